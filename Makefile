@@ -1,0 +1,128 @@
+# Every command of this repository. `make` alone lists them. Nothing but Python 3.10 to 3.13 with venv is needed.
+#
+#   PYTHON=python3.12      which interpreter makes the virtual environments
+#   VENV=.venv312          where; one folder per interpreter
+#   TORCH_INDEX=URL        an additional package index for torch: PyTorch's own CPU index saves some gigabytes
+#   ARGS="-k group_norm"   appended to pytest or to `npugrad demo`
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+VENV_GEN ?= .venv-gen
+VENV_FLOOR ?= .venv-floor
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+TOOLS := protos/npugrad/_tools
+STAMP := $(VENV)/.stamp
+STAMP_GEN := $(VENV_GEN)/.stamp
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+# Written from the records, after the protos; each knows --check.
+RECORD_GENERATORS := $(wildcard $(TOOLS)/gen_client.py $(TOOLS)/gen_docs.py)
+LIBRARY := protos server client
+WHEEL_PYTHONS := 3.10 3.12 3.13
+export PIP_NO_INPUT := 1
+
+help: ## List the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+.PHONY: help
+
+# ----------------------------------------------------------------------------- environments
+
+venv: $(STAMP) ## Set up $(VENV) with everything for development
+.PHONY: venv
+
+# torch is pinned: any other version would pull gigabytes of libraries that a CPU host cannot use.
+$(STAMP): pyproject.toml
+	@echo "make: setting up $(VENV) (some minutes the first time)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python $(PIP_INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	    --editable '.[server,bench,demo,dev]' '$(TORCH)'
+	touch $@
+
+$(STAMP_GEN): $(TOOLS)/gen_protos.py
+	test -x $(VENV_GEN)/bin/python || $(PYTHON) -m venv $(VENV_GEN)
+	$(VENV_GEN)/bin/python $(PIP_INSTALL) $$($(PYTHON) $< --requirements)
+	touch $@
+
+clean: ## Remove virtual environments, caches and built things
+	rm -rf $(VENV) $(VENV_GEN) $(VENV_FLOOR) build dist .cache .hypothesis .*_cache
+	find $(LIBRARY) tests -name __pycache__ -type d -prune -exec rm -rf {} +
+.PHONY: clean
+
+# ------------------------------------------------------------------------------ the main job
+
+demo: $(STAMP) ## Start the service, run all four operators on real input, print a table
+	$(BIN)/npugrad demo $(ARGS)
+.PHONY: demo
+
+# ------------------------------------------------------------------------------------- tests
+
+test: $(STAMP) ## Run the tests
+	$(BIN)/python -m pytest $(ARGS)
+.PHONY: test
+
+# ------------------------------------------------------------------------------------ checks
+
+check: format lint types imports check-protos check-gen check-floor check-wheels ## All checks but the tests
+.PHONY: check
+
+format: $(STAMP)
+	$(BIN)/ruff format --check $(LIBRARY) tests
+
+lint: $(STAMP) ## Style and spelling
+	$(BIN)/ruff check $(LIBRARY) tests
+	$(BIN)/codespell
+.PHONY: format lint
+
+types: $(STAMP) ## mypy strict for each Python version, pyright on the packages
+	$(BIN)/mypy
+	for version in $(WHEEL_PYTHONS); do $(BIN)/mypy --python-version $$version $(LIBRARY); done
+	$(BIN)/pyright
+.PHONY: types
+
+imports: $(STAMP) ## Who may import whom
+	$(BIN)/lint-imports --no-cache
+.PHONY: imports
+
+check-protos: $(STAMP) ## buf: style of the protos, and no break of the wire format
+	$(BIN)/buf lint protos
+	$(BIN)/buf breaking protos --against protos/baseline.binpb
+.PHONY: check-protos
+
+check-gen: $(STAMP) $(STAMP_GEN) ## Generated files are up to date
+	$(VENV_GEN)/bin/python $(TOOLS)/gen_protos.py --check
+	for tool in $(RECORD_GENERATORS); do $(BIN)/python $$tool --check; done
+.PHONY: check-gen
+
+check-floor: ## A call with the oldest versions that pyproject.toml allows
+	test -x $(VENV_FLOOR)/bin/python || $(PYTHON) -m venv $(VENV_FLOOR)
+	$(VENV_FLOOR)/bin/python $(PIP_INSTALL) $$($(BIN)/python $(TOOLS)/floors.py requirements --oldest)
+	$(VENV_FLOOR)/bin/python $(TOOLS)/floors.py call
+.PHONY: check-floor
+
+check-wheels: $(STAMP) ## Wheels of all dependencies exist for the other Python versions
+	for version in $(WHEEL_PYTHONS); do \
+	    $(BIN)/python $(PIP_INSTALL) --dry-run --ignore-installed --only-binary=:all: --target build/wheels \
+	        --python-version $$version $$($(BIN)/python $(TOOLS)/floors.py requirements --python $$version); \
+	    echo "wheels for Python $$version: found"; \
+	done
+.PHONY: check-wheels
+
+# --------------------------------------------------------------------------------- generated
+
+gen: gen-protos gen-records ## Regenerate all generated files
+gen-protos: $(STAMP_GEN) ## Regenerate protos/npugrad/v1
+	$(VENV_GEN)/bin/python $(TOOLS)/gen_protos.py
+gen-records: gen-protos $(STAMP)
+	for tool in $(RECORD_GENERATORS); do $(BIN)/python $$tool; done
+
+baseline: $(STAMP) ## Accept the present protos as what later ones must stay compatible with
+	$(BIN)/buf build protos --output protos/baseline.binpb
+.PHONY: gen gen-protos gen-records baseline
