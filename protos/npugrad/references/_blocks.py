@@ -1,0 +1,95 @@
+"""How the references cut large tensors into blocks, read them as float64 and round into the outputs."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SCRATCH_BYTES = 256 * 2**20
+"""Scratch memory a reference may hold at once, in bytes, beyond its inputs and outputs."""
+
+
+def spans(total: int, row_bytes: int, scratch_bytes: int = SCRATCH_BYTES) -> Iterator[slice]:
+    """Cut `range(total)` into consecutive slices whose rows fit the scratch memory together.
+
+    Args:
+        total: Number of rows; nothing is yielded for 0.
+        row_bytes: Scratch memory one row needs, in bytes.
+        scratch_bytes: Scratch memory one slice may use, in bytes. A slice has at least one row, even if
+            that is more.
+
+    Yields:
+        Slices with explicit start and stop, in order, covering every row once.
+    """
+    rows = max(1, scratch_bytes // max(1, row_bytes))
+    for start in range(0, total, rows):
+        yield slice(start, min(start + rows, total))
+
+
+def tiles(
+    shape: tuple[int, ...], element_bytes: int, scratch_bytes: int = SCRATCH_BYTES
+) -> Iterator[tuple[slice, ...]]:
+    """Cut an array into rectangular tiles, each one contiguous run of its C-order elements.
+
+    Args:
+        shape: Extents of the array; nothing is yielded when one of them is 0.
+        element_bytes: Scratch memory one element needs, in bytes.
+        scratch_bytes: Scratch memory one tile may use, in bytes. A tile has at least one element.
+
+    Yields:
+        One slice per axis with explicit start and stop, in C order, covering every element once.
+    """
+    if not shape:
+        yield ()
+        return
+    for rows in spans(shape[0], math.prod(shape[1:]) * element_bytes, scratch_bytes):
+        # More than one row only if whole rows fit: then the remaining axes come back as one full tile.
+        for rest in tiles(shape[1:], (rows.stop - rows.start) * element_bytes, scratch_bytes):
+            yield (rows, *rest)
+
+
+def flat_float64(array: npt.NDArray[Any], start: int, stop: int) -> npt.NDArray[np.float64]:
+    """Copy the C-order elements `start` to `stop` of an array of any shape and strides.
+
+    Nothing but the requested run is materialised, also when the array is strided or broadcast (stride 0).
+
+    Args:
+        array: Array of any shape and of any dtype that casts to float64.
+        start: First element, counted in C order.
+        stop: One past the last element.
+
+    Returns:
+        New contiguous float64 array of shape (stop - start,), free to be overwritten.
+    """
+    run = array.reshape(-1)[start:stop] if array.flags.c_contiguous else array.flat[start:stop]
+    return np.array(run, dtype=np.float64)
+
+
+def store(target: npt.NDArray[Any], values: npt.NDArray[np.float64]) -> None:
+    """Round float64 values into an output, once and to nearest even; overflow becomes infinity, silently.
+
+    Needs up to 24 bytes of scratch memory per element.
+
+    Args:
+        target: Writable array, or view of one, of any float dtype, including bfloat16.
+        values: float64 array of the same shape.
+    """
+    with np.errstate(all="ignore"):
+        if target.dtype != ml_dtypes.bfloat16:
+            target[...] = values
+            return
+        # ml_dtypes goes from float64 to bfloat16 by way of float32, which rounds twice. Rounding to odd in the
+        # first step (truncate, then set the last bit if anything was lost) keeps the second one right.
+        single = values.astype(np.float32)
+        inexact = single != values
+        bits = single.view(np.int32)
+        bits -= np.abs(single) > np.abs(values)
+        bits |= inexact
+        target[...] = single
