@@ -1,0 +1,35 @@
+"""The contract of npugrad: types, operator records, error codes and the validator.
+
+Both sides import it and it imports neither. `npugrad.validate` tells, without data and without a
+server, what the aclnn operator would answer and which documented constraints a call breaks.
+"""
+
+from __future__ import annotations
+
+from npugrad.dtypes import DType, Format
+from npugrad.errors import NpugradError, OperatorError, Source, Violation
+from npugrad.ops import OPERATORS, get_operator
+from npugrad.products import Product
+from npugrad.spec import CallMeta, Constraint, OpSpec, TensorMeta, Verdict
+from npugrad.validation import validate
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "OPERATORS",
+    "CallMeta",
+    "Constraint",
+    "DType",
+    "Format",
+    "NpugradError",
+    "OpSpec",
+    "OperatorError",
+    "Product",
+    "Source",
+    "TensorMeta",
+    "Verdict",
+    "Violation",
+    "__version__",
+    "get_operator",
+    "validate",
+]

@@ -1,0 +1,461 @@
+"""Every error of the contract in one table, and the exceptions both sides raise.
+
+    NpugradError
+    ├── TransportError            nothing usable came back        .reason .retryable .retry_after_s
+    │   ├── ConnectError · DeadlineExceeded · Cancelled
+    │   └── ServerBusy · ServerDraining · CallTooLarge
+    ├── RequestError              the call is not well formed     .reason .operator .operand
+    │   └── MalformedTensor · MalformedRequest · UnsafeLevels
+    └── OperatorError             the operator says no            .code .operator .constraint .violations .source
+        ├── NullOperand (161001) · InvalidOperand (161002) · TilingError (561002)
+        ├── UnsupportedOperator (561003, 561103 for a missing operator)
+        └── DeviceError (other numbers)
+            └── DeviceOutOfMemory · WorkerLost
+
+Vendor numbers are those of the vendor's page "aclnn return codes"; our own reasons have none. gRPC
+statuses are named by strings, so that the contract does not need grpc.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+DOMAIN = "npugrad"
+"""`ErrorInfo.domain` of every error of this service."""
+
+SUCCESS = 0
+PARAM_NULLPTR = 161001
+PARAM_INVALID = 161002
+RUNTIME_ERROR = 361001
+INNER = 561000
+TILING_ERROR = 561002
+FIND_KERNEL_ERROR = 561003
+INNER_NULLPTR = 561103
+
+
+@dataclass(frozen=True)
+class ErrorRow:
+    """One row of the error table.
+
+    Attributes:
+        reason: `ErrorInfo.reason`, stable.
+        code: aclnn number, None for a reason of our own.
+        grpc_status: gRPC status when our own side finds it.
+        retryable: Whether the same call may succeed later or elsewhere.
+        sentence: What it means, for a person.
+        device_grpc_status: gRPC status when a device returns it after our validator passed.
+    """
+
+    reason: str
+    code: int | None
+    grpc_status: str
+    retryable: bool
+    sentence: str
+    device_grpc_status: str = "INTERNAL"
+
+
+_INVALID, _INTERNAL, _PRECONDITION = "INVALID_ARGUMENT", "INTERNAL", "FAILED_PRECONDITION"
+
+
+def _inner(code: int, name: str, sentence: str, device_grpc_status: str = _INTERNAL) -> ErrorRow:
+    return ErrorRow(f"ACLNN_ERR_INNER{name}", code, _INTERNAL, False, sentence, device_grpc_status)
+
+
+ERRORS: tuple[ErrorRow, ...] = (
+    ErrorRow("ACLNN_ERR_PARAM_NULLPTR", 161001, _INVALID, False, "A required operand or attribute is null."),
+    ErrorRow("ACLNN_ERR_PARAM_INVALID", 161002, _INVALID, False, "An operand or attribute breaks a documented rule."),
+    ErrorRow("ACLNN_ERR_RUNTIME_ERROR", 361001, _INTERNAL, False, "A call of the NPU runtime failed."),
+    _inner(561000, "", "The operator library failed internally."),
+    _inner(561001, "_INFERSHAPE_ERROR", "The operator library could not infer the output shapes."),
+    ErrorRow("ACLNN_ERR_INNER_TILING_ERROR", 561002, _INVALID, False, "The sizes break a documented limit of the operator's tiling."),
+    _inner(561003, "_FIND_KERNEL_ERROR", "The device has no kernel for this operator.", _PRECONDITION),
+    _inner(561101, "_CREATE_EXECUTOR", "The executor could not be created."),
+    _inner(561102, "_NOT_TRANS_EXECUTOR", "The executor was not released to the caller."),
+    _inner(561103, "_NULLPTR", "The operator library met a null of its own."),
+    _inner(561104, "_WRONG_ATTR_INFO_SIZE", "The operator library counted its attributes wrongly."),
+    _inner(561105, "_KEY_CONFLICT", "Two kernels have one key."),
+    _inner(561106, "_INVALID_IMPL_MODE", "The implementation mode is invalid."),
+    _inner(561107, "_OPP_PATH_NOT_FOUND", "ASCEND_OPP_PATH is not set on the server.", _PRECONDITION),
+    _inner(561108, "_LOAD_JSON_FAILED", "The operator information file was not loaded.", _PRECONDITION),
+    _inner(561109, "_JSON_VALUE_NOT_FOUND", "A field of the operator information file is missing."),
+    _inner(561110, "_JSON_FORMAT_INVALID", "The operator information file has a bad format entry."),
+    _inner(561111, "_JSON_DTYPE_INVALID", "The operator information file has a bad dtype entry."),
+    _inner(561112, "_OPP_KERNEL_PKG_NOT_FOUND", "The kernel package is not loaded on the server.", _PRECONDITION),
+    _inner(561113, "_OP_FILE_INVALID", "A field of the operator file is wrong."),
+    _inner(561114, "_ATTR_NUM_OUT_OF_BOUND", "There are more attributes than the operator describes."),
+    _inner(561115, "_ATTR_LEN_NOT_ENOUGH", "There are fewer attributes than the operator describes."),
+    _inner(561116, "_INPUT_NUM_IN_JSON_TOO_LARGE", "The operator describes more than 32 inputs."),
+    _inner(561117, "_INPUT_JSON_IS_NULL", "The description of an input is missing."),
+    _inner(561118, "_STATIC_WORKSPACE_INVALID", "A static kernel has a bad workspace size."),
+    _inner(561119, "_STATIC_BLOCK_DIM_INVALID", "A static kernel has a bad core count."),
+    ErrorRow("MALFORMED_TENSOR", None, _INVALID, False, "Shape, strides, type and content of a tensor do not fit together."),
+    ErrorRow("MALFORMED_REQUEST", None, _INVALID, False, "The request lacks an attribute or breaks the order of a stream."),
+    ErrorRow("CONTENT_UNSUPPORTED", None, "UNIMPLEMENTED", False, "The server does not take content of this kind."),
+    ErrorRow("UNSAFE_LEVELS", None, _INVALID, False, "Level sizes or starts point outside the value tensor."),
+    ErrorRow("OPERATOR_UNSUPPORTED", None, "UNIMPLEMENTED", False, "The product has no such operator."),
+    ErrorRow("UNKNOWN_OPERATOR", None, "UNIMPLEMENTED", False, "There is no operator of this name."),
+    ErrorRow("DETERMINISM_UNSUPPORTED", None, _PRECONDITION, False, "The operator cannot run deterministically on this device."),
+    ErrorRow("VERIFICATION_FAILED", None, "DATA_LOSS", False, "The device's result differs from the reference by more than the tolerance."),
+    ErrorRow("CALL_TOO_LARGE", None, "RESOURCE_EXHAUSTED", False, "The call can never fit into the server's memory."),
+    ErrorRow("QUEUE_FULL", None, "RESOURCE_EXHAUSTED", True, "The queue or the memory for operands is full now."),
+    ErrorRow("DEVICE_OUT_OF_MEMORY", None, "RESOURCE_EXHAUSTED", True, "The device has no memory for the call now."),
+    ErrorRow("DEADLINE_EXCEEDED", None, "DEADLINE_EXCEEDED", False, "The deadline passed before the result was there."),
+    ErrorRow("CANCELLED", None, "CANCELLED", False, "The caller cancelled the call."),
+    ErrorRow("DRAINING", None, "UNAVAILABLE", True, "The server is shutting down and takes no new calls."),
+    ErrorRow("NO_DEVICE", None, "UNAVAILABLE", True, "No device is ready."),
+    ErrorRow("WORKER_LOST", None, "UNAVAILABLE", False, "The worker died under the call every time it was tried."),
+    ErrorRow("UNAVAILABLE", None, "UNAVAILABLE", True, "The server cannot be reached."),
+    ErrorRow("INTERNAL", None, _INTERNAL, False, "The server failed; its log has the details under the request id."),
+)
+"""The whole table, in documented order, our own reasons last."""
+
+BY_CODE: dict[int, ErrorRow] = {row.code: row for row in ERRORS if row.code is not None}
+BY_REASON: dict[str, ErrorRow] = {row.reason: row for row in ERRORS}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a constraint is documented.
+
+    Attributes:
+        document: Official name of the page, or ``"source"`` for the vendor's source code.
+        section: Section of it.
+        row: Row or sentence of the section.
+    """
+
+    document: str
+    section: str
+    row: str
+
+    def __str__(self) -> str:
+        """The citation."""
+        return f"{self.document}, {self.section}, {self.row}"
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One violated constraint of a call.
+
+    Attributes:
+        id: Stable identifier of the constraint.
+        code: Its aclnn number.
+        operands: Operands and attributes it is about.
+        found: What the call has.
+        expected: What is allowed.
+        text: The documented sentence.
+        sources: Where it is documented.
+    """
+
+    id: str
+    code: int
+    operands: tuple[str, ...]
+    found: str
+    expected: str
+    text: str = ""
+    sources: tuple[Source, ...] = ()
+
+    def message(self, operator: str) -> str:
+        """One line for a person: operator, operands, found, expected."""
+        return f"{operator}: {', '.join(self.operands)}: found {self.found}; expected {self.expected}"
+
+
+class NpugradError(Exception):
+    """Base of every error of the service.
+
+    Attributes:
+        reason: `ErrorInfo.reason`, a row of `ERRORS`.
+        operator: Operator the call was for, when known.
+        request_id: Identifier of the request in the server's log, when it reached one.
+    """
+
+    default_reason = "INTERNAL"
+
+    def __init__(self, message: str, *, reason: str = "", operator: str = "", request_id: str = "") -> None:
+        """Makes the error.
+
+        Args:
+            message: What happened, for a person: operator, operand, found, expected.
+            reason: Row of `ERRORS`; the class's own by default.
+            operator: Operator the call was for.
+            request_id: Identifier of the request in the server's log.
+        """
+        super().__init__(message)
+        self.reason = reason or self.default_reason
+        self.operator = operator
+        self.request_id = request_id
+
+    @property
+    def row(self) -> ErrorRow:
+        """The row of the error table."""
+        return BY_REASON.get(self.reason, BY_REASON["INTERNAL"])
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same call may succeed later or elsewhere."""
+        return self.row.retryable
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles by class, message and attributes, because constructors take keywords."""
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(cls: type[NpugradError], args: tuple[Any, ...], state: dict[str, Any]) -> NpugradError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class TransportError(NpugradError):
+    """Nothing usable came back: connection, deadline, overload or shutdown.
+
+    Attributes:
+        retry_after_s: Seconds the server asks to wait before a retry; None when it did not say.
+    """
+
+    default_reason = "UNAVAILABLE"
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None, **kwargs: str) -> None:
+        """Makes the error; `retry_after_s` in seconds, the rest as for `NpugradError`."""
+        super().__init__(message, **kwargs)
+        self.retry_after_s = retry_after_s
+
+
+class ConnectError(TransportError):
+    """The server cannot be reached (UNAVAILABLE)."""
+
+
+class DeadlineExceeded(TransportError):
+    """The deadline passed before the result was there (DEADLINE_EXCEEDED)."""
+
+    default_reason = "DEADLINE_EXCEEDED"
+
+
+class Cancelled(TransportError):
+    """The caller cancelled the call (CANCELLED)."""
+
+    default_reason = "CANCELLED"
+
+
+class ServerBusy(TransportError):
+    """Queue, operand memory or device memory is full now, or no device is ready; safe to retry."""
+
+    default_reason = "QUEUE_FULL"
+
+
+class ServerDraining(TransportError):
+    """The server is shutting down (DRAINING); safe to retry elsewhere."""
+
+    default_reason = "DRAINING"
+
+
+class CallTooLarge(TransportError):
+    """The call can never fit into the server's memory (CALL_TOO_LARGE)."""
+
+    default_reason = "CALL_TOO_LARGE"
+
+
+class RequestError(NpugradError, ValueError):
+    """The call is not well formed; no aclnn number fits.
+
+    Attributes:
+        operand: Operand or attribute it is about; empty when it is about none.
+    """
+
+    default_reason = "MALFORMED_REQUEST"
+
+    def __init__(self, message: str, *, operand: str = "", **kwargs: str) -> None:
+        """Makes the error; `operand` names the culprit, the rest as for `NpugradError`."""
+        super().__init__(message, **kwargs)
+        self.operand = operand
+
+
+class MalformedRequest(RequestError):
+    """An attribute is missing or a stream is out of order (MALFORMED_REQUEST)."""
+
+
+class MalformedTensor(RequestError):
+    """Shape, strides, type and content of a tensor do not fit together (MALFORMED_TENSOR)."""
+
+    default_reason = "MALFORMED_TENSOR"
+
+
+class UnsafeLevels(RequestError):
+    """Level sizes or starts point outside the value tensor (UNSAFE_LEVELS, NPU only)."""
+
+    default_reason = "UNSAFE_LEVELS"
+
+
+class OperatorError(NpugradError):
+    """The operator says no, with an aclnn number.
+
+    Attributes:
+        code: aclnn number; None for a reason of our own.
+        constraint: Identifier of the constraint that gave the code; empty for a device's answer.
+        violations: All violated constraints that are known; over the wire as many as fit.
+        violations_total: How many there are in all.
+        source: ``"validator"`` or ``"device"``.
+    """
+
+    default_reason = "ACLNN_ERR_INNER"
+    codes: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: int | None = None,
+        constraint: str = "",
+        violations: Sequence[Violation] = (),
+        violations_total: int | None = None,
+        source: str = "validator",
+        **kwargs: str,
+    ) -> None:
+        """Makes the error; arguments are the attributes above, the rest as for `NpugradError`."""
+        if code in BY_CODE and not kwargs.get("reason"):
+            kwargs["reason"] = BY_CODE[code].reason
+        super().__init__(message, **kwargs)
+        self.code = code
+        self.constraint = constraint
+        self.violations = tuple(violations)
+        self.violations_total = len(self.violations) if violations_total is None else violations_total
+        self.source = source
+
+
+class NullOperand(OperatorError):
+    """161001: a required operand or attribute is null."""
+
+    codes = (PARAM_NULLPTR,)
+
+
+class InvalidOperand(OperatorError):
+    """161002: an operand or attribute breaks a documented rule."""
+
+    codes = (PARAM_INVALID,)
+
+
+class TilingError(OperatorError):
+    """561002: the sizes break a documented limit of the operator's tiling."""
+
+    codes = (TILING_ERROR,)
+
+
+class UnsupportedOperator(OperatorError):
+    """The product or the server has no such operator (OPERATOR_UNSUPPORTED, UNKNOWN_OPERATOR)."""
+
+    default_reason = "OPERATOR_UNSUPPORTED"
+
+
+class DeviceError(OperatorError):
+    """A device failed; `code` is the vendor's number when there is one."""
+
+    default_reason = "ACLNN_ERR_RUNTIME_ERROR"
+
+
+class DeviceOutOfMemory(DeviceError):
+    """The device has no memory for the call now (DEVICE_OUT_OF_MEMORY); safe to retry later."""
+
+    default_reason = "DEVICE_OUT_OF_MEMORY"
+
+
+class WorkerLost(DeviceError):
+    """The worker died under the call every time it was tried (WORKER_LOST)."""
+
+    default_reason = "WORKER_LOST"
+
+
+_CLASS_BY_CODE: dict[int, type[OperatorError]] = {
+    code: cls for cls in (NullOperand, InvalidOperand, TilingError) for code in cls.codes
+}
+_CLASS_BY_REASON: dict[str, type[NpugradError]] = {
+    "MALFORMED_TENSOR": MalformedTensor,
+    "MALFORMED_REQUEST": MalformedRequest,
+    "CONTENT_UNSUPPORTED": RequestError,
+    "UNSAFE_LEVELS": UnsafeLevels,
+    "OPERATOR_UNSUPPORTED": UnsupportedOperator,
+    "UNKNOWN_OPERATOR": UnsupportedOperator,
+    "DETERMINISM_UNSUPPORTED": OperatorError,
+    "VERIFICATION_FAILED": DeviceError,
+    "CALL_TOO_LARGE": CallTooLarge,
+    "QUEUE_FULL": ServerBusy,
+    "DEVICE_OUT_OF_MEMORY": DeviceOutOfMemory,
+    "DEADLINE_EXCEEDED": DeadlineExceeded,
+    "CANCELLED": Cancelled,
+    "DRAINING": ServerDraining,
+    "NO_DEVICE": ServerBusy,
+    "WORKER_LOST": WorkerLost,
+    "UNAVAILABLE": ConnectError,
+    "INTERNAL": NpugradError,
+}
+
+
+def error_class(reason: str, source: str = "validator") -> type[NpugradError]:
+    """The exception class of a reason.
+
+    Args:
+        reason: Row of `ERRORS`; an unknown one gives the base class.
+        source: ``"device"`` turns every aclnn number into a `DeviceError`.
+    """
+    row = BY_REASON.get(reason)
+    if row is None:
+        return NpugradError
+    if row.code is None:
+        return _CLASS_BY_REASON[reason]
+    return DeviceError if source == "device" else _CLASS_BY_CODE.get(row.code, DeviceError)
+
+
+@dataclass(frozen=True)
+class ErrorDetails:
+    """What the wire knows of an error, enough to raise it again on the other side.
+
+    Attributes:
+        reason: Row of `ERRORS`.
+        message: For a person.
+        metadata: `ErrorInfo.metadata`: code, operator, operand, constraint, source, violations_total, request_id.
+        violations: Violations that fitted.
+        retry_after_s: Seconds to wait before a retry; None when not given.
+    """
+
+    reason: str
+    message: str
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    violations: tuple[Violation, ...] = ()
+    retry_after_s: float | None = None
+
+
+def error_from_details(details: ErrorDetails) -> NpugradError:
+    """Builds the exception that the other side raised."""
+    metadata = details.metadata
+    source = metadata.get("source", "validator")
+    cls = error_class(details.reason, source)
+    common = {
+        "reason": details.reason,
+        "operator": metadata.get("operator", ""),
+        "request_id": metadata.get("request_id", ""),
+    }
+    if issubclass(cls, TransportError):
+        return cls(details.message, retry_after_s=details.retry_after_s, **common)
+    if issubclass(cls, RequestError):
+        return cls(details.message, operand=metadata.get("operand", ""), **common)
+    if issubclass(cls, OperatorError):
+        return cls(
+            details.message,
+            code=_int_or_none(metadata.get("code")),
+            constraint=metadata.get("constraint", ""),
+            violations=details.violations,
+            violations_total=_int_or_none(metadata.get("violations_total")),
+            source=source,
+            **common,
+        )
+    return cls(details.message, **common)
+
+
+def _int_or_none(text: str | None) -> int | None:
+    try:
+        return None if text is None else int(text)
+    except ValueError:
+        return None

@@ -1,0 +1,207 @@
+"""Factories of checks and of whole constraints that several operators share.
+
+A check is pure and returns None when it holds, else what it found and what it expected.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from npugrad.errors import PARAM_INVALID, PARAM_NULLPTR
+from npugrad.spec import Constraint, Finding
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from npugrad.dtypes import DType, Format
+    from npugrad.errors import Source
+    from npugrad.products import Product
+    from npugrad.spec import CallMeta, TensorMeta
+
+    Check = Callable[[CallMeta], "Finding | None"]
+    Violate = Callable[[CallMeta], "CallMeta | None"]
+
+NULL = Finding("null", "a tensor")
+
+
+def listed(items: Iterable[object]) -> str:
+    """A list for a person: ``a, b or c``."""
+    words = [str(item) for item in items]
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
+
+
+def shape_text(shape: Iterable[int]) -> str:
+    """A shape for a person: ``[2, 3]``."""
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def present(call: CallMeta, name: str) -> TensorMeta | None:
+    """Meta of an input or a declared output; None when null, inferred or unknown."""
+    return call.inputs.get(name) or call.declared(name)
+
+
+def input_not_null(name: str, text: str, sources: tuple[Source, ...], **extra: Any) -> Constraint:
+    """161001: a required input is there."""
+    return Constraint(
+        id=f"{name}.not_null",
+        code=PARAM_NULLPTR,
+        text=text,
+        sources=sources,
+        operands=(name,),
+        check=lambda call: NULL if call.inputs[name] is None else None,
+        violate=lambda call: call.with_inputs(**{name: None}),
+        **{"vendor_code": PARAM_NULLPTR, **extra},
+    )
+
+
+def output_not_null(
+    name: str,
+    text: str,
+    sources: tuple[Source, ...],
+    wanted: Callable[[CallMeta], bool] = lambda call: True,
+    **extra: Any,
+) -> Constraint:
+    """161001: a wanted output was not declared null."""
+    return Constraint(
+        id=f"{name}.not_null",
+        code=PARAM_NULLPTR,
+        text=text,
+        sources=sources,
+        operands=(name,),
+        check=lambda call: NULL if wanted(call) and call.is_null_output(name) else None,
+        violate=lambda call: call.with_outputs(**{name: None}) if wanted(call) else None,
+        **{"vendor_code": PARAM_NULLPTR, **extra},
+    )
+
+
+def dtype_supported(name: str, dtypes: Mapping[Product, tuple[DType, ...]]) -> Check:
+    """The dtype is one the product supports."""
+
+    def check(call: CallMeta) -> Finding | None:
+        allowed = dtypes.get(call.product, ())
+        if call.tensor(name).dtype in allowed:
+            return None
+        return Finding(f"dtype {call.tensor(name).dtype}", f"{listed(allowed)} on {call.product.title}")
+
+    return check
+
+
+def same_dtype(name: str, leader: str) -> Check:
+    """An optional input or a declared output has the dtype of another operand."""
+
+    def check(call: CallMeta) -> Finding | None:
+        meta, expected = present(call, name), call.tensor(leader).dtype
+        if meta is None or meta.dtype == expected:
+            return None
+        return Finding(f"dtype {meta.dtype}", f"{expected}, the dtype of {leader}")
+
+    return check
+
+
+def dtype_is(name: str, dtypes: tuple[DType, ...]) -> Check:
+    """An optional input or a declared output has one of the dtypes."""
+
+    def check(call: CallMeta) -> Finding | None:
+        meta = present(call, name)
+        if meta is None or meta.dtype in dtypes:
+            return None
+        return Finding(f"dtype {meta.dtype}", listed(dtypes))
+
+    return check
+
+
+def format_is(name: str, formats: tuple[Format, ...]) -> Check:
+    """An optional input or a declared output has one of the storage formats."""
+
+    def check(call: CallMeta) -> Finding | None:
+        meta = present(call, name)
+        if meta is None or meta.format in formats:
+            return None
+        return Finding(f"format {meta.format}", listed(formats))
+
+    return check
+
+
+def rank_within(name: str, low: int, high: int) -> Check:
+    """An optional input or a declared output has a rank in the closed range."""
+
+    def check(call: CallMeta) -> Finding | None:
+        meta = present(call, name)
+        if meta is None or low <= meta.rank <= high:
+            return None
+        expected = f"rank {low}" if low == high else f"rank {low} to {high}"
+        return Finding(f"rank {meta.rank}, shape {shape_text(meta.shape)}", expected)
+
+    return check
+
+
+def element_count(name: str, count: Callable[[CallMeta], int], formula: str) -> Check:
+    """An optional input has a number of elements that attributes fix."""
+
+    def check(call: CallMeta) -> Finding | None:
+        meta = call.inputs[name]
+        if meta is None or meta.size == count(call):
+            return None
+        return Finding(f"{meta.size} elements, shape {shape_text(meta.shape)}", f"{formula} = {count(call)} elements")
+
+    return check
+
+
+def shape_is(name: str, shape: Callable[[CallMeta], tuple[int, ...]], meaning: str) -> Check:
+    """An optional input or a declared output has exactly this shape."""
+
+    def check(call: CallMeta) -> Finding | None:
+        meta = present(call, name)
+        if meta is None or meta.shape == shape(call):
+            return None
+        return Finding(f"shape {shape_text(meta.shape)}", f"{shape_text(shape(call))}, {meaning}")
+
+    return check
+
+
+def axis_is(name: str, axis: int, size: Callable[[CallMeta], int], meaning: str) -> Check:
+    """One axis of an input has the size that another operand fixes."""
+
+    def check(call: CallMeta) -> Finding | None:
+        meta, expected = call.tensor(name), size(call)
+        if meta.shape[axis] == expected:
+            return None
+        return Finding(f"{meta.shape[axis]} on axis {axis} of shape {shape_text(meta.shape)}", f"{expected}, {meaning}")
+
+    return check
+
+
+def axis_within(name: str, axis: int, low: int, high: int, multiple_of: int = 1) -> Check:
+    """One axis of an input lies in a closed range and is a multiple."""
+
+    def check(call: CallMeta) -> Finding | None:
+        size = call.tensor(name).shape[axis]
+        if low <= size <= high and size % multiple_of == 0:
+            return None
+        multiple = f", a multiple of {multiple_of}" if multiple_of > 1 else ""
+        return Finding(f"{size} on axis {axis}", f"{low} to {high}{multiple}")
+
+    return check
+
+
+def invalid(
+    constraint_id: str,
+    text: str,
+    sources: tuple[Source, ...],
+    operands: tuple[str, ...],
+    check: Check,
+    violate: Violate,
+    **extra: Any,
+) -> Constraint:
+    """A constraint with code 161002 (or the one given in `extra`), as the vendor's source has it too."""
+    code = extra.pop("code", PARAM_INVALID)
+    return Constraint(
+        id=constraint_id,
+        code=code,
+        text=text,
+        sources=sources,
+        operands=operands,
+        check=check,
+        violate=violate,
+        **{"vendor_code": code, **extra},
+    )

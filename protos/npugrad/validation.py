@@ -1,0 +1,242 @@
+"""The validator: which documented constraints a call breaks, and the aclnn status that follows.
+
+Order of codes: an operator the product lacks is decided alone and first; then all 161001, all 161002,
+all 561002; inside a class by the order of the record.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from npugrad.errors import (
+    BY_CODE,
+    FIND_KERNEL_ERROR,
+    INNER_NULLPTR,
+    PARAM_INVALID,
+    PARAM_NULLPTR,
+    TILING_ERROR,
+    InvalidOperand,
+    MalformedRequest,
+    NullOperand,
+    OperatorError,
+    TilingError,
+    UnsupportedOperator,
+    Violation,
+)
+from npugrad.ops import get_operator
+from npugrad.products import Product, product_from_name
+from npugrad.spec import INT64_MAX, AttrParam, CallMeta, TensorMeta, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from npugrad.spec import AttrValue, Constraint, OpSpec
+
+_REPORT_ORDER = (FIND_KERNEL_ERROR, INNER_NULLPTR, PARAM_NULLPTR, PARAM_INVALID, TILING_ERROR)
+_CLASS_ORDER = {code: i for i, code in enumerate(_REPORT_ORDER)}
+
+
+def validate(
+    operator: str,
+    *,
+    inputs: Mapping[str, TensorMeta | None],
+    attrs: Mapping[str, Any],
+    outputs: Mapping[str, TensorMeta | None] | None = None,
+    product: Product | str = Product.ATLAS_A2,
+) -> Verdict:
+    """Checks a call, without data, against every documented constraint of its operator.
+
+    Args:
+        operator: Name such as ``"group_norm_backward"``.
+        inputs: Input metas by name; a missing one is null.
+        attrs: Attributes by name; modes also by their documented names.
+        outputs: Declared outputs by name, None for null; missing ones are inferred.
+        product: ``"atlas-training"``, ``"atlas-a2"`` or ``"atlas-a3"``.
+
+    Returns:
+        The status the first phase would give, every violated constraint, and the inferred outputs.
+
+    Raises:
+        UnsupportedOperator: There is no operator of this name.
+        TypeError: A name that the operator does not have.
+        MalformedRequest: An attribute is missing or has the wrong type.
+        ValueError: There is no such product.
+    """
+    spec = get_operator(operator)
+    return validate_call(spec, make_call(spec, inputs, attrs, outputs, product))
+
+
+def make_call(
+    spec: OpSpec,
+    inputs: Mapping[str, TensorMeta | None],
+    attrs: Mapping[str, Any],
+    outputs: Mapping[str, TensorMeta | None] | None = None,
+    product: Product | str = Product.ATLAS_A2,
+) -> CallMeta:
+    """Builds a `CallMeta`, with names and attribute types checked; errors as in `validate`."""
+    _check_names(spec, "input", inputs, [p.name for p in spec.inputs])
+    _check_names(spec, "attribute", attrs, [p.name for p in spec.attrs])
+    _check_names(spec, "output", outputs or {}, [p.name for p in spec.outputs])
+    return CallMeta(
+        inputs={p.name: inputs.get(p.name) for p in spec.inputs},
+        attrs={p.name: attribute_value(spec, p, attrs) for p in spec.attrs},
+        outputs=outputs or {},
+        product=product_from_name(product),
+    )
+
+
+def _check_names(spec: OpSpec, kind: str, given: Mapping[str, Any], known: list[str]) -> None:
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise TypeError(f"{spec.name}: unknown {kind} {', '.join(map(repr, unknown))}; known are {', '.join(known)}")
+
+
+def attribute_value(spec: OpSpec, param: AttrParam, attrs: Mapping[str, Any]) -> AttrValue:
+    """One attribute, converted to its wire type.
+
+    Raises:
+        MalformedRequest: It is missing, of the wrong type, or outside int64.
+        TypeError: None for an attribute other than a bool array.
+    """
+    if param.name not in attrs:
+        if param.type == "bool_array":
+            return None
+        raise _malformed(spec, param, "nothing")
+    value = attrs[param.name]
+    if value is None:
+        if param.type == "bool_array":
+            return None
+        raise TypeError(f"{spec.name}: {param.name}: found None; expected {_EXPECTED[param.type]}")
+    if isinstance(value, str) and value in param.choices:
+        return param.choices[value]
+    try:
+        return _CONVERT[param.type](value)
+    except (TypeError, ValueError, OverflowError):
+        raise _malformed(spec, param, repr(value)[:80]) from None
+
+
+def _malformed(spec: OpSpec, param: AttrParam, found: str) -> MalformedRequest:
+    expected = _EXPECTED[param.type]
+    if param.choices:
+        expected += " or one of " + ", ".join(map(repr, param.choices))
+    return MalformedRequest(
+        f"{spec.name}: {param.name}: found {found}; expected {expected}", operator=spec.name, operand=param.name
+    )
+
+
+def _int64(value: Any) -> int:
+    if isinstance(value, bool):
+        raise TypeError("a bool is not an int64")
+    number = int(value.__index__())
+    if not -INT64_MAX - 1 <= number <= INT64_MAX:
+        raise OverflowError("outside int64")
+    return number
+
+
+def _double(value: Any) -> float:
+    if isinstance(value, (bool, str)):
+        raise TypeError("not a number")
+    number = float(value)
+    if math.isfinite(float(number)) or not isinstance(value, int):
+        return number
+    raise OverflowError("outside double")
+
+
+def _bool(value: Any) -> bool:
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    raise TypeError("not a bool")
+
+
+def _bool_array(value: Any) -> tuple[bool, ...]:
+    return tuple(_bool(v) for v in value)
+
+
+_CONVERT = {"int64": _int64, "double": _double, "bool": _bool, "bool_array": _bool_array}
+_EXPECTED = {
+    "int64": "an integer in int64",
+    "double": "a number",
+    "bool": "True or False",
+    "bool_array": "a sequence of bools or None",
+}
+
+
+def validate_call(spec: OpSpec, call: CallMeta) -> Verdict:
+    """Checks a call against every constraint of its record; never raises for a well-formed call."""
+    decisive = [c for c in spec.constraints if c.alone]
+    violations = _violations(decisive, call)
+    if not violations:
+        if spec.accepts_unchecked(call):
+            return Verdict(0, (), {p.name: None for p in spec.outputs})
+        violations = _violations([c for c in spec.constraints if not c.alone], call)
+    if violations:
+        return Verdict(violations[0].code, tuple(violations), {})
+    return Verdict(0, (), spec.infer(call))
+
+
+def _violations(constraints: list[Constraint], call: CallMeta) -> list[Violation]:
+    by_id = {c.id: c for c in constraints}
+    held: dict[str, bool] = {}
+    found: dict[str, Violation] = {}
+
+    def holds(constraint: Constraint) -> bool:
+        if constraint.id not in held:
+            held[constraint.id] = _evaluate(constraint, call, found, holds, by_id)
+        return held[constraint.id]
+
+    for constraint in constraints:
+        holds(constraint)
+    order = {c.id: i for i, c in enumerate(constraints)}
+    return sorted(found.values(), key=lambda v: (_CLASS_ORDER[v.code], order[v.id]))
+
+
+def _evaluate(
+    constraint: Constraint,
+    call: CallMeta,
+    found: dict[str, Violation],
+    holds: Callable[[Constraint], bool],
+    by_id: Mapping[str, Constraint],
+) -> bool:
+    if not constraint.applies(call.product):
+        return True
+    if not all(holds(by_id[required]) for required in constraint.requires):
+        return False  # not looked at: what it builds on is broken already
+    finding = constraint.check(call)
+    if finding is None:
+        return True
+    found[constraint.id] = Violation(
+        id=constraint.id,
+        code=constraint.code,
+        operands=constraint.operands,
+        found=finding.found,
+        expected=finding.expected,
+        text=constraint.text,
+        sources=constraint.sources,
+    )
+    return False
+
+
+def error_from_verdict(spec: OpSpec, verdict: Verdict) -> OperatorError:
+    """The exception of a verdict with violations: class by code, message of the first one."""
+    first = verdict.violations[0]
+    more = len(verdict.violations) - 1
+    message = first.message(spec.name) + (f" (and {more} more)" if more else "")
+    cls, reason = _ERROR_CLASS.get(first.code, (UnsupportedOperator, "OPERATOR_UNSUPPORTED"))
+    return cls(
+        message,
+        code=first.code,
+        reason=reason,
+        constraint=first.id,
+        violations=verdict.violations,
+        operator=spec.name,
+    )
+
+
+_ERROR_CLASS: dict[int, tuple[type[OperatorError], str]] = {
+    PARAM_NULLPTR: (NullOperand, BY_CODE[PARAM_NULLPTR].reason),
+    PARAM_INVALID: (InvalidOperand, BY_CODE[PARAM_INVALID].reason),
+    TILING_ERROR: (TilingError, BY_CODE[TILING_ERROR].reason),
+}
