@@ -1,0 +1,68 @@
+"""What accompanies a call besides its operands, free of any wire format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from npugrad.products import Product
+
+MAX_LABEL = 64
+"""Longest label of a call, in characters."""
+PRIORITIES = range(-100, 101)
+"""Legal priorities of a call."""
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """Options that every call carries.
+
+    Attributes:
+        deterministic: Ask for results that do not depend on the order of summation.
+        priority: Calls of higher priority leave the queue first; -100 to 100.
+        label: Name of the caller or experiment, at most 64 printable ASCII characters; labels share devices fairly.
+        verify: Have the server recompute the call with the reference and refuse a result that differs.
+    """
+
+    deterministic: bool = False
+    priority: int = 0
+    label: str = ""
+    verify: bool = False
+
+    def problem(self) -> tuple[str, str] | None:
+        """Name of a bad option and what is wrong with it; None when all are fine."""
+        if self.priority not in PRIORITIES:
+            return "priority", f"found {self.priority}; expected {PRIORITIES[0]} to {PRIORITIES[-1]}"
+        if len(self.label) > MAX_LABEL or not (self.label.isascii() and self.label.isprintable()):
+            return "label", f"found {len(self.label)} characters; expected at most {MAX_LABEL} printable ASCII ones"
+        return None
+
+
+@dataclass(frozen=True)
+class ExecutionInfo:
+    """What produced a result and how long each stage took.
+
+    Attributes:
+        backend: ``"cpu"`` (compiled kernels), ``"cpu-reference"`` (NumPy), ``"npu"`` or ``"test"``.
+        device: Device that ran it, such as ``"cpu:0"``.
+        product: Product the call was validated for.
+        simulated: True when the device is simulated.
+        workspace_bytes: Workspace the operator asked for.
+        attempts: How often the call was started; above 1 when a worker died under it.
+        queued_s: Seconds between admission and start on the device.
+        copy_in_s: Seconds spent copying operands to the device.
+        run_s: Seconds the operator ran.
+        copy_out_s: Seconds spent copying results from the device.
+        request_id: Identifier of the request in the server's log.
+    """
+
+    backend: str
+    device: str
+    product: Product
+    simulated: bool = False
+    workspace_bytes: int = 0
+    attempts: int = 1
+    queued_s: float = 0.0
+    copy_in_s: float = 0.0
+    run_s: float = 0.0
+    copy_out_s: float = 0.0
+    request_id: str = ""

@@ -1,0 +1,377 @@
+"""Between messages and calls: the only place that knows how a record's names lie on the wire.
+
+Decoding checks wire integrity alone (types known, sizes and strides sane, attributes present); the
+documented constraints come next, and the lengths of contents last (`check_contents`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from npugrad.call import CallOptions, ExecutionInfo
+from npugrad.dtypes import dtype_from_wire, format_from_wire
+from npugrad.errors import MalformedRequest, MalformedTensor, RequestError
+from npugrad.ops import OPERATORS
+from npugrad.products import Product, product_from_wire
+from npugrad.spec import CallMeta, TensorMeta
+from npugrad.v1 import backward_pb2, operators_pb2, tensor_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from google.protobuf.message import Message
+
+    from npugrad.spec import AttrParam, AttrValue, OpSpec
+
+MAX_MESSAGE_BYTES = 2**31 - 1
+"""Largest message either side takes; unlimited would let a length wrap at 2^32."""
+CHUNK_BYTES = 2**20
+"""Recommended length of a chunk."""
+MAX_CHUNK_BYTES = 4 * 2**20
+"""Largest chunk that is accepted."""
+
+REQUESTS: dict[str, type[Message]] = {n: getattr(operators_pb2, f"{s.rpc}Request") for n, s in OPERATORS.items()}
+"""Request message of each operator."""
+RESPONSES: dict[str, type[Message]] = {n: getattr(operators_pb2, f"{s.rpc}Response") for n, s in OPERATORS.items()}
+"""Response message of each operator."""
+
+
+@dataclass(frozen=True)
+class WireContent:
+    """Content of one operand as a message carries it.
+
+    Attributes:
+        nbytes: Its length; what was announced, when it follows in chunks.
+        data: The bytes; None when they follow in chunks.
+    """
+
+    nbytes: int
+    data: bytes | None = None
+
+
+@dataclass(frozen=True)
+class WireCall:
+    """A decoded request.
+
+    Attributes:
+        spec: Its operator.
+        call: Metas and attributes.
+        options: Options.
+        contents: Content of each operand that is not null and has one.
+        unsupported: Operands whose content is of a kind no server takes yet, with the kind.
+    """
+
+    spec: OpSpec
+    call: CallMeta
+    options: CallOptions
+    contents: Mapping[str, WireContent] = field(default_factory=dict)
+    unsupported: Mapping[str, str] = field(default_factory=dict)
+
+
+# ------------------------------------------------------------------------------------ requests
+
+
+def decode_request(spec: OpSpec, message: Any, product: Product) -> WireCall:
+    """Decodes a typed request.
+
+    Args:
+        spec: The operator.
+        message: Its request message.
+        product: Product to validate for.
+
+    Raises:
+        MalformedTensor: Unknown type or format, negative sizes, bad strides, sizes beyond int64.
+        MalformedRequest: A forgotten attribute or a bad option.
+    """
+    inputs: dict[str, TensorMeta | None] = {}
+    contents: dict[str, WireContent] = {}
+    unsupported: dict[str, str] = {}
+    for param in spec.inputs:
+        inputs[param.name] = None
+        if not message.HasField(param.name):
+            continue
+        tensor = getattr(message, param.name)
+        inputs[param.name] = decode_meta(tensor.meta, spec.name, param.name)
+        kind = tensor.WhichOneof("content")
+        if kind == "data":
+            data = tensor.data  # copied at every access: read once
+            contents[param.name] = WireContent(len(data), data)
+        elif kind == "chunked_bytes":
+            contents[param.name] = WireContent(tensor.chunked_bytes)
+        elif kind is not None:
+            unsupported[param.name] = kind
+    call = CallMeta(
+        inputs=inputs,
+        attrs={p.name: _decode_attr(spec, p, message) for p in spec.attrs},
+        outputs=_decode_declared(spec, message),
+        product=product,
+    )
+    return WireCall(spec, call, _decode_options(spec, message.options), contents, unsupported)
+
+
+def decode_meta(message: tensor_pb2.TensorMeta, operator: str, operand: str) -> TensorMeta:
+    """Decodes a meta; raises MalformedTensor naming operator and operand."""
+    dtype, layout = dtype_from_wire(message.data_type), format_from_wire(message.format)
+    if dtype is None or layout is None:
+        found = f"data type {message.data_type}" if dtype is None else f"format {message.format}"
+        raise MalformedTensor(
+            f"{operator}: {operand}: found {found}; expected one of the contract's numbers",
+            operator=operator,
+            operand=operand,
+        )
+    # A long list of sizes is refused by its length, before any arithmetic on it.
+    strides = tuple(message.strides) or None
+    try:
+        return TensorMeta(dtype, tuple(message.shape), layout, strides, message.storage_offset)
+    except MalformedTensor as error:
+        raise MalformedTensor(f"{operator}: {operand}: {error}", operator=operator, operand=operand) from None
+
+
+def _decode_attr(spec: OpSpec, param: AttrParam, message: Any) -> AttrValue:
+    if not message.HasField(param.name):
+        if param.type == "bool_array":
+            return None
+        raise MalformedRequest(
+            f"{spec.name}: {param.name}: found nothing; expected the attribute to be set",
+            operator=spec.name,
+            operand=param.name,
+        )
+    value = getattr(message, param.name)
+    if param.type == "bool_array":
+        return tuple(value.values)
+    return value  # type: ignore[no-any-return]
+
+
+def _decode_declared(spec: OpSpec, message: Any) -> dict[str, TensorMeta | None]:
+    declared: dict[str, TensorMeta | None] = {}
+    for param in spec.outputs:
+        if message.HasField(param.name):
+            output = getattr(message, param.name)
+            meta = decode_meta(output.meta, spec.name, param.name) if output.HasField("meta") else None
+            declared[param.name] = meta
+    return declared
+
+
+def _decode_options(spec: OpSpec, message: operators_pb2.CallOptions) -> CallOptions:
+    options = CallOptions(message.deterministic, message.priority, message.label, message.verify)
+    problem = options.problem()
+    if problem:
+        name, text = problem
+        raise MalformedRequest(f"{spec.name}: {name}: {text}", operator=spec.name, operand=name)
+    return options
+
+
+def check_contents(wire: WireCall, *, chunked: bool) -> None:
+    """Checks the length of every content against its meta.
+
+    Args:
+        wire: The decoded request, already validated.
+        chunked: Whether chunks may follow (Execute) or not (unary).
+
+    Raises:
+        MalformedTensor: A content is missing, too short or too long, or announced where none can follow.
+        RequestError: CONTENT_UNSUPPORTED: shared memory or a recipe.
+    """
+    for name, meta in wire.call.inputs.items():
+        if meta is None:
+            continue
+        if name in wire.unsupported:
+            raise RequestError(
+                f"{wire.spec.name}: {name}: found content of kind {wire.unsupported[name]}; expected data or chunks",
+                reason="CONTENT_UNSUPPORTED",
+                operator=wire.spec.name,
+                operand=name,
+            )
+        found = wire.contents.get(name)
+        problem = _content_problem(meta, found, chunked)
+        if problem:
+            raise MalformedTensor(f"{wire.spec.name}: {name}: {problem}", operator=wire.spec.name, operand=name)
+
+
+def _content_problem(meta: TensorMeta, found: WireContent | None, chunked: bool) -> str | None:
+    if not meta.dtype.has_data:
+        return None if found is None or not found.nbytes else f"found content; expected none for dtype {meta.dtype}"
+    if found is None:
+        return f"found no content; expected {meta.content_bytes} bytes for {meta}"
+    if found.data is None and not chunked:
+        return "found content announced in chunks; expected it inline in a unary call"
+    if found.nbytes != meta.content_bytes:
+        return f"found {found.nbytes} bytes of content; expected {meta.content_bytes} for {meta}"
+    return None
+
+
+def encode_request(
+    wire_metas: Mapping[str, TensorMeta | None],
+    contents: Mapping[str, memoryview],
+    spec: OpSpec,
+    attrs: Mapping[str, AttrValue],
+    outputs: Mapping[str, TensorMeta | None] | None = None,
+    options: CallOptions | None = None,
+    *,
+    chunk_from_bytes: int | None = None,
+) -> tuple[Any, list[tuple[int, memoryview]]]:
+    """Encodes a typed request.
+
+    Args:
+        wire_metas: Meta of each input, None for null.
+        contents: Content of each input that is not null; none to validate without data.
+        spec: The operator.
+        attrs: Every attribute in its wire type, as `make_call` returns them.
+        outputs: Declared outputs, None for null.
+        options: Options of the call.
+        chunk_from_bytes: Contents of at least this length are announced instead of carried; None carries all.
+
+    Returns:
+        The message, and (parameter index, content) of each announced operand in order.
+    """
+    message = REQUESTS[spec.name]()
+    follow = []
+    for param in spec.inputs:
+        meta = wire_metas[param.name]
+        if meta is None:
+            continue
+        tensor = getattr(message, param.name)
+        encode_meta(meta, tensor.meta)
+        data = contents.get(param.name)
+        if data is not None and _set_content(tensor, data, chunk_from_bytes):
+            follow.append((spec.param_index(param.name), data))
+    for attr in spec.attrs:
+        _encode_attr(message, attr, attrs[attr.name])
+    for name, declared in (outputs or {}).items():
+        getattr(message, name).SetInParent()
+        if declared is not None:
+            encode_meta(declared, getattr(message, name).meta)
+    _encode_options(message, options or CallOptions())
+    return message, follow
+
+
+def _set_content(tensor: tensor_pb2.Tensor, data: memoryview, chunk_from_bytes: int | None) -> bool:
+    if chunk_from_bytes is not None and data.nbytes >= max(chunk_from_bytes, 1):
+        tensor.chunked_bytes = data.nbytes
+        return True
+    tensor.data = bytes(data)
+    return False
+
+
+def encode_meta(meta: TensorMeta, message: tensor_pb2.TensorMeta) -> None:
+    """Writes a meta into a message."""
+    message.data_type = meta.dtype.wire  # type: ignore[assignment]
+    message.shape.extend(meta.shape)
+    message.format = meta.format.wire  # type: ignore[assignment]
+    message.strides.extend(meta.strides or ())
+    message.storage_offset = meta.storage_offset
+    message.SetInParent()
+
+
+def _encode_attr(message: Any, param: AttrParam, value: AttrValue) -> None:
+    if param.type != "bool_array":
+        setattr(message, param.name, value)
+    elif isinstance(value, tuple):
+        array = getattr(message, param.name)
+        array.SetInParent()
+        array.values.extend(value)
+
+
+def _encode_options(message: Any, options: CallOptions) -> None:
+    if options != CallOptions():
+        message.options.deterministic = options.deterministic
+        message.options.priority = options.priority
+        message.options.label = options.label
+        message.options.verify = options.verify
+
+
+# ----------------------------------------------------------------------------------- responses
+
+
+@dataclass(frozen=True)
+class WireResult:
+    """A decoded response.
+
+    Attributes:
+        metas: Meta of each output; None for masked-out ones.
+        contents: Content of each output that is there.
+        info: What produced it.
+    """
+
+    metas: Mapping[str, TensorMeta | None]
+    contents: Mapping[str, WireContent]
+    info: ExecutionInfo
+
+
+def encode_response(
+    spec: OpSpec,
+    metas: Mapping[str, TensorMeta | None],
+    contents: Mapping[str, memoryview],
+    info: ExecutionInfo,
+    *,
+    chunk_from_bytes: int | None = None,
+) -> tuple[Any, list[tuple[int, memoryview]]]:
+    """Encodes a typed response; arguments and result as in `encode_request`, masked-out outputs stay unset."""
+    message = RESPONSES[spec.name]()
+    follow = []
+    for param in spec.outputs:
+        meta = metas[param.name]
+        if meta is None:
+            continue
+        tensor = getattr(message, param.name)
+        encode_meta(meta, tensor.meta)
+        if _set_content(tensor, contents[param.name], chunk_from_bytes):
+            follow.append((spec.param_index(param.name), contents[param.name]))
+    encode_info(info, message.info)
+    return message, follow
+
+
+def decode_response(spec: OpSpec, message: Any) -> WireResult:
+    """Decodes a typed response; raises MalformedTensor when the server's answer is not sane."""
+    metas: dict[str, TensorMeta | None] = {}
+    contents: dict[str, WireContent] = {}
+    for param in spec.outputs:
+        metas[param.name] = None
+        if not message.HasField(param.name):
+            continue
+        tensor = getattr(message, param.name)
+        meta = metas[param.name] = decode_meta(tensor.meta, spec.name, param.name)
+        chunked = tensor.WhichOneof("content") == "chunked_bytes"
+        data = None if chunked else tensor.data
+        found = contents[param.name] = WireContent(tensor.chunked_bytes if data is None else len(data), data)
+        problem = _content_problem(meta, found, chunked=True)
+        if problem:
+            raise MalformedTensor(f"{spec.name}: {param.name}: {problem}", operator=spec.name, operand=param.name)
+    return WireResult(metas, contents, decode_info(message.info))
+
+
+_INFO_FIELDS = (
+    "backend", "device", "simulated", "workspace_bytes", "attempts",
+    "queued_s", "copy_in_s", "run_s", "copy_out_s", "request_id",
+)  # fmt: skip
+
+
+def encode_info(info: ExecutionInfo, message: operators_pb2.ExecutionInfo) -> None:
+    """Writes execution info into a message."""
+    for name in _INFO_FIELDS:
+        setattr(message, name, getattr(info, name))
+    message.product = info.product.wire  # type: ignore[assignment]
+
+
+def decode_info(message: operators_pb2.ExecutionInfo) -> ExecutionInfo:
+    """Reads execution info from a message."""
+    product = product_from_wire(message.product) or Product.ATLAS_A2
+    return ExecutionInfo(product=product, **{name: getattr(message, name) for name in _INFO_FIELDS})
+
+
+# ------------------------------------------------------------------------------------- headers
+
+
+def wrap(header: Any, spec: OpSpec, message: Any) -> Any:
+    """Puts a typed message into the `call` oneof of a header and returns the header."""
+    getattr(header, spec.name).CopyFrom(message)
+    return header
+
+
+def unwrap(header: backward_pb2.ExecuteHeader | backward_pb2.ExecuteResponseHeader) -> tuple[OpSpec, Any]:
+    """The operator and typed message of a header; raises MalformedRequest when it names none."""
+    name = header.WhichOneof("call")
+    if name is None:
+        raise MalformedRequest(f"execute: header: found no call; expected one of {', '.join(OPERATORS)}")
+    return OPERATORS[name], getattr(header, name)

@@ -1,0 +1,85 @@
+"""Between arrays and contents: strided views over bytes, and the least bytes that hold an array."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from npugrad.dtypes import Format, dtype_from_name
+from npugrad.spec import TensorMeta
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from typing import Union
+
+    Buffer = Union[bytes, bytearray, memoryview, npt.NDArray[Any]]
+
+
+def view(meta: TensorMeta, buffer: Buffer, byte_offset: int = 0) -> npt.NDArray[Any]:
+    """A view of the tensor that lies in a buffer; no copy, writable if the buffer is.
+
+    Args:
+        meta: Type, shape, strides (in elements) and storage offset.
+        buffer: Memory that holds the content.
+        byte_offset: Where the content starts in it.
+
+    Raises:
+        ValueError: The content would leave the buffer.
+    """
+    available = memoryview(buffer).nbytes - byte_offset
+    if byte_offset < 0 or available < meta.content_bytes:
+        raise ValueError(f"found {available} bytes for {meta}; expected {meta.content_bytes}")
+    dtype = meta.dtype.numpy
+    if not meta.size:
+        return np.empty(meta.shape, dtype)
+    strides = tuple(step * dtype.itemsize for step in meta.element_strides)
+    start = byte_offset + meta.storage_offset * dtype.itemsize
+    return np.ndarray(meta.shape, dtype, buffer, start, strides)
+
+
+def content(array: npt.NDArray[Any], format: Format | str = Format.ND) -> tuple[TensorMeta, memoryview]:  # noqa: A002
+    """The least content that holds an array, and the meta that describes it.
+
+    A dense permutation (such as a transpose) and an expanded (stride 0) array travel as they are; what
+    has gaps, negative or misaligned strides, or another byte order is packed first.
+
+    Args:
+        array: Any array of a dtype that travels.
+        format: Storage format to declare.
+
+    Returns:
+        The meta, and the bytes; a view of the array's own memory unless it had to be packed.
+    """
+    dtype = dtype_from_name(array.dtype)
+    if array.dtype != dtype.numpy:
+        array = array.astype(dtype.numpy)
+    if array.flags.c_contiguous or not array.size:
+        return TensorMeta(dtype, array.shape, format), _bytes(np.ascontiguousarray(array))
+    strides = _element_strides(array)
+    if strides is not None:
+        span = sum((s - 1) * step for s, step in zip(array.shape, strides)) + 1
+        if span <= array.size:
+            flat = np.lib.stride_tricks.as_strided(array, (span,), (array.itemsize,), writeable=False)
+            return TensorMeta(dtype, array.shape, format, strides), _bytes(flat)
+    return TensorMeta(dtype, array.shape, format), _bytes(np.ascontiguousarray(array))
+
+
+def _element_strides(array: npt.NDArray[Any]) -> tuple[int, ...] | None:
+    if any(step < 0 or step % array.itemsize for step in array.strides):
+        return None
+    # An axis of one element may carry any stride; 0 keeps the span honest.
+    return tuple(0 if s == 1 else step // array.itemsize for s, step in zip(array.shape, array.strides))
+
+
+def _bytes(array: npt.NDArray[Any]) -> memoryview:
+    if not array.size:
+        return memoryview(b"")
+    return memoryview(array.reshape(-1).view(np.uint8)).cast("B").toreadonly()
+
+
+def chunks(data: memoryview, chunk_bytes: int) -> Iterable[tuple[int, memoryview]]:
+    """Cuts bytes into pieces: (offset, piece) of at most `chunk_bytes`; nothing for no bytes."""
+    for start in range(0, data.nbytes, chunk_bytes):
+        yield start, data[start : start + chunk_bytes]
