@@ -5,16 +5,16 @@ A check is pure and returns None when it holds, else what it found and what it e
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from npugrad.errors import PARAM_INVALID, PARAM_NULLPTR
+from npugrad.errors import PARAM_INVALID, PARAM_NULLPTR, Source
 from npugrad.spec import Constraint, Finding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from npugrad.dtypes import DType, Format
-    from npugrad.errors import Source
     from npugrad.products import Product
     from npugrad.spec import CallMeta, TensorMeta
 
@@ -22,6 +22,35 @@ if TYPE_CHECKING:
     Violate = Callable[[CallMeta], "CallMeta | None"]
 
 NULL = Finding("null", "a tensor")
+
+
+@dataclass(frozen=True)
+class Citations:
+    """Makes the sources of one record, spelled alike in all records.
+
+    Attributes:
+        document: Official name of the operator's page.
+        repository: The vendor's public repository with the operator's checks.
+    """
+
+    document: str
+    repository: str
+
+    def code(self, code: int, row: int = 1) -> Source:
+        """A row of the error table; rows count from 1 for each code."""
+        return Source(self.document, f"return codes, {code}", f"row {row}")
+
+    def parameter(self, c_name: str) -> Source:
+        """What the parameter section says of one parameter."""
+        return Source(self.document, "parameters", c_name)
+
+    def entry(self, number: int) -> Source:
+        """An entry of the constraint section, from 1."""
+        return Source(self.document, "constraints", f"entry {number}")
+
+    def check(self, number: int) -> Source:
+        """A check of the first phase in the vendor's source, from 1."""
+        return Source(f"vendor source ({self.repository})", f"checks of {self.document}", f"check {number}")
 
 
 def listed(items: Iterable[object]) -> str:
@@ -180,6 +209,28 @@ def axis_within(name: str, axis: int, low: int, high: int, multiple_of: int = 1)
             return None
         multiple = f", a multiple of {multiple_of}" if multiple_of > 1 else ""
         return Finding(f"{size} on axis {axis}", f"{low} to {high}{multiple}")
+
+    return check
+
+
+def axis_multiple_of(name: str, axis: int, multiple: int) -> Check:
+    """One axis of an input is a multiple."""
+
+    def check(call: CallMeta) -> Finding | None:
+        size = call.tensor(name).shape[axis]
+        return Finding(f"{size} on axis {axis}", f"a multiple of {multiple}") if size % multiple else None
+
+    return check
+
+
+def integer_in(name: str, allowed: Mapping[str, int]) -> Check:
+    """An attribute is one of the documented numbers."""
+
+    def check(call: CallMeta) -> Finding | None:
+        value = call.integer(name)
+        if value in allowed.values():
+            return None
+        return Finding(str(value), listed(f"{number} ({meaning})" for meaning, number in allowed.items()))
 
     return check
 
