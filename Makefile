@@ -22,6 +22,7 @@ BIN := $(VENV)/bin
 TOOLS := protos/npugrad/_tools
 STAMP := $(VENV)/.stamp
 STAMP_GEN := $(VENV_GEN)/.stamp
+STAMP_FLOOR := $(VENV_FLOOR)/.stamp
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # Written from the records, after the protos; each knows --check.
 RECORD_GENERATORS := $(wildcard $(TOOLS)/gen_client.py $(TOOLS)/gen_docs.py)
@@ -49,6 +50,13 @@ $(STAMP): pyproject.toml
 $(STAMP_GEN): $(TOOLS)/gen_protos.py
 	test -x $(VENV_GEN)/bin/python || $(PYTHON) -m venv $(VENV_GEN)
 	$(VENV_GEN)/bin/python $(PIP_INSTALL) $$($(PYTHON) $< --requirements)
+	touch $@
+
+# Made anew when a floor moves: pip would keep a newer version that is already there.
+$(STAMP_FLOOR): pyproject.toml | $(STAMP)
+	rm -rf $(VENV_FLOOR)
+	$(PYTHON) -m venv $(VENV_FLOOR)
+	$(VENV_FLOOR)/bin/python $(PIP_INSTALL) $$($(BIN)/python $(TOOLS)/floors.py --oldest)
 	touch $@
 
 clean: ## Remove virtual environments, caches and built things
@@ -84,7 +92,7 @@ lint: $(STAMP) ## Style and spelling
 types: $(STAMP) ## mypy strict for each Python version, pyright on the packages
 	$(BIN)/mypy
 	for version in $(WHEEL_PYTHONS); do $(BIN)/mypy --python-version $$version $(LIBRARY); done
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 .PHONY: types
 
 imports: $(STAMP) ## Who may import whom
@@ -101,16 +109,14 @@ check-gen: $(STAMP) $(STAMP_GEN) ## Generated files are up to date
 	for tool in $(RECORD_GENERATORS); do $(BIN)/python $$tool --check; done
 .PHONY: check-gen
 
-check-floor: ## A call with the oldest versions that pyproject.toml allows
-	test -x $(VENV_FLOOR)/bin/python || $(PYTHON) -m venv $(VENV_FLOOR)
-	$(VENV_FLOOR)/bin/python $(PIP_INSTALL) $$($(BIN)/python $(TOOLS)/floors.py requirements --oldest)
-	$(VENV_FLOOR)/bin/python $(TOOLS)/floors.py call
+check-floor: $(STAMP_FLOOR) ## Calls over loopback with the oldest versions that pyproject.toml allows
+	PYTHONPATH=protos:server:client $(VENV_FLOOR)/bin/python -W error $(TOOLS)/floor_call.py
 .PHONY: check-floor
 
 check-wheels: $(STAMP) ## Wheels of all dependencies exist for the other Python versions
 	for version in $(WHEEL_PYTHONS); do \
 	    $(BIN)/python $(PIP_INSTALL) --dry-run --ignore-installed --only-binary=:all: --target build/wheels \
-	        --python-version $$version $$($(BIN)/python $(TOOLS)/floors.py requirements --python $$version); \
+	        --python-version $$version $$($(BIN)/python $(TOOLS)/floors.py --python $$version); \
 	    echo "wheels for Python $$version: found"; \
 	done
 .PHONY: check-wheels

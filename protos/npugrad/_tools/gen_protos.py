@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,13 +29,16 @@ def require_pins() -> None:
         SystemExit: A tool has another version than pinned; the message names tool, found and expected.
     """
     for name, expected in PINS.items():
-        found = version(name)
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            found = "absent"
         if found != expected:
             raise SystemExit(f"gen_protos: {name} is {found}, expected {expected}; run it by `make gen`")
 
 
 def sources() -> list[Path]:
-    """Return the proto files relative to the source root, sorted, so that output never depends on the disk."""
+    """Return the proto files relative to the source root, sorted: output must not depend on the disk."""
     return sorted(path.relative_to(ROOT) for path in (ROOT / PACKAGE).glob("*.proto"))
 
 
@@ -56,7 +59,9 @@ def compile_into(target: Path) -> dict[str, bytes]:
     scripts = Path(sys.executable).parent
     outputs = [f"--{plugin}_out={target}" for plugin in ("python", "grpc_python")]
     outputs += [f"--{plugin}_out=quiet:{target}" for plugin in ("mypy", "mypy_grpc")]
-    plugins = [f"--plugin=protoc-gen-{name}={scripts / f'protoc-gen-{name}'}" for name in ("mypy", "mypy_grpc")]
+    plugins = [
+        f"--plugin=protoc-gen-{name}={scripts / f'protoc-gen-{name}'}" for name in ("mypy", "mypy_grpc")
+    ]
     # protoc finds the well-known types that grpcio-tools ships beside itself.
     includes = [f"-I{ROOT}", f"-I{Path(protoc.__file__).parent / '_proto'}"]
     status = protoc.main(["protoc", *includes, *plugins, *outputs, *map(str, sources())])
@@ -67,7 +72,7 @@ def compile_into(target: Path) -> dict[str, bytes]:
 
 
 def is_bare_stub(path: Path) -> bool:
-    """Tell whether the file is the gRPC half of a proto that declares no service: imports and nothing else."""
+    """Tell whether the file is the gRPC half of a proto without a service: imports and nothing else."""
     if not path.name.endswith(("_pb2_grpc.py", "_pb2_grpc.pyi")):
         return False
     python = path.with_suffix(".py").read_text(encoding="utf-8")
