@@ -1,0 +1,80 @@
+# The server's image.
+#
+#   CPU   docker build -t npugrad:0.1.0-cpu .
+#   NPU   docker build -t npugrad:0.1.0-910b-ubuntu22.04 \
+#             --build-arg BASE=quay.io/ascend/cann:9.1.0-910b-ubuntu22.04-py3.12 \
+#             --build-arg EXTRAS=server,npu \
+#             --build-arg PIP_EXTRA_INDEX_URL="$PYTORCH_CPU_INDEX" .
+#
+# BASE needs Python 3.10 to 3.13 with venv, awk and install. In the vendor's CANN images the chip is part of the tag
+# (910, 910b, a3) because the operators' kernels are inside. deploy/README.md says which fit and how to build offline.
+
+ARG BASE=python:3.11.15-slim-bookworm
+
+# ------------------------------------------------------------------------------------ build
+FROM ${BASE} AS build
+
+# Comma-separated extras of the package, as in pyproject.toml.
+ARG EXTRAS=server
+# pip's own settings. They exist in this stage only, so an index address never reaches the image's history.
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG PIP_FIND_LINKS
+ARG PIP_NO_INDEX
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+
+WORKDIR /src
+COPY deploy/image/ deploy/image/
+
+# The account, and the one directory it may write to. The runtime stage copies both: it needs no shell.
+RUN sh deploy/image/account.sh && install -d -o 1000 -g 1000 /home/HwHiAiUser
+
+# A CANN base holds Python packages that CANN itself imports (attrs, decorator, psutil, scipy, ...): the server's
+# environment sees them. What is pinned here comes first.
+RUN python3 -m venv /opt/build && python3 -m venv --system-site-packages /opt/npugrad
+
+# Before the sources, so that an edit of the code does not fetch anything again.
+RUN /opt/build/bin/pip install --require-hashes -r deploy/image/requirements-build.txt \
+    && /opt/npugrad/bin/pip install --require-hashes -r deploy/image/requirements-server.txt
+
+COPY pyproject.toml README.md LICENSE ./
+COPY protos/ protos/
+COPY server/ server/
+COPY client/ client/
+RUN /opt/build/bin/pip wheel --no-build-isolation --no-deps --wheel-dir /dist . \
+    && wheel="$(echo /dist/npugrad-*.whl)" \
+    && /opt/npugrad/bin/pip install --constraint deploy/image/constraints-npu.txt "${wheel}[${EXTRAS}]" \
+    && /opt/npugrad/bin/npugrad-server check --devices cpu:0
+
+# ---------------------------------------------------------------------------------- runtime
+FROM ${BASE} AS runtime
+
+LABEL org.opencontainers.image.title="npugrad" \
+      org.opencontainers.image.description="Ascend aclnn backward operators as a gRPC service" \
+      org.opencontainers.image.licenses="Apache-2.0"
+
+COPY --from=build /etc/passwd /etc/group /etc/
+COPY --from=build --chown=1000:1000 /home/HwHiAiUser /home/HwHiAiUser
+COPY --from=build /opt/npugrad /opt/npugrad
+
+# Everything that writes, writes under HOME; mount a volume there when the root file system is read-only. CANN puts
+# kernel caches, logs (ASCEND_WORK_PATH/log) and dumps into these two, which must exist. Bytecode was compiled above.
+ENV PATH=/opt/npugrad/bin:${PATH} \
+    HOME=/home/HwHiAiUser \
+    ASCEND_CACHE_PATH=/home/HwHiAiUser \
+    ASCEND_WORK_PATH=/home/HwHiAiUser \
+    TORCH_EXTENSIONS_DIR=/home/HwHiAiUser/.cache/torch_extensions \
+    TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1
+
+WORKDIR /home/HwHiAiUser
+USER 1000:1000
+EXPOSE 50051 9464
+
+# The server drains on SIGTERM. It is process 1, so no shell may stand between it and the signal. The CANN base's own
+# entrypoint only sources set_env.sh; that image sets the same variables with ENV. No HEALTHCHECK: Kubernetes probes
+# over gRPC, and the image has no curl.
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["npugrad-server"]
+CMD ["serve"]
