@@ -75,21 +75,27 @@ def flat_float64(array: npt.NDArray[Any], start: int, stop: int) -> npt.NDArray[
 def store(target: npt.NDArray[Any], values: npt.NDArray[np.float64]) -> None:
     """Round float64 values into an output, once and to nearest even; overflow becomes infinity, silently.
 
-    Needs up to 24 bytes of scratch memory per element.
-
     Args:
         target: Writable array, or view of one, of any float dtype, including bfloat16.
-        values: float64 array of the same shape.
+        values: float64 array of the same shape; it is not changed.
     """
     with np.errstate(all="ignore"):
         if target.dtype != ml_dtypes.bfloat16:
             target[...] = values
             return
-        # ml_dtypes goes from float64 to bfloat16 by way of float32, which rounds twice. Rounding to odd in the
-        # first step (truncate, then set the last bit if anything was lost) keeps the second one right.
-        single = values.astype(np.float32)
-        inexact = single != values
-        bits = single.view(np.int32)
-        bits -= np.abs(single) > np.abs(values)
-        bits |= inexact
-        target[...] = single
+        for tile in tiles(values.shape, element_bytes=24, scratch_bytes=2**18):
+            target[tile] = _round_to_odd(values[tile])
+
+
+def _round_to_odd(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
+    """Narrow to float32 such that a further rounding to bfloat16 is as good as rounding once.
+
+    ml_dtypes goes from float64 to bfloat16 by way of float32, which alone would round twice. Truncating
+    instead and setting the last bit where anything was lost keeps what the second rounding must know.
+    """
+    single = values.astype(np.float32)
+    inexact = single != values
+    bits = single.view(np.int32)
+    bits -= np.abs(single) > np.abs(values)
+    bits |= inexact
+    return single
