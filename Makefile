@@ -74,7 +74,12 @@ demo: $(STAMP) ## Start the service, run all four operators on real input, print
 
 test: $(STAMP) ## Run the tests
 	$(BIN)/python -m pytest $(ARGS)
-.PHONY: test
+test-large: $(STAMP) ## A call of 3 GiB; skips, saying so, under 16 GiB of free memory
+	$(BIN)/python -m pytest -m large --timeout 900 -o faulthandler_timeout=840 $(ARGS)
+
+test-deploy: $(STAMP) ## The image recipe and the manifests
+	$(BIN)/python -m pytest tests/deploy $(ARGS)
+.PHONY: test test-large test-deploy
 
 # ------------------------------------------------------------------------------------ checks
 
