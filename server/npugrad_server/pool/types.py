@@ -1,0 +1,191 @@
+"""What the pool takes and gives: settings, a validated call, its outcome, states and figures.
+
+Free of gRPC, settings libraries and protobuf, so that the pool can be run and tested without them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from npugrad.call import CallOptions, ExecutionInfo
+    from npugrad.products import Product
+    from npugrad.spec import CallMeta, OpSpec, TensorMeta
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """What a pool is opened with.
+
+    Attributes:
+        devices: Concrete devices such as ``"cpu:0"`` or ``"test:0?ms=20"``; lists and ``"auto"`` are resolved
+            by `npugrad_server.devices.resolve`.
+        product: Product the calls were validated for.
+        input_arena_bytes: Memory for the operands of all admitted calls.
+        output_arena_bytes: Memory for results, for each device.
+        prefault_bytes: How much of each arena is backed by memory at the start.
+        max_queue_depth: Admitted calls that have not started, uploads included.
+        streams_per_device: Calls that run at once on one device.
+        drain_timeout_s: How long `DevicePool.drained` waits unless told otherwise.
+        hang_grace_s: Seconds a launched call may outlive its deadline before its worker is ended.
+        worker_start_timeout_s: Seconds from the start of a worker until its device has to be open.
+        respawn_backoff_s: Delay before a worker that failed once is started again; it doubles each time.
+        respawn_backoff_max_s: Upper limit of that delay.
+        max_respawns: Consecutive failures without a successful call before a device is marked down.
+        max_attempts: How often a call is started in all, when its workers die under it.
+        device_memory_bytes: Memory for what a device makes of operands (strided ones are made contiguous);
+            for CPU devices all together. None takes half of the machine's or the container's limit.
+    """
+
+    devices: tuple[str, ...]
+    product: Product
+    input_arena_bytes: int
+    output_arena_bytes: int
+    prefault_bytes: int
+    max_queue_depth: int
+    streams_per_device: int
+    drain_timeout_s: float
+    hang_grace_s: float
+    worker_start_timeout_s: float
+    respawn_backoff_s: float
+    respawn_backoff_max_s: float
+    max_respawns: int
+    max_attempts: int = 3
+    device_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class PlannedCall:
+    """A call that the validator passed.
+
+    Attributes:
+        spec: Record of the operator.
+        call: Metas and attributes.
+        outputs: Inferred outputs by name, None for masked-out ones.
+        options: Options of the call.
+        request_id: Identifier of the request in the log.
+        deadline_s: `time.monotonic()` from which on the result is of no use; None for never.
+    """
+
+    spec: OpSpec
+    call: CallMeta
+    outputs: Mapping[str, TensorMeta | None]
+    options: CallOptions
+    request_id: str
+    deadline_s: float | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a call.
+
+    Attributes:
+        contents: Read-only bytes of each wanted output by name, row-major; valid until the admission is closed.
+        info: What produced them, and how long it took.
+    """
+
+    contents: Mapping[str, memoryview]
+    info: ExecutionInfo
+
+
+class DeviceState(str, Enum):
+    """State of a device; compares equal to its name, such as ``"ready"``."""
+
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"
+    DOWN = "down"
+
+    def __str__(self) -> str:
+        """The name."""
+        return str(self.value)
+
+
+@dataclass(frozen=True)
+class DeviceStatus:
+    """One device of the pool.
+
+    Attributes:
+        name: Such as ``"cpu:0"``.
+        backend: Backend that drives it, such as ``"cpu-reference"``; empty before it was first ready.
+        description: What the device is, for a person.
+        simulated: Whether its results come from a simulation.
+        state: Where it stands.
+        restarts: How often its worker was started anew.
+        reason: Why it is not ready; empty when it is.
+        pid: Process of its worker; None while there is none.
+    """
+
+    name: str
+    backend: str
+    description: str
+    simulated: bool
+    state: DeviceState
+    restarts: int
+    reason: str
+    pid: int | None = None
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """Figures of the pool at one moment.
+
+    Attributes:
+        queue_depth: Calls that wait for a device.
+        running: Calls that run on a device, those that nobody waits for any more included.
+        accepted_calls: Calls admitted since the start.
+        finished_calls: Calls with an answer, good or bad, since the start.
+        input_arena_used_bytes: Operand memory in use.
+        output_arena_used_bytes: Result memory in use, over all devices.
+        uploads: Admitted calls whose operands are still being written.
+        input_arena_bytes: Operand memory there is.
+        output_arena_bytes: Result memory there is, over all devices.
+    """
+
+    queue_depth: int
+    running: int
+    accepted_calls: int
+    finished_calls: int
+    input_arena_used_bytes: int
+    output_arena_used_bytes: int
+    uploads: int
+    input_arena_bytes: int
+    output_arena_bytes: int
+
+
+class PoolObserver(Protocol):
+    """What the pool tells whoever counts; subclass it and override what is wanted, the rest does nothing.
+
+    Every method is called on the pool's event loop and must return at once.
+    """
+
+    def call_accepted(self, planned: PlannedCall) -> None:
+        """A call was admitted."""
+
+    def call_started(self, planned: PlannedCall, device: str, attempt: int, queued_s: float) -> None:
+        """A call was handed to a device, for the `attempt`-th time, `queued_s` after its operands were there."""
+
+    def call_finished(
+        self, planned: PlannedCall, reason: str, seconds: float, info: ExecutionInfo | None
+    ) -> None:
+        """A call has its answer.
+
+        Args:
+            planned: The call.
+            reason: ``"OK"`` or the row of the error table.
+            seconds: Seconds since its operands were there.
+            info: What produced the result; None for an error.
+        """
+
+    def call_requeued(self, planned: PlannedCall, device: str) -> None:
+        """The worker of a device died under a call, which waits for another try."""
+
+    def worker_lost(self, device: str, reason: str) -> None:
+        """A worker process ended; `reason` says how, for a person."""
+
+    def device_changed(self, status: DeviceStatus) -> None:
+        """A device went into another state."""
