@@ -170,9 +170,11 @@ class NpugradError(Exception):
         reason: `ErrorInfo.reason`, a row of `ERRORS`.
         operator: Operator the call was for, when known.
         request_id: Identifier of the request in the server's log, when it reached one.
+        cause: What the transport raised, when the error came over one; not pickled.
     """
 
     default_reason = "INTERNAL"
+    cause: BaseException | None = None
 
     def __init__(self, message: str, *, reason: str = "", operator: str = "", request_id: str = "") -> None:
         """Makes the error.
@@ -200,7 +202,8 @@ class NpugradError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles by class, message and attributes, because constructors take keywords."""
-        return _rebuild, (type(self), self.args, self.__dict__)
+        state = {name: value for name, value in self.__dict__.items() if name != "cause"}
+        return _rebuild, (type(self), self.args, state)
 
 
 def _rebuild(cls: type[NpugradError], args: tuple[Any, ...], state: dict[str, Any]) -> NpugradError:

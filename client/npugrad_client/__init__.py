@@ -1,0 +1,89 @@
+"""The Python client of npugrad: backward operators that run elsewhere and feel local.
+
+Example:
+    >>> from npugrad_client import Client
+    >>> with Client("localhost:50051") as client:      # doctest: +SKIP
+    ...     client.server_info().product
+"""
+
+from __future__ import annotations
+
+from npugrad.call import ExecutionInfo
+from npugrad.errors import Violation
+from npugrad.spec import TensorMeta, Verdict
+
+from npugrad_client._client import Client
+from npugrad_client._generated_ops import (
+    FusedFloydAttentionGradResult,
+    GridSampler2DBackwardResult,
+    GroupNormBackwardResult,
+    MultiScaleDeformableAttentionGradResult,
+)
+from npugrad_client._info import (
+    ConstraintInfo,
+    DeviceInfo,
+    OperatorInfo,
+    ParameterInfo,
+    ServerInfo,
+    ServerLimits,
+)
+from npugrad_client.errors import (
+    CallTooLarge,
+    Cancelled,
+    ConnectError,
+    DeadlineExceeded,
+    DeviceError,
+    DeviceOutOfMemory,
+    InvalidOperand,
+    MalformedRequest,
+    MalformedTensor,
+    NpugradError,
+    NullOperand,
+    OperatorError,
+    RequestError,
+    ServerBusy,
+    ServerDraining,
+    TilingError,
+    TransportError,
+    UnsafeLevels,
+    UnsupportedOperator,
+    WorkerLost,
+)
+
+__all__ = [
+    "CallTooLarge",
+    "Cancelled",
+    "Client",
+    "ConnectError",
+    "ConstraintInfo",
+    "DeadlineExceeded",
+    "DeviceError",
+    "DeviceInfo",
+    "DeviceOutOfMemory",
+    "ExecutionInfo",
+    "FusedFloydAttentionGradResult",
+    "GridSampler2DBackwardResult",
+    "GroupNormBackwardResult",
+    "InvalidOperand",
+    "MalformedRequest",
+    "MalformedTensor",
+    "MultiScaleDeformableAttentionGradResult",
+    "NpugradError",
+    "NullOperand",
+    "OperatorError",
+    "OperatorInfo",
+    "ParameterInfo",
+    "RequestError",
+    "ServerBusy",
+    "ServerDraining",
+    "ServerInfo",
+    "ServerLimits",
+    "TensorMeta",
+    "TilingError",
+    "TransportError",
+    "UnsafeLevels",
+    "UnsupportedOperator",
+    "Verdict",
+    "Violation",
+    "WorkerLost",
+]

@@ -1,0 +1,229 @@
+"""What a server tells of itself, and its verdicts, as frozen records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from npugrad import codec
+from npugrad.dtypes import DType, dtype_from_wire
+from npugrad.errors import Source, Violation
+from npugrad.products import Product, product_from_name, product_from_wire
+from npugrad.spec import CallMeta, OpSpec, TensorMeta, Verdict
+from npugrad.v1 import backward_pb2, server_pb2, validation_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SERVER_INFO_REQUEST = server_pb2.GetServerInfoRequest()
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """One device of a server.
+
+    Attributes:
+        name: Such as ``"cpu:0"``.
+        backend: ``"cpu"``, ``"cpu-reference"``, ``"npu"`` or ``"test"``.
+        description: What the backend says of itself.
+        simulated: True when the device is simulated.
+        state: ``"starting"``, ``"ready"``, ``"restarting"`` or ``"down"``.
+        restarts: How often its worker was replaced.
+        reason: Why it is not ready, when it is not.
+    """
+
+    name: str
+    backend: str
+    description: str
+    simulated: bool
+    state: str
+    restarts: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """Limits of a server, in bytes but for `max_queue_depth`, which counts calls."""
+
+    max_message_bytes: int
+    max_chunk_bytes: int
+    recommended_chunk_bytes: int
+    input_arena_bytes: int
+    output_arena_bytes: int
+    max_queue_depth: int
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """Description of a server.
+
+    Attributes:
+        version: Version of the server.
+        product: Product it serves.
+        devices: Its devices.
+        limits: Its limits.
+        versions: Versions of what it is built on, by name.
+        operators: Names of the operators it runs.
+        draining: Whether it takes no more calls.
+        uptime_s: Seconds since it started.
+        queue_depth: Calls waiting for a device now.
+        accepted_calls: Calls admitted since it started.
+        input_arena_used_bytes: Bytes of operands held now.
+        output_arena_used_bytes: Bytes of results held now.
+    """
+
+    version: str
+    product: Product
+    devices: tuple[DeviceInfo, ...]
+    limits: ServerLimits
+    versions: Mapping[str, str]
+    operators: tuple[str, ...]
+    draining: bool
+    uptime_s: float
+    queue_depth: int
+    accepted_calls: int
+    input_arena_used_bytes: int
+    output_arena_used_bytes: int
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """One parameter of an operator, as a server describes it.
+
+    Attributes:
+        name: Name on the wire and in Python.
+        c_name: Name in the C signature.
+        role: ``"input"``, ``"attribute"`` or ``"output"``.
+        doc: Meaning, with the shape in symbols.
+        dtypes: Supported types on the product.
+        optional: True when null is legal.
+    """
+
+    name: str
+    c_name: str
+    role: str
+    doc: str
+    dtypes: tuple[DType, ...]
+    optional: bool
+
+
+@dataclass(frozen=True)
+class ConstraintInfo:
+    """One constraint of an operator: identifier, aclnn code, documented sentence, sources, operands, vendor's code."""
+
+    id: str
+    code: int
+    text: str
+    sources: tuple[Source, ...]
+    operands: tuple[str, ...]
+    vendor_code: str
+
+
+@dataclass(frozen=True)
+class OperatorInfo:
+    """One operator, as a server describes it.
+
+    Attributes:
+        name: Such as ``"group_norm_backward"``.
+        aclnn_name: Name of the aclnn function.
+        summary: What it computes.
+        parameters: In the order of the C signature.
+        constraints: In the order they are reported.
+        supported: False where the product has no such operator.
+        min_cann: Oldest CANN release that has it.
+    """
+
+    name: str
+    aclnn_name: str
+    summary: str
+    parameters: tuple[ParameterInfo, ...]
+    constraints: tuple[ConstraintInfo, ...]
+    supported: bool
+    min_cann: str
+
+
+def product_number(product: Product | str | None) -> Any:
+    """Wire number of a product; 0, the server's own, for None."""
+    return 0 if product is None else product_from_name(product).wire
+
+
+def encode_validation(
+    spec: OpSpec, call: CallMeta, product: Product | str | None
+) -> validation_pb2.ValidateRequest:
+    """The request that validates a call without data."""
+    message, _ = codec.encode_request(call.inputs, {}, spec, call.attrs, call.outputs)
+    header = codec.wrap(backward_pb2.ExecuteHeader(), spec, message)
+    return validation_pb2.ValidateRequest(call=header, product=product_number(product))
+
+
+def decode_verdict(response: validation_pb2.ValidateResponse) -> Verdict:
+    """The verdict of a server."""
+    outputs: dict[str, TensorMeta | None] = {
+        o.name: codec.decode_meta(o.meta, "validate", o.name) if o.HasField("meta") else None
+        for o in response.outputs
+    }
+    violations = tuple(
+        Violation(v.id, v.code, tuple(v.operands), v.found, v.expected, v.text, _sources(v.sources))
+        for v in response.violations
+    )
+    return Verdict(response.status, violations, outputs)
+
+
+def _sources(messages: Any) -> tuple[Source, ...]:
+    return tuple(Source(s.document, s.section, s.row) for s in messages)
+
+
+def decode_server_info(response: server_pb2.GetServerInfoResponse) -> ServerInfo:
+    """The description of a server."""
+    limits = ServerLimits(**{name: getattr(response.limits, name) for name in ServerLimits.__annotations__})
+    devices = tuple(
+        DeviceInfo(d.name, d.backend, d.description, d.simulated, _state(d.state), d.restarts, d.reason)
+        for d in response.devices
+    )
+    return ServerInfo(
+        version=response.version,
+        product=product_from_wire(response.product) or Product.ATLAS_A2,
+        devices=devices,
+        limits=limits,
+        versions=dict(response.versions),
+        operators=tuple(response.operators),
+        draining=response.draining,
+        uptime_s=response.uptime_s,
+        queue_depth=response.queue_depth,
+        accepted_calls=response.accepted_calls,
+        input_arena_used_bytes=response.input_arena_used_bytes,
+        output_arena_used_bytes=response.output_arena_used_bytes,
+    )
+
+
+def _state(number: Any) -> str:
+    return str(server_pb2.DeviceState.Name(number)).removeprefix("DEVICE_STATE_").lower()
+
+
+def encode_list(product: Product | str | None) -> server_pb2.ListOperatorsRequest:
+    """The request that lists the operators."""
+    return server_pb2.ListOperatorsRequest(product=product_number(product))
+
+
+def decode_operators(response: server_pb2.ListOperatorsResponse) -> tuple[OperatorInfo, ...]:
+    """The operators a server lists."""
+    return tuple(
+        OperatorInfo(
+            name=o.name,
+            aclnn_name=o.aclnn_name,
+            summary=o.summary,
+            parameters=tuple(_parameter(p) for p in o.parameters),
+            constraints=tuple(
+                ConstraintInfo(c.id, c.code, c.text, _sources(c.sources), tuple(c.operands), c.vendor_code)
+                for c in o.constraints
+            ),
+            supported=o.supported,
+            min_cann=o.min_cann,
+        )
+        for o in response.operators
+    )
+
+
+def _parameter(message: server_pb2.Parameter) -> ParameterInfo:
+    dtypes = tuple(d for d in map(dtype_from_wire, message.data_types) if d is not None)
+    return ParameterInfo(message.name, message.c_name, message.role, message.doc, dtypes, message.optional)
