@@ -39,7 +39,7 @@ LEVELS = ((16, 60, 0.01), (8, 60, 0.005), (4, 60, 0.004))
 
 @dataclass(frozen=True)
 class Level:
-    """One resolution: pictures (C, H, W), B-spline weights (H, rows) and (W, columns), the identity grid (H, W, 2)."""
+    """One resolution: pictures (C, H, W), splines (H, rows) and (W, columns), the identity grid (H, W, 2)."""
 
     left: Singles
     right: Singles
@@ -51,7 +51,9 @@ class Level:
 def load_pair() -> tuple[Floats, Floats]:
     """The two photographs, (H, W, 3) in 0..1."""
     folder = Path(skimage.__file__).parent / "data"
-    left, right = (io.imread(folder / f"motorcycle_{side}.png")[..., :3] / 255.0 for side in ("left", "right"))
+    left, right = (
+        io.imread(folder / f"motorcycle_{side}.png")[..., :3] / 255.0 for side in ("left", "right")
+    )
     return left, right
 
 
@@ -67,7 +69,9 @@ def spline_weights(size: int, points: int) -> Floats:
     position = np.linspace(0, points - 3, size)
     first = np.minimum(position.astype(int), points - 4)
     u = position - first
-    basis = np.stack([(1 - u) ** 3, 3 * u**3 - 6 * u**2 + 4, -3 * u**3 + 3 * u**2 + 3 * u + 1, u**3], axis=1) / 6
+    basis = (
+        np.stack([(1 - u) ** 3, 3 * u**3 - 6 * u**2 + 4, -3 * u**3 + 3 * u**2 + 3 * u + 1, u**3], axis=1) / 6
+    )
     weights = np.zeros((size, points))
     for offset in range(4):
         weights[np.arange(size), first + offset] = basis[:, offset]
@@ -144,7 +148,9 @@ def save_picture(path: Path, level: Level, control: Floats) -> None:
     field = np.linalg.norm(displaced_grid(level, control) - level.identity, axis=-1)
     shift = np.broadcast_to(field / max(float(field.max()), 1e-12), level.left.shape)
     before, after = np.abs(level.right - level.left), np.abs(moved - level.left)
-    rows = [np.concatenate(tiles, axis=2) for tiles in ((level.left, level.right, moved), (before, after, shift))]
+    rows = [
+        np.concatenate(tiles, axis=2) for tiles in ((level.left, level.right, moved), (before, after, shift))
+    ]
     pixels = np.clip(np.concatenate(rows, axis=1).transpose(1, 2, 0), 0, 1)
     path.parent.mkdir(parents=True, exist_ok=True)
     io.imsave(path, (pixels * 255).astype(np.uint8), check_contrast=False)
@@ -159,7 +165,10 @@ def register(client: Client, out: Path) -> tuple[float, float]:
         level = make_level(left, right, factor)
         control = adam(lambda point, at=level: control_gradient(client, at, point), control, steps, rate)
         height, width = level.left.shape[1:]
-        print(f"  {width:3d} x {height:3d}: error {mean_squared_error(level, control):.5f} after {steps} steps", flush=True)
+        print(
+            f"  {width:3d} x {height:3d}: error {mean_squared_error(level, control):.5f} after {steps} steps",
+            flush=True,
+        )
     save_picture(out, level, control)
     return mean_squared_error(level, np.zeros_like(control)), mean_squared_error(level, control)
 
@@ -173,7 +182,8 @@ def main() -> int:
     with Client(options.target) as client:
         before, after = register(client, options.out)
     halved = after <= before / 2
-    print(f"mean squared error {before:.5f} before, {after:.5f} after ({before / after:.1f} times smaller): {options.out}")
+    print(f"mean squared error {before:.5f} before, {after:.5f} after ({before / after:.1f} times smaller)")
+    print(f"picture: {options.out}")
     return 0 if halved else 1
 
 

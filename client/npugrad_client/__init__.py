@@ -11,7 +11,6 @@ from __future__ import annotations
 from npugrad.call import ExecutionInfo
 from npugrad.errors import Violation
 from npugrad.spec import TensorMeta, Verdict
-
 from npugrad_client._client import Client
 from npugrad_client._generated_ops import (
     FusedFloydAttentionGradResult,

@@ -55,8 +55,8 @@ def to_numpy(value: object, operator: str, name: str) -> npt.NDArray[Any]:
         return torch_to_numpy(value, operator, name)
     if not isinstance(value, (np.ndarray, np.generic)) and not hasattr(value, "__array__"):
         raise TypeError(
-            f"{operator}: {name}: found {type(value).__name__}; expected a NumPy array, a torch CPU tensor or "
-            "anything with __array__"
+            f"{operator}: {name}: found {type(value).__name__}; expected a NumPy array, "
+            "a torch CPU tensor or anything with __array__"
         )
     array = np.asarray(value)
     try:
@@ -76,9 +76,13 @@ def torch_to_numpy(value: Any, operator: str, name: str) -> npt.NDArray[Any]:
     """The memory of a torch CPU tensor as an array: detached, conj and neg resolved, bf16 bit for bit."""
     torch: Any = torch_module()
     if value.device.type != "cpu":
-        raise TypeError(f"{operator}: {name}: found a tensor on {value.device}; expected CPU memory, so call .cpu()")
+        raise TypeError(
+            f"{operator}: {name}: found a tensor on {value.device}; expected CPU memory, so call .cpu()"
+        )
     if value.layout is not torch.strided:
-        raise TypeError(f"{operator}: {name}: found layout {value.layout}; expected a dense tensor, so call .to_dense()")
+        raise TypeError(
+            f"{operator}: {name}: found layout {value.layout}; expected a dense tensor, so call .to_dense()"
+        )
     plain = value.detach().resolve_conj().resolve_neg()
     if plain.dtype is torch.bfloat16:
         return plain.view(torch.int16).numpy().view(ml_dtypes.bfloat16)  # type: ignore[no-any-return]

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from npugrad import layout
-from npugrad.call import CallOptions
 from npugrad.errors import MalformedRequest
 from npugrad.ops import get_operator
 from npugrad.spec import CallMeta, TensorMeta, Verdict
 from npugrad.validation import make_call, validate_call
-
 from npugrad_client import _arrays, _info
 from npugrad_client._generated_ops import Operators
 from npugrad_client._transport import STREAM_FROM_BYTES, Prepared, Transport
@@ -21,14 +19,13 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from npugrad.call import ExecutionInfo
+    from npugrad.call import CallOptions, ExecutionInfo
     from npugrad.products import Product
     from npugrad.spec import OpSpec
-
     from npugrad_client._info import OperatorInfo, ServerInfo
 
 _INFER_FROM_BYTES = 2**16
-"""Below this much operand data a reply is small as well, so outputs need not be inferred to choose how to send."""
+"""Below this much operand data a reply is small as well: no need to infer it to choose how to send."""
 
 
 class Client(Operators):
@@ -125,7 +122,9 @@ class Client(Operators):
             timeout_s: Deadline in seconds.
         """
         request = _info.encode_list(product)
-        return _info.decode_operators(self._transport.ask("list_operators", request, self._deadline(timeout_s)))
+        return _info.decode_operators(
+            self._transport.ask("list_operators", request, self._deadline(timeout_s))
+        )
 
     def _deadline(self, timeout_s: float | None) -> float | None:
         return self._timeout_s if timeout_s is None else timeout_s
@@ -142,14 +141,21 @@ class Client(Operators):
         """Sends one call; results by output name and what produced them."""
         problem = options.problem()
         if problem:
-            raise MalformedRequest(f"{spec.name}: {problem[0]}: {problem[1]}", operator=spec.name, operand=problem[0])
+            raise MalformedRequest(
+                f"{spec.name}: {problem[0]}: {problem[1]}", operator=spec.name, operand=problem[0]
+            )
         arrays = {n: None if v is None else _arrays.to_numpy(v, spec.name, n) for n, v in inputs.items()}
         packed = {n: layout.content(a) for n, a in arrays.items() if a is not None}
         metas = {n: packed[n][0] if n in packed else None for n in inputs}
         declared, targets = _declare(spec, out)
         call = make_call(spec, metas, attrs, declared)
         prepared = Prepared(
-            spec, call, {n: data for n, (_, data) in packed.items()}, options, _expected(spec, call), _direct(targets)
+            spec,
+            call,
+            {n: data for n, (_, data) in packed.items()},
+            options,
+            _expected(spec, call),
+            _direct(targets),
         )
         answer = self._transport.run(prepared, self._deadline(timeout_s))
         as_torch = any(_arrays.is_torch(v) for v in inputs.values())

@@ -8,19 +8,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Union
-
-import numpy.typing as npt
+from typing import Any
 
 from npugrad.call import CallOptions, ExecutionInfo
 from npugrad.ops import OPERATORS
 from npugrad.spec import OpSpec, TensorMeta
-
 from npugrad_client._arrays import ArrayLike
 
 Array = Any
 """A result: a NumPy array, or a torch CPU tensor where an operand was one."""
-Out = Mapping[str, Union[TensorMeta, ArrayLike, None]]
+Out = Mapping[str, TensorMeta | ArrayLike | None]
 """Declared outputs: a meta, None for a null pointer, or a writable array that is filled and returned."""
 
 
@@ -73,6 +70,27 @@ class GroupNormBackwardResult:
     info: ExecutionInfo
 
 
+@dataclass(frozen=True)
+class FusedFloydAttentionGradResult:
+    """Results of `fused_floyd_attention_grad`; masked-out ones are None.
+
+    Attributes:
+        dq: (B, H, N, M, D), dtype of query. Gradient of query.
+        dk1: (B, H, N, K, D), dtype of query. Gradient of key1.
+        dv1: (B, H, N, K, D), dtype of query. Gradient of value1.
+        dk2: (B, H, K, M, D), dtype of query. Gradient of key2.
+        dv2: (B, H, K, M, D), dtype of query. Gradient of value2.
+        info: What produced the results and how long each stage took.
+    """
+
+    dq: Array
+    dk1: Array
+    dv1: Array
+    dk2: Array
+    dv2: Array
+    info: ExecutionInfo
+
+
 class Operators(ABC):
     """The operators as methods; a client supplies `_run`."""
 
@@ -119,7 +137,7 @@ class Operators(ABC):
             grad_output: (bs, nq, nh, ch) or (bs, nq, nh*ch), dtype of value. Gradient of the forward output.
             out: Declared outputs by name: a TensorMeta, None for a null pointer, or a writable array that is
                 filled and returned. Missing ones are inferred.
-            timeout_s: Deadline of the call in seconds; None for the client's default.
+            timeout_s: Deadline in seconds; None for the client's default.
             deterministic: Ask for results that do not depend on the order of summation.
             priority: Calls of higher priority leave the queue first; -100 to 100.
             label: Name of the caller or experiment; labels share the devices fairly.
@@ -191,7 +209,7 @@ class Operators(ABC):
                 computed.
             out: Declared outputs by name: a TensorMeta, None for a null pointer, or a writable array that is
                 filled and returned. Missing ones are inferred.
-            timeout_s: Deadline of the call in seconds; None for the client's default.
+            timeout_s: Deadline in seconds; None for the client's default.
             deterministic: Ask for results that do not depend on the order of summation.
             priority: Calls of higher priority leave the queue first; -100 to 100.
             label: Name of the caller or experiment; labels share the devices fairly.
@@ -265,7 +283,7 @@ class Operators(ABC):
             output_mask: Three bools: compute grad_input, grad_gamma, grad_beta.
             out: Declared outputs by name: a TensorMeta, None for a null pointer, or a writable array that is
                 filled and returned. Missing ones are inferred.
-            timeout_s: Deadline of the call in seconds; None for the client's default.
+            timeout_s: Deadline in seconds; None for the client's default.
             deterministic: Ask for results that do not depend on the order of summation.
             priority: Calls of higher priority leave the queue first; -100 to 100.
             label: Name of the caller or experiment; labels share the devices fairly.
@@ -294,3 +312,90 @@ class Operators(ABC):
             timeout_s=timeout_s,
         )
         return GroupNormBackwardResult(**results, info=info)
+
+    def fused_floyd_attention_grad(
+        self,
+        *,
+        query: ArrayLike | None = None,
+        key1: ArrayLike | None = None,
+        value1: ArrayLike | None = None,
+        key2: ArrayLike | None = None,
+        value2: ArrayLike | None = None,
+        dy: ArrayLike | None = None,
+        atten_mask: ArrayLike | None = None,
+        softmax_max: ArrayLike | None = None,
+        softmax_sum: ArrayLike | None = None,
+        attention_in: ArrayLike | None = None,
+        scale_value: float,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+    ) -> FusedFloydAttentionGradResult:
+        """Gradients of Floyd attention, which scores and weighs two sets of keys and values together.
+
+        Source: the official page aclnnFusedFloydAttentionGrad.
+
+        Args:
+            query: (B, H, N, M, D), float16 or bfloat16. Queries; M is a multiple of 128.
+            key1: (B, H, N, K, D), dtype of query. First keys; N is a multiple of 16, K of 128, D is 32, 64 or
+                128.
+            value1: (B, H, N, K, D), dtype of query. First values.
+            key2: (B, H, K, M, D), dtype of query. Second keys.
+            value2: (B, H, K, M, D), dtype of query. Second values.
+            dy: (B, H, N, M, D), dtype of query. Gradient of the attention.
+            atten_mask: (B, 1, N, 1, K), bool or uint8; None for no mask. 1 takes a key out, for all heads and
+                all of M. None is legal.
+            softmax_max: (B, H, N, M, 8), float32. Largest score of each row of the forward pass, repeated 8
+                times.
+            softmax_sum: (B, H, N, M, 8), float32. Sum of exp(score - softmax_max) of each row, repeated 8
+                times.
+            attention_in: (B, H, N, M, D), dtype of query. Attention, the result of the forward pass.
+            scale_value: Factor of the scores, usually 1 / sqrt(D); nothing else scales them.
+            out: Declared outputs by name: a TensorMeta, None for a null pointer, or a writable array that is
+                filled and returned. Missing ones are inferred.
+            timeout_s: Deadline in seconds; None for the client's default.
+            deterministic: Ask for results that do not depend on the order of summation.
+            priority: Calls of higher priority leave the queue first; -100 to 100.
+            label: Name of the caller or experiment; labels share the devices fairly.
+            verify: Have the server recompute the call with its float64 reference and refuse a result that
+                differs.
+
+        Returns:
+            The gradients dq, dk1, dv1, dk2, dv2 and `info`.
+
+        Raises:
+            NullOperand: 161001. A required operand or attribute is null. (14 constraints: `npugrad explain
+                fused_floyd_attention_grad`)
+            InvalidOperand: 161002. An operand or attribute breaks a documented rule. (30 constraints:
+                `npugrad explain fused_floyd_attention_grad`)
+            TilingError: 561002. The sizes break a documented limit of the operator's tiling. (40 constraints:
+                `npugrad explain fused_floyd_attention_grad`)
+            UnsupportedOperator: 561003. The product is of the Atlas A2 or the Atlas A3 series.
+            MalformedTensor: An operand's layout and content do not fit together.
+            MalformedRequest: An attribute has the wrong type or is outside int64.
+            TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
+            DeviceError: The device failed under the call.
+        """
+        results, info = self._run(
+            OPERATORS["fused_floyd_attention_grad"],
+            inputs={
+                "query": query,
+                "key1": key1,
+                "value1": value1,
+                "key2": key2,
+                "value2": value2,
+                "dy": dy,
+                "atten_mask": atten_mask,
+                "softmax_max": softmax_max,
+                "softmax_sum": softmax_sum,
+                "attention_in": attention_in,
+            },
+            attrs={"scale_value": scale_value},
+            out=out,
+            options=CallOptions(deterministic, priority, label, verify),
+            timeout_s=timeout_s,
+        )
+        return FusedFloydAttentionGradResult(**results, info=info)

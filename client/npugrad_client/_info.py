@@ -109,7 +109,16 @@ class ParameterInfo:
 
 @dataclass(frozen=True)
 class ConstraintInfo:
-    """One constraint of an operator: identifier, aclnn code, documented sentence, sources, operands, vendor's code."""
+    """One constraint of an operator.
+
+    Attributes:
+        id: Stable identifier.
+        code: aclnn number when violated.
+        text: The documented sentence.
+        sources: Where it is documented.
+        operands: Operands it is about.
+        vendor_code: What the vendor's own source answers: a number, or ``"accepts"``.
+    """
 
     id: str
     code: int

@@ -7,16 +7,14 @@ reaches a user and neither side holds a call twice.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 import numpy as np
 
 from npugrad import codec, layout
 from npugrad.errors import NpugradError
-from npugrad.spec import OpSpec, TensorMeta
 from npugrad.v1 import backward_pb2, backward_pb2_grpc, server_pb2_grpc, validation_pb2_grpc
-
 from npugrad_client.errors import translate
 
 if TYPE_CHECKING:
@@ -25,13 +23,15 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from npugrad.call import CallOptions, ExecutionInfo
-    from npugrad.spec import CallMeta
+    from npugrad.spec import CallMeta, OpSpec, TensorMeta
 
 STREAM_FROM_BYTES = 2**20
 """Calls with this much data either way are streamed: below, one message is quicker; above, grpc copies a
 message several times into fresh memory."""
 CHUNKED_FROM_BYTES = 2**16
 """In a streamed call, operands below this length travel in the header."""
+
+T = TypeVar("T")
 
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", codec.MAX_MESSAGE_BYTES),
@@ -109,7 +109,7 @@ class Transport:
         send = self._streamed if prepared.nbytes >= self._stream_from_bytes else self._unary
         return self._translated(prepared.spec.name, lambda: send(prepared, timeout_s))
 
-    def _translated(self, operator: str, send: Callable[[], Any]) -> Any:
+    def _translated(self, operator: str, send: Callable[[], T]) -> T:
         try:
             return send()
         except grpc.RpcError as error:
@@ -206,7 +206,7 @@ class _Sink:
 
     def __init__(self, name: str, array: npt.NDArray[Any]) -> None:
         self.name, self.array, self.filled = name, array, 0
-        self.memory = memoryview(array.reshape(-1).view(np.uint8)).cast("B") if array.size else memoryview(b"")
+        self.memory = array.reshape(-1).view(np.uint8).data if array.size else memoryview(b"")
 
 
 def _store(spec: OpSpec, frame: backward_pb2.ExecuteResponse, pending: Mapping[int, _Sink]) -> None:
@@ -217,7 +217,8 @@ def _store(spec: OpSpec, frame: backward_pb2.ExecuteResponse, pending: Mapping[i
     data = chunk.data
     if chunk.offset != sink.filled or sink.filled + len(data) > sink.array.nbytes:
         raise _broken(
-            spec, f"found {len(data)} bytes of {sink.name} at offset {chunk.offset}; expected offset {sink.filled}"
+            spec,
+            f"found {len(data)} bytes of {sink.name} at offset {chunk.offset}; expected offset {sink.filled}",
         )
     sink.memory[sink.filled : sink.filled + len(data)] = data
     sink.filled += len(data)

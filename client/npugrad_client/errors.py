@@ -1,21 +1,21 @@
 """What a call can raise; the tree is drawn in `npugrad.errors`, and this is its public list for callers.
 
-    NpugradError                    .reason .operator .retryable .request_id .cause
-    ├── TransportError              nothing usable came back        .retry_after_s
-    │   ├── ConnectError            the server cannot be reached
-    │   ├── DeadlineExceeded        the deadline passed
-    │   ├── Cancelled               the call was cancelled
-    │   ├── ServerBusy              queue or memory full, no device ready; retry
-    │   ├── ServerDraining          shutting down; retry elsewhere
-    │   └── CallTooLarge            can never fit into the server
-    ├── RequestError                the call is not well formed      .operand
-    │   ├── MalformedTensor · MalformedRequest
-    │   └── UnsafeLevels            levels point outside the value tensor (NPU)
-    └── OperatorError               the operator says no             .code .constraint .violations .source
-        ├── NullOperand (161001) · InvalidOperand (161002) · TilingError (561002)
-        ├── UnsupportedOperator     the product or the server has no such operator
-        └── DeviceError             a device failed
-            └── DeviceOutOfMemory · WorkerLost
+NpugradError                    .reason .operator .retryable .request_id .cause
+├── TransportError              nothing usable came back        .retry_after_s
+│   ├── ConnectError            the server cannot be reached
+│   ├── DeadlineExceeded        the deadline passed
+│   ├── Cancelled               the call was cancelled
+│   ├── ServerBusy              queue or memory full, no device ready; retry
+│   ├── ServerDraining          shutting down; retry elsewhere
+│   └── CallTooLarge            can never fit into the server
+├── RequestError                the call is not well formed      .operand
+│   ├── MalformedTensor · MalformedRequest
+│   └── UnsafeLevels            levels point outside the value tensor (NPU)
+└── OperatorError               the operator says no             .code .constraint .violations .source
+    ├── NullOperand (161001) · InvalidOperand (161002) · TilingError (561002)
+    ├── UnsupportedOperator     the product or the server has no such operator
+    └── DeviceError             a device failed
+        └── DeviceOutOfMemory · WorkerLost
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from npugrad.errors import (
     DeadlineExceeded,
     DeviceError,
     DeviceOutOfMemory,
+    ErrorDetails,
     InvalidOperand,
     MalformedRequest,
     MalformedTensor,
@@ -93,12 +94,14 @@ def translate(error: grpc.RpcError, operator: str = "", target: str = "") -> Npu
         operator: Operator of the call.
         target: Address of the server, named when it could not be reached.
     """
-    code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
-    details = _details(error)
+    # What a stub raises is both an RpcError and a Call, which the stubs' types do not say.
+    call: Any = error
+    code = call.code() if hasattr(call, "code") else grpc.StatusCode.UNKNOWN
+    details = _details(call)
     if details is not None and details.reason in BY_REASON:
         translated = error_from_details(details)
     else:
-        said = (error.details() if isinstance(error, grpc.Call) else str(error)) or "no details"
+        said = (call.details() if hasattr(call, "details") else str(error)) or "no details"
         where = f"{target}: " if target else ""
         cls = _BY_STATUS.get(code, NpugradError)
         translated = cls(f"{operator or 'npugrad'}: {where}{code.name}: {said}", operator=operator)
@@ -106,11 +109,9 @@ def translate(error: grpc.RpcError, operator: str = "", target: str = "") -> Npu
     return translated
 
 
-def _details(error: grpc.RpcError) -> Any:
-    if not isinstance(error, grpc.Call):
-        return None
+def _details(call: Any) -> ErrorDetails | None:
     try:
-        status = rpc_status.from_call(error)
+        status = rpc_status.from_call(call)
     except (ValueError, AttributeError):  # a proxy rewrote code or message
         return None
     return None if status is None else decode_status(status)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from npugrad.products import Product
+if TYPE_CHECKING:
+    from npugrad.products import Product
 
 MAX_LABEL = 64
 """Longest label of a call, in characters."""
@@ -19,7 +21,8 @@ class CallOptions:
     Attributes:
         deterministic: Ask for results that do not depend on the order of summation.
         priority: Calls of higher priority leave the queue first; -100 to 100.
-        label: Name of the caller or experiment, at most 64 printable ASCII characters; labels share devices fairly.
+        label: Name of the caller or experiment, at most 64 printable ASCII characters; labels share the
+            devices fairly.
         verify: Have the server recompute the call with the reference and refuse a result that differs.
     """
 
@@ -33,7 +36,10 @@ class CallOptions:
         if self.priority not in PRIORITIES:
             return "priority", f"found {self.priority}; expected {PRIORITIES[0]} to {PRIORITIES[-1]}"
         if len(self.label) > MAX_LABEL or not (self.label.isascii() and self.label.isprintable()):
-            return "label", f"found {len(self.label)} characters; expected at most {MAX_LABEL} printable ASCII ones"
+            return (
+                "label",
+                f"found {len(self.label)} characters; expected at most {MAX_LABEL} printable ASCII ones",
+            )
         return None
 
 

@@ -20,8 +20,6 @@ from npugrad.v1 import backward_pb2, operators_pb2, tensor_pb2
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from google.protobuf.message import Message
-
     from npugrad.spec import AttrParam, AttrValue, OpSpec
 
 MAX_MESSAGE_BYTES = 2**31 - 1
@@ -31,9 +29,11 @@ CHUNK_BYTES = 2**20
 MAX_CHUNK_BYTES = 4 * 2**20
 """Largest chunk that is accepted."""
 
-REQUESTS: dict[str, type[Message]] = {n: getattr(operators_pb2, f"{s.rpc}Request") for n, s in OPERATORS.items()}
+REQUESTS: dict[str, type[Any]] = {n: getattr(operators_pb2, f"{s.rpc}Request") for n, s in OPERATORS.items()}
 """Request message of each operator."""
-RESPONSES: dict[str, type[Message]] = {n: getattr(operators_pb2, f"{s.rpc}Response") for n, s in OPERATORS.items()}
+RESPONSES: dict[str, type[Any]] = {
+    n: getattr(operators_pb2, f"{s.rpc}Response") for n, s in OPERATORS.items()
+}
 """Response message of each operator."""
 
 
@@ -178,7 +178,8 @@ def check_contents(wire: WireCall, *, chunked: bool) -> None:
             continue
         if name in wire.unsupported:
             raise RequestError(
-                f"{wire.spec.name}: {name}: found content of kind {wire.unsupported[name]}; expected data or chunks",
+                f"{wire.spec.name}: {name}: found content of kind "
+                f"{wire.unsupported[name]}; expected data or chunks",
                 reason="CONTENT_UNSUPPORTED",
                 operator=wire.spec.name,
                 operand=name,
@@ -186,12 +187,18 @@ def check_contents(wire: WireCall, *, chunked: bool) -> None:
         found = wire.contents.get(name)
         problem = _content_problem(meta, found, chunked)
         if problem:
-            raise MalformedTensor(f"{wire.spec.name}: {name}: {problem}", operator=wire.spec.name, operand=name)
+            raise MalformedTensor(
+                f"{wire.spec.name}: {name}: {problem}", operator=wire.spec.name, operand=name
+            )
 
 
 def _content_problem(meta: TensorMeta, found: WireContent | None, chunked: bool) -> str | None:
     if not meta.dtype.has_data:
-        return None if found is None or not found.nbytes else f"found content; expected none for dtype {meta.dtype}"
+        return (
+            None
+            if found is None or not found.nbytes
+            else f"found content; expected none for dtype {meta.dtype}"
+        )
     if found is None:
         return f"found no content; expected {meta.content_bytes} bytes for {meta}"
     if found.data is None and not chunked:
@@ -307,7 +314,7 @@ def encode_response(
     *,
     chunk_from_bytes: int | None = None,
 ) -> tuple[Any, list[tuple[int, memoryview]]]:
-    """Encodes a typed response; arguments and result as in `encode_request`, masked-out outputs stay unset."""
+    """Encodes a typed response, as `encode_request` does a request; masked-out outputs stay unset."""
     message = RESPONSES[spec.name]()
     follow = []
     for param in spec.outputs:
@@ -337,7 +344,9 @@ def decode_response(spec: OpSpec, message: Any) -> WireResult:
         found = contents[param.name] = WireContent(tensor.chunked_bytes if data is None else len(data), data)
         problem = _content_problem(meta, found, chunked=True)
         if problem:
-            raise MalformedTensor(f"{spec.name}: {param.name}: {problem}", operator=spec.name, operand=param.name)
+            raise MalformedTensor(
+                f"{spec.name}: {param.name}: {problem}", operator=spec.name, operand=param.name
+            )
     return WireResult(metas, contents, decode_info(message.info))
 
 

@@ -91,7 +91,7 @@ _NUMPY: dict[DType, np.dtype[Any]] = {
 }
 _BY_WIRE: dict[int, DType] = {d.wire: d for d in DType}
 _BY_NUMPY: dict[np.dtype[Any], DType] = {np_dtype: d for d, np_dtype in _NUMPY.items()}
-_ALIASES: dict[str, DType] = {"float": DType.FLOAT32, "double": DType.FLOAT64, "half": DType.FLOAT16, "bf16": DType.BFLOAT16}
+_BY_NAME: dict[str, DType] = {d.value: d for d in DType}
 
 
 def dtype_from_name(name: DType | str | npt.DTypeLike) -> DType:
@@ -104,18 +104,16 @@ def dtype_from_name(name: DType | str | npt.DTypeLike) -> DType:
         ValueError: There is no such type; the message lists all names.
     """
     if isinstance(name, str):
+        found = _BY_NAME.get(name)
+    else:
         try:
-            return DType(name)
-        except ValueError:
-            if name in _ALIASES:
-                return _ALIASES[name]
-            raise ValueError(f"unknown dtype {name!r}; known are {', '.join(DType)}") from None
-    try:
-        found = _BY_NUMPY.get(np.dtype(name).newbyteorder("<"))
-        by_name = found or DType(np.dtype(name).name)
-    except (TypeError, ValueError):
-        raise ValueError(f"unknown dtype {name!r}; known are {', '.join(DType)}") from None
-    return by_name
+            native = np.dtype(name)
+        except TypeError:
+            native = None
+        found = native and (_BY_NUMPY.get(native.newbyteorder("<")) or _BY_NAME.get(native.name))
+    if not found:
+        raise ValueError(f"unknown dtype {name!r}; known are {', '.join(DType)}")
+    return found
 
 
 def dtype_from_wire(number: int) -> DType | None:
@@ -160,7 +158,15 @@ class Format(str, Enum):
         return str(self.value)
 
 
+_FORMAT_BY_NAME: dict[str, Format] = {f.value: f for f in Format}
 _FORMAT_BY_WIRE: dict[int, Format] = {f.wire: f for f in Format} | {0: Format.ND}
+
+
+def format_from_name(name: Format | str) -> Format:
+    """Finds a storage format by its name; raises ValueError listing all names."""
+    if name not in _FORMAT_BY_NAME:
+        raise ValueError(f"unknown format {name!r}; known are {', '.join(_FORMAT_BY_NAME)}")
+    return _FORMAT_BY_NAME[name]
 
 
 def format_from_wire(number: int) -> Format | None:

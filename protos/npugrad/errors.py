@@ -1,16 +1,16 @@
 """Every error of the contract in one table, and the exceptions both sides raise.
 
-    NpugradError
-    ├── TransportError            nothing usable came back        .reason .retryable .retry_after_s
-    │   ├── ConnectError · DeadlineExceeded · Cancelled
-    │   └── ServerBusy · ServerDraining · CallTooLarge
-    ├── RequestError              the call is not well formed     .reason .operator .operand
-    │   └── MalformedTensor · MalformedRequest · UnsafeLevels
-    └── OperatorError             the operator says no            .code .operator .constraint .violations .source
-        ├── NullOperand (161001) · InvalidOperand (161002) · TilingError (561002)
-        ├── UnsupportedOperator (561003, 561103 for a missing operator)
-        └── DeviceError (other numbers)
-            └── DeviceOutOfMemory · WorkerLost
+NpugradError
+├── TransportError            nothing usable came back        .reason .retryable .retry_after_s
+│   ├── ConnectError · DeadlineExceeded · Cancelled
+│   └── ServerBusy · ServerDraining · CallTooLarge
+├── RequestError              the call is not well formed     .reason .operator .operand
+│   └── MalformedTensor · MalformedRequest · UnsafeLevels
+└── OperatorError             the operator says no            .code .operator .constraint .violations .source
+    ├── NullOperand (161001) · InvalidOperand (161002) · TilingError (561002)
+    ├── UnsupportedOperator (561003, 561103 for a missing operator)
+    └── DeviceError (other numbers)
+        └── DeviceOutOfMemory · WorkerLost
 
 Vendor numbers are those of the vendor's page "aclnn return codes"; our own reasons have none. gRPC
 statuses are named by strings, so that the contract does not need grpc.
@@ -67,11 +67,23 @@ def _inner(code: int, name: str, sentence: str, device_grpc_status: str = _INTER
 
 ERRORS: tuple[ErrorRow, ...] = (
     ErrorRow("ACLNN_ERR_PARAM_NULLPTR", 161001, _INVALID, False, "A required operand or attribute is null."),
-    ErrorRow("ACLNN_ERR_PARAM_INVALID", 161002, _INVALID, False, "An operand or attribute breaks a documented rule."),
+    ErrorRow(
+        "ACLNN_ERR_PARAM_INVALID",
+        161002,
+        _INVALID,
+        False,
+        "An operand or attribute breaks a documented rule.",
+    ),
     ErrorRow("ACLNN_ERR_RUNTIME_ERROR", 361001, _INTERNAL, False, "A call of the NPU runtime failed."),
     _inner(561000, "", "The operator library failed internally."),
     _inner(561001, "_INFERSHAPE_ERROR", "The operator library could not infer the output shapes."),
-    ErrorRow("ACLNN_ERR_INNER_TILING_ERROR", 561002, _INVALID, False, "The sizes break a documented limit of the operator's tiling."),
+    ErrorRow(
+        "ACLNN_ERR_INNER_TILING_ERROR",
+        561002,
+        _INVALID,
+        False,
+        "The sizes break a documented limit of the operator's tiling.",
+    ),
     _inner(561003, "_FIND_KERNEL_ERROR", "The device has no kernel for this operator.", _PRECONDITION),
     _inner(561101, "_CREATE_EXECUTOR", "The executor could not be created."),
     _inner(561102, "_NOT_TRANS_EXECUTOR", "The executor was not released to the caller."),
@@ -84,7 +96,9 @@ ERRORS: tuple[ErrorRow, ...] = (
     _inner(561109, "_JSON_VALUE_NOT_FOUND", "A field of the operator information file is missing."),
     _inner(561110, "_JSON_FORMAT_INVALID", "The operator information file has a bad format entry."),
     _inner(561111, "_JSON_DTYPE_INVALID", "The operator information file has a bad dtype entry."),
-    _inner(561112, "_OPP_KERNEL_PKG_NOT_FOUND", "The kernel package is not loaded on the server.", _PRECONDITION),
+    _inner(
+        561112, "_OPP_KERNEL_PKG_NOT_FOUND", "The kernel package is not loaded on the server.", _PRECONDITION
+    ),
     _inner(561113, "_OP_FILE_INVALID", "A field of the operator file is wrong."),
     _inner(561114, "_ATTR_NUM_OUT_OF_BOUND", "There are more attributes than the operator describes."),
     _inner(561115, "_ATTR_LEN_NOT_ENOUGH", "There are fewer attributes than the operator describes."),
@@ -92,24 +106,70 @@ ERRORS: tuple[ErrorRow, ...] = (
     _inner(561117, "_INPUT_JSON_IS_NULL", "The description of an input is missing."),
     _inner(561118, "_STATIC_WORKSPACE_INVALID", "A static kernel has a bad workspace size."),
     _inner(561119, "_STATIC_BLOCK_DIM_INVALID", "A static kernel has a bad core count."),
-    ErrorRow("MALFORMED_TENSOR", None, _INVALID, False, "Shape, strides, type and content of a tensor do not fit together."),
-    ErrorRow("MALFORMED_REQUEST", None, _INVALID, False, "The request lacks an attribute or breaks the order of a stream."),
-    ErrorRow("CONTENT_UNSUPPORTED", None, "UNIMPLEMENTED", False, "The server does not take content of this kind."),
+    ErrorRow(
+        "MALFORMED_TENSOR",
+        None,
+        _INVALID,
+        False,
+        "Shape, strides, type and content of a tensor do not fit together.",
+    ),
+    ErrorRow(
+        "MALFORMED_REQUEST",
+        None,
+        _INVALID,
+        False,
+        "The request lacks an attribute or breaks the order of a stream.",
+    ),
+    ErrorRow(
+        "CONTENT_UNSUPPORTED", None, "UNIMPLEMENTED", False, "The server does not take content of this kind."
+    ),
     ErrorRow("UNSAFE_LEVELS", None, _INVALID, False, "Level sizes or starts point outside the value tensor."),
     ErrorRow("OPERATOR_UNSUPPORTED", None, "UNIMPLEMENTED", False, "The product has no such operator."),
     ErrorRow("UNKNOWN_OPERATOR", None, "UNIMPLEMENTED", False, "There is no operator of this name."),
-    ErrorRow("DETERMINISM_UNSUPPORTED", None, _PRECONDITION, False, "The operator cannot run deterministically on this device."),
-    ErrorRow("VERIFICATION_FAILED", None, "DATA_LOSS", False, "The device's result differs from the reference by more than the tolerance."),
-    ErrorRow("CALL_TOO_LARGE", None, "RESOURCE_EXHAUSTED", False, "The call can never fit into the server's memory."),
-    ErrorRow("QUEUE_FULL", None, "RESOURCE_EXHAUSTED", True, "The queue or the memory for operands is full now."),
-    ErrorRow("DEVICE_OUT_OF_MEMORY", None, "RESOURCE_EXHAUSTED", True, "The device has no memory for the call now."),
-    ErrorRow("DEADLINE_EXCEEDED", None, "DEADLINE_EXCEEDED", False, "The deadline passed before the result was there."),
+    ErrorRow(
+        "DETERMINISM_UNSUPPORTED",
+        None,
+        _PRECONDITION,
+        False,
+        "The operator cannot run deterministically on this device.",
+    ),
+    ErrorRow(
+        "VERIFICATION_FAILED",
+        None,
+        "DATA_LOSS",
+        False,
+        "The device's result differs from the reference by more than the tolerance.",
+    ),
+    ErrorRow(
+        "CALL_TOO_LARGE",
+        None,
+        "RESOURCE_EXHAUSTED",
+        False,
+        "The call can never fit into the server's memory.",
+    ),
+    ErrorRow(
+        "QUEUE_FULL", None, "RESOURCE_EXHAUSTED", True, "The queue or the memory for operands is full now."
+    ),
+    ErrorRow(
+        "DEVICE_OUT_OF_MEMORY", None, "RESOURCE_EXHAUSTED", True, "The device has no memory for the call now."
+    ),
+    ErrorRow(
+        "DEADLINE_EXCEEDED",
+        None,
+        "DEADLINE_EXCEEDED",
+        False,
+        "The deadline passed before the result was there.",
+    ),
     ErrorRow("CANCELLED", None, "CANCELLED", False, "The caller cancelled the call."),
     ErrorRow("DRAINING", None, "UNAVAILABLE", True, "The server is shutting down and takes no new calls."),
     ErrorRow("NO_DEVICE", None, "UNAVAILABLE", True, "No device is ready."),
-    ErrorRow("WORKER_LOST", None, "UNAVAILABLE", False, "The worker died under the call every time it was tried."),
+    ErrorRow(
+        "WORKER_LOST", None, "UNAVAILABLE", False, "The worker died under the call every time it was tried."
+    ),
     ErrorRow("UNAVAILABLE", None, "UNAVAILABLE", True, "The server cannot be reached."),
-    ErrorRow("INTERNAL", None, _INTERNAL, False, "The server failed; its log has the details under the request id."),
+    ErrorRow(
+        "INTERNAL", None, _INTERNAL, False, "The server failed; its log has the details under the request id."
+    ),
 )
 """The whole table, in documented order, our own reasons last."""
 
@@ -418,7 +478,8 @@ class ErrorDetails:
     Attributes:
         reason: Row of `ERRORS`.
         message: For a person.
-        metadata: `ErrorInfo.metadata`: code, operator, operand, constraint, source, violations_total, request_id.
+        metadata: `ErrorInfo.metadata`: code, operator, operand, constraint, source, violations_total,
+            request_id.
         violations: Violations that fitted.
         retry_after_s: Seconds to wait before a retry; None when not given.
     """

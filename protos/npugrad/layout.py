@@ -12,9 +12,8 @@ from npugrad.spec import TensorMeta
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from typing import Union
 
-    Buffer = Union[bytes, bytearray, memoryview, npt.NDArray[Any]]
+    Buffer = bytes | bytearray | memoryview
 
 
 def view(meta: TensorMeta, buffer: Buffer, byte_offset: int = 0) -> npt.NDArray[Any]:
@@ -39,7 +38,7 @@ def view(meta: TensorMeta, buffer: Buffer, byte_offset: int = 0) -> npt.NDArray[
     return np.ndarray(meta.shape, dtype, buffer, start, strides)
 
 
-def content(array: npt.NDArray[Any], format: Format | str = Format.ND) -> tuple[TensorMeta, memoryview]:  # noqa: A002
+def content(array: npt.NDArray[Any], format: Format | str = Format.ND) -> tuple[TensorMeta, memoryview]:
     """The least content that holds an array, and the meta that describes it.
 
     A dense permutation (such as a transpose) and an expanded (stride 0) array travel as they are; what
@@ -59,7 +58,7 @@ def content(array: npt.NDArray[Any], format: Format | str = Format.ND) -> tuple[
         return TensorMeta(dtype, array.shape, format), _bytes(np.ascontiguousarray(array))
     strides = _element_strides(array)
     if strides is not None:
-        span = sum((s - 1) * step for s, step in zip(array.shape, strides)) + 1
+        span = sum((s - 1) * step for s, step in zip(array.shape, strides, strict=True)) + 1
         if span <= array.size:
             flat = np.lib.stride_tricks.as_strided(array, (span,), (array.itemsize,), writeable=False)
             return TensorMeta(dtype, array.shape, format, strides), _bytes(flat)
@@ -70,13 +69,15 @@ def _element_strides(array: npt.NDArray[Any]) -> tuple[int, ...] | None:
     if any(step < 0 or step % array.itemsize for step in array.strides):
         return None
     # An axis of one element may carry any stride; 0 keeps the span honest.
-    return tuple(0 if s == 1 else step // array.itemsize for s, step in zip(array.shape, array.strides))
+    return tuple(
+        0 if s == 1 else step // array.itemsize for s, step in zip(array.shape, array.strides, strict=True)
+    )
 
 
 def _bytes(array: npt.NDArray[Any]) -> memoryview:
     if not array.size:
         return memoryview(b"")
-    return memoryview(array.reshape(-1).view(np.uint8)).cast("B").toreadonly()
+    return array.reshape(-1).view(np.uint8).data.toreadonly()
 
 
 def chunks(data: memoryview, chunk_bytes: int) -> Iterable[tuple[int, memoryview]]:

@@ -10,17 +10,17 @@ class Product(str, Enum):
 
     Attributes:
         wire: Number in `npugrad.v1.Product`.
-        title: Name in the vendor's documents, in English.
+        full_name: Name in the vendor's documents, in English.
     """
 
     wire: int
-    title: str
+    full_name: str
 
-    def __new__(cls, name: str, wire: int, title: str) -> Product:
+    def __new__(cls, name: str, wire: int, full_name: str) -> Product:
         """Builds one row of the table."""
         member = str.__new__(cls, name)
         member._value_ = name
-        member.wire, member.title = wire, title
+        member.wire, member.full_name = wire, full_name
         return member
 
     ATLAS_TRAINING = ("atlas-training", 1, "Atlas training series")
@@ -33,6 +33,7 @@ class Product(str, Enum):
 
 
 _BY_WIRE: dict[int, Product] = {p.wire: p for p in Product}
+_BY_NAME: dict[str, Product] = {p.value: p for p in Product}
 
 
 def product_from_name(name: Product | str) -> Product:
@@ -41,10 +42,9 @@ def product_from_name(name: Product | str) -> Product:
     Raises:
         ValueError: There is no such product; the message lists all names.
     """
-    try:
-        return Product(name)
-    except ValueError:
-        raise ValueError(f"unknown product {name!r}; known are {', '.join(Product)}") from None
+    if name not in _BY_NAME:
+        raise ValueError(f"unknown product {name!r}; known are {', '.join(_BY_NAME)}")
+    return _BY_NAME[name]
 
 
 def product_from_wire(number: int) -> Product | None:

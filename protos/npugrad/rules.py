@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from npugrad.errors import PARAM_INVALID, PARAM_NULLPTR, Source
-from npugrad.spec import Constraint, Finding
+from npugrad.spec import Constraint, Finding, NotExpressible
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -51,6 +51,17 @@ class Citations:
     def check(self, number: int) -> Source:
         """A check of the first phase in the vendor's source, from 1."""
         return Source(f"vendor source ({self.repository})", f"checks of {self.document}", f"check {number}")
+
+    def products(self) -> Source:
+        """The list of products that have the operator."""
+        return Source(self.document, "supported products", "list")
+
+    def made_by_service(self) -> tuple[NotExpressible, ...]:
+        """Parameters of the two phases that no call carries: the service makes them, and never null."""
+        names = ("workspaceSize", "executor", "workspace", "stream")
+        return tuple(
+            NotExpressible(self.parameter(name), "made by the service itself, never null") for name in names
+        )
 
 
 def listed(items: Iterable[object]) -> str:
@@ -110,7 +121,7 @@ def dtype_supported(name: str, dtypes: Mapping[Product, tuple[DType, ...]]) -> C
         allowed = dtypes.get(call.product, ())
         if call.tensor(name).dtype in allowed:
             return None
-        return Finding(f"dtype {call.tensor(name).dtype}", f"{listed(allowed)} on {call.product.title}")
+        return Finding(f"dtype {call.tensor(name).dtype}", f"{listed(allowed)} on {call.product.full_name}")
 
     return check
 
@@ -171,7 +182,9 @@ def element_count(name: str, count: Callable[[CallMeta], int], formula: str) -> 
         meta = call.inputs[name]
         if meta is None or meta.size == count(call):
             return None
-        return Finding(f"{meta.size} elements, shape {shape_text(meta.shape)}", f"{formula} = {count(call)} elements")
+        return Finding(
+            f"{meta.size} elements, shape {shape_text(meta.shape)}", f"{formula} = {count(call)} elements"
+        )
 
     return check
 
@@ -195,7 +208,9 @@ def axis_is(name: str, axis: int, size: Callable[[CallMeta], int], meaning: str)
         meta, expected = call.tensor(name), size(call)
         if meta.shape[axis] == expected:
             return None
-        return Finding(f"{meta.shape[axis]} on axis {axis} of shape {shape_text(meta.shape)}", f"{expected}, {meaning}")
+        return Finding(
+            f"{meta.shape[axis]} on axis {axis} of shape {shape_text(meta.shape)}", f"{expected}, {meaning}"
+        )
 
     return check
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from operator import index
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Union
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from npugrad.dtypes import DType, Format, dtype_from_name
+from npugrad.dtypes import DType, Format, dtype_from_name, format_from_name
 from npugrad.errors import MalformedTensor, Source, Violation
 from npugrad.products import Product
 
@@ -27,7 +28,7 @@ INT64_MAX = 2**63 - 1
 MAX_RANK = 32
 """Largest rank that travels: NumPy's own limit before 2.0. The operators' limits are lower."""
 
-AttrValue = Union[int, float, bool, tuple[bool, ...], None]
+AttrValue = int | float | bool | tuple[bool, ...] | None
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class TensorMeta:
     Raises:
         MalformedTensor: A size, stride or offset is negative, strides do not have the length of the
             shape, the rank is above 32, or the tensor or its content would exceed 2^63 - 1 bytes.
+        TypeError: A size, stride or offset is not an integer.
+        ValueError: There is no such dtype or format.
     """
 
     dtype: DType
@@ -56,16 +59,16 @@ class TensorMeta:
         self,
         dtype: DType | str | npt.DTypeLike,
         shape: tuple[int, ...] | list[int],
-        format: Format | str = Format.ND,  # noqa: A002 - the documents' word
+        format: Format | str = Format.ND,
         strides: tuple[int, ...] | list[int] | None = None,
         storage_offset: int = 0,
     ) -> None:
         """Makes the description; see the class for arguments and errors."""
         object.__setattr__(self, "dtype", dtype_from_name(dtype))
-        object.__setattr__(self, "shape", tuple(int(s) for s in shape))
-        object.__setattr__(self, "format", Format(format))
-        object.__setattr__(self, "strides", None if strides is None else tuple(int(s) for s in strides))
-        object.__setattr__(self, "storage_offset", int(storage_offset))
+        object.__setattr__(self, "shape", tuple(index(s) for s in shape))
+        object.__setattr__(self, "format", format_from_name(format))
+        object.__setattr__(self, "strides", None if strides is None else tuple(index(s) for s in strides))
+        object.__setattr__(self, "storage_offset", index(storage_offset))
         self._check_layout()
 
     def _check_layout(self) -> None:
@@ -78,13 +81,13 @@ class TensorMeta:
         if self.strides is not None:
             if len(self.strides) != len(self.shape):
                 raise MalformedTensor(
-                    f"found {len(self.strides)} strides for rank {len(self.shape)}; expected one for each axis"
+                    f"found {len(self.strides)} strides, rank {len(self.shape)}; expected one for each axis"
                 )
             if any(s < 0 for s in self.strides):
                 raise MalformedTensor(f"found strides {list(self.strides)}; expected 0 or more")
         if max(self.nbytes, self.content_bytes) > INT64_MAX:
             raise MalformedTensor(
-                f"found shape {list(self.shape)} with more than 2^63 - 1 bytes; expected a size that fits int64"
+                f"found shape {list(self.shape)}, above 2^63 - 1 bytes; expected a size that fits int64"
             )
 
     @property
@@ -121,7 +124,7 @@ class TensorMeta:
         """Bytes of the content on the wire: itemsize x (offset + span), span 0 when empty."""
         span = 0
         if self.size:
-            span = sum((s - 1) * step for s, step in zip(self.shape, self.element_strides)) + 1
+            span = sum((s - 1) * step for s, step in zip(self.shape, self.element_strides, strict=True)) + 1
         return self.dtype.itemsize * (self.storage_offset + span)
 
     @property
@@ -131,7 +134,7 @@ class TensorMeta:
             return self.storage_offset == 0
         return all(
             s == 1 or step == expected
-            for s, step, expected in zip(self.shape, self.strides, self.contiguous_strides)
+            for s, step, expected in zip(self.shape, self.strides, self.contiguous_strides, strict=True)
         )
 
     def contiguous(self) -> TensorMeta:
@@ -181,6 +184,13 @@ class CallMeta:
         if not isinstance(value, int):
             raise KeyError(f"{name} is not an integer")
         return value
+
+    def number(self, name: str) -> float:
+        """A double attribute."""
+        value = self.attrs[name]
+        if not isinstance(value, (int, float)):
+            raise KeyError(f"{name} is not a number")
+        return float(value)
 
     def mask(self, name: str = "output_mask") -> tuple[bool, ...] | None:
         """A bool array attribute."""
@@ -310,7 +320,7 @@ class AttrParam:
     choices: Mapping[str, int] = field(default_factory=dict)
 
 
-Param = Union[TensorParam, AttrParam]
+Param = TensorParam | AttrParam
 
 
 @dataclass(frozen=True)

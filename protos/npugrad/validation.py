@@ -7,6 +7,7 @@ all 561002; inside a class by the order of the record.
 from __future__ import annotations
 
 import math
+from operator import index as operator_index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -61,7 +62,7 @@ def validate(
 
     Raises:
         UnsupportedOperator: There is no operator of this name.
-        TypeError: A name that the operator does not have.
+        TypeError: A name that the operator does not have, or a tensor that is not described by a `TensorMeta`.
         MalformedRequest: An attribute is missing or has the wrong type.
         ValueError: There is no such product.
     """
@@ -80,6 +81,7 @@ def make_call(
     _check_names(spec, "input", inputs, [p.name for p in spec.inputs])
     _check_names(spec, "attribute", attrs, [p.name for p in spec.attrs])
     _check_names(spec, "output", outputs or {}, [p.name for p in spec.outputs])
+    _check_metas(spec, {**inputs, **(outputs or {})})
     return CallMeta(
         inputs={p.name: inputs.get(p.name) for p in spec.inputs},
         attrs={p.name: attribute_value(spec, p, attrs) for p in spec.attrs},
@@ -91,7 +93,15 @@ def make_call(
 def _check_names(spec: OpSpec, kind: str, given: Mapping[str, Any], known: list[str]) -> None:
     unknown = [name for name in given if name not in known]
     if unknown:
-        raise TypeError(f"{spec.name}: unknown {kind} {', '.join(map(repr, unknown))}; known are {', '.join(known)}")
+        raise TypeError(
+            f"{spec.name}: unknown {kind} {', '.join(map(repr, unknown))}; known are {', '.join(known)}"
+        )
+
+
+def _check_metas(spec: OpSpec, given: Mapping[str, object]) -> None:
+    for name, meta in given.items():
+        if meta is not None and not isinstance(meta, TensorMeta):
+            raise TypeError(f"{spec.name}: {name}: found {type(meta).__name__}; expected TensorMeta or None")
 
 
 def attribute_value(spec: OpSpec, param: AttrParam, attrs: Mapping[str, Any]) -> AttrValue:
@@ -123,14 +133,16 @@ def _malformed(spec: OpSpec, param: AttrParam, found: str) -> MalformedRequest:
     if param.choices:
         expected += " or one of " + ", ".join(map(repr, param.choices))
     return MalformedRequest(
-        f"{spec.name}: {param.name}: found {found}; expected {expected}", operator=spec.name, operand=param.name
+        f"{spec.name}: {param.name}: found {found}; expected {expected}",
+        operator=spec.name,
+        operand=param.name,
     )
 
 
 def _int64(value: Any) -> int:
     if isinstance(value, bool):
         raise TypeError("a bool is not an int64")
-    number = int(value.__index__())
+    number = operator_index(value)
     if not -INT64_MAX - 1 <= number <= INT64_MAX:
         raise OverflowError("outside int64")
     return number
@@ -155,7 +167,12 @@ def _bool_array(value: Any) -> tuple[bool, ...]:
     return tuple(_bool(v) for v in value)
 
 
-_CONVERT = {"int64": _int64, "double": _double, "bool": _bool, "bool_array": _bool_array}
+_CONVERT: dict[str, Callable[[Any], AttrValue]] = {
+    "int64": _int64,
+    "double": _double,
+    "bool": _bool,
+    "bool_array": _bool_array,
+}
 _EXPECTED = {
     "int64": "an integer in int64",
     "double": "a number",

@@ -33,19 +33,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Union
-
-import numpy.typing as npt
+from typing import Any
 
 from npugrad.call import CallOptions, ExecutionInfo
 from npugrad.ops import OPERATORS
 from npugrad.spec import OpSpec, TensorMeta
-
 from npugrad_client._arrays import ArrayLike
 
 Array = Any
 """A result: a NumPy array, or a torch CPU tensor where an operand was one."""
-Out = Mapping[str, Union[TensorMeta, ArrayLike, None]]
+Out = Mapping[str, TensorMeta | ArrayLike | None]
 """Declared outputs: a meta, None for a null pointer, or a writable array that is filled and returned."""
 '''
 
@@ -69,13 +66,24 @@ class Operators(ABC):
 
 _ATTR_TYPES = {"int64": "int", "double": "float", "bool": "bool", "bool_array": "Sequence[bool] | None"}
 _COMMON = (
-    ("out", "Out | None", "None", "Declared outputs by name: a TensorMeta, None for a null pointer, or a writable array that is filled and returned. Missing ones are inferred."),
-    ("timeout_s", "float | None", "None", "Deadline of the call in seconds; None for the client's default."),
+    (
+        "out",
+        "Out | None",
+        "None",
+        "Declared outputs by name: a TensorMeta, None for a null pointer, or a writable array that is filled "
+        "and returned. Missing ones are inferred.",
+    ),
+    ("timeout_s", "float | None", "None", "Deadline in seconds; None for the client's default."),
     ("deterministic", "bool", "False", "Ask for results that do not depend on the order of summation."),
     ("priority", "int", "0", "Calls of higher priority leave the queue first; -100 to 100."),
     ("label", "str", '""', "Name of the caller or experiment; labels share the devices fairly."),
-    ("verify", "bool", "False", "Have the server recompute the call with its float64 reference and refuse a result that differs."),
-)  # fmt: skip
+    (
+        "verify",
+        "bool",
+        "False",
+        "Have the server recompute the call with its float64 reference and refuse a result that differs.",
+    ),
+)
 
 
 def _wrap(text: str, indent: int, first: str = "") -> str:

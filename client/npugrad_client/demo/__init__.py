@@ -1,0 +1,97 @@
+"""The main job, end to end: start the service, run every operator on real input, check, tell, stop."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from npugrad_client import Client
+from npugrad_client.demo._cases import official_cases, realistic_cases
+from npugrad_client.demo._report import Row, run_case, table
+from npugrad_client.demo._service import local_service
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "register_images.py"
+
+
+def run_demo(target: str | None = None, out: Path = Path("build/demo"), quick: bool = False) -> int:
+    """Runs the demo and prints its table.
+
+    Args:
+        target: Address of a running service; None starts one on loopback and stops it at the end.
+        out: Folder for the registration's picture.
+        quick: Leave out the largest shapes.
+
+    Returns:
+        0 when every result is right and the registration succeeded, else 1.
+    """
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    service: AbstractContextManager[str] = (
+        local_service("--metrics-listen", "") if target is None else nullcontext(target)
+    )
+    started = time.monotonic()
+    if target is None:
+        console.print("Starting the service on loopback ...")
+    with service as address, Client(address) as client:
+        _introduce(console, client)
+        rows = _run_all(console, client, quick)
+        is_registered = _register(console, address, out / "registration.png")
+    console.print(table(rows))
+    _explain(console, rows)
+    is_right = all(row.is_right for row in rows) and is_registered
+    right = sum(row.is_right for row in rows)
+    console.print(f"{right} of {len(rows)} calls right, {time.monotonic() - started:.0f} s in all.")
+    return 0 if is_right else 1
+
+
+def _introduce(console: Console, client: Client) -> None:
+    info = client.server_info()
+    devices = ", ".join(f"{d.name} ({d.description})" for d in info.devices)
+    console.print(
+        f"npugrad {info.version} at {client.target}, validating for {info.product}; devices: {devices}"
+    )
+
+
+def _run_all(console: Console, client: Client, quick: bool) -> list[Row]:
+    cases = [*official_cases(), *realistic_cases(quick)]
+    rows = []
+    for number, case in enumerate(cases, 1):
+        label = f"{case.operator} {case.dtype}, {case.title}"
+        with console.status(f"{number}/{len(cases)} {label}"):
+            row = run_case(client, case)
+        rows.append(row)
+        verdict = "right" if row.is_right else "[bold red]WRONG[/]"
+        console.print(f"  {number:2d}/{len(cases)} {label}: {verdict}, {row.wall_s:.2f} s", highlight=False)
+    return rows
+
+
+def _register(console: Console, address: str, picture: Path) -> bool:
+    if not EXAMPLE.exists():
+        console.print(
+            "Registration of two photographs: skipped, the example is part of the source tree only."
+        )
+        return True
+    console.print("Registering two photographs with gradients from the service:")
+    command = [sys.executable, str(EXAMPLE), "--target", address, "--out", str(picture)]
+    return subprocess.run(command, check=False).returncode == 0
+
+
+def _explain(console: Console, rows: list[Row]) -> None:
+    console.print(
+        "error: largest absolute error over the largest reference value, worst output of the call.\n"
+        "of tolerance: share of the allowed error that was used; 100% is the limit.\n"
+        "transfer: everything between client and operator."
+    )
+    if any(row.info.backend == "cpu-reference" for row in rows):
+        console.print(
+            "The CPU device runs the NumPy reference itself (backend cpu-reference), so error shows\n"
+            "rounding to the dtype only; the official values are the independent check."
+        )

@@ -1,0 +1,116 @@
+"""Runs the demo's calls and tells how they went, in a table that a newcomer understands."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.table import Table
+
+from npugrad.tolerance import compare
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from npugrad.call import ExecutionInfo
+    from npugrad_client import Client
+    from npugrad_client.demo._cases import Case, Inputs
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        case: What was called.
+        shapes: Shapes of the leading operands.
+        info: What produced the results.
+        wall_s: Seconds the whole call took for the caller.
+        error: Largest error over the largest reference value, worst output.
+        used: Largest share of the tolerance that an output used; at most 1 when all is well.
+        official: Whether the official example's values came out; None where there are none.
+        is_right: Whether the results are within all tolerances.
+    """
+
+    case: Case
+    shapes: str
+    info: ExecutionInfo
+    wall_s: float
+    error: float
+    used: float
+    official: bool | None
+    is_right: bool
+
+
+def run_case(client: Client, case: Case) -> Row:
+    """Calls the service and compares every result with the float64 reference, computed here."""
+    inputs = case.make()
+    start = time.perf_counter()
+    answer = getattr(client, case.operator)(**inputs.operands, **inputs.attrs, label="demo")
+    wall_s = time.perf_counter() - start
+    results = {p.name: getattr(answer, p.name) for p in case.spec.outputs}
+    golden = {name: np.empty(a.shape, np.float64) for name, a in results.items() if a is not None}
+    case.spec.reference(inputs.operands, inputs.attrs, golden)
+    comparisons = [
+        compare(golden[name], results[name], case.spec.extra_tolerance(inputs.operands, inputs.attrs, name))
+        for name in golden
+    ]
+    official = _official(inputs, results)
+    return Row(
+        case=case,
+        shapes=_shapes(case, inputs),
+        info=answer.info,
+        wall_s=wall_s,
+        error=max(c.max_relative_error for c in comparisons),
+        used=max(c.worst for c in comparisons),
+        official=official,
+        is_right=all(c.ok for c in comparisons) and official is not False,
+    )
+
+
+def _official(inputs: Inputs, results: dict[str, npt.NDArray[Any] | None]) -> bool | None:
+    if not inputs.expected:
+        return None
+    return all(
+        np.allclose(np.asarray(results[name], np.float64), values, rtol=1e-6, atol=inputs.expected_atol)
+        for name, values in inputs.expected.items()
+    )
+
+
+def _shapes(case: Case, inputs: Inputs) -> str:
+    first = [p.name for p in case.spec.inputs][:2]
+    arrays = [inputs.operands[name] for name in first]
+    return ", ".join("x".join(map(str, a.shape)) for a in arrays if a is not None)
+
+
+def table(rows: list[Row]) -> Table:
+    """The rows as a table."""
+    result = Table(
+        title="Every result against the float64 reference computed by the client", title_justify="left"
+    )
+    for name in ("operator", "case", "dtype", "shapes", "device"):
+        result.add_column(name, overflow="fold")
+    for name in ("error", "of tolerance", "queued s", "run s", "transfer s"):
+        result.add_column(name, justify="right")
+    result.add_column("")
+    for row in rows:
+        transfer_s = max(row.wall_s - row.info.queued_s - row.info.run_s, 0.0)
+        official = {None: "", True: " = official values", False: " OFFICIAL VALUES DIFFER"}[row.official]
+        device = f"{row.info.device} ({row.info.backend}{', simulated' if row.info.simulated else ''})"
+        result.add_row(
+            row.case.operator,
+            row.case.title,
+            str(row.case.dtype),
+            row.shapes,
+            device,
+            f"{row.error:.1e}",
+            f"{row.used:.0%}",
+            f"{row.info.queued_s:.3f}",
+            f"{row.info.run_s:.3f}",
+            f"{transfer_s:.3f}",
+            ("right" if row.is_right else "WRONG") + official,
+            style="" if row.is_right else "bold red",
+        )
+    return result

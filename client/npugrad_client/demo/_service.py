@@ -1,0 +1,63 @@
+"""Starts the service for the demo on a loopback port of its own and ends it again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 30.0
+_READY = "listening on "
+
+
+@contextmanager
+def local_service(*arguments: str) -> Iterator[str]:
+    """Runs `npugrad-server serve` on a free loopback port; yields its address.
+
+    Args:
+        arguments: Further flags of `npugrad-server serve`.
+
+    Raises:
+        RuntimeError: The service did not start; the message holds what it said.
+    """
+    command = [sys.executable, "-m", "npugrad_server", "serve", "--listen", "127.0.0.1:0", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    errors: list[str] = []
+    reader = threading.Thread(target=lambda: errors.extend(process.stderr or ()), daemon=True)
+    reader.start()
+    try:
+        yield _address(process, reader, errors)
+    finally:
+        _stop(process)
+
+
+def _address(process: subprocess.Popen[str], reader: threading.Thread, errors: list[str]) -> str:
+    timer = threading.Timer(START_TIMEOUT_S, process.kill)
+    timer.start()
+    try:
+        for line in process.stdout or ():
+            if line.startswith(_READY):
+                return line.removeprefix(_READY).strip()
+    finally:
+        timer.cancel()
+    process.wait()
+    reader.join(timeout=5)
+    raise RuntimeError("the service did not start; it said:\n" + "".join(errors[-20:]))
+
+
+def _stop(process: subprocess.Popen[Any]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    for stream in (process.stdout, process.stderr):
+        if stream is not None:
+            stream.close()
