@@ -115,15 +115,17 @@ check-gen: $(STAMP) $(STAMP_GEN) ## Generated files are up to date
 .PHONY: check-gen
 
 check-floor: $(STAMP_FLOOR) ## Calls over loopback with the oldest versions that pyproject.toml allows
-	PYTHONPATH=protos:server:client $(VENV_FLOOR)/bin/python -W error $(TOOLS)/floor_call.py
+	PYTHONPATH=protos:server:client $(VENV_FLOOR)/bin/python -W error tests/project/floor_call.py
 .PHONY: check-floor
 
-check-wheels: $(STAMP) ## Wheels of all dependencies exist for the other Python versions
+check-wheels: build/.wheels ## Wheels of all dependencies exist for the other Python versions
+build/.wheels: pyproject.toml $(TOOLS)/floors.py | $(STAMP)
 	for version in $(WHEEL_PYTHONS); do \
 	    $(BIN)/python $(PIP_INSTALL) --dry-run --ignore-installed --only-binary=:all: --target build/wheels \
 	        --python-version $$version $$($(BIN)/python $(TOOLS)/floors.py --python $$version); \
 	    echo "wheels for Python $$version: found"; \
 	done
+	mkdir -p $(@D) && touch $@
 .PHONY: check-wheels
 
 # --------------------------------------------------------------------------------- generated

@@ -1,6 +1,6 @@
 """Print what ``pyproject.toml`` requires, as pip wants it: at its oldest, or for another Python version.
 
-``make check-floor`` installs the oldest versions and makes calls with them (:mod:`floor_call`);
+``make check-floor`` installs the oldest versions and makes calls with them (tests/project/floor_call.py);
 ``make check-wheels`` resolves the newest for Python versions that this machine may not have.
 """
 
@@ -20,7 +20,7 @@ else:
 PYPROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
 # torch and torch_npu are left out: gigabytes, and neither the client nor the CPU service needs them.
 EXTRAS = ("server", "bench")
-RESOLVED_EXTRAS = (*EXTRAS, "demo", "otel")
+RESOLVED_EXTRAS = (*EXTRAS, "demo", "otel", "dev")
 
 
 def requirements(extras: tuple[str, ...]) -> list[Requirement]:

@@ -1,0 +1,102 @@
+"""Call every operator over loopback, unary and streamed, with whatever versions are installed.
+
+``make check-floor`` runs this with the oldest versions that ``pyproject.toml`` allows, so that a floor is
+a fact and not a hope. It uses nothing but what the extra ``server`` brings.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+
+from npugrad import OPERATORS, OpSpec, Product
+from npugrad_client import Client
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from npugrad.spec import CallMeta
+
+    Arrays = dict[str, npt.NDArray[Any] | None]
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 30.0
+CALL_TIMEOUT_S = 30.0
+SHOWN = ("grpcio", "protobuf", "numpy", "ml_dtypes", "typer", "pydantic-settings", "structlog")
+
+
+def check_operator(spec: OpSpec, clients: tuple[Client, ...]) -> int:
+    """Run each sample of one operator on each client and compare with the reference, bit for bit.
+
+    Args:
+        spec: The operator's record.
+        clients: Clients of the server, which differ in how they send.
+
+    Returns:
+        How many calls were made.
+
+    Raises:
+        SystemExit: A result differs from the local reference.
+    """
+    calls = 0
+    for sample in spec.samples(Product.ATLAS_A2):
+        inputs = spec.make_inputs(sample.call, np.random.default_rng(0))
+        expected = reference(spec, sample.call, inputs)
+        for client in clients:
+            answer = getattr(client, spec.name)(**inputs, **sample.call.attrs, timeout_s=CALL_TIMEOUT_S)
+            for name, array in expected.items():
+                if getattr(answer, name).tobytes() != array.tobytes():
+                    raise SystemExit(f"{spec.name}: sample {sample.name}: {name} differs from the reference")
+            calls += 1
+    return calls
+
+
+def reference(spec: OpSpec, call: CallMeta, inputs: Arrays) -> dict[str, npt.NDArray[Any]]:
+    """Return the wanted outputs of a call, by name, as the local reference computes them."""
+    metas = {name: meta for name, meta in spec.infer(call).items() if meta is not None}
+    outputs = {name: np.zeros(meta.shape, meta.dtype.numpy) for name, meta in metas.items()}
+    spec.reference(inputs, call.attrs, outputs)
+    return outputs
+
+
+def main() -> None:
+    """Start a server on a unix socket, call it, stop it.
+
+    Raises:
+        SystemExit: A command line does not answer, the server does not start, a result differs, or the
+            server does not end with status 0.
+    """
+    print("versions: " + ", ".join(f"{name} {version(name)}" for name in SHOWN))
+    for module in ("npugrad_server", "npugrad_client"):
+        subprocess.run([sys.executable, "-m", module, "--help"], check=True, stdout=subprocess.DEVNULL)
+    with tempfile.TemporaryDirectory() as folder:
+        target = f"unix:{Path(folder) / 'socket'}"
+        command = [sys.executable, "-m", "npugrad_server", "serve", "--listen", target, "--devices", "cpu:0"]
+        server = subprocess.Popen([*command, "--no-metrics"], stdout=subprocess.DEVNULL)
+        try:
+            calls = call_all(target)
+        finally:
+            server.terminate()
+            status = server.wait(STOP_TIMEOUT_S)
+    if status != 0:
+        raise SystemExit(f"floor_call: the server ended with status {status}; expected 0")
+    print(f"floor_call: {calls} calls of {len(OPERATORS)} operators, all equal to the reference")
+
+
+def call_all(target: str) -> int:
+    """Call every operator of the server at ``target`` and return how many calls were made."""
+    with grpc.insecure_channel(target) as channel:
+        grpc.channel_ready_future(channel).result(START_TIMEOUT_S)
+    with Client(target) as unary, Client(target, stream_from_bytes=1) as streamed:
+        return sum(check_operator(spec, (unary, streamed)) for spec in OPERATORS.values())
+
+
+if __name__ == "__main__":
+    main()
