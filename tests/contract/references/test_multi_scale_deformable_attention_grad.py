@@ -1,0 +1,506 @@
+"""The MSDA reference against torch autograd, a plain loop over Python integers, and the official examples."""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from npugrad.references.multi_scale_deformable_attention_grad import reference
+
+Array = npt.NDArray[Any]
+Inputs = dict[str, Array | None]
+Levels = list[tuple[int, int]]
+
+OUTPUTS = {"grad_value": "value", "grad_location": "location", "grad_attn_weight": "attn_weight"}
+INT64 = np.iinfo(np.int64)
+
+
+def operand(inputs: Inputs, name: str) -> Array:
+    array = inputs[name]
+    assert array is not None
+    return array
+
+
+def run(inputs: Inputs, dtype: npt.DTypeLike = np.float64, **options: int) -> dict[str, Array]:
+    """Run the reference into arrays that are NaN beforehand, so that what it leaves out shows."""
+    outputs = {
+        name: np.full(operand(inputs, source).shape, np.nan, dtype=dtype) for name, source in OUTPUTS.items()
+    }
+    reference(inputs, {}, outputs, **options)
+    return outputs
+
+
+def make(
+    levels: Levels,
+    *,
+    bs: int = 1,
+    nq: int = 3,
+    nh: int = 2,
+    ch: int = 8,
+    points: int = 2,
+    spare_keys: int = 0,
+    seed: int = 0,
+) -> Inputs:
+    """Draw a call with its levels one behind the other, `spare_keys` before each, and away from kinks."""
+    rng = np.random.default_rng(seed)
+    sizes = [height * width + spare_keys for height, width in levels]
+    starts = np.cumsum([spare_keys, *sizes[:-1]])
+    location = rng.uniform(-0.4, 1.4, size=(bs, nq, nh, len(levels), points, 2))
+    per_axis = np.array([(width, height) for height, width in levels], dtype=float)[:, None]
+    pixel = location * per_axis - 0.5
+    fraction = np.clip(pixel - np.floor(pixel), 1e-3, 1 - 1e-3)
+    location = (np.floor(pixel) + fraction + 0.5) / per_axis
+    return {
+        "value": rng.standard_normal((bs, sum(sizes), nh, ch)),
+        "spatial_shape": np.array(levels),
+        "level_start_index": starts,
+        "location": location,
+        "attn_weight": rng.standard_normal((bs, nq, nh, len(levels), points)),
+        "grad_output": rng.standard_normal((bs, nq, nh * ch)),
+    }
+
+
+def loop(inputs: Inputs) -> dict[str, Array]:
+    """Write the documented rule down with one sample at a time and integers that cannot overflow."""
+    value, location, weight = (operand(inputs, name) for name in ("value", "location", "attn_weight"))
+    keys = value.shape[1]
+    grad_output = operand(inputs, "grad_output").reshape(*weight.shape[:3], value.shape[3])
+    grads = {name: np.zeros(operand(inputs, source).shape) for name, source in OUTPUTS.items()}
+    for index in np.ndindex(weight.shape):
+        b, q, m, level, _ = index
+        height, width = (int(size) for size in operand(inputs, "spatial_shape")[level])
+        start = int(operand(inputs, "level_start_index")[level])
+        a, go = float(weight[index]), grad_output[b, q, m]
+        w = float(location[index][0]) * float(width) - 0.5
+        h = float(location[index][1]) * float(height) - 0.5
+        if not (h > -1 and w > -1 and h < height and w < width):
+            continue
+        h0, w0 = math.floor(h), math.floor(w)
+        lh, lw = h - h0, w - w0
+        hh, hw = 1 - lh, 1 - lw
+        val, by_h, by_w = np.zeros((3, value.shape[3]))
+        for y, x, share, to_h, to_w in (
+            (h0, w0, hh * hw, -hw, -hh),
+            (h0, w0 + 1, hh * lw, -lw, hh),
+            (h0 + 1, w0, lh * hw, hw, -lh),
+            (h0 + 1, w0 + 1, lh * lw, lw, lh),
+        ):
+            key = start + y * width + x
+            if not (0 <= y < height and 0 <= x < width and 0 <= key < keys):
+                continue
+            v = value[b, key, m]
+            grads["grad_value"][b, key, m] += share * a * go
+            val, by_h, by_w = val + share * v, by_h + to_h * v, by_w + to_w * v
+        grads["grad_attn_weight"][index] = np.sum(go * val)
+        grads["grad_location"][index] = (
+            float(width) * a * np.sum(go * by_w),
+            float(height) * a * np.sum(go * by_h),
+        )
+    return grads
+
+
+def assert_same(found: dict[str, Array], expected: dict[str, Array], rtol: float = 1e-11) -> None:
+    """Compare with an absolute tolerance of the tensor's own scale: sums cancel."""
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        finite = array[np.isfinite(array)]
+        atol = rtol * float(np.max(np.abs(finite), initial=0.0))
+        np.testing.assert_allclose(found[name], array, rtol=rtol, atol=atol, err_msg=name)
+
+
+def assert_identical(found: dict[str, Array], expected: dict[str, Array]) -> None:
+    for name, array in expected.items():
+        assert found[name].tobytes() == array.tobytes(), name
+
+
+def by_autograd(inputs: Inputs) -> dict[str, Array]:
+    """Differentiate the composition of grid_sample that Deformable-DETR checks its own kernel with."""
+    torch = pytest.importorskip("torch")
+    value, location, weight = (
+        torch.tensor(operand(inputs, name), requires_grad=True)
+        for name in ("value", "location", "attn_weight")
+    )
+    bs, _, nh, ch = value.shape
+    _, nq, _, levels, points, _ = location.shape
+    sampled = []
+    for level in range(levels):
+        height, width = operand(inputs, "spatial_shape")[level].tolist()
+        start = int(operand(inputs, "level_start_index")[level])
+        image = (
+            value[:, start : start + height * width].permute(0, 2, 3, 1).reshape(bs * nh, ch, height, width)
+        )
+        grid = (2 * location[:, :, :, level] - 1).transpose(1, 2).reshape(bs * nh, nq, points, 2)
+        sampled.append(torch.nn.functional.grid_sample(image, grid, align_corners=False))
+    weights = weight.transpose(1, 2).reshape(bs * nh, 1, nq, levels * points)
+    output = (torch.cat(sampled, dim=-1) * weights).sum(-1).reshape(bs, nh * ch, nq).transpose(1, 2)
+    grads = torch.autograd.grad(
+        output,
+        (value, location, weight),
+        torch.tensor(operand(inputs, "grad_output")).reshape(bs, nq, nh * ch),
+    )
+    return {name: grad.numpy() for name, grad in zip(OUTPUTS, grads, strict=True)}
+
+
+RANDOM_LEVELS: list[Levels] = [
+    [(1, 1)],
+    [(1, 7)],
+    [(6, 1), (2, 3)],
+    [(5, 3), (2, 9)],
+    [(4, 4), (3, 2), (1, 5)],
+    [(8, 11), (4, 6), (2, 3), (1, 2)],
+]
+RANDOM_SIZES = [  # bs, nq, nh, ch, points
+    (1, 1, 1, 8, 1),
+    (2, 5, 3, 8, 4),
+    (3, 7, 2, 16, 3),
+    (1, 9, 4, 24, 2),
+]
+
+
+class TestAgainstTorch:
+    @pytest.mark.torch
+    @pytest.mark.parametrize("seed", range(10), ids=lambda seed: f"seed{seed}")
+    @pytest.mark.parametrize("size", RANDOM_SIZES, ids=lambda size: "bs{}-nq{}-nh{}-ch{}-np{}".format(*size))
+    @pytest.mark.parametrize(
+        "levels", RANDOM_LEVELS, ids=lambda levels: "_".join(f"{height}x{width}" for height, width in levels)
+    )
+    def test_random(self, levels: Levels, size: tuple[int, int, int, int, int], seed: int) -> None:
+        bs, nq, nh, ch, points = size
+        inputs = make(
+            levels, bs=bs, nq=nq, nh=nh, ch=ch, points=points, spare_keys=seed % 2, seed=seed + 100 * nq
+        )
+        assert_same(run(inputs), by_autograd(inputs))
+
+    @pytest.mark.torch
+    def test_the_plain_loop_is_right_too(self) -> None:
+        inputs = make([(5, 3), (2, 9)], bs=2, nq=4)
+        assert_same(loop(inputs), by_autograd(inputs))
+
+    def test_location_is_x_then_y(self) -> None:
+        inputs = make([(2, 9)], nq=4)
+        swapped = {**inputs, "location": operand(inputs, "location")[..., ::-1]}
+        assert not np.allclose(run(inputs)["grad_value"], run(swapped)["grad_value"])
+
+
+class TestKinks:
+    """Locations on whole pixels and at the rim, where the documented rule and grid_sample may differ."""
+
+    @staticmethod
+    def at(w: float, h: float, size: int = 4) -> dict[str, Array]:
+        """Sample a size x size level of values 1, 2, 3, ... at pixel (w, h), weight and gradient 1."""
+        value = np.arange(1.0, size * size + 1).reshape(1, -1, 1, 1)
+        location = (np.array([w, h]) + 0.5) / size
+        return run(
+            {
+                "value": value,
+                "spatial_shape": np.array([[size, size]]),
+                "level_start_index": np.array([0]),
+                "location": location.reshape(1, 1, 1, 1, 1, 2),
+                "attn_weight": np.ones((1, 1, 1, 1, 1)),
+                "grad_output": np.ones((1, 1, 1)),
+            }
+        )
+
+    def test_on_a_pixel_the_slope_is_that_to_the_right_and_below(self) -> None:
+        grads = self.at(1, 2)
+        assert grads["grad_attn_weight"].item() == 10  # value[2, 1]
+        assert grads["grad_location"].ravel().tolist() == [4 * 1, 4 * 4]
+        assert np.flatnonzero(grads["grad_value"]).tolist() == [9]
+
+    def test_on_the_last_pixel_the_slope_falls_to_zero_outside(self) -> None:
+        grads = self.at(3, 3)
+        assert grads["grad_attn_weight"].item() == 16
+        assert grads["grad_location"].ravel().tolist() == [-4 * 16, -4 * 16]
+
+    @pytest.mark.parametrize(
+        ("w", "h"), [(-1, 1), (1, -1), (-1, -1), (4, 1), (1, 4), (-1.5, 0), (0, 9)], ids=lambda v: f"{v:g}"
+    )
+    def test_at_minus_one_at_the_size_and_beyond_nothing_contributes(self, w: float, h: float) -> None:
+        assert not any(np.any(grad) for grad in self.at(w, h).values())
+
+    def test_just_inside_the_rim_contributes(self) -> None:
+        grads = self.at(-0.75, 3.5)
+        assert grads["grad_attn_weight"].item() == 13 * 0.25 * 0.5
+        assert grads["grad_location"].ravel().tolist() == [4 * 13 * 0.5, -4 * 13 * 0.25]
+        assert np.flatnonzero(grads["grad_value"]).tolist() == [12]
+
+
+class TestOfficialExample:
+    """The example programs: 32 queries, location 0, weights, values and gradients 1."""
+
+    @staticmethod
+    def example(size: int, grad_output_shape: tuple[int, ...], dtype: npt.DTypeLike) -> dict[str, Array]:
+        return run(
+            {
+                "value": np.ones((1, 1, 1, 8), np.float32),
+                "spatial_shape": np.full((1, 2), size, np.int32),
+                "level_start_index": np.zeros(1, np.int32),
+                "location": np.zeros((1, 32, 1, 1, 1, 2), np.float32),
+                "attn_weight": np.ones((1, 32, 1, 1, 1), np.float32),
+                "grad_output": np.ones(grad_output_shape, np.float32),
+            },
+            dtype,
+        )
+
+    # As written, the program copies float 1.0 into an int32 tensor: H = W = 0x3F800000.
+    @pytest.mark.parametrize(
+        ("size", "grad_location"),
+        [pytest.param(1, 4, id="intended"), pytest.param(0x3F800000, 4261412864, id="literal")],
+    )
+    @pytest.mark.parametrize("grad_output_shape", [(1, 32, 8), (1, 32, 1, 8)], ids=["rank3", "rank4"])
+    @pytest.mark.parametrize("dtype", [np.float64, np.float32], ids=["float64", "float32"])
+    def test_values(
+        self, size: int, grad_location: int, grad_output_shape: tuple[int, ...], dtype: npt.DTypeLike
+    ) -> None:
+        grads = self.example(size, grad_output_shape, dtype)
+        assert set(grads["grad_value"].ravel().tolist()) == {8.0}
+        assert set(grads["grad_attn_weight"].ravel().tolist()) == {2.0}
+        assert set(grads["grad_location"].ravel().tolist()) == {float(grad_location)}
+
+
+def one_key(width: int, height: int, start: int, w: float, h: float, keys: int = 3) -> Inputs:
+    """Make a call of one sample near pixel (w, h) of a level that claims any size and start."""
+    return {
+        "value": np.arange(1.0, keys + 1).reshape(1, keys, 1, 1),
+        "spatial_shape": np.array([[height, width]], dtype=np.int64),
+        "level_start_index": np.array([start], dtype=np.int64),
+        "location": np.array([(w + 0.5) / float(width), (h + 0.5) / float(height)]).reshape(1, 1, 1, 1, 1, 2),
+        "attn_weight": np.ones((1, 1, 1, 1, 1)),
+        "grad_output": np.ones((1, 1, 1)),
+    }
+
+
+EXTREMES = [0, 1, 2, 3, -1, -2, INT64.min, INT64.min + 1, INT64.max, INT64.max - 1]
+EXTREMES += [2**31 - 1, 2**31, 2**32, -(2**31), 2**53 + 1, 2**62, 2**62 + 1, -(2**62), 3 * 2**61]
+SIZES = st.one_of(st.integers(-2, 6), st.sampled_from(EXTREMES), st.integers(INT64.min, INT64.max))
+PLACES = st.one_of(
+    st.floats(-0.4, 1.4),
+    st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0, -0.25, 1e-18, 1e-9, 3e8, 1e300, -1e300]),
+    st.sampled_from([math.nan, math.inf, -math.inf]),
+)
+
+
+class TestHostileLevels:
+    @settings(max_examples=150, deadline=None)
+    @given(
+        levels=st.lists(st.tuples(SIZES, SIZES, SIZES), min_size=1, max_size=3),
+        places=st.lists(PLACES, min_size=12, max_size=12),
+        data=st.lists(st.sampled_from([1.0, -2.5, 0.0, 3.0, math.nan, math.inf]), min_size=5, max_size=5),
+        keys=st.integers(1, 7),
+    )
+    def test_equal_the_plain_loop(
+        self, levels: list[tuple[int, int, int]], places: list[float], data: list[float], keys: int
+    ) -> None:
+        """Neither raise nor warn (warnings are errors here), and touch the keys the exact rule names."""
+        shape = (1, 2, 1, len(levels), 2)
+        inputs: Inputs = {
+            "value": np.resize([*data, 0.5, 2.0], (1, keys, 1, 2)),
+            "spatial_shape": np.array([level[:2] for level in levels], dtype=np.int64),
+            "level_start_index": np.array([level[2] for level in levels], dtype=np.int64),
+            "location": np.resize(places, (*shape, 2)),
+            "attn_weight": np.resize([0.5, 1.5, -1.0, data[0]], shape),
+            "grad_output": np.resize([1.0, 0.25, data[1], -3.0], (1, 2, 2)),
+        }
+        with np.errstate(all="ignore"):
+            expected = loop(inputs)
+        assert_same(run(inputs), expected)
+
+    def test_an_index_that_wraps_into_range_is_dropped(self) -> None:
+        # Row 4 of width 2**62 starts at 2**64, which is 0 modulo 2**64.
+        inputs = one_key(width=2**62, height=8, start=0, w=-0.5, h=4)
+        assert not np.any(run(inputs)["grad_value"])
+        assert not np.any(run(inputs)["grad_attn_weight"])
+
+    def test_an_index_that_comes_into_range_only_by_its_start_is_kept(self) -> None:
+        inputs = one_key(width=2**62, height=8, start=1 - 2**62, w=-0.5, h=1)
+        assert run(inputs)["grad_value"].ravel().tolist() == [0, 0.5, 0]
+
+    def test_the_largest_start_is_dropped(self) -> None:
+        inputs = one_key(width=4, height=4, start=INT64.max, w=1.5, h=1.5)
+        assert not np.any(run(inputs)["grad_value"])
+
+    def test_only_the_corners_among_the_keys_get_a_gradient(self) -> None:
+        inputs = one_key(width=2, height=2, start=1, w=0.5, h=0.5)  # the fourth corner would be key 4 of 3
+        grads = run(inputs)
+        assert grads["grad_value"].ravel().tolist() == [0, 0.25, 0.25]
+        assert grads["grad_attn_weight"].item() == (2 + 3) * 0.25
+
+    @pytest.mark.parametrize("dtype", [np.int32, np.int64], ids=["int32", "int64"])
+    def test_index_dtypes(self, dtype: npt.DTypeLike) -> None:
+        inputs = make([(5, 3), (2, 9)])
+        indices = {
+            name: operand(inputs, name).astype(dtype) for name in ("spatial_shape", "level_start_index")
+        }
+        assert_identical(run({**inputs, **indices}), run(inputs))
+
+
+class TestNonFinite:
+    @pytest.mark.parametrize("place", [math.nan, math.inf, -math.inf, 1e300, -1e300], ids=str)
+    @pytest.mark.parametrize("axis", [0, 1], ids=["x", "y"])
+    def test_a_location_nowhere_contributes_nothing(self, place: float, axis: int) -> None:
+        inputs = make([(5, 3)], nq=2)
+        operand(inputs, "location")[0, 1, ..., axis] = place
+        operand(inputs, "grad_output")[0, 1] = math.nan  # not even a NaN gets past it
+        operand(inputs, "attn_weight")[0, 1] = math.inf
+        grads = run(inputs)
+        assert not np.any(grads["grad_location"][0, 1])
+        assert not np.any(grads["grad_attn_weight"][0, 1])
+        assert np.all(np.isfinite(grads["grad_value"]))
+
+    def test_nan_in_keys_that_are_not_read_stays_there(self) -> None:
+        inputs = make([(5, 3), (4, 4)], spare_keys=2, nq=20)
+        expected = run(inputs)
+        operand(inputs, "value")[:, [0, 1, 17, 18]] = math.nan  # the spare keys
+        assert_identical(run(inputs), expected)
+
+    def test_nan_reaches_what_reads_it_and_no_more(self) -> None:
+        inputs = make([(4, 4)], nq=30, nh=1, points=1, seed=5)
+        operand(inputs, "value")[0, 5] = math.nan
+        grads, expected = run(inputs), loop(inputs)
+        assert np.isnan(grads["grad_attn_weight"]).any()
+        assert not np.isnan(grads["grad_attn_weight"]).all()
+        assert np.isfinite(grads["grad_value"]).all()
+        assert_same(grads, expected)
+
+    def test_a_result_beyond_float16_is_infinite(self) -> None:
+        inputs = make([(4, 4)])
+        operand(inputs, "grad_output")[...] = 1e6
+        operand(inputs, "value")[...] = 1.0
+        assert np.isinf(run(inputs, np.float16)["grad_attn_weight"]).any()
+
+
+def strided(array: Array) -> Array:
+    """Copy into the middle of a larger array of reversed axes, with a gap between any two elements."""
+    room = np.zeros([2 * size + 1 for size in reversed(array.shape)], dtype=array.dtype)
+    view = room.transpose()[tuple(slice(1, 2 * size + 1, 2) for size in array.shape)]
+    view[...] = array
+    assert array.size < 2 or not view.flags.c_contiguous
+    return view
+
+
+def reversed_last(array: Array) -> Array:
+    """Give the same values a negative stride along the last axis."""
+    return np.ascontiguousarray(array[..., ::-1])[..., ::-1]
+
+
+LEVELS: Levels = [(8, 11), (4, 6), (2, 3)]
+SOURCES = [np.float32, np.float16, ml_dtypes.bfloat16, np.float64]
+# Half a unit in the last place of 1, and the smallest normal number.
+PRECISION = {
+    "float16": (2.0**-11, 2.0**-14),
+    "bfloat16": (2.0**-8, 2.0**-126),
+    "float32": (2.0**-24, 2.0**-126),
+    "float64": (2.0**-53, 2.0**-1022),
+}
+
+
+class TestLayouts:
+    @pytest.mark.parametrize("dtype", SOURCES, ids=lambda dtype: np.dtype(dtype).name)
+    @pytest.mark.parametrize("layout", [strided, reversed_last])
+    def test_strides_change_no_bit(self, layout: Any, dtype: npt.DTypeLike) -> None:
+        inputs = make(LEVELS, bs=2, nq=40, ch=16, points=4)
+        for name in ("value", "location", "attn_weight", "grad_output"):
+            inputs[name] = operand(inputs, name).astype(dtype)
+        moved: Inputs = {name: layout(array) for name, array in inputs.items() if array is not None}
+        assert_identical(run(moved), run(inputs))
+
+    @pytest.mark.parametrize(
+        "name", ["value", "spatial_shape", "level_start_index", "location", "attn_weight", "grad_output"]
+    )
+    def test_stride_zero_changes_no_bit(self, name: str) -> None:
+        inputs = make([(4, 4), (4, 4)], bs=2, nq=9)
+        array = operand(inputs, name)
+        expanded = np.broadcast_to(array[:1], array.shape)
+        assert_identical(run({**inputs, name: expanded}), run({**inputs, name: expanded.copy()}))
+
+    def test_one_element_of_gradient_serves_all(self) -> None:
+        inputs = make([(4, 4)], nq=9)
+        ones = np.broadcast_to(np.float32(1), operand(inputs, "grad_output").shape)
+        assert_identical(run({**inputs, "grad_output": ones}), run({**inputs, "grad_output": ones.copy()}))
+
+    def test_both_ranks_of_grad_output_are_one(self) -> None:
+        inputs = make(LEVELS, bs=2, nh=3)
+        rank4 = operand(inputs, "grad_output").reshape(2, 3, 3, 8)
+        assert_identical(run({**inputs, "grad_output": rank4}), run(inputs))
+        assert_identical(run({**inputs, "grad_output": strided(rank4)}), run(inputs))
+
+    def test_inputs_are_left_alone(self) -> None:
+        inputs = make(LEVELS)
+        before = {name: operand(inputs, name).copy() for name in inputs}
+        run(inputs)
+        assert_identical({name: operand(inputs, name) for name in inputs}, before)
+
+
+class TestOutputs:
+    @pytest.mark.parametrize("dtype", SOURCES, ids=lambda dtype: np.dtype(dtype).name)
+    def test_are_rounded_once(self, dtype: npt.DTypeLike) -> None:
+        inputs = make(LEVELS, bs=2, nq=40)
+        exact, found = run(inputs), run(inputs, dtype)
+        for name, array in exact.items():
+            error = np.abs(found[name].astype(np.float64) - array)
+            half_unit, tiny = PRECISION[np.dtype(dtype).name]
+            assert np.all(error <= half_unit * np.maximum(np.abs(array), tiny)), name
+
+    @pytest.mark.parametrize("name", OUTPUTS)
+    def test_each_can_be_had_alone(self, name: str) -> None:
+        inputs = make(LEVELS)
+        expected = run(inputs)[name]
+        alone = np.full_like(expected, np.nan)
+        reference(inputs, {}, {name: alone})
+        assert alone.tobytes() == expected.tobytes()
+
+    @pytest.mark.parametrize("axis", ["bs", "nq", "nh", "ch", "points", "levels", "keys"])
+    def test_are_zero_when_an_input_is_empty(self, axis: str) -> None:
+        levels: Levels = [] if axis == "levels" else [(3, 4)]
+        sizes = {name: 0 for name in ("bs", "nq", "nh", "ch", "points") if name == axis}
+        if axis == "levels":
+            inputs = make([(3, 4)])
+            for name in ("location", "attn_weight"):
+                inputs[name] = operand(inputs, name)[:, :, :, :0]
+            inputs["spatial_shape"] = np.zeros((0, 2), np.int64)
+            inputs["level_start_index"] = np.zeros(0, np.int64)
+        else:
+            inputs = make(levels, **sizes)
+        if axis == "keys":
+            inputs["value"] = operand(inputs, "value")[:, :0]
+        operand(inputs, "attn_weight")[...] = math.nan
+        for name, array in run(inputs, np.float32).items():
+            assert not np.any(array), name
+
+
+class TestBlocks:
+    @pytest.mark.parametrize("scratch_bytes", [1, 1000, 30_000, 300_000])
+    def test_little_scratch_gives_the_same(self, scratch_bytes: int) -> None:
+        inputs = make(LEVELS, bs=2, nq=12, nh=3, ch=16)
+        assert_same(run(inputs, scratch_bytes=scratch_bytes), run(inputs), rtol=1e-13)
+
+    def test_many_small_slabs_give_the_same(self) -> None:
+        inputs = make([(2, 2)], bs=40, nq=2, nh=7, points=1)
+        assert_same(run(inputs), loop(inputs))
+
+    @pytest.mark.parametrize(
+        ("keys", "queries"),
+        [pytest.param((8, 8), 20_000, id="many-queries"), pytest.param((200, 300), 800, id="many-keys")],
+    )
+    def test_stay_within_their_scratch(self, keys: tuple[int, int], queries: int) -> None:
+        """Either case holds many times the budget in float64; in the second, one slab of values does."""
+        inputs = make([keys], nq=queries, nh=1, ch=32)
+        outputs = {name: np.empty(operand(inputs, source).shape) for name, source in OUTPUTS.items()}
+        budget = 2**20
+        assert max(operand(inputs, "value").nbytes, operand(inputs, "grad_output").nbytes) > budget
+        tracemalloc.start()
+        try:
+            reference(inputs, {}, outputs, scratch_bytes=budget)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert budget / 8 < peak <= budget
+        assert_same(outputs, run(inputs), rtol=1e-13)
