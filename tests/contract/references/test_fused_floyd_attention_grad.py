@@ -1,0 +1,417 @@
+"""The Floyd attention reference against torch autograd, the formulas in einsum, and the official example."""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from npugrad.references.fused_floyd_attention_grad import reference
+
+Array = npt.NDArray[Any]
+Inputs = dict[str, Array | None]
+Sizes = tuple[int, int, int, int, int, int]  # B, H, N, M, K, D
+
+OUTPUTS = {"dq": "query", "dk1": "key1", "dv1": "value1", "dk2": "key2", "dv2": "value2"}
+FLT_MAX = float(np.finfo(np.float32).max)
+
+
+def operand(inputs: Inputs, name: str) -> Array:
+    array = inputs[name]
+    assert array is not None
+    return array
+
+
+def run(
+    inputs: Inputs, scale: float = 0.25, dtype: npt.DTypeLike = np.float64, **options: int
+) -> dict[str, Array]:
+    """Run the reference into arrays that are NaN beforehand, so that what it leaves out shows."""
+    outputs = {
+        name: np.full(operand(inputs, source).shape, np.nan, dtype=dtype) for name, source in OUTPUTS.items()
+    }
+    reference(inputs, {"scale_value": scale}, outputs, **options)
+    return outputs
+
+
+def make(sizes: Sizes, *, masked: float | None = None, seed: int = 0) -> Inputs:
+    """Draw a call whose softmax statistics and attention output belong to no forward pass at all.
+
+    Args:
+        sizes: B, H, N, M, K, D.
+        masked: Share of masked keys, or None for no mask.
+        seed: Of the generator.
+    """
+    rng = np.random.default_rng(seed)
+    b, h, n, m, k, d = sizes
+    by_query, by_key1, by_key2 = (b, h, n, m, d), (b, h, n, k, d), (b, h, k, m, d)
+    inputs: Inputs = {
+        "query": rng.standard_normal(by_query),
+        "key1": rng.standard_normal(by_key1),
+        "value1": rng.standard_normal(by_key1),
+        "key2": rng.standard_normal(by_key2),
+        "value2": rng.standard_normal(by_key2),
+        "dy": rng.standard_normal(by_query),
+        "atten_mask": None if masked is None else rng.random((b, 1, n, 1, k)) < masked,
+        "softmax_max": np.repeat(rng.uniform(0, 3, (b, h, n, m, 1)), 8, axis=-1),
+        "softmax_sum": np.repeat(rng.uniform(1, 9, (b, h, n, m, 1)), 8, axis=-1),
+        "attention_in": rng.standard_normal(by_query),
+    }
+    return inputs
+
+
+def by_einsum(inputs: Inputs, scale: float) -> dict[str, Array]:
+    """Write the documented formulas down whole."""
+    q, k1, v1, k2, v2, dy = (
+        operand(inputs, name) for name in ("query", "key1", "value1", "key2", "value2", "dy")
+    )
+    s = scale * (np.einsum("bhnmd,bhnkd->bhnmk", q, k1) + np.einsum("bhnmd,bhkmd->bhnmk", q, k2))
+    if inputs["atten_mask"] is not None:
+        s = np.where(inputs["atten_mask"], -FLT_MAX, s)
+    p = np.exp(s - operand(inputs, "softmax_max")[..., :1]) / operand(inputs, "softmax_sum")[..., :1]
+    dp = np.einsum("bhnmd,bhnkd->bhnmk", dy, v1) + np.einsum("bhnmd,bhkmd->bhnmk", dy, v2)
+    ds = p * (dp - np.sum(dy * operand(inputs, "attention_in"), axis=-1, keepdims=True))
+    return {
+        "dq": scale * (np.einsum("bhnmk,bhnkd->bhnmd", ds, k1) + np.einsum("bhnmk,bhkmd->bhnmd", ds, k2)),
+        "dk1": scale * np.einsum("bhnmk,bhnmd->bhnkd", ds, q),
+        "dv1": np.einsum("bhnmk,bhnmd->bhnkd", p, dy),
+        "dk2": scale * np.einsum("bhnmk,bhnmd->bhkmd", ds, q),
+        "dv2": np.einsum("bhnmk,bhnmd->bhkmd", p, dy),
+    }
+
+
+def by_autograd(inputs: Inputs, scale: float, *, passing: bool) -> dict[str, Array]:
+    """Differentiate the forward pass, and put its statistics and output into `inputs`.
+
+    Args:
+        inputs: The call; softmax_max, softmax_sum and attention_in are replaced.
+        scale: Factor of the scores.
+        passing: Replace masked scores by their value only, so that the gradient passes the mask; if not, as
+            torch's masked_fill does, by a constant.
+    """
+    torch = pytest.importorskip("torch")
+    leaves = [torch.tensor(operand(inputs, source), requires_grad=True) for source in OUTPUTS.values()]
+    q, k1, v1, k2, v2 = leaves
+    s = scale * (torch.einsum("bhnmd,bhnkd->bhnmk", q, k1) + torch.einsum("bhnmd,bhkmd->bhnmk", q, k2))
+    if inputs["atten_mask"] is not None:
+        mask = torch.tensor(inputs["atten_mask"])
+        filled = s.masked_fill(mask, -FLT_MAX)
+        s = s + (filled - s).detach() if passing else filled
+    maximum = s.amax(-1, keepdim=True).detach()
+    exponentials = torch.exp(s - maximum)
+    total = exponentials.sum(-1, keepdim=True)
+    p = exponentials / total
+    y = torch.einsum("bhnmk,bhnkd->bhnmd", p, v1) + torch.einsum("bhnmk,bhkmd->bhnmd", p, v2)
+    inputs["softmax_max"] = maximum.expand(*maximum.shape[:-1], 8).numpy()
+    inputs["softmax_sum"] = total.detach().expand(*total.shape[:-1], 8).numpy()
+    inputs["attention_in"] = y.detach().numpy()
+    grads = torch.autograd.grad(y, leaves, torch.tensor(operand(inputs, "dy")))
+    return {name: grad.numpy() for name, grad in zip(OUTPUTS, grads, strict=True)}
+
+
+def assert_same(found: dict[str, Array], expected: dict[str, Array], rtol: float = 1e-11) -> None:
+    """Compare with an absolute tolerance of the data's scale: with one key left, dP - delta is all error."""
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        finite = array[np.isfinite(array)]
+        atol = rtol * (1 + float(np.max(np.abs(finite), initial=0.0)))
+        np.testing.assert_allclose(found[name], array, rtol=rtol, atol=atol, err_msg=name)
+
+
+def assert_identical(found: dict[str, Array], expected: dict[str, Array]) -> None:
+    for name, array in expected.items():
+        assert found[name].tobytes() == array.tobytes(), name
+
+
+def sizes_id(sizes: Sizes) -> str:
+    return "b{}-h{}-n{}-m{}-k{}-d{}".format(*sizes)
+
+
+RANDOM_SIZES: list[Sizes] = [
+    (1, 1, 1, 1, 1, 1),
+    (1, 1, 3, 4, 5, 8),
+    (2, 3, 4, 2, 6, 5),
+    (1, 2, 7, 9, 3, 16),
+    (3, 1, 2, 11, 8, 4),
+]
+# Square sizes hide swapped axes, so none here is square.
+MEDIUM: Sizes = (2, 2, 12, 16, 20, 24)
+
+
+class TestAgainstTorch:
+    @pytest.mark.torch
+    @pytest.mark.parametrize("seed", range(15), ids=lambda seed: f"seed{seed}")
+    @pytest.mark.parametrize("masked", [None, 0.3, 0.9], ids=["unmasked", "masked30", "masked90"])
+    @pytest.mark.parametrize("sizes", RANDOM_SIZES, ids=sizes_id)
+    def test_random(self, sizes: Sizes, masked: float | None, seed: int) -> None:
+        """With 90 % masked and few keys, many rows are masked whole; the gradient passes all the same."""
+        inputs = make(sizes, masked=masked, seed=seed)
+        scale = (1 / math.sqrt(sizes[-1]), 1.0, -0.5)[seed % 3]
+        expected = by_autograd(inputs, scale, passing=True)
+        assert_same(run(inputs, scale), expected)
+
+    @pytest.mark.torch
+    @pytest.mark.parametrize("seed", range(10), ids=lambda seed: f"seed{seed}")
+    def test_a_partial_mask_is_masked_fill(self, seed: int) -> None:
+        inputs = make(MEDIUM, masked=0.5, seed=seed)
+        operand(inputs, "atten_mask")[..., seed] = False
+        expected = by_autograd(inputs, 0.25, passing=False)
+        assert_same(run(inputs), expected)
+
+    @pytest.mark.torch
+    def test_a_full_mask_differs_from_masked_fill_in_the_score_gradients_alone(self) -> None:
+        inputs = make(MEDIUM, masked=0.5)
+        operand(inputs, "atten_mask")[:, :, 3] = True
+        stopped = by_autograd(inputs, 0.25, passing=False)
+        passed = by_autograd(inputs, 0.25, passing=True)
+        found = run(inputs)
+        assert_same(found, passed)
+        for name in ("dv1", "dv2"):
+            np.testing.assert_allclose(found[name], stopped[name], rtol=1e-11, atol=1e-11)
+        for name in ("dq", "dk1", "dk2"):
+            assert np.max(np.abs(found[name] - stopped[name])) > 0.01, name
+
+
+class TestFormula:
+    @pytest.mark.parametrize("seed", range(8), ids=lambda seed: f"seed{seed}")
+    @pytest.mark.parametrize("masked", [None, 0.4], ids=["unmasked", "masked"])
+    @pytest.mark.parametrize("sizes", [*RANDOM_SIZES, MEDIUM], ids=sizes_id)
+    def test_the_callers_statistics_and_attention_are_taken_as_given(
+        self, sizes: Sizes, masked: float | None, seed: int
+    ) -> None:
+        """`make` draws them freely: P renormalised, or delta from a recomputed output, would show."""
+        inputs = make(sizes, masked=masked, seed=seed)
+        assert_same(run(inputs, 0.3), by_einsum(inputs, 0.3))
+
+    def test_only_the_first_of_each_eight_statistics_counts(self) -> None:
+        inputs = make(MEDIUM)
+        expected = run(inputs)
+        for name in ("softmax_max", "softmax_sum"):
+            operand(inputs, name)[..., 1:] = math.nan
+        assert_identical(run(inputs), expected)
+
+    @pytest.mark.parametrize("scale", [0.0, -2.0, 1e-30], ids=str)
+    def test_masked_scores_are_replaced_after_scaling(self, scale: float) -> None:
+        inputs = make(MEDIUM, masked=0.5)
+        operand(inputs, "atten_mask")[..., 0] = False
+        operand(inputs, "atten_mask")[..., 1] = True
+        found = run(inputs, scale)
+        assert_same(found, by_einsum(inputs, scale))
+        assert not np.any(found["dv1"][:, :, :, 1])
+        assert np.any(found["dv1"][:, :, :, 0])
+
+    def test_a_row_masked_whole_is_uniform(self) -> None:
+        inputs = make((1, 1, 2, 3, 4, 8))
+        inputs["atten_mask"] = np.ones((1, 1, 2, 1, 4), np.uint8)
+        inputs["softmax_max"] = np.full((1, 1, 2, 3, 8), -FLT_MAX, np.float32)
+        inputs["softmax_sum"] = np.full((1, 1, 2, 3, 8), 4, np.float32)
+        found = run(inputs)
+        expected = np.broadcast_to(operand(inputs, "dy").sum(axis=3, keepdims=True) / 4, (1, 1, 2, 4, 8))
+        np.testing.assert_allclose(found["dv1"], expected, rtol=1e-12, atol=1e-12)
+        assert np.all(np.abs(found["dq"]) > 0)
+
+    @pytest.mark.parametrize("one", [1, 2, 255])
+    def test_any_byte_but_zero_masks(self, one: int) -> None:
+        inputs = make(MEDIUM, masked=0.4)
+        as_bytes = operand(inputs, "atten_mask").astype(np.uint8) * np.uint8(one)
+        assert_identical(run({**inputs, "atten_mask": as_bytes}), run(inputs))
+
+
+def float32_halves(size: int) -> Array:
+    """Return what the example program uploads: ones of 4 bytes, read as twice as many float16."""
+    return np.ones(size // 2, np.float32).view(np.float16)
+
+
+class TestOfficialExample:
+    """The example program: N = M = K = 256, D = 128, all ones, maximum and sum 3, scale 1 / sqrt(128)."""
+
+    SCALE = 1 / math.sqrt(128)
+
+    @staticmethod
+    def example(n: int, m: int, k: int, *, literal: bool) -> Inputs:
+        def tensor(*shape: int) -> Array:
+            elements = math.prod(shape)
+            return (float32_halves(elements) if literal else np.ones(elements, np.float16)).reshape(shape)
+
+        statistic = np.full((1, 1, n, m, 8), 3, np.float32)
+        return {
+            **dict.fromkeys(("query", "dy", "attention_in"), tensor(1, 1, n, m, 128)),
+            **dict.fromkeys(("key1", "value1"), tensor(1, 1, n, k, 128)),
+            **dict.fromkeys(("key2", "value2"), tensor(1, 1, k, m, 128)),
+            "atten_mask": np.zeros((1, 1, n, 1, k), np.uint8),
+            "softmax_max": statistic,
+            "softmax_sum": statistic,
+        }
+
+    def test_intended(self) -> None:
+        # N is 16 instead of 256 to save time; only the sums over n, dk2 and dv2, know of it.
+        found = run(self.example(16, 256, 256, literal=False), self.SCALE, np.float32)
+        expected = {"dq": 6.45e11, "dk1": 3.23e11, "dv1": 2.85e10, "dk2": 3.23e11 / 16, "dv2": 2.85e10 / 16}
+        for name, value in expected.items():
+            assert found[name].min() == found[name].max()
+            assert found[name].max() == pytest.approx(value, rel=5e-3), name
+
+    def test_literal_overflows_float16_at_odd_positions_only(self) -> None:
+        found = run(self.example(16, 16, 16, literal=True), self.SCALE, np.float16)
+        for name, array in found.items():
+            assert np.all(np.isposinf(array[..., 1::2])), name
+            assert not np.any(array[..., ::2]), name
+
+    def test_literal_scores(self) -> None:
+        found = run(self.example(16, 16, 16, literal=True), self.SCALE)
+        # 16 rows of dy = 1.875 times P = exp(39.77 - 3) / 3 = 3.1e15.
+        assert found["dv1"][..., 1::2].max() == pytest.approx(16 * 1.875 * 3.1e15, rel=0.01)
+        assert found["dk1"][..., 1::2].max() == pytest.approx(16 * 1.875 * 7e17 * self.SCALE, rel=0.02)
+
+
+class TestNonFinite:
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+    @pytest.mark.parametrize("name", ["query", "key1", "value2", "dy", "softmax_max", "softmax_sum"])
+    def test_is_computed_without_a_warning(self, name: str, value: float) -> None:
+        inputs = make(MEDIUM, masked=0.3)
+        operand(inputs, name)[0, 1, 2, 3] = value
+        with np.errstate(all="ignore"):
+            expected = by_einsum(inputs, 0.25)
+        found = run(inputs)
+        assert_same(found, expected)
+        assert np.isfinite(found["dq"][1]).all()
+
+    def test_a_masked_score_is_replaced_even_if_nan(self) -> None:
+        inputs = make(MEDIUM, masked=0.0)
+        operand(inputs, "atten_mask")[..., 4] = True
+        operand(inputs, "key1")[:, :, :, 4, 0] = math.nan
+        found = run(inputs)
+        assert not np.any(found["dv1"][:, :, :, 4])
+        assert np.isfinite(found["dv2"]).all()
+
+    def test_a_score_far_above_the_maximum_is_infinite(self) -> None:
+        inputs = make(MEDIUM)
+        operand(inputs, "softmax_max")[...] = -1e4
+        inputs["dy"] = np.abs(operand(inputs, "dy"))
+        assert np.isposinf(run(inputs)["dv1"]).all()
+
+
+def strided(array: Array) -> Array:
+    """Copy into the middle of a larger array of reversed axes, with a gap between any two elements."""
+    room = np.zeros([2 * size + 1 for size in reversed(array.shape)], dtype=array.dtype)
+    view = room.transpose()[tuple(slice(1, 2 * size + 1, 2) for size in array.shape)]
+    view[...] = array
+    return view
+
+
+def reversed_last(array: Array) -> Array:
+    """Give the same values a negative stride along the last axis."""
+    return np.ascontiguousarray(array[..., ::-1])[..., ::-1]
+
+
+FLOATS = ("query", "key1", "value1", "key2", "value2", "dy", "attention_in")
+SOURCES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+# Half a unit in the last place of 1, and the smallest normal number.
+PRECISION = {
+    "float16": (2.0**-11, 2.0**-14),
+    "bfloat16": (2.0**-8, 2.0**-126),
+    "float32": (2.0**-24, 2.0**-126),
+    "float64": (2.0**-53, 2.0**-1022),
+}
+
+
+class TestLayouts:
+    @pytest.mark.parametrize("dtype", SOURCES, ids=lambda dtype: np.dtype(dtype).name)
+    @pytest.mark.parametrize("layout", [strided, reversed_last])
+    def test_strides_change_no_bit(self, layout: Any, dtype: npt.DTypeLike) -> None:
+        inputs = make(MEDIUM, masked=0.3)
+        for name in FLOATS:
+            inputs[name] = operand(inputs, name).astype(dtype)
+        for name in ("softmax_max", "softmax_sum"):
+            inputs[name] = operand(inputs, name).astype(np.float32)
+        moved: Inputs = {name: layout(array) for name, array in inputs.items() if array is not None}
+        assert not any(array.flags.c_contiguous for array in moved.values() if array is not None)
+        assert_identical(run(moved), run(inputs))
+
+    @pytest.mark.parametrize("axis", range(5))
+    @pytest.mark.parametrize("name", [*FLOATS, "atten_mask", "softmax_max", "softmax_sum"])
+    def test_stride_zero_changes_no_bit(self, name: str, axis: int) -> None:
+        inputs = make(MEDIUM, masked=0.3)
+        array = operand(inputs, name)
+        expanded = np.broadcast_to(np.take(array, [0], axis=axis), array.shape)
+        assert_identical(run({**inputs, name: expanded}), run({**inputs, name: expanded.copy()}))
+
+    def test_inputs_are_left_alone(self) -> None:
+        inputs = make(MEDIUM, masked=0.3)
+        before = {name: operand(inputs, name).copy() for name in inputs}
+        run(inputs)
+        assert_identical({name: operand(inputs, name) for name in inputs}, before)
+
+
+class TestOutputs:
+    @pytest.mark.parametrize("dtype", SOURCES, ids=lambda dtype: np.dtype(dtype).name)
+    def test_are_rounded_once(self, dtype: npt.DTypeLike) -> None:
+        inputs = make(MEDIUM, masked=0.3)
+        exact, found = run(inputs), run(inputs, dtype=dtype)
+        for name, array in exact.items():
+            error = np.abs(found[name].astype(np.float64) - array)
+            half_unit, tiny = PRECISION[np.dtype(dtype).name]
+            assert np.all(error <= half_unit * np.maximum(np.abs(array), tiny)), name
+
+    @pytest.mark.parametrize("name", OUTPUTS)
+    def test_each_can_be_had_alone(self, name: str) -> None:
+        inputs = make(MEDIUM, masked=0.3)
+        expected = run(inputs)[name]
+        alone = np.full_like(expected, np.nan)
+        reference(inputs, {"scale_value": 0.25}, {name: alone})
+        assert alone.tobytes() == expected.tobytes()
+
+    def test_none_wanted_is_nothing_done(self) -> None:
+        reference(make(MEDIUM), {"scale_value": 0.25}, {})
+
+    @pytest.mark.parametrize("axis", range(6), ids=list("BHNMKD"))
+    def test_are_zero_when_an_input_is_empty(self, axis: int) -> None:
+        sizes = list(MEDIUM)
+        sizes[axis] = 0
+        b, h, n, m, k, d = sizes
+        for name, array in run(make((b, h, n, m, k, d), masked=0.3), dtype=np.float16).items():
+            assert not np.any(array), name
+
+
+class TestBlocks:
+    @pytest.mark.parametrize("scratch_bytes", [1, 20_000, 100_000, 400_000])
+    @pytest.mark.parametrize("wanted", [tuple(OUTPUTS), ("dv2", "dq"), ("dk2",), ("dv1",)], ids="-".join)
+    def test_little_scratch_gives_the_same(self, wanted: tuple[str, ...], scratch_bytes: int) -> None:
+        sizes: Sizes = (1, 2, 3, 5, 4, 6) if scratch_bytes == 1 else MEDIUM
+        inputs = make(sizes, masked=0.3)
+        expected = run(inputs)
+        outputs = {name: np.full_like(expected[name], np.nan) for name in wanted}
+        reference(inputs, {"scale_value": 0.25}, outputs, scratch_bytes=scratch_bytes)
+        assert_same(outputs, {name: expected[name] for name in wanted}, rtol=1e-12)
+
+    @pytest.mark.parametrize(
+        "sizes",
+        [
+            (1, 1, 64, 70, 66, 32),
+            (1, 1, 8, 64, 768, 32),
+            (1, 1, 8, 768, 64, 32),
+            (1, 1, 512, 8, 80, 32),
+            (1, 1, 20, 8, 2048, 32),
+        ],
+        ids=sizes_id,
+    )
+    @pytest.mark.parametrize("dtype", [np.float64, ml_dtypes.bfloat16], ids=["float64", "bfloat16"])
+    def test_stay_within_their_scratch(self, sizes: Sizes, dtype: npt.DTypeLike) -> None:
+        """The scores, and the sums of dk2 or dv2 or dk1, each hold more than the whole budget."""
+        inputs = make(sizes, masked=0.1)
+        outputs = {name: np.empty(operand(inputs, source).shape, dtype) for name, source in OUTPUTS.items()}
+        budget = 2**20
+        assert math.prod(sizes[:5]) * 8 > 2 * budget
+        tracemalloc.start()
+        try:
+            reference(inputs, {"scale_value": 0.25}, outputs, scratch_bytes=budget)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert budget / 8 < peak <= budget
+        if dtype == np.float64:
+            assert_same(outputs, run(inputs), rtol=1e-12)
