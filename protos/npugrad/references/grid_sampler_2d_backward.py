@@ -1,7 +1,7 @@
 """Float64 reference of aclnnGridSampler2DBackward, bilinear and nearest.
 
-Each grid point (x, y) names a position (px, py) in the image of its sample. Bilinear interpolation reads the four
-pixels around it with weights that are products of tx = px - floor(px), ty = py - floor(py) and their complements;
+Each grid point (x, y) names a position (px, py) in the image of its sample. Bilinear interpolation reads the
+four pixels around it, weighted by products of tx = px - floor(px), ty = py - floor(py) and their complements;
 nearest reads the one pixel at (rint(px), rint(py)). For every such corner inside the image, with weight w:
 
     input_grad[corner]  += w * grad_output[point]               in each channel
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 Float64Array: TypeAlias = npt.NDArray[np.float64]
 IntArray: TypeAlias = npt.NDArray[np.int64]
-Tile: TypeAlias = "tuple[slice, ...]"
+Tile: TypeAlias = tuple[slice, ...]
 
 _NEAREST = 1  # interpolation_mode
 _ZEROS, _REFLECTION = 0, 2  # padding_mode; 1 is border
 
-# Scratch memory at its peak, in bytes.
-_POINT_BYTES = 448  # of a grid point: coordinates, then for each of 4 corners position, weight, cell, selection
-_VALUE_BYTES = 112  # of a grid point in one channel: gradient, then for each of 4 corners a value and its cell
+# Scratch memory at its peak, in bytes, of one grid point, and of one grid point in one channel.
+_POINT_BYTES = 448  # coordinates, then for each of 4 corners position, weight, cell, selection
+_VALUE_BYTES = 112  # grad_output, then for each of 4 corners a value and its cell
 
 _BLOCK_BYTES = 16 * 2**20  # larger blocks of points or values only fall out of the cache
 
@@ -49,8 +49,8 @@ def reference(
     """Compute the gradients of 2-D grid sampling by its input and its grid.
 
     Args:
-        inputs: `grad_output` (N, C, OH, OW), `input` (N, C, H, W), `grid` (N, OH, OW, 2) with (x, y) on its last
-            axis. Any float dtypes and strides.
+        inputs: `grad_output` (N, C, OH, OW), `input` (N, C, H, W), `grid` (N, OH, OW, 2) with (x, y) on its
+            last axis. Any float dtypes and strides.
         attrs: `interpolation_mode` 0 bilinear or 1 nearest; `padding_mode` 0 zeros, 1 border or 2 reflection;
             `align_corners`. Others are not read.
         outputs: C-contiguous arrays of any float dtype to fill, each of which may be absent: `input_grad`
@@ -123,8 +123,8 @@ def _locate(coordinate: Float64Array, size: int, call: _Call) -> tuple[Float64Ar
         position, factor = _reflect(position, size, call.align_corners)
         slope *= factor
     if call.padding_mode != _ZEROS:
-        # Clipping comes after reflecting, and before infinities are dropped: with border padding they count as
-        # far outside. The bounds themselves have slope zero.
+        # Clipping comes after reflecting and before infinities are dropped: with border padding they count
+        # as far outside. The bounds themselves have slope zero.
         at_start, at_end = position <= 0, position >= size - 1
         position = np.where(at_start, 0.0, np.where(at_end, float(size - 1), position))
         slope[at_start | at_end] = 0
@@ -146,7 +146,7 @@ def _reflect(position: Float64Array, size: int, align_corners: bool) -> tuple[Fl
 
 def _inside(row: IntArray, column: IntArray, rows: slice, columns: slice) -> npt.NDArray[np.bool_]:
     """Tell which corners lie in a region of the image."""
-    inside = (row >= rows.start) & (row < rows.stop)
+    inside: npt.NDArray[np.bool_] = (row >= rows.start) & (row < rows.stop)
     inside &= column >= columns.start
     inside &= column < columns.stop
     return inside
@@ -160,7 +160,7 @@ def _point_tiles(call: _Call, images: slice, block_bytes: int) -> Iterator[Tile]
 
 
 def _write_input_grad(call: _Call, output: npt.NDArray[Any], scratch_bytes: int) -> None:
-    """Write input_grad region by region: whole images if they fit, else channels, bands of rows, and so on."""
+    """Write input_grad region by region: whole images if they fit, else channels, else bands of rows."""
     for region in tiles(call.input.shape, 8, scratch_bytes // 2):
         store(output[region], _sum_region(call, region, scratch_bytes // 4))
 
@@ -209,7 +209,7 @@ def _write_grid_grad(call: _Call, output: npt.NDArray[Any], scratch_bytes: int) 
 
 
 def _corner_products(call: _Call, tile: Tile, points: _Points, block_bytes: int) -> Float64Array:
-    """Sum input at each corner times grad_output over the channels, (corners, points); 0 outside the image."""
+    """Sum input at each corner times grad_output over the channels, (corners, points); 0 if outside."""
     _, depth, height, width = call.input.shape
     row, column, _ = points.corners(call.is_nearest)
     is_outside = ~_inside(row, column, slice(0, height), slice(0, width))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Float64Array: TypeAlias = npt.NDArray[np.float64]
 
 # Scratch memory at its peak, in bytes, of one element, channel, and group of a block.
-_ELEMENT_BYTES = 32  # grad_out and xh in float64, a strided run of either before it is cast
+_ELEMENT_BYTES = 32  # grad_out and xh in float64, then the block before or a strided run before its cast
 _CHANNEL_BYTES = 56  # both sums, both accumulators over the samples, gamma twice, one product with it
 _GROUP_BYTES = 48  # mean, rstd, c1, c2
 
@@ -48,7 +48,8 @@ def reference(
 
     Args:
         inputs: `grad_out` and `input`, any shapes of n*c*hxw elements; `mean` and `rstd`, any shapes of
-            n*group elements; `gamma`, any shape of c elements, or None for ones. Any float dtypes and strides.
+            n*group elements; `gamma`, any shape of c elements, or None for ones. Any float dtypes and any
+            strides.
         attrs: `n`, `c`, `hxw` and `group`; others are not read.
         outputs: C-contiguous arrays of any float dtype to fill, each of which may be absent: `grad_input` of
             n*c*hxw elements, `grad_gamma` and `grad_beta` of c elements. With n*c*hxw = 0 they become zeros.
@@ -153,11 +154,10 @@ def _whole_groups(call: _Call, group_bytes: int, block_bytes: int) -> None:
     """Compute in blocks of whole groups, each read once."""
     channels, pixels = slice(0, call.group_channels), slice(0, call.pixels)
     for groups in spans(call.groups, group_bytes, block_bytes):
-        # Several samples make one contiguous run only if the block has all their groups.
-        sample_bytes = call.groups * group_bytes if _length(groups) == call.groups else block_bytes
         grad_beta = np.zeros((_length(groups), call.group_channels))
         grad_gamma = np.zeros_like(grad_beta)
-        for samples in spans(call.samples, sample_bytes, block_bytes):
+        # Either all groups of several samples, or some of one sample: a contiguous run both times.
+        for samples in spans(call.samples, call.groups * group_bytes, block_bytes):
             block = _Block(call, samples, groups, channels, pixels)
             grad_sums, product_sums = block.channel_sums()
             grad_beta += grad_sums.sum(axis=0)
@@ -174,10 +174,7 @@ def _split_groups(call: _Call, block_bytes: int) -> None:
         groups = slice(group, group + 1)
         c1, c2 = _sum_group(call, groups, block_bytes)
         if call.needs_grad_input:
-            for channels, pixels in _parts(call, block_bytes):
-                for sample in range(call.samples):
-                    block = _Block(call, slice(sample, sample + 1), groups, channels, pixels)
-                    block.write_grad_input(c1[sample], c2[sample])
+            _write_group(call, groups, c1, c2, block_bytes)
 
 
 def _sum_group(call: _Call, groups: slice, block_bytes: int) -> tuple[Float64Array, Float64Array]:
@@ -201,6 +198,15 @@ def _sum_group(call: _Call, groups: slice, block_bytes: int) -> tuple[Float64Arr
     return c1, c2
 
 
+def _write_group(call: _Call, groups: slice, c1: Float64Array, c2: Float64Array, block_bytes: int) -> None:
+    """Write grad_input of one group, c1 and c2 of its samples given."""
+    for channels in _channel_parts(call, block_bytes):
+        for pixels in _pixel_parts(call, channels, block_bytes):
+            for sample in range(call.samples):
+                block = _Block(call, slice(sample, sample + 1), groups, channels, pixels)
+                block.write_grad_input(c1[sample], c2[sample])
+
+
 def _channel_parts(call: _Call, block_bytes: int) -> Iterator[slice]:
     return spans(call.group_channels, call.channel_bytes, block_bytes)
 
@@ -208,9 +214,3 @@ def _channel_parts(call: _Call, block_bytes: int) -> Iterator[slice]:
 def _pixel_parts(call: _Call, channels: slice, block_bytes: int) -> Iterator[slice]:
     """Cut the pixels; channels that came more than one to a part keep them whole, so a part is contiguous."""
     return spans(call.pixels, _length(channels) * _ELEMENT_BYTES, block_bytes)
-
-
-def _parts(call: _Call, block_bytes: int) -> Iterator[tuple[slice, slice]]:
-    for channels in _channel_parts(call, block_bytes):
-        for pixels in _pixel_parts(call, channels, block_bytes):
-            yield channels, pixels
