@@ -15,7 +15,9 @@ import pytest
 import yaml
 from kubernetes_validate.utils import all_versions, major_minor
 from packaging.version import Version
+from typer.main import get_command
 
+from npugrad_server.cli import app
 from npugrad_server.config import ServerSettings
 
 if sys.version_info >= (3, 11):
@@ -86,16 +88,24 @@ def test_strict_schema_catches_a_misspelt_probe() -> None:
 
 
 def test_every_argument_is_a_flag_of_the_server(name: str, server: dict[str, Any]) -> None:
-    """The model refuses an unknown name, a wrong unit, and plaintext by accident."""
+    """The command line refuses an unknown name, the settings a wrong unit and plaintext by accident."""
     assert "command" not in server, "the image's entrypoint is npugrad-server"
     assert server["args"][0] == "serve"
     settings = _settings(name)
     assert settings.device_names == (f"{_kind(name)}:0",)
 
 
-def test_misspelt_flag_would_be_found() -> None:
-    with pytest.raises(ValueError, match="drain_timeout"):
-        ServerSettings.model_validate(_flags(["--listen=127.0.0.1:50051", "--drain-timeout=120"]))
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [
+        ("--drain-timeout=120", "No such option"),
+        ("--drain-timeout-s=2min", "valid number"),
+        ("--listen=0.0.0.0:50051", "--insecure"),
+    ],
+)
+def test_wrong_argument_would_be_found(argument: str, reason: str) -> None:
+    with pytest.raises(Exception, match=reason):
+        _parse("serve", [argument])
 
 
 def test_server_is_reachable_from_outside_the_pod(name: str, server: dict[str, Any]) -> None:
@@ -310,20 +320,19 @@ def _kind(name: str) -> str:
     return name.removeprefix("deployment-").removesuffix(".yaml")
 
 
-def _flags(arguments: list[str]) -> dict[str, str]:
-    """Return command-line flags as the settings they stand for: a flag is its field's name in kebab-case."""
-    values = {}
-    for argument in arguments:
-        flag, _, value = argument.partition("=")
-        assert flag.startswith("--"), argument
-        values[flag.removeprefix("--").replace("-", "_")] = value or "true"
-    return values
-
-
 def _settings(name: str) -> ServerSettings:
-    """Return the settings that a Deployment's arguments give the server."""
-    _, *arguments = _container(name)["args"]
-    return ServerSettings.model_validate(_flags(arguments))
+    """Return the settings that a Deployment's arguments give the server, read by its own command line."""
+    command, *arguments = _container(name)["args"]
+    return _parse(command, arguments)
+
+
+def _parse(command: str, arguments: list[str]) -> ServerSettings:
+    """Return the settings of one command, without running it."""
+    group: Any = get_command(app)
+    given = group.commands[command].make_context(command, list(arguments)).params
+    return ServerSettings.model_validate(
+        {field: value for field, value in given.items() if value is not None}
+    )
 
 
 def _bytes(quantity: str) -> int:
