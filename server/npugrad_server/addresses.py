@@ -1,0 +1,138 @@
+"""Addresses the server listens on: parsed, judged and tried."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import stat
+from dataclasses import dataclass
+
+_MAX_UNIX_PATH_BYTES = 107
+"""`sun_path` of Linux holds 108 bytes with the terminating null."""
+
+
+class AddressError(ValueError):
+    """An address does not parse or cannot be taken; the message names it."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server listens.
+
+    Attributes:
+        host: Host name or IP address, without brackets; empty for a unix socket.
+        port: TCP port, 0 for a free one.
+        path: Path of a unix socket; empty for TCP.
+    """
+
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    def __str__(self) -> str:
+        """The form that gRPC takes."""
+        if self.path:
+            return f"unix:{self.path}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach it. Of names only localhost: others may mean anything."""
+        if self.path or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def with_port(self, port: int) -> Address:
+        """The same address with the port that was bound; unix sockets have none."""
+        return self if self.path else Address(self.host, port)
+
+
+def parse_listen(text: str) -> Address:
+    """Reads ``host:port``, ``[ipv6]:port`` or ``unix:path``.
+
+    Raises:
+        AddressError: It is none of them.
+    """
+    if text.startswith("unix:"):
+        path = text.removeprefix("unix:")
+        path = path[2:] if path.startswith("///") else path
+        if not path or "\0" in path or len(os.fsencode(path)) > _MAX_UNIX_PATH_BYTES:
+            raise AddressError(
+                f"found {text!r}; expected unix: and a path of 1 to {_MAX_UNIX_PATH_BYTES} bytes"
+            )
+        return Address(path=path)
+    host, colon, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if bracketed else host
+    sane = colon and host and (bracketed or ":" not in host) and port.isascii() and port.isdigit()
+    if not sane or int(port) > 65535:
+        raise AddressError(f"found {text!r}; expected host:port with a port of 0 to 65535, or unix:path")
+    return Address(host, int(port))
+
+
+def parse_metrics_listen(text: str) -> Address:
+    """Reads ``host:port``.
+
+    Raises:
+        AddressError: It is anything else.
+    """
+    address = parse_listen(text)
+    if address.path:
+        raise AddressError(f"found {text!r}; expected host:port: a metrics page is served over TCP only")
+    return address
+
+
+def check_free(address: Address) -> None:
+    """Makes sure that an address can be taken; gRPC itself would replace the unix socket of a running server.
+
+    Raises:
+        AddressError: It is in use or not ours; the message says which and why.
+    """
+    if address.path:
+        _check_unix_free(address)
+        return
+    try:
+        found = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError as error:
+        raise AddressError(f"cannot listen on {address}: {error.strerror or error}") from None
+    problems = []
+    for family, kind, protocol, _, where in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(where)
+                return
+        except OSError as error:
+            problems.append(error.strerror or str(error))
+    raise AddressError(f"cannot listen on {address}: {problems[0]}")
+
+
+def _check_unix_free(address: Address) -> None:
+    try:
+        mode = os.stat(address.path).st_mode
+    except FileNotFoundError:
+        folder = os.path.dirname(address.path) or "."
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise AddressError(
+                f"cannot listen on {address}: its folder is not there or not writable"
+            ) from None
+        return
+    except OSError as error:
+        raise AddressError(f"cannot listen on {address}: {error.strerror}") from None
+    if not stat.S_ISSOCK(mode):
+        raise AddressError(f"cannot listen on {address}: there is a file that is not a socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(address.path)
+        except ConnectionRefusedError:
+            return  # left behind by a server that was killed
+        except OSError as error:
+            raise AddressError(f"cannot listen on {address}: {error.strerror or error}") from None
+    raise AddressError(f"cannot listen on {address}: Address already in use")

@@ -1,0 +1,239 @@
+"""The composition root: the only place that wires settings, pool, services and signals together.
+
+Start: take the ports, start a worker for each device, serve, say so once a device is ready. End: on the
+first SIGTERM or SIGINT accepted calls finish and others are refused; a second signal ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc.aio
+
+import npugrad
+from npugrad.codec import MAX_MESSAGE_BYTES
+from npugrad.errors import NpugradError
+from npugrad.v1 import backward_pb2, server_pb2, validation_pb2
+from npugrad_server.addresses import Address, AddressError, check_free
+from npugrad_server.dispatch import Dispatcher
+from npugrad_server.logs import get_logger
+from npugrad_server.metrics import Metrics
+from npugrad_server.pool import DevicePool
+from npugrad_server.preflight import READY_MARGIN_S, StartError, pool_settings
+from npugrad_server.rpc.funnel import Funnel
+from npugrad_server.rpc.health import Health, register_health, register_reflection
+from npugrad_server.rpc.register import register
+from npugrad_server.rpc.server import Facts, ServerServicer
+from npugrad_server.rpc.servicer import BackwardServicer
+from npugrad_server.rpc.validation import ValidationServicer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from npugrad_server.config import LoadedSettings, ServerSettings
+    from npugrad_server.pool import PoolSettings
+
+SERVER_OPTIONS = (
+    # Two servers on one port would share its calls without anybody noticing.
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+_FAREWELL_S = 1.0
+"""Seconds that clients of health and reflection streams get to take their end."""
+_T = TypeVar("_T")
+
+
+async def serve(loaded: LoadedSettings, announce: Callable[[Address], None]) -> int:
+    """Runs a server until a signal ends it.
+
+    Args:
+        loaded: Settings and where they came from.
+        announce: Called once calls are served, with the bound address.
+
+    Returns:
+        Exit code: 0, or 1 when accepted calls were cut off.
+
+    Raises:
+        StartError: Something that the start needs is missing.
+    """
+    log, stop = get_logger(), Stop()
+    for name, value in loaded.settings:
+        log.info("setting", name=name, value=value, origin=loaded.origins[name])
+    stop.install()
+    app = App(loaded.settings, pool_settings(loaded.settings))
+    try:
+        await app.start()
+        await until(stop.asked, app.ready())
+        if not stop.asked.is_set():
+            announce(app.address)
+            log.info("listening", address=str(app.address), metrics_address=str(app.metrics_address or ""))
+            await until(stop.asked, app.ended())
+        return 0 if await app.drain(stop.at_once) else 1
+    finally:
+        await app.close()
+        log.info("stopped")
+
+
+class Stop:
+    """The signals: the first asks to drain, the second to end at once."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.at_once = asyncio.Event()
+
+    def install(self) -> None:
+        """Listens to SIGTERM and SIGINT on the running loop."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self.ask, signal.Signals(number).name)
+
+    def ask(self, name: str) -> None:
+        """Takes one signal."""
+        again = self.asked.is_set()
+        get_logger().info("signal", signal=name, action="end at once" if again else "drain")
+        (self.at_once if again else self.asked).set()
+
+
+class App:
+    """One running server.
+
+    Attributes:
+        address: Where it listens, with the port that was bound.
+        metrics_address: Where its metrics page is; None when it is off.
+    """
+
+    def __init__(self, settings: ServerSettings, made: PoolSettings) -> None:
+        """Wires nothing yet.
+
+        Args:
+            settings: Settings of the server.
+            made: Settings of its pool, from `pool_settings`.
+        """
+        self._settings, self._made = settings, made
+        self._log = get_logger()
+        self._resources = AsyncExitStack()
+        self.address = settings.listen_address
+        self.metrics_address: Address | None = None
+
+    async def start(self) -> None:
+        """Takes the ports, starts the workers and serves; devices become ready later.
+
+        Raises:
+            StartError: A port is taken or there is no memory for the arenas.
+        """
+        started_s = time.monotonic()
+        metrics = Metrics(npugrad.__version__, str(self._made.product))
+        try:
+            self._server = self._listen()
+            self._serve_metrics(metrics)
+            self.pool = await DevicePool.open(self._made, metrics)
+        except (AddressError, OSError) as error:
+            raise StartError(str(error)) from None
+        self._resources.push_async_callback(self.pool.close)
+        metrics.show_pool(self.pool, asyncio.get_running_loop())
+        self._funnel = Funnel(metrics)
+        self._info = ServerServicer(self.pool, Facts(self._made, started_s))
+        self._register()
+        self.pool.on_change.append(self._device_changed)
+        await self._server.start()
+        self._end = asyncio.create_task(self._server.wait_for_termination())
+
+    def _listen(self) -> grpc.aio.Server:
+        check_free(self.address)
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        try:
+            port = server.add_insecure_port(str(self.address))
+        except RuntimeError as error:
+            raise AddressError(f"cannot listen on {self.address}: {error}") from None
+        self.address = self.address.with_port(port)
+        return server
+
+    def _serve_metrics(self, metrics: Metrics) -> None:
+        if self._settings.metrics_address is not None:
+            self.metrics_address, close = metrics.serve(self._settings.metrics_address)
+            # The page asks the loop for figures, so the loop may not wait for the page.
+            self._resources.push_async_callback(asyncio.to_thread, close)
+
+    def _register(self) -> None:
+        settings = self._settings
+        backward = BackwardServicer(
+            Dispatcher(self.pool, self._made.product),
+            upload_idle_timeout_s=settings.upload_idle_timeout_s,
+            reply_idle_timeout_s=settings.reply_idle_timeout_s,
+        )
+        names = []
+        for module, service, servicer in (
+            (backward_pb2, "BackwardService", backward),
+            (validation_pb2, "ValidationService", ValidationServicer(self._made.product)),
+            (server_pb2, "ServerService", self._info),
+        ):
+            descriptor = module.DESCRIPTOR.services_by_name[service]
+            register(self._server, descriptor, servicer.handlers(self._funnel))
+            names.append(str(descriptor.full_name))
+        self._health = Health(names)
+        names.append(register_health(self._server, self._health))
+        register_reflection(self._server, names)
+
+    def _device_changed(self) -> None:
+        self._health.update(self.pool.devices())
+
+    async def ready(self) -> None:
+        """Waits until every device is ready or down.
+
+        Raises:
+            StartError: None is ready; every device's reason.
+        """
+        try:
+            await self.pool.wait_ready(self._made.worker_start_timeout_s + READY_MARGIN_S)
+        except NpugradError:
+            raise StartError(*(f"{d.name}: {d.state}, {d.reason}" for d in self.pool.devices())) from None
+        self._device_changed()
+
+    async def ended(self) -> None:
+        """Waits for an end that nobody asked for.
+
+        Raises:
+            Exception: What ended the gRPC server.
+        """
+        await asyncio.shield(self._end)  # grpc takes the cancellation of a waiter for its own
+
+    async def drain(self, at_once: asyncio.Event) -> bool:
+        """Refuses new calls and waits for accepted ones; returns whether all of them could finish."""
+        self._health.start_draining()
+        self._info.start_draining()
+        self.pool.start_draining()
+        finished = bool(await until(at_once, self._settled(), self._made.drain_timeout_s))
+        self._log.info("drained" if finished else "drain cut short")
+        self._health.close()
+        await self._server.stop(_FAREWELL_S if finished else None)
+        return finished
+
+    async def _settled(self) -> bool:
+        if not await self.pool.drained(self._made.drain_timeout_s):
+            return False
+        await self._funnel.settle()
+        return True
+
+    async def close(self) -> None:
+        """Ends whatever still runs: server, workers, metrics page."""
+        if hasattr(self, "_server"):
+            await self._server.stop(None)
+        await self._resources.aclose()
+
+
+async def until(
+    event: asyncio.Event, work: Coroutine[Any, Any, _T], timeout_s: float | None = None
+) -> _T | None:
+    """Does some work until it ends, or an event is set, or the time is over; its result, else None."""
+    tasks = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

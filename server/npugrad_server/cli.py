@@ -1,0 +1,191 @@
+"""The command `npugrad-server`: serve, check, ops.
+
+The options of `serve` and `check` are made from the fields of `ServerSettings`. Exit codes: 0 ok,
+1 failed, 2 the command line or a setting is wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+
+import npugrad
+from npugrad.ops import OPERATORS
+from npugrad.products import Product
+from npugrad_server import logs
+from npugrad_server.app import serve as serve_until_ended
+from npugrad_server.config import (
+    CONFIG_VARIABLE,
+    ENV_PREFIX,
+    LoadedSettings,
+    ServerSettings,
+    SettingsError,
+    load_settings,
+)
+from npugrad_server.preflight import Finding, StartError
+from npugrad_server.preflight import check as check_all
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pydantic.fields import FieldInfo
+
+    from npugrad.spec import OpSpec, TensorParam
+    from npugrad_server.addresses import Address
+
+FAILED, USAGE = 1, 2
+_FILE_COLUMNS = 180
+"""Width of a table that goes to a file or a pipe."""
+
+app = typer.Typer(
+    help="Runs Ascend aclnn backward operators for hosts that have no NPU.",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Runs the command line of the process."""
+    app(prog_name="npugrad-server")
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    if version:
+        typer.echo(f"npugrad-server {npugrad.__version__}")
+        raise typer.Exit
+
+
+# ---------------------------------------------------------------- options from the settings model
+
+
+def with_settings(command: Callable[[dict[str, Any], str | None], None]) -> Callable[..., None]:
+    """Gives a command every setting as an option, and `--config`."""
+    options = {name: _option(name, field) for name, field in ServerSettings.model_fields.items()}
+    config = typer.Option(
+        "--config", metavar="FILE", help=f"TOML file with settings. [env {CONFIG_VARIABLE}]"
+    )
+    parameters = [*options.values(), _parameter("config", str | None, config)]
+
+    def run(**given: Any) -> None:
+        config = given.pop("config")
+        command(given, config)
+
+    # Typer reads names, types and help from the signature.
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    return run
+
+
+def _option(name: str, field: FieldInfo) -> inspect.Parameter:
+    flag = "--" + name.replace("_", "-")
+    shown = "" if field.default is None else f"default {field.default if field.default != '' else 'empty'}, "
+    text = f"{field.description} [{shown}env {ENV_PREFIX}{name.upper()}]"
+    if field.annotation is bool:
+        return _parameter(
+            name, bool | None, typer.Option(f"{flag}/--no-{flag[2:]}", help=text, show_default=False)
+        )
+    # Everything else stays text: the model converts and judges it, wherever it comes from.
+    return _parameter(name, str | None, typer.Option(flag, metavar=_metavar(name, field), help=text))
+
+
+def _parameter(name: str, annotation: Any, option: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=None, annotation=Annotated[annotation, option])
+
+
+def _metavar(name: str, field: FieldInfo) -> str:
+    choices = get_args(field.annotation)
+    if choices and all(isinstance(choice, str) for choice in choices):
+        return "|".join(choices)
+    unit = name.rpartition("_")[2]
+    return {"s": "SECONDS", "bytes": "BYTES", "listen": "ADDR", "devices": "LIST"}.get(unit, "N")
+
+
+# --------------------------------------------------------------------------------------- commands
+
+
+@app.command()
+@with_settings
+def serve(flags: dict[str, Any], config: str | None) -> None:
+    """Serve until SIGTERM or SIGINT; prints "listening on ADDR" once calls are served."""
+    loaded = _loaded(flags, config)
+    close_log = logs.configure(loaded.settings.log_format, loaded.settings.log_level)
+    try:
+        code = asyncio.run(serve_until_ended(loaded, _announce))
+    except StartError as error:
+        code = FAILED
+        for problem in error.problems:
+            typer.echo(f"npugrad-server: {problem}", err=True)
+    finally:
+        close_log()
+    raise typer.Exit(code)
+
+
+@app.command()
+@with_settings
+def check(flags: dict[str, Any], config: str | None) -> None:
+    """Try everything that serve needs, short of taking the ports, and list all that is missing."""
+    findings: list[Finding] = []
+    try:
+        loaded = load_settings(flags, config)
+        findings.append(Finding(True, "settings"))
+    except SettingsError as error:
+        loaded = error.usable
+        findings += [Finding(False, f"settings: {problem}") for problem in error.problems]
+    close_log = logs.configure(loaded.settings.log_format, "error")
+    try:
+        findings += asyncio.run(check_all(loaded.settings))
+    finally:
+        close_log()
+    for finding in findings:
+        typer.echo(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.text}")
+    raise typer.Exit(0 if all(finding.ok for finding in findings) else FAILED)
+
+
+@app.command()
+def ops() -> None:
+    """Show the operators, and the dtypes of their inputs on each product."""
+    names = (Column(title, no_wrap=True) for title in ("operator", "aclnn function"))
+    table = Table(*names, *map(str, Product), show_lines=True)
+    for spec in OPERATORS.values():
+        table.add_row(spec.name, spec.aclnn_name, *(_dtypes(spec, product) for product in Product))
+    Console(width=None if sys.stdout.isatty() else _FILE_COLUMNS).print(table)
+
+
+def _announce(address: Address) -> None:
+    print(f"listening on {address}", flush=True)
+
+
+def _loaded(flags: dict[str, Any], config: str | None) -> LoadedSettings:
+    try:
+        return load_settings(flags, config)
+    except SettingsError as error:
+        for problem in error.problems:
+            typer.echo(f"npugrad-server: {problem}", err=True)
+        raise typer.Exit(USAGE) from None
+
+
+def _dtypes(spec: OpSpec, product: Product) -> str:
+    """Dtypes of the inputs, those that share them on one line."""
+    if product not in spec.products:
+        return "-"
+    groups: dict[str, list[TensorParam]] = {}
+    for param in spec.inputs:
+        groups.setdefault(", ".join(map(str, param.dtypes[product])), []).append(param)
+    if len(groups) == 1:
+        return next(iter(groups))
+    return "\n".join(f"{dtypes}: {', '.join(p.name for p in params)}" for dtypes, params in groups.items())

@@ -1,0 +1,325 @@
+"""Every setting of the server: one model whose fields become flags, environment variables and TOML keys.
+
+A value comes from the command line, else from the environment (``NPUGRAD_`` and the field's name), else
+from the TOML file (``--config`` or ``NPUGRAD_CONFIG``), else from the default. A key that no field has is
+an error that names the nearest one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+from npugrad.products import Product, product_from_name
+from npugrad_server.addresses import Address, parse_listen, parse_metrics_listen
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from pydantic_settings import PydanticBaseSettingsSource
+
+ENV_PREFIX = "NPUGRAD_"
+CONFIG_VARIABLE = "NPUGRAD_CONFIG"
+"""Environment variable that names the TOML file."""
+
+# The client, the workers and the tests share the prefix.
+_OTHERS_VARIABLES = re.compile(r"NPUGRAD_(CONFIG|TARGET|(CLIENT|WORKER|TEST|KERNEL|KERNELS|BENCH)_.*)")
+# Kubernetes puts these into every pod of a namespace that has a Service called npugrad or npugrad-*.
+_SERVICE_LINKS = re.compile(
+    r"NPUGRAD_([A-Z0-9_]+_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_\d+_(TCP|UDP|SCTP)(_.*)?)?)"
+)
+
+
+class ServerSettings(BaseSettings):
+    """Settings of one server process.
+
+    Constructed directly it reads nothing but its arguments; `load_settings` reads environment and file.
+    """
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    listen: str = Field(
+        "127.0.0.1:50051",
+        description="Address to serve on: host:port (port 0 takes a free one) or unix:path.",
+    )
+    insecure: bool = Field(
+        False, description="Allow plaintext on an address that is not loopback. TLS is not there yet."
+    )
+    devices: str = Field(
+        "auto",
+        description="Devices, such as cpu:0 or npu:0,npu:1; auto takes all NPUs, else one CPU device.",
+    )
+    product: Literal["auto", "atlas-training", "atlas-a2", "atlas-a3"] = Field(
+        "auto",
+        description="Product whose documented limits hold; auto asks the NPU, and is atlas-a2 on CPUs.",
+    )
+    metrics_listen: str = Field(
+        "127.0.0.1:9464", description="host:port of the Prometheus page /metrics; empty turns it off."
+    )
+    log_format: Literal["auto", "json", "console"] = Field(
+        "auto", description="Form of the log on standard error; auto is console on a terminal, else json."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Least level that is logged."
+    )
+    input_arena_bytes: ByteSize | None = Field(
+        None,
+        description="Bytes of operands held at once, such as 2GiB; no call can have more. "
+        "Default: a quarter of the memory of the machine or its control group.",
+    )
+    output_arena_bytes: ByteSize | None = Field(
+        None,
+        description="Bytes of results held at once by each device; no call can have more. "
+        "Default: an eighth of the memory, and a quarter over all devices.",
+    )
+    prefault_bytes: ByteSize = Field(
+        ByteSize(64 * 2**20),
+        description="Bytes of each arena that are touched at start, so that no call waits for them.",
+    )
+    device_memory_bytes: ByteSize | None = Field(
+        None,
+        description="Bytes for what a device makes of operands, such as contiguous copies of strided ones; "
+        "CPU devices share it. Default: half of the memory.",
+    )
+    max_queue_depth: int = Field(
+        256, ge=1, description="Calls that may wait for a device; more get QUEUE_FULL."
+    )
+    streams_per_device: int = Field(1, ge=1, le=16, description="Calls that run at once on one device.")
+    drain_timeout_s: float = Field(
+        120.0, ge=0, description="Seconds that accepted calls have to finish after SIGTERM or SIGINT."
+    )
+    hang_grace_s: float = Field(
+        10.0, gt=0, description="Seconds past its deadline after which a running call's worker is ended."
+    )
+    worker_start_timeout_s: float = Field(120.0, gt=0, description="Seconds a worker has to open its device.")
+    upload_idle_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds an Execute call may wait for the client's next chunk before it is ended.",
+    )
+    reply_idle_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds an Execute call may wait for the client to take a chunk before it is ended.",
+    )
+    respawn_backoff_s: float = Field(
+        0.1, ge=0, description="Seconds before a lost worker is replaced; doubles with each loss in a row."
+    )
+    respawn_backoff_max_s: float = Field(30.0, ge=0, description="Longest such wait in seconds.")
+    max_respawns: int = Field(
+        10, ge=0, description="Losses in a row, with no call served between, after which a device is down."
+    )
+
+    @field_validator("listen")
+    @classmethod
+    def _listen_address_parses(cls, value: str) -> str:
+        parse_listen(value)
+        return value
+
+    @field_validator("metrics_listen")
+    @classmethod
+    def _metrics_address_parses(cls, value: str) -> str:
+        if value:
+            parse_metrics_listen(value)
+        return value
+
+    @field_validator("log_level", "log_format", mode="before")
+    @classmethod
+    def _case_is_free(cls, value: Any) -> Any:
+        return value.lower() if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _plaintext_is_wanted(self) -> ServerSettings:
+        address = self.listen_address
+        if not (address.is_local or self.insecure):
+            raise ValueError(
+                f"found {address}, which is not loopback, without --insecure; expected a loopback address or "
+                "unix:path, or --insecure to serve plaintext to the network (TLS is not there yet)"
+            )
+        return self
+
+    @property
+    def listen_address(self) -> Address:
+        """Where to serve."""
+        return parse_listen(self.listen)
+
+    @property
+    def metrics_address(self) -> Address | None:
+        """Where the metrics page is; None when it is off."""
+        return parse_metrics_listen(self.metrics_listen) if self.metrics_listen else None
+
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        """The devices as they were given; ``("auto",)`` by default."""
+        return tuple(name.strip() for name in self.devices.split(","))
+
+    @property
+    def fixed_product(self) -> Product | None:
+        """The product, None when the devices tell it."""
+        return None if self.product == "auto" else product_from_name(self.product)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments only: `load_settings` reads the other sources itself, to know where a value came from."""
+        return (init_settings,)
+
+
+@dataclass(frozen=True)
+class LoadedSettings:
+    """Effective settings.
+
+    Attributes:
+        settings: The values.
+        origins: Where each came from: ``"flag"``, ``"environment"``, ``"file"`` or ``"default"``.
+    """
+
+    settings: ServerSettings
+    origins: Mapping[str, str]
+
+
+class SettingsError(ValueError):
+    """Some settings are wrong.
+
+    Attributes:
+        problems: One line for each.
+        usable: The other settings, with defaults for the wrong ones, so that `check` can look further.
+    """
+
+    def __init__(self, problems: Iterable[str], usable: LoadedSettings) -> None:
+        self.problems = tuple(problems)
+        self.usable = usable
+        super().__init__("\n".join(self.problems))
+
+
+def load_settings(flags: Mapping[str, Any] | None = None, config: str | Path | None = None) -> LoadedSettings:
+    """Reads flags, environment and file.
+
+    Args:
+        flags: Values of the command line by field name; those that are None were not given.
+        config: TOML file; None takes ``NPUGRAD_CONFIG``, and no file when that is not set.
+
+    Raises:
+        SettingsError: A value is wrong, a key is unknown, or the file cannot be read; all of them at once.
+    """
+    problems: list[str] = []
+    layers = {
+        "file": _known(_from_file(config or os.environ.get(CONFIG_VARIABLE), problems), "file", problems),
+        "environment": _from_environment(problems),
+        "flag": {name: value for name, value in (flags or {}).items() if value is not None},
+    }
+    values: dict[str, Any] = {}
+    origins = dict.fromkeys(ServerSettings.model_fields, "default")
+    for origin, layer in layers.items():
+        values |= layer
+        origins |= dict.fromkeys(layer, origin)
+    settings = _validated(values, origins, problems)
+    loaded = LoadedSettings(settings, origins)
+    if problems:
+        raise SettingsError(problems, loaded)
+    return loaded
+
+
+def _from_file(config: str | Path | None, problems: list[str]) -> dict[str, Any]:
+    if not config:
+        return {}
+    path = Path(config)
+    try:
+        path.read_bytes()  # the source takes a file that is not there for an empty one
+        return dict(TomlConfigSettingsSource(ServerSettings, path)())
+    except OSError as error:
+        problems.append(f"config: cannot read {str(path)!r}: {error.strerror}")
+    except ValueError as error:
+        problems.append(f"config: {str(path)!r} is not TOML: {error}")
+    return {}
+
+
+def _from_environment(problems: list[str]) -> dict[str, Any]:
+    for variable in sorted(os.environ):
+        if not variable.startswith(ENV_PREFIX) or _OTHERS_VARIABLES.fullmatch(variable):
+            continue
+        if variable.removeprefix(ENV_PREFIX).lower() not in ServerSettings.model_fields:
+            if _SERVICE_LINKS.fullmatch(variable):
+                continue
+            nearest = _nearest(variable, [ENV_PREFIX + name.upper() for name in ServerSettings.model_fields])
+            problems.append(f"environment: unknown variable {variable}{nearest}")
+    found = EnvSettingsSource(ServerSettings)()
+    return {name: value for name, value in found.items() if name in ServerSettings.model_fields}
+
+
+def _known(values: dict[str, Any], origin: str, problems: list[str]) -> dict[str, Any]:
+    for name in sorted(set(values) - set(ServerSettings.model_fields)):
+        problems.append(f"{origin}: unknown key {name}{_nearest(name, ServerSettings.model_fields)}")
+        del values[name]
+    return values
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known)}"
+
+
+def _validated(values: dict[str, Any], origins: dict[str, str], problems: list[str]) -> ServerSettings:
+    """The model of the values; wrong ones are reported and replaced by their defaults."""
+    try:
+        return ServerSettings(**values)
+    except ValidationError as error:
+        wrong = set()
+        for detail in error.errors(include_url=False):
+            message = detail["msg"].removeprefix("Value error, ")
+            # Only the rule over several fields has no field of its own; it is about the address.
+            name = str(detail["loc"][0]) if detail["loc"] else "listen"
+            if not message.startswith("found "):
+                message = f"found {str(detail['input'])[:80]!r}; {message}"
+            problems.append(f"{name}: {message} (from {origins[name]})")
+            wrong.add(name)
+    for name in wrong:
+        del values[name]
+        origins[name] = "default"
+    # Fields come before the rule over several of them, which may find something in the second round.
+    return _validated(values, origins, problems)
+
+
+def memory_limit_bytes(root: Path = Path("/")) -> int:
+    """Memory that this process may use: the least limit of its control groups and the machine's memory.
+
+    Args:
+        root: Root of the file system; another one in tests.
+    """
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for file in _memory_limit_files(root):
+        try:
+            limits.append(int(file.read_text()))
+        except (OSError, ValueError):
+            continue  # absent, or "max"
+    return min(limits)
+
+
+def _memory_limit_files(root: Path) -> Iterable[Path]:
+    base = root / "sys/fs/cgroup"
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        group = Path(path.lstrip("/"))
+        if controllers == "":
+            yield from (base / folder / "memory.max" for folder in (group, *group.parents))
+        elif "memory" in controllers.split(","):
+            yield from (
+                base / "memory" / folder / "memory.limit_in_bytes" for folder in (group, *group.parents)
+            )

@@ -1,0 +1,146 @@
+"""One request, from message to reply. Read this file first.
+
+    decode -> validate -> check contents -> plan -> admit -> write operands -> run -> encode
+
+Wire integrity comes first, then the documented constraints, then the lengths of contents; only then is
+memory reserved. A unary call carries its contents in the message; a streamed one brings them in chunks
+between `admit` and `run` (see `rpc/streaming.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from npugrad.codec import CHUNK_BYTES, MAX_MESSAGE_BYTES, check_contents, decode_request, encode_response
+from npugrad.errors import CallTooLarge
+from npugrad.validation import error_from_verdict, validate_call
+from npugrad_server.pool import PlannedCall
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from npugrad.call import ExecutionInfo
+    from npugrad.codec import WireContent
+    from npugrad.products import Product
+    from npugrad.spec import OpSpec
+    from npugrad_server.pool import Admission, DevicePool, Outcome
+
+INLINE_REPLY_BYTES = 256 * 1024
+"""Results below this length travel in the header of a streamed reply, the others in chunks after it. The
+header so stays below gRPC's default message limit of 4 MiB, which other clients may have."""
+_REPLY_OVERHEAD_BYTES = 64 * 1024
+"""More than everything in a response but its contents."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request that was decoded, validated and found complete.
+
+    Attributes:
+        planned: The call, as the pool takes it.
+        contents: Content of each operand that is not null; those with no data yet follow in chunks.
+    """
+
+    planned: PlannedCall
+    contents: Mapping[str, WireContent]
+
+    @property
+    def content_bytes(self) -> int:
+        """Length of all contents."""
+        return sum(content.nbytes for content in self.contents.values())
+
+
+class Dispatcher:
+    """Takes calls to the pool and brings the results back.
+
+    Attributes:
+        pool: Where calls run.
+        product: Product the server serves.
+    """
+
+    def __init__(self, pool: DevicePool, product: Product) -> None:
+        self.pool = pool
+        self.product = product
+
+    def plan(
+        self, spec: OpSpec, message: Any, *, request_id: str, timeout_s: float | None, chunked: bool
+    ) -> Request:
+        """Decodes and validates a message and checks the lengths of its contents.
+
+        Args:
+            spec: The operator.
+            message: Its typed request.
+            request_id: Identifier for the log.
+            timeout_s: Seconds until the result is of no use; None for never.
+            chunked: Whether contents may follow in chunks.
+
+        Raises:
+            MalformedTensor: Types, sizes or strides are not sane, or a content does not fit its tensor.
+            MalformedRequest: An attribute is missing or an option is out of range.
+            OperatorError: 161001, 161002, 561002 or an unsupported operator: a constraint is broken.
+            RequestError: CONTENT_UNSUPPORTED.
+        """
+        wire = decode_request(spec, message, self.product)
+        verdict = validate_call(spec, wire.call)
+        if verdict.violations:
+            raise error_from_verdict(spec, verdict)
+        check_contents(wire, chunked=chunked)
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        planned = PlannedCall(spec, wire.call, verdict.outputs, wire.options, request_id, deadline_s)
+        return Request(planned, wire.contents)
+
+    async def call(self, request: Request) -> tuple[Any, ExecutionInfo]:
+        """Runs a call whose contents are all inline.
+
+        Returns:
+            The typed response with its contents inline, and what produced it.
+
+        Raises:
+            CallTooLarge: The reply would not fit into one message, or the call into the server's memory.
+            TransportError: Overload, shutdown, deadline: see `DevicePool.admit` and `DevicePool.run`.
+            OperatorError: The device refused or failed.
+        """
+        check_reply_fits(request.planned)
+        with self.pool.admit(request.planned) as admission:
+            await write_inline(admission, request.contents)
+            outcome = await self.run(admission)
+            response, _ = encode_response(
+                request.planned.spec, request.planned.outputs, outcome.contents, outcome.info
+            )
+        return response, outcome.info
+
+    async def run(self, admission: Admission) -> Outcome:
+        """Runs an admitted call whose operands are all written; errors as in `DevicePool.run`."""
+        outcome = await self.pool.run(admission)
+        planned = admission.planned
+        info = replace(outcome.info, product=planned.call.product, request_id=planned.request_id)
+        return replace(outcome, info=info)
+
+
+def check_reply_fits(planned: PlannedCall) -> None:
+    """Refuses a unary call whose reply would pass the limit of one message, before anything is run.
+
+    Raises:
+        CallTooLarge: It would; Execute has no such limit.
+    """
+    found = sum(meta.nbytes for meta in planned.outputs.values() if meta is not None) + _REPLY_OVERHEAD_BYTES
+    if found > MAX_MESSAGE_BYTES:
+        raise CallTooLarge(
+            f"{planned.spec.name}: found a reply of {found} bytes; expected at most {MAX_MESSAGE_BYTES} "
+            "in a unary call, use Execute",
+            operator=planned.spec.name,
+        )
+
+
+async def write_inline(admission: Admission, contents: Mapping[str, WireContent]) -> None:
+    """Copies inline contents into the input arena, in pieces between which other calls get their turn."""
+    for name, content in contents.items():
+        if not content.data:
+            continue
+        source, target = memoryview(content.data), admission.view(name)
+        for start in range(0, len(source), CHUNK_BYTES):
+            target[start : start + CHUNK_BYTES] = source[start : start + CHUNK_BYTES]
+            await asyncio.sleep(0)

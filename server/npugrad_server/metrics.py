@@ -1,0 +1,272 @@
+"""What the server counts, and the Prometheus page that shows it.
+
+Every name starts with ``npugrad_`` and carries its unit. Labels take few values: operators, devices,
+reasons and statuses come from our own tables, never from a caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from npugrad_server.addresses import Address, AddressError
+from npugrad_server.pool import DeviceState, PoolObserver
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from prometheus_client.core import Metric
+
+    from npugrad.call import ExecutionInfo
+    from npugrad_server.pool import DeviceStatus, PlannedCall, PoolStats
+
+SNAPSHOT_TIMEOUT_S = 5.0
+"""Seconds a scrape waits for the event loop before it fails."""
+
+# From a tiny CPU call to a large NPU one, three steps a decade.
+_SECONDS = (*(round(m * 10.0**e, 6) for e in range(-4, 2) for m in (1, 2.5, 5)), 100.0)
+_STAGES = ("queued", "copy_in", "run", "copy_out")
+
+
+class PoolFigures(Protocol):
+    """The part of the pool that the page shows."""
+
+    def stats(self) -> PoolStats:
+        """Figures of this moment."""
+
+    def devices(self) -> tuple[DeviceStatus, ...]:
+        """State of every device."""
+
+
+class Metrics(PoolObserver):
+    """Counters of one server, on a registry of their own.
+
+    Attributes:
+        registry: What the page shows.
+    """
+
+    def __init__(self, version: str, product: str) -> None:
+        """Makes all counters.
+
+        Args:
+            version: Version of the server.
+            product: Product it serves.
+        """
+        self.registry = CollectorRegistry()
+        build = Gauge(
+            "npugrad_build_info",
+            "Version and product, value 1.",
+            ("version", "product"),
+            registry=self.registry,
+        )
+        build.labels(version, product).set(1)
+        self._make_call_counters(self.registry)
+        self._make_pool_counters(self.registry)
+
+    def _make_call_counters(self, registry: CollectorRegistry) -> None:
+        self._calls = Counter(
+            "npugrad_calls",
+            "Calls answered, by gRPC status and reason of the error table; device is empty where none ran.",
+            ("method", "operator", "status", "reason", "device"),
+            registry=registry,
+        )
+        self._call_seconds = Histogram(
+            "npugrad_call_seconds",
+            "Seconds from the arrival of a call to its answer, uploads included.",
+            ("method", "operator"),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._received = Counter(
+            "npugrad_received_bytes", "Bytes of operands of answered calls.", ("operator",), registry=registry
+        )
+        self._sent = Counter(
+            "npugrad_sent_bytes", "Bytes of results of answered calls.", ("operator",), registry=registry
+        )
+        self._active = Gauge(
+            "npugrad_active_calls",
+            "Calls in progress, those not yet admitted included.",
+            ("method",),
+            registry=registry,
+        )
+
+    def _make_pool_counters(self, registry: CollectorRegistry) -> None:
+        self._accepted = Counter(
+            "npugrad_accepted_calls", "Calls admitted.", ("operator",), registry=registry
+        )
+        self._stages = Histogram(
+            "npugrad_stage_seconds",
+            "Seconds of each stage of a successful call: queued, copy_in, run, copy_out.",
+            ("operator", "device", "stage"),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._rerun = Counter(
+            "npugrad_calls_rerun",
+            "Calls whose worker died under them and that wait for another try.",
+            ("device",),
+            registry=registry,
+        )
+        self._attempts = Counter(
+            "npugrad_attempts", "Calls handed to a device, each try counted.", ("device",), registry=registry
+        )
+        self._transitions = Counter(
+            "npugrad_device_transitions",
+            "How often a device went into a state.",
+            ("device", "state"),
+            registry=registry,
+        )
+        self._lost = Counter(
+            "npugrad_workers_lost", "Worker processes that ended.", ("device",), registry=registry
+        )
+        self._rejected = Counter(
+            "npugrad_device_rejections",
+            "Calls that passed the validator and that a device refused: each is a fault of a record.",
+            ("operator", "code"),
+            registry=registry,
+        )
+
+    # ------------------------------------------------------------------------- the gRPC side
+
+    def call_arrived(self, method: str) -> None:
+        """A call of an RPC came in."""
+        self._active.labels(method).inc()
+
+    def call_answered(
+        self, method: str, operator: str, status: str, reason: str, device: str, seconds: float
+    ) -> None:
+        """A call of an RPC was answered or abandoned.
+
+        Args:
+            method: Name of the RPC.
+            operator: Operator, empty for RPCs that run none or when it is unknown.
+            status: gRPC status name.
+            reason: ``"OK"`` or the row of the error table.
+            device: Device that ran it; empty for none.
+            seconds: Seconds since it arrived.
+        """
+        self._active.labels(method).dec()
+        self._calls.labels(method, operator, status, reason, device).inc()
+        self._call_seconds.labels(method, operator).observe(seconds)
+
+    def bytes_moved(self, operator: str, received: int, sent: int) -> None:
+        """Content bytes of one call, in and out."""
+        self._received.labels(operator).inc(received)
+        self._sent.labels(operator).inc(sent)
+
+    def device_rejected(self, operator: str, code: int) -> None:
+        """A device refused what the validator had passed."""
+        self._rejected.labels(operator, str(code)).inc()
+
+    # ------------------------------------------------------------------------- the pool's side
+
+    def call_accepted(self, planned: PlannedCall) -> None:
+        """A call was admitted."""
+        self._accepted.labels(planned.spec.name).inc()
+
+    def call_started(self, planned: PlannedCall, device: str, attempt: int, queued_s: float) -> None:
+        """A call was handed to a device."""
+        self._attempts.labels(device).inc()
+
+    def call_finished(
+        self, planned: PlannedCall, reason: str, seconds: float, info: ExecutionInfo | None
+    ) -> None:
+        """A call has its answer; the stages of a good one are kept."""
+        if info is None:
+            return
+        for stage in _STAGES:
+            value = getattr(info, f"{stage}_s")
+            self._stages.labels(planned.spec.name, info.device, stage).observe(value)
+
+    def call_requeued(self, planned: PlannedCall, device: str) -> None:
+        """The worker of a device died under a call."""
+        self._rerun.labels(device).inc()
+
+    def worker_lost(self, device: str, reason: str) -> None:
+        """A worker process ended."""
+        self._lost.labels(device).inc()
+
+    def device_changed(self, status: DeviceStatus) -> None:
+        """A device went into another state."""
+        self._transitions.labels(status.name, str(status.state)).inc()
+
+    # ------------------------------------------------------------------------------- the page
+
+    def show_pool(self, pool: PoolFigures, loop: asyncio.AbstractEventLoop) -> None:
+        """Adds figures of the pool, read on its loop at every scrape."""
+        for device in pool.devices():  # so that a rate exists before the first loss
+            self._lost.labels(device.name)
+            self._rerun.labels(device.name)
+        self.registry.register(_PoolCollector(pool, loop))
+
+    def serve(self, address: Address) -> tuple[Address, Callable[[], None]]:
+        """Serves the page from a thread.
+
+        Args:
+            address: Where; port 0 takes a free one.
+
+        Returns:
+            The bound address, and what ends the page.
+
+        Raises:
+            AddressError: The address cannot be taken.
+        """
+        try:
+            server, thread = start_http_server(address.port, address.host, self.registry)
+        except OSError as error:
+            reason = error.strerror or error
+            raise AddressError(f"cannot serve metrics on {address}: {reason}") from None
+
+        def close() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        return address.with_port(server.server_port), close
+
+
+class _PoolCollector(Collector):
+    """Gauges that are read from the pool when somebody looks."""
+
+    def __init__(self, pool: PoolFigures, loop: asyncio.AbstractEventLoop) -> None:
+        self._pool, self._loop = pool, loop
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing, so that registering does not wait for the loop it is called on."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """The gauges, from figures taken at one moment on the pool's loop."""
+        stats, devices = asyncio.run_coroutine_threadsafe(self._snapshot(), self._loop).result(
+            SNAPSHOT_TIMEOUT_S
+        )
+        for name, text, value in (
+            ("npugrad_queue_depth", "Calls that wait for a device.", stats.queue_depth),
+            ("npugrad_running_calls", "Calls that run on a device.", stats.running),
+            ("npugrad_uploads", "Admitted calls whose operands are still coming.", stats.uploads),
+            ("npugrad_input_arena_used_bytes", "Operand memory in use.", stats.input_arena_used_bytes),
+            ("npugrad_input_arena_bytes", "Operand memory there is.", stats.input_arena_bytes),
+            ("npugrad_output_arena_used_bytes", "Result memory in use.", stats.output_arena_used_bytes),
+            ("npugrad_output_arena_bytes", "Result memory there is.", stats.output_arena_bytes),
+        ):
+            yield GaugeMetricFamily(name, text, float(value))
+        states = GaugeMetricFamily(
+            "npugrad_device_state", "1 for the state a device is in.", labels=("device", "state")
+        )
+        restarts = CounterMetricFamily(
+            "npugrad_worker_restarts",
+            "How often the worker of a device was started anew.",
+            labels=("device",),
+        )
+        for device in devices:
+            restarts.add_metric((device.name,), device.restarts)
+            for state in DeviceState:
+                states.add_metric((device.name, str(state)), float(state == device.state))
+        yield from (states, restarts)
+
+    async def _snapshot(self) -> tuple[PoolStats, tuple[DeviceStatus, ...]]:
+        return self._pool.stats(), self._pool.devices()

@@ -1,0 +1,127 @@
+"""What a start needs, looked at before it: settings of the pool, free ports, memory, devices that open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from npugrad.errors import NpugradError
+from npugrad.products import Product
+from npugrad_server import devices
+from npugrad_server.addresses import Address, AddressError, check_free
+from npugrad_server.config import memory_limit_bytes
+from npugrad_server.pool import DevicePool, DeviceState, PoolSettings
+
+if TYPE_CHECKING:
+    from npugrad_server.config import ServerSettings
+
+READY_MARGIN_S = 5.0
+"""Seconds beyond `worker_start_timeout_s` in which the pool tells what became of a device."""
+
+
+class StartError(Exception):
+    """The server cannot start.
+
+    Attributes:
+        problems: One line for each thing that is missing.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = problems
+        super().__init__("\n".join(problems))
+
+
+def pool_settings(settings: ServerSettings) -> PoolSettings:
+    """Settings of the pool: devices resolved, product chosen, arenas sized.
+
+    Raises:
+        StartError: The devices cannot be served, or the arenas are larger than the memory.
+    """
+    try:
+        names = devices.resolve(settings.devices)
+    except devices.DeviceListError as error:
+        raise StartError(f"devices: {error}") from None
+    limit = memory_limit_bytes()
+    made = PoolSettings(
+        devices=names,
+        product=settings.fixed_product or Product.ATLAS_A2,
+        input_arena_bytes=int(settings.input_arena_bytes or limit // 4),
+        output_arena_bytes=int(settings.output_arena_bytes or min(limit // 8, limit // 4 // len(names))),
+        prefault_bytes=int(settings.prefault_bytes),
+        max_queue_depth=settings.max_queue_depth,
+        streams_per_device=settings.streams_per_device,
+        drain_timeout_s=settings.drain_timeout_s,
+        hang_grace_s=settings.hang_grace_s,
+        worker_start_timeout_s=settings.worker_start_timeout_s,
+        respawn_backoff_s=settings.respawn_backoff_s,
+        respawn_backoff_max_s=settings.respawn_backoff_max_s,
+        max_respawns=settings.max_respawns,
+        device_memory_bytes=None
+        if settings.device_memory_bytes is None
+        else int(settings.device_memory_bytes),
+    )
+    arenas = made.input_arena_bytes + len(names) * made.output_arena_bytes
+    if arenas > limit:
+        raise StartError(
+            f"input_arena_bytes, output_arena_bytes: found {made.input_arena_bytes} and {len(names)} x "
+            f"{made.output_arena_bytes} bytes; expected at most the {limit} bytes of memory together"
+        )
+    return made
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What `check` saw.
+
+    Attributes:
+        ok: Whether it is as a start needs it.
+        text: What it is, for a person.
+    """
+
+    ok: bool
+    text: str
+
+
+async def check(settings: ServerSettings) -> list[Finding]:
+    """Does all that a start does short of taking the ports: everything that is missing, at once."""
+    findings = [_free("gRPC", settings.listen_address)]
+    if settings.metrics_address is not None:
+        findings.append(_free("metrics", settings.metrics_address))
+    try:
+        # A device that does not open is told at once, not after all the tries that a running server makes.
+        made = replace(pool_settings(settings), max_respawns=0)
+    except StartError as error:
+        return findings + [Finding(False, problem) for problem in error.problems]
+    return findings + await _try_devices(made)
+
+
+def _free(what: str, address: Address) -> Finding:
+    try:
+        check_free(address)
+    except AddressError as error:
+        return Finding(False, f"{what}: {error}")
+    return Finding(True, f"{what}: {address} is free")
+
+
+async def _try_devices(settings: PoolSettings) -> list[Finding]:
+    try:
+        pool = await DevicePool.open(settings)
+    except OSError as error:
+        return [Finding(False, f"memory: cannot make the arenas: {error}")]
+    try:
+        await pool.wait_ready(settings.worker_start_timeout_s + READY_MARGIN_S)
+    except NpugradError:
+        pass  # what each device says tells more
+    finally:
+        found = pool.devices()
+        await pool.close()
+    arenas = (
+        f"{settings.input_arena_bytes} bytes of operands, {settings.output_arena_bytes} of results per device"
+    )
+    return [Finding(True, f"memory: {arenas}")] + [
+        Finding(
+            d.state is DeviceState.READY,
+            f"{d.name}: {d.state}, {d.reason or d.backend + ', ' + d.description}",
+        )
+        for d in found
+    ]

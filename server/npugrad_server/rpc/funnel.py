@@ -1,0 +1,246 @@
+"""The one place where an exception becomes a status, and where every call is logged and counted.
+
+Handlers take a message and an `RpcCall`, and raise `NpugradError`; the funnel does the rest:
+- an `NpugradError` becomes its gRPC status with `google.rpc.Status` in ``grpc-status-details-bin``;
+- anything else becomes INTERNAL with the request id, its traceback goes to the log, the server goes on;
+- a cancelled task (the client left, or its deadline passed) is only counted and logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+
+from npugrad.errors import INNER, RUNTIME_ERROR, MalformedRequest, NpugradError, OperatorError
+from npugrad.status import encode_status, grpc_status_name
+from npugrad_server.logs import get_logger
+from npugrad_server.rpc.register import Garbage
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from google.rpc.status_pb2 import Status
+
+    from npugrad.call import ExecutionInfo
+    from npugrad.spec import CallMeta
+    from npugrad_server.metrics import Metrics
+    from npugrad_server.rpc.register import Handler
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+    UnaryHandler = Callable[[Any, "RpcCall"], Awaitable[Any]]
+    StreamHandler = Callable[["RpcCall"], Awaitable[None]]
+
+REQUEST_ID_KEY = "x-request-id"
+"""Metadata key of a request identifier, both ways."""
+STATUS_KEY = "grpc-status-details-bin"
+_SANE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+_SUMMARY_CHARACTERS = 512
+_OUR_FAULT = frozenset({"INTERNAL", "UNKNOWN", "DATA_LOSS"})
+
+
+@dataclass
+class RpcCall:
+    """One RPC in progress, and what the log will say of it.
+
+    Attributes:
+        context: gRPC's side of it.
+        method: Name of the RPC.
+        request_id: The client's identifier if it is sane, else one of ours.
+        operator: Operator, once known.
+        operands: Types, shapes and attributes, once known; never contents.
+        info: What produced the result, once there.
+        received_bytes: Content bytes that came.
+        sent_bytes: Content bytes that go.
+    """
+
+    context: Context
+    method: str
+    request_id: str
+    operator: str = ""
+    operands: str = ""
+    info: ExecutionInfo | None = None
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    started_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def timeout_s(self) -> float | None:
+        """Seconds until the client's deadline; None when it set none."""
+        remaining: float | None = self.context.time_remaining()
+        return remaining
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the client's deadline has passed; a millisecond is left for clocks to differ."""
+        remaining = self.timeout_s
+        return remaining is not None and remaining < 1e-3
+
+    def describe(self, call: CallMeta) -> None:
+        """Notes types, shapes and attributes for the log."""
+        operands = [f"{name}={meta}" for name, meta in call.inputs.items() if meta is not None]
+        attrs = [f"{name}={value}" for name, value in call.attrs.items()]
+        self.operands = ", ".join(operands + attrs)[:_SUMMARY_CHARACTERS]
+
+
+class Funnel:
+    """Wraps handlers for `register`.
+
+    Guarantees: every RPC is logged and counted once, and none is left out of `settle`.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._log = get_logger()
+        self._active: set[asyncio.Event] = set()
+
+    async def settle(self) -> None:
+        """Waits until the replies of all RPCs that are in progress now were handed to the transport."""
+        for ended in tuple(self._active):
+            await ended.wait()
+
+    def unary(self, method: str, handler: UnaryHandler) -> Handler:
+        """The gRPC handler of a unary RPC."""
+
+        async def handle(message: Any, context: Context) -> Any:
+            async def answer(call: RpcCall) -> Any:
+                return await handler(sane(message), call)
+
+            return await self._pass(method, context, answer)
+
+        return handle
+
+    def stream(self, method: str, handler: StreamHandler) -> Handler:
+        """The gRPC handler of a bidirectional RPC, which reads and writes frames itself."""
+
+        async def handle(_: Any, context: Context) -> None:
+            await self._pass(method, context, handler)
+
+        return handle
+
+    async def _pass(self, method: str, context: Context, handler: Callable[[RpcCall], Awaitable[Any]]) -> Any:
+        call = RpcCall(context, method, _request_id(context))
+        self._arrive(call)
+        try:
+            answer = await handler(call)
+        except asyncio.CancelledError:
+            # Nobody listens any more. A deadline that passed arrives here as a cancellation, too.
+            reason = "DEADLINE_EXCEEDED" if call.is_late else "CANCELLED"
+            self._answered(call, reason, reason, None)
+            raise
+        except Exception as error:
+            status = self._failed(call, error)
+            await _abort(call, status)
+        context.set_trailing_metadata(((REQUEST_ID_KEY, call.request_id),))
+        self._answered(call, "OK", "OK", None)
+        return answer
+
+    def _arrive(self, call: RpcCall) -> None:
+        ended = asyncio.Event()
+        self._active.add(ended)
+        self._metrics.call_arrived(call.method)
+
+        def leave(_: Context) -> None:
+            ended.set()
+            self._active.discard(ended)
+
+        # Called after the status was sent, not when the handler returns.
+        call.context.add_done_callback(leave)  # type: ignore[arg-type]
+
+    def _failed(self, call: RpcCall, error: Exception) -> Status:
+        """Logs and counts an error; returns its status."""
+        if isinstance(error, NpugradError):
+            known = error
+        else:
+            self._log.error(
+                "unexpected error", method=call.method, request_id=call.request_id, exc_info=error
+            )
+            known = NpugradError(
+                f"the server failed; its log has the details under request id {call.request_id}",
+                operator=call.operator,
+            )
+        call.operator = call.operator or known.operator
+        self._count_rejection(call, known)
+        self._answered(call, grpc_status_name(known), known.row.reason, known)
+        return encode_status(known, call.request_id)
+
+    def _count_rejection(self, call: RpcCall, error: NpugradError) -> None:
+        """A device that refuses (161xxx, 561xxx) what our validator passed shows a faulty record."""
+        if not isinstance(error, OperatorError) or error.source != "device" or error.code is None:
+            return
+        refused = error.code < RUNTIME_ERROR or error.code >= INNER
+        if refused and grpc_status_name(error) == "INTERNAL":
+            self._metrics.device_rejected(call.operator, error.code)
+            self._log.error(
+                "device refused what the validator passed", request_id=call.request_id, code=error.code
+            )
+
+    def _answered(self, call: RpcCall, status: str, reason: str, error: NpugradError | None) -> None:
+        seconds = time.monotonic() - call.started_s
+        device = call.info.device if call.info else ""
+        self._metrics.call_answered(call.method, call.operator, status, reason, device, seconds)
+        if call.operator:
+            self._metrics.bytes_moved(call.operator, call.received_bytes, call.sent_bytes)
+        level = "error" if status in _OUR_FAULT else "warning" if status == "UNAVAILABLE" else "info"
+        getattr(self._log, level)("call", **_line(call, status, reason, error, seconds))
+
+
+def _line(
+    call: RpcCall, status: str, reason: str, error: NpugradError | None, seconds: float
+) -> dict[str, Any]:
+    line: dict[str, Any] = {
+        "request_id": call.request_id,
+        "method": call.method,
+        "peer": call.context.peer(),
+        "status": status,
+        "reason": reason,
+        "seconds": round(seconds, 6),
+    }
+    if call.operator:
+        line |= {"operator": call.operator, "operands": call.operands}
+        line |= {"received_bytes": call.received_bytes, "sent_bytes": call.sent_bytes}
+    if call.info is not None:
+        line |= {"device": call.info.device, "backend": call.info.backend, "attempts": call.info.attempts}
+        line |= {"queued_s": round(call.info.queued_s, 6), "run_s": round(call.info.run_s, 6)}
+    if error is not None:
+        line["error"] = str(error)
+    if isinstance(error, OperatorError):
+        line |= {"code": error.code, "constraint": error.constraint}
+    return line
+
+
+def sane(message: Any) -> Any:
+    """The message, if its bytes were one.
+
+    Raises:
+        MalformedRequest: They were not.
+    """
+    if isinstance(message, Garbage):
+        raise MalformedRequest(
+            f"request: found {message.nbytes} bytes that do not parse; expected {message.expected}"
+        )
+    return message
+
+
+def _request_id(context: Context) -> str:
+    for key, value in context.invocation_metadata() or ():
+        if key == REQUEST_ID_KEY and isinstance(value, str) and _SANE_REQUEST_ID.fullmatch(value):
+            return value
+    return uuid.uuid4().hex
+
+
+async def _abort(call: RpcCall, status: Status) -> None:
+    await call.context.abort(
+        _STATUS_CODES[status.code],
+        status.message,
+        ((STATUS_KEY, status.SerializeToString()), (REQUEST_ID_KEY, call.request_id)),
+    )
+
+
+_STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}

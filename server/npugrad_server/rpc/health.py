@@ -1,0 +1,130 @@
+"""grpc.health.v1 and reflection.
+
+``""`` and every npugrad service are SERVING when some device is ready and the server does not drain;
+``"liveness"`` is SERVING as long as the event loop answers, because restarting a process heals no device.
+The servicer is ours and not the library's: that one writes to a watcher while it holds the lock that a
+change of status needs, so one client that does not read could hold up a drain, and its watchers never end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection
+
+from npugrad_server.pool import DeviceState
+from npugrad_server.rpc.register import Garbage, register
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from google.protobuf.descriptor import ServiceDescriptor
+
+    from npugrad_server.pool import DeviceStatus
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+LIVENESS = "liveness"
+"""Service name under which the process itself is asked for."""
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+class Health:
+    """State of the server for probes and load balancers.
+
+    Thread safety: everything on the event loop.
+    """
+
+    def __init__(self, services: Iterable[str]) -> None:
+        """Starts as not serving, but alive.
+
+        Args:
+            services: Full names of the services that need a device.
+        """
+        self._status = dict.fromkeys(("", *services), _NOT_SERVING) | {LIVENESS: _SERVING}
+        self._draining = False
+        self._closed = False
+        self._changed = asyncio.Event()
+
+    def update(self, devices: Iterable[DeviceStatus]) -> None:
+        """Takes the states of the devices."""
+        ready = any(device.state is DeviceState.READY for device in devices)
+        self._set(_SERVING if ready and not self._draining else _NOT_SERVING)
+
+    def start_draining(self) -> None:
+        """Is not serving from now on, whatever the devices do; stays alive."""
+        self._draining = True
+        self._set(_NOT_SERVING)
+
+    def close(self) -> None:
+        """Ends all watchers."""
+        self._closed = True
+        self._wake()
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether calls are served now."""
+        return self._status[""] == _SERVING
+
+    def _set(self, status: Any) -> None:
+        for name in self._status:
+            if name != LIVENESS and self._status[name] != status:
+                self._status[name] = status
+                self._wake()
+
+    def _wake(self) -> None:
+        # Whoever waits for the old event sees this change; the next one gets an event of its own.
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def check(self, request: Any, context: Context) -> health_pb2.HealthCheckResponse:
+        """Answers at once; NOT_FOUND for a name that no service has."""
+        name = await _service(request, context)
+        if name not in self._status:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
+        return health_pb2.HealthCheckResponse(status=self._status[name])
+
+    async def watch(self, request: Any, context: Context) -> None:
+        """Answers at once and at every change, until the server ends."""
+        name = await _service(request, context)
+        last = None
+        while not self._closed:
+            changed, status = self._changed, self._status.get(name, _UNKNOWN)
+            if status != last:
+                await context.write(health_pb2.HealthCheckResponse(status=status))
+                last = status
+                continue  # it may have changed during the write
+            await changed.wait()
+
+    async def list(self, request: Any, context: Context) -> Any:
+        """The status of every service."""
+        answers = {
+            name: health_pb2.HealthCheckResponse(status=status) for name, status in self._status.items()
+        }
+        return health_pb2.HealthListResponse(statuses=answers)  # type: ignore[attr-defined]
+
+
+async def _service(request: Any, context: Context) -> str:
+    if isinstance(request, Garbage):
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"expected {request.expected}")
+    return str(request.service)
+
+
+def register_health(server: grpc.aio.Server, health: Health) -> str:
+    """Adds grpc.health.v1 and returns the service's name."""
+    service: ServiceDescriptor = health_pb2.DESCRIPTOR.services_by_name["Health"]  # type: ignore[assignment]
+    # Older versions of the library have no List.
+    offered = {"Check": health.check, "Watch": health.watch, "List": health.list}
+    register(server, service, {name: offered[name] for name in service.methods_by_name})
+    return str(service.full_name)
+
+
+def register_reflection(server: grpc.aio.Server, services: Iterable[str]) -> None:
+    """Adds server reflection for services and for itself."""
+    reflection.enable_server_reflection((*services, reflection.SERVICE_NAME), server)

@@ -1,0 +1,83 @@
+"""How methods get into the server: one function, which also chooses how their bytes become messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
+    from google.protobuf.descriptor import ServiceDescriptor
+
+    Handler = Callable[[Any, "grpc.aio.ServicerContext[Any, Any]"], Awaitable[Any]]
+    Deserializer = Callable[[bytes], Any]
+
+
+@dataclass(frozen=True)
+class Garbage:
+    """Takes the place of a message whose bytes do not parse, so that our funnel answers and not gRPC.
+
+    Attributes:
+        nbytes: Length of what came.
+        expected: Full name of the message that should have come.
+    """
+
+    nbytes: int
+    expected: str
+
+
+def tolerant_deserializer(message: type[Message]) -> Deserializer:
+    """A parser that returns `Garbage` where protobuf would raise."""
+
+    def deserialize(data: bytes) -> Message | Garbage:
+        try:
+            return message.FromString(data)
+        except DecodeError:
+            return Garbage(len(data), message.DESCRIPTOR.full_name)
+
+    return deserialize
+
+
+def register(
+    server: grpc.aio.Server,
+    service: ServiceDescriptor,
+    handlers: Mapping[str, Handler],
+    deserializers: Mapping[str, Deserializer] | None = None,
+) -> None:
+    """Adds every method of a service.
+
+    Args:
+        server: The server, not yet started.
+        service: The service's descriptor.
+        handlers: Handler of each method by name; streams use the context's `read` and `write`.
+        deserializers: Other parsers than protobuf's by name of method.
+
+    Raises:
+        ValueError: Methods and handlers are not the same set.
+    """
+    if set(handlers) != set(service.methods_by_name):
+        raise ValueError(
+            f"{service.full_name}: found handlers {sorted(handlers)}; "
+            f"expected {sorted(service.methods_by_name)}"
+        )
+    methods = {}
+    for name, handler in handlers.items():
+        method = service.methods_by_name[name]
+        make = _MAKE[method.client_streaming, method.server_streaming]
+        parse = (deserializers or {}).get(name) or tolerant_deserializer(GetMessageClass(method.input_type))
+        methods[name] = make(handler, parse, GetMessageClass(method.output_type).SerializeToString)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, methods),))
+
+
+_MAKE: dict[tuple[bool, bool], Any] = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}

@@ -1,0 +1,168 @@
+"""ServerService: what the server is, its devices and its operators."""
+
+from __future__ import annotations
+
+import platform
+import time
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+import npugrad
+from npugrad.codec import CHUNK_BYTES, MAX_CHUNK_BYTES, MAX_MESSAGE_BYTES
+from npugrad.ops import OPERATORS
+from npugrad.spec import AttrParam, TensorParam
+from npugrad.v1 import server_pb2
+from npugrad_server.rpc.validation import encode_sources, requested_product
+
+if TYPE_CHECKING:
+    from npugrad.products import Product
+    from npugrad.spec import Constraint, OpSpec, Param
+    from npugrad_server.pool import DevicePool, DeviceStatus, PoolSettings
+    from npugrad_server.rpc.funnel import Funnel, RpcCall
+    from npugrad_server.rpc.register import Handler
+
+_BUILT_ON = ("grpcio", "protobuf", "numpy", "ml_dtypes")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What does not change while a server runs.
+
+    Attributes:
+        settings: Settings of its pool.
+        started_s: `time.monotonic()` at its start.
+    """
+
+    settings: PoolSettings
+    started_s: float
+
+
+class ServerServicer:
+    """Describes the server."""
+
+    def __init__(self, pool: DevicePool, facts: Facts) -> None:
+        self._pool, self._facts = pool, facts
+        self._draining = False
+
+    def start_draining(self) -> None:
+        """Says so from now on."""
+        self._draining = True
+
+    def handlers(self, funnel: Funnel) -> dict[str, Handler]:
+        """Every method for `register`."""
+        return {
+            "GetServerInfo": funnel.unary("GetServerInfo", self.get_server_info),
+            "ListOperators": funnel.unary("ListOperators", self.list_operators),
+        }
+
+    async def get_server_info(
+        self, message: server_pb2.GetServerInfoRequest, call: RpcCall
+    ) -> server_pb2.GetServerInfoResponse:
+        """Versions, limits, product, devices, and figures of this moment."""
+        stats, settings = self._pool.stats(), self._facts.settings
+        return server_pb2.GetServerInfoResponse(
+            version=npugrad.__version__,
+            product=settings.product.wire,  # type: ignore[arg-type]
+            devices=[_device(status) for status in self._pool.devices()],
+            limits=_limits(settings),
+            versions=versions(),
+            operators=[name for name, spec in OPERATORS.items() if settings.product in spec.products],
+            draining=self._draining,
+            uptime_s=time.monotonic() - self._facts.started_s,
+            queue_depth=stats.queue_depth,
+            accepted_calls=stats.accepted_calls,
+            input_arena_used_bytes=stats.input_arena_used_bytes,
+            output_arena_used_bytes=stats.output_arena_used_bytes,
+        )
+
+    async def list_operators(
+        self, message: server_pb2.ListOperatorsRequest, call: RpcCall
+    ) -> server_pb2.ListOperatorsResponse:
+        """Every operator with parameters and constraints.
+
+        Raises:
+            MalformedRequest: There is no such product.
+        """
+        product = requested_product(message.product, self._facts.settings.product)
+        return server_pb2.ListOperatorsResponse(operators=[_operator(s, product) for s in OPERATORS.values()])
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the server is built on, by name."""
+    found = {"npugrad": npugrad.__version__, "python": platform.python_version()}
+    for name in _BUILT_ON:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # pragma: no cover - installed some other way
+            found[name] = "unknown"
+    return found
+
+
+def _limits(settings: PoolSettings) -> server_pb2.Limits:
+    return server_pb2.Limits(
+        max_message_bytes=MAX_MESSAGE_BYTES,
+        max_chunk_bytes=MAX_CHUNK_BYTES,
+        recommended_chunk_bytes=CHUNK_BYTES,
+        input_arena_bytes=settings.input_arena_bytes,
+        output_arena_bytes=settings.output_arena_bytes,
+        max_queue_depth=settings.max_queue_depth,
+    )
+
+
+def _device(status: DeviceStatus) -> server_pb2.Device:
+    return server_pb2.Device(
+        name=status.name,
+        backend=status.backend,
+        description=status.description,
+        simulated=status.simulated,
+        state=server_pb2.DeviceState.Value(f"DEVICE_STATE_{status.state.name}"),
+        restarts=status.restarts,
+        reason=status.reason,
+    )
+
+
+def _operator(spec: OpSpec, product: Product) -> server_pb2.Operator:
+    return server_pb2.Operator(
+        name=spec.name,
+        aclnn_name=spec.aclnn_name,
+        summary=spec.summary,
+        parameters=[_parameter(param, product) for param in spec.params],
+        constraints=[_constraint(c) for c in spec.constraints if c.applies(product)],
+        supported=product in spec.products,
+        min_cann=spec.min_cann,
+    )
+
+
+def _parameter(param: Param, product: Product) -> server_pb2.Parameter:
+    if isinstance(param, AttrParam):
+        return server_pb2.Parameter(
+            name=param.name,
+            c_name=param.c_name,
+            role="attribute",
+            doc=param.doc,
+            optional=param.type == "bool_array",
+        )
+    return server_pb2.Parameter(
+        name=param.name,
+        c_name=param.c_name,
+        role=param.role,
+        doc=param.doc,
+        data_types=[d.wire for d in param.dtypes.get(product, ())],  # type: ignore[misc]
+        optional=_may_be_null(param),
+    )
+
+
+def _may_be_null(param: TensorParam) -> bool:
+    return param.optional if param.role == "input" else param.masked_by is not None
+
+
+def _constraint(constraint: Constraint) -> server_pb2.OperatorConstraint:
+    return server_pb2.OperatorConstraint(
+        id=constraint.id,
+        code=constraint.code,
+        text=constraint.text,
+        sources=encode_sources(constraint.sources),
+        operands=constraint.operands,
+        vendor_code=str(constraint.vendor_code),
+    )

@@ -1,0 +1,222 @@
+"""Execute: one call of any size, as a header and the chunks it announced, and the same back.
+
+The header is decoded, validated and admitted before a single chunk is read; a refused call costs no
+payload. Chunks go straight into the input arena. Rules, each with MALFORMED_REQUEST or MALFORMED_TENSOR:
+the header is first and comes once; a chunk names an operand that was announced, carries 1 byte to 4 MiB,
+continues where the operand's last chunk ended and does not pass its announced length (operands may
+interleave); the client ends its side after the last chunk, and not before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import grpc.aio
+
+from npugrad.codec import CHUNK_BYTES, MAX_CHUNK_BYTES, encode_response, unwrap, wrap
+from npugrad.errors import Cancelled, DeadlineExceeded, MalformedRequest, MalformedTensor
+from npugrad.layout import chunks
+from npugrad.v1 import backward_pb2
+from npugrad_server.dispatch import INLINE_REPLY_BYTES, Dispatcher, Request, write_inline
+from npugrad_server.rpc.funnel import RpcCall, sane
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+
+    from npugrad.spec import OpSpec
+    from npugrad_server.pool import Admission, Outcome
+
+
+class Upload:
+    """What an announced call still waits for; checks chunks against the rules, moves no bytes.
+
+    Attributes:
+        missing_bytes: Announced bytes that have not come yet.
+    """
+
+    def __init__(self, spec: OpSpec, announced: dict[str, int]) -> None:
+        """Starts with nothing received.
+
+        Args:
+            spec: The operator.
+            announced: Content length of each operand that comes in chunks.
+        """
+        self._spec = spec
+        self._announced = {spec.param_index(name): (name, nbytes) for name, nbytes in announced.items()}
+        self._received = dict.fromkeys(self._announced, 0)
+        self.missing_bytes = sum(announced.values())
+
+    @classmethod
+    def of(cls, request: Request) -> Upload:
+        """The upload that a request announces."""
+        announced = {
+            name: content.nbytes for name, content in request.contents.items() if content.data is None
+        }
+        return cls(request.planned.spec, announced)
+
+    def place(self, operand: int, offset: int, nbytes: int) -> str:
+        """Takes a chunk: checks it and returns the name of its operand.
+
+        Raises:
+            MalformedRequest: The operand was not announced.
+            MalformedTensor: The length or the offset breaks the rules.
+        """
+        if operand not in self._announced:
+            names = ", ".join(f"{index} ({name})" for index, (name, _) in self._announced.items()) or "none"
+            raise MalformedRequest(
+                f"{self._spec.name}: chunk: found operand {operand}; expected an announced one: {names}",
+                operator=self._spec.name,
+            )
+        name, announced = self._announced[operand]
+        received = self._received[operand]
+        if not 1 <= nbytes <= MAX_CHUNK_BYTES:
+            raise self._malformed(name, f"a chunk of {nbytes} bytes", f"1 to {MAX_CHUNK_BYTES}")
+        if offset != received:
+            raise self._malformed(
+                name, f"a chunk at offset {offset}", f"offset {received}, where the last one ended"
+            )
+        if nbytes > announced - received:
+            raise self._malformed(name, f"{received + nbytes} bytes in chunks", f"the announced {announced}")
+        self._received[operand] = received + nbytes
+        self.missing_bytes -= nbytes
+        return name
+
+    def finish(self) -> None:
+        """Takes the end of the stream.
+
+        Raises:
+            MalformedTensor: An operand is not complete.
+        """
+        for operand, (name, announced) in self._announced.items():
+            if self._received[operand] != announced:
+                raise self._malformed(
+                    name,
+                    f"the end of the stream after {self._received[operand]} bytes",
+                    f"the announced {announced}",
+                )
+
+    def _malformed(self, name: str, found: str, expected: str) -> MalformedTensor:
+        text = f"{self._spec.name}: {name}: found {found}; expected {expected}"
+        return MalformedTensor(text, operator=self._spec.name, operand=name)
+
+
+class Frames:
+    """The frames of one Execute call, none of which may be waited for longer than the settings say."""
+
+    def __init__(self, call: RpcCall, upload_idle_timeout_s: float, reply_idle_timeout_s: float) -> None:
+        self._call = call
+        self._upload_idle_timeout_s, self._reply_idle_timeout_s = upload_idle_timeout_s, reply_idle_timeout_s
+
+    async def read(self) -> backward_pb2.ExecuteRequest | None:
+        """The next frame; None at the end of the client's side.
+
+        Raises:
+            DeadlineExceeded: The client sent nothing for `upload_idle_timeout_s`.
+            MalformedRequest: The bytes are no frame.
+            Cancelled: The client is gone.
+        """
+        context = self._call.context
+        frame = await self._within(
+            context.read, self._upload_idle_timeout_s, "no frame from the client", "a chunk"
+        )
+        return None if frame is grpc.aio.EOF else sane(frame)
+
+    async def write(self, frame: backward_pb2.ExecuteResponse) -> None:
+        """Sends a frame.
+
+        Raises:
+            DeadlineExceeded: The client took nothing for `reply_idle_timeout_s`.
+            Cancelled: The client is gone.
+        """
+        context = self._call.context
+        await self._within(
+            lambda: context.write(frame),
+            self._reply_idle_timeout_s,
+            "no room for the reply",
+            "the client to read",
+        )
+
+    async def _within(
+        self, act: Callable[[], Awaitable[Any]], timeout_s: float, found: str, expected: str
+    ) -> Any:
+        try:
+            return await asyncio.wait_for(act(), timeout_s)
+        except asyncio.TimeoutError:
+            text = f"execute: stream: found {found} for {timeout_s:g} s; expected {expected} before that"
+            raise DeadlineExceeded(text, operator=self._call.operator) from None
+        except (grpc.aio.BaseError, grpc.RpcError) as error:
+            # The transport fails before it tells us that the client is gone.
+            raise Cancelled(
+                f"execute: stream: found it closed: {error}", operator=self._call.operator
+            ) from None
+
+
+class Execute:
+    """The handler of Execute."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, upload_idle_timeout_s: float, reply_idle_timeout_s: float
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._timeouts = (upload_idle_timeout_s, reply_idle_timeout_s)
+
+    async def __call__(self, call: RpcCall) -> None:
+        """Takes one call from its header to the last chunk of its reply; errors as in `Dispatcher`."""
+        frames = Frames(call, *self._timeouts)
+        request = self._plan(call, await frames.read())
+        # Leaving the block, by whatever way, gives every byte back.
+        with self._dispatcher.pool.admit(request.planned) as admission:
+            await write_inline(admission, request.contents)
+            await _receive(frames, admission, Upload.of(request))
+            call.received_bytes = request.content_bytes
+            outcome = await self._dispatcher.run(admission)
+            call.info = outcome.info
+            for frame in _reply(request, outcome):
+                await frames.write(frame)
+            call.sent_bytes = sum(view.nbytes for view in outcome.contents.values())
+
+    def _plan(self, call: RpcCall, frame: backward_pb2.ExecuteRequest | None) -> Request:
+        kind = "the end of the stream" if frame is None else frame.WhichOneof("frame") or "an empty frame"
+        if frame is None or kind != "header":
+            raise MalformedRequest(f"execute: stream: found {kind} first; expected a header")
+        spec, message = unwrap(frame.header)
+        call.operator = spec.name
+        request = self._dispatcher.plan(
+            spec, message, request_id=call.request_id, timeout_s=call.timeout_s, chunked=True
+        )
+        call.describe(request.planned.call)
+        return request
+
+
+async def _receive(frames: Frames, admission: Admission, upload: Upload) -> None:
+    operator = admission.planned.spec.name
+    views = {}
+    while (frame := await frames.read()) is not None:
+        kind = frame.WhichOneof("frame")
+        if kind != "chunk":
+            found = "a second header" if kind == "header" else "an empty frame"
+            raise MalformedRequest(f"{operator}: stream: found {found}; expected a chunk", operator=operator)
+        if not upload.missing_bytes:
+            raise MalformedRequest(
+                f"{operator}: stream: found a chunk after the last announced byte; expected the end",
+                operator=operator,
+            )
+        data = frame.chunk.data  # copied at every access: read once
+        name = upload.place(frame.chunk.operand, frame.chunk.offset, len(data))
+        if name not in views:
+            views[name] = admission.view(name)
+        views[name][frame.chunk.offset : frame.chunk.offset + len(data)] = data
+    upload.finish()
+
+
+def _reply(request: Request, outcome: Outcome) -> Iterator[backward_pb2.ExecuteResponse]:
+    spec = request.planned.spec
+    message, follow = encode_response(
+        spec, request.planned.outputs, outcome.contents, outcome.info, chunk_from_bytes=INLINE_REPLY_BYTES
+    )
+    yield backward_pb2.ExecuteResponse(header=wrap(backward_pb2.ExecuteResponseHeader(), spec, message))
+    for operand, content in follow:
+        for offset, piece in chunks(content, CHUNK_BYTES):
+            chunk = backward_pb2.Chunk(operand=operand, offset=offset, data=bytes(piece))
+            yield backward_pb2.ExecuteResponse(chunk=chunk)

@@ -1,0 +1,87 @@
+"""ValidationService: what the operator's first phase would answer, without data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from npugrad.codec import decode_request, encode_meta, unwrap
+from npugrad.errors import MalformedRequest
+from npugrad.products import Product, product_from_wire
+from npugrad.v1 import validation_pb2
+from npugrad.validation import validate_call
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from npugrad.errors import Source, Violation
+    from npugrad.spec import Verdict
+    from npugrad_server.rpc.funnel import Funnel, RpcCall
+    from npugrad_server.rpc.register import Handler
+
+
+class ValidationServicer:
+    """Validates calls against the documented constraints."""
+
+    def __init__(self, product: Product) -> None:
+        self._product = product
+
+    def handlers(self, funnel: Funnel) -> dict[str, Handler]:
+        """Every method for `register`."""
+        return {"Validate": funnel.unary("Validate", self.validate)}
+
+    async def validate(
+        self, message: validation_pb2.ValidateRequest, call: RpcCall
+    ) -> validation_pb2.ValidateResponse:
+        """Every violated constraint, or the inferred outputs.
+
+        Raises:
+            MalformedRequest: No operator is named, an attribute is missing, or there is no such product.
+            MalformedTensor: Types, sizes or strides are not sane.
+        """
+        product = requested_product(message.product, self._product)
+        spec, request = unwrap(message.call)
+        call.operator = spec.name
+        wire = decode_request(spec, request, product)
+        call.describe(wire.call)
+        return encode_verdict(validate_call(spec, wire.call), product)
+
+
+def requested_product(number: int, default: Product) -> Product:
+    """The product of a request; the server's own when it names none.
+
+    Raises:
+        MalformedRequest: There is no product of this number.
+    """
+    product = product_from_wire(number) if number else default
+    if product is None:
+        known = ", ".join(f"{p.wire} ({p})" for p in Product)
+        raise MalformedRequest(f"product: found {number}; expected one of {known}", operand="product")
+    return product
+
+
+def encode_verdict(verdict: Verdict, product: Product) -> validation_pb2.ValidateResponse:
+    """The wire form of a verdict."""
+    response = validation_pb2.ValidateResponse(status=verdict.status, product=product.wire)  # type: ignore[arg-type]
+    response.violations.extend(_violation(v) for v in verdict.violations)
+    for name, meta in verdict.outputs.items():
+        output = response.outputs.add(name=name)
+        if meta is not None:
+            encode_meta(meta, output.meta)
+    return response
+
+
+def _violation(violation: Violation) -> validation_pb2.Violation:
+    return validation_pb2.Violation(
+        id=violation.id,
+        code=violation.code,
+        operands=violation.operands,
+        found=violation.found,
+        expected=violation.expected,
+        text=violation.text,
+        sources=encode_sources(violation.sources),
+    )
+
+
+def encode_sources(sources: Iterable[Source]) -> list[validation_pb2.Source]:
+    """The wire form of citations."""
+    return [validation_pb2.Source(document=s.document, section=s.section, row=s.row) for s in sources]
