@@ -1,0 +1,223 @@
+"""The record of aclnnGridSampler2DBackward.
+
+Sources: the official page "aclnnGridSampler2DBackward" (Atlas training series, Atlas A2) and, where cited
+as such, the vendor's public source (ops-cv), which also adds the Atlas A3 series. The
+constraints are in `_grid_sampler_2d_backward_rules`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from npugrad.dtypes import DType
+from npugrad.ops._grid_sampler_2d_backward_rules import (
+    C_NAMES,
+    CONSTRAINTS,
+    DOCUMENT,
+    DTYPES,
+    INTERPOLATION_MODES,
+    LIKE,
+    NOT_EXPRESSIBLE,
+    PADDING_MODES,
+    accepts_unchecked,
+)
+from npugrad.products import Product
+from npugrad.references.grid_sampler_2d_backward import reference
+from npugrad.spec import AttrParam, CallMeta, OpSpec, Sample, TensorMeta, TensorParam
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    import numpy.typing as npt
+
+MAX_DETERMINISTIC_CHANNELS = 2048
+"""Above it the operator leaves the AI Core, and with it the deterministic mode."""
+
+
+def _input(name: str, doc: str) -> TensorParam:
+    return TensorParam(name=name, c_name=C_NAMES[name], role="input", doc=doc, dtypes=DTYPES)
+
+
+def _output(index: int, name: str, doc: str, *, zero_init: bool = False) -> TensorParam:
+    return TensorParam(
+        name=name,
+        c_name=C_NAMES[name],
+        role="output",
+        doc=doc,
+        dtypes=DTYPES,
+        masked_by=index,
+        when_masked="allocate",  # a null output is refused whatever the mask says
+        zero_init=zero_init,
+    )
+
+
+_PARAMS = (
+    _input("grad_output", "(N, C, OH, OW), dtype of input. Gradient of the sampled output."),
+    _input(
+        "input",
+        "(N, C, H, W) with H and W above 0, float32, float16 or (not on the Atlas training series) bfloat16. "
+        "The sampled images.",
+    ),
+    _input("grid", "(N, OH, OW, 2), dtype of input. Sampling points (x, y), inside the image from -1 to 1."),
+    AttrParam(
+        name="interpolation_mode",
+        c_name=C_NAMES["interpolation_mode"],
+        type="int64",
+        doc="0 bilinear, 1 nearest.",
+        choices=INTERPOLATION_MODES,
+    ),
+    AttrParam(
+        name="padding_mode",
+        c_name=C_NAMES["padding_mode"],
+        type="int64",
+        doc="What a point outside the image reads: 0 zeros, 1 border, 2 reflection.",
+        choices=PADDING_MODES,
+    ),
+    AttrParam(
+        name="align_corners",
+        c_name=C_NAMES["align_corners"],
+        type="bool",
+        doc="True: -1 and 1 are the centres of the corner pixels; False: their outer edges.",
+    ),
+    AttrParam(
+        name="output_mask",
+        c_name=C_NAMES["output_mask"],
+        type="bool_array",
+        doc="Two bools: compute input_grad, grid_grad. None: nothing is checked and nothing computed.",
+    ),
+    _output(0, "input_grad", "(N, C, H, W), dtype of input. Gradient of input.", zero_init=True),
+    _output(1, "grid_grad", "(N, OH, OW, 2), dtype of input. Gradient of grid."),
+)
+
+
+def build(
+    *,
+    dtype: DType | str = DType.FLOAT32,
+    product: Product = Product.ATLAS_A2,
+    n: int = 2,
+    c: int = 3,
+    h: int = 4,
+    w: int = 5,
+    oh: int = 3,
+    ow: int = 2,
+    interpolation_mode: int = 0,
+    padding_mode: int = 0,
+    align_corners: bool = False,
+    output_mask: tuple[bool, ...] | None = (True, True),
+) -> CallMeta:
+    """A legal call: n images of c channels and h x w pixels, each sampled at oh x ow points."""
+    return CallMeta(
+        inputs={
+            "grad_output": TensorMeta(dtype, (n, c, oh, ow)),
+            "input": TensorMeta(dtype, (n, c, h, w)),
+            "grid": TensorMeta(dtype, (n, oh, ow, 2)),
+        },
+        attrs={
+            "interpolation_mode": interpolation_mode,
+            "padding_mode": padding_mode,
+            "align_corners": align_corners,
+            "output_mask": output_mask,
+        },
+        product=product,
+    )
+
+
+def _infer(call: CallMeta) -> Mapping[str, TensorMeta | None]:
+    mask = call.mask() or (False, False)
+    return {
+        name: (call.declared(name) or _inferred(call.tensor(like))).contiguous() if wanted else None
+        for (name, like), wanted in zip(LIKE.items(), mask, strict=True)
+    }
+
+
+def _inferred(like: TensorMeta) -> TensorMeta:
+    return TensorMeta(like.dtype, like.shape)
+
+
+def _deterministic(call: CallMeta) -> bool:
+    return accepts_unchecked(call) or call.tensor("input").shape[1] <= MAX_DETERMINISTIC_CHANNELS
+
+
+def _samples(product: Product) -> Iterator[Sample]:
+    for dtype in DTYPES[product]:
+        yield Sample(f"{dtype}", build(dtype=dtype, product=product))
+    yield from _mode_samples(product)
+    for mask in ((True, False), (False, True), (False, False)):
+        yield Sample("mask" + "".join("01"[bit] for bit in mask), build(product=product, output_mask=mask))
+    yield Sample("mask_null", build(product=product, output_mask=None))
+    yield Sample("one_pixel", build(product=product, n=1, c=1, h=1, w=1, oh=1, ow=1))
+    many = MAX_DETERMINISTIC_CHANNELS + 1
+    yield Sample("many_channels", build(product=product, n=1, c=many, h=1, w=2, oh=1, ow=1))
+    yield Sample("empty_n", build(product=product, n=0))
+    yield Sample("empty_c", build(product=product, c=0))
+    yield Sample("empty_oh", build(product=product, oh=0))
+    yield Sample("empty_ow", build(product=product, ow=0))
+    call = build(product=product)
+    image, grid = call.tensor("input"), call.tensor("grid")
+    yield Sample("declared", call.with_outputs(input_grad=image, grid_grad=grid))
+    expanded = TensorMeta(DType.FLOAT32, call.tensor("grad_output").shape, strides=(0, 0, 0, 0))
+    channels_last = TensorMeta(DType.FLOAT32, image.shape, strides=(60, 1, 15, 3))
+    yield Sample("strided", call.with_inputs(grad_output=expanded, input=channels_last))
+
+
+def _mode_samples(product: Product) -> Iterator[Sample]:
+    for interpolation, interpolation_mode in INTERPOLATION_MODES.items():
+        for padding, padding_mode in PADDING_MODES.items():
+            for align_corners in (False, True):
+                call = build(
+                    product=product,
+                    interpolation_mode=interpolation_mode,
+                    padding_mode=padding_mode,
+                    align_corners=align_corners,
+                )
+                yield Sample(f"{interpolation}-{padding}" + ("-aligned" if align_corners else ""), call)
+
+
+def _make_inputs(call: CallMeta, rng: np.random.Generator) -> dict[str, npt.NDArray[Any] | None]:
+    """Normal images and gradients; points mostly inside, some outside, some exactly on the border."""
+
+    def values(name: str, meta: TensorMeta) -> npt.NDArray[np.float32]:
+        return (
+            _points(meta.shape, rng) if name == "grid" else rng.standard_normal(meta.shape, dtype=np.float32)
+        )
+
+    return {
+        name: None if meta is None else values(name, meta).astype(meta.dtype.numpy)
+        for name, meta in call.inputs.items()
+    }
+
+
+def _points(shape: tuple[int, ...], rng: np.random.Generator) -> npt.NDArray[np.float32]:
+    points = rng.uniform(-1, 1, shape).astype(np.float32)
+    kind = rng.random(shape, dtype=np.float32)
+    points[kind < 0.1] *= 1.75
+    points[kind > 0.95] = np.sign(points[kind > 0.95])
+    return points
+
+
+GRID_SAMPLER_2D_BACKWARD = OpSpec(
+    name="grid_sampler_2d_backward",
+    aclnn_name=DOCUMENT,
+    summary="Gradients of two-dimensional grid sampling with respect to the sampled images and the grid.",
+    documents=(DOCUMENT,),
+    params=_PARAMS,
+    products={
+        Product.ATLAS_TRAINING: DOCUMENT,
+        Product.ATLAS_A2: DOCUMENT,
+        Product.ATLAS_A3: "newer vendor documents and source",
+    },
+    constraints=CONSTRAINTS,
+    not_expressible=NOT_EXPRESSIBLE,
+    infer=_infer,
+    reference=reference,
+    build=build,
+    samples=_samples,
+    make_inputs=_make_inputs,
+    extra_tolerance=lambda inputs, attrs, output: 0.0,
+    deterministic=_deterministic,
+    min_cann="8.0",
+    accepts_unchecked=accepts_unchecked,
+)
+"""The record; order of params is the order of aclnnGridSampler2DBackwardGetWorkspaceSize."""

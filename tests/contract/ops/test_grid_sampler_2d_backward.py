@@ -1,0 +1,404 @@
+"""What the page of aclnnGridSampler2DBackward says of concrete calls, and which side is taken elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import npugrad
+from npugrad import CallMeta, DType, Format, Product, TensorMeta, Verdict
+from npugrad.dtypes import dtype_from_name
+from npugrad.ops.grid_sampler_2d_backward import GRID_SAMPLER_2D_BACKWARD as SPEC
+from npugrad.spec import TensorParam
+from npugrad.validation import validate_call
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+NAME = "grid_sampler_2d_backward"
+PRODUCTS = list(Product)
+# The operands of the page's example program.
+EXAMPLE = {
+    "grad_output": TensorMeta("float32", (1, 1, 3, 3)),
+    "input": TensorMeta("float32", (1, 1, 5, 8)),
+    "grid": TensorMeta("float32", (1, 3, 3, 2)),
+}
+ATTRS: Mapping[str, Any] = {
+    "interpolation_mode": 0,
+    "padding_mode": 0,
+    "align_corners": False,
+    "output_mask": (True, True),
+}
+
+
+def check(
+    inputs: Mapping[str, TensorMeta | None] | None = None,
+    attrs: Mapping[str, Any] | None = None,
+    outputs: Mapping[str, TensorMeta | None] | None = None,
+    product: Product | str = Product.ATLAS_A2,
+) -> Verdict:
+    """Validate the example program's call with some things changed."""
+    return npugrad.validate(
+        NAME,
+        inputs={**EXAMPLE, **(inputs or {})},
+        attrs={**ATTRS, **(attrs or {})},
+        outputs=outputs,
+        product=product,
+    )
+
+
+def ids(verdict: Verdict) -> list[str]:
+    return [violation.id for violation in verdict.violations]
+
+
+def meta(*shape: int, dtype: str = "float32") -> TensorMeta:
+    return TensorMeta(dtype, shape)
+
+
+class TestLegal:
+    @pytest.mark.parametrize("product", PRODUCTS, ids=str)
+    def test_example_program(self, product: Product) -> None:
+        verdict = check(product=product)
+        assert (verdict.status, verdict.violations) == (0, ())
+        assert verdict.outputs == {"input_grad": meta(1, 1, 5, 8), "grid_grad": meta(1, 3, 3, 2)}
+
+    @pytest.mark.parametrize(
+        ("mask", "absent"),
+        [
+            ((True, False), {"grid_grad"}),
+            ((False, True), {"input_grad"}),
+            ((False, False), {"input_grad", "grid_grad"}),
+        ],
+        ids=str,
+    )
+    def test_masked_outputs_are_absent(self, mask: tuple[bool, bool], absent: set[str]) -> None:
+        verdict = check(attrs={"output_mask": mask})
+        assert verdict.status == 0
+        assert {name for name, output in verdict.outputs.items() if output is None} == absent
+
+    @pytest.mark.parametrize(
+        "sizes",
+        [{"n": 0}, {"c": 0}, {"oh": 0}, {"ow": 0}, {"n": 0, "c": 0, "oh": 0, "ow": 0}],
+        ids=lambda sizes: "-".join(sizes),
+    )
+    def test_empty_but_for_height_and_width(self, sizes: dict[str, int]) -> None:
+        call = SPEC.build(**sizes)
+        verdict = validate_call(SPEC, call)
+        assert verdict.status == 0
+        assert verdict.outputs == {"input_grad": call.inputs["input"], "grid_grad": call.inputs["grid"]}
+
+    def test_modes_by_name(self) -> None:
+        assert check(attrs={"interpolation_mode": "nearest", "padding_mode": "reflection"}).status == 0
+
+    @pytest.mark.parametrize("storage", [Format.NCHW, Format.NHWC], ids=str)
+    def test_any_format(self, storage: Format) -> None:
+        inputs = {name: TensorMeta(m.dtype, m.shape, storage) for name, m in EXAMPLE.items()}
+        assert check(inputs).status == 0
+
+    def test_declared_output_may_be_strided_and_comes_back_contiguous(self) -> None:
+        transposed = TensorMeta("float32", (1, 1, 5, 8), strides=(40, 40, 1, 5))
+        assert check(outputs={"input_grad": transposed}).outputs["input_grad"] == meta(1, 1, 5, 8)
+
+    def test_outputs_of_strided_inputs_are_contiguous(self) -> None:
+        channels_last = TensorMeta("float32", (1, 1, 5, 8), Format.NHWC, strides=(40, 1, 8, 1))
+        assert check({"input": channels_last}).outputs["input_grad"] == meta(1, 1, 5, 8)
+
+
+class TestNull:
+    @pytest.mark.parametrize("name", ["grad_output", "input", "grid"])
+    def test_input(self, name: str) -> None:
+        verdict = check({name: None})
+        assert verdict.status == 161001
+        assert ids(verdict) == [f"{name}.not_null"]
+
+    @pytest.mark.parametrize("mask", [(True, True), (False, False)], ids=str)
+    @pytest.mark.parametrize("name", ["input_grad", "grid_grad"])
+    def test_output_whatever_the_mask(self, name: str, mask: tuple[bool, bool]) -> None:
+        verdict = check(attrs={"output_mask": mask}, outputs={name: None})
+        assert verdict.status == 161001
+        assert ids(verdict) == [f"{name}.not_null"]
+
+    def test_null_mask_succeeds_before_anything_else(self) -> None:
+        verdict = check(
+            {"grad_output": None, "input": meta(0, dtype="int32"), "grid": meta()},
+            {"interpolation_mode": 7, "padding_mode": -1, "output_mask": None},
+            {"input_grad": None, "grid_grad": meta(3, dtype="bool")},
+        )
+        assert (verdict.status, verdict.violations) == (0, ())
+        assert verdict.outputs == {"input_grad": None, "grid_grad": None}
+
+
+# Row of the page's 161002 list, the change that breaks it, and the constraints that say so.
+ROWS: list[tuple[int, dict[str, Any], list[str]]] = [
+    (1, {"grad_output": meta(1, 1, 3, 3, dtype="int32")}, ["grad_output.same_dtype"]),
+    (1, {"grid": meta(1, 3, 3, 2, dtype="float16")}, ["grid.same_dtype"]),
+    (1, {name: meta(*m.shape, dtype="int64") for name, m in EXAMPLE.items()}, ["input.dtype"]),
+    (1, {name: meta(*m.shape, dtype="float64") for name, m in EXAMPLE.items()}, ["input.not_double"]),
+    (2, {"grad_output": meta(1, 1, 9)}, ["grad_output.rank"]),
+    (2, {"input": meta(1, 1, 5, 8, 1)}, ["input.rank"]),
+    (2, {"grid": meta()}, ["grid.rank"]),
+    (3, {"interpolation_mode": -1}, ["interpolation_mode.choice"]),
+    (3, {"interpolation_mode": 2}, ["interpolation_mode.not_bicubic"]),
+    (3, {"interpolation_mode": 2**63 - 1}, ["interpolation_mode.choice"]),
+    (3, {"padding_mode": 3}, ["padding_mode.choice"]),
+    (3, {"padding_mode": -1}, ["padding_mode.choice"]),
+    (4, {"grid": meta(2, 3, 3, 2)}, ["grid.batch"]),
+    (4, {"grad_output": meta(0, 1, 3, 3)}, ["grad_output.batch"]),
+    (4, {"input": meta(2, 1, 5, 8)}, ["grid.batch", "grad_output.batch"]),
+    (5, {"grad_output": meta(1, 2, 3, 3)}, ["grad_output.channels"]),
+    (6, {"grid": meta(1, 4, 3, 2)}, ["grid.out_height"]),
+    (7, {"grid": meta(1, 3, 4, 2)}, ["grid.out_width"]),
+    (8, {"input": meta(1, 1, 0, 8)}, ["input.height"]),
+    (8, {"input": meta(1, 1, 5, 0)}, ["input.width"]),
+    (8, {"input": meta(1, 1, 0, 0)}, ["input.height", "input.width"]),
+    (9, {"grid": meta(1, 3, 3, 3)}, ["grid.coordinates"]),
+    (9, {"grid": meta(1, 3, 3, 0)}, ["grid.coordinates"]),
+    (10, {"input_grad": meta(1, 1, 8, 5)}, ["input_grad.shape"]),
+    (10, {"grid_grad": meta(1, 9, 2)}, ["grid_grad.shape"]),
+    (1, {"input_grad": meta(1, 1, 5, 8, dtype="float16")}, ["input_grad.same_dtype"]),
+    (1, {"grid_grad": meta(1, 3, 3, 2, dtype="int8")}, ["grid_grad.same_dtype"]),
+]
+
+
+class TestInvalid:
+    @pytest.mark.parametrize(("row", "change", "expected"), ROWS, ids=lambda value: str(value)[:40])
+    def test_row_of_the_page(self, row: int, change: dict[str, Any], expected: list[str]) -> None:
+        verdict = check(
+            {name: value for name, value in change.items() if name in EXAMPLE},
+            {name: value for name, value in change.items() if name in ATTRS},
+            {name: value for name, value in change.items() if name.endswith("_grad")},
+        )
+        assert verdict.status == 161002
+        assert ids(verdict) == expected
+        for violation in verdict.violations:
+            cited = {(source.section, source.row) for source in violation.sources}
+            assert ("return codes, 161002", f"row {row}") in cited
+
+    @pytest.mark.parametrize("product", PRODUCTS, ids=str)
+    def test_bfloat16_where_the_product_has_it(self, product: Product) -> None:
+        inputs = {name: meta(*m.shape, dtype="bfloat16") for name, m in EXAMPLE.items()}
+        verdict = check(inputs, product=product)
+        has_it = product is not Product.ATLAS_TRAINING
+        assert (verdict.status, ids(verdict)) == ((0, []) if has_it else (161002, ["input.dtype"]))
+
+    @pytest.mark.parametrize("product", PRODUCTS, ids=str)
+    def test_double_on_no_product(self, product: Product) -> None:
+        inputs = {name: meta(*m.shape, dtype="float64") for name, m in EXAMPLE.items()}
+        verdict = check(inputs, product=product)
+        assert (verdict.status, ids(verdict)) == (161002, ["input.not_double"])
+
+    @pytest.mark.parametrize("mask", [(), (True,), (True, True, True)], ids=str)
+    def test_mask_of_another_length(self, mask: tuple[bool, ...]) -> None:
+        verdict = check(attrs={"output_mask": mask})
+        assert (verdict.status, ids(verdict)) == (161002, ["output_mask.length"])
+
+    def test_outputs_are_checked_although_masked_out(self) -> None:
+        wrong = {"input_grad": meta(2, dtype="int8"), "grid_grad": meta(1, 3, 3, 2)}
+        verdict = check(attrs={"output_mask": (False, False)}, outputs=wrong)
+        assert verdict.status == 161002
+        assert ids(verdict) == ["input_grad.same_dtype", "input_grad.shape"]
+
+    def test_inputs_are_checked_although_nothing_is_wanted(self) -> None:
+        verdict = check({"grid": meta(1, 9, 2)}, {"output_mask": (False, False)})
+        assert (verdict.status, ids(verdict)) == (161002, ["grid.rank"])
+
+
+class TestManyAtOnce:
+    def test_null_comes_first_then_the_rows_in_order(self) -> None:
+        verdict = check(
+            {
+                "grad_output": meta(3, 2, 4, 5, dtype="int32"),
+                "input": meta(2, 1, 0, 0),
+                "grid": meta(1, 3, 3, 3),
+            },
+            {"interpolation_mode": 2, "padding_mode": 9, "output_mask": (True,)},
+            {"input_grad": meta(7, dtype="bool"), "grid_grad": None},
+        )
+        assert verdict.status == 161001
+        assert verdict.outputs == {}
+        assert ids(verdict) == [
+            "grid_grad.not_null",
+            "grad_output.same_dtype",
+            "input_grad.same_dtype",
+            "interpolation_mode.not_bicubic",
+            "padding_mode.choice",
+            "grid.batch",
+            "grad_output.batch",
+            "grad_output.channels",
+            "input.height",
+            "input.width",
+            "grid.out_height",
+            "grid.out_width",
+            "grid.coordinates",
+            "input_grad.shape",
+            "output_mask.length",
+        ]
+
+    def test_all_null(self) -> None:
+        nothing = dict.fromkeys(EXAMPLE)
+        verdict = check(nothing, outputs={"input_grad": None, "grid_grad": None})
+        assert verdict.status == 161001
+        names = ("grad_output", "input", "grid", "input_grad", "grid_grad")
+        assert ids(verdict) == [f"{name}.not_null" for name in names]
+
+
+SHAPES = st.lists(st.integers(0, 4), max_size=6).map(tuple)
+METAS = st.builds(TensorMeta, st.sampled_from(list(DType)), SHAPES, st.sampled_from(list(Format)))
+MASKS = st.none() | st.lists(st.booleans(), max_size=4).map(tuple)
+INTEGERS = st.integers(-2, 4) | st.integers(-(2**63), 2**63 - 1)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.fixed_dictionaries(dict.fromkeys(EXAMPLE, st.none() | METAS)),
+    st.fixed_dictionaries(
+        {
+            "interpolation_mode": INTEGERS,
+            "padding_mode": INTEGERS,
+            "align_corners": st.booleans(),
+            "output_mask": MASKS,
+        }
+    ),
+    st.fixed_dictionaries({}, optional=dict.fromkeys(("input_grad", "grid_grad"), st.none() | METAS)),
+    st.sampled_from(PRODUCTS),
+)
+def test_no_call_makes_the_record_raise(
+    inputs: dict[str, TensorMeta | None],
+    attrs: dict[str, Any],
+    outputs: dict[str, TensorMeta | None],
+    product: Product,
+) -> None:
+    verdict = validate_call(SPEC, CallMeta(inputs, attrs, outputs, product))
+    assert verdict.status in (0, 161001, 161002)
+    assert bool(verdict.status) == bool(verdict.violations) == (not verdict.outputs)
+
+
+class TestPicks:
+    """Where page and source differ, the record names what a device answers."""
+
+    @pytest.mark.parametrize(
+        ("constraint_id", "vendor_code"),
+        [
+            ("input.not_double", "accepts"),
+            ("interpolation_mode.not_bicubic", "accepts"),
+            ("output_mask.length", 161002),
+        ],
+    )
+    def test_both_sides_are_named(self, constraint_id: str, vendor_code: int | str) -> None:
+        constraint = next(c for c in SPEC.constraints if c.id == constraint_id)
+        assert constraint.code == 161002
+        assert constraint.vendor_code == vendor_code
+        assert all(word in constraint.pick for word in ("The document", "vendor's source", "Taken:"))
+
+    def test_elsewhere_they_agree(self) -> None:
+        for constraint in SPEC.constraints:
+            assert constraint.pick or constraint.vendor_code == constraint.code
+
+
+class TestParameters:
+    def test_order_of_the_c_signature(self) -> None:
+        assert [p.c_name for p in SPEC.params] == [
+            "gradOutput",
+            "input",
+            "grid",
+            "interpolationMode",
+            "paddingMode",
+            "alignCorners",
+            "outputMask",
+            "inputGrad",
+            "gridGrad",
+        ]
+
+    def test_outputs_are_allocated_although_masked_out(self) -> None:
+        assert [(p.name, p.masked_by, p.when_masked) for p in SPEC.outputs] == [
+            ("input_grad", 0, "allocate"),
+            ("grid_grad", 1, "allocate"),
+        ]
+
+    def test_only_what_is_accumulated_starts_as_zeros(self) -> None:
+        zeroed = [p.name for p in SPEC.params if isinstance(p, TensorParam) and p.zero_init]
+        assert zeroed == ["input_grad"]
+
+    @pytest.mark.parametrize(("channels", "can"), [(0, True), (2048, True), (2049, False)])
+    def test_deterministic_up_to_2048_channels(self, channels: int, can: bool) -> None:
+        assert SPEC.deterministic(SPEC.build(c=channels)) is can
+
+    def test_deterministic_when_nothing_is_computed(self) -> None:
+        call = SPEC.build(output_mask=None)
+        assert SPEC.deterministic(replace(call, inputs=dict.fromkeys(EXAMPLE)))
+
+
+class TestCoverage:
+    """Every row of the page and of the source's checks stands somewhere in the record."""
+
+    @pytest.mark.parametrize(
+        ("document", "section", "rows"),
+        [
+            (SPEC.aclnn_name, "return codes, 161001", {"row 1"}),
+            (SPEC.aclnn_name, "return codes, 161002", {f"row {n}" for n in range(1, 11)}),
+            (
+                SPEC.aclnn_name,
+                "parameters",
+                {*(p.c_name for p in SPEC.params), "workspaceSize", "executor", "workspace", "stream"},
+            ),
+            ("vendor source (ops-cv)", f"checks of {SPEC.aclnn_name}", {f"check {n}" for n in range(1, 15)}),
+        ],
+        ids=["161001", "161002", "parameters", "source"],
+    )
+    def test_rows(self, document: str, section: str, rows: set[str]) -> None:
+        cited = [source for constraint in SPEC.constraints for source in constraint.sources]
+        cited += [row.source for row in SPEC.not_expressible]
+        assert {s.row for s in cited if (s.document, s.section) == (document, section)} == rows
+
+
+class TestMadeInputs:
+    @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+    def test_fit_the_call_and_the_seed(self, dtype: str) -> None:
+        call = SPEC.build(dtype=dtype, oh=7)
+        first, second = (SPEC.make_inputs(call, np.random.default_rng(5)) for _ in range(2))
+        assert list(first) == list(EXAMPLE)
+        for name, array in first.items():
+            expected, again = call.tensor(name), second[name]
+            assert array is not None
+            assert again is not None
+            assert (array.shape, dtype_from_name(array.dtype)) == (expected.shape, expected.dtype)
+            assert array.tobytes() == again.tobytes()
+
+    def test_points_are_inside_outside_and_on_the_border(self) -> None:
+        grid = SPEC.make_inputs(SPEC.build(oh=200, ow=200), np.random.default_rng(0))["grid"]
+        assert grid is not None
+        beyond, border = np.abs(grid) > 1, np.abs(grid) == 1
+        inside = (np.abs(grid) < 1).all(axis=-1)
+        assert inside.mean() > 0.75
+        assert 0.02 < beyond.mean() < 0.1
+        assert 0.02 < border.mean() < 0.1
+
+    def test_null_stays_null(self) -> None:
+        call = SPEC.build(output_mask=None).with_inputs(grid=None)
+        assert SPEC.make_inputs(call, np.random.default_rng(0))["grid"] is None
+
+    @pytest.mark.torch
+    @pytest.mark.parametrize("sample", list(SPEC.samples(Product.ATLAS_A2)), ids=lambda sample: sample.name)
+    def test_reference_agrees_with_torch(self, sample: Any) -> None:
+        torch = pytest.importorskip("torch")
+        call: CallMeta = sample.call
+        inputs = SPEC.make_inputs(call, np.random.default_rng(11))
+        metas = {name: m for name, m in validate_call(SPEC, call).outputs.items() if m is not None}
+        outputs = {name: np.full(m.shape, np.nan) for name, m in metas.items()}
+        SPEC.reference(inputs, call.attrs, outputs)
+        operands = [torch.from_numpy(np.asarray(array, np.float64)) for array in inputs.values()]
+        modes = [call.attrs[name] for name in ("interpolation_mode", "padding_mode", "align_corners")]
+        expected = torch.ops.aten.grid_sampler_2d_backward(*operands, *modes, [True, True])
+        for name, gradient in zip(("input_grad", "grid_grad"), expected, strict=True):
+            if name in outputs:
+                np.testing.assert_allclose(outputs[name], gradient.numpy(), rtol=1e-12, atol=1e-12)
+
+
+def test_a_null_mask_leaves_nothing_to_violate() -> None:
+    call = SPEC.build(output_mask=None)
+    assert [constraint.id for constraint in SPEC.constraints if constraint.violate(call) is not None] == []
