@@ -5,12 +5,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from npugrad.errors import UnsupportedOperator
+from npugrad.ops.fused_floyd_attention_grad import FUSED_FLOYD_ATTENTION_GRAD
+from npugrad.ops.grid_sampler_2d_backward import GRID_SAMPLER_2D_BACKWARD
 from npugrad.ops.group_norm_backward import GROUP_NORM_BACKWARD
+from npugrad.ops.multi_scale_deformable_attention_grad import MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD
 
 if TYPE_CHECKING:
     from npugrad.spec import OpSpec
 
-OPERATORS: dict[str, OpSpec] = {spec.name: spec for spec in (GROUP_NORM_BACKWARD,)}
+OPERATORS: dict[str, OpSpec] = {
+    spec.name: spec
+    for spec in (
+        MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD,
+        GRID_SAMPLER_2D_BACKWARD,
+        GROUP_NORM_BACKWARD,
+        FUSED_FLOYD_ATTENTION_GRAD,
+    )
+}
 """Every operator by name."""
 
 
@@ -23,5 +34,7 @@ def get_operator(name: str) -> OpSpec:
     if name in OPERATORS:
         return OPERATORS[name]
     raise UnsupportedOperator(
-        f"unknown operator {name!r}; known are {', '.join(OPERATORS)}", reason="UNKNOWN_OPERATOR", operator=name
+        f"unknown operator {name!r}; known are {', '.join(OPERATORS)}",
+        reason="UNKNOWN_OPERATOR",
+        operator=name,
     )

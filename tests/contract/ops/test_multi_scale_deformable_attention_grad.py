@@ -1,0 +1,323 @@
+"""What is particular to aclnnMultiScaleDeformableAttentionGrad: two ranks, limits, untrusted levels."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npugrad.dtypes import DType, Format
+from npugrad.errors import INNER_NULLPTR, PARAM_INVALID, PARAM_NULLPTR, UnsupportedOperator
+from npugrad.ops._multi_scale_deformable_attention_grad_data import level_sizes, level_starts
+from npugrad.ops.multi_scale_deformable_attention_grad import (
+    MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD as SPEC,
+)
+from npugrad.ops.multi_scale_deformable_attention_grad import build
+from npugrad.products import Product
+from npugrad.spec import CallMeta, Sample, TensorMeta
+from npugrad.validation import error_from_verdict, validate_call
+
+SAMPLES = [pytest.param(sample, id=sample.name) for sample in SPEC.samples(Product.ATLAS_A2)]
+
+
+def violated(call: CallMeta) -> list[str]:
+    return [violation.id for violation in validate_call(SPEC, call).violations]
+
+
+def levels(*rows: tuple[int, int, int], keys: int = 16, dtype: Any = np.int64) -> dict[str, Any]:
+    """Operands with levels of (height, width, start), as `data_check` looks at them."""
+    return {
+        "value": np.zeros((1, keys, 1, 8), np.float32),
+        "spatial_shape": np.array([row[:2] for row in rows], dtype).reshape(-1, 2),
+        "level_start_index": np.array([row[2] for row in rows], dtype),
+    }
+
+
+def complaint(inputs: dict[str, Any]) -> str | None:
+    assert SPEC.data_check is not None
+    return SPEC.data_check(inputs)
+
+
+def test_parameters_are_in_the_order_of_the_c_signature() -> None:
+    assert [p.c_name for p in SPEC.params] == [
+        "value",
+        "spatialShape",
+        "levelStartIndex",
+        "location",
+        "attnWeight",
+        "gradOutput",
+        "gradValue",
+        "gradLocation",
+        "gradAttnWeight",
+    ]
+    assert all(p.zero_init and p.masked_by is None for p in SPEC.outputs)
+    assert not any(p.optional for p in SPEC.inputs)
+    assert SPEC.attrs == ()
+
+
+@pytest.mark.parametrize("shape", [(1, 32, 8), (1, 32, 1, 8)], ids=["A2 edition", "A2/A3 edition"])
+def test_both_example_programs_are_legal_and_send_one_shape_to_the_device(shape: tuple[int, ...]) -> None:
+    call = build(bs=1, nq=32, nh=1, ch=8, levels=((1, 1),), points=1)
+    call = call.with_inputs(grad_output=TensorMeta("float32", shape))
+    verdict = validate_call(SPEC, call)
+    assert verdict.status == 0
+    assert verdict.outputs["grad_value"] == TensorMeta("float32", (1, 1, 1, 8))
+    assert verdict.outputs["grad_location"] == TensorMeta("float32", (1, 32, 1, 1, 1, 2))
+    assert verdict.outputs["grad_attn_weight"] == TensorMeta("float32", (1, 32, 1, 1, 1))
+    view = SPEC.inputs[5].device_view
+    assert view is not None
+    assert view(call.tensor("grad_output")) == (1, 32, 8)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((2, 3, 15), "grad_output.channels"),
+        ((2, 3, 8), "grad_output.channels"),
+        ((2, 3, 1, 16), "grad_output.channels"),
+        ((2, 3, 8, 2), "grad_output.channels"),
+        ((2, 4, 16), "grad_output.num_queries"),
+        ((1, 3, 2, 8), "grad_output.bs"),
+        ((6, 16), "grad_output.rank"),
+        ((2, 3, 2, 8, 1), "grad_output.rank"),
+    ],
+)
+def test_other_shapes_of_grad_output_are_refused(shape: tuple[int, ...], expected: str) -> None:
+    assert violated(build().with_inputs(grad_output=TensorMeta("float32", shape))) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"ch": 256}, []),
+        ({"ch": 264}, ["channels.limit"]),
+        ({"ch": 4}, ["channels.multiple"]),
+        ({"ch": 257}, ["channels.multiple", "channels.limit"]),
+        ({"ch": 0}, []),
+        ({"nq": 499_999}, []),
+        ({"nq": 500_000}, ["num_queries.limit"]),
+        ({"levels": ((1, 1),) * 16}, []),
+        ({"levels": ((1, 1),) * 17}, ["num_levels.limit"]),
+        ({"nh": 16}, []),
+        ({"nh": 17}, ["num_heads.limit"]),
+        ({"points": 16}, []),
+        ({"points": 17}, ["num_points.limit"]),
+    ],
+)
+@pytest.mark.parametrize("rank", [3, 4])
+def test_limits_are_where_the_documents_put_them(
+    sizes: dict[str, Any], expected: list[str], rank: int
+) -> None:
+    assert violated(build(grad_output_rank=rank, **sizes)) == expected
+
+
+def test_mixed_float_types_are_refused_and_index_types_may_differ() -> None:
+    call = build(dtype="bfloat16", index_dtype="int32")
+    half = TensorMeta("float16", call.tensor("attn_weight").shape)
+    assert violated(call.with_inputs(attn_weight=half)) == ["attn_weight.same_dtype"]
+    assert violated(call.with_outputs(grad_value=TensorMeta("float32", (2, 16, 2, 8)))) == [
+        "grad_value.same_dtype"
+    ]
+    assert violated(call.with_inputs(spatial_shape=TensorMeta("int64", (2, 2)))) == []
+    assert violated(call.with_inputs(spatial_shape=TensorMeta("uint32", (2, 2)))) == ["spatial_shape.dtype"]
+
+
+@pytest.mark.parametrize("name", [p.name for p in SPEC.inputs])
+@pytest.mark.parametrize("storage", list(Format))
+def test_only_fractal_nz_is_refused_and_only_on_inputs(name: str, storage: Format) -> None:
+    call = build()
+    meta = call.tensor(name)
+    stored = call.with_inputs(**{name: TensorMeta(meta.dtype, meta.shape, storage)})
+    assert violated(stored) == ([f"{name}.format"] if storage == "FRACTAL_NZ" else [])
+    output = TensorMeta("float32", (2, 16, 2, 8), storage)
+    assert violated(call.with_outputs(grad_value=output)) == []
+
+
+def test_the_operand_that_fixes_a_size_is_named() -> None:
+    call = build(bs=3).with_inputs(value=build(bs=2).inputs["value"])
+    violations = validate_call(SPEC, call).violations
+    assert [v.id for v in violations] == ["location.bs", "attn_weight.bs", "grad_output.bs"]
+    assert all(v.operands[1] == "value" for v in violations)
+    assert violations[0].found == "3 on axis 0 of shape [3, 3, 2, 2, 2, 2]"
+    assert violations[0].expected == "2, as on axis 0 of value"
+
+
+def test_declared_outputs_are_checked() -> None:
+    call = build()
+    assert violated(call.with_outputs(grad_value=None)) == ["grad_value.not_null"]
+    wrong = TensorMeta("float32", (2, 3, 2, 2, 2))
+    assert violated(call.with_outputs(grad_location=wrong)) == ["grad_location.shape"]
+    strided = TensorMeta("float32", (2, 16, 2, 8), strides=(1, 2, 64, 128))
+    verdict = validate_call(SPEC, call.with_outputs(grad_value=strided))
+    assert verdict.status == 0
+    assert verdict.outputs["grad_value"] == strided.contiguous()
+
+
+def test_null_comes_before_everything_else() -> None:
+    call = build(ch=4, nh=17).with_inputs(attn_weight=None).with_outputs(grad_value=None)
+    verdict = validate_call(SPEC, call)
+    assert verdict.status == PARAM_NULLPTR
+    assert [v.code for v in verdict.violations] == sorted(v.code for v in verdict.violations)
+    assert [v.id for v in verdict.violations] == [
+        "attn_weight.not_null",
+        "grad_value.not_null",
+        "channels.multiple",
+        "num_heads.limit",
+    ]
+
+
+def test_types_come_before_formats_ranks_limits_and_sizes() -> None:
+    call = build(points=17)
+    bad = call.with_inputs(
+        location=TensorMeta("int8", call.tensor("location").shape, Format.FRACTAL_NZ),
+        level_start_index=TensorMeta("int32", (2, 1)),
+        grad_output=TensorMeta("float32", (9, 3, 16)),
+    )
+    assert violated(bad) == [
+        "location.same_dtype",
+        "location.format",
+        "level_start_index.rank",
+        "num_points.limit",
+        "grad_output.bs",
+    ]
+    assert validate_call(SPEC, bad).status == PARAM_INVALID
+
+
+def test_atlas_training_lacks_the_operator() -> None:
+    verdict = validate_call(SPEC, replace(build(), product=Product.ATLAS_TRAINING))
+    assert verdict.status == INNER_NULLPTR
+    error = error_from_verdict(SPEC, verdict)
+    assert type(error) is UnsupportedOperator
+    assert error.reason == "OPERATOR_UNSUPPORTED"
+    assert "found Atlas training series" in str(error)
+
+
+# Values: what may be launched on an NPU, and what the record makes up for tests and demos.
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ((3, 4, 0), (2, 2, 12)),
+        ((4, 4, 0), (4, 4, 0)),  # levels may overlap
+        ((0, 0, 16), (0, 2**31 - 1, 0)),
+        ((1, 16, 0),),
+        (),
+    ],
+)
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_levels_inside_the_keys_may_be_launched(rows: tuple[tuple[int, int, int], ...], dtype: Any) -> None:
+    assert complaint(levels(*rows, dtype=dtype)) is None
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ((-1, 4, 0), "negative height"),
+        ((4, -1, 0), "negative width"),
+        ((-4, -4, 0), "negative height"),
+        ((4, 4, -1), "negative start"),
+        ((4, 4, 1), "end beyond the keys"),
+        ((17, 1, 0), "end beyond the keys"),
+        ((0, 0, 17), "end beyond the keys"),
+        ((2**31, 0, 0), "height outside int32"),
+        ((0, 2**32 + 1, 0), "width outside int32"),
+        ((0, 0, 2**40), "start outside int32"),
+        ((-(2**31) - 1, 0, 0), "height outside int32"),
+        # Products that wrap to something small in 32 and in 64 bits.
+        ((2**16, 2**16, 0), "end beyond the keys"),
+        ((2**31 - 1, 2**31 - 1, 0), "end beyond the keys"),
+        # The example program stores the floats 1.0, 1.0 in an INT32 tensor.
+        ((0x3F800000, 0x3F800000, 0), "end beyond the keys"),
+    ],
+)
+def test_levels_that_leave_the_keys_are_refused(row: tuple[int, int, int], expected: str) -> None:
+    found = complaint(levels((4, 4, 0), row))
+    assert found is not None
+    assert found.startswith("spatial_shape, level_start_index: level 1: found a")
+    assert expected in found
+    # A message never shows what a tensor holds; the number of keys is a size.
+    assert not {str(abs(number)) for number in row if abs(number) > 17} & set(found.replace(";", " ").split())
+
+
+def test_a_level_beyond_int32_is_refused_whatever_the_value_tensor_holds() -> None:
+    inputs = levels((2**16, 2**15, 0))
+    inputs["value"] = np.broadcast_to(np.float32(0), (1, 2**33, 1, 8))
+    assert "end beyond the keys" in (complaint(inputs) or "")
+    inputs["spatial_shape"][0, 1] -= 1
+    assert complaint(inputs) is None
+
+
+def test_each_index_tensor_is_read_once() -> None:
+    """Memory shared with a caller may change between two looks; the check takes one."""
+
+    class Shared:
+        def __init__(self, array: Any) -> None:
+            self.array, self.reads = array, 0
+
+        def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+            self.reads += 1
+            return np.array(self.array if self.reads == 1 else self.array + 2**30, dtype)
+
+    inputs = levels((3, 4, 0), (2, 2, 12))
+    shared = {name: Shared(inputs[name]) for name in ("spatial_shape", "level_start_index")}
+    assert complaint({**inputs, **shared}) is None
+    assert [array.reads for array in shared.values()] == [1, 1]
+
+
+@given(num_keys=st.integers(0, 20_000), num_levels=st.integers(0, 16))
+def test_made_up_levels_fill_the_keys(num_keys: int, num_levels: int) -> None:
+    sizes = level_sizes(num_keys, num_levels)
+    assert len(sizes) == num_levels
+    assert sum(h * w for h, w in sizes) == (num_keys if num_levels else 0)
+    rows = [(*size, start) for size, start in zip(sizes, level_starts(sizes), strict=True)]
+    assert complaint(levels(*rows, keys=num_keys)) is None
+
+
+def test_made_up_levels_are_a_pyramid() -> None:
+    assert level_sizes(16 * 16 + 8 * 8 + 4 * 4 + 2 * 2, 4) == ((16, 16), (8, 8), (4, 4), (2, 2))
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_made_up_operands_fit_the_call_and_may_be_launched(sample: Sample) -> None:
+    made = SPEC.make_inputs(sample.call, np.random.default_rng(5))
+    for name, meta in sample.call.inputs.items():
+        array = made[name]
+        assert array is not None
+        assert meta is not None
+        assert (array.shape, array.dtype) == (meta.shape, meta.dtype.numpy)
+        assert np.isfinite(array.astype(np.float64)).all()
+    assert complaint(made) is None
+    weights = made["attn_weight"]
+    assert weights is not None
+    if weights.size:
+        sums = weights.astype(np.float64).sum(axis=(-2, -1))
+        assert np.abs(sums - 1).max() < (
+            0.02 if sample.call.tensor("value").dtype is not DType.FLOAT32 else 1e-5
+        )
+
+
+def test_most_made_up_locations_are_inside_and_some_are_not() -> None:
+    made = SPEC.make_inputs(build(nq=500), np.random.default_rng(6))
+    location = made["location"]
+    assert location is not None
+    inside = ((location >= 0) & (location <= 1)).all(axis=-1).mean()
+    assert 0.4 < inside < 0.9
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_the_reference_fills_the_inferred_outputs(sample: Sample) -> None:
+    metas = validate_call(SPEC, sample.call).outputs
+    outputs = {name: np.full(m.shape, np.nan, m.dtype.numpy) for name, m in metas.items() if m is not None}
+    inputs = SPEC.make_inputs(sample.call, np.random.default_rng(7))
+    SPEC.reference(inputs, {}, outputs)
+    assert list(outputs) == ["grad_value", "grad_location", "grad_attn_weight"]
+    empty = any(math.prod(m.shape) == 0 for m in sample.call.inputs.values() if m is not None)
+    for name, array in outputs.items():
+        assert np.isfinite(array.astype(np.float64)).all()
+        assert empty or bool(array.any()), name
