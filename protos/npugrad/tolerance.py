@@ -1,0 +1,200 @@
+"""How far a result may be from the float64 reference: one formula for all operators.
+
+With golden values g, T = 2^-13 (float32), 2^-10 (float16) or 2^-7 (bfloat16), and an absolute allowance
+`extra` that an operator's record may add for terms that cancel, a result is right when
+
+    each element     |e| <= 10*T*|g| + T*rms(g) + tiny + extra
+    the whole tensor mean|e| <= T*(mean|g| + tiny) + extra
+
+where tiny is the smallest normal number of the dtype. An element that is not finite, once g is cast to the
+dtype, must be the same non-finite value in the result; such elements take no part in the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from npugrad.dtypes import DType, dtype_from_name
+from npugrad.references._blocks import flat_float64, spans, store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float64]
+    Bools = npt.NDArray[np.bool_]
+
+T: dict[DType, float] = {DType.FLOAT32: 2.0**-13, DType.FLOAT16: 2.0**-10, DType.BFLOAT16: 2.0**-7}
+"""The relative tolerance of each dtype that has one."""
+_TINY = {DType.FLOAT32: 2.0**-126, DType.FLOAT16: 2.0**-14, DType.BFLOAT16: 2.0**-126}
+
+# Elements of a block and bytes of scratch memory one of them needs: some ten float64 values.
+_BLOCK_BYTES = 64 * 2**20
+_ELEMENT_BYTES = 80
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a comparison of one tensor found.
+
+    Attributes:
+        ok: Whether the result is within the tolerance.
+        max_relative_error: max|e| / max|g| over finite elements; what accuracy tables show.
+        mean_relative_error: mean|e| / mean|g| over finite elements.
+        worst: Largest error as a fraction of what is allowed, of elements and mean; above 1 it is too large,
+            infinite where finite and non-finite values do not match.
+        mismatches: Elements outside their tolerance.
+        non_finite: Elements that are not finite in the golden values, cast to the dtype.
+        size: Elements compared.
+        first_mismatch: Index of the first such element in C order; None when there is none.
+    """
+
+    ok: bool
+    max_relative_error: float
+    mean_relative_error: float
+    worst: float
+    mismatches: int
+    non_finite: int
+    size: int
+    first_mismatch: tuple[int, ...] | None
+
+    def __str__(self) -> str:
+        """One line for a person; no value of either tensor."""
+        verdict = "within" if self.ok else "outside"
+        text = (
+            f"{verdict} tolerance: max relative error {self.max_relative_error:.2e}, "
+            f"{self.worst:.2g} of what is allowed, {self.mismatches} of {self.size} elements off"
+        )
+        return text if self.first_mismatch is None else f"{text}, the first at {list(self.first_mismatch)}"
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """Sums over the golden values whose cast is finite."""
+
+    count: int
+    mean: float
+    rms: float
+    largest: float
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Some consecutive elements, in C order.
+
+    Attributes:
+        start: Number of the first one.
+        golden: Golden values in float64, 0 where not `finite`.
+        error: |e|, 0 where not `finite`.
+        finite: Whether the cast golden value and the result are both finite.
+        unlike: Whether golden value and result are not both finite and not the same.
+        non_finite: Golden values that are not finite once cast.
+    """
+
+    start: int
+    golden: Floats
+    error: Floats
+    finite: Bools
+    unlike: Bools
+    non_finite: int
+
+
+def compare(golden: npt.NDArray[Any], got: npt.NDArray[Any], extra: float = 0.0) -> Comparison:
+    """Compares a result with golden values, in blocks of bounded memory.
+
+    Args:
+        golden: Golden values of any float dtype, best float64, in any layout.
+        got: The result: float32, float16 or bfloat16, of the same shape, in any layout.
+        extra: Absolute error allowed beyond the common formula, as `OpSpec.extra_tolerance` tells.
+
+    Raises:
+        ValueError: The shapes differ, or the formula has no tolerance for the result's dtype.
+    """
+    tolerance = _tolerance(golden, got)
+    tiny = _TINY[dtype_from_name(got.dtype)]
+    scale = _scale(golden, got)
+    allowed_mean = tolerance * (scale.mean + tiny) + extra
+    worst, largest, total, mismatches, non_finite = 0.0, 0.0, 0.0, 0, 0
+    first: int | None = None
+    for block in _blocks(golden, got):
+        fraction = block.error / (
+            10 * tolerance * np.abs(block.golden) + (tolerance * scale.rms + tiny + extra)
+        )
+        fraction[block.unlike] = np.inf
+        off = fraction > 1
+        if first is None and off.any():
+            first = block.start + int(off.argmax())
+        mismatches += int(np.count_nonzero(off))
+        non_finite += block.non_finite
+        worst = max(worst, float(fraction.max()))
+        largest = max(largest, float(block.error.max()))
+        total += float(block.error.sum())
+    mean_error = total / scale.count if scale.count else 0.0
+    worst = max(worst, mean_error / allowed_mean)
+    return Comparison(
+        ok=worst <= 1,
+        max_relative_error=_ratio(largest, scale.largest),
+        mean_relative_error=_ratio(mean_error, scale.mean),
+        worst=worst,
+        mismatches=mismatches,
+        non_finite=non_finite,
+        size=got.size,
+        first_mismatch=None if first is None else tuple(map(int, np.unravel_index(first, got.shape))),
+    )
+
+
+def _tolerance(golden: npt.NDArray[Any], got: npt.NDArray[Any]) -> float:
+    if golden.shape != got.shape:
+        raise ValueError(f"found shape {list(got.shape)}; expected {list(golden.shape)}, that of golden")
+    dtype = dtype_from_name(got.dtype)
+    if dtype not in T:
+        raise ValueError(f"found dtype {dtype}; expected {', '.join(T)}")
+    return T[dtype]
+
+
+def _blocks(golden: npt.NDArray[Any], got: npt.NDArray[Any]) -> Iterator[_Block]:
+    for span in spans(got.size, _ELEMENT_BYTES, _BLOCK_BYTES):
+        values = flat_float64(golden, span.start, span.stop)
+        result = flat_float64(got, span.start, span.stop)
+        cast = _cast(values, got.dtype)
+        finite = np.isfinite(cast) & np.isfinite(result)
+        same = (cast == result) | (np.isnan(cast) & np.isnan(result))
+        unlike = ~finite & ~same
+        # A golden value whose cast is infinite may itself be finite; it still takes no part in the sums.
+        values[~np.isfinite(cast)] = 0.0
+        result[~finite] = 0.0
+        error = np.abs(np.subtract(result, values, out=result), out=result)
+        error[~finite] = 0.0
+        yield _Block(span.start, values, error, finite, unlike, int(np.count_nonzero(~np.isfinite(cast))))
+
+
+def _cast(values: Floats, dtype: np.dtype[Any]) -> Floats:
+    rounded = np.empty(values.shape, dtype)
+    store(rounded, values)
+    return rounded.astype(np.float64)
+
+
+def _scale(golden: npt.NDArray[Any], got: npt.NDArray[Any]) -> _Scale:
+    """First pass: what the tolerance is relative to."""
+    count, total, squares, largest = 0, 0.0, 0.0, 0.0
+    for span in spans(got.size, _ELEMENT_BYTES, _BLOCK_BYTES):
+        values = flat_float64(golden, span.start, span.stop)
+        finite = np.isfinite(_cast(values, got.dtype))
+        values[~finite] = 0.0
+        count += int(np.count_nonzero(finite))
+        np.abs(values, out=values)
+        total += float(values.sum())
+        squares += float(np.square(values).sum())
+        largest = max(largest, float(values.max()))
+    return _Scale(count, total / max(count, 1), math.sqrt(squares / max(count, 1)), largest)
+
+
+def _ratio(error: float, scale: float) -> float:
+    if error == 0:
+        return 0.0
+    return error / scale if scale else math.inf
