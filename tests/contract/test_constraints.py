@@ -1,0 +1,196 @@
+"""Each constraint proves itself: legal samples pass, and what it breaks reports it and nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from npugrad.dtypes import DType
+from npugrad.errors import BY_CODE, PARAM_INVALID, PARAM_NULLPTR, TILING_ERROR
+from npugrad.ops import OPERATORS
+from npugrad.products import Product
+from npugrad.spec import CallMeta, Constraint, OpSpec, Sample, TensorMeta, TensorParam
+from npugrad.validation import error_from_verdict, validate_call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Report = Callable[[str, str], None]
+
+REPORTABLE = {PARAM_NULLPTR, PARAM_INVALID, TILING_ERROR}
+
+
+EACH_PRODUCT = [
+    pytest.param(spec, product, id=f"{name}-{product}")
+    for name, spec in OPERATORS.items()
+    for product in spec.products
+]
+EACH_CONSTRAINT = [
+    pytest.param(spec, product, constraint, id=f"{name}-{product}-{constraint.id}")
+    for name, spec in OPERATORS.items()
+    for product in spec.products
+    for constraint in spec.constraints
+    if constraint.applies(product)
+]
+
+
+def samples(spec: OpSpec, product: Product) -> list[Sample]:
+    return list(spec.samples(product))
+
+
+@pytest.mark.parametrize(("spec", "product"), EACH_PRODUCT)
+def test_samples_are_legal_and_inferred(spec: OpSpec, product: Product) -> None:
+    found = samples(spec, product)
+    assert found
+    assert max(Counter(sample.name for sample in found).values()) == 1
+    for sample in found:
+        verdict = validate_call(spec, sample.call)
+        assert (verdict.status, verdict.violations) == (0, ()), sample.name
+        assert sample.call.product is product
+        assert list(verdict.outputs) == [p.name for p in spec.outputs]
+
+
+@pytest.mark.parametrize(("spec", "product", "constraint"), EACH_CONSTRAINT)
+def test_a_constraint_proves_itself(spec: OpSpec, product: Product, constraint: Constraint) -> None:
+    proofs = 0
+    for sample in samples(spec, product):
+        broken = constraint.violate(sample.call)
+        if broken is None:
+            continue
+        verdict = validate_call(spec, broken)
+        assert [v.id for v in verdict.violations] == [constraint.id], sample.name
+        violation = verdict.violations[0]
+        assert verdict.status == violation.code == constraint.code
+        assert verdict.outputs == {}
+        assert (violation.text, violation.sources) == (constraint.text, constraint.sources)
+        assert violation.operands == constraint.operands
+        assert violation.found
+        assert violation.expected
+        assert violation.found != violation.expected
+        message = str(error_from_verdict(spec, verdict))
+        assert message == violation.message(spec.name)
+        assert message.isascii()
+        assert len(message) <= 512
+        proofs += 1
+    assert proofs, "no sample can show it"
+
+
+def test_records_are_well_formed(spec: OpSpec) -> None:
+    names = [p.name for p in spec.params]
+    ids = [c.id for c in spec.constraints]
+    assert len(set(names)) == len(names)
+    assert len(set(ids)) == len(ids)
+    for constraint in spec.constraints:
+        allowed = set(BY_CODE) if constraint.alone else REPORTABLE
+        assert constraint.code in allowed, constraint.id
+        assert constraint.sources, constraint.id
+        assert constraint.text.endswith("."), constraint.id
+        assert set(constraint.operands) <= {*names, "product"}, constraint.id
+        assert constraint.operands, constraint.id
+        assert constraint.id.split(".")[0].isidentifier(), constraint.id
+        assert constraint.vendor_code == "accepts" or constraint.vendor_code in BY_CODE, constraint.id
+
+
+def test_where_document_and_source_differ_both_sides_are_named(spec: OpSpec) -> None:
+    for constraint in spec.constraints:
+        if constraint.vendor_code != constraint.code:
+            assert constraint.pick, constraint.id
+        if constraint.pick:
+            assert "Taken: " in constraint.pick, constraint.id
+            assert "document" in constraint.pick, constraint.id
+            assert "source" in constraint.pick or "vendor" in constraint.pick, constraint.id
+
+
+def test_requires_exist_and_have_no_cycle(spec: OpSpec) -> None:
+    by_id = {c.id: c for c in spec.constraints}
+    for constraint in spec.constraints:
+        for required in constraint.requires:
+            assert required in by_id, f"{constraint.id} requires {required}"
+            assert by_id[required].alone == constraint.alone
+
+    done: set[str] = set()
+
+    def visit(constraint_id: str, path: tuple[str, ...]) -> None:
+        assert constraint_id not in path, " > ".join((*path, constraint_id))
+        if constraint_id not in done:
+            for required in by_id[constraint_id].requires:
+                visit(required, (*path, constraint_id))
+            done.add(constraint_id)
+
+    for constraint_id in by_id:
+        visit(constraint_id, ())
+    assert done == set(by_id)
+
+
+@pytest.mark.parametrize(("spec", "product"), EACH_PRODUCT)
+def test_listed_dtypes_are_those_the_constraints_take(spec: OpSpec, product: Product) -> None:
+    """A tensor parameter's list of dtypes is shown to people; the validator refuses exactly the others."""
+    for param in (*spec.inputs, *spec.outputs):
+        call, meta = next(_calls_with(spec, product, param))
+        assert meta.dtype in param.dtypes[product]
+        change = call.with_inputs if param.role == "input" else call.with_outputs
+        for dtype in set(DType) - set(param.dtypes[product]):
+            broken = change(**{param.name: TensorMeta(dtype, meta.shape)})
+            assert validate_call(spec, broken).status == PARAM_INVALID, (param.name, dtype)
+
+
+def _calls_with(spec: OpSpec, product: Product, param: TensorParam) -> Iterator[tuple[CallMeta, TensorMeta]]:
+    for sample in samples(spec, product):
+        metas = sample.call.inputs if param.role == "input" else validate_call(spec, sample.call).outputs
+        meta = metas[param.name]
+        if meta is not None:
+            yield sample.call, meta
+
+
+@pytest.mark.parametrize(("spec", "product"), EACH_PRODUCT)
+def test_every_listed_dtype_occurs_in_a_sample(spec: OpSpec, product: Product) -> None:
+    for param in spec.inputs:
+        metas = [sample.call.inputs[param.name] for sample in samples(spec, product)]
+        assert {m.dtype for m in metas if m is not None} == set(param.dtypes[product]), param.name
+
+
+def test_an_operator_that_a_product_lacks_is_decided_alone(spec: OpSpec) -> None:
+    missing = [product for product in Product if product not in spec.products]
+    alone = [c for c in spec.constraints if c.alone]
+    assert bool(missing) == bool(alone)
+    for product in missing:
+        assert samples(spec, product) == []
+        for sample in samples(spec, next(iter(spec.products))):
+            null = {name: None for name in sample.call.inputs}
+            for call in (sample.call, sample.call.with_inputs(**null)):
+                verdict = validate_call(spec, replace(call, product=product))
+                assert [v.id for v in verdict.violations] == [alone[0].id]
+                assert verdict.status == alone[0].code
+
+
+@pytest.mark.parametrize(("spec", "product"), EACH_PRODUCT)
+def test_shape_sent_to_the_device_has_the_same_elements(spec: OpSpec, product: Product) -> None:
+    for sample in samples(spec, product):
+        for param in spec.inputs:
+            meta = sample.call.inputs[param.name]
+            if param.device_view is not None and meta is not None:
+                assert math.prod(param.device_view(meta)) == meta.size
+
+
+def test_counts_are_reported(spec: OpSpec, report: Report) -> None:
+    """The numbers that a reader of the test output wants to see."""
+    proofs = sum(
+        constraint.violate(sample.call) is not None
+        for product in spec.products
+        for constraint in spec.constraints
+        if constraint.applies(product)
+        for sample in samples(spec, product)
+    )
+    assert proofs >= len(spec.constraints)
+    codes = Counter(c.code for c in spec.constraints)
+    by_code = ", ".join(f"{code}: {count}" for code, count in sorted(codes.items()))
+    picks = sum(bool(c.pick) for c in spec.constraints)
+    report(
+        f"{spec.name} constraints",
+        f"{len(spec.constraints)} ({by_code}), {picks} with a pick between document and source, "
+        f"shown by {proofs} broken calls on {len(spec.products)} products",
+    )

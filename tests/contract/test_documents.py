@@ -1,0 +1,93 @@
+"""Every row of the pages and of the vendor's check tables is in a record, and nothing else is cited."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from npugrad.errors import Source
+from npugrad.ops import OPERATORS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from npugrad.spec import OpSpec
+
+    Report = Callable[[str, str], None]
+
+ROWS_FILE = Path(__file__).parent / "document_rows.txt"
+
+
+def read_rows() -> dict[str, list[Source]]:
+    """Rows by operator, as written down from the documents."""
+    rows: dict[str, list[Source]] = {}
+    for line in ROWS_FILE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("["):
+            operator = rows.setdefault(line.strip("[]"), [])
+        elif line and not line.startswith("#"):
+            document, section, row, meaning = line.split(" | ")
+            assert meaning
+            operator.append(Source(document, section, row))
+    return rows
+
+
+ROWS = read_rows()
+
+
+def cited(spec: OpSpec) -> set[Source]:
+    """What constraints cite, and the product lists that `OpSpec.products` rests on."""
+    by_constraints = {source for constraint in spec.constraints for source in constraint.sources}
+    documents = set(spec.products.values()) & set(spec.documents)
+    return by_constraints | {Source(document, "supported products", "list") for document in documents}
+
+
+def test_the_list_has_every_operator_and_no_row_twice() -> None:
+    assert list(ROWS) == list(OPERATORS)
+    every = [row for rows in ROWS.values() for row in rows]
+    assert max(Counter(every).values()) == 1
+
+
+def test_every_row_is_cited_or_explained(spec: OpSpec, report: Report) -> None:
+    listed = set(ROWS[spec.name])
+    explained = {entry.source for entry in spec.not_expressible}
+    found = cited(spec) | explained
+    assert sorted(map(str, listed - found)) == [], "rows that no constraint cites"
+    assert sorted(map(str, found - listed)) == [], "citations of rows that no document has"
+    covered = len(listed & cited(spec))
+    report(
+        f"{spec.name} documents",
+        f"{len(listed)} rows of pages and check tables, {covered} covered by constraints, "
+        f"{len(explained)} not expressible",
+    )
+
+
+def test_a_row_is_either_covered_or_not_expressible(spec: OpSpec) -> None:
+    explained = [entry.source for entry in spec.not_expressible]
+    assert max(Counter(explained).values()) == 1
+    assert sorted(map(str, set(explained) & cited(spec))) == []
+    assert all(len(entry.reason) > 10 for entry in spec.not_expressible)
+
+
+def test_citations_name_the_record_s_own_pages(spec: OpSpec) -> None:
+    pages = {source.document for source in cited(spec) if not source.document.startswith("vendor source")}
+    assert pages <= set(spec.documents)
+    repositories = {s.document for s in cited(spec)} - pages
+    assert len(repositories) == 1
+
+
+def test_a_code_is_cited_for_constraints_with_that_code(spec: OpSpec) -> None:
+    """A constraint that cites a row of the error table gives that row's code."""
+    for constraint in spec.constraints:
+        for source in constraint.sources:
+            if source.section.startswith("return codes, "):
+                assert source.section == f"return codes, {constraint.code}", constraint.id
+
+
+def test_every_parameter_of_the_record_is_on_the_page(spec: OpSpec) -> None:
+    for document in spec.documents:
+        on_page = [
+            row.row for row in ROWS[spec.name] if (row.document, row.section) == (document, "parameters")
+        ]
+        made_by_service = {"workspaceSize", "executor", "workspace", "stream"}
+        assert {p.c_name for p in spec.params} == set(on_page) - made_by_service
