@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
+pytest_plugins = ["tests.fix_server"]
+
 
 def pytest_report_header() -> str:
     """Return the line that tells which libraries a report speaks of."""

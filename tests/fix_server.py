@@ -1,0 +1,245 @@
+"""Real servers for tests: `npugrad-server serve` as a subprocess on loopback, ended by SIGTERM and looked at.
+
+`server` is one server on ``cpu:0`` that a whole run shares: tests may load it, but not hurt it.
+`start_server` starts others with any flags, devices and environment. Either way the end is part of the
+test: no arena byte may be in use when the last call is over, and the exit code must be 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import grpc
+import pytest
+
+from npugrad.v1 import server_pb2, server_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 30.0
+_READY = "listening on "
+_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", 2**31 - 1),
+    ("grpc.max_send_message_length", 2**31 - 1),
+    # A channel of a test must not share its connection with another one's.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+# Small, so that several servers fit beside the tests of two cores.
+_SMALL = {
+    "--input-arena-bytes": "256MiB",
+    "--output-arena-bytes": "128MiB",
+    "--prefault-bytes": "0",
+    "--metrics-listen": "",
+    "--log-format": "json",
+}
+
+
+class ServerProcess:
+    """One running server.
+
+    Attributes:
+        address: What a client connects to, such as ``"127.0.0.1:40123"`` or ``"unix:/..."``.
+        process: The front process.
+    """
+
+    def __init__(self, process: subprocess.Popen[str], log_path: Path) -> None:
+        self.process = process
+        self.address = ""
+        self._log_path = log_path
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as stdout:
+            for line in stdout:
+                self._lines.put(line)
+        self._lines.put(None)
+
+    def wait_ready(self) -> None:
+        """Waits for the line that tells the address; fails with the log when the server ends before it."""
+        try:
+            while (line := self._lines.get(timeout=START_TIMEOUT_S)) is not None:
+                if line.startswith(_READY):
+                    self.address = line.removeprefix(_READY).strip()
+                    return
+        except queue.Empty:
+            pass
+        code = self.process.poll()
+        pytest.fail(f"the server is not ready (exit code {code}); its log:\n{self.log_text()}")
+
+    def channel(self) -> grpc.Channel:
+        """A channel of its own; close it, or use it as a context manager."""
+        return grpc.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
+
+    def info(self) -> server_pb2.GetServerInfoResponse:
+        """What GetServerInfo answers now."""
+        with self.channel() as channel:
+            stub = server_pb2_grpc.ServerServiceStub(channel)
+            return stub.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=30, wait_for_ready=True)
+
+    def log_text(self) -> str:
+        """All of standard error so far."""
+        return self._log_path.read_text(errors="replace")
+
+    def log_lines(self, event: str | None = None) -> list[dict[str, Any]]:
+        """The structured lines so far, of one event or of all."""
+        found = []
+        for line in self.log_text().splitlines():
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(entry, dict) and event in (None, entry.get("event")):
+                found.append(entry)
+        return found
+
+    @property
+    def metrics_url(self) -> str:
+        """The metrics page of a server that was started with ``--metrics-listen 127.0.0.1:0``."""
+        return f"http://{self.log_lines('listening')[0]['metrics_address']}/metrics"
+
+    def assert_nothing_leaked(self) -> None:
+        """No arena byte is in use and no call waits. Call it when no call is in progress."""
+        info = self.info()
+        used = (info.input_arena_used_bytes, info.output_arena_used_bytes, info.queue_depth)
+        assert used == (0, 0, 0), f"input bytes, output bytes and queue depth still in use: {used}"
+
+    def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Sends a signal to the front process."""
+        self.process.send_signal(number)
+
+    def wait(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """Waits for the end; returns the exit code."""
+        return self.process.wait(timeout_s)
+
+    def stop(self, expect: int = 0) -> None:
+        """SIGTERM, then the end; nothing leaked before, and the exit code is as expected."""
+        if self.process.poll() is None:
+            self.assert_nothing_leaked()
+            self.signal()
+        code = self.wait()
+        assert code == expect, f"exit code {code}; expected {expect}; the log:\n{self.log_text()}"
+
+    def kill(self) -> None:
+        """Makes sure that the process is gone, however the test went."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(STOP_TIMEOUT_S)
+
+
+class StartServer(Protocol):
+    """Starts a server; see `run_server` for the arguments."""
+
+    def __call__(
+        self,
+        *flags: str,
+        devices: str = "cpu:0",
+        env: Mapping[str, str] | None = None,
+        listen: str = "127.0.0.1:0",
+        wait: bool = True,
+        check_end: bool = True,
+    ) -> ServerProcess:
+        """The running server, ready to be called."""
+
+
+def server_command(*flags: str, devices: str = "cpu:0", listen: str = "127.0.0.1:0") -> list[str]:
+    """The command line of a small server; flags given here win over the small defaults."""
+    command = [sys.executable, "-m", "npugrad_server", "serve", "--listen", listen, "--devices", devices]
+    named = {flag.partition("=")[0] for flag in flags}
+    for flag, value in _SMALL.items():
+        if flag not in named:
+            command += [flag, value]
+    return [*command, *flags]
+
+
+def server_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of this process without its own settings of the server, and what is given."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("NPUGRAD_")}
+    return {**inherited, "OMP_NUM_THREADS": "1", **(env or {})}
+
+
+@contextmanager
+def run_server(
+    log_path: Path,
+    *flags: str,
+    devices: str = "cpu:0",
+    env: Mapping[str, str] | None = None,
+    listen: str = "127.0.0.1:0",
+    wait: bool = True,
+    check_end: bool = True,
+) -> Iterator[ServerProcess]:
+    """Runs a server for a block.
+
+    Args:
+        log_path: File for its standard error.
+        flags: Flags of ``serve`` beyond the small defaults, such as ``"--drain-timeout-s", "5"``.
+        devices: Devices, such as ``"cpu:0,cpu:1"`` or ``"test:2?ms=20"``.
+        env: Environment variables to add.
+        listen: Address; a free loopback port by default.
+        wait: Whether to wait until calls are served.
+        check_end: Whether to end it as `ServerProcess.stop` does; else the test ends it, or it is killed.
+    """
+    command = server_command(*flags, devices=devices, listen=listen)
+    with log_path.open("w") as log:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env=server_environment(env)
+        )
+    running = ServerProcess(process, log_path)
+    try:
+        if wait:
+            running.wait_ready()
+        yield running
+        if check_end:
+            running.stop()
+    finally:
+        running.kill()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """One server on cpu:0 for the whole run; do not stop it and do not kill its worker."""
+    log_path = tmp_path_factory.mktemp("server") / "server.log"
+    with run_server(log_path, "--metrics-listen", "127.0.0.1:0") as running:
+        yield running
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[StartServer]:
+    """Starts servers of the test's own; each is ended, and checked, after the test."""
+    with ExitStack() as stack:
+        count = 0
+
+        def start(
+            *flags: str,
+            devices: str = "cpu:0",
+            env: Mapping[str, str] | None = None,
+            listen: str = "127.0.0.1:0",
+            wait: bool = True,
+            check_end: bool = True,
+        ) -> ServerProcess:
+            nonlocal count
+            count += 1
+            running = run_server(
+                tmp_path / f"server{count}.log",
+                *flags,
+                devices=devices,
+                env=env,
+                listen=listen,
+                wait=wait,
+                check_end=check_end,
+            )
+            return stack.enter_context(running)
+
+        yield start
