@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -84,7 +84,7 @@ class Outcome:
     """The result of a call.
 
     Attributes:
-        contents: Read-only bytes of each wanted output by name, row-major; valid until the admission is closed.
+        contents: Read-only bytes of each wanted output by name, row-major, until the admission is closed.
         info: What produced them, and how long it took.
     """
 
@@ -157,7 +157,7 @@ class PoolStats:
     output_arena_bytes: int
 
 
-class PoolObserver(Protocol):
+class PoolObserver:
     """What the pool tells whoever counts; subclass it and override what is wanted, the rest does nothing.
 
     Every method is called on the pool's event loop and must return at once.
@@ -167,7 +167,7 @@ class PoolObserver(Protocol):
         """A call was admitted."""
 
     def call_started(self, planned: PlannedCall, device: str, attempt: int, queued_s: float) -> None:
-        """A call was handed to a device, for the `attempt`-th time, `queued_s` after its operands were there."""
+        """A call was handed to a device: its `attempt`-th start, `queued_s` after its operands were there."""
 
     def call_finished(
         self, planned: PlannedCall, reason: str, seconds: float, info: ExecutionInfo | None

@@ -1,0 +1,26 @@
+"""Backends: what runs an operator on one kind of device. Each is imported only in a worker that needs it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from npugrad_server.backends.base import Backend
+
+_BACKENDS = {
+    "cpu": ("npugrad_server.backends.cpu", "CpuBackend"),
+    "test": ("npugrad_server.backends.test", "TestBackend"),
+}
+
+
+def make_backend(kind: str) -> Backend:
+    """A backend, not yet open, for devices of a kind.
+
+    Raises:
+        ValueError: This build has no backend for it; the message lists those there are.
+    """
+    if kind not in _BACKENDS:
+        raise ValueError(f"found device kind {kind!r}; this build has backends for {', '.join(_BACKENDS)}")
+    module, name = _BACKENDS[kind]
+    return cast("Backend", getattr(import_module(module), name)())

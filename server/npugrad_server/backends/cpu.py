@@ -1,0 +1,41 @@
+"""The CPU backend: runs the float64 NumPy reference of the operator's record."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+from npugrad_server.backends.base import Timings
+
+if TYPE_CHECKING:
+    from npugrad.products import Product
+    from npugrad.spec import OpSpec
+    from npugrad_server.backends.base import DeviceCall
+    from npugrad_server.devices import DeviceName
+
+
+class CpuBackend:
+    """Any operator with a reference, on the host's processors; deterministic for every call."""
+
+    name = "cpu-reference"
+    simulated = False
+    one_mode = False
+
+    def __init__(self) -> None:
+        """Makes it; there is nothing to take."""
+        self.description = "host CPU, NumPy reference in float64"
+
+    def open(self, device: DeviceName, product: Product, streams: int) -> None:
+        """Notes how many threads NumPy's linear algebra has; a CPU device stands for every product."""
+        threads = os.environ.get("OMP_NUM_THREADS", "all")
+        self.description += f", {threads} threads for linear algebra"
+
+    def run(self, spec: OpSpec, call: DeviceCall) -> Timings:
+        """Computes in float64 and rounds once; operands and results stay where they are."""
+        start = time.perf_counter()
+        spec.reference(call.inputs, call.meta.attrs, call.outputs)
+        return Timings(run_s=time.perf_counter() - start)
+
+    def close(self) -> None:
+        """Nothing to give back."""

@@ -1,0 +1,153 @@
+"""Simulated devices for capacity, scaling and failure tests: a timer is the service time.
+
+Options of ``test:N?name=value&...``; a LABEL is compared with the label of the call:
+
+    ms=20         seconds of service time, in milliseconds; 0 by default
+    compute=1     results of the NumPy reference; zeros by default
+    crash=LABEL   end the worker process by SIGKILL when such a call starts
+    hang=LABEL    never answer such a call
+    corrupt=LABEL flip one bit of its first result, the highest one of an exponent
+    oom=LABEL     answer that the device has no memory
+    bug=LABEL     fail as an operator with a bug would
+    open=fail     refuse to open the device
+    open_ms=50    take that long to open it
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from npugrad_server.backends.base import Timings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from npugrad.products import Product
+    from npugrad.spec import OpSpec
+    from npugrad_server.backends.base import DeviceCall
+    from npugrad_server.devices import DeviceName
+
+_NUMBERS = ("ms", "open_ms")
+_LABELS = ("crash", "hang", "corrupt", "oom", "bug")
+
+
+@dataclass(frozen=True)
+class TestOptions:
+    """Options of a simulated device; see the module.
+
+    Attributes:
+        service_s: Seconds a call takes.
+        open_s: Seconds opening takes.
+        compute: Whether results are computed.
+        fail_open: Whether opening fails.
+        labels: Label by the name of the failure that calls with it meet.
+    """
+
+    __test__ = False  # not a test class, whatever its name
+
+    service_s: float
+    open_s: float
+    compute: bool
+    fail_open: bool
+    labels: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, options: Mapping[str, str]) -> TestOptions:
+        """Reads the options.
+
+        Raises:
+            ValueError: There is no such option, or its value is not allowed.
+        """
+        known = (*_NUMBERS, *_LABELS, "compute", "open")
+        unknown = [name for name in options if name not in known]
+        if unknown:
+            raise ValueError(f"found option {unknown[0]!r} of a test device; known are {', '.join(known)}")
+        if options.get("compute", "0") not in ("0", "1") or options.get("open", "ok") not in ("ok", "fail"):
+            raise ValueError("expected compute=0 or 1 and open=ok or fail of a test device")
+        return cls(
+            service_s=float(options.get("ms", "0")) / 1000,
+            open_s=float(options.get("open_ms", "0")) / 1000,
+            compute=options.get("compute") == "1",
+            fail_open=options.get("open") == "fail",
+            labels={name: options[name] for name in _LABELS if name in options},
+        )
+
+    def meets(self, failure: str, label: str) -> bool:
+        """Whether a call with this label meets this failure."""
+        return self.labels.get(failure) == label
+
+
+class TestBackend:
+    """A device that does not exist."""
+
+    __test__ = False
+
+    name = "test"
+    simulated = True
+    one_mode = False
+
+    def __init__(self) -> None:
+        """Makes it; `open` reads the options."""
+        self.description = "simulated device"
+        self._options = TestOptions.parse({})
+
+    def open(self, device: DeviceName, product: Product, streams: int) -> None:
+        """Reads the device's options.
+
+        Raises:
+            ValueError: An option is wrong.
+            RuntimeError: The options ask for a failure.
+        """
+        self._options = TestOptions.parse(device.options)
+        time.sleep(self._options.open_s)
+        if self._options.fail_open:
+            raise RuntimeError(f"{device.name}: does not open, as its options ask")
+        self.description = f"simulated device, {self._options.service_s * 1000:g} ms a call"
+
+    def run(self, spec: OpSpec, call: DeviceCall) -> Timings:
+        """Takes the service time and writes zeros, or what the options ask for.
+
+        Raises:
+            MemoryError: The options ask for it.
+            RuntimeError: The options ask for it.
+        """
+        start = time.perf_counter()
+        label = call.options.label
+        self._fail_at_start(label)
+        if self._options.compute:
+            spec.reference(call.inputs, call.meta.attrs, call.outputs)
+        else:
+            for output in call.outputs.values():
+                output.fill(0)
+        if self._options.meets("corrupt", label):
+            _flip_bit(call)
+        time.sleep(max(0.0, start + self._options.service_s - time.perf_counter()))
+        return Timings(run_s=time.perf_counter() - start)
+
+    def _fail_at_start(self, label: str) -> None:
+        if self._options.meets("crash", label):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._options.meets("hang", label):
+            threading.Event().wait()
+        if self._options.meets("oom", label):
+            raise MemoryError("the options of the test device ask for it")
+        if self._options.meets("bug", label):
+            raise RuntimeError("the options of the test device ask for it")
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def _flip_bit(call: DeviceCall) -> None:
+    for output in call.outputs.values():
+        if output.size:
+            first = output.reshape(-1)[:1].view(np.uint8)
+            first[-1] ^= 0x40  # little-endian: the last byte has the sign and the exponent's highest bit
+            return

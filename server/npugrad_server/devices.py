@@ -1,0 +1,133 @@
+"""Names of devices, and the list of them that a server is started with.
+
+`auto` takes every NPU, else one CPU device. Otherwise a list such as ``cpu:0,cpu:1`` or ``npu:0,npu:1``.
+For capacity and scaling tests there is also ``test:N?OPTIONS``: N simulated devices whose options are
+described in `npugrad_server.backends.test`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+AUTO = "auto"
+KINDS = ("npu", "cpu", "test")
+MAX_DEVICES = 64
+_ONE = re.compile(r"(?P<kind>[a-z]+):(?P<index>\d{1,4})(\?(?P<options>.*))?", re.ASCII)
+_EXPECTED = "expected 'auto' or a list such as 'cpu:0', 'cpu:0,cpu:1' or 'npu:0,npu:1'"
+
+
+class DeviceListError(ValueError):
+    """A list of devices that cannot be served; the message says why and what is allowed."""
+
+
+@dataclass(frozen=True)
+class DeviceName:
+    """One device.
+
+    Attributes:
+        kind: ``"npu"``, ``"cpu"`` or ``"test"``.
+        index: Number among its kind.
+        options: Options of a simulated device by name; empty for others.
+    """
+
+    kind: str
+    index: int
+    options: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def name(self) -> str:
+        """Name without options, as it is shown: ``"cpu:0"``."""
+        return f"{self.kind}:{self.index}"
+
+    def __str__(self) -> str:
+        """Name with options; `parse_device` reads it."""
+        options = "&".join(f"{key}={value}" for key, value in self.options.items())
+        return f"{self.name}?{options}" if options else self.name
+
+
+def parse_device(text: str) -> DeviceName:
+    """Reads one concrete device such as ``"cpu:0"`` or ``"test:0?ms=20"``.
+
+    Raises:
+        DeviceListError: It is not one.
+    """
+    match = _ONE.fullmatch(text.strip())
+    if match is None or match["kind"] not in KINDS:
+        raise DeviceListError(f"found device {text!r}; {_EXPECTED}")
+    options = _parse_options(text, match["options"] or "")
+    if options and match["kind"] != "test":
+        raise DeviceListError(f"found options in {text!r}; expected none for kind {match['kind']!r}")
+    return DeviceName(match["kind"], int(match["index"]), MappingProxyType(options))
+
+
+def _parse_options(text: str, given: str) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for option in filter(None, given.split("&")):
+        key, equals, value = option.partition("=")
+        if not equals or not key or key in options:
+            raise DeviceListError(f"found option {option!r} in {text!r}; expected name=value, each name once")
+        options[key] = value
+    return options
+
+
+def resolve(text: str, npu_count: int | None = None) -> tuple[str, ...]:
+    """Turns the list a server is started with into concrete devices.
+
+    Args:
+        text: ``"auto"``, a list, or ``"test:N?OPTIONS"`` for N simulated devices.
+        npu_count: NPUs of this host; None when this build cannot drive any.
+
+    Returns:
+        Names with options, in the order given, for `PoolSettings.devices`.
+
+    Raises:
+        DeviceListError: Malformed, empty, a device twice, kinds mixed, or NPUs that this build or host lacks.
+    """
+    if text.strip() == AUTO:
+        return tuple(f"npu:{i}" for i in range(npu_count or 0)) or ("cpu:0",)
+    parts = [text] if "?" in text else text.split(",")
+    found = [parse_device(part) for part in parts]
+    _check(text, found, npu_count)
+    if found[0].kind == "test":
+        found = _simulated(found[0])
+    return tuple(str(device) for device in found)
+
+
+def _simulated(count: DeviceName) -> list[DeviceName]:
+    """N simulated devices: their number stands where other kinds have the index."""
+    if count.index not in range(1, MAX_DEVICES + 1):
+        raise DeviceListError(f"found {count.index} simulated devices; expected 1 to {MAX_DEVICES}")
+    return [DeviceName("test", index, count.options) for index in range(count.index)]
+
+
+def _check(text: str, found: list[DeviceName], npu_count: int | None) -> None:
+    names = [device.name for device in found]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise DeviceListError(f"found {', '.join(twice)} more than once in {text!r}; expected each once")
+    kinds = sorted({device.kind for device in found})
+    if len(kinds) > 1:
+        raise DeviceListError(
+            f"found kinds {' and '.join(kinds)} in {text!r}; expected one kind: a result must not depend on "
+            "which device was free"
+        )
+    if kinds == ["test"] and len(found) > 1:
+        raise DeviceListError(f"found {text!r}; expected one test:N for N simulated devices")
+    if kinds == ["npu"]:
+        _check_npus(found, npu_count)
+
+
+def _check_npus(found: list[DeviceName], npu_count: int | None) -> None:
+    if npu_count is None:
+        raise DeviceListError(
+            f"found {found[0].name}; this build has no NPU backend yet; expected CPU devices such as 'cpu:0'"
+        )
+    absent = [device.name for device in found if device.index >= npu_count]
+    if absent:
+        raise DeviceListError(f"found {', '.join(absent)}; expected NPUs of this host, which has {npu_count}")

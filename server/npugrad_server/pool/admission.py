@@ -1,0 +1,96 @@
+"""An accepted call's hold on the pool: its bytes and its place, from the header until the reply is sent."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import TracebackType
+
+    from npugrad_server.pool.types import PlannedCall
+
+
+class Admission:
+    """The bytes and the queue place of one accepted call; leaving it, or `close`, gives them back.
+
+    Attributes:
+        planned: The call.
+        number: Its number in the pool.
+        started: Whether its operands are complete, so that they must not change any more.
+        closed: Whether its bytes were given back.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        planned: PlannedCall,
+        offsets: Mapping[str, int],
+        memory: Callable[[int, int], memoryview],
+        on_close: Callable[[Admission], None],
+    ) -> None:
+        """Made by `DevicePool.admit`.
+
+        Args:
+            number: Unique number.
+            planned: The call.
+            offsets: First byte of each operand in its memory.
+            memory: Gives operand memory: first byte and length.
+            on_close: Called once, when it is closed.
+        """
+        self.planned = planned
+        self.number = number
+        self.started = False
+        self.closed = False
+        self._offsets = offsets
+        self._memory = memory
+        self._on_close = on_close
+        self._views: list[memoryview] = []
+
+    def view(self, name: str) -> memoryview:
+        """Writable memory of an operand's content, exactly its `content_bytes`.
+
+        Args:
+            name: Operand.
+
+        Raises:
+            KeyError: The operand is null or the operator has none of this name.
+            RuntimeError: The admission was closed, or its call was started: operands do not change any more.
+        """
+        meta = self.planned.call.inputs[name]
+        if meta is None:
+            raise KeyError(f"{self.planned.spec.name}: {name} is null")
+        if self.closed or self.started:
+            raise RuntimeError(f"{self.planned.spec.name}: operands can be written only before the call runs")
+        return self.lend(self._memory(self._offsets[name], meta.content_bytes))
+
+    def lend(self, view: memoryview) -> memoryview:
+        """Remembers a view that is void once the admission is closed."""
+        self._views.append(view)
+        return view
+
+    def close(self) -> None:
+        """Gives every byte back; may be called again. A call that still waits or runs is cancelled.
+
+        Views from `view` and of an outcome are released: using one of them afterwards is a ValueError, and
+        not somebody else's data.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        for view in self._views:
+            with contextlib.suppress(BufferError):  # an array was made of it, which is then the user's fault
+                view.release()
+        self._views.clear()
+        self._on_close(self)
+
+    def __enter__(self) -> Admission:
+        """Nothing: the bytes are reserved already."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes it."""
+        self.close()

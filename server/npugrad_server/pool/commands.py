@@ -1,0 +1,119 @@
+"""What goes into the scheduler and what comes out of it: requests, and commands for the driver."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from npugrad_server.pool.regions import Region
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """A device as the scheduler sees it.
+
+    Attributes:
+        streams: Calls that may run on it at once.
+        output_bytes: Size of its output arena.
+        memory: Name of the memory it shares with other devices; the budgets of the scheduler have it as key.
+    """
+
+    streams: int
+    output_bytes: int
+    memory: str
+
+
+@dataclass(frozen=True)
+class CallRequest:
+    """A call as the scheduler sees it.
+
+    Attributes:
+        id: Unique number.
+        priority: Calls of higher priority leave the queue first.
+        label: Labels take turns.
+        deterministic: Mode of the device the call asks for.
+        deadline_s: Time from which on its result is of no use; None for never.
+        output_bytes: What it takes of an output arena.
+        memory_bytes: What it takes of the device's memory.
+    """
+
+    id: int
+    priority: int = 0
+    label: str = ""
+    deterministic: bool = False
+    deadline_s: float | None = None
+    output_bytes: int = 0
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class SpawnWorker:
+    """Start a process for a device; tell `ready` or `lost` with the same incarnation."""
+
+    worker: int
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class KillWorker:
+    """End a process; tell `lost` once it was waited for."""
+
+    worker: int
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class StartCall:
+    """Hand a call to a worker; its outputs go into `region` of that worker's arena."""
+
+    call: int
+    worker: int
+    incarnation: int
+    region: Region
+    attempt: int
+    queued_s: float
+
+
+@dataclass(frozen=True)
+class CompleteCall:
+    """Give the worker's answer to the caller."""
+
+    call: int
+
+
+@dataclass(frozen=True)
+class FailCall:
+    """Give the caller an error: a row of the error table, and what happened."""
+
+    call: int
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class RequeueCall:
+    """Note that a call waits again because the worker died under it."""
+
+    call: int
+    worker: int
+
+
+@dataclass(frozen=True)
+class ReleaseCall:
+    """Give the operands' memory back: the admission is closed and no worker reads them any more."""
+
+    call: int
+
+
+@dataclass(frozen=True)
+class DeviceChanged:
+    """Tell whoever watches that a device is in another state."""
+
+    worker: int
+
+
+WorkerCommand: TypeAlias = "SpawnWorker | KillWorker | DeviceChanged"
+CallCommand: TypeAlias = "StartCall | CompleteCall | FailCall | RequeueCall | ReleaseCall"
+Command: TypeAlias = "WorkerCommand | CallCommand"

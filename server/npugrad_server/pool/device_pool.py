@@ -1,0 +1,456 @@
+"""The pool as the service sees it: admit a call, run it, give its memory back.
+
+It carries out what the scheduler decides; the scheduler decides everything that can be decided.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from npugrad.errors import NpugradError, ServerBusy, ServerDraining
+from npugrad_server.pool.admission import Admission
+from npugrad_server.pool.answers import RETRY_NO_DEVICE_S, error_from_verdict
+from npugrad_server.pool.arena import InputArena
+from npugrad_server.pool.commands import (
+    CompleteCall,
+    FailCall,
+    KillWorker,
+    ReleaseCall,
+    RequeueCall,
+    SpawnWorker,
+    StartCall,
+    WorkerSpec,
+)
+from npugrad_server.pool.demand import check_fits, demand_of
+from npugrad_server.pool.entry import Entry
+from npugrad_server.pool.fleet import Fleet
+from npugrad_server.pool.machine import memory_bytes
+from npugrad_server.pool.regions import ALIGNMENT, RegionAllocator
+from npugrad_server.pool.scheduler import Scheduler
+from npugrad_server.pool.types import DeviceState, DeviceStatus, Outcome, PoolObserver, PoolStats
+from npugrad_server.worker.protocol import CallDone, CallFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from npugrad.call import ExecutionInfo
+    from npugrad_server.pool.commands import Command, DeviceChanged
+    from npugrad_server.pool.demand import Demand
+    from npugrad_server.pool.regions import Region
+    from npugrad_server.pool.types import PlannedCall, PoolSettings
+    from npugrad_server.worker.protocol import DeviceReady
+
+_log = logging.getLogger(__name__)
+
+_LEAST_RETRY_S, _MOST_RETRY_S = 0.1, 30.0
+_SMOOTHING = 0.1
+"""Weight of the newest call in the running mean of service times."""
+_HOST = "host"
+"""The memory that CPU and simulated devices share."""
+
+
+class DevicePool:
+    """All devices of the server. Everything here is called on the event loop that opened it.
+
+    Guarantees
+        - Every accepted call gets one answer, also when workers die; none is lost by the pool.
+        - Memory of a call is reused only after its admission was closed and no worker can touch it.
+        - No method holds the loop for longer than it takes to send a message.
+
+    Attributes:
+        on_change: Called, with nothing, whenever a device went into another state.
+    """
+
+    def __init__(self, settings: PoolSettings, observer: PoolObserver | None = None) -> None:
+        """Makes the arena; use `open`.
+
+        Args:
+            settings: Devices, sizes and times.
+            observer: Who counts.
+        """
+        self.on_change: list[Callable[[], None]] = []
+        self._settings = settings
+        self._observer = observer or PoolObserver()
+        self._loop = asyncio.get_running_loop()
+        self._inputs = InputArena(settings.input_arena_bytes)
+        self._operands = RegionAllocator(settings.input_arena_bytes)
+        self._fleet = Fleet(settings, self._inputs, self)
+        self._memory_bytes = settings.device_memory_bytes or memory_bytes() // 2
+        self._output_bytes = settings.output_arena_bytes // ALIGNMENT * ALIGNMENT
+        self._scheduler = Scheduler(
+            settings,
+            [WorkerSpec(settings.streams_per_device, self._output_bytes, _HOST)] * len(settings.devices),
+            {_HOST: self._memory_bytes},
+        )
+        self._numbers = itertools.count(1)
+        self._entries: dict[int, Entry] = {}
+        self._unclosed = self._uploads = self._accepted = self._finished = 0
+        self._mean_run_s = 0.0
+        self._draining = self._closing = False
+        self._alarm: asyncio.TimerHandle | None = None
+        self._progress = asyncio.Event()
+
+    @classmethod
+    async def open(cls, settings: PoolSettings, observer: PoolObserver | None = None) -> DevicePool:
+        """Starts a worker for every device and returns before they are ready.
+
+        Args:
+            settings: Devices, sizes and times.
+            observer: Who counts; nobody by default.
+
+        Raises:
+            DeviceListError: A device that is not one.
+            OSError: No memory or descriptor is left.
+        """
+        pool = cls(settings, observer)
+        pool._apply(pool._scheduler.start(time.monotonic()))
+        pool._fleet.prefault(pool._inputs)
+        return pool
+
+    # ------------------------------------------------------------------------------------------------- calls
+
+    def admit(self, planned: PlannedCall) -> Admission:
+        """Reserves all bytes and a queue place.
+
+        Raises:
+            CallTooLarge: It can never fit.
+            ServerBusy: QUEUE_FULL, queue or operand memory are full now; NO_DEVICE, all devices are down.
+            ServerDraining: The pool drains.
+        """
+        operator = planned.spec.name
+        if self._draining:
+            raise ServerDraining(
+                f"{operator}: the server shuts down and takes no new calls", operator=operator
+            )
+        if self._scheduler.all_down:
+            raise ServerBusy(
+                f"{operator}: no device is ready",
+                reason="NO_DEVICE",
+                retry_after_s=RETRY_NO_DEVICE_S,
+                operator=operator,
+            )
+        demand = demand_of(planned)
+        check_fits(
+            operator,
+            demand,
+            input_arena_bytes=self._operands.nbytes,
+            output_arena_bytes=self._output_bytes,
+            memory_bytes=self._memory_bytes,
+        )
+        return self._accept(planned, demand, self._reserve(operator, demand))
+
+    def _reserve(self, operator: str, demand: Demand) -> Region:
+        waiting, limit = self._uploads + self._scheduler.queue_depth, self._settings.max_queue_depth
+        if waiting >= limit:
+            raise self._busy(operator, f"found {waiting} waiting calls; expected fewer than {limit}")
+        region = self._operands.allocate(demand.inputs.nbytes)
+        if region is None:
+            found = f"{self._operands.used_bytes} of {self._operands.nbytes} bytes of operand memory in use"
+            raise self._busy(operator, f"found {found}; expected room for {demand.inputs.nbytes}")
+        return region
+
+    def _busy(self, operator: str, what: str) -> ServerBusy:
+        streams = len(self._settings.devices) * self._settings.streams_per_device
+        ahead = self._scheduler.queue_depth + self._scheduler.running + 1
+        estimate = self._mean_run_s * ahead / streams
+        return ServerBusy(
+            f"{operator}: {what}",
+            retry_after_s=min(max(estimate, _LEAST_RETRY_S), _MOST_RETRY_S),
+            operator=operator,
+        )
+
+    def _accept(self, planned: PlannedCall, demand: Demand, region: Region) -> Admission:
+        admission = Admission(
+            next(self._numbers),
+            planned,
+            demand.inputs.offsets,
+            lambda offset, nbytes: self._inputs.view(region, offset, nbytes),
+            self._closed,
+        )
+        self._entries[admission.number] = Entry(admission, demand, region)
+        self._unclosed += 1
+        self._uploads += 1
+        self._accepted += 1
+        self._observer.call_accepted(planned)
+        return admission
+
+    async def run(self, admission: Admission) -> Outcome:
+        """Runs an admitted call whose operands are all written.
+
+        Args:
+            admission: From `admit`; it must stay open until the outcome was used.
+
+        Returns:
+            Views of the results, valid until the admission is closed.
+
+        Raises:
+            DeadlineExceeded: The deadline passed before the result was there.
+            ServerBusy: NO_DEVICE, the last device was marked down.
+            ServerDraining: The pool was closed meanwhile.
+            WorkerLost: The worker died at every attempt.
+            DeviceError: The device or the operator failed; INTERNAL, VERIFICATION_FAILED or a vendor number.
+            DeviceOutOfMemory: The device has no memory for it now.
+            RequestError: UNSAFE_LEVELS.
+            OperatorError: DETERMINISM_UNSUPPORTED.
+            RuntimeError: The admission was closed or run before.
+        """
+        planned = admission.planned
+        if admission.closed or admission.started:
+            raise RuntimeError(f"{planned.spec.name}: an admission runs once, before it is closed")
+        if self._closing:
+            raise _shut_down(planned)
+        admission.started = True
+        entry = self._entries[admission.number]
+        self._uploads -= 1
+        entry.future, entry.submitted_s = self._loop.create_future(), time.monotonic()
+        self._apply(self._scheduler.submit(entry.request(), entry.submitted_s))
+        try:
+            return await entry.future
+        except asyncio.CancelledError:
+            self._apply(self._scheduler.cancel(admission.number, time.monotonic()))
+            self._report(entry, "CANCELLED", None)
+            raise
+
+    def _closed(self, admission: Admission) -> None:
+        """An admission was closed: its memory goes back now, or when its worker is done with it."""
+        self._unclosed -= 1
+        entry = self._entries[admission.number]
+        if entry.held is not None:
+            self._fleet.let_go(entry.held)
+            entry.held = None
+        if admission.started:
+            self._apply(self._scheduler.close(admission.number, time.monotonic()))
+        else:
+            self._uploads -= 1
+            self._release(admission.number)
+        self._signal()
+
+    def _release(self, number: int) -> None:
+        self._operands.free(self._entries.pop(number).operands)
+
+    # ----------------------------------------------------------------------------------- what the workers say
+
+    def worker_ready(self, worker: int, incarnation: int, ready: DeviceReady) -> None:
+        """A process has opened its device."""
+        self._apply(self._scheduler.ready(worker, incarnation, time.monotonic(), ready.one_mode))
+
+    def worker_answered(self, worker: int, incarnation: int, answer: CallDone | CallFailed) -> None:
+        """A process has answered a call."""
+        entry = self._entries.get(answer.call)
+        if entry is not None:
+            entry.answer = answer
+            self._log_trace(entry, answer)
+        good = isinstance(answer, CallDone)
+        if isinstance(answer, CallDone):
+            self._mean_run_s += _SMOOTHING * (
+                answer.copy_in_s + answer.run_s + answer.copy_out_s - self._mean_run_s
+            )
+        self._apply(self._scheduler.answered(worker, incarnation, answer.call, good, time.monotonic()))
+
+    def worker_lost(self, worker: int, incarnation: int, reason: str) -> None:
+        """A process has ended, or could not be started."""
+        if not self._closing:
+            self._observer.worker_lost(self._fleet.devices[worker].name.name, reason)
+            self._apply(self._scheduler.lost(worker, incarnation, reason, time.monotonic()))
+
+    def _log_trace(self, entry: Entry, answer: CallDone | CallFailed) -> None:
+        if isinstance(answer, CallFailed) and answer.trace:
+            _log.error("request %s: %s\n%s", entry.planned.request_id, answer.message, answer.trace)
+
+    # --------------------------------------------------------------------------- what the scheduler decides
+
+    def _apply(self, commands: Iterable[Command]) -> None:
+        for command in commands:
+            self._carry_out(command)
+        self._set_alarm()
+
+    def _carry_out(self, command: Command) -> None:
+        if isinstance(command, StartCall):
+            self._start(command)
+        elif isinstance(command, CompleteCall):
+            self._complete(self._entries[command.call])
+        elif isinstance(command, FailCall):
+            self._fail(self._entries[command.call], command)
+        elif isinstance(command, ReleaseCall):
+            self._release(command.call)
+        elif isinstance(command, RequeueCall):
+            self._requeued(self._entries[command.call], command)
+        elif isinstance(command, SpawnWorker):
+            self._fleet.spawn(command.worker, command.incarnation)
+        elif isinstance(command, KillWorker):
+            _log.warning(
+                "%s: its worker is ended: %s", self._fleet.devices[command.worker].name, command.reason
+            )
+            self._fleet.kill(command.worker, command.incarnation)
+        else:
+            self._changed(command)
+
+    def _start(self, command: StartCall) -> None:
+        entry = self._entries[command.call]
+        process = self._fleet.process(command.worker)
+        process.send(entry.started(command, process.outputs))
+        device = self._fleet.devices[command.worker].name.name
+        self._observer.call_started(entry.planned, device, command.attempt, command.queued_s)
+
+    def _complete(self, entry: Entry) -> None:
+        if entry.start is None:
+            raise RuntimeError(f"{entry.planned.spec.name}: completed without a start")
+        device = self._fleet.devices[entry.start.worker]
+        if device.info is None:
+            raise RuntimeError(f"{device.name}: answered before it was ready")
+        try:
+            outcome = entry.outcome(device.name.name, device.info)
+        except NpugradError as error:
+            self._finish(entry, error)
+            return
+        if entry.future is not None and not entry.future.done():
+            entry.future.set_result(outcome)
+        self._report(entry, "OK", outcome.info)
+
+    def _fail(self, entry: Entry, command: FailCall) -> None:
+        if command.reason == "WORKER_LOST":
+            planned = entry.planned
+            _log.error("request %s: %s is suspect: %s", planned.request_id, planned.spec.name, command.detail)
+        self._finish(entry, error_from_verdict(entry.planned, command.reason, command.detail))
+
+    def _finish(self, entry: Entry, error: NpugradError) -> None:
+        if entry.future is not None and not entry.future.done():
+            entry.future.set_exception(error)
+        self._report(entry, error.reason, None)
+
+    def _report(self, entry: Entry, reason: str, info: ExecutionInfo | None) -> None:
+        if not entry.reported:
+            entry.reported = True
+            self._finished += 1
+            self._observer.call_finished(entry.planned, reason, time.monotonic() - entry.submitted_s, info)
+
+    def _requeued(self, entry: Entry, command: RequeueCall) -> None:
+        device = self._fleet.devices[command.worker].name.name
+        _log.warning(
+            "request %s: %s died under it; it waits for another try", entry.planned.request_id, device
+        )
+        self._observer.call_requeued(entry.planned, device)
+
+    def _changed(self, command: DeviceChanged) -> None:
+        status = self._status(command.worker)
+        _log.info("%s: %s %s", status.name, status.state, status.reason)
+        self._observer.device_changed(status)
+        for callback in self.on_change:
+            callback()
+        self._signal()
+
+    def _set_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        when = None if self._closing else self._scheduler.next_alarm()
+        if when is not None:
+            self._alarm = self._loop.call_later(max(0.0, when - time.monotonic()), self._tick)
+
+    def _tick(self) -> None:
+        self._apply(self._scheduler.tick(time.monotonic()))
+
+    # ------------------------------------------------------------------------------------ how the pool stands
+
+    def devices(self) -> tuple[DeviceStatus, ...]:
+        """Every device, in the order of the settings."""
+        return tuple(self._status(worker) for worker in range(len(self._fleet.devices)))
+
+    def _status(self, worker: int) -> DeviceStatus:
+        device, record = self._fleet.devices[worker], self._scheduler.workers[worker]
+        info = device.info
+        return DeviceStatus(
+            name=device.name.name,
+            backend=info.backend if info else "",
+            description=info.description if info else "",
+            simulated=info.simulated if info else False,
+            state=record.state,
+            restarts=max(0, record.incarnation - 1),
+            reason=record.reason,
+            pid=device.process.pid if device.process else None,
+        )
+
+    def stats(self) -> PoolStats:
+        """Figures of this moment."""
+        return PoolStats(
+            queue_depth=self._scheduler.queue_depth,
+            running=self._scheduler.running,
+            accepted_calls=self._accepted,
+            finished_calls=self._finished,
+            input_arena_used_bytes=self._operands.used_bytes,
+            output_arena_used_bytes=self._scheduler.output_used_bytes,
+            uploads=self._uploads,
+            input_arena_bytes=self._operands.nbytes,
+            output_arena_bytes=self._output_bytes * len(self._fleet.devices),
+        )
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Waits until every device is ready or down.
+
+        Args:
+            timeout_s: Seconds to wait; when they are over, one ready device is enough.
+
+        Raises:
+            ServerBusy: NO_DEVICE, none is ready; the message says why, device by device.
+        """
+        final = (DeviceState.READY, DeviceState.DOWN)
+        await self._until(lambda: all(status.state in final for status in self.devices()), timeout_s)
+        found = self.devices()
+        if not any(status.state is DeviceState.READY for status in found):
+            why = "; ".join(f"{status.name}: {status.state}, {status.reason}" for status in found)
+            raise ServerBusy(
+                f"no device is ready: {why}", reason="NO_DEVICE", retry_after_s=RETRY_NO_DEVICE_S
+            )
+
+    async def _until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        end = self._loop.time() + timeout_s
+        while not condition():
+            self._progress.clear()
+            try:
+                await asyncio.wait_for(self._progress.wait(), end - self._loop.time())
+            except asyncio.TimeoutError:
+                return condition()
+        return True
+
+    def _signal(self) -> None:
+        self._progress.set()
+
+    # -------------------------------------------------------------------------------------------- how it ends
+
+    def start_draining(self) -> None:
+        """Refuses every later call; those admitted go on, uploads included."""
+        self._draining = True
+
+    async def drained(self, timeout_s: float | None = None) -> bool:
+        """Waits until every admission was closed.
+
+        Args:
+            timeout_s: Seconds to wait; `drain_timeout_s` of the settings by default.
+
+        Returns:
+            Whether it came to that in time.
+        """
+        limit = self._settings.drain_timeout_s if timeout_s is None else timeout_s
+        return await self._until(lambda: not self._unclosed, limit)
+
+    async def close(self) -> None:
+        """Ends all workers and waits for them; calls still inside get `ServerDraining`. Idempotent."""
+        self._draining = self._closing = True
+        self._set_alarm()
+        for entry in self._entries.values():
+            if entry.future is not None and not entry.future.done():
+                self._finish(entry, _shut_down(entry.planned))
+        await self._fleet.close()
+        self._inputs.close()
+
+
+def _shut_down(planned: PlannedCall) -> ServerDraining:
+    return ServerDraining(
+        f"{planned.spec.name}: the server was shut down before the result was there",
+        operator=planned.spec.name,
+        request_id=planned.request_id,
+    )

@@ -1,0 +1,91 @@
+"""The order in which calls leave the queue: priority, then turn by turn between labels, then first come."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Queueable(Protocol):
+    """What the queue looks at."""
+
+    @property
+    def id(self) -> int:
+        """Unique number of the call."""
+
+    @property
+    def priority(self) -> int:
+        """Calls of higher priority leave first."""
+
+    @property
+    def label(self) -> str:
+        """Calls of one label keep their order; labels take turns."""
+
+
+T = TypeVar("T", bound=Queueable)
+
+
+class FairQueue(Generic[T]):
+    """Calls in lanes, one for each priority and label; only the first of a lane can leave.
+
+    A label that has had its turn goes to the end of its priority's round.
+    """
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self._rounds: dict[int, OrderedDict[str, OrderedDict[int, T]]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[T]:
+        """Every call, in no promised order."""
+        for lanes in self._rounds.values():
+            for lane in lanes.values():
+                yield from lane.values()
+
+    def push(self, call: T) -> None:
+        """Appends a call to its lane."""
+        self._lane(call)[call.id] = call
+        self._count += 1
+
+    def restore(self, call: T) -> None:
+        """Puts a call that had left back to the very front of its lane and its label's turn with it."""
+        lane = self._lane(call)
+        lane[call.id] = call
+        lane.move_to_end(call.id, last=False)
+        self._rounds[call.priority].move_to_end(call.label, last=False)
+        self._count += 1
+
+    def _lane(self, call: T) -> OrderedDict[int, T]:
+        return self._rounds.setdefault(call.priority, OrderedDict()).setdefault(call.label, OrderedDict())
+
+    def heads(self) -> list[T]:
+        """The calls that may leave, in the order in which they should."""
+        return [
+            next(iter(lane.values()))
+            for priority in sorted(self._rounds, reverse=True)
+            for lane in self._rounds[priority].values()
+        ]
+
+    def take(self, call: T) -> None:
+        """Removes a call that starts, which ends its label's turn."""
+        self.remove(call)
+        lanes = self._rounds.get(call.priority)
+        if lanes is not None and call.label in lanes:
+            lanes.move_to_end(call.label)
+
+    def remove(self, call: T) -> None:
+        """Removes a call that gives up, wherever it stands in its lane."""
+        lanes = self._rounds[call.priority]
+        lane = lanes[call.label]
+        del lane[call.id]
+        self._count -= 1
+        if not lane:
+            del lanes[call.label]
+        if not lanes:
+            del self._rounds[call.priority]

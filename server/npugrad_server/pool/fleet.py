@@ -1,0 +1,215 @@
+"""The worker processes of all devices: started and ended when told, their words passed on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from threading import Event
+from typing import TYPE_CHECKING, Protocol
+
+from npugrad_server.devices import parse_device
+from npugrad_server.pool.machine import cpu_count
+from npugrad_server.pool.process import WorkerProcess
+from npugrad_server.worker.protocol import CallDone, CallFailed, DeviceReady
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from npugrad_server.devices import DeviceName
+    from npugrad_server.pool.arena import Arena, InputArena, OutputArena
+    from npugrad_server.pool.types import PoolSettings
+    from npugrad_server.worker.protocol import Message
+
+_log = logging.getLogger(__name__)
+
+_HANG_UP_S = 2.0
+"""Seconds a worker has to end by itself when the pool closes."""
+_KILL_S = 10.0
+"""Seconds the kernel has to end a killed worker before nobody waits for it any more."""
+
+
+class Events(Protocol):
+    """Who is told what happens to workers; every method is called on the event loop."""
+
+    def worker_ready(self, worker: int, incarnation: int, ready: DeviceReady) -> None:
+        """A process has opened its device."""
+
+    def worker_answered(self, worker: int, incarnation: int, answer: CallDone | CallFailed) -> None:
+        """A process has answered a call."""
+
+    def worker_lost(self, worker: int, incarnation: int, reason: str) -> None:
+        """A process has ended, or could not be started."""
+
+
+@dataclass
+class Device:
+    """One device of the fleet.
+
+    Attributes:
+        name: What it is called.
+        process: Its worker; None while there is none.
+        info: What the last worker that was ready said of it.
+        spawning: Process being started, in a thread.
+    """
+
+    name: DeviceName
+    process: WorkerProcess | None = None
+    info: DeviceReady | None = None
+    spawning: asyncio.Future[WorkerProcess] | None = None
+
+
+class Fleet:
+    """Owns every worker process and the threads that start them and pre-fault memory."""
+
+    def __init__(self, settings: PoolSettings, inputs: InputArena, events: Events) -> None:
+        """Starts nothing yet.
+
+        Args:
+            settings: Devices and sizes.
+            inputs: Arena of the operands.
+            events: Who is told.
+        """
+        self.devices = [Device(parse_device(name)) for name in settings.devices]
+        self._settings = settings
+        self._inputs = inputs
+        self._events = events
+        self._closing = self._closed = False
+        self._stop = Event()
+        self._background: set[asyncio.Future[None]] = set()
+        self._executor = ThreadPoolExecutor(2, "npugrad-pool")
+        hosted = sum(device.name.kind != "npu" for device in self.devices)
+        self._threads = max(1, cpu_count() // max(1, hosted))
+
+    # ------------------------------------------------------------------------------------------ start and end
+
+    def spawn(self, worker: int, incarnation: int) -> None:
+        """Starts a process in a thread; `worker_ready` or `worker_lost` follows."""
+        device = self.devices[worker]
+        loop = asyncio.get_running_loop()
+        device.spawning = loop.run_in_executor(
+            self._executor,
+            WorkerProcess,
+            str(device.name),
+            incarnation,
+            self._inputs,
+            self._settings.output_arena_bytes,
+            self._threads,
+        )
+        device.spawning.add_done_callback(lambda future: self._spawned(worker, incarnation, future))
+
+    def _spawned(self, worker: int, incarnation: int, future: asyncio.Future[WorkerProcess]) -> None:
+        device = self.devices[worker]
+        device.spawning = None
+        error = future.exception()
+        if error is not None:
+            self._events.worker_lost(worker, incarnation, f"the worker process did not start: {error}")
+            return
+        device.process = process = future.result()
+        process.attach(
+            lambda message: self._received(worker, process, message),
+            lambda reason: self._exited(worker, process, reason),
+        )
+        if self._closing:
+            process.hang_up()
+            return
+        process.open(
+            self._settings.product.value, self._settings.streams_per_device, self._settings.prefault_bytes
+        )
+        self.prefault(process.outputs)
+
+    def kill(self, worker: int, incarnation: int) -> None:
+        """Ends a process at once; `worker_lost` follows after it was waited for."""
+        device = self.devices[worker]
+        if device.process is not None and device.process.incarnation == incarnation:
+            device.process.kill()
+        elif device.spawning is not None:
+            device.spawning.add_done_callback(lambda _: self.kill(worker, incarnation))
+
+    def process(self, worker: int) -> WorkerProcess:
+        """The process of a worker.
+
+        Raises:
+            RuntimeError: There is none.
+        """
+        process = self.devices[worker].process
+        if process is None:
+            raise RuntimeError(f"{self.devices[worker].name}: has no process")
+        return process
+
+    def prefault(self, arena: Arena) -> None:
+        """Backs the start of an arena with memory, in a thread."""
+        work = partial(arena.prefault, self._settings.prefault_bytes, self._stop)
+        self._in_thread(work).add_done_callback(_log_failure)
+
+    def let_go(self, arena: OutputArena) -> None:
+        """Ends one use of an output arena; the last one frees its memory, in a thread."""
+        if not arena.release():
+            return
+        if self._closed:
+            arena.close()
+        else:
+            self._in_thread(arena.close)
+
+    def _in_thread(self, work: Callable[[], None]) -> asyncio.Future[None]:
+        future = asyncio.get_running_loop().run_in_executor(self._executor, work)
+        self._background.add(future)
+        future.add_done_callback(self._background.discard)
+        return future
+
+    # -------------------------------------------------------------------------------------- what workers say
+
+    def _received(self, worker: int, process: WorkerProcess, message: Message) -> None:
+        if isinstance(message, DeviceReady):
+            self.devices[worker].info = message
+            self._events.worker_ready(worker, process.incarnation, message)
+        elif isinstance(message, (CallDone, CallFailed)):
+            self._events.worker_answered(worker, process.incarnation, message)
+
+    def _exited(self, worker: int, process: WorkerProcess, reason: str) -> None:
+        device = self.devices[worker]
+        device.process = None
+        if not self._closing:
+            _log.warning("%s: %s", device.name.name, reason)
+        self._events.worker_lost(worker, process.incarnation, reason)
+        self.let_go(process.outputs)
+
+    # ------------------------------------------------------------------------------------------------- close
+
+    async def close(self) -> None:
+        """Ends every process, first by hanging up, and waits for processes and threads."""
+        self._closing = True
+        self._stop.set()
+        await asyncio.gather(
+            *(d.spawning for d in self.devices if d.spawning is not None), return_exceptions=True
+        )
+        processes = [device.process for device in self.devices if device.process is not None]
+        for process in processes:
+            process.hang_up()
+        await self._wait_for(processes, _HANG_UP_S)
+        for process in processes:
+            process.kill()
+        await self._wait_for(processes, _KILL_S)
+        for process in processes:
+            if not process.exited.is_set():
+                _log.error("%s: process %d does not end, not even killed", process.device, process.pid)
+        while self._background:
+            await asyncio.gather(*self._background, return_exceptions=True)
+        self._closed = True
+        self._executor.shutdown()
+
+    @staticmethod
+    async def _wait_for(processes: list[WorkerProcess], timeout_s: float) -> None:
+        waits = [asyncio.ensure_future(process.exited.wait()) for process in processes]
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=timeout_s)
+            for wait in late:
+                wait.cancel()
+
+
+def _log_failure(future: asyncio.Future[None]) -> None:
+    error = None if future.cancelled() else future.exception()
+    if error is not None:
+        _log.warning("memory of an arena was not taken in advance: %s", error)

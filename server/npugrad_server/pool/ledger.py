@@ -1,0 +1,135 @@
+"""The scheduler's records of calls and workers. Plain state, changed by the scheduler alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from npugrad_server.pool.regions import EMPTY, Region, RegionAllocator
+from npugrad_server.pool.types import DeviceState
+
+if TYPE_CHECKING:
+    from npugrad_server.pool.commands import CallRequest, WorkerSpec
+
+
+class Stage(Enum):
+    """Where a call stands."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    SETTLED = "settled"
+    """No worker touches its memory any more, and the caller has its answer or wants none."""
+
+
+@dataclass
+class CallRecord:
+    """One call, from submit until its memory is given back.
+
+    Attributes:
+        request: What was asked.
+        submitted_s: When.
+        stage: Where it stands.
+        void: Whether the caller has an answer already, though a worker still runs the call.
+        closed: Whether the caller is done with operands and results.
+        attempts: How often it was started.
+        overtaken: How many calls behind it started while it could not.
+        kill_at: When its worker is ended if it still runs; None while it is not void.
+        region: Its outputs.
+        arena: Allocator the region is from; that of a dead worker once the worker died.
+        killed: How many workers of each device died while running it.
+        last_reason: How the last of them ended.
+    """
+
+    request: CallRequest
+    submitted_s: float
+    stage: Stage = Stage.QUEUED
+    void: bool = False
+    closed: bool = False
+    attempts: int = 0
+    overtaken: int = 0
+    kill_at: float | None = None
+    region: Region = EMPTY
+    arena: RegionAllocator | None = None
+    killed: Counter[int] = field(default_factory=Counter)
+    last_reason: str = ""
+
+    @property
+    def id(self) -> int:
+        """Unique number."""
+        return self.request.id
+
+    @property
+    def priority(self) -> int:
+        """Priority of the queue."""
+        return self.request.priority
+
+    @property
+    def label(self) -> str:
+        """Label of the queue."""
+        return self.request.label
+
+    @property
+    def alone(self) -> bool:
+        """Whether it may only run on a worker that runs nothing else: it may be what kills workers."""
+        return self.attempts > 0
+
+    def free_region(self) -> None:
+        """Gives the output region back."""
+        if self.arena is not None:
+            self.arena.free(self.region)
+        self.arena, self.region = None, EMPTY
+
+
+@dataclass
+class WorkerRecord:
+    """One device and the process that drives it.
+
+    Attributes:
+        index: Position in the pool.
+        spec: What it has.
+        state: Where it stands; a process that is being ended counts as restarting.
+        incarnation: How many processes it has had.
+        alive: Whether there is a process that was not waited for.
+        outputs: Regions of the present process's output arena.
+        running: Calls on it by number.
+        one_mode: Whether calls of different deterministic modes must not overlap on it.
+        failures: Consecutive failures without a successful call.
+        blameless: Whether the present process is being ended for a call's sake, not for its own failure.
+        alarm: When it must be open, or is to be started again; None for neither.
+        reason: Why it is not ready.
+        ended_for: Why the present process is being ended; empty while it is not.
+        last_start: Number of the last call it was given, to spread calls over idle devices.
+    """
+
+    index: int
+    spec: WorkerSpec
+    state: DeviceState = DeviceState.RESTARTING
+    incarnation: int = 0
+    alive: bool = False
+    outputs: RegionAllocator = field(default_factory=lambda: RegionAllocator(0))
+    running: dict[int, CallRecord] = field(default_factory=dict)
+    one_mode: bool = False
+    failures: int = 0
+    blameless: bool = False
+    alarm: float | None = None
+    reason: str = "its first worker starts"
+    ended_for: str = ""
+    last_start: int = 0
+
+    def admits(self, call: CallRecord) -> bool:
+        """Whether the call may join those that run now; memory is another question."""
+        if self.state is not DeviceState.READY or len(self.running) >= self.spec.streams:
+            return False
+        if not self.running:
+            return True
+        if call.alone or any(other.attempts > 1 for other in self.running.values()):
+            return False
+        return not self.one_mode or all(
+            other.request.deterministic == call.request.deterministic for other in self.running.values()
+        )
+
+    def is_current(self, incarnation: int) -> bool:
+        """Whether an event of this process is about the present one."""
+        return self.alive and incarnation == self.incarnation

@@ -1,0 +1,175 @@
+"""One worker process as the pool sees it: start, talk, end, wait.
+
+Guarantees
+    - `on_exit` is called exactly once, after the process was waited for: from then on it writes nothing.
+    - What the process had said before it ended is delivered first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+from npugrad_server.pool.arena import OutputArena
+from npugrad_server.worker.protocol import MAX_MESSAGE_BYTES, OpenDevice, OpenFailed, decode, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from npugrad_server.pool.arena import InputArena
+    from npugrad_server.worker.protocol import Message
+
+_THREAD_SETTINGS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+class WorkerProcess:
+    """A process, its socket and its output arena. Made in a thread, then used on one event loop."""
+
+    def __init__(
+        self, device: str, incarnation: int, inputs: InputArena, output_arena_bytes: int, threads: int
+    ) -> None:
+        """Starts the process; takes some milliseconds.
+
+        Args:
+            device: Name with options.
+            incarnation: Number of this process among those of the device.
+            inputs: Arena of the operands.
+            output_arena_bytes: Size of its results' arena.
+            threads: Processors' worth of threads for linear algebra, unless the environment says.
+
+        Raises:
+            OSError: No process, memory or descriptor is left.
+        """
+        self.device = device
+        self.incarnation = incarnation
+        self.exited = asyncio.Event()
+        self._inputs = inputs
+        self._last_words = ""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.outputs = OutputArena(output_arena_bytes)
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setblocking(False)
+        try:
+            self._process = self._spawn(theirs, threads)
+        except BaseException:
+            self._control.close()
+            self.outputs.close()
+            raise
+        finally:
+            theirs.close()
+
+    def _spawn(self, theirs: socket.socket, threads: int) -> subprocess.Popen[bytes]:
+        environment = {name: str(threads) for name in _THREAD_SETTINGS} | dict(os.environ)
+        return subprocess.Popen(
+            [sys.executable, "-m", "npugrad_server.worker", self.device, str(theirs.fileno())],
+            pass_fds=(theirs.fileno(), self._inputs.worker_fd, self.outputs.fd),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # what a library prints must not get into the output of a command line
+            start_new_session=True,  # Ctrl-C at a terminal is for the server, which then drains
+        )
+
+    @property
+    def pid(self) -> int:
+        """Process number."""
+        return self._process.pid
+
+    def attach(
+        self,
+        on_message: Callable[[Message], None],
+        on_exit: Callable[[str], None],
+    ) -> None:
+        """Begins to listen, on the running event loop.
+
+        Args:
+            on_message: Called with every message.
+            on_exit: Called at the end with how the process ended, for a person.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._on_message, self._on_exit = on_message, on_exit
+        self._loop.add_reader(self._control, self._receive)
+        self._waiter = threading.Thread(target=self._wait, name=f"wait-{self.device}", daemon=True)
+        self._waiter.start()
+
+    def open(self, product: str, streams: int, prefault_bytes: int) -> None:
+        """Asks it to take its device; the answer comes as a message."""
+        message = OpenDevice(
+            device=self.device,
+            product=product,
+            streams=streams,
+            input_fd=self._inputs.worker_fd,
+            input_bytes=self._inputs.nbytes,
+            output_fd=self.outputs.fd,
+            output_bytes=self.outputs.nbytes,
+            prefault_bytes=prefault_bytes,
+        )
+        self.send(message)
+
+    def send(self, message: Message) -> None:
+        """Sends a message; a process that cannot take it is ended."""
+        try:
+            self._control.send(encode(message))
+        except OSError:  # gone, or it stopped reading: the few messages it may owe us fit the buffer
+            self.kill()
+
+    def kill(self) -> None:
+        """Ends it at once; `on_exit` follows."""
+        # Until `_reap` the number cannot be another process's, so this is never sent to a stranger.
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
+
+    def hang_up(self) -> None:
+        """Closes our end of the socket, which ends it in its own time; `on_exit` follows."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._control)
+        self._control.close()
+
+    def _receive(self) -> None:
+        """Reads what there is; a process that closed its end or talks nonsense is ended."""
+        try:
+            while packet := self._control.recv(MAX_MESSAGE_BYTES):
+                message = decode(packet)
+                if isinstance(message, OpenFailed):
+                    self._last_words = message.message
+                self._on_message(message)
+        except BlockingIOError:
+            return
+        except (OSError, ValueError):
+            pass
+        if self._loop is not None and self._control.fileno() >= 0:
+            self._loop.remove_reader(self._control)
+        self.kill()
+
+    def _wait(self) -> None:
+        """Waits, on a thread, until the process has ended, but leaves it to `_reap` to collect it."""
+        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know
+                self._loop.call_soon_threadsafe(self._reap)
+
+    def _reap(self) -> None:
+        if self._control.fileno() >= 0:
+            self._receive()
+            self.hang_up()
+        status = self._process.wait()
+        self._waiter.join()
+        self.exited.set()
+        self._on_exit(self._last_words or _describe(status))
+
+
+def _describe(status: int) -> str:
+    if status >= 0:
+        return f"the worker process ended with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = "unknown"
+    return f"the worker process was killed by signal {-status} ({name})"

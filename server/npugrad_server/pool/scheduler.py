@@ -1,0 +1,418 @@
+"""Decides which call runs where and when: events in, commands out.
+
+No clock, no thread, no socket: time comes with the event, and `next_alarm` says when `tick` is due. The
+driver carries the commands out in order.
+
+Guarantees
+    - A call gets exactly one `CompleteCall` or `FailCall`, unless the caller cancelled or closed it first.
+    - `ReleaseCall` comes exactly once for every call, after it was closed and no worker touches its memory.
+    - A call starts at most `max_attempts` times, never past its deadline, and from its second try on alone.
+    - A call that waits for room is overtaken by at most `MAX_OVERTAKEN` calls of its priority or below for
+      want of room; then a worker is kept free for it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from npugrad_server.pool.commands import (
+    CompleteCall,
+    DeviceChanged,
+    FailCall,
+    KillWorker,
+    ReleaseCall,
+    RequeueCall,
+    SpawnWorker,
+    StartCall,
+)
+from npugrad_server.pool.fair_queue import FairQueue
+from npugrad_server.pool.ledger import CallRecord, Stage, WorkerRecord
+from npugrad_server.pool.regions import RegionAllocator
+from npugrad_server.pool.types import DeviceState
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from npugrad_server.pool.commands import CallRequest, Command, WorkerSpec
+    from npugrad_server.pool.types import PoolSettings
+
+MAX_OVERTAKEN = 16
+"""Calls that may overtake one that waits for room before a worker is kept free for it."""
+
+
+class Scheduler:
+    """The state of all calls and workers; every event is a method that returns the commands that follow."""
+
+    def __init__(
+        self, settings: PoolSettings, workers: Sequence[WorkerSpec], memory: Mapping[str, int]
+    ) -> None:
+        """Starts with no process.
+
+        Args:
+            settings: Times and limits.
+            workers: The devices.
+            memory: Bytes of each memory that the devices name.
+        """
+        self._settings = settings
+        self._memory = dict(memory)
+        self.workers = [WorkerRecord(index, spec) for index, spec in enumerate(workers)]
+        self._calls: dict[int, CallRecord] = {}
+        self._queue: FairQueue[CallRecord] = FairQueue()
+        self._alarms: list[tuple[float, int]] = []
+        self._claim: tuple[CallRecord, WorkerRecord] | None = None
+        self._starts = 0
+
+    # ------------------------------------------------------------------------------ what is seen from outside
+
+    @property
+    def queue_depth(self) -> int:
+        """Calls that wait for a worker."""
+        return len(self._queue)
+
+    @property
+    def running(self) -> int:
+        """Calls on workers, those that nobody waits for included."""
+        return sum(len(worker.running) for worker in self.workers)
+
+    @property
+    def output_used_bytes(self) -> int:
+        """Bytes of all regions that calls hold, also in arenas of processes that are gone."""
+        return sum(call.region.nbytes for call in self._calls.values())
+
+    @property
+    def all_down(self) -> bool:
+        """Whether no device will ever be ready again."""
+        return all(worker.state is DeviceState.DOWN for worker in self.workers)
+
+    def next_alarm(self) -> float | None:
+        """When `tick` is due; None when only an event can change anything."""
+        while self._alarms and not self._is_live(self._alarms[0]):
+            heapq.heappop(self._alarms)
+        times = [worker.alarm for worker in self.workers if worker.alarm is not None]
+        if self._alarms:
+            times.append(self._alarms[0][0])
+        return min(times, default=None)
+
+    # ------------------------------------------------------------------------------------------------- events
+
+    def start(self, now: float) -> list[Command]:
+        """The pool opens: every device gets a process."""
+        out: list[Command] = []
+        for worker in self.workers:
+            self._spawn(worker, now, out)
+        return out
+
+    def submit(self, request: CallRequest, now: float) -> list[Command]:
+        """A call's operands are all there."""
+        out: list[Command] = []
+        call = CallRecord(request, now)
+        self._calls[call.id] = call
+        if self.all_down:
+            self._fail(call, "NO_DEVICE", self._why_down(), out)
+            return out
+        self._queue.push(call)
+        if request.deadline_s is not None:
+            self._set_alarm(request.deadline_s, call)
+        self._dispatch(now, out)
+        return out
+
+    def ready(self, worker: int, incarnation: int, now: float, one_mode: bool = False) -> list[Command]:
+        """A process has opened its device."""
+        out: list[Command] = []
+        record = self.workers[worker]
+        if not record.is_current(incarnation) or record.state is not DeviceState.STARTING:
+            return out
+        record.one_mode, record.alarm = one_mode, None
+        self._change(record, DeviceState.READY, "", out)
+        self._dispatch(now, out)
+        return out
+
+    def answered(self, worker: int, incarnation: int, call: int, good: bool, now: float) -> list[Command]:
+        """A process has done a call, or has survived an error in it."""
+        out: list[Command] = []
+        record = self.workers[worker]
+        if not record.is_current(incarnation) or call not in record.running:
+            return out
+        done = self._leave(record, call)
+        if good:
+            record.failures = 0
+        if not done.void:
+            out.append(CompleteCall(call))
+        self._settle(done, out)
+        self._dispatch(now, out)
+        return out
+
+    def lost(self, worker: int, incarnation: int, reason: str, now: float) -> list[Command]:
+        """A process has ended and was waited for: it cannot write any more."""
+        out: list[Command] = []
+        record = self.workers[worker]
+        if not record.is_current(incarnation):
+            return out
+        record.alive = False
+        if not record.blameless:
+            record.failures += 1
+        record.reason = record.ended_for or reason
+        # The last one started goes back first, so that the first one started is in front at the end.
+        for call in reversed(list(record.running)):
+            self._retry(record, self._leave(record, call), out)
+        record.outputs = RegionAllocator(0)
+        self._drop_claim_on(record)
+        self._restart(record, now, out)
+        self._dispatch(now, out)
+        return out
+
+    def cancel(self, call: int, now: float) -> list[Command]:
+        """The caller does not want the answer any more."""
+        out: list[Command] = []
+        record = self._calls.get(call)
+        if record is not None:
+            self._void(record, now, out)
+            self._dispatch(now, out)
+        return out
+
+    def close(self, call: int, now: float) -> list[Command]:
+        """The caller is done with operands and results."""
+        out: list[Command] = []
+        record = self._calls.get(call)
+        if record is None or record.closed:
+            return out
+        record.closed = True
+        if record.stage is Stage.SETTLED:
+            self._forget(record, out)
+        else:
+            self._void(record, now, out)
+        self._dispatch(now, out)
+        return out
+
+    def tick(self, now: float) -> list[Command]:
+        """Time has passed."""
+        out: list[Command] = []
+        while self._alarms and self._alarms[0][0] <= now:
+            record = self._calls.get(heapq.heappop(self._alarms)[1])
+            if record is not None:
+                self._overdue(record, now, out)
+        for worker in self.workers:
+            if worker.alarm is not None and worker.alarm <= now:
+                self._alarm_of(worker, now, out)
+        self._dispatch(now, out)
+        return out
+
+    # -------------------------------------------------------------------------------------------- dispatching
+
+    def _dispatch(self, now: float, out: list[Command]) -> None:
+        while self._start_one(now, out):
+            pass
+
+    def _start_one(self, now: float, out: list[Command]) -> bool:
+        """Starts the first call that can; returns whether there was one."""
+        if all(len(w.running) >= w.spec.streams or w.state is not DeviceState.READY for w in self.workers):
+            return False
+        blocked: list[CallRecord] = []
+        for call in self._queue.heads():
+            deadline = call.request.deadline_s
+            if deadline is not None and deadline <= now:
+                self._give_up(call, "DEADLINE_EXCEEDED", "the deadline passed in the queue", out)
+                return True  # another call heads its lane now
+            worker = self._place(call)
+            if worker is not None:
+                self._launch(call, worker, now, out)
+                for other in blocked:
+                    other.overtaken += 1
+                return True
+            self._claim_for(call)
+            blocked.append(call)
+        return False
+
+    def _place(self, call: CallRecord) -> WorkerRecord | None:
+        """The best worker with room for the call, its region taken; None when none has room now."""
+        choices = [w for w in self.workers if w.admits(call) and not self._is_kept_from(call, w)]
+        for worker in sorted(choices, key=lambda w: (call.killed[w.index], len(w.running), w.last_start)):
+            if self._memory[worker.spec.memory] < call.request.memory_bytes:
+                continue
+            region = worker.outputs.allocate(call.request.output_bytes)
+            if region is not None:
+                call.region, call.arena = region, worker.outputs
+                return worker
+        return None
+
+    def _launch(self, call: CallRecord, worker: WorkerRecord, now: float, out: list[Command]) -> None:
+        self._queue.take(call)
+        self._drop_claim_of(call)
+        self._starts += 1
+        worker.last_start = self._starts
+        worker.running[call.id] = call
+        self._memory[worker.spec.memory] -= call.request.memory_bytes
+        call.stage, call.attempts = Stage.RUNNING, call.attempts + 1
+        waited = max(0.0, now - call.submitted_s)
+        out.append(StartCall(call.id, worker.index, worker.incarnation, call.region, call.attempts, waited))
+
+    def _leave(self, worker: WorkerRecord, call: int) -> CallRecord:
+        """Takes a call off its worker."""
+        record = worker.running.pop(call)
+        self._memory[worker.spec.memory] += record.request.memory_bytes
+        return record
+
+    # ------------------------------------------------------------------------------------------------- claims
+
+    def _claim_for(self, call: CallRecord) -> None:
+        """Keeps a worker free for a call that was overtaken often enough."""
+        if call.overtaken < MAX_OVERTAKEN:
+            return
+        if self._claim is not None and self._claim[0].priority >= call.priority:
+            return
+        ready = [w for w in self.workers if w.state is DeviceState.READY]
+        if ready:
+            best = min(ready, key=lambda w: (call.killed[w.index], w.outputs.used_bytes, len(w.running)))
+            self._claim = (call, best)
+
+    def _is_kept_from(self, call: CallRecord, worker: WorkerRecord) -> bool:
+        if self._claim is None or self._claim[0] is call or self._claim[0].priority < call.priority:
+            return False
+        claimed = self._claim[1]
+        same_memory = worker.spec.memory == claimed.spec.memory and call.request.memory_bytes > 0
+        return worker is claimed or same_memory
+
+    def _drop_claim_of(self, call: CallRecord) -> None:
+        if self._claim is not None and self._claim[0] is call:
+            self._claim = None
+
+    def _drop_claim_on(self, worker: WorkerRecord) -> None:
+        if self._claim is not None and self._claim[1] is worker:
+            self._claim = None
+
+    # -------------------------------------------------------------------------------------- how a call ends
+
+    def _void(self, call: CallRecord, now: float, out: list[Command]) -> None:
+        """Nobody waits for the call any more."""
+        if call.stage is Stage.QUEUED:
+            self._unqueue(call)
+            self._settle(call, out)
+        elif call.stage is Stage.RUNNING and not call.void:
+            call.void = True
+            call.kill_at = now + self._settings.hang_grace_s
+            self._set_alarm(call.kill_at, call)
+
+    def _give_up(self, call: CallRecord, reason: str, detail: str, out: list[Command]) -> None:
+        self._unqueue(call)
+        self._fail(call, reason, detail, out)
+
+    def _unqueue(self, call: CallRecord) -> None:
+        self._queue.remove(call)
+        self._drop_claim_of(call)
+
+    def _fail(self, call: CallRecord, reason: str, detail: str, out: list[Command]) -> None:
+        out.append(FailCall(call.id, reason, detail))
+        self._settle(call, out)
+
+    def _settle(self, call: CallRecord, out: list[Command]) -> None:
+        call.stage = Stage.SETTLED
+        if call.closed:
+            self._forget(call, out)
+
+    def _forget(self, call: CallRecord, out: list[Command]) -> None:
+        call.free_region()
+        del self._calls[call.id]
+        out.append(ReleaseCall(call.id))
+
+    def _retry(self, worker: WorkerRecord, call: CallRecord, out: list[Command]) -> None:
+        """The worker of a running call is gone: another try, or the verdict."""
+        if call.void:
+            self._settle(call, out)
+            return
+        call.free_region()
+        if not worker.blameless:
+            call.killed[worker.index] += 1
+            call.last_reason = worker.reason
+        if call.attempts < self._settings.max_attempts:
+            call.stage = Stage.QUEUED
+            self._queue.restore(call)
+            out.append(RequeueCall(call.id, worker.index))
+            return
+        # The call is the suspect now, so its devices are not held to account for it.
+        for index, count in call.killed.items():
+            self.workers[index].failures = max(0, self.workers[index].failures - count)
+        last = call.last_reason or worker.reason
+        self._fail(
+            call, "WORKER_LOST", f"its worker died at each of {call.attempts} tries; last: {last}", out
+        )
+
+    def _overdue(self, call: CallRecord, now: float, out: list[Command]) -> None:
+        """An alarm of a call has come: its deadline, or the end of its grace."""
+        deadline = call.request.deadline_s
+        if call.stage is Stage.RUNNING and call.kill_at is not None and call.kill_at <= now:
+            self._end_for(call, out)
+        elif call.void or deadline is None or deadline > now:
+            return
+        elif call.stage is Stage.QUEUED:
+            self._give_up(call, "DEADLINE_EXCEEDED", "the deadline passed in the queue", out)
+        elif call.stage is Stage.RUNNING:
+            out.append(FailCall(call.id, "DEADLINE_EXCEEDED", "the deadline passed while the call ran"))
+            self._void(call, deadline, out)
+
+    def _end_for(self, call: CallRecord, out: list[Command]) -> None:
+        worker = next(w for w in self.workers if call.id in w.running)
+        # An impatient caller must not bring a slow device down: if the device really hangs, opening it
+        # again fails, and that counts.
+        grace = self._settings.hang_grace_s
+        self._kill(worker, f"a call ran on for {grace:g} s after nobody waited for it", out, blameless=True)
+
+    # ------------------------------------------------------------------------------------ how a worker lives
+
+    def _spawn(self, worker: WorkerRecord, now: float, out: list[Command]) -> None:
+        worker.incarnation += 1
+        worker.alive, worker.blameless, worker.ended_for = True, False, ""
+        worker.outputs = RegionAllocator(worker.spec.output_bytes)
+        worker.alarm = now + self._settings.worker_start_timeout_s
+        out.append(SpawnWorker(worker.index, worker.incarnation))
+        self._change(worker, DeviceState.STARTING, worker.reason, out)
+
+    def _restart(self, worker: WorkerRecord, now: float, out: list[Command]) -> None:
+        """Plans the next process of a device, or marks it down."""
+        if worker.failures > self._settings.max_respawns:
+            worker.alarm = None
+            self._change(worker, DeviceState.DOWN, worker.reason, out)
+            if self.all_down:
+                for call in list(self._queue):
+                    self._give_up(call, "NO_DEVICE", self._why_down(), out)
+            return
+        doublings = min(max(worker.failures - 1, 0), 32)
+        delay = min(self._settings.respawn_backoff_s * 2**doublings, self._settings.respawn_backoff_max_s)
+        worker.alarm = now + delay
+        self._change(worker, DeviceState.RESTARTING, worker.reason, out)
+
+    def _alarm_of(self, worker: WorkerRecord, now: float, out: list[Command]) -> None:
+        if worker.alive:
+            timeout = self._settings.worker_start_timeout_s
+            self._kill(worker, f"the device was not open within {timeout:g} s", out, blameless=False)
+        else:
+            self._spawn(worker, now, out)
+
+    def _kill(self, worker: WorkerRecord, reason: str, out: list[Command], *, blameless: bool) -> None:
+        if worker.state not in (DeviceState.STARTING, DeviceState.READY):
+            return  # it is being ended already
+        worker.alarm, worker.blameless, worker.ended_for = None, blameless, reason
+        self._drop_claim_on(worker)
+        out.append(KillWorker(worker.index, worker.incarnation, reason))
+        self._change(worker, DeviceState.RESTARTING, reason, out)
+
+    def _change(self, worker: WorkerRecord, state: DeviceState, reason: str, out: list[Command]) -> None:
+        worker.state, worker.reason = state, reason
+        out.append(DeviceChanged(worker.index))
+
+    def _why_down(self) -> str:
+        return "; ".join(Counter(w.reason for w in self.workers)) or "there is no device"
+
+    # ------------------------------------------------------------------------------------------------- alarms
+
+    def _set_alarm(self, when: float, call: CallRecord) -> None:
+        heapq.heappush(self._alarms, (when, call.id))
+        # Calls usually end long before their deadline; their alarms must not pile up until then.
+        if len(self._alarms) > 4 * len(self._calls) + 64:
+            self._alarms = [alarm for alarm in self._alarms if self._is_live(alarm)]
+            heapq.heapify(self._alarms)
+
+    def _is_live(self, alarm: tuple[float, int]) -> bool:
+        call = self._calls.get(alarm[1])
+        return call is not None and call.stage is not Stage.SETTLED

@@ -1,0 +1,43 @@
+"""Entry of a worker process: ``python -m npugrad_server.worker DEVICE CONTROL_FD``.
+
+DEVICE is there for whoever lists processes; what counts comes over the socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from npugrad_server.worker.loop import Worker
+
+
+def main(arguments: list[str]) -> int:
+    """Runs a worker until its socket ends.
+
+    Args:
+        arguments: Name of the device, number of the inherited socket.
+
+    Returns:
+        Exit status.
+    """
+    faulthandler.enable()
+    # A terminal or a service manager signals the whole group, but calls accepted by the server are to
+    # finish while it drains: only the server ends its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # When memory runs out a worker is to go rather than the server: its calls are run again.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("500")
+    return Worker(socket.socket(fileno=int(arguments[1]))).serve()
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    # Not sys.exit: threads of vendor libraries may still be there and must not hold the process up.
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,145 @@
+"""Runs one call in the worker: views over the arenas, the backend, and what went wrong as a message."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import time
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from npugrad import get_operator
+from npugrad.errors import DeviceError, NpugradError, OperatorError, RequestError
+from npugrad.layout import view
+from npugrad.spec import CallMeta
+from npugrad.tolerance import compare
+from npugrad_server.backends.base import DeviceCall
+from npugrad_server.worker.protocol import CallDone, CallFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy.typing as npt
+
+    from npugrad.spec import OpSpec
+    from npugrad_server.backends.base import Backend
+    from npugrad_server.worker.protocol import OpenDevice, RunCall
+
+    Array = npt.NDArray[Any]
+
+_MAX_TRACE = 16_000  # the end of a trace tells most; the whole must fit a message
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; `mmap` does not name them
+
+
+class Arenas:
+    """The worker's mappings: operands to read, results to write."""
+
+    def __init__(self, opening: OpenDevice) -> None:
+        """Maps both.
+
+        Raises:
+            OSError: A descriptor is not what the message says.
+        """
+        inputs = mmap.mmap(opening.input_fd, opening.input_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        outputs = mmap.mmap(opening.output_fd, opening.output_bytes, flags=mmap.MAP_SHARED)
+        _populate(inputs, _MADV_POPULATE_READ, opening.prefault_bytes)
+        _populate(outputs, _MADV_POPULATE_WRITE, opening.prefault_bytes)
+        self.inputs, self.outputs = memoryview(inputs), memoryview(outputs)
+
+
+def _populate(arena: mmap.mmap, advice: int, nbytes: int) -> None:
+    whole = min(nbytes, len(arena)) // mmap.PAGESIZE * mmap.PAGESIZE
+    with contextlib.suppress(OSError):  # an older kernel: pages are mapped at first use instead
+        arena.madvise(mmap.MADV_HUGEPAGE)
+        if whole:
+            arena.madvise(advice, 0, whole)
+
+
+def execute(backend: Backend, arenas: Arenas, order: RunCall, stream: int) -> CallDone | CallFailed:
+    """Runs a call; whatever an operator or a device does wrong becomes an answer."""
+    try:
+        return _execute(get_operator(order.operator), backend, arenas, order, stream)
+    except MemoryError:
+        message = f"{order.operator}: the device has no memory for the call now"
+        return CallFailed(order.call, "DEVICE_OUT_OF_MEMORY", message)
+    except NpugradError as error:
+        return CallFailed(order.call, error.reason, str(error), _metadata(error))
+    except Exception as error:
+        # The exception's own words may quote the data, so the caller gets its type only.
+        message = f"{order.operator}: the backend failed with {type(error).__name__}"
+        return CallFailed(order.call, "INTERNAL", message, trace=traceback.format_exc()[-_MAX_TRACE:])
+
+
+def _execute(spec: OpSpec, backend: Backend, arenas: Arenas, order: RunCall, stream: int) -> CallDone:
+    start = time.perf_counter()
+    inputs = _operands(order, arenas)
+    meta = CallMeta(
+        {name: None if found is None else found.contiguous() for name, found in order.meta.inputs.items()},
+        order.meta.attrs,
+        product=order.meta.product,
+    )
+    outputs = {
+        name: view(wanted, arenas.outputs, order.output_offsets[name])
+        for name, wanted in order.outputs.items()
+        if wanted is not None
+    }
+    packed_s = time.perf_counter() - start
+    timings = backend.run(spec, DeviceCall(meta, inputs, outputs, order.options, stream))
+    if order.options.verify:
+        _verify(spec, inputs, order, outputs)
+    return CallDone(
+        order.call,
+        timings.copy_in_s + packed_s,
+        timings.run_s,
+        timings.copy_out_s,
+        timings.workspace_bytes,
+    )
+
+
+def _operands(order: RunCall, arenas: Arenas) -> dict[str, Array | None]:
+    """Views of the operands; those with other strides become private contiguous copies."""
+    operands: dict[str, Array | None] = {}
+    for name, meta in order.meta.inputs.items():
+        if meta is None:
+            operands[name] = None
+            continue
+        array = view(meta, arenas.inputs, order.input_offsets[name])
+        operands[name] = array if meta.is_contiguous else np.ascontiguousarray(array)
+    return operands
+
+
+def _verify(
+    spec: OpSpec, inputs: Mapping[str, Array | None], order: RunCall, outputs: Mapping[str, Array]
+) -> None:
+    """Computes the call again with the reference and compares.
+
+    Raises:
+        DeviceError: VERIFICATION_FAILED, a result is outside the tolerance.
+    """
+    golden = {name: np.empty(array.shape, np.float64) for name, array in outputs.items()}
+    spec.reference(inputs, order.meta.attrs, golden)
+    for name, array in outputs.items():
+        extra = spec.extra_tolerance(inputs, order.meta.attrs, name)
+        found = compare(golden[name], array, extra)
+        if not found.ok:
+            raise DeviceError(
+                f"{spec.name}: {name}: found a result {found}; expected that of the reference",
+                reason="VERIFICATION_FAILED",
+                operator=spec.name,
+                source="device",
+            )
+
+
+def _metadata(error: NpugradError) -> dict[str, str]:
+    """What the exception carries besides its message, as the error table's details name it."""
+    metadata: dict[str, str] = {"source": "device"}
+    if isinstance(error, RequestError) and error.operand:
+        metadata["operand"] = error.operand
+    if isinstance(error, OperatorError):
+        if error.code is not None:
+            metadata["code"] = str(error.code)
+        if error.constraint:
+            metadata["constraint"] = error.constraint
+    return metadata

@@ -1,0 +1,123 @@
+"""The worker's threads: one listens, the others are streams.
+
+The listening thread is not the main one, because the main thread opens the device, which can take long, and
+the end of the socket has to end the process even then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import traceback
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from npugrad.products import product_from_name
+from npugrad_server.backends import make_backend
+from npugrad_server.devices import parse_device
+from npugrad_server.worker.execute import Arenas, execute
+from npugrad_server.worker.protocol import (
+    MAX_MESSAGE_BYTES,
+    DeviceReady,
+    OpenDevice,
+    OpenFailed,
+    RunCall,
+    decode,
+    encode,
+)
+
+if TYPE_CHECKING:
+    import socket
+
+    from npugrad_server.backends.base import Backend
+    from npugrad_server.worker.protocol import Message
+
+_CLOSE_S = 1.0
+"""Seconds an idle device has to close in an orderly way when the socket ends."""
+
+
+class Worker:
+    """One process for one device."""
+
+    def __init__(self, control: socket.socket) -> None:
+        """Starts to listen.
+
+        Args:
+            control: Packet socket to the pool.
+        """
+        self._control = control
+        self._orders: SimpleQueue[RunCall | OpenDevice | None] = SimpleQueue()
+        self._in_hand = 0
+        self._lock = threading.Lock()
+        threading.Thread(target=self._listen, name="control", daemon=True).start()
+
+    def serve(self) -> int:
+        """Opens the device, then runs calls on this thread and, beside it, on the other streams.
+
+        Returns:
+            Exit status: 0 at the end of the socket, 1 when the device did not open.
+        """
+        opening = self._orders.get()
+        if not isinstance(opening, OpenDevice):
+            return 0
+        try:
+            arenas, backend = Arenas(opening), self._open(opening)
+        except Exception as error:
+            self._send(OpenFailed(f"{type(error).__name__}: {error}"[:2000]))
+            return 1
+        self._send(DeviceReady(backend.name, backend.description, backend.simulated, backend.one_mode))
+        others = [
+            threading.Thread(target=self._stream, args=(backend, arenas, index), name=f"stream-{index}")
+            for index in range(1, opening.streams)
+        ]
+        for thread in others:
+            thread.start()
+        self._stream(backend, arenas, 0)
+        for thread in others:
+            thread.join()
+        backend.close()
+        return 0
+
+    @staticmethod
+    def _open(opening: OpenDevice) -> Backend:
+        device = parse_device(opening.device)
+        backend = make_backend(device.kind)
+        backend.open(device, product_from_name(opening.product), opening.streams)
+        return backend
+
+    def _stream(self, backend: Backend, arenas: Arenas, index: int) -> None:
+        while isinstance(order := self._orders.get(), RunCall):
+            self._send(execute(backend, arenas, order, index))
+            with self._lock:
+                self._in_hand -= 1
+        self._orders.put(None)  # for the next stream
+
+    def _listen(self) -> None:
+        """Takes orders until the pool is gone, then ends the process: at once, unless nothing runs."""
+        try:
+            with contextlib.suppress(OSError):
+                while packet := self._control.recv(MAX_MESSAGE_BYTES):
+                    self._take(decode(packet))
+        except ValueError:
+            traceback.print_exc()
+            os._exit(2)  # without orders the process would only sit on its device
+        with self._lock:
+            idle = not self._in_hand
+        if idle:
+            self._orders.put(None)
+            threading.Event().wait(_CLOSE_S)
+        os._exit(0)
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, RunCall):
+            with self._lock:
+                self._in_hand += 1
+        if isinstance(message, (RunCall, OpenDevice)):
+            self._orders.put(message)
+
+    def _send(self, message: Message) -> None:
+        try:
+            self._control.send(encode(message))
+        except OSError:
+            os._exit(0)  # the pool is gone

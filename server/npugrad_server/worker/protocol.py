@@ -1,0 +1,196 @@
+"""What the pool and a worker say to each other: small JSON messages, one a packet.
+
+    pool                      worker
+    OpenDevice         ->
+                       <-     DeviceReady, or OpenFailed and the end
+    RunCall            ->
+                       <-     CallDone or CallFailed
+
+Tensors are not in the messages; they lie in the arenas, where the messages say.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from npugrad.call import CallOptions
+from npugrad.products import product_from_name
+from npugrad.spec import CallMeta, TensorMeta
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MAX_MESSAGE_BYTES = 128 * 1024
+"""Largest message; an operator's metas need some kilobytes. Below the kernel's default socket buffer."""
+
+
+@dataclass(frozen=True)
+class OpenDevice:
+    """Take the device.
+
+    Attributes:
+        device: Name with options.
+        product: Product the server serves.
+        streams: Calls that will run at once.
+        input_fd: Inherited descriptor of the operands' arena, read-only.
+        input_bytes: Its size.
+        output_fd: Inherited descriptor of the results' arena.
+        output_bytes: Its size.
+        prefault_bytes: How much of each arena to map at once.
+    """
+
+    device: str
+    product: str
+    streams: int
+    input_fd: int
+    input_bytes: int
+    output_fd: int
+    output_bytes: int
+    prefault_bytes: int
+
+
+@dataclass(frozen=True)
+class DeviceReady:
+    """The device is open; the attributes are those of `npugrad_server.backends.base.Backend`."""
+
+    backend: str
+    description: str
+    simulated: bool
+    one_mode: bool
+
+
+@dataclass(frozen=True)
+class OpenFailed:
+    """The device cannot be used; the process ends.
+
+    Attributes:
+        message: Why, for a person.
+    """
+
+    message: str
+
+
+@dataclass(frozen=True)
+class RunCall:
+    """Run a call.
+
+    Attributes:
+        call: Its number, for the answer.
+        operator: Name of the operator.
+        meta: Operands' metas as they lie in the arena, attributes, product.
+        outputs: Metas of all outputs, None for those not wanted.
+        options: Options of the call.
+        input_offsets: First byte of each operand that is not null, in the operands' arena.
+        output_offsets: First byte of each wanted output, in the results' arena.
+    """
+
+    call: int
+    operator: str
+    meta: CallMeta
+    outputs: Mapping[str, TensorMeta | None]
+    options: CallOptions
+    input_offsets: Mapping[str, int]
+    output_offsets: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class CallDone:
+    """The results lie in the arena; the attributes are those of `npugrad_server.backends.base.Timings`."""
+
+    call: int
+    copy_in_s: float
+    run_s: float
+    copy_out_s: float
+    workspace_bytes: int
+
+
+@dataclass(frozen=True)
+class CallFailed:
+    """There is no result; the worker goes on.
+
+    Attributes:
+        call: Number of the call.
+        reason: Row of the error table.
+        message: For the caller.
+        metadata: What else the caller is told: code, operand, constraint.
+        trace: For the log: where it happened; empty for an error that was expected.
+    """
+
+    call: int
+    reason: str
+    message: str
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    trace: str = ""
+
+
+Message: TypeAlias = "OpenDevice | DeviceReady | OpenFailed | RunCall | CallDone | CallFailed"
+_PLAIN = {cls.__name__: cls for cls in (OpenDevice, DeviceReady, OpenFailed, CallDone, CallFailed)}
+
+
+def encode(message: Message) -> bytes:
+    """One packet.
+
+    Raises:
+        ValueError: It exceeds `MAX_MESSAGE_BYTES`.
+    """
+    payload = _run_payload(message) if isinstance(message, RunCall) else asdict(message)
+    packet = json.dumps([type(message).__name__, payload], separators=(",", ":")).encode()
+    if len(packet) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"found a message of {len(packet)} bytes; expected at most {MAX_MESSAGE_BYTES}")
+    return packet
+
+
+def decode(packet: bytes) -> Message:
+    """Reads a packet.
+
+    Raises:
+        ValueError: It is not a message of this protocol.
+    """
+    try:
+        kind, payload = json.loads(packet)
+        if kind == RunCall.__name__:
+            return _run_message(payload)
+        return _PLAIN[kind](**payload)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a message of this protocol: {error!r}") from error
+
+
+def _run_payload(message: RunCall) -> dict[str, Any]:
+    return {
+        "call": message.call,
+        "operator": message.operator,
+        "product": message.meta.product.value,
+        "inputs": _metas_to_json(message.meta.inputs),
+        "attrs": dict(message.meta.attrs),
+        "outputs": _metas_to_json(message.outputs),
+        "options": asdict(message.options),
+        "input_offsets": dict(message.input_offsets),
+        "output_offsets": dict(message.output_offsets),
+    }
+
+
+def _run_message(payload: dict[str, Any]) -> RunCall:
+    attrs = {k: tuple(v) if isinstance(v, list) else v for k, v in payload["attrs"].items()}
+    meta = CallMeta(_metas_from_json(payload["inputs"]), attrs, product=product_from_name(payload["product"]))
+    return RunCall(
+        call=payload["call"],
+        operator=payload["operator"],
+        meta=meta,
+        outputs=_metas_from_json(payload["outputs"]),
+        options=CallOptions(**payload["options"]),
+        input_offsets=payload["input_offsets"],
+        output_offsets=payload["output_offsets"],
+    )
+
+
+def _metas_to_json(metas: Mapping[str, TensorMeta | None]) -> dict[str, Any]:
+    return {
+        name: None if meta is None else [getattr(meta, f.name) for f in fields(TensorMeta)]
+        for name, meta in metas.items()
+    }
+
+
+def _metas_from_json(metas: dict[str, Any]) -> dict[str, TensorMeta | None]:
+    return {name: None if given is None else TensorMeta(*given) for name, given in metas.items()}
