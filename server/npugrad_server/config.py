@@ -46,75 +46,86 @@ class ServerSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, allow_inf_nan=False)
 
     listen: str = Field(
-        "127.0.0.1:50051",
+        default="127.0.0.1:50051",
         description="Address to serve on: host:port (port 0 takes a free one) or unix:path.",
     )
     insecure: bool = Field(
-        False, description="Allow plaintext on an address that is not loopback. TLS is not there yet."
+        default=False, description="Allow plaintext on an address that is not loopback. TLS is not there yet."
     )
     devices: str = Field(
-        "auto",
+        default="auto",
         description="Devices, such as cpu:0 or npu:0,npu:1; auto takes all NPUs, else one CPU device.",
     )
     product: Literal["auto", "atlas-training", "atlas-a2", "atlas-a3"] = Field(
-        "auto",
+        default="auto",
         description="Product whose documented limits hold; auto asks the NPU, and is atlas-a2 on CPUs.",
     )
     metrics_listen: str = Field(
-        "127.0.0.1:9464", description="host:port of the Prometheus page /metrics; empty turns it off."
+        default="127.0.0.1:9464", description="host:port of the Prometheus page /metrics; empty turns it off."
     )
     log_format: Literal["auto", "json", "console"] = Field(
-        "auto", description="Form of the log on standard error; auto is console on a terminal, else json."
+        default="auto",
+        description="Form of the log on standard error; auto is console on a terminal, else json.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Least level that is logged."
+        default="info", description="Least level that is logged."
     )
     input_arena_bytes: ByteSize | None = Field(
-        None,
+        default=None,
         description="Bytes of operands held at once, such as 2GiB; no call can have more. "
         "Default: a quarter of the memory of the machine or its control group.",
     )
     output_arena_bytes: ByteSize | None = Field(
-        None,
+        default=None,
         description="Bytes of results held at once by each device; no call can have more. "
         "Default: an eighth of the memory, and a quarter over all devices.",
     )
     prefault_bytes: ByteSize = Field(
-        ByteSize(64 * 2**20),
+        default=ByteSize(64 * 2**20),
         description="Bytes of each arena that are touched at start, so that no call waits for them.",
     )
     device_memory_bytes: ByteSize | None = Field(
-        None,
+        default=None,
         description="Bytes for what a device makes of operands, such as contiguous copies of strided ones; "
         "CPU devices share it. Default: half of the memory.",
     )
     max_queue_depth: int = Field(
-        256, ge=1, description="Calls that may wait for a device; more get QUEUE_FULL."
+        default=256, ge=1, description="Calls that may wait for a device; more get QUEUE_FULL."
     )
-    streams_per_device: int = Field(1, ge=1, le=16, description="Calls that run at once on one device.")
+    streams_per_device: int = Field(
+        default=1, ge=1, le=16, description="Calls that run at once on one device."
+    )
     drain_timeout_s: float = Field(
-        120.0, ge=0, description="Seconds that accepted calls have to finish after SIGTERM or SIGINT."
+        default=120.0, ge=0, description="Seconds that accepted calls have to finish after SIGTERM or SIGINT."
     )
     hang_grace_s: float = Field(
-        10.0, gt=0, description="Seconds past its deadline after which a running call's worker is ended."
+        default=10.0,
+        gt=0,
+        description="Seconds past its deadline after which a running call's worker is ended.",
     )
-    worker_start_timeout_s: float = Field(120.0, gt=0, description="Seconds a worker has to open its device.")
+    worker_start_timeout_s: float = Field(
+        default=120.0, gt=0, description="Seconds a worker has to open its device."
+    )
     upload_idle_timeout_s: float = Field(
-        60.0,
+        default=60.0,
         gt=0,
         description="Seconds an Execute call may wait for the client's next chunk before it is ended.",
     )
     reply_idle_timeout_s: float = Field(
-        60.0,
+        default=60.0,
         gt=0,
         description="Seconds an Execute call may wait for the client to take a chunk before it is ended.",
     )
     respawn_backoff_s: float = Field(
-        0.1, ge=0, description="Seconds before a lost worker is replaced; doubles with each loss in a row."
+        default=0.1,
+        ge=0,
+        description="Seconds before a lost worker is replaced; doubles with each loss in a row.",
     )
-    respawn_backoff_max_s: float = Field(30.0, ge=0, description="Longest such wait in seconds.")
+    respawn_backoff_max_s: float = Field(default=30.0, ge=0, description="Longest such wait in seconds.")
     max_respawns: int = Field(
-        10, ge=0, description="Losses in a row, with no call served between, after which a device is down."
+        default=10,
+        ge=0,
+        description="Losses in a row, with no call served between, after which a device is down.",
     )
 
     @field_validator("listen")

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npugrad.codec import MAX_CHUNK_BYTES
+from npugrad.errors import MalformedRequest, MalformedTensor
+from npugrad.ops import get_operator
+from npugrad_server.rpc.streaming import Upload
+
+SPEC = get_operator("group_norm_backward")
+GRAD_OUT, INPUT, MEAN = (SPEC.param_index(name) for name in ("grad_out", "input", "mean"))
+
+
+def test_operands_may_interleave() -> None:
+    upload = Upload(SPEC, {"grad_out": 8, "input": 8})
+    assert upload.place(INPUT, 0, 4) == "input"
+    assert upload.place(GRAD_OUT, 0, 8) == "grad_out"
+    assert upload.missing_bytes == 4
+    assert upload.place(INPUT, 4, 4) == "input"
+    assert upload.missing_bytes == 0
+    upload.finish()
+
+
+def test_announced_empty_content_needs_no_chunk() -> None:
+    upload = Upload(SPEC, {"grad_out": 0})
+    assert upload.missing_bytes == 0
+    upload.finish()
+
+
+@pytest.mark.parametrize("operand", [MEAN, 4, 99, 2**32 - 1])
+def test_operand_that_was_not_announced(operand: int) -> None:
+    upload = Upload(SPEC, {"grad_out": 8})
+    with pytest.raises(
+        MalformedRequest, match=rf"found operand {operand}; expected an announced one: {GRAD_OUT} \(grad"
+    ):
+        upload.place(operand, 0, 8)
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes", "complaint"),
+    [
+        (1, 4, "grad_out: found a chunk at offset 1; expected offset 0"),
+        (2**64 - 1, 4, "found a chunk at offset 18446744073709551615; expected offset 0"),
+        (0, 0, "found a chunk of 0 bytes; expected 1 to 4194304"),
+        (0, MAX_CHUNK_BYTES + 1, "found a chunk of 4194305 bytes; expected 1 to 4194304"),
+        (0, 9, "found 9 bytes in chunks; expected the announced 8"),
+    ],
+)
+def test_chunk_that_breaks_a_rule_names_operand_found_and_expected(
+    offset: int, nbytes: int, complaint: str
+) -> None:
+    upload = Upload(SPEC, {"grad_out": 8})
+    with pytest.raises(MalformedTensor, match=complaint) as caught:
+        upload.place(GRAD_OUT, offset, nbytes)
+    assert (caught.value.operator, caught.value.operand) == (SPEC.name, "grad_out")
+    assert upload.missing_bytes == 8
+
+
+def test_repeated_chunk_is_out_of_order() -> None:
+    upload = Upload(SPEC, {"grad_out": 8})
+    upload.place(GRAD_OUT, 0, 4)
+    with pytest.raises(MalformedTensor, match="offset 0; expected offset 4"):
+        upload.place(GRAD_OUT, 0, 4)
+
+
+def test_end_before_the_last_byte_names_the_operand() -> None:
+    upload = Upload(SPEC, {"grad_out": 8, "input": 8})
+    upload.place(GRAD_OUT, 0, 8)
+    with pytest.raises(
+        MalformedTensor, match="input: found the end of the stream after 0 bytes; expected the announced 8"
+    ):
+        upload.finish()
+
+
+@given(st.data())
+def test_exactly_the_sequences_that_tile_every_operand_are_taken(data: st.DataObject) -> None:
+    """Against a model that keeps the bytes themselves."""
+    announced = {name: data.draw(st.integers(0, 12), name) for name in ("grad_out", "input")}
+    frames = data.draw(
+        st.lists(st.tuples(st.sampled_from([GRAD_OUT, INPUT]), st.integers(0, 12), st.integers(0, 6)))
+    )
+    upload = Upload(SPEC, announced)
+    stored = {SPEC.param_index(name): [False] * nbytes for name, nbytes in announced.items()}
+    for operand, offset, nbytes in frames:
+        room = stored[operand]
+        legal = nbytes >= 1 and offset == sum(room) and offset + nbytes <= len(room)
+        if not legal:
+            with pytest.raises(MalformedTensor):
+                upload.place(operand, offset, nbytes)
+            continue
+        upload.place(operand, offset, nbytes)
+        room[offset : offset + nbytes] = [True] * nbytes
+    assert upload.missing_bytes == sum(room.count(False) for room in stored.values())
+    if upload.missing_bytes:
+        with pytest.raises(MalformedTensor):
+            upload.finish()
+    else:
+        upload.finish()

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+
+import pytest
+
+from npugrad_server.addresses import Address, AddressError, check_free, parse_listen, parse_metrics_listen
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "shown"),
+    [
+        ("127.0.0.1:50051", Address("127.0.0.1", 50051), "127.0.0.1:50051"),
+        ("[::1]:0", Address("::1", 0), "[::1]:0"),
+        ("localhost:1", Address("localhost", 1), "localhost:1"),
+        ("unix:/run/a b", Address(path="/run/a b"), "unix:/run/a b"),
+        ("unix:///run/a", Address(path="/run/a"), "unix:/run/a"),
+        ("unix:relative", Address(path="relative"), "unix:relative"),
+    ],
+)
+def test_addresses_parse_and_print(text: str, expected: Address, shown: str) -> None:
+    assert parse_listen(text) == expected
+    assert str(expected) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "50051", ":50051", "host", "host:", "host:x", "host:65536", "host:-1", "::1:50051"),
+        *("host:\u0661", "unix:", "unix:" + "x" * 108, "unix:a\0b"),
+    ],
+)
+def test_malformed_addresses_are_named(text: str) -> None:
+    with pytest.raises(AddressError, match=r"found .* expected"):
+        parse_listen(text)
+
+
+def test_metrics_need_tcp() -> None:
+    with pytest.raises(AddressError, match="TCP only"):
+        parse_metrics_listen("unix:/run/a")
+
+
+def test_taken_port_is_named() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        address = Address("127.0.0.1", other.getsockname()[1])
+        with pytest.raises(AddressError, match=f"cannot listen on {address}: Address already in use"):
+            check_free(address)
+    check_free(address)
+
+
+def test_socket_of_a_running_server_is_not_taken_from_it_but_one_left_behind_is(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    address = Address(path=str(path))
+    check_free(address)
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen()
+        with pytest.raises(AddressError, match="already in use"):
+            check_free(address)
+    assert path.exists()
+    check_free(address)
+
+
+def test_path_that_is_no_socket_or_has_no_folder_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("precious")
+    with pytest.raises(AddressError, match="not a socket"):
+        check_free(Address(path=str(file)))
+    with pytest.raises(AddressError, match="folder"):
+        check_free(Address(path=str(tmp_path / "absent" / "socket")))
+    assert file.read_text() == "precious"
+
+
+def test_host_that_does_not_resolve_is_refused() -> None:
+    with pytest.raises(AddressError, match="cannot listen on"):
+        check_free(Address("host.invalid", 1))

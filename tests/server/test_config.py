@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from npugrad.products import Product
+from npugrad_server.config import (
+    LoadedSettings,
+    ServerSettings,
+    SettingsError,
+    load_settings,
+    memory_limit_bytes,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep settings of whoever runs the tests out of them."""
+    for name in ServerSettings.model_fields:
+        monkeypatch.delenv(f"NPUGRAD_{name.upper()}", raising=False)
+    monkeypatch.delenv("NPUGRAD_CONFIG", raising=False)
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Path:
+    """Give the path of a settings file that a test writes."""
+    return tmp_path / "server.toml"
+
+
+def problems(flags: dict[str, object] | None = None, config: Path | None = None) -> tuple[str, ...]:
+    """Return what `load_settings` complains about."""
+    with pytest.raises(SettingsError) as caught:
+        load_settings(flags, config)
+    return caught.value.problems
+
+
+def value_and_origin(loaded: LoadedSettings, name: str) -> tuple[object, str]:
+    return getattr(loaded.settings, name), loaded.origins[name]
+
+
+def test_defaults_serve_loopback_with_nothing_set() -> None:
+    loaded = load_settings()
+    assert loaded.settings.listen == "127.0.0.1:50051"
+    assert loaded.settings.metrics_listen == "127.0.0.1:9464"
+    assert loaded.settings.drain_timeout_s == 120
+    assert loaded.settings.max_queue_depth == 256
+    assert set(loaded.origins.values()) == {"default"}
+
+
+def test_flag_wins_over_environment_over_file_over_default(
+    monkeypatch: pytest.MonkeyPatch, toml: Path
+) -> None:
+    toml.write_text('max_queue_depth = 1\nhang_grace_s = 1\ndrain_timeout_s = 1\ndevices = "cpu:1"\n')
+    monkeypatch.setenv("NPUGRAD_MAX_QUEUE_DEPTH", "2")
+    monkeypatch.setenv("NPUGRAD_HANG_GRACE_S", "2")
+    loaded = load_settings({"max_queue_depth": "3", "log_level": None}, toml)
+    assert value_and_origin(loaded, "max_queue_depth") == (3, "flag")
+    assert value_and_origin(loaded, "hang_grace_s") == (2.0, "environment")
+    assert value_and_origin(loaded, "drain_timeout_s") == (1.0, "file")
+    assert value_and_origin(loaded, "devices") == ("cpu:1", "file")
+    assert value_and_origin(loaded, "log_level") == ("info", "default")
+
+
+def test_file_is_also_named_by_the_environment(monkeypatch: pytest.MonkeyPatch, toml: Path) -> None:
+    toml.write_text("max_respawns = 3\n")
+    monkeypatch.setenv("NPUGRAD_CONFIG", str(toml))
+    assert load_settings().settings.max_respawns == 3
+
+
+def test_unknown_keys_are_named_with_the_nearest_one(monkeypatch: pytest.MonkeyPatch, toml: Path) -> None:
+    toml.write_text("drain_timout_s = 3\nzzz = 1\n")
+    monkeypatch.setenv("NPUGRAD_LISTN", "x")
+    found = problems(None, toml)
+    assert "file: unknown key drain_timout_s; did you mean drain_timeout_s?" in found
+    assert "environment: unknown variable NPUGRAD_LISTN; did you mean NPUGRAD_LISTEN?" in found
+    assert any(line.startswith("file: unknown key zzz; known are listen, ") for line in found)
+
+
+def test_all_wrong_values_are_told_at_once_and_the_others_stay_usable(toml: Path) -> None:
+    toml.write_text('product = "a2"\nmax_queue_depth = 0\nlisten = "somewhere"\ndrain_timeout_s = inf\n')
+    with pytest.raises(SettingsError) as caught:
+        load_settings({"devices": "cpu:3", "metrics_listen": "unix:x", "input_arena_bytes": "many"}, toml)
+    names = {line.partition(":")[0] for line in caught.value.problems}
+    assert names == {
+        "product", "max_queue_depth", "listen", "drain_timeout_s", "metrics_listen", "input_arena_bytes",
+    }  # fmt: skip
+    assert all("found " in line and "(from " in line for line in caught.value.problems)
+    assert caught.value.usable.settings.devices == "cpu:3"
+    assert caught.value.usable.settings.max_queue_depth == 256
+
+
+def test_service_links_of_kubernetes_and_variables_of_others_are_no_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {
+        "NPUGRAD_SERVICE_HOST": "10.0.0.1",
+        "NPUGRAD_SERVICE_PORT_GRPC": "50051",
+        "NPUGRAD_PORT": "tcp://10.0.0.1:50051",
+        "NPUGRAD_PORT_50051_TCP_ADDR": "10.0.0.1",
+        "NPUGRAD_HEADLESS_SERVICE_HOST": "None",
+        "NPUGRAD_TARGET": "localhost:50051",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert load_settings().settings == ServerSettings()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("2GiB", 2 * 2**30), ("1048576", 2**20), ("256 MiB", 2**28), ("1.5kb", 1500)]
+)
+def test_byte_sizes_take_units(text: str, expected: int) -> None:
+    assert load_settings({"input_arena_bytes": text}).settings.input_arena_bytes == expected
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:1", "[::]:1", "192.0.2.1:1", "npu-host:1"])
+def test_plaintext_beyond_loopback_needs_insecure(address: str) -> None:
+    (problem,) = problems({"listen": address})
+    assert "--insecure" in problem
+    assert "TLS is not there yet" in problem
+    assert load_settings({"listen": address, "insecure": True}).settings.listen == address
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:1", "127.8.9.1:1", "[::1]:1", "localhost:1", "unix:/run/npugrad"]
+)
+def test_local_addresses_need_nothing(address: str) -> None:
+    assert load_settings({"listen": address}).settings.listen == address
+
+
+def test_missing_or_broken_file_is_an_error(toml: Path) -> None:
+    assert "cannot read" in problems(None, toml)[0]
+    toml.write_text("listen = \n")
+    assert "is not TOML" in problems(None, toml)[0]
+
+
+def test_product_is_fixed_only_when_given() -> None:
+    assert load_settings().settings.fixed_product is None
+    assert load_settings({"product": "atlas-a3"}).settings.fixed_product is Product.ATLAS_A3
+
+
+def test_every_setting_is_described_with_its_unit() -> None:
+    for name, field in ServerSettings.model_fields.items():
+        assert field.description, name
+        if field.annotation is float:
+            assert name.endswith("_s"), name
+
+
+def test_constructor_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPUGRAD_DEVICES", "cpu:7")
+    assert ServerSettings().devices == "auto"
+    assert load_settings().settings.devices == "cpu:7"
+
+
+class TestMemoryLimit:
+    @staticmethod
+    def tree(root: Path, groups: str, files: dict[str, str]) -> Path:
+        (root / "proc/self").mkdir(parents=True)
+        (root / "proc/self/cgroup").write_text(groups)
+        for name, text in files.items():
+            file = root / "sys/fs/cgroup" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        return root
+
+    def test_machine_without_control_groups(self, tmp_path: Path) -> None:
+        assert memory_limit_bytes(tmp_path) > 2**28
+
+    def test_second_version_takes_the_least_limit_up_to_the_root(self, tmp_path: Path) -> None:
+        files = {"pod/box/memory.max": "max\n", "pod/memory.max": "104857600\n", "memory.max": "209715200\n"}
+        assert memory_limit_bytes(self.tree(tmp_path, "0::/pod/box\n", files)) == 100 * 2**20
+
+    def test_first_version(self, tmp_path: Path) -> None:
+        files = {"memory/pod/memory.limit_in_bytes": "52428800\n"}
+        assert memory_limit_bytes(self.tree(tmp_path, "4:cpu:/x\n3:memory:/pod\n", files)) == 50 * 2**20
+
+    def test_namespaced_container_sees_its_limit_at_the_root(self, tmp_path: Path) -> None:
+        assert memory_limit_bytes(self.tree(tmp_path, "0::/\n", {"memory.max": "31457280\n"})) == 30 * 2**20
