@@ -273,8 +273,9 @@ class Operators(ABC):
                 float32, float16, bfloat16.
             input: n*c*hxw elements in any shape of rank 0 to 8, dtype of grad_out. The forward input.
             mean: n*group elements, rank 0 to 8, dtype of grad_out. Mean of each group of each sample.
-            rstd: n*group elements, rank 0 to 8, dtype of grad_out. Reciprocal standard deviations.
-            gamma: c elements, rank 0 to 8, dtype of grad_out; None for ones. Scale of each channel. None is
+            rstd: n*group elements, rank 0 to 8, dtype of grad_out. Reciprocal standard deviation of each
+                group of each sample.
+            gamma: c elements, rank 0 to 8, dtype of grad_out. Scale of each channel, ones when null. None is
                 legal.
             n: Number of samples.
             c: Number of channels, a multiple of group.

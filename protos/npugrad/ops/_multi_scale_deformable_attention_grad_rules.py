@@ -25,6 +25,7 @@ from npugrad.rules import (
     dtype_supported,
     input_not_null,
     invalid,
+    listed,
     output_not_null,
     rank_within,
     same_dtype,
@@ -184,9 +185,9 @@ def _declared_longer(name: str) -> Violate:
 
 def _product_rule() -> Constraint:
     def check(call: CallMeta) -> Finding | None:
-        return (
-            None if call.product in PRODUCTS else Finding(call.product.full_name, "Atlas A2 or Atlas A3 series")
-        )
+        if call.product in PRODUCTS:
+            return None
+        return Finding(call.product.full_name, listed(product.full_name for product in PRODUCTS))
 
     return Constraint(
         id="product.supported",

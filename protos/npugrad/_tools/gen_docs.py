@@ -1,0 +1,127 @@
+"""Writes the tables of the READMEs, between their marks, from the records, the error table and the settings.
+
+    python protos/npugrad/_tools/gen_docs.py            writes the tables
+    python protos/npugrad/_tools/gen_docs.py --check    fails when a file differs
+
+A table stands between `<!-- generated: NAME -->` and `<!-- end of NAME -->`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from npugrad.errors import ERRORS
+from npugrad.ops import OPERATORS
+from npugrad.products import Product
+from npugrad.spec import AttrParam, TensorParam
+from npugrad_server.config import ENV_PREFIX, ServerSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from npugrad.spec import OpSpec
+
+ROOT = Path(__file__).resolve().parents[3]
+FILES = ("README.md", "protos/README.md", "server/README.md")
+_BLOCK = re.compile(r"(<!-- generated: (?P<name>\w+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "| " + " | ".join("---" for _ in head) + " |"]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def operators() -> str:
+    """One line for each operator: names, products with dtypes, constraints."""
+    rows = [
+        (f"`{s.name}`", s.aclnn_name, *(_dtypes(s, p) for p in Product), str(len(s.constraints)), s.min_cann)
+        for s in OPERATORS.values()
+    ]
+    return _table(
+        ("operator", "aclnn function", *(str(p) for p in Product), "constraints", "CANN from"), rows
+    )
+
+
+def _dtypes(spec: OpSpec, product: Product) -> str:
+    if product not in spec.products:
+        return "not there"
+    source = spec.products[product]
+    mark = "" if source in spec.documents else " (*)"
+    return ", ".join(spec.inputs[0].dtypes[product]) + mark
+
+
+def parameters() -> str:
+    """The parameters of every operator in the order of the C signature."""
+    parts = []
+    for spec in OPERATORS.values():
+        rows = [(f"`{p.name}`", p.c_name, _kind(p), p.doc) for p in spec.params]
+        table = _table(("parameter", "in C", "kind", "meaning"), rows)
+        parts.append(f"### {spec.aclnn_name}\n\n{spec.summary}\n\n{table}")
+    return "\n" + "\n".join(parts)
+
+
+def _kind(param: TensorParam | AttrParam) -> str:
+    if isinstance(param, AttrParam):
+        return param.type
+    return "output" if param.role == "output" else "input, may be null" if param.optional else "input"
+
+
+def errors() -> str:
+    """The whole error table."""
+    rows = [
+        (str(e.code or ""), e.reason, e.grpc_status, "yes" if e.retryable else "no", e.sentence)
+        for e in ERRORS
+    ]
+    return _table(("number", "reason", "gRPC status", "retry", "meaning"), rows)
+
+
+def settings() -> str:
+    """Every setting of the server."""
+    rows = []
+    for name, field in ServerSettings.model_fields.items():
+        flag, variable = f"`--{name.replace('_', '-')}`", f"`{ENV_PREFIX}{name.upper()}`"
+        rows.append((flag, variable, _default(field.default), field.description or ""))
+    return _table(("flag", "environment", "default", "meaning"), rows)
+
+
+def _default(value: object) -> str:
+    return "" if value is None else "off" if value is False else f"`{value}`"
+
+
+_TABLES: dict[str, Callable[[], str]] = {
+    "operators": operators,
+    "parameters": parameters,
+    "errors": errors,
+    "settings": settings,
+}
+
+
+def generate(text: str) -> str:
+    """The text of a file with all its tables made anew; raises KeyError for a mark nobody knows."""
+    return _BLOCK.sub(lambda match: match[1] + _TABLES[match["name"]]() + match[3], text)
+
+
+def main() -> int:
+    """Writes the tables, or checks them with `--check`."""
+    differing = []
+    for name in FILES:
+        path = ROOT / name
+        before = path.read_text(encoding="utf-8")
+        after = generate(before)
+        if after == before:
+            continue
+        differing.append(name)
+        if "--check" not in sys.argv[1:]:
+            path.write_text(after, encoding="utf-8")
+    if differing and "--check" in sys.argv[1:]:
+        print(f"{', '.join(differing)}: tables differ from the records; run `make gen`", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
