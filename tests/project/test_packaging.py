@@ -15,6 +15,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import npugrad
+
 if TYPE_CHECKING:
     from email.message import Message
 
@@ -101,6 +103,10 @@ def test_floors_are_those_of_the_generator(metadata: Message) -> None:
         match = re.search(r"^GRPC_GENERATED_VERSION = '(\S+)'$", path.read_text("utf-8"), re.MULTILINE)
         assert match is not None, path.name
         assert str(floors["grpcio"]) == f">={match[1]}", f"{path.name} was made by grpcio-tools {match[1]}"
+
+
+def test_package_knows_its_version(metadata: Message) -> None:
+    assert metadata["Version"] == npugrad.__version__
 
 
 def test_changelog_tells_of_this_version(metadata: Message) -> None:
