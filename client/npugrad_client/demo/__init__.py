@@ -13,7 +13,7 @@ from rich.console import Console
 
 from npugrad_client import Client
 from npugrad_client.demo._cases import official_cases, realistic_cases
-from npugrad_client.demo._report import Row, run_case, table
+from npugrad_client.demo._report import Row, run_case, tables
 from npugrad_client.demo._service import local_service
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ def run_demo(target: str | None = None, out: Path = Path("build/demo"), quick: b
         _introduce(console, client)
         rows = _run_all(console, client, quick)
         is_registered = _register(console, address, out / "registration.png")
-    console.print(table(rows))
+    for table in tables(rows):
+        console.print(table)
     _explain(console, rows)
     is_right = all(row.is_right for row in rows) and is_registered
     right = sum(row.is_right for row in rows)
@@ -86,6 +87,7 @@ def _register(console: Console, address: str, picture: Path) -> bool:
 
 def _explain(console: Console, rows: list[Row]) -> None:
     console.print(
+        "Every result was compared with the float64 reference computed by the client.\n"
         "error: largest absolute error over the largest reference value, worst output of the call.\n"
         "of tolerance: share of the allowed error that was used; 100% is the limit.\n"
         "transfer: everything between client and operator."

@@ -12,6 +12,8 @@ from rich.table import Table
 from npugrad.tolerance import compare
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy.typing as npt
 
     from npugrad.call import ExecutionInfo
@@ -85,32 +87,39 @@ def _shapes(case: Case, inputs: Inputs) -> str:
     return ", ".join("x".join(map(str, a.shape)) for a in arrays if a is not None)
 
 
-def table(rows: list[Row]) -> Table:
-    """The rows as a table."""
-    result = Table(
-        title="Every result against the float64 reference computed by the client", title_justify="left"
-    )
-    for name in ("operator", "case", "dtype", "shapes", "device"):
-        result.add_column(name, overflow="fold")
-    for name in ("error", "of tolerance", "queued s", "run s", "transfer s"):
-        result.add_column(name, justify="right")
-    result.add_column("")
-    for row in rows:
-        transfer_s = max(row.wall_s - row.info.queued_s - row.info.run_s, 0.0)
-        official = {None: "", True: " = official values", False: " OFFICIAL VALUES DIFFER"}[row.official]
-        device = f"{row.info.device} ({row.info.backend}{', simulated' if row.info.simulated else ''})"
-        result.add_row(
-            row.case.operator,
-            row.case.title,
-            str(row.case.dtype),
-            row.shapes,
-            device,
-            f"{row.error:.1e}",
-            f"{row.used:.0%}",
-            f"{row.info.queued_s:.3f}",
-            f"{row.info.run_s:.3f}",
-            f"{transfer_s:.3f}",
-            ("right" if row.is_right else "WRONG") + official,
-            style="" if row.is_right else "bold red",
-        )
-    return result
+_VERDICTS = {None: "", True: " = official values", False: ", OFFICIAL VALUES DIFFER"}
+_TEXT_COLUMNS = ("case", "dtype", "shapes of the first operands", "device")
+_NUMBER_COLUMNS = ("error", "of tolerance", "queued s", "run s", "transfer s")
+
+
+def tables(rows: list[Row]) -> Iterator[Table]:
+    """The rows as one table for each operator."""
+    for operator in dict.fromkeys(row.case.operator for row in rows):
+        name = next(row.case.spec.aclnn_name for row in rows if row.case.operator == operator)
+        result = Table(title=f"{operator} ({name})", title_justify="left", title_style="bold")
+        for column in _TEXT_COLUMNS:
+            result.add_column(column, overflow="fold")
+        for column in _NUMBER_COLUMNS:
+            result.add_column(column, justify="right", no_wrap=True)
+        result.add_column("result", overflow="fold")
+        for row in rows:
+            if row.case.operator == operator:
+                result.add_row(*_cells(row), style="" if row.is_right else "bold red")
+        yield result
+
+
+def _cells(row: Row) -> list[str]:
+    info = row.info
+    simulated = ", SIMULATED" if info.simulated else ""
+    return [
+        row.case.title,
+        str(row.case.dtype),
+        row.shapes,
+        f"{info.device} ({info.backend}{simulated})",
+        f"{row.error:.1e}",
+        f"{row.used:.0%}",
+        f"{info.queued_s:.3f}",
+        f"{info.run_s:.3f}",
+        f"{max(row.wall_s - info.queued_s - info.run_s, 0.0):.3f}",
+        ("right" if row.is_right else "WRONG") + _VERDICTS[row.official],
+    ]
