@@ -40,9 +40,10 @@ def server(console: Console, target: str, info: ServerInfo) -> None:
         devices.add_row(device.name, device.state, backend, str(device.restarts), note)
     console.print(devices)
     limits = info.limits
+    operands = f"{bytes_text(info.input_arena_used_bytes)} of {bytes_text(limits.input_arena_bytes)}"
+    results = f"{bytes_text(info.output_arena_used_bytes)} of {bytes_text(limits.output_arena_bytes)}"
     console.print(
-        f"operands: {bytes_text(info.input_arena_used_bytes)} of {bytes_text(limits.input_arena_bytes)} in use; "
-        f"results: {bytes_text(info.output_arena_used_bytes)} of {bytes_text(limits.output_arena_bytes)} per device; "
+        f"memory in use: operands {operands}, results {results} per device; "
         f"queue: {info.queue_depth} of {limits.max_queue_depth}; accepted so far: {info.accepted_calls}",
         soft_wrap=True,
     )
