@@ -62,10 +62,12 @@ async def serve(loaded: LoadedSettings, announce: Callable[[Address], None]) -> 
         StartError: Something that the start needs is missing.
     """
     log, stop = get_logger(), Stop()
+    made = pool_settings(loaded.settings)
     for name, value in loaded.settings:
-        log.info("setting", name=name, value=value, origin=loaded.origins[name])
+        # The pool's settings have what a default such as "auto" came to.
+        log.info("setting", name=name, value=getattr(made, name, value), origin=loaded.origins[name])
     stop.install()
-    app = App(loaded.settings, pool_settings(loaded.settings))
+    app = App(loaded.settings, made)
     try:
         await app.start()
         await until(stop.asked, app.ready())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from npugrad.errors import NpugradError, ServerBusy, ServerDraining
 from npugrad_server.pool.admission import Admission
-from npugrad_server.pool.answers import RETRY_NO_DEVICE_S, error_from_verdict
+from npugrad_server.pool.answers import RETRY_DRAINING_S, RETRY_NO_DEVICE_S, error_from_verdict
 from npugrad_server.pool.arena import InputArena
 from npugrad_server.pool.commands import (
     CompleteCall,
@@ -124,7 +124,9 @@ class DevicePool:
         operator = planned.spec.name
         if self._draining:
             raise ServerDraining(
-                f"{operator}: the server shuts down and takes no new calls", operator=operator
+                f"{operator}: the server shuts down and takes no new calls",
+                retry_after_s=RETRY_DRAINING_S,
+                operator=operator,
             )
         if self._scheduler.all_down:
             raise ServerBusy(

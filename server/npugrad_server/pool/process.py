@@ -127,8 +127,8 @@ class WorkerProcess:
                 os.kill(self._process.pid, signal.SIGKILL)
 
     def hang_up(self) -> None:
-        """Closes our end of the socket, which ends it in its own time; `on_exit` follows."""
-        if self._loop is not None:
+        """Closes our end of the socket, which ends it in its own time; `on_exit` follows. Idempotent."""
+        if self._loop is not None and self._control.fileno() >= 0:
             self._loop.remove_reader(self._control)
         self._control.close()
 

@@ -1,0 +1,207 @@
+"""Calls as any gRPC client would make them: messages from records, generated stubs, no client of ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc_status import rpc_status
+
+from npugrad import codec
+from npugrad.call import CallOptions
+from npugrad.errors import NpugradError, error_from_details
+from npugrad.layout import chunks, view
+from npugrad.ops import get_operator
+from npugrad.products import Product
+from npugrad.status import MAX_STATUS_BYTES, decode_status
+from npugrad.v1 import backward_pb2, backward_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    import numpy.typing as npt
+
+    from npugrad.spec import CallMeta, OpSpec, TensorMeta
+
+TIMEOUT_S = 60.0
+"""Deadline of every call of a test: a hang fails it."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A call with its data.
+
+    Attributes:
+        spec: The operator.
+        call: Metas and attributes.
+        contents: Bytes of each operand that is not null, laid out as its meta says.
+        arrays: The operands as arrays over those bytes.
+    """
+
+    spec: OpSpec
+    call: CallMeta
+    contents: Mapping[str, memoryview]
+    arrays: Mapping[str, npt.NDArray[Any] | None]
+
+    def message(self, **options: Any) -> Any:
+        """The typed request with all contents inline."""
+        return self._encode(None, CallOptions(**options))[0]
+
+    def header(self, chunk_from_bytes: int = 1, **options: Any) -> tuple[Any, list[tuple[int, memoryview]]]:
+        """The header frame of Execute, and (parameter index, content) of what follows in chunks."""
+        message, follow = self._encode(chunk_from_bytes, CallOptions(**options))
+        header = codec.wrap(backward_pb2.ExecuteHeader(), self.spec, message)
+        return backward_pb2.ExecuteRequest(header=header), follow
+
+    def frames(self, chunk_bytes: int = codec.CHUNK_BYTES, **options: Any) -> Iterator[Any]:
+        """All frames of Execute, one operand after the other."""
+        header, follow = self.header(**options)
+        yield header
+        for operand, content in follow:
+            yield from chunk_frames(operand, content, chunk_bytes)
+
+    def _encode(self, chunk_from_bytes: int | None, options: CallOptions) -> tuple[Any, Any]:
+        return codec.encode_request(
+            self.call.inputs,
+            self.contents,
+            self.spec,
+            self.call.attrs,
+            self.call.outputs,
+            options,
+            chunk_from_bytes=chunk_from_bytes,
+        )
+
+    def reference(self) -> dict[str, bytes]:
+        """What the record's reference computes, by wanted output, as raw bytes."""
+        metas = self.outputs
+        arrays = {name: np.zeros(meta.shape, meta.dtype.numpy) for name, meta in metas.items()}
+        self.spec.reference(self.arrays, self.call.attrs, arrays)
+        return {name: array.tobytes() for name, array in arrays.items()}
+
+    @property
+    def outputs(self) -> dict[str, TensorMeta]:
+        """The wanted outputs."""
+        if self.spec.accepts_unchecked(self.call):
+            return {}
+        return {name: meta for name, meta in self.spec.infer(self.call).items() if meta is not None}
+
+
+def fill(spec: OpSpec, call: CallMeta, seed: int = 0) -> Sample:
+    """Gives a call plausible data."""
+    made = spec.make_inputs(call, np.random.default_rng(seed))
+    contents: dict[str, memoryview] = {}
+    arrays: dict[str, npt.NDArray[Any] | None] = {}
+    for name, meta in call.inputs.items():
+        arrays[name] = None
+        if meta is not None and meta.dtype.has_data:
+            contents[name] = memoryview(bytearray(meta.content_bytes))
+            array = arrays[name] = view(meta, contents[name])
+            array[...] = made[name]
+    return Sample(spec, call, contents, arrays)
+
+
+def sample(operator: str = "group_norm_backward", *, seed: int = 0, **sizes: Any) -> Sample:
+    """A legal call with data; `sizes` go to the record's `build`."""
+    spec = get_operator(operator)
+    return fill(spec, spec.build(**sizes), seed)
+
+
+def named_samples(operator: str, product: Product = Product.ATLAS_A2) -> Iterator[Any]:
+    """Every sample of a record as a pytest parameter of (operator, name)."""
+    for found in get_operator(operator).samples(product):
+        yield pytest.param(operator, found.name, id=f"{operator}-{found.name}")
+
+
+def named_sample(operator: str, name: str, product: Product = Product.ATLAS_A2) -> Sample:
+    """One sample of a record, with data."""
+    spec = get_operator(operator)
+    return fill(spec, next(s.call for s in spec.samples(product) if s.name == name))
+
+
+def chunk_frames(operand: int, content: memoryview, chunk_bytes: int = codec.CHUNK_BYTES) -> Iterator[Any]:
+    """Chunk frames of one operand."""
+    for offset, piece in chunks(content, chunk_bytes):
+        yield chunk(operand, offset, bytes(piece))
+
+
+def chunk(operand: int, offset: int, data: bytes) -> backward_pb2.ExecuteRequest:
+    """One chunk frame."""
+    return backward_pb2.ExecuteRequest(chunk=backward_pb2.Chunk(operand=operand, offset=offset, data=data))
+
+
+def call_unary(channel: grpc.Channel, spec: OpSpec, message: Any, **kwargs: Any) -> codec.WireResult:
+    """Calls the operator's unary RPC."""
+    method = getattr(backward_pb2_grpc.BackwardServiceStub(channel), spec.rpc)
+    return codec.decode_response(spec, method(message, **{"timeout": TIMEOUT_S, **kwargs}))
+
+
+@dataclass
+class Reply:
+    """A streamed reply, put together.
+
+    Attributes:
+        result: Its header; contents in chunks have no data there.
+        contents: Content of each output.
+        chunk_sizes: Length of each chunk in order.
+    """
+
+    result: codec.WireResult
+    contents: dict[str, bytes] = field(default_factory=dict)
+    chunk_sizes: list[int] = field(default_factory=list)
+
+
+def call_execute(channel: grpc.Channel, frames: Iterable[Any], **kwargs: Any) -> Reply:
+    """Calls Execute and checks that the reply keeps the rules of the contract."""
+    stub = backward_pb2_grpc.BackwardServiceStub(channel)
+    replies = iter(stub.Execute(iter(frames), **{"timeout": TIMEOUT_S, **kwargs}))
+    first = next(replies)
+    assert first.WhichOneof("frame") == "header"
+    spec, message = codec.unwrap(first.header)
+    reply = Reply(codec.decode_response(spec, message))
+    parts = {name: bytearray(found.data or b"") for name, found in reply.result.contents.items()}
+    last = -1
+    for frame in replies:
+        assert frame.WhichOneof("frame") == "chunk"
+        name = spec.params[frame.chunk.operand].name
+        assert frame.chunk.operand >= last, "chunks do not come in the order of the parameters"
+        assert frame.chunk.offset == len(parts[name])
+        last = frame.chunk.operand
+        parts[name] += frame.chunk.data
+        reply.chunk_sizes.append(len(frame.chunk.data))
+    for name, part in parts.items():
+        assert len(part) == reply.result.contents[name].nbytes
+        reply.contents[name] = bytes(part)
+    return reply
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a call failed.
+
+    Attributes:
+        status: gRPC status code.
+        error: The error of the contract that the status carries.
+        raw: The `google.rpc.Status`, serialized.
+    """
+
+    status: grpc.StatusCode
+    error: NpugradError
+    raw: bytes
+
+
+def failure_of(act: Callable[[], object]) -> Failure:
+    """Does something that must fail with an error of the contract, whose status keeps its limit."""
+    with pytest.raises(grpc.RpcError) as caught:
+        act()
+    status = rpc_status.from_call(caught.value)  # type: ignore[arg-type]
+    assert status is not None, caught.value
+    raw = status.SerializeToString()
+    assert len(raw) <= MAX_STATUS_BYTES
+    assert status.message.isascii()
+    details = decode_status(status)
+    assert details is not None, status
+    assert details.metadata.get("request_id"), "an error without a request id cannot be found in the log"
+    return Failure(caught.value.code(), error_from_details(details), raw)

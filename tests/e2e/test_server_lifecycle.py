@@ -1,0 +1,477 @@
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+from tests.calls import TIMEOUT_S, call_execute, call_unary, failure_of, sample
+from tests.fix_server import server_command, server_environment
+
+from npugrad.errors import InvalidOperand, ServerDraining
+from npugrad.products import Product
+from npugrad.v1 import (
+    backward_pb2,
+    backward_pb2_grpc,
+    server_pb2,
+    server_pb2_grpc,
+    validation_pb2,
+    validation_pb2_grpc,
+)
+from npugrad.validation import validate_call
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.fix_server import ServerProcess, StartServer
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVICES = ("npugrad.v1.BackwardService", "npugrad.v1.ValidationService", "npugrad.v1.ServerService")
+
+
+def health_of(channel: grpc.Channel, service: str = "") -> int:
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=TIMEOUT_S)
+    return int(answer.status)
+
+
+def watch_health(channel: grpc.Channel, service: str = "") -> Any:
+    """The answers of a health watch."""
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    return stub.Watch(health_pb2.HealthCheckRequest(service=service), timeout=TIMEOUT_S)
+
+
+def run_command(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs `npugrad-server` to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "npugrad_server", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=server_environment(env),
+        check=False,
+    )
+
+
+# ------------------------------------------------------------------------------------------- start
+
+
+def test_taken_port_is_told_before_anything_is_started(server: ServerProcess) -> None:
+    ended = subprocess.run(
+        server_command(listen=server.address), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 1
+    assert f"cannot listen on {server.address}: Address already in use" in ended.stderr
+    assert "listening on" not in ended.stdout
+    assert server.info().version
+
+
+def test_taken_metrics_port_is_told(server: ServerProcess) -> None:
+    taken = server.metrics_url.removeprefix("http://").removesuffix("/metrics")
+    ended = subprocess.run(
+        server_command("--metrics-listen", taken), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 1
+    assert f"cannot serve metrics on {taken}" in ended.stderr
+
+
+def test_unix_socket_serves_and_is_gone_afterwards(start_server: StartServer, tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    local = start_server(listen=f"unix:{path}")
+    assert local.address == f"unix:{path}"
+    made = sample()
+    with local.channel() as channel:
+        result = call_unary(channel, made.spec, made.message())
+        assert {name: content.data for name, content in result.contents.items()} == made.reference()
+    local.stop()
+    assert not path.exists()
+
+
+def test_devices_that_do_not_open_end_the_start_with_their_reasons(start_server: StartServer) -> None:
+    failing = start_server(
+        "--max-respawns=1",
+        "--respawn-backoff-s=0.01",
+        devices="test:2?open=fail",
+        wait=False,
+        check_end=False,
+    )
+    assert failing.wait() == 1
+    assert "test:0: down" in failing.log_text()
+    assert "test:1: down" in failing.log_text()
+
+
+def test_signal_during_the_start_ends_it(start_server: StartServer) -> None:
+    slow = start_server(devices="test:1?open_ms=20000", wait=False, check_end=False)
+    while "test:0: starting" not in slow.log_text():
+        assert slow.process.poll() is None, slow.log_text()
+    slow.signal()
+    assert slow.wait() == 0
+
+
+def test_effective_settings_are_logged_with_their_origin(start_server: StartServer, tmp_path: Path) -> None:
+    config = tmp_path / "npugrad.toml"
+    config.write_text("hang_grace_s = 7\nmax_queue_depth = 9\n")
+    env = {"NPUGRAD_CONFIG": str(config), "NPUGRAD_MAX_QUEUE_DEPTH": "5", "NPUGRAD_PRODUCT": "atlas-a3"}
+    configured = start_server("--drain-timeout-s", "33", env=env)
+    logged = {line["name"]: (line["value"], line["origin"]) for line in configured.log_lines("setting")}
+    assert logged["hang_grace_s"] == (7.0, "file")
+    assert logged["max_queue_depth"] == (5, "environment")
+    assert logged["drain_timeout_s"] == (33.0, "flag")
+    assert logged["streams_per_device"] == (1, "default")
+    info = configured.info()
+    assert (info.product, info.limits.max_queue_depth) == (Product.ATLAS_A3.wire, 5)
+
+
+def test_check_finds_nothing_wrong_with_a_server_that_could_start(tmp_path: Path) -> None:
+    ended = run_command(
+        "check", "--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0", "--devices", "cpu:0"
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert re.search(r"^ok    cpu:0: ready, cpu", ended.stdout, re.MULTILINE)
+    assert "FAIL" not in ended.stdout
+
+
+def test_check_lists_everything_that_is_missing_at_once(server: ServerProcess, tmp_path: Path) -> None:
+    config = tmp_path / "npugrad.toml"
+    config.write_text("max_quue_depth = 9\ndrain_timeout_s = -1\n")
+    taken = server.metrics_url.removeprefix("http://").removesuffix("/metrics")
+    ended = run_command(
+        "check", "--config", str(config), "--listen", server.address, "--metrics-listen", taken,
+        "--devices", "test:2?open=fail",
+        env={"NPUGRAD_HANG_GRACE_S": "soon"},
+    )  # fmt: skip
+    assert ended.returncode == 1
+    missing = [
+        line.removeprefix("FAIL").strip() for line in ended.stdout.splitlines() if line.startswith("FAIL")
+    ]
+    for expected in (
+        "settings: file: unknown key max_quue_depth; did you mean max_queue_depth?",
+        "settings: drain_timeout_s: found",
+        "settings: hang_grace_s: found 'soon'",
+        f"gRPC: cannot listen on {server.address}: Address already in use",
+        f"metrics: cannot listen on {taken}: Address already in use",
+        "test:0: down",
+        "test:1: down",
+    ):
+        assert any(line.startswith(expected) for line in missing), (expected, missing)
+    assert len(missing) == 7
+
+
+def test_check_tells_arenas_beyond_the_memory_and_impossible_devices() -> None:
+    common = ("check", "--listen", "127.0.0.1:0", "--metrics-listen", "")
+    ended = run_command(*common, "--devices", "cpu:0", "--input-arena-bytes", "1PiB")
+    assert ended.returncode == 1
+    assert "input_arena_bytes, output_arena_bytes: found 1125899906842624" in ended.stdout
+    ended = run_command(*common, "--devices", "cpu:0,npu:0")
+    assert ended.returncode == 1
+    assert "devices: found kinds cpu and npu" in ended.stdout
+
+
+# ------------------------------------------------------------------------------------ health, info
+
+
+def test_health_of_every_service(server: ServerProcess) -> None:
+    with server.channel() as channel:
+        for service in ("", *SERVICES, "liveness"):
+            assert health_of(channel, service) == SERVING
+        with pytest.raises(grpc.RpcError) as caught:
+            health_of(channel, "npugrad.v1.Nothing")
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_health_follows_the_devices(start_server: StartServer) -> None:
+    """The only worker dies under a call: not ready until another one is, but alive all the time."""
+    fragile = start_server("--respawn-backoff-s", "0.2", devices="test:1?crash=die&compute=1")
+    made = sample()
+    with fragile.channel() as channel:
+        watch = watch_health(channel)
+        assert next(watch).status == SERVING
+        failure = failure_of(lambda: call_unary(channel, made.spec, made.message(label="die")))
+        assert (failure.status, failure.error.reason) == (grpc.StatusCode.UNAVAILABLE, "WORKER_LOST")
+        assert not failure.error.retryable
+        assert next(watch).status == NOT_SERVING
+        assert health_of(channel, "liveness") == SERVING
+        while next(watch).status != SERVING:
+            pass
+        assert call_unary(channel, made.spec, made.message()).info.simulated
+        watch.cancel()
+        (device,) = fragile.info().devices
+        assert device.restarts >= 1
+        assert device.state == server_pb2.DEVICE_STATE_READY
+
+
+def test_watch_of_an_unknown_service_says_so_and_goes_on(server: ServerProcess) -> None:
+    with server.channel() as channel:
+        watch = watch_health(channel, "later")
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        watch.cancel()
+
+
+def test_reflection_knows_every_service_and_its_messages(server: ServerProcess) -> None:
+    requests = [
+        reflection_pb2.ServerReflectionRequest(list_services=""),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol="npugrad.v1.BackwardService"),
+    ]
+    with server.channel() as channel:
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+        listed, file = stub.ServerReflectionInfo(iter(requests), timeout=TIMEOUT_S)
+    names = {service.name for service in listed.list_services_response.service}
+    assert names == {*SERVICES, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    assert any(b"GroupNormBackward" in part for part in file.file_descriptor_response.file_descriptor_proto)
+
+
+def test_server_info_tells_product_devices_limits_and_versions(server: ServerProcess) -> None:
+    info = server.info()
+    (device,) = info.devices
+    assert (device.name, device.simulated, device.state) == ("cpu:0", False, server_pb2.DEVICE_STATE_READY)
+    assert device.backend.startswith("cpu")
+    assert info.product == Product.ATLAS_A2.wire
+    assert not info.draining
+    assert info.limits.input_arena_bytes == 256 * 2**20
+    assert info.limits.max_message_bytes == 2**31 - 1
+    assert {"npugrad", "python", "grpcio", "protobuf", "numpy"} <= set(info.versions)
+    assert "group_norm_backward" in info.operators
+    assert info.uptime_s > 0
+
+
+def test_accepted_calls_are_counted(server: ServerProcess) -> None:
+    made = sample()
+    with server.channel() as channel:
+        before = server.info().accepted_calls
+        for _ in range(3):
+            call_unary(channel, made.spec, made.message())
+        message = made.message()
+        message.group = 0
+        failure_of(lambda: call_unary(channel, made.spec, message))
+        assert server.info().accepted_calls - before == 3
+
+
+@pytest.mark.parametrize("product", [None, *Product])
+def test_operators_are_listed_for_a_product(server: ServerProcess, product: Product | None) -> None:
+    request = server_pb2.ListOperatorsRequest(product=product.wire if product else 0)  # type: ignore[arg-type]
+    with server.channel() as channel:
+        listed = (
+            server_pb2_grpc.ServerServiceStub(channel).ListOperators(request, timeout=TIMEOUT_S).operators
+        )
+    operators = {operator.name: operator for operator in listed}
+    assert operators["multi_scale_deformable_attention_grad"].supported == (
+        product is not Product.ATLAS_TRAINING
+    )
+    norm = operators["group_norm_backward"]
+    assert norm.aclnn_name == "aclnnGroupNormBackward"
+    assert [p.name for p in norm.parameters][:3] == ["grad_out", "input", "mean"]
+    assert {p.role for p in norm.parameters} == {"input", "attribute", "output"}
+    ids = [constraint.id for constraint in norm.constraints]
+    assert "group.positive" in ids
+    assert ("c.per_group" in ids) == (product is not Product.ATLAS_TRAINING)
+    assert len(norm.parameters[0].data_types) == (2 if product is Product.ATLAS_TRAINING else 3)
+
+
+# ----------------------------------------------------------------------------------------- metrics
+
+
+def metrics_of(server: ServerProcess) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    with urllib.request.urlopen(server.metrics_url, timeout=30) as page:
+        families = text_string_to_metric_families(page.read().decode())
+        return {(s.name, frozenset(s.labels.items())): s.value for f in families for s in f.samples}
+
+
+def test_metrics_count_calls_bytes_stages_and_show_the_pool(start_server: StartServer) -> None:
+    counted = start_server("--metrics-listen", "127.0.0.1:0")
+    made = sample()
+    bad = made.message()
+    bad.group = 0
+    with counted.channel() as channel:
+        call_unary(channel, made.spec, made.message())
+        call_execute(channel, made.frames())
+        failure_of(lambda: call_unary(channel, made.spec, bad))
+    found = metrics_of(counted)
+
+    def value(name: str, **labels: str) -> float:
+        return found[name, frozenset(labels.items())]
+
+    operator = {"operator": "group_norm_backward"}
+    ok = {**operator, "status": "OK", "reason": "OK", "device": "cpu:0"}
+    refused = {"status": "INVALID_ARGUMENT", "reason": "ACLNN_ERR_PARAM_INVALID", "device": ""}
+    assert value("npugrad_calls_total", method="GroupNormBackward", **ok) == 1
+    assert value("npugrad_calls_total", method="Execute", **ok) == 1
+    assert value("npugrad_calls_total", method="GroupNormBackward", **operator, **refused) == 1
+    assert value("npugrad_accepted_calls_total", **operator) == 2
+    assert value("npugrad_received_bytes_total", **operator) == 2 * sum(
+        c.nbytes for c in made.contents.values()
+    )
+    assert value("npugrad_sent_bytes_total", **operator) == 2 * sum(m.nbytes for m in made.outputs.values())
+    for stage in ("queued", "copy_in", "run", "copy_out"):
+        assert value("npugrad_stage_seconds_count", device="cpu:0", stage=stage, **operator) == 2
+    assert value("npugrad_call_seconds_count", method="Execute", **operator) == 1
+    assert value("npugrad_input_arena_used_bytes") == value("npugrad_output_arena_used_bytes") == 0
+    assert value("npugrad_input_arena_bytes") == 256 * 2**20
+    assert value("npugrad_queue_depth") == value("npugrad_running_calls") == value("npugrad_uploads") == 0
+    assert value("npugrad_device_state", device="cpu:0", state="ready") == 1
+    assert value("npugrad_device_state", device="cpu:0", state="down") == 0
+    assert value("npugrad_worker_restarts_total", device="cpu:0") == 0
+    assert value("npugrad_workers_lost_total", device="cpu:0") == 0
+    assert value("npugrad_active_calls", method="Execute") == 0
+    assert value("npugrad_build_info", version=counted.info().version, product="atlas-a2") == 1
+
+
+def test_metrics_count_lost_workers_and_calls_that_were_tried_again(start_server: StartServer) -> None:
+    fragile = start_server(
+        "--metrics-listen", "127.0.0.1:0", "--respawn-backoff-s", "0.01", devices="test:1?crash=die"
+    )
+    made = sample()
+    with fragile.channel() as channel:
+        failure_of(lambda: call_unary(channel, made.spec, made.message(label="die")))
+    found = metrics_of(fragile)
+    assert found["npugrad_workers_lost_total", frozenset({("device", "test:0")})] == 3
+    assert found["npugrad_calls_rerun_total", frozenset({("device", "test:0")})] == 2
+    assert found["npugrad_attempts_total", frozenset({("device", "test:0")})] == 3
+
+
+# ------------------------------------------------------------------------------------------- drain
+
+
+def gated(frames: Iterator[Any], gate: threading.Event) -> Iterator[Any]:
+    """The header at once, the rest when the gate opens."""
+    yield next(frames)
+    gate.wait(TIMEOUT_S)
+    yield from frames
+
+
+def wait_accepted(server: ServerProcess, count: int) -> None:
+    """Waits until so many calls were admitted."""
+    for _ in range(2000):
+        if server.info().accepted_calls >= count:
+            return
+    pytest.fail(f"fewer than {count} calls were admitted")
+
+
+def test_drain_lets_accepted_calls_finish_and_refuses_others(start_server: StartServer) -> None:
+    """One call runs, one waits, one is still uploading when the signal comes."""
+    draining = start_server(devices="test:1?ms=300&compute=1", check_end=False)
+    made, gate = sample(), threading.Event()
+    with draining.channel() as channel:
+        stub = backward_pb2_grpc.BackwardServiceStub(channel)
+        watch = watch_health(channel)
+        assert next(watch).status == SERVING
+        accepted = [stub.GroupNormBackward.future(made.message(), timeout=TIMEOUT_S) for _ in range(2)]
+        upload = stub.Execute(gated(made.frames(), gate), timeout=TIMEOUT_S)
+        wait_accepted(draining, 3)
+        draining.signal()
+        assert next(watch).status == NOT_SERVING
+        assert health_of(channel) == health_of(channel, "npugrad.v1.BackwardService") == NOT_SERVING
+        assert health_of(channel, "liveness") == SERVING
+        for act in (
+            lambda: call_unary(channel, made.spec, made.message()),
+            lambda: call_execute(channel, made.frames()),
+        ):
+            failure = failure_of(act)
+            assert failure.status is grpc.StatusCode.UNAVAILABLE
+            assert isinstance(failure.error, ServerDraining)
+            assert failure.error.retryable
+            assert failure.error.retry_after_s
+        assert draining.info().draining
+        gate.set()
+        for call in accepted:
+            assert call.result().grad_input.data == made.reference()["grad_input"]
+        assert [frame.WhichOneof("frame") for frame in upload] == ["header"]
+        assert draining.wait() == 0
+    assert draining.log_lines("drained")
+
+
+def test_drain_that_takes_too_long_is_cut_and_said(start_server: StartServer) -> None:
+    stuck = start_server("--drain-timeout-s", "0.3", devices="test:1?hang=forever", check_end=False)
+    made = sample()
+    with stuck.channel() as channel:
+        stub = backward_pb2_grpc.BackwardServiceStub(channel)
+        call = stub.GroupNormBackward.future(made.message(label="forever"), timeout=TIMEOUT_S)
+        wait_accepted(stuck, 1)
+        stuck.signal(signal.SIGINT)
+        assert stuck.wait() == 1
+        assert call.exception() is not None
+    assert stuck.log_lines("drain cut short")
+
+
+def test_second_signal_ends_at_once(start_server: StartServer) -> None:
+    stuck = start_server("--drain-timeout-s", "100", devices="test:1?hang=forever", check_end=False)
+    made = sample()
+    with stuck.channel() as channel:
+        stub = backward_pb2_grpc.BackwardServiceStub(channel)
+        watch = watch_health(channel)
+        assert next(watch).status == SERVING
+        call = stub.GroupNormBackward.future(made.message(label="forever"), timeout=TIMEOUT_S)
+        wait_accepted(stuck, 1)
+        stuck.signal()
+        assert next(watch).status == NOT_SERVING
+        stuck.signal()
+        assert stuck.wait() == 1
+        assert call.exception() is not None
+
+
+def test_watcher_that_stays_does_not_hold_up_the_end(start_server: StartServer) -> None:
+    watched = start_server()
+    with watched.channel() as channel:
+        watch = watch_health(channel)
+        assert next(watch).status == SERVING
+        watched.signal()
+        assert next(watch).status == NOT_SERVING
+        assert watched.wait() == 0
+
+
+# -------------------------------------------------------------------------------------- validation
+
+
+def test_validate_tells_every_violation_and_needs_no_content(server: ServerProcess) -> None:
+    made = sample()
+    with server.channel() as channel:
+        stub = validation_pb2_grpc.ValidationServiceStub(channel)
+        for with_content in (True, False):
+            message = made.message()
+            if not with_content:
+                for param in made.spec.inputs:
+                    getattr(message, param.name).ClearField("data")
+            header = backward_pb2.ExecuteHeader(group_norm_backward=message)
+            good = stub.Validate(validation_pb2.ValidateRequest(call=header), timeout=TIMEOUT_S)
+            assert (good.status, len(good.violations), good.product) == (0, 0, Product.ATLAS_A2.wire)
+            assert [output.name for output in good.outputs] == ["grad_input", "grad_gamma", "grad_beta"]
+            header.group_norm_backward.group = 0
+            header.group_norm_backward.ClearField("mean")
+            bad = stub.Validate(validation_pb2.ValidateRequest(call=header), timeout=TIMEOUT_S)
+            local = validate_call(made.spec, made.call.with_attrs(group=0).with_inputs(mean=None))
+            assert bad.status == local.status == 161001
+            assert [v.id for v in bad.violations] == [v.id for v in local.violations]
+            assert [v.text for v in bad.violations] == [v.text for v in local.violations]
+            assert all(v.sources for v in bad.violations)
+            assert not bad.outputs
+
+
+def test_validate_takes_another_product_and_refuses_an_unknown_one(server: ServerProcess) -> None:
+    made = sample(dtype="bfloat16")
+    header = backward_pb2.ExecuteHeader(group_norm_backward=made.message())
+    with server.channel() as channel:
+        stub = validation_pb2_grpc.ValidationServiceStub(channel)
+        request = validation_pb2.ValidateRequest(call=header, product=Product.ATLAS_TRAINING.wire)  # type: ignore[arg-type]
+        answer = stub.Validate(request, timeout=TIMEOUT_S)
+        assert (answer.status, answer.product) == (161002, Product.ATLAS_TRAINING.wire)
+        failure = failure_of(lambda: call_unary(channel, made.spec, _with_group(made.message(), 4)))
+        assert isinstance(failure.error, InvalidOperand)
+        unknown = validation_pb2.ValidateRequest(call=header, product=9)  # type: ignore[arg-type]
+        failure = failure_of(lambda: stub.Validate(unknown, timeout=TIMEOUT_S))
+        assert "product: found 9; expected one of 1 (atlas-training), 2 (atlas-a2), 3 (atlas-a3)" in str(
+            failure.error
+        )
+
+
+def _with_group(message: Any, group: int) -> Any:
+    message.group = group
+    return message

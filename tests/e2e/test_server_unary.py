@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+from tests.calls import TIMEOUT_S, call_unary, failure_of, fill, named_sample, named_samples, sample
+
+from npugrad.errors import CallTooLarge, MalformedRequest, MalformedTensor, RequestError
+from npugrad.ops import OPERATORS, get_operator
+from npugrad.v1 import backward_pb2_grpc, tensor_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.fix_server import ServerProcess, StartServer
+
+
+@pytest.fixture(scope="module")
+def channel(server: ServerProcess) -> Iterator[grpc.Channel]:
+    with server.channel() as opened:
+        yield opened
+
+
+# Every sample of every operator, unary and streamed, is the matter of the results' own tests.
+EXAMPLES = [*named_samples("group_norm_backward"), *(next(iter(named_samples(name))) for name in OPERATORS)]
+
+
+@pytest.mark.parametrize(("operator", "name"), EXAMPLES)
+def test_result_equals_the_reference_bit_for_bit(channel: grpc.Channel, operator: str, name: str) -> None:
+    made = named_sample(operator, name)
+    result = call_unary(channel, made.spec, made.message())
+    assert {name: content.data for name, content in result.contents.items()} == made.reference()
+    assert {name: meta for name, meta in result.metas.items() if meta is not None} == {
+        name: meta.contiguous() for name, meta in made.outputs.items()
+    }
+
+
+def test_info_says_who_made_the_result_and_carries_the_request_id(channel: grpc.Channel) -> None:
+    made = sample()
+    result = call_unary(channel, made.spec, made.message(), metadata=(("x-request-id", "my-call.7"),))
+    info = result.info
+    assert (info.device, info.product, info.simulated, info.attempts) == ("cpu:0", "atlas-a2", False, 1)
+    assert info.backend.startswith("cpu")
+    assert info.request_id == "my-call.7"
+    assert info.run_s > 0
+
+
+def test_request_id_comes_back_in_the_trailers_and_is_made_when_missing(channel: grpc.Channel) -> None:
+    made = sample()
+    method = backward_pb2_grpc.BackwardServiceStub(channel).GroupNormBackward
+    response, call = method.with_call(made.message(), timeout=TIMEOUT_S)
+    trailers = {key: value for key, value in call.trailing_metadata()}
+    assert trailers["x-request-id"] == response.info.request_id != ""
+
+
+def test_content_between_slices_of_a_mebibyte_arrives_whole(channel: grpc.Channel) -> None:
+    made = sample(n=1, c=4, hxw=300_001, group=2)
+    result = call_unary(channel, made.spec, made.message())
+    assert {name: content.data for name, content in result.contents.items()} == made.reference()
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_content_of_wrong_length_names_operand_found_and_expected(channel: grpc.Channel, change: int) -> None:
+    made = sample()
+    message = made.message()
+    length = len(message.mean.data)
+    message.mean.data = bytes(length + change)
+    failure = failure_of(lambda: call_unary(channel, made.spec, message))
+    assert failure.status is grpc.StatusCode.INVALID_ARGUMENT
+    assert isinstance(failure.error, MalformedTensor)
+    assert failure.error.operand == "mean"
+    assert f"found {length + change} bytes of content; expected {length}" in str(failure.error)
+
+
+@pytest.mark.parametrize("kind", ["none", "announced", "region", "recipe"])
+def test_content_that_a_unary_call_cannot_have(channel: grpc.Channel, kind: str) -> None:
+    made = sample()
+    message = made.message()
+    if kind == "none":
+        message.mean.ClearField("data")
+    elif kind == "announced":
+        message.mean.chunked_bytes = len(message.mean.data)
+    elif kind == "region":
+        message.mean.region.CopyFrom(tensor_pb2.SharedMemoryRegion(name="x", byte_size=48))
+    else:
+        message.mean.recipe.CopyFrom(tensor_pb2.Recipe(generator="normal"))
+    failure = failure_of(lambda: call_unary(channel, made.spec, message))
+    if kind in ("region", "recipe"):
+        assert failure.status is grpc.StatusCode.UNIMPLEMENTED
+        assert failure.error.reason == "CONTENT_UNSUPPORTED"
+        assert isinstance(failure.error, RequestError)
+    else:
+        assert failure.status is grpc.StatusCode.INVALID_ARGUMENT
+        assert isinstance(failure.error, MalformedTensor)
+
+
+@pytest.mark.parametrize("attribute", ["n", "group"])
+def test_forgotten_attribute_is_named(channel: grpc.Channel, attribute: str) -> None:
+    made = sample()
+    message = made.message()
+    message.ClearField(attribute)
+    failure = failure_of(lambda: call_unary(channel, made.spec, message))
+    assert isinstance(failure.error, MalformedRequest)
+    assert failure.error.operand == attribute
+
+
+def test_reply_that_no_message_can_hold_is_refused_before_it_is_run(channel: grpc.Channel) -> None:
+    """The operands are small because they repeat one element."""
+    spec = get_operator("group_norm_backward")
+    made = fill(spec, spec.build())
+    call = spec.build(n=1, c=64, hxw=2**23 + 1, group=1)
+    one = call.tensor("grad_out")
+    repeated = type(one)(one.dtype, (1, 64, 2**23 + 1), strides=(0, 0, 0))
+    call = call.with_inputs(grad_out=repeated, input=repeated)
+    message = made.message()
+    message.n, message.c, message.hxw, message.group = 1, 64, 2**23 + 1, 1
+    small = {name: call.inputs[name] for name in ("grad_out", "input", "mean", "rstd", "gamma")}
+    for name, meta in small.items():
+        assert meta is not None
+        tensor = getattr(message, name)
+        tensor.meta.shape[:] = meta.shape
+        tensor.meta.strides[:] = meta.strides or ()
+        tensor.data = bytes(meta.content_bytes)
+    failure = failure_of(lambda: call_unary(channel, spec, message))
+    assert failure.status is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert isinstance(failure.error, CallTooLarge)
+    assert "use Execute" in str(failure.error)
+
+
+def test_deadline_that_passes_in_the_queue_frees_everything(start_server: StartServer) -> None:
+    busy = start_server(devices="test:1?ms=400")
+    made = sample()
+    with busy.channel() as channel:
+        method = backward_pb2_grpc.BackwardServiceStub(channel).GroupNormBackward
+        first = method.future(made.message(), timeout=TIMEOUT_S)
+        with pytest.raises(grpc.RpcError) as caught:
+            method(made.message(), timeout=0.2)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        first.result()
+    busy.assert_nothing_leaked()
+    assert busy.info().accepted_calls == 2
+
+
+def test_deadline_beyond_need_changes_nothing(channel: grpc.Channel) -> None:
+    made = sample()
+    assert call_unary(channel, made.spec, made.message(), timeout=50).info.attempts == 1
+
+
+def test_cancelled_call_frees_everything(start_server: StartServer) -> None:
+    busy = start_server(devices="test:1?ms=400")
+    made = sample()
+    with busy.channel() as channel:
+        method = backward_pb2_grpc.BackwardServiceStub(channel).GroupNormBackward
+        running, waiting = (method.future(made.message(), timeout=TIMEOUT_S) for _ in range(2))
+        waiting.cancel()
+        running.result()
+        with pytest.raises(grpc.FutureCancelledError):
+            waiting.result()
+    busy.assert_nothing_leaked()
+
+
+def test_overload_is_refused_with_a_time_to_retry(start_server: StartServer) -> None:
+    busy = start_server("--max-queue-depth", "1", devices="test:1?ms=300")
+    made = sample()
+    with busy.channel() as channel:
+        method = backward_pb2_grpc.BackwardServiceStub(channel).GroupNormBackward
+        calls = [method.future(made.message(), timeout=TIMEOUT_S) for _ in range(6)]
+        failures = [failure_of(call.result) for call in calls if call.exception() is not None]
+        answered = sum(call.exception() is None for call in calls)
+    assert failures, "six calls at once fitted into a queue of one"
+    assert answered >= 1
+    assert len(failures) + answered == 6
+    for failure in failures:
+        assert failure.status is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert failure.error.reason == "QUEUE_FULL"
+        assert failure.error.retryable
+        assert failure.error.retry_after_s  # type: ignore[attr-defined]
