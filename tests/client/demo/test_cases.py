@@ -1,0 +1,58 @@
+"""The demo's calls are legal, and the values it expects of the official examples are the reference's own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+import npugrad
+from npugrad import layout
+from npugrad_client.demo._cases import DETR_LEVELS, official_cases, realistic_cases
+
+if TYPE_CHECKING:
+    from npugrad_client.demo._cases import Case
+
+OFFICIAL = list(official_cases())
+REALISTIC = list(realistic_cases(quick=True))
+
+
+def _name(case: Case) -> str:
+    return f"{case.operator}-{case.dtype}-{case.title.replace(' ', '_')}"
+
+
+@pytest.mark.parametrize("case", [*OFFICIAL, *REALISTIC], ids=_name)
+def test_call_is_legal_on_every_product_of_the_operator_and_dtype(case: Case) -> None:
+    inputs = case.make()
+    metas = {n: None if a is None else layout.content(a)[0] for n, a in inputs.operands.items()}
+    for product in case.spec.products:
+        if case.dtype in case.spec.inputs[0].dtypes[product]:
+            verdict = npugrad.validate(case.operator, inputs=metas, attrs=inputs.attrs, product=product)
+            assert verdict.status == 0, verdict.violations
+
+
+@pytest.mark.parametrize("case", [c for c in OFFICIAL if "overflows" not in c.title], ids=_name)
+def test_official_values_are_those_of_the_reference(case: Case) -> None:
+    inputs = case.make()
+    outputs = {name: np.empty(values.shape, np.float64) for name, values in inputs.expected.items()}
+    case.spec.reference(inputs.operands, inputs.attrs, outputs)
+    for name, values in inputs.expected.items():
+        np.testing.assert_allclose(outputs[name], values, rtol=1e-6, atol=inputs.expected_atol)
+
+
+def test_every_operator_runs_in_every_dtype_it_supports() -> None:
+    runs = {(case.operator, case.dtype) for case in realistic_cases()}
+    supported = {
+        (spec.name, dtype)
+        for spec in npugrad.OPERATORS.values()
+        for dtypes in spec.inputs[0].dtypes.values()
+        for dtype in dtypes
+    }
+    assert runs == supported
+
+
+def test_encoder_has_full_size_once() -> None:
+    titles = [case.title for case in realistic_cases() if "encoder" in case.title]
+    assert titles.count("Deformable-DETR encoder") == 1
+    assert sum(h * w for h, w in DETR_LEVELS) == 17_821

@@ -1,0 +1,71 @@
+"""The demo calls a wrong result wrong, and says so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from rich.console import Console
+
+from npugrad_client import Client, GridSampler2DBackwardResult
+from npugrad_client.demo._cases import Case, Inputs, official_cases
+from npugrad_client.demo._report import run_case, tables
+
+if TYPE_CHECKING:
+    from tests.fix_server import ServerProcess
+
+GRID, NORM = list(official_cases())[:2]
+
+
+def _spoilt(case: Case) -> Case:
+    """The same call, with one expected official value moved."""
+
+    def make() -> Inputs:
+        inputs = case.make()
+        name, values = next(iter(inputs.expected.items()))
+        moved = values.copy()
+        moved.flat[0] += 1.0
+        return replace(inputs, expected={**inputs.expected, name: moved})
+
+    return replace(case, make=make)
+
+
+@pytest.mark.parametrize("case", [GRID, NORM], ids=["grid_sampler", "group_norm"])
+def test_official_example_comes_out_right(server: ServerProcess, case: Case) -> None:
+    with Client(server.address) as client:
+        row = run_case(client, case)
+    assert row.is_right
+    assert row.official is True
+    assert row.used <= 1
+    assert row.info.device == "cpu:0"
+
+
+def test_wrong_official_value_makes_the_row_wrong(server: ServerProcess) -> None:
+    with Client(server.address) as client:
+        row = run_case(client, _spoilt(GRID))
+    assert row.official is False
+    assert not row.is_right
+    page = StringIO()
+    for table in tables([row]):
+        Console(width=200, file=page).print(table)
+    text = page.getvalue()
+    assert "WRONG" in text
+    assert "OFFICIAL VALUES DIFFER" in text
+
+
+def test_wrong_result_makes_the_row_wrong(server: ServerProcess) -> None:
+    """A reference that sees other data than the service is what a wrong device looks like."""
+
+    class Altered(Client):
+        def grid_sampler_2d_backward(self, **call: Any) -> GridSampler2DBackwardResult:
+            answer = super().grid_sampler_2d_backward(**call)
+            answer.input_grad.flat[3] += 1e-2
+            return answer
+
+    with Altered(server.address) as client:
+        row = run_case(client, replace(GRID, make=lambda: replace(GRID.make(), expected={})))
+    assert row.official is None
+    assert row.used > 1
+    assert not row.is_right

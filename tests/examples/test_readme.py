@@ -1,0 +1,58 @@
+"""The README's Python runs as it stands, and its shell examples are real commands."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from typer.testing import CliRunner
+
+from npugrad_client.cli import app
+
+if TYPE_CHECKING:
+    from tests.fix_server import ServerProcess
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def _blocks(language: str) -> list[str]:
+    """The code blocks of the README with this language after the fence."""
+    pieces = re.split(r"^```", README, flags=re.MULTILINE)
+    inside = (piece.partition("\n") for piece in pieces[1::2])
+    return [text for head, _, text in inside if head == language]
+
+
+COMMANDS = [
+    line.split(" #")[0].strip()
+    for block in _blocks("")
+    for line in block.splitlines()
+    if line.startswith("npugrad ")
+]
+
+
+def test_quickstart_runs(server: ServerProcess, tmp_path: Path) -> None:
+    (source,) = _blocks("python")
+    assert len(source.strip().splitlines()) <= 22
+    script = tmp_path / "quickstart.py"
+    script.write_text(source.replace("127.0.0.1:50051", server.address), encoding="utf-8")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "(2, 32, 64, 64) from cpu:0" in done.stdout
+    assert "161002 group_norm_backward: group: found 0; expected above 0" in done.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_shell_example_names_real_commands_and_flags(command: str) -> None:
+    arguments = shlex.split(command)[1:]
+    result = CliRunner().invoke(app, [*arguments, "--help"])
+    assert result.exit_code == 0, result.output
+    if arguments[0] in ("explain", "validate"):  # these need no server
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code in (0, 1), result.output
+        assert "Traceback" not in result.output

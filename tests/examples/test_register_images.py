@@ -1,0 +1,37 @@
+"""The registration of two photographs reaches its goal and writes a picture."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.fix_server import ServerProcess
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "client" / "examples" / "register_images.py"
+
+
+@pytest.mark.slow
+def test_error_at_least_halves_and_picture_is_written(server: ServerProcess, tmp_path: Path) -> None:
+    io = pytest.importorskip("skimage.io")
+    picture = tmp_path / "out.png"
+    command = [sys.executable, str(EXAMPLE), "--target", server.address, "--out", str(picture)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (times,) = re.findall(r"\(([\d.]+) times smaller\)", done.stdout)
+    assert float(times) >= 2
+    pixels = io.imread(picture)
+    assert pixels.shape == (2 * 250, 3 * 370, 3)
+    assert pixels.std() > 10
+
+
+def test_unreachable_service_fails(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLE), "--target", "127.0.0.1:1", "--out", str(tmp_path / "out.png")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert not (tmp_path / "out.png").exists()
