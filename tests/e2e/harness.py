@@ -1,0 +1,239 @@
+"""What the end-to-end tests share: calls by hand over raw stubs, operands in any layout, local results."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from npugrad import codec, layout
+from npugrad.spec import TensorMeta
+from npugrad.v1 import backward_pb2, backward_pb2_grpc, server_pb2, server_pb2_grpc, validation_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    import grpc
+    import numpy.typing as npt
+    from tests.fix_server import ServerProcess
+
+    from npugrad.spec import CallMeta, OpSpec
+
+    Array = npt.NDArray[Any]
+    Operands = Mapping[str, Array | None]
+    Frames = Iterable[backward_pb2.ExecuteRequest]
+
+CALL_TIMEOUT_S = 60.0
+UNARY, STREAMED = 2**40, 0
+"""Values of `Client(stream_from_bytes=...)` that force one way or the other."""
+
+
+def own_threads() -> dict[str, str]:
+    """Environment that gives workers as many threads for linear algebra as this process has.
+
+    Results are the same bit for bit only under the same number.
+    """
+    own = os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
+    threads = own or str(len(os.sched_getaffinity(0)))
+    return {"OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads}
+
+
+# ------------------------------------------------------------------------------------------- results
+
+
+def local_results(spec: OpSpec, call: CallMeta, operands: Operands) -> dict[str, Array | None]:
+    """What the CPU backend computes here: the reference, into arrays of the outputs' own types."""
+    metas = spec.infer(call)
+    contiguous = {name: None if a is None else np.array(a, order="C") for name, a in operands.items()}
+    wanted = {name: np.empty(m.shape, m.dtype.numpy) for name, m in metas.items() if m is not None}
+    spec.reference(contiguous, call.attrs, wanted)
+    return {name: wanted.get(name) for name in metas}
+
+
+def differences(expected: Mapping[str, Array | None], found: Mapping[str, Any]) -> list[str]:
+    """Names of the outputs that are not the same bit for bit, with what differs; empty when all are."""
+    problems = [f"outputs {list(found)}"] if list(expected) != list(found) else []
+    for name, array in expected.items():
+        got = found.get(name)
+        if array is None or got is None:
+            if array is not got:
+                problems.append(f"{name}: one of them is None")
+        elif (got.dtype, got.shape) != (array.dtype, array.shape):
+            problems.append(f"{name}: {got.dtype}{got.shape}, expected {array.dtype}{array.shape}")
+        elif got.tobytes() != array.tobytes():
+            unlike = np.flatnonzero(_bits(got) != _bits(array))
+            problems.append(f"{name}: {unlike.size} of {got.size} elements differ, first {unlike[:3]}")
+    return problems
+
+
+def _bits(array: Array) -> Array:
+    return np.ascontiguousarray(array).reshape(-1).view(f"u{array.itemsize}")
+
+
+def outputs_of(spec: OpSpec, result: Any) -> dict[str, Any]:
+    """Outputs of a typed result by name."""
+    return {param.name: getattr(result, param.name) for param in spec.outputs}
+
+
+# ------------------------------------------------------------------------------------------- layouts
+
+
+def wire_layout(array: Array, kind: str, rng: np.random.Generator) -> tuple[TensorMeta, memoryview]:
+    """Lays an array out as a foreign client might; bytes between its elements are random.
+
+    Args:
+        array: The values.
+        kind: ``"contiguous"``, ``"offset"``, ``"reversed"`` (first axis innermost), ``"gaps"`` (every
+            stride tripled, after an offset) or ``"expanded"`` (an axis whose values are all the same has
+            stride 0).
+        rng: Source of the bytes in between.
+    """
+    shape = array.shape
+    contiguous = TensorMeta(array.dtype, shape).contiguous_strides
+    reversed_strides = TensorMeta(array.dtype, shape[::-1]).contiguous_strides[::-1]
+    strides, offset = {
+        "contiguous": (None, 0),
+        "offset": (None, 5),
+        "reversed": (reversed_strides, 0),
+        "gaps": (tuple(3 * step for step in reversed_strides), 7),
+        "expanded": (tuple(0 if _is_repeated(array, axis) else s for axis, s in enumerate(contiguous)), 1),
+    }[kind]
+    meta = TensorMeta(array.dtype, shape, strides=strides, storage_offset=offset)
+    buffer = bytearray(rng.bytes(meta.content_bytes))
+    layout.view(meta, buffer)[...] = array
+    return meta, memoryview(buffer)
+
+
+def _is_repeated(array: Array, axis: int) -> bool:
+    first = np.take(array, [0], axis) if array.shape[axis] else array
+    return bool(array.shape[axis] > 1 and (array == first).all())
+
+
+def expanded(array: Array) -> Array:
+    """The array with its first sample repeated along the first axis, at the memory of one sample."""
+    return np.broadcast_to(array[:1], array.shape) if array.ndim else array
+
+
+# ---------------------------------------------------------------------------------------------- wire
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A channel with raw stubs."""
+
+    channel: grpc.Channel
+    backward: backward_pb2_grpc.BackwardServiceStub
+    validation: validation_pb2_grpc.ValidationServiceStub
+    server: server_pb2_grpc.ServerServiceStub
+
+    @classmethod
+    def of(cls, channel: grpc.Channel) -> Wire:
+        """Stubs on a channel."""
+        return cls(
+            channel,
+            backward_pb2_grpc.BackwardServiceStub(channel),
+            validation_pb2_grpc.ValidationServiceStub(channel),
+            server_pb2_grpc.ServerServiceStub(channel),
+        )
+
+    def unary(self, spec: OpSpec, message: Any) -> Any:
+        """The typed response of a unary call."""
+        return getattr(self.backward, spec.rpc)(message, timeout=CALL_TIMEOUT_S)
+
+    def execute(self, frames: Frames) -> tuple[Any, dict[str, Array | None]]:
+        """The typed response and the results of a streamed call."""
+        return received(iter(self.backward.Execute(iter(frames), timeout=CALL_TIMEOUT_S)))
+
+    def info(self) -> server_pb2.GetServerInfoResponse:
+        """What the server says of itself."""
+        return self.server.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=CALL_TIMEOUT_S)
+
+
+def header(spec: OpSpec, message: Any) -> backward_pb2.ExecuteRequest:
+    """The first frame of a streamed call."""
+    return backward_pb2.ExecuteRequest(header=codec.wrap(backward_pb2.ExecuteHeader(), spec, message))
+
+
+def chunk(operand: int, offset: int, data: bytes) -> backward_pb2.ExecuteRequest:
+    """A later frame of a streamed call."""
+    return backward_pb2.ExecuteRequest(chunk=backward_pb2.Chunk(operand=operand, offset=offset, data=data))
+
+
+def encode(
+    spec: OpSpec,
+    call: CallMeta,
+    packed: Mapping[str, tuple[TensorMeta, memoryview]],
+    *,
+    chunk_from_bytes: int | None = None,
+) -> tuple[Any, list[tuple[int, memoryview]]]:
+    """The typed request of a call whose operands are laid out as given, and the contents that follow."""
+    metas = {name: packed[name][0] if name in packed else None for name in call.inputs}
+    contents = {name: content for name, (_, content) in packed.items()}
+    return codec.encode_request(
+        metas, contents, spec, call.attrs, call.outputs, chunk_from_bytes=chunk_from_bytes
+    )
+
+
+def interleaved(
+    follow: list[tuple[int, memoryview]], chunk_bytes: int
+) -> Iterator[backward_pb2.ExecuteRequest]:
+    """Chunks of all operands, one of each in turn, as a client with several uploads at once would send."""
+    parts = [[(i, o, bytes(p)) for o, p in layout.chunks(d, chunk_bytes)] for i, d in follow]
+    for turn in range(max(map(len, parts), default=0)):
+        for part in parts:
+            if turn < len(part):
+                yield chunk(*part[turn])
+
+
+def received(frames: Iterator[backward_pb2.ExecuteResponse]) -> tuple[Any, dict[str, Array | None]]:
+    """The typed response of a streamed reply and its results; every announced byte came once, in order."""
+    first = next(frames)
+    assert first.WhichOneof("frame") == "header"
+    spec, message = codec.unwrap(first.header)
+    result = codec.decode_response(spec, message)
+    pending = {
+        spec.param_index(name): bytearray()
+        for name, content in result.contents.items()
+        if content.data is None
+    }
+    for frame in frames:
+        assert frame.WhichOneof("frame") == "chunk"
+        buffer = pending[frame.chunk.operand]
+        assert frame.chunk.offset == len(buffer)
+        assert 1 <= len(frame.chunk.data) <= codec.MAX_CHUNK_BYTES
+        buffer += frame.chunk.data
+    arrays: dict[str, Array | None] = {}
+    for name, meta in result.metas.items():
+        if meta is None:
+            arrays[name] = None
+            continue
+        data = result.contents[name].data
+        whole = pending[spec.param_index(name)] if data is None else data
+        assert len(whole) == result.contents[name].nbytes == meta.content_bytes
+        arrays[name] = layout.view(meta, whole)
+    return message, arrays
+
+
+def unary_results(spec: OpSpec, message: Any) -> dict[str, Array | None]:
+    """The results of a unary response."""
+    result = codec.decode_response(spec, message)
+    return {
+        name: None if meta is None else layout.view(meta, result.contents[name].data or b"")
+        for name, meta in result.metas.items()
+    }
+
+
+def eventually(
+    condition: Callable[[], Any], what: str, running: ServerProcess, timeout_s: float = 20.0
+) -> Any:
+    """Asks until something is so; each asking is a round trip to a server, so nothing spins."""
+    end = time.monotonic() + timeout_s
+    while not (found := condition()):
+        if time.monotonic() > end:
+            raise AssertionError(
+                f"not within {timeout_s:g} s: {what}; the log:\n{running.log_text()[-4000:]}"
+            )
+    return found
