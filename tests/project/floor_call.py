@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
 CALL_TIMEOUT_S = 30.0
+SMALL_SERVER = ["--devices=cpu:0", "--metrics-listen=", "--prefault-bytes=0", "--log-level=warning"]
 SHOWN = ("grpcio", "protobuf", "numpy", "ml_dtypes", "typer", "pydantic-settings", "structlog")
 
 
@@ -74,17 +75,18 @@ def main() -> None:
             server does not end with status 0.
     """
     print("versions: " + ", ".join(f"{name} {version(name)}" for name in SHOWN))
-    for module in ("npugrad_server", "npugrad_client"):
-        subprocess.run([sys.executable, "-m", module, "--help"], check=True, stdout=subprocess.DEVNULL)
+    for package in ("npugrad_server", "npugrad_client"):
+        program = f"from {package}.cli import main; main()"
+        subprocess.run([sys.executable, "-c", program, "--help"], check=True, stdout=subprocess.DEVNULL)
     with tempfile.TemporaryDirectory() as folder:
         target = f"unix:{Path(folder) / 'socket'}"
-        command = [sys.executable, "-m", "npugrad_server", "serve", "--listen", target, "--devices", "cpu:0"]
-        server = subprocess.Popen([*command, "--no-metrics"], stdout=subprocess.DEVNULL)
-        try:
-            calls = call_all(target)
-        finally:
-            server.terminate()
-            status = server.wait(STOP_TIMEOUT_S)
+        command = [sys.executable, "-m", "npugrad_server", "serve", "--listen", target, *SMALL_SERVER]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+            try:
+                calls = call_all(target)
+            finally:
+                server.terminate()
+                status = server.wait(STOP_TIMEOUT_S)
     if status != 0:
         raise SystemExit(f"floor_call: the server ended with status {status}; expected 0")
     print(f"floor_call: {calls} calls of {len(OPERATORS)} operators, all equal to the reference")
