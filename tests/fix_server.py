@@ -105,10 +105,19 @@ class ServerProcess:
                 found.append(entry)
         return found
 
+    def find_log(self, event: str, **fields: Any) -> dict[str, Any]:
+        """The line of an event with these fields; waits for the thread that writes the log."""
+        for _ in range(1000):
+            for line in self.log_lines(event):
+                if fields.items() <= line.items():
+                    return line
+            self.info()  # a round trip, so that nothing has to sleep
+        pytest.fail(f"no line {event!r} with {fields}; the log:\n{self.log_text()}")
+
     @property
     def metrics_url(self) -> str:
         """The metrics page of a server that was started with ``--metrics-listen 127.0.0.1:0``."""
-        return f"http://{self.log_lines('listening')[0]['metrics_address']}/metrics"
+        return f"http://{self.find_log('listening')['metrics_address']}/metrics"
 
     def assert_nothing_leaked(self) -> None:
         """No arena byte is in use and no call waits. Call it when no call is in progress."""
