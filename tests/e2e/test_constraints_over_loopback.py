@@ -1,0 +1,256 @@
+"""Each constraint proves itself over loopback, on a server of each product.
+
+A legal sample passes; after `violate` exactly that constraint is reported, with its code, in all three ways:
+by `Validate`, by an `Execute` header with no payload behind it, and by the unary method. What comes over the
+wire is compared with what the validator says here; that it is right is shown by the tests of the contract.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+from tests.e2e.harness import CALL_TIMEOUT_S, Wire, header
+from tests.fix_server import run_server
+
+from npugrad import codec
+from npugrad.errors import BY_REASON, DOMAIN, OperatorError, error_class
+from npugrad.ops import OPERATORS
+from npugrad.products import Product
+from npugrad.status import MAX_STATUS_BYTES
+from npugrad.v1 import backward_pb2, validation_pb2
+from npugrad.validation import error_from_verdict, validate_call
+from npugrad_client.errors import translate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from tests.e2e.conftest import Report
+
+    from npugrad.errors import Violation
+    from npugrad.spec import CallMeta, Constraint, OpSpec, Sample, Verdict
+
+UNARY_BYTES = 2**20
+"""Calls with less data are also sent whole."""
+SAMPLES = {Product.ATLAS_A2: 4}
+"""Samples that each constraint is proved with, first to last, and two on the other products; the tests of the
+contract take them all."""
+
+EACH = [
+    pytest.param(spec, product, constraint, id=f"{name}-{product}-{constraint.id}")
+    for name, spec in OPERATORS.items()
+    for product in spec.products
+    for constraint in spec.constraints
+    if constraint.applies(product)
+]
+EACH_PRODUCT = [
+    pytest.param(spec, product, id=f"{name}-{product}")
+    for name, spec in OPERATORS.items()
+    for product in spec.products
+]
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[Product, Wire]]:
+    """One server of each product."""
+    folder = tmp_path_factory.mktemp("constraints")
+    with ExitStack() as stack:
+        wires = {}
+        for product in Product:
+            running = stack.enter_context(run_server(folder / f"{product}.log", "--product", str(product)))
+            wires[product] = Wire.of(stack.enter_context(running.channel()))
+        yield wires
+
+
+def spread(samples: list[tuple[Sample, CallMeta]], count: int) -> list[tuple[Sample, CallMeta]]:
+    """Some of them, from the first to the last."""
+    if len(samples) <= count:
+        return samples
+    return [samples[index * (len(samples) - 1) // (count - 1)] for index in range(count)]
+
+
+# ------------------------------------------------------------------------------------------- three ways
+
+
+def request(spec: OpSpec, call: CallMeta, content: str) -> Any:
+    """The typed request of a call.
+
+    Args:
+        spec: The operator.
+        call: Legal or not.
+        content: ``"none"``, ``"zeros"`` or ``"announced"`` for chunks that never come.
+    """
+    message, _ = codec.encode_request(call.inputs, {}, spec, call.attrs, call.outputs)
+    for name, meta in call.inputs.items():
+        if meta is None or content == "none":
+            continue
+        if content == "zeros":
+            getattr(message, name).data = bytes(meta.content_bytes)
+        else:
+            getattr(message, name).chunked_bytes = meta.content_bytes
+    return message
+
+
+def validate(wire: Wire, spec: OpSpec, call: CallMeta) -> validation_pb2.ValidateResponse:
+    """What `Validate` says, for the call's product whatever the server's."""
+    call_header = codec.wrap(backward_pb2.ExecuteHeader(), spec, request(spec, call, "none"))
+    message = validation_pb2.ValidateRequest(call=call_header, product=call.product.wire)  # type: ignore[arg-type]
+    return wire.validation.Validate(message, timeout=CALL_TIMEOUT_S)
+
+
+def refused_execute(wire: Wire, spec: OpSpec, call: CallMeta) -> grpc.RpcError:
+    """How a header is refused while its payload is still to come: the client's side stays open."""
+    answered = threading.Event()
+
+    def frames() -> Iterator[backward_pb2.ExecuteRequest]:
+        yield header(spec, request(spec, call, "announced"))
+        answered.wait(CALL_TIMEOUT_S)
+
+    stream = wire.backward.Execute(frames(), timeout=CALL_TIMEOUT_S)
+    try:
+        with pytest.raises(grpc.RpcError) as caught:
+            next(iter(stream))
+    finally:
+        answered.set()
+    return caught.value
+
+
+def refused_unary(wire: Wire, spec: OpSpec, call: CallMeta, content: str) -> grpc.RpcError:
+    """How a unary call is refused."""
+    with pytest.raises(grpc.RpcError) as caught:
+        wire.unary(spec, request(spec, call, content))
+    return caught.value
+
+
+# ---------------------------------------------------------------------------------------- what is expected
+
+
+def assert_validated(response: validation_pb2.ValidateResponse, expected: Verdict, product: Product) -> None:
+    """`Validate` says all that the validator says."""
+    assert (response.status, response.product) == (expected.status, product.wire)
+    assert [v.id for v in response.violations] == [v.id for v in expected.violations]
+    for found, violation in zip(response.violations, expected.violations, strict=True):
+        assert (found.code, tuple(found.operands)) == (violation.code, violation.operands)
+        assert (found.found, found.expected, found.text) == (
+            violation.found,
+            violation.expected,
+            violation.text,
+        )
+        sources = [(s.document, s.section, s.row) for s in violation.sources]
+        assert [(s.document, s.section, s.row) for s in found.sources] == sources
+    metas = {
+        o.name: codec.decode_meta(o.meta, "", o.name) if o.HasField("meta") else None
+        for o in response.outputs
+    }
+    assert metas == expected.outputs
+    assert not response.HasField("workspace_bytes")  # no device here can tell it
+
+
+def assert_refused(error: Any, spec: OpSpec, expected: Verdict) -> None:
+    """A status says what the validator says: gRPC status, ErrorInfo, field violations, within 4 KiB."""
+    local = error_from_verdict(spec, expected)
+    first = expected.violations[0]
+    row = BY_REASON[local.reason]
+    assert error.code().name == row.grpc_status
+    assert error.details() == str(local)
+    trailing = dict(error.trailing_metadata())
+    serialized = trailing["grpc-status-details-bin"]
+    assert len(serialized) < MAX_STATUS_BYTES
+    status = status_pb2.Status.FromString(serialized)
+    assert (status.code, status.message) == (error.code().value[0], str(local))
+    info, bad_request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    assert len(status.details) == 2
+    assert status.details[0].Unpack(info)
+    assert status.details[1].Unpack(bad_request)
+    assert (info.reason, info.domain) == (row.reason, DOMAIN)
+    assert dict(info.metadata) == {
+        "operator": spec.name,
+        "code": str(first.code),
+        "constraint": first.id,
+        "source": "validator",
+        "violations_total": str(len(expected.violations)),
+        "request_id": trailing["x-request-id"],
+    }
+    assert [v.reason for v in bad_request.field_violations] == [v.id for v in expected.violations]
+    entry = bad_request.field_violations[0]
+    assert entry.field == ",".join(first.operands)
+    assert entry.description == f"found {first.found}; expected {first.expected}"
+    assert_translated(translate(error, spec.name, "loopback"), local, first)
+
+
+def assert_translated(raised: Exception, local: OperatorError, first: Violation) -> None:
+    """The client raises what the validator would raise here."""
+    assert isinstance(raised, OperatorError)
+    assert type(raised) is type(local) is error_class(local.reason)
+    assert (raised.code, raised.constraint, raised.source) == (local.code, local.constraint, "validator")
+    assert (raised.operator, raised.reason, raised.retryable) == (local.operator, local.reason, False)
+    assert raised.violations[0] == first
+    assert raised.request_id
+
+
+# ------------------------------------------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize(("spec", "product"), EACH_PRODUCT)
+def test_legal_samples_are_valid(
+    spec: OpSpec, product: Product, servers: Mapping[Product, Wire], tally: Report
+) -> None:
+    for sample in spec.samples(product):
+        expected = validate_call(spec, sample.call)
+        assert expected.status == 0, sample.name
+        assert_validated(validate(servers[product], spec, sample.call), expected, product)
+        tally("constraints over loopback: legal samples validated", 1)
+
+
+@pytest.mark.parametrize(("spec", "product", "constraint"), EACH)
+def test_a_constraint_proves_itself_over_loopback(
+    spec: OpSpec, product: Product, constraint: Constraint, servers: Mapping[Product, Wire], tally: Report
+) -> None:
+    broken = [(sample, constraint.violate(sample.call)) for sample in spec.samples(product)]
+    proofs = spread([(s, call) for s, call in broken if call is not None], SAMPLES.get(product, 2))
+    assert proofs, "no sample can show it"
+    for sample, call in proofs:
+        expected = validate_call(spec, call)
+        assert [v.id for v in expected.violations] == [constraint.id], sample.name
+        assert expected.status == constraint.code
+        # The server that any call of this product comes to; another one when the product itself is broken.
+        wire = servers[call.product]
+        assert_validated(validate(servers[product], spec, call), expected, call.product)
+        assert_refused(refused_execute(wire, spec, call), spec, expected)
+        whole = sum(m.content_bytes for m in call.inputs.values() if m is not None) < UNARY_BYTES
+        # Constraints come before the lengths of contents, so a large call may come with none.
+        content = "zeros" if whole else "none"
+        assert_refused(refused_unary(wire, spec, call, content), spec, expected)
+        tally("constraints over loopback: refused by Validate", 1)
+        tally("constraints over loopback: refused by an Execute header, no payload sent", 1)
+        tally(f"constraints over loopback: refused by a unary call with {content} as content", 1)
+    tally(f"constraints over loopback: constraints on {product}", 1)
+    if product is Product.ATLAS_A2:
+        tally(f"constraints over loopback: constraints of {spec.name}", 1)
+
+
+@pytest.mark.parametrize("spec", list(OPERATORS.values()), ids=list(OPERATORS))
+def test_a_product_without_the_operator_says_only_that(
+    spec: OpSpec, servers: Mapping[Product, Wire], tally: Report
+) -> None:
+    """Even a call that breaks everything else is answered by the missing operator alone, and unretryably."""
+    for product in Product:
+        if product in spec.products:
+            continue
+        sample = next(iter(spec.samples(next(iter(spec.products)))))
+        nothing = sample.call.with_inputs(**dict.fromkeys(sample.call.inputs))
+        for legal in (sample.call, nothing):
+            call = replace(legal, product=product)
+            expected = validate_call(spec, call)
+            assert len(expected.violations) == 1
+            error = refused_unary(servers[product], spec, call, "none")
+            assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+            assert_refused(error, spec, expected)
+            assert_refused(refused_execute(servers[product], spec, call), spec, expected)
+        assert spec.name not in servers[product].info().operators
+        tally("constraints over loopback: products without an operator", 1)
