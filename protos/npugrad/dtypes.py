@@ -94,11 +94,11 @@ _BY_NUMPY: dict[np.dtype[Any], DType] = {np_dtype: d for d, np_dtype in _NUMPY.i
 _BY_NAME: dict[str, DType] = {d.value: d for d in DType}
 
 
-def dtype_from_name(name: DType | str | npt.DTypeLike) -> DType:
+def dtype_from_name(name: DType | str | npt.DTypeLike | None) -> DType:
     """Finds a type by its name or by a NumPy type.
 
     Args:
-        name: A `DType`, a name such as ``"bfloat16"``, or anything `numpy.dtype` takes.
+        name: A `DType`, a name such as ``"bfloat16"``, or anything `numpy.dtype` takes but None.
 
     Raises:
         ValueError: There is no such type; the message lists all names.
@@ -107,7 +107,7 @@ def dtype_from_name(name: DType | str | npt.DTypeLike) -> DType:
         found = _BY_NAME.get(name)
     else:
         try:
-            native = np.dtype(name)
+            native = None if name is None else np.dtype(name)  # NumPy reads None as float64
         except TypeError:
             native = None
         found = native and (_BY_NUMPY.get(native.newbyteorder("<")) or _BY_NAME.get(native.name))

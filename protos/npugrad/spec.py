@@ -10,14 +10,14 @@ import math
 from dataclasses import dataclass, field, replace
 from operator import index
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex
 
 from npugrad.dtypes import DType, Format, dtype_from_name, format_from_name
 from npugrad.errors import MalformedTensor, Source, Violation
 from npugrad.products import Product
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -58,10 +58,10 @@ class TensorMeta:
     def __init__(
         self,
         dtype: DType | str | npt.DTypeLike,
-        shape: tuple[int, ...] | list[int],
+        shape: Sequence[SupportsIndex],
         format: Format | str = Format.ND,
-        strides: tuple[int, ...] | list[int] | None = None,
-        storage_offset: int = 0,
+        strides: Sequence[SupportsIndex] | None = None,
+        storage_offset: SupportsIndex = 0,
     ) -> None:
         """Makes the description; see the class for arguments and errors."""
         object.__setattr__(self, "dtype", dtype_from_name(dtype))

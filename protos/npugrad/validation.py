@@ -62,7 +62,7 @@ def validate(
 
     Raises:
         UnsupportedOperator: There is no operator of this name.
-        TypeError: A name that the operator does not have, or a tensor that is not described by a `TensorMeta`.
+        TypeError: A name that the operator does not have, or a tensor that is no `TensorMeta`.
         MalformedRequest: An attribute is missing or has the wrong type.
         ValueError: There is no such product.
     """
