@@ -1,0 +1,150 @@
+"""Element types, storage formats and products: the same everywhere they have a name or a number."""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from npugrad.dtypes import (
+    DATA_DTYPES,
+    DType,
+    Format,
+    dtype_from_name,
+    dtype_from_wire,
+    format_from_name,
+    format_from_wire,
+)
+from npugrad.products import Product, product_from_name, product_from_wire
+from npugrad.v1 import tensor_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from enum import Enum
+
+# (aclDataType, bytes) by name, from the enumeration in CANN's public header; 0 bytes where no data travels.
+ACL_DATA_TYPES = {
+    "float32": (0, 4),
+    "float16": (1, 2),
+    "int8": (2, 1),
+    "int32": (3, 4),
+    "uint8": (4, 1),
+    "int16": (6, 2),
+    "uint16": (7, 2),
+    "uint32": (8, 4),
+    "int64": (9, 8),
+    "uint64": (10, 8),
+    "float64": (11, 8),
+    "bool": (12, 1),
+    "string": (13, 0),
+    "complex64": (16, 0),
+    "complex128": (17, 0),
+    "bfloat16": (27, 2),
+    "int4": (29, 0),
+    "uint1": (30, 0),
+    "complex32": (33, 0),
+    "hifloat8": (34, 0),
+    "float8_e5m2": (35, 0),
+    "float8_e4m3fn": (36, 0),
+    "float8_e8m0": (37, 0),
+    "float6_e3m2": (38, 0),
+    "float6_e2m3": (39, 0),
+    "float4_e2m1": (40, 0),
+    "float4_e1m2": (41, 0),
+}
+TABLES: list[Any] = [
+    pytest.param(DType, tensor_pb2.DataType, "DATA_TYPE_", id="dtypes"),
+    pytest.param(Format, tensor_pb2.Format, "FORMAT_", id="formats"),
+]
+
+
+def test_numbers_and_sizes_are_those_of_the_header() -> None:
+    assert {d.value: (d.acl, d.itemsize) for d in DType} == ACL_DATA_TYPES
+
+
+@pytest.mark.parametrize(("table", "proto", "prefix"), TABLES)
+def test_the_wire_numbers_are_those_of_the_proto(table: type[Enum], proto: Any, prefix: str) -> None:
+    names = {name.removeprefix(prefix).lower(): number for name, number in proto.items()}
+    assert names.pop("unspecified") == 0
+    assert names == {member.value.lower(): vars(member)["wire"] for member in table}
+
+
+@pytest.mark.parametrize("table", [DType, Format])
+def test_acl_numbers_are_unique(table: type[Enum]) -> None:
+    numbers = [vars(member)["acl"] for member in table]
+    assert len(set(numbers)) == len(numbers)
+
+
+@pytest.mark.parametrize("dtype", DATA_DTYPES)
+def test_data_types_and_numpy_agree_both_ways(dtype: DType) -> None:
+    native = dtype.numpy
+    assert native.itemsize == dtype.itemsize
+    assert native.byteorder in "<=|"
+    for name in (
+        dtype,
+        dtype.value,
+        native,
+        native.type,
+        native.newbyteorder(">"),
+        np.empty(0, native).dtype,
+    ):
+        assert dtype_from_name(name) is dtype
+
+
+@pytest.mark.parametrize("dtype", [d for d in DType if not d.has_data])
+def test_other_types_are_known_by_name_and_carry_no_data(dtype: DType) -> None:
+    assert dtype_from_name(dtype.value) is dtype
+    with pytest.raises(TypeError, match=f"dtype {dtype} carries no data; data travels for float32, "):
+        _ = dtype.numpy
+
+
+@pytest.mark.parametrize(
+    "native", ["complex64", "complex128", ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fn]
+)
+def test_numpy_types_without_data_are_named_too(native: Any) -> None:
+    assert dtype_from_name(np.dtype(native)).value == np.dtype(native).name
+
+
+@pytest.mark.parametrize(
+    "wrong", ["float", "FLOAT32", "", "f4", None, object, np.dtype("U3"), [("a", "f4")], 3]
+)
+def test_unknown_types_are_refused_with_a_list(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"unknown dtype .*; known are float32, float16, bfloat16, "):
+        dtype_from_name(wrong)
+
+
+def test_bfloat16_is_the_upper_half_of_float32() -> None:
+    bits = np.array([0x3F80, 0xC000, 0x7F80, 0x0001], np.uint16)
+    widened = (bits.astype(np.uint32) << 16).view(np.float32)
+    assert (bits.view(DType.BFLOAT16.numpy).astype(np.float32) == widened).all()
+
+
+@pytest.mark.parametrize(
+    ("table", "by_name", "by_wire"),
+    [
+        (DType, dtype_from_name, dtype_from_wire),
+        (Format, format_from_name, format_from_wire),
+        (Product, product_from_name, product_from_wire),
+    ],
+)
+def test_members_are_found_by_name_and_by_number_and_read_as_their_names(
+    table: type[Enum], by_name: Callable[[Any], Any], by_wire: Callable[[int], Any]
+) -> None:
+    for member in table:
+        assert by_name(member) is by_name(member.value) is by_wire(vars(member)["wire"]) is member
+        assert str(member) == f"{member}" == member.value == member
+        assert pickle.loads(pickle.dumps(member)) is member
+    assert by_wire(10_000) is None
+    assert by_wire(-1) is None
+    with pytest.raises(ValueError, match=r"unknown \w+ 'nothing'; known are "):
+        by_name("nothing")
+
+
+def test_what_is_not_set_on_the_wire() -> None:
+    """An unset format is ND, as documented; a tensor without a type has none."""
+    assert format_from_wire(0) is Format.ND
+    assert dtype_from_wire(0) is None
+    assert product_from_wire(0) is None

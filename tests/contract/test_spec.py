@@ -1,0 +1,206 @@
+"""Descriptions of tensors agree with NumPy on layout, impossible ones are refused, and calls are values."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npugrad.dtypes import DATA_DTYPES, DType, Format
+from npugrad.errors import MalformedTensor
+from npugrad.ops import OPERATORS, get_operator
+from npugrad.products import Product
+from npugrad.spec import INT64_MAX, MAX_RANK, AttrParam, CallMeta, OpSpec, Param, TensorMeta, TensorParam
+
+SHAPES = st.lists(st.integers(0, 5), max_size=6).map(tuple)
+
+
+@st.composite
+def strided(draw: st.DrawFn) -> TensorMeta:
+    shape = draw(SHAPES)
+    strides = tuple(draw(st.integers(0, 40)) for _ in shape)
+    return TensorMeta(draw(st.sampled_from(DATA_DTYPES)), shape, "ND", strides, draw(st.integers(0, 9)))
+
+
+@given(shape=SHAPES, dtype=st.sampled_from(DATA_DTYPES))
+def test_contiguous_layout_is_numpy_s(shape: tuple[int, ...], dtype: DType) -> None:
+    meta, array = TensorMeta(dtype, shape), np.empty(shape, dtype.numpy)
+    assert (meta.rank, meta.size, meta.nbytes) == (array.ndim, array.size, array.nbytes)
+    assert meta.content_bytes == array.nbytes
+    assert meta.is_contiguous
+    if array.size:  # NumPy gives an empty array any strides
+        assert tuple(step * dtype.itemsize for step in meta.contiguous_strides) == array.strides
+    assert meta.element_strides == meta.contiguous_strides
+
+
+@given(meta=strided())
+def test_content_ends_with_the_last_element(meta: TensorMeta) -> None:
+    """Against the positions of all elements, counted one by one."""
+    assert meta.strides is not None
+    itemsize = meta.dtype.itemsize
+    axes = np.indices(meta.shape).reshape(meta.rank, meta.size)
+    positions = meta.storage_offset + np.array(meta.strides, np.int64).reshape(1, -1) @ axes
+    last = int(positions.max()) + 1 if meta.size else meta.storage_offset
+    assert meta.content_bytes == last * itemsize
+    assert meta.is_contiguous == bool((positions == np.arange(meta.size)).all() and meta.storage_offset == 0)
+
+
+@given(meta=strided())
+def test_numpy_views_the_content_alike(meta: TensorMeta) -> None:
+    assert meta.strides is not None
+    strides = [step * meta.dtype.itemsize for step in meta.strides]
+    start = meta.storage_offset * meta.dtype.itemsize
+    buffer = np.zeros(meta.content_bytes, np.uint8)
+    array: np.ndarray[Any, Any] = np.ndarray(meta.shape, meta.dtype.numpy, buffer, start, strides)
+    assert (array.ndim, array.size, array.nbytes) == (meta.rank, meta.size, meta.nbytes)
+    assert meta.is_contiguous == (array.flags.c_contiguous and start == 0)
+
+
+@given(meta=strided())
+def test_contiguous_forgets_the_layout_and_nothing_else(meta: TensorMeta) -> None:
+    dense = meta.contiguous()
+    assert (dense.dtype, dense.shape, dense.format) == (meta.dtype, meta.shape, meta.format)
+    assert (dense.strides, dense.storage_offset) == (None, 0)
+    assert dense.is_contiguous
+    assert dense.contiguous() == dense
+
+
+def test_an_expanded_tensor_costs_one_element() -> None:
+    meta = TensorMeta("float32", (2**20, 2**20), strides=(0, 0))
+    assert (meta.size, meta.content_bytes) == (2**40, 4)
+    assert not meta.is_contiguous
+
+
+def test_a_transpose_has_the_bytes_of_its_base_and_is_not_contiguous() -> None:
+    meta = TensorMeta("float16", (3, 2), strides=(1, 3))
+    assert (meta.content_bytes, meta.is_contiguous) == (12, False)
+
+
+def test_axes_of_one_element_may_have_any_stride() -> None:
+    assert TensorMeta("int8", (1, 4), strides=(99, 1)).is_contiguous
+    assert TensorMeta("int8", (1, 4), strides=(99, 1)).content_bytes == 4
+
+
+def test_a_rank_0_tensor_has_one_element() -> None:
+    meta = TensorMeta("float64", ())
+    assert (meta.rank, meta.size, meta.content_bytes, meta.is_contiguous) == (0, 1, 8, True)
+    assert TensorMeta("float64", (), storage_offset=3).content_bytes == 32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"shape": (2, -1)}, r"found shape \[2, -1\]; expected sizes of 0 or more"),
+        ({"shape": (2,), "strides": (-1,)}, r"found strides \[-1\]; expected 0 or more"),
+        ({"shape": (2,), "strides": (1, 1)}, "found 2 strides, rank 1; expected one for each axis"),
+        ({"shape": (), "strides": (1,)}, "found 1 strides, rank 0"),
+        ({"shape": (2,), "storage_offset": -1}, "found storage offset -1; expected 0 or more"),
+        ({"shape": (1,) * 33}, "found rank 33; expected at most 32"),
+        ({"shape": (2**61,)}, r"above 2\^63 - 1 bytes"),
+        ({"shape": (2**32, 2**32)}, r"above 2\^63 - 1 bytes"),
+        ({"shape": (10**30,)}, r"above 2\^63 - 1 bytes"),
+        ({"shape": (2**31,), "strides": (2**31,)}, r"above 2\^63 - 1 bytes"),
+        ({"shape": (2,), "storage_offset": 2**62}, r"above 2\^63 - 1 bytes"),
+        ({"shape": (2**62, 2**62), "strides": (0, 0)}, r"above 2\^63 - 1 bytes"),
+    ],
+)
+def test_what_cannot_be_a_tensor_is_malformed(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(MalformedTensor, match=message):
+        TensorMeta("float32", **arguments)
+
+
+def test_the_limits_themselves_are_legal() -> None:
+    assert TensorMeta("int8", (INT64_MAX,)).nbytes == INT64_MAX
+    assert TensorMeta("float32", (1,) * MAX_RANK).rank == MAX_RANK
+    assert TensorMeta("float32", (0, 2**62)).nbytes == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"shape": (2.5,)},
+        {"shape": ("2",)},
+        {"shape": 3},
+        {"shape": None},
+        {"shape": (2,), "strides": (1.0,)},
+        {"shape": (2,), "storage_offset": 0.5},
+    ],
+)
+def test_sizes_are_integers(arguments: dict[str, Any]) -> None:
+    with pytest.raises(TypeError):
+        TensorMeta("float32", **arguments)
+
+
+@pytest.mark.parametrize("arguments", [{"dtype": "float33"}, {"format": "nd"}, {"dtype": None}])
+def test_unknown_names_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="unknown"):
+        TensorMeta(**{"dtype": "float32", "shape": (2,), **arguments})
+
+
+def test_names_lists_and_numpy_integers_are_accepted() -> None:
+    meta = TensorMeta("bfloat16", [np.int64(2), 3], "NCHW", [np.int32(3), 1], np.uint8(0))
+    assert meta == TensorMeta(DType.BFLOAT16, (2, 3), Format.NCHW, (3, 1), 0)
+    assert [type(size) for size in meta.shape] == [int, int]
+    assert str(meta) == "bfloat16[2, 3]"
+    assert len({meta, TensorMeta("bfloat16", (2, 3), "NCHW", (3, 1))}) == 1
+
+
+def test_metas_are_values() -> None:
+    meta = TensorMeta("float32", (2, 3), strides=(0, 1), storage_offset=4)
+    for twin in (pickle.loads(pickle.dumps(meta)), copy.deepcopy(meta)):
+        assert twin == meta
+    with pytest.raises(FrozenInstanceError):
+        meta.shape = (1,)  # type: ignore[misc]
+
+
+def test_calls_are_values_too() -> None:
+    inputs: dict[str, TensorMeta | None] = {"x": TensorMeta("float32", (2,)), "y": None}
+    call = CallMeta(inputs, {"n": 3, "scale": 0.5, "mask": (True,)}, {"z": None})
+    inputs["y"] = inputs["x"]
+    assert call.inputs["y"] is None
+    with pytest.raises(TypeError):
+        call.attrs["n"] = 4  # type: ignore[index]
+    other = call.with_inputs(y=inputs["x"]).with_attrs(n=4).with_outputs(z=inputs["x"])
+    assert (other.tensor("y"), other.integer("n"), other.number("scale")) == (inputs["x"], 4, 0.5)
+    assert (other.mask("mask"), other.declared("z"), other.is_null_output("z")) == (
+        (True,),
+        inputs["x"],
+        False,
+    )
+    assert (call.integer("n"), call.declared("z"), call.is_null_output("z")) == (3, None, True)
+    assert (call.declared("w"), call.is_null_output("w")) == (None, False)
+    for wrong in (lambda: call.tensor("y"), lambda: call.integer("scale"), lambda: call.number("mask")):
+        with pytest.raises(KeyError):
+            wrong()
+
+
+def test_records_list_their_parameters_in_c_order(spec: OpSpec) -> None:
+    kinds = [p.role if isinstance(p, TensorParam) else "attr" for p in spec.params]
+    assert kinds.index("output") == len(kinds) - len(spec.outputs)
+    by_kind: list[Param] = [*spec.inputs, *spec.attrs, *spec.outputs]
+    assert {p.name for p in by_kind} == {p.name for p in spec.params}
+    assert [spec.param_index(p.name) for p in spec.params] == list(range(len(spec.params)))
+    assert spec.rpc == spec.aclnn_name[len("aclnn") :]
+    for param in spec.params:
+        assert param.name.islower()
+        assert param.name.isidentifier()
+        assert param.doc.endswith(".")
+        if isinstance(param, AttrParam):
+            assert set(param.choices.values()) <= {0, 1, 2}
+
+
+def test_operators_are_found_by_name() -> None:
+    assert [get_operator(name) for name in OPERATORS] == list(OPERATORS.values())
+    assert list(OPERATORS) == [
+        "multi_scale_deformable_attention_grad",
+        "grid_sampler_2d_backward",
+        "group_norm_backward",
+        "fused_floyd_attention_grad",
+    ]
+    assert all(set(spec.products) <= set(Product) for spec in OPERATORS.values())

@@ -1,0 +1,504 @@
+"""The entry point `npugrad.validate`: names, attributes, order of codes, and calls that make no sense."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import npugrad
+from npugrad import TensorMeta, Verdict
+from npugrad.dtypes import DType, Format
+from npugrad.errors import (
+    BY_CODE,
+    FIND_KERNEL_ERROR,
+    INNER_NULLPTR,
+    PARAM_INVALID,
+    PARAM_NULLPTR,
+    TILING_ERROR,
+    InvalidOperand,
+    MalformedRequest,
+    MalformedTensor,
+    NullOperand,
+    OperatorError,
+    TilingError,
+    UnsupportedOperator,
+)
+from npugrad.ops import OPERATORS
+from npugrad.products import Product
+from npugrad.spec import AttrParam, CallMeta, OpSpec
+from npugrad.validation import error_from_verdict, make_call, validate_call
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+CODE_ORDER = (FIND_KERNEL_ERROR, INNER_NULLPTR, PARAM_NULLPTR, PARAM_INVALID, TILING_ERROR)
+
+
+def group_norm(**changes: Any) -> Verdict:
+    """The call of the design's example; changes go to inputs, attributes, outputs or product by name."""
+    data, statistics = TensorMeta("float32", (2, 3, 4), format="ND"), TensorMeta("float32", (2, 1))
+    inputs = {"grad_out": data, "input": data, "mean": statistics, "rstd": statistics, "gamma": None}
+    attrs = {"n": 2, "c": 3, "hxw": 4, "group": 1, "output_mask": (True, True, True)}
+    outputs = changes.pop("outputs", None)
+    product = changes.pop("product", "atlas-a2")
+    for name, value in changes.items():
+        (inputs if name in inputs else attrs)[name] = value
+    return npugrad.validate(
+        "group_norm_backward", inputs=inputs, attrs=attrs, outputs=outputs, product=product
+    )
+
+
+def grid_sampler(**attrs: Any) -> Verdict:
+    image, grid = TensorMeta("float16", (1, 2, 5, 8)), TensorMeta("float16", (1, 3, 3, 2))
+    given_attrs = {
+        "interpolation_mode": 0,
+        "padding_mode": 0,
+        "align_corners": False,
+        "output_mask": (True, True),
+    }
+    return npugrad.validate(
+        "grid_sampler_2d_backward",
+        inputs={"grad_output": TensorMeta("float16", (1, 2, 3, 3)), "input": image, "grid": grid},
+        attrs={**given_attrs, **attrs},
+        product="atlas-training",
+    )
+
+
+def ids(verdict: Verdict) -> list[str]:
+    return [violation.id for violation in verdict.violations]
+
+
+# The entry point.
+
+
+def test_a_legal_call() -> None:
+    verdict = group_norm()
+    assert (verdict.status, verdict.violations) == (0, ())
+    assert verdict.outputs == {
+        "grad_input": TensorMeta("float32", (2, 3, 4)),
+        "grad_gamma": TensorMeta("float32", (3,)),
+        "grad_beta": TensorMeta("float32", (3,)),
+    }
+
+
+def test_masked_outputs_are_none() -> None:
+    outputs = group_norm(output_mask=(True, False, False)).outputs
+    assert [meta is None for meta in outputs.values()] == [False, True, True]
+
+
+def test_an_illegal_call_tells_everything() -> None:
+    verdict = group_norm(mean=None, group=2, gamma=TensorMeta("float16", (3,)))
+    assert verdict.status == PARAM_NULLPTR
+    assert ids(verdict) == ["mean.not_null", "gamma.same_dtype", "c.multiple_of_group", "rstd.count"]
+    first = verdict.violations[0]
+    assert (first.code, first.operands, first.found) == (PARAM_NULLPTR, ("mean",), "null")
+    assert first.text == "mean must not be a null pointer."
+    assert str(first.sources[0]) == "aclnnGroupNormBackward, return codes, 161001, row 1"
+    assert first.message("group_norm_backward") == "group_norm_backward: mean: found null; expected a tensor"
+    assert verdict.outputs == {}
+
+
+def test_a_missing_input_is_null() -> None:
+    verdict = npugrad.validate("group_norm_backward", inputs={}, attrs={"n": 2, "c": 3, "hxw": 4, "group": 1})
+    assert [name.split(".")[0] for name in ids(verdict)[:4]] == ["grad_out", "input", "mean", "rstd"]
+    assert "output_mask.not_null" in ids(verdict)
+
+
+def test_declared_outputs_are_checked() -> None:
+    assert ids(group_norm(outputs={"grad_input": None})) == ["grad_input.not_null"]
+    assert ids(group_norm(outputs={"grad_input": TensorMeta("float32", (24,))})) == ["grad_input.shape"]
+    masked = group_norm(outputs={"grad_input": None}, output_mask=(False, True, True))
+    assert masked.status == 0
+
+
+@pytest.mark.parametrize("product", [*Product, *(p.value for p in Product)])
+def test_products_by_name(product: Product | str) -> None:
+    assert group_norm(product=product).status == 0
+    half = TensorMeta("bfloat16", (2, 3, 4))
+    found = group_norm(product=product, grad_out=half, input=half)
+    assert ("grad_out.dtype" in ids(found)) == (product == "atlas-training")
+
+
+def test_unknown_product() -> None:
+    with pytest.raises(
+        ValueError, match="unknown product 'a2'; known are atlas-training, atlas-a2, atlas-a3"
+    ):
+        group_norm(product="a2")
+
+
+def test_unknown_operator() -> None:
+    with pytest.raises(
+        UnsupportedOperator, match="unknown operator 'gelu_backward'; known are multi_scale"
+    ) as caught:
+        npugrad.validate("gelu_backward", inputs={}, attrs={})
+    assert (caught.value.reason, caught.value.operator, caught.value.code) == (
+        "UNKNOWN_OPERATOR",
+        "gelu_backward",
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"inputs": {"self": None}}, "unknown input 'self'; known are grad_out, input, mean, rstd, gamma"),
+        ({"attrs": {"HxW": 4}}, "unknown attribute 'HxW'; known are n, c, hxw, group, output_mask"),
+        ({"outputs": {"dx": None}}, "unknown output 'dx'; known are grad_input, grad_gamma, grad_beta"),
+        ({"inputs": {"grad_out": np.zeros(3)}}, "grad_out: found ndarray; expected TensorMeta or None"),
+        ({"outputs": {"grad_beta": (3,)}}, "grad_beta: found tuple; expected TensorMeta or None"),
+    ],
+)
+def test_unknown_names_and_other_things_than_metas_are_type_errors(
+    arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(TypeError, match=f"group_norm_backward: {message}"):
+        npugrad.validate("group_norm_backward", **{"inputs": {}, "attrs": {}, **arguments})
+
+
+# Attributes.
+
+
+@pytest.mark.parametrize(
+    "spec", [pytest.param(spec, id=name) for name, spec in OPERATORS.items() if spec.attrs]
+)
+def test_a_missing_attribute_is_malformed_and_none_is_a_type_error(spec: OpSpec) -> None:
+    call = next(iter(spec.samples(Product.ATLAS_A2))).call
+    for param in spec.attrs:
+        without = {name: value for name, value in call.attrs.items() if name != param.name}
+        with_none = {**without, param.name: None}
+        if param.type == "bool_array":
+            assert make_call(spec, call.inputs, without).mask(param.name) is None
+            assert make_call(spec, call.inputs, with_none).mask(param.name) is None
+            continue
+        with pytest.raises(
+            MalformedRequest, match=f"{spec.name}: {param.name}: found nothing; expected"
+        ) as caught:
+            make_call(spec, call.inputs, without)
+        assert (caught.value.operator, caught.value.operand) == (spec.name, param.name)
+        with pytest.raises(TypeError, match=f"{spec.name}: {param.name}: found None; expected"):
+            make_call(spec, call.inputs, with_none)
+
+
+@pytest.mark.parametrize("value", [2**63, -(2**63) - 1, 10**40, 2.0, 2.5, "2", True, np.bool_(True), [2], 2j])
+def test_what_is_no_int64_is_malformed(value: object) -> None:
+    with pytest.raises(
+        MalformedRequest, match=r"group_norm_backward: n: found .*; expected an integer in int64"
+    ):
+        group_norm(n=value)
+
+
+@pytest.mark.parametrize("value", [2, np.int8(2), np.uint64(2), np.int64(2), np.array(2)])
+def test_any_integer_is_an_int64(value: object) -> None:
+    assert group_norm(n=value).status == 0
+
+
+def test_the_ends_of_int64_are_violations_and_not_errors() -> None:
+    assert group_norm(n=2**63 - 1).status == PARAM_INVALID
+    assert "n.non_negative" in ids(group_norm(n=-(2**63)))
+
+
+@pytest.mark.parametrize("value", ["110", 1, (True, 1, 0), (True, None, True), [["a"]]])
+def test_what_is_no_bool_array_is_malformed(value: object) -> None:
+    with pytest.raises(
+        MalformedRequest, match=r"output_mask: found .*; expected a sequence of bools or None"
+    ):
+        group_norm(output_mask=value)
+
+
+@pytest.mark.parametrize("value", [[True, True, True], np.array([True] * 3), (np.bool_(True),) * 3])
+def test_any_sequence_of_bools_is_a_bool_array(value: object) -> None:
+    assert group_norm(output_mask=value).status == 0
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 4, 100])
+def test_a_mask_of_another_length_is_a_violation(length: int) -> None:
+    assert ids(group_norm(output_mask=(True,) * length)) == ["output_mask.length"]
+
+
+def test_modes_by_name_and_number() -> None:
+    for number, name in enumerate(("bilinear", "nearest")):
+        assert grid_sampler(interpolation_mode=name) == grid_sampler(interpolation_mode=number)
+    for number, name in enumerate(("zeros", "border", "reflection")):
+        assert grid_sampler(padding_mode=name) == grid_sampler(padding_mode=number)
+    assert grid_sampler(padding_mode=3).status == PARAM_INVALID
+    with pytest.raises(
+        MalformedRequest, match=r"found 'mirror'; expected .* or one of 'zeros', 'border', 'refl"
+    ):
+        grid_sampler(padding_mode="mirror")
+    with pytest.raises(MalformedRequest, match="align_corners: found 1; expected True or False"):
+        grid_sampler(align_corners=1)
+
+
+def test_a_double_takes_numbers_only() -> None:
+    spec = OPERATORS["fused_floyd_attention_grad"]
+    inputs = next(iter(spec.samples(Product.ATLAS_A2))).call.inputs
+    for value in (1, 0.5, -0.0, np.float32(0.5), float("nan"), float("inf"), ml_dtypes.bfloat16(1)):
+        assert validate_call(spec, make_call(spec, inputs, {"scale_value": value})).status == 0
+    for wrong in ("0.5", True, 10**400, 1j, [0.5, 1]):
+        with pytest.raises(MalformedRequest, match=r"scale_value: found .*; expected a number"):
+            make_call(spec, inputs, {"scale_value": wrong})
+
+
+def test_a_null_mask_of_grid_sampler_succeeds_unchecked() -> None:
+    verdict = npugrad.validate(
+        "grid_sampler_2d_backward",
+        inputs={"grid": TensorMeta("string", (7,))},
+        attrs={"interpolation_mode": 9, "padding_mode": -1, "align_corners": True, "output_mask": None},
+        outputs={"input_grad": None},
+    )
+    assert verdict == Verdict(0, (), {"input_grad": None, "grid_grad": None})
+
+
+# Order, and the exceptions that follow.
+
+
+def floyd(**changes: Any) -> Verdict:
+    spec = OPERATORS["fused_floyd_attention_grad"]
+    call = next(iter(spec.samples(Product.ATLAS_A2))).call
+    product = changes.pop("product", Product.ATLAS_A2)
+    return npugrad.validate(
+        spec.name, inputs={**call.inputs, **changes}, attrs={"scale_value": 1.0}, product=product
+    )
+
+
+def test_codes_come_in_the_documented_order() -> None:
+    tiling = {"value2": TensorMeta("float16", (1, 1, 128, 128, 64))}
+    dtype = {"dy": TensorMeta("float32", (1, 1, 16, 128, 32))}
+    null = {"softmax_sum": None}
+    assert floyd(**tiling).status == TILING_ERROR
+    assert [v.code for v in floyd(**tiling, **dtype).violations] == [PARAM_INVALID, TILING_ERROR]
+    codes = [v.code for v in floyd(**tiling, **dtype, **null).violations]
+    assert codes == [PARAM_NULLPTR, PARAM_INVALID, TILING_ERROR]
+    alone = floyd(**tiling, **dtype, **null, product="atlas-training")
+    assert (alone.status, len(alone.violations)) == (FIND_KERNEL_ERROR, 1)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "cls", "reason"),
+    [
+        (group_norm(mean=None), NullOperand, "ACLNN_ERR_PARAM_NULLPTR"),
+        (group_norm(group=0), InvalidOperand, "ACLNN_ERR_PARAM_INVALID"),
+        (floyd(value2=TensorMeta("float16", (1,) * 5)), TilingError, "ACLNN_ERR_INNER_TILING_ERROR"),
+        (floyd(product="atlas-training"), UnsupportedOperator, "OPERATOR_UNSUPPORTED"),
+    ],
+    ids=["null", "invalid", "tiling", "unsupported"],
+)
+def test_each_class_of_codes_has_its_exception(
+    verdict: Verdict, cls: type[OperatorError], reason: str
+) -> None:
+    error = error_from_verdict(OPERATORS["group_norm_backward"], verdict)
+    assert type(error) is cls
+    assert (error.reason, error.code) == (reason, verdict.status)
+    assert error.constraint == verdict.violations[0].id
+    assert error.violations == verdict.violations
+    assert error.violations_total == len(verdict.violations)
+    assert (error.operator, error.source) == ("group_norm_backward", "validator")
+
+
+def test_the_message_counts_what_it_does_not_say() -> None:
+    verdict = group_norm(mean=None, rstd=None, gamma=TensorMeta("int8", (3,)))
+    message = str(error_from_verdict(OPERATORS["group_norm_backward"], verdict))
+    assert message == "group_norm_backward: mean: found null; expected a tensor (and 2 more)"
+
+
+def worst_call(spec: OpSpec, *, seed: int, null: bool) -> CallMeta:
+    """A call with everything wrong that can be wrong together; the seed shuffles only how it is made."""
+    shuffle = random.Random(seed).sample
+    last = spec.inputs[-1].name
+    metas = {
+        p.name: None if null and p.name != last else TensorMeta("int16", (3,) * (9 - i % 3), "FRACTAL_NZ")
+        for i, p in enumerate(spec.inputs)
+    }
+    wrong: dict[str, Any] = {"int64": -7, "double": float("nan"), "bool": True, "bool_array": (True,) * 5}
+    outputs = {p.name: None if null else TensorMeta("complex64", (2, 7)) for p in spec.outputs}
+    return make_call(
+        spec,
+        dict(shuffle(list(metas.items()), len(metas))),
+        dict(shuffle([(p.name, wrong[p.type]) for p in spec.attrs], len(spec.attrs))),
+        dict(shuffle(list(outputs.items()), len(outputs))),
+        Product.ATLAS_A2,
+    )
+
+
+def summary(verdict: Verdict) -> list[tuple[str, int, str, str]]:
+    return [(v.id, v.code, v.found, v.expected) for v in verdict.violations]
+
+
+@pytest.mark.parametrize("null", [False, True], ids=["wrong", "null"])
+def test_a_call_that_breaks_everything_always_gives_the_same_answer(spec: OpSpec, null: bool) -> None:
+    first = validate_call(spec, worst_call(spec, seed=0, null=null))
+    assert len(first.violations) >= 4
+    ranks = [CODE_ORDER.index(v.code) for v in first.violations]
+    assert ranks == sorted(ranks)
+    order = {constraint.id: i for i, constraint in enumerate(spec.constraints)}
+    for code in CODE_ORDER:
+        positions = [order[v.id] for v in first.violations if v.code == code]
+        assert positions == sorted(positions)
+    for seed in range(1, 201):
+        again = validate_call(spec, worst_call(spec, seed=seed, null=null))
+        assert (again.status, summary(again)) == (first.status, summary(first))
+
+
+_IN_ANOTHER_PROCESS = """
+from npugrad import OPERATORS, TensorMeta
+from npugrad.spec import CallMeta
+from npugrad.validation import validate_call
+for spec in OPERATORS.values():
+    metas = {p.name: TensorMeta("int16", (3, 5), "FRACTAL_NZ") for p in spec.inputs}
+    wrong = {"int64": -7, "double": 1.0, "bool": True, "bool_array": (True,) * 5}
+    call = CallMeta(metas, {p.name: wrong[p.type] for p in spec.attrs}, {p.name: None for p in spec.outputs})
+    print(spec.name, [(v.id, v.found, v.expected) for v in validate_call(spec, call).violations])
+"""
+
+
+def test_the_answer_does_not_depend_on_the_process() -> None:
+    """String hashes differ between processes; no set may decide an order."""
+    seen = set()
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", _IN_ANOTHER_PROCESS],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        seen.add(done.stdout)
+    assert len(seen) == 1
+    assert next(iter(seen)).count("\n") == len(OPERATORS)
+
+
+# Calls that make no sense never raise.
+
+SIZES = st.sampled_from([0, 1, 2, 3, 4, 5, 7, 8, 16, 32, 64, 128, 256, 500_000, 2**20, 2**31, 2**40, 2**62])
+SHAPES = st.lists(SIZES, max_size=9).map(tuple)
+DTYPES = st.sampled_from(list(DType))
+FORMATS = st.sampled_from([Format.ND, Format.ND, Format.ND, Format.NCHW, Format.FRACTAL_NZ])
+VALUES = {
+    "int64": st.one_of(st.integers(-3, 9), st.sampled_from([8000, 2**31, 2**63 - 1, -(2**63)])),
+    "double": st.floats(),
+    "bool": st.booleans(),
+    "bool_array": st.one_of(st.none(), st.lists(st.booleans(), max_size=5).map(tuple)),
+}
+
+
+@st.composite
+def metas(draw: st.DrawFn) -> TensorMeta | None:
+    """Any tensor description that can exist; null in some cases."""
+    if draw(st.integers(0, 9)) == 0:
+        return None
+    shape, dtype = draw(SHAPES), draw(DTYPES)
+    strides, offset = None, 0
+    if draw(st.integers(0, 4)) == 0:
+        strides = tuple(draw(st.sampled_from([0, 1, 2, 64])) for _ in shape)
+        offset = draw(st.sampled_from([0, 5]))
+    try:
+        return TensorMeta(dtype, shape, draw(FORMATS), strides, offset)
+    except MalformedTensor:  # more than 2^63 - 1 bytes
+        return TensorMeta(dtype, shape[:1] and (min(shape[0], 2**40),))
+
+
+# Strategies take the operator's name: hypothesis writes arguments out, and a record is long.
+
+
+@st.composite
+def nonsense(draw: st.DrawFn, operator: str) -> CallMeta:
+    """Anything in every place."""
+    spec = OPERATORS[operator]
+    return CallMeta(
+        inputs={p.name: draw(metas()) for p in spec.inputs},
+        attrs={p.name: draw(VALUES[p.type]) for p in spec.attrs},
+        outputs={p.name: draw(metas()) for p in spec.outputs if draw(st.booleans())},
+        product=draw(st.sampled_from(list(Product))),
+    )
+
+
+@st.composite
+def almost_legal(draw: st.DrawFn, operator: str) -> CallMeta:
+    """A legal call with up to three operands or attributes, or something of them, replaced by anything."""
+    spec = OPERATORS[operator]
+    calls = [sample.call for sample in spec.samples(draw(st.sampled_from(list(spec.products))))]
+    call = calls[draw(st.integers(0, len(calls) - 1))]
+    for _ in range(draw(st.integers(0, 3))):
+        param = spec.params[draw(st.integers(0, len(spec.params) - 1))]
+        if isinstance(param, AttrParam):
+            call = call.with_attrs(**{param.name: draw(VALUES[param.type])})
+        elif param.role == "output":
+            inferred = validate_call(spec, call).outputs.get(param.name)
+            call = call.with_outputs(**{param.name: draw(changed(inferred))})
+        else:
+            call = call.with_inputs(**{param.name: draw(changed(call.inputs[param.name]))})
+    return call
+
+
+@st.composite
+def changed(draw: st.DrawFn, meta: TensorMeta | None) -> TensorMeta | None:
+    kind = draw(st.sampled_from(["any", "dtype", "axis", "format", "rank"]))
+    if meta is None or kind == "any":
+        return draw(metas())
+    shape, dtype, storage = list(meta.shape), meta.dtype, meta.format
+    if kind == "dtype":
+        dtype = draw(DTYPES)
+    elif kind == "format":
+        storage = draw(FORMATS)
+    elif kind == "rank" or not shape:
+        shape.append(1)
+    else:
+        shape[draw(st.integers(0, len(shape) - 1))] = draw(st.integers(0, 300))
+    try:
+        return TensorMeta(dtype, shape, storage)
+    except MalformedTensor:  # a second change of an operand that is huge already
+        return meta
+
+
+def check_verdict(spec: OpSpec, call: CallMeta) -> None:
+    verdict = validate_call(spec, call)
+    if verdict.violations:
+        assert verdict.status == verdict.violations[0].code
+        assert verdict.status in BY_CODE
+        assert dict(verdict.outputs) == {}
+        assert len({v.id for v in verdict.violations}) == len(verdict.violations)
+        assert all(v.found and v.expected and v.message(spec.name).isascii() for v in verdict.violations)
+        assert call.product in spec.products or len(verdict.violations) == 1
+        return
+    assert verdict.status == 0
+    assert call.product in spec.products
+    check_outputs(spec, call, verdict.outputs)
+
+
+def check_outputs(spec: OpSpec, call: CallMeta, outputs: Mapping[str, TensorMeta | None]) -> None:
+    assert list(outputs) == [p.name for p in spec.outputs]
+    for param in spec.outputs:
+        meta, mask = outputs[param.name], call.mask() if param.masked_by is not None else None
+        wanted = param.masked_by is None or (mask is not None and mask[param.masked_by])
+        assert (meta is not None) == wanted
+        if meta is not None:
+            assert meta.is_contiguous
+            assert meta.dtype in param.dtypes[call.product]
+            declared = call.declared(param.name)
+            assert declared is None or (declared.shape, declared.dtype) == (meta.shape, meta.dtype)
+
+
+FUZZ = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+
+
+@given(data=st.data())
+@FUZZ
+def test_nonsense_gets_a_verdict(spec: OpSpec, data: st.DataObject) -> None:
+    check_verdict(spec, data.draw(nonsense(spec.name)))
+
+
+@given(data=st.data())
+@FUZZ
+def test_almost_legal_calls_get_a_verdict(spec: OpSpec, data: st.DataObject) -> None:
+    check_verdict(spec, data.draw(almost_legal(spec.name)))
