@@ -364,8 +364,11 @@ def encode_info(info: ExecutionInfo, message: operators_pb2.ExecutionInfo) -> No
 
 
 def decode_info(message: operators_pb2.ExecutionInfo) -> ExecutionInfo:
-    """Reads execution info from a message."""
-    product = product_from_wire(message.product) or Product.ATLAS_A2
+    """Reads execution info from a message; raises MalformedRequest for a product that is not known here."""
+    product = product_from_wire(message.product)
+    if product is None:  # never guessed: a result must say what it was computed for
+        found = f"info: found product {message.product}"
+        raise MalformedRequest(f"{found}; expected one of the contract's numbers")
     return ExecutionInfo(product=product, **{name: getattr(message, name) for name in _INFO_FIELDS})
 
 
