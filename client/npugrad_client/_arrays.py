@@ -1,4 +1,4 @@
-"""Operands in, results out: NumPy, ml_dtypes, the array protocol, and torch CPU tensors.
+"""Operands in, results out: NumPy, ml_dtypes, the array protocol, DLPack, and torch CPU tensors.
 
 torch is never imported here: if a tensor was passed, its module is there already.
 """
@@ -12,10 +12,15 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from npugrad.dtypes import dtype_from_name
+from npugrad import layout
+from npugrad.dtypes import DType, dtype_from_name
+from npugrad.spec import TensorMeta
 
 if TYPE_CHECKING:
     from types import ModuleType
+
+_DLPACK_HOST_DEVICES = (1, 3)
+"""`kDLCPU` and `kDLCUDAHost` of the DLPack header: memory that the CPU can read."""
 
 
 class SupportsArray(Protocol):
@@ -23,85 +28,154 @@ class SupportsArray(Protocol):
 
     def __array__(self) -> npt.NDArray[Any]:
         """The values as an array."""
+        ...
 
 
-ArrayLike = Union["npt.NDArray[Any]", SupportsArray]
-"""What is accepted as an operand: NumPy and ml_dtypes arrays, torch CPU tensors, the array protocol."""
+class SupportsDLPack(Protocol):
+    """Anything in CPU memory that speaks DLPack."""
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        """A capsule over the values."""
+        ...
+
+    def __dlpack_device__(self) -> Any:
+        """Type and number of the device that holds them."""
+        ...
 
 
-def torch_module() -> ModuleType | None:
-    """The torch module if the program has imported it."""
-    return sys.modules.get("torch")
+ArrayLike = Union["npt.NDArray[Any]", SupportsArray, SupportsDLPack]
+"""What is accepted as an operand: NumPy and ml_dtypes arrays, torch CPU tensors, array protocol, DLPack."""
 
 
 def is_torch(value: object) -> bool:
     """Whether a value is a torch tensor."""
-    torch = torch_module()
-    return torch is not None and isinstance(value, torch.Tensor)
+    tensor = getattr(_torch(), "Tensor", None)  # absent while another thread is still importing torch
+    return tensor is not None and isinstance(value, tensor)
+
+
+def _torch() -> ModuleType | None:
+    return sys.modules.get("torch")
 
 
 def to_numpy(value: object, operator: str, name: str) -> npt.NDArray[Any]:
-    """An operand as a NumPy array; no copy where its memory can be used as it is.
+    """An operand as a NumPy array of a type that the contract knows; no copy where its memory will do.
 
     Args:
         value: The operand.
         operator: Named in the error.
-        name: Name of the operand.
+        name: Name of the operand, as well.
 
     Raises:
-        TypeError: It is no array, its dtype does not travel, or it is not in CPU memory.
+        TypeError: It is no array, the contract has no such dtype, or it is not in CPU memory.
     """
-    if is_torch(value):
-        return torch_to_numpy(value, operator, name)
-    if not isinstance(value, (np.ndarray, np.generic)) and not hasattr(value, "__array__"):
-        raise TypeError(
-            f"{operator}: {name}: found {type(value).__name__}; expected a NumPy array, "
-            "a torch CPU tensor or anything with __array__"
-        )
-    array = np.asarray(value)
-    try:
-        dtype_from_name(array.dtype)
-        travels = dtype_from_name(array.dtype).has_data
-    except ValueError:
-        travels = False
-    if not travels:
-        raise TypeError(
-            f"{operator}: {name}: found dtype {array.dtype}, whose data cannot travel; expected float32, "
-            "float16, bfloat16, float64, an integer type or bool"
-        )
+    array = _torch_to_numpy(value, operator, name) if is_torch(value) else _foreign(value, operator, name)
+    _dtype(array, operator, name)
     return array
 
 
-def torch_to_numpy(value: Any, operator: str, name: str) -> npt.NDArray[Any]:
-    """The memory of a torch CPU tensor as an array: detached, conj and neg resolved, bf16 bit for bit."""
-    torch: Any = torch_module()
+def _dtype(array: npt.NDArray[Any], operator: str, name: str) -> DType:
+    try:
+        return dtype_from_name(array.dtype)
+    except (ValueError, TypeError):  # a TypeError of NumPy's own: its newer types have no byte order
+        raise TypeError(
+            f"{operator}: {name}: found dtype {array.dtype}; expected float32, float16, bfloat16, float64, "
+            "an integer type or bool"
+        ) from None
+
+
+def _foreign(value: object, operator: str, name: str) -> npt.NDArray[Any]:
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            f"{operator}: {name}: found a masked array; expected one without a mask, so call .filled()"
+        )
+    if isinstance(value, (np.ndarray, np.generic)):
+        return np.asarray(value)
+    try:
+        if hasattr(value, "__array__"):
+            return np.asarray(value)
+        if hasattr(value, "__dlpack__"):
+            return _from_dlpack(value)
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:
+        raise TypeError(
+            f"{operator}: {name}: found {type(value).__name__} that gives no array: {error}"
+        ) from error
+    raise TypeError(
+        f"{operator}: {name}: found {type(value).__name__}; expected a NumPy array, a torch CPU tensor or "
+        "anything with __array__ or __dlpack__"
+    )
+
+
+def _from_dlpack(value: Any) -> npt.NDArray[Any]:
+    device = value.__dlpack_device__()
+    if device[0] not in _DLPACK_HOST_DEVICES:
+        raise BufferError(f"it is on DLPack device {tuple(map(int, device))}; expected CPU memory")
+    return np.from_dlpack(value)
+
+
+def _torch_to_numpy(value: Any, operator: str, name: str) -> npt.NDArray[Any]:
+    """The memory of a torch CPU tensor: detached, conj and neg resolved, bfloat16 bit for bit."""
+    torch: Any = _torch()
     if value.device.type != "cpu":
         raise TypeError(
             f"{operator}: {name}: found a tensor on {value.device}; expected CPU memory, so call .cpu()"
         )
-    if value.layout is not torch.strided:
-        raise TypeError(
-            f"{operator}: {name}: found layout {value.layout}; expected a dense tensor, so call .to_dense()"
-        )
-    plain = value.detach().resolve_conj().resolve_neg()
-    if plain.dtype is torch.bfloat16:
-        return plain.view(torch.int16).numpy().view(ml_dtypes.bfloat16)  # type: ignore[no-any-return]
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "a nested tensor" if value.is_nested else f"layout {value.layout}"
+        raise TypeError(f"{operator}: {name}: found {kind}; expected a dense tensor")
     try:
+        plain = value.detach().resolve_conj().resolve_neg()
+        if plain.dtype is torch.bfloat16:
+            return plain.view(torch.int16).numpy().view(ml_dtypes.bfloat16)  # type: ignore[no-any-return]
         return plain.numpy()  # type: ignore[no-any-return]
-    except TypeError:
-        raise TypeError(f"{operator}: {name}: found dtype {value.dtype}, whose data cannot travel") from None
+    except (TypeError, RuntimeError) as error:  # a dtype NumPy lacks; a tensor without memory of its own
+        raise TypeError(
+            f"{operator}: {name}: found a {type(value).__name__} of {value.dtype} that NumPy cannot read: "
+            f"{error}"
+        ) from None
+
+
+def pack(array: npt.NDArray[Any]) -> tuple[TensorMeta, memoryview | None]:
+    """Meta and content of an operand.
+
+    A type whose data never travels, such as complex64, has no content: the server refuses it with the
+    documented number.
+    """
+    dtype = dtype_from_name(array.dtype)
+    if not dtype.has_data:
+        return TensorMeta(dtype, array.shape), None
+    return layout.content(array)
+
+
+def writable(value: object, operator: str, name: str) -> npt.NDArray[Any]:
+    """The memory of an array or tensor that the caller gave as `out`.
+
+    Raises:
+        TypeError: Results cannot be written there, or could not be seen there afterwards.
+    """
+    if is_torch(value):
+        array = _torch_to_numpy(value, operator, name)
+        if value.is_neg() or value.is_conj():  # type: ignore[attr-defined]
+            raise TypeError(f"{operator}: {name}: found a lazily negated tensor in out; expected a plain one")
+    elif isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
+        array = value
+    else:
+        raise TypeError(
+            f"{operator}: {name}: found {type(value).__name__} in out; expected TensorMeta, None, a NumPy "
+            "array or a torch CPU tensor"
+        )
+    _dtype(array, operator, name)
+    if not array.flags.writeable:
+        raise TypeError(f"{operator}: {name}: found a read-only array in out; expected a writable one")
+    if any(step == 0 and size > 1 for step, size in zip(array.strides, array.shape, strict=True)):
+        raise TypeError(
+            f"{operator}: {name}: found an expanded array in out; expected memory for every element"
+        )
+    return array
 
 
 def to_torch(array: npt.NDArray[Any]) -> Any:
-    """A torch CPU tensor over the memory of an array; bf16 bit for bit."""
-    torch: Any = torch_module()
+    """A torch CPU tensor over the memory of an array; bfloat16 bit for bit."""
+    torch: Any = _torch()
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
-
-
-def fill(target: object, values: npt.NDArray[Any], operator: str, name: str) -> None:
-    """Copies results into an array or tensor that the caller gave as `out`."""
-    writable = to_numpy(target, operator, name)
-    if writable.ctypes.data != values.ctypes.data:
-        writable[...] = values

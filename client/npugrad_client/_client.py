@@ -4,28 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from npugrad import layout
-from npugrad.errors import MalformedRequest
 from npugrad.ops import get_operator
-from npugrad.spec import CallMeta, TensorMeta, Verdict
-from npugrad.validation import make_call, validate_call
-from npugrad_client import _arrays, _info
+from npugrad.validation import make_call
+from npugrad_client import _info
+from npugrad_client._call import finish, prepare
 from npugrad_client._generated_ops import Operators
-from npugrad_client._transport import STREAM_FROM_BYTES, Prepared, Transport
+from npugrad_client._transport import STREAM_FROM_BYTES, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import TracebackType
 
-    import numpy.typing as npt
-
     from npugrad.call import CallOptions, ExecutionInfo
     from npugrad.products import Product
-    from npugrad.spec import OpSpec
+    from npugrad.spec import OpSpec, TensorMeta, Verdict
     from npugrad_client._info import OperatorInfo, ServerInfo
-
-_INFER_FROM_BYTES = 2**16
-"""Below this much operand data a reply is small as well: no need to infer it to choose how to send."""
 
 
 class Client(Operators):
@@ -139,63 +132,6 @@ class Client(Operators):
         timeout_s: float | None,
     ) -> tuple[dict[str, Any], ExecutionInfo]:
         """Sends one call; results by output name and what produced them."""
-        problem = options.problem()
-        if problem:
-            raise MalformedRequest(
-                f"{spec.name}: {problem[0]}: {problem[1]}", operator=spec.name, operand=problem[0]
-            )
-        arrays = {n: None if v is None else _arrays.to_numpy(v, spec.name, n) for n, v in inputs.items()}
-        packed = {n: layout.content(a) for n, a in arrays.items() if a is not None}
-        metas = {n: packed[n][0] if n in packed else None for n in inputs}
-        declared, targets = _declare(spec, out)
-        call = make_call(spec, metas, attrs, declared)
-        prepared = Prepared(
-            spec,
-            call,
-            {n: data for n, (_, data) in packed.items()},
-            options,
-            _expected(spec, call),
-            _direct(targets),
-        )
+        prepared = prepare(spec, inputs, attrs, out, options)
         answer = self._transport.run(prepared, self._deadline(timeout_s))
-        as_torch = any(_arrays.is_torch(v) for v in inputs.values())
-        results = {n: _result(spec, n, a, targets.get(n), as_torch) for n, a in answer.arrays.items()}
-        return results, answer.info
-
-
-def _expected(spec: OpSpec, call: CallMeta) -> Mapping[str, TensorMeta | None]:
-    if sum(meta.nbytes for meta in call.inputs.values() if meta is not None) < _INFER_FROM_BYTES:
-        return {}
-    return validate_call(spec, call).outputs
-
-
-def _declare(
-    spec: OpSpec, out: Mapping[str, Any] | None
-) -> tuple[dict[str, TensorMeta | None], dict[str, Any]]:
-    """Splits `out` into metas to declare and arrays to fill."""
-    declared: dict[str, TensorMeta | None] = {}
-    targets: dict[str, Any] = {}
-    for name, value in (out or {}).items():
-        if value is None or isinstance(value, TensorMeta):
-            declared[name] = value
-            continue
-        array = _arrays.to_numpy(value, spec.name, name)
-        if not array.flags.writeable:
-            raise TypeError(f"{spec.name}: {name}: found a read-only array in out; expected a writable one")
-        declared[name] = TensorMeta(array.dtype, array.shape)
-        targets[name] = value
-    return declared, targets
-
-
-def _direct(targets: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
-    arrays = {name: _arrays.to_numpy(value, "", name) for name, value in targets.items()}
-    return {name: array for name, array in arrays.items() if array.flags.c_contiguous}
-
-
-def _result(spec: OpSpec, name: str, array: npt.NDArray[Any] | None, target: Any, as_torch: bool) -> Any:
-    if array is None:
-        return None
-    if target is not None:
-        _arrays.fill(target, array, spec.name, name)
-        return target
-    return _arrays.to_torch(array) if as_torch else array
+        return finish(prepared, answer, inputs, out), answer.info

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from npugrad import codec
 from npugrad.dtypes import DType, dtype_from_wire
-from npugrad.errors import Source, Violation
+from npugrad.errors import NpugradError, RequestError, Source, Violation
 from npugrad.products import Product, product_from_name, product_from_wire
 from npugrad.spec import CallMeta, OpSpec, TensorMeta, Verdict
 from npugrad.v1 import backward_pb2, server_pb2, validation_pb2
@@ -166,11 +166,14 @@ def encode_validation(
 
 
 def decode_verdict(response: validation_pb2.ValidateResponse) -> Verdict:
-    """The verdict of a server."""
-    outputs: dict[str, TensorMeta | None] = {
-        o.name: codec.decode_meta(o.meta, "validate", o.name) if o.HasField("meta") else None
-        for o in response.outputs
-    }
+    """The verdict of a server; raises NpugradError when it is malformed."""
+    try:
+        outputs: dict[str, TensorMeta | None] = {
+            o.name: codec.decode_meta(o.meta, "validate", o.name) if o.HasField("meta") else None
+            for o in response.outputs
+        }
+    except RequestError as error:  # the request was fine: not the caller's mistake
+        raise NpugradError(f"the server's reply is malformed: {error}") from None
     violations = tuple(
         Violation(v.id, v.code, tuple(v.operands), v.found, v.expected, v.text, _sources(v.sources))
         for v in response.violations
@@ -183,7 +186,13 @@ def _sources(messages: Any) -> tuple[Source, ...]:
 
 
 def decode_server_info(response: server_pb2.GetServerInfoResponse) -> ServerInfo:
-    """The description of a server."""
+    """The description of a server; raises NpugradError when it serves a product that is not known here."""
+    product = product_from_wire(response.product)
+    if product is None:
+        raise NpugradError(
+            f"server_info: the server's reply is malformed: found product {response.product}; "
+            f"expected one of {', '.join(f'{p.wire} ({p})' for p in Product)}"
+        )
     limits = ServerLimits(**{name: getattr(response.limits, name) for name in ServerLimits.__annotations__})
     devices = tuple(
         DeviceInfo(d.name, d.backend, d.description, d.simulated, _state(d.state), d.restarts, d.reason)
@@ -191,7 +200,7 @@ def decode_server_info(response: server_pb2.GetServerInfoResponse) -> ServerInfo
     )
     return ServerInfo(
         version=response.version,
-        product=product_from_wire(response.product) or Product.ATLAS_A2,
+        product=product,
         devices=devices,
         limits=limits,
         versions=dict(response.versions),
@@ -206,6 +215,8 @@ def decode_server_info(response: server_pb2.GetServerInfoResponse) -> ServerInfo
 
 
 def _state(number: Any) -> str:
+    if number not in server_pb2.DeviceState.values():
+        return f"state {number}"  # of a newer server
     return str(server_pb2.DeviceState.Name(number)).removeprefix("DEVICE_STATE_").lower()
 
 

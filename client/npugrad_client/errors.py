@@ -1,21 +1,29 @@
-"""What a call can raise; the tree is drawn in `npugrad.errors`, and this is its public list for callers.
+"""What a call can raise: the exceptions of `npugrad.errors`, as a caller meets them.
 
 NpugradError                    .reason .operator .retryable .request_id .cause
-├── TransportError              nothing usable came back        .retry_after_s
-│   ├── ConnectError            the server cannot be reached
+├── TransportError              nothing usable came back         .retry_after_s
+│   ├── ConnectError            the server cannot be reached; retry
 │   ├── DeadlineExceeded        the deadline passed
-│   ├── Cancelled               the call was cancelled
+│   ├── Cancelled               the call was cancelled, or the client closed
 │   ├── ServerBusy              queue or memory full, no device ready; retry
-│   ├── ServerDraining          shutting down; retry elsewhere
+│   ├── ServerDraining          the server shuts down; retry elsewhere
 │   └── CallTooLarge            can never fit into the server
 ├── RequestError                the call is not well formed      .operand
-│   ├── MalformedTensor · MalformedRequest
-│   └── UnsafeLevels            levels point outside the value tensor (NPU)
+│   ├── MalformedTensor         shape, strides, type and content do not fit together
+│   ├── MalformedRequest        an attribute is missing, of the wrong type or outside int64
+│   └── UnsafeLevels            level sizes or starts point outside the value tensor (NPU)
 └── OperatorError               the operator says no             .code .constraint .violations .source
-    ├── NullOperand (161001) · InvalidOperand (161002) · TilingError (561002)
+    ├── NullOperand             161001: a required operand or attribute is null
+    ├── InvalidOperand          161002: an operand or attribute breaks a documented rule
+    ├── TilingError             561002: the sizes break a documented limit of the tiling
     ├── UnsupportedOperator     the product or the server has no such operator
-    └── DeviceError             a device failed
-        └── DeviceOutOfMemory · WorkerLost
+    └── DeviceError             a device failed; `.code` is the vendor's number when there is one
+        ├── DeviceOutOfMemory   no device memory for the call now; retry
+        └── WorkerLost          the worker died under the call every time
+
+A `NpugradError` that is none of these is a server that failed or did not keep to the contract. Messages
+name operator, operand, what was found and what is expected. All can be pickled; `.cause`, which holds
+what grpc raised, is left behind then.
 """
 
 from __future__ import annotations
@@ -23,10 +31,10 @@ from __future__ import annotations
 from typing import Any
 
 import grpc
-from grpc_status import rpc_status
+from google.protobuf.message import DecodeError
+from google.rpc.status_pb2 import Status
 
 from npugrad.errors import (
-    BY_REASON,
     CallTooLarge,
     Cancelled,
     ConnectError,
@@ -50,6 +58,7 @@ from npugrad.errors import (
     WorkerLost,
     error_from_details,
 )
+from npugrad.ops import OPERATORS
 from npugrad.status import decode_status
 
 __all__ = [
@@ -75,43 +84,67 @@ __all__ = [
     "WorkerLost",
 ]
 
-_BY_STATUS: dict[grpc.StatusCode, type[NpugradError]] = {
+_STATUS_KEY = "grpc-status-details-bin"
+
+STATUS_CLASSES: dict[grpc.StatusCode, type[NpugradError]] = {
     grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.UNKNOWN: NpugradError,
+    grpc.StatusCode.INVALID_ARGUMENT: RequestError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.NOT_FOUND: NpugradError,
+    grpc.StatusCode.ALREADY_EXISTS: NpugradError,
+    grpc.StatusCode.PERMISSION_DENIED: NpugradError,
+    grpc.StatusCode.UNAUTHENTICATED: NpugradError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: ServerBusy,
-    grpc.StatusCode.UNAVAILABLE: ConnectError,
-    grpc.StatusCode.INVALID_ARGUMENT: MalformedRequest,
+    grpc.StatusCode.FAILED_PRECONDITION: NpugradError,
+    grpc.StatusCode.ABORTED: NpugradError,
+    grpc.StatusCode.OUT_OF_RANGE: NpugradError,
     grpc.StatusCode.UNIMPLEMENTED: UnsupportedOperator,
+    grpc.StatusCode.INTERNAL: NpugradError,
+    grpc.StatusCode.UNAVAILABLE: ConnectError,
+    grpc.StatusCode.DATA_LOSS: NpugradError,
 }
-"""Classes for statuses that carry no details of ours: made by grpc itself or by a proxy."""
+"""Classes for statuses without details of ours: made by grpc itself, a proxy or another service."""
 
 
-def translate(error: grpc.RpcError, operator: str = "", target: str = "") -> NpugradError:
+def translate(error: grpc.RpcError, what: str, target: str, timeout_s: float | None = None) -> NpugradError:
     """The exception for a failed RPC: from the service's details when there are some, else from the status.
 
     Args:
         error: What grpc raised; kept as `.cause`.
-        operator: Operator of the call.
-        target: Address of the server, named when it could not be reached.
+        what: Operator or service that was called.
+        target: Address of the server.
+        timeout_s: Deadline of the call in seconds.
     """
-    # What a stub raises is both an RpcError and a Call, which the stubs' types do not say.
-    call: Any = error
-    code = call.code() if hasattr(call, "code") else grpc.StatusCode.UNKNOWN
-    details = _details(call)
-    if details is not None and details.reason in BY_REASON:
+    details = _details(error)
+    if details is not None:
         translated = error_from_details(details)
     else:
-        said = (call.details() if hasattr(call, "details") else str(error)) or "no details"
-        where = f"{target}: " if target else ""
-        cls = _BY_STATUS.get(code, NpugradError)
-        translated = cls(f"{operator or 'npugrad'}: {where}{code.name}: {said}", operator=operator)
+        translated = _without_details(error, what, target, timeout_s)
     translated.cause = error
     return translated
 
 
-def _details(call: Any) -> ErrorDetails | None:
+def _details(error: Any) -> ErrorDetails | None:
+    """What the trailers say; not by `grpc_status`, which wants message and code as the server sent them."""
+    trailers = error.trailing_metadata() if hasattr(error, "trailing_metadata") else None
     try:
-        status = rpc_status.from_call(call)
-    except (ValueError, AttributeError):  # a proxy rewrote code or message
+        return decode_status(Status.FromString(dict(trailers or ())[_STATUS_KEY]))
+    except (KeyError, DecodeError, TypeError):  # none, or what a proxy made of them
         return None
-    return None if status is None else decode_status(status)
+
+
+def _without_details(error: Any, what: str, target: str, timeout_s: float | None) -> NpugradError:
+    # What a stub raises is both an RpcError and a Call, which the stubs' types do not say.
+    code = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
+    said = (error.details() if hasattr(error, "details") else str(error)) or "no details"
+    cls = STATUS_CLASSES.get(code, NpugradError)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in said:
+        cls = CallTooLarge  # a limit on the way, which no retry changes
+    if cls is ConnectError:
+        text = f"cannot reach {target}: {said}"
+    elif cls is DeadlineExceeded and timeout_s is not None:
+        text = f"found no answer from {target} within {timeout_s:g} s"
+    else:
+        text = f"{target}: {code.name}: {said}"
+    return cls(f"{what}: {text}", operator=what if what in OPERATORS else "")

@@ -1,0 +1,132 @@
+"""One call on its way: from the caller's arrays to what is sent, and from what came back to results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from npugrad.errors import MalformedRequest
+from npugrad.products import Product
+from npugrad.spec import TensorMeta
+from npugrad.validation import make_call, validate_call
+from npugrad_client import _arrays
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy.typing as npt
+
+    from npugrad.call import CallOptions, ExecutionInfo
+    from npugrad.spec import CallMeta, OpSpec
+
+    Array = npt.NDArray[Any]
+
+_INFER_FROM_BYTES = 2**16
+"""Below this much operand data a reply is small as well: no need to infer it to choose how to send."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A call ready to be sent.
+
+    Attributes:
+        spec: Its operator.
+        call: Metas and attributes.
+        contents: Content of each operand that has one.
+        options: Options of the call.
+        expected: Outputs as the local record infers them; empty when that was not tried, or it refuses.
+        is_refused: Whether the local record refuses the call, whatever the product.
+        targets: Arrays of the caller that are to be filled, by output.
+    """
+
+    spec: OpSpec
+    call: CallMeta
+    contents: Mapping[str, memoryview]
+    options: CallOptions
+    expected: Mapping[str, TensorMeta | None] = field(default_factory=dict)
+    is_refused: bool = False
+    targets: Mapping[str, Array] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data in the larger direction."""
+        sent = sum(data.nbytes for data in self.contents.values())
+        received = sum(meta.nbytes for meta in self.expected.values() if meta is not None)
+        return max(sent, received)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Results of a call: arrays by output name, None for masked-out ones, and what produced them."""
+
+    arrays: dict[str, Array | None]
+    info: ExecutionInfo
+
+
+def prepare(
+    spec: OpSpec,
+    inputs: Mapping[str, Any],
+    attrs: Mapping[str, Any],
+    out: Mapping[str, Any] | None,
+    options: CallOptions,
+) -> Prepared:
+    """Makes a call from what the caller gave.
+
+    Raises:
+        TypeError: An operand is no array, `out` cannot be filled or names no output, an attribute is None.
+        MalformedRequest: An attribute or option is of the wrong type or out of range.
+    """
+    problem = options.problem()
+    if problem:
+        name, text = problem
+        raise MalformedRequest(f"{spec.name}: {name}: {text}", operator=spec.name, operand=name)
+    arrays = {n: _arrays.to_numpy(v, spec.name, n) for n, v in inputs.items() if v is not None}
+    packed = {n: _arrays.pack(array) for n, array in arrays.items()}
+    declared, targets = _declare(spec, out or {})
+    call = make_call(spec, {n: packed[n][0] if n in packed else None for n in inputs}, attrs, declared)
+    expected: Mapping[str, TensorMeta | None] | None = {}
+    if sum(meta.nbytes for meta, _ in packed.values()) >= _INFER_FROM_BYTES:
+        expected = _infer(spec, call)
+    contents = {n: data for n, (_, data) in packed.items() if data is not None}
+    return Prepared(spec, call, contents, options, expected or {}, expected is None, targets)
+
+
+def _infer(spec: OpSpec, call: CallMeta) -> Mapping[str, TensorMeta | None] | None:
+    """The outputs; None when no product takes the call. Which one the server serves is not known here."""
+    for product in dict.fromkeys((call.product, *Product)):
+        verdict = validate_call(spec, replace(call, product=product))
+        if not verdict.violations:
+            return verdict.outputs
+    return None
+
+
+def _declare(spec: OpSpec, out: Mapping[str, Any]) -> tuple[dict[str, TensorMeta | None], dict[str, Array]]:
+    """Splits `out` into metas to declare and arrays to fill."""
+    declared: dict[str, TensorMeta | None] = {}
+    targets: dict[str, Array] = {}
+    for name, value in out.items():
+        if value is None or isinstance(value, TensorMeta):
+            declared[name] = value
+        else:
+            targets[name] = array = _arrays.writable(value, spec.name, name)
+            declared[name] = TensorMeta(array.dtype, array.shape)
+    return declared, targets
+
+
+def finish(
+    prepared: Prepared, answer: Answer, inputs: Mapping[str, Any], out: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Results as the caller wants them: his own arrays filled, torch tensors where he gave some."""
+    as_torch = any(_arrays.is_torch(value) for value in inputs.values())
+    results: dict[str, Any] = {}
+    for name, array in answer.arrays.items():
+        target = prepared.targets.get(name)
+        if array is None:
+            results[name] = None
+        elif target is None:
+            results[name] = _arrays.to_torch(array) if as_torch else array
+        else:
+            if array is not target:
+                target[...] = array
+            results[name] = (out or {})[name]
+    return results
