@@ -97,11 +97,10 @@ def decode_status(status: status_pb2.Status) -> ErrorDetails | None:
     bad_request, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
     retry_after_s = None
     for detail in status.details:
-        if detail.Is(info.DESCRIPTOR):
-            detail.Unpack(info)
-        elif detail.Is(bad_request.DESCRIPTOR):
-            detail.Unpack(bad_request)
-        elif detail.Is(retry.DESCRIPTOR) and detail.Unpack(retry):
+        # Unpack is false, and changes nothing, for a detail of another type.
+        if detail.Unpack(info) or detail.Unpack(bad_request):
+            continue
+        if detail.Unpack(retry):
             retry_after_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
     if info.domain != DOMAIN or info.reason not in BY_REASON:
         return None

@@ -60,19 +60,19 @@ def configure(log_format: str, level: str, stream: TextIO | None = None) -> Call
     Returns:
         What writes the remaining lines and ends the thread.
     """
-    stream = stream or sys.stderr
+    target: TextIO = stream or sys.stderr
     shared: list[Any] = [
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         _shorten,
     ]
-    writer = logging.StreamHandler(stream)
+    writer = logging.StreamHandler(target)
     writer.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[structlog.stdlib.add_logger_name, *shared],
             processors=[
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                *_renderer(log_format, stream),
+                *_renderer(log_format, target),
             ],
         )
     )

@@ -37,9 +37,11 @@ class PoolFigures(Protocol):
 
     def stats(self) -> PoolStats:
         """Figures of this moment."""
+        ...
 
     def devices(self) -> tuple[DeviceStatus, ...]:
         """State of every device."""
+        ...
 
 
 class Metrics(PoolObserver):

@@ -87,6 +87,7 @@ class Backend(Protocol):
             NpugradError: What the device or its operator says no with.
             MemoryError: The device has no memory for the call now.
         """
+        ...
 
     def close(self) -> None:
         """Gives the device back; no call runs."""

@@ -15,14 +15,17 @@ class Queueable(Protocol):
     @property
     def id(self) -> int:
         """Unique number of the call."""
+        ...
 
     @property
     def priority(self) -> int:
         """Calls of higher priority leave first."""
+        ...
 
     @property
     def label(self) -> str:
         """Calls of one label keep their order; labels take turns."""
+        ...
 
 
 T = TypeVar("T", bound=Queueable)
