@@ -33,12 +33,12 @@ MYPY_OTHER := --no-warn-return-any
 export PIP_NO_INPUT := 1
 
 help: ## List the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z -]+:.*## / {printf "  make %-29s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 .PHONY: help
 
 # ----------------------------------------------------------------------------- environments
 
-venv: $(STAMP) ## Set up $(VENV) with everything for development
+venv: $(STAMP) ## Set up .venv with everything for development
 .PHONY: venv
 
 # torch is pinned: any other version would pull gigabytes of libraries that a CPU host cannot use.
@@ -82,6 +82,15 @@ test-large: $(STAMP) ## A call of 3 GiB; skips, saying so, under 16 GiB of free 
 test-deploy: $(STAMP) ## The image recipe and the manifests
 	$(BIN)/python -m pytest tests/deploy $(ARGS)
 .PHONY: test test-large test-deploy
+
+# -------------------------------------------------------------------------------- benchmarks
+
+bench: $(STAMP) ## All benchmarks: tables, JSON lines, pictures under build/bench; ARGS=--quick tries them out
+	$(BIN)/python -m tests.benchmarks $(ARGS)
+
+bench-transport bench-service: $(STAMP) ## One of them
+	$(BIN)/python -m tests.benchmarks $(@:bench-%=%) $(ARGS)
+.PHONY: bench bench-transport bench-service
 
 # ------------------------------------------------------------------------------------ checks
 

@@ -55,7 +55,7 @@ def _marks(checker: str) -> Errors:
 
 def _run_mypy(files: list[str]) -> Errors:
     """Run mypy as the project configures it."""
-    answer = _run("-m", "mypy", "--output", "json", "--no-incremental", *files)
+    answer = _run("-m", "mypy", "--output", "json", *files)
     errors: Errors = defaultdict(set)
     for line in answer.stdout.splitlines():
         error = json.loads(line)

@@ -1,0 +1,64 @@
+"""Uses of the client that must type-check as they stand; never run."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import torch
+from typing_extensions import assert_type
+
+from npugrad_client import (
+    Client,
+    ExecutionInfo,
+    GroupNormBackwardResult,
+    InvalidOperand,
+    OperatorError,
+    TensorMeta,
+    TransportError,
+    Verdict,
+    Violation,
+)
+
+x = np.zeros((2, 3, 4), np.float32)
+statistics = np.zeros((2, 1), np.float32)
+
+with Client("localhost:50051", timeout_s=30.0) as client:
+    grads = client.group_norm_backward(
+        grad_out=x,
+        input=x,
+        mean=statistics,
+        rstd=statistics,
+        gamma=None,
+        n=2,
+        c=3,
+        hxw=4,
+        group=1,
+        output_mask=(True, False, True),
+        out={"grad_input": np.empty_like(x), "grad_beta": TensorMeta("float32", (3,)), "grad_gamma": None},
+        timeout_s=1.0,
+    )
+    assert_type(grads, GroupNormBackwardResult)
+    assert_type(grads.info, ExecutionInfo)
+    assert_type(grads.info.device, str)
+
+    # Other arrays: bfloat16 of ml_dtypes, CPU tensors of torch.
+    client.grid_sampler_2d_backward(
+        grad_output=torch.zeros(1, 1, 4, 4),
+        input=x.astype(ml_dtypes.bfloat16),
+        grid=torch.zeros(1, 4, 4, 2),
+        interpolation_mode="bilinear",
+        padding_mode=0,
+        align_corners=False,
+        output_mask=[True, True],
+    )
+    assert_type(client.validate("group_norm_backward", inputs={}, attrs={}), Verdict)
+
+try:
+    Client("unix:socket").server_info()
+except InvalidOperand as error:
+    assert_type(error.code, "int | None")
+    assert_type(error.violations, tuple[Violation, ...])
+except OperatorError as error:
+    assert_type(error.source, str)
+except TransportError as error:
+    assert_type(error.retryable, bool)

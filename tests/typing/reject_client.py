@@ -1,0 +1,33 @@
+"""Mistakes that the client's types must stop; each line names the errors of the checkers. Never run."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from npugrad_client import Client
+
+x = np.zeros((2, 3, 4), np.float32)
+client = Client("localhost:50051")
+
+Client()  # rejected: mypy[call-arg] pyright[reportCallIssue]
+Client(50051)  # rejected: mypy[arg-type] pyright[reportArgumentType]
+Client("localhost:50051", timeout="1 s")  # rejected: mypy[call-arg] pyright[reportCallIssue]
+
+# Operands go by name only: seven arrays in a row invite a swap.
+client.fused_floyd_attention_grad(x, x, x)  # rejected: mypy[call-arg] pyright[reportCallIssue]
+client.multi_scale_deformable_attention_grad(values=x)  # rejected: mypy[call-arg] pyright[reportCallIssue]
+client.multi_scale_deformable_attention_grad(
+    value="x",  # rejected: mypy[arg-type] pyright[reportArgumentType]
+)
+client.group_norm_backward(input=x)  # rejected: mypy[call-arg] pyright[reportCallIssue]
+client.grid_sampler_2d_backward(
+    interpolation_mode=0.5,  # rejected: mypy[arg-type] pyright[reportArgumentType]
+    padding_mode=None,  # rejected: mypy[arg-type] pyright[reportArgumentType]
+    align_corners=False,
+    output_mask=True,  # rejected: mypy[arg-type] pyright[reportArgumentType]
+    out={"input_grad": "x"},  # rejected: mypy[dict-item] pyright[reportArgumentType]
+)
+
+grads = client.multi_scale_deformable_attention_grad(value=x)
+grads.grad_values  # rejected: mypy[attr-defined] pyright[reportAttributeAccessIssue]
+grads.info = None  # rejected: mypy[misc,assignment] pyright[reportAttributeAccessIssue]
