@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+SERVER_PYTHON = os.environ.get("NPUGRAD_TEST_SERVER_PYTHON", sys.executable)
+"""Interpreter of the servers: another one proves other versions of the libraries with the same tests."""
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
 _READY = "listening on "
@@ -165,7 +167,7 @@ class StartServer(Protocol):
 
 def server_command(*flags: str, devices: str = "cpu:0", listen: str = "127.0.0.1:0") -> list[str]:
     """The command line of a small server; flags given here win over the small defaults."""
-    command = [sys.executable, "-m", "npugrad_server", "serve", "--listen", listen, "--devices", devices]
+    command = [SERVER_PYTHON, "-m", "npugrad_server", "serve", "--listen", listen, "--devices", devices]
     named = {flag.partition("=")[0] for flag in flags}
     for flag, value in _SMALL.items():
         if flag not in named:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc.aio
 
 import npugrad
-from npugrad.codec import MAX_MESSAGE_BYTES
 from npugrad.errors import NpugradError
 from npugrad.v1 import backward_pb2, server_pb2, validation_pb2
 from npugrad_server.addresses import Address, AddressError, check_free
@@ -37,12 +36,6 @@ if TYPE_CHECKING:
     from npugrad_server.config import LoadedSettings, ServerSettings
     from npugrad_server.pool import PoolSettings
 
-SERVER_OPTIONS = (
-    # Two servers on one port would share its calls without anybody noticing.
-    ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-)
 _FAREWELL_S = 1.0
 """Seconds that clients of health and reflection streams get to take their end."""
 _T = TypeVar("_T")
@@ -138,7 +131,9 @@ class App:
         self._resources.push_async_callback(self.pool.close)
         metrics.show_pool(self.pool, asyncio.get_running_loop())
         self._funnel = Funnel(metrics)
-        self._info = ServerServicer(self.pool, Facts(self._made, started_s))
+        self._info = ServerServicer(
+            self.pool, Facts(self._made, int(self._settings.max_message_bytes), started_s)
+        )
         self._register()
         self.pool.on_change.append(self._device_changed)
         await self._server.start()
@@ -146,7 +141,14 @@ class App:
 
     def _listen(self) -> grpc.aio.Server:
         check_free(self.address)
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        limit = int(self._settings.max_message_bytes)
+        options = (
+            # Two servers on one port would share its calls without anybody noticing.
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_receive_message_length", limit),
+            ("grpc.max_send_message_length", limit),
+        )
+        server = grpc.aio.server(options=options)
         try:
             port = server.add_insecure_port(str(self.address))
         except RuntimeError as error:
@@ -163,7 +165,7 @@ class App:
     def _register(self) -> None:
         settings = self._settings
         backward = BackwardServicer(
-            Dispatcher(self.pool, self._made.product),
+            Dispatcher(self.pool, self._made.product, int(settings.max_message_bytes)),
             upload_idle_timeout_s=settings.upload_idle_timeout_s,
             reply_idle_timeout_s=settings.reply_idle_timeout_s,
         )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
+from npugrad.codec import MAX_CHUNK_BYTES, MAX_MESSAGE_BYTES
 from npugrad.products import Product, product_from_name
 from npugrad_server.addresses import Address, parse_listen, parse_metrics_listen
 
@@ -88,6 +89,13 @@ class ServerSettings(BaseSettings):
         default=None,
         description="Bytes for what a device makes of operands, such as contiguous copies of strided ones; "
         "CPU devices share it. Default: half of the memory.",
+    )
+    max_message_bytes: ByteSize = Field(
+        default=ByteSize(MAX_MESSAGE_BYTES),
+        ge=MAX_CHUNK_BYTES + 2**10,
+        le=MAX_MESSAGE_BYTES,
+        description="Largest gRPC message either way, so largest unary call; Execute takes calls of any size. "
+        "Messages are held outside the arenas, so less bounds what many large unary calls can take.",
     )
     max_queue_depth: int = Field(
         default=256, ge=1, description="Calls that may wait for a device; more get QUEUE_FULL."

@@ -61,9 +61,19 @@ class Dispatcher:
         product: Product the server serves.
     """
 
-    def __init__(self, pool: DevicePool, product: Product) -> None:
+    def __init__(
+        self, pool: DevicePool, product: Product, max_message_bytes: int = MAX_MESSAGE_BYTES
+    ) -> None:
+        """Makes it.
+
+        Args:
+            pool: Where calls run.
+            product: Product the server serves.
+            max_message_bytes: Largest message that can be sent.
+        """
         self.pool = pool
         self.product = product
+        self._max_message_bytes = max_message_bytes
 
     def plan(
         self, spec: OpSpec, message: Any, *, request_id: str, timeout_s: float | None, chunked: bool
@@ -103,7 +113,7 @@ class Dispatcher:
             TransportError: Overload, shutdown, deadline: see `DevicePool.admit` and `DevicePool.run`.
             OperatorError: The device refused or failed.
         """
-        check_reply_fits(request.planned)
+        check_reply_fits(request.planned, self._max_message_bytes)
         with self.pool.admit(request.planned) as admission:
             await write_inline(admission, request.contents)
             outcome = await self.run(admission)
@@ -120,16 +130,16 @@ class Dispatcher:
         return replace(outcome, info=info)
 
 
-def check_reply_fits(planned: PlannedCall) -> None:
+def check_reply_fits(planned: PlannedCall, max_message_bytes: int) -> None:
     """Refuses a unary call whose reply would pass the limit of one message, before anything is run.
 
     Raises:
         CallTooLarge: It would; Execute has no such limit.
     """
     found = sum(meta.nbytes for meta in planned.outputs.values() if meta is not None) + _REPLY_OVERHEAD_BYTES
-    if found > MAX_MESSAGE_BYTES:
+    if found > max_message_bytes:
         raise CallTooLarge(
-            f"{planned.spec.name}: found a reply of {found} bytes; expected at most {MAX_MESSAGE_BYTES} "
+            f"{planned.spec.name}: found a reply of {found} bytes; expected at most {max_message_bytes} "
             "in a unary call, use Execute",
             operator=planned.spec.name,
         )

@@ -3,7 +3,6 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-import sys
 import threading
 import urllib.request
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 from tests.calls import TIMEOUT_S, call_execute, call_unary, failure_of, sample
-from tests.fix_server import server_command, server_environment
+from tests.fix_server import SERVER_PYTHON, server_command, server_environment
 
 from npugrad.errors import InvalidOperand, ServerDraining
 from npugrad.products import Product
@@ -54,7 +53,7 @@ def watch_health(channel: grpc.Channel, service: str = "") -> Any:
 def run_command(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Runs `npugrad-server` to its end."""
     return subprocess.run(
-        [sys.executable, "-m", "npugrad_server", *arguments],
+        [SERVER_PYTHON, "-m", "npugrad_server", *arguments],
         capture_output=True,
         text=True,
         timeout=60,

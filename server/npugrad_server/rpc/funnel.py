@@ -13,7 +13,7 @@ import re
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -155,20 +155,26 @@ class Funnel:
 
     def _failed(self, call: RpcCall, error: Exception) -> Status:
         """Logs and counts an error; returns its status."""
-        if isinstance(error, NpugradError):
-            known = error
-        else:
-            self._log.error(
-                "unexpected error", method=call.method, request_id=call.request_id, exc_info=error
-            )
-            known = NpugradError(
-                f"the server failed; its log has the details under request id {call.request_id}",
-                operator=call.operator,
-            )
+        known = self._known(call, error)
+        try:
+            status = encode_status(known, call.request_id)
+        except Exception as broken:
+            known = self._known(call, broken)
+            status = encode_status(known, call.request_id)
         call.operator = call.operator or known.operator
         self._count_rejection(call, known)
         self._answered(call, grpc_status_name(known), known.row.reason, known)
-        return encode_status(known, call.request_id)
+        return status
+
+    def _known(self, call: RpcCall, error: Exception) -> NpugradError:
+        """The error itself if it is one of the contract, else INTERNAL, with the traceback in the log."""
+        if isinstance(error, NpugradError):
+            return error
+        self._log.error("unexpected error", method=call.method, request_id=call.request_id, exc_info=error)
+        return NpugradError(
+            f"the server failed; its log has the details under request id {call.request_id}",
+            operator=call.operator,
+        )
 
     def _count_rejection(self, call: RpcCall, error: NpugradError) -> None:
         """A device that refuses (161xxx, 561xxx) what our validator passed shows a faulty record."""
@@ -235,7 +241,7 @@ def _request_id(context: Context) -> str:
     return uuid.uuid4().hex
 
 
-async def _abort(call: RpcCall, status: Status) -> None:
+async def _abort(call: RpcCall, status: Status) -> NoReturn:
     await call.context.abort(
         _STATUS_CODES[status.code],
         status.message,

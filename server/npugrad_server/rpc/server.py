@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import npugrad
-from npugrad.codec import CHUNK_BYTES, MAX_CHUNK_BYTES, MAX_MESSAGE_BYTES
+from npugrad.codec import CHUNK_BYTES, MAX_CHUNK_BYTES
 from npugrad.ops import OPERATORS
 from npugrad.spec import AttrParam, TensorParam
 from npugrad.v1 import server_pb2
@@ -31,10 +31,12 @@ class Facts:
 
     Attributes:
         settings: Settings of its pool.
+        max_message_bytes: Largest message it takes and sends.
         started_s: `time.monotonic()` at its start.
     """
 
     settings: PoolSettings
+    max_message_bytes: int
     started_s: float
 
 
@@ -65,7 +67,7 @@ class ServerServicer:
             version=npugrad.__version__,
             product=settings.product.wire,  # type: ignore[arg-type]
             devices=[_device(status) for status in self._pool.devices()],
-            limits=_limits(settings),
+            limits=_limits(self._facts),
             versions=versions(),
             operators=[name for name, spec in OPERATORS.items() if settings.product in spec.products],
             draining=self._draining,
@@ -99,9 +101,10 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _limits(settings: PoolSettings) -> server_pb2.Limits:
+def _limits(facts: Facts) -> server_pb2.Limits:
+    settings = facts.settings
     return server_pb2.Limits(
-        max_message_bytes=MAX_MESSAGE_BYTES,
+        max_message_bytes=facts.max_message_bytes,
         max_chunk_bytes=MAX_CHUNK_BYTES,
         recommended_chunk_bytes=CHUNK_BYTES,
         input_arena_bytes=settings.input_arena_bytes,

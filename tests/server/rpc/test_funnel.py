@@ -1,0 +1,280 @@
+"""The funnel over a real socket: handlers that fail in every way, behind a server on the test's own loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import grpc.aio
+import pytest
+import structlog
+from grpc_status import rpc_status
+
+from npugrad.errors import (
+    DeviceError,
+    InvalidOperand,
+    MalformedTensor,
+    NpugradError,
+    ServerBusy,
+    Violation,
+    WorkerLost,
+)
+from npugrad.status import MAX_STATUS_BYTES, decode_status
+from npugrad.v1 import server_pb2
+from npugrad_server.metrics import Metrics
+from npugrad_server.rpc.funnel import REQUEST_ID_KEY, Funnel
+from npugrad_server.rpc.register import register
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    from npugrad.errors import ErrorDetails
+    from npugrad_server.rpc.funnel import RpcCall
+
+SERVICE = server_pb2.DESCRIPTOR.services_by_name["ServerService"]
+METHOD = f"/{SERVICE.full_name}/GetServerInfo"
+
+
+@pytest.fixture(autouse=True)
+def lines() -> Iterator[list[Any]]:
+    """Collect what is logged."""
+    with structlog.testing.capture_logs() as captured:
+        yield captured
+
+
+class Harness:
+    """A server whose GetServerInfo does what a test says."""
+
+    def __init__(self) -> None:
+        self.metrics = Metrics("0", "atlas-a2")
+        self.funnel = Funnel(self.metrics)
+        self.act: Any = None
+        self.started, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def handler(self, message: Any, call: RpcCall) -> Any:
+        """GetServerInfo and ListOperators."""
+        self.started.set()
+        return await self.act(call)
+
+    def count(self, name: str, **labels: str) -> float:
+        """A counter of the metrics."""
+        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[tuple[Harness, Any]]:
+    """The harness, and a call of GetServerInfo."""
+    harness = Harness()
+    server = grpc.aio.server()
+    handler = harness.funnel.unary("GetServerInfo", harness.handler)
+    register(server, SERVICE, {"GetServerInfo": handler, "ListOperators": handler})
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call: Any = channel.unary_unary(
+            METHOD,
+            request_serializer=server_pb2.GetServerInfoRequest.SerializeToString,
+            response_deserializer=server_pb2.GetServerInfoResponse.FromString,
+        )
+        yield harness, call
+    await server.stop(None)
+
+
+async def status_of(
+    harness: Harness, call: Any, error: Exception
+) -> tuple[grpc.StatusCode, ErrorDetails, int]:
+    """What a client sees of an error: code, details, and length of the serialized status."""
+
+    async def fail(_: RpcCall) -> Any:
+        raise error
+
+    harness.act = fail
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call(server_pb2.GetServerInfoRequest(), metadata=((REQUEST_ID_KEY, "r1"),), timeout=20)
+    status = rpc_status.from_call(caught.value)  # type: ignore[arg-type]
+    assert status is not None
+    details = decode_status(status)
+    assert details is not None
+    assert details.metadata["request_id"] == "r1"
+    assert dict(caught.value.trailing_metadata())[REQUEST_ID_KEY] == "r1"
+    return caught.value.code(), details, len(status.SerializeToString())
+
+
+def test_each_error_becomes_its_status(lines: list[Any]) -> None:
+    cases = [
+        (MalformedTensor("t"), "INVALID_ARGUMENT", "MALFORMED_TENSOR"),
+        (InvalidOperand("i", code=161002), "INVALID_ARGUMENT", "ACLNN_ERR_PARAM_INVALID"),
+        (ServerBusy("b", retry_after_s=2.5), "RESOURCE_EXHAUSTED", "QUEUE_FULL"),
+        (ServerBusy("n", reason="NO_DEVICE"), "UNAVAILABLE", "NO_DEVICE"),
+        (WorkerLost("w", source="device"), "UNAVAILABLE", "WORKER_LOST"),
+        (DeviceError("d", code=361001, source="device"), "INTERNAL", "ACLNN_ERR_RUNTIME_ERROR"),
+        (
+            DeviceError("d", code=561003, source="device"),
+            "FAILED_PRECONDITION",
+            "ACLNN_ERR_INNER_FIND_KERNEL_ERROR",
+        ),
+    ]
+
+    async def run() -> None:
+        async with serving() as (harness, call):
+            for error, status, reason in cases:
+                code, details, _ = await status_of(harness, call, error)
+                assert (code.name, details.reason) == (status, reason)
+                labels = {"method": "GetServerInfo", "operator": "", "device": ""}
+                assert harness.count("npugrad_calls_total", status=status, reason=reason, **labels) == 1
+                if isinstance(error, ServerBusy):
+                    assert details.retry_after_s == error.retry_after_s
+
+    asyncio.run(run())
+    assert [line["reason"] for line in lines if line["event"] == "call"] == [reason for _, _, reason in cases]
+
+
+def test_unexpected_error_is_internal_with_the_request_id_and_the_server_goes_on(lines: list[Any]) -> None:
+    async def run() -> None:
+        async with serving() as (harness, call):
+            code, details, _ = await status_of(harness, call, RuntimeError("secret of the caller"))
+            assert code is grpc.StatusCode.INTERNAL
+            assert details.reason == "INTERNAL"
+            assert "secret" not in details.message
+            assert "r1" in details.message
+
+            async def answer(_: RpcCall) -> Any:
+                return server_pb2.GetServerInfoResponse(version="7")
+
+            harness.act = answer
+            assert (await call(server_pb2.GetServerInfoRequest(), timeout=20)).version == "7"
+
+    asyncio.run(run())
+    (line,) = [line for line in lines if line["event"] == "unexpected error"]
+    assert isinstance(line["exc_info"], RuntimeError)
+    assert line["request_id"] == "r1"
+    assert line["log_level"] == "error"
+
+
+def test_device_that_refuses_what_the_validator_passed_is_counted_as_a_fault_of_the_record() -> None:
+    async def run() -> None:
+        async with serving() as (harness, call):
+            for code in (161002, 561002, 561003, 361001):
+                error = DeviceError("d", code=code, source="device", operator="group_norm_backward")
+                await status_of(harness, call, error)
+            await status_of(harness, call, InvalidOperand("i", code=161002, operator="group_norm_backward"))
+            found = {
+                code: harness.count(
+                    "npugrad_device_rejections_total", operator="group_norm_backward", code=str(code)
+                )
+                for code in (161002, 561002, 561003, 361001)
+            }
+            assert found == {161002: 1, 561002: 1, 561003: 0, 361001: 0}
+
+    asyncio.run(run())
+
+
+def test_status_of_any_number_of_violations_fits() -> None:
+    violations = [
+        Violation(f"constraint.{i}", 161002, ("operand",) * 11, "f" * 3000, "\u00e9" * 3000, "t" * 3000)
+        for i in range(200)
+    ]
+    error = InvalidOperand("m" * 5000, code=161002, constraint="c" * 500, violations=violations)
+
+    async def run() -> None:
+        async with serving() as (harness, call):
+            _, details, nbytes = await status_of(harness, call, error)
+            assert nbytes <= MAX_STATUS_BYTES
+            assert details.metadata["violations_total"] == "200"
+            assert details.violations[0].id == "constraint.0"
+
+    asyncio.run(run())
+
+
+def test_error_that_cannot_be_encoded_is_still_answered(lines: list[Any]) -> None:
+    error = NpugradError("x")
+    error.operator = 3  # type: ignore[assignment]
+
+    async def run() -> None:
+        async with serving() as (harness, call):
+            code, details, _ = await status_of(harness, call, error)
+            assert (code, details.reason) == (grpc.StatusCode.INTERNAL, "INTERNAL")
+
+    asyncio.run(run())
+    assert any(line["event"] == "unexpected error" for line in lines)
+
+
+@pytest.mark.parametrize("way", ["CANCELLED", "DEADLINE_EXCEEDED"])
+def test_call_that_nobody_waits_for_is_only_counted(way: str, lines: list[Any]) -> None:
+    async def run() -> None:
+        async with serving() as (harness, call):
+            ended = asyncio.Event()
+
+            async def wait(_: RpcCall) -> Any:
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    ended.set()
+
+            harness.act = wait
+            pending = call(
+                server_pb2.GetServerInfoRequest(), timeout=0.2 if way == "DEADLINE_EXCEEDED" else 20
+            )
+            await harness.started.wait()
+            if way == "CANCELLED":
+                pending.cancel()
+            await ended.wait()
+            await harness.funnel.settle()
+            labels = {"method": "GetServerInfo", "operator": "", "device": "", "status": way, "reason": way}
+            assert harness.count("npugrad_calls_total", **labels) == 1
+            assert harness.count("npugrad_active_calls", method="GetServerInfo") == 0
+
+    asyncio.run(run())
+    assert not [line for line in lines if line["event"] == "unexpected error"]
+
+
+def test_settle_waits_for_the_calls_in_progress_and_for_no_later_one() -> None:
+    async def run() -> None:
+        async with serving() as (harness, call):
+
+            async def wait(_: RpcCall) -> Any:
+                await harness.go_on.wait()
+                return server_pb2.GetServerInfoResponse()
+
+            harness.act = wait
+            await asyncio.wait_for(harness.funnel.settle(), 10)
+            pending = asyncio.ensure_future(_awaited(call))
+            await harness.started.wait()
+            settled = asyncio.ensure_future(harness.funnel.settle())
+            await asyncio.sleep(0)
+            assert not settled.done()
+            harness.go_on.set()
+            await asyncio.wait_for(settled, 10)
+            await pending
+
+    asyncio.run(run())
+
+
+async def _awaited(call: Any) -> Any:
+    return await call(server_pb2.GetServerInfoRequest(), timeout=20)
+
+
+def test_log_lines_can_be_written_as_json(lines: list[Any]) -> None:
+    async def run() -> None:
+        async with serving() as (harness, call):
+            await status_of(
+                harness, call, DeviceError("d", code=361001, source="device", operator="group_norm_backward")
+            )
+
+    asyncio.run(run())
+    (line,) = [line for line in lines if line["event"] == "call"]
+    shown = json.loads(json.dumps(line))
+    assert {
+        "request_id",
+        "method",
+        "peer",
+        "status",
+        "reason",
+        "seconds",
+        "operator",
+        "error",
+        "code",
+    } <= set(shown)
+    assert (shown["code"], shown["log_level"]) == (361001, "error")

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2
+
+from npugrad_server.pool import DeviceState, DeviceStatus
+from npugrad_server.rpc.health import LIVENESS, Health, register_health
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def device(state: DeviceState) -> DeviceStatus:
+    return DeviceStatus("cpu:0", "cpu", "", False, state, 0, "")
+
+
+def with_health(act: Callable[[Health, Any], Awaitable[None]]) -> None:
+    """Runs a test against a Health behind a real socket, on one loop."""
+
+    async def run() -> None:
+        health = Health(["npugrad.v1.BackwardService"])
+        server = grpc.aio.server()
+        register_health(server, health)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            await asyncio.wait_for(act(health, channel), 30)
+        await server.stop(None)
+
+    asyncio.run(run())
+
+
+async def check(channel: Any, service: str = "") -> Any:
+    call = channel.unary_unary(
+        "/grpc.health.v1.Health/Check",
+        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+        response_deserializer=health_pb2.HealthCheckResponse.FromString,
+    )
+    return (await call(health_pb2.HealthCheckRequest(service=service))).status
+
+
+def watch(channel: Any, service: str = "") -> Any:
+    call = channel.unary_stream(
+        "/grpc.health.v1.Health/Watch",
+        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+        response_deserializer=health_pb2.HealthCheckResponse.FromString,
+    )
+    return call(health_pb2.HealthCheckRequest(service=service))
+
+
+@pytest.mark.parametrize(
+    ("states", "serving"),
+    [
+        ([], False),
+        ([DeviceState.STARTING], False),
+        ([DeviceState.RESTARTING, DeviceState.DOWN], False),
+        ([DeviceState.DOWN, DeviceState.READY], True),
+    ],
+)
+def test_serving_means_that_some_device_is_ready(states: list[DeviceState], serving: bool) -> None:
+    async def run() -> None:
+        health = Health([])
+        assert not health.is_serving
+        health.update(map(device, states))
+        assert health.is_serving == serving
+
+    asyncio.run(run())
+
+
+def test_draining_is_final_and_liveness_stays() -> None:
+    async def act(health: Health, channel: Any) -> None:
+        health.update([device(DeviceState.READY)])
+        assert await check(channel) == await check(channel, "npugrad.v1.BackwardService") == SERVING
+        health.start_draining()
+        health.update([device(DeviceState.READY)])
+        assert await check(channel) == await check(channel, "npugrad.v1.BackwardService") == NOT_SERVING
+        assert await check(channel, LIVENESS) == SERVING
+
+    with_health(act)
+
+
+def test_watchers_see_each_change_and_end_with_the_server() -> None:
+    async def act(health: Health, channel: Any) -> None:
+        answers = watch(channel)
+        assert (await answers.read()).status == NOT_SERVING
+        for state, expected in ((DeviceState.READY, SERVING), (DeviceState.DOWN, NOT_SERVING)):
+            health.update([device(state)])
+            assert (await answers.read()).status == expected
+        health.close()
+        assert await answers.read() is grpc.aio.EOF
+
+    with_health(act)
+
+
+def test_a_watcher_that_does_not_read_holds_up_nobody() -> None:
+    async def act(health: Health, channel: Any) -> None:
+        idle = [watch(channel) for _ in range(5)]
+        for _ in range(2000):
+            health.update([device(DeviceState.READY)])
+            health.update([device(DeviceState.DOWN)])
+            await asyncio.sleep(0)
+        assert await check(channel) == NOT_SERVING
+        health.close()
+        for answers in idle:
+            answers.cancel()
+
+    with_health(act)
