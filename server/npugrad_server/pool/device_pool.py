@@ -257,7 +257,7 @@ class DevicePool:
         """A process has ended, or could not be started."""
         if not self._closing:
             self._observer.worker_lost(self._fleet.devices[worker].name.name, reason)
-            self._apply(self._scheduler.lost(worker, incarnation, reason, time.monotonic()))
+        self._apply(self._scheduler.lost(worker, incarnation, reason, time.monotonic()))
 
     def _log_trace(self, entry: Entry, answer: CallDone | CallFailed) -> None:
         if isinstance(answer, CallFailed) and answer.trace:
@@ -338,6 +338,8 @@ class DevicePool:
         self._observer.call_requeued(entry.planned, device)
 
     def _changed(self, command: DeviceChanged) -> None:
+        if self._closing:
+            return  # its end is no news
         status = self._status(command.worker)
         _log.info("%s: %s %s", status.name, status.state, status.reason)
         self._observer.device_changed(status)
@@ -443,9 +445,10 @@ class DevicePool:
         """Ends all workers and waits for them; calls still inside get `ServerDraining`. Idempotent."""
         self._draining = self._closing = True
         self._set_alarm()
-        for entry in self._entries.values():
+        for number, entry in list(self._entries.items()):
             if entry.future is not None and not entry.future.done():
                 self._finish(entry, _shut_down(entry.planned))
+                self._apply(self._scheduler.cancel(number, time.monotonic()))
         await self._fleet.close()
         self._inputs.close()
 

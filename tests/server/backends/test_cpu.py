@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from npugrad import OPERATORS, OpSpec, Product
+from npugrad.call import CallOptions
+from npugrad.tolerance import compare
+from npugrad_server.backends.base import DeviceCall
+from npugrad_server.backends.cpu import CpuBackend
+from npugrad_server.devices import parse_device
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", OPERATORS.values(), ids=OPERATORS)
+def test_every_operator_writes_every_element_of_its_outputs(spec: OpSpec) -> None:
+    call = next(iter(spec.samples(Product.ATLAS_A2))).call
+    inputs = spec.make_inputs(call, np.random.default_rng(1))
+    found = []
+    for pattern in (0x00, 0xA5):
+        outputs = {
+            name: np.frombuffer(bytearray([pattern]) * wanted.nbytes, wanted.dtype.numpy).reshape(
+                wanted.shape
+            )
+            for name, wanted in spec.infer(call).items()
+            if wanted is not None
+        }
+        backend = CpuBackend()
+        backend.open(parse_device("cpu:0"), call.product, 1)
+        timings = backend.run(spec, DeviceCall(call, inputs, outputs, CallOptions(), 0))
+        backend.close()
+        assert timings.run_s > 0
+        found.append({name: array.tobytes() for name, array in outputs.items()})
+    assert found[0] == found[1]
+    for name, array in outputs.items():
+        golden = {name: np.empty(array.shape, np.float64)}
+        spec.reference(inputs, call.attrs, golden)
+        assert compare(golden[name], array, spec.extra_tolerance(inputs, call.attrs, name)).ok
+
+
+def test_it_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    backend = CpuBackend()
+    backend.open(parse_device("cpu:0"), Product.ATLAS_A2, 1)
+    assert backend.description == "host CPU, NumPy reference in float64, 3 threads for linear algebra"
+    assert (backend.name, backend.simulated) == ("cpu-reference", False)

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from npugrad import Product, get_operator
+from npugrad.call import CallOptions
+from npugrad_server.backends.base import DeviceCall
+from npugrad_server.backends.test import TestBackend, TestOptions
+from npugrad_server.devices import parse_device
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+SPEC = get_operator("group_norm_backward")
+
+
+def opened(options: str) -> TestBackend:
+    backend = TestBackend()
+    backend.open(parse_device(f"test:0?{options}"), Product.ATLAS_A2, 1)
+    return backend
+
+
+def run(options: str, label: str = "", dtype: str = "float32") -> dict[str, npt.NDArray[Any]]:
+    meta = SPEC.build(dtype=dtype)
+    inputs = SPEC.make_inputs(meta, np.random.default_rng(0))
+    outputs = {k: np.full(m.shape, 7, m.dtype.numpy) for k, m in SPEC.infer(meta).items() if m is not None}
+    opened(options).run(SPEC, DeviceCall(meta, inputs, outputs, CallOptions(label=label), 0))
+    return outputs
+
+
+def test_results_are_zeros_and_take_the_service_time() -> None:
+    start = time.perf_counter()
+    assert all(not array.any() for array in run("ms=30").values())
+    assert time.perf_counter() - start >= 0.03
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_corrupt_result_differs_in_one_bit_and_by_much(dtype: str) -> None:
+    right, wrong = run("compute=1", dtype=dtype), run("compute=1&corrupt=x", "x", dtype)
+    bits = [
+        np.unpackbits(right[k].reshape(-1).view(np.uint8) ^ wrong[k].reshape(-1).view(np.uint8))
+        for k in right
+    ]
+    assert sum(int(found.sum()) for found in bits) == 1
+    assert run("compute=1&corrupt=x", "y", dtype)["grad_input"].tobytes() == right["grad_input"].tobytes()
+
+
+@pytest.mark.parametrize(("failure", "error"), [("oom", MemoryError), ("bug", RuntimeError)])
+def test_only_calls_with_the_label_meet_a_failure(failure: str, error: type[Exception]) -> None:
+    run(f"{failure}=x", "y")
+    with pytest.raises(error, match="options"):
+        run(f"{failure}=x", "x")
+
+
+@pytest.mark.parametrize("options", ["nothing=1", "compute=2", "open=maybe", "ms=soon"])
+def test_an_option_that_makes_no_sense_does_not_open(options: str) -> None:
+    with pytest.raises(ValueError, match=r"option|expected|could not convert"):
+        opened(options)
+
+
+def test_defaults_are_harmless() -> None:
+    options = TestOptions.parse({})
+    assert (options.service_s, options.open_s, options.compute, options.fail_open) == (0, 0, False, False)
+    assert not options.meets("crash", "")

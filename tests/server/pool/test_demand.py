@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from npugrad import TensorMeta
+from npugrad.errors import CallTooLarge
+from npugrad_server.pool.demand import check_fits, demand_of
+from npugrad_server.pool.regions import ALIGNMENT
+
+
+def test_bytes_are_exact_and_every_tensor_is_aligned(job: Any) -> None:
+    planned = job(n=2, c=6, hxw=5, group=3, with_gamma=False, output_mask=(True, False, True)).planned
+    demand = demand_of(planned)
+    assert demand.inputs.offsets == {"grad_out": 0, "input": 256, "mean": 512, "rstd": 576}
+    assert demand.inputs.nbytes == 640
+    assert demand.outputs.offsets == {"grad_input": 0, "grad_beta": 256}
+    assert demand.outputs.nbytes == 320
+    assert demand.memory_bytes == 0
+    assert all(offset % ALIGNMENT == 0 for offset in demand.inputs.offsets.values())
+
+
+def test_an_expanded_operand_travels_small_and_counts_whole_on_the_device(job: Any) -> None:
+    planned = job().planned
+    expanded = TensorMeta("float32", (2**20, 2**20), strides=(0, 0))
+    demand = demand_of(replace(planned, call=planned.call.with_inputs(grad_out=expanded)))
+    assert demand.inputs.offsets["input"] == ALIGNMENT
+    assert demand.memory_bytes == 2**42
+
+
+def test_an_offset_makes_a_copy_necessary_and_is_counted(job: Any) -> None:
+    planned = job().planned
+    shifted = TensorMeta("float32", (2, 3), storage_offset=100)
+    demand = demand_of(replace(planned, call=planned.call.with_inputs(mean=shifted)))
+    assert demand.memory_bytes == 24
+
+
+def test_a_verification_needs_the_results_once_more_in_float64(job: Any) -> None:
+    planned = job(dtype="float16", verify=True, n=2, c=6, hxw=4).planned
+    assert demand_of(planned).memory_bytes == 8 * (2 * 6 * 4 + 6 + 6)
+
+
+def test_what_fits_exactly_is_let_in(job: Any) -> None:
+    demand = demand_of(job(verify=True).planned)
+    limits = {
+        "input_arena_bytes": demand.inputs.nbytes,
+        "output_arena_bytes": demand.outputs.nbytes,
+        "memory_bytes": demand.memory_bytes,
+    }
+    check_fits("op", demand, **limits)
+    for setting, limit in limits.items():
+        with pytest.raises(
+            CallTooLarge, match=rf"op: found {limit} bytes of .*at most {limit - 1} \(setting"
+        ):
+            check_fits("op", demand, **{**limits, setting: limit - 1})

@@ -1,0 +1,293 @@
+"""Workers that die, hang, lie or never open; callers that must not notice, or get the right error."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from npugrad.errors import DeadlineExceeded, DeviceError, DeviceOutOfMemory, ServerBusy, WorkerLost
+from npugrad_server.pool import DeviceState, PoolObserver
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from npugrad_server.pool import DevicePool, PlannedCall
+
+pytestmark = pytest.mark.slow
+
+
+class Losses(PoolObserver):
+    """Writes down what went wrong."""
+
+    def __init__(self) -> None:
+        self.requeued: list[tuple[str, str]] = []
+        self.lost: list[tuple[str, str]] = []
+        self.attempts: list[int] = []
+
+    def call_started(self, planned: PlannedCall, device: str, attempt: int, queued_s: float) -> None:
+        self.attempts.append(attempt)
+
+    def call_requeued(self, planned: PlannedCall, device: str) -> None:
+        self.requeued.append((planned.options.label, device))
+
+    def worker_lost(self, device: str, reason: str) -> None:
+        self.lost.append((device, reason))
+
+
+def _pid(pool: DevicePool, device: int) -> int:
+    pid = pool.devices()[device].pid
+    assert pid is not None
+    return pid
+
+
+def test_a_worker_killed_in_mid_call_is_replaced_and_the_call_runs_again(run_pool: Any, job: Any) -> None:
+    losses = Losses()
+
+    async def scenario(pool: DevicePool) -> None:
+        await pool.wait_ready(30)
+        one = job()
+        call = asyncio.ensure_future(one.check(pool))
+        await asyncio.sleep(0)
+        assert pool.stats().running == 1
+        os.kill(_pid(pool, 0), signal.SIGKILL)
+        outcome = await call
+        assert (outcome.info.attempts, outcome.info.device) == (2, "test:0")
+        (status,) = pool.devices()
+        assert (status.state, status.restarts) == (DeviceState.READY, 1)
+
+    run_pool(scenario, "test:1?ms=50&compute=1", observer=losses)
+    assert losses.requeued == [("", "test:0")]
+    assert losses.lost == [("test:0", "the worker process was killed by signal 9 (SIGKILL)")]
+
+
+def test_a_call_moves_to_another_device_without_its_operands_being_sent_again(
+    run_pool: Any, job: Any
+) -> None:
+    async def scenario(pool: DevicePool) -> None:
+        await pool.wait_ready(30)
+        one = job()
+        call = asyncio.ensure_future(one.check(pool))
+        await asyncio.sleep(0)
+        (device,) = [i for i, worker in enumerate(pool._scheduler.workers) if worker.running]
+        os.kill(_pid(pool, device), signal.SIGKILL)
+        outcome = await call
+        assert (outcome.info.attempts, outcome.info.device) == (2, f"test:{1 - device}")
+
+    # The dead one would be back in 10 s only.
+    run_pool(scenario, "test:2?ms=50&compute=1", respawn_backoff_s=10, respawn_backoff_max_s=10)
+
+
+def test_results_stay_readable_after_the_death_of_their_worker(
+    run_pool: Any, job: Any, eventually: Callable[..., Awaitable[None]]
+) -> None:
+    async def scenario(pool: DevicePool) -> None:
+        one = job(n=4)
+        with pool.admit(one.planned) as admission:
+            one.write(admission)
+            outcome = await pool.run(admission)
+            os.kill(_pid(pool, 0), signal.SIGKILL)
+            await eventually(lambda: pool.devices()[0].restarts == 1)
+            await pool.wait_ready(30)
+            for name, array in one.golden().items():
+                assert bytes(outcome.contents[name]) == array.tobytes()
+        await one.check(pool)
+
+    run_pool(scenario)
+
+
+def test_a_call_that_always_kills_its_worker_fails_alone(run_pool: Any, job: Any) -> None:
+    losses = Losses()
+
+    async def scenario(pool: DevicePool) -> None:
+        await pool.wait_ready(30)
+        bad = asyncio.ensure_future(job(label="bad").run(pool))
+        good = [job(seed=i, label=f"good-{i}").check(pool) for i in range(6)]
+        await asyncio.gather(*good)
+        with pytest.raises(WorkerLost, match=r"died at each of 3 tries.*SIGKILL") as caught:
+            await bad
+        assert (caught.value.reason, caught.value.retryable) == ("WORKER_LOST", False)
+        assert caught.value.request_id == "request-0"
+        await pool.wait_ready(30)
+        assert pool.devices()[0].state is DeviceState.READY
+
+    # Two streams: others run beside it when it strikes for the first time, and each is run again.
+    run_pool(
+        scenario, "test:1?crash=bad&compute=1&ms=5", observer=losses, streams_per_device=2, max_respawns=3
+    )
+    assert [label for label, _ in losses.requeued].count("bad") == 2
+    assert len(losses.lost) == 3
+    assert max(losses.attempts) == 3
+
+
+def test_a_hanging_call_is_cut_off_at_its_deadline_and_its_worker_after_the_grace(
+    run_pool: Any, job: Any, eventually: Callable[..., Awaitable[None]]
+) -> None:
+    losses = Losses()
+
+    async def scenario(pool: DevicePool) -> None:
+        await pool.wait_ready(30)
+        pid = _pid(pool, 0)
+        start = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match="while the call ran"):
+            await job(label="stuck", timeout_s=0.1).run(pool)
+        assert pool.stats().running == 1
+        assert pool.stats().output_arena_used_bytes > 0  # its worker could still write
+        assert _pid(pool, 0) == pid
+        await job(label="next").check(pool)
+        assert time.monotonic() - start >= 0.3
+        assert pool.devices()[0].restarts == 1
+
+    run_pool(scenario, "test:1?hang=stuck&compute=1", observer=losses)
+    assert losses.requeued == []
+    assert [device for device, _ in losses.lost] == ["test:0"]
+
+
+def test_a_hanging_call_that_was_cancelled_does_not_hold_the_device_for_ever(run_pool: Any, job: Any) -> None:
+    async def scenario(pool: DevicePool) -> None:
+        await pool.wait_ready(30)
+        stuck = asyncio.ensure_future(job(label="stuck").run(pool))
+        await asyncio.sleep(0)
+        stuck.cancel()
+        await job(label="next").check(pool)
+        with pytest.raises(asyncio.CancelledError):
+            await stuck
+
+    run_pool(scenario, "test:1?hang=stuck&compute=1")
+
+
+def test_a_stopped_worker_is_killed_like_a_hanging_one(run_pool: Any, job: Any) -> None:
+    async def scenario(pool: DevicePool) -> None:
+        await pool.wait_ready(30)
+        os.kill(_pid(pool, 0), signal.SIGSTOP)
+        with pytest.raises(DeadlineExceeded):
+            await job(timeout_s=0.05).run(pool)
+        await job().check(pool)
+
+    run_pool(scenario)
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected", "reason"),
+    [("bug", DeviceError, "INTERNAL"), ("oom", DeviceOutOfMemory, "DEVICE_OUT_OF_MEMORY")],
+)
+def test_a_worker_survives_what_an_operator_does_wrong(
+    run_pool: Any, job: Any, failure: str, expected: type[DeviceError], reason: str
+) -> None:
+    async def scenario(pool: DevicePool) -> None:
+        with pytest.raises(expected, match="group_norm_backward") as caught:
+            await job(label="x").run(pool)
+        assert (caught.value.reason, caught.value.source) == (reason, "device")
+        assert (caught.value.operator, caught.value.request_id) == ("group_norm_backward", "request-0")
+        await job(label="y").check(pool)
+        assert pool.devices()[0].restarts == 0
+
+    run_pool(scenario, f"test:1?{failure}=x&compute=1")
+
+
+def test_verification_finds_a_flipped_bit(run_pool: Any, job: Any) -> None:
+    async def scenario(pool: DevicePool) -> None:
+        found, _ = await job(label="x").run(pool)
+        assert found["grad_input"] != job().golden()["grad_input"].tobytes()
+        with pytest.raises(DeviceError, match="grad_input: found a result outside tolerance") as caught:
+            await job(label="x", verify=True).run(pool)
+        assert (caught.value.reason, caught.value.source) == ("VERIFICATION_FAILED", "device")
+        await job(label="y", verify=True).check(pool)
+
+    run_pool(scenario, "test:1?corrupt=x&compute=1")
+
+
+def test_verification_passes_on_a_right_device(run_pool: Any, job: Any) -> None:
+    async def scenario(pool: DevicePool) -> None:
+        for dtype in ("float32", "float16", "bfloat16"):
+            await job(dtype=dtype, verify=True, n=3, hxw=16).check(pool)
+
+    run_pool(scenario)
+
+
+def test_a_device_that_never_opens_is_marked_down_and_says_why(run_pool: Any, job: Any) -> None:
+    async def scenario(pool: DevicePool) -> None:
+        waiting = asyncio.ensure_future(job().run(pool))
+        with pytest.raises(ServerBusy, match="test:0: down, RuntimeError: test:0: does not open") as caught:
+            await pool.wait_ready(30)
+        assert caught.value.reason == "NO_DEVICE"
+        with pytest.raises(ServerBusy) as caught:
+            await waiting
+        assert caught.value.reason == "NO_DEVICE"
+        with pytest.raises(ServerBusy) as caught:
+            pool.admit(job().planned)
+        assert caught.value.reason == "NO_DEVICE"
+        (status,) = pool.devices()
+        assert (status.state, status.restarts, status.pid) == (DeviceState.DOWN, 1, None)
+
+    run_pool(scenario, "test:1?open=fail", max_respawns=1)
+
+
+def test_a_device_that_opens_too_slowly_is_ended(run_pool: Any) -> None:
+    async def scenario(pool: DevicePool) -> None:
+        with pytest.raises(ServerBusy, match="not open within"):
+            await pool.wait_ready(30)
+        assert pool.devices()[0].state is DeviceState.DOWN
+
+    run_pool(scenario, "test:1?open_ms=30000", worker_start_timeout_s=0.3, max_respawns=0)
+
+
+def test_waiting_for_readiness_has_an_end(run_pool: Any) -> None:
+    async def scenario(pool: DevicePool) -> None:
+        with pytest.raises(ServerBusy, match="test:0: starting"):
+            await pool.wait_ready(0.01)
+
+    run_pool(scenario, "test:1?open_ms=300")
+
+
+def test_many_kills_lose_no_call(run_pool: Any, job: Any) -> None:
+    async def scenario(pool: DevicePool) -> None:
+        await pool.wait_ready(30)
+        calls = [asyncio.ensure_future(job(seed=i, label=str(i % 5)).check(pool)) for i in range(60)]
+        for turn in range(6):
+            await pool.wait_ready(30)
+            pid = pool.devices()[turn % 2].pid
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+            await asyncio.wait(calls, timeout=0.15)
+        outcomes = await asyncio.gather(*calls)
+        assert sum(outcome.info.attempts - 1 for outcome in outcomes) > 0
+        assert pool.stats().finished_calls == 60
+
+    run_pool(scenario, "test:2?ms=20&compute=1", max_respawns=10, max_attempts=10)
+
+
+_FRONT = """
+import asyncio
+from npugrad import Product
+from npugrad_server.pool import DevicePool, PoolSettings
+
+async def main():
+    devices, mib = ("cpu:0", "cpu:1"), 1 << 20
+    settings = PoolSettings(devices, Product.ATLAS_A2, mib, mib, 0, 9, 1, 1, 1, 30, 1, 1, 1)
+    pool = await DevicePool.open(settings)
+    await pool.wait_ready(30)
+    print(*(status.pid for status in pool.devices()), flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_workers_do_not_outlive_a_front_that_was_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", _FRONT], stdout=subprocess.PIPE, text=True) as front:
+        assert front.stdout is not None
+        workers = [int(word) for word in front.stdout.readline().split()]
+        descriptors = [os.pidfd_open(pid) for pid in workers]
+        front.kill()
+    assert len(workers) == 2
+    for descriptor in descriptors:
+        assert select.select([descriptor], [], [], 10)[0], "a worker outlived its front process"
+        os.close(descriptor)

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npugrad_server.pool.fair_queue import FairQueue
+
+
+@dataclass(frozen=True)
+class Waiting:
+    id: int
+    priority: int = 0
+    label: str = ""
+
+
+def drain(queue: FairQueue[Waiting]) -> list[int]:
+    order = []
+    while queue:
+        call = queue.heads()[0]
+        queue.take(call)
+        order.append(call.id)
+    return order
+
+
+def filled(*calls: Waiting) -> FairQueue[Waiting]:
+    queue: FairQueue[Waiting] = FairQueue()
+    for call in calls:
+        queue.push(call)
+    return queue
+
+
+def test_labels_take_turns_and_keep_their_own_order() -> None:
+    queue = filled(
+        *(Waiting(i, label="greedy") for i in range(4)), Waiting(10, label="x"), Waiting(11, label="x")
+    )
+    assert drain(queue) == [0, 10, 1, 11, 2, 3]
+
+
+def test_a_higher_priority_leaves_first() -> None:
+    queue = filled(Waiting(1), Waiting(2, priority=5), Waiting(3, priority=-5), Waiting(4, priority=5))
+    assert drain(queue) == [2, 4, 1, 3]
+
+
+def test_a_restored_call_is_the_next_of_its_priority() -> None:
+    queue = filled(Waiting(1, label="a"), Waiting(2, label="a"), Waiting(3, label="b"))
+    first = queue.heads()[0]
+    queue.take(first)
+    queue.restore(first)
+    assert drain(queue) == [1, 3, 2]
+
+
+def test_a_call_can_give_up_anywhere_in_its_lane() -> None:
+    calls = [Waiting(1), Waiting(2), Waiting(3)]
+    queue = filled(*calls)
+    queue.remove(calls[1])
+    assert len(queue) == 2
+    assert sorted(call.id for call in queue) == [1, 3]
+    assert drain(queue) == [1, 3]
+    assert queue.heads() == []
+
+
+@given(st.lists(st.sampled_from("abcd"), max_size=60))
+def test_no_label_that_waits_is_more_than_a_round_behind(labels: list[str]) -> None:
+    queue = filled(*(Waiting(i, label=label) for i, label in enumerate(labels)))
+    order = [labels[i] for i in drain(queue)]
+    assert sorted(order) == sorted(labels)
+    remaining = {label: labels.count(label) for label in set(labels)}
+    while remaining:
+        turn, order = order[: len(remaining)], order[len(remaining) :]
+        assert sorted(turn) == sorted(remaining)
+        remaining = {label: count - 1 for label, count in remaining.items() if count > 1}

@@ -1,0 +1,292 @@
+"""The scheduler against a world that does anything at any time, with the promises kept as a ledger."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from npugrad import Product
+from npugrad_server.pool.commands import (
+    CallRequest,
+    CompleteCall,
+    FailCall,
+    KillWorker,
+    ReleaseCall,
+    RequeueCall,
+    SpawnWorker,
+    StartCall,
+    WorkerSpec,
+)
+from npugrad_server.pool.scheduler import Scheduler
+from npugrad_server.pool.types import DeviceState, PoolSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from npugrad_server.pool.commands import Command
+
+ARENA, MEMORY, ATTEMPTS = 256, 100, 3
+
+
+@dataclass
+class Call:
+    """What the world knows of a call."""
+
+    request: CallRequest
+    starts: list[StartCall] = field(default_factory=list)
+    running: bool = False
+    answers: int = 0
+    cancelled: bool = False
+    closed: bool = False
+    released: int = 0
+    region_live: bool = False
+
+
+@dataclass
+class Process:
+    """What the world knows of a worker's process."""
+
+    incarnation: int
+    open: bool = False
+    told_to_end: bool = False
+
+
+class SchedulerWorld(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.calls: dict[int, Call] = {}
+        self.processes: dict[int, Process] = {}
+        self.streams = 0
+        self.one_mode = False
+        self.scheduler: Scheduler
+
+    # ------------------------------------------------------------------------------------------ the driver
+
+    def obey(self, commands: Sequence[Command]) -> None:
+        """Carries commands out and checks each of them."""
+        for command in commands:
+            if isinstance(command, StartCall):
+                self._started(command)
+            elif isinstance(command, (CompleteCall, FailCall)):
+                call = self.calls[command.call]
+                call.answers += 1
+                assert not call.cancelled, "an answer nobody asked for"
+                assert not isinstance(command, CompleteCall) or call.starts
+            elif isinstance(command, ReleaseCall):
+                call = self.calls[command.call]
+                call.released += 1
+                call.region_live = False
+                assert call.closed, "memory taken from a caller that still uses it"
+                assert not call.running, "memory taken from under a worker"
+            elif isinstance(command, SpawnWorker):
+                assert command.worker not in self.processes, "two processes for one device"
+                self.processes[command.worker] = Process(command.incarnation)
+            elif isinstance(command, KillWorker):
+                assert self.processes[command.worker].incarnation == command.incarnation
+                self.processes[command.worker].told_to_end = True
+            elif isinstance(command, RequeueCall):
+                assert len(self.calls[command.call].starts) < ATTEMPTS
+
+    def _started(self, start: StartCall) -> None:
+        call, process = self.calls[start.call], self.processes[start.worker]
+        assert process.open, "started on a device that is not open"
+        assert not process.told_to_end, "started on a process that is being ended"
+        assert process.incarnation == start.incarnation
+        assert not call.running
+        assert not call.answers
+        assert not call.cancelled
+        assert call.request.deadline_s is None or call.request.deadline_s > self.now
+        call.starts.append(start)
+        assert start.attempt == len(call.starts) <= ATTEMPTS
+        beside = [c for c in self._on(start.worker) if c is not call]
+        if beside:
+            assert start.attempt == 1, "a second try is not alone"
+            assert all(len(other.starts) == 1 for other in beside), "somebody joined a second try"
+        if self.one_mode:
+            assert all(c.request.deterministic == call.request.deterministic for c in beside)
+        self._check_region(call, start)
+        call.running = call.region_live = True
+
+    def _check_region(self, call: Call, start: StartCall) -> None:
+        region = start.region
+        assert region.nbytes >= call.request.output_bytes
+        assert region.offset + region.nbytes <= ARENA
+        for other in self.calls.values():
+            if not other.region_live or other is call:
+                continue
+            last = other.starts[-1]
+            if (last.worker, last.incarnation) == (start.worker, start.incarnation):
+                apart = region.offset + region.nbytes, last.region.offset + last.region.nbytes
+                assert apart[0] <= last.region.offset or apart[1] <= region.offset, "regions overlap"
+
+    def _on(self, worker: int) -> list[Call]:
+        return [c for c in self.calls.values() if c.running and c.starts[-1].worker == worker]
+
+    # --------------------------------------------------------------------------------------------- the world
+
+    @initialize(workers=st.integers(1, 3), streams=st.integers(1, 3), one_mode=st.booleans())
+    def open(self, workers: int, streams: int, one_mode: bool) -> None:
+        config = PoolSettings(
+            ("cpu:0",) * workers,
+            Product.ATLAS_A2,
+            0,
+            ARENA,
+            0,
+            99,
+            streams,
+            1,
+            5.0,
+            20.0,
+            1.0,
+            8.0,
+            4,
+            ATTEMPTS,
+        )
+        self.streams, self.one_mode = streams, one_mode
+        specs = [WorkerSpec(streams, ARENA, "host")] * workers
+        self.scheduler = Scheduler(config, specs, {"host": MEMORY})
+        self.obey(self.scheduler.start(self.now))
+
+    @rule(
+        priority=st.integers(-1, 1),
+        label=st.sampled_from("abc"),
+        deterministic=st.booleans(),
+        deadline=st.none() | st.floats(0, 30),
+        output_bytes=st.sampled_from([0, 1, 64, 100, 128, 256]),
+        memory_bytes=st.sampled_from([0, 0, 30, 100]),
+    )
+    def submit(
+        self,
+        priority: int,
+        label: str,
+        deterministic: bool,
+        deadline: float | None,
+        output_bytes: int,
+        memory_bytes: int,
+    ) -> None:
+        number = len(self.calls)
+        due = None if deadline is None else self.now + deadline
+        request = CallRequest(number, priority, label, deterministic, due, output_bytes, memory_bytes)
+        self.calls[number] = Call(request)
+        self.obey(self.scheduler.submit(request, self.now))
+
+    @precondition(lambda self: any(not p.open for p in self.processes.values()))
+    @rule(data=st.data())
+    def become_ready(self, data: st.DataObject) -> None:
+        self._ready(data.draw(st.sampled_from([w for w, p in self.processes.items() if not p.open])))
+
+    def _ready(self, worker: int) -> None:
+        process = self.processes[worker]
+        process.open = True
+        self.obey(self.scheduler.ready(worker, process.incarnation, self.now, self.one_mode))
+
+    @precondition(lambda self: any(c.running for c in self.calls.values()))
+    @rule(data=st.data(), good=st.booleans())
+    def answer(self, data: st.DataObject, good: bool) -> None:
+        self._answer(data.draw(st.sampled_from([n for n, c in self.calls.items() if c.running])), good)
+
+    def _answer(self, number: int, good: bool) -> None:
+        call = self.calls[number]
+        start = call.starts[-1]
+        call.running = False
+        self.obey(self.scheduler.answered(start.worker, start.incarnation, number, good, self.now))
+
+    @precondition(lambda self: self.processes)
+    @rule(data=st.data())
+    def die(self, data: st.DataObject) -> None:
+        self._die(data.draw(st.sampled_from(sorted(self.processes))))
+
+    def _die(self, worker: int) -> None:
+        for call in self._on(worker):
+            call.running = call.region_live = False
+        process = self.processes.pop(worker)
+        self.obey(self.scheduler.lost(worker, process.incarnation, "signal 9", self.now))
+
+    @precondition(lambda self: self.calls)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.calls)))
+        # Only a caller that still waits cancels.
+        self.calls[number].cancelled |= not self.calls[number].answers
+        self.obey(self.scheduler.cancel(number, self.now))
+
+    @precondition(lambda self: self.calls)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        self._close(data.draw(st.sampled_from(sorted(self.calls))))
+
+    def _close(self, number: int) -> None:
+        call = self.calls[number]
+        call.cancelled |= not call.answers
+        call.closed = True
+        self.obey(self.scheduler.close(number, self.now))
+
+    @rule(seconds=st.floats(0, 12))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.obey(self.scheduler.tick(self.now))
+
+    # -------------------------------------------------------------------------------------------- promises
+
+    @invariant()
+    def streams_and_memory_are_never_exceeded(self) -> None:
+        for worker in self.processes:
+            assert len(self._on(worker)) <= self.streams
+        assert sum(c.request.memory_bytes for c in self.calls.values() if c.running) <= MEMORY
+
+    @invariant()
+    def nobody_is_answered_or_released_twice(self) -> None:
+        for call in self.calls.values():
+            assert call.answers <= 1
+            assert call.released <= 1
+
+    @invariant()
+    def an_overdue_alarm_is_never_left_behind(self) -> None:
+        if hasattr(self, "scheduler") and self.scheduler.workers[0].incarnation:
+            alarm = self.scheduler.next_alarm()
+            assert alarm is None or alarm >= self.now or self.scheduler.tick(self.now) == []
+
+    def teardown(self) -> None:
+        """Whatever happened: once it calms down, every call gets its answer and its memory goes back."""
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(10 * len(self.calls) + 100):
+            if all((c.answers or c.cancelled) and not c.running for c in self.calls.values()):
+                break
+            self._calm_down()
+        waiting = [n for n, c in self.calls.items() if not c.answers and not c.cancelled]
+        assert not waiting, f"lost calls: {waiting}"
+        for number, call in self.calls.items():
+            self._close(number)
+            assert call.released == 1
+        assert self.scheduler.output_used_bytes == 0
+        assert self.scheduler.queue_depth == self.scheduler.running == 0
+        assert Counter(w.outputs.used_bytes for w in self.scheduler.workers) == {
+            0: len(self.scheduler.workers)
+        }
+
+    def _calm_down(self) -> None:
+        """Processes end, open and answer as they should; callers read their results."""
+        for worker, process in list(self.processes.items()):
+            if process.told_to_end:
+                self._die(worker)
+            elif not process.open:
+                self._ready(worker)
+        for number, call in list(self.calls.items()):
+            if call.running:
+                self._answer(number, True)
+            if call.answers and not call.closed:
+                self._close(number)
+        if any(w.state is DeviceState.RESTARTING for w in self.scheduler.workers):
+            self.now = max(self.now, self.scheduler.next_alarm() or self.now)
+        self.obey(self.scheduler.tick(self.now))
+
+
+SchedulerWorld.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestSchedulerWorld = SchedulerWorld.TestCase

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from npugrad import Product, get_operator
+from npugrad.call import CallOptions
+from npugrad.errors import DeviceError, NpugradError, OperatorError, UnsafeLevels
+from npugrad_server.backends.base import Timings
+from npugrad_server.pool.arena import InputArena, OutputArena
+from npugrad_server.pool.regions import Region
+from npugrad_server.worker.execute import Arenas, execute
+from npugrad_server.worker.protocol import CallDone, CallFailed, OpenDevice, RunCall
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from npugrad.spec import OpSpec
+    from npugrad_server.backends.base import DeviceCall
+    from npugrad_server.devices import DeviceName
+
+SIZE = 1 << 16
+
+
+class Recorder:
+    """A backend that looks at the call and does what the test wants."""
+
+    name, description, simulated, one_mode = "recorder", "", True, False
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.calls: list[DeviceCall] = []
+
+    def open(self, device: DeviceName, product: Product, streams: int) -> None: ...
+
+    def run(self, spec: OpSpec, call: DeviceCall) -> Timings:
+        self.calls.append(call)
+        if self.error is not None:
+            raise self.error
+        spec.reference(call.inputs, call.meta.attrs, call.outputs)
+        return Timings(copy_in_s=1.0, run_s=2.0, copy_out_s=3.0, workspace_bytes=4)
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def arenas() -> Iterator[tuple[Arenas, InputArena]]:
+    with closing(InputArena(SIZE)) as inputs, closing(OutputArena(SIZE)) as outputs:
+        yield Arenas(OpenDevice("", "", 1, inputs.worker_fd, SIZE, outputs.fd, SIZE, 4096)), inputs
+
+
+def order(**changes: Any) -> RunCall:
+    spec = get_operator("group_norm_backward")
+    meta = spec.build(with_gamma=False, output_mask=(True, False, True))
+    outputs = spec.infer(meta)
+    offsets = [{name: 1024 * i for i, name in enumerate(names)} for names in (meta.inputs, outputs)]
+    return replace(RunCall(1, spec.name, meta, outputs, CallOptions(), offsets[0], offsets[1]), **changes)
+
+
+def test_a_backend_gets_contiguous_operands_it_cannot_write_and_the_wanted_outputs(
+    arenas: tuple[Arenas, InputArena],
+) -> None:
+    backend = Recorder()
+    run = order()
+    meta = run.meta.tensor("input")
+    turned = replace_strides(run, "input", (1, 2, 12))
+    values = np.arange(meta.size, dtype=np.float32)
+    arenas[1].view(Region(0, SIZE), run.input_offsets["input"], meta.nbytes)[:] = values.tobytes()
+    done = execute(backend, arenas[0], turned, stream=3)
+    assert isinstance(done, CallDone)
+    assert (done.copy_in_s > 1.0, done.run_s, done.copy_out_s, done.workspace_bytes) == (True, 2.0, 3.0, 4)
+    (call,) = backend.calls
+    assert call.stream == 3
+    assert call.inputs["gamma"] is None
+    assert sorted(call.outputs) == ["grad_beta", "grad_input"]
+    assert all(array.flags.c_contiguous and array.flags.writeable for array in call.outputs.values())
+    operand = call.inputs["input"]
+    assert operand is not None
+    assert operand.flags.c_contiguous
+    np.testing.assert_array_equal(operand, values.reshape(4, 6, 2).transpose(2, 1, 0))
+    assert call.meta.tensor("input").is_contiguous
+    shared = call.inputs["grad_out"]
+    assert shared is not None
+    with pytest.raises(ValueError, match="read-only"):
+        shared[0, 0, 0] = 1
+
+
+def replace_strides(run: RunCall, name: str, strides: tuple[int, ...]) -> RunCall:
+    meta = run.meta.tensor(name)
+    changed = type(meta)(meta.dtype, meta.shape, strides=strides)
+    return replace(run, meta=run.meta.with_inputs(**{name: changed}))
+
+
+def _numpys_own_memory_error() -> MemoryError:
+    try:
+        np.empty(2**60, np.uint8)
+    except MemoryError as error:
+        return error
+    raise AssertionError("this machine has an exbibyte")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "message", "metadata"),
+    [
+        (MemoryError("12345"), "DEVICE_OUT_OF_MEMORY", "no memory for the call now", {}),
+        (_numpys_own_memory_error(), "DEVICE_OUT_OF_MEMORY", "no memory for the call now", {}),
+        (ZeroDivisionError("12345"), "INTERNAL", "failed with ZeroDivisionError", {}),
+        (
+            UnsafeLevels("words", operand="spatial_shape"),
+            "UNSAFE_LEVELS",
+            "words",
+            {"source": "device", "operand": "spatial_shape"},
+        ),
+        (
+            DeviceError("words", code=561003, source="device"),
+            "ACLNN_ERR_INNER_FIND_KERNEL_ERROR",
+            "words",
+            {"source": "device", "code": "561003"},
+        ),
+        (
+            OperatorError("words", reason="DETERMINISM_UNSUPPORTED", constraint="x.y"),
+            "DETERMINISM_UNSUPPORTED",
+            "words",
+            {"source": "device", "constraint": "x.y"},
+        ),
+        (NpugradError("words"), "INTERNAL", "words", {"source": "device"}),
+    ],
+)
+def test_whatever_goes_wrong_is_an_answer_without_tensor_contents(
+    arenas: tuple[Arenas, InputArena],
+    error: Exception,
+    reason: str,
+    message: str,
+    metadata: dict[str, str],
+) -> None:
+    failed = execute(Recorder(error), arenas[0], order(), stream=0)
+    assert isinstance(failed, CallFailed)
+    assert failed.reason == reason
+    assert message in failed.message
+    assert "12345" not in failed.message
+    assert failed.metadata == metadata
+    assert ("ZeroDivisionError" in failed.trace) == isinstance(error, ZeroDivisionError)
+
+
+def test_an_operator_nobody_knows_is_an_answer(arenas: tuple[Arenas, InputArena]) -> None:
+    failed = execute(Recorder(), arenas[0], order(operator="softmax"), stream=0)
+    assert isinstance(failed, CallFailed)
+    assert failed.reason == "UNKNOWN_OPERATOR"

@@ -1,0 +1,218 @@
+"""A worker process driven by hand over its socket."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from npugrad import get_operator
+from npugrad.call import CallOptions
+from npugrad_server.pool.arena import InputArena, OutputArena
+from npugrad_server.pool.regions import Region
+from npugrad_server.worker.protocol import (
+    MAX_MESSAGE_BYTES,
+    CallDone,
+    CallFailed,
+    DeviceReady,
+    Message,
+    OpenDevice,
+    OpenFailed,
+    RunCall,
+    decode,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.slow
+
+SIZE = 1 << 20
+FORBIDDEN = (
+    "grpc",
+    "google.protobuf",
+    "npugrad.codec",
+    "npugrad.status",
+    "typer",
+    "rich",
+    "pydantic",
+    "pydantic_settings",
+    "structlog",
+    "prometheus_client",
+    "multiprocessing",
+    "asyncio",
+    "npugrad_server.pool",
+    "npugrad_client",
+    "torch",
+)
+
+
+@dataclass(frozen=True)
+class WorkerUnderTest:
+    """One process with its socket and arenas."""
+
+    process: subprocess.Popen[bytes]
+    control: socket.socket
+    inputs: InputArena
+    outputs: OutputArena
+
+    def send(self, message: Message) -> None:
+        self.control.send(encode(message))
+
+    def receive(self) -> Message:
+        return decode(self.control.recv(MAX_MESSAGE_BYTES))
+
+
+@contextmanager
+def worker(device: str = "cpu:0", *, streams: int = 1) -> Iterator[WorkerUnderTest]:
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mine.settimeout(30)
+    inputs, outputs = InputArena(SIZE), OutputArena(SIZE)
+    command = [sys.executable, "-m", "npugrad_server.worker", device, str(theirs.fileno())]
+    fds = (theirs.fileno(), inputs.worker_fd, outputs.fd)
+    with closing(mine), closing(inputs), closing(outputs), subprocess.Popen(command, pass_fds=fds) as process:
+        theirs.close()
+        found = WorkerUnderTest(process, mine, inputs, outputs)
+        found.send(OpenDevice(device, "atlas-a2", streams, inputs.worker_fd, SIZE, outputs.fd, SIZE, 1 << 16))
+        try:
+            yield found
+        finally:
+            process.kill()
+
+
+def order(call: int = 1, *, label: str = "") -> RunCall:
+    spec = get_operator("group_norm_backward")
+    meta = spec.build()
+    outputs = spec.infer(meta)
+    options = CallOptions(label=label)
+    offsets = [{name: 1024 * i for i, name in enumerate(names)} for names in (meta.inputs, outputs)]
+    return RunCall(call, spec.name, meta, outputs, options, offsets[0], offsets[1])
+
+
+def test_a_worker_opens_runs_and_ends_with_its_socket() -> None:
+    with worker() as one:
+        ready = one.receive()
+        assert isinstance(ready, DeviceReady)
+        assert (ready.backend, ready.simulated) == ("cpu-reference", False)
+        run = order(5)
+        spec = get_operator(run.operator)
+        operands = spec.make_inputs(run.meta, np.random.default_rng(3))
+        for name, array in operands.items():
+            assert array is not None
+            one.inputs.view(Region(0, SIZE), run.input_offsets[name], array.nbytes)[:] = array.tobytes()
+        one.send(run)
+        done = one.receive()
+        assert isinstance(done, CallDone)
+        assert (done.call, done.run_s > 0, done.copy_in_s > 0) == (5, True, True)
+        golden = np.empty((2, 6, 4), np.float32)
+        spec.reference(operands, run.meta.attrs, {"grad_input": golden})
+        found = one.outputs.view(Region(0, SIZE), run.output_offsets["grad_input"], golden.nbytes)
+        assert bytes(found) == golden.tobytes()
+        one.control.close()
+        assert one.process.wait(10) == 0
+
+
+def test_the_end_of_the_socket_ends_a_worker_that_opens_its_device() -> None:
+    with worker("test:0?open_ms=60000") as one:
+        one.control.close()
+        assert one.process.wait(10) == 0
+
+
+def test_the_end_of_the_socket_ends_a_worker_that_hangs() -> None:
+    with worker("test:0?hang=x") as one:
+        assert isinstance(one.receive(), DeviceReady)
+        one.send(order(label="x"))
+        one.control.close()
+        assert one.process.wait(10) == 0
+
+
+def test_signals_meant_for_the_server_do_not_end_a_worker() -> None:
+    with worker("test:0") as one:
+        assert isinstance(one.receive(), DeviceReady)
+        one.process.send_signal(signal.SIGTERM)
+        one.process.send_signal(signal.SIGINT)
+        one.send(order())
+        assert isinstance(one.receive(), CallDone)
+
+
+def test_a_device_that_does_not_open_is_reported_before_the_end() -> None:
+    with worker("test:0?open=fail") as one:
+        failed = one.receive()
+        assert isinstance(failed, OpenFailed)
+        assert failed.message == "RuntimeError: test:0: does not open, as its options ask"
+        assert one.process.wait(10) == 1
+
+
+def test_streams_answer_out_of_order() -> None:
+    with worker("test:0?hang=x", streams=2) as one:
+        assert isinstance(one.receive(), DeviceReady)
+        one.send(order(1, label="x"))
+        one.send(order(2))
+        answer = one.receive()
+        assert isinstance(answer, CallDone)
+        assert answer.call == 2
+
+
+def test_an_order_that_leaves_the_arena_is_an_error_and_not_a_crash() -> None:
+    with worker() as one:
+        assert isinstance(one.receive(), DeviceReady)
+        good = order()
+        beyond = {name: SIZE - 8 for name in good.output_offsets}
+        one.send(RunCall(1, good.operator, good.meta, good.outputs, good.options, good.input_offsets, beyond))
+        failed = one.receive()
+        assert isinstance(failed, CallFailed)
+        assert (failed.reason, failed.message) == (
+            "INTERNAL",
+            "group_norm_backward: the backend failed with ValueError",
+        )
+        assert "found 8 bytes for float32" in failed.trace
+        one.send(good)
+        assert isinstance(one.receive(), CallDone)
+
+
+def test_a_worker_that_is_talked_nonsense_to_ends() -> None:
+    with worker() as one:
+        assert isinstance(one.receive(), DeviceReady)
+        one.control.send(b"nonsense")
+        assert one.process.wait(10) == 2
+
+
+def test_a_worker_is_the_first_to_go_when_memory_runs_out() -> None:
+    with worker() as one:
+        assert isinstance(one.receive(), DeviceReady)
+        assert int(Path(f"/proc/{one.process.pid}/oom_score_adj").read_text()) >= 500
+
+
+def test_a_worker_imports_nothing_of_the_front() -> None:
+    script = (
+        "import sys\n"
+        "import npugrad_server.worker.__main__\n"
+        "import npugrad_server.backends as b\n"
+        "b.make_backend('cpu'), b.make_backend('test')\n"
+        f"print([name for name in {FORBIDDEN} if name in sys.modules])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_worker_has_its_own_descriptors_and_nobody_elses() -> None:
+    with worker() as one:
+        assert isinstance(one.receive(), DeviceReady)
+        folder = Path(f"/proc/{one.process.pid}/fd")
+        links = [os.readlink(entry) for entry in folder.iterdir()]
+        arenas = sorted(link.split()[0] for link in links if "npugrad" in link)
+        # One descriptor it inherited and one that its mapping keeps, of its own arenas and no other worker's.
+        assert arenas == ["/memfd:npugrad-input"] * 2 + ["/memfd:npugrad-output"] * 2
+        assert sum(link.startswith("socket:") for link in links) == 1

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npugrad import CallMeta, Product, TensorMeta
+from npugrad.call import CallOptions
+from npugrad_server.worker.protocol import (
+    MAX_MESSAGE_BYTES,
+    CallDone,
+    CallFailed,
+    DeviceReady,
+    Message,
+    OpenDevice,
+    OpenFailed,
+    RunCall,
+    decode,
+    encode,
+)
+
+metas = st.builds(
+    lambda dtype, axes, offset: TensorMeta(
+        dtype, [s for s, _ in axes], "NCHW", [step for _, step in axes], offset
+    ),
+    st.sampled_from(["float32", "bfloat16", "int64", "bool"]),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=32),
+    st.integers(0, 2**40),
+)
+attrs = st.one_of(
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(allow_nan=False),
+    st.booleans(),
+    st.lists(st.booleans()).map(tuple),
+    st.none(),
+)
+names = st.text("abc_", min_size=1, max_size=4)
+offsets = st.dictionaries(names, st.integers(0, 2**50), max_size=3)
+calls = st.builds(
+    RunCall,
+    call=st.integers(0, 2**40),
+    operator=names,
+    meta=st.builds(
+        CallMeta,
+        st.dictionaries(names, st.none() | metas, max_size=3),
+        st.dictionaries(names, attrs, max_size=4),
+        product=st.sampled_from(Product),
+    ),
+    outputs=st.dictionaries(names, st.none() | metas, max_size=3),
+    options=st.builds(CallOptions, st.booleans(), st.integers(-100, 100), names, st.booleans()),
+    input_offsets=offsets,
+    output_offsets=offsets,
+)
+
+
+@given(calls)
+def test_a_call_reads_back_exactly(call: RunCall) -> None:
+    assert decode(encode(call)) == call
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 5e-324, -0.0])
+def test_every_double_survives(value: float) -> None:
+    sent = RunCall(1, "op", CallMeta({}, {"x": value}), {}, CallOptions(), {}, {})
+    found = decode(encode(sent))
+    assert isinstance(found, RunCall)
+    assert repr(found.meta.attrs["x"]) == repr(value)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        OpenDevice("test:0?ms=1", "atlas-a2", 2, 3, 4096, 4, 8192, 0),
+        DeviceReady("cpu-reference", "words", False, False),
+        OpenFailed("why \N{SNOWMAN}"),
+        CallDone(7, 0.1, 1e-9, 0.0, 2**40),
+        CallFailed(7, "UNSAFE_LEVELS", "message", {"operand": "value"}, "trace\n" * 10),
+    ],
+)
+def test_other_messages_read_back_exactly(message: Message) -> None:
+    assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b"[1, 2]",
+        b'["RunCall", {}]',
+        b'["OpenFailed", {"other": 1}]',
+        b'["Nobody", {}]',
+        b"\xff",
+    ],
+)
+def test_anything_else_is_refused(packet: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        decode(packet)
+
+
+def test_the_largest_call_there_can_be_fits() -> None:
+    meta = TensorMeta("float32", [1] * 32, "FRACTAL_Z_3D", [2**57] * 32, 2**57)
+    tensors = {f"a_rather_long_name_{i}": meta for i in range(24)}
+    call = RunCall(1, "op", CallMeta(tensors, {}), tensors, CallOptions(label="x" * 64), {}, {})
+    assert len(encode(call)) < MAX_MESSAGE_BYTES
+
+
+def test_a_message_above_the_limit_is_refused_here_and_not_by_the_kernel() -> None:
+    with pytest.raises(ValueError, match="found a message of"):
+        encode(OpenFailed("x" * MAX_MESSAGE_BYTES))
+
+
+def test_a_message_is_one_line_of_json() -> None:
+    assert json.loads(encode(CallDone(1, 0, 0, 0, 0)))[0] == "CallDone"
