@@ -44,7 +44,7 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     # A server that comes back is found again within seconds, not grpc's two minutes.
     ("grpc.max_reconnect_backoff_ms", 5_000),
 )
-_LOOPBACK = re.compile(r"(dns:/*|ipv4:|ipv6:)?(localhost|127\.[0-9.]+|\[::1\]|\[0*:.*:0*1\])(:[0-9]+)?", re.I)
+_LOOPBACK = re.compile(r"(dns:/*|ipv4:|ipv6:)?(localhost|127\.[0-9.]+|\[::1\])(:[0-9]+)?", re.I)
 
 
 class Transport:

@@ -1,0 +1,190 @@
+"""A real gRPC server whose answers a test writes: for lies, stalls and refusals that no good server gives."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+
+from npugrad import codec
+from npugrad.call import ExecutionInfo
+from npugrad.ops import OPERATORS
+from npugrad.products import Product
+from npugrad.spec import OpSpec, TensorMeta
+from npugrad.status import encode_status, grpc_status_name
+from npugrad.v1 import backward_pb2
+
+if TYPE_CHECKING:
+    from npugrad.errors import NpugradError
+
+Context = grpc.ServicerContext
+Unary = Callable[[OpSpec, Any, Context], Any]
+Execute = Callable[[Iterator[backward_pb2.ExecuteRequest], Context], Iterator[backward_pb2.ExecuteResponse]]
+
+INFO = ExecutionInfo("test", "test:0", Product.ATLAS_A2, simulated=True, request_id="abc123")
+STATUS_KEY = "grpc-status-details-bin"
+_SERVICE = "npugrad.v1.BackwardService"
+
+
+@dataclass
+class Seen:
+    """What reached the server.
+
+    Attributes:
+        address: Where it listens.
+        methods: RPCs in order.
+        headers: Typed requests in order.
+        frames: Frames of all streams that were read, headers included.
+    """
+
+    address: str = ""
+    methods: list[str] = field(default_factory=list)
+    headers: list[Any] = field(default_factory=list)
+    frames: list[backward_pb2.ExecuteRequest] = field(default_factory=list)
+
+
+@contextmanager
+def fake_service(
+    unary: Unary | None = None, execute: Execute | None = None, address: str = "127.0.0.1:0"
+) -> Iterator[Seen]:
+    """Runs a server for a block; without handlers of its own it answers with zeros."""
+    seen = Seen()
+    server = grpc.server(
+        futures.ThreadPoolExecutor(8),
+        options=[("grpc.max_receive_message_length", -1), ("grpc.so_reuseport", 0)],
+    )
+    _add(server, seen, unary or zeros, execute or stream_zeros)
+    port = server.add_insecure_port(address)
+    seen.address = address if address.startswith("unix:") else f"127.0.0.1:{port}"
+    server.start()
+    try:
+        yield seen
+    finally:
+        server.stop(0).wait(10)
+
+
+def _add(server: grpc.Server, seen: Seen, unary: Unary, execute: Execute) -> None:
+    def method(spec: OpSpec) -> Any:
+        def handle(request: Any, context: Context) -> Any:
+            seen.methods.append(spec.rpc)
+            seen.headers.append(request)
+            return unary(spec, request, context)
+
+        parse = codec.REQUESTS[spec.name].FromString
+        return grpc.unary_unary_rpc_method_handler(handle, parse, _serialize)
+
+    def stream(frames: Iterator[backward_pb2.ExecuteRequest], context: Context) -> Any:
+        seen.methods.append("Execute")
+
+        def watched() -> Iterator[backward_pb2.ExecuteRequest]:
+            for frame in frames:
+                seen.frames.append(frame)
+                yield frame
+
+        yield from execute(watched(), context)
+
+    handlers = {spec.rpc: method(spec) for spec in OPERATORS.values()}
+    parse = backward_pb2.ExecuteRequest.FromString
+    handlers["Execute"] = grpc.stream_stream_rpc_method_handler(stream, parse, _serialize)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
+
+
+def _serialize(message: Any) -> bytes:
+    """A message, or bytes that are none."""
+    return message if isinstance(message, bytes) else bytes(message.SerializeToString())
+
+
+def decoded(spec: OpSpec, request: Any) -> dict[str, TensorMeta | None]:
+    """Metas of the outputs that a request asks for."""
+    return dict(spec.infer(codec.decode_request(spec, request, Product.ATLAS_A2).call))
+
+
+def response(
+    spec: OpSpec, metas: dict[str, TensorMeta | None], chunk_from_bytes: int | None = None
+) -> tuple[Any, list[tuple[int, memoryview]]]:
+    """A right response full of zeros, and what of it follows in chunks."""
+    contents = {n: memoryview(bytes(m.nbytes)) for n, m in metas.items() if m is not None}
+    return codec.encode_response(spec, metas, contents, INFO, chunk_from_bytes=chunk_from_bytes)
+
+
+def zeros(spec: OpSpec, request: Any, context: Context) -> Any:
+    """Answers a unary call with zeros."""
+    return response(spec, decoded(spec, request))[0]
+
+
+def read_header(frames: Iterator[backward_pb2.ExecuteRequest]) -> tuple[OpSpec, Any]:
+    """The first frame of a stream, which must be a header."""
+    return codec.unwrap(next(frames).header)
+
+
+def stream_zeros(
+    frames: Iterator[backward_pb2.ExecuteRequest], context: Context
+) -> Iterator[backward_pb2.ExecuteResponse]:
+    """Reads a streamed call to its end and answers with zeros in chunks."""
+    spec, request = read_header(frames)
+    for _ in frames:
+        pass
+    message, follow = response(spec, decoded(spec, request), chunk_from_bytes=1)
+    yield header_frame(spec, message)
+    for operand, data in follow:
+        yield chunk_frame(operand, 0, bytes(data))
+
+
+def header_frame(spec: OpSpec, message: Any) -> backward_pb2.ExecuteResponse:
+    """The header of a reply."""
+    return backward_pb2.ExecuteResponse(
+        header=codec.wrap(backward_pb2.ExecuteResponseHeader(), spec, message)
+    )
+
+
+def chunk_frame(operand: int, offset: int, data: bytes) -> backward_pb2.ExecuteResponse:
+    """A chunk of a reply."""
+    return backward_pb2.ExecuteResponse(chunk=backward_pb2.Chunk(operand=operand, offset=offset, data=data))
+
+
+def abort_with(context: Context, error: NpugradError) -> None:
+    """Ends a call as the service does."""
+    status = encode_status(error, request_id="abc123")
+    context.set_trailing_metadata(((STATUS_KEY, status.SerializeToString()),))
+    context.abort(grpc.StatusCode[grpc_status_name(error)], status.message)
+
+
+class Gate:
+    """Holds calls on the server until a test lets them go, or 30 s have passed."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self._arrived: queue.Queue[None] = queue.Queue()
+
+    def hold(self) -> None:
+        """Called by a handler: tells that it is there and waits."""
+        self._arrived.put(None)
+        self._open.wait(30)
+
+    def wait_for_call(self) -> None:
+        """Returns when a call is held."""
+        self._arrived.get(timeout=30)
+
+    def open(self) -> None:
+        """Lets all calls go."""
+        self._open.set()
+
+
+def group_norm(n: int = 2, c: int = 4, hxw: int = 8, group: int = 2, seed: int = 0) -> dict[str, Any]:
+    """Keyword arguments of a legal float32 call of `group_norm_backward`."""
+    made = np.random.default_rng(seed)
+    operands = {
+        "grad_out": made.standard_normal((n, c, hxw), dtype=np.float32),
+        "input": made.standard_normal((n, c, hxw), dtype=np.float32),
+        "mean": made.standard_normal((n, group), dtype=np.float32),
+        "rstd": made.random((n, group), dtype=np.float32) + np.float32(0.5),
+        "gamma": made.standard_normal(c, dtype=np.float32),
+    }
+    return {**operands, "n": n, "c": c, "hxw": hxw, "group": group, "output_mask": (True, True, True)}
