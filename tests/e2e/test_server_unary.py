@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 from tests.calls import TIMEOUT_S, call_unary, failure_of, fill, named_sample, named_samples, sample
+from tests.fix_server import run_server
 
 from npugrad.errors import CallTooLarge, MalformedRequest, MalformedTensor, RequestError
 from npugrad.ops import OPERATORS, get_operator
@@ -129,7 +130,7 @@ def test_reply_that_no_message_can_hold_is_refused_before_it_is_run(channel: grp
 
 
 def test_deadline_that_passes_in_the_queue_frees_everything(start_server: StartServer) -> None:
-    busy = start_server(devices="test:1?ms=400")
+    busy = start_server(devices="test:1?ms=300")
     made = sample()
     with busy.channel() as channel:
         method = backward_pb2_grpc.BackwardServiceStub(channel).GroupNormBackward
@@ -148,7 +149,7 @@ def test_deadline_beyond_need_changes_nothing(channel: grpc.Channel) -> None:
 
 
 def test_cancelled_call_frees_everything(start_server: StartServer) -> None:
-    busy = start_server(devices="test:1?ms=400")
+    busy = start_server(devices="test:1?ms=300")
     made = sample()
     with busy.channel() as channel:
         method = backward_pb2_grpc.BackwardServiceStub(channel).GroupNormBackward
@@ -161,7 +162,7 @@ def test_cancelled_call_frees_everything(start_server: StartServer) -> None:
 
 
 def test_overload_is_refused_with_a_time_to_retry(start_server: StartServer) -> None:
-    busy = start_server("--max-queue-depth", "1", devices="test:1?ms=300")
+    busy = start_server("--max-queue-depth", "1", devices="test:1?ms=100")
     made = sample()
     with busy.channel() as channel:
         method = backward_pb2_grpc.BackwardServiceStub(channel).GroupNormBackward
@@ -176,3 +177,33 @@ def test_overload_is_refused_with_a_time_to_retry(start_server: StartServer) -> 
         assert failure.error.reason == "QUEUE_FULL"
         assert failure.error.retryable
         assert failure.error.retry_after_s  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("label", "verify", "status", "reason"),
+    [
+        ("oom", False, grpc.StatusCode.RESOURCE_EXHAUSTED, "DEVICE_OUT_OF_MEMORY"),
+        ("bug", False, grpc.StatusCode.INTERNAL, "INTERNAL"),
+        ("corrupt", True, grpc.StatusCode.DATA_LOSS, "VERIFICATION_FAILED"),
+    ],
+)
+def test_failure_of_a_device_reaches_the_caller_with_its_reason(
+    failing: ServerProcess, label: str, verify: bool, status: grpc.StatusCode, reason: str
+) -> None:
+    made = sample()
+    with failing.channel() as channel:
+        message = made.message(label=label, verify=verify)
+        failure = failure_of(lambda: call_unary(channel, made.spec, message))
+        assert (failure.status, failure.error.reason) == (status, reason)
+        result = call_unary(channel, made.spec, made.message(verify=True))
+        assert {name: content.data for name, content in result.contents.items()} == made.reference()
+    failing.assert_nothing_leaked()
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A device that fails calls by their label."""
+    log_path = tmp_path_factory.mktemp("failing") / "server.log"
+    devices = "test:1?compute=1&oom=oom&bug=bug&corrupt=corrupt"
+    with run_server(log_path, devices=devices) as running:
+        yield running

@@ -1,0 +1,217 @@
+"""Dispatch above a real pool: what a message becomes, and that every way out gives the memory back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.calls import named_sample, sample
+
+from npugrad.codec import decode_response
+from npugrad.errors import (
+    CallTooLarge,
+    DeadlineExceeded,
+    InvalidOperand,
+    MalformedRequest,
+    MalformedTensor,
+    NpugradError,
+    UnsupportedOperator,
+)
+from npugrad.products import Product
+from npugrad_server.dispatch import Dispatcher
+from npugrad_server.pool import DevicePool, PoolObserver, PoolSettings
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.calls import Sample
+
+    from npugrad_server.dispatch import Request
+    from npugrad_server.pool import PlannedCall
+
+MIB = 2**20
+SETTINGS = PoolSettings(
+    devices=("test:0?compute=1",),
+    product=Product.ATLAS_A2,
+    input_arena_bytes=32 * MIB,
+    output_arena_bytes=32 * MIB,
+    prefault_bytes=0,
+    max_queue_depth=8,
+    streams_per_device=1,
+    drain_timeout_s=10,
+    hang_grace_s=10,
+    worker_start_timeout_s=60,
+    respawn_backoff_s=0.01,
+    respawn_backoff_max_s=1,
+    max_respawns=3,
+)
+
+
+class Watcher(PoolObserver):
+    """Says when a call was admitted."""
+
+    def __init__(self) -> None:
+        self.accepted = asyncio.Event()
+
+    def call_accepted(self, planned: PlannedCall) -> None:
+        self.accepted.set()
+
+
+@asynccontextmanager
+async def dispatching(observer: PoolObserver | None = None, **changes: Any) -> AsyncIterator[Dispatcher]:
+    """A dispatcher whose pool has nothing in use when the block ends."""
+    pool = await DevicePool.open(SETTINGS, observer)
+    try:
+        await pool.wait_ready(60)
+        yield Dispatcher(pool, Product.ATLAS_A2, **changes)
+        stats = pool.stats()
+        assert (stats.input_arena_used_bytes, stats.output_arena_used_bytes, stats.uploads) == (0, 0, 0)
+    finally:
+        await pool.close()
+
+
+def planned(dispatcher: Dispatcher, made: Sample, message: Any = None, **kwargs: Any) -> Request:
+    options = {"request_id": "r9", "timeout_s": None, "chunked": False, **kwargs}
+    return dispatcher.plan(made.spec, message or made.message(), **options)
+
+
+def test_a_call_comes_back_with_results_info_and_request_id() -> None:
+    made = sample(n=1, c=4, hxw=300_000, group=2)
+
+    async def run() -> None:
+        async with dispatching() as dispatcher:
+            request = planned(dispatcher, made)
+            assert request.content_bytes == sum(content.nbytes for content in made.contents.values())
+            response, info = await dispatcher.call(request)
+            result = decode_response(made.spec, response)
+            assert {name: content.data for name, content in result.contents.items()} == made.reference()
+            assert (info.request_id, info.product, info.device) == ("r9", Product.ATLAS_A2, "test:0")
+
+    asyncio.run(run())
+
+
+def test_other_work_gets_its_turn_while_large_operands_are_written() -> None:
+    made = sample(n=1, c=4, hxw=500_000, group=2)  # 8 MB twice: 16 pieces
+
+    async def run() -> None:
+        turns = 0
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        async with dispatching() as dispatcher:
+            request = planned(dispatcher, made)
+            counting = asyncio.ensure_future(count())
+            await dispatcher.call(request)
+            counting.cancel()
+            assert turns >= 16
+
+    asyncio.run(run())
+
+
+def test_wire_comes_before_constraints_and_constraints_before_content() -> None:
+    made = sample()
+
+    async def run() -> None:
+        async with dispatching() as dispatcher:
+            message = made.message()
+            message.mean.ClearField("data")
+            with pytest.raises(MalformedTensor, match="mean: found no content"):
+                planned(dispatcher, made, message)
+            message.group = 0
+            with pytest.raises(InvalidOperand) as caught:
+                planned(dispatcher, made, message)
+            assert caught.value.constraint == "group.positive"
+            message.ClearField("n")
+            with pytest.raises(MalformedRequest, match="n: found nothing"):
+                planned(dispatcher, made, message)
+            assert dispatcher.pool.stats().accepted_calls == 0
+
+    asyncio.run(run())
+
+
+def test_operator_that_the_product_lacks_is_refused() -> None:
+    made = sample("multi_scale_deformable_attention_grad")
+
+    async def run() -> None:
+        async with dispatching() as dispatcher:
+            dispatcher.product = Product.ATLAS_TRAINING
+            with pytest.raises(UnsupportedOperator) as caught:
+                planned(dispatcher, made)
+            assert caught.value.row.grpc_status == "UNIMPLEMENTED"
+
+    asyncio.run(run())
+
+
+def test_null_mask_checks_nothing_and_returns_nothing() -> None:
+    made = named_sample("grid_sampler_2d_backward", "mask_null")
+
+    async def run() -> None:
+        async with dispatching() as dispatcher:
+            response, _ = await dispatcher.call(planned(dispatcher, made))
+            assert not decode_response(made.spec, response).contents
+
+    asyncio.run(run())
+
+
+def test_reply_beyond_a_message_is_refused_before_it_is_admitted() -> None:
+    made = sample()
+
+    async def run() -> None:
+        async with dispatching(max_message_bytes=65536 + 100) as dispatcher:
+            with pytest.raises(CallTooLarge, match="found a reply of 65776 bytes; expected at most 65636"):
+                await dispatcher.call(planned(dispatcher, made))
+            assert dispatcher.pool.stats().accepted_calls == 0
+
+    asyncio.run(run())
+
+
+def test_timeout_becomes_a_deadline_of_the_monotonic_clock() -> None:
+    made = sample()
+
+    async def run() -> None:
+        async with dispatching() as dispatcher:
+            before = time.monotonic()
+            request = planned(dispatcher, made, timeout_s=30.0)
+            assert request.planned.deadline_s is not None
+            assert before + 30 <= request.planned.deadline_s <= time.monotonic() + 30
+            with pytest.raises(DeadlineExceeded):
+                await dispatcher.call(planned(dispatcher, made, timeout_s=0.0))
+
+    asyncio.run(run())
+
+
+def test_cancelled_task_gives_everything_back() -> None:
+    made = sample()
+
+    async def run() -> None:
+        watcher = Watcher()
+        async with dispatching(watcher) as dispatcher:
+            task = asyncio.ensure_future(dispatcher.call(planned(dispatcher, made)))
+            await watcher.accepted.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            # The worker may still have the region of a call that was cancelled; the next one shows it let go.
+            response, _ = await dispatcher.call(planned(dispatcher, made))
+            assert decode_response(made.spec, response).contents
+
+    asyncio.run(run())
+
+
+def test_call_that_never_fits_is_an_error_of_its_own() -> None:
+    made = sample(n=1, c=4, hxw=2_500_000, group=2)
+
+    async def run() -> None:
+        async with dispatching() as dispatcher:
+            with pytest.raises(NpugradError) as caught:
+                await dispatcher.call(planned(dispatcher, made))
+            assert caught.value.reason == "CALL_TOO_LARGE"
+
+    asyncio.run(run())

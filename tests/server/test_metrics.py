@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from npugrad.call import CallOptions, ExecutionInfo
+from npugrad.ops import get_operator
+from npugrad.products import Product
+from npugrad_server.addresses import Address, AddressError
+from npugrad_server.metrics import Metrics
+from npugrad_server.pool import DeviceState, DeviceStatus, PlannedCall, PoolStats
+
+
+class Figures:
+    """A pool's figures."""
+
+    def __init__(self) -> None:
+        self.loop_was_running = False
+
+    def stats(self) -> PoolStats:
+        self.loop_was_running = asyncio.get_running_loop().is_running()
+        return PoolStats(3, 2, 40, 35, 1000, 500, 1, 2000, 4000)
+
+    def devices(self) -> tuple[DeviceStatus, ...]:
+        return (
+            DeviceStatus("cpu:0", "cpu", "", False, DeviceState.READY, 0, ""),
+            DeviceStatus("cpu:1", "cpu", "", False, DeviceState.DOWN, 4, "gone"),
+        )
+
+
+def planned() -> PlannedCall:
+    spec = get_operator("group_norm_backward")
+    call = spec.build()
+    return PlannedCall(spec, call, spec.infer(call), CallOptions(), "r", None)
+
+
+def fetch(address: Address) -> str:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=20) as page:
+        return str(page.read().decode())
+
+
+def test_page_shows_the_pool_as_its_loop_sees_it() -> None:
+    async def run() -> str:
+        metrics, figures = Metrics("1.2.3", "atlas-a2"), Figures()
+        address, close = metrics.serve(Address("127.0.0.1", 0))
+        metrics.show_pool(figures, asyncio.get_running_loop())
+        page = await asyncio.to_thread(fetch, address)
+        await asyncio.to_thread(close)
+        assert figures.loop_was_running
+        return page
+
+    samples = {
+        (s.name, *sorted(s.labels.items())): s.value
+        for family in text_string_to_metric_families(asyncio.run(run()))
+        for s in family.samples
+    }
+    assert samples["npugrad_build_info", ("product", "atlas-a2"), ("version", "1.2.3")] == 1
+    for name, value in {
+        "queue_depth": 3, "running_calls": 2, "uploads": 1, "input_arena_used_bytes": 1000,
+        "input_arena_bytes": 2000, "output_arena_used_bytes": 500, "output_arena_bytes": 4000,
+    }.items():  # fmt: skip
+        assert samples[(f"npugrad_{name}",)] == value
+    assert samples["npugrad_device_state", ("device", "cpu:1"), ("state", "down")] == 1
+    assert samples["npugrad_device_state", ("device", "cpu:1"), ("state", "ready")] == 0
+    assert samples["npugrad_worker_restarts_total", ("device", "cpu:1")] == 4
+    assert samples["npugrad_workers_lost_total", ("device", "cpu:0")] == 0
+
+
+def test_what_the_pool_tells_is_counted() -> None:
+    metrics, call = Metrics("1", "atlas-a2"), planned()
+    info = ExecutionInfo("cpu", "cpu:0", Product.ATLAS_A2, queued_s=1, copy_in_s=2, run_s=3, copy_out_s=4)
+    metrics.call_accepted(call)
+    metrics.call_started(call, "cpu:0", 1, 0.5)
+    metrics.worker_lost("cpu:0", "killed")
+    metrics.call_requeued(call, "cpu:0")
+    metrics.call_started(call, "cpu:0", 2, 0.5)
+    metrics.call_finished(call, "OK", 10.0, info)
+    metrics.call_finished(call, "WORKER_LOST", 10.0, None)
+    metrics.device_changed(Figures().devices()[1])
+    value = metrics.registry.get_sample_value
+    assert value("npugrad_accepted_calls_total", {"operator": call.spec.name}) == 1
+    assert value("npugrad_attempts_total", {"device": "cpu:0"}) == 2
+    assert value("npugrad_workers_lost_total", {"device": "cpu:0"}) == 1
+    assert value("npugrad_calls_rerun_total", {"device": "cpu:0"}) == 1
+    assert value("npugrad_device_transitions_total", {"device": "cpu:1", "state": "down"}) == 1
+    stages = {"queued": 1, "copy_in": 2, "run": 3, "copy_out": 4}
+    for stage, seconds in stages.items():
+        labels = {"operator": call.spec.name, "device": "cpu:0", "stage": stage}
+        assert value("npugrad_stage_seconds_sum", labels) == seconds
+        assert value("npugrad_stage_seconds_count", labels) == 1
+
+
+def test_every_name_starts_with_ours_and_tells_its_unit() -> None:
+    metrics = Metrics("1", "atlas-a2")
+    families = list(metrics.registry.collect())
+    assert len(families) > 8
+    for family in families:
+        assert family.name.startswith("npugrad_")
+        assert family.documentation.endswith(".")
+        if "second" in family.documentation.lower():
+            assert family.name.endswith("_seconds")
+
+
+def test_taken_port_is_named() -> None:
+    metrics = Metrics("1", "atlas-a2")
+    address, close = metrics.serve(Address("127.0.0.1", 0))
+    with pytest.raises(AddressError, match=f"cannot serve metrics on {address}: Address already in use"):
+        Metrics("1", "atlas-a2").serve(address)
+    close()
