@@ -1,0 +1,390 @@
+"""Messages and frames of a call, and replies of servers that lie: each is named, none is believed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from tests.client.fake_service import INFO, chunk_frame, group_norm, header_frame, response
+
+from npugrad import OPERATORS, NpugradError, TensorMeta, codec
+from npugrad.call import CallOptions
+from npugrad.layout import view
+from npugrad.v1 import backward_pb2
+from npugrad_client._call import Prepared, prepare
+from npugrad_client._frames import read_frames, read_response, request_frames, unary_request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Frames = list[backward_pb2.ExecuteResponse]
+
+SPEC = OPERATORS["group_norm_backward"]
+SHAPE = (4, 8, 1024)
+GRAD_INPUT = SPEC.param_index("grad_input")
+GRAD_GAMMA = SPEC.param_index("grad_gamma")
+NBYTES = 4 * 8 * 1024 * 4
+MALFORMED = "the server's reply is malformed"
+
+
+def prepared(
+    out: dict[str, Any] | None = None, sizes: tuple[int, int, int] = SHAPE, **changes: Any
+) -> Prepared:
+    n, c, hxw = sizes
+    call = {**group_norm(n=n, c=c, hxw=hxw, group=2), **changes}
+    names = [p.name for p in SPEC.inputs]
+    inputs, attrs = {k: call[k] for k in names}, {k: v for k, v in call.items() if k not in names}
+    return prepare(SPEC, inputs, attrs, out, CallOptions(label="test"))
+
+
+def wait_never() -> bool:
+    raise AssertionError("a legal call waits for nothing")
+
+
+# ------------------------------------------------------------------------------------------- requests
+
+
+def joined(frames: list[backward_pb2.ExecuteRequest]) -> dict[int, bytes]:
+    """Contents that came in chunks, by parameter; offsets must be contiguous."""
+    contents: dict[int, bytes] = {}
+    for frame in frames:
+        chunk = frame.chunk
+        assert chunk.offset == len(contents.get(chunk.operand, b""))
+        assert 1 <= len(chunk.data) <= codec.MAX_CHUNK_BYTES
+        contents[chunk.operand] = contents.get(chunk.operand, b"") + chunk.data
+    return contents
+
+
+def test_frames_and_message_carry_the_same_call() -> None:
+    call = prepared(sizes=(4, 8, 20_000))
+    message = unary_request(call)
+    frames = list(request_frames(call, wait_never))
+    header = getattr(frames[0].header, SPEC.name)
+    contents = joined(frames[1:])
+    assert len(frames) > 3
+    for param in SPEC.inputs:
+        sent, alone = getattr(header, param.name), getattr(message, param.name)
+        assert sent.meta == alone.meta
+        if sent.WhichOneof("content") == "chunked_bytes":
+            assert contents.pop(SPEC.param_index(param.name)) == alone.data
+            assert sent.chunked_bytes == len(alone.data)
+        else:
+            assert sent.data == alone.data
+    assert not contents
+    assert header.options.label == message.options.label == "test"
+
+
+def test_small_operands_travel_in_the_header() -> None:
+    header = getattr(next(request_frames(prepared(), wait_never)).header, SPEC.name)
+    kinds = {p.name: getattr(header, p.name).WhichOneof("content") for p in SPEC.inputs}
+    assert kinds == {
+        "grad_out": "chunked_bytes",
+        "input": "chunked_bytes",
+        "mean": "data",
+        "rstd": "data",
+        "gamma": "data",
+    }
+
+
+def test_an_operand_without_data_is_announced_by_its_meta_alone() -> None:
+    header = unary_request(prepared(gamma=np.zeros(8, np.complex64))).gamma
+    assert header.WhichOneof("content") is None
+    assert codec.decode_meta(header.meta, "op", "gamma") == TensorMeta("complex64", (8,))
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_the_data_of_a_refused_call_waits_for_the_answer(is_answered: bool) -> None:
+    asked = []
+
+    def wait() -> bool:
+        asked.append(True)
+        return is_answered
+
+    frames = request_frames(prepared(group=0), wait)
+    assert next(frames).WhichOneof("frame") == "header"
+    assert not asked
+    assert bool(list(frames)) is not is_answered
+    assert asked == [True]
+
+
+# ----------------------------------------------------------------------------------------- good replies
+
+
+def reply(call: Prepared, chunk_from_bytes: int = 1) -> Frames:
+    """A right reply of zeros."""
+    message, follow = response(SPEC, dict(SPEC.infer(call.call)), chunk_from_bytes)
+    frames = [header_frame(SPEC, message)]
+    for operand, data in follow:
+        half = data.nbytes // 2
+        frames += [
+            chunk_frame(operand, 0, bytes(data[:half])),
+            chunk_frame(operand, half, bytes(data[half:])),
+        ]
+    return frames
+
+
+def test_a_reply_lands_in_new_arrays_that_can_be_written() -> None:
+    answer = read_frames(prepared(), iter(reply(prepared())))
+    assert answer.info == INFO
+    for name, array in answer.arrays.items():
+        meta = prepared().expected[name]
+        assert array is not None
+        assert meta is not None
+        assert (array.shape, array.dtype) == (meta.shape, meta.dtype.numpy)
+        assert array.flags.writeable
+
+
+@pytest.mark.parametrize("chunk_from_bytes", [1, 10**9], ids=["chunks", "inline"])
+def test_contiguous_arrays_in_out_are_written_directly(chunk_from_bytes: int) -> None:
+    target = np.ones(SHAPE, np.float32)
+    call = prepared({"grad_input": target})
+    answer = read_frames(call, iter(reply(call, chunk_from_bytes)))
+    assert answer.arrays["grad_input"] is target
+    assert not target.any()
+
+
+@pytest.mark.parametrize(
+    "target", [np.ones(SHAPE, ">f4"), np.ones(SHAPE[::-1], np.float32).T], ids=["big-endian", "transposed"]
+)
+def test_other_arrays_in_out_are_not_written_byte_by_byte(target: Any) -> None:
+    call = prepared({"grad_input": target})
+    answer = read_frames(call, iter(reply(call)))
+    assert answer.arrays["grad_input"] is not target
+    assert (target == 1).all()
+
+
+def test_masked_out_results_are_none() -> None:
+    call = prepared(output_mask=(False, True, False))
+    answer = read_frames(call, iter(reply(call)))
+    assert [n for n, a in answer.arrays.items() if a is None] == ["grad_input", "grad_beta"]
+
+
+def test_interleaved_chunks_are_put_together() -> None:
+    call = prepared()
+    message, _ = response(SPEC, dict(SPEC.infer(call.call)), 1)
+    frames = [
+        header_frame(SPEC, message),
+        chunk_frame(GRAD_GAMMA, 0, b"\1" * 4),
+        chunk_frame(GRAD_INPUT, 0, bytes(NBYTES)),
+        chunk_frame(SPEC.param_index("grad_beta"), 0, bytes(32)),
+        chunk_frame(GRAD_GAMMA, 4, b"\2" * 28),
+    ]
+    gamma = read_frames(call, iter(frames)).arrays["grad_gamma"]
+    assert gamma is not None
+    assert gamma.tobytes() == b"\1" * 4 + b"\2" * 28
+
+
+def test_empty_results_need_no_chunks() -> None:
+    call = prepared(sizes=(0, 8, 1024))
+    assert read_frames(call, iter(reply(call))).arrays["grad_input"] is not None
+
+
+# ------------------------------------------------------------------------------------------------ lies
+
+
+def edited(change: Callable[[Any], object]) -> Callable[[Frames], Frames]:
+    """A lie in the typed response of the header."""
+
+    def lie(frames: Frames) -> Frames:
+        message = codec.RESPONSES[SPEC.name]()
+        message.CopyFrom(getattr(frames[0].header, SPEC.name))
+        change(message)
+        return [header_frame(SPEC, message), *frames[1:]]
+
+    return lie
+
+
+def put(message: Any, meta: TensorMeta, nbytes: int | None = None) -> None:
+    """Another meta for grad_input, and another length."""
+    message.grad_input.meta.Clear()
+    codec.encode_meta(meta, message.grad_input.meta)
+    message.grad_input.chunked_bytes = meta.content_bytes if nbytes is None else nbytes
+
+
+def other_operator(frames: Frames) -> Frames:
+    grid = OPERATORS["grid_sampler_2d_backward"]
+    return [header_frame(grid, codec.RESPONSES[grid.name]()), *frames[1:]]
+
+
+def swapped(frames: Frames) -> Frames:
+    return [frames[0], frames[2], frames[1], *frames[3:]]
+
+
+HEADER_LIES: dict[str, tuple[Callable[[Frames], Frames], str]] = {
+    "nothing": (lambda f: [], "found nothing as its first frame; expected a header"),
+    "chunk first": (lambda f: f[1:], "found chunk as its first frame"),
+    "empty frame first": (
+        lambda f: [backward_pb2.ExecuteResponse(), *f],
+        "found an empty frame as its first",
+    ),
+    "no operator": (
+        lambda f: [backward_pb2.ExecuteResponse(header=backward_pb2.ExecuteResponseHeader()), *f[1:]],
+        "found results of no operator",
+    ),
+    "other operator": (other_operator, "found results of grid_sampler_2d_backward"),
+    "missing output": (
+        edited(lambda m: m.ClearField("grad_gamma")),
+        r"found nothing as grad_gamma; expected float32\[8\]",
+    ),
+    "wrong dtype": (
+        edited(lambda m: put(m, TensorMeta("float64", SHAPE))),
+        r"found float64\[4, 8, 1024\] as grad_input; expected float32\[4, 8, 1024\]",
+    ),
+    "wrong shape": (
+        edited(lambda m: put(m, TensorMeta("float32", (4, 8, 512)))),
+        r"found float32\[4, 8, 512\] as grad_input",
+    ),
+    "huge": (
+        edited(lambda m: put(m, TensorMeta("float32", (2**30, 2**30)))),
+        r"found float32\[1073741824, 1073741824\] as grad_input",
+    ),
+    "strides": (
+        edited(lambda m: put(m, TensorMeta("float32", SHAPE, strides=(0, 0, 0)))),
+        r"found float32\[4, 8, 1024\] as grad_input; expected it contiguous",
+    ),
+    "offset": (
+        edited(lambda m: put(m, TensorMeta("float32", SHAPE, storage_offset=1))),
+        "expected it contiguous",
+    ),
+    "announces too much": (
+        edited(lambda m: put(m, TensorMeta("float32", SHAPE), NBYTES + 4)),
+        f"grad_input: found {NBYTES + 4} bytes of content; expected {NBYTES}",
+    ),
+    "inline too short": (
+        edited(lambda m: setattr(m.grad_gamma, "data", b"123")),
+        "grad_gamma: found 3 bytes of content; expected 32",
+    ),
+    "unknown dtype": (
+        edited(lambda m: setattr(m.grad_input.meta, "data_type", 99)),
+        "grad_input: found data type 99",
+    ),
+    "negative size": (
+        edited(lambda m: m.grad_input.meta.shape.insert(0, -1)),
+        "grad_input: found shape .* expected sizes of 0 or more",
+    ),
+    "no product": (edited(lambda m: setattr(m.info, "product", 0)), "info: found product 0"),
+}
+CHUNK_LIES: dict[str, tuple[Callable[[Frames], Frames], str]] = {
+    "ends early": (lambda f: f[:-1], "found 16 bytes of grad_beta at its end; expected 32"),
+    "no chunks": (lambda f: f[:1], f"found 0 bytes of grad_input at its end; expected {NBYTES}"),
+    "out of order": (swapped, f"chunk of {NBYTES // 2} bytes of grad_input at offset {NBYTES // 2}"),
+    "repeated": (lambda f: [*f[:2], *f[1:]], "of grad_input at offset 0; expected 1 to"),
+    "gap": (
+        lambda f: [f[0], chunk_frame(GRAD_INPUT, 4, b"1234")],
+        "found a chunk of 4 bytes of grad_input at offset 4",
+    ),
+    "far away": (lambda f: [f[0], chunk_frame(GRAD_INPUT, 2**63, b"1")], f"at offset {2**63}"),
+    "too long": (
+        lambda f: [*f[:2], chunk_frame(GRAD_INPUT, NBYTES // 2, bytes(NBYTES))],
+        f"found a chunk of {NBYTES} bytes of grad_input at offset {NBYTES // 2}; expected 1 to {NBYTES // 2}",
+    ),
+    "past the end": (lambda f: [*f, chunk_frame(GRAD_INPUT, NBYTES, b"1")], "expected 1 to 0 bytes"),
+    "empty chunk": (lambda f: [f[0], chunk_frame(GRAD_INPUT, 0, b""), *f[1:]], "found a chunk of 0 bytes"),
+    "an input": (
+        lambda f: [f[0], chunk_frame(0, 0, b"1"), *f[1:]],
+        "a chunk of parameter 0, which its header",
+    ),
+    "no parameter": (lambda f: [f[0], chunk_frame(99, 0, b"1")], "a chunk of parameter 99"),
+    "second header": (lambda f: [f[0], *f], "found a second header; expected a chunk"),
+    "empty frame": (lambda f: [f[0], backward_pb2.ExecuteResponse(), *f[1:]], "found an empty frame"),
+}
+LIES = HEADER_LIES | CHUNK_LIES
+
+
+@pytest.mark.parametrize(("lie", "message"), LIES.values(), ids=LIES)
+def test_a_lie_is_named_and_writes_nothing_outside_its_result(
+    lie: Callable[[Frames], Frames], message: str
+) -> None:
+    guarded = np.full(NBYTES // 4 + 64, 7, np.float32)
+    target = guarded[32:-32].reshape(SHAPE)
+    call = prepared({"grad_input": target})
+    with pytest.raises(NpugradError, match=rf"^group_norm_backward: {MALFORMED}: .*{message}") as caught:
+        read_frames(call, iter(lie(reply(call))))
+    assert type(caught.value) is NpugradError, "the caller's call was fine"
+    assert caught.value.operator == "group_norm_backward"
+    assert not caught.value.retryable
+    assert (guarded[:32] == 7).all()
+    assert (guarded[-32:] == 7).all()
+
+
+def test_an_endless_reply_is_left_at_its_first_frame_too_many() -> None:
+    call = prepared()
+    taken = []
+
+    def endless() -> Iterator[backward_pb2.ExecuteResponse]:
+        yield from reply(call)
+        while True:
+            taken.append(True)
+            yield chunk_frame(GRAD_INPUT, NBYTES, b"more")
+
+    with pytest.raises(NpugradError, match="malformed"):
+        read_frames(call, endless())
+    assert len(taken) == 1
+
+
+def test_a_result_that_was_masked_out_is_named() -> None:
+    call = prepared(output_mask=(False, True, True))
+    with pytest.raises(NpugradError, match=r"found float32\[4, 8, 1024\] as grad_input; expected nothing"):
+        read_frames(call, iter(reply(prepared())))
+
+
+def test_what_a_refused_call_brings_is_checked_against_the_callers_arrays() -> None:
+    """The record here refuses and so infers nothing; a newer server may still answer."""
+    target = np.ones((4, 8, 1), np.float32)
+    call = prepared({"grad_input": target}, group=0)
+    assert call.is_refused
+    with pytest.raises(
+        NpugradError, match=r"found float32\[4, 8, 1024\] as grad_input; expected float32\[4, 8, 1\]"
+    ):
+        read_frames(call, iter(reply(prepared())))
+
+
+# --------------------------------------------------------------------------------------- unary replies
+
+
+def test_a_unary_reply_is_copied_out_of_the_message() -> None:
+    call = prepared()
+    metas = dict(SPEC.infer(call.call))
+    message, _ = response(SPEC, metas)
+    message.grad_gamma.data = np.arange(8, dtype=np.float32).tobytes()
+    gamma = read_response(call, message).arrays["grad_gamma"]
+    assert gamma is not None
+    np.testing.assert_array_equal(gamma, np.arange(8))
+    gamma += 1
+
+
+def complex_gamma(message: Any) -> None:
+    message.grad_gamma.Clear()
+    codec.encode_meta(TensorMeta("complex64", (8,)), message.grad_gamma.meta)
+    message.grad_gamma.data = b""
+
+
+UNARY_LIES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "chunks": (lambda m: setattr(m.grad_gamma, "chunked_bytes", 32), "grad_gamma announced in chunks"),
+    "short": (lambda m: setattr(m.grad_gamma, "data", b""), "grad_gamma: found 0 bytes of content"),
+    "no data": (complex_gamma, r"found complex64\[8\] as grad_gamma"),
+    "memory": (lambda m: setattr(m.grad_gamma.region, "name", "x"), "grad_gamma: found 0 bytes of content"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), UNARY_LIES.values(), ids=UNARY_LIES)
+def test_a_unary_lie_is_named(change: Callable[[Any], object], message: str) -> None:
+    call = replace(prepared(), expected={})
+    answered, _ = response(SPEC, dict(SPEC.infer(call.call)))
+    change(answered)
+    with pytest.raises(NpugradError, match=f"{MALFORMED}: .*{message}") as caught:
+        read_response(call, answered)
+    assert type(caught.value) is NpugradError
+
+
+def test_a_right_unary_reply_is_what_the_view_of_it_is() -> None:
+    call = prepared()
+    message, _ = response(SPEC, dict(SPEC.infer(call.call)))
+    message.grad_input.data = np.random.default_rng(0).bytes(NBYTES)
+    found = read_response(call, message).arrays["grad_input"]
+    assert found is not None
+    np.testing.assert_array_equal(
+        found.view(np.uint32), view(TensorMeta("uint32", SHAPE), message.grad_input.data)
+    )
