@@ -121,7 +121,8 @@ def translate(error: grpc.RpcError, what: str, target: str, timeout_s: float | N
         translated = error_from_details(details)
     else:
         translated = _without_details(error, what, target, timeout_s)
-    translated.cause = error
+    # Without its traceback, whose frames would hold the operands for as long as anyone holds the error.
+    translated.cause = error.with_traceback(None)
     return translated
 
 

@@ -1,0 +1,321 @@
+"""Every error over a real connection: the right class, number and words, whatever happened to its details."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+from tests.client.fake_service import STATUS_KEY, Context, Seen, abort_with, fake_service, group_norm
+
+import npugrad_client
+from npugrad import errors
+from npugrad.errors import (
+    ERRORS,
+    CallTooLarge,
+    Cancelled,
+    ConnectError,
+    DeadlineExceeded,
+    DeviceError,
+    InvalidOperand,
+    NpugradError,
+    NullOperand,
+    OperatorError,
+    RequestError,
+    ServerBusy,
+    TilingError,
+    TransportError,
+    UnsupportedOperator,
+    Violation,
+    error_class,
+)
+from npugrad.ops import get_operator
+from npugrad.status import encode_status
+from npugrad.validation import error_from_verdict, make_call, validate_call
+from npugrad_client import Client, TensorMeta
+from npugrad_client.errors import STATUS_CLASSES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+End = Callable[[Context], object]
+SPEC = get_operator("group_norm_backward")
+STREAMED, UNARY = 0, 2**30
+
+
+class Ending:
+    """A server that ends every call as a test says, after it has read the request."""
+
+    def __init__(self) -> None:
+        self.end: End = lambda context: None
+
+    def unary(self, spec: Any, request: Any, context: Context) -> Any:
+        return self.end(context)
+
+    def execute(self, frames: Any, context: Context) -> Iterator[Any]:
+        next(frames)
+        self.end(context)
+        yield from ()
+
+
+@pytest.fixture(scope="module")
+def ending() -> Ending:
+    return Ending()
+
+
+@pytest.fixture(scope="module")
+def service(ending: Ending) -> Iterator[Seen]:
+    with fake_service(ending.unary, ending.execute) as seen:
+        yield seen
+
+
+@pytest.fixture(scope="module", params=[UNARY, STREAMED], ids=["unary", "streamed"])
+def client(request: pytest.FixtureRequest, service: Seen) -> Iterator[Client]:
+    with Client(service.address, timeout_s=20, stream_from_bytes=request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def error_of(client: Client, ending: Ending) -> Callable[[End], NpugradError]:
+    """Gives what a call raises when the server ends it in some way."""
+
+    def call(end: End) -> NpugradError:
+        ending.end = end
+        with pytest.raises(NpugradError) as caught:
+            client.group_norm_backward(**group_norm())
+        return caught.value
+
+    return call
+
+
+ErrorOf = Callable[[End], NpugradError]
+
+
+def made(reason: str, source: str) -> NpugradError:
+    """An error of a row as the server raises it."""
+    cls, row = error_class(reason, source), errors.BY_REASON[reason]
+    common: dict[str, Any] = {"reason": reason, "operator": SPEC.name}
+    if issubclass(cls, OperatorError):
+        common |= {"code": row.code, "source": source}
+    if issubclass(cls, RequestError):
+        common["operand"] = "gamma"
+    if issubclass(cls, TransportError):
+        common["retry_after_s"] = 1.25
+    return cls(f"{SPEC.name}: gamma: found this; expected that", **common)
+
+
+# -------------------------------------------------------------------------------------------- the table
+
+
+@pytest.mark.parametrize("source", ["validator", "device"])
+@pytest.mark.parametrize("reason", [row.reason for row in ERRORS])
+def test_every_row_arrives_as_it_was_raised(error_of: ErrorOf, reason: str, source: str) -> None:
+    sent = made(reason, source)
+    got = error_of(lambda context: abort_with(context, sent))
+    assert type(got) is type(sent)
+    assert str(got) == str(sent)
+    assert got.request_id == "abc123"
+    same = {name: value for name, value in vars(sent).items() if name not in ("request_id", "source")}
+    assert {name: getattr(got, name) for name in same} == same
+    if isinstance(sent, OperatorError):
+        assert isinstance(got, OperatorError)
+        assert got.source == source
+    assert isinstance(got.cause, grpc.RpcError)
+
+
+CLASSES_OF_CODES = {161001: NullOperand, 161002: InvalidOperand, 561002: TilingError}
+
+
+@pytest.mark.parametrize("row", ERRORS, ids=lambda row: row.reason)
+def test_every_class_of_the_table_is_public(row: errors.ErrorRow) -> None:
+    for source in ("validator", "device"):
+        cls = error_class(row.reason, source)
+        assert getattr(npugrad_client, cls.__name__) is cls
+    if row.code is not None:
+        assert error_class(row.reason) is CLASSES_OF_CODES.get(row.code, DeviceError)
+        assert error_class(row.reason, "device") is DeviceError
+
+
+def test_no_grpc_frame_and_no_second_exception_reach_the_user(client: Client, ending: Ending) -> None:
+    ending.end = lambda context: abort_with(context, made("QUEUE_FULL", "validator"))
+    with pytest.raises(ServerBusy) as caught:
+        client.group_norm_backward(**group_norm())
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+
+
+# ------------------------------------------------------------------------------------------- violations
+
+
+def broken_call() -> tuple[OperatorError, tuple[Violation, ...]]:
+    """The error of a call that breaks many constraints, and all its violations."""
+    call = make_call(
+        SPEC,
+        {p.name: TensorMeta("int8", (1,) * 9) for p in SPEC.inputs},
+        {"n": -1, "c": 7, "hxw": -1, "group": 2, "output_mask": (True,)},
+    )
+    verdict = validate_call(SPEC, call)
+    return error_from_verdict(SPEC, verdict), verdict.violations
+
+
+def test_violations_are_completed_from_the_record(error_of: ErrorOf) -> None:
+    sent, violations = broken_call()
+    assert len(violations) > 8
+    got = error_of(lambda context: abort_with(context, sent))
+    assert isinstance(got, InvalidOperand)
+    assert got.violations_total == len(violations)
+    assert got.violations[0] == violations[0]
+    for arrived, original in zip(got.violations, violations, strict=False):
+        assert (arrived.id, arrived.code, arrived.text) == (original.id, original.code, original.text)
+        assert (arrived.sources, arrived.operands) == (original.sources, original.operands)
+
+
+def test_messages_say_operator_operand_found_and_expected(error_of: ErrorOf) -> None:
+    sent, violations = broken_call()
+    got = error_of(lambda context: abort_with(context, sent))
+    first = violations[0]
+    assert str(got).startswith(
+        f"group_norm_backward: {first.operands[0]}: found {first.found}; expected {first.expected}"
+    )
+    assert f"and {len(violations) - 1} more" in str(got)
+
+
+def test_a_constraint_of_a_newer_server_is_kept_as_it_came(error_of: ErrorOf) -> None:
+    unknown = Violation("gamma.newer_rule", 161002, ("gamma",), "this", "that")
+    sent = InvalidOperand("gamma: ...", code=161002, violations=(unknown,), operator=SPEC.name)
+    got = error_of(lambda context: abort_with(context, sent))
+    assert isinstance(got, InvalidOperand)
+    assert (got.violations[0].id, got.violations[0].found) == ("gamma.newer_rule", "this")
+
+
+# --------------------------------------------------------------------------------------------- pickling
+
+
+@pytest.mark.parametrize("reason", [row.reason for row in ERRORS])
+def test_every_error_can_be_pickled_and_copied(reason: str) -> None:
+    error = made(reason, "device")
+    error.cause = ValueError("not to be pickled")
+    for back in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
+        assert type(back) is type(error)
+        assert str(back) == str(error)
+        assert back.cause is None
+        assert {k: v for k, v in vars(back).items() if k != "cause"} == {
+            k: v for k, v in vars(error).items() if k != "cause"
+        }
+
+
+def test_an_error_that_came_over_the_wire_can_be_pickled_with_its_violations(error_of: ErrorOf) -> None:
+    got = error_of(lambda context: abort_with(context, broken_call()[0]))
+    back = pickle.loads(pickle.dumps(got))
+    assert isinstance(got, OperatorError)
+    assert back.violations == got.violations
+    assert back.constraint == got.constraint
+
+
+# -------------------------------------------------------------------------- statuses without our details
+
+CLASSES = {
+    "CANCELLED": Cancelled,
+    "INVALID_ARGUMENT": RequestError,
+    "DEADLINE_EXCEEDED": DeadlineExceeded,
+    "RESOURCE_EXHAUSTED": ServerBusy,
+    "UNIMPLEMENTED": UnsupportedOperator,
+    "UNAVAILABLE": ConnectError,
+}
+FAILURES = [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
+
+
+def test_every_status_has_a_class() -> None:
+    assert set(STATUS_CLASSES) == set(FAILURES)
+
+
+@pytest.mark.parametrize("code", FAILURES, ids=lambda code: code.name)
+def test_a_status_without_details_keeps_its_words(error_of: ErrorOf, service: Seen, code: Any) -> None:
+    got = error_of(lambda context: context.abort(code, "what the proxy says"))
+    assert type(got) is CLASSES.get(code.name, NpugradError)
+    assert service.address in str(got)
+    assert str(got).startswith("group_norm_backward: ")
+    if code is not grpc.StatusCode.DEADLINE_EXCEEDED:
+        assert "what the proxy says" in str(got)
+    assert got.operator == "group_norm_backward"
+    assert got.retryable is (code.name in ("RESOURCE_EXHAUSTED", "UNAVAILABLE"))
+    assert isinstance(got.cause, grpc.RpcError)
+
+
+def test_a_message_limit_on_the_way_is_not_worth_a_retry(error_of: ErrorOf) -> None:
+    said = "Received message larger than max (5000000 vs. 4194304)"
+    got = error_of(lambda context: context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, said))
+    assert type(got) is CallTooLarge
+    assert said in str(got)
+    assert not got.retryable
+
+
+def foreign_details() -> bytes:
+    status = status_pb2.Status(code=3, message="no")
+    info = error_details_pb2.ErrorInfo(reason="ACLNN_ERR_PARAM_INVALID", domain="other.example")
+    status.details.add().Pack(info)
+    return bytes(status.SerializeToString())
+
+
+def newer_details() -> bytes:
+    status = status_pb2.Status(code=3, message="no")
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason="NEWER", domain="npugrad"))
+    return bytes(status.SerializeToString())
+
+
+def mistyped_details() -> bytes:
+    status = status_pb2.Status(code=3, message="no")
+    status.details.add(type_url="type.googleapis.com/google.rpc.ErrorInfo", value=b"\xff\xff\xff")
+    return bytes(status.SerializeToString())
+
+
+GARBAGE = {
+    "bytes": b"\xff\xfe\xfd",
+    "empty": b"",
+    "foreign": foreign_details(),
+    "newer": newer_details(),
+    "mistyped": mistyped_details(),
+}
+
+
+@pytest.mark.parametrize("details", GARBAGE.values(), ids=GARBAGE)
+def test_details_that_are_not_ours_change_nothing(error_of: ErrorOf, details: bytes) -> None:
+    def end(context: Context) -> None:
+        context.set_trailing_metadata(((STATUS_KEY, details),))
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no")
+
+    got = error_of(end)
+    assert type(got) is RequestError
+    assert str(got).endswith("INVALID_ARGUMENT: no")
+
+
+def test_details_survive_a_proxy_that_rewrote_code_and_message(error_of: ErrorOf) -> None:
+    def end(context: Context) -> None:
+        status = encode_status(broken_call()[0])
+        context.set_trailing_metadata(((STATUS_KEY, status.SerializeToString()),))
+        context.abort(grpc.StatusCode.UNKNOWN, "upstream error")
+
+    got = error_of(end)
+    assert isinstance(got, InvalidOperand)
+    assert got.code == 161002
+
+
+def test_the_tree_in_the_docstring_names_every_class() -> None:
+    drawn = npugrad_client.errors.__doc__
+    assert drawn is not None
+    for name in npugrad_client.errors.__all__:
+        assert f" {name} " in drawn or drawn.startswith(name) or f"\n{name} " in drawn, name
+
+
+def test_the_public_list_is_all_classes_of_the_contract() -> None:
+    classes = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, NpugradError)
+    }
+    assert set(npugrad_client.errors.__all__) == classes
+    assert classes <= set(npugrad_client.__all__)

@@ -1,0 +1,461 @@
+"""The way to the server: which RPC by which size, refusals, deadlines, closed clients, lost servers."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+import pytest
+from tests.client.fake_service import (
+    Context,
+    Gate,
+    abort_with,
+    fake_service,
+    group_norm,
+    read_header,
+    stream_zeros,
+    zeros,
+)
+
+from npugrad.errors import InvalidOperand, ServerBusy
+from npugrad_client import Cancelled, Client, ConnectError, DeadlineExceeded, NpugradError, TransportError
+from npugrad_client._transport import _channel_options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from npugrad.spec import OpSpec
+
+STREAMED, UNARY = 0, 2**40
+WAYS = pytest.mark.parametrize("stream_from_bytes", [UNARY, STREAMED], ids=["unary", "streamed"])
+
+
+def expanded(call: dict[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
+    """A call whose two large operands are one element each."""
+    one = np.broadcast_to(np.float32(1), shape)
+    return {**call, "grad_out": one, "input": one}
+
+
+# ------------------------------------------------------------------------------------- which way by size
+
+
+@pytest.mark.parametrize(
+    ("hxw", "method"), [(8, "GroupNormBackward"), (16_000, "GroupNormBackward"), (32_768, "Execute")]
+)
+def test_operands_of_a_mebibyte_are_streamed(hxw: int, method: str) -> None:
+    with fake_service() as service, Client(service.address, timeout_s=20) as client:
+        client.group_norm_backward(**group_norm(n=2, c=4, hxw=hxw))
+    assert service.methods == [method]
+
+
+def test_tiny_operands_with_large_results_are_streamed() -> None:
+    shape = (2, 4, 2**18)
+    call = expanded(group_norm(), shape)
+    with fake_service() as service, Client(service.address, timeout_s=20) as client:
+        grads = client.group_norm_backward(**{**call, "hxw": shape[2]})
+    assert grads.grad_input.shape == shape
+    assert service.methods == ["Execute"]
+    assert len(service.frames) == 1, "an expanded operand travels in the header"
+
+
+@pytest.mark.parametrize(("stream_from_bytes", "method"), [(1, "Execute"), (2**20, "GroupNormBackward")])
+def test_the_size_is_a_setting(stream_from_bytes: int, method: str) -> None:
+    with (
+        fake_service() as service,
+        Client(service.address, timeout_s=20, stream_from_bytes=stream_from_bytes) as client,
+    ):
+        client.group_norm_backward(**group_norm())
+    assert service.methods == [method]
+
+
+def test_no_setting_makes_a_message_beyond_what_protobuf_carries() -> None:
+    def refuse(frames: Any, context: Context) -> Iterator[Any]:
+        read_header(frames)
+        abort_with(context, ServerBusy("busy"))
+        yield from ()
+
+    with (
+        fake_service(execute=refuse) as service,
+        Client(service.address, timeout_s=20, stream_from_bytes=UNARY) as client,
+        pytest.raises(ServerBusy),
+    ):
+        client.group_norm_backward(**{**expanded(group_norm(), (2, 4, 2**27)), "hxw": 2**27})
+    assert service.methods == ["Execute"]
+
+
+def test_both_ways_carry_the_same_operands() -> None:
+    call = group_norm(n=4, c=8, hxw=40_000)
+    arrived: dict[str, dict[str, bytes]] = {"unary": {}, "streamed": {}}
+
+    def unary(spec: OpSpec, request: Any, context: Context) -> Any:
+        arrived["unary"] = {p.name: getattr(request, p.name).data for p in spec.inputs}
+        return zeros(spec, request, context)
+
+    def execute(frames: Any, context: Context) -> Iterator[Any]:
+        first = next(frames)
+        rest = list(frames)
+        message = first.header.group_norm_backward
+        for index, name in enumerate(("grad_out", "input", "mean", "rstd", "gamma")):
+            chunks = b"".join(f.chunk.data for f in rest if f.chunk.operand == index)
+            arrived["streamed"][name] = chunks or getattr(message, name).data
+        yield from stream_zeros(iter([first]), context)
+
+    with fake_service(unary, execute) as service:
+        for way in (UNARY, STREAMED):
+            with Client(service.address, timeout_s=20, stream_from_bytes=way) as client:
+                client.group_norm_backward(**call)
+    expected = {name: value.tobytes() for name, value in call.items() if isinstance(value, np.ndarray)}
+    assert arrived == {"unary": expected, "streamed": expected}
+
+
+# ----------------------------------------------------------------------------------------------- refusals
+
+
+class Refusing:
+    """Refuses every streamed call at its header, or takes it."""
+
+    def __init__(self, error: NpugradError | None) -> None:
+        self.error = error
+
+    def __call__(self, frames: Any, context: Context) -> Iterator[Any]:
+        if self.error is None:
+            yield from stream_zeros(frames, context)
+        else:
+            read_header(frames)
+            abort_with(context, self.error)
+
+
+@pytest.mark.parametrize("group", [0, 8], ids=["refused", "legal"])
+def test_a_call_that_is_bound_to_be_refused_uploads_nothing(group: int) -> None:
+    """A server that looks for a chunk for a while before it refuses finds none; of a legal call it does."""
+    error = InvalidOperand("group: ...", code=161002, operator="group_norm_backward")
+
+    def linger(frames: Any, context: Context) -> Iterator[Any]:
+        read_header(frames)
+        reader = threading.Thread(target=lambda: next(frames, None), daemon=True)
+        reader.start()
+        reader.join(0.3)
+        abort_with(context, error)
+        yield from ()
+
+    call = group_norm(n=8, c=64, hxw=4096, group=8)
+    with (
+        fake_service(execute=linger) as service,
+        Client(service.address, timeout_s=20) as client,
+        pytest.raises(InvalidOperand),
+    ):
+        client.group_norm_backward(**{**call, "group": group})
+    assert service.methods == ["Execute"]
+    assert [f.WhichOneof("frame") for f in service.frames] == ["header", "chunk"][: 1 + bool(group)]
+
+
+def test_a_newer_server_may_take_what_the_local_record_refuses() -> None:
+    call = group_norm(n=8, c=64, hxw=1024)
+    with (
+        fake_service(execute=Refusing(None)) as service,
+        Client(service.address, timeout_s=20) as client,
+        # The fake infers with the same record and so fails; what counts is that the upload went on.
+        contextlib.suppress(NpugradError),
+    ):
+        client.group_norm_backward(**{**call, "group": 0})
+    assert sum(len(f.chunk.data) for f in service.frames) == 2 * 8 * 64 * 1024 * 4
+
+
+def test_a_refusal_at_the_header_ends_the_upload_and_frees_its_memory() -> None:
+    released = threading.Event()
+    call = group_norm(n=8, c=64, hxw=2**15)
+    weakref.finalize(call["input"], released.set)
+    with (
+        fake_service(execute=Refusing(ServerBusy("busy", operator="x"))) as service,
+        Client(service.address, timeout_s=30) as client,
+    ):
+        error: BaseException | None = None
+        try:
+            client.group_norm_backward(**call)
+        except ServerBusy as caught:
+            error = caught.with_traceback(None)
+        del call
+        assert isinstance(error, ServerBusy)
+        assert released.wait(20), "something still holds the operands of a refused call"
+
+
+# ---------------------------------------------------------------------------------------------- deadlines
+
+
+@WAYS
+def test_a_deadline_ends_a_call_that_stalls(stream_from_bytes: int) -> None:
+    gate = Gate()
+
+    def unary(spec: OpSpec, request: Any, context: Context) -> Any:
+        gate.hold()
+        return zeros(spec, request, context)
+
+    def execute(frames: Any, context: Context) -> Iterator[Any]:
+        replies = stream_zeros(frames, context)
+        yield next(replies)  # the header came, and then nothing
+        gate.hold()
+
+    with (
+        fake_service(unary, execute) as service,
+        Client(service.address, stream_from_bytes=stream_from_bytes) as client,
+    ):
+        with pytest.raises(DeadlineExceeded) as caught:
+            client.group_norm_backward(**group_norm(), timeout_s=0.3)
+        gate.open()
+    assert str(caught.value) == (f"group_norm_backward: found no answer from {service.address} within 0.3 s")
+    assert not caught.value.retryable
+
+
+@pytest.mark.parametrize("timeout_s", [0, 0.0, -1, -math.inf])
+def test_a_deadline_that_has_passed_sends_nothing(timeout_s: float) -> None:
+    with fake_service() as service, Client(service.address) as client:
+        with pytest.raises(DeadlineExceeded, match=r"backward: found a deadline of .* has passed"):
+            client.group_norm_backward(**group_norm(), timeout_s=timeout_s)
+        with pytest.raises(DeadlineExceeded, match="server_info: found a deadline"):
+            client.server_info(timeout_s=timeout_s)
+    assert service.methods == []
+
+
+@WAYS
+@pytest.mark.parametrize("timeout_s", [math.inf, 1e300, 1e9])
+def test_no_deadline_is_too_long(stream_from_bytes: int, timeout_s: float) -> None:
+    with (
+        fake_service() as service,
+        Client(service.address, timeout_s=1e-9, stream_from_bytes=stream_from_bytes) as client,
+    ):
+        assert client.group_norm_backward(**group_norm(), timeout_s=timeout_s).info.backend == "test"
+
+
+def test_nan_is_no_deadline() -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(ValueError, match="timeout_s: found nan"):
+        client.group_norm_backward(**group_norm(), timeout_s=math.nan)
+
+
+def test_the_clients_deadline_holds_where_a_call_has_none() -> None:
+    gate = Gate()
+
+    def unary(spec: OpSpec, request: Any, context: Context) -> Any:
+        gate.hold()
+        return zeros(spec, request, context)
+
+    with fake_service(unary) as service, Client(service.address, timeout_s=0.2) as client:
+        with pytest.raises(DeadlineExceeded, match=r"within 0\.2 s"):
+            client.group_norm_backward(**group_norm())
+        gate.open()
+
+
+# --------------------------------------------------------------------------------------- closed and forked
+
+
+@WAYS
+def test_a_closed_client_says_so(stream_from_bytes: int) -> None:
+    with fake_service() as service:
+        client = Client(service.address, timeout_s=20, stream_from_bytes=stream_from_bytes)
+        client.group_norm_backward(**group_norm())
+        client.close()
+        client.close()
+        for act in (lambda: client.group_norm_backward(**group_norm()), client.server_info):
+            with pytest.raises(RuntimeError, match=f"found the client for {service.address} closed"):
+                act()
+
+
+@WAYS
+def test_closing_cancels_calls_in_flight(stream_from_bytes: int) -> None:
+    gate = Gate()
+
+    def unary(spec: OpSpec, request: Any, context: Context) -> Any:
+        gate.hold()
+        return zeros(spec, request, context)
+
+    def execute(frames: Any, context: Context) -> Iterator[Any]:
+        gate.hold()
+        yield from stream_zeros(frames, context)
+
+    with fake_service(unary, execute) as service, ThreadPoolExecutor(1) as pool:
+        client = Client(service.address, timeout_s=30, stream_from_bytes=stream_from_bytes)
+        flying = pool.submit(client.group_norm_backward, **group_norm())
+        gate.wait_for_call()
+        client.close()
+        with pytest.raises(Cancelled, match="group_norm_backward"):
+            flying.result(20)
+        gate.open()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
+def test_a_client_says_that_it_was_opened_before_a_fork() -> None:
+    """In a process of its own: forking the test runner would fork its servers' threads as well."""
+    program = """
+        import os, sys
+        from npugrad_client import Client
+        client = Client("127.0.0.1:1", timeout_s=5)
+        child = os.fork()
+        if child == 0:
+            try:
+                client.server_info()
+            except RuntimeError as error:
+                os._exit(42 if "another process opened" in str(error) else 1)
+            os._exit(2)
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)]
+    assert subprocess.run(command, timeout=60, check=False).returncode == 42
+
+
+# ------------------------------------------------------------------------------------------- connections
+
+
+@pytest.fixture
+def closed_port() -> Iterator[str]:
+    """An address that is taken by a socket that does not listen."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+@WAYS
+def test_an_unreachable_server_is_named_at_once_even_without_a_deadline(
+    closed_port: str, stream_from_bytes: int
+) -> None:
+    with Client(closed_port, stream_from_bytes=stream_from_bytes) as client:
+        with pytest.raises(
+            ConnectError, match=f"^group_norm_backward: cannot reach {closed_port}: "
+        ) as caught:
+            client.group_norm_backward(**group_norm())
+        with pytest.raises(ConnectError, match=f"^server_info: cannot reach {closed_port}: "):
+            client.server_info()
+    assert caught.value.retryable
+    assert isinstance(caught.value, TransportError)
+
+
+@pytest.mark.parametrize(
+    "target", ["unix:/nonexistent/npugrad.sock", "http://localhost:1", "no.such.invalid:1"]
+)
+def test_odd_targets_are_named_too(target: str) -> None:
+    with Client(target, timeout_s=20) as client, pytest.raises(TransportError, match=target):
+        client.server_info()
+
+
+def test_a_client_reads_a_unix_socket(tmp_path: Path) -> None:
+    with (
+        fake_service(address=f"unix:{tmp_path / 's'}") as service,
+        Client(service.address, timeout_s=20) as c,
+    ):
+        assert c.group_norm_backward(**group_norm()).info.device == "test:0"
+
+
+def test_a_server_that_comes_back_is_found_again(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path / 's'}"
+    with Client(address, timeout_s=20) as client:
+        with fake_service(address=address):
+            client.group_norm_backward(**group_norm())
+        with pytest.raises(ConnectError):
+            client.group_norm_backward(**group_norm())
+        with fake_service(address=address):
+            deadline, pause = time.monotonic() + 30, threading.Event()
+            while True:
+                try:
+                    client.group_norm_backward(**group_norm())
+                    break
+                except ConnectError:
+                    assert time.monotonic() < deadline, "the client did not find the server again"
+                    pause.wait(0.05)  # nothing tells that grpc's backoff is over
+
+
+def test_loopback_is_never_asked_of_a_proxy(closed_port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, f"http://{closed_port}")
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with fake_service() as service, Client(service.address, timeout_s=20) as client:
+        client.group_norm_backward(**group_norm())
+
+
+@pytest.mark.parametrize(
+    ("target", "is_direct"),
+    [
+        ("localhost:50051", True),
+        ("127.0.0.1:50051", True),
+        ("127.1.2.3", True),
+        ("[::1]:50051", True),
+        ("dns:///localhost:1", True),
+        ("ipv4:127.0.0.1:1", True),
+        ("localhost.example.org:1", False),
+        ("10.0.0.1:1", False),
+        ("127.example.org:1", False),
+        ("[2001:db8::1]:1", False),
+        ("dns:///service.ns:50051", False),
+    ],
+)
+def test_other_hosts_may_be_behind_one(target: str, is_direct: bool) -> None:
+    assert (("grpc.enable_http_proxy", 0) in _channel_options(target)) is is_direct
+
+
+def test_a_service_of_another_kind_is_named() -> None:
+    with (
+        fake_service() as service,
+        Client(service.address, timeout_s=20) as client,
+        pytest.raises(NpugradError, match=f"server_info: {service.address}: UNIMPLEMENTED") as caught,
+    ):
+        client.server_info()
+    assert isinstance(caught.value.cause, grpc.RpcError)
+
+
+def test_bytes_that_are_no_reply_are_an_error() -> None:
+    with (
+        fake_service(unary=lambda *_: b"\xff\xff") as service,
+        Client(service.address, timeout_s=20) as client,
+        pytest.raises(NpugradError, match=f"{service.address}: INTERNAL: .*deserializ"),
+    ):
+        client.group_norm_backward(**group_norm())
+
+
+# ------------------------------------------------------------------------------------------------ threads
+
+
+def test_one_client_serves_eight_threads() -> None:
+    """Each thread sees the answers to its own calls, whichever way they travel."""
+
+    def unary(spec: OpSpec, request: Any, context: Context) -> Any:
+        reply = zeros(spec, request, context)
+        reply.grad_beta.data = request.gamma.data
+        return reply
+
+    def execute(frames: Any, context: Context) -> Iterator[Any]:
+        first = next(frames)
+        for _ in frames:
+            pass
+        replies = stream_zeros(iter([first]), context)
+        gamma = first.header.group_norm_backward.gamma.data
+        for frame in replies:
+            if frame.chunk.operand == 12:
+                frame.chunk.data = gamma
+            yield frame
+
+    def work(client: Client, number: int) -> int:
+        right = 0
+        for turn in range(12):
+            hxw = 33_000 if turn % 3 == 0 else 8
+            call = group_norm(n=1, c=4, hxw=hxw, seed=1000 * number + turn)
+            grads = client.group_norm_backward(**call)
+            right += grads.grad_beta.tobytes() == call["gamma"].tobytes()
+        return right
+
+    with (
+        fake_service(unary, execute) as service,
+        Client(service.address, timeout_s=60) as client,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        assert list(pool.map(lambda n: work(client, n), range(8))) == [12] * 8
