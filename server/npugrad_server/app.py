@@ -49,7 +49,7 @@ async def serve(loaded: LoadedSettings, announce: Callable[[Address], None]) -> 
         announce: Called once calls are served, with the bound address.
 
     Returns:
-        Exit code: 0, or 1 when accepted calls were cut off.
+        Exit code: 0, or 1 when accepted calls were cut off or the gRPC server ended by itself.
 
     Raises:
         StartError: Something that the start needs is missing.
@@ -68,7 +68,8 @@ async def serve(loaded: LoadedSettings, announce: Callable[[Address], None]) -> 
             announce(app.address)
             log.info("listening", address=str(app.address), metrics_address=str(app.metrics_address or ""))
             await until(stop.asked, app.ended())
-        return 0 if await app.drain(stop.at_once) else 1
+        finished = await app.drain(stop.at_once)
+        return 0 if finished and stop.asked.is_set() else 1
     finally:
         await app.close()
         log.info("stopped")
@@ -224,9 +225,11 @@ class App:
 
     async def close(self) -> None:
         """Ends whatever still runs: server, workers, metrics page."""
-        if hasattr(self, "_server"):
-            await self._server.stop(None)
-        await self._resources.aclose()
+        try:
+            if hasattr(self, "_server"):
+                await self._server.stop(None)
+        finally:
+            await self._resources.aclose()
 
 
 async def until(
