@@ -29,6 +29,7 @@ from npugrad_server.rpc.register import register
 from npugrad_server.rpc.server import Facts, ServerServicer
 from npugrad_server.rpc.servicer import BackwardServicer
 from npugrad_server.rpc.validation import ValidationServicer
+from npugrad_server.worker.memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -54,6 +55,7 @@ async def serve(loaded: LoadedSettings, announce: Callable[[Address], None]) -> 
     Raises:
         StartError: Something that the start needs is missing.
     """
+    keep_freed_memory()
     log, stop = get_logger(), Stop()
     made = pool_settings(loaded.settings)
     for name, value in loaded.settings:
