@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
+from tests.calls import call_execute, call_unary, chunk, failure_of
 
 from npugrad import codec, layout
+from npugrad.ops import OPERATORS
 from npugrad.spec import TensorMeta
 from npugrad.v1 import backward_pb2, backward_pb2_grpc, server_pb2, server_pb2_grpc, validation_pb2_grpc
 
@@ -20,12 +23,16 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from tests.fix_server import ServerProcess
 
+    from npugrad.errors import NpugradError
     from npugrad.spec import CallMeta, OpSpec
 
     Array = npt.NDArray[Any]
     Operands = Mapping[str, Array | None]
     Frames = Iterable[backward_pb2.ExecuteRequest]
 
+SPECS = list(OPERATORS.values())
+MSDA, GRID_SAMPLER, GROUP_NORM, FLOYD = SPECS
+each_operator = pytest.mark.parametrize("spec", SPECS, ids=list(OPERATORS))
 CALL_TIMEOUT_S = 60.0
 UNARY, STREAMED = 2**40, 0
 """Values of `Client(stream_from_bytes=...)` that force one way or the other."""
@@ -157,11 +164,6 @@ def header(spec: OpSpec, message: Any) -> backward_pb2.ExecuteRequest:
     return backward_pb2.ExecuteRequest(header=codec.wrap(backward_pb2.ExecuteHeader(), spec, message))
 
 
-def chunk(operand: int, offset: int, data: bytes) -> backward_pb2.ExecuteRequest:
-    """A later frame of a streamed call."""
-    return backward_pb2.ExecuteRequest(chunk=backward_pb2.Chunk(operand=operand, offset=offset, data=data))
-
-
 def encode(
     spec: OpSpec,
     call: CallMeta,
@@ -224,6 +226,15 @@ def unary_results(spec: OpSpec, message: Any) -> dict[str, Array | None]:
         name: None if meta is None else layout.view(meta, result.contents[name].data or b"")
         for name, meta in result.metas.items()
     }
+
+
+def both_ways(channel: grpc.Channel, spec: OpSpec, message: Any) -> list[NpugradError]:
+    """How a message is refused as a unary call and as the header of a stream."""
+    failures = [
+        failure_of(lambda: call_unary(channel, spec, message)),
+        failure_of(lambda: call_execute(channel, [header(spec, message)])),
+    ]
+    return [failure.error for failure in failures]
 
 
 def eventually(
