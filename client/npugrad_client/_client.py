@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 class Client(Operators):
     """Calls one npugrad server.
 
-    Thread safety: one client may be shared by any number of threads. After a fork, make a new one.
+    Thread safety: one client may be shared by any number of threads.
+
+    Processes: a client belongs to the process that opened it. gRPC does not survive a fork, so open clients
+    in the processes that use them, and none in a parent that forks (multiprocessing by fork, a DataLoader
+    with workers) unless it is closed before, or ``GRPC_ENABLE_FORK_SUPPORT=1`` is set from the start.
 
     Example:
         >>> with Client("localhost:50051") as client:          # doctest: +SKIP
@@ -41,8 +45,12 @@ class Client(Operators):
 
         Args:
             target: ``host:port``, ``unix:path`` or ``dns:///service:port``.
-            timeout_s: Deadline of every call in seconds unless the call says otherwise; None for none.
+            timeout_s: Deadline of every call in seconds unless the call says otherwise; None for none. A
+                server that cannot be reached is an error at once, with or without a deadline.
             stream_from_bytes: Calls with this much data in either direction are streamed.
+
+        Raises:
+            RuntimeError: The process was forked while a client was open; see above.
         """
         self.target = target
         self._timeout_s = timeout_s

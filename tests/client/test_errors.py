@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
-from tests.client.fake_service import STATUS_KEY, Context, Seen, abort_with, fake_service, group_norm
+from tests.client.fake_service import (
+    STATUS_KEY,
+    STREAMED,
+    UNARY,
+    Context,
+    Seen,
+    abort_with,
+    fake_service,
+    group_norm,
+)
 
 import npugrad_client
 from npugrad import errors
@@ -44,7 +53,6 @@ if TYPE_CHECKING:
 
 End = Callable[[Context], object]
 SPEC = get_operator("group_norm_backward")
-STREAMED, UNARY = 0, 2**30
 
 
 class Ending:
