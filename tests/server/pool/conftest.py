@@ -174,9 +174,16 @@ def _resources() -> tuple[list[str], list[str], list[str], int]:
             descriptors.append(os.readlink(f"/proc/self/fd/{number}"))
         except OSError:  # the descriptor of the listing itself
             continue
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    children = [word for task in Path("/proc/self/task").glob("*/children") for word in _words(task)]
     threads = sorted(thread.name for thread in threading.enumerate() if "asyncio" not in thread.name)
     return sorted(descriptors), children, threads, Path("/proc/self/maps").read_text().count("memfd:npugrad")
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:  # the thread has ended meanwhile
+        return []
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
