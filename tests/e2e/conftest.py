@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.calls import TIMEOUT_S, call_execute, call_unary, fill, sample
-from tests.e2e.harness import Wire, eventually, own_threads
+from tests.e2e.harness import VICTIM_INPUT_ARENA, VICTIM_OUTPUT_ARENA, Wire, eventually, own_threads
 from tests.fix_server import run_server
 
 from npugrad.ops import OPERATORS
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     Report = Callable[[str, int | str], None]
 
-VICTIM_INPUT_ARENA, VICTIM_OUTPUT_ARENA = 64 * 2**20, 32 * 2**20
 _COUNTS: pytest.StashKey[dict[str, int | str]] = pytest.StashKey()
 
 

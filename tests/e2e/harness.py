@@ -34,6 +34,8 @@ SPECS = list(OPERATORS.values())
 MSDA, GRID_SAMPLER, GROUP_NORM, FLOYD = SPECS
 each_operator = pytest.mark.parametrize("spec", SPECS, ids=list(OPERATORS))
 CALL_TIMEOUT_S = 60.0
+VICTIM_INPUT_ARENA, VICTIM_OUTPUT_ARENA = 64 * 2**20, 32 * 2**20
+"""Bytes of operands, and of results, that the server of the hostile tests has room for."""
 UNARY, STREAMED = 2**40, 0
 """Values of `Client(stream_from_bytes=...)` that force one way or the other."""
 
