@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from npugrad.errors import NpugradError, ServerBusy, ServerDraining
+from npugrad_server.devices import parse_device
 from npugrad_server.pool.admission import Admission
 from npugrad_server.pool.answers import RETRY_DRAINING_S, RETRY_NO_DEVICE_S, error_from_verdict
 from npugrad_server.pool.arena import InputArena
@@ -25,11 +26,10 @@ from npugrad_server.pool.commands import (
     StartCall,
     WorkerSpec,
 )
-from npugrad_server.pool.demand import check_fits, demand_of
 from npugrad_server.pool.entry import Entry
 from npugrad_server.pool.fleet import Fleet
+from npugrad_server.pool.gate import Gate
 from npugrad_server.pool.machine import memory_bytes
-from npugrad_server.pool.regions import ALIGNMENT, RegionAllocator
 from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.pool.types import DeviceState, DeviceStatus, Outcome, PoolObserver, PoolStats
 from npugrad_server.worker.protocol import CallDone, CallFailed
@@ -39,16 +39,11 @@ if TYPE_CHECKING:
 
     from npugrad.call import ExecutionInfo
     from npugrad_server.pool.commands import Command, DeviceChanged
-    from npugrad_server.pool.demand import Demand
-    from npugrad_server.pool.regions import Region
     from npugrad_server.pool.types import PlannedCall, PoolSettings
     from npugrad_server.worker.protocol import DeviceReady
 
 _log = logging.getLogger(__name__)
 
-_LEAST_RETRY_S, _MOST_RETRY_S = 0.1, 30.0
-_SMOOTHING = 0.1
-"""Weight of the newest call in the running mean of service times."""
 _HOST = "host"
 """The memory that CPU and simulated devices share."""
 
@@ -76,20 +71,18 @@ class DevicePool:
         self._settings = settings
         self._observer = observer or PoolObserver()
         self._loop = asyncio.get_running_loop()
+        devices = [parse_device(name) for name in settings.devices]
         self._inputs = InputArena(settings.input_arena_bytes)
-        self._operands = RegionAllocator(settings.input_arena_bytes)
-        self._fleet = Fleet(settings, self._inputs, self)
-        self._memory_bytes = settings.device_memory_bytes or memory_bytes() // 2
-        self._output_bytes = settings.output_arena_bytes // ALIGNMENT * ALIGNMENT
+        self._gate = Gate(settings, settings.device_memory_bytes or memory_bytes() // 2)
+        self._fleet = Fleet(settings, devices, self._inputs, self)
         self._scheduler = Scheduler(
             settings,
-            [WorkerSpec(settings.streams_per_device, self._output_bytes, _HOST)] * len(settings.devices),
-            {_HOST: self._memory_bytes},
+            [WorkerSpec(settings.streams_per_device, self._gate.output_bytes, _HOST)] * len(devices),
+            {_HOST: self._gate.memory_bytes},
         )
         self._numbers = itertools.count(1)
         self._entries: dict[int, Entry] = {}
         self._unclosed = self._uploads = self._accepted = self._finished = 0
-        self._mean_run_s = 0.0
         self._draining = self._closing = False
         self._alarm: asyncio.TimerHandle | None = None
         self._progress = asyncio.Event()
@@ -135,37 +128,8 @@ class DevicePool:
                 retry_after_s=RETRY_NO_DEVICE_S,
                 operator=operator,
             )
-        demand = demand_of(planned)
-        check_fits(
-            operator,
-            demand,
-            input_arena_bytes=self._operands.nbytes,
-            output_arena_bytes=self._output_bytes,
-            memory_bytes=self._memory_bytes,
-        )
-        return self._accept(planned, demand, self._reserve(operator, demand))
-
-    def _reserve(self, operator: str, demand: Demand) -> Region:
-        waiting, limit = self._uploads + self._scheduler.queue_depth, self._settings.max_queue_depth
-        if waiting >= limit:
-            raise self._busy(operator, f"found {waiting} waiting calls; expected fewer than {limit}")
-        region = self._operands.allocate(demand.inputs.nbytes)
-        if region is None:
-            found = f"{self._operands.used_bytes} of {self._operands.nbytes} bytes of operand memory in use"
-            raise self._busy(operator, f"found {found}; expected room for {demand.inputs.nbytes}")
-        return region
-
-    def _busy(self, operator: str, what: str) -> ServerBusy:
-        streams = len(self._settings.devices) * self._settings.streams_per_device
-        ahead = self._scheduler.queue_depth + self._scheduler.running + 1
-        estimate = self._mean_run_s * ahead / streams
-        return ServerBusy(
-            f"{operator}: {what}",
-            retry_after_s=min(max(estimate, _LEAST_RETRY_S), _MOST_RETRY_S),
-            operator=operator,
-        )
-
-    def _accept(self, planned: PlannedCall, demand: Demand, region: Region) -> Admission:
+        waiting = self._uploads + self._scheduler.queue_depth
+        demand, region = self._gate.reserve(planned, waiting, self._scheduler.running)
         admission = Admission(
             next(self._numbers),
             planned,
@@ -232,7 +196,7 @@ class DevicePool:
         self._signal()
 
     def _release(self, number: int) -> None:
-        self._operands.free(self._entries.pop(number).operands)
+        self._gate.operands.free(self._entries.pop(number).operands)
 
     # ----------------------------------------------------------------------------------- what the workers say
 
@@ -248,9 +212,7 @@ class DevicePool:
             self._log_trace(entry, answer)
         good = isinstance(answer, CallDone)
         if isinstance(answer, CallDone):
-            self._mean_run_s += _SMOOTHING * (
-                answer.copy_in_s + answer.run_s + answer.copy_out_s - self._mean_run_s
-            )
+            self._gate.note(answer.copy_in_s + answer.run_s + answer.copy_out_s)
         self._apply(self._scheduler.answered(worker, incarnation, answer.call, good, time.monotonic()))
 
     def worker_lost(self, worker: int, incarnation: int, reason: str) -> None:
@@ -385,11 +347,11 @@ class DevicePool:
             running=self._scheduler.running,
             accepted_calls=self._accepted,
             finished_calls=self._finished,
-            input_arena_used_bytes=self._operands.used_bytes,
+            input_arena_used_bytes=self._gate.operands.used_bytes,
             output_arena_used_bytes=self._scheduler.output_used_bytes,
             uploads=self._uploads,
-            input_arena_bytes=self._operands.nbytes,
-            output_arena_bytes=self._output_bytes * len(self._fleet.devices),
+            input_arena_bytes=self._gate.operands.nbytes,
+            output_arena_bytes=self._gate.output_bytes * len(self._fleet.devices),
         )
 
     async def wait_ready(self, timeout_s: float) -> None:

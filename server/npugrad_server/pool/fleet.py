@@ -10,7 +10,6 @@ from functools import partial
 from threading import Event
 from typing import TYPE_CHECKING, Protocol
 
-from npugrad_server.devices import parse_device
 from npugrad_server.pool.machine import cpu_count
 from npugrad_server.pool.process import WorkerProcess
 from npugrad_server.worker.protocol import CallDone, CallFailed, DeviceReady
@@ -64,15 +63,18 @@ class Device:
 class Fleet:
     """Owns every worker process and the threads that start them and pre-fault memory."""
 
-    def __init__(self, settings: PoolSettings, inputs: InputArena, events: Events) -> None:
+    def __init__(
+        self, settings: PoolSettings, names: list[DeviceName], inputs: InputArena, events: Events
+    ) -> None:
         """Starts nothing yet.
 
         Args:
-            settings: Devices and sizes.
+            settings: Sizes.
+            names: The devices.
             inputs: Arena of the operands.
             events: Who is told.
         """
-        self.devices = [Device(parse_device(name)) for name in settings.devices]
+        self.devices = [Device(name) for name in names]
         self._settings = settings
         self._inputs = inputs
         self._events = events
