@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.benchmarks import service, transport
-from tests.benchmarks.environment import environment, load_average
+from tests.benchmarks.environment import environment
 from tests.benchmarks.harness import FULL, QUICK, Effort, Result, as_record, show
 from tests.benchmarks.picture import svg
 from tests.benchmarks.processes import ROOT
@@ -44,7 +44,6 @@ def _run(name: str, effort: Effort, folder: Path) -> None:
         sys.stderr.write(
             f"{name}: {result.case} {result.dtype}: done after {time.monotonic() - start:.0f} s\n"
         )
-    facts["load average at the end"] = load_average()
     facts["effort"] = (
         f"up to {effort.repetitions} repetitions, slots of {effort.slot_s:g} s, orders alternated"
     )

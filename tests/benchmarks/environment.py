@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import re
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 _VECTOR_FLAGS = re.compile(r"^(sse4_2|avx|avx2|fma|f16c|avx512\w*|avx_vnni|amx_\w+|asimd\w*|sve\w*|bf16)$")
+_QUIET = 0.9
 _PACKAGES = ("npugrad", "grpcio", "protobuf", "numpy", "ml_dtypes", "torch")
 _ALLOCATORS = ("tcmalloc", "jemalloc", "mimalloc")
 _SETTINGS = ("LD_PRELOAD", "GLIBC_TUNABLES", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONMALLOC")
@@ -26,7 +28,7 @@ def environment() -> dict[str, str]:
         "allocator": allocator(),
         "huge pages": _text(Path("/sys/kernel/mm/transparent_hugepage/enabled")) or "unknown",
         "versions": ", ".join(f"{name} {_version(name)}" for name in _PACKAGES),
-        "load average": load_average(),
+        "idle before the start": _idle(),
     }
     settings = [
         f"{name}={os.environ[name]}" for name in (*_SETTINGS, *_malloc_settings()) if name in os.environ
@@ -34,9 +36,25 @@ def environment() -> dict[str, str]:
     return {**facts, "environment": ", ".join(settings) or "nothing that matters is set"}
 
 
-def load_average() -> str:
-    """Of the last minute: above the processes of the benchmark itself, something else ran."""
-    return f"{os.getloadavg()[0]:.2f}"
+def _idle() -> str:
+    share = idle_share()
+    return f"{share:.0%} of the cores" + (
+        "" if share > _QUIET else ": OTHER WORK RUNS, do not quote the figures"
+    )
+
+
+def idle_share(seconds: float = 0.5) -> float:
+    """Share of the cores' time that nobody used while this waited; well below 1, something else runs."""
+    idle, total = _cpu_times()
+    time.sleep(seconds)
+    later_idle, later_total = _cpu_times()
+    return (later_idle - idle) / max(later_total - total, 1)
+
+
+def _cpu_times() -> tuple[int, int]:
+    """Ticks of all cores since the machine started: idle or waiting for a disk, and all."""
+    times = [int(ticks) for ticks in _text(Path("/proc/stat")).partition("\n")[0].split()[1:9]]
+    return sum(times[3:5]), sum(times)
 
 
 def allocator() -> str:

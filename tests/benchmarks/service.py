@@ -14,6 +14,7 @@ Operators
     Expected before the first run: (a) 0.05 to 0.3 for small calls, where the round trip of about 1.5 ms is
     everything, 0.5 to 0.95 for medium ones, and never above 1. (b) 0.02 to 0.1 for small calls, and 0.02 to
     0.3 for medium ones. These are the figures that compiled kernels have to change.
+    Found wrong: (a) can pass 1, because the worker keeps freed memory and a caller's process does not.
 
 Calls per second
     A call of 1 KiB each way (that of the transport benchmark) with 1, 8 and 32 in flight, in a closed loop of
@@ -80,7 +81,7 @@ CASES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     (FLOYD, "64x128x128 D32", "bfloat16", {"b": 1, "h": 1, "n": 64, "m": 128, "k": 128, "d": 32}),
 )
 _CONCURRENCY = (1, 8, 32)
-_SMALL_CALL = {"nbytes": 2**10, "out": False}
+_SMALL_CALL = {"nbytes": 2**10}
 TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}
 
 

@@ -1,11 +1,14 @@
 """PyTorch's CPU backward of each operator, in the operands' own type.
 
 Where torch has the operator, it is called with the saved statistics that ours gets. Where it has not, the
-forward pass of a composition is recorded once and only its backward is timed.
+forward pass of a composition is recorded once and only its backward is timed. Each case takes one thread or
+as many as torch takes by default, whichever was faster just before: with threads that wait for each other a
+small operator can take a hundred times as long on a busy machine, and that would flatter us.
 """
 
 from __future__ import annotations
 
+import timeit
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -23,16 +26,29 @@ if TYPE_CHECKING:
     Tensors = Mapping[str, torch.Tensor]
     Backward = Callable[[], Mapping[str, torch.Tensor]]
 
+_TRIALS = 5
+
 
 class TorchCall:
-    """torch with as many threads as it takes by default."""
+    """torch in the caller's process."""
+
+    def __init__(self) -> None:
+        """Notes how many threads torch takes by default."""
+        self._threads = sorted({1, torch.get_num_threads()})
 
     def prepare(self, case: Mapping[str, Any]) -> Call:
         """One backward pass."""
         call, operands = made(case)
         tensors = {name: _tensor(array) for name, array in operands.items() if array is not None}
         backward = _MAKE[case["operator"]](tensors, call.attrs)
+        torch.set_num_threads(min(self._threads, key=lambda threads: _seconds(backward, threads)))
         return lambda: {name: _array(grad) for name, grad in backward().items()}
+
+
+def _seconds(backward: Backward, threads: int) -> float:
+    torch.set_num_threads(threads)
+    backward()
+    return min(timeit.repeat(backward, number=1, repeat=_TRIALS))
 
 
 def _tensor(array: Array) -> torch.Tensor:
