@@ -26,7 +26,6 @@ from npugrad import errors
 from npugrad.errors import (
     ERRORS,
     CallTooLarge,
-    Cancelled,
     ConnectError,
     DeadlineExceeded,
     DeviceError,
@@ -227,7 +226,7 @@ def test_an_error_that_came_over_the_wire_can_be_pickled_with_its_violations(err
 # -------------------------------------------------------------------------- statuses without our details
 
 CLASSES = {
-    "CANCELLED": Cancelled,
+    "CANCELLED": ConnectError,  # nobody here cancelled, so the server did, because it ends
     "INVALID_ARGUMENT": RequestError,
     "DEADLINE_EXCEEDED": DeadlineExceeded,
     "RESOURCE_EXHAUSTED": ServerBusy,
@@ -250,7 +249,7 @@ def test_a_status_without_details_keeps_its_words(error_of: ErrorOf, service: Se
     if code is not grpc.StatusCode.DEADLINE_EXCEEDED:
         assert "what the proxy says" in str(got)
     assert got.operator == "group_norm_backward"
-    assert got.retryable is (code.name in ("RESOURCE_EXHAUSTED", "UNAVAILABLE"))
+    assert got.retryable is (code.name in ("CANCELLED", "RESOURCE_EXHAUSTED", "UNAVAILABLE"))
     assert isinstance(got.cause, grpc.RpcError)
 
 
