@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ SPECS = list(OPERATORS.values())
 MSDA, GRID_SAMPLER, GROUP_NORM, FLOYD = SPECS
 each_operator = pytest.mark.parametrize("spec", SPECS, ids=list(OPERATORS))
 CALL_TIMEOUT_S = 60.0
+_PAUSE_S = 0.02
 VICTIM_INPUT_ARENA, VICTIM_OUTPUT_ARENA = 64 * 2**20, 32 * 2**20
 """Bytes of operands, and of results, that the server of the hostile tests has room for."""
 UNARY, STREAMED = 2**40, 0
@@ -240,13 +242,12 @@ def both_ways(channel: grpc.Channel, spec: OpSpec, message: Any) -> list[Npugrad
 
 
 def eventually(
-    condition: Callable[[], Any], what: str, running: ServerProcess, timeout_s: float = 20.0
+    condition: Callable[[], Any], what: str, running: ServerProcess, timeout_s: float = 30.0
 ) -> Any:
-    """Asks until something is so; each asking is a round trip to a server, so nothing spins."""
-    end = time.monotonic() + timeout_s
+    """Asks a server until something is so, at most fifty times a second, and returns what was found."""
+    end, pause = time.monotonic() + timeout_s, threading.Event()
     while not (found := condition()):
         if time.monotonic() > end:
-            raise AssertionError(
-                f"not within {timeout_s:g} s: {what}; the log:\n{running.log_text()[-4000:]}"
-            )
+            pytest.fail(f"not within {timeout_s:g} s: {what}; the log ends:\n{running.log_text()[-4000:]}")
+        pause.wait(_PAUSE_S)
     return found
