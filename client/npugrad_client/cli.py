@@ -206,9 +206,11 @@ def _described(
         operands, found = files.read_call(spec, file, dtype)
         inputs |= {n: _arrays.pack(_arrays.to_numpy(a, spec.name, n))[0] for n, a in operands.items()}
         attrs |= found
+    inputs |= files.parse_metas(meta)
     attrs |= files.parse_attrs(spec, attr)
+    outputs = files.parse_metas(output)
     files.check_complete(spec, attrs)
-    return {"inputs": inputs | files.parse_metas(meta), "attrs": attrs, "outputs": files.parse_metas(output)}
+    return {"inputs": inputs, "attrs": attrs, "outputs": outputs}
 
 
 @app.command()
