@@ -9,7 +9,7 @@ from npugrad.errors import NpugradError
 from npugrad.products import Product
 from npugrad_server import devices
 from npugrad_server.addresses import Address, AddressError, check_free
-from npugrad_server.config import memory_limit_bytes
+from npugrad_server.machine import memory_bytes
 from npugrad_server.pool import DevicePool, DeviceState, PoolSettings
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def pool_settings(settings: ServerSettings) -> PoolSettings:
         names = devices.resolve(settings.devices)
     except devices.DeviceListError as error:
         raise StartError(f"devices: {error}") from None
-    limit = memory_limit_bytes()
+    limit = memory_bytes()
     made = PoolSettings(
         devices=names,
         product=settings.fixed_product or Product.ATLAS_A2,
@@ -56,9 +56,7 @@ def pool_settings(settings: ServerSettings) -> PoolSettings:
         respawn_backoff_s=settings.respawn_backoff_s,
         respawn_backoff_max_s=settings.respawn_backoff_max_s,
         max_respawns=settings.max_respawns,
-        device_memory_bytes=None
-        if settings.device_memory_bytes is None
-        else int(settings.device_memory_bytes),
+        device_memory_bytes=int(settings.device_memory_bytes or limit // 2),
     )
     arenas = made.input_arena_bytes + len(names) * made.output_arena_bytes
     if arenas > limit:

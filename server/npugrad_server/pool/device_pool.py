@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from npugrad.errors import NpugradError, ServerBusy, ServerDraining
 from npugrad_server.devices import parse_device
+from npugrad_server.machine import memory_bytes
 from npugrad_server.pool.admission import Admission
 from npugrad_server.pool.answers import RETRY_DRAINING_S, RETRY_NO_DEVICE_S, error_from_verdict
 from npugrad_server.pool.arena import InputArena
@@ -29,7 +30,6 @@ from npugrad_server.pool.commands import (
 from npugrad_server.pool.entry import Entry
 from npugrad_server.pool.fleet import Fleet
 from npugrad_server.pool.gate import Gate
-from npugrad_server.pool.machine import memory_bytes
 from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.pool.types import DeviceState, DeviceStatus, Outcome, PoolObserver, PoolStats
 from npugrad_server.worker.protocol import CallDone, CallFailed

@@ -10,7 +10,7 @@ from functools import partial
 from threading import Event
 from typing import TYPE_CHECKING, Protocol
 
-from npugrad_server.pool.machine import cpu_count
+from npugrad_server.machine import cpu_count
 from npugrad_server.pool.process import WorkerProcess
 from npugrad_server.worker.protocol import CallDone, CallFailed, DeviceReady
 
