@@ -303,7 +303,7 @@ class DevicePool:
         if self._closing:
             return  # its end is no news
         status = self._status(command.worker)
-        _log.info("%s: %s %s", status.name, status.state, status.reason)
+        _log.info("%s: %s%s", status.name, status.state, f", {status.reason}" if status.reason else "")
         self._observer.device_changed(status)
         for callback in self.on_change:
             callback()
