@@ -63,8 +63,11 @@ class Transport:
         """Opens the channel lazily; nothing is sent before the first call.
 
         Raises:
+            TypeError: The target is no text.
+            ValueError: The target is empty.
             RuntimeError: The process was forked while a client was open, where grpc would hang.
         """
+        _check_target(target)
         _check_fork()
         self.target = target
         self._stream_from_bytes = min(stream_from_bytes, _LARGEST_UNARY_BYTES)
@@ -136,6 +139,13 @@ class Transport:
             return read_frames(prepared, iter(stream))
         finally:
             stream.cancel()  # no effect after a complete answer; frees the stream when ours was refused
+
+
+def _check_target(target: object) -> None:
+    if not isinstance(target, str):
+        raise TypeError(f"target: found {type(target).__name__}; expected text such as 'localhost:50051'")
+    if not target:
+        raise ValueError("target: found empty text; expected host:port, unix:path or dns:///name:port")
 
 
 def _check_fork() -> None:

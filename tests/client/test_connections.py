@@ -153,6 +153,19 @@ def test_odd_targets_are_named_too(target: str) -> None:
         client.server_info()
 
 
+@pytest.mark.parametrize(
+    ("target", "error", "message"),
+    [
+        (50051, TypeError, "target: found int; expected text such as 'localhost:50051'"),
+        (None, TypeError, "target: found NoneType"),
+        ("", ValueError, "target: found empty text; expected host:port"),
+    ],
+)
+def test_what_is_no_target_is_told_at_once(target: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Client(target)
+
+
 def test_a_client_reads_a_unix_socket(tmp_path: Path) -> None:
     with (
         fake_service(address=f"unix:{tmp_path / 's'}") as service,

@@ -22,6 +22,7 @@ from tests.client.fake_service import (
 )
 
 import npugrad_client
+import npugrad_client.errors
 from npugrad import errors
 from npugrad.errors import (
     ERRORS,

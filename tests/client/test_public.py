@@ -13,6 +13,7 @@ import pytest
 
 import npugrad
 import npugrad_client
+import npugrad_client.errors
 from npugrad import OPERATORS
 from npugrad.spec import TensorParam
 from npugrad_client import Client, NpugradError, _generated_ops, _info
