@@ -111,10 +111,11 @@ def test_a_fork_is_an_error_where_it_would_be_a_hang(
             os._exit(0)
         os.waitpid(child, 0)
     """
+    clean = {name: value for name, value in os.environ.items() if name != "GRPC_ENABLE_FORK_SUPPORT"}
     with fake_service() as service:
         command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program), service.address]
         ran = subprocess.run(
-            command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60, check=True
+            command, env=clean | environment, capture_output=True, text=True, timeout=60, check=True
         )
     assert expected in ran.stdout
 
