@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -251,3 +252,21 @@ def eventually(
             pytest.fail(f"not within {timeout_s:g} s: {what}; the log ends:\n{running.log_text()[-4000:]}")
         pause.wait(_PAUSE_S)
     return found
+
+
+# --------------------------------------------------------------------------------------- processes
+
+
+def workers_of(pid: int) -> list[int]:
+    """Worker processes of a server, as the kernel sees them."""
+    children: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        children += map(int, (task / "children").read_text().split())
+    return [child for child in children if b"npugrad_server.worker" in _command(child)]
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it ended meanwhile
+        return b""

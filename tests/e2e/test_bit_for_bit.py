@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product as combinations
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from tests.e2e.harness import (
     own_threads,
     unary_results,
     wire_layout,
+    workers_of,
 )
 from tests.fix_server import ServerProcess, run_server
 
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
     from tests.e2e.conftest import Report
     from tests.e2e.harness import Array
+    from tests.fix_server import StartServer
 
     from npugrad.spec import CallMeta, OpSpec
 
@@ -330,3 +333,16 @@ def test_the_same_call_twice_gives_the_same_bits(case: Case, target: Target) -> 
     noise = Case("noise", GROUP_NORM, GROUP_NORM.build(c=6, hxw=2**14, group=3))
     typed(target.streamed, noise, noise.operands())
     assert differences(first, typed(target.streamed, case, operands)) == []
+
+
+def test_one_variable_sets_the_threads_of_every_library(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries differ in which variable they follow first, and results in the number of threads."""
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    running = start_server(env={"OMP_NUM_THREADS": "3"})
+    [worker] = workers_of(running.process.pid)
+    entries = Path(f"/proc/{worker}/environ").read_text().split("\0")
+    found = dict(entry.partition("=")[::2] for entry in entries)
+    assert (found["OMP_NUM_THREADS"], found["OPENBLAS_NUM_THREADS"]) == ("3", "3")
+    assert "3 threads for linear algebra" in running.info().devices[0].description

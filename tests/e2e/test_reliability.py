@@ -12,11 +12,10 @@ import select
 import signal
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.e2e.harness import FLOYD, Wire, eventually, own_threads
+from tests.e2e.harness import FLOYD, Wire, eventually, own_threads, workers_of
 from tests.e2e.load import CALL_TIMEOUT_S, Load, mixed_work
 from tests.fix_server import ServerProcess, run_server
 
@@ -27,6 +26,7 @@ from npugrad_client import Client
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.e2e.conftest import Report
     from tests.e2e.load import Work
@@ -42,21 +42,6 @@ REFUSED = {"DRAINING"}
 @pytest.fixture(scope="module")
 def work() -> list[Work]:
     return mixed_work()
-
-
-def workers_of(pid: int) -> list[int]:
-    """Worker processes of a server, as the kernel sees them."""
-    children: list[int] = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        children += map(int, (task / "children").read_text().split())
-    return [child for child in children if b"npugrad_server.worker" in _command(child)]
-
-
-def _command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:  # it ended meanwhile
-        return b""
 
 
 @dataclass
