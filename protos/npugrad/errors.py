@@ -183,7 +183,7 @@ class Source:
     """Where a constraint is documented.
 
     Attributes:
-        document: Official name of the page, or ``"source"`` for the vendor's source code.
+        document: Official name of the page, or such as ``"vendor source (ops-nn)"`` for the vendor's code.
         section: Section of it.
         row: Row or sentence of the section.
     """
