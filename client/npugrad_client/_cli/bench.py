@@ -203,24 +203,33 @@ class _Loop:
         self._lock = threading.Lock()
         self._left = plan.max_calls
         self._end_s = 0.0
-        self._stop = threading.Event()
+        self._stop, self._ended = threading.Event(), threading.Event()
+        self._working = plan.concurrency
 
     def run(self) -> float:
         """Runs to the end; seconds it took."""
         start = time.perf_counter()
         self._end_s = start + self._plan.duration_s
-        threads = [threading.Thread(target=self._work) for _ in range(self._plan.concurrency)]
-        for thread in threads:
-            thread.start()
+        for _ in range(self._plan.concurrency):
+            threading.Thread(target=self._work, daemon=True).start()
+        # Not Thread.join: interrupted, it takes a running thread for ended (CPython before 3.13).
         try:
-            for thread in threads:
-                thread.join()
+            self._ended.wait()
         except KeyboardInterrupt:
             self._report.is_interrupted = True
-            self._stop.set()  # calls in flight end as they would
-            for thread in threads:
-                thread.join()
+            self._stop.set()
+            self._ended.wait()  # calls in flight end as they would; a second interrupt gives them up
         return time.perf_counter() - start
+
+    def _work(self) -> None:
+        try:
+            while self._take():
+                self._measure_one()
+        finally:
+            with self._lock:
+                self._working -= 1
+                if not self._working:
+                    self._ended.set()
 
     def _take(self) -> bool:
         with self._lock:
@@ -229,15 +238,14 @@ class _Loop:
             self._left -= 1
             return True
 
-    def _work(self) -> None:
-        while self._take():
-            start = time.perf_counter()
-            try:
-                answer = _call(self._client, self._plan)
-            except Exception as error:  # counted, whatever it is: a thread that died would hide it
-                with self._lock:
-                    self._report.errors[getattr(error, "reason", type(error).__name__)] += 1
-                continue
+    def _measure_one(self) -> None:
+        start = time.perf_counter()
+        try:
+            answer = _call(self._client, self._plan)
+        except Exception as error:  # counted, whatever it is: a thread that died would hide it
+            with self._lock:
+                self._report.errors[getattr(error, "reason", type(error).__name__)] += 1
+        else:
             self._record(time.perf_counter() - start, answer.info)
 
     def _record(self, seconds: float, info: Any) -> None:
