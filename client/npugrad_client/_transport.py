@@ -48,8 +48,8 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 _LOOPBACK = re.compile(r"(dns:/*|ipv4:|ipv6:)?(localhost|127\.[0-9.]+|\[::1\])(:[0-9]+)?", re.I)
 
 
-_OPEN: weakref.WeakSet[Transport] = weakref.WeakSet()
-"""Transports that were not closed yet, so that a process knows which it inherited by a fork."""
+_OPEN: dict[int, tuple[int, str]] = {}
+"""Process and target of each transport that was not closed, so that a process knows what a fork left it."""
 _TRUE = ("1", "true", "yes")
 
 
@@ -74,7 +74,8 @@ class Transport:
         self._channel = grpc.insecure_channel(target, options=_channel_options(target))
         self._process = os.getpid()
         self._is_closed = False
-        _OPEN.add(self)
+        _OPEN[id(self)] = (self._process, target)
+        self._forget = weakref.finalize(self, _OPEN.pop, id(self), None)
         self._backward = backward_pb2_grpc.BackwardServiceStub(self._channel)
         self._services = {
             "validate": validation_pb2_grpc.ValidationServiceStub(self._channel).Validate,
@@ -85,7 +86,7 @@ class Transport:
     def close(self) -> None:
         """Closes the channel; calls in flight are cancelled."""
         self._is_closed = True
-        _OPEN.discard(self)
+        self._forget()
         self._channel.close()
 
     def ask(self, service: str, request: Any, timeout_s: float | None) -> Any:
@@ -149,7 +150,8 @@ def _check_target(target: object) -> None:
 
 
 def _check_fork() -> None:
-    inherited = next((t.target for t in _OPEN if t._process != os.getpid()), None)
+    # A list at once: other threads may open clients meanwhile.
+    inherited = next((target for process, target in list(_OPEN.values()) if process != os.getpid()), None)
     if inherited is None or os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "").lower() in _TRUE:
         return
     raise RuntimeError(

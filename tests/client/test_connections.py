@@ -26,7 +26,7 @@ from tests.client.fake_service import (
 )
 
 from npugrad_client import Cancelled, Client, ConnectError, NpugradError, TransportError
-from npugrad_client._transport import _channel_options
+from npugrad_client._transport import _OPEN, _channel_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -118,6 +118,16 @@ def test_a_fork_is_an_error_where_it_would_be_a_hang(
             command, env=clean | environment, capture_output=True, text=True, timeout=60, check=True
         )
     assert expected in ran.stdout
+
+
+def test_threads_may_open_and_close_clients_at_once() -> None:
+    def open_some(number: int) -> None:
+        for _ in range(200):
+            Client(f"127.0.0.1:{number + 1}").close()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(open_some, range(8)))
+    assert not [target for _, target in _OPEN.values() if target in {f"127.0.0.1:{n + 1}" for n in range(8)}]
 
 
 # ------------------------------------------------------------------------------------------- connections
