@@ -102,7 +102,7 @@ def _reporting() -> Iterator[None]:
         number = f" {error.code}" if isinstance(error, OperatorError) and error.code is not None else ""
         request = f" (request {error.request_id})" if error.request_id else ""
         _fail(f"{error.reason}{number}: {error}{request}")
-    except TypeError as error:  # a name or a value that the client's own methods do not take
+    except (TypeError, ValueError) as error:  # a name or a value that the client itself does not take
         _fail(str(error), 2)
 
 

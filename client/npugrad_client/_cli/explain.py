@@ -116,10 +116,14 @@ def _code_text(row: ErrorRow) -> RenderableType:
     for spec in OPERATORS.values():
         rules = [c for c in spec.constraints if c.code == row.code]
         if rules:
-            groups.append(Group(Text(f"{spec.name}: {len(rules)} constraints", style="bold"), _rules(rules)))
+            groups.append(Group(Text(f"{spec.name}: {_count(rules)}", style="bold"), _rules(rules)))
     if not groups:
         groups = [Group(Text("No documented constraint gives this number; a device may."))]
     return Group(*_spaced([Group(title, facts), *groups]), *_legend(row.code))
+
+
+def _count(constraints: Sequence[Constraint]) -> str:
+    return f"{len(constraints)} constraint{'s' * (len(constraints) != 1)}"
 
 
 def _rules(constraints: Sequence[Constraint]) -> Table:
@@ -154,7 +158,7 @@ def _operator_text(spec: OpSpec) -> RenderableType:
     groups: list[RenderableType] = []
     for code in dict.fromkeys(c.code for c in spec.constraints):
         rules = [c for c in spec.constraints if c.code == code]
-        title = f"{code} {BY_CODE[code].reason}: {len(rules)} constraints"
+        title = f"{code} {BY_CODE[code].reason}: {_count(rules)}"
         groups.append(Group(Text(title, style="bold"), _rules(rules)))
     return Group(
         *_spaced([head, _parameters(spec), *groups]),

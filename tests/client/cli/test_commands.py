@@ -201,6 +201,17 @@ def test_wrong_usage_is_one_line_and_status_2(arguments: list[str], message: str
     assert told.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", ""], "target: found empty text; expected host:port, unix:path or dns:///name:port"),
+        (["--timeout", "nan"], "server_info: timeout_s: found nan; expected seconds or None"),
+    ],
+)
+def test_what_the_client_does_not_take_is_wrong_usage(arguments: list[str], message: str) -> None:
+    assert failed(run("info", *arguments), 2) == message + "\n"
+
+
 def test_an_attribute_outside_int64_is_malformed() -> None:
     told = failed(
         run("validate", "--local", "group_norm_backward", *flags("--attr", ATTRS), "--attr", f"n={2**63}"), 1

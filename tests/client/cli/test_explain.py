@@ -45,7 +45,8 @@ def test_a_code_lists_exactly_the_constraints_that_give_it(code: int) -> None:
     text = said(str(code))
     for spec in OPERATORS.values():
         rules = [c for c in spec.constraints if c.code == code]
-        assert (f"{spec.name}: {len(rules)} constraints" in text) is bool(rules)
+        count = "1 constraint\n" if len(rules) == 1 else f"{len(rules)} constraints\n"
+        assert (f"{spec.name}: {count}" in text) is bool(rules)
         for rule in rules:
             assert words(rule.text) in words(text)
     listed = sum(line.startswith("  ") for line in text.splitlines())
