@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 DOMAIN = "npugrad"
 """`ErrorInfo.domain` of every error of this service."""
 
-SUCCESS = 0
 PARAM_NULLPTR = 161001
 PARAM_INVALID = 161002
 RUNTIME_ERROR = 361001

@@ -176,11 +176,6 @@ class ServerSettings(BaseSettings):
         return parse_metrics_listen(self.metrics_listen) if self.metrics_listen else None
 
     @property
-    def device_names(self) -> tuple[str, ...]:
-        """The devices as they were given; ``("auto",)`` by default."""
-        return tuple(name.strip() for name in self.devices.split(","))
-
-    @property
     def fixed_product(self) -> Product | None:
         """The product, None when the devices tell it."""
         return None if self.product == "auto" else product_from_name(self.product)
