@@ -173,7 +173,7 @@ LARGE = [
 
 
 def over(first: str, second: str, cases: list[Case]) -> pytest.MarkDecorator:
-    """Every case over the first transport, every third over the second; Floyd's, which are slow, not there."""
+    """Every case over the first transport, every third over the second, but none of Floyd's."""
     pairs = [(case, first) for case in cases]
     pairs += [(case, second) for case in cases[::3] if case.spec is not FLOYD]
     ids = [f"{case.id}-{transport}" for case, transport in pairs]
