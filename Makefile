@@ -148,5 +148,5 @@ gen-records: gen-protos $(STAMP)
 	for tool in $(RECORD_GENERATORS); do $(BIN)/python $$tool; done
 
 baseline: $(STAMP) ## Accept the present protos as what later ones must stay compatible with
-	$(BIN)/buf build protos --output protos/baseline.binpb
+	$(BIN)/buf build protos --exclude-source-info --output protos/baseline.binpb
 .PHONY: gen gen-protos gen-records baseline
