@@ -50,7 +50,12 @@ if TYPE_CHECKING:
 
     from npugrad.spec import CallMeta, OpSpec
 
-MSDA, GRID_SAMPLER, GROUP_NORM, FLOYD = OPERATORS.values()
+MSDA, GRID_SAMPLER, GROUP_NORM, FLOYD = (
+    OPERATORS["multi_scale_deformable_attention_grad"],
+    OPERATORS["grid_sampler_2d_backward"],
+    OPERATORS["group_norm_backward"],
+    OPERATORS["fused_floyd_attention_grad"],
+)
 FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 INDICES = (DType.INT32, DType.INT64)
 TCP, UNIX = "tcp", "unix"
