@@ -52,6 +52,7 @@ def pool_settings(settings: ServerSettings) -> PoolSettings:
         streams_per_device=settings.streams_per_device,
         drain_timeout_s=settings.drain_timeout_s,
         hang_grace_s=settings.hang_grace_s,
+        run_limit_s=settings.run_limit_s,
         worker_start_timeout_s=settings.worker_start_timeout_s,
         respawn_backoff_s=settings.respawn_backoff_s,
         respawn_backoff_max_s=settings.respawn_backoff_max_s,

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from npugrad.call import ExecutionInfo
-    from npugrad_server.pool.commands import Command, DeviceChanged
+    from npugrad_server.pool.commands import Command, DeviceChanged, Failure
     from npugrad_server.pool.demand import Demand
     from npugrad_server.pool.regions import Region
     from npugrad_server.pool.types import PlannedCall, PoolSettings
@@ -253,6 +253,10 @@ class DevicePool:
             )
         self._apply(self._scheduler.answered(worker, incarnation, answer.call, good, time.monotonic()))
 
+    def worker_failing(self, worker: int, incarnation: int, failure: Failure) -> None:
+        """A process has said that its device failed, or did not open, and ends."""
+        self._apply(self._scheduler.failing(worker, incarnation, failure, time.monotonic()))
+
     def worker_lost(self, worker: int, incarnation: int, reason: str) -> None:
         """A process has ended, or could not be started."""
         if not self._closing:
@@ -317,7 +321,8 @@ class DevicePool:
         if command.reason == "WORKER_LOST":
             planned = entry.planned
             _log.error("request %s: %s is suspect: %s", planned.request_id, planned.spec.name, command.detail)
-        self._finish(entry, error_from_verdict(entry.planned, command.reason, command.detail))
+        error = error_from_verdict(entry.planned, command.reason, command.detail, command.code)
+        self._finish(entry, error)
 
     def _finish(self, entry: Entry, error: NpugradError) -> None:
         if entry.future is not None and not entry.future.done():
