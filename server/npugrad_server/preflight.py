@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from npugrad.errors import NpugradError
-from npugrad.products import Product
+from npugrad.products import Product, product_from_soc
 from npugrad_server import devices
 from npugrad_server.addresses import Address, AddressError, check_free
 from npugrad_server.config import memory_limit_bytes
+from npugrad_server.logs import get_logger
+from npugrad_server.npus import NpuReport, find_npus
 from npugrad_server.pool import DevicePool, DeviceState, PoolSettings
 
 if TYPE_CHECKING:
@@ -34,17 +36,17 @@ class StartError(Exception):
 def pool_settings(settings: ServerSettings) -> PoolSettings:
     """Settings of the pool: devices resolved, product chosen, arenas sized.
 
+    Looks for NPUs where the devices may be some, which takes a moment.
+
     Raises:
         StartError: The devices cannot be served, or the arenas are larger than the memory.
     """
-    try:
-        names = devices.resolve(settings.devices)
-    except devices.DeviceListError as error:
-        raise StartError(f"devices: {error}") from None
+    report = find_npus() if devices.may_need_npus(settings.devices) else NpuReport()
+    names = _resolved(settings.devices, report)
     limit = memory_limit_bytes()
     made = PoolSettings(
         devices=names,
-        product=settings.fixed_product or Product.ATLAS_A2,
+        product=_product(settings.fixed_product, names, report),
         input_arena_bytes=int(settings.input_arena_bytes or limit // 4),
         output_arena_bytes=int(settings.output_arena_bytes or min(limit // 8, limit // 4 // len(names))),
         prefault_bytes=int(settings.prefault_bytes),
@@ -68,6 +70,41 @@ def pool_settings(settings: ServerSettings) -> PoolSettings:
             f"{made.output_arena_bytes} bytes; expected at most the {limit} bytes of memory together"
         )
     return made
+
+
+def _resolved(text: str, report: NpuReport) -> tuple[str, ...]:
+    """The devices of a list.
+
+    Raises:
+        StartError: They cannot be served, with all that is wrong with the NPUs.
+    """
+    problems = tuple(f"npu: {problem}" for problem in report.problems)
+    if text.strip() == devices.AUTO and problems and report.device_nodes:
+        # A CPU would answer in their place, and nobody would notice.
+        raise StartError("devices: auto found NPUs that cannot be used; name cpu:0 to do without", *problems)
+    try:
+        names = devices.resolve(text, report.usable_count)
+    except devices.DeviceListError as error:
+        raise StartError(f"devices: {error}", *problems) from None
+    if text.strip() == devices.AUTO:
+        get_logger().info("devices", auto=",".join(names), npus=report.count, problems=list(report.problems))
+    return names
+
+
+def _product(wanted: Product | None, names: tuple[str, ...], report: NpuReport) -> Product:
+    """The product that is served: that of the NPUs, which the setting may only confirm.
+
+    Raises:
+        StartError: They contradict each other, or the chip is of no product with documents.
+    """
+    if not names[0].startswith("npu:"):
+        return wanted or Product.ATLAS_A2
+    found = product_from_soc(report.soc)
+    if found is None:
+        raise StartError(f"product: found NPU {report.soc!r}; expected one of {', '.join(Product)}")
+    if wanted not in (None, found):
+        raise StartError(f"product: found {wanted}; expected {found} or auto, as the NPU is {report.soc}")
+    return found
 
 
 @dataclass(frozen=True)
