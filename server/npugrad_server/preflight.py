@@ -33,15 +33,21 @@ class StartError(Exception):
         super().__init__("\n".join(problems))
 
 
-def pool_settings(settings: ServerSettings) -> PoolSettings:
+def npu_report(settings: ServerSettings) -> NpuReport:
+    """The NPUs of this host, looked for only where the settings can mean them; it takes a moment."""
+    return find_npus() if devices.may_need_npus(settings.devices) else NpuReport()
+
+
+def pool_settings(settings: ServerSettings, report: NpuReport) -> PoolSettings:
     """Settings of the pool: devices resolved, product chosen, arenas sized.
 
-    Looks for NPUs where the devices may be some, which takes a moment.
+    Args:
+        settings: Settings of the server.
+        report: What `npu_report` found.
 
     Raises:
         StartError: The devices cannot be served, or the arenas are larger than the memory.
     """
-    report = find_npus() if devices.may_need_npus(settings.devices) else NpuReport()
     names = _resolved(settings.devices, report)
     limit = memory_limit_bytes()
     made = PoolSettings(
@@ -125,11 +131,15 @@ async def check(settings: ServerSettings) -> list[Finding]:
     findings = [_free("gRPC", settings.listen_address)]
     if settings.metrics_address is not None:
         findings.append(_free("metrics", settings.metrics_address))
+    report = npu_report(settings)
     try:
         # A device that does not open is told at once, not after all the tries that a running server makes.
-        made = replace(pool_settings(settings), max_respawns=0)
+        made = replace(pool_settings(settings, report), max_respawns=0)
     except StartError as error:
         return findings + [Finding(False, problem) for problem in error.problems]
+    if not made.devices[0].startswith("npu:"):
+        # With auto it is fine to have none, but whoever expected one wants to know why.
+        findings += [Finding(True, f"no npu: {problem}") for problem in report.problems]
     return findings + await _try_devices(made)
 
 

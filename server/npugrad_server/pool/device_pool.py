@@ -11,7 +11,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from npugrad.errors import NpugradError, ServerBusy, ServerDraining
+from npugrad.errors import NpugradError, ServerBusy, ServerDraining, UnsupportedOperator
 from npugrad_server.pool.admission import Admission
 from npugrad_server.pool.answers import RETRY_DRAINING_S, RETRY_NO_DEVICE_S, error_from_verdict
 from npugrad_server.pool.arena import InputArena
@@ -120,6 +120,7 @@ class DevicePool:
             CallTooLarge: It can never fit.
             ServerBusy: QUEUE_FULL, queue or operand memory are full now; NO_DEVICE, all devices are down.
             ServerDraining: The pool drains.
+            UnsupportedOperator: No device can run the operator.
         """
         operator = planned.spec.name
         if self._draining:
@@ -135,6 +136,9 @@ class DevicePool:
                 retry_after_s=RETRY_NO_DEVICE_S,
                 operator=operator,
             )
+        missing = self.unavailable(operator)
+        if missing:
+            raise UnsupportedOperator(f"{operator}: no device has it: {missing}", operator=operator)
         demand = demand_of(planned)
         check_fits(
             operator,
@@ -364,6 +368,12 @@ class DevicePool:
         self._apply(self._scheduler.tick(time.monotonic()))
 
     # ------------------------------------------------------------------------------------ how the pool stands
+
+    def unavailable(self, operator: str) -> str:
+        """Why no device can run an operator; empty while one can, or none has been ready yet."""
+        known = [device.info.unavailable for device in self._fleet.devices if device.info is not None]
+        reasons = [found.get(operator, "") for found in known]
+        return reasons[0] if reasons and all(reasons) else ""
 
     def devices(self) -> tuple[DeviceStatus, ...]:
         """Every device, in the order of the settings."""

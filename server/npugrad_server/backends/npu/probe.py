@@ -1,7 +1,8 @@
-"""What NPUs this host has, told by a process of its own: ``python -m npugrad_server.backends.npu.probe``.
+"""What NPUs this host has: ``python -m npugrad_server.backends.npu.probe``, run before workers are started.
 
-The front process must not load CANN, and a driver that hangs or crashes must not take it along. One JSON object
-goes to standard output. Nothing is taken: no device is set, and torch is not imported.
+It is a process of its own, because the front process must not load CANN, and a driver that hangs or crashes
+must not take it along. One JSON object goes to standard output. Nothing is taken: no device is set, and torch
+is not imported.
 """
 
 from __future__ import annotations
