@@ -115,11 +115,6 @@ FAULTS: tuple[FaultRow, ...] = (
 )
 """The table; the first row that has a code counts."""
 
-AT_START = FaultRow(
-    _one(507008, 507033, 207004, 107001), Action.UNAVAILABLE, "device unknown, not started or absent"
-)
-"""What these codes mean while a device is being opened."""
-
 _BY_CLASS = {
     1: FaultRow((), Action.OWN_FAULT, "caller or environment error"),
     2: FaultRow((), Action.OUT_OF_RESOURCES, "resource error"),

@@ -136,7 +136,7 @@ class Runtime:
         """
         left_ms = (until_s - time.monotonic()) * 1000
         # At least a millisecond, as -1 would be for ever and 0 is undefined.
-        ms = _MOST_MS if left_ms >= _MOST_MS else max(1, math.ceil(left_ms))
+        ms = _MOST_MS if left_ms >= _MOST_MS else math.ceil(max(1.0, left_ms))
         self.call(self._functions["aclrtSynchronizeStreamWithTimeout"], stream, ms)
 
     def set_deterministic(self, wanted: bool) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from npugrad_server.acl.faults import AT_START
+from npugrad_server.acl.faults import Action
 from npugrad_server.acl.runtime import AclError
 from npugrad_server.backends.base import Comeback, DeviceUnusable
 
@@ -30,6 +30,7 @@ _ENVIRONMENT = {
 _POOLED_STREAMS = 8
 """Streams that torch_npu makes at once when asked for this number instead of its 32."""
 _CODE = re.compile(r"error code is (\d{6})", re.IGNORECASE)
+_LACKS_FUNCTION = "Failed to find function"
 _OUT_OF_MEMORY = 207001
 _PAIR = re.compile(r"\d+\.\d+")
 
@@ -195,8 +196,9 @@ def _import(streams: int) -> tuple[Any, Any]:
 
 def _not_taken(index: int, error: Exception) -> DeviceUnusable:
     numbered = error if isinstance(error, AclError) else _numbered(error)
-    action = AT_START.action if AT_START.matches(numbered.code) else numbered.fault.action
-    comeback = Comeback.NEVER if action.name == "QUARANTINE" else Comeback.SLOWLY
+    # No wait brings a damaged device back, or a function that this CANN lacks.
+    hopeless = numbered.fault.action is Action.QUARANTINE or _LACKS_FUNCTION in numbered.text
+    comeback = Comeback.NEVER if hopeless else Comeback.SLOWLY
     return DeviceUnusable(f"npu:{index} cannot be taken: {numbered}", comeback)
 
 
