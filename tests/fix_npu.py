@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
-
 from tests.cann_sim.report import Report, write_plan
 from tests.fix_server import ServerProcess, run_server
 
