@@ -154,6 +154,16 @@ ERRORS: tuple[ErrorRow, ...] = (
         "DEVICE_OUT_OF_MEMORY", None, "RESOURCE_EXHAUSTED", True, "The device has no memory for the call now."
     ),
     ErrorRow(
+        "DEVICE_BUSY", None, "UNAVAILABLE", True, "The device has no stream, event or task for the call now."
+    ),
+    ErrorRow(
+        "DEVICE_ERROR",
+        None,
+        _INTERNAL,
+        False,
+        "A call of the device's runtime failed; the message has its function, number and text.",
+    ),
+    ErrorRow(
         "DEADLINE_EXCEEDED",
         None,
         "DEADLINE_EXCEEDED",
@@ -450,6 +460,8 @@ _CLASS_BY_REASON: dict[str, type[NpugradError]] = {
     "CANCELLED": Cancelled,
     "DRAINING": ServerDraining,
     "NO_DEVICE": ServerBusy,
+    "DEVICE_BUSY": DeviceError,
+    "DEVICE_ERROR": DeviceError,
     "WORKER_LOST": WorkerLost,
     "UNAVAILABLE": ConnectError,
     "INTERNAL": NpugradError,

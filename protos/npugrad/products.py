@@ -47,6 +47,20 @@ def product_from_name(name: Product | str) -> Product:
     return _BY_NAME[name]
 
 
+# Longer prefixes first. Chips of a later generation, of which no document kept here speaks, fit none.
+_SOC_PREFIXES: tuple[tuple[str, Product | None], ...] = (
+    ("Ascend910B", Product.ATLAS_A2),
+    ("Ascend910_93", Product.ATLAS_A3),
+    ("Ascend910_95", None),
+    ("Ascend910", Product.ATLAS_TRAINING),
+)
+
+
+def product_from_soc(name: str) -> Product | None:
+    """The product of a chip such as ``"Ascend910B2"``; None when the documents know none."""
+    return next((product for prefix, product in _SOC_PREFIXES if name.startswith(prefix)), None)
+
+
 def product_from_wire(number: int) -> Product | None:
     """The product with this number in `npugrad.v1.Product`; None if there is none."""
     return _BY_WIRE.get(number)

@@ -387,6 +387,7 @@ class OpSpec:
         deterministic: Whether the NPU can honour the deterministic option for this call.
         min_cann: Oldest CANN release with the operator.
         data_check: Looks at untrusted operand values before an NPU launch; a complaint or None.
+        checked_operands: Operands whose values `data_check` reads; of others it may use only the shape.
     """
 
     name: str
@@ -407,6 +408,7 @@ class OpSpec:
     min_cann: str
     accepts_unchecked: Callable[[CallMeta], bool] = lambda call: False
     data_check: Callable[[Arrays], str | None] | None = None
+    checked_operands: tuple[str, ...] = ()
 
     @property
     def inputs(self) -> tuple[TensorParam, ...]:

@@ -13,7 +13,6 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from npugrad.errors import (
-    BY_CODE,
     BY_REASON,
     DOMAIN,
     ErrorDetails,
@@ -40,10 +39,10 @@ def ascii_message(text: str, limit: int = MAX_MESSAGE_BYTES) -> str:
 
 def grpc_status_name(error: NpugradError) -> str:
     """Name of the gRPC status of an error, by its number and by who found it."""
-    if isinstance(error, OperatorError) and error.source == "device" and error.code is not None:
-        row = BY_CODE.get(error.code)
-        return "INTERNAL" if row is None else row.device_grpc_status
-    return error.row.grpc_status
+    row = error.row
+    # Numbers of the device's runtime come under reasons of our own, which have their own status.
+    from_device = isinstance(error, OperatorError) and error.source == "device" and row.code is not None
+    return row.device_grpc_status if from_device else row.grpc_status
 
 
 def encode_status(error: NpugradError, request_id: str = "") -> status_pb2.Status:

@@ -22,7 +22,7 @@ from npugrad_server.dispatch import Dispatcher
 from npugrad_server.logs import get_logger
 from npugrad_server.metrics import Metrics
 from npugrad_server.pool import DevicePool
-from npugrad_server.preflight import READY_MARGIN_S, StartError, pool_settings
+from npugrad_server.preflight import READY_MARGIN_S, StartError, npu_report, pool_settings
 from npugrad_server.rpc.funnel import Funnel
 from npugrad_server.rpc.health import Health, register_health, register_reflection
 from npugrad_server.rpc.register import register
@@ -57,7 +57,7 @@ async def serve(loaded: LoadedSettings, announce: Callable[[Address], None]) -> 
     """
     keep_freed_memory()
     log, stop = get_logger(), Stop()
-    made = pool_settings(loaded.settings)
+    made = pool_settings(loaded.settings, npu_report(loaded.settings))
     for name, value in loaded.settings:
         # The pool's settings have what a default such as "auto" came to.
         log.info("setting", name=name, value=getattr(made, name, value), origin=loaded.origins[name])

@@ -112,6 +112,11 @@ class ServerSettings(BaseSettings):
         gt=0,
         description="Seconds past its deadline after which a running call's worker is ended.",
     )
+    run_limit_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="Seconds a call may run on an NPU, whatever its deadline, before the NPU counts as hung.",
+    )
     worker_start_timeout_s: float = Field(
         default=120.0, gt=0, description="Seconds a worker has to open its device."
     )

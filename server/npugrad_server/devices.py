@@ -76,18 +76,23 @@ def _parse_options(text: str, given: str) -> dict[str, str]:
     return options
 
 
+def may_need_npus(text: str) -> bool:
+    """Whether a list cannot be resolved without knowing the NPUs of this host."""
+    return text.strip() == AUTO or any(part.strip().startswith("npu:") for part in text.split(","))
+
+
 def resolve(text: str, npu_count: int | None = None) -> tuple[str, ...]:
     """Turns the list a server is started with into concrete devices.
 
     Args:
         text: ``"auto"``, a list, or ``"test:N?OPTIONS"`` for N simulated devices.
-        npu_count: NPUs of this host; None when this build cannot drive any.
+        npu_count: NPUs of this host that can be used; None when none can.
 
     Returns:
         Names with options, in the order given, for `PoolSettings.devices`.
 
     Raises:
-        DeviceListError: Malformed, empty, a device twice, kinds mixed, or NPUs that this build or host lacks.
+        DeviceListError: Malformed, empty, a device twice, kinds mixed, or NPUs that this host lacks.
     """
     if text.strip() == AUTO:
         return tuple(f"npu:{i}" for i in range(npu_count or 0)) or ("cpu:0",)
@@ -126,7 +131,7 @@ def _check(text: str, found: list[DeviceName], npu_count: int | None) -> None:
 def _check_npus(found: list[DeviceName], npu_count: int | None) -> None:
     if npu_count is None:
         raise DeviceListError(
-            f"found {found[0].name}; this build has no NPU backend yet; expected CPU devices such as 'cpu:0'"
+            f"found {found[0].name}; expected CPU devices such as 'cpu:0', because no NPU can be used here"
         )
     absent = [device.name for device in found if device.index >= npu_count]
     if absent:

@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from npugrad.errors import NpugradError
-from npugrad.products import Product
+from npugrad.products import Product, product_from_soc
 from npugrad_server import devices
 from npugrad_server.addresses import Address, AddressError, check_free
+from npugrad_server.logs import get_logger
 from npugrad_server.machine import memory_bytes
+from npugrad_server.npus import NpuReport, find_npus
 from npugrad_server.pool import DevicePool, DeviceState, PoolSettings
 
 if TYPE_CHECKING:
@@ -31,20 +33,26 @@ class StartError(Exception):
         super().__init__("\n".join(problems))
 
 
-def pool_settings(settings: ServerSettings) -> PoolSettings:
+def npu_report(settings: ServerSettings) -> NpuReport:
+    """The NPUs of this host, looked for only where the settings can mean them; it takes a moment."""
+    return find_npus() if devices.may_need_npus(settings.devices) else NpuReport()
+
+
+def pool_settings(settings: ServerSettings, report: NpuReport) -> PoolSettings:
     """Settings of the pool: devices resolved, product chosen, arenas sized.
+
+    Args:
+        settings: Settings of the server.
+        report: What `npu_report` found.
 
     Raises:
         StartError: The devices cannot be served, or the arenas are larger than the memory.
     """
-    try:
-        names = devices.resolve(settings.devices)
-    except devices.DeviceListError as error:
-        raise StartError(f"devices: {error}") from None
+    names = _resolved(settings.devices, report)
     limit = memory_bytes()
     made = PoolSettings(
         devices=names,
-        product=settings.fixed_product or Product.ATLAS_A2,
+        product=_product(settings.fixed_product, names, report),
         input_arena_bytes=int(settings.input_arena_bytes or limit // 4),
         output_arena_bytes=int(settings.output_arena_bytes or min(limit // 8, limit // 4 // len(names))),
         prefault_bytes=int(settings.prefault_bytes),
@@ -52,6 +60,7 @@ def pool_settings(settings: ServerSettings) -> PoolSettings:
         streams_per_device=settings.streams_per_device,
         drain_timeout_s=settings.drain_timeout_s,
         hang_grace_s=settings.hang_grace_s,
+        run_limit_s=settings.run_limit_s,
         worker_start_timeout_s=settings.worker_start_timeout_s,
         respawn_backoff_s=settings.respawn_backoff_s,
         respawn_backoff_max_s=settings.respawn_backoff_max_s,
@@ -65,6 +74,41 @@ def pool_settings(settings: ServerSettings) -> PoolSettings:
             f"{made.output_arena_bytes} bytes; expected at most the {limit} bytes of memory together"
         )
     return made
+
+
+def _resolved(text: str, report: NpuReport) -> tuple[str, ...]:
+    """The devices of a list.
+
+    Raises:
+        StartError: They cannot be served, with all that is wrong with the NPUs.
+    """
+    problems = tuple(f"npu: {problem}" for problem in report.problems)
+    if text.strip() == devices.AUTO and problems and report.device_nodes:
+        # A CPU would answer in their place, and nobody would notice.
+        raise StartError("devices: auto found NPUs that cannot be used; name cpu:0 to do without", *problems)
+    try:
+        names = devices.resolve(text, report.usable_count)
+    except devices.DeviceListError as error:
+        raise StartError(f"devices: {error}", *problems) from None
+    if text.strip() == devices.AUTO:
+        get_logger().info("devices", auto=",".join(names), npus=report.count, problems=list(report.problems))
+    return names
+
+
+def _product(wanted: Product | None, names: tuple[str, ...], report: NpuReport) -> Product:
+    """The product that is served: that of the NPUs, which the setting may only confirm.
+
+    Raises:
+        StartError: They contradict each other, or the chip is of no product with documents.
+    """
+    if not names[0].startswith("npu:"):
+        return wanted or Product.ATLAS_A2
+    found = product_from_soc(report.soc)
+    if found is None:
+        raise StartError(f"product: found NPU {report.soc!r}; expected one of {', '.join(Product)}")
+    if wanted not in (None, found):
+        raise StartError(f"product: found {wanted}; expected {found} or auto, as the NPU is {report.soc}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -85,11 +129,15 @@ async def check(settings: ServerSettings) -> list[Finding]:
     findings = [_free("gRPC", settings.listen_address)]
     if settings.metrics_address is not None:
         findings.append(_free("metrics", settings.metrics_address))
+    report = npu_report(settings)
     try:
         # A device that does not open is told at once, not after all the tries that a running server makes.
-        made = replace(pool_settings(settings), max_respawns=0)
+        made = replace(pool_settings(settings, report), max_respawns=0)
     except StartError as error:
         return findings + [Finding(False, problem) for problem in error.problems]
+    if not made.devices[0].startswith("npu:"):
+        # With auto it is fine to have none, but whoever expected one wants to know why.
+        findings += [Finding(True, f"no npu: {problem}") for problem in report.problems]
     return findings + await _try_devices(made)
 
 

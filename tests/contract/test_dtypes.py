@@ -18,7 +18,7 @@ from npugrad.dtypes import (
     format_from_name,
     format_from_wire,
 )
-from npugrad.products import Product, product_from_name, product_from_wire
+from npugrad.products import Product, product_from_name, product_from_soc, product_from_wire
 from npugrad.v1 import tensor_pb2
 
 if TYPE_CHECKING:
@@ -141,6 +141,23 @@ def test_members_are_found_by_name_and_by_number_and_read_as_their_names(
     assert by_wire(-1) is None
     with pytest.raises(ValueError, match=r"unknown \w+ 'nothing'; known are "):
         by_name("nothing")
+
+
+@pytest.mark.parametrize(
+    ("soc", "product"),
+    [
+        ("Ascend910B2", Product.ATLAS_A2),
+        ("Ascend910B4-1", Product.ATLAS_A2),
+        ("Ascend910_9392", Product.ATLAS_A3),
+        ("Ascend910A", Product.ATLAS_TRAINING),
+        ("Ascend910ProB", Product.ATLAS_TRAINING),
+        ("Ascend910_9589", None),
+        ("Ascend310P3", None),
+        ("", None),
+    ],
+)
+def test_the_chip_tells_the_product(soc: str, product: Product | None) -> None:
+    assert product_from_soc(soc) is product
 
 
 def test_what_is_not_set_on_the_wire() -> None:

@@ -112,6 +112,7 @@ def test_the_grpc_statuses_exist_and_are_those_of_the_design() -> None:
     assert {row.reason for row in ERRORS if row.retryable} == {
         "QUEUE_FULL",
         "DEVICE_OUT_OF_MEMORY",
+        "DEVICE_BUSY",
         "DRAINING",
         "NO_DEVICE",
         "UNAVAILABLE",
@@ -209,8 +210,9 @@ def test_a_violation_reads_as_one_line() -> None:
     assert str(VIOLATION.sources[0]) == "aclnnGroupNormBackward, return codes, 161002, row 11"
 
 
-# Numbers of the vendor are written once. Prose may mention them: docstrings, picks, help texts.
-WRITTEN_IN = {"protos/npugrad/errors.py"}
+# Numbers of the vendor are written once for callers, and once for what the worker does about them. Prose may
+# mention them: docstrings, picks, help texts.
+WRITTEN_IN = {"protos/npugrad/errors.py", "server/npugrad_server/acl/faults.py"}
 GENERATORS = "_tools"
 
 

@@ -28,7 +28,7 @@ def test_a_list_becomes_devices(text: str, npu_count: int | None, expected: tupl
 @pytest.mark.parametrize(
     ("text", "npu_count", "message"),
     [
-        ("npu:0", None, "found npu:0; this build has no NPU backend yet"),
+        ("npu:0", None, "found npu:0; expected CPU devices such as 'cpu:0', because no NPU can be used"),
         ("npu:0,npu:2", 2, "found npu:2; expected NPUs of this host, which has 2"),
         ("", None, "found device ''; expected 'auto' or a list"),
         ("cpu", None, "found device 'cpu'"),

@@ -197,5 +197,6 @@ MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD = OpSpec(
     deterministic=lambda call: True,
     min_cann="8.0",
     data_check=levels_complaint,
+    checked_operands=("spatial_shape", "level_start_index"),
 )
 """The record; order of params is the order of aclnnMultiScaleDeformableAttentionGradGetWorkspaceSize."""

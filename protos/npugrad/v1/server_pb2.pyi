@@ -291,7 +291,7 @@ class Operator(google.protobuf.message.Message):
     summary: builtins.str
     """What it computes."""
     supported: builtins.bool
-    """False where the product has no such operator."""
+    """False where the product, or what is installed with the server's devices, has no such operator."""
     min_cann: builtins.str
     """Oldest CANN release that has it."""
     @property

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 _BACKENDS = {
     "cpu": ("npugrad_server.backends.cpu", "CpuBackend"),
+    "npu": ("npugrad_server.backends.npu", "NpuBackend"),
     "test": ("npugrad_server.backends.test", "TestBackend"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -21,12 +22,15 @@ class DeviceCall:
     """One call with its memory.
 
     Attributes:
-        meta: Contiguous metas of the operands, attributes and product.
-        inputs: Operands by name, C-contiguous and not to be written; None for null.
+        meta: Metas of the operands as `inputs` has them, attributes and product.
+        inputs: Operands by name, not to be written; None for null. C-contiguous, unless the backend takes
+            strided ones: then they have the strides they arrived with.
         outputs: Wanted outputs by name, C-contiguous, with bytes of earlier calls in them: every element is
             to be written, and none of them read.
         options: Options of the call.
         stream: Which of the worker's streams runs it, from 0.
+        give_up_s: `time.monotonic()` at which the device is to be given up if it still runs the call.
+        deadline_s: `time.monotonic()` from which on the result is of no use; None for never.
     """
 
     meta: CallMeta
@@ -34,6 +38,8 @@ class DeviceCall:
     outputs: Mapping[str, npt.NDArray[Any]]
     options: CallOptions
     stream: int
+    give_up_s: float = float("inf")
+    deadline_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,60 @@ class Timings:
     workspace_bytes: int = 0
 
 
+class Comeback(str, Enum):
+    """Whether and when a new process may take the device; compares equal to its name, such as ``"soon"``."""
+
+    SOON = "soon"
+    SLOWLY = "slowly"
+    """Driver or device need time."""
+    NEVER = "never"
+    """The device is damaged, or something is missing that no new process finds."""
+
+    def __str__(self) -> str:
+        """The name."""
+        return str(self.value)
+
+
+class DeviceUnusable(RuntimeError):
+    """The device cannot be opened.
+
+    Attributes:
+        comeback: When another try makes sense.
+    """
+
+    def __init__(self, message: str, comeback: Comeback = Comeback.NEVER) -> None:
+        """Makes the error; the message says what is missing and what was tried."""
+        super().__init__(message)
+        self.comeback = comeback
+
+
+class DeviceLost(Exception):
+    """The device, or what this process knows of it, cannot be trusted any more: the process has to go.
+
+    Whoever raises it keeps everything alive that the device may still touch. Whoever catches it reports and
+    ends the process at once, without touching anything of the device.
+
+    Attributes:
+        code: The vendor's number.
+        comeback: When a new process may take the device.
+        retry: Whether the call that met it may be tried once more, elsewhere.
+        blameless: Whether the device is not to be held to account: somebody's patience ended first.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        code: int,
+        *,
+        comeback: Comeback = Comeback.SOON,
+        retry: bool = True,
+        blameless: bool = False,
+    ) -> None:
+        """Makes the error; the message has function, number and text of the vendor."""
+        super().__init__(message)
+        self.code, self.comeback, self.retry, self.blameless = code, comeback, retry, blameless
+
+
 class Backend(Protocol):
     """Drives one device, in a process of its own.
 
@@ -61,12 +121,18 @@ class Backend(Protocol):
         description: What the device is, for a person; final once open.
         simulated: Whether results come from a simulation.
         one_mode: Whether calls of different deterministic modes must not overlap on the device.
+        strided: Whether `run` takes operands with the strides they arrived with.
+        unavailable: Operators that the device cannot run, with the reason; final once open.
+        memory_bytes: Memory of the device's own for calls, once open; None when it works in the host's.
     """
 
     name: str
     description: str
     simulated: bool
     one_mode: bool
+    strided: bool
+    unavailable: Mapping[str, str]
+    memory_bytes: int | None
 
     def open(self, device: DeviceName, product: Product, streams: int) -> None:
         """Takes the device.
@@ -77,7 +143,8 @@ class Backend(Protocol):
             streams: How many calls will run at once, each on a thread of its own.
 
         Raises:
-            Exception: The device cannot be used; the message says why, for a person.
+            DeviceUnusable: The device cannot be used; the message says why, for a person.
+            DeviceLost: It failed while it was being opened.
         """
 
     def run(self, spec: OpSpec, call: DeviceCall) -> Timings:
@@ -86,6 +153,15 @@ class Backend(Protocol):
         Raises:
             NpugradError: What the device or its operator says no with.
             MemoryError: The device has no memory for the call now.
+            DeviceLost: The process has to go.
+        """
+
+    def workspace_bytes(self, spec: OpSpec, meta: CallMeta) -> int | None:
+        """Workspace that the operator would ask for; None when the device cannot tell.
+
+        Raises:
+            NpugradError: The operator refuses the call.
+            DeviceLost: The process has to go.
         """
         ...
 

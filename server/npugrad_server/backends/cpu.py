@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 from npugrad_server.backends.base import Timings
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from npugrad.products import Product
-    from npugrad.spec import OpSpec
+    from npugrad.spec import CallMeta, OpSpec
     from npugrad_server.backends.base import DeviceCall
     from npugrad_server.devices import DeviceName
 
@@ -21,10 +23,13 @@ class CpuBackend:
     name = "cpu-reference"
     simulated = False
     one_mode = False
+    strided = False
+    memory_bytes = None
 
     def __init__(self) -> None:
         """Makes it; there is nothing to take."""
         self.description = "host CPU, NumPy reference in float64"
+        self.unavailable: Mapping[str, str] = {}
 
     def open(self, device: DeviceName, product: Product, streams: int) -> None:
         """Notes how many threads NumPy's linear algebra has; a CPU device stands for every product."""
@@ -36,6 +41,9 @@ class CpuBackend:
         start = time.perf_counter()
         spec.reference(call.inputs, call.meta.attrs, call.outputs)
         return Timings(run_s=time.perf_counter() - start)
+
+    def workspace_bytes(self, spec: OpSpec, meta: CallMeta) -> int | None:
+        """None: the reference works in blocks of its own."""
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -9,7 +9,12 @@ Options of ``test:N?name=value&...``; a LABEL is compared with the label of the 
     corrupt=LABEL flip one bit of its first result, the highest one of an exponent
     oom=LABEL     answer that the device has no memory
     bug=LABEL     fail as an operator with a bug would
+    fault=LABEL   say that the device failed (507015) and end, as an NPU's worker does
+    damage=LABEL  say that the device's memory is damaged (507054) and end
+    timeout=LABEL say that the call ran too long (507046) and end
     open=fail     refuse to open the device
+    open=slowly   refuse to open the device, which needs time
+    open=never    refuse to open the device, for ever
     open_ms=50    take that long to open it
 """
 
@@ -24,18 +29,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from npugrad_server.backends.base import Timings
+from npugrad_server.backends.base import Comeback, DeviceLost, DeviceUnusable, Timings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from npugrad.products import Product
-    from npugrad.spec import OpSpec
+    from npugrad.spec import CallMeta, OpSpec
     from npugrad_server.backends.base import DeviceCall
     from npugrad_server.devices import DeviceName
 
 _NUMBERS = ("ms", "open_ms")
-_LABELS = ("crash", "hang", "corrupt", "oom", "bug")
+_LABELS = ("crash", "hang", "corrupt", "oom", "bug", "fault", "damage", "timeout")
+_OPEN = ("ok", "fail", "slowly", "never")
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class TestOptions:
         service_s: Seconds a call takes.
         open_s: Seconds opening takes.
         compute: Whether results are computed.
-        fail_open: Whether opening fails.
+        opening: How opening goes: one of ok, fail, slowly, never.
         labels: Label by the name of the failure that calls with it meet.
     """
 
@@ -55,7 +61,7 @@ class TestOptions:
     service_s: float
     open_s: float
     compute: bool
-    fail_open: bool
+    opening: str
     labels: Mapping[str, str]
 
     @classmethod
@@ -69,13 +75,13 @@ class TestOptions:
         unknown = [name for name in options if name not in known]
         if unknown:
             raise ValueError(f"found option {unknown[0]!r} of a test device; known are {', '.join(known)}")
-        if options.get("compute", "0") not in ("0", "1") or options.get("open", "ok") not in ("ok", "fail"):
-            raise ValueError("expected compute=0 or 1 and open=ok or fail of a test device")
+        if options.get("compute", "0") not in ("0", "1") or options.get("open", "ok") not in _OPEN:
+            raise ValueError(f"expected compute=0 or 1 and open={'|'.join(_OPEN)} of a test device")
         return cls(
             service_s=float(options.get("ms", "0")) / 1000,
             open_s=float(options.get("open_ms", "0")) / 1000,
             compute=options.get("compute") == "1",
-            fail_open=options.get("open") == "fail",
+            opening=options.get("open", "ok"),
             labels={name: options[name] for name in _LABELS if name in options},
         )
 
@@ -92,10 +98,13 @@ class TestBackend:
     name = "test"
     simulated = True
     one_mode = False
+    strided = False
+    memory_bytes = None
 
     def __init__(self) -> None:
         """Makes it; `open` reads the options."""
         self.description = "simulated device"
+        self.unavailable: Mapping[str, str] = {}
         self._options = TestOptions.parse({})
 
     def open(self, device: DeviceName, product: Product, streams: int) -> None:
@@ -104,11 +113,15 @@ class TestBackend:
         Raises:
             ValueError: An option is wrong.
             RuntimeError: The options ask for a failure.
+            DeviceUnusable: The options ask for it.
         """
         self._options = TestOptions.parse(device.options)
         time.sleep(self._options.open_s)
-        if self._options.fail_open:
+        if self._options.opening == "fail":
             raise RuntimeError(f"{device.name}: does not open, as its options ask")
+        if self._options.opening != "ok":
+            comeback = Comeback(self._options.opening)
+            raise DeviceUnusable(f"{device.name}: does not open, as its options ask", comeback)
         self.description = f"simulated device, {self._options.service_s * 1000:g} ms a call"
 
     def run(self, spec: OpSpec, call: DeviceCall) -> Timings:
@@ -117,6 +130,7 @@ class TestBackend:
         Raises:
             MemoryError: The options ask for it.
             RuntimeError: The options ask for it.
+            DeviceLost: The options ask for it.
         """
         start = time.perf_counter()
         label = call.options.label
@@ -140,6 +154,15 @@ class TestBackend:
             raise MemoryError("the options of the test device ask for it")
         if self._options.meets("bug", label):
             raise RuntimeError("the options of the test device ask for it")
+        if self._options.meets("fault", label):
+            raise DeviceLost("test device: run returned 507015", 507015)
+        if self._options.meets("damage", label):
+            raise DeviceLost("quarantined: run returned 507054", 507054, comeback=Comeback.NEVER)
+        if self._options.meets("timeout", label):
+            raise DeviceLost("test device: wait returned 507046", 507046, retry=False, blameless=True)
+
+    def workspace_bytes(self, spec: OpSpec, meta: CallMeta) -> int | None:
+        """None: there is no operator."""
 
     def close(self) -> None:
         """Nothing to give back."""

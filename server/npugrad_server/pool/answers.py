@@ -35,20 +35,23 @@ def error_from_answer(planned: PlannedCall, answer: CallFailed) -> NpugradError:
     return error_from_details(ErrorDetails(answer.reason, answer.message, metadata))
 
 
-def error_from_verdict(planned: PlannedCall, reason: str, detail: str) -> NpugradError:
+def error_from_verdict(
+    planned: PlannedCall, reason: str, detail: str, code: int | None = None
+) -> NpugradError:
     """The exception for a call that got no answer from a worker.
 
     Args:
         planned: The call.
         reason: DEADLINE_EXCEEDED, NO_DEVICE or WORKER_LOST.
         detail: What happened.
+        code: The vendor's number, when a device failed.
     """
     message = f"{planned.spec.name}: {detail}"
     operator, request_id = planned.spec.name, planned.request_id
     if reason == "DEADLINE_EXCEEDED":
         return DeadlineExceeded(message, operator=operator, request_id=request_id)
     if reason == "WORKER_LOST":
-        return WorkerLost(message, source="device", operator=operator, request_id=request_id)
+        return WorkerLost(message, code=code, source="device", operator=operator, request_id=request_id)
     return ServerBusy(
         message, reason=reason, retry_after_s=RETRY_NO_DEVICE_S, operator=operator, request_id=request_id
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from npugrad_server.backends.base import Comeback
+
 if TYPE_CHECKING:
     from npugrad_server.pool.regions import Region
 
@@ -48,6 +50,27 @@ class CallRequest:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """What a process said of its device before it ended.
+
+    Attributes:
+        reason: For a person: function, number and text of the vendor, or what is missing.
+        comeback: When a new process may take the device.
+        call: The call that met it; None when the device did not open.
+        code: The vendor's number; None without one.
+        retry: Whether that call may be tried once more.
+        blameless: Whether the device is not to be held to account.
+    """
+
+    reason: str
+    comeback: Comeback = Comeback.SOON
+    call: int | None = None
+    code: int | None = None
+    retry: bool = True
+    blameless: bool = False
+
+
+@dataclass(frozen=True)
 class SpawnWorker:
     """Start a process for a device; tell `ready` or `lost` with the same incarnation."""
 
@@ -85,11 +108,12 @@ class CompleteCall:
 
 @dataclass(frozen=True)
 class FailCall:
-    """Give the caller an error: a row of the error table, and what happened."""
+    """Give the caller an error: a row of the error table, what happened, and the vendor's number if any."""
 
     call: int
     reason: str
     detail: str
+    code: int | None = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from npugrad.errors import NpugradError, ServerBusy, ServerDraining
+from npugrad.errors import NpugradError, ServerBusy, ServerDraining, UnsupportedOperator
 from npugrad_server.devices import parse_device
 from npugrad_server.machine import memory_bytes
 from npugrad_server.pool.admission import Admission
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from npugrad.call import ExecutionInfo
-    from npugrad_server.pool.commands import Command, DeviceChanged
+    from npugrad_server.pool.commands import Command, DeviceChanged, Failure
     from npugrad_server.pool.types import PlannedCall, PoolSettings
     from npugrad_server.worker.protocol import DeviceReady
 
@@ -113,6 +113,7 @@ class DevicePool:
             CallTooLarge: It can never fit.
             ServerBusy: QUEUE_FULL, queue or operand memory are full now; NO_DEVICE, all devices are down.
             ServerDraining: The pool drains.
+            UnsupportedOperator: No device can run the operator.
         """
         operator = planned.spec.name
         if self._draining:
@@ -128,6 +129,9 @@ class DevicePool:
                 retry_after_s=RETRY_NO_DEVICE_S,
                 operator=operator,
             )
+        missing = self.unavailable(operator)
+        if missing:
+            raise UnsupportedOperator(f"{operator}: no device has it: {missing}", operator=operator)
         waiting = self._uploads + self._scheduler.queue_depth
         demand, region = self._gate.reserve(planned, waiting, self._scheduler.running)
         admission = Admission(
@@ -215,6 +219,10 @@ class DevicePool:
             self._gate.note(answer.copy_in_s + answer.run_s + answer.copy_out_s)
         self._apply(self._scheduler.answered(worker, incarnation, answer.call, good, time.monotonic()))
 
+    def worker_failing(self, worker: int, incarnation: int, failure: Failure) -> None:
+        """A process has said that its device failed, or did not open, and ends."""
+        self._apply(self._scheduler.failing(worker, incarnation, failure, time.monotonic()))
+
     def worker_lost(self, worker: int, incarnation: int, reason: str) -> None:
         """A process has ended, or could not be started."""
         if not self._closing:
@@ -279,7 +287,8 @@ class DevicePool:
         if command.reason == "WORKER_LOST":
             planned = entry.planned
             _log.error("request %s: %s is suspect: %s", planned.request_id, planned.spec.name, command.detail)
-        self._finish(entry, error_from_verdict(entry.planned, command.reason, command.detail))
+        error = error_from_verdict(entry.planned, command.reason, command.detail, command.code)
+        self._finish(entry, error)
 
     def _finish(self, entry: Entry, error: NpugradError) -> None:
         if entry.future is not None and not entry.future.done():
@@ -321,6 +330,12 @@ class DevicePool:
         self._apply(self._scheduler.tick(time.monotonic()))
 
     # ------------------------------------------------------------------------------------ how the pool stands
+
+    def unavailable(self, operator: str) -> str:
+        """Why no device can run an operator; empty while one can, or none has been ready yet."""
+        known = [device.info.unavailable for device in self._fleet.devices if device.info is not None]
+        reasons = [found.get(operator, "") for found in known]
+        return reasons[0] if reasons and all(reasons) else ""
 
     def devices(self) -> tuple[DeviceStatus, ...]:
         """Every device, in the order of the settings."""

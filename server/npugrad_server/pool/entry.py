@@ -81,6 +81,7 @@ class Entry:
             options=planned.options,
             input_offsets={k: self.operands.offset + v for k, v in self.demand.inputs.offsets.items()},
             output_offsets={k: start.region.offset + v for k, v in self.demand.outputs.offsets.items()},
+            deadline_s=planned.deadline_s,
         )
 
     def outcome(self, device: str, ready: DeviceReady) -> Outcome:

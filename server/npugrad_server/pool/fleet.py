@@ -10,9 +10,12 @@ from functools import partial
 from threading import Event
 from typing import TYPE_CHECKING, Protocol
 
+from npugrad_server.backends.base import Comeback
+from npugrad_server.devices import parse_device
 from npugrad_server.machine import cpu_count
+from npugrad_server.pool.commands import Failure
 from npugrad_server.pool.process import WorkerProcess
-from npugrad_server.worker.protocol import CallDone, CallFailed, DeviceReady
+from npugrad_server.worker.protocol import CallDone, CallFailed, DeviceFailed, DeviceReady, OpenFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +41,9 @@ class Events(Protocol):
 
     def worker_answered(self, worker: int, incarnation: int, answer: CallDone | CallFailed) -> None:
         """A process has answered a call."""
+
+    def worker_failing(self, worker: int, incarnation: int, failure: Failure) -> None:
+        """A process has said that its device failed, or did not open, and ends."""
 
     def worker_lost(self, worker: int, incarnation: int, reason: str) -> None:
         """A process has ended, or could not be started."""
@@ -117,9 +123,7 @@ class Fleet:
         if self._closing:
             process.hang_up()
             return
-        process.open(
-            self._settings.product.value, self._settings.streams_per_device, self._settings.prefault_bytes
-        )
+        process.open(self._settings)
         self.prefault(process.outputs)
 
     def kill(self, worker: int, incarnation: int) -> None:
@@ -169,6 +173,8 @@ class Fleet:
             self._events.worker_ready(worker, process.incarnation, message)
         elif isinstance(message, (CallDone, CallFailed)):
             self._events.worker_answered(worker, process.incarnation, message)
+        elif isinstance(message, (OpenFailed, DeviceFailed)):
+            self._events.worker_failing(worker, process.incarnation, _failure(message))
 
     def _exited(self, worker: int, process: WorkerProcess, reason: str) -> None:
         device = self.devices[worker]
@@ -209,6 +215,15 @@ class Fleet:
             _, late = await asyncio.wait(waits, timeout=timeout_s)
             for wait in late:
                 wait.cancel()
+
+
+def _failure(message: OpenFailed | DeviceFailed) -> Failure:
+    comeback = Comeback(message.comeback)
+    if isinstance(message, OpenFailed):
+        return Failure(message.message, comeback)
+    return Failure(
+        message.message, comeback, message.call, message.code or None, message.retry, message.blameless
+    )
 
 
 def _log_failure(future: asyncio.Future[None]) -> None:

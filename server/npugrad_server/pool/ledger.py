@@ -11,7 +11,7 @@ from npugrad_server.pool.regions import EMPTY, Region, RegionAllocator
 from npugrad_server.pool.types import DeviceState
 
 if TYPE_CHECKING:
-    from npugrad_server.pool.commands import CallRequest, WorkerSpec
+    from npugrad_server.pool.commands import CallRequest, Failure, WorkerSpec
 
 
 class Stage(Enum):
@@ -40,6 +40,8 @@ class CallRecord:
         arena: Allocator the region is from; that of a dead worker once the worker died.
         killed: How many workers of each device died while running it.
         last_reason: How the last of them ended.
+        last_code: The vendor's number of a device failure under it; None without one.
+        suspect: Whether a device failed under it, so that it is tried only once more.
     """
 
     request: CallRequest
@@ -54,6 +56,8 @@ class CallRecord:
     arena: RegionAllocator | None = None
     killed: Counter[int] = field(default_factory=Counter)
     last_reason: str = ""
+    last_code: int | None = None
+    suspect: bool = False
 
     @property
     def id(self) -> int:
@@ -100,6 +104,7 @@ class WorkerRecord:
         alarm: When it must be open, or is to be started again; None for neither.
         reason: Why it is not ready.
         ended_for: Why the present process is being ended; empty while it is not.
+        failure: What the present process said of its device before it ended; None while it is well.
         last_start: Number of the last call it was given, to spread calls over idle devices.
     """
 
@@ -116,6 +121,7 @@ class WorkerRecord:
     alarm: float | None = None
     reason: str = "its first worker starts"
     ended_for: str = ""
+    failure: Failure | None = None
     last_start: int = 0
 
     def admits(self, call: CallRecord) -> bool:

@@ -18,12 +18,20 @@ import threading
 from typing import TYPE_CHECKING
 
 from npugrad_server.pool.arena import OutputArena
-from npugrad_server.worker.protocol import MAX_MESSAGE_BYTES, OpenDevice, OpenFailed, decode, encode
+from npugrad_server.worker.protocol import (
+    MAX_MESSAGE_BYTES,
+    DeviceFailed,
+    OpenDevice,
+    OpenFailed,
+    decode,
+    encode,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from npugrad_server.pool.arena import InputArena
+    from npugrad_server.pool.types import PoolSettings
     from npugrad_server.worker.protocol import Message
 
 _THREAD_SETTINGS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -100,17 +108,19 @@ class WorkerProcess:
         self._waiter = threading.Thread(target=self._wait, name=f"wait-{self.device}", daemon=True)
         self._waiter.start()
 
-    def open(self, product: str, streams: int, prefault_bytes: int) -> None:
+    def open(self, settings: PoolSettings) -> None:
         """Asks it to take its device; the answer comes as a message."""
         message = OpenDevice(
             device=self.device,
-            product=product,
-            streams=streams,
+            product=settings.product.value,
+            streams=settings.streams_per_device,
             input_fd=self._inputs.worker_fd,
             input_bytes=self._inputs.nbytes,
             output_fd=self.outputs.fd,
             output_bytes=self.outputs.nbytes,
-            prefault_bytes=prefault_bytes,
+            prefault_bytes=settings.prefault_bytes,
+            hang_grace_s=settings.hang_grace_s,
+            run_limit_s=settings.run_limit_s,
         )
         self.send(message)
 
@@ -139,7 +149,7 @@ class WorkerProcess:
         try:
             while packet := self._control.recv(MAX_MESSAGE_BYTES):
                 message = decode(packet)
-                if isinstance(message, OpenFailed):
+                if isinstance(message, (OpenFailed, DeviceFailed)):
                     self._last_words = message.message
                 self._on_message(message)
         except BlockingIOError:

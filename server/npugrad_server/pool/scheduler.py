@@ -6,7 +6,8 @@ driver carries the commands out in order.
 Guarantees
     - A call gets exactly one `CompleteCall` or `FailCall`, unless the caller cancelled or closed it first.
     - `ReleaseCall` comes exactly once for every call, after it was closed and no worker touches its memory.
-    - A call starts at most `max_attempts` times, never past its deadline, and from its second try on alone.
+    - A call starts at most `max_attempts` times, never past its deadline, and from its second try on alone;
+      at most `SUSPECT_ATTEMPTS` times once a device failed under it.
     - A call that waits for room is overtaken by at most `MAX_OVERTAKEN` calls of its priority or below for
       want of room; then a worker is kept free for it.
 """
@@ -17,6 +18,7 @@ import heapq
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from npugrad_server.backends.base import Comeback
 from npugrad_server.pool.commands import (
     CompleteCall,
     DeviceChanged,
@@ -35,9 +37,13 @@ from npugrad_server.pool.types import DeviceState
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from npugrad_server.pool.commands import CallRequest, Command, WorkerSpec
+    from npugrad_server.pool.commands import CallRequest, Command, Failure, WorkerSpec
     from npugrad_server.pool.types import PoolSettings
 
+SUSPECT_ATTEMPTS = 2
+"""Tries of a call under which a device failed: what it makes devices fail with, it would do everywhere."""
+MAX_SLOW_DOUBLINGS = 3
+"""How often the longest wait for a device that needs time is doubled."""
 MAX_OVERTAKEN = 16
 """Calls that may overtake one that waits for room before a worker is kept free for it."""
 
@@ -124,6 +130,8 @@ class Scheduler:
         record = self.workers[worker]
         if not record.is_current(incarnation) or record.state is not DeviceState.STARTING:
             return out
+        if record.failure is not None:
+            return out  # it said that the device did not open, so its end is near
         record.one_mode, record.alarm = one_mode, None
         self._change(record, DeviceState.READY, "", out)
         self._dispatch(now, out)
@@ -142,6 +150,18 @@ class Scheduler:
             out.append(CompleteCall(call))
         self._settle(done, out)
         self._dispatch(now, out)
+        return out
+
+    def failing(self, worker: int, incarnation: int, failure: Failure, now: float) -> list[Command]:
+        """A process has said that its device failed, and ends; `lost` follows."""
+        out: list[Command] = []
+        record = self.workers[worker]
+        if not record.is_current(incarnation):
+            return out
+        record.failure = failure
+        if record.state is DeviceState.READY:
+            self._kill(record, failure.reason, out, blameless=failure.blameless)
+            self._dispatch(now, out)
         return out
 
     def lost(self, worker: int, incarnation: int, reason: str, now: float) -> list[Command]:
@@ -302,8 +322,10 @@ class Scheduler:
         self._queue.remove(call)
         self._drop_claim_of(call)
 
-    def _fail(self, call: CallRecord, reason: str, detail: str, out: list[Command]) -> None:
-        out.append(FailCall(call.id, reason, detail))
+    def _fail(
+        self, call: CallRecord, reason: str, detail: str, out: list[Command], code: int | None = None
+    ) -> None:
+        out.append(FailCall(call.id, reason, detail, code))
         self._settle(call, out)
 
     def _settle(self, call: CallRecord, out: list[Command]) -> None:
@@ -325,7 +347,14 @@ class Scheduler:
         if not worker.blameless:
             call.killed[worker.index] += 1
             call.last_reason = worker.reason
-        if call.attempts < self._settings.max_attempts:
+        failure = worker.failure
+        if failure is not None and failure.call == call.id:
+            call.suspect, call.last_code = True, failure.code
+            if not failure.retry:
+                self._fail(call, "DEADLINE_EXCEEDED", failure.reason, out, failure.code)
+                return
+        limit = self._settings.max_attempts
+        if call.attempts < (min(limit, SUSPECT_ATTEMPTS) if call.suspect else limit):
             call.stage = Stage.QUEUED
             self._queue.restore(call)
             out.append(RequeueCall(call.id, worker.index))
@@ -334,9 +363,8 @@ class Scheduler:
         for index, count in call.killed.items():
             self.workers[index].failures = max(0, self.workers[index].failures - count)
         last = call.last_reason or worker.reason
-        self._fail(
-            call, "WORKER_LOST", f"its worker died at each of {call.attempts} tries; last: {last}", out
-        )
+        what = f"its worker died at each of {call.attempts} tries; last: {last}"
+        self._fail(call, "WORKER_LOST", what, out, call.last_code)
 
     def _overdue(self, call: CallRecord, now: float, out: list[Command]) -> None:
         """An alarm of a call has come: its deadline, or the end of its grace."""
@@ -362,7 +390,7 @@ class Scheduler:
 
     def _spawn(self, worker: WorkerRecord, now: float, out: list[Command]) -> None:
         worker.incarnation += 1
-        worker.alive, worker.blameless, worker.ended_for = True, False, ""
+        worker.alive, worker.blameless, worker.ended_for, worker.failure = True, False, "", None
         worker.outputs = RegionAllocator(worker.spec.output_bytes)
         worker.alarm = now + self._settings.worker_start_timeout_s
         out.append(SpawnWorker(worker.index, worker.incarnation))
@@ -370,17 +398,24 @@ class Scheduler:
 
     def _restart(self, worker: WorkerRecord, now: float, out: list[Command]) -> None:
         """Plans the next process of a device, or marks it down."""
-        if worker.failures > self._settings.max_respawns:
+        comeback = Comeback.SOON if worker.failure is None else worker.failure.comeback
+        if comeback is Comeback.NEVER or worker.failures > self._settings.max_respawns:
             worker.alarm = None
             self._change(worker, DeviceState.DOWN, worker.reason, out)
             if self.all_down:
                 for call in list(self._queue):
                     self._give_up(call, "NO_DEVICE", self._why_down(), out)
             return
-        doublings = min(max(worker.failures - 1, 0), 32)
-        delay = min(self._settings.respawn_backoff_s * 2**doublings, self._settings.respawn_backoff_max_s)
-        worker.alarm = now + delay
+        worker.alarm = now + self._delay_s(worker.failures, comeback)
         self._change(worker, DeviceState.RESTARTING, worker.reason, out)
+
+    def _delay_s(self, failures: int, comeback: Comeback) -> float:
+        """Seconds until the next process of a device."""
+        doublings = max(failures - 1, 0)
+        longest = self._settings.respawn_backoff_max_s
+        if comeback is Comeback.SLOWLY:
+            return longest * (1 << min(doublings, MAX_SLOW_DOUBLINGS))
+        return min(self._settings.respawn_backoff_s * (1 << min(doublings, 32)), longest)
 
     def _alarm_of(self, worker: WorkerRecord, now: float, out: list[Command]) -> None:
         if worker.alive:

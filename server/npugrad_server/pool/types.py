@@ -39,6 +39,7 @@ class PoolSettings:
         max_attempts: How often a call is started in all, when its workers die under it.
         device_memory_bytes: Memory for what a device makes of operands (strided ones are made contiguous);
             for CPU devices all together. None takes half of the machine's or the container's limit.
+        run_limit_s: Seconds a call may run on an NPU, whatever its deadline, before its worker is ended.
     """
 
     devices: tuple[str, ...]
@@ -56,6 +57,7 @@ class PoolSettings:
     max_respawns: int
     max_attempts: int = 3
     device_memory_bytes: int | None = None
+    run_limit_s: float = 600.0
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import grpc
 import grpc.aio
 
-from npugrad.errors import INNER, RUNTIME_ERROR, MalformedRequest, NpugradError, OperatorError
+from npugrad.errors import RUNTIME_ERROR, MalformedRequest, NpugradError, OperatorError
 from npugrad.status import encode_status, grpc_status_name
 from npugrad_server.logs import get_logger
 from npugrad_server.rpc.register import Garbage
@@ -183,7 +183,7 @@ class Funnel:
         """A device that refuses (161xxx, 561xxx) what our validator passed shows a faulty record."""
         if not isinstance(error, OperatorError) or error.source != "device" or error.code is None:
             return
-        refused = error.code < RUNTIME_ERROR or error.code >= INNER
+        refused = error.row.code not in (None, RUNTIME_ERROR)
         if refused and grpc_status_name(error) == "INTERNAL":
             self._metrics.device_rejected(call.operator, error.code)
             self._log.error(

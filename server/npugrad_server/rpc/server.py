@@ -69,7 +69,11 @@ class ServerServicer:
             devices=[_device(status) for status in self._pool.devices()],
             limits=_limits(self._facts),
             versions=versions(),
-            operators=[name for name, spec in OPERATORS.items() if settings.product in spec.products],
+            operators=[
+                name
+                for name, spec in OPERATORS.items()
+                if settings.product in spec.products and not self._pool.unavailable(name)
+            ],
             draining=self._draining,
             uptime_s=time.monotonic() - self._facts.started_s,
             queue_depth=stats.queue_depth,
@@ -87,7 +91,13 @@ class ServerServicer:
             MalformedRequest: There is no such product.
         """
         product = requested_product(message.product, self._facts.settings.product)
-        return server_pb2.ListOperatorsResponse(operators=[_operator(s, product) for s in OPERATORS.values()])
+        own = product is self._facts.settings.product
+        return server_pb2.ListOperatorsResponse(
+            operators=[
+                _operator(spec, product, missing=self._pool.unavailable(spec.name) if own else "")
+                for spec in OPERATORS.values()
+            ]
+        )
 
 
 def versions() -> dict[str, str]:
@@ -125,14 +135,14 @@ def _device(status: DeviceStatus) -> server_pb2.Device:
     )
 
 
-def _operator(spec: OpSpec, product: Product) -> server_pb2.Operator:
+def _operator(spec: OpSpec, product: Product, missing: str) -> server_pb2.Operator:
     return server_pb2.Operator(
         name=spec.name,
         aclnn_name=spec.aclnn_name,
         summary=spec.summary,
         parameters=[_parameter(spec, param, product) for param in spec.params],
         constraints=[_constraint(c) for c in spec.constraints if c.applies(product)],
-        supported=product in spec.products,
+        supported=product in spec.products and not missing,
         min_cann=spec.min_cann,
     )
 

@@ -15,7 +15,7 @@ from npugrad.errors import DeviceError, NpugradError, OperatorError, RequestErro
 from npugrad.layout import view
 from npugrad.spec import CallMeta
 from npugrad.tolerance import compare
-from npugrad_server.backends.base import DeviceCall
+from npugrad_server.backends.base import DeviceCall, DeviceLost
 from npugrad_server.worker.protocol import CallDone, CallFailed
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
 
+_GRACE_SHARE = 0.75
+"""Part of the pool's grace after which a backend gives up, so that its own report comes before the end."""
 _MAX_TRACE = 16_000  # the end of a trace tells most; the whole must fit a message
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; `mmap` does not name them
 
@@ -46,6 +48,7 @@ class Arenas:
         outputs = mmap.mmap(opening.output_fd, opening.output_bytes, flags=mmap.MAP_SHARED)
         _populate(inputs, _MADV_POPULATE_READ, opening.prefault_bytes)
         _populate(outputs, _MADV_POPULATE_WRITE, opening.prefault_bytes)
+        self.opening = opening
         self.inputs, self.outputs = memoryview(inputs), memoryview(outputs)
 
 
@@ -58,9 +61,15 @@ def _populate(arena: mmap.mmap, advice: int, nbytes: int) -> None:
 
 
 def execute(backend: Backend, arenas: Arenas, order: RunCall, stream: int) -> CallDone | CallFailed:
-    """Runs a call; whatever an operator or a device does wrong becomes an answer."""
+    """Runs a call; whatever an operator or a device does wrong becomes an answer.
+
+    Raises:
+        DeviceLost: The process has to go.
+    """
     try:
         return _execute(get_operator(order.operator), backend, arenas, order, stream)
+    except DeviceLost:
+        raise
     except MemoryError:
         message = f"{order.operator}: the device has no memory for the call now"
         return CallFailed(order.call, "DEVICE_OUT_OF_MEMORY", message)
@@ -78,19 +87,17 @@ def _execute(spec: OpSpec, backend: Backend, arenas: Arenas, order: RunCall, str
         # Nothing is wanted. An operator may accept such a call before it looks at anything else, so the
         # operands may be anything and are not looked at here either.
         return CallDone(order.call, 0.0, 0.0, 0.0, 0)
-    inputs = _operands(order, arenas)
-    meta = CallMeta(
-        {name: None if found is None else found.contiguous() for name, found in order.meta.inputs.items()},
-        order.meta.attrs,
-        product=order.meta.product,
-    )
+    inputs = _operands(order, arenas, backend.strided)
+    meta = order.meta if backend.strided else _contiguous(order.meta)
     outputs = {
         name: view(wanted, arenas.outputs, order.output_offsets[name])
         for name, wanted in order.outputs.items()
         if wanted is not None
     }
     packed_s = time.perf_counter() - start
-    timings = backend.run(spec, DeviceCall(meta, inputs, outputs, order.options, stream))
+    give_up_s = _give_up_s(order, arenas.opening)
+    call = DeviceCall(meta, inputs, outputs, order.options, stream, give_up_s, order.deadline_s)
+    timings = backend.run(spec, call)
     if order.options.verify:
         _verify(spec, inputs, order, outputs)
     return CallDone(
@@ -102,15 +109,28 @@ def _execute(spec: OpSpec, backend: Backend, arenas: Arenas, order: RunCall, str
     )
 
 
-def _operands(order: RunCall, arenas: Arenas) -> dict[str, Array | None]:
-    """Views of the operands; those with other strides become private contiguous copies."""
+def _give_up_s(order: RunCall, opening: OpenDevice) -> float:
+    """When a device that still runs the call is to be given up: nobody can wait for it any more."""
+    limit_s = time.monotonic() + opening.run_limit_s
+    if order.deadline_s is None:
+        return limit_s
+    return min(limit_s, order.deadline_s + _GRACE_SHARE * opening.hang_grace_s)
+
+
+def _contiguous(call: CallMeta) -> CallMeta:
+    metas = {name: None if meta is None else meta.contiguous() for name, meta in call.inputs.items()}
+    return CallMeta(metas, call.attrs, product=call.product)
+
+
+def _operands(order: RunCall, arenas: Arenas, strided: bool) -> dict[str, Array | None]:
+    """Views of the operands; unless strides may stay, those that have some become contiguous copies."""
     operands: dict[str, Array | None] = {}
     for name, meta in order.meta.inputs.items():
         if meta is None:
             operands[name] = None
             continue
         array = view(meta, arenas.inputs, order.input_offsets[name])
-        operands[name] = array if meta.is_contiguous else np.ascontiguousarray(array)
+        operands[name] = array if strided or meta.is_contiguous else np.ascontiguousarray(array)
     return operands
 
 

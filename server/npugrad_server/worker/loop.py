@@ -11,14 +11,16 @@ import os
 import threading
 import traceback
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from npugrad.products import product_from_name
 from npugrad_server.backends import make_backend
+from npugrad_server.backends.base import DeviceLost, DeviceUnusable
 from npugrad_server.devices import parse_device
 from npugrad_server.worker.execute import Arenas, execute
 from npugrad_server.worker.protocol import (
     MAX_MESSAGE_BYTES,
+    DeviceFailed,
     DeviceReady,
     OpenDevice,
     OpenFailed,
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from npugrad_server.backends.base import Backend
     from npugrad_server.worker.protocol import Message
 
+EXIT_DEVICE_LOST = 70
+"""Exit status after the device was lost; for whoever reads logs, as the pool was told before."""
+_MAX_REASON = 2000
 _CLOSE_S = 1.0
 """Seconds an idle device has to close in an orderly way when the socket ends."""
 
@@ -50,6 +55,7 @@ class Worker:
         self._orders: SimpleQueue[RunCall | OpenDevice | None] = SimpleQueue()
         self._in_hand = 0
         self._lock = threading.Lock()
+        self._ending = threading.Lock()
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
     def serve(self) -> int:
@@ -63,10 +69,13 @@ class Worker:
             return 0
         try:
             arenas, backend = Arenas(opening), self._open(opening)
-        except Exception as error:
-            self._send(OpenFailed(f"{type(error).__name__}: {error}"[:2000]))
+        except (DeviceUnusable, DeviceLost) as error:
+            self._send(OpenFailed(str(error)[:_MAX_REASON], error.comeback.value))
             return 1
-        self._send(DeviceReady(backend.name, backend.description, backend.simulated, backend.one_mode))
+        except Exception as error:
+            self._send(OpenFailed(f"{type(error).__name__}: {error}"[:_MAX_REASON]))
+            return 1
+        self._send(_ready(backend))
         others = [
             threading.Thread(target=self._stream, args=(backend, arenas, index), name=f"stream-{index}")
             for index in range(1, opening.streams)
@@ -88,10 +97,22 @@ class Worker:
 
     def _stream(self, backend: Backend, arenas: Arenas, index: int) -> None:
         while isinstance(order := self._orders.get(), RunCall):
-            self._send(execute(backend, arenas, order, index))
+            try:
+                answer = execute(backend, arenas, order, index)
+            except DeviceLost as lost:
+                self._end(order.call, lost)
+            self._send(answer)
             with self._lock:
                 self._in_hand -= 1
         self._orders.put(None)  # for the next stream
+
+    def _end(self, call: int, lost: DeviceLost) -> NoReturn:
+        """Reports that the device is lost and ends the process; nothing of the device is given back."""
+        # Streams fail together; one report is enough, and no other answer may follow it.
+        self._ending.acquire()
+        message = str(lost)[:_MAX_REASON]
+        self._send(DeviceFailed(call, message, lost.code, lost.comeback.value, lost.retry, lost.blameless))
+        os._exit(EXIT_DEVICE_LOST)
 
     def _listen(self) -> None:
         """Takes orders until the pool is gone, then ends the process: at once, unless nothing runs."""
@@ -121,3 +142,14 @@ class Worker:
             self._control.send(encode(message))
         except OSError:
             os._exit(0)  # the pool is gone
+
+
+def _ready(backend: Backend) -> DeviceReady:
+    return DeviceReady(
+        backend.name,
+        backend.description,
+        backend.simulated,
+        backend.one_mode,
+        {name: reason[:_MAX_REASON] for name, reason in backend.unavailable.items()},
+        backend.memory_bytes,
+    )

@@ -4,7 +4,7 @@
     OpenDevice         ->
                        <-     DeviceReady, or OpenFailed and the end
     RunCall            ->
-                       <-     CallDone or CallFailed
+                       <-     CallDone, CallFailed, or DeviceFailed and the end
 
 Tensors are not in the messages; they lie in the arenas, where the messages say.
 """
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from npugrad.call import CallOptions
 from npugrad.products import product_from_name
 from npugrad.spec import CallMeta, TensorMeta
+from npugrad_server.backends.base import Comeback
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,6 +40,8 @@ class OpenDevice:
         output_fd: Inherited descriptor of the results' arena.
         output_bytes: Its size.
         prefault_bytes: How much of each arena to map at once.
+        hang_grace_s: Seconds past its deadline after which the pool ends the worker that still runs a call.
+        run_limit_s: Seconds a call may run, whatever its deadline.
     """
 
     device: str
@@ -49,6 +52,8 @@ class OpenDevice:
     output_fd: int
     output_bytes: int
     prefault_bytes: int
+    hang_grace_s: float = 10.0
+    run_limit_s: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,8 @@ class DeviceReady:
     description: str
     simulated: bool
     one_mode: bool
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -67,9 +74,30 @@ class OpenFailed:
 
     Attributes:
         message: Why, for a person.
+        comeback: When another try makes sense: a `Comeback`.
     """
 
     message: str
+    comeback: str = Comeback.SOON.value
+
+
+@dataclass(frozen=True)
+class DeviceFailed:
+    """The device cannot be trusted any more, or not by this process, which ends at once.
+
+    The attributes beside these are those of `npugrad_server.backends.base.DeviceLost`.
+
+    Attributes:
+        call: Number of the call that met it.
+        message: Function, number and text of the vendor.
+    """
+
+    call: int
+    message: str
+    code: int
+    comeback: str
+    retry: bool
+    blameless: bool
 
 
 @dataclass(frozen=True)
@@ -84,6 +112,8 @@ class RunCall:
         options: Options of the call.
         input_offsets: First byte of each operand that is not null, in the operands' arena.
         output_offsets: First byte of each wanted output, in the results' arena.
+        deadline_s: `time.monotonic()`, which all processes of a host share, from which on the result is of
+            no use; None for never.
     """
 
     call: int
@@ -93,6 +123,7 @@ class RunCall:
     options: CallOptions
     input_offsets: Mapping[str, int]
     output_offsets: Mapping[str, int]
+    deadline_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -125,8 +156,10 @@ class CallFailed:
     trace: str = ""
 
 
-Message: TypeAlias = "OpenDevice | DeviceReady | OpenFailed | RunCall | CallDone | CallFailed"
-_PLAIN = {cls.__name__: cls for cls in (OpenDevice, DeviceReady, OpenFailed, CallDone, CallFailed)}
+Message: TypeAlias = "OpenDevice | DeviceReady | OpenFailed | DeviceFailed | RunCall | CallDone | CallFailed"
+_PLAIN = {
+    cls.__name__: cls for cls in (OpenDevice, DeviceReady, OpenFailed, DeviceFailed, CallDone, CallFailed)
+}
 
 
 def encode(message: Message) -> bytes:
@@ -168,6 +201,7 @@ def _run_payload(message: RunCall) -> dict[str, Any]:
         "options": asdict(message.options),
         "input_offsets": dict(message.input_offsets),
         "output_offsets": dict(message.output_offsets),
+        "deadline_s": message.deadline_s,
     }
 
 
@@ -182,6 +216,7 @@ def _run_message(payload: dict[str, Any]) -> RunCall:
         options=CallOptions(**payload["options"]),
         input_offsets=payload["input_offsets"],
         output_offsets=payload["output_offsets"],
+        deadline_s=payload["deadline_s"],
     )
 
 

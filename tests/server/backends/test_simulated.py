@@ -64,5 +64,5 @@ def test_an_option_that_makes_no_sense_does_not_open(options: str) -> None:
 
 def test_defaults_are_harmless() -> None:
     options = TestOptions.parse({})
-    assert (options.service_s, options.open_s, options.compute, options.fail_open) == (0, 0, False, False)
+    assert (options.service_s, options.open_s, options.compute, options.opening) == (0, 0, False, "ok")
     assert not options.meets("crash", "")

@@ -291,3 +291,58 @@ def test_workers_do_not_outlive_a_front_that_was_killed() -> None:
     for descriptor in descriptors:
         assert select.select([descriptor], [], [], 10)[0], "a worker outlived its front process"
         os.close(descriptor)
+
+
+def test_a_device_that_fails_says_why_and_its_call_runs_elsewhere(run_pool: Any, job: Any) -> None:
+    """Every device fails under the labelled call: after two of them it is given up, with the number."""
+    losses = Losses()
+
+    async def scenario(pool: DevicePool) -> None:
+        await pool.wait_ready(30)
+        with pytest.raises(WorkerLost, match="run returned 507015") as caught:
+            await job(label="x").run(pool)
+        assert (caught.value.code, caught.value.source) == (507015, "device")
+        await job(label="y").check(pool)
+        await pool.wait_ready(30)
+        assert [status.state for status in pool.devices()] == [DeviceState.READY] * 2
+
+    run_pool(scenario, "test:2?fault=x&compute=1", observer=losses)
+    assert losses.attempts == [1, 2, 1]
+    assert sorted(losses.lost) == [(f"test:{i}", "test device: run returned 507015") for i in (0, 1)]
+
+
+def test_a_damaged_device_leaves_and_the_other_serves(run_pool: Any, job: Any) -> None:
+    async def scenario(pool: DevicePool) -> None:
+        await pool.wait_ready(30)
+        with pytest.raises(ServerBusy, match="quarantined: run returned 507054"):
+            await job(label="x").run(pool)
+        assert [status.state for status in pool.devices()] == [DeviceState.DOWN]
+        assert [status.restarts for status in pool.devices()] == [0]
+        with pytest.raises(ServerBusy, match="no device is ready"):
+            await job().run(pool)
+
+    run_pool(scenario, "test:1?damage=x")
+
+
+def test_a_call_that_runs_too_long_gets_its_deadline_error_and_the_next_one_is_served(
+    run_pool: Any, job: Any
+) -> None:
+    async def scenario(pool: DevicePool) -> None:
+        await pool.wait_ready(30)
+        with pytest.raises(DeadlineExceeded, match="wait returned 507046"):
+            await job(label="x").run(pool)
+        await job().check(pool)
+        assert [status.restarts for status in pool.devices()] == [1]
+
+    run_pool(scenario, "test:1?timeout=x&compute=1")
+
+
+def test_a_device_that_can_never_open_is_not_tried_again(run_pool: Any) -> None:
+    losses = Losses()
+
+    async def scenario(pool: DevicePool) -> None:
+        with pytest.raises(ServerBusy, match="does not open, as its options ask"):
+            await pool.wait_ready(30)
+
+    run_pool(scenario, "test:1?open=never", observer=losses)
+    assert len(losses.lost) == 1

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from npugrad import Product
+from npugrad_server.backends.base import Comeback
 from npugrad_server.pool.commands import (
     CallRequest,
     CompleteCall,
     FailCall,
+    Failure,
     KillWorker,
     ReleaseCall,
     RequeueCall,
@@ -22,7 +24,7 @@ from npugrad_server.pool.commands import (
     StartCall,
     WorkerSpec,
 )
-from npugrad_server.pool.scheduler import Scheduler
+from npugrad_server.pool.scheduler import SUSPECT_ATTEMPTS, Scheduler
 from npugrad_server.pool.types import DeviceState, PoolSettings
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ class Call:
     closed: bool = False
     released: int = 0
     region_live: bool = False
+    suspect: bool = False
 
 
 @dataclass
@@ -91,7 +94,8 @@ class SchedulerWorld(RuleBasedStateMachine):
                 assert self.processes[command.worker].incarnation == command.incarnation
                 self.processes[command.worker].told_to_end = True
             elif isinstance(command, RequeueCall):
-                assert len(self.calls[command.call].starts) < ATTEMPTS
+                call = self.calls[command.call]
+                assert len(call.starts) < (SUSPECT_ATTEMPTS if call.suspect else ATTEMPTS)
 
     def _started(self, start: StartCall) -> None:
         call, process = self.calls[start.call], self.processes[start.worker]
@@ -208,6 +212,22 @@ class SchedulerWorld(RuleBasedStateMachine):
         process = self.processes.pop(worker)
         self.obey(self.scheduler.lost(worker, process.incarnation, "signal 9", self.now))
 
+    @precondition(lambda self: any(not p.told_to_end for p in self.processes.values()))
+    @rule(data=st.data(), comeback=st.sampled_from(Comeback), retry=st.booleans(), blameless=st.booleans())
+    def complain(self, data: st.DataObject, comeback: Comeback, retry: bool, blameless: bool) -> None:
+        """A process says that its device failed, under one of its calls or while it was being opened."""
+        worker = data.draw(st.sampled_from([w for w, p in self.processes.items() if not p.told_to_end]))
+        process, call, code = self.processes[worker], None, None
+        if process.open:
+            running = [n for n, c in self.calls.items() if c.running and c.starts[-1].worker == worker]
+            call, code = (data.draw(st.sampled_from(running)), 507015) if running else (None, None)
+        failure = Failure("words", comeback, call, code, retry, blameless)
+        self.obey(self.scheduler.failing(worker, process.incarnation, failure, self.now))
+        if call is not None:
+            self.calls[call].suspect = True
+        assert not process.open or process.told_to_end, "a device that failed stays in the pool"
+        process.told_to_end = True
+
     @precondition(lambda self: self.calls)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
@@ -273,6 +293,8 @@ class SchedulerWorld(RuleBasedStateMachine):
 
     def _calm_down(self) -> None:
         """Processes end, open and answer as they should; callers read their results and close."""
+        if all(w.state is DeviceState.DOWN for w in self.scheduler.workers):
+            assert not any(c.running for c in self.calls.values())
         for worker, process in list(self.processes.items()):
             if process.told_to_end:
                 self._die(worker)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -10,16 +11,16 @@ import pytest
 from npugrad import Product, TensorMeta, get_operator
 from npugrad.call import CallOptions
 from npugrad.errors import DeviceError, NpugradError, OperatorError, UnsafeLevels
-from npugrad_server.backends.base import Timings
+from npugrad_server.backends.base import DeviceLost, Timings
 from npugrad_server.pool.arena import InputArena, OutputArena
 from npugrad_server.pool.regions import Region
 from npugrad_server.worker.execute import Arenas, execute
 from npugrad_server.worker.protocol import CallDone, CallFailed, OpenDevice, RunCall
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
-    from npugrad.spec import OpSpec
+    from npugrad.spec import CallMeta, OpSpec
     from npugrad_server.backends.base import DeviceCall
     from npugrad_server.devices import DeviceName
 
@@ -31,8 +32,12 @@ class Recorder:
 
     name, description, simulated, one_mode = "recorder", "", True, False
 
-    def __init__(self, error: Exception | None = None) -> None:
+    memory_bytes: int | None = None
+
+    def __init__(self, error: Exception | None = None, *, strided: bool = False) -> None:
         self.error = error
+        self.strided = strided
+        self.unavailable: Mapping[str, str] = {}
         self.calls: list[DeviceCall] = []
 
     def open(self, device: DeviceName, product: Product, streams: int) -> None: ...
@@ -43,6 +48,8 @@ class Recorder:
             raise self.error
         spec.reference(call.inputs, call.meta.attrs, call.outputs)
         return Timings(copy_in_s=1.0, run_s=2.0, copy_out_s=3.0, workspace_bytes=4)
+
+    def workspace_bytes(self, spec: OpSpec, meta: CallMeta) -> int | None: ...
 
     def close(self) -> None: ...
 
@@ -87,6 +94,36 @@ def test_a_backend_gets_contiguous_operands_it_cannot_write_and_the_wanted_outpu
     assert shared is not None
     with pytest.raises(ValueError, match="read-only"):
         shared[0, 0, 0] = 1
+
+
+def test_a_backend_that_takes_strides_gets_them_and_when_to_give_up(
+    arenas: tuple[Arenas, InputArena],
+) -> None:
+    backend = Recorder(strided=True)
+    deadline_s = time.monotonic() + 5
+    turned = replace(replace_strides(order(), "input", (1, 2, 12)), deadline_s=deadline_s)
+    assert isinstance(execute(backend, arenas[0], turned, 0), CallDone)
+    (call,) = backend.calls
+    operand = call.inputs["input"]
+    assert operand is not None
+    assert operand.strides == (4, 8, 48)
+    assert call.meta.tensor("input").strides == (1, 2, 12)
+    assert call.deadline_s == deadline_s
+    # Before the pool ends the worker, ten seconds after the deadline.
+    assert deadline_s + 5 < call.give_up_s < deadline_s + 10
+
+
+def test_a_call_without_a_deadline_has_the_limit_of_the_device(arenas: tuple[Arenas, InputArena]) -> None:
+    backend = Recorder()
+    execute(backend, arenas[0], order(), 0)
+    (call,) = backend.calls
+    assert call.deadline_s is None
+    assert time.monotonic() + 500 < call.give_up_s <= time.monotonic() + 600
+
+
+def test_a_lost_device_is_no_answer(arenas: tuple[Arenas, InputArena]) -> None:
+    with pytest.raises(DeviceLost, match="words"):
+        execute(Recorder(DeviceLost("words", 507015)), arenas[0], order(), 0)
 
 
 def replace_strides(run: RunCall, name: str, strides: tuple[int, ...]) -> RunCall:

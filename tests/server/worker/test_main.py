@@ -19,10 +19,12 @@ from npugrad import get_operator
 from npugrad.call import CallOptions
 from npugrad_server.pool.arena import InputArena, OutputArena
 from npugrad_server.pool.regions import Region
+from npugrad_server.worker.loop import EXIT_DEVICE_LOST
 from npugrad_server.worker.protocol import (
     MAX_MESSAGE_BYTES,
     CallDone,
     CallFailed,
+    DeviceFailed,
     DeviceReady,
     Message,
     OpenDevice,
@@ -150,6 +152,36 @@ def test_a_device_that_does_not_open_is_reported_before_the_end() -> None:
         failed = one.receive()
         assert isinstance(failed, OpenFailed)
         assert failed.message == "RuntimeError: test:0: does not open, as its options ask"
+        assert one.process.wait(10) == 1
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "comeback", "retry", "blameless"),
+    [
+        ("fault", 507015, "soon", True, False),
+        ("damage", 507054, "never", True, False),
+        ("timeout", 507046, "soon", False, True),
+    ],
+)
+def test_a_worker_that_lost_its_device_says_so_and_ends(
+    failure: str, code: int, comeback: str, retry: bool, blameless: bool
+) -> None:
+    with worker(f"test:0?{failure}=x", streams=2) as one:
+        assert isinstance(one.receive(), DeviceReady)
+        one.send(order(3, label="x"))
+        said = one.receive()
+        assert isinstance(said, DeviceFailed)
+        assert f"returned {code}" in said.message
+        assert (said.call, said.code, said.comeback) == (3, code, comeback)
+        assert (said.retry, said.blameless) == (retry, blameless)
+        assert one.process.wait(10) == EXIT_DEVICE_LOST
+        assert one.control.recv(MAX_MESSAGE_BYTES) == b""
+
+
+@pytest.mark.parametrize("comeback", ["slowly", "never"])
+def test_a_device_that_does_not_open_tells_when_to_try_again(comeback: str) -> None:
+    with worker(f"test:0?open={comeback}") as one:
+        assert one.receive() == OpenFailed("test:0: does not open, as its options ask", comeback)
         assert one.process.wait(10) == 1
 
 

@@ -13,6 +13,7 @@ from npugrad_server.worker.protocol import (
     MAX_MESSAGE_BYTES,
     CallDone,
     CallFailed,
+    DeviceFailed,
     DeviceReady,
     Message,
     OpenDevice,
@@ -53,6 +54,7 @@ calls = st.builds(
     options=st.builds(CallOptions, st.booleans(), st.integers(-100, 100), names, st.booleans()),
     input_offsets=offsets,
     output_offsets=offsets,
+    deadline_s=st.none() | st.floats(0, 1e9),
 )
 
 
@@ -75,7 +77,10 @@ def test_every_double_survives(value: float) -> None:
     [
         OpenDevice("test:0?ms=1", "atlas-a2", 2, 3, 4096, 4, 8192, 0),
         DeviceReady("cpu-reference", "words", False, False),
+        DeviceReady("npu", "words", True, True, {"an_operator": "no kernel"}, 2**36),
         OpenFailed("why \N{SNOWMAN}"),
+        OpenFailed("why", "never"),
+        DeviceFailed(7, "aclrtSynchronizeStreamWithTimeout returned 507015", 507015, "soon", True, False),
         CallDone(7, 0.1, 1e-9, 0.0, 2**40),
         CallFailed(7, "UNSAFE_LEVELS", "message", {"operand": "value"}, "trace\n" * 10),
     ],

@@ -1,0 +1,177 @@
+"""The runtime of a device, checked: every code becomes an `AclError` with number, function and text.
+
+Threads: a thread has to have its device set before it calls anything here; error texts belong to the thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+from npugrad_server.acl.faults import FaultRow, fault_of
+
+if TYPE_CHECKING:
+    from npugrad_server.acl.libraries import Functions
+
+HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2
+"""aclrtMemcpyKind."""
+_HBM = 1
+"""aclrtMemAttr of the device's own memory."""
+_DETERMINISTIC = 0
+"""aclSysParamOpt of deterministic computing."""
+_THREAD_LEVEL = 0
+"""aclrtLastErrLevel."""
+_MOST_MESSAGES = 32
+"""Error texts fetched at once; a library that never stops talking must not hold the call up."""
+_MOST_MS = 2**31 - 1
+_VERSION_BYTES = 256
+
+
+class AclError(Exception):
+    """A function of CANN returned an error.
+
+    Attributes:
+        code: The vendor's number; 0 where the function gives none.
+        function: The function that returned it.
+        text: What CANN said about it; may be empty.
+        last_error: What the runtime noted last on this thread; 0 if nothing.
+    """
+
+    def __init__(self, code: int, function: str, text: str = "", last_error: int = 0) -> None:
+        super().__init__(code, function, text, last_error)
+        self.code, self.function, self.text, self.last_error = code, function, text, last_error
+
+    @property
+    def fault(self) -> FaultRow:
+        """What it means."""
+        return fault_of(self.code, self.last_error)
+
+    def __str__(self) -> str:
+        """One line for a person: function, number, meaning, CANN's words."""
+        found = f"returned {self.code}" if self.code else "failed without a number"
+        hidden = self.last_error not in (0, self.code)
+        noted = f", the runtime's last error is {self.last_error}" if hidden else ""
+        words = f": {self.text}" if self.text else ""
+        return f"{self.function} {found} ({self.fault.meaning}{noted}){words}"
+
+
+class Runtime:
+    """Queues copies, sets and waits on raw streams and addresses, and fetches error texts."""
+
+    def __init__(self, functions: Functions) -> None:
+        """Takes the bound functions of `symbols.RUNTIME`."""
+        self._functions = functions
+
+    def call(self, function: Any, *arguments: Any) -> None:
+        """Calls a bound function that returns a code.
+
+        Raises:
+            AclError: The code is not 0.
+            SymbolMissing: No library has the function.
+        """
+        code = function(*arguments)
+        if code:
+            raise self.error(code, function.__name__)
+
+    def created(self, function: Any, *arguments: Any) -> int:
+        """Calls a bound function that returns a handle.
+
+        Raises:
+            AclError: The handle is null; the code is 0, as the function gives none.
+        """
+        handle: int | None = function(*arguments)
+        if not handle:
+            raise self.error(0, function.__name__)
+        return handle
+
+    def error(self, code: int, function: str) -> AclError:
+        """The error of a code just returned on this thread, with what CANN has to say about it."""
+        last_error = 0
+        if self._functions.has("aclrtPeekAtLastError"):
+            last_error = self._functions["aclrtPeekAtLastError"](_THREAD_LEVEL)
+        return AclError(code, function, self.fetch_texts(), last_error)
+
+    def forget_errors(self) -> None:
+        """Throws away texts and codes of earlier, tolerated failures: none is blamed on what follows."""
+        self.fetch_texts()
+        if self._functions.has("aclrtGetLastError"):
+            self._functions["aclrtGetLastError"](_THREAD_LEVEL)
+
+    def fetch_texts(self) -> str:
+        """All error texts of this thread since the last time, in one line."""
+        texts: list[str] = []
+        while len(texts) < _MOST_MESSAGES:
+            # ctypes copies it at once; the next call makes the pointer void.
+            text: bytes | None = self._functions["aclGetRecentErrMsg"]()
+            if not text:
+                break
+            texts.append(" ".join(text.decode("utf-8", "replace").split()))
+        return "; ".join(filter(None, texts))
+
+    def copy_in(self, device: int, host: int, nbytes: int, stream: int) -> None:
+        """Queues a copy from host to device; both must stay until the stream was waited for."""
+        copy = self._functions["aclrtMemcpyAsync"]
+        self.call(copy, device, nbytes, host, nbytes, HOST_TO_DEVICE, stream)
+
+    def copy_out(self, host: int, device: int, nbytes: int, stream: int) -> None:
+        """Queues a copy from device to host; both must stay until the stream was waited for."""
+        copy = self._functions["aclrtMemcpyAsync"]
+        self.call(copy, host, nbytes, device, nbytes, DEVICE_TO_HOST, stream)
+
+    def zero(self, device: int, nbytes: int, stream: int) -> None:
+        """Queues filling device memory with zeros."""
+        self.call(self._functions["aclrtMemsetAsync"], device, nbytes, 0, nbytes, stream)
+
+    def wait(self, stream: int, until_s: float) -> None:
+        """Waits until all that is queued on a stream has run.
+
+        Args:
+            stream: Raw stream.
+            until_s: `time.monotonic()` at which to give up.
+
+        Raises:
+            AclError: 507046, it was not done by then; or the code of what failed on the stream.
+        """
+        left_ms = (until_s - time.monotonic()) * 1000
+        # At least a millisecond, as -1 would be for ever and 0 is undefined.
+        ms = _MOST_MS if left_ms >= _MOST_MS else math.ceil(max(1.0, left_ms))
+        self.call(self._functions["aclrtSynchronizeStreamWithTimeout"], stream, ms)
+
+    def set_deterministic(self, wanted: bool) -> None:
+        """Sets the deterministic option of the thread's context; nothing may run or be queued in it."""
+        self.call(self._functions["aclrtCtxSetSysParamOpt"], _DETERMINISTIC, int(wanted))
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """Free and total bytes of the thread's device."""
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self.call(self._functions["aclrtGetMemInfo"], _HBM, free, total)
+        return free.value, total.value
+
+    def soc_name(self) -> str:
+        """Name of the chip, such as ``"Ascend910B2"``; empty when CANN does not say."""
+        name: bytes | None = self._functions["aclrtGetSocName"]()
+        return (name or b"").decode("ascii", "replace")
+
+    def device_count(self) -> int:
+        """Devices of this host that the process may use."""
+        count = ctypes.c_uint32()
+        self.call(self._functions["aclrtGetDeviceCount"], count)
+        return count.value
+
+    def version(self) -> str:
+        """CANN's version, such as ``"9.1.0"``; empty when it does not say, as before 8.5."""
+        if not self._functions.has("aclsysGetVersionStr"):
+            return ""
+        text = ctypes.create_string_buffer(_VERSION_BYTES)
+        code: int = self._functions["aclsysGetVersionStr"](b"runtime", text)
+        return "" if code else text.value.decode("ascii", "replace")
+
+    def initialize(self) -> None:
+        """Initializes the process; for a process without torch_npu, which does it itself."""
+        self.call(self._functions["aclInit"], None)
+
+    def finalize(self) -> None:
+        """Ends what `initialize` began."""
+        self.call(self._functions["aclFinalize"])

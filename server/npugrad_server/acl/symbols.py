@@ -1,0 +1,115 @@
+"""Names and C types of every CANN function that is called, and nothing else.
+
+Source: CANN's public headers `acl/acl_base.h`, `acl/acl_rt.h`, `acl/acl.h`, `aclnn/acl_meta.h` and the
+`aclnnop/*.h` of the operators. Every function has its types here, because one without them would have its
+pointers cut to 32 bits.
+"""
+
+from __future__ import annotations
+
+from ctypes import (
+    POINTER,
+    c_bool,
+    c_char_p,
+    c_double,
+    c_int,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from npugrad.spec import TensorParam
+
+if TYPE_CHECKING:
+    from npugrad.spec import OpSpec
+
+SIMULATION_MARKER = "cann_sim_marker"
+"""A function that only the simulated CANN of the tests exports, from the library of `RUNTIME`."""
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """One C function.
+
+    Attributes:
+        name: As exported.
+        result: ctypes type of its result; `c_int32` is an error code.
+        arguments: ctypes types of its arguments.
+        since: Oldest CANN release that has it.
+        optional: Whether the NPU path works without it.
+    """
+
+    name: str
+    result: Any
+    arguments: tuple[Any, ...]
+    since: str = "8.0"
+    optional: bool = False
+
+
+_CODE = c_int32
+_STREAM = _ADDRESS = _HANDLE = c_void_p
+
+RUNTIME: tuple[Symbol, ...] = (
+    Symbol("aclInit", _CODE, (c_char_p,)),
+    Symbol("aclFinalize", _CODE, ()),
+    Symbol("aclrtGetDeviceCount", _CODE, (POINTER(c_uint32),)),
+    Symbol("aclrtGetSocName", c_char_p, ()),
+    Symbol("aclGetRecentErrMsg", c_char_p, ()),
+    Symbol("aclrtMemcpyAsync", _CODE, (_ADDRESS, c_size_t, _ADDRESS, c_size_t, c_int, _STREAM)),
+    Symbol("aclrtMemsetAsync", _CODE, (_ADDRESS, c_size_t, c_int32, c_size_t, _STREAM)),
+    Symbol("aclrtSynchronizeStreamWithTimeout", _CODE, (_STREAM, c_int32)),
+    Symbol("aclrtGetMemInfo", _CODE, (c_int, POINTER(c_size_t), POINTER(c_size_t))),
+    Symbol("aclrtCtxSetSysParamOpt", _CODE, (c_int, c_int64)),
+    Symbol("aclrtPeekAtLastError", _CODE, (c_int,), optional=True),
+    Symbol("aclrtGetLastError", _CODE, (c_int,), optional=True),
+    Symbol("aclsysGetVersionStr", _CODE, (c_char_p, c_char_p), since="8.5", optional=True),
+)
+"""Functions of libascendcl: devices, copies, streams, errors."""
+
+TENSORS: tuple[Symbol, ...] = (
+    Symbol(
+        "aclCreateTensor",
+        _HANDLE,
+        (
+            POINTER(c_int64),  # view shape
+            c_uint64,
+            c_int,  # aclDataType
+            POINTER(c_int64),  # strides, in elements
+            c_int64,  # offset, in elements
+            c_int,  # aclFormat
+            POINTER(c_int64),  # storage shape
+            c_uint64,
+            _ADDRESS,
+        ),
+    ),
+    Symbol("aclDestroyTensor", _CODE, (_HANDLE,)),
+    Symbol("aclCreateBoolArray", _HANDLE, (POINTER(c_bool), c_uint64)),
+    Symbol("aclDestroyBoolArray", _CODE, (_HANDLE,)),
+    Symbol("aclDestroyAclOpExecutor", _CODE, (_HANDLE,)),
+)
+"""Functions of libnnopbase: descriptions of tensors, and executors."""
+
+_ATTRIBUTES: dict[str, Any] = {
+    "int64": c_int64,
+    "double": c_double,
+    "bool": c_bool,
+    "bool_array": _HANDLE,
+}
+
+
+def operator_symbols(spec: OpSpec) -> tuple[Symbol, Symbol]:
+    """Both phases of an operator, from the order of its parameters."""
+    own = (_HANDLE if isinstance(p, TensorParam) else _ATTRIBUTES[p.type] for p in spec.params)
+    plan = Symbol(
+        f"{spec.aclnn_name}GetWorkspaceSize",
+        _CODE,
+        (*own, POINTER(c_uint64), POINTER(_HANDLE)),
+        since=spec.min_cann,
+    )
+    launch = Symbol(spec.aclnn_name, _CODE, (_ADDRESS, c_uint64, _HANDLE, _STREAM), since=spec.min_cann)
+    return plan, launch

@@ -1,0 +1,116 @@
+"""aclTensor and aclBoolArray handles: made together, destroyed together, each exactly once."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from npugrad.spec import TensorMeta
+    from npugrad_server.acl.libraries import Functions
+    from npugrad_server.acl.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class DeviceTensor:
+    """A tensor in device memory.
+
+    Attributes:
+        meta: Type, shape, format, and strides (in elements) where it is not contiguous.
+        address: Where its content starts; CANN wants 32 bytes of alignment.
+    """
+
+    meta: TensorMeta
+    address: int
+
+
+class Handles:
+    """Handles of one launch; leaving it destroys them.
+
+    They may go once the second phase has returned: the executor reads addresses out of them until then.
+    """
+
+    def __init__(self, runtime: Runtime, functions: Functions) -> None:
+        """Takes the bound functions of `symbols.TENSORS`."""
+        self._runtime = runtime
+        self._functions = functions
+        self._live: list[tuple[Any, int]] = []
+
+    def tensor(self, tensor: DeviceTensor) -> int:
+        """A new aclTensor.
+
+        Raises:
+            AclError: CANN made none.
+        """
+        meta = tensor.meta
+        storage = _storage_shape(meta)
+        handle = self._runtime.created(
+            self._functions["aclCreateTensor"],
+            _int64s(meta.shape),
+            meta.rank,
+            meta.dtype.acl,
+            _int64s(meta.element_strides),
+            meta.storage_offset,
+            meta.format.acl,
+            _int64s(storage),
+            len(storage),
+            tensor.address,
+        )
+        self._live.append((self._functions["aclDestroyTensor"], handle))
+        return handle
+
+    def bool_array(self, values: Sequence[bool]) -> int:
+        """A new aclBoolArray, which copies the values.
+
+        Raises:
+            AclError: CANN made none.
+        """
+        create = self._functions["aclCreateBoolArray"]
+        handle = self._runtime.created(create, (ctypes.c_bool * len(values))(*values), len(values))
+        self._live.append((self._functions["aclDestroyBoolArray"], handle))
+        return handle
+
+    def close(self) -> None:
+        """Destroys all of them; may be called again.
+
+        Raises:
+            AclError: CANN refused to destroy one; the others are destroyed all the same.
+        """
+        refused: Exception | None = None
+        while self._live:
+            destroy, handle = self._live.pop()
+            try:
+                self._runtime.call(destroy, handle)
+            except Exception as error:
+                refused = error
+        if refused is not None:
+            raise refused
+
+    def __enter__(self) -> Handles:
+        """Nothing: it is empty."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Destroys them; what went wrong before is told rather than what goes wrong here."""
+        try:
+            self.close()
+        except Exception:
+            if error is None:
+                raise
+
+
+def _int64s(values: Sequence[int]) -> Any:
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+def _storage_shape(meta: TensorMeta) -> tuple[int, ...]:
+    """The documents' examples give a contiguous tensor its own shape; anything else is one flat axis."""
+    if meta.is_contiguous and meta.shape:
+        return meta.shape
+    return (meta.content_bytes // meta.dtype.itemsize,)

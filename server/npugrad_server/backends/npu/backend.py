@@ -1,0 +1,196 @@
+"""The NPU backend: one device of this process, one lane for each of the worker's streams."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from npugrad.call import CallOptions
+from npugrad.errors import DeviceOutOfMemory, NpugradError, OperatorError, UnsupportedOperator
+from npugrad.ops import OPERATORS
+from npugrad.products import product_from_soc
+from npugrad_server.acl.launcher import Launcher
+from npugrad_server.acl.libraries import Cann, LibraryError
+from npugrad_server.acl.runtime import AclError, Runtime
+from npugrad_server.backends.base import Comeback, DeviceCall, DeviceUnusable, Timings
+from npugrad_server.backends.npu.bringup import NpuDevice, check_packages
+from npugrad_server.backends.npu.failures import device_error, device_lost
+from npugrad_server.backends.npu.lane import Lane
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from npugrad.products import Product
+    from npugrad.spec import CallMeta, OpSpec
+    from npugrad_server.devices import DeviceName
+
+_PROBE_S = 60.0
+"""Seconds that an operator has to run its first, tiny call; it loads its kernels then."""
+
+
+class NpuBackend:
+    """Any operator that the node's CANN has, on one NPU."""
+
+    name = "npu"
+    one_mode = True
+    strided = True
+
+    def __init__(self) -> None:
+        """Makes it; `open` takes the device."""
+        self.description = "NPU"
+        self.simulated = False
+        self.unavailable: Mapping[str, str] = {}
+        self.memory_bytes: int | None = None
+        self._thread = threading.local()
+
+    def open(self, device: DeviceName, product: Product, streams: int) -> None:
+        """Finds CANN, brings the device up, and tries every operator once.
+
+        Raises:
+            DeviceUnusable: CANN, torch_npu or the device is missing, does not fit or does not answer.
+            DeviceLost: The device failed under a first call.
+        """
+        check_packages()  # what is missing most often is told before anything is loaded
+        try:
+            # Before torch_npu: when CANN is missing, our list of what was tried tells more.
+            self._cann = Cann()
+        except LibraryError as error:
+            raise DeviceUnusable(str(error)) from None
+        self._runtime = Runtime(self._cann.runtime)
+        self._launcher = Launcher(self._cann, self._runtime)
+        self._device = NpuDevice(device.index, streams)
+        self._thread.bound = True
+        self._describe(product)
+        self._mode = _Mode(self._runtime)
+        self._lanes = [Lane(self._device, self._runtime, self._launcher) for _ in range(streams)]
+        if len({lane.raw_stream for lane in self._lanes}) < streams:
+            raise DeviceUnusable(f"{device.name}: torch_npu gave fewer than {streams} different streams")
+        self.unavailable = self._probe(product)
+        self.memory_bytes = self._runtime.memory_bytes()[0]
+
+    def _describe(self, product: Product) -> None:
+        soc, versions = self._runtime.soc_name(), self._device.versions
+        found = product_from_soc(soc)
+        if found is not product:
+            raise DeviceUnusable(
+                f"found chip {soc!r}, which is {found or 'no known product'}; expected {product}"
+            )
+        cann = self._runtime.version() or "of unknown version"
+        self.simulated = self._cann.simulated
+        marked = "SIMULATED " if self.simulated else ""
+        self.description = f"{marked}{soc}, CANN {cann}, torch_npu {versions['torch_npu']}"
+
+    def _probe(self, product: Product) -> dict[str, str]:
+        """Operators that cannot run here, with the reason: the function is missing, or a tiny call fails."""
+        unavailable = {}
+        for spec in OPERATORS.values():
+            if product not in spec.products:
+                continue
+            reason = self._launcher.missing(spec)
+            if not reason:
+                try:
+                    self.run(spec, _tiny_call(spec, product))
+                except DeviceOutOfMemory as error:
+                    raise DeviceUnusable(str(error), Comeback.SLOWLY) from error
+                except NpugradError as error:
+                    reason = str(error)
+            if reason:
+                unavailable[spec.name] = reason
+        return unavailable
+
+    def run(self, spec: OpSpec, call: DeviceCall) -> Timings:
+        """Runs a call on the lane of its stream; errors as in `Backend.run` and `Lane.run`."""
+        self._check(spec, call.meta, call.options)
+        if not call.outputs:
+            return Timings()  # everything is masked out: there is nothing to compute
+        self._bind_thread()
+        with self._mode.held(spec, call.options.deterministic):
+            return self._lanes[call.stream].run(spec, call)
+
+    def _check(self, spec: OpSpec, meta: CallMeta, options: CallOptions) -> None:
+        if spec.name in self.unavailable:
+            raise UnsupportedOperator(
+                f"{spec.name}: not available on this node: {self.unavailable[spec.name]}", operator=spec.name
+            )
+        if options.deterministic and not spec.deterministic(meta):
+            raise OperatorError(
+                f"{spec.name}: found deterministic=True; expected False, because the operator cannot run "
+                "deterministically on an NPU with these shapes and types",
+                reason="DETERMINISM_UNSUPPORTED",
+                operator=spec.name,
+                source="device",
+            )
+
+    def workspace_bytes(self, spec: OpSpec, meta: CallMeta) -> int | None:
+        """Asks the operator's first phase; errors as in `Backend.workspace_bytes`."""
+        self._check(spec, meta, CallOptions())
+        if not any(wanted is not None for wanted in spec.infer(meta).values()):
+            return 0
+        self._bind_thread()
+        return self._lanes[0].workspace_bytes(spec, meta)
+
+    def _bind_thread(self) -> None:
+        if not getattr(self._thread, "bound", False):
+            self._device.use_thread()
+            self._thread.bound = True
+
+    def close(self) -> None:
+        """Nothing: the end of the process gives the device back."""
+
+
+class _Mode:
+    """The deterministic option of the device's context: changed only while no call runs."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._condition = threading.Condition()
+        self._users = 0
+        self._deterministic: bool | None = None
+
+    @contextmanager
+    def held(self, spec: OpSpec, wanted: bool) -> Iterator[None]:
+        """Keeps the option as it is wanted for the length of a call.
+
+        Raises:
+            DeviceError: The option cannot be set.
+            DeviceLost: The process has to go.
+        """
+        with self._condition:
+            # The scheduler lets no calls of different modes meet here; this only makes sure.
+            self._condition.wait_for(lambda: not self._users or self._deterministic == wanted)
+            self._set(spec, wanted)
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._users -= 1
+                self._condition.notify_all()
+
+    def _set(self, spec: OpSpec, wanted: bool) -> None:
+        if self._deterministic == wanted:
+            return
+        self._deterministic = None
+        try:
+            self._runtime.set_deterministic(wanted)
+        except AclError as error:
+            if error.fault.action.ends_worker:
+                raise device_lost(spec.name, error) from error
+            raise device_error(spec.name, error) from None
+        self._deterministic = wanted
+
+
+def _tiny_call(spec: OpSpec, product: Product) -> DeviceCall:
+    """The first sample of a record with data, as a call of the first lane."""
+    meta = next(iter(spec.samples(product))).call
+    inputs = spec.make_inputs(meta, np.random.default_rng(0))
+    outputs = {
+        name: np.zeros(wanted.shape, wanted.dtype.numpy)
+        for name, wanted in spec.infer(meta).items()
+        if wanted is not None
+    }
+    return DeviceCall(meta, inputs, outputs, CallOptions(), 0, time.monotonic() + _PROBE_S)

@@ -1,0 +1,213 @@
+"""Brings a device up with torch_npu, and takes memory and streams from it: the only user of torch here.
+
+torch_npu is asked for four things and nothing else: the device, streams, device memory and pinned memory, the
+latter two from its caching allocators. The imports are inside functions, because the environment that steers
+them has to be set first.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from npugrad_server.acl.faults import Action
+from npugrad_server.acl.runtime import AclError
+from npugrad_server.backends.base import Comeback, DeviceUnusable
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+_ENVIRONMENT = {
+    # A plain `import torch` would load torch_npu, and fail without CANN.
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    # torch_npu's own queue would report failures later, as texts without their numbers.
+    "TASK_QUEUE_ENABLE": "0",
+}
+_POOLED_STREAMS = 8
+"""Streams that torch_npu makes at once when asked for this number instead of its 32."""
+_CODE = re.compile(r"error code is (\d{6})", re.IGNORECASE)
+_LACKS_FUNCTION = "Failed to find function"
+_OUT_OF_MEMORY = 207001
+_PAIR = re.compile(r"\d+\.\d+")
+
+
+@dataclass(frozen=True)
+class DeviceBuffer:
+    """Device memory; it goes back to torch_npu's allocator with the last reference to it.
+
+    Attributes:
+        address: Where it starts.
+        nbytes: What was asked for.
+        owner: The torch tensor that owns it; never to be computed with.
+    """
+
+    address: int
+    nbytes: int
+    owner: Any
+
+
+@dataclass(frozen=True)
+class PinnedBuffer:
+    """Pinned host memory.
+
+    Attributes:
+        address: Where it starts.
+        data: The same memory as an array of bytes.
+        owner: The torch tensor that owns it.
+    """
+
+    address: int
+    data: npt.NDArray[np.uint8]
+    owner: Any
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A stream of torch_npu."""
+
+    owner: Any
+
+    @property
+    def raw(self) -> int:
+        """The runtime's handle; read anew for every call, because reading it drains torch_npu's queue."""
+        return int(self.owner.npu_stream)
+
+
+class NpuDevice:
+    """One device of this process."""
+
+    def __init__(self, index: int, streams: int) -> None:
+        """Imports torch_npu and takes the device.
+
+        Args:
+            index: Number of the device.
+            streams: How many streams will be asked for.
+
+        Raises:
+            DeviceUnusable: torch_npu is missing or does not fit, or the device cannot be taken.
+        """
+        self.index = index
+        self.versions = check_packages()
+        self._torch, npu = _import(streams)
+        self._npu: Any = npu
+        self._place = f"npu:{index}"
+        try:
+            count = npu.device_count()
+            if index >= count:
+                raise DeviceUnusable(f"found {count} devices; expected more than {index}", Comeback.SLOWLY)
+            npu.set_device(index)
+            self.empty(1)  # the device is taken by its first use
+        except RuntimeError as error:
+            raise error if isinstance(error, DeviceUnusable) else _not_taken(index, error) from error
+        except AclError as error:
+            raise _not_taken(index, error) from error
+
+    def use_thread(self) -> None:
+        """Binds the calling thread to the device; cheap when it is bound already."""
+        self._npu.set_device(self.index)
+
+    def stream(self) -> Stream:
+        """A stream that no earlier call has returned, for up to as many as the device was opened with."""
+        return Stream(self._npu.Stream(device=self._place))
+
+    def empty(self, nbytes: int) -> DeviceBuffer:
+        """Device memory, not initialized.
+
+        Raises:
+            AclError: 207001, there is not so much; or another number that torch_npu's error names.
+        """
+        # An empty tensor would have no address.
+        owner = self._allocate(max(nbytes, 1), device=self._place)
+        return DeviceBuffer(owner.data_ptr(), nbytes, owner)
+
+    def pinned(self, nbytes: int) -> PinnedBuffer:
+        """Pinned host memory, not initialized; errors as for `empty`."""
+        owner = self._allocate(max(nbytes, 1), pin_memory=True)
+        return PinnedBuffer(owner.data_ptr(), owner.numpy(), owner)
+
+    def _allocate(self, nbytes: int, **where: Any) -> Any:
+        try:
+            return self._torch.empty(nbytes, dtype=self._torch.uint8, **where)
+        except self._torch.OutOfMemoryError as error:
+            raise AclError(_OUT_OF_MEMORY, "torch_npu's allocator", _first_line(error)) from None
+        except RuntimeError as error:
+            raise _numbered(error) from None
+
+    def empty_cache(self) -> None:
+        """Has torch_npu give back to the device what no buffer uses.
+
+        Raises:
+            AclError: The device failed.
+        """
+        try:
+            self._npu.empty_cache()
+        except RuntimeError as error:
+            raise _numbered(error) from None
+
+
+def check_packages() -> dict[str, str]:
+    """Versions of torch and torch_npu by name.
+
+    Raises:
+        DeviceUnusable: One is missing, or they do not belong together.
+    """
+    found: dict[str, str] = {}
+    missing = []
+    for name in ("torch", "torch_npu"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            missing.append(name)
+    if missing:
+        raise DeviceUnusable(
+            f"{' and '.join(missing)} not installed; expected the extra npu (pip install 'npugrad[npu]'), "
+            "in the versions that fit the node's CANN"
+        )
+    pairs = {name: _PAIR.match(text) for name, text in found.items()}
+    if len({match.group() if match else name for name, match in pairs.items()}) > 1:
+        raise DeviceUnusable(
+            f"found torch {found['torch']} and torch_npu {found['torch_npu']}; expected the same major and "
+            "minor version of both"
+        )
+    return found
+
+
+def _import(streams: int) -> tuple[Any, Any]:
+    os.environ.update(_ENVIRONMENT)
+    if streams <= _POOLED_STREAMS:
+        os.environ.setdefault("STREAMS_PER_DEVICE", str(_POOLED_STREAMS))
+    try:
+        import torch
+        import torch_npu
+    except Exception as error:
+        homes = ", ".join(
+            f"{name}={os.environ.get(name, 'not set')}" for name in ("ASCEND_HOME_PATH", "ASCEND_OPP_PATH")
+        )
+        raise DeviceUnusable(
+            f"torch_npu cannot be imported: {type(error).__name__}: {_first_line(error)}; expected a CANN "
+            f"that fits it and its environment to be loaded (set_env.sh); {homes}"
+        ) from error
+    return torch, torch_npu.npu
+
+
+def _not_taken(index: int, error: Exception) -> DeviceUnusable:
+    numbered = error if isinstance(error, AclError) else _numbered(error)
+    # No wait brings a damaged device back, or a function that this CANN lacks.
+    hopeless = numbered.fault.action is Action.QUARANTINE or _LACKS_FUNCTION in numbered.text
+    comeback = Comeback.NEVER if hopeless else Comeback.SLOWLY
+    return DeviceUnusable(f"npu:{index} cannot be taken: {numbered}", comeback)
+
+
+def _numbered(error: Exception) -> AclError:
+    """The error with the number that torch_npu's text has; 0 when it has none."""
+    match = _CODE.search(str(error))
+    return AclError(int(match[1]) if match else 0, "torch_npu", _first_line(error))
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:500] if lines else type(error).__name__

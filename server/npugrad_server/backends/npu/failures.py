@@ -1,0 +1,60 @@
+"""What a failed call means to its caller and to the worker, from the table of codes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from npugrad.errors import BY_CODE, INNER, DeviceError, DeviceOutOfMemory
+from npugrad_server.acl.faults import Action
+from npugrad_server.backends.base import Comeback, DeviceLost
+
+if TYPE_CHECKING:
+    from npugrad_server.acl.runtime import AclError
+
+_COMEBACK = {
+    Action.BACK_OFF: Comeback.SLOWLY,
+    Action.UNAVAILABLE: Comeback.SLOWLY,
+    Action.QUARANTINE: Comeback.NEVER,
+}
+_BUSY = (Action.OUT_OF_RESOURCES, Action.RESUBMIT)
+
+
+def device_error(operator: str, error: AclError) -> DeviceError:
+    """What the caller gets when the worker survives: number, function and text of the vendor."""
+    message, action = f"{operator}: {error}", error.fault.action
+    if action is Action.OUT_OF_MEMORY:
+        return DeviceOutOfMemory(message, code=error.code, source="device", operator=operator)
+    return DeviceError(
+        message, code=error.code or None, reason=_reason(error, action), source="device", operator=operator
+    )
+
+
+def _reason(error: AclError, action: Action) -> str:
+    if action in _BUSY:
+        return "DEVICE_BUSY"
+    if error.code in BY_CODE:
+        return BY_CODE[error.code].reason
+    # The operator libraries have numbers that their list does not name.
+    return BY_CODE[INNER].reason if error.code // 1000 == INNER // 1000 else "DEVICE_ERROR"
+
+
+def device_lost(operator: str, error: AclError, after: BaseException | None = None) -> DeviceLost:
+    """What the worker has to hear when it must go.
+
+    Args:
+        operator: The operator that ran.
+        error: What ended it.
+        after: What went wrong before, when the error is that of clearing up.
+    """
+    action = error.fault.action
+    before = f"{after}; then " if after is not None else ""
+    words = "quarantined: " if action is Action.QUARANTINE else ""
+    timed_out = action is Action.TIMED_OUT
+    return DeviceLost(
+        f"{words}{operator}: {before}{error}",
+        error.code,
+        comeback=_COMEBACK.get(action, Comeback.SOON),
+        retry=not timed_out,
+        # The caller's limit was too short for the call, or the device hangs: opening it again will tell.
+        blameless=timed_out,
+    )

@@ -1,0 +1,66 @@
+"""What NPUs this host has: ``python -m npugrad_server.backends.npu.probe``, run before workers are started.
+
+It is a process of its own, because the front process must not load CANN, and a driver that hangs or crashes
+must not take it along. One JSON object goes to standard output. Nothing is taken: no device is set, and torch
+is not imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from npugrad_server.acl.libraries import Cann, LibraryError
+from npugrad_server.acl.runtime import AclError, Runtime
+from npugrad_server.backends.base import DeviceUnusable
+from npugrad_server.backends.npu.bringup import check_packages
+
+
+def probe() -> dict[str, Any]:
+    """Number of devices, chip, versions, and every problem found on the way."""
+    found: dict[str, Any] = {
+        "count": 0,
+        "soc": "",
+        "cann": "",
+        "simulated": False,
+        "device_nodes": sorted(str(path) for path in Path("/dev").glob("davinci*")),
+        "problems": [],
+    }
+    try:
+        found["packages"] = check_packages()
+    except DeviceUnusable as error:
+        found["problems"].append(str(error))
+    try:
+        cann = Cann()
+    except LibraryError as error:
+        found["problems"].append(str(error))
+        return found
+    found["simulated"] = cann.simulated
+    _ask(Runtime(cann.runtime), found)
+    return found
+
+
+def _ask(runtime: Runtime, found: dict[str, Any]) -> None:
+    found["cann"] = runtime.version()
+    try:
+        runtime.initialize()
+        found["count"] = runtime.device_count()
+        found["soc"] = runtime.soc_name()
+    except AclError as error:
+        nodes = ", ".join(found["device_nodes"]) or "none"
+        found["problems"].append(
+            f"{error}; expected the NPU driver to answer: device nodes /dev/davinci* found: {nodes}"
+        )
+        return
+    if not found["count"]:
+        found["problems"].append("CANN finds no NPU on this host")
+
+
+if __name__ == "__main__":
+    json.dump(probe(), sys.stdout)
+    sys.stdout.flush()
+    # Without CANN's exit handlers: there is nothing to give back, and a broken driver would hold them up.
+    os._exit(0)

@@ -1,0 +1,133 @@
+"""Pinned memory between the arenas and the device: taken once, grown when needed, reused by every call.
+
+A queued copy runs beside the host only from or to pinned memory. A call larger than the limit goes through in
+turns, each waiting for the one before.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy.typing as npt
+
+    from npugrad_server.acl.runtime import Runtime
+    from npugrad_server.backends.npu.bringup import NpuDevice, PinnedBuffer
+
+    Bytes = npt.NDArray[np.uint8]
+
+LIMIT_BYTES = 256 * 2**20
+"""Most pinned memory of one stream and direction."""
+_LEAST_BYTES = 2**20
+_PIECE_BYTES = 16 * 2**20
+"""Bytes that are copied on the host before the device is told, so that both copy at the same time."""
+_ALIGNMENT = 64
+
+
+class Staging:
+    """The pinned memory of one stream in one direction; for the thread of that stream."""
+
+    def __init__(self, device: NpuDevice, limit_bytes: int = LIMIT_BYTES) -> None:
+        """Takes nothing yet.
+
+        Args:
+            device: Where pinned memory comes from.
+            limit_bytes: Most it grows to.
+        """
+        self._device = device
+        self._limit_bytes = limit_bytes
+        self._buffer: PinnedBuffer | None = None
+
+    def _area(self, nbytes: int) -> PinnedBuffer:
+        """Memory for that much, or the limit. No copy from or to it may be under way."""
+        wanted = min(nbytes, self._limit_bytes)
+        if self._buffer is None or self._buffer.data.nbytes < wanted:
+            self._buffer = None  # given back first, so that a call never needs both
+            size = max(_LEAST_BYTES, 1 << (wanted - 1).bit_length())
+            self._buffer = self._device.pinned(min(size, max(self._limit_bytes, wanted)))
+        return self._buffer
+
+    def copy_in(
+        self,
+        runtime: Runtime,
+        parts: Sequence[tuple[Bytes, int]],
+        stream: int,
+        wait: Callable[[], None],
+    ) -> None:
+        """Queues copies to the device; it may still be running them when this returns.
+
+        Args:
+            runtime: Queues.
+            parts: Host bytes and the device address each goes to.
+            stream: Raw stream.
+            wait: Waits until all that is queued has run.
+
+        Raises:
+            AclError: A copy could not be queued, or a wait failed.
+        """
+        area, used = self._area(_total(parts)), 0
+        for source, address in parts:
+            for start, stop in _pieces(source.nbytes, area.data.nbytes):
+                if used + (stop - start) > area.data.nbytes:
+                    wait()
+                    used = 0
+                area.data[used : used + stop - start] = source[start:stop]
+                runtime.copy_in(address + start, area.address + used, stop - start, stream)
+                used += _aligned(stop - start)
+
+    def copy_out(
+        self,
+        runtime: Runtime,
+        parts: Sequence[tuple[Bytes, int]],
+        stream: int,
+        wait: Callable[[], None],
+    ) -> None:
+        """Copies from the device and waits for it; arguments and errors as for `copy_in`."""
+        area, used = self._area(_total(parts)), 0
+        arriving: list[tuple[Bytes, int]] = []
+        for target, address in parts:
+            for start, stop in _pieces(target.nbytes, area.data.nbytes):
+                if used + (stop - start) > area.data.nbytes:
+                    wait()
+                    _deliver(arriving, area.data)
+                    used = 0
+                runtime.copy_out(area.address + used, address + start, stop - start, stream)
+                arriving.append((target[start:stop], used))
+                used += _aligned(stop - start)
+        wait()
+        _deliver(arriving, area.data)
+
+
+def _deliver(arriving: list[tuple[Bytes, int]], area: Bytes) -> None:
+    for target, start in arriving:
+        target[:] = area[start : start + target.nbytes]
+    arriving.clear()
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _total(parts: Sequence[tuple[Bytes, int]]) -> int:
+    return max(1, sum(_aligned(part.nbytes) for part, _ in parts))
+
+
+def _pieces(nbytes: int, area_bytes: int) -> list[tuple[int, int]]:
+    step = min(_PIECE_BYTES, area_bytes)
+    return [(start, min(start + step, nbytes)) for start in range(0, nbytes, step)]
+
+
+def span_bytes(array: npt.NDArray[Any]) -> Bytes:
+    """The bytes from an array's first element to its last, in memory order; strides must not be negative."""
+    if not array.size:
+        return np.empty(0, np.uint8)
+    steps = zip(array.shape, array.strides, strict=True)
+    span = sum((size - 1) * step for size, step in steps) // array.itemsize + 1
+    writeable = bool(array.flags.writeable)
+    flat = np.lib.stride_tricks.as_strided(array, (span,), (array.itemsize,), writeable=writeable)
+    found: Bytes = flat.view(np.uint8)
+    return found

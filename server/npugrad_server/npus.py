@@ -1,0 +1,67 @@
+"""The NPUs of this host, as a short-lived process finds them.
+
+The front process asks before it starts workers: how many there are, and which product they are.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+
+PROBE_TIMEOUT_S = 60.0
+"""Seconds after which a driver that does not answer counts as broken."""
+_MAX_WORDS = 500
+
+
+@dataclass(frozen=True)
+class NpuReport:
+    """What was found.
+
+    Attributes:
+        count: Devices that can be used; 0 when anything is wrong with CANN or the driver.
+        soc: Name of the chip; empty when unknown.
+        cann: Version of CANN; empty when unknown.
+        simulated: Whether CANN is the simulation of the tests.
+        problems: What is missing, each with what was tried.
+        device_nodes: The driver's device files; with them this is a host with NPUs, whatever the problems.
+    """
+
+    count: int = 0
+    soc: str = ""
+    cann: str = ""
+    simulated: bool = False
+    problems: tuple[str, ...] = ()
+    device_nodes: tuple[str, ...] = field(default=())
+
+    @property
+    def usable_count(self) -> int | None:
+        """Devices that can be used; None when none can, for what `problems` say."""
+        return None if self.problems else self.count
+
+
+def find_npus(timeout_s: float = PROBE_TIMEOUT_S) -> NpuReport:
+    """Looks for NPUs in a process of its own.
+
+    Args:
+        timeout_s: Seconds until it counts as hung.
+    """
+    command = [sys.executable, "-m", "npugrad_server.backends.npu.probe"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        return NpuReport(problems=(f"the NPU driver did not answer within {timeout_s:g} s",))
+    try:
+        found = json.loads(done.stdout)
+    except ValueError:
+        words = " ".join(done.stderr.split())[-_MAX_WORDS:]
+        return NpuReport(problems=(f"looking for NPUs ended with status {done.returncode}: {words}",))
+    return NpuReport(
+        count=found["count"],
+        soc=found["soc"],
+        cann=found["cann"],
+        simulated=found["simulated"],
+        problems=tuple(found["problems"]),
+        device_nodes=tuple(found["device_nodes"]),
+    )

@@ -1,0 +1,250 @@
+"""Builds the simulated CANN: `python -m tests.cann_sim.build OUT_DIR` takes some seconds with g++.
+
+OUT_DIR then looks like an installed toolkit (`lib64`, `opp`, `runtime`, `compiler`). The command prints the
+environment variables that make torch_npu, and anything else that asks for CANN, use it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+Layout = Literal["split", "single", "both"]
+
+SOURCES = Path(__file__).parent / "src"
+DEFAULT_CANN = "9.1.0"
+FIRST_CANN_WITH_FLOYD = (9, 0)
+JOBS = 2
+_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-pthread")
+
+# Libraries that torch_npu needs to find, though nothing in them is used.
+_EMPTY_LIBRARIES = ("hccl", "ge_runner", "graph", "acl_tdt_channel")
+_OPERATORS = {
+    "nn": ("group_norm_backward", "multi_scale_deformable_attention_grad"),
+    "cv": ("grid_sampler_2d_backward", "grid_sampler_2d_kernel"),
+    "transformer": ("fused_floyd_attention_grad",),
+}
+# Names of the vendor's C functions, among what a library of torch_npu leaves undefined.
+_VENDOR_FUNCTION = re.compile(r"(acl|rt[A-Z]|Msprof|Hccl|Hcom|Prof|tdt|Adx)\w+")
+
+
+@dataclass(frozen=True)
+class Installation:
+    """A built simulator.
+
+    Attributes:
+        home: Its folder, in the place of the toolkit's.
+        warnings: What the compiler had to say.
+    """
+
+    home: Path
+    warnings: str = ""
+
+    @property
+    def libraries(self) -> Path:
+        """Folder of the shared libraries."""
+        return self.home / "lib64"
+
+    def environment(self, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Variables that select it; what `inherited` has in LD_LIBRARY_PATH stays behind it."""
+        others = (os.environ if inherited is None else inherited).get("LD_LIBRARY_PATH", "")
+        return {
+            "ASCEND_HOME_PATH": str(self.home),
+            "ASCEND_OPP_PATH": str(self.home / "opp"),
+            "LD_LIBRARY_PATH": f"{self.libraries}:{others}" if others else str(self.libraries),
+            # Else a plain `import torch` fails wherever torch_npu is installed without CANN.
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        }
+
+
+def build(
+    out: Path,
+    *,
+    layout: Layout = "split",
+    cann: str = DEFAULT_CANN,
+    torch_npu: Path | None = None,
+    objects: Path | None = None,
+) -> Installation:
+    """Builds one installation.
+
+    Args:
+        out: Folder of the installation; what lies there of an older one is replaced.
+        layout: `split` has libopapi_nn, _cv and _transformer, `single` has libopapi alone, `both` has all.
+        cann: Version it plays; before 9.0 the Floyd operator is missing, as in the real ones.
+        torch_npu: Folder of the installed package whose undefined functions become traps; None finds it in
+            this interpreter, and leaves traps out if it is not there.
+        objects: Folder of compiled files, to share between installations; None keeps them in `out`.
+
+    Raises:
+        RuntimeError: The compiler failed; the message is its own.
+    """
+    libraries = out / "lib64"
+    shutil.rmtree(libraries, ignore_errors=True)
+    libraries.mkdir(parents=True)
+    _write_version_files(out, cann)
+    compiler = _Compiler(objects or out / "obj", libraries)
+    _build_runtime(compiler, cann, torch_npu or find_torch_npu())
+    _build_operators(compiler, layout, cann)
+    return Installation(out, compiler.warnings)
+
+
+def find_torch_npu() -> Path | None:
+    """Folder of the installed torch_npu; found without importing it, which needs the libraries built here."""
+    spec = importlib.util.find_spec("torch_npu")
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def vendor_functions(torch_npu: Path) -> set[str]:
+    """The C functions of CANN that the libraries of torch_npu expect the dynamic linker to find."""
+    wanted: set[str] = set()
+    for library in (*torch_npu.glob("_C*.so"), *torch_npu.glob("lib/lib*.so")):
+        # It links libraries of a further product, and is loaded by nothing we use.
+        if library.name != "libop_plugin_atb.so":
+            wanted |= {
+                name for name in _symbols(library, "--undefined-only") if _VENDOR_FUNCTION.fullmatch(name)
+            }
+    return wanted
+
+
+def _build_runtime(compiler: _Compiler, cann: str, torch_npu: Path | None) -> None:
+    model = _sources("model")
+    ascendcl = [path for path in _sources("ascendcl") if path.stem != "op_compiler_api"]
+    op_compiler = [SOURCES / "ascendcl" / "op_compiler_api.cpp"]
+    nnopbase = _sources("nnopbase")
+    defines = {"version": [f'-DCANN_SIM_VERSION="{cann}"']}
+    built = compiler.compile([*model, *ascendcl, *op_compiler, *nnopbase], defines)
+    wanted = vendor_functions(torch_npu) if torch_npu else set()
+    modelled = set().union(*(_symbols(path, "--defined-only") for path in built.values()))
+    traps = compiler.compile([_write_traps(compiler.objects, wanted - modelled)])
+    compiler.link("cann_sim", [built[path] for path in model])
+    compiler.link("ascendcl", [*(built[path] for path in ascendcl), *traps.values()], ["cann_sim"])
+    compiler.link("acl_op_compiler", [built[path] for path in op_compiler], ["ascendcl", "cann_sim"])
+    compiler.link("nnopbase", [built[path] for path in nnopbase], ["cann_sim"])
+    for name in _EMPTY_LIBRARIES:
+        compiler.link(name, [])
+
+
+def _build_operators(compiler: _Compiler, layout: Layout, cann: str) -> None:
+    built = compiler.compile(_sources("opapi"))
+    has_floyd = tuple(int(part) for part in cann.split(".")[:2]) >= FIRST_CANN_WITH_FLOYD
+    sets = {
+        name: [
+            built[SOURCES / "opapi" / f"{stem}.cpp"] for stem in stems if has_floyd or name != "transformer"
+        ]
+        for name, stems in _OPERATORS.items()
+    }
+    if layout != "single":
+        for name, parts in sets.items():
+            compiler.link(f"opapi_{name}", parts, ["nnopbase", "cann_sim"])
+    if layout != "split":
+        compiler.link("opapi", [part for parts in sets.values() for part in parts], ["nnopbase", "cann_sim"])
+
+
+def _sources(folder: str) -> list[Path]:
+    return sorted((SOURCES / folder).glob("*.cpp"))
+
+
+def _symbols(path: Path, which: str) -> set[str]:
+    """Names in a symbol table, of an object or a shared library, without versions."""
+    table = [] if path.suffix == ".o" else ["--dynamic"]
+    listing = _run(["nm", *table, which, "--format=just-symbols", str(path)])
+    return {name for name in listing.split() if "@" not in name}
+
+
+def _write_traps(folder: Path, names: Iterable[str]) -> Path:
+    """A function for each name that ends the process: an error code would let callers go on with nonsense."""
+    lines = ['extern "C" [[noreturn]] void cann_sim_trap(const char* function);', 'extern "C" {']
+    lines += [f'void {name}() {{ cann_sim_trap("{name}"); }}' for name in sorted(names)]
+    path = folder / "traps.cpp"
+    path.write_text("\n".join([*lines, "}", ""]))
+    return path
+
+
+def _write_version_files(out: Path, cann: str) -> None:
+    for folder in ("opp", "runtime", "compiler"):
+        (out / folder).mkdir(parents=True, exist_ok=True)
+        (out / folder / "version.info").write_text(f"Version={cann}\n")
+
+
+class _Compiler:
+    """Compiles what has changed, some files at a time, and links."""
+
+    def __init__(self, objects: Path, libraries: Path) -> None:
+        objects.mkdir(parents=True, exist_ok=True)
+        self.objects = objects
+        self.libraries = libraries
+        self.warnings = ""
+        headers = sorted(SOURCES.glob("*/*.h"))
+        self._headers = b"".join(path.read_bytes() for path in headers)
+
+    def compile(
+        self, sources: Iterable[Path], defines: Mapping[str, list[str]] | None = None
+    ) -> dict[Path, Path]:
+        """Object file of each source."""
+        paths = list(sources)
+        with ThreadPoolExecutor(JOBS) as pool:
+            return dict(
+                zip(
+                    paths,
+                    pool.map(lambda path: self._compile(path, (defines or {}).get(path.stem, [])), paths),
+                )
+            )
+
+    def _compile(self, source: Path, defines: list[str]) -> Path:
+        key = hashlib.sha256(self._headers + source.read_bytes() + "".join((*_FLAGS, *defines)).encode())
+        compiled = self.objects / f"{source.stem}-{key.hexdigest()[:16]}.o"
+        if not compiled.exists():
+            # Renamed when complete, so that builds that share the folder never see half of it.
+            draft = compiled.with_suffix(f".{os.getpid()}")
+            self.warnings += _run(["g++", *_FLAGS, *defines, "-c", str(source), "-o", str(draft)])
+            draft.rename(compiled)
+        return compiled
+
+    def link(self, name: str, parts: Iterable[Path], needs: Iterable[str] = ()) -> None:
+        """Makes a shared library that finds its neighbours by itself."""
+        library = f"lib{name}.so"
+        command = ["g++", "-shared", "-pthread", "-Wl,-z,defs", "-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN"]
+        command += [f"-Wl,-soname,{library}", "-o", str(self.libraries / library), *map(str, parts)]
+        command += [f"-L{self.libraries}", *(f"-l{need}" for need in needs)]
+        self.warnings += _run(command)
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    return done.stdout + done.stderr
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Builds one installation and prints its environment."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.cann_sim.build", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("out", type=Path, help="folder of the installation")
+    parser.add_argument("--layout", choices=get_args(Layout), default="split")
+    parser.add_argument("--cann", default=DEFAULT_CANN, help="version to play; before 9.0 there is no Floyd")
+    parser.add_argument("--torch-npu", type=Path, help="folder of an installed torch_npu, for the traps")
+    options = parser.parse_args(arguments)
+    made = build(options.out.resolve(), layout=options.layout, cann=options.cann, torch_npu=options.torch_npu)
+    sys.stderr.write(made.warnings)
+    for name, value in made.environment().items():
+        print(f"export {name}={value}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,27 @@
+// What every interface function does first.
+#pragma once
+
+#include <cstddef>
+
+namespace cann_sim {
+
+// Counts the call, makes it slow, and injects what the plan says. 0: go on; otherwise the code to return.
+// `device` matters to faults meant for one device; -1: the thread's.
+int enter(const char* function, int device = -1, const char* alias = "");
+
+// The same for functions that return a pointer: false if they shall return null.
+bool enter_pointer(const char* function);
+
+// The version this simulator plays, such as "9.1.0".
+const char* cann_version();
+
+}  // namespace cann_sim
+
+// Interface of the simulator itself, for tests and for software that must say SIMULATED.
+extern "C" {
+int cann_sim_marker(void);                               // 1; that it exists is what matters
+long long cann_sim_counter(const char* name);            // one counter
+size_t cann_sim_counters(char* text, size_t bytes);      // all as JSON; returns the bytes needed, with the final zero
+void cann_sim_set_plan(const char* plan);                // replaces what CANN_SIM_PLAN said
+[[noreturn]] void cann_sim_trap(const char* function);   // for functions nobody modelled
+}

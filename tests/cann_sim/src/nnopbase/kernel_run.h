@@ -1,0 +1,48 @@
+// What a kernel sees of its operands: dense arrays in row-major order, whatever strides and dtypes the views have.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "../model/memory.h"
+#include "tensor.h"
+
+namespace cann_sim {
+
+// An operand of a launch: a copy of its tensor, since that may be destroyed once phase 2 has returned.
+struct Operand {
+  std::string name;
+  bool is_output = false;
+  Tensor tensor;
+  Access memory;  // all bytes from the first to the last element of the view
+};
+
+class KernelRun {
+ public:
+  KernelRun(std::string op, std::vector<Operand> operands, bool jitter)
+      : op_(std::move(op)), operands_(std::move(operands)), jitter_(jitter) {}
+
+  bool has(const char* name) const;
+  const Shape& shape(const char* name) const;
+  int dtype(const char* name) const;
+  std::vector<double> read(const char* name) const;
+  std::vector<int64_t> read_integers(const char* name) const;
+
+  // Rounds once to the dtype of the output. With jitter on, results differ in the last bit from run to run, as sums in
+  // another order do.
+  void write(const char* name, const std::vector<double>& values) const;
+
+  // The same for an output that such kernels add into, counting on zeros; they do here if the plan says accumulate=1.
+  void add(const char* name, const std::vector<double>& values) const;
+
+ private:
+  const Operand& find(const char* name) const;
+
+  std::string op_;
+  std::vector<Operand> operands_;
+  bool jitter_;
+};
+
+}  // namespace cann_sim

@@ -1,0 +1,85 @@
+// The two phases of an aclnn call, as every operator goes through them.
+//
+// Phase 1 names its arguments one by one to a PhaseOne, in the order of the C signature (the recorder writes them down),
+// runs its checks, and finishes with a kernel. Phase 2 is the same for all operators.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernel_run.h"
+#include "recorder.h"
+#include "tensor.h"
+
+struct aclOpExecutor;
+
+namespace cann_sim {
+
+namespace aclnn {
+constexpr int kSuccess = 0;
+constexpr int kNullptr = 161001;
+constexpr int kInvalid = 161002;
+constexpr int kTiling = 561002;
+constexpr int kFindKernel = 561003;
+constexpr int kInnerNullptr = 561103;
+}  // namespace aclnn
+
+// What a check says. `skips` tells of a legal call that computes nothing and wants no workspace.
+struct Verdict {
+  int code = aclnn::kSuccess;
+  std::string text;
+  bool skips = false;
+};
+
+inline Verdict refuse(int code, const std::string& text) { return {code, text, false}; }
+
+enum class Product { Training, A2, A3 };
+Product product();  // from the SoC name
+
+// Workspace of the AI Core libraries themselves on A2 and A3; operators add their own.
+constexpr uint64_t kSystemWorkspace = uint64_t{16} << 20;
+
+class PhaseOne {
+ public:
+  // Injects what the fault plan says of phase 1.
+  explicit PhaseOne(const char* op);
+  ~PhaseOne();
+  PhaseOne(const PhaseOne&) = delete;
+  PhaseOne& operator=(const PhaseOne&) = delete;
+
+  // Arguments, in the order of the C signature. Null handles give null pointers.
+  const Tensor* input(const char* name, const aclTensor* handle);
+  const Tensor* output(const char* name, const aclTensor* handle);
+  const std::vector<bool>* bool_array(const char* name, const aclBoolArray* handle);
+  int64_t integer(const char* name, int64_t value);
+  double real(const char* name, double value);
+  bool boolean(const char* name, bool value);
+
+  // An output that this call does not write, though its tensor is there.
+  void leave_unwritten(const char* name);
+  // The operator gives the same bits each time under the deterministic option.
+  void can_be_deterministic() { honours_option_ = true; }
+  void checks_workspace_size() { checks_workspace_size_ = true; }
+
+  // Makes the executor, or reports the error. `check` is not asked when the fault plan had its say.
+  int finish(const std::function<Verdict()>& check, uint64_t workspace, std::function<void(KernelRun&)> kernel,
+             uint64_t* workspace_size, aclOpExecutor** executor);
+
+ private:
+  Argument& add(const char* name);
+
+  std::string op_;
+  int injected_;
+  bool honours_option_ = false;
+  bool checks_workspace_size_ = false;
+  std::vector<Argument> arguments_;
+  std::vector<std::shared_ptr<void>> kept_;
+};
+
+// Phase 2 of `op`.
+int launch(const char* op, void* workspace, uint64_t workspace_size, aclOpExecutor* executor, void* stream);
+
+}  // namespace cann_sim

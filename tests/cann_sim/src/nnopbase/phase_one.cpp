@@ -1,0 +1,109 @@
+// Phase 1: arguments, checks, executor.
+#include <cmath>
+#include <cstring>
+
+#include "../model/api.h"
+#include "../model/context.h"
+#include "../model/counters.h"
+#include "../model/faults.h"
+#include "../model/stream.h"
+#include "../model/violation.h"
+#include "executor.h"
+#include "launch.h"
+#include "recorder.h"
+
+namespace cann_sim {
+
+Product product() {
+  const std::string& soc = settings()->soc;
+  if (soc.rfind("Ascend910_93", 0) == 0) return Product::A3;
+  return soc.rfind("Ascend910B", 0) == 0 ? Product::A2 : Product::Training;
+}
+
+PhaseOne::PhaseOne(const char* op) : op_(op), injected_(enter((op_ + "GetWorkspaceSize").c_str())) {
+  const auto context = this_thread().context;
+  if (context && !injected_) injected_ = check_failure(*context, op, true);
+}
+
+PhaseOne::~PhaseOne() = default;
+
+Argument& PhaseOne::add(const char* name) {
+  arguments_.emplace_back();
+  arguments_.back().name = name;
+  return arguments_.back();
+}
+
+const Tensor* PhaseOne::input(const char* name, const aclTensor* handle) {
+  Argument& argument = add(name);
+  argument.tensor = find_tensor(handle, op_.c_str());
+  argument.handle = handle;
+  argument.json = handle ? json_of(*argument.tensor) : "null";
+  return argument.tensor.get();
+}
+
+const Tensor* PhaseOne::output(const char* name, const aclTensor* handle) {
+  const Tensor* tensor = input(name, handle);
+  arguments_.back().is_output = true;
+  return tensor;
+}
+
+const std::vector<bool>* PhaseOne::bool_array(const char* name, const aclBoolArray* handle) {
+  const auto values = find_bool_array(handle, op_.c_str());
+  add(name).json = handle ? json_of(*values) : "null";
+  kept_.push_back(values);
+  return values.get();
+}
+
+int64_t PhaseOne::integer(const char* name, int64_t value) {
+  add(name).json = std::to_string(value);
+  return value;
+}
+
+double PhaseOne::real(const char* name, double value) {
+  // JSON has no word for these.
+  add(name).json = std::isfinite(value) ? format("%.17g", value) : format("\"%g\"", value);
+  return value;
+}
+
+bool PhaseOne::boolean(const char* name, bool value) {
+  add(name).json = value ? "true" : "false";
+  return value;
+}
+
+void PhaseOne::leave_unwritten(const char* name) {
+  for (Argument& argument : arguments_) {
+    if (argument.name == name) argument.is_unwritten = true;
+  }
+}
+
+int PhaseOne::finish(const std::function<Verdict()>& check, uint64_t workspace, std::function<void(KernelRun&)> kernel,
+                 uint64_t* workspace_size, aclOpExecutor** executor) {
+  const auto context = this_thread().context;
+  const bool deterministic = context && determinism_of(*context) > 0;
+  const Verdict verdict = injected_ ? Verdict{injected_, "", false} : check();
+  if (verdict.code) {
+    if (!injected_) add_message(op_.c_str(), format("%s (error code %d)", verdict.text.c_str(), verdict.code));
+    count("plans.refused");
+    record_plan(op_, arguments_, verdict.code, 0, nullptr, context.get());
+    return verdict.code;
+  }
+  if (!context) violation("no-context", op_ + ": phase 1 without a device");
+  auto made = std::make_shared<Executor>();
+  made->op = op_;
+  made->context = context;
+  made->deterministic = deterministic;
+  made->jitters = settings()->jitter && !(deterministic && honours_option_);
+  made->checks_workspace_size = checks_workspace_size_;
+  made->thread = std::this_thread::get_id();
+  made->skips = verdict.skips;
+  made->workspace = verdict.skips ? 0 : workspace + (static_cast<uint64_t>(settings()->workspace_mb) << 20);
+  made->arguments = arguments_;
+  made->kernel = std::move(kernel);
+  *workspace_size = made->workspace;
+  *executor = add_executor(made);
+  count("plans." + op_);
+  record_plan(op_, arguments_, verdict.code, made->workspace, *executor, context.get());
+  return aclnn::kSuccess;
+}
+
+}  // namespace cann_sim

@@ -1,0 +1,66 @@
+#include "recorder.h"
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "../model/context.h"
+#include "../model/faults.h"
+#include "../model/violation.h"
+
+namespace cann_sim {
+namespace {
+
+std::string json_of(const Shape& values) {
+  std::string text = "[";
+  for (const int64_t value : values) text += (text.size() > 1 ? ", " : "") + std::to_string(value);
+  return text + "]";
+}
+
+const char* json_of(bool value) { return value ? "true" : "false"; }
+
+std::string origin(const Context* context) {
+  if (!context) return format("\"thread\": %ld, \"device\": null", syscall(SYS_gettid));
+  return format("\"thread\": %ld, \"device\": %d, \"context\": %d, \"deterministic\": %d", syscall(SYS_gettid),
+                context->device, context->number, determinism_of(*context));
+}
+
+}  // namespace
+
+std::string json_of(const Tensor& tensor) {
+  return format("{\"dtype\": %d, \"shape\": %s, \"strides\": %s, \"offset\": %lld, \"format\": %d, \"storage\": %s, "
+                "\"address\": %zu}",
+                tensor.dtype, json_of(tensor.shape).c_str(), json_of(tensor.strides).c_str(),
+                static_cast<long long>(tensor.offset), tensor.format, json_of(tensor.storage).c_str(),
+                reinterpret_cast<size_t>(tensor.data));
+}
+
+std::string json_of(const std::vector<bool>& values) {
+  std::string text = "[";
+  for (const bool value : values) text += format("%s%s", text.size() > 1 ? ", " : "", json_of(value));
+  return text + "]";
+}
+
+void record_plan(const std::string& op, const std::vector<Argument>& arguments, int status, uint64_t workspace,
+                 const void* executor, const Context* context) {
+  if (!settings()->record) return;
+  std::string text;
+  for (const Argument& argument : arguments) {
+    text += format("%s{\"name\": \"%s\", \"value\": %s}", text.empty() ? "" : ", ", argument.name.c_str(),
+                   argument.json.c_str());
+  }
+  report_line("abi", format("{\"event\": \"plan\", \"op\": \"%s\", \"arguments\": [%s], \"status\": %d, "
+                            "\"workspace\": %llu, \"executor\": %zu, %s}",
+                            op.c_str(), text.c_str(), status, static_cast<unsigned long long>(workspace),
+                            reinterpret_cast<size_t>(executor), origin(context).c_str()));
+}
+
+void record_launch(const char* event, const std::string& op, const void* executor, int stream, int status,
+                   const Context& context) {
+  if (!settings()->record) return;
+  report_line("abi", format("{\"event\": \"%s\", \"op\": \"%s\", \"executor\": %zu, \"stream\": %d, "
+                            "\"status\": %d, %s}",
+                            event, op.c_str(), reinterpret_cast<size_t>(executor), stream, status,
+                            origin(&context).c_str()));
+}
+
+}  // namespace cann_sim

@@ -1,0 +1,129 @@
+#include "tensor.h"
+
+#include "../model/api.h"
+#include "../model/context.h"
+#include "../model/memory.h"
+
+namespace cann_sim {
+namespace {
+
+constexpr uintptr_t kAlignment = 32;
+
+// A view of device memory that an operator could work on. What depends on sizes is checked at launch: phase 1 alone is
+// also used to ask for the workspace, with addresses of something smaller.
+void check_address(const void* data, const char* user) {
+  if (!data) return;
+  if (kind_of(data) != Kind::Device) violation("host-pointer", format("%s: %p is no device address", user, data));
+  if (reinterpret_cast<uintptr_t>(data) % kAlignment) {
+    violation("alignment", format("%s: %p is not a multiple of 32", user, data));
+  }
+  access(data, 0, false, "the tensor", user);
+}
+
+}  // namespace
+
+size_t item_size(int dtype) {
+  switch (dtype) {
+    case kUint8:
+    case kBool: return 1;
+    case kFloat16:
+    case kBfloat16: return 2;
+    case kFloat:
+    case kInt32: return 4;
+    case kInt64:
+    case kDouble: return 8;
+    default: return 0;
+  }
+}
+
+bool is_dense(int format) {
+  for (const int dense : {kNchw, kNhwc, kNd, kNdhwc, kNcdhw, kNc, kNcl}) {
+    if (format == dense) return true;
+  }
+  return false;
+}
+
+int64_t Tensor::elements() const {
+  int64_t product = 1;
+  for (const int64_t size : shape) product *= size;
+  return product;
+}
+
+int64_t Tensor::span() const {
+  if (is_empty()) return 0;
+  int64_t last = 0;
+  for (size_t axis = 0; axis < shape.size(); ++axis) last += (shape[axis] - 1) * strides[axis];
+  return last + 1;
+}
+
+Handles& handles() {
+  static Handles* const made = new Handles;
+  return *made;
+}
+
+std::shared_ptr<Tensor> find_tensor(const aclTensor* handle, const char* user) {
+  if (!handle) return nullptr;
+  const std::lock_guard<std::mutex> lock(handles().mutex);
+  return handles().tensors.get(handle, user);
+}
+
+std::shared_ptr<std::vector<bool>> find_bool_array(const aclBoolArray* handle, const char* user) {
+  if (!handle) return nullptr;
+  const std::lock_guard<std::mutex> lock(handles().mutex);
+  return handles().bool_arrays.get(handle, user);
+}
+
+}  // namespace cann_sim
+
+using namespace cann_sim;
+
+extern "C" {
+
+aclTensor* aclCreateTensor(const int64_t* shape, uint64_t rank, int dtype, const int64_t* strides, int64_t offset, int storage_format,
+                           const int64_t* storage, uint64_t storage_rank, void* data) {
+  const char* const user = "aclCreateTensor";
+  if (!enter_pointer(user)) return nullptr;
+  auto tensor = std::make_shared<Tensor>();
+  tensor->shape.assign(shape, shape + rank);
+  tensor->dtype = dtype;
+  tensor->offset = offset;
+  tensor->format = storage_format;
+  tensor->storage.assign(storage, storage + storage_rank);
+  tensor->data = data;
+  for (const int64_t size : tensor->shape) {
+    if (size >= 0) continue;
+    add_message(user, "a size is negative");
+    return nullptr;
+  }
+  tensor->strides.resize(rank);
+  int64_t step = 1;  // without strides the view is row-major
+  for (size_t axis = rank; axis-- > 0; step *= tensor->shape[axis]) tensor->strides[axis] = strides ? strides[axis] : step;
+  for (const int64_t stride : tensor->strides) {
+    if (stride < 0) violation("strides", format("%s: a stride is negative", user));
+  }
+  check_address(data, user);
+  const std::lock_guard<std::mutex> lock(handles().mutex);
+  return static_cast<aclTensor*>(handles().tensors.add(tensor));
+}
+
+int aclDestroyTensor(const aclTensor* handle) {
+  if (const int code = enter("aclDestroyTensor")) return code;
+  const std::lock_guard<std::mutex> lock(handles().mutex);
+  if (handle) handles().tensors.remove(handle, "aclDestroyTensor");
+  return 0;
+}
+
+aclBoolArray* aclCreateBoolArray(const bool* values, uint64_t size) {
+  if (!enter_pointer("aclCreateBoolArray")) return nullptr;
+  const std::lock_guard<std::mutex> lock(handles().mutex);
+  return static_cast<aclBoolArray*>(handles().bool_arrays.add(std::make_shared<std::vector<bool>>(values, values + size)));
+}
+
+int aclDestroyBoolArray(const aclBoolArray* handle) {
+  if (const int code = enter("aclDestroyBoolArray")) return code;
+  const std::lock_guard<std::mutex> lock(handles().mutex);
+  if (handle) handles().bool_arrays.remove(handle, "aclDestroyBoolArray");
+  return 0;
+}
+
+}  // extern "C"

@@ -1,0 +1,263 @@
+// aclnnFusedFloydAttentionGrad, an interface generated from the operator definition: its shape rules are tiling's.
+#include <cfloat>
+#include <cmath>
+
+#include "../model/violation.h"
+#include "checks.h"
+
+namespace cann_sim {
+namespace {
+
+constexpr char kOp[] = "aclnnFusedFloydAttentionGrad";
+constexpr int64_t kStatisticsWidth = 8;
+
+struct Call {
+  const Tensor *query, *key1, *value1, *key2, *value2, *dy, *mask, *softmax_max, *softmax_sum, *attention_in;
+  const Tensor *dq, *dk1, *dv1, *dk2, *dv2;
+  bool has_executor, has_workspace_size;
+
+  std::vector<Named> required() const {
+    return {{"query", query}, {"key1", key1}, {"value1", value1}, {"key2", key2}, {"value2", value2}, {"dy", dy}};
+  }
+  std::vector<Named> outputs() const {
+    return {{"dqOut", dq}, {"dk1Out", dk1}, {"dv1Out", dv1}, {"dk2Out", dk2}, {"dv2Out", dv2}};
+  }
+};
+
+Verdict check_nulls(const Call& call) {
+  for (const auto& group : {call.required(), call.outputs()}) {
+    for (const Named& named : group) {
+      if (!named.tensor) return refuse(aclnn::kNullptr, std::string(named.name) + " is null");
+    }
+  }
+  if (!call.has_executor) return refuse(aclnn::kNullptr, "executor is null");
+  if (!call.has_workspace_size) return refuse(aclnn::kNullptr, "workspaceSize is null");
+  return {};
+}
+
+Verdict check_support(const Call& call) {
+  if (product() == Product::Training) return refuse(aclnn::kFindKernel, "there is no kernel for this product");
+  if (!is_one_of(call.query->dtype, {kFloat16, kBfloat16, kFloat})) {
+    return refuse(aclnn::kInvalid, "the dtype of query is not supported");
+  }
+  for (const auto& group : {call.required(), call.outputs()}) {
+    for (const Named& named : group) {
+      if (named.tensor->dtype != call.query->dtype) {
+        return refuse(aclnn::kInvalid, std::string(named.name) + " has not the dtype of query");
+      }
+      if (!is_dense(named.tensor->format)) return refuse(aclnn::kInvalid, std::string(named.name) + " has not format ND");
+    }
+  }
+  // The operator definition lists FLOAT, but no kernel was ever built for it.
+  if (call.query->dtype == kFloat) return refuse(aclnn::kFindKernel, "there is no FLOAT kernel");
+  return {};
+}
+
+// Sizes as tiling reads them: N and K from key1, the others from query.
+struct Sizes {
+  int64_t b, h, n, m, k, d;
+};
+
+Sizes sizes_of(const Call& call) {
+  const Shape &query = call.query->shape, &key1 = call.key1->shape;
+  return {query[0], query[1], key1[2], query[3], key1[3], query[4]};
+}
+
+Verdict check_ranks(const Call& call) {
+  for (const Named& named : call.required()) {
+    if (named.tensor->rank() != 5) return refuse(aclnn::kTiling, std::string(named.name) + " has not rank 5");
+  }
+  const Shape &query = call.query->shape, &key1 = call.key1->shape;
+  for (const size_t axis : {0, 1, 4}) {
+    if (query[axis] != key1[axis]) return refuse(aclnn::kTiling, "query and key1 differ on axis " + std::to_string(axis));
+  }
+  return {};
+}
+
+Verdict check_sizes(const Call& call) {
+  const Sizes sizes = sizes_of(call);
+  if (!sizes.b || !sizes.h || !sizes.n || !sizes.m || !sizes.k) return refuse(aclnn::kTiling, "a size is 0");
+  if (sizes.n % 16) return refuse(aclnn::kTiling, "N is no multiple of 16");
+  if (sizes.m % 128) return refuse(aclnn::kTiling, "M is no multiple of 128");
+  if (sizes.k % 128) return refuse(aclnn::kTiling, "K is no multiple of 128");
+  if (sizes.d != 32 && sizes.d != 64 && sizes.d != 128) return refuse(aclnn::kTiling, "D is not 32, 64 or 128");
+  return {};
+}
+
+Verdict check_shapes(const Call& call) {
+  const Sizes sizes = sizes_of(call);
+  if (call.value1->shape != call.key1->shape) return refuse(aclnn::kTiling, "value1 has not the shape of key1");
+  if (call.value2->shape != call.key2->shape) return refuse(aclnn::kTiling, "value2 has not the shape of key2");
+  if (call.dy->shape != call.query->shape) return refuse(aclnn::kTiling, "dy has not the shape of query");
+  if (call.attention_in->shape != call.query->shape) return refuse(aclnn::kTiling, "attentionIn has not that of query");
+  if (call.mask && call.mask->shape != Shape{sizes.b, 1, sizes.n, 1, sizes.k}) {
+    return refuse(aclnn::kTiling, "attenMask is not [B, 1, N, 1, K]");
+  }
+  const Shape statistics = {sizes.b, sizes.h, sizes.n, sizes.m, kStatisticsWidth};
+  if (call.softmax_sum->shape != statistics) return refuse(aclnn::kTiling, "softmaxSum is not [B, H, N, M, 8]");
+  if (call.softmax_max->shape != statistics) return refuse(aclnn::kTiling, "softmaxMax is not [B, H, N, M, 8]");
+  return {};
+}
+
+Verdict check(const Call& call) {
+  for (const auto& step : {check_nulls, check_support}) {
+    const Verdict verdict = step(call);
+    if (verdict.code) return verdict;
+  }
+  size_t empty = 0;
+  for (const Named& output : call.outputs()) empty += output.tensor->is_empty();
+  if (empty == call.outputs().size()) return {aclnn::kSuccess, "", true};
+  const Verdict late = check_not_null(
+      {{"softmaxMax", call.softmax_max}, {"softmaxSum", call.softmax_sum}, {"attentionIn", call.attention_in}},
+      aclnn::kTiling);
+  if (late.code) return late;
+  const Verdict ranks = check_ranks(call);
+  if (ranks.code) return ranks;
+  if (empty) return {aclnn::kSuccess, "", true};
+  if (call.mask && !is_one_of(call.mask->dtype, {kBool, kUint8})) {
+    return refuse(aclnn::kTiling, "attenMask is not BOOL or UINT8");
+  }
+  for (const auto& step : {check_sizes, check_shapes}) {
+    const Verdict verdict = step(call);
+    if (verdict.code) return verdict;
+  }
+  return {};
+}
+
+// Nobody looks at these: a device would read and write elsewhere, or other numbers.
+void check_unchecked(const KernelRun& run, const Sizes& sizes) {
+  const Shape query = {sizes.b, sizes.h, sizes.n, sizes.m, sizes.d}, key2 = {sizes.b, sizes.h, sizes.k, sizes.m, sizes.d};
+  const Shape key1 = {sizes.b, sizes.h, sizes.n, sizes.k, sizes.d};
+  const struct {
+    const char* name;
+    const Shape& shape;
+  } expected[] = {{"query", query}, {"key2", key2},  {"dqOut", query}, {"dk1Out", key1},
+                  {"dv1Out", key1}, {"dk2Out", key2}, {"dv2Out", key2}};
+  for (const auto& [name, shape] : expected) {
+    if (run.shape(name) != shape) violation("undefined", format("%s: the shape of %s is wrong, and nobody checks it", kOp, name));
+  }
+  const std::pair<const char*, int> dtypes[] = {
+      {"softmaxMax", kFloat}, {"softmaxSum", kFloat}, {"attentionIn", run.dtype("query")}};
+  for (const auto& [name, dtype] : dtypes) {
+    if (run.dtype(name) != dtype) violation("undefined", format("%s: the dtype of %s is wrong, and nobody checks it", kOp, name));
+  }
+}
+
+struct Operands {
+  std::vector<double> query, key1, value1, key2, value2, dy, mask, softmax_max, softmax_sum, attention_in;
+};
+
+struct Gradients {
+  std::vector<double> dq, dk1, dv1, dk2, dv2;
+};
+
+// Everything that goes through the row of scores of one n and m. Arguments are the first element of each row.
+void add_row(const Operands& in, Gradients& out, const Sizes& sizes, double scale, size_t batch, size_t head, size_t n, size_t m) {
+  const auto K = static_cast<size_t>(sizes.k), M = static_cast<size_t>(sizes.m), N = static_cast<size_t>(sizes.n);
+  const auto D = static_cast<size_t>(sizes.d), H = static_cast<size_t>(sizes.h);
+  const size_t bh = batch * H + head;
+  const size_t row = (bh * N + n) * M + m, q = row * D;
+  double delta = 0;
+  for (size_t d = 0; d < D; ++d) delta += in.dy[q + d] * in.attention_in[q + d];
+  for (size_t k = 0; k < K; ++k) {
+    const size_t one = ((bh * N + n) * K + k) * D, two = ((bh * K + k) * M + m) * D;
+    double score = 0, score_grad = 0;
+    for (size_t d = 0; d < D; ++d) {
+      score += in.query[q + d] * (in.key1[one + d] + in.key2[two + d]);
+      score_grad += in.dy[q + d] * (in.value1[one + d] + in.value2[two + d]);
+    }
+    score *= scale;
+    if (!in.mask.empty() && in.mask[(batch * N + n) * K + k] != 0) score = -static_cast<double>(FLT_MAX);
+    const double p = std::exp(score - in.softmax_max[row * kStatisticsWidth]) / in.softmax_sum[row * kStatisticsWidth];
+    const double ds = p * (score_grad - delta) * scale;
+    for (size_t d = 0; d < D; ++d) {
+      out.dq[q + d] += ds * (in.key1[one + d] + in.key2[two + d]);
+      out.dk1[one + d] += ds * in.query[q + d];
+      out.dk2[two + d] += ds * in.query[q + d];
+      out.dv1[one + d] += p * in.dy[q + d];
+      out.dv2[two + d] += p * in.dy[q + d];
+    }
+  }
+}
+
+void kernel(const KernelRun& run, const Sizes& sizes, double scale) {
+  check_unchecked(run, sizes);
+  const Operands in{run.read("query"),
+                    run.read("key1"),
+                    run.read("value1"),
+                    run.read("key2"),
+                    run.read("value2"),
+                    run.read("dy"),
+                    run.has("attenMaskOptional") ? run.read("attenMaskOptional") : std::vector<double>(),
+                    run.read("softmaxMax"),
+                    run.read("softmaxSum"),
+                    run.read("attentionIn")};
+  Gradients out{std::vector<double>(in.query.size()), std::vector<double>(in.key1.size()),
+                std::vector<double>(in.value1.size()), std::vector<double>(in.key2.size()),
+                std::vector<double>(in.value2.size())};
+  for (size_t batch = 0; batch < static_cast<size_t>(sizes.b); ++batch) {
+    for (size_t head = 0; head < static_cast<size_t>(sizes.h); ++head) {
+      for (size_t n = 0; n < static_cast<size_t>(sizes.n); ++n) {
+        for (size_t m = 0; m < static_cast<size_t>(sizes.m); ++m) add_row(in, out, sizes, scale, batch, head, n, m);
+      }
+    }
+  }
+  run.write("dqOut", out.dq);
+  run.write("dk1Out", out.dk1);
+  run.write("dv1Out", out.dv1);
+  run.write("dk2Out", out.dk2);
+  run.write("dv2Out", out.dv2);
+}
+
+// FLOAT accumulators of the five gradients.
+uint64_t workspace_bytes(const Call& call) {
+  uint64_t elements = 0;
+  for (const Named& output : call.outputs()) elements += output.tensor ? static_cast<uint64_t>(output.tensor->elements()) : 0;
+  return kSystemWorkspace + 4 * elements;
+}
+
+}  // namespace
+}  // namespace cann_sim
+
+using namespace cann_sim;
+
+extern "C" {
+
+int aclnnFusedFloydAttentionGradGetWorkspaceSize(
+    const aclTensor* query, const aclTensor* key1, const aclTensor* value1, const aclTensor* key2, const aclTensor* value2,
+    const aclTensor* dy, const aclTensor* atten_mask, const aclTensor* softmax_max, const aclTensor* softmax_sum,
+    const aclTensor* attention_in, double scale_value, const aclTensor* dq, const aclTensor* dk1, const aclTensor* dv1,
+    const aclTensor* dk2, const aclTensor* dv2, uint64_t* workspace_size, aclOpExecutor** executor) {
+  PhaseOne phase(kOp);
+  phase.checks_workspace_size();
+  Call call;
+  call.query = phase.input("query", query);
+  call.key1 = phase.input("key1", key1);
+  call.value1 = phase.input("value1", value1);
+  call.key2 = phase.input("key2", key2);
+  call.value2 = phase.input("value2", value2);
+  call.dy = phase.input("dy", dy);
+  call.mask = phase.input("attenMaskOptional", atten_mask);
+  call.softmax_max = phase.input("softmaxMax", softmax_max);
+  call.softmax_sum = phase.input("softmaxSum", softmax_sum);
+  call.attention_in = phase.input("attentionIn", attention_in);
+  phase.real("scaleValue", scale_value);
+  call.dq = phase.output("dqOut", dq);
+  call.dk1 = phase.output("dk1Out", dk1);
+  call.dv1 = phase.output("dv1Out", dv1);
+  call.dk2 = phase.output("dk2Out", dk2);
+  call.dv2 = phase.output("dv2Out", dv2);
+  call.has_executor = executor;
+  call.has_workspace_size = workspace_size;
+  const bool has_sizes = call.query && call.key1 && call.query->rank() == 5 && call.key1->rank() == 5;
+  const Sizes sizes = has_sizes ? sizes_of(call) : Sizes{};
+  const double scale = static_cast<float>(scale_value);  // the interface narrows it
+  return phase.finish([&] { return check(call); }, workspace_bytes(call),
+                      [sizes, scale](KernelRun& run) { kernel(run, sizes, scale); }, workspace_size, executor);
+}
+
+int aclnnFusedFloydAttentionGrad(void* workspace, uint64_t workspace_size, aclOpExecutor* executor, void* stream) {
+  return launch(kOp, workspace, workspace_size, executor, stream);
+}
+
+}  // extern "C"

@@ -1,0 +1,155 @@
+#include "grid_sampler_2d_kernel.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace cann_sim {
+namespace {
+
+// A position on one axis, and its derivative by the grid's value.
+struct Coordinate {
+  double position;
+  double factor;
+};
+
+constexpr double kOutside = -100;  // where every neighbour is outside
+constexpr double kBicubicA = -0.75;
+
+Coordinate unnormalize(double value, int64_t size, bool align_corners) {
+  const auto length = static_cast<double>(size);
+  if (align_corners) return {(value + 1) / 2 * (length - 1), (length - 1) / 2};
+  return {((value + 1) * length - 1) / 2, length / 2};
+}
+
+Coordinate clip(Coordinate at, int64_t size) {
+  const auto last = static_cast<double>(size - 1);
+  if (at.position <= 0) return {0, 0};
+  if (at.position >= last) return {last, 0};
+  return at;
+}
+
+Coordinate reflect(Coordinate at, int64_t size, bool align_corners) {
+  const int64_t twice_low = align_corners ? 0 : -1;
+  const int64_t twice_high = align_corners ? 2 * (size - 1) : 2 * size - 1;
+  if (twice_low == twice_high) return {0, 0};
+  const double low = static_cast<double>(twice_low) / 2;
+  const double span = static_cast<double>(twice_high - twice_low) / 2;
+  double distance = at.position - low;
+  double sign = 1;
+  if (distance < 0) {
+    sign = -1;
+    distance = -distance;
+  }
+  const double rest = std::fmod(distance, span);
+  const bool flips_even = std::fmod(std::floor(distance / span), 2) == 0;
+  if (flips_even) return {rest + low, at.factor * sign};
+  return {span - rest + low, -at.factor * sign};
+}
+
+Coordinate pad(Coordinate at, int64_t size, const GridOptions& options) {
+  if (options.padding == kReflection) at = reflect(at, size, options.align_corners);
+  if (options.padding != kZeros) at = clip(at, size);
+  constexpr double limit = std::numeric_limits<int32_t>::max();
+  if (!std::isfinite(at.position) || std::fabs(at.position) > limit) at.position = kOutside;
+  return at;
+}
+
+// Weights of the neighbours of a position on one axis, and their derivatives by the position.
+struct Neighbours {
+  int64_t first = 0;
+  int count = 0;
+  double weight[4];
+  double slope[4];
+};
+
+Neighbours linear(double position) {
+  const double floor = std::floor(position), t = position - floor;
+  return {static_cast<int64_t>(floor), 2, {1 - t, t, 0, 0}, {-1, 1, 0, 0}};
+}
+
+Neighbours nearest(double position) {
+  return {static_cast<int64_t>(std::nearbyint(position)), 1, {1, 0, 0, 0}, {0, 0, 0, 0}};
+}
+
+// Cubic convolution, for distances up to 1 and from 1 to 2, with derivatives.
+double near_weight(double x) { return ((kBicubicA + 2) * x - (kBicubicA + 3)) * x * x + 1; }
+double far_weight(double x) { return ((kBicubicA * x - 5 * kBicubicA) * x + 8 * kBicubicA) * x - 4 * kBicubicA; }
+double near_slope(double x) { return (3 * (kBicubicA + 2) * x - 2 * (kBicubicA + 3)) * x; }
+double far_slope(double x) { return (3 * kBicubicA * x - 10 * kBicubicA) * x + 8 * kBicubicA; }
+
+Neighbours cubic(double position) {
+  const double floor = std::floor(position), t = position - floor;
+  return {static_cast<int64_t>(floor) - 1,
+          4,
+          {far_weight(t + 1), near_weight(t), near_weight(1 - t), far_weight(2 - t)},
+          {far_slope(t + 1), near_slope(t), -near_slope(1 - t), -far_slope(2 - t)}};
+}
+
+// Where a neighbour lies after padding, or -1. Bicubic pads each neighbour on its own; the others padded before.
+int64_t place(int64_t index, int64_t size, const GridOptions& options) {
+  if (options.interpolation == kBicubic && options.padding != kZeros) {
+    index = static_cast<int64_t>(pad({static_cast<double>(index), 1}, size, options).position);
+  }
+  return index >= 0 && index < size ? index : -1;
+}
+
+struct Axis {
+  Neighbours neighbours;
+  double factor;
+};
+
+Axis make_axis(double value, int64_t size, const GridOptions& options) {
+  Coordinate at = unnormalize(value, size, options.align_corners);
+  if (options.interpolation != kBicubic) {
+    at = pad(at, size, options);
+  } else if (!std::isfinite(at.position) || std::fabs(at.position) > std::numeric_limits<int32_t>::max()) {
+    at.position = kOutside;
+  }
+  switch (options.interpolation) {
+    case kNearest: return {nearest(at.position), at.factor};
+    case kBicubic: return {cubic(at.position), at.factor};
+    default: return {linear(at.position), at.factor};
+  }
+}
+
+}  // namespace
+
+void grid_sampler_2d_kernel(const KernelRun& run, const GridOptions& options) {
+  const Shape& input_shape = run.shape("input");
+  const Shape& grid_shape = run.shape("grid");
+  const int64_t samples = input_shape[0], channels = input_shape[1], height = input_shape[2], width = input_shape[3];
+  const int64_t points = grid_shape[1] * grid_shape[2];
+  const auto grad_output = run.read("gradOutput"), input = run.read("input"), grid = run.read("grid");
+  std::vector<double> input_grad(input.size()), grid_grad(grid.size());
+  for (int64_t n = 0; n < samples; ++n) {
+    for (int64_t point = 0; point < points; ++point) {
+      const auto at_grid = static_cast<size_t>((n * points + point) * 2);
+      const Axis x = make_axis(grid[at_grid], width, options), y = make_axis(grid[at_grid + 1], height, options);
+      double slope_x = 0, slope_y = 0;
+      for (int i = 0; i < y.neighbours.count; ++i) {
+        const int64_t row = place(y.neighbours.first + i, height, options);
+        for (int j = 0; row >= 0 && j < x.neighbours.count; ++j) {
+          const int64_t column = place(x.neighbours.first + j, width, options);
+          if (column < 0) continue;
+          double dot = 0;
+          for (int64_t c = 0; c < channels; ++c) {
+            const auto at_input = static_cast<size_t>(((n * channels + c) * height + row) * width + column);
+            const double gradient = grad_output[static_cast<size_t>((n * channels + c) * points + point)];
+            input_grad[at_input] += y.neighbours.weight[i] * x.neighbours.weight[j] * gradient;
+            dot += input[at_input] * gradient;
+          }
+          slope_x += dot * y.neighbours.weight[i] * x.neighbours.slope[j];
+          slope_y += dot * y.neighbours.slope[i] * x.neighbours.weight[j];
+        }
+      }
+      if (options.interpolation == kNearest) continue;  // its gradient by the grid is 0
+      grid_grad[at_grid] = x.factor * slope_x;
+      grid_grad[at_grid + 1] = y.factor * slope_y;
+    }
+  }
+  if (options.wants_input_grad) run.add("inputGrad", input_grad);
+  if (options.wants_grid_grad) run.write("gridGrad", grid_grad);
+}
+
+}  // namespace cann_sim

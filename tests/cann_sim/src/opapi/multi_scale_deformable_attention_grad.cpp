@@ -1,0 +1,246 @@
+// aclnnMultiScaleDeformableAttentionGrad. Checks in the order of the vendor's source of 2026; gradOutput has rank 3.
+#include <cmath>
+
+#include "../model/violation.h"
+#include "checks.h"
+
+namespace cann_sim {
+namespace {
+
+constexpr char kOp[] = "aclnnMultiScaleDeformableAttentionGrad";
+
+struct Call {
+  const Tensor *value, *spatial_shape, *level_start_index, *location, *attn_weight, *grad_output;
+  const Tensor *grad_value, *grad_location, *grad_attn_weight;
+};
+
+Verdict check_dtypes(const Call& call) {
+  const Named floats[] = {{"value", call.value},
+                          {"location", call.location},
+                          {"attnWeight", call.attn_weight},
+                          {"gradOutput", call.grad_output},
+                          {"gradValue", call.grad_value},
+                          {"gradLocation", call.grad_location},
+                          {"gradAttnWeight", call.grad_attn_weight}};
+  for (const Named& named : floats) {  // each on its own: they may differ
+    if (!is_one_of(named.tensor->dtype, {kFloat, kFloat16, kBfloat16})) {
+      return refuse(aclnn::kInvalid, std::string("the dtype of ") + named.name + " is not supported");
+    }
+  }
+  for (const Named& named : {Named{"spatialShape", call.spatial_shape}, {"levelStartIndex", call.level_start_index}}) {
+    if (!is_one_of(named.tensor->dtype, {kInt32, kInt64})) {
+      return refuse(aclnn::kInvalid, std::string("the dtype of ") + named.name + " is not supported");
+    }
+  }
+  return {};
+}
+
+Verdict check_formats(const Call& call) {
+  const Named inputs[] = {{"value", call.value},
+                          {"spatialShape", call.spatial_shape},
+                          {"levelStartIndex", call.level_start_index},
+                          {"location", call.location},
+                          {"attnWeight", call.attn_weight},
+                          {"gradOutput", call.grad_output}};
+  for (const Named& named : inputs) {
+    if (named.tensor->format == kFractalNz) return refuse(aclnn::kInvalid, std::string(named.name) + " is FRACTAL_NZ");
+  }
+  return {};
+}
+
+Verdict check_ranks(const Call& call) {
+  const auto has = [](const Tensor* tensor, int64_t rank) { return tensor->rank() == rank; };
+  if (!has(call.value, 4)) return refuse(aclnn::kInvalid, "value has not rank 4");
+  if (!has(call.spatial_shape, 2) || call.spatial_shape->shape[1] != 2) {
+    return refuse(aclnn::kInvalid, "spatialShape is not (levels, 2)");
+  }
+  if (!has(call.level_start_index, 1)) return refuse(aclnn::kInvalid, "levelStartIndex has not rank 1");
+  if (!has(call.location, 6) || call.location->shape[5] != 2) {
+    return refuse(aclnn::kInvalid, "location has not rank 6 with a last axis of 2");
+  }
+  if (!has(call.attn_weight, 5)) return refuse(aclnn::kInvalid, "attnWeight has not rank 5");
+  if (!has(call.grad_output, 3)) return refuse(aclnn::kInvalid, "gradOutput has not rank 3");
+  return {};
+}
+
+Verdict check_limits(const Call& call) {
+  const int64_t channels = call.value->shape[3];
+  if (channels % 8 || channels > 256) return refuse(aclnn::kInvalid, "channels is no multiple of 8 up to 256");
+  if (call.location->shape[1] >= 500000) return refuse(aclnn::kInvalid, "num_queries is not below 500000");
+  if (call.spatial_shape->shape[0] > 16) return refuse(aclnn::kInvalid, "num_levels is above 16");
+  if (call.value->shape[2] > 16) return refuse(aclnn::kInvalid, "num_heads is above 16");
+  if (call.location->shape[4] > 16) return refuse(aclnn::kInvalid, "num_points is above 16");
+  return {};
+}
+
+Verdict check_shared_sizes(const Call& call) {
+  const Shape &value = call.value->shape, &location = call.location->shape, &grad = call.grad_output->shape;
+  const int64_t levels = call.spatial_shape->shape[0];
+  const Shape points = {value[0], location[1], value[2], levels, location[4]};
+  if (call.level_start_index->shape[0] != levels) return refuse(aclnn::kInvalid, "levelStartIndex has other levels");
+  if (Shape(location.begin(), location.end() - 1) != points) return refuse(aclnn::kInvalid, "location has other sizes");
+  if (call.attn_weight->shape != points) return refuse(aclnn::kInvalid, "attnWeight has other sizes");
+  if (grad != Shape{value[0], location[1], value[2] * value[3]}) {
+    return refuse(aclnn::kInvalid, "gradOutput has other sizes");
+  }
+  if (call.grad_value->shape != value) return refuse(aclnn::kInvalid, "gradValue has not the shape of value");
+  if (call.grad_location->shape != location) return refuse(aclnn::kInvalid, "gradLocation has not the shape of location");
+  if (call.grad_attn_weight->shape != points) {
+    return refuse(aclnn::kInvalid, "gradAttnWeight has not the shape of attnWeight");
+  }
+  return {};
+}
+
+Verdict check(const Call& call) {
+  const Verdict nulls = check_not_null({{"value", call.value},
+                                        {"spatialShape", call.spatial_shape},
+                                        {"levelStartIndex", call.level_start_index},
+                                        {"location", call.location},
+                                        {"attnWeight", call.attn_weight},
+                                        {"gradOutput", call.grad_output},
+                                        {"gradValue", call.grad_value},
+                                        {"gradLocation", call.grad_location},
+                                        {"gradAttnWeight", call.grad_attn_weight}});
+  if (nulls.code) return nulls;
+  for (const auto& step : {check_dtypes, check_formats, check_ranks, check_limits, check_shared_sizes}) {
+    const Verdict verdict = step(call);
+    if (verdict.code) return verdict;
+  }
+  for (const Tensor* input : {call.value, call.spatial_shape, call.level_start_index, call.location, call.attn_weight,
+                              call.grad_output}) {
+    if (input->is_empty()) return {aclnn::kSuccess, "", true};
+  }
+  // No check of the product: its kernel is simply not there.
+  if (product() == Product::Training) return refuse(aclnn::kInnerNullptr, "there is no kernel for this product");
+  return {};
+}
+
+struct Gradients {
+  std::vector<double> value, location, attn_weight;
+};
+
+// One level as the caller describes it. The device believes it; the simulator looks before it leaves the tensor.
+struct Level {
+  int64_t height, width, start;
+};
+
+class Sampler {
+ public:
+  explicit Sampler(const KernelRun& run)
+      : shape_(run.shape("value")),
+        value_(run.read("value")),
+        grad_output_(run.read("gradOutput")),
+        gradients_{std::vector<double>(value_.size()), {}, {}} {}
+
+  // Row of value at a pixel, for one batch and head.
+  size_t row(int64_t batch, int64_t head, const Level& level, int64_t y, int64_t x) const {
+    const int64_t key = level.start + y * level.width + x;
+    if (key < 0 || key >= shape_[1]) {
+      violation("unsafe-levels", format("%s: a level reaches key %lld of %lld", kOp, static_cast<long long>(key),
+                                        static_cast<long long>(shape_[1])));
+    }
+    return static_cast<size_t>(((batch * shape_[1] + key) * shape_[2] + head) * shape_[3]);
+  }
+
+  // Adds the gradients of one sampling point, whose gradient of the output begins at `grad_row`.
+  void add_point(int64_t batch, int64_t head, size_t grad_row, const Level& level, double x, double y, double weight) {
+    const double column = x * static_cast<double>(level.width) - 0.5, line = y * static_cast<double>(level.height) - 0.5;
+    double by_weight = 0, by_x = 0, by_y = 0;
+    const bool is_near = line > -1 && column > -1 && line < static_cast<double>(level.height) &&
+                         column < static_cast<double>(level.width);
+    if (is_near) {
+      const double y0 = std::floor(line), x0 = std::floor(column);
+      for (int corner = 0; corner < 4; ++corner) {
+        const int down = corner / 2, right = corner % 2;
+        const auto at_y = static_cast<int64_t>(y0) + down, at_x = static_cast<int64_t>(x0) + right;
+        if (at_y < 0 || at_x < 0 || at_y >= level.height || at_x >= level.width) continue;
+        const double share_y = down ? line - y0 : 1 - (line - y0), share_x = right ? column - x0 : 1 - (column - x0);
+        const size_t value_row = row(batch, head, level, at_y, at_x);
+        double dot = 0;
+        for (size_t channel = 0; channel < static_cast<size_t>(shape_[3]); ++channel) {
+          const double gradient = grad_output_[grad_row + channel];
+          gradients_.value[value_row + channel] += share_y * share_x * weight * gradient;
+          dot += value_[value_row + channel] * gradient;
+        }
+        by_weight += share_y * share_x * dot;
+        by_y += (down ? 1 : -1) * share_x * dot;
+        by_x += (right ? 1 : -1) * share_y * dot;
+      }
+    }
+    gradients_.attn_weight.push_back(by_weight);
+    gradients_.location.push_back(static_cast<double>(level.width) * weight * by_x);
+    gradients_.location.push_back(static_cast<double>(level.height) * weight * by_y);
+  }
+
+  const Gradients& gradients() const { return gradients_; }
+
+ private:
+  Shape shape_;
+  std::vector<double> value_, grad_output_;
+  Gradients gradients_;
+};
+
+void kernel(const KernelRun& run) {
+  const auto location = run.read("location"), attn_weight = run.read("attnWeight");
+  const auto sizes = run.read_integers("spatialShape"), starts = run.read_integers("levelStartIndex");
+  const Shape& shape = run.shape("location");
+  const int64_t channels = run.shape("value")[3];
+  Sampler sampler(run);
+  size_t point = 0;
+  for (int64_t batch = 0; batch < shape[0]; ++batch) {
+    for (int64_t query = 0; query < shape[1]; ++query) {
+      for (int64_t head = 0; head < shape[2]; ++head) {
+        const auto grad_row = static_cast<size_t>(((batch * shape[1] + query) * shape[2] + head) * channels);
+        for (size_t level = 0; level < static_cast<size_t>(shape[3]); ++level) {
+          const Level described{sizes[2 * level], sizes[2 * level + 1], starts[level]};
+          for (int64_t i = 0; i < shape[4]; ++i, ++point) {
+            sampler.add_point(batch, head, grad_row, described, location[2 * point], location[2 * point + 1],
+                              attn_weight[point]);
+          }
+        }
+      }
+    }
+  }
+  run.add("gradValue", sampler.gradients().value);
+  run.add("gradLocation", sampler.gradients().location);
+  run.add("gradAttnWeight", sampler.gradients().attn_weight);
+}
+
+}  // namespace
+}  // namespace cann_sim
+
+using namespace cann_sim;
+
+extern "C" {
+
+int aclnnMultiScaleDeformableAttentionGradGetWorkspaceSize(
+    const aclTensor* value, const aclTensor* spatial_shape, const aclTensor* level_start_index, const aclTensor* location,
+    const aclTensor* attn_weight, const aclTensor* grad_output, aclTensor* grad_value, aclTensor* grad_location,
+    aclTensor* grad_attn_weight, uint64_t* workspace_size, aclOpExecutor** executor) {
+  PhaseOne phase(kOp);
+  phase.can_be_deterministic();
+  Call call;
+  call.value = phase.input("value", value);
+  call.spatial_shape = phase.input("spatialShape", spatial_shape);
+  call.level_start_index = phase.input("levelStartIndex", level_start_index);
+  call.location = phase.input("location", location);
+  call.attn_weight = phase.input("attnWeight", attn_weight);
+  call.grad_output = phase.input("gradOutput", grad_output);
+  call.grad_value = phase.output("gradValue", grad_value);
+  call.grad_location = phase.output("gradLocation", grad_location);
+  call.grad_attn_weight = phase.output("gradAttnWeight", grad_attn_weight);
+  if (!workspace_size || !executor) {
+    violation("undefined", format("%s: workspaceSize or executor is null, which the vendor does not check", kOp));
+  }
+  // FLOAT copies of value and its gradient, and of location, for the transposed layout the kernel works in.
+  const uint64_t scratch = call.value && call.location
+                               ? 8 * static_cast<uint64_t>(call.value->elements() + call.location->elements())
+                               : 0;
+  return phase.finish([&] { return check(call); }, kSystemWorkspace + scratch, kernel, workspace_size, executor);
+}
+
+int aclnnMultiScaleDeformableAttentionGrad(void* workspace, uint64_t workspace_size, aclOpExecutor* executor, void* stream) {
+  return launch(kOp, workspace, workspace_size, executor, stream);
+}
+
+}  // extern "C"

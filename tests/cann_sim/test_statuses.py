@@ -1,0 +1,186 @@
+"""What phase 1 returns: the vendor's source as the records know it, and what no record can express."""
+
+from __future__ import annotations
+
+from ctypes import byref, c_uint64, c_void_p
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from npugrad.dtypes import DType
+from npugrad.ops import OPERATORS, get_operator
+from npugrad.spec import TensorMeta
+from tests.cann_sim.operators import Arguments
+from tests.cann_sim.runtime import SUCCESS
+from tests.cann_sim.test_operators import SOC
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from npugrad.products import Product
+    from npugrad.spec import CallMeta, Constraint, OpSpec
+    from tests.cann_sim.runtime import Runtime
+
+pytestmark = pytest.mark.npu_sim
+
+NULL, INVALID, TILING, FIND_KERNEL, INNER_NULL = 161001, 161002, 561002, 561003, 561103
+
+
+@pytest.fixture
+def block(runtime: Runtime) -> Iterator[int]:
+    """Give the address of one small block, for every tensor of every call."""
+    address = runtime.malloc(64)
+    yield address
+    runtime.call("aclrtFree", address)
+
+
+def status(runtime: Runtime, spec: OpSpec, call: CallMeta, block: int, legal: CallMeta | None = None) -> int:
+    runtime.set_plan(f"soc={SOC[call.product]}")
+    return Arguments(runtime, spec, call, block, legal).status()
+
+
+EACH_CONSTRAINT = [
+    pytest.param(spec, product, constraint, id=f"{name}-{product}-{constraint.id}")
+    for name, spec in OPERATORS.items()
+    for product in spec.products
+    for constraint in spec.constraints
+    if constraint.applies(product)
+]
+
+
+# The source looks at no sign, but no tensor has a negative number of elements (with N = 0, HxW may be negative).
+CAUGHT_BY_COUNTS = {"n.non_negative", "c.non_negative"}
+
+
+@pytest.mark.parametrize(("spec", "product", "constraint"), EACH_CONSTRAINT)
+def test_every_constraint_of_every_record(
+    runtime: Runtime, block: int, spec: OpSpec, product: Product, constraint: Constraint
+) -> None:
+    expected = SUCCESS if constraint.vendor_code == "accepts" else constraint.vendor_code
+    if constraint.id in CAUGHT_BY_COUNTS:
+        expected = INVALID
+    found = set()
+    for sample in spec.samples(product):
+        # An operator that its product lacks notices only when it looks for the kernel, which an empty call never does.
+        is_empty = any(meta is not None and not meta.size for meta in sample.call.inputs.values())
+        broken = None if constraint.alone and is_empty else constraint.violate(sample.call)
+        if broken is not None and not spec.accepts_unchecked(broken):
+            found.add(status(runtime, spec, broken, block, sample.call))
+    assert found == {expected}
+    assert runtime.counter("live.executors") == 0
+
+
+def plan_status(runtime: Runtime, op: str, *arguments: Any) -> int:
+    size, executor = c_uint64(), c_void_p()
+    code = runtime.status(f"{op}GetWorkspaceSize", *arguments, byref(size), byref(executor))
+    if not code:
+        runtime.call("aclDestroyAclOpExecutor", executor)
+    return code
+
+
+@pytest.mark.parametrize("name", ["group_norm_backward", "grid_sampler_2d_backward", "fused_floyd_attention_grad"])
+@pytest.mark.parametrize("missing", ["size", "executor"])
+def test_the_results_of_phase_1_must_not_be_null(runtime: Runtime, block: int, name: str, missing: str) -> None:
+    spec = get_operator(name)
+    arguments = Arguments(runtime, spec, spec.build(), block)
+    results = [byref(c_uint64()), byref(c_void_p())]
+    results[missing == "executor"] = None  # type: ignore[call-overload]
+    with arguments.handles:
+        assert runtime.status(f"{spec.aclnn_name}GetWorkspaceSize", *arguments.values(), *results) == NULL
+
+
+def test_group_norm_takes_a_mask_of_another_length_for_invalid(runtime: Runtime, block: int) -> None:
+    spec = get_operator("group_norm_backward")
+    arguments = Arguments(runtime, spec, spec.build(), block)
+    mask = runtime.bool_array((True, True))
+    with arguments.handles:
+        values = arguments.values()
+        values[9] = mask
+        assert plan_status(runtime, spec.aclnn_name, *values) == INVALID
+    runtime.call("aclDestroyBoolArray", mask)
+
+
+def test_grid_sampler_looks_at_nothing_without_a_mask(runtime: Runtime) -> None:
+    nothing = (None, None, None, 99, -1, False, None, None, None)
+    runtime.call("aclrtSetDevice", 0)
+    assert plan_status(runtime, "aclnnGridSampler2DBackward", *nothing) == SUCCESS
+    runtime.call("aclrtResetDevice", 0)
+
+
+def test_grid_sampler_takes_bicubic_and_double_as_the_source_does(runtime: Runtime, block: int) -> None:
+    spec = get_operator("grid_sampler_2d_backward")
+    bicubic = spec.build().with_attrs(interpolation_mode=2)
+    assert status(runtime, spec, bicubic, block) == SUCCESS
+    double = {name: TensorMeta(DType.FLOAT64, meta.shape) for name, meta in spec.build().inputs.items() if meta}
+    assert status(runtime, spec, spec.build().with_inputs(**double), block) == SUCCESS
+
+
+def test_floyd_has_no_float_kernel(runtime: Runtime, block: int) -> None:
+    spec = get_operator("fused_floyd_attention_grad")
+    call = spec.build()
+    floats = {name: TensorMeta(DType.FLOAT32, meta.shape) for name, meta in call.inputs.items() if meta}
+    assert status(runtime, spec, call.with_inputs(**floats), block) == FIND_KERNEL
+
+
+def test_floyd_skips_when_every_output_is_empty(runtime: Runtime, block: int) -> None:
+    spec = get_operator("fused_floyd_attention_grad")
+    call = spec.build()
+    empty = {param.name: TensorMeta(DType.FLOAT16, (0,)) for param in spec.outputs}
+    assert status(runtime, spec, call.with_inputs(softmax_max=None).with_outputs(**empty), block) == SUCCESS
+    some = {"dq": TensorMeta(DType.FLOAT16, (0,))}
+    assert status(runtime, spec, call.with_inputs(softmax_max=None).with_outputs(**some), block) == TILING
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("fused_floyd_attention_grad", FIND_KERNEL), ("multi_scale_deformable_attention_grad", INNER_NULL)]
+)
+def test_products_without_a_kernel(runtime: Runtime, block: int, name: str, expected: int) -> None:
+    spec = get_operator(name)
+    runtime.set_plan("soc=Ascend910A")
+    assert Arguments(runtime, spec, spec.build(), block).status() == expected
+    assert "no kernel" in runtime.message()
+    assert runtime.message() == ""
+
+
+def test_group_norm_refuses_two_negative_sizes_late(runtime: Runtime, block: int) -> None:
+    spec = get_operator("group_norm_backward")
+    call = spec.build(n=1, c=4, hxw=3, group=1, with_gamma=False, output_mask=(True, False, False))
+    negative = call.with_attrs(c=-4, hxw=-3)
+    assert status(runtime, spec, negative, block, call) == INNER_NULL
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_workspace_is_wanted_unless_there_is_nothing_to_do(runtime: Runtime, block: int, name: str) -> None:
+    spec = get_operator(name)
+    arguments = Arguments(runtime, spec, spec.build(), block)
+    with arguments.handles:
+        size, executor = runtime.plan(spec.aclnn_name, *arguments.values())
+    assert size > 16 * 2**20
+    runtime.call("aclDestroyAclOpExecutor", executor)
+
+
+def test_an_empty_call_wants_no_workspace_and_runs_without(runtime: Runtime, block: int) -> None:
+    spec = get_operator("group_norm_backward")
+    arguments = Arguments(runtime, spec, spec.build(n=0), block)
+    stream = runtime.stream()
+    with arguments.handles:
+        size, executor = runtime.plan(spec.aclnn_name, *arguments.values())
+        assert size == 0
+        before = runtime.counter("kernels.aclnnGroupNormBackward")
+        runtime.call(spec.aclnn_name, None, 0, executor, stream)
+    runtime.call("aclrtSynchronizeStream", stream)
+    assert runtime.counter("kernels.aclnnGroupNormBackward") == before
+    runtime.call("aclrtDestroyStream", stream)
+
+
+def test_phase_2_needs_an_executor_and_a_workspace(runtime: Runtime, block: int) -> None:
+    spec = get_operator("fused_floyd_attention_grad")
+    stream = runtime.stream()
+    assert runtime.status(spec.aclnn_name, None, 0, None, stream) == NULL
+    for size, expected in ((1, NULL), (0, INVALID)):  # the size is checked by this operator alone
+        arguments = Arguments(runtime, spec, spec.build(), block)
+        with arguments.handles:
+            _, executor = runtime.plan(spec.aclnn_name, *arguments.values())
+            assert runtime.status(spec.aclnn_name, None, size, executor, stream) == expected
+        assert runtime.counter("live.executors") == 0  # consumed by the failure
+    runtime.call("aclrtDestroyStream", stream)

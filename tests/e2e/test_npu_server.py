@@ -1,0 +1,325 @@
+"""Calls over gRPC on simulated NPUs: every operator, type, mode, mask and layout. All is SIMULATED."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from itertools import product as combinations
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+import pytest
+from tests.calls import Sample, call_execute, call_unary, failure_of, fill
+from tests.e2e.harness import wire_layout
+
+from npugrad.dtypes import DType
+from npugrad.layout import view
+from npugrad.ops import OPERATORS, get_operator
+from npugrad.products import Product
+from npugrad.spec import TensorMeta
+from npugrad.tolerance import compare
+from npugrad.v1 import server_pb2, server_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    import numpy.typing as npt
+    from tests.cann_sim.build import Installation
+    from tests.e2e.conftest import Report as Tally
+    from tests.fix_npu import NpuServer, StartNpuServer
+
+    from npugrad.spec import CallMeta, OpSpec
+
+pytestmark = [pytest.mark.npu_sim, pytest.mark.slow]
+
+MSDA, GRID_SAMPLER, GROUP_NORM, FLOYD = OPERATORS.values()
+FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
+BITS = (True, False)
+LAYOUTS = ("contiguous", "offset", "reversed", "gaps", "expanded")
+
+
+# ------------------------------------------------------------------------------------------------ helpers
+
+
+def check(sample: Sample, contents: Mapping[str, bytes]) -> None:
+    """Every wanted output is within tolerance of the float64 reference."""
+    metas = sample.outputs
+    assert contents.keys() == metas.keys()
+    golden = {name: np.zeros(meta.shape) for name, meta in metas.items()}
+    sample.spec.reference(sample.arrays, sample.call.attrs, golden)
+    for name, meta in metas.items():
+        got = view(meta, contents[name])
+        extra = sample.spec.extra_tolerance(sample.arrays, sample.call.attrs, name)
+        comparison = compare(golden[name], got, extra)
+        assert comparison.ok, f"{sample.spec.name} {sample.call}: {name}: {comparison}"
+
+
+def call(channel: grpc.Channel, sample: Sample, **options: Any) -> Any:
+    """Makes a streamed call, checks its results, returns what produced them."""
+    reply = call_execute(channel, sample.frames(**options))
+    check(sample, reply.contents)
+    info = reply.result.info
+    assert (info.backend, info.simulated, info.device[:4]) == ("npu", True, "npu:")
+    return info
+
+
+def laid_out(spec: OpSpec, meta: CallMeta, seed: int) -> Sample:
+    """A call with data, each operand in a layout of its own."""
+    rng = np.random.default_rng(seed)
+    made = spec.make_inputs(meta, rng)
+    contents: dict[str, memoryview] = {}
+    arrays: dict[str, npt.NDArray[Any] | None] = dict.fromkeys(made)
+    for name, array in made.items():
+        if array is not None:
+            layout = str(rng.choice(LAYOUTS))
+            if layout == "expanded" and array.ndim and array.dtype.kind != "i":
+                array = np.broadcast_to(array[:1], array.shape)
+            new, contents[name] = wire_layout(array, layout, rng)
+            meta = meta.with_inputs(**{name: new})
+            arrays[name] = view(new, contents[name])
+    return Sample(spec, meta, contents, arrays)
+
+
+def group_norm_calls() -> Iterator[CallMeta]:
+    for dtype, gamma, mask in combinations(FLOATS, BITS, combinations(BITS, BITS, BITS)):
+        yield GROUP_NORM.build(dtype=dtype, with_gamma=gamma, output_mask=mask, n=3, c=10, hxw=7, group=5)
+    yield GROUP_NORM.build(n=1, c=1, hxw=1, group=1)
+    yield GROUP_NORM.build(n=2, c=33, hxw=1023, group=11)
+
+
+def grid_sampler_calls() -> Iterator[CallMeta]:
+    masks = ((True, True), (True, False), (False, True))
+    for dtype, mode, padding, align, mask in combinations(FLOATS, (0, 1), (0, 1, 2), BITS, masks):
+        yield GRID_SAMPLER.build(
+            dtype=dtype,
+            interpolation_mode=mode,
+            padding_mode=padding,
+            align_corners=align,
+            output_mask=mask,
+            n=2,
+            c=3,
+            h=5,
+            w=7,
+            oh=3,
+            ow=11,
+        )
+    yield GRID_SAMPLER.build(n=1, c=1, h=1, w=1, oh=1, ow=1)
+
+
+def msda_calls() -> Iterator[CallMeta]:
+    for dtype, index, rank in combinations(FLOATS, (DType.INT32, DType.INT64), (3, 4)):
+        yield MSDA.build(dtype=dtype, index_dtype=index, grad_output_rank=rank, nq=7, ch=24, points=3)
+    yield MSDA.build(bs=1, nq=1, nh=1, ch=8, levels=((1, 1),), points=1)
+
+
+def floyd_calls() -> Iterator[CallMeta]:
+    for dtype, mask in combinations((DType.FLOAT16, DType.BFLOAT16), (None, DType.BOOL, DType.UINT8)):
+        yield FLOYD.build(dtype=dtype, with_mask=mask is not None, mask_dtype=mask or DType.BOOL)
+    yield FLOYD.build(h=2, d=64, scale_value=0.25)
+
+
+CALLS: Mapping[str, Callable[[], Iterator[CallMeta]]] = {
+    GROUP_NORM.name: group_norm_calls,
+    GRID_SAMPLER.name: grid_sampler_calls,
+    MSDA.name: msda_calls,
+    FLOYD.name: floyd_calls,
+}
+
+
+def every_sample() -> list[Any]:
+    return [
+        pytest.param(name, sample.name, id=f"{name}-{sample.name}")
+        for name, spec in OPERATORS.items()
+        for sample in spec.samples(Product.ATLAS_A2)
+    ]
+
+
+# -------------------------------------------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize(("operator", "name"), every_sample())
+def test_every_sample_of_every_record(npu_server: NpuServer, operator: str, name: str) -> None:
+    spec = get_operator(operator)
+    sample = fill(spec, next(s.call for s in spec.samples(Product.ATLAS_A2) if s.name == name))
+    with npu_server.process.channel() as channel:
+        call(channel, sample)
+
+
+@pytest.mark.parametrize("operator", CALLS)
+def test_every_type_mode_and_mask_in_mixed_layouts(
+    npu_server: NpuServer, operator: str, tally: Tally
+) -> None:
+    spec = get_operator(operator)
+    with npu_server.process.channel() as channel:
+        for number, meta in enumerate(CALLS[operator]()):
+            call(channel, fill(spec, meta, seed=number))
+            call(channel, laid_out(spec, meta, zlib.crc32(operator.encode()) + number))
+            tally(f"simulated NPU calls within tolerance, {operator}", 2)
+
+
+def test_strided_operands_go_down_as_views_and_outputs_as_each_operator_wants_them(
+    npu_server: NpuServer,
+) -> None:
+    """What the recorder of the simulator saw of phase 1, in the order of C."""
+    # Sizes that no other call of this server has.
+    turned = GROUP_NORM.build(n=2, c=14, hxw=4, group=2, output_mask=(False, True, False))
+    turned = turned.with_inputs(
+        grad_out=TensorMeta(DType.FLOAT32, (2, 14, 4), strides=(0, 1, 14), storage_offset=3)
+    )
+    masked = GRID_SAMPLER.build(c=14, output_mask=(False, True))
+    heads = MSDA.build(grad_output_rank=4, nq=14)
+    heads = heads.with_inputs(
+        grad_output=TensorMeta(DType.FLOAT32, heads.tensor("grad_output").shape, strides=(0, 0, 0, 0))
+    )
+    with npu_server.process.channel() as channel:
+        call(channel, fill(GROUP_NORM, turned))
+        call(channel, fill(GRID_SAMPLER, masked))
+        call(channel, fill(MSDA, heads))
+    norm = the_plan(npu_server, GROUP_NORM, "gradOut", [2, 14, 4])
+    assert (norm["gradOut"]["strides"], norm["gradOut"]["storage"]) == ([0, 1, 14], [56])
+    assert norm["gradOut"]["offset"] == 0
+    assert (norm["gradInput"], norm["gradBetaOut"]) == (None, None)
+    assert norm["gradGammaOut"]["shape"] == [14]
+    sampler = the_plan(npu_server, GRID_SAMPLER, "input", [2, 14, 4, 5])
+    assert sampler["inputGrad"]["shape"] == [2, 14, 4, 5]
+    bs, _, nh, ch = heads.tensor("grad_output").shape
+    attention = the_plan(npu_server, MSDA, "gradOutput", [bs, 14, nh * ch])
+    assert set(attention["gradOutput"]["strides"]) == {0}
+
+
+def the_plan(npu_server: NpuServer, spec: OpSpec, operand: str, shape: list[int]) -> dict[str, Any]:
+    """Arguments of the only first phase with an operand of this shape."""
+    plans = [
+        {argument["name"]: argument["value"] for argument in plan["arguments"]}
+        for plan in npu_server.report.records("plan")
+        if plan["op"] == spec.aclnn_name
+    ]
+    (found,) = [plan for plan in plans if plan[operand]["shape"] == shape]
+    return found
+
+
+def test_everything_masked_out_and_a_null_mask_succeed(npu_server: NpuServer) -> None:
+    with npu_server.process.channel() as channel:
+        for meta in (
+            GROUP_NORM.build(output_mask=(False, False, False)),
+            GRID_SAMPLER.build(output_mask=(False, False)),
+            GRID_SAMPLER.build(output_mask=None),
+        ):
+            spec = GROUP_NORM if "mean" in meta.inputs else GRID_SAMPLER
+            result = call_unary(channel, spec, fill(spec, meta).message())
+            assert not result.contents
+
+
+def test_levels_outside_the_value_tensor_never_reach_the_device(npu_server: NpuServer) -> None:
+    """The literal official example stores 1.0 as int32: 1065353216 pixels."""
+    sample = fill(MSDA, MSDA.build(bs=1, nq=32, nh=1, ch=8, levels=((1, 1),), points=1))
+    sizes = sample.arrays["spatial_shape"]
+    assert sizes is not None
+    sizes[...] = 0x3F800000
+    before = len(npu_server.report.records("plan"))
+    with npu_server.process.channel() as channel:
+        failure = failure_of(lambda: call_unary(channel, MSDA, sample.message()))
+    assert failure.error.reason == "UNSAFE_LEVELS"
+    assert failure.status is grpc.StatusCode.INVALID_ARGUMENT
+    assert len(npu_server.report.records("plan")) == before
+
+
+@pytest.mark.parametrize(
+    ("spec", "meta"),
+    [
+        (FLOYD, FLOYD.build()),
+        (GRID_SAMPLER, GRID_SAMPLER.build(n=1, c=2049, h=1, w=1, oh=1, ow=1)),
+    ],
+    ids=["floyd", "grid sampler with 2049 channels"],
+)
+def test_what_cannot_be_deterministic_is_refused(npu_server: NpuServer, spec: OpSpec, meta: CallMeta) -> None:
+    sample = fill(spec, meta)
+    with npu_server.process.channel() as channel:
+        failure = failure_of(lambda: call_execute(channel, sample.frames(deterministic=True)))
+        assert failure.error.reason == "DETERMINISM_UNSUPPORTED"
+        assert failure.status is grpc.StatusCode.FAILED_PRECONDITION
+        call(channel, sample)
+
+
+def test_modes_never_overlap_and_devices_and_streams_share_the_work(npu_server: NpuServer) -> None:
+    """Four callers with both modes; the simulator aborts when the option changes under queued work."""
+    errors: list[BaseException] = []
+    devices: set[str] = set()
+
+    def caller(number: int) -> None:
+        try:
+            with npu_server.process.channel() as channel:
+                for turn in range(12):
+                    sample = fill(GROUP_NORM, GROUP_NORM.build(n=4, c=32, hxw=64, group=4), seed=turn)
+                    devices.add(call(channel, sample, deterministic=(number + turn // 3) % 2 == 0).device)
+        except BaseException as error:
+            errors.append(error)
+
+    first = len(npu_server.report.records("launch"))
+    callers = [threading.Thread(target=caller, args=(number,)) for number in range(4)]
+    for thread in callers:
+        thread.start()
+    for thread in callers:
+        thread.join()
+    assert not errors
+    assert devices == {"npu:0", "npu:1"}
+    launches = npu_server.report.records("launch")
+    assert len(launches) - first == 48
+    assert {launch["deterministic"] for launch in launches} == {0, 1}
+    assert len({(launch["device"], launch["stream"]) for launch in launches}) == 4
+
+
+def test_a_deterministic_result_is_the_same_each_time(start_npu_server: StartNpuServer) -> None:
+    """With `jitter=1` the simulator's results differ from run to run unless the option is set."""
+    running = start_npu_server(plan="jitter=1")
+    sample = fill(GROUP_NORM, GROUP_NORM.build(n=4, c=32, hxw=64, group=4))
+
+    def results(deterministic: bool) -> set[bytes]:
+        frames = [sample.frames(deterministic=deterministic) for _ in range(8)]
+        return {call_execute(channel, found).contents["grad_gamma"] for found in frames}
+
+    with running.process.channel() as channel:
+        assert len(results(deterministic=False)) > 1
+        assert len(results(deterministic=True)) == 1
+
+
+def test_one_library_with_all_operators_serves_as_well(
+    start_npu_server: StartNpuServer, install_cann_sim: Callable[..., Installation]
+) -> None:
+    running = start_npu_server(installation=install_cann_sim("single"))
+    with running.process.channel() as channel:
+        for spec in OPERATORS.values():
+            call(channel, fill(spec, next(spec.samples(Product.ATLAS_A2)).call))
+
+
+def test_an_operator_that_cann_lacks_is_not_advertised_and_says_what_is_needed(
+    start_npu_server: StartNpuServer, install_cann_sim: Callable[..., Installation]
+) -> None:
+    running = start_npu_server(installation=install_cann_sim("split", "8.5.0"))
+    sample = fill(FLOYD, FLOYD.build())
+    with running.process.channel() as channel:
+        stub = server_pb2_grpc.ServerServiceStub(channel)
+        assert FLOYD.name not in stub.GetServerInfo(server_pb2.GetServerInfoRequest()).operators
+        listed = stub.ListOperators(server_pb2.ListOperatorsRequest()).operators
+        assert {op.name for op in listed if op.supported} == set(OPERATORS) - {FLOYD.name}
+        failure = failure_of(lambda: call_execute(channel, sample.frames()))
+        call(channel, fill(GROUP_NORM, GROUP_NORM.build()))
+    assert failure.status is grpc.StatusCode.UNIMPLEMENTED
+    assert failure.error.reason == "OPERATOR_UNSUPPORTED"
+    assert "aclnnFusedFloydAttentionGradGetWorkspaceSize is not in libopapi_nn.so" in str(failure.error)
+    assert "expected CANN 9.0 or newer" in str(failure.error)
+
+
+@pytest.mark.parametrize(
+    ("soc", "product"), [("Ascend910_9391", Product.ATLAS_A3), ("Ascend910A", Product.ATLAS_TRAINING)]
+)
+def test_the_chip_tells_the_product(start_npu_server: StartNpuServer, soc: str, product: Product) -> None:
+    running = start_npu_server(devices="auto", plan=f"soc={soc}")
+    info = running.process.info()
+    assert info.product == product.wire
+    assert set(info.operators) == {n for n, s in OPERATORS.items() if product in s.products}
+    with running.process.channel() as channel:
+        for name in info.operators:
+            spec = get_operator(name)
+            call(channel, fill(spec, next(spec.samples(product)).call))

@@ -1,0 +1,150 @@
+"""Real servers whose devices are NPUs of the simulated CANN, driven through the unmodified torch_npu.
+
+Only the environment tells such a server from one on hardware. Its end is part of the test: the simulator has
+seen no broken rule, and no handle or executor is left.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pytest
+from tests.cann_sim.report import Report, write_plan
+from tests.fix_server import ServerProcess, run_server
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from tests.cann_sim.build import Installation
+
+HOST_OBJECTS = ("live.tensors", "live.bool_arrays", "live.executors")
+"""What a call takes of CANN on the host, and has to give back whatever happens."""
+
+
+@dataclass(frozen=True)
+class NpuServer:
+    """A server on simulated NPUs.
+
+    Attributes:
+        process: The server.
+        report: What the simulator says of its processes.
+        plan_path: File with the plan in force.
+    """
+
+    process: ServerProcess
+    report: Report
+    plan_path: Path
+
+    def plan(self, text: str) -> None:
+        """Puts a plan into force, in all its processes and for those that come."""
+        write_plan(self.plan_path, text)
+
+    def assert_clean(self, *, lost_workers: bool = False) -> None:
+        """No rule was broken; nothing is left on the host.
+
+        Args:
+            lost_workers: Whether workers ended in mid call, which may leave what they had.
+        """
+        assert self.report.violations() == [], self.process.log_text()[-4000:]
+        counters = self.report.counters()
+        assert counters["calls.aclCreateTensor"] > 0, "the simulator was not used"
+        if not lost_workers:
+            left = {name: counters[name] for name in HOST_OBJECTS}
+            assert not any(left.values()), left
+
+
+class StartNpuServer(Protocol):
+    """Starts a server on simulated NPUs; see `run_npu_server` for the arguments."""
+
+    def __call__(
+        self,
+        *flags: str,
+        devices: str = "npu:0",
+        plan: str = "",
+        installation: Installation | None = None,
+        env: Mapping[str, str] | None = None,
+        lost_workers: bool = False,
+        wait: bool = True,
+        check_end: bool = True,
+    ) -> NpuServer:
+        """The running server, ready to be called."""
+
+
+def npu_environment(installation: Installation, folder: Path, plan: str = "") -> dict[str, str]:
+    """Variables that make processes use a simulator, with its report and plan file in a folder."""
+    reports = folder / "report"
+    reports.mkdir(parents=True, exist_ok=True)
+    write_plan(folder / "plan", plan)
+    return {
+        **installation.environment(),
+        "CANN_SIM_REPORT_DIR": str(reports),
+        "CANN_SIM_PLAN_FILE": str(folder / "plan"),
+    }
+
+
+@contextmanager
+def run_npu_server(
+    installation: Installation,
+    folder: Path,
+    *flags: str,
+    devices: str = "npu:0",
+    plan: str = "",
+    env: Mapping[str, str] | None = None,
+    lost_workers: bool = False,
+    wait: bool = True,
+    check_end: bool = True,
+) -> Iterator[NpuServer]:
+    """Runs a server on simulated NPUs for a block.
+
+    Args:
+        installation: The simulator.
+        folder: For log, plan and report.
+        flags: Flags of ``serve``.
+        devices: Devices, such as ``"npu:0,npu:1"``.
+        plan: Plan of the simulator at the start.
+        env: Environment variables to add.
+        lost_workers: Whether workers may end in mid call.
+        wait: Whether to wait until calls are served.
+        check_end: Whether the server has to end by itself, with exit code 0 and nothing leaked.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    variables = {**npu_environment(installation, folder, plan), **(env or {})}
+    with run_server(
+        folder / "server.log", *flags, devices=devices, env=variables, wait=wait, check_end=check_end
+    ) as process:
+        running = NpuServer(process, Report(folder / "report"), folder / "plan")
+        yield running
+    if check_end:
+        running.assert_clean(lost_workers=lost_workers)
+
+
+@pytest.fixture(scope="session")
+def npu_server(
+    cann_sim: Installation, torch_npu: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[NpuServer]:
+    """One server on two simulated NPUs with two streams each, for tests that only call it."""
+    folder = tmp_path_factory.mktemp("npu-server")
+    with run_npu_server(
+        cann_sim, folder, "--streams-per-device", "2", devices="npu:0,npu:1", plan="ndev=2;record=1"
+    ) as running:
+        yield running
+
+
+@pytest.fixture
+def start_npu_server(
+    install_cann_sim: Callable[..., Installation], torch_npu: Path, tmp_path: Path
+) -> Iterator[StartNpuServer]:
+    """Starts servers of the test's own; each is ended, and checked, after the test."""
+    with ExitStack() as stack:
+        count = 0
+
+        def start(*flags: str, installation: Installation | None = None, **options: Any) -> NpuServer:
+            nonlocal count
+            count += 1
+            simulator = installation or install_cann_sim()
+            return stack.enter_context(run_npu_server(simulator, tmp_path / f"npu{count}", *flags, **options))
+
+        yield start

@@ -1,0 +1,78 @@
+"""What each code of the vendor leads to."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npugrad_server.acl.faults import FAULTS, Action, fault_of
+
+# Written out from the vendor's lists, one number at a time, so that a slip in a range of the table shows.
+EXPECTED = {
+    Action.REFUSE: [161001, 161002],
+    Action.OPERATOR_MISSING: [561003, 561107, 561108, 561112],
+    Action.INTERNAL: [0, 361001, 561000, 561001, 561002, 561101, 561103, 561106, 561119, 561999],
+    Action.OUT_OF_MEMORY: [200000, 207001, 207018],
+    Action.OUT_OF_RESOURCES: [207005, 207007, 207008],
+    Action.RESUBMIT: [107019],
+    Action.OWN_FAULT: [100000, 100001, 107000, 107001, 107002, 107003, 107008, 107017],
+    Action.TIMED_OUT: [507046, 507047],
+    Action.END_WORKER: [
+        *(107020, 107022, 107023, 507000, 507001),
+        *(507010, 507011, 507012, 507013, 507014, 507015, 507016, 507017, 507018),
+        *(507034, 507035, 507036, 507042, 507043, 507044, 507045, 507048, 507049, 507050),
+    ],
+    Action.QUARANTINE: [507053, 507054, 507055, 507056, 507057],
+    Action.BACK_OFF: [507899, 507900, 507901, 507902],
+    Action.UNAVAILABLE: [507008, 507033, 207004],
+}
+
+
+@pytest.mark.parametrize(
+    ("code", "action"), [(code, action) for action, codes in EXPECTED.items() for code in codes]
+)
+def test_a_code_leads_to_its_action(code: int, action: Action) -> None:
+    assert fault_of(code).action is action
+    assert fault_of(code).meaning
+
+
+def test_every_action_is_reached_and_no_code_has_two_rows_but_for_the_class_of_561() -> None:
+    assert set(EXPECTED) == set(Action)
+    for code in range(600_000):
+        rows = [row for row in FAULTS if row.matches(code)]
+        assert len(rows) <= 1 or (code // 1000 == 561 and len(rows) == 2), code
+
+
+@pytest.mark.parametrize(
+    ("code", "action"),
+    [
+        (107999, Action.OWN_FAULT),
+        (207999, Action.OUT_OF_RESOURCES),
+        (361999, Action.INTERNAL),
+        (507999, Action.END_WORKER),
+        (999999, Action.END_WORKER),
+        (-1, Action.END_WORKER),
+        (7, Action.END_WORKER),
+    ],
+)
+def test_a_number_that_is_not_in_the_table_follows_its_class(code: int, action: Action) -> None:
+    assert fault_of(code).action is action
+
+
+@pytest.mark.parametrize("code", [361001, 561000, 561103, 0])
+def test_a_code_of_the_operator_library_may_hide_one_of_the_device(code: int) -> None:
+    assert fault_of(code, 507015).action is Action.END_WORKER
+    assert fault_of(code, 507054).action is Action.QUARANTINE
+    assert fault_of(code, 207001).action is Action.OUT_OF_MEMORY
+    # What the runtime noted of other classes does not speak of the device.
+    assert fault_of(code, 107002).action is Action.INTERNAL
+    assert fault_of(code, 161002).action is Action.INTERNAL
+
+
+@given(st.integers(-(2**31), 2**31 - 1), st.integers(-(2**31), 2**31 - 1))
+def test_any_two_numbers_have_an_action_and_a_refusal_is_never_more_than_that(code: int, last: int) -> None:
+    fault = fault_of(code, last)
+    assert not (fault.action.ends_worker and fault.action.retries)
+    if code in EXPECTED[Action.REFUSE] + EXPECTED[Action.OPERATOR_MISSING]:
+        assert fault == fault_of(code)

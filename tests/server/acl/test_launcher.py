@@ -1,0 +1,168 @@
+"""Both phases on the simulator, and what is left when any step of them fails."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from npugrad.ops import OPERATORS
+from npugrad.products import Product
+from npugrad.spec import TensorMeta
+from npugrad.tolerance import compare
+from npugrad_server.acl.faults import Action
+from npugrad_server.acl.launcher import Launcher
+from npugrad_server.acl.libraries import Cann, Loader, SymbolMissing
+from npugrad_server.acl.runtime import AclError
+from npugrad_server.acl.tensor import DeviceTensor, Handles
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.cann_sim.build import Installation
+    from tests.server.acl.conftest import Bench
+
+    from npugrad.spec import CallMeta, OpSpec
+
+pytestmark = pytest.mark.npu_sim
+
+MSDA, GRID_SAMPLER, GROUP_NORM, FLOYD = OPERATORS.values()
+
+
+def run(bench: Bench, spec: OpSpec, call: CallMeta) -> dict[str, bytes]:
+    """Plans, launches and waits; returns the content of every output that is not null."""
+    tensors = bench.tensors(spec, call)
+    with bench.launcher.plan(spec, call.attrs, tensors) as plan:
+        workspace = bench.upload(bytes(plan.workspace_bytes)) if plan.workspace_bytes else 0
+        plan.launch(workspace, bench.stream)
+    bench.runtime.wait(bench.stream, time.monotonic() + 30)
+    found = {}
+    for param in spec.outputs:
+        tensor = tensors[param.name]
+        if tensor is not None:
+            found[param.name] = bench.sim.download(tensor.address, tensor.meta.nbytes)
+    return found
+
+
+@pytest.mark.parametrize("spec", OPERATORS.values(), ids=OPERATORS)
+def test_every_operator_runs_from_its_record(bench: Bench, spec: OpSpec) -> None:
+    call = next(spec.samples(Product.ATLAS_A2)).call
+    found = run(bench, spec, call)
+    inputs = spec.make_inputs(call, np.random.default_rng(1))
+    metas = {name: meta for name, meta in spec.infer(call).items() if meta is not None}
+    golden = {name: np.zeros(meta.shape) for name, meta in metas.items()}
+    spec.reference(inputs, call.attrs, golden)
+    for name, meta in metas.items():
+        got = np.frombuffer(found[name], meta.dtype.numpy).reshape(meta.shape)
+        comparison = compare(golden[name], got, spec.extra_tolerance(inputs, call.attrs, name))
+        assert comparison.ok, f"{name}: {comparison}"
+
+
+def test_null_operands_and_null_masks_go_down_as_null(bench: Bench) -> None:
+    run(bench, GROUP_NORM, GROUP_NORM.build(with_gamma=False, output_mask=(True, False, False)))
+    call = GRID_SAMPLER.build()
+    tensors = bench.tensors(GRID_SAMPLER, call)
+    with bench.launcher.plan(GRID_SAMPLER, {**call.attrs, "output_mask": None}, tensors) as plan:
+        assert plan.workspace_bytes == 0  # the vendor's source: null mask, nothing to do
+
+
+def test_a_plan_that_is_not_launched_is_destroyed(bench: Bench) -> None:
+    call = GROUP_NORM.build()
+    with bench.launcher.plan(GROUP_NORM, call.attrs, bench.tensors(GROUP_NORM, call)) as plan:
+        assert plan.workspace_bytes > 0
+        assert bench.host_objects() == [8, 1, 1]
+    assert bench.host_objects() == [0, 0, 0]
+
+
+def test_what_the_caller_raises_between_the_phases_leaves_nothing(bench: Bench) -> None:
+    call = GROUP_NORM.build()
+    tensors = bench.tensors(GROUP_NORM, call)
+    with (
+        pytest.raises(MemoryError, match="no workspace"),
+        bench.launcher.plan(GROUP_NORM, call.attrs, tensors),
+    ):
+        raise MemoryError("no workspace")
+
+
+def test_a_plan_is_launched_once(bench: Bench) -> None:
+    call = GROUP_NORM.build()
+    tensors = bench.tensors(GROUP_NORM, call)
+    with bench.launcher.plan(GROUP_NORM, call.attrs, tensors) as plan:
+        workspace = bench.upload(bytes(plan.workspace_bytes))
+        plan.launch(workspace, bench.stream)
+        with pytest.raises(RuntimeError, match="not yet launched"):
+            plan.launch(workspace, bench.stream)
+    bench.runtime.wait(bench.stream, time.monotonic() + 30)
+
+
+@pytest.mark.parametrize(
+    ("plan", "code", "function"),
+    [
+        ("aclCreateTensor:1:null", 0, "aclCreateTensor"),
+        ("aclCreateTensor:8:null", 0, "aclCreateTensor"),
+        ("aclCreateBoolArray:1:null", 0, "aclCreateBoolArray"),
+        ("aclnnGroupNormBackwardGetWorkspaceSize:1:561101", 561101, "aclnnGroupNormBackwardGetWorkspaceSize"),
+        ("aclnnGroupNormBackward:1:361001", 361001, "aclnnGroupNormBackward"),
+    ],
+)
+def test_a_step_that_fails_leaves_no_handle_and_no_executor(
+    bench: Bench, plan: str, code: int, function: str
+) -> None:
+    call = GROUP_NORM.build()
+    tensors = bench.tensors(GROUP_NORM, call)
+    bench.sim.set_plan(plan)
+    with (
+        pytest.raises(AclError) as caught,
+        bench.launcher.plan(GROUP_NORM, call.attrs, tensors) as planned,
+    ):
+        planned.launch(bench.upload(bytes(planned.workspace_bytes)), bench.stream)
+    assert (caught.value.code, caught.value.function) == (code, function)
+    assert bench.host_objects() == [0, 0, 0]
+    run(bench, GROUP_NORM, call)
+
+
+def test_a_handle_that_cannot_be_destroyed_is_told_and_the_others_are_destroyed(bench: Bench) -> None:
+    tensor = DeviceTensor(TensorMeta("float32", (2, 3)), bench.upload(bytes(24)))
+    handles = Handles(bench.runtime, bench.cann.tensors)
+    made = [handles.tensor(tensor), handles.tensor(tensor)]
+    handles.bool_array((True, False))
+    bench.sim.set_plan("aclDestroyTensor:1:100000")
+    with pytest.raises(AclError, match="aclDestroyTensor returned 100000"):
+        handles.close()
+    # The last one made is the first to go, and was refused; it is the only one that is left.
+    assert bench.host_objects() == [1, 0, 0]
+    handles.close()
+    bench.sim.call("aclDestroyTensor", made[-1])
+
+
+def test_a_refusal_has_number_function_and_text(bench: Bench) -> None:
+    call = GROUP_NORM.build()
+    bench.sim.set_plan("aclnnGroupNormBackwardGetWorkspaceSize:1:561101:msg=no room for it")
+    with (
+        pytest.raises(AclError, match="no room for it") as caught,
+        bench.launcher.plan(GROUP_NORM, call.attrs, bench.tensors(GROUP_NORM, call)),
+    ):
+        pass
+    assert "GetWorkspaceSize returned 561101 (the operator library failed" in str(caught.value)
+    assert caught.value.fault.action is Action.INTERNAL
+
+
+def test_what_no_library_has_is_named_with_the_release_that_brings_it(
+    bench: Bench, install_cann_sim: Callable[..., Installation]
+) -> None:
+    old = Cann(Loader([install_cann_sim("split", "8.5.0").libraries]))
+    # Only what is asked for is looked at: the process has the newer simulator loaded under the same names.
+    del old.libraries["libopapi_transformer.so"]
+    launcher = Launcher(old, bench.runtime)
+    reason = "aclnnFusedFloydAttentionGradGetWorkspaceSize is not in libopapi_nn.so"
+    assert reason in launcher.missing(FLOYD)
+    assert "expected CANN 9.0 or newer" in launcher.missing(FLOYD)
+    assert launcher.missing(GROUP_NORM) == ""
+    call = FLOYD.build()
+    with (
+        pytest.raises(SymbolMissing, match=r"expected CANN 9\.0"),
+        launcher.plan(FLOYD, call.attrs, bench.tensors(FLOYD, call)),
+    ):
+        pass

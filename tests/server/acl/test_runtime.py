@@ -1,0 +1,120 @@
+"""Copies, waits, texts and the option of determinism on the simulator."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from npugrad_server.acl.faults import Action
+from npugrad_server.acl.runtime import AclError
+
+if TYPE_CHECKING:
+    from tests.server.acl.conftest import Bench
+
+pytestmark = pytest.mark.npu_sim
+
+
+def soon(seconds: float = 30) -> float:
+    return time.monotonic() + seconds
+
+
+def test_bytes_go_down_and_come_back(bench: Bench) -> None:
+    source, target = bench.sim.pinned(1000), bench.sim.pinned(1000)
+    source[:] = np.arange(1000) % 251
+    address = bench.upload(b"\xff" * 1000)
+    bench.runtime.copy_in(address, source.ctypes.data, 900, bench.stream)
+    bench.runtime.zero(address + 900, 100, bench.stream)
+    bench.runtime.copy_out(target.ctypes.data, address, 1000, bench.stream)
+    bench.runtime.wait(bench.stream, soon())
+    assert (target[:900] == source[:900]).all()
+    assert not target[900:].any()
+    for pinned in (source, target):
+        bench.sim.call("aclrtFreeHost", pinned.ctypes.data)
+
+
+def test_a_wait_ends_at_its_time_with_the_number_of_the_vendor(bench: Bench) -> None:
+    address = bench.upload(bytes(64))
+    bench.sim.set_plan("memset:1:slow=700")
+    bench.runtime.zero(address, 64, bench.stream)
+    start = time.monotonic()
+    with pytest.raises(AclError) as caught:
+        bench.runtime.wait(bench.stream, soon(0.2))
+    assert 0.15 < time.monotonic() - start < 0.6
+    assert (caught.value.code, caught.value.fault.action) == (507046, Action.TIMED_OUT)
+    bench.runtime.wait(bench.stream, soon())
+
+
+@pytest.mark.parametrize("until_s", [0.0, float("-inf")])
+def test_a_time_that_has_passed_is_the_shortest_wait_and_never_for_ever(bench: Bench, until_s: float) -> None:
+    address = bench.upload(bytes(64))
+    bench.sim.set_plan("memset:1:slow=300")
+    bench.runtime.zero(address, 64, bench.stream)
+    with pytest.raises(AclError, match="507046"):
+        bench.runtime.wait(bench.stream, until_s)
+    bench.sim.set_plan("")
+    bench.runtime.wait(bench.stream, float("inf"))
+
+
+def test_texts_of_earlier_failures_are_not_blamed_on_later_ones(bench: Bench) -> None:
+    bench.sim.set_plan(
+        "aclrtMemsetAsync:1:107000:msg=the first text;aclrtMemsetAsync:2:107019:msg=the second"
+    )
+    address = bench.upload(bytes(64))
+    with pytest.raises(AclError, match="the first text"):
+        bench.runtime.zero(address, 64, bench.stream)
+    bench.runtime.forget_errors()
+    with pytest.raises(AclError) as caught:
+        bench.runtime.zero(address, 64, bench.stream)
+    assert caught.value.fault.action is Action.RESUBMIT
+    assert "the second" in caught.value.text
+    assert "the first text" not in str(caught.value)
+
+
+def test_a_stale_text_is_forgotten(bench: Bench) -> None:
+    """CANN leaves texts behind calls that succeed."""
+    bench.sim.set_plan("aclrtMemsetAsync:1:stale")
+    address = bench.upload(bytes(64))
+    bench.runtime.zero(address, 64, bench.stream)
+    bench.runtime.wait(bench.stream, soon())
+    assert bench.runtime.fetch_texts()
+    assert bench.runtime.fetch_texts() == ""
+
+
+def test_the_last_error_of_the_runtime_tells_what_a_library_hides(bench: Bench) -> None:
+    bench.sim.set_plan("aclrtMemsetAsync:1:361001:last=507015")
+    with pytest.raises(AclError) as caught:
+        bench.runtime.zero(bench.upload(bytes(64)), 64, bench.stream)
+    assert (caught.value.code, caught.value.last_error) == (361001, 507015)
+    assert caught.value.fault.action is Action.END_WORKER
+    assert "the runtime's last error is 507015" in str(caught.value)
+
+
+def test_an_error_reads_as_one_line() -> None:
+    assert str(AclError(507015, "aclrtX", "words")) == (
+        "aclrtX returned 507015 (runtime or scheduler error, heartbeat lost, or exception, timeout or trap "
+        "of a core): words"
+    )
+    assert str(AclError(0, "aclCreateTensor")).startswith("aclCreateTensor failed without a number (")
+
+
+def test_what_the_device_is(bench: Bench) -> None:
+    free, total = bench.runtime.memory_bytes()
+    assert 0 < free <= total
+    assert bench.runtime.soc_name() == "Ascend910B2"
+    assert bench.runtime.device_count() == 1
+    assert bench.runtime.version() == "9.1.0"
+
+
+def test_the_option_of_determinism_is_set_and_taken_back(bench: Bench) -> None:
+    import ctypes
+
+    def option() -> int:
+        return int(bench.sim.number("aclrtCtxGetSysParamOpt", ctypes.c_int64, 0))
+
+    bench.runtime.set_deterministic(True)
+    assert option() == 1
+    bench.runtime.set_deterministic(False)
+    assert option() == 0
