@@ -14,7 +14,9 @@ PYTHON ?= python3
 VENV ?= .venv
 VENV_GEN ?= .venv-gen
 VENV_FLOOR ?= .venv-floor
+VENV_NPU ?= .venv-npu
 TORCH ?= torch==2.13.0
+TORCH_NPU ?= torch_npu==2.13.0
 TORCH_INDEX ?=
 ARGS ?=
 
@@ -23,6 +25,7 @@ TOOLS := protos/npugrad/_tools
 STAMP := $(VENV)/.stamp
 STAMP_GEN := $(VENV_GEN)/.stamp
 STAMP_FLOOR := $(VENV_FLOOR)/.stamp
+STAMP_NPU := $(VENV_NPU)/.stamp
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # Written from the records, after the protos; each knows --check.
 RECORD_GENERATORS := $(wildcard $(TOOLS)/gen_client.py $(TOOLS)/gen_docs.py)
@@ -61,8 +64,15 @@ $(STAMP_FLOOR): pyproject.toml | $(STAMP)
 	$(VENV_FLOOR)/bin/python $(PIP_INSTALL) $$($(BIN)/python $(TOOLS)/floors.py --oldest)
 	touch $@
 
+# Where torch_npu is installed, a plain `import torch` fails on a host without CANN: it gets a place of its own.
+$(STAMP_NPU): pyproject.toml
+	test -x $(VENV_NPU)/bin/python || $(PYTHON) -m venv $(VENV_NPU)
+	$(VENV_NPU)/bin/python $(PIP_INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	    --editable '.[server,bench,dev]' '$(TORCH)' '$(TORCH_NPU)'
+	touch $@
+
 clean: ## Remove virtual environments, caches and built things
-	rm -rf $(VENV) $(VENV_GEN) $(VENV_FLOOR) build dist .cache .hypothesis .*_cache
+	rm -rf $(VENV) $(VENV_GEN) $(VENV_FLOOR) $(VENV_NPU) build dist .cache .hypothesis .*_cache
 	find $(LIBRARY) tests -name __pycache__ -type d -prune -exec rm -rf {} +
 .PHONY: clean
 
@@ -79,9 +89,12 @@ test: $(STAMP) ## Run the tests
 test-large: $(STAMP) ## A call of 3 GiB; skips, saying so, under 16 GiB of free memory
 	$(BIN)/python -m pytest -m large --timeout 900 -o faulthandler_timeout=840 $(ARGS)
 
+test-npu: $(STAMP_NPU) ## The NPU path: the unmodified torch_npu on a simulated CANN; x86-64 with g++
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV_NPU)/bin/python -m pytest -m npu_sim $(ARGS)
+
 test-deploy: $(STAMP) ## The image recipe and the manifests
 	$(BIN)/python -m pytest tests/deploy $(ARGS)
-.PHONY: test test-large test-deploy
+.PHONY: test test-large test-npu test-deploy
 
 # -------------------------------------------------------------------------------- benchmarks
 

@@ -55,7 +55,7 @@ class ServerSettings(BaseSettings):
     )
     devices: str = Field(
         default="auto",
-        description="Devices, such as cpu:0,cpu:1; auto takes all NPUs (this build drives none yet), "
+        description="Devices, such as cpu:0 or npu:0,npu:1; auto takes all NPUs, "
         "else one CPU device.",
     )
     product: Literal["auto", "atlas-training", "atlas-a2", "atlas-a3"] = Field(
