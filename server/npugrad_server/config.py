@@ -55,8 +55,7 @@ class ServerSettings(BaseSettings):
     )
     devices: str = Field(
         default="auto",
-        description="Devices, such as cpu:0 or npu:0,npu:1; auto takes all NPUs, "
-        "else one CPU device.",
+        description="Devices, such as cpu:0 or npu:0,npu:1; auto takes all NPUs, else one CPU device.",
     )
     product: Literal["auto", "atlas-training", "atlas-a2", "atlas-a3"] = Field(
         default="auto",
