@@ -128,7 +128,7 @@ def _build_runtime(compiler: _Compiler, cann: str, torch_npu: Path | None) -> No
     built = compiler.compile([*model, *ascendcl, *op_compiler, *nnopbase], defines)
     wanted = vendor_functions(torch_npu) if torch_npu else set()
     modelled = set().union(*(_symbols(path, "--defined-only") for path in built.values()))
-    traps = compiler.compile([_write_traps(compiler.objects, wanted - modelled)])
+    traps = compiler.compile([_write_traps(compiler.libraries.parent, wanted - modelled)])
     compiler.link("cann_sim", [built[path] for path in model])
     compiler.link("ascendcl", [*(built[path] for path in ascendcl), *traps.values()], ["cann_sim"])
     compiler.link("acl_op_compiler", [built[path] for path in op_compiler], ["ascendcl", "cann_sim"])
@@ -194,14 +194,10 @@ class _Compiler:
         self, sources: Iterable[Path], defines: Mapping[str, list[str]] | None = None
     ) -> dict[Path, Path]:
         """Object file of each source."""
-        paths = list(sources)
+        paths, extra = list(sources), defines or {}
         with ThreadPoolExecutor(JOBS) as pool:
-            return dict(
-                zip(
-                    paths,
-                    pool.map(lambda path: self._compile(path, (defines or {}).get(path.stem, [])), paths),
-                )
-            )
+            objects = pool.map(lambda path: self._compile(path, extra.get(path.stem, [])), paths)
+            return dict(zip(paths, objects, strict=True))
 
     def _compile(self, source: Path, defines: list[str]) -> Path:
         key = hashlib.sha256(self._headers + source.read_bytes() + "".join((*_FLAGS, *defines)).encode())

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-
 from tests.cann_sim.build import DEFAULT_CANN, Installation, Layout, build, find_torch_npu
 from tests.cann_sim.report import Report
 from tests.cann_sim.runtime import Runtime
@@ -21,7 +21,16 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 60
 
-Install = "Callable[[Layout, str], Installation]"
+LIVE = (
+    "tensors",
+    "bool_arrays",
+    "executors",
+    "streams",
+    "events",
+    "device_allocations",
+    "pinned_allocations",
+)
+"""What a test that uses the simulator in this process must clean up."""
 
 
 @pytest.fixture(scope="session")
@@ -77,7 +86,13 @@ class Ended:
 def run_on_sim(cann_sim: Installation, tmp_path: Path) -> Callable[..., Ended]:
     """Give a function that runs a Python module's command on the simulator and waits for its end."""
 
-    def run(*command: str, plan: str = "", installation: Installation = cann_sim, **variables: str) -> Ended:
+    def run(
+        *command: str,
+        plan: str = "",
+        installation: Installation = cann_sim,
+        timeout_s: float = TIMEOUT_S,
+        **variables: str,
+    ) -> Ended:
         folder = tmp_path / "report"
         folder.mkdir(exist_ok=True)
         environment = {
@@ -93,7 +108,7 @@ def run_on_sim(cann_sim: Installation, tmp_path: Path) -> Callable[..., Ended]:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=TIMEOUT_S,
+            timeout=timeout_s,
             check=False,
         )
         return Ended(done.returncode, done.stdout, done.stderr, Report(folder))
@@ -102,9 +117,7 @@ def run_on_sim(cann_sim: Installation, tmp_path: Path) -> Callable[..., Ended]:
 
 
 def _inherited() -> Mapping[str, str]:
-    """What a Python of this virtual environment needs, and nothing that a CANN of this machine may have set."""
-    import os
-
+    """What a Python needs; nothing that a CANN of this machine may have set."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR", "LANG") if name in os.environ}
     return {**kept, "PYTHONPATH": "protos:server:client", "OMP_NUM_THREADS": "1"}
 
@@ -128,9 +141,3 @@ def runtime(loaded_runtime: Runtime) -> Iterator[Runtime]:
     runtime.call("aclrtResetDevice", 0)
     left = {name: runtime.counter(f"live.{name}") for name in LIVE}
     assert not any(left.values()), left
-
-
-LIVE = ("tensors", "bool_arrays", "executors", "streams", "events", "device_allocations", "pinned_allocations")
-"""What a test that uses the simulator in this process must clean up."""
-
-__all__ = ["LIVE", "Any", "Ended", "cann_sim", "install_cann_sim", "loaded_runtime", "run_on_sim", "runtime", "torch_npu"]

@@ -7,18 +7,18 @@ from ctypes import byref, c_uint64, c_void_p
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from tests.cann_sim.runtime import D2H, H2D
 
 from npugrad.errors import MalformedTensor
 from npugrad.spec import AttrParam, TensorMeta, TensorParam
-from tests.cann_sim.runtime import D2H, H2D
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     import numpy.typing as npt
+    from tests.cann_sim.runtime import Runtime
 
     from npugrad.spec import CallMeta, OpSpec
-    from tests.cann_sim.runtime import Runtime
 
     Array = npt.NDArray[Any]
     Relayout = Callable[[TensorMeta], TensorMeta]
@@ -87,7 +87,7 @@ class Arguments:
         return self._tensor(*self._place(param, meta))
 
     def _has_illegal_shape(self, param: TensorParam, meta: TensorMeta) -> bool:
-        legal = self._legal and self._legal.inputs[param.name]
+        legal = None if self._legal is None else self._legal.inputs[param.name]
         return legal is not None and meta.shape != legal.shape
 
     def _attribute(self, param: AttrParam) -> Any:
@@ -151,6 +151,7 @@ class Launch(Arguments):
         call: Metas and attributes.
         arrays: Operands by name, as `spec.make_inputs` gives them.
         relayout: How outputs lie in memory.
+        fill: Byte that outputs are filled with before.
     """
 
     def __init__(
@@ -160,8 +161,10 @@ class Launch(Arguments):
         call: CallMeta,
         arrays: Mapping[str, Array | None],
         relayout: Relayout = as_it_is,
+        fill: int = 0,
     ) -> None:
         super().__init__(runtime, spec, call)
+        self._fill = fill
         self._arrays = arrays
         self._relayout = relayout
         self._results: dict[str, tuple[TensorMeta, int]] = {}
@@ -181,7 +184,7 @@ class Launch(Arguments):
     def _place(self, param: TensorParam, meta: TensorMeta) -> tuple[TensorMeta, int]:
         if param.role == "output":
             meta = self._relayout(meta)
-        content = np.zeros(max(meta.content_bytes, 1), np.uint8)
+        content = np.full(max(meta.content_bytes, 1), self._fill, np.uint8)
         array = self._arrays.get(param.name)
         if param.role == "input" and array is not None and meta.size:
             _view(meta, content)[...] = array.reshape(meta.shape)

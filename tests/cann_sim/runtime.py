@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import numpy.typing as npt
-
     from tests.cann_sim.build import Installation
 
 H2H, H2D, D2H, D2D, DEFAULT = range(5)

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.cann_sim.operators import as_it_is, compute, make_arrays, transposed
 
 from npugrad.ops import OPERATORS, get_operator
 from npugrad.products import Product
 from npugrad.tolerance import compare
-from tests.cann_sim.operators import as_it_is, compute, make_arrays, transposed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
     import numpy.typing as npt
-
-    from npugrad.spec import CallMeta, OpSpec
     from tests.cann_sim.operators import Relayout
     from tests.cann_sim.runtime import Runtime
+
+    from npugrad.spec import CallMeta, OpSpec
 
 pytestmark = pytest.mark.npu_sim
 
@@ -39,7 +42,11 @@ def every_sample() -> Iterator[Any]:
 
 
 def check(
-    runtime: Runtime, spec: OpSpec, call: CallMeta, arrays: dict[str, npt.NDArray[Any] | None], relayout: Relayout = as_it_is
+    runtime: Runtime,
+    spec: OpSpec,
+    call: CallMeta,
+    arrays: dict[str, npt.NDArray[Any] | None],
+    relayout: Relayout = as_it_is,
 ) -> None:
     """Compares every wanted output with the reference; a call that writes nothing must leave the zeros."""
     found = compute(runtime, spec, call, arrays, relayout)
@@ -51,7 +58,9 @@ def check(
 
 
 @pytest.mark.parametrize(("spec", "product", "call"), list(every_sample()))
-def test_every_sample_of_every_record(runtime: Runtime, spec: OpSpec, product: Product, call: CallMeta) -> None:
+def test_every_sample_of_every_record(
+    runtime: Runtime, spec: OpSpec, product: Product, call: CallMeta
+) -> None:
     runtime.set_plan(f"soc={SOC[product]}")
     check(runtime, spec, call, make_arrays(spec, call))
 
@@ -61,3 +70,49 @@ def test_outputs_are_written_through_their_strides(runtime: Runtime, name: str) 
     spec = get_operator(name)
     call = spec.build()
     check(runtime, spec, call, make_arrays(spec, call), transposed)
+
+
+@st.composite
+def group_norm_calls(draw: st.DrawFn) -> CallMeta:
+    group, per_group = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    n, hxw = draw(st.integers(0, 3)), draw(st.integers(0, 7))
+    return get_operator("group_norm_backward").build(
+        dtype=draw(st.sampled_from(["float32", "float16", "bfloat16"])),
+        n=n,
+        c=group * per_group,
+        hxw=hxw,
+        group=group,
+        with_gamma=draw(st.booleans()),
+        output_mask=tuple(draw(st.lists(st.booleans(), min_size=3, max_size=3))),
+    )
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(call=group_norm_calls(), seed=st.integers(0, 2**16))
+def test_group_norm_of_any_size(runtime: Runtime, call: CallMeta, seed: int) -> None:
+    spec = get_operator("group_norm_backward")
+    check(runtime, spec, call, make_arrays(spec, call, seed))
+
+
+def test_threads_with_streams_of_their_own(runtime: Runtime) -> None:
+    """Four threads run calls of all operators at once; each result is right, and nothing is left."""
+    runtime.set_plan("threads=strict")
+    failures: list[BaseException] = []
+
+    def work(name: str) -> None:
+        try:
+            runtime.call("aclrtSetDevice", 0)
+            spec = get_operator(name)
+            call = spec.build()
+            for seed in range(5 if name == "fused_floyd_attention_grad" else 20):
+                check(runtime, spec, call, make_arrays(spec, call, seed))
+            runtime.call("aclrtResetDevice", 0)
+        except BaseException as error:  # for the main thread to raise
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=[name]) for name in OPERATORS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []

@@ -6,20 +6,21 @@ from ctypes import byref, c_uint64, c_void_p
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
-from npugrad.dtypes import DType
-from npugrad.ops import OPERATORS, get_operator
-from npugrad.spec import TensorMeta
 from tests.cann_sim.operators import Arguments
 from tests.cann_sim.runtime import SUCCESS
 from tests.cann_sim.test_operators import SOC
 
+from npugrad.dtypes import DType
+from npugrad.ops import OPERATORS, get_operator
+from npugrad.spec import TensorMeta
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.cann_sim.runtime import Runtime
+
     from npugrad.products import Product
     from npugrad.spec import CallMeta, Constraint, OpSpec
-    from tests.cann_sim.runtime import Runtime
 
 pytestmark = pytest.mark.npu_sim
 
@@ -48,7 +49,8 @@ EACH_CONSTRAINT = [
 ]
 
 
-# The source looks at no sign, but no tensor has a negative number of elements (with N = 0, HxW may be negative).
+# The source looks at no sign, but no tensor has a negative number of elements. (With N = 0, HxW may be
+# negative.)
 CAUGHT_BY_COUNTS = {"n.non_negative", "c.non_negative"}
 
 
@@ -61,7 +63,7 @@ def test_every_constraint_of_every_record(
         expected = INVALID
     found = set()
     for sample in spec.samples(product):
-        # An operator that its product lacks notices only when it looks for the kernel, which an empty call never does.
+        # A missing operator is noticed when its kernel is looked for, which an empty call never does.
         is_empty = any(meta is not None and not meta.size for meta in sample.call.inputs.values())
         broken = None if constraint.alone and is_empty else constraint.violate(sample.call)
         if broken is not None and not spec.accepts_unchecked(broken):
@@ -78,9 +80,13 @@ def plan_status(runtime: Runtime, op: str, *arguments: Any) -> int:
     return code
 
 
-@pytest.mark.parametrize("name", ["group_norm_backward", "grid_sampler_2d_backward", "fused_floyd_attention_grad"])
+@pytest.mark.parametrize(
+    "name", ["group_norm_backward", "grid_sampler_2d_backward", "fused_floyd_attention_grad"]
+)
 @pytest.mark.parametrize("missing", ["size", "executor"])
-def test_the_results_of_phase_1_must_not_be_null(runtime: Runtime, block: int, name: str, missing: str) -> None:
+def test_the_results_of_phase_1_must_not_be_null(
+    runtime: Runtime, block: int, name: str, missing: str
+) -> None:
     spec = get_operator(name)
     arguments = Arguments(runtime, spec, spec.build(), block)
     results = [byref(c_uint64()), byref(c_void_p())]
@@ -111,7 +117,9 @@ def test_grid_sampler_takes_bicubic_and_double_as_the_source_does(runtime: Runti
     spec = get_operator("grid_sampler_2d_backward")
     bicubic = spec.build().with_attrs(interpolation_mode=2)
     assert status(runtime, spec, bicubic, block) == SUCCESS
-    double = {name: TensorMeta(DType.FLOAT64, meta.shape) for name, meta in spec.build().inputs.items() if meta}
+    double = {
+        name: TensorMeta(DType.FLOAT64, meta.shape) for name, meta in spec.build().inputs.items() if meta
+    }
     assert status(runtime, spec, spec.build().with_inputs(**double), block) == SUCCESS
 
 
@@ -132,7 +140,8 @@ def test_floyd_skips_when_every_output_is_empty(runtime: Runtime, block: int) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("fused_floyd_attention_grad", FIND_KERNEL), ("multi_scale_deformable_attention_grad", INNER_NULL)]
+    ("name", "expected"),
+    [("fused_floyd_attention_grad", FIND_KERNEL), ("multi_scale_deformable_attention_grad", INNER_NULL)],
 )
 def test_products_without_a_kernel(runtime: Runtime, block: int, name: str, expected: int) -> None:
     spec = get_operator(name)

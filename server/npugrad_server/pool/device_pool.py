@@ -206,6 +206,8 @@ class DevicePool:
 
     def worker_ready(self, worker: int, incarnation: int, ready: DeviceReady) -> None:
         """A process has opened its device."""
+        for operator, reason in ready.unavailable.items():
+            _log.warning("%s: without %s: %s", self._fleet.devices[worker].name.name, operator, reason)
         self._apply(self._scheduler.ready(worker, incarnation, time.monotonic(), ready.one_mode))
 
     def worker_answered(self, worker: int, incarnation: int, answer: CallDone | CallFailed) -> None:

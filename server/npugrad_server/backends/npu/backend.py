@@ -62,23 +62,31 @@ class NpuBackend:
             raise DeviceUnusable(str(error)) from None
         self._runtime = Runtime(self._cann.runtime)
         self._launcher = Launcher(self._cann, self._runtime)
+        # Told before torch_npu, which has words of its own for a chip it does not know.
+        self._check_chip(product, may_be_unknown=True)
         self._device = NpuDevice(device.index, streams)
         self._thread.bound = True
-        self._describe(product)
+        self._describe(self._check_chip(product))
         self._mode = _Mode(self._runtime)
         self._lanes = [Lane(self._device, self._runtime, self._launcher) for _ in range(streams)]
         if len({lane.raw_stream for lane in self._lanes}) < streams:
             raise DeviceUnusable(f"{device.name}: torch_npu gave fewer than {streams} different streams")
         self.unavailable = self._probe(product)
+        self._device.empty_cache()  # what the probes used is free for calls
         self.memory_bytes = self._runtime.memory_bytes()[0]
 
-    def _describe(self, product: Product) -> None:
-        soc, versions = self._runtime.soc_name(), self._device.versions
+    def _check_chip(self, product: Product, *, may_be_unknown: bool = False) -> str:
+        """The name of the chip, which is one of the product."""
+        soc = self._runtime.soc_name()
         found = product_from_soc(soc)
-        if found is not product:
+        if found is not product and not (may_be_unknown and not soc):
             raise DeviceUnusable(
                 f"found chip {soc!r}, which is {found or 'no known product'}; expected {product}"
             )
+        return soc
+
+    def _describe(self, soc: str) -> None:
+        versions = self._device.versions
         cann = self._runtime.version() or "of unknown version"
         self.simulated = self._cann.simulated
         marked = "SIMULATED " if self.simulated else ""

@@ -6,6 +6,7 @@ turns, each waiting for the one before.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 
     Bytes = npt.NDArray[np.uint8]
 
-LIMIT_BYTES = 256 * 2**20
-"""Most pinned memory of one stream and direction."""
+LIMIT_VARIABLE = "NPUGRAD_WORKER_STAGING_BYTES"
+"""Environment variable: most pinned memory of one stream and direction, in bytes."""
+_DEFAULT_LIMIT_BYTES = 256 * 2**20
 _LEAST_BYTES = 2**20
 _PIECE_BYTES = 16 * 2**20
 """Bytes that are copied on the host before the device is told, so that both copy at the same time."""
@@ -31,15 +33,17 @@ _ALIGNMENT = 64
 class Staging:
     """The pinned memory of one stream in one direction; for the thread of that stream."""
 
-    def __init__(self, device: NpuDevice, limit_bytes: int = LIMIT_BYTES) -> None:
+    def __init__(self, device: NpuDevice) -> None:
         """Takes nothing yet.
 
         Args:
             device: Where pinned memory comes from.
-            limit_bytes: Most it grows to.
+
+        Raises:
+            ValueError: The environment variable is no number.
         """
         self._device = device
-        self._limit_bytes = limit_bytes
+        self._limit_bytes = max(_LEAST_BYTES, int(os.environ.get(LIMIT_VARIABLE, _DEFAULT_LIMIT_BYTES)))
         self._buffer: PinnedBuffer | None = None
 
     def _area(self, nbytes: int) -> PinnedBuffer:
@@ -48,7 +52,7 @@ class Staging:
         if self._buffer is None or self._buffer.data.nbytes < wanted:
             self._buffer = None  # given back first, so that a call never needs both
             size = max(_LEAST_BYTES, 1 << (wanted - 1).bit_length())
-            self._buffer = self._device.pinned(min(size, max(self._limit_bytes, wanted)))
+            self._buffer = self._device.pinned(min(size, self._limit_bytes))
         return self._buffer
 
     def copy_in(

@@ -37,7 +37,8 @@ extern "C" {
 
 aclError aclInit(const char*) {
   if (const int code = enter("aclInit")) return code;
-  return initialised.exchange(true) ? report("aclInit", acl::kRepeatInitialize, "called before") : acl::kSuccess;
+  return initialised.exchange(true) ? report("aclInit", acl::kRepeatInitialize, "called before")
+                                    : acl::kSuccess;
 }
 
 aclError aclFinalize() {
@@ -126,7 +127,9 @@ aclError aclrtCtxGetSysParamOpt(int option, int64_t* value) {
   if (const int code = enter(user)) return code;
   const auto context = current_context(user);
   if (!context) return this_thread().last_error;
-  if (option != acl::kDeterministic) return report(user, acl::kRtSysParamOptNotSet, "the option was never set");
+  if (option != acl::kDeterministic) {
+    return report(user, acl::kRtSysParamOptNotSet, "the option was never set");
+  }
   *value = determinism_of(*context);
   return acl::kSuccess;
 }
@@ -145,7 +148,9 @@ aclError aclrtGetSysParamOpt(int option, int64_t* value) {
   const auto found = process_options().values.find(option);
   if (found == process_options().values.end()) {
     *value = 0;
-    if (option == acl::kDeterministic) return acl::kSuccess;  // torch_npu could not start otherwise
+    if (option == acl::kDeterministic) {
+      return acl::kSuccess;  // torch_npu could not start otherwise
+    }
     return report("aclrtGetSysParamOpt", acl::kRtSysParamOptNotSet, "the option was never set");
   }
   *value = found->second;
@@ -176,9 +181,9 @@ aclError aclGetDeviceCapability(uint32_t, int, int64_t* value) {
   return acl::kSuccess;
 }
 
-aclError aclsysGetVersionStr(char*, char* version) {
+aclError aclsysGetVersionStr(char* package, char* version) {
   if (const int code = enter("aclsysGetVersionStr")) return code;
-  std::strcpy(version, cann_version());
+  std::strcpy(version, package && !std::strcmp(package, "driver") ? kDriverVersion : cann_version());
   return acl::kSuccess;
 }
 

@@ -54,10 +54,12 @@ void check_kind(const Copy& copy, int kind, const char* user) {
   if (kind == acl::kDefault) return;
   const bool to_device = kind == acl::kHostToDevice || kind == acl::kDeviceToDevice;
   const bool from_device = kind == acl::kDeviceToHost || kind == acl::kDeviceToDevice;
-  if (kind < 0 || kind > acl::kDefault) violation("copy-kind", format("%s: kind %d is not simulated", user, kind));
+  if (kind < 0 || kind > acl::kDefault) {
+    violation("copy-kind", format("%s: kind %d is not simulated", user, kind));
+  }
   if (to_device == (copy.to == Kind::Device) && from_device == (copy.from == Kind::Device)) return;
-  violation("copy-kind", format("%s: kind %d, but the destination %p is %s and the source %p is %s", user, kind,
-                                copy.destination, name_of(copy.to), copy.source, name_of(copy.from)));
+  violation("copy-kind", format("%s: kind %d, but the destination %p is %s and the source %p is %s", user,
+                                kind, copy.destination, name_of(copy.to), copy.source, name_of(copy.from)));
 }
 
 void check_device(const Copy& copy, const Context& context, const char* user) {
@@ -69,10 +71,13 @@ void check_device(const Copy& copy, const Context& context, const char* user) {
   }
 }
 
-Copy checked_copy(void* destination, const void* source, size_t bytes, int kind, const Context& context, const char* user) {
+Copy checked_copy(void* destination, const void* source, size_t bytes, int kind, const Context& context,
+                  const char* user) {
   Copy copy{destination, source, bytes, kind_of(destination), kind_of(source), {}};
   check_kind(copy, kind, user);
-  if (copy.to != Kind::Pageable) copy.accesses.push_back(access(destination, bytes, true, "the destination", user));
+  if (copy.to != Kind::Pageable) {
+    copy.accesses.push_back(access(destination, bytes, true, "the destination", user));
+  }
   if (copy.from != Kind::Pageable) copy.accesses.push_back(access(source, bytes, false, "the source", user));
   check_device(copy, context, user);
   return copy;
@@ -103,7 +108,8 @@ int allocate(const char* user, void** address, size_t bytes) {
   if (const int code = check_failure(*context, user, true)) return code;
   if (!bytes) return report(user, acl::kInvalidParam, "0 bytes");
   const int code = allocate_device(context->device, bytes, address);
-  return code ? report(user, code, format("device %d has no %zu bytes left", context->device, bytes)) : acl::kSuccess;
+  return code ? report(user, code, format("device %d has no %zu bytes left", context->device, bytes))
+              : acl::kSuccess;
 }
 
 int release(const char* user, void* address, Space space) {
@@ -122,9 +128,13 @@ extern "C" {
 
 aclError aclrtMalloc(void** address, size_t bytes, int) { return allocate("aclrtMalloc", address, bytes); }
 
-aclError aclrtMallocAlign32(void** address, size_t bytes, int) { return allocate("aclrtMallocAlign32", address, bytes); }
+aclError aclrtMallocAlign32(void** address, size_t bytes, int) {
+  return allocate("aclrtMallocAlign32", address, bytes);
+}
 
-aclError aclrtMallocCached(void** address, size_t bytes, int) { return allocate("aclrtMallocCached", address, bytes); }
+aclError aclrtMallocCached(void** address, size_t bytes, int) {
+  return allocate("aclrtMallocCached", address, bytes);
+}
 
 aclError aclrtFree(void* address) { return release("aclrtFree", address, Space::Device); }
 
@@ -145,7 +155,9 @@ aclError aclrtHostRegisterV2(void* address, uint64_t bytes, uint32_t) {
   return acl::kSuccess;
 }
 
-aclError aclrtHostUnregister(void* address) { return release("aclrtHostUnregister", address, Space::Registered); }
+aclError aclrtHostUnregister(void* address) {
+  return release("aclrtHostUnregister", address, Space::Registered);
+}
 
 aclError aclrtMemcpy(void* destination, size_t room, const void* source, size_t bytes, int kind) {
   const char* const user = "aclrtMemcpy";
@@ -153,7 +165,9 @@ aclError aclrtMemcpy(void* destination, size_t room, const void* source, size_t 
   const auto context = current_context(user);
   if (!context) return this_thread().last_error;
   if (const int code = check_failure(*context, user, true)) return code;
-  if (bytes > room) return report(user, acl::kRtParamInvalid, format("%zu bytes into room for %zu", bytes, room));
+  if (bytes > room) {
+    return report(user, acl::kRtParamInvalid, format("%zu bytes into room for %zu", bytes, room));
+  }
   if (!bytes) return acl::kSuccess;
   const Copy copy = checked_copy(destination, source, bytes, kind, *context, user);
   check_race(copy.accesses, user);
@@ -162,13 +176,16 @@ aclError aclrtMemcpy(void* destination, size_t room, const void* source, size_t 
   return acl::kSuccess;
 }
 
-aclError aclrtMemcpyAsync(void* destination, size_t room, const void* source, size_t bytes, int kind, aclrtStream handle) {
+aclError aclrtMemcpyAsync(void* destination, size_t room, const void* source, size_t bytes, int kind,
+                          aclrtStream handle) {
   const char* const user = "aclrtMemcpyAsync";
   if (const int code = enter(user)) return code;
   int code = 0;
   const auto stream = find_stream(handle, user, &code);
   if (!stream) return code;
-  if (bytes > room) return report(user, acl::kRtParamInvalid, format("%zu bytes into room for %zu", bytes, room));
+  if (bytes > room) {
+    return report(user, acl::kRtParamInvalid, format("%zu bytes into room for %zu", bytes, room));
+  }
   if (!bytes) return acl::kSuccess;
   return queue_copy(checked_copy(destination, source, bytes, kind, *stream->context, user), stream, user);
 }
@@ -179,7 +196,9 @@ aclError aclrtMemset(void* address, size_t room, int32_t value, size_t bytes) {
   const auto context = current_context(user);
   if (!context) return this_thread().last_error;
   if (const int code = check_failure(*context, user, true)) return code;
-  if (bytes > room) return report(user, acl::kRtParamInvalid, format("%zu bytes into room for %zu", bytes, room));
+  if (bytes > room) {
+    return report(user, acl::kRtParamInvalid, format("%zu bytes into room for %zu", bytes, room));
+  }
   if (!bytes) return acl::kSuccess;
   const Access use = access(address, bytes, true, "the destination", user);
   check_race({use}, user);
@@ -193,9 +212,13 @@ aclError aclrtMemsetAsync(void* address, size_t room, int32_t value, size_t byte
   int code = 0;
   const auto stream = find_stream(handle, user, &code);
   if (!stream) return code;
-  if (bytes > room) return report(user, acl::kRtParamInvalid, format("%zu bytes into room for %zu", bytes, room));
+  if (bytes > room) {
+    return report(user, acl::kRtParamInvalid, format("%zu bytes into room for %zu", bytes, room));
+  }
   if (!bytes) return acl::kSuccess;
-  if (kind_of(address) != Kind::Device) violation("copy-kind", format("%s: %p is no device memory", user, address));
+  if (kind_of(address) != Kind::Device) {
+    violation("copy-kind", format("%s: %p is no device memory", user, address));
+  }
   auto task = std::make_shared<Task>();
   task->kind = TaskKind::Memset;
   task->name = user;

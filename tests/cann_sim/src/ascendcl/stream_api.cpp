@@ -103,7 +103,9 @@ aclError aclrtStreamQuery(aclrtStream handle, int* status) {
   return acl::kSuccess;
 }
 
-aclError aclrtSynchronizeStream(aclrtStream handle) { return synchronize_handle("aclrtSynchronizeStream", handle, -1); }
+aclError aclrtSynchronizeStream(aclrtStream handle) {
+  return synchronize_handle("aclrtSynchronizeStream", handle, -1);
+}
 
 aclError aclrtSynchronizeStreamWithTimeout(aclrtStream handle, int32_t timeout_ms) {
   return synchronize_handle("aclrtSynchronizeStreamWithTimeout", handle, timeout_ms);

@@ -40,7 +40,8 @@ void on_fault(int signal, siginfo_t* info, void* context) {
     what = pinned;
   }
   if (!what.empty()) {
-    violation("host-touch", format("the host touched %s at 0x%zx", what.c_str(), static_cast<size_t>(address)));
+    violation("host-touch",
+              format("the host touched %s at 0x%zx", what.c_str(), static_cast<size_t>(address)));
   }
   if (previous_action.sa_flags & SA_SIGINFO) {
     previous_action.sa_sigaction(signal, info, context);
@@ -59,7 +60,9 @@ __attribute__((constructor)) void on_load() { install_fault_handler(); }
 Range reserve(size_t bytes, uintptr_t wish) {
   const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   void* mapped = MAP_FAILED;
-  if (wish) mapped = mmap(reinterpret_cast<void*>(wish), bytes, PROT_NONE, flags | MAP_FIXED_NOREPLACE, -1, 0);
+  if (wish) {
+    mapped = mmap(reinterpret_cast<void*>(wish), bytes, PROT_NONE, flags | MAP_FIXED_NOREPLACE, -1, 0);
+  }
   if (mapped == MAP_FAILED) mapped = mmap(nullptr, bytes, PROT_NONE, flags, -1, 0);
   if (mapped == MAP_FAILED) violation("plan", "no address space left to simulate a device");
   return {reinterpret_cast<uintptr_t>(mapped), bytes};
@@ -69,7 +72,8 @@ const Range& device_range(int device) {
   static std::mutex mutex;
   const std::lock_guard<std::mutex> lock(mutex);
   for (int next = reserved_devices; next <= device; ++next) {
-    device_ranges[next] = reserve(kDeviceRangeBytes, kFirstDeviceAddress + static_cast<size_t>(next) * kDeviceRangeBytes);
+    device_ranges[next] =
+        reserve(kDeviceRangeBytes, kFirstDeviceAddress + static_cast<size_t>(next) * kDeviceRangeBytes);
     reserved_devices = next + 1;
   }
   return device_ranges[device];

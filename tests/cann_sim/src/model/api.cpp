@@ -39,7 +39,11 @@ int enter(const char* function, int device, const char* alias) {
   if (fault.action != Action::Code) return 0;
   const int code = report(function, fault.code, text);
   if (fault.last_error) this_thread().last_error = fault.last_error;
-  if (fault.poison && this_thread().context) fail_context(*this_thread().context, fault.code);
+  const auto& context = this_thread().context;
+  if (fault.poison && context) {
+    fail_context(*context, fault.code);
+    this_thread().told.insert(context->number);
+  }
   return code;
 }
 

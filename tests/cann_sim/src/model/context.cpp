@@ -45,14 +45,10 @@ std::shared_ptr<Context> make_context(int device) {
   return context;
 }
 
-// Lock held. Streams that still run are left behind: their threads end when they are idle.
+// Lock held.
 void end_context(Context& context) {
   context.alive = false;
-  for (const auto& stream : context.streams) {
-    if (!stream->destroyed) count("leaked.streams_at_reset");
-    stream->destroyed = true;
-    stream->wake.notify_all();
-  }
+  count("leaked.streams_at_reset", retire_streams(context));
 }
 
 bool is_valid(int device) { return device >= 0 && device < settings()->ndev; }

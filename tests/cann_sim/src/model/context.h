@@ -16,10 +16,10 @@ struct Context {
   int number = 0;
   int device = 0;
   bool alive = true;
-  bool stop_on_failure = false;  // asked for by one stream, it holds for all of them
-  int failure = 0;               // sticky: a task failed and the context stops on failure
+  bool stop_on_failure = false;      // asked for by one stream, it holds for all of them
+  int failure = 0;                   // sticky: a task failed and the context stops on failure
   std::atomic<int> determinism{-1};  // ACL_OPT_DETERMINISTIC of the context; -1: as the process has it
-  int open_executors = 0;        // between phase 1 and phase 2
+  int open_executors = 0;            // between phase 1 and phase 2
   void* handle = nullptr;
   void* default_stream = nullptr;
   std::set<std::shared_ptr<Stream>> streams;
@@ -28,8 +28,8 @@ struct Context {
 // ACL_OPT_DETERMINISTIC in force in a context: 0, or a level of determinism.
 int determinism_of(const Context& context);
 
-// Sets the option of a context, or of the process (null). A violation under unfinished work: nobody outside CANN knows
-// when that looks at the option.
+// Sets the option of a context, or of the process (null). A violation under unfinished work: nobody outside
+// CANN knows when that looks at the option.
 void set_determinism(Context* context, int level, const char* user);
 
 // What belongs to one thread.
@@ -38,7 +38,7 @@ struct Thread {
   std::string messages;              // not fetched yet, oldest first
   std::string fetched;               // what aclGetRecentErrMsg returned last: valid until its next call
   int last_error = 0;
-  std::set<int> told;                // contexts whose failure this thread has been told
+  std::set<int> told;  // contexts whose failure this thread has been told
 };
 
 Thread& this_thread();

@@ -35,7 +35,8 @@ struct Board {
       fd = open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
       if (fd < 0 || ftruncate(fd, bytes)) violation("plan", "cannot write " + path);
     }
-    void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED, fd, 0);
+    void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                        fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED, fd, 0);
     if (mapped == MAP_FAILED) violation("plan", "cannot map the counters");
     if (fd >= 0) close(fd);
     records = static_cast<Record*>(mapped);
@@ -82,7 +83,8 @@ std::string counters_json() {
   const std::lock_guard<std::mutex> lock(board().mutex);
   std::string text = "{";
   for (const auto& [name, record] : board().by_name) {
-    text += format("%s\"%s\": %lld", text.size() > 1 ? ", " : "", name.c_str(), static_cast<long long>(record->value));
+    text += format("%s\"%s\": %lld", text.size() > 1 ? ", " : "", name.c_str(),
+                   static_cast<long long>(record->value));
   }
   return text + "}";
 }

@@ -1,9 +1,10 @@
 // Counters that outlive the process.
 //
-// They lie in a file mapped from the report folder (anonymous memory without one), so that they can be read while the
-// process runs and after any kind of death: os._exit, SIGKILL and abort run no exit handler.
+// They lie in a file mapped from the report folder (anonymous memory without one), so that they can be read
+// while the process runs and after any kind of death: os._exit, SIGKILL and abort run no exit handler.
 //
-// File: 128 bytes of header ("CANNSIM1"), then records of 128 bytes: name (120 bytes, zero padded), int64 value.
+// File: 128 bytes of header ("CANNSIM1"), then records of 128 bytes: name (120 bytes, zero padded), int64
+// value.
 #pragma once
 
 #include <cstdint>

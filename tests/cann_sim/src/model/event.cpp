@@ -17,7 +17,9 @@ HandleTable<Event>& events() {
 }
 
 int64_t nanoseconds_now() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
 }
 
 void complete(Event& event, uint64_t record, int code) {
@@ -43,7 +45,8 @@ void destroy_event(void* handle, const char* user) {
   events().remove(handle, user);
 }
 
-int record_event(const std::shared_ptr<Event>& event, const std::shared_ptr<Stream>& stream, const char* user) {
+int record_event(const std::shared_ptr<Event>& event, const std::shared_ptr<Stream>& stream,
+                 const char* user) {
   auto task = std::make_shared<Task>();
   task->kind = TaskKind::Event;
   task->name = user;
@@ -66,7 +69,8 @@ int record_event(const std::shared_ptr<Event>& event, const std::shared_ptr<Stre
   return 0;
 }
 
-int await_event(const std::shared_ptr<Event>& event, const std::shared_ptr<Stream>& stream, const char* user) {
+int await_event(const std::shared_ptr<Event>& event, const std::shared_ptr<Stream>& stream,
+                const char* user) {
   auto task = std::make_shared<Task>();
   task->kind = TaskKind::Event;
   task->name = user;

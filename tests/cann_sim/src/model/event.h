@@ -21,7 +21,8 @@ void* create_event();
 std::shared_ptr<Event> find_event(const void* handle, const char* user);
 void destroy_event(void* handle, const char* user);
 
-int record_event(const std::shared_ptr<Event>& event, const std::shared_ptr<Stream>& stream, const char* user);
+int record_event(const std::shared_ptr<Event>& event, const std::shared_ptr<Stream>& stream,
+                 const char* user);
 
 // Makes what is queued next wait for the last record (or, if there is none yet, for the first).
 int await_event(const std::shared_ptr<Event>& event, const std::shared_ptr<Stream>& stream, const char* user);

@@ -30,13 +30,16 @@ struct FileStamp {
   int64_t seconds = -1, nanoseconds = 0, size = 0;
   uint64_t inode = 0;
   bool operator!=(const FileStamp& other) const {
-    return seconds != other.seconds || nanoseconds != other.nanoseconds || size != other.size || inode != other.inode;
+    return seconds != other.seconds || nanoseconds != other.nanoseconds || size != other.size ||
+           inode != other.inode;
   }
 };
 
 FileStamp stamp_of(const std::string& path) {
   struct stat found;
-  if (path.empty() || stat(path.c_str(), &found)) return {};
+  if (path.empty() || stat(path.c_str(), &found)) {
+    return {};
+  }
   return {found.st_mtim.tv_sec, found.st_mtim.tv_nsec, found.st_size, found.st_ino};
 }
 
@@ -48,7 +51,8 @@ struct Board {
   FileStamp stamp;
   bool loaded = false;
   std::vector<Fault> faults;
-  std::map<std::string, uint64_t> counts;  // by the entry's text, so that an entry which stays keeps its count
+  std::map<std::string, uint64_t>
+      counts;  // by the entry's text, so that an entry which stays keeps its count
   std::shared_ptr<const Settings> settings;
 
   void load() {
@@ -142,7 +146,9 @@ Injection inject(std::initializer_list<std::string_view> targets, int device) {
     const std::lock_guard<std::mutex> lock(board().mutex);
     board().refresh();
     const Fault* hit = find_fault(board(), targets, device);
-    if (!hit) return {};
+    if (!hit) {
+      return {};
+    }
     fault = *hit;
   }
   count("faults.injected");

@@ -24,7 +24,8 @@ struct Injection {
   std::string message;
 };
 
-// Counts a call of each target name and returns what shall happen to it. A hang, a kill and slowness happen in here.
+// Counts a call of each target name and returns what shall happen to it. A hang, a kill and slowness happen
+// in here.
 Injection inject(std::initializer_list<std::string_view> targets, int device);
 
 // A thread that never goes on; it ends with the process.

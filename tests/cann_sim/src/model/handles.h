@@ -1,7 +1,7 @@
 // Opaque handles: addresses that nobody may read, each given out once.
 //
-// A handle is never reused, so a second destroy and a use after the destroy are recognised with certainty. They lie in
-// an inaccessible range, so that a host which looks into one is caught as well.
+// A handle is never reused, so a second destroy and a use after the destroy are recognised with certainty.
+// They lie in an inaccessible range, so that a host which looks into one is caught as well.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,9 @@ template <typename Object>
 class HandleTable {
  public:
   // `kind` names the objects in messages; their number is the counter "live.<kind>s".
-  explicit HandleTable(const char* kind) : kind_(kind), live_(std::string("live.") + kind + "s") { count(live_, 0); }
+  explicit HandleTable(const char* kind) : kind_(kind), live_(std::string("live.") + kind + "s") {
+    count(live_, 0);
+  }
 
   void* add(std::shared_ptr<Object> object) {
     void* handle = new_handle();
@@ -51,8 +53,9 @@ class HandleTable {
     const auto found = objects_.find(handle);
     if (found == objects_.end()) {
       const bool known = is_handle(reinterpret_cast<uintptr_t>(handle));
-      violation(known ? "double-destroy" : "unknown-handle",
-                format("%s: %s %p %s", user, kind_, handle, known ? "was destroyed before" : "does not exist"));
+      violation(
+          known ? "double-destroy" : "unknown-handle",
+          format("%s: %s %p %s", user, kind_, handle, known ? "was destroyed before" : "does not exist"));
     }
     std::shared_ptr<Object> object = std::move(found->second);
     objects_.erase(found);

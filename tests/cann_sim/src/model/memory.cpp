@@ -19,8 +19,8 @@ constexpr size_t kPage = 4096;
 constexpr size_t kRedzone = kPage;
 constexpr char kRedzoneByte = static_cast<char>(0xC5);
 constexpr int kPoisonByte = 0xFF;
-constexpr size_t kAlignment = 512;       // of device addresses; CANN promises 64
-constexpr size_t kRemembered = 4096;     // freed allocations kept for messages
+constexpr size_t kAlignment = 512;    // of device addresses; CANN promises 64
+constexpr size_t kRemembered = 4096;  // freed allocations kept for messages
 constexpr int kOutOfMemory = 207001;
 
 size_t round_up(size_t bytes, size_t step) { return (bytes + step - 1) / step * step; }
@@ -71,7 +71,9 @@ std::shared_ptr<Allocation> find(uintptr_t address) {
 // Lock held. What became of an address that is in no live allocation.
 std::string history(uintptr_t address) {
   for (const auto& allocation : board().freed_device) {
-    if (address - allocation->base < allocation->capacity) return "which was freed: " + allocation->describe();
+    if (address - allocation->base < allocation->capacity) {
+      return "which was freed: " + allocation->describe();
+    }
   }
   return "which is in no live allocation";
 }
@@ -110,8 +112,8 @@ Allocation::~Allocation() {
 }
 
 std::string Allocation::describe() const {
-  std::string text = format("%s allocation %zu of %zu bytes at 0x%zx", name_of(space), static_cast<size_t>(number), bytes,
-                            static_cast<size_t>(base));
+  std::string text = format("%s allocation %zu of %zu bytes at 0x%zx", name_of(space),
+                            static_cast<size_t>(number), bytes, static_cast<size_t>(base));
   if (space == Space::Device) text += format(" on device %d", device);
   return text;
 }
@@ -171,7 +173,9 @@ void register_host(void* address, size_t bytes) {
   allocation->base = reinterpret_cast<uintptr_t>(address);
   allocation->mirror = static_cast<char*>(address);
   const std::lock_guard<std::mutex> lock(board().mutex);
-  if (find(allocation->base)) violation("double-register", "host memory is registered already: " + allocation->describe());
+  if (find(allocation->base)) {
+    violation("double-register", "host memory is registered already: " + allocation->describe());
+  }
   allocation->number = ++board().number;
   board().live[allocation->base] = allocation;
   count_allocation(*allocation, 1);
@@ -183,13 +187,16 @@ std::shared_ptr<Allocation> allocation_at(void* address, Space space, const char
   const auto found = board().live.find(base);
   if (found != board().live.end() && found->second->space == space) return found->second;
   for (const auto& allocation : board().freed_device) {
-    if (allocation->base == base) violation("double-free", format("%s: %s", user, allocation->describe().c_str()));
+    if (allocation->base == base) {
+      violation("double-free", format("%s: %s", user, allocation->describe().c_str()));
+    }
   }
   const auto pinned = board().freed_pinned.find(base);
   if (pinned != board().freed_pinned.end()) {
     violation("double-free", format("%s: %s", user, pinned->second->describe().c_str()));
   }
-  violation("unknown-memory", format("%s: %p is not the start of a %s allocation", user, address, name_of(space)));
+  violation("unknown-memory",
+            format("%s: %p is not the start of a %s allocation", user, address, name_of(space)));
 }
 
 void free_memory(void* address, Space space, const char* user) {
@@ -219,8 +226,8 @@ Access access(const void* address, size_t bytes, bool write, const std::string& 
   }
   const size_t left = made.allocation->base + made.allocation->capacity - made.begin;
   if (bytes > left) {
-    violation("out-of-bounds", format("%s: %s needs %zu bytes at %p, %zu are left in %s", user, what.c_str(), bytes,
-                                      address, left, made.allocation->describe().c_str()));
+    violation("out-of-bounds", format("%s: %s needs %zu bytes at %p, %zu are left in %s", user, what.c_str(),
+                                      bytes, address, left, made.allocation->describe().c_str()));
   }
   return made;
 }
@@ -228,8 +235,8 @@ Access access(const void* address, size_t bytes, bool write, const std::string& 
 char* resolve(const Access& access, const std::string& user) {
   const std::lock_guard<std::mutex> lock(board().mutex);
   if (!access.allocation->live) {
-    violation("use-after-free", format("%s: %s was freed before the task ran: %s", user.c_str(), access.what.c_str(),
-                                       access.allocation->describe().c_str()));
+    violation("use-after-free", format("%s: %s was freed before the task ran: %s", user.c_str(),
+                                       access.what.c_str(), access.allocation->describe().c_str()));
   }
   return access.allocation->mirror + (access.begin - access.allocation->base);
 }
@@ -241,8 +248,8 @@ void check_redzones(const Allocation& allocation, const std::string& user) {
   for (const char* byte = begin; byte < end; ++byte) {
     if (byte == allocation.mirror) byte += allocation.capacity;
     if (*byte != kRedzoneByte) {
-      violation("redzone", format("%s: something wrote at byte %td of %s", user.c_str(), byte - allocation.mirror,
-                                  allocation.describe().c_str()));
+      violation("redzone", format("%s: something wrote at byte %td of %s", user.c_str(),
+                                  byte - allocation.mirror, allocation.describe().c_str()));
     }
   }
 }

@@ -37,11 +37,14 @@ int64_t integer(const std::string& entry, const std::string& text) {
   char* end = nullptr;
   errno = 0;
   const long long value = std::strtoll(text.c_str(), &end, 10);
-  if (text.empty() || *end || errno || value < 0) refuse(entry, "\"" + text + "\" is not a number of 0 or more");
+  if (text.empty() || *end || errno || value < 0) {
+    refuse(entry, "\"" + text + "\" is not a number of 0 or more");
+  }
   return value;
 }
 
-bool choice(const std::string& entry, const std::string& value, const std::string& yes, const std::string& no) {
+bool choice(const std::string& entry, const std::string& value, const std::string& yes,
+            const std::string& no) {
   if (value == yes) return true;
   if (value != no) refuse(entry, "expected " + yes + " or " + no);
   return false;
@@ -52,8 +55,9 @@ void parse_setting(const std::string& entry, Settings& settings) {
   const std::string name = trimmed(entry.substr(0, equals));
   const std::string value = trimmed(entry.substr(equals + 1));
   const std::map<std::string, int64_t*> numbers = {
-      {"ndev", &settings.ndev},           {"hbm_mb", &settings.hbm_mb},   {"kernel_ms", &settings.kernel_ms},
-      {"copy_ms", &settings.copy_ms},     {"call_us", &settings.call_us}, {"workspace_mb", &settings.workspace_mb},
+      {"ndev", &settings.ndev},           {"hbm_mb", &settings.hbm_mb},
+      {"kernel_ms", &settings.kernel_ms}, {"copy_ms", &settings.copy_ms},
+      {"call_us", &settings.call_us},     {"workspace_mb", &settings.workspace_mb},
   };
   const std::map<std::string, std::string*> texts = {{"soc", &settings.soc}, {"cann", &settings.cann}};
   struct Switch {
@@ -143,7 +147,8 @@ void check_target(const Fault& fault) {
   for (const char* prefix : {"acl", "kernel.aclnn"}) {
     if (fault.target.rfind(prefix, 0) == 0) return;
   }
-  refuse(fault.text, "\"" + fault.target + "\" is neither an interface function nor malloc, kernel, copy or memset");
+  refuse(fault.text,
+         "\"" + fault.target + "\" is neither an interface function nor malloc, kernel, copy or memset");
 }
 
 Fault parse_fault(const std::string& entry) {

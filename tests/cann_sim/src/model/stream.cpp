@@ -124,7 +124,8 @@ void work(const std::shared_ptr<Stream>& stream) {
   }
 }
 
-// Lock held. A violation if a use by `stream` (null: by the host, now) may coincide with a conflicting task elsewhere.
+// Lock held. A violation if a use by `stream` (null: by the host, now) may coincide with a conflicting task
+// elsewhere.
 void find_race(const std::vector<Access>& accesses, const Stream* stream, const char* user) {
   for (const auto& other : board().busy) {
     if (other.get() == stream) continue;
@@ -139,9 +140,9 @@ void find_race(const std::vector<Access>& accesses, const Stream* stream, const 
         for (const Access& ours : accesses) {
           if (!(theirs.write || ours.write) || !theirs.overlaps(ours)) continue;
           violation("race", format("%s %s %s at 0x%zx while %s on stream %d %s it as %s", user,
-                                   ours.write ? "writes" : "reads", ours.what.c_str(), static_cast<size_t>(ours.begin),
-                                   task->name.c_str(), other->number, theirs.write ? "writes" : "reads",
-                                   theirs.what.c_str()));
+                                   ours.write ? "writes" : "reads", ours.what.c_str(),
+                                   static_cast<size_t>(ours.begin), task->name.c_str(), other->number,
+                                   theirs.write ? "writes" : "reads", theirs.what.c_str()));
         }
       }
     }
@@ -164,11 +165,12 @@ int tell_failure(Context& context, const char* user, bool new_work) {
   if (!context.failure) return 0;
   auto& told = this_thread().told;
   if (told.count(context.number) && new_work && settings()->strict_poison) {
-    violation("poisoned", format("%s on a context that failed with %d, as this thread was told", user, context.failure));
+    violation("poisoned",
+              format("%s on a context that failed with %d, as this thread was told", user, context.failure));
   }
   told.insert(context.number);
-  return report(user, context.failure, "the context takes no work since a task failed on device " +
-                                           std::to_string(context.device));
+  return report(user, context.failure,
+                "the context takes no work since a task failed on device " + std::to_string(context.device));
 }
 
 // Lock held.
@@ -176,18 +178,20 @@ void check_thread(Stream& stream, const Task& task, const char* user) {
   if (task.kind == TaskKind::Event || task.kind == TaskKind::Callback || !settings()->strict_threads) return;
   if (stream.user == std::thread::id()) stream.user = std::this_thread::get_id();
   if (stream.user != std::this_thread::get_id()) {
-    violation("wrong-thread", format("%s: another thread queued work on stream %d before", user, stream.number));
+    violation("wrong-thread",
+              format("%s: another thread queued work on stream %d before", user, stream.number));
   }
 }
 
 // Lock held through `lock`, given up while waiting. Waits until `goal` tasks of the stream have finished.
-int wait_until(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Stream>& stream, uint64_t goal, int timeout_ms,
-               const char* user) {
+int wait_until(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Stream>& stream, uint64_t goal,
+               int timeout_ms, const char* user) {
   const auto done = [&] { return stream->finished >= goal || stream->context->failure; };
   if (timeout_ms < 0) {
     board().progress.wait(lock, done);
   } else if (!board().progress.wait_for(lock, std::chrono::milliseconds(timeout_ms), done)) {
-    return report(user, kSyncTimeout, format("stream %d was not done after %d ms", stream->number, timeout_ms));
+    return report(user, kSyncTimeout,
+                  format("stream %d was not done after %d ms", stream->number, timeout_ms));
   }
   if (stream->context->failure) return tell_failure(*stream->context, user, false);
   if (!stream->error) return 0;
@@ -230,7 +234,9 @@ std::shared_ptr<Stream> find_stream(void* handle, const char* user, int* code) {
 int destroy_stream(void* handle, const char* user, bool force) {
   std::unique_lock<std::mutex> lock(model_mutex());
   const auto stream = board().streams.get(handle, user);
-  if (!force) board().progress.wait(lock, [&] { return stream->queue.empty() || stream->context->failure; });
+  if (!force) {
+    board().progress.wait(lock, [&] { return stream->queue.empty() || stream->context->failure; });
+  }
   board().streams.remove(handle, user);
   stream->context->streams.erase(stream);
   stream->destroyed = true;
@@ -238,9 +244,23 @@ int destroy_stream(void* handle, const char* user, bool force) {
   return 0;
 }
 
+int64_t retire_streams(Context& context) {
+  int64_t leaked = 0;
+  for (const auto& stream : context.streams) {
+    if (stream->handle != context.default_stream) ++leaked;
+    board().streams.remove(stream->handle, "aclrtResetDevice");
+    stream->destroyed = true;
+    stream->wake.notify_all();
+  }
+  context.streams.clear();
+  return leaked;
+}
+
 int submit(const std::shared_ptr<Stream>& stream, std::shared_ptr<Task> task, const char* user) {
   const std::lock_guard<std::mutex> lock(model_mutex());
-  if (stream->destroyed) violation("use-after-destroy", format("%s: stream %d was destroyed", user, stream->number));
+  if (stream->destroyed) {
+    violation("use-after-destroy", format("%s: stream %d was destroyed", user, stream->number));
+  }
   if (const int code = tell_failure(*stream->context, user, true)) return code;
   check_thread(*stream, *task, user);
   find_race(task->accesses, stream.get(), user);
@@ -282,8 +302,9 @@ void check_unused(const Allocation& allocation, const char* user) {
     for (const auto& task : stream->queue) {
       for (const Access& access : task->accesses) {
         if (access.allocation.get() != &allocation) continue;
-        violation("freed-in-use", format("%s: %s of unfinished %s on stream %d is in %s", user, access.what.c_str(),
-                                         task->name.c_str(), stream->number, allocation.describe().c_str()));
+        violation("freed-in-use",
+                  format("%s: %s of unfinished %s on stream %d is in %s", user, access.what.c_str(),
+                         task->name.c_str(), stream->number, allocation.describe().c_str()));
       }
     }
   }

@@ -1,10 +1,10 @@
 // Streams: in-order queues, each worked off by a thread of its own.
 //
-// Two things are checked here that a real device never tells. A task may use memory only as long as it is allocated,
-// from the call that queues it until it has run. And two tasks that may run at the same time (different streams, no
-// event between them) must not use the same bytes if one of them writes: such a race is found when the second one is
-// queued, whether or not it would have gone wrong this time. So a buffer that is given back to an allocator too early is
-// noticed as soon as its next owner queues work on it.
+// Two things are checked here that a real device never tells. A task may use memory only as long as it is
+// allocated, from the call that queues it until it has run. And two tasks that may run at the same time
+// (different streams, no event between them) must not use the same bytes if one of them writes: such a race
+// is found when the second one is queued, whether or not it would have gone wrong this time. So a buffer that
+// is given back to an allocator too early is noticed as soon as its next owner queues work on it.
 #pragma once
 
 #include <condition_variable>
@@ -27,11 +27,11 @@ enum class TaskKind { Kernel, Copy, Memset, Event, Callback };
 
 struct Task {
   TaskKind kind = TaskKind::Callback;
-  std::string name;                 // such as "aclrtMemcpyAsync" or an operator
+  std::string name;  // such as "aclrtMemcpyAsync" or an operator
   std::vector<Access> accesses;
-  std::function<int()> run;         // returns an error code
-  std::function<void(int)> dropped; // instead of run, when a failed context throws its queue away
-  uint64_t sequence = 0;            // within its stream
+  std::function<int()> run;          // returns an error code
+  std::function<void(int)> dropped;  // instead of run, when a failed context throws its queue away
+  uint64_t sequence = 0;             // within its stream
 };
 
 // Per stream, how far its work is known to have come before.
@@ -45,11 +45,11 @@ struct Stream {
   std::deque<std::shared_ptr<Task>> queue;  // the first one may be running
   uint64_t submitted = 0;
   uint64_t finished = 0;
-  int error = 0;       // of a task, when the context goes on after failures; told once
+  int error = 0;  // of a task, when the context goes on after failures; told once
   bool started = false;
   bool running = false;
   bool destroyed = false;
-  Clock after;         // all of this has finished before whatever is queued next
+  Clock after;  // all of this has finished before whatever is queued next
   std::thread::id user;
   std::condition_variable wake;
 };
@@ -59,9 +59,14 @@ std::mutex& model_mutex();
 
 std::shared_ptr<Stream> create_stream(const std::shared_ptr<Context>& context, uint32_t priority);
 
-// The stream of a handle in the current context (null: its default stream); null after reporting 107002 or 107003.
+// The stream of a handle in the current context (null: its default stream); null after reporting 107002 or
+// 107003.
 std::shared_ptr<Stream> find_stream(void* handle, const char* user, int* code);
 int destroy_stream(void* handle, const char* user, bool force);
+
+// Lock held. Destroys the streams of a context that ends, but for its default stream each is a leak; returns
+// how many. What still runs is left behind: its thread ends when it is idle.
+int64_t retire_streams(Context& context);
 
 // Queues a task; 0, or the context's failure.
 int submit(const std::shared_ptr<Stream>& stream, std::shared_ptr<Task> task, const char* user);

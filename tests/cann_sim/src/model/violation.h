@@ -1,7 +1,7 @@
 // How the simulator says that its user broke a rule.
 //
-// A real device would corrupt memory, hang or return a code that means nothing. The simulator ends the process with
-// one sentence instead, so that no test can pass over such a mistake.
+// A real device would corrupt memory, hang or return a code that means nothing. The simulator ends the
+// process with one sentence instead, so that no test can pass over such a mistake.
 #pragma once
 
 #include <string>

@@ -1,4 +1,5 @@
-// What phase 1 leaves for phase 2. It points to the caller's tensors and reads their addresses only in phase 2.
+// What phase 1 leaves for phase 2. It points to the caller's tensors and reads their addresses only in
+// phase 2.
 #pragma once
 
 #include <functional>

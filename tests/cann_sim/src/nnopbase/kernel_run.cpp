@@ -102,7 +102,8 @@ std::vector<double> KernelRun::read(const char* name) const {
   std::vector<double> values(static_cast<size_t>(tensor.elements()));
   if (values.empty()) return values;
   const char* const bytes = resolve(operand.memory, op_);
-  for_each_element(tensor, [&](int64_t at, size_t element) { values[element] = load_number(bytes + at, tensor.dtype); });
+  for_each_element(
+      tensor, [&](int64_t at, size_t element) { values[element] = load_number(bytes + at, tensor.dtype); });
   return values;
 }
 
@@ -122,8 +123,8 @@ void KernelRun::write(const char* name, const std::vector<double>& values) const
   const Operand& operand = find(name);
   const Tensor& tensor = operand.tensor;
   if (values.size() != static_cast<size_t>(tensor.elements())) {
-    violation("kernel", format("%s computed %zu elements of %s, which has %lld", op_.c_str(), values.size(), name,
-                               static_cast<long long>(tensor.elements())));
+    violation("kernel", format("%s computed %zu elements of %s, which has %lld", op_.c_str(), values.size(),
+                               name, static_cast<long long>(tensor.elements())));
   }
   if (values.empty()) return;
   char* const bytes = resolve(operand.memory, op_);

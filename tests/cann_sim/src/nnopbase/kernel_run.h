@@ -1,4 +1,5 @@
-// What a kernel sees of its operands: dense arrays in row-major order, whatever strides and dtypes the views have.
+// What a kernel sees of its operands: dense arrays in row-major order, whatever strides and dtypes the views
+// have.
 #pragma once
 
 #include <cstdint>
@@ -30,11 +31,12 @@ class KernelRun {
   std::vector<double> read(const char* name) const;
   std::vector<int64_t> read_integers(const char* name) const;
 
-  // Rounds once to the dtype of the output. With jitter on, results differ in the last bit from run to run, as sums in
-  // another order do.
+  // Rounds once to the dtype of the output. With jitter on, results differ in the last bit from run to run,
+  // as sums in another order do.
   void write(const char* name, const std::vector<double>& values) const;
 
-  // The same for an output that such kernels add into, counting on zeros; they do here if the plan says accumulate=1.
+  // The same for an output that such kernels add into, counting on zeros; they do here if the plan says
+  // accumulate=1.
   void add(const char* name, const std::vector<double>& values) const;
 
  private:

@@ -1,7 +1,7 @@
 // The two phases of an aclnn call, as every operator goes through them.
 //
-// Phase 1 names its arguments one by one to a PhaseOne, in the order of the C signature (the recorder writes them down),
-// runs its checks, and finishes with a kernel. Phase 2 is the same for all operators.
+// Phase 1 names its arguments one by one to a PhaseOne, in the order of the C signature (the recorder writes
+// them down), runs its checks, and finishes with a kernel. Phase 2 is the same for all operators.
 #pragma once
 
 #include <cstdint>
@@ -65,8 +65,8 @@ class PhaseOne {
   void checks_workspace_size() { checks_workspace_size_ = true; }
 
   // Makes the executor, or reports the error. `check` is not asked when the fault plan had its say.
-  int finish(const std::function<Verdict()>& check, uint64_t workspace, std::function<void(KernelRun&)> kernel,
-             uint64_t* workspace_size, aclOpExecutor** executor);
+  int finish(const std::function<Verdict()>& check, uint64_t workspace,
+             std::function<void(KernelRun&)> kernel, uint64_t* workspace_size, aclOpExecutor** executor);
 
  private:
   Argument& add(const char* name);

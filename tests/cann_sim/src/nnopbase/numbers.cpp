@@ -44,7 +44,8 @@ uint16_t encode(double value, const Layout& layout) {
   int ulp = exponent - 1 - layout.mantissa_bits;
   const int smallest = 1 - layout.bias - layout.mantissa_bits;
   if (ulp < smallest) ulp = smallest;
-  // Exact before rounding: scaling by a power of two. nearbyint rounds to even. A carry runs into the exponent field.
+  // Exact before rounding: scaling by a power of two. nearbyint rounds to even. A carry runs into the
+  // exponent field.
   const int units = static_cast<int>(std::nearbyint(std::ldexp(magnitude, -ulp)));
   const int bits = ((ulp - smallest) << layout.mantissa_bits) + units;
   return static_cast<uint16_t>(sign | (bits < infinity ? bits : infinity));

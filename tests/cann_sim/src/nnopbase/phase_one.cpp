@@ -76,13 +76,16 @@ void PhaseOne::leave_unwritten(const char* name) {
   }
 }
 
-int PhaseOne::finish(const std::function<Verdict()>& check, uint64_t workspace, std::function<void(KernelRun&)> kernel,
-                 uint64_t* workspace_size, aclOpExecutor** executor) {
+int PhaseOne::finish(const std::function<Verdict()>& check, uint64_t workspace,
+                     std::function<void(KernelRun&)> kernel, uint64_t* workspace_size,
+                     aclOpExecutor** executor) {
   const auto context = this_thread().context;
   const bool deterministic = context && determinism_of(*context) > 0;
   const Verdict verdict = injected_ ? Verdict{injected_, "", false} : check();
   if (verdict.code) {
-    if (!injected_) add_message(op_.c_str(), format("%s (error code %d)", verdict.text.c_str(), verdict.code));
+    if (!injected_) {
+      add_message(op_.c_str(), format("%s (error code %d)", verdict.text.c_str(), verdict.code));
+    }
     count("plans.refused");
     record_plan(op_, arguments_, verdict.code, 0, nullptr, context.get());
     return verdict.code;

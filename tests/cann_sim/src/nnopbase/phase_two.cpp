@@ -1,6 +1,4 @@
 // Phase 2: operands are looked at as a device would, and the kernel is queued.
-#include "launch.h"
-
 #include <cstring>
 
 #include "../model/api.h"
@@ -10,14 +8,15 @@
 #include "../model/stream.h"
 #include "../model/violation.h"
 #include "executor.h"
+#include "launch.h"
 #include "recorder.h"
 
 namespace cann_sim {
 namespace {
 
-constexpr size_t kBlock = 32;         // the device moves memory in blocks of 32 bytes
-constexpr size_t kPadding = 32;       // and CANN asks for that much behind every tensor
-constexpr size_t kScribble = 65536;   // of the workspace, at both ends
+constexpr size_t kBlock = 32;        // the device moves memory in blocks of 32 bytes
+constexpr size_t kPadding = 32;      // and CANN asks for that much behind every tensor
+constexpr size_t kScribble = 65536;  // of the workspace, at both ends
 constexpr char kScribbleByte = static_cast<char>(0xA7);
 
 struct Board {
@@ -41,16 +40,19 @@ Operand make_operand(const Argument& argument, const Executor& executor) {
   {
     const std::lock_guard<std::mutex> lock(handles().mutex);
     if (!handles().tensors.has(argument.handle)) {
-      violation("destroyed-before-launch", format("%s: %s was destroyed before phase 2", op, argument.name.c_str()));
+      violation("destroyed-before-launch",
+                format("%s: %s was destroyed before phase 2", op, argument.name.c_str()));
     }
   }
   const Tensor& tensor = *argument.tensor;
   Operand operand{argument.name, argument.is_output && !argument.is_unwritten, tensor, {}};
   if (tensor.is_empty()) return operand;
-  if (!tensor.data) violation("null-data", format("%s: %s has elements but no address", op, argument.name.c_str()));
+  if (!tensor.data) {
+    violation("null-data", format("%s: %s has elements but no address", op, argument.name.c_str()));
+  }
   if (tensor.first() + tensor.span() > product_of(tensor.storage)) {
-    violation("storage", format("%s: the view of %s reaches element %lld, its storage has %lld", op, argument.name.c_str(),
-                                static_cast<long long>(tensor.first() + tensor.span()),
+    violation("storage", format("%s: the view of %s reaches element %lld, its storage has %lld", op,
+                                argument.name.c_str(), static_cast<long long>(tensor.first() + tensor.span()),
                                 static_cast<long long>(product_of(tensor.storage))));
   }
   const size_t item = item_size(tensor.dtype);
@@ -63,18 +65,21 @@ Operand make_operand(const Argument& argument, const Executor& executor) {
   return operand;
 }
 
-// An output must not share bytes with anything else of the launch, and nothing may begin in the padding behind it.
+// An output must not share bytes with anything else of the launch, and nothing may begin in the padding
+// behind it.
 void check_overlap(const std::vector<Access>& uses, const char* op) {
   for (const Access& output : uses) {
     if (!output.write) continue;
     for (const Access& other : uses) {
       if (&other == &output || !other.bytes || !output.bytes) continue;
       if (output.overlaps(other)) {
-        violation("overlap", format("%s: %s and %s share memory", op, output.what.c_str(), other.what.c_str()));
+        violation("overlap",
+                  format("%s: %s and %s share memory", op, output.what.c_str(), other.what.c_str()));
       }
       const uintptr_t end = (output.begin + output.bytes + kBlock - 1) / kBlock * kBlock + kPadding;
       if (other.begin >= output.begin && other.begin < end) {
-        violation("padding", format("%s: %s begins in the 32 bytes behind %s", op, other.what.c_str(), output.what.c_str()));
+        violation("padding", format("%s: %s begins in the 32 bytes behind %s", op, other.what.c_str(),
+                                    output.what.c_str()));
       }
     }
   }
@@ -89,7 +94,8 @@ void scribble(const Access& workspace, const std::string& op) {
   std::memset(bytes + workspace.bytes - part, kScribbleByte, part);
 }
 
-std::shared_ptr<Task> make_task(const std::shared_ptr<Executor>& executor, const void* handle, int stream, void* workspace) {
+std::shared_ptr<Task> make_task(const std::shared_ptr<Executor>& executor, const void* handle, int stream,
+                                void* workspace) {
   auto task = std::make_shared<Task>();
   task->kind = TaskKind::Kernel;
   task->name = executor->op;
@@ -137,16 +143,17 @@ int fail(const char* op, int code, const std::string& text) {
   return code;
 }
 
-int queue(const std::shared_ptr<Executor>& executor, const aclOpExecutor* handle, void* workspace, uint64_t workspace_size,
-          void* stream_handle) {
-  const char* const op = executor->op.c_str();
+int queue(const char* op, const std::shared_ptr<Executor>& executor, const aclOpExecutor* handle,
+          void* workspace, uint64_t workspace_size, void* stream_handle) {
   if (const int code = check_call(*executor, workspace, workspace_size, op)) {
     return fail(op, code, "the workspace is null or too small");
   }
   int code = 0;
   const auto stream = find_stream(stream_handle, op, &code);
   if (!stream) return code;
-  if (stream->context != executor->context) violation("wrong-device", format("%s: phase 1 ran in another context", op));
+  if (stream->context != executor->context) {
+    violation("wrong-device", format("%s: phase 1 ran in another context", op));
+  }
   if (executor->skips) return aclnn::kSuccess;
   const auto task = make_task(executor, handle, stream->number, workspace);
   code = submit(stream, task, op);
@@ -184,7 +191,7 @@ int launch(const char* op, void* workspace, uint64_t workspace_size, aclOpExecut
   if (!handle) return injected ? injected : fail(op, aclnn::kNullptr, "the executor is null");
   // Gone on success and on failure.
   const auto executor = consume_executor(handle, op);
-  if (!injected) return queue(executor, handle, workspace, workspace_size, stream);
+  if (!injected) return queue(op, executor, handle, workspace, workspace_size, stream);
   record_launch("launch", op, handle, -1, injected, *executor->context);
   return injected;
 }

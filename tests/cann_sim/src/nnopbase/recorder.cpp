@@ -20,18 +20,19 @@ const char* json_of(bool value) { return value ? "true" : "false"; }
 
 std::string origin(const Context* context) {
   if (!context) return format("\"thread\": %ld, \"device\": null", syscall(SYS_gettid));
-  return format("\"thread\": %ld, \"device\": %d, \"context\": %d, \"deterministic\": %d", syscall(SYS_gettid),
-                context->device, context->number, determinism_of(*context));
+  return format("\"thread\": %ld, \"device\": %d, \"context\": %d, \"deterministic\": %d",
+                syscall(SYS_gettid), context->device, context->number, determinism_of(*context));
 }
 
 }  // namespace
 
 std::string json_of(const Tensor& tensor) {
-  return format("{\"dtype\": %d, \"shape\": %s, \"strides\": %s, \"offset\": %lld, \"format\": %d, \"storage\": %s, "
-                "\"address\": %zu}",
-                tensor.dtype, json_of(tensor.shape).c_str(), json_of(tensor.strides).c_str(),
-                static_cast<long long>(tensor.offset), tensor.format, json_of(tensor.storage).c_str(),
-                reinterpret_cast<size_t>(tensor.data));
+  return format(
+      "{\"dtype\": %d, \"shape\": %s, \"strides\": %s, \"offset\": %lld, \"format\": %d, \"storage\": %s, "
+      "\"address\": %zu}",
+      tensor.dtype, json_of(tensor.shape).c_str(), json_of(tensor.strides).c_str(),
+      static_cast<long long>(tensor.offset), tensor.format, json_of(tensor.storage).c_str(),
+      reinterpret_cast<size_t>(tensor.data));
 }
 
 std::string json_of(const std::vector<bool>& values) {
@@ -40,8 +41,8 @@ std::string json_of(const std::vector<bool>& values) {
   return text + "]";
 }
 
-void record_plan(const std::string& op, const std::vector<Argument>& arguments, int status, uint64_t workspace,
-                 const void* executor, const Context* context) {
+void record_plan(const std::string& op, const std::vector<Argument>& arguments, int status,
+                 uint64_t workspace, const void* executor, const Context* context) {
   if (!settings()->record) return;
   std::string text;
   for (const Argument& argument : arguments) {

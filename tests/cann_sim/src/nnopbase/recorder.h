@@ -24,8 +24,8 @@ std::string json_of(const Tensor& tensor);
 std::string json_of(const std::vector<bool>& values);
 
 // {"event": "plan", ...}: a phase 1 with all its arguments and what came of it.
-void record_plan(const std::string& op, const std::vector<Argument>& arguments, int status, uint64_t workspace,
-                 const void* executor, const Context* context);
+void record_plan(const std::string& op, const std::vector<Argument>& arguments, int status,
+                 uint64_t workspace, const void* executor, const Context* context);
 
 // {"event": "launch", ...}: a phase 2; {"event": "run", ...}: its kernel starts.
 void record_launch(const char* event, const std::string& op, const void* executor, int stream, int status,

@@ -9,11 +9,13 @@ namespace {
 
 constexpr uintptr_t kAlignment = 32;
 
-// A view of device memory that an operator could work on. What depends on sizes is checked at launch: phase 1 alone is
-// also used to ask for the workspace, with addresses of something smaller.
+// A view of device memory that an operator could work on. What depends on sizes is checked at launch: phase 1
+// alone is also used to ask for the workspace, with addresses of something smaller.
 void check_address(const void* data, const char* user) {
   if (!data) return;
-  if (kind_of(data) != Kind::Device) violation("host-pointer", format("%s: %p is no device address", user, data));
+  if (kind_of(data) != Kind::Device) {
+    violation("host-pointer", format("%s: %p is no device address", user, data));
+  }
   if (reinterpret_cast<uintptr_t>(data) % kAlignment) {
     violation("alignment", format("%s: %p is not a multiple of 32", user, data));
   }
@@ -79,8 +81,9 @@ using namespace cann_sim;
 
 extern "C" {
 
-aclTensor* aclCreateTensor(const int64_t* shape, uint64_t rank, int dtype, const int64_t* strides, int64_t offset, int storage_format,
-                           const int64_t* storage, uint64_t storage_rank, void* data) {
+aclTensor* aclCreateTensor(const int64_t* shape, uint64_t rank, int dtype, const int64_t* strides,
+                           int64_t offset, int storage_format, const int64_t* storage, uint64_t storage_rank,
+                           void* data) {
   const char* const user = "aclCreateTensor";
   if (!enter_pointer(user)) return nullptr;
   auto tensor = std::make_shared<Tensor>();
@@ -97,7 +100,9 @@ aclTensor* aclCreateTensor(const int64_t* shape, uint64_t rank, int dtype, const
   }
   tensor->strides.resize(rank);
   int64_t step = 1;  // without strides the view is row-major
-  for (size_t axis = rank; axis-- > 0; step *= tensor->shape[axis]) tensor->strides[axis] = strides ? strides[axis] : step;
+  for (size_t axis = rank; axis-- > 0; step *= tensor->shape[axis]) {
+    tensor->strides[axis] = strides ? strides[axis] : step;
+  }
   for (const int64_t stride : tensor->strides) {
     if (stride < 0) violation("strides", format("%s: a stride is negative", user));
   }
@@ -116,7 +121,8 @@ int aclDestroyTensor(const aclTensor* handle) {
 aclBoolArray* aclCreateBoolArray(const bool* values, uint64_t size) {
   if (!enter_pointer("aclCreateBoolArray")) return nullptr;
   const std::lock_guard<std::mutex> lock(handles().mutex);
-  return static_cast<aclBoolArray*>(handles().bool_arrays.add(std::make_shared<std::vector<bool>>(values, values + size)));
+  return static_cast<aclBoolArray*>(
+      handles().bool_arrays.add(std::make_shared<std::vector<bool>>(values, values + size)));
 }
 
 int aclDestroyBoolArray(const aclBoolArray* handle) {

@@ -14,11 +14,20 @@ struct aclBoolArray;
 
 namespace cann_sim {
 
-enum DType { kFloat = 0, kFloat16 = 1, kInt32 = 3, kUint8 = 4, kInt64 = 9, kDouble = 11, kBool = 12, kBfloat16 = 27 };
+enum DType {
+  kFloat = 0,
+  kFloat16 = 1,
+  kInt32 = 3,
+  kUint8 = 4,
+  kInt64 = 9,
+  kDouble = 11,
+  kBool = 12,
+  kBfloat16 = 27
+};
 enum Format { kNchw = 0, kNhwc = 1, kNd = 2, kNdhwc = 27, kFractalNz = 29, kNcdhw = 30, kNc = 35, kNcl = 47 };
 
-// Whether elements lie as the shape says, whatever the axes are called. torch_npu's own binding of an operator that
-// wants ND hands down NCDHW for five axes, so these count as ND.
+// Whether elements lie as the shape says, whatever the axes are called. torch_npu's own binding of an
+// operator that wants ND hands down NCDHW for five axes, so these count as ND.
 bool is_dense(int format);
 
 // Bytes of an element; 0 for types that no simulated operator reads.

@@ -1,4 +1,5 @@
-// aclnnFusedFloydAttentionGrad, an interface generated from the operator definition: its shape rules are tiling's.
+// aclnnFusedFloydAttentionGrad, an interface generated from the operator definition: its shape rules are
+// tiling's.
 #include <cfloat>
 #include <cmath>
 
@@ -17,7 +18,8 @@ struct Call {
   bool has_executor, has_workspace_size;
 
   std::vector<Named> required() const {
-    return {{"query", query}, {"key1", key1}, {"value1", value1}, {"key2", key2}, {"value2", value2}, {"dy", dy}};
+    return {{"query", query}, {"key1", key1},     {"value1", value1},
+            {"key2", key2},   {"value2", value2}, {"dy", dy}};
   }
   std::vector<Named> outputs() const {
     return {{"dqOut", dq}, {"dk1Out", dk1}, {"dv1Out", dv1}, {"dk2Out", dk2}, {"dv2Out", dv2}};
@@ -36,7 +38,9 @@ Verdict check_nulls(const Call& call) {
 }
 
 Verdict check_support(const Call& call) {
-  if (product() == Product::Training) return refuse(aclnn::kFindKernel, "there is no kernel for this product");
+  if (product() == Product::Training) {
+    return refuse(aclnn::kFindKernel, "there is no kernel for this product");
+  }
   if (!is_one_of(call.query->dtype, {kFloat16, kBfloat16, kFloat})) {
     return refuse(aclnn::kInvalid, "the dtype of query is not supported");
   }
@@ -45,7 +49,9 @@ Verdict check_support(const Call& call) {
       if (named.tensor->dtype != call.query->dtype) {
         return refuse(aclnn::kInvalid, std::string(named.name) + " has not the dtype of query");
       }
-      if (!is_dense(named.tensor->format)) return refuse(aclnn::kInvalid, std::string(named.name) + " has not format ND");
+      if (!is_dense(named.tensor->format)) {
+        return refuse(aclnn::kInvalid, std::string(named.name) + " has not format ND");
+      }
     }
   }
   // The operator definition lists FLOAT, but no kernel was ever built for it.
@@ -69,7 +75,9 @@ Verdict check_ranks(const Call& call) {
   }
   const Shape &query = call.query->shape, &key1 = call.key1->shape;
   for (const size_t axis : {0, 1, 4}) {
-    if (query[axis] != key1[axis]) return refuse(aclnn::kTiling, "query and key1 differ on axis " + std::to_string(axis));
+    if (query[axis] != key1[axis]) {
+      return refuse(aclnn::kTiling, "query and key1 differ on axis " + std::to_string(axis));
+    }
   }
   return {};
 }
@@ -80,22 +88,34 @@ Verdict check_sizes(const Call& call) {
   if (sizes.n % 16) return refuse(aclnn::kTiling, "N is no multiple of 16");
   if (sizes.m % 128) return refuse(aclnn::kTiling, "M is no multiple of 128");
   if (sizes.k % 128) return refuse(aclnn::kTiling, "K is no multiple of 128");
-  if (sizes.d != 32 && sizes.d != 64 && sizes.d != 128) return refuse(aclnn::kTiling, "D is not 32, 64 or 128");
+  if (sizes.d != 32 && sizes.d != 64 && sizes.d != 128) {
+    return refuse(aclnn::kTiling, "D is not 32, 64 or 128");
+  }
   return {};
 }
 
 Verdict check_shapes(const Call& call) {
   const Sizes sizes = sizes_of(call);
-  if (call.value1->shape != call.key1->shape) return refuse(aclnn::kTiling, "value1 has not the shape of key1");
-  if (call.value2->shape != call.key2->shape) return refuse(aclnn::kTiling, "value2 has not the shape of key2");
+  if (call.value1->shape != call.key1->shape) {
+    return refuse(aclnn::kTiling, "value1 has not the shape of key1");
+  }
+  if (call.value2->shape != call.key2->shape) {
+    return refuse(aclnn::kTiling, "value2 has not the shape of key2");
+  }
   if (call.dy->shape != call.query->shape) return refuse(aclnn::kTiling, "dy has not the shape of query");
-  if (call.attention_in->shape != call.query->shape) return refuse(aclnn::kTiling, "attentionIn has not that of query");
+  if (call.attention_in->shape != call.query->shape) {
+    return refuse(aclnn::kTiling, "attentionIn has not that of query");
+  }
   if (call.mask && call.mask->shape != Shape{sizes.b, 1, sizes.n, 1, sizes.k}) {
     return refuse(aclnn::kTiling, "attenMask is not [B, 1, N, 1, K]");
   }
   const Shape statistics = {sizes.b, sizes.h, sizes.n, sizes.m, kStatisticsWidth};
-  if (call.softmax_sum->shape != statistics) return refuse(aclnn::kTiling, "softmaxSum is not [B, H, N, M, 8]");
-  if (call.softmax_max->shape != statistics) return refuse(aclnn::kTiling, "softmaxMax is not [B, H, N, M, 8]");
+  if (call.softmax_sum->shape != statistics) {
+    return refuse(aclnn::kTiling, "softmaxSum is not [B, H, N, M, 8]");
+  }
+  if (call.softmax_max->shape != statistics) {
+    return refuse(aclnn::kTiling, "softmaxMax is not [B, H, N, M, 8]");
+  }
   return {};
 }
 
@@ -106,14 +126,19 @@ Verdict check(const Call& call) {
   }
   size_t empty = 0;
   for (const Named& output : call.outputs()) empty += output.tensor->is_empty();
-  if (empty == call.outputs().size()) return {aclnn::kSuccess, "", true};
-  const Verdict late = check_not_null(
-      {{"softmaxMax", call.softmax_max}, {"softmaxSum", call.softmax_sum}, {"attentionIn", call.attention_in}},
-      aclnn::kTiling);
+  if (empty == call.outputs().size()) {
+    return {aclnn::kSuccess, "", true};
+  }
+  const Verdict late = check_not_null({{"softmaxMax", call.softmax_max},
+                                       {"softmaxSum", call.softmax_sum},
+                                       {"attentionIn", call.attention_in}},
+                                      aclnn::kTiling);
   if (late.code) return late;
   const Verdict ranks = check_ranks(call);
   if (ranks.code) return ranks;
-  if (empty) return {aclnn::kSuccess, "", true};
+  if (empty) {
+    return {aclnn::kSuccess, "", true};
+  }
   if (call.mask && !is_one_of(call.mask->dtype, {kBool, kUint8})) {
     return refuse(aclnn::kTiling, "attenMask is not BOOL or UINT8");
   }
@@ -126,20 +151,25 @@ Verdict check(const Call& call) {
 
 // Nobody looks at these: a device would read and write elsewhere, or other numbers.
 void check_unchecked(const KernelRun& run, const Sizes& sizes) {
-  const Shape query = {sizes.b, sizes.h, sizes.n, sizes.m, sizes.d}, key2 = {sizes.b, sizes.h, sizes.k, sizes.m, sizes.d};
+  const Shape query = {sizes.b, sizes.h, sizes.n, sizes.m, sizes.d},
+              key2 = {sizes.b, sizes.h, sizes.k, sizes.m, sizes.d};
   const Shape key1 = {sizes.b, sizes.h, sizes.n, sizes.k, sizes.d};
   const struct {
     const char* name;
     const Shape& shape;
-  } expected[] = {{"query", query}, {"key2", key2},  {"dqOut", query}, {"dk1Out", key1},
+  } expected[] = {{"query", query}, {"key2", key2},   {"dqOut", query}, {"dk1Out", key1},
                   {"dv1Out", key1}, {"dk2Out", key2}, {"dv2Out", key2}};
   for (const auto& [name, shape] : expected) {
-    if (run.shape(name) != shape) violation("undefined", format("%s: the shape of %s is wrong, and nobody checks it", kOp, name));
+    if (run.shape(name) != shape) {
+      violation("undefined", format("%s: the shape of %s is wrong, and nobody checks it", kOp, name));
+    }
   }
   const std::pair<const char*, int> dtypes[] = {
       {"softmaxMax", kFloat}, {"softmaxSum", kFloat}, {"attentionIn", run.dtype("query")}};
   for (const auto& [name, dtype] : dtypes) {
-    if (run.dtype(name) != dtype) violation("undefined", format("%s: the dtype of %s is wrong, and nobody checks it", kOp, name));
+    if (run.dtype(name) != dtype) {
+      violation("undefined", format("%s: the dtype of %s is wrong, and nobody checks it", kOp, name));
+    }
   }
 }
 
@@ -152,8 +182,10 @@ struct Gradients {
 };
 
 // Everything that goes through the row of scores of one n and m. Arguments are the first element of each row.
-void add_row(const Operands& in, Gradients& out, const Sizes& sizes, double scale, size_t batch, size_t head, size_t n, size_t m) {
-  const auto K = static_cast<size_t>(sizes.k), M = static_cast<size_t>(sizes.m), N = static_cast<size_t>(sizes.n);
+void add_row(const Operands& in, Gradients& out, const Sizes& sizes, double scale, size_t batch, size_t head,
+             size_t n, size_t m) {
+  const auto K = static_cast<size_t>(sizes.k), M = static_cast<size_t>(sizes.m),
+             N = static_cast<size_t>(sizes.n);
   const auto D = static_cast<size_t>(sizes.d), H = static_cast<size_t>(sizes.h);
   const size_t bh = batch * H + head;
   const size_t row = (bh * N + n) * M + m, q = row * D;
@@ -168,7 +200,8 @@ void add_row(const Operands& in, Gradients& out, const Sizes& sizes, double scal
     }
     score *= scale;
     if (!in.mask.empty() && in.mask[(batch * N + n) * K + k] != 0) score = -static_cast<double>(FLT_MAX);
-    const double p = std::exp(score - in.softmax_max[row * kStatisticsWidth]) / in.softmax_sum[row * kStatisticsWidth];
+    const double p =
+        std::exp(score - in.softmax_max[row * kStatisticsWidth]) / in.softmax_sum[row * kStatisticsWidth];
     const double ds = p * (score_grad - delta) * scale;
     for (size_t d = 0; d < D; ++d) {
       out.dq[q + d] += ds * (in.key1[one + d] + in.key2[two + d]);
@@ -198,7 +231,9 @@ void kernel(const KernelRun& run, const Sizes& sizes, double scale) {
   for (size_t batch = 0; batch < static_cast<size_t>(sizes.b); ++batch) {
     for (size_t head = 0; head < static_cast<size_t>(sizes.h); ++head) {
       for (size_t n = 0; n < static_cast<size_t>(sizes.n); ++n) {
-        for (size_t m = 0; m < static_cast<size_t>(sizes.m); ++m) add_row(in, out, sizes, scale, batch, head, n, m);
+        for (size_t m = 0; m < static_cast<size_t>(sizes.m); ++m) {
+          add_row(in, out, sizes, scale, batch, head, n, m);
+        }
       }
     }
   }
@@ -212,7 +247,9 @@ void kernel(const KernelRun& run, const Sizes& sizes, double scale) {
 // FLOAT accumulators of the five gradients.
 uint64_t workspace_bytes(const Call& call) {
   uint64_t elements = 0;
-  for (const Named& output : call.outputs()) elements += output.tensor ? static_cast<uint64_t>(output.tensor->elements()) : 0;
+  for (const Named& output : call.outputs()) {
+    elements += output.tensor ? static_cast<uint64_t>(output.tensor->elements()) : 0;
+  }
   return kSystemWorkspace + 4 * elements;
 }
 
@@ -224,10 +261,11 @@ using namespace cann_sim;
 extern "C" {
 
 int aclnnFusedFloydAttentionGradGetWorkspaceSize(
-    const aclTensor* query, const aclTensor* key1, const aclTensor* value1, const aclTensor* key2, const aclTensor* value2,
-    const aclTensor* dy, const aclTensor* atten_mask, const aclTensor* softmax_max, const aclTensor* softmax_sum,
-    const aclTensor* attention_in, double scale_value, const aclTensor* dq, const aclTensor* dk1, const aclTensor* dv1,
-    const aclTensor* dk2, const aclTensor* dv2, uint64_t* workspace_size, aclOpExecutor** executor) {
+    const aclTensor* query, const aclTensor* key1, const aclTensor* value1, const aclTensor* key2,
+    const aclTensor* value2, const aclTensor* dy, const aclTensor* atten_mask, const aclTensor* softmax_max,
+    const aclTensor* softmax_sum, const aclTensor* attention_in, double scale_value, const aclTensor* dq,
+    const aclTensor* dk1, const aclTensor* dv1, const aclTensor* dk2, const aclTensor* dv2,
+    uint64_t* workspace_size, aclOpExecutor** executor) {
   PhaseOne phase(kOp);
   phase.checks_workspace_size();
   Call call;
@@ -253,10 +291,12 @@ int aclnnFusedFloydAttentionGradGetWorkspaceSize(
   const Sizes sizes = has_sizes ? sizes_of(call) : Sizes{};
   const double scale = static_cast<float>(scale_value);  // the interface narrows it
   return phase.finish([&] { return check(call); }, workspace_bytes(call),
-                      [sizes, scale](KernelRun& run) { kernel(run, sizes, scale); }, workspace_size, executor);
+                      [sizes, scale](KernelRun& run) { kernel(run, sizes, scale); }, workspace_size,
+                      executor);
 }
 
-int aclnnFusedFloydAttentionGrad(void* workspace, uint64_t workspace_size, aclOpExecutor* executor, void* stream) {
+int aclnnFusedFloydAttentionGrad(void* workspace, uint64_t workspace_size, aclOpExecutor* executor,
+                                 void* stream) {
   return launch(kOp, workspace, workspace_size, executor, stream);
 }
 

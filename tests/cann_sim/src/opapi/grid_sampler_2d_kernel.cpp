@@ -18,21 +18,29 @@ constexpr double kBicubicA = -0.75;
 
 Coordinate unnormalize(double value, int64_t size, bool align_corners) {
   const auto length = static_cast<double>(size);
-  if (align_corners) return {(value + 1) / 2 * (length - 1), (length - 1) / 2};
+  if (align_corners) {
+    return {(value + 1) / 2 * (length - 1), (length - 1) / 2};
+  }
   return {((value + 1) * length - 1) / 2, length / 2};
 }
 
 Coordinate clip(Coordinate at, int64_t size) {
   const auto last = static_cast<double>(size - 1);
-  if (at.position <= 0) return {0, 0};
-  if (at.position >= last) return {last, 0};
+  if (at.position <= 0) {
+    return {0, 0};
+  }
+  if (at.position >= last) {
+    return {last, 0};
+  }
   return at;
 }
 
 Coordinate reflect(Coordinate at, int64_t size, bool align_corners) {
   const int64_t twice_low = align_corners ? 0 : -1;
   const int64_t twice_high = align_corners ? 2 * (size - 1) : 2 * size - 1;
-  if (twice_low == twice_high) return {0, 0};
+  if (twice_low == twice_high) {
+    return {0, 0};
+  }
   const double low = static_cast<double>(twice_low) / 2;
   const double span = static_cast<double>(twice_high - twice_low) / 2;
   double distance = at.position - low;
@@ -43,7 +51,9 @@ Coordinate reflect(Coordinate at, int64_t size, bool align_corners) {
   }
   const double rest = std::fmod(distance, span);
   const bool flips_even = std::fmod(std::floor(distance / span), 2) == 0;
-  if (flips_even) return {rest + low, at.factor * sign};
+  if (flips_even) {
+    return {rest + low, at.factor * sign};
+  }
   return {span - rest + low, -at.factor * sign};
 }
 
@@ -74,7 +84,9 @@ Neighbours nearest(double position) {
 
 // Cubic convolution, for distances up to 1 and from 1 to 2, with derivatives.
 double near_weight(double x) { return ((kBicubicA + 2) * x - (kBicubicA + 3)) * x * x + 1; }
-double far_weight(double x) { return ((kBicubicA * x - 5 * kBicubicA) * x + 8 * kBicubicA) * x - 4 * kBicubicA; }
+double far_weight(double x) {
+  return ((kBicubicA * x - 5 * kBicubicA) * x + 8 * kBicubicA) * x - 4 * kBicubicA;
+}
 double near_slope(double x) { return (3 * (kBicubicA + 2) * x - 2 * (kBicubicA + 3)) * x; }
 double far_slope(double x) { return (3 * kBicubicA * x - 10 * kBicubicA) * x + 8 * kBicubicA; }
 
@@ -86,7 +98,8 @@ Neighbours cubic(double position) {
           {far_slope(t + 1), near_slope(t), -near_slope(1 - t), -far_slope(2 - t)}};
 }
 
-// Where a neighbour lies after padding, or -1. Bicubic pads each neighbour on its own; the others padded before.
+// Where a neighbour lies after padding, or -1. Bicubic pads each neighbour on its own; the others padded
+// before.
 int64_t place(int64_t index, int64_t size, const GridOptions& options) {
   if (options.interpolation == kBicubic && options.padding != kZeros) {
     index = static_cast<int64_t>(pad({static_cast<double>(index), 1}, size, options).position);
@@ -118,14 +131,16 @@ Axis make_axis(double value, int64_t size, const GridOptions& options) {
 void grid_sampler_2d_kernel(const KernelRun& run, const GridOptions& options) {
   const Shape& input_shape = run.shape("input");
   const Shape& grid_shape = run.shape("grid");
-  const int64_t samples = input_shape[0], channels = input_shape[1], height = input_shape[2], width = input_shape[3];
+  const int64_t samples = input_shape[0], channels = input_shape[1], height = input_shape[2],
+                width = input_shape[3];
   const int64_t points = grid_shape[1] * grid_shape[2];
   const auto grad_output = run.read("gradOutput"), input = run.read("input"), grid = run.read("grid");
   std::vector<double> input_grad(input.size()), grid_grad(grid.size());
   for (int64_t n = 0; n < samples; ++n) {
     for (int64_t point = 0; point < points; ++point) {
       const auto at_grid = static_cast<size_t>((n * points + point) * 2);
-      const Axis x = make_axis(grid[at_grid], width, options), y = make_axis(grid[at_grid + 1], height, options);
+      const Axis x = make_axis(grid[at_grid], width, options),
+                 y = make_axis(grid[at_grid + 1], height, options);
       double slope_x = 0, slope_y = 0;
       for (int i = 0; i < y.neighbours.count; ++i) {
         const int64_t row = place(y.neighbours.first + i, height, options);
@@ -143,7 +158,9 @@ void grid_sampler_2d_kernel(const KernelRun& run, const GridOptions& options) {
           slope_y += dot * y.neighbours.slope[i] * x.neighbours.weight[j];
         }
       }
-      if (options.interpolation == kNearest) continue;  // its gradient by the grid is 0
+      if (options.interpolation == kNearest) {
+        continue;  // its gradient by the grid is 0
+      }
       grid_grad[at_grid] = x.factor * slope_x;
       grid_grad[at_grid + 1] = y.factor * slope_y;
     }

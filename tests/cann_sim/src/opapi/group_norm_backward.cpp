@@ -1,4 +1,5 @@
-// aclnnGroupNormBackward. Checks in the order of the vendor's source; what they say, not what the document asks for.
+// aclnnGroupNormBackward. Checks in the order of the vendor's source; what they say, not what the document
+// asks for.
 #include "checks.h"
 
 namespace cann_sim {
@@ -22,8 +23,8 @@ struct Call {
 
 Verdict check_nulls(const Call& call) {
   if (!call.has_results) return refuse(aclnn::kNullptr, "workspaceSize or executor is null");
-  const Verdict inputs =
-      check_not_null({{"gradOut", call.grad_out}, {"input", call.input}, {"mean", call.mean}, {"rstd", call.rstd}});
+  const Verdict inputs = check_not_null(
+      {{"gradOut", call.grad_out}, {"input", call.input}, {"mean", call.mean}, {"rstd", call.rstd}});
   if (inputs.code) return inputs;
   // The source takes these for invalid, though its log says null.
   if (!call.mask) return refuse(aclnn::kInvalid, "outputMask is null");
@@ -58,8 +59,12 @@ Verdict check_dtypes(const Call& call) {
 Verdict check_groups(const Call& call) {
   if (call.group <= 0) return refuse(aclnn::kInvalid, "group is not above 0");
   if (call.c % call.group) return refuse(aclnn::kInvalid, "C is not a multiple of group");
-  if (product() == Product::Training) return {};
-  if (call.c / call.group > kMaxGroupChannels) return refuse(aclnn::kInvalid, "a group has more than 8000 channels");
+  if (product() == Product::Training) {
+    return {};
+  }
+  if (call.c / call.group > kMaxGroupChannels) {
+    return refuse(aclnn::kInvalid, "a group has more than 8000 channels");
+  }
   if (call.c > kMaxChannels) return refuse(aclnn::kInvalid, "C is above 240000");
   return {};
 }
@@ -67,11 +72,19 @@ Verdict check_groups(const Call& call) {
 Verdict check_shapes(const Call& call) {
   if (call.grad_out->rank() > kMaxRank) return refuse(aclnn::kInvalid, "the rank of gradOut is above 8");
   const int64_t elements = call.n * call.c * call.hxw;
-  if (call.grad_out->elements() != elements) return refuse(aclnn::kInvalid, "gradOut has not N*C*HxW elements");
+  if (call.grad_out->elements() != elements) {
+    return refuse(aclnn::kInvalid, "gradOut has not N*C*HxW elements");
+  }
   if (call.input->elements() != elements) return refuse(aclnn::kInvalid, "input has not N*C*HxW elements");
-  if (call.mean->elements() != call.n * call.group) return refuse(aclnn::kInvalid, "mean has not N*group elements");
-  if (call.rstd->elements() != call.n * call.group) return refuse(aclnn::kInvalid, "rstd has not N*group elements");
-  if (call.gamma && call.gamma->elements() != call.c) return refuse(aclnn::kInvalid, "gamma has not C elements");
+  if (call.mean->elements() != call.n * call.group) {
+    return refuse(aclnn::kInvalid, "mean has not N*group elements");
+  }
+  if (call.rstd->elements() != call.n * call.group) {
+    return refuse(aclnn::kInvalid, "rstd has not N*group elements");
+  }
+  if (call.gamma && call.gamma->elements() != call.c) {
+    return refuse(aclnn::kInvalid, "gamma has not C elements");
+  }
   const Shape like_gamma = call.gamma ? call.gamma->shape : Shape{call.c};
   if (call.wants(0) && call.grad_input->shape != call.input->shape) {
     return refuse(aclnn::kInvalid, "gradInput has not the shape of input");
@@ -90,7 +103,9 @@ Verdict check(const Call& call) {
     const Verdict verdict = step(call);
     if (verdict.code) return verdict;
   }
-  if (call.grad_out->is_empty() || call.input->is_empty() || !call.wants_any()) return {aclnn::kSuccess, "", true};
+  if (call.grad_out->is_empty() || call.input->is_empty() || !call.wants_any()) {
+    return {aclnn::kSuccess, "", true};
+  }
   // Only products of sizes were checked so far; two negative ones get here.
   if (call.n < 0 || call.c < 0 || call.hxw < 0) return refuse(aclnn::kInnerNullptr, "a size is negative");
   return {};
@@ -101,7 +116,8 @@ struct Sizes {
 };
 
 void kernel(const KernelRun& run, const Sizes& sizes, const std::vector<bool>& wants) {
-  const auto grad_out = run.read("gradOut"), input = run.read("input"), mean = run.read("mean"), rstd = run.read("rstd");
+  const auto grad_out = run.read("gradOut"), input = run.read("input"), mean = run.read("mean"),
+             rstd = run.read("rstd");
   const auto c = static_cast<size_t>(sizes.c), pixels = static_cast<size_t>(sizes.hxw);
   const auto groups = static_cast<size_t>(sizes.group), samples = static_cast<size_t>(sizes.n);
   const auto gamma = run.has("gamma") ? run.read("gamma") : std::vector<double>(c, 1.0);
@@ -125,7 +141,8 @@ void kernel(const KernelRun& run, const Sizes& sizes, const std::vector<bool>& w
     }
     for (size_t at = first; at < first + group_channels * pixels; ++at) {
       const double weighted = grad_out[at] * gamma[first_channel + (at - first) / pixels];
-      grad_input[at] = rstd[row] * (weighted - sum / group_elements - normalized(at) * (product_sum / group_elements));
+      grad_input[at] =
+          rstd[row] * (weighted - sum / group_elements - normalized(at) * (product_sum / group_elements));
     }
   }
   if (wants[0]) run.write("gradInput", grad_input);
@@ -145,11 +162,12 @@ using namespace cann_sim;
 
 extern "C" {
 
-int aclnnGroupNormBackwardGetWorkspaceSize(const aclTensor* grad_out, const aclTensor* input, const aclTensor* mean,
-                                           const aclTensor* rstd, const aclTensor* gamma, int64_t n, int64_t c, int64_t hxw,
-                                           int64_t group, const aclBoolArray* output_mask, aclTensor* grad_input,
-                                           aclTensor* grad_gamma, aclTensor* grad_beta, uint64_t* workspace_size,
-                                           aclOpExecutor** executor) {
+int aclnnGroupNormBackwardGetWorkspaceSize(const aclTensor* grad_out, const aclTensor* input,
+                                           const aclTensor* mean, const aclTensor* rstd,
+                                           const aclTensor* gamma, int64_t n, int64_t c, int64_t hxw,
+                                           int64_t group, const aclBoolArray* output_mask,
+                                           aclTensor* grad_input, aclTensor* grad_gamma, aclTensor* grad_beta,
+                                           uint64_t* workspace_size, aclOpExecutor** executor) {
   PhaseOne phase(kOp);
   phase.can_be_deterministic();
   Call call;
@@ -174,7 +192,8 @@ int aclnnGroupNormBackwardGetWorkspaceSize(const aclTensor* grad_out, const aclT
   }
   const Sizes sizes{n, c, hxw, group};
   return phase.finish([&] { return check(call); }, workspace_bytes(sizes),
-                      [sizes, wants](KernelRun& run) { kernel(run, sizes, wants); }, workspace_size, executor);
+                      [sizes, wants](KernelRun& run) { kernel(run, sizes, wants); }, workspace_size,
+                      executor);
 }
 
 int aclnnGroupNormBackward(void* workspace, uint64_t workspace_size, aclOpExecutor* executor, void* stream) {

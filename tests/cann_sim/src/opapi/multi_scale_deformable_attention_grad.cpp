@@ -1,4 +1,5 @@
-// aclnnMultiScaleDeformableAttentionGrad. Checks in the order of the vendor's source of 2026; gradOutput has rank 3.
+// aclnnMultiScaleDeformableAttentionGrad. Checks in the order of the vendor's source of 2026; gradOutput has
+// rank 3.
 #include <cmath>
 
 #include "../model/violation.h"
@@ -27,7 +28,8 @@ Verdict check_dtypes(const Call& call) {
       return refuse(aclnn::kInvalid, std::string("the dtype of ") + named.name + " is not supported");
     }
   }
-  for (const Named& named : {Named{"spatialShape", call.spatial_shape}, {"levelStartIndex", call.level_start_index}}) {
+  for (const Named& named :
+       {Named{"spatialShape", call.spatial_shape}, {"levelStartIndex", call.level_start_index}}) {
     if (!is_one_of(named.tensor->dtype, {kInt32, kInt64})) {
       return refuse(aclnn::kInvalid, std::string("the dtype of ") + named.name + " is not supported");
     }
@@ -43,7 +45,9 @@ Verdict check_formats(const Call& call) {
                           {"attnWeight", call.attn_weight},
                           {"gradOutput", call.grad_output}};
   for (const Named& named : inputs) {
-    if (named.tensor->format == kFractalNz) return refuse(aclnn::kInvalid, std::string(named.name) + " is FRACTAL_NZ");
+    if (named.tensor->format == kFractalNz) {
+      return refuse(aclnn::kInvalid, std::string(named.name) + " is FRACTAL_NZ");
+    }
   }
   return {};
 }
@@ -65,7 +69,9 @@ Verdict check_ranks(const Call& call) {
 
 Verdict check_limits(const Call& call) {
   const int64_t channels = call.value->shape[3];
-  if (channels % 8 || channels > 256) return refuse(aclnn::kInvalid, "channels is no multiple of 8 up to 256");
+  if (channels % 8 || channels > 256) {
+    return refuse(aclnn::kInvalid, "channels is no multiple of 8 up to 256");
+  }
   if (call.location->shape[1] >= 500000) return refuse(aclnn::kInvalid, "num_queries is not below 500000");
   if (call.spatial_shape->shape[0] > 16) return refuse(aclnn::kInvalid, "num_levels is above 16");
   if (call.value->shape[2] > 16) return refuse(aclnn::kInvalid, "num_heads is above 16");
@@ -77,14 +83,20 @@ Verdict check_shared_sizes(const Call& call) {
   const Shape &value = call.value->shape, &location = call.location->shape, &grad = call.grad_output->shape;
   const int64_t levels = call.spatial_shape->shape[0];
   const Shape points = {value[0], location[1], value[2], levels, location[4]};
-  if (call.level_start_index->shape[0] != levels) return refuse(aclnn::kInvalid, "levelStartIndex has other levels");
-  if (Shape(location.begin(), location.end() - 1) != points) return refuse(aclnn::kInvalid, "location has other sizes");
+  if (call.level_start_index->shape[0] != levels) {
+    return refuse(aclnn::kInvalid, "levelStartIndex has other levels");
+  }
+  if (Shape(location.begin(), location.end() - 1) != points) {
+    return refuse(aclnn::kInvalid, "location has other sizes");
+  }
   if (call.attn_weight->shape != points) return refuse(aclnn::kInvalid, "attnWeight has other sizes");
   if (grad != Shape{value[0], location[1], value[2] * value[3]}) {
     return refuse(aclnn::kInvalid, "gradOutput has other sizes");
   }
   if (call.grad_value->shape != value) return refuse(aclnn::kInvalid, "gradValue has not the shape of value");
-  if (call.grad_location->shape != location) return refuse(aclnn::kInvalid, "gradLocation has not the shape of location");
+  if (call.grad_location->shape != location) {
+    return refuse(aclnn::kInvalid, "gradLocation has not the shape of location");
+  }
   if (call.grad_attn_weight->shape != points) {
     return refuse(aclnn::kInvalid, "gradAttnWeight has not the shape of attnWeight");
   }
@@ -106,12 +118,16 @@ Verdict check(const Call& call) {
     const Verdict verdict = step(call);
     if (verdict.code) return verdict;
   }
-  for (const Tensor* input : {call.value, call.spatial_shape, call.level_start_index, call.location, call.attn_weight,
-                              call.grad_output}) {
-    if (input->is_empty()) return {aclnn::kSuccess, "", true};
+  for (const Tensor* input : {call.value, call.spatial_shape, call.level_start_index, call.location,
+                              call.attn_weight, call.grad_output}) {
+    if (input->is_empty()) {
+      return {aclnn::kSuccess, "", true};
+    }
   }
   // No check of the product: its kernel is simply not there.
-  if (product() == Product::Training) return refuse(aclnn::kInnerNullptr, "there is no kernel for this product");
+  if (product() == Product::Training) {
+    return refuse(aclnn::kInnerNullptr, "there is no kernel for this product");
+  }
   return {};
 }
 
@@ -119,7 +135,8 @@ struct Gradients {
   std::vector<double> value, location, attn_weight;
 };
 
-// One level as the caller describes it. The device believes it; the simulator looks before it leaves the tensor.
+// One level as the caller describes it. The device believes it; the simulator looks before it leaves the
+// tensor.
 struct Level {
   int64_t height, width, start;
 };
@@ -136,15 +153,17 @@ class Sampler {
   size_t row(int64_t batch, int64_t head, const Level& level, int64_t y, int64_t x) const {
     const int64_t key = level.start + y * level.width + x;
     if (key < 0 || key >= shape_[1]) {
-      violation("unsafe-levels", format("%s: a level reaches key %lld of %lld", kOp, static_cast<long long>(key),
-                                        static_cast<long long>(shape_[1])));
+      violation("unsafe-levels", format("%s: a level reaches key %lld of %lld", kOp,
+                                        static_cast<long long>(key), static_cast<long long>(shape_[1])));
     }
     return static_cast<size_t>(((batch * shape_[1] + key) * shape_[2] + head) * shape_[3]);
   }
 
   // Adds the gradients of one sampling point, whose gradient of the output begins at `grad_row`.
-  void add_point(int64_t batch, int64_t head, size_t grad_row, const Level& level, double x, double y, double weight) {
-    const double column = x * static_cast<double>(level.width) - 0.5, line = y * static_cast<double>(level.height) - 0.5;
+  void add_point(int64_t batch, int64_t head, size_t grad_row, const Level& level, double x, double y,
+                 double weight) {
+    const double column = x * static_cast<double>(level.width) - 0.5,
+                 line = y * static_cast<double>(level.height) - 0.5;
     double by_weight = 0, by_x = 0, by_y = 0;
     const bool is_near = line > -1 && column > -1 && line < static_cast<double>(level.height) &&
                          column < static_cast<double>(level.width);
@@ -154,7 +173,8 @@ class Sampler {
         const int down = corner / 2, right = corner % 2;
         const auto at_y = static_cast<int64_t>(y0) + down, at_x = static_cast<int64_t>(x0) + right;
         if (at_y < 0 || at_x < 0 || at_y >= level.height || at_x >= level.width) continue;
-        const double share_y = down ? line - y0 : 1 - (line - y0), share_x = right ? column - x0 : 1 - (column - x0);
+        const double share_y = down ? line - y0 : 1 - (line - y0),
+                     share_x = right ? column - x0 : 1 - (column - x0);
         const size_t value_row = row(batch, head, level, at_y, at_x);
         double dot = 0;
         for (size_t channel = 0; channel < static_cast<size_t>(shape_[3]); ++channel) {
@@ -214,9 +234,10 @@ using namespace cann_sim;
 extern "C" {
 
 int aclnnMultiScaleDeformableAttentionGradGetWorkspaceSize(
-    const aclTensor* value, const aclTensor* spatial_shape, const aclTensor* level_start_index, const aclTensor* location,
-    const aclTensor* attn_weight, const aclTensor* grad_output, aclTensor* grad_value, aclTensor* grad_location,
-    aclTensor* grad_attn_weight, uint64_t* workspace_size, aclOpExecutor** executor) {
+    const aclTensor* value, const aclTensor* spatial_shape, const aclTensor* level_start_index,
+    const aclTensor* location, const aclTensor* attn_weight, const aclTensor* grad_output,
+    aclTensor* grad_value, aclTensor* grad_location, aclTensor* grad_attn_weight, uint64_t* workspace_size,
+    aclOpExecutor** executor) {
   PhaseOne phase(kOp);
   phase.can_be_deterministic();
   Call call;
@@ -230,16 +251,19 @@ int aclnnMultiScaleDeformableAttentionGradGetWorkspaceSize(
   call.grad_location = phase.output("gradLocation", grad_location);
   call.grad_attn_weight = phase.output("gradAttnWeight", grad_attn_weight);
   if (!workspace_size || !executor) {
-    violation("undefined", format("%s: workspaceSize or executor is null, which the vendor does not check", kOp));
+    violation("undefined",
+              format("%s: workspaceSize or executor is null, which the vendor does not check", kOp));
   }
   // FLOAT copies of value and its gradient, and of location, for the transposed layout the kernel works in.
   const uint64_t scratch = call.value && call.location
                                ? 8 * static_cast<uint64_t>(call.value->elements() + call.location->elements())
                                : 0;
-  return phase.finish([&] { return check(call); }, kSystemWorkspace + scratch, kernel, workspace_size, executor);
+  return phase.finish([&] { return check(call); }, kSystemWorkspace + scratch, kernel, workspace_size,
+                      executor);
 }
 
-int aclnnMultiScaleDeformableAttentionGrad(void* workspace, uint64_t workspace_size, aclOpExecutor* executor, void* stream) {
+int aclnnMultiScaleDeformableAttentionGrad(void* workspace, uint64_t workspace_size, aclOpExecutor* executor,
+                                           void* stream) {
   return launch(kOp, workspace, workspace_size, executor, stream);
 }
 

@@ -1,0 +1,176 @@
+"""What a process sees that lives with a fault, as JSON: `python -m tests.cann_sim.observations NAME`.
+
+In processes of their own, because some hang, die, or leave a device that nothing can be done with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from ctypes import byref, c_void_p
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.cann_sim.bench import Bench
+from tests.cann_sim.build import Installation
+from tests.cann_sim.operators import Arguments, Launch, make_arrays
+from tests.cann_sim.runtime import CannError, Runtime
+
+from npugrad.ops import OPERATORS, get_operator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Observation = Callable[[Runtime], Any]
+
+OBSERVATIONS: dict[str, Observation] = {}
+
+
+def observation(function: Observation) -> Observation:
+    """Registers an observation under its name."""
+    OBSERVATIONS[function.__name__] = function
+    return function
+
+
+@observation
+def malloc_statuses(runtime: Runtime) -> list[int]:
+    """Six allocations, freed at once."""
+    codes = []
+    for _ in range(6):
+        address = c_void_p()
+        codes.append(runtime.status("aclrtMalloc", byref(address), 64, 0))
+        if not codes[-1]:
+            runtime.call("aclrtFree", address)
+    return codes
+
+
+@observation
+def launch_statuses(runtime: Runtime) -> list[tuple[str, int]]:
+    """Three launches and waits: which function failed, and how."""
+    seen: list[tuple[str, int]] = []
+    stream = runtime.stream()
+    for _ in range(3):
+        bench = None
+        try:
+            bench = Bench(runtime)
+            bench.launch(stream)
+            runtime.call("aclrtSynchronizeStreamWithTimeout", stream, 1000)
+            seen.append(("", 0))
+        except CannError as error:
+            seen.append((error.function, error.code))
+            if error.function.startswith("aclrtSync"):
+                break  # work may still run, or the context takes no more
+        if bench:
+            bench.close()
+    return seen
+
+
+@observation
+def second_device_statuses(runtime: Runtime) -> list[int]:
+    """Setting device 0, then 1, three times."""
+    return [runtime.status("aclrtSetDevice", device) for device in (0, 1) * 3]
+
+
+@observation
+def soc_and_operators(runtime: Runtime) -> list[Any]:
+    """Name of the chip, version, and which operators there are."""
+    return [
+        runtime.soc_name(),
+        runtime.version(),
+        [n for n, spec in OPERATORS.items() if runtime.has(spec.aclnn_name)],
+    ]
+
+
+@observation
+def results_of_two_launches(runtime: Runtime) -> bool:
+    """Whether the same launch gives the same bits twice."""
+    stream, bench = runtime.stream(), Bench(runtime)
+    sizes = {"gradInput": 512, "gradBetaOut": 64}
+    found = []
+    for _ in range(2):
+        bench.launch(stream)
+        runtime.call("aclrtSynchronizeStream", stream)
+        found.append([runtime.download(bench.addresses[name], size) for name, size in sizes.items()])
+    return found[0] == found[1]
+
+
+@observation
+def gradients_over_ones(runtime: Runtime) -> bool:
+    """Whether MSDA's gradients are the same over zeros and over ones."""
+    spec = get_operator("multi_scale_deformable_attention_grad")
+    call = spec.build()
+    stream = runtime.stream()
+    found = []
+    for fill in (0, 1):
+        launch = Launch(runtime, spec, call, make_arrays(spec, call), fill=fill)
+        found.append(launch.run(stream)["grad_value"].tobytes())
+    return found[0] == found[1]
+
+
+@observation
+def workspace_bytes(runtime: Runtime) -> int:
+    """What phase 1 of GroupNorm asks for."""
+    spec = get_operator("group_norm_backward")
+    arguments = Arguments(runtime, spec, spec.build(), runtime.malloc(64))
+    with arguments.handles:
+        return runtime.plan(spec.aclnn_name, *arguments.values())[0]
+
+
+@observation
+def null_tensor(runtime: Runtime) -> str:
+    """What comes of aclCreateTensor."""
+    try:
+        return str(runtime.tensor(0, (4,), runtime.malloc(64)))
+    except CannError as error:
+        return error.function
+
+
+@observation
+def error_after_a_failed_plan(runtime: Runtime) -> list[Any]:
+    """Code, last error and text of a phase 1 that fails."""
+    try:
+        Bench(runtime).plan()
+    except CannError as error:
+        return [error.code, runtime.status("aclrtPeekAtLastError", 0), str(error)]
+    return []
+
+
+@observation
+def plans_as_told(runtime: Runtime) -> list[int]:
+    """Statuses of an allocation each time a line comes in: for plans that change under the process."""
+    found = []
+    for _ in sys.stdin:
+        found.append(runtime.status("aclrtSetDevice", 0))
+        print(found[-1], flush=True)
+    return found
+
+
+@observation
+def sudden_end(runtime: Runtime) -> None:
+    """A process that leaves by os._exit, as a worker with a sick device does."""
+    runtime.malloc(64)
+    os._exit(7)
+
+
+@observation
+def killed(runtime: Runtime) -> None:
+    """A process that is killed with a tensor alive."""
+    runtime.tensor(0, (4,), runtime.malloc(64))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(name: str) -> None:
+    """Makes one observation and prints it."""
+    runtime = Runtime(Installation(Path(os.environ["ASCEND_HOME_PATH"])))
+    runtime.call("aclInit", None)
+    code = runtime.status("aclrtSetDevice", 0)
+    if code:
+        print(json.dumps({"start": code}))
+    else:
+        print(json.dumps(OBSERVATIONS[name](runtime)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

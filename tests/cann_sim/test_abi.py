@@ -1,0 +1,158 @@
+"""Functions, types and numbers of the simulator are those of the headers that torch_npu ships."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.cann_sim.build import SOURCES, vendor_functions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.cann_sim.build import Installation
+
+pytestmark = pytest.mark.npu_sim
+
+# A constant of acl_types.h and the vendor's name for it.
+CONSTANTS = {
+    "kSuccess": "ACL_SUCCESS",
+    "kInvalidParam": "ACL_ERROR_INVALID_PARAM",
+    "kRepeatInitialize": "ACL_ERROR_REPEAT_INITIALIZE",
+    "kRtParamInvalid": "ACL_ERROR_RT_PARAM_INVALID",
+    "kRtInvalidDevice": "ACL_ERROR_RT_INVALID_DEVICEID",
+    "kRtSysParamOptNotSet": "ACL_ERROR_RT_SYSPARAMOPT_NOT_SET",
+    "kRtMemoryAllocation": "ACL_ERROR_RT_MEMORY_ALLOCATION",
+    "kHostToHost": "ACL_MEMCPY_HOST_TO_HOST",
+    "kHostToDevice": "ACL_MEMCPY_HOST_TO_DEVICE",
+    "kDeviceToHost": "ACL_MEMCPY_DEVICE_TO_HOST",
+    "kDeviceToDevice": "ACL_MEMCPY_DEVICE_TO_DEVICE",
+    "kDefault": "ACL_MEMCPY_DEFAULT",
+    "kDdr": "ACL_DDR_MEM",
+    "kHbm": "ACL_HBM_MEM",
+    "kStreamComplete": "ACL_STREAM_STATUS_COMPLETE",
+    "kStreamNotReady": "ACL_STREAM_STATUS_NOT_READY",
+    "kRecordedNotReady": "ACL_EVENT_RECORDED_STATUS_NOT_READY",
+    "kRecordedComplete": "ACL_EVENT_RECORDED_STATUS_COMPLETE",
+    "kWaitComplete": "ACL_EVENT_WAIT_STATUS_COMPLETE",
+    "kWaitNotReady": "ACL_EVENT_WAIT_STATUS_NOT_READY",
+    "kDeterministic": "ACL_OPT_DETERMINISTIC",
+    "kStopOnFailure": "ACL_STOP_ON_FAILURE",
+    "kPackageDriver": "ACL_PKG_NAME_DRIVER",
+}
+# Codes that appear as bare numbers elsewhere in the sources.
+CODES = {
+    107002: "ACL_ERROR_RT_CONTEXT_NULL",
+    107003: "ACL_ERROR_RT_STREAM_CONTEXT",
+    507046: "ACL_ERROR_RT_STREAM_SYNC_TIMEOUT",
+    507047: "ACL_ERROR_RT_EVENT_SYNC_TIMEOUT",
+}
+DTYPES = {
+    "kFloat": "ACL_FLOAT",
+    "kFloat16": "ACL_FLOAT16",
+    "kInt32": "ACL_INT32",
+    "kUint8": "ACL_UINT8",
+    "kInt64": "ACL_INT64",
+    "kDouble": "ACL_DOUBLE",
+    "kBool": "ACL_BOOL",
+    "kBfloat16": "ACL_BF16",
+}
+FORMATS = {
+    "kNchw": "ACL_FORMAT_NCHW",
+    "kNhwc": "ACL_FORMAT_NHWC",
+    "kNd": "ACL_FORMAT_ND",
+    "kNdhwc": "ACL_FORMAT_NDHWC",
+    "kFractalNz": "ACL_FORMAT_FRACTAL_NZ",
+    "kNcdhw": "ACL_FORMAT_NCDHW",
+    "kNc": "ACL_FORMAT_NC",
+    "kNcl": "ACL_FORMAT_NCL",
+}
+# What travels in the same register in the same way.
+SCALARS = {
+    "size_t": "u64",
+    "uint64_t": "u64",
+    "int64_t": "i64",
+    "int32_t": "i32",
+    "int": "i32",
+    "aclError": "i32",
+    "uint32_t": "u32",
+    "void": "void",
+    **dict.fromkeys(("aclrtStream", "aclrtEvent", "aclrtContext"), "pointer"),
+}
+
+
+def test_numbers_are_the_vendors(torch_npu: Path, tmp_path: Path) -> None:
+    names = [f"acl::{ours}" for ours in CONSTANTS]
+    vendor = {**CONSTANTS, **DTYPES, **FORMATS}
+    ours = [*names, *(f"cann_sim::{name}" for name in (*DTYPES, *FORMATS)), *map(str, CODES)]
+    checks = [
+        f'static_assert(static_cast<long long>({mine}) == static_cast<long long>({theirs}), "{mine}");'
+        for mine, theirs in zip(ours, [*vendor.values(), *CODES.values()], strict=True)
+    ]
+    checks.append('static_assert(sizeof(acl::PackageVersion) == sizeof(aclCANNPackageVersion), "version");')
+    source = tmp_path / "numbers.cpp"
+    source.write_text(
+        '#include "acl/acl.h"\n#include "ascendcl/acl_types.h"\n#include "nnopbase/tensor.h"\n'
+        + "\n".join(checks)
+    )
+    command = [
+        "g++",
+        "-std=c++17",
+        "-fsyntax-only",
+        f"-I{torch_npu / 'include'}",
+        f"-I{SOURCES}",
+        str(source),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def passing(declaration: str) -> str:
+    """How a parameter or result travels: pointers alike, enumerations as int."""
+    text = re.sub(r"\b(const|enum|struct)\b", "", declaration).strip()
+    if "*" in text or "[" in text:
+        return "pointer"
+    kind = text.split()[0] if text else "void"
+    return SCALARS.get(kind, "i32" if kind.startswith("acl") else kind)
+
+
+def prototypes(text: str) -> dict[str, tuple[str, ...]]:
+    """Result and parameters of every function declared or defined in a text."""
+    text = re.sub(r"/\*.*?\*/|//[^\n]*", "", text, flags=re.DOTALL)
+    found = {}
+    for result, name, parameters in re.findall(
+        r"((?:const )?\w+\s*\**)\s*\b(acl\w+)\(([^()]*)\)\s*[;{]", text, flags=re.DOTALL
+    ):
+        kinds = [passing(part) for part in parameters.split(",")]
+        found[name] = (passing(result), *(kind for kind in kinds if kind != "void"))
+    return found
+
+
+def test_functions_take_what_the_vendors_take(torch_npu: Path) -> None:
+    headers = [path for path in (torch_npu / "include" / "acl").glob("*.h") if path.name != "acl_rt_api.h"]
+    theirs = prototypes("".join(path.read_text() for path in headers))  # that one has C++ overloads
+    ours = prototypes("".join(path.read_text() for path in (SOURCES / "ascendcl").glob("*.cpp")))
+    assert len(ours) > 60
+    known = {name: theirs[name] for name in ours if name in theirs}
+    assert set(ours) - set(known) <= {"aclAppLog"}  # its dots are no prototype for this parser
+    assert {name: ours[name] for name in known} == known
+
+
+def test_what_torch_npu_links_is_there_or_a_trap(cann_sim: Installation, torch_npu: Path) -> None:
+    wanted = vendor_functions(torch_npu)
+    assert len(wanted) > 80
+    listing = subprocess.run(
+        ["nm", "--dynamic", "--defined-only", "--format=just-symbols", *cann_sim.libraries.glob("*.so")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert wanted <= set(listing.stdout.split())
+
+
+def test_nothing_to_warn_about(cann_sim: Installation, tmp_path: Path) -> None:
+    assert cann_sim.warnings == ""
+    for source in SOURCES.glob("*/*.cpp"):
+        assert len(source.read_text().splitlines()) < 400, source

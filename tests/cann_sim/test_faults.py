@@ -1,0 +1,205 @@
+"""The plan: what it makes fail, when, how often, on which device, and across processes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.cann_sim.fixtures import REPOSITORY, TIMEOUT_S
+from tests.cann_sim.report import Report, leaks, write_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.cann_sim.build import Installation
+    from tests.cann_sim.fixtures import Ended
+
+    Run = Callable[..., Ended]
+
+pytestmark = pytest.mark.npu_sim
+
+OOM, AICORE, DOWN, KERNEL_PACKAGE, TIMEOUT = 207001, 507015, 507033, 561112, 507046
+PLAN, LAUNCH = "aclnnGroupNormBackwardGetWorkspaceSize", "aclnnGroupNormBackward"
+SYNC = "aclrtSynchronizeStreamWithTimeout"
+
+
+def observe(run_on_sim: Run, name: str, plan: str, **variables: str) -> Any:
+    """What an observation prints."""
+    ended = run_on_sim("-m", "tests.cann_sim.observations", name, plan=plan, **variables)
+    assert ended.status == 0, ended
+    assert ended.report.violations() == []
+    return json.loads(ended.output)
+
+
+@pytest.mark.parametrize(
+    ("when", "failing"),
+    [("1", {0}), ("3", {2}), ("2-4", {1, 2, 3}), ("4+", {3, 4, 5}), ("*", set(range(6)))],
+)
+@pytest.mark.parametrize("target", ["aclrtMalloc", "malloc"])
+def test_calls_are_counted(run_on_sim: Run, target: str, when: str, failing: set[int]) -> None:
+    codes = observe(run_on_sim, "malloc_statuses", f"{target}:{when}:{OOM}")
+    assert codes == [OOM if i in failing else 0 for i in range(6)]
+
+
+def test_entries_add_up(run_on_sim: Run) -> None:
+    codes = observe(
+        run_on_sim, "malloc_statuses", f"# two of them\naclrtMalloc:2:{OOM}\nmalloc:5:207018; hbm_mb=64"
+    )
+    assert codes == [0, OOM, 0, 0, 207018, 0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "seen"),
+    [
+        (f"{PLAN}:2:{KERNEL_PACKAGE}", [["", 0], [PLAN, KERNEL_PACKAGE], ["", 0]]),
+        (f"{LAUNCH}:1:361001", [[LAUNCH, 361001], ["", 0], ["", 0]]),
+        (f"kernel:2:{AICORE}", [["", 0], [SYNC, AICORE]]),
+        (f"kernel.aclnnGroupNormBackward:1:{AICORE}", [[SYNC, AICORE]]),
+        ("kernel.aclnnGridSampler2DBackward:1:507015", [["", 0]] * 3),
+        ("kernel:2:hang", [["", 0], [SYNC, TIMEOUT]]),
+        ("kernel:1:slow=3000", [[SYNC, TIMEOUT]]),
+        (f"{SYNC}:2:{TIMEOUT}", [["", 0], [SYNC, TIMEOUT]]),
+    ],
+)
+def test_phases_kernels_and_waits_fail_on_order(run_on_sim: Run, fault: str, seen: list[list[Any]]) -> None:
+    assert observe(run_on_sim, "launch_statuses", fault) == seen
+
+
+def test_a_failed_phase_2_leaves_no_executor(run_on_sim: Run) -> None:
+    ended = run_on_sim("-m", "tests.cann_sim.observations", "launch_statuses", plan=f"{LAUNCH}:*:361001")
+    assert ended.status == 0, ended
+    # Nothing but the stream that the observation made and the process's own context is left.
+    assert leaks(ended.report.counters()) == {"live.streams": 1, "live.contexts": 1}
+
+
+def test_a_device_alone(run_on_sim: Run) -> None:
+    plan = f"ndev=2; aclrtSetDevice:1-2:{DOWN}:dev=1"
+    assert observe(run_on_sim, "second_device_statuses", plan) == [0, DOWN, 0, DOWN, 0, 0]
+
+
+def test_over_all_processes(run_on_sim: Run, tmp_path: Path) -> None:
+    state = {"CANN_SIM_STATE": str(tmp_path / "state")}
+    plan = f"aclrtSetDevice:2-3:{DOWN}:total"
+    found = [observe(run_on_sim, "soc_and_operators", plan, **state) for _ in range(4)]
+    assert [isinstance(result, dict) for result in found] == [False, True, True, False]
+    assert found[1] == {"start": DOWN}
+
+
+def test_a_plan_changes_under_a_process(cann_sim: Installation, tmp_path: Path) -> None:
+    plan = tmp_path / "plan"
+    write_plan(plan, "")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.cann_sim.observations", "plans_as_told"],
+        cwd=REPOSITORY,
+        env={**cann_sim.environment({}), "PYTHONPATH": "protos", "CANN_SIM_PLAN_FILE": str(plan)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdin
+        assert process.stdout
+
+        def ask() -> int:
+            assert process.stdin
+            assert process.stdout
+            process.stdin.write("\n")
+            process.stdin.flush()
+            return int(process.stdout.readline())
+
+        assert [ask(), ask()] == [0, 0]
+        write_plan(plan, f"aclrtSetDevice:2:{DOWN}")  # counted from now on
+        assert [ask(), ask(), ask()] == [0, DOWN, 0]
+        # The first entry keeps its count.
+        write_plan(plan, f"aclrtSetDevice:2:{DOWN}\naclrtSetDevice:1:{OOM}")
+        assert [ask(), ask()] == [OOM, 0]
+        process.stdin.close()
+        assert process.wait(TIMEOUT_S) == 0
+
+
+def test_a_function_may_hang(run_on_sim: Run) -> None:
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_on_sim(
+            "-m", "tests.cann_sim.observations", "malloc_statuses", plan="aclrtMalloc:2:hang", timeout_s=2
+        )
+
+
+def test_a_process_may_be_killed_at_a_call(run_on_sim: Run) -> None:
+    ended = run_on_sim("-m", "tests.cann_sim.observations", "launch_statuses", plan="kernel:2:kill")
+    assert ended.status == -signal.SIGKILL
+    counters = ended.report.counters()
+    assert counters["kernels.aclnnGroupNormBackward"] == 1
+    assert counters["faults.injected"] == 1
+
+
+def test_a_pointer_may_be_null(run_on_sim: Run) -> None:
+    assert observe(run_on_sim, "null_tensor", "aclCreateTensor:1:null") == "aclCreateTensor"
+
+
+def test_an_error_may_hide_another(run_on_sim: Run) -> None:
+    plan = f"{PLAN}:1:361001:last={AICORE}:msg=the stream is gone"
+    code, last, text = observe(run_on_sim, "error_after_a_failed_plan", plan)
+    assert (code, last) == (361001, AICORE)
+    assert "the stream is gone (error code 361001)" in text
+
+
+def test_a_function_may_poison_the_context(run_on_sim: Run) -> None:
+    plan = f"poisoned=code; {LAUNCH}:2:{AICORE}:poison"
+    seen = observe(run_on_sim, "launch_statuses", plan)
+    assert seen[:2] == [["", 0], [LAUNCH, AICORE]]
+    assert seen[2][1] == AICORE
+
+
+@pytest.mark.parametrize(("plan", "same"), [("", True), ("kernel:2:corrupt", False), ("jitter=1", False)])
+def test_results_may_be_wrong(run_on_sim: Run, plan: str, same: bool) -> None:
+    assert observe(run_on_sim, "results_of_two_launches", plan) is same
+
+
+@pytest.mark.parametrize(("plan", "same"), [("", True), ("accumulate=1", False)])
+def test_kernels_may_count_on_zeroed_outputs(run_on_sim: Run, plan: str, same: bool) -> None:
+    assert observe(run_on_sim, "gradients_over_ones", plan) is same
+
+
+def test_the_workspace_may_be_large(run_on_sim: Run) -> None:
+    plain = observe(run_on_sim, "workspace_bytes", "")
+    assert observe(run_on_sim, "workspace_bytes", "workspace_mb=100") == plain + 100 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("layout", "cann", "operators"),
+    [("single", "9.1.0", 4), ("both", "9.1.0", 4), ("split", "8.5.0", 3), ("single", "8.3.0", 3)],
+)
+def test_layouts_and_versions(
+    run_on_sim: Run, install_cann_sim: Callable[..., Installation], layout: str, cann: str, operators: int
+) -> None:
+    installation = install_cann_sim(layout, cann)
+    names = {path.name for path in installation.libraries.glob("libopapi*")}
+    split = {"libopapi_nn.so", "libopapi_cv.so", "libopapi_transformer.so"}
+    assert names == {"split": split, "single": {"libopapi.so"}, "both": {*split, "libopapi.so"}}[layout]
+    ended = run_on_sim("-m", "tests.cann_sim.observations", "soc_and_operators", installation=installation)
+    soc, version, found = json.loads(ended.output)
+    assert (soc, version, len(found)) == ("Ascend910B2", cann, operators)
+    assert ("fused_floyd_attention_grad" in found) is (operators == 4)
+
+
+@pytest.mark.parametrize(("name", "status"), [("sudden_end", 7), ("killed", -signal.SIGKILL)])
+def test_counters_outlive_the_process(run_on_sim: Run, name: str, status: int) -> None:
+    ended = run_on_sim("-m", "tests.cann_sim.observations", name, plan="trace=1")
+    assert ended.status == status
+    counters = ended.report.counters()
+    assert counters["device_bytes.0"] == 64
+    assert counters["live.device_allocations"] == 1
+    assert leaks(counters).get("live.tensors", 0) == (name == "killed")
+    assert ended.report.pids()
+    assert ended.report.trace()[:2] == ["aclInit", "aclrtSetDevice"]
+
+
+def test_a_report_of_nothing_is_empty(tmp_path: Path) -> None:
+    report = Report(tmp_path)
+    assert (report.pids(), report.violations(), report.records(), report.trace()) == ([], [], [], [])
+    assert not report.counters()

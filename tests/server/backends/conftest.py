@@ -1,0 +1,243 @@
+"""A worker process on a simulated NPU, driven by hand over its socket."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import pytest
+from tests.cann_sim.report import Report, write_plan
+from tests.fix_npu import HOST_OBJECTS, npu_environment
+
+from npugrad.call import CallOptions
+from npugrad.tolerance import compare
+from npugrad_server.pool.arena import InputArena, OutputArena
+from npugrad_server.pool.regions import Region, aligned
+from npugrad_server.worker.protocol import (
+    MAX_MESSAGE_BYTES,
+    CallDone,
+    DeviceReady,
+    Message,
+    OpenDevice,
+    RunCall,
+    decode,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    import numpy.typing as npt
+    from tests.cann_sim.build import Installation
+
+    from npugrad.spec import CallMeta, OpSpec
+
+ARENA_BYTES = 64 << 20
+ANSWER_S = 60.0
+
+
+@dataclass
+class NpuWorker:
+    """One worker process on a simulated NPU.
+
+    Attributes:
+        process: The process.
+        control: Our end of its socket.
+        inputs: Arena of the operands.
+        outputs: Arena of the results.
+        folder: Where plan and report are.
+    """
+
+    process: subprocess.Popen[bytes]
+    control: socket.socket
+    inputs: InputArena
+    outputs: OutputArena
+    folder: Path
+    _calls: int = 0
+
+    def send(self, message: Message) -> None:
+        self.control.send(encode(message))
+
+    def receive(self) -> Message:
+        packet = self.control.recv(MAX_MESSAGE_BYTES)
+        assert packet, f"the worker ended with status {self.process.wait(10)}: {self.report.violations()}"
+        return decode(packet)
+
+    def plan(self, text: str) -> None:
+        """Puts a plan into force in the running process."""
+        write_plan(self.folder / "plan", text)
+
+    @property
+    def report(self) -> Report:
+        """What the simulator says."""
+        return Report(self.folder / "report")
+
+    def live(self) -> dict[str, int]:
+        """Handles and executors that are alive."""
+        counters = self.report.counters()
+        return {name: counters[name] for name in HOST_OBJECTS if counters[name]}
+
+    def order(self, spec: OpSpec, call: CallMeta, **changes: Any) -> tuple[RunCall, Mapping[str, Any]]:
+        """Writes random operands into the arena; the order to run them, and the operands."""
+        self._calls += 1
+        arrays = spec.make_inputs(call, np.random.default_rng(self._calls))
+        where: dict[str, int] = {}
+        end = 0
+        for name, array in arrays.items():
+            if array is not None:
+                where[name] = end
+                self.inputs.view(Region(0, ARENA_BYTES), end, array.nbytes)[:] = array.tobytes()
+                end += aligned(array.nbytes)
+        metas = spec.infer(call)
+        results: dict[str, int] = {}
+        end = 0
+        for name, meta in metas.items():
+            if meta is not None:
+                results[name] = end
+                end += aligned(meta.nbytes)
+        order = RunCall(self._calls, spec.name, call, metas, CallOptions(), where, results)
+        return replace(order, **changes), arrays
+
+    def ask(self, spec: OpSpec, call: CallMeta, **changes: Any) -> Message:
+        """Has a call run; the answer, whatever it is."""
+        order, _ = self.order(spec, call, **changes)
+        self.send(order)
+        return self.receive()
+
+    def check(self, spec: OpSpec, call: CallMeta, **changes: Any) -> CallDone:
+        """Has a call run, which must succeed within tolerance."""
+        order, arrays = self.order(spec, call, **changes)
+        self.send(order)
+        done = self.receive()
+        assert isinstance(done, CallDone), done
+        self.compare(order, spec, arrays)
+        return done
+
+    def compare(self, order: RunCall, spec: OpSpec, arrays: Mapping[str, Any]) -> None:
+        """The results in the arena are within tolerance of the reference."""
+        metas = {name: meta for name, meta in order.outputs.items() if meta is not None}
+        golden: dict[str, npt.NDArray[np.float64]] = {n: np.zeros(m.shape) for n, m in metas.items()}
+        spec.reference(arrays, order.meta.attrs, golden)
+        for name, meta in metas.items():
+            content = self.outputs.view(Region(0, ARENA_BYTES), order.output_offsets[name], meta.nbytes)
+            got = np.frombuffer(bytes(content), meta.dtype.numpy).reshape(meta.shape)
+            extra = spec.extra_tolerance(arrays, order.meta.attrs, name)
+            comparison = compare(golden[name], got, extra)
+            assert comparison.ok, f"{name}: {comparison}"
+
+
+class StartNpuWorker(Protocol):
+    """Starts a worker; see `run_npu_worker` for the arguments."""
+
+    def __call__(
+        self,
+        plan: str = "",
+        *,
+        installation: Installation | None = None,
+        ready: bool = True,
+        device: str = "npu:0",
+        product: str = "atlas-a2",
+        streams: int = 1,
+        hang_grace_s: float = 10.0,
+        run_limit_s: float = 600.0,
+        env: Mapping[str, str] | None = None,
+    ) -> NpuWorker:
+        """The worker, its device open unless `ready` is false."""
+
+
+@contextmanager
+def run_npu_worker(
+    environment: Mapping[str, str],
+    folder: Path,
+    *,
+    ready: bool = True,
+    device: str = "npu:0",
+    product: str = "atlas-a2",
+    streams: int = 1,
+    hang_grace_s: float = 10.0,
+    run_limit_s: float = 600.0,
+) -> Iterator[NpuWorker]:
+    """Runs a worker process for a block; it is killed at the end, if it has not ended by then."""
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mine.settimeout(ANSWER_S)
+    inputs, outputs = InputArena(ARENA_BYTES), OutputArena(ARENA_BYTES)
+    command = [sys.executable, "-m", "npugrad_server.worker", device, str(theirs.fileno())]
+    fds = (theirs.fileno(), inputs.worker_fd, outputs.fd)
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    with closing(mine), closing(inputs), closing(outputs), (folder / "stderr").open("wb") as stderr:
+        process = subprocess.Popen(command, pass_fds=fds, env=variables, stderr=stderr)
+        theirs.close()
+        worker = NpuWorker(process, mine, inputs, outputs, folder)
+        try:
+            worker.send(
+                OpenDevice(
+                    *(device, product, streams, inputs.worker_fd, ARENA_BYTES, outputs.fd, ARENA_BYTES, 4096),
+                    hang_grace_s=hang_grace_s,
+                    run_limit_s=run_limit_s,
+                )
+            )
+            if ready:
+                answer = worker.receive()
+                assert isinstance(answer, DeviceReady), answer
+            yield worker
+        finally:
+            process.kill()
+            process.wait(10)
+
+
+@pytest.fixture
+def start_npu_worker(
+    install_cann_sim: Callable[..., Installation], torch_npu: Path, tmp_path: Path
+) -> Iterator[StartNpuWorker]:
+    """Give a function that starts workers on simulated NPUs; afterwards no rule may have been broken."""
+    with ExitStack() as stack:
+        workers: list[NpuWorker] = []
+
+        def start(
+            plan: str = "",
+            *,
+            installation: Installation | None = None,
+            env: Mapping[str, str] | None = None,
+            **options: Any,
+        ) -> NpuWorker:
+            folder = tmp_path / f"worker{len(workers) + 1}"
+            folder.mkdir()
+            environment = npu_environment(installation or install_cann_sim(), folder, plan)
+            made = run_npu_worker({**environment, **(env or {})}, folder, **options)
+            workers.append(stack.enter_context(made))
+            return workers[-1]
+
+        yield start
+        for worker in workers:
+            assert worker.report.violations() == []
+
+
+@pytest.fixture(scope="session")
+def shared_npu_worker(
+    cann_sim: Installation, torch_npu: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[NpuWorker]:
+    folder = tmp_path_factory.mktemp("npu-worker")
+    with run_npu_worker(npu_environment(cann_sim, folder), folder, streams=2) as worker:
+        yield worker
+        assert worker.report.violations() == []
+
+
+@pytest.fixture
+def npu_worker(shared_npu_worker: NpuWorker) -> Iterator[NpuWorker]:
+    """Give a worker that tests share, for what it survives; afterwards it holds nothing and has no plan."""
+    yield shared_npu_worker
+    shared_npu_worker.plan("")
+    assert shared_npu_worker.live() == {}
+
+
+def monotonic_in(seconds: float) -> float:
+    """A deadline."""
+    return time.monotonic() + seconds

@@ -1,0 +1,339 @@
+"""The NPU backend in a real worker process on the simulated CANN: calls, errors, faults, bring-up.
+
+Everything here is SIMULATED; torch_npu is the unmodified one.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from npugrad.call import CallOptions
+from npugrad.ops import OPERATORS
+from npugrad.products import Product
+from npugrad_server.worker.loop import EXIT_DEVICE_LOST
+from npugrad_server.worker.protocol import CallDone, CallFailed, DeviceFailed, DeviceReady, OpenFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.cann_sim.build import Installation
+    from tests.server.backends.conftest import NpuWorker, StartNpuWorker
+
+    from npugrad.spec import OpSpec
+
+pytestmark = [pytest.mark.npu_sim, pytest.mark.slow]
+
+MSDA, GRID_SAMPLER, GROUP_NORM, FLOYD = OPERATORS.values()
+NORM = GROUP_NORM.build(n=2, c=6, hxw=64, group=2)
+PLAN_NORM, RUN_NORM = "aclnnGroupNormBackwardGetWorkspaceSize", "aclnnGroupNormBackward"
+
+
+# ----------------------------------------------------------------------------------------- what goes well
+
+
+def test_a_device_tells_what_it_is(start_npu_worker: StartNpuWorker) -> None:
+    worker = start_npu_worker("hbm_mb=300", ready=False)
+    ready = worker.receive()
+    assert isinstance(ready, DeviceReady)
+    assert (ready.backend, ready.simulated, ready.one_mode) == ("npu", True, True)
+    assert ready.description == "SIMULATED Ascend910B2, CANN 9.1.0, torch_npu 2.13.0"
+    assert ready.unavailable == {}
+    assert ready.memory_bytes is not None
+    assert 200 << 20 < ready.memory_bytes <= 300 << 20
+
+
+@pytest.mark.parametrize("spec", OPERATORS.values(), ids=OPERATORS)
+def test_every_operator_is_within_tolerance_and_tells_where_the_time_went(
+    npu_worker: NpuWorker, spec: OpSpec
+) -> None:
+    call = next(spec.samples(Product.ATLAS_A2)).call
+    done = npu_worker.check(spec, call)
+    assert min(done.copy_in_s, done.run_s, done.copy_out_s) > 0
+    assert done.workspace_bytes > 0
+
+
+def test_the_stages_are_told_apart(npu_worker: NpuWorker) -> None:
+    npu_worker.plan("copy_ms=30;kernel_ms=150")
+    done = npu_worker.check(GROUP_NORM, NORM)
+    assert done.copy_in_s > 0.15  # five operands
+    assert 0.15 <= done.run_s < 0.3
+    assert done.copy_out_s >= 0.09
+
+
+def test_copies_of_one_stream_overlap_the_kernel_of_another(npu_worker: NpuWorker) -> None:
+    npu_worker.plan("kernel_ms=400;copy_ms=20")
+    orders = [npu_worker.order(GROUP_NORM, NORM) for _ in range(2)]
+    start = time.monotonic()
+    for order, _ in orders:
+        npu_worker.send(order)
+    answers = [npu_worker.receive() for _ in orders]
+    took = time.monotonic() - start
+    assert all(isinstance(answer, CallDone) for answer in answers)
+    alone = sum(a.copy_in_s + a.run_s + a.copy_out_s for a in answers if isinstance(a, CallDone))
+    assert took < 0.75 * alone
+
+
+def test_a_call_larger_than_the_staging_goes_through_in_turns(start_npu_worker: StartNpuWorker) -> None:
+    worker = start_npu_worker(env={"NPUGRAD_WORKER_STAGING_BYTES": str(1 << 20)})
+    worker.check(GROUP_NORM, GROUP_NORM.build(n=2, c=32, hxw=33_000, group=4))
+    counters = worker.report.counters()
+    assert counters["calls.aclrtSynchronizeStreamWithTimeout"] > 20
+
+
+# ------------------------------------------------------------------------------- what the worker survives
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason", "code", "function"),
+    [
+        (f"{PLAN_NORM}:1:161002:msg=words", "ACLNN_ERR_PARAM_INVALID", "161002", PLAN_NORM),
+        (f"{PLAN_NORM}:1:561103:msg=words", "ACLNN_ERR_INNER_NULLPTR", "561103", PLAN_NORM),
+        (f"{PLAN_NORM}:1:561112:msg=words", "ACLNN_ERR_INNER_OPP_KERNEL_PKG_NOT_FOUND", "561112", PLAN_NORM),
+        (f"{PLAN_NORM}:1:561201:msg=words", "ACLNN_ERR_INNER", "561201", PLAN_NORM),
+        (f"{RUN_NORM}:1:361001:msg=words", "ACLNN_ERR_RUNTIME_ERROR", "361001", RUN_NORM),
+        ("aclrtMemcpyAsync:3:107000:msg=words", "DEVICE_ERROR", "107000", "aclrtMemcpyAsync"),
+        (f"{PLAN_NORM}:*:207001:msg=words", "DEVICE_OUT_OF_MEMORY", "207001", PLAN_NORM),
+        (f"{RUN_NORM}:*:207018:msg=words", "DEVICE_OUT_OF_MEMORY", "207018", RUN_NORM),
+        (f"{RUN_NORM}:*:207005:msg=words", "DEVICE_BUSY", "207005", RUN_NORM),
+        ("aclrtMemcpyAsync:*:107019:msg=words", "DEVICE_BUSY", "107019", "aclrtMemcpyAsync"),
+    ],
+)
+def test_a_failure_has_number_function_and_text_and_the_next_call_is_right(
+    npu_worker: NpuWorker, plan: str, reason: str, code: str, function: str
+) -> None:
+    npu_worker.check(GROUP_NORM, NORM)
+    npu_worker.plan(plan)
+    failed = npu_worker.ask(GROUP_NORM, NORM)
+    assert isinstance(failed, CallFailed), failed
+    assert (failed.reason, failed.metadata["code"]) == (reason, code)
+    assert failed.message.startswith(f"group_norm_backward: {function} returned {code} (")
+    assert "words" in failed.message
+    assert not failed.trace
+    npu_worker.plan("")
+    npu_worker.check(GROUP_NORM, NORM)
+
+
+def test_a_null_handle_is_an_error_without_a_number(npu_worker: NpuWorker) -> None:
+    npu_worker.plan("aclCreateTensor:4:null")
+    failed = npu_worker.ask(GROUP_NORM, NORM)
+    assert isinstance(failed, CallFailed)
+    assert (failed.reason, failed.metadata.get("code")) == ("DEVICE_ERROR", None)
+    assert "aclCreateTensor failed without a number" in failed.message
+    npu_worker.check(GROUP_NORM, NORM)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        f"{PLAN_NORM}:1:207001",
+        f"{RUN_NORM}:1:207018",
+        f"{RUN_NORM}:1:207007",
+        "aclrtMemcpyAsync:4:107019",
+        "aclrtMemcpyAsync:7:107019",
+    ],
+)
+def test_what_may_be_tried_again_is_tried_once_more_and_nobody_notices(
+    npu_worker: NpuWorker, plan: str
+) -> None:
+    npu_worker.plan(plan)
+    npu_worker.check(GROUP_NORM, NORM)
+    assert npu_worker.report.counters()["faults.injected"] > 0
+
+
+def test_a_full_device_gives_back_what_it_cached_and_goes_on(start_npu_worker: StartNpuWorker) -> None:
+    """Blocks cached for one shape fill the device; the next shape needs others."""
+    worker = start_npu_worker("hbm_mb=80")
+    for hxw in (200_000, 140_000, 250_000):
+        worker.check(GROUP_NORM, GROUP_NORM.build(n=2, c=8, hxw=hxw, group=2))
+
+
+def test_a_call_that_does_not_fit_is_refused_and_the_next_one_is_right(
+    start_npu_worker: StartNpuWorker,
+) -> None:
+    worker = start_npu_worker("hbm_mb=60")
+    failed = worker.ask(GROUP_NORM, GROUP_NORM.build(n=2, c=8, hxw=500_000, group=2))
+    assert isinstance(failed, CallFailed), failed
+    assert (failed.reason, failed.metadata["code"]) == ("DEVICE_OUT_OF_MEMORY", "207001")
+    assert "torch_npu's allocator returned 207001" in failed.message
+    worker.check(GROUP_NORM, NORM)
+    assert worker.live() == {}
+
+
+def test_a_workspace_that_does_not_fit_destroys_the_executor(start_npu_worker: StartNpuWorker) -> None:
+    worker = start_npu_worker("hbm_mb=64")
+    worker.plan("hbm_mb=64;workspace_mb=200")
+    failed = worker.ask(GROUP_NORM, NORM)
+    assert isinstance(failed, CallFailed), failed
+    assert failed.reason == "DEVICE_OUT_OF_MEMORY"
+    assert worker.live() == {}
+    worker.plan("hbm_mb=64")
+    worker.check(GROUP_NORM, NORM)
+
+
+def test_a_stale_text_is_not_told(npu_worker: NpuWorker) -> None:
+    npu_worker.plan("aclrtMemcpyAsync:1:stale:msg=an old story")
+    npu_worker.check(GROUP_NORM, NORM)
+    npu_worker.plan(f"{PLAN_NORM}:1:561000:msg=the new one")
+    failed = npu_worker.ask(GROUP_NORM, NORM)
+    assert isinstance(failed, CallFailed)
+    assert "the new one" in failed.message
+    assert "an old story" not in failed.message
+
+
+def test_a_deadline_that_passed_before_the_launch_launches_nothing(npu_worker: NpuWorker) -> None:
+    npu_worker.plan("copy_ms=100")
+    before = npu_worker.report.counters()[f"calls.{RUN_NORM}"]
+    failed = npu_worker.ask(GROUP_NORM, NORM, deadline_s=time.monotonic() + 0.2)
+    assert isinstance(failed, CallFailed), failed
+    assert failed.reason == "DEADLINE_EXCEEDED"
+    assert npu_worker.report.counters()[f"calls.{RUN_NORM}"] == before
+    npu_worker.plan("")
+    npu_worker.check(GROUP_NORM, NORM)
+
+
+def test_the_option_of_determinism_is_set_only_when_it_changes(npu_worker: NpuWorker) -> None:
+    def changes() -> int:
+        return npu_worker.report.counters()["calls.aclrtCtxSetSysParamOpt"]
+
+    npu_worker.check(GROUP_NORM, NORM)
+    before = changes()
+    for deterministic in (False, True, True, True, False, False):
+        npu_worker.check(GROUP_NORM, NORM, options=CallOptions(deterministic=deterministic))
+    assert changes() - before == 2
+
+
+# ------------------------------------------------------------------------------ what the worker must end for
+
+
+@pytest.mark.parametrize(
+    ("plan", "code", "comeback", "words"),
+    [
+        ("kernel:1:507015", 507015, "soon", "exception, timeout or trap of a core"),
+        (f"{RUN_NORM}:1:507018", 507018, "soon", f"{RUN_NORM} returned 507018"),
+        (f"{PLAN_NORM}:1:361001:last=507011", 361001, "soon", "the runtime's last error is 507011"),
+        ("copy:2:507899", 507899, "slowly", "driver error"),
+        ("kernel:1:507054", 507054, "never", "quarantined: group_norm_backward: "),
+        ("aclrtMemcpyAsync:1:107020", 107020, "soon", "aborted"),
+        ("aclrtSynchronizeStreamWithTimeout:2:507010", 507010, "soon", "heartbeat lost"),
+    ],
+)
+def test_a_device_that_fails_ends_its_worker_with_the_reason(
+    start_npu_worker: StartNpuWorker, plan: str, code: int, comeback: str, words: str
+) -> None:
+    worker = start_npu_worker()
+    worker.check(GROUP_NORM, NORM)
+    worker.plan(plan)
+    order, _ = worker.order(GROUP_NORM, NORM)
+    worker.send(order)
+    said = worker.receive()
+    assert isinstance(said, DeviceFailed), said
+    assert (said.call, said.code, said.comeback, said.retry) == (order.call, code, comeback, True)
+    assert f"returned {code}" in said.message
+    assert words in said.message
+    assert worker.process.wait(10) == EXIT_DEVICE_LOST
+
+
+def test_a_hang_is_cut_by_the_bounded_wait(start_npu_worker: StartNpuWorker) -> None:
+    worker = start_npu_worker(hang_grace_s=1.0)
+    worker.plan("kernel:1:hang")
+    start = time.monotonic()
+    said = worker.ask(GROUP_NORM, NORM, deadline_s=start + 1.0)
+    took = time.monotonic() - start
+    assert isinstance(said, DeviceFailed), said
+    assert (said.code, said.retry, said.blameless) == (507046, False, True)
+    assert "aclrtSynchronizeStreamWithTimeout returned 507046" in said.message
+    assert 1.0 < took < 1.95  # before the pool would end it
+    assert worker.process.wait(10) == EXIT_DEVICE_LOST
+
+
+def test_a_hang_without_a_deadline_is_cut_at_the_limit(start_npu_worker: StartNpuWorker) -> None:
+    worker = start_npu_worker(run_limit_s=0.7)
+    worker.plan("kernel:1:hang")
+    start = time.monotonic()
+    said = worker.ask(GROUP_NORM, NORM)
+    assert isinstance(said, DeviceFailed), said
+    assert said.code == 507046
+    assert 0.7 < time.monotonic() - start < 3
+
+
+def test_a_failure_that_cannot_be_cleared_up_ends_the_worker(start_npu_worker: StartNpuWorker) -> None:
+    """A harmless error of one call, but the wait that would make its memory free fails as well."""
+    worker = start_npu_worker()
+    worker.plan(f"{PLAN_NORM}:1:561000;aclrtSynchronizeStreamWithTimeout:1:107003")
+    said = worker.ask(GROUP_NORM, NORM)
+    assert isinstance(said, DeviceFailed), said
+    assert f"{PLAN_NORM} returned 561000" in said.message
+    assert "then aclrtSynchronizeStreamWithTimeout returned 107003" in said.message
+    assert worker.process.wait(10) == EXIT_DEVICE_LOST
+
+
+def test_calls_on_other_streams_end_with_their_device(start_npu_worker: StartNpuWorker) -> None:
+    """One report, then the end: no answer may come from a device that failed."""
+    worker = start_npu_worker(streams=2)
+    worker.plan("kernel_ms=200;kernel:1:507015")
+    for _ in range(2):
+        worker.send(worker.order(GROUP_NORM, NORM)[0])
+    said = worker.receive()
+    assert isinstance(said, DeviceFailed), said
+    assert worker.control.recv(1000) == b""
+    assert worker.process.wait(10) == EXIT_DEVICE_LOST
+
+
+# ----------------------------------------------------------------------------------------------- bring-up
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "words", "comeback"),
+    [
+        ("aclrtSetDevice:*:507033", {}, "npu:0 cannot be taken: torch_npu returned 507033", "slowly"),
+        ("ndev=1", {"device": "npu:3"}, "found 1 devices; expected more than 3", "slowly"),
+        ("soc=Ascend910_9589", {}, "found chip 'Ascend910_9589', which is no known product", "never"),
+        ("soc=Ascend910_9391", {}, "which is atlas-a3; expected atlas-a2", "never"),
+        ("kernel:*:507015", {}, "returned 507015", "soon"),
+    ],
+)
+def test_a_device_that_does_not_open_says_why(
+    start_npu_worker: StartNpuWorker, plan: str, options: dict[str, str], words: str, comeback: str
+) -> None:
+    worker = start_npu_worker(plan, ready=False, **options)  # type: ignore[arg-type]
+    said = worker.receive()
+    assert isinstance(said, OpenFailed), said
+    assert words in said.message
+    assert said.comeback == comeback
+    assert worker.process.wait(10) == 1
+
+
+def test_an_operator_whose_kernels_are_missing_is_not_available(start_npu_worker: StartNpuWorker) -> None:
+    worker = start_npu_worker(f"{PLAN_NORM}:*:561112:msg=no package", ready=False)
+    ready = worker.receive()
+    assert isinstance(ready, DeviceReady), ready
+    assert list(ready.unavailable) == ["group_norm_backward"]
+    assert "returned 561112" in ready.unavailable["group_norm_backward"]
+    assert "no package" in ready.unavailable["group_norm_backward"]
+    failed = worker.ask(GROUP_NORM, NORM)
+    assert isinstance(failed, CallFailed)
+    assert failed.reason == "OPERATOR_UNSUPPORTED"
+    worker.check(GRID_SAMPLER, GRID_SAMPLER.build())
+
+
+def test_without_cann_what_was_tried_is_told(start_npu_worker: StartNpuWorker) -> None:
+    nothing = {"ASCEND_HOME_PATH": "", "ASCEND_OPP_PATH": "", "LD_LIBRARY_PATH": ""}
+    worker = start_npu_worker(ready=False, env=nothing)
+    said = worker.receive()
+    assert isinstance(said, OpenFailed)
+    assert "libascendcl.so cannot be loaded, so there is no usable CANN here. Tried" in said.message
+    assert said.comeback == "never"
+
+
+def test_a_torch_npu_that_does_not_load_is_told(
+    start_npu_worker: StartNpuWorker, install_cann_sim: Callable[..., Installation]
+) -> None:
+    worker = start_npu_worker(ready=False, env={"ASCEND_OPP_PATH": "/nonexistent"})
+    said = worker.receive()
+    assert isinstance(said, OpenFailed)
+    assert "torch_npu cannot be imported" in said.message
+    assert "ASCEND_OPP_PATH=/nonexistent" in said.message
+    assert said.comeback == "never"
