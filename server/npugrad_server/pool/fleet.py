@@ -11,7 +11,6 @@ from threading import Event
 from typing import TYPE_CHECKING, Protocol
 
 from npugrad_server.backends.base import Comeback
-from npugrad_server.devices import parse_device
 from npugrad_server.machine import cpu_count
 from npugrad_server.pool.commands import Failure
 from npugrad_server.pool.process import WorkerProcess
