@@ -32,7 +32,7 @@ class Recorder:
 
     name, description, simulated, one_mode = "recorder", "", True, False
 
-    memory_bytes = None
+    memory_bytes: int | None = None
 
     def __init__(self, error: Exception | None = None, *, strided: bool = False) -> None:
         self.error = error
