@@ -306,9 +306,9 @@ def test_a_deterministic_result_is_the_same_each_time(start_npu_server: StartNpu
 def test_results_can_be_verified_and_a_wrong_one_is_held_back(start_npu_server: StartNpuServer) -> None:
     running = start_npu_server()
     # The simulator flips a bit that is a small error in float32, and a large one in float16.
-    meta = GROUP_NORM.build(dtype=DType.FLOAT16, n=2, c=8, hxw=16, group=2)
-    turned = TensorMeta(DType.FLOAT16, meta.tensor("input").shape, strides=(1, 2, 16))
-    sample = fill(GROUP_NORM, meta.with_inputs(input=turned))
+    meta = GRID_SAMPLER.build(dtype=DType.FLOAT16, n=2, c=8, h=5, w=5, oh=9, ow=9)
+    turned = TensorMeta(DType.FLOAT16, meta.tensor("input").shape, strides=(1, 2, 80, 16))
+    sample = fill(GRID_SAMPLER, meta.with_inputs(input=turned))
     with running.process.channel() as channel:
         call(channel, sample, verify=True)
         running.plan("kernel:1:corrupt")

@@ -32,20 +32,23 @@ from npugrad_server.pool.machine import memory_bytes
 from npugrad_server.pool.regions import ALIGNMENT, RegionAllocator
 from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.pool.types import DeviceState, DeviceStatus, Outcome, PoolObserver, PoolStats
-from npugrad_server.worker.protocol import CallDone, CallFailed
+from npugrad_server.worker.protocol import CallDone, CallFailed, PlanCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from npugrad.call import ExecutionInfo
+    from npugrad.spec import CallMeta, OpSpec
     from npugrad_server.pool.commands import Command, DeviceChanged, Failure
     from npugrad_server.pool.demand import Demand
     from npugrad_server.pool.regions import Region
     from npugrad_server.pool.types import PlannedCall, PoolSettings
-    from npugrad_server.worker.protocol import DeviceReady
+    from npugrad_server.worker.protocol import CallPlanned, DeviceReady
 
 _log = logging.getLogger(__name__)
 
+PLAN_TIMEOUT_S = 5.0
+"""Seconds a device has to tell what a call would need; it may be busy with a call on every stream."""
 _LEAST_RETRY_S, _MOST_RETRY_S = 0.1, 30.0
 _SMOOTHING = 0.1
 """Weight of the newest call in the running mean of service times."""
@@ -88,6 +91,7 @@ class DevicePool:
         )
         self._numbers = itertools.count(1)
         self._entries: dict[int, Entry] = {}
+        self._plans: dict[int, tuple[int, int, asyncio.Future[int | None]]] = {}
         self._unclosed = self._uploads = self._accepted = self._finished = 0
         self._mean_run_s = 0.0
         self._draining = self._closing = False
@@ -221,6 +225,47 @@ class DevicePool:
             self._report(entry, "CANCELLED", None)
             raise
 
+    async def workspace_bytes(
+        self, spec: OpSpec, call: CallMeta, timeout_s: float = PLAN_TIMEOUT_S
+    ) -> int | None:
+        """Workspace that a legal call would need; None when no device can tell it now.
+
+        Args:
+            spec: The operator.
+            call: Metas and attributes.
+            timeout_s: Seconds until the answer is of no use.
+        """
+        worker = self._worker_that_plans(spec.name)
+        if worker is None:
+            return None
+        number = next(self._numbers)
+        process = self._fleet.process(worker)
+        future: asyncio.Future[int | None] = self._loop.create_future()
+        self._plans[number] = (worker, process.incarnation, future)
+        process.send(PlanCall(number, spec.name, call))
+        try:
+            return await asyncio.wait_for(future, timeout_s)
+        except asyncio.TimeoutError:
+            return None
+        finally:
+            del self._plans[number]
+
+    def _worker_that_plans(self, operator: str) -> int | None:
+        """The device with the least to do of those that have memory of their own, and so phases."""
+        ready = [w for w in self._scheduler.workers if w.state is DeviceState.READY]
+        infos = {w.index: self._fleet.devices[w.index].info for w in ready}
+        able = [
+            w
+            for w in ready
+            if (info := infos[w.index]) and info.memory_bytes is not None and operator not in info.unavailable
+        ]
+        return min(able, key=lambda w: len(w.running)).index if able else None
+
+    def _planned(self, number: int, workspace_bytes: int | None) -> None:
+        *_, future = self._plans[number]
+        if not future.done():
+            future.set_result(workspace_bytes)
+
     def _closed(self, admission: Admission) -> None:
         """An admission was closed: its memory goes back now, or when its worker is done with it."""
         self._unclosed -= 1
@@ -248,6 +293,10 @@ class DevicePool:
 
     def worker_answered(self, worker: int, incarnation: int, answer: CallDone | CallFailed) -> None:
         """A process has answered a call."""
+        if answer.call in self._plans:
+            _log.error("a first phase refused what the validator passed: %s", answer)
+            self._planned(answer.call, None)
+            return
         entry = self._entries.get(answer.call)
         if entry is not None:
             entry.answer = answer
@@ -259,12 +308,20 @@ class DevicePool:
             )
         self._apply(self._scheduler.answered(worker, incarnation, answer.call, good, time.monotonic()))
 
+    def worker_planned(self, worker: int, incarnation: int, answer: CallPlanned) -> None:
+        """A process has said what a call would need."""
+        if answer.call in self._plans:
+            self._planned(answer.call, answer.workspace_bytes)
+
     def worker_failing(self, worker: int, incarnation: int, failure: Failure) -> None:
         """A process has said that its device failed, or did not open, and ends."""
         self._apply(self._scheduler.failing(worker, incarnation, failure, time.monotonic()))
 
     def worker_lost(self, worker: int, incarnation: int, reason: str) -> None:
         """A process has ended, or could not be started."""
+        for number, (planner, its_incarnation, _) in list(self._plans.items()):
+            if (planner, its_incarnation) == (worker, incarnation):
+                self._planned(number, None)
         if not self._closing:
             self._observer.worker_lost(self._fleet.devices[worker].name.name, reason)
         self._apply(self._scheduler.lost(worker, incarnation, reason, time.monotonic()))

@@ -15,7 +15,14 @@ from npugrad_server.devices import parse_device
 from npugrad_server.pool.commands import Failure
 from npugrad_server.pool.machine import cpu_count
 from npugrad_server.pool.process import WorkerProcess
-from npugrad_server.worker.protocol import CallDone, CallFailed, DeviceFailed, DeviceReady, OpenFailed
+from npugrad_server.worker.protocol import (
+    CallDone,
+    CallFailed,
+    CallPlanned,
+    DeviceFailed,
+    DeviceReady,
+    OpenFailed,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,6 +48,9 @@ class Events(Protocol):
 
     def worker_answered(self, worker: int, incarnation: int, answer: CallDone | CallFailed) -> None:
         """A process has answered a call."""
+
+    def worker_planned(self, worker: int, incarnation: int, answer: CallPlanned) -> None:
+        """A process has said what a call would need."""
 
     def worker_failing(self, worker: int, incarnation: int, failure: Failure) -> None:
         """A process has said that its device failed, or did not open, and ends."""
@@ -170,6 +180,8 @@ class Fleet:
             self._events.worker_ready(worker, process.incarnation, message)
         elif isinstance(message, (CallDone, CallFailed)):
             self._events.worker_answered(worker, process.incarnation, message)
+        elif isinstance(message, CallPlanned):
+            self._events.worker_planned(worker, process.incarnation, message)
         elif isinstance(message, (OpenFailed, DeviceFailed)):
             self._events.worker_failing(worker, process.incarnation, _failure(message))
 
