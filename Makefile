@@ -29,7 +29,7 @@ RECORD_GENERATORS := $(wildcard $(TOOLS)/gen_client.py $(TOOLS)/gen_docs.py)
 LIBRARY := protos server client
 WHEEL_PYTHONS := 3.10 3.12 3.13
 # The NumPy installed here may be too new for another Python to read its types in full, which then become Any.
-MYPY_OTHER := --no-warn-return-any
+MYPY_OTHER := --no-warn-return-any --no-warn-unused-ignores
 export PIP_NO_INPUT := 1
 
 help: ## List the commands
@@ -148,5 +148,5 @@ gen-records: gen-protos $(STAMP)
 	for tool in $(RECORD_GENERATORS); do $(BIN)/python $$tool; done
 
 baseline: $(STAMP) ## Accept the present protos as what later ones must stay compatible with
-	$(BIN)/buf build protos --output protos/baseline.binpb
+	$(BIN)/buf build protos --exclude-source-info --output protos/baseline.binpb
 .PHONY: gen gen-protos gen-records baseline

@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 class Client(Operators):
     """Calls one npugrad server.
 
-    Thread safety: one client may be shared by any number of threads. After a fork, make a new one.
+    Thread safety: one client may be shared by any number of threads.
+
+    Processes: a client belongs to the process that opened it. gRPC does not survive a fork, so open clients
+    in the processes that use them, and none in a parent that forks (multiprocessing by fork, a DataLoader
+    with workers) unless it is closed before, or ``GRPC_ENABLE_FORK_SUPPORT=1`` is set from the start.
 
     Example:
         >>> with Client("localhost:50051") as client:          # doctest: +SKIP
@@ -41,8 +45,14 @@ class Client(Operators):
 
         Args:
             target: ``host:port``, ``unix:path`` or ``dns:///service:port``.
-            timeout_s: Deadline of every call in seconds unless the call says otherwise; None for none.
+            timeout_s: Deadline of every call in seconds unless the call says otherwise; None for none. A
+                server that cannot be reached is an error at once, with or without a deadline.
             stream_from_bytes: Calls with this much data in either direction are streamed.
+
+        Raises:
+            TypeError: The target is no text.
+            ValueError: The target is empty.
+            RuntimeError: The process was forked while a client was open; see above.
         """
         self.target = target
         self._timeout_s = timeout_s
@@ -84,14 +94,16 @@ class Client(Operators):
             attrs: Attributes by name.
             outputs: Declared outputs by name, None for null; missing ones are inferred.
             product: Product to validate for; None for the server's own.
-            timeout_s: Deadline in seconds.
+            timeout_s: Deadline in seconds; None for the client's default.
 
         Returns:
             Status, every violation and the inferred outputs, as `npugrad.validate` gives them locally.
 
         Raises:
-            MalformedRequest: An attribute is missing or has the wrong type.
-            TypeError: A name that the operator does not have.
+            UnsupportedOperator: There is no operator of this name.
+            MalformedRequest: An attribute is missing, has the wrong type or is outside int64.
+            TypeError: A name that the operator does not have, or an operand that is no `TensorMeta`.
+            ValueError: There is no such product.
             TransportError: Nothing usable came back.
         """
         spec = get_operator(operator)
@@ -100,7 +112,14 @@ class Client(Operators):
         return _info.decode_verdict(self._transport.ask("validate", request, self._deadline(timeout_s)))
 
     def server_info(self, timeout_s: float | None = None) -> ServerInfo:
-        """Versions, limits, product and devices of the server."""
+        """Versions, limits, product and devices of the server, and how busy it is now.
+
+        Args:
+            timeout_s: Deadline in seconds; None for the client's default.
+
+        Raises:
+            TransportError: Nothing usable came back.
+        """
         return _info.decode_server_info(
             self._transport.ask("server_info", _info.SERVER_INFO_REQUEST, self._deadline(timeout_s))
         )
@@ -112,7 +131,11 @@ class Client(Operators):
 
         Args:
             product: Product to describe; None for the server's own.
-            timeout_s: Deadline in seconds.
+            timeout_s: Deadline in seconds; None for the client's default.
+
+        Raises:
+            ValueError: There is no such product.
+            TransportError: Nothing usable came back.
         """
         request = _info.encode_list(product)
         return _info.decode_operators(

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import threading
+import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,11 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 _LOOPBACK = re.compile(r"(dns:/*|ipv4:|ipv6:)?(localhost|127\.[0-9.]+|\[::1\])(:[0-9]+)?", re.I)
 
 
+_OPEN: dict[int, tuple[int, str]] = {}
+"""Process and target of each transport that was not closed, so that a process knows what a fork left it."""
+_TRUE = ("1", "true", "yes")
+
+
 class Transport:
     """One channel to one target.
 
@@ -54,12 +60,22 @@ class Transport:
     """
 
     def __init__(self, target: str, stream_from_bytes: int = STREAM_FROM_BYTES) -> None:
-        """Opens the channel lazily; nothing is sent before the first call."""
+        """Opens the channel lazily; nothing is sent before the first call.
+
+        Raises:
+            TypeError: The target is no text.
+            ValueError: The target is empty.
+            RuntimeError: The process was forked while a client was open, where grpc would hang.
+        """
+        _check_target(target)
+        _check_fork()
         self.target = target
         self._stream_from_bytes = min(stream_from_bytes, _LARGEST_UNARY_BYTES)
         self._channel = grpc.insecure_channel(target, options=_channel_options(target))
         self._process = os.getpid()
         self._is_closed = False
+        _OPEN[id(self)] = (self._process, target)
+        self._forget = weakref.finalize(self, _OPEN.pop, id(self), None)
         self._backward = backward_pb2_grpc.BackwardServiceStub(self._channel)
         self._services = {
             "validate": validation_pb2_grpc.ValidationServiceStub(self._channel).Validate,
@@ -70,6 +86,7 @@ class Transport:
     def close(self) -> None:
         """Closes the channel; calls in flight are cancelled."""
         self._is_closed = True
+        self._forget()
         self._channel.close()
 
     def ask(self, service: str, request: Any, timeout_s: float | None) -> Any:
@@ -94,8 +111,8 @@ class Transport:
         """Looks at client and timeout before a call, and turns what grpc raises into errors of ours."""
         if os.getpid() != self._process:
             raise RuntimeError(
-                f"found a client for {self.target} that another process opened; expected a client made after "
-                "the fork, because connections do not survive one"
+                f"found a client for {self.target} that another process opened; expected one opened after "
+                "the fork, because connections do not survive it"
             )
         timeout = _grpc_timeout(timeout_s, what)
         try:
@@ -123,6 +140,25 @@ class Transport:
             return read_frames(prepared, iter(stream))
         finally:
             stream.cancel()  # no effect after a complete answer; frees the stream when ours was refused
+
+
+def _check_target(target: object) -> None:
+    if not isinstance(target, str):
+        raise TypeError(f"target: found {type(target).__name__}; expected text such as 'localhost:50051'")
+    if not target:
+        raise ValueError("target: found empty text; expected host:port, unix:path or dns:///name:port")
+
+
+def _check_fork() -> None:
+    # A list at once: other threads may open clients meanwhile.
+    inherited = next((target for process, target in list(_OPEN.values()) if process != os.getpid()), None)
+    if inherited is None or os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "").lower() in _TRUE:
+        return
+    raise RuntimeError(
+        f"found a process that was forked while a client for {inherited} was open, in which gRPC would hang; "
+        "expected that client closed before the fork, a process started by spawn, or "
+        "GRPC_ENABLE_FORK_SUPPORT=1 in the environment from the start"
+    )
 
 
 def _channel_options(target: str) -> list[tuple[str, Any]]:

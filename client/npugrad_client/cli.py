@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
+import os
+import sys
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -13,16 +14,17 @@ import typer
 from rich.console import Console
 
 import npugrad
-from npugrad import OPERATORS, NpugradError, TensorMeta, layout
-from npugrad_client import Client
+from npugrad import OPERATORS, NpugradError
+from npugrad.products import Product, product_from_name
+from npugrad_client import Client, ConnectError, OperatorError, _arrays
 from npugrad_client._cli import files, show
-from npugrad_client._cli.explain import UnknownSubject
+from npugrad_client._cli.explain import UnknownSubject, nearest
 from npugrad_client._cli.explain import explain as print_explanation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from npugrad.spec import OpSpec
+    from npugrad.spec import OpSpec, TensorMeta
 
 app = typer.Typer(
     name="npugrad",
@@ -31,18 +33,38 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+_PIPED_WIDTH = 200
+"""Width where no terminal tells one: wide, so that a line is a line for grep."""
+
+
+def _console(*, stderr: bool = False) -> Console:
+    is_told = "COLUMNS" in os.environ or (sys.stderr if stderr else sys.stdout).isatty()
+    width = None if is_told else _PIPED_WIDTH
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False, width=width)
+
+
+out, err = _console(), _console(stderr=True)
 
 Target = Annotated[
-    str, typer.Option(envvar="NPUGRAD_TARGET", help="Server: host:port, unix:path or dns:///name:port.")
+    str,
+    typer.Option(envvar="NPUGRAD_TARGET", help="Server: host:port, unix:path or dns:///name:port."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 Timeout = Annotated[float, typer.Option("--timeout", help="Deadline of the call in seconds.")]
 Attr = Annotated[
-    list[str] | None, typer.Option("--attr", help="NAME=VALUE; lists as true,false; may be repeated.")
+    list[str] | None,
+    typer.Option(
+        "--attr", metavar="NAME=VALUE", help="Attribute, above what the file says; lists as true,false."
+    ),
 ]
-OperatorName = Annotated[str, typer.Argument(metavar="OPERATOR", help="Such as group_norm_backward.")]
+Dtype = Annotated[
+    list[str] | None,
+    typer.Option("--dtype", metavar="NAME=bfloat16", help="Operand whose 2-byte elements are bfloat16."),
+]
+OperatorName = Annotated[
+    str, typer.Argument(metavar="OPERATOR", help=f"One of {', '.join(OPERATORS)}.", show_default=False)
+]
+_META_FORM = "NAME=DTYPE[SIZES]"
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 
@@ -63,7 +85,7 @@ def _common(
 
 
 def _fail(message: str, status: int = 1) -> NoReturn:
-    err.print(message, soft_wrap=True, markup=False)
+    err.print(message, soft_wrap=True)
     raise typer.Exit(status)
 
 
@@ -74,16 +96,27 @@ def _reporting() -> Iterator[None]:
         yield
     except (files.FileError, UnknownSubject) as error:
         _fail(str(error), 2)
+    except ConnectError as error:
+        _fail(f"{error}\nIs a server listening there? Start one with: npugrad-server serve")
     except NpugradError as error:
-        number = f" {getattr(error, 'code', None) or ''}".rstrip()
+        number = f" {error.code}" if isinstance(error, OperatorError) and error.code is not None else ""
         request = f" (request {error.request_id})" if error.request_id else ""
         _fail(f"{error.reason}{number}: {error}{request}")
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # a name or a value that the client itself does not take
         _fail(str(error), 2)
 
 
 def _spec(name: str) -> OpSpec:
-    return npugrad.get_operator(name)
+    if name not in OPERATORS:
+        raise UnknownSubject(f"OPERATOR: {nearest(name, OPERATORS, ', '.join(OPERATORS))}")
+    return OPERATORS[name]
+
+
+def _product(name: str | None) -> Product | None:
+    try:
+        return None if name is None else product_from_name(name)
+    except ValueError as error:
+        raise files.FileError(f"--product: {error}") from None
 
 
 @app.command()
@@ -108,50 +141,29 @@ def ops(
 ) -> None:
     """List the operators of a server."""
     with _reporting(), Client(target, timeout_s=timeout) as client:
-        listed = client.list_operators(product)
+        listed = client.list_operators(_product(product))
         if as_json:
             out.print_json(json.dumps([asdict(o) for o in listed]))
         else:
             show.operators(out, listed)
 
 
-_META = re.compile(r"(?P<dtype>[a-z0-9_]+)\[(?P<shape>[-0-9, ]*)\]")
-
-
-def _metas(texts: list[str]) -> dict[str, TensorMeta | None]:
-    metas: dict[str, TensorMeta | None] = {}
-    for text in texts:
-        name, _, value = text.partition("=")
-        match = _META.fullmatch(value.strip())
-        if value.strip() == "null":
-            metas[name] = None
-        elif match:
-            try:
-                metas[name] = TensorMeta(
-                    match["dtype"], [int(s) for s in match["shape"].split(",") if s.strip()]
-                )
-            except ValueError as error:
-                raise files.FileError(f"{name}: {error}") from None
-        else:
-            raise files.FileError(
-                f"found {text!r}; expected NAME=DTYPE[SIZES], such as grad_out=float32[2,3,4]"
-            )
-    return metas
-
-
 @app.command()
 def validate(
     operator: OperatorName,
-    file: Annotated[Path | None, typer.Argument(help=".npz file with operands and attributes.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help=".npz file with operands and attributes.")
+    ] = None,
     meta: Annotated[
         list[str] | None,
-        typer.Option("--meta", help="NAME=DTYPE[SIZES] or NAME=null, instead of or above a file."),
+        typer.Option("--meta", metavar=_META_FORM, help="Operand, above what the file says; or NAME=null."),
     ] = None,
-    output: Annotated[list[str] | None, typer.Option("--output", help="Declared output, as --meta.")] = None,
+    output: Annotated[
+        list[str] | None,
+        typer.Option("--output", metavar=_META_FORM, help="Declared output; or NAME=null."),
+    ] = None,
     attr: Attr = None,
-    dtype: Annotated[
-        list[str] | None, typer.Option("--dtype", help="NAME=bfloat16 for raw 2-byte arrays.")
-    ] = None,
+    dtype: Dtype = None,
     local: Annotated[bool, typer.Option("--local", help="Validate here, without a server.")] = False,
     product: Annotated[
         str | None, typer.Option(help="Product; the server's own, or atlas-a2 with --local.")
@@ -160,71 +172,99 @@ def validate(
     timeout: Timeout = 10.0,
     as_json: Json = False,
 ) -> None:
-    """Tell every documented constraint that a call breaks; no data travels."""
+    """Tell every documented constraint that a call breaks; no data travels.
+
+    Exit status 0: the call is legal; 1: it is not, or the server failed; 2: wrong usage.
+    """
     with _reporting():
-        spec = _spec(operator)
-        inputs: dict[str, TensorMeta | None] = {}
-        attrs: dict[str, Any] = {}
-        if file is not None:
-            operands, attrs = files.read_call(spec, file, dtypes=dtype or ())
-            inputs = {n: None if a is None else layout.content(a)[0] for n, a in operands.items()}
-        attrs |= files.parse_attrs(spec, attr or [])
-        call: dict[str, Any] = {
-            "inputs": inputs | _metas(meta or []),
-            "attrs": attrs,
-            "outputs": _metas(output or []),
-        }
+        spec, chosen = _spec(operator), _product(product)
+        asked = _described(spec, file, meta or (), output or (), attr or (), dtype or ())
         if local:
-            verdict = npugrad.validate(operator, **call, product=product or "atlas-a2")
+            verdict = npugrad.validate(operator, **asked, product=chosen or Product.ATLAS_A2)
         else:
             with Client(target, timeout_s=timeout) as client:
-                verdict = client.validate(operator, **call, product=product)
+                verdict = client.validate(operator, **asked, product=chosen)
         if as_json:
-            outputs = {n: None if m is None else str(m) for n, m in verdict.outputs.items()}
-            violations = [asdict(v) for v in verdict.violations]
-            out.print_json(
-                json.dumps({"status": verdict.status, "violations": violations, "outputs": outputs})
-            )
+            out.print_json(json.dumps(show.verdict_as_dict(verdict)))
         else:
             show.verdict(out, spec.name, verdict)
     raise typer.Exit(1 if verdict.status else 0)
 
 
+def _described(
+    spec: OpSpec,
+    file: Path | None,
+    meta: Sequence[str],
+    output: Sequence[str],
+    attr: Sequence[str],
+    dtype: Sequence[str],
+) -> dict[str, Any]:
+    """Inputs, attributes and outputs of a call without data, from a file and flags."""
+    inputs: dict[str, TensorMeta | None] = {}
+    attrs: dict[str, Any] = {p.name: None for p in spec.attrs if p.type == "bool_array"}
+    if file is not None:
+        operands, found = files.read_call(spec, file, dtype)
+        inputs |= {n: _arrays.pack(_arrays.to_numpy(a, spec.name, n))[0] for n, a in operands.items()}
+        attrs |= found
+    inputs |= files.parse_metas(meta)
+    attrs |= files.parse_attrs(spec, attr)
+    outputs = files.parse_metas(output)
+    files.check_complete(spec, attrs)
+    return {"inputs": inputs, "attrs": attrs, "outputs": outputs}
+
+
 @app.command()
 def call(
     operator: OperatorName,
-    file: Annotated[Path, typer.Argument(help=".npz file with operands and attributes.")],
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help=".npz file with operands and attributes.", show_default=False),
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help=".npz file for the results.")],
     attr: Attr = None,
-    dtype: Annotated[
-        list[str] | None, typer.Option("--dtype", help="NAME=bfloat16 for raw 2-byte arrays.")
-    ] = None,
+    dtype: Dtype = None,
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="Ask for order-independent results.")
+        bool, typer.Option("--deterministic", help="Ask for results that do not depend on summation order.")
     ] = False,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Have the server check against the reference.")
+        bool, typer.Option("--verify", help="Have the server check the results against the reference.")
     ] = False,
     target: Target = DEFAULT_TARGET,
     timeout: Timeout = 600.0,
 ) -> None:
-    """Run an operator on the operands of a file and write the results to another."""
+    """Run an operator on the operands of a file and write the results to another.
+
+    The keys of a file are names of operands and attributes; a missing operand is null.
+
+    NumPy's files have no bfloat16: a key such as input:bfloat16 holds the bits as uint16.
+    """
     with _reporting(), Client(target, timeout_s=timeout) as client:
-        spec = _spec(operator)
-        operands, attrs = files.read_call(spec, file, attr or (), dtype or ())
+        spec, path = _spec(operator), files.results_path(output)
+        operands, attrs = files.read_call(spec, file, dtype or ())
+        attrs |= files.parse_attrs(spec, attr or ())
+        files.check_complete(spec, attrs)
         answer = getattr(client, spec.name)(**operands, **attrs, deterministic=deterministic, verify=verify)
         results = {p.name: getattr(answer, p.name) for p in spec.outputs}
-        files.write_results(output, results)
+        files.write_results(path, results)
         show.results(out, results, answer.info)
-        out.print(f"written to {output}", soft_wrap=True)
+        out.print(f"written to {path}", soft_wrap=True)
 
 
 @app.command()
 def explain(
-    subject: Annotated[str, typer.Argument(help="An aclnn number, a reason, an operator or a constraint.")],
-    constraint: Annotated[str | None, typer.Argument(help="One constraint of the operator.")] = None,
+    subject: Annotated[
+        str,
+        typer.Argument(
+            metavar="SUBJECT",
+            show_default=False,
+            help="A number such as 161002, a reason such as QUEUE_FULL, an operator or a constraint.",
+        ),
+    ],
+    constraint: Annotated[
+        str | None, typer.Argument(metavar="CONSTRAINT", help="One constraint of the operator.")
+    ] = None,
 ) -> None:
-    """Print what the documents say; needs no server."""
+    """Print what the documents say: codes, operators, constraints; needs no server."""
     with _reporting():
         print_explanation(out, subject, constraint)
 
@@ -249,7 +289,7 @@ def bench(
     duration: Annotated[float, typer.Option(min=0.1, max=86400, help="Seconds to measure.")] = 10.0,
     calls: Annotated[int, typer.Option(min=1, help="Stop after this many calls.")] = 10_000_000,
     size: Annotated[str, typer.Option(help="small, medium or large.")] = "small",
-    dtype: Annotated[str, typer.Option(help="Element type.")] = "",
+    dtype: Annotated[str, typer.Option(help="Element type; the operator's first one by default.")] = "",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report as JSON.")] = None,
     target: Target = DEFAULT_TARGET,
     timeout: Timeout = 60.0,
@@ -258,11 +298,11 @@ def bench(
     from npugrad_client._cli import bench as loop  # here, because it needs the extra `bench`
 
     with _reporting():
-        plan = loop.make_plan(operator, dtype, size, concurrency, duration, calls)
+        plan = loop.make_plan(_spec(operator), dtype, size, concurrency, duration, calls)
         report = loop.measure(plan, target, timeout)
         loop.show(out, report)
         if json_file is not None:
-            json_file.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
+            files.write_text(json_file, json.dumps(report.as_dict(), indent=2) + "\n")
     raise typer.Exit(0 if report.succeeded else 1)
 
 

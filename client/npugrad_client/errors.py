@@ -86,6 +86,9 @@ __all__ = [
 
 _STATUS_KEY = "grpc-status-details-bin"
 
+_CANCELLED_HERE = ("Channel closed!", "Locally cancelled by application!")
+"""What grpc says when it was this side that cancelled."""
+
 STATUS_CLASSES: dict[grpc.StatusCode, type[NpugradError]] = {
     grpc.StatusCode.CANCELLED: Cancelled,
     grpc.StatusCode.UNKNOWN: NpugradError,
@@ -140,6 +143,8 @@ def _without_details(error: Any, what: str, target: str, timeout_s: float | None
     code = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
     said = (error.details() if hasattr(error, "details") else str(error)) or "no details"
     cls = STATUS_CLASSES.get(code, NpugradError)
+    if code is grpc.StatusCode.CANCELLED and said not in _CANCELLED_HERE:
+        cls = ConnectError  # a server that ends cancels the calls that it had not taken yet
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in said:
         cls = CallTooLarge  # a limit on the way, which no retry changes
     if cls is ConnectError:

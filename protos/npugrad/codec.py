@@ -14,7 +14,7 @@ from npugrad.dtypes import dtype_from_wire, format_from_wire
 from npugrad.errors import MalformedRequest, MalformedTensor, RequestError
 from npugrad.ops import OPERATORS
 from npugrad.products import Product, product_from_wire
-from npugrad.spec import CallMeta, TensorMeta
+from npugrad.spec import MAX_RANK, CallMeta, TensorMeta
 from npugrad.v1 import backward_pb2, operators_pb2, tensor_pb2
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ CHUNK_BYTES = 2**20
 """Recommended length of a chunk."""
 MAX_CHUNK_BYTES = 4 * 2**20
 """Largest chunk that is accepted."""
+
+MAX_BOOLS = 1024
+"""Longest bool array that is looked at; operators want two or three."""
 
 REQUESTS: dict[str, type[Any]] = {n: getattr(operators_pb2, f"{s.rpc}Request") for n, s in OPERATORS.items()}
 """Request message of each operator."""
@@ -120,12 +123,22 @@ def decode_meta(message: tensor_pb2.TensorMeta, operator: str, operand: str) -> 
             operator=operator,
             operand=operand,
         )
-    # A long list of sizes is refused by its length, before any arithmetic on it.
-    strides = tuple(message.strides) or None
     try:
+        _check_lengths(message)
+        strides = tuple(message.strides) or None
         return TensorMeta(dtype, tuple(message.shape), layout, strides, message.storage_offset)
     except MalformedTensor as error:
         raise MalformedTensor(f"{operator}: {operand}: {error}", operator=operator, operand=operand) from None
+
+
+def _check_lengths(message: tensor_pb2.TensorMeta) -> None:
+    """Refuses a long list of sizes by its length: a million of them would hold up a server for long."""
+    if len(message.shape) > MAX_RANK:
+        raise MalformedTensor(f"found rank {len(message.shape)}; expected at most {MAX_RANK}")
+    if len(message.strides) > MAX_RANK:
+        raise MalformedTensor(
+            f"found {len(message.strides)} strides, rank {len(message.shape)}; expected one for each axis"
+        )
 
 
 def _decode_attr(spec: OpSpec, param: AttrParam, message: Any) -> AttrValue:
@@ -139,6 +152,12 @@ def _decode_attr(spec: OpSpec, param: AttrParam, message: Any) -> AttrValue:
         )
     value = getattr(message, param.name)
     if param.type == "bool_array":
+        if len(value.values) > MAX_BOOLS:
+            raise MalformedRequest(
+                f"{spec.name}: {param.name}: found {len(value.values)} bools; expected at most {MAX_BOOLS}",
+                operator=spec.name,
+                operand=param.name,
+            )
         return tuple(value.values)
     return value  # type: ignore[no-any-return]
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 DOMAIN = "npugrad"
 """`ErrorInfo.domain` of every error of this service."""
 
-SUCCESS = 0
 PARAM_NULLPTR = 161001
 PARAM_INVALID = 161002
 RUNTIME_ERROR = 361001
@@ -44,7 +43,7 @@ class ErrorRow:
     Attributes:
         reason: `ErrorInfo.reason`, stable.
         code: aclnn number, None for a reason of our own.
-        grpc_status: gRPC status when our own side finds it.
+        grpc_status: gRPC status when our own side finds it; of numbers that only a device returns, that one.
         retryable: Whether the same call may succeed later or elsewhere.
         sentence: What it means, for a person.
         device_grpc_status: gRPC status when a device returns it after our validator passed.
@@ -61,8 +60,9 @@ class ErrorRow:
 _INVALID, _INTERNAL, _PRECONDITION = "INVALID_ARGUMENT", "INTERNAL", "FAILED_PRECONDITION"
 
 
-def _inner(code: int, name: str, sentence: str, device_grpc_status: str = _INTERNAL) -> ErrorRow:
-    return ErrorRow(f"ACLNN_ERR_INNER{name}", code, _INTERNAL, False, sentence, device_grpc_status)
+def _inner(code: int, name: str, sentence: str, grpc_status: str = _INTERNAL) -> ErrorRow:
+    """A number that only a device returns; a missing operator has the reason OPERATOR_UNSUPPORTED."""
+    return ErrorRow(f"ACLNN_ERR_INNER{name}", code, grpc_status, False, sentence, grpc_status)
 
 
 ERRORS: tuple[ErrorRow, ...] = (
@@ -192,7 +192,7 @@ class Source:
     """Where a constraint is documented.
 
     Attributes:
-        document: Official name of the page, or ``"source"`` for the vendor's source code.
+        document: Official name of the page, or such as ``"vendor source (ops-nn)"`` for the vendor's code.
         section: Section of it.
         row: Row or sentence of the section.
     """

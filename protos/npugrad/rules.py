@@ -5,17 +5,17 @@ A check is pure and returns None when it holds, else what it found and what it e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from npugrad.errors import PARAM_INVALID, PARAM_NULLPTR, Source
+from npugrad.products import Product
 from npugrad.spec import Constraint, Finding, NotExpressible
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from npugrad.dtypes import DType, Format
-    from npugrad.products import Product
     from npugrad.spec import CallMeta, TensorMeta
 
     Check = Callable[[CallMeta], "Finding | None"]
@@ -112,6 +112,37 @@ def output_not_null(
         violate=lambda call: call.with_outputs(**{name: None}) if wanted(call) else None,
         **{"vendor_code": PARAM_NULLPTR, **extra},
     )
+
+
+def product_supported(
+    products: Iterable[Product], code: int, text: str, sources: tuple[Source, ...], pick: str = ""
+) -> Constraint:
+    """The product has the operator; looked at first, and if not, nothing else is."""
+    known = tuple(products)
+    lacking = next(product for product in Product if product not in known)
+
+    def check(call: CallMeta) -> Finding | None:
+        if call.product in known:
+            return None
+        return Finding(call.product.full_name, listed(product.full_name for product in known))
+
+    return Constraint(
+        id="product.supported",
+        code=code,
+        text=text,
+        sources=sources,
+        operands=("product",),
+        check=check,
+        violate=lambda call: replace(call, product=lacking),
+        vendor_code=code,
+        alone=True,
+        pick=pick,
+    )
+
+
+def with_inferred_outputs(violate: Violate) -> Violate:
+    """Leaves outputs to follow from what changes, so that declared ones do not break rules of their own."""
+    return lambda call: violate(replace(call, outputs={}))
 
 
 def dtype_supported(name: str, dtypes: Mapping[Product, tuple[DType, ...]]) -> Check:

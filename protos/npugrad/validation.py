@@ -140,7 +140,7 @@ def _malformed(spec: OpSpec, param: AttrParam, found: str) -> MalformedRequest:
 
 
 def _int64(value: Any) -> int:
-    if isinstance(value, bool):
+    if isinstance(value, (bool, np.bool_)):  # NumPy before 2.3 gives its own an __index__
         raise TypeError("a bool is not an int64")
     number = operator_index(value)
     if not -INT64_MAX - 1 <= number <= INT64_MAX:

@@ -29,6 +29,7 @@ from npugrad_server.rpc.register import register
 from npugrad_server.rpc.server import Facts, ServerServicer
 from npugrad_server.rpc.servicer import BackwardServicer
 from npugrad_server.rpc.validation import ValidationServicer
+from npugrad_server.worker.memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -49,11 +50,12 @@ async def serve(loaded: LoadedSettings, announce: Callable[[Address], None]) -> 
         announce: Called once calls are served, with the bound address.
 
     Returns:
-        Exit code: 0, or 1 when accepted calls were cut off.
+        Exit code: 0, or 1 when accepted calls were cut off or the gRPC server ended by itself.
 
     Raises:
         StartError: Something that the start needs is missing.
     """
+    keep_freed_memory()
     log, stop = get_logger(), Stop()
     made = pool_settings(loaded.settings, npu_report(loaded.settings))
     for name, value in loaded.settings:
@@ -68,7 +70,8 @@ async def serve(loaded: LoadedSettings, announce: Callable[[Address], None]) -> 
             announce(app.address)
             log.info("listening", address=str(app.address), metrics_address=str(app.metrics_address or ""))
             await until(stop.asked, app.ended())
-        return 0 if await app.drain(stop.at_once) else 1
+        finished = await app.drain(stop.at_once)
+        return 0 if finished and stop.asked.is_set() else 1
     finally:
         await app.close()
         log.info("stopped")
@@ -224,9 +227,11 @@ class App:
 
     async def close(self) -> None:
         """Ends whatever still runs: server, workers, metrics page."""
-        if hasattr(self, "_server"):
-            await self._server.stop(None)
-        await self._resources.aclose()
+        try:
+            if hasattr(self, "_server"):
+                await self._server.stop(None)
+        finally:
+            await self._resources.aclose()
 
 
 async def until(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Column, Table
 
 import npugrad
@@ -32,11 +33,11 @@ from npugrad_server.preflight import Finding, StartError
 from npugrad_server.preflight import check as check_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from pydantic.fields import FieldInfo
 
-    from npugrad.spec import OpSpec, TensorParam
+    from npugrad.spec import OpSpec
     from npugrad_server.addresses import Address
 
 FAILED, USAGE = 1, 2
@@ -159,11 +160,15 @@ def check(flags: dict[str, Any], config: str | None) -> None:
 @app.command()
 def ops() -> None:
     """Show the operators, and the dtypes of their inputs on each product."""
-    names = (Column(title, no_wrap=True) for title in ("operator", "aclnn function"))
-    table = Table(*names, *map(str, Product), show_lines=True)
+    console = Console(width=None if sys.stdout.isatty() else _FILE_COLUMNS, highlight=False)
     for spec in OPERATORS.values():
-        table.add_row(spec.name, spec.aclnn_name, *(_dtypes(spec, product) for product in Product))
-    Console(width=None if sys.stdout.isatty() else _FILE_COLUMNS).print(table)
+        # Names of operators are long: a row of one table for each would not fit an 80-column terminal.
+        table = Table.grid(Column(no_wrap=True), Column(no_wrap=True), Column(), padding=(0, 2))
+        for product in Product:
+            for row in _dtype_rows(spec, product):
+                table.add_row(*row)
+        console.print(f"{spec.name} ({spec.aclnn_name})", style="bold", soft_wrap=True)
+        console.print(Padding.indent(table, 2))
 
 
 def _announce(address: Address) -> None:
@@ -179,13 +184,14 @@ def _loaded(flags: dict[str, Any], config: str | None) -> LoadedSettings:
         raise typer.Exit(USAGE) from None
 
 
-def _dtypes(spec: OpSpec, product: Product) -> str:
-    """Dtypes of the inputs, those that share them on one line."""
+def _dtype_rows(spec: OpSpec, product: Product) -> Iterator[tuple[str, str, str]]:
+    """Product, dtypes and the inputs that take them; the product stands in the first row only."""
     if product not in spec.products:
-        return "-"
-    groups: dict[str, list[TensorParam]] = {}
+        yield str(product), "not there", ""
+        return
+    groups: dict[str, list[str]] = {}
     for param in spec.inputs:
-        groups.setdefault(", ".join(map(str, param.dtypes[product])), []).append(param)
-    if len(groups) == 1:
-        return next(iter(groups))
-    return "\n".join(f"{dtypes}: {', '.join(p.name for p in params)}" for dtypes, params in groups.items())
+        groups.setdefault(", ".join(map(str, param.dtypes[product])), []).append(param.name)
+    for index, (dtypes, names) in enumerate(groups.items()):
+        inputs = "all inputs" if len(groups) == 1 else ", ".join(names)
+        yield "" if index else str(product), dtypes, inputs

@@ -55,7 +55,8 @@ class ServerSettings(BaseSettings):
     )
     devices: str = Field(
         default="auto",
-        description="Devices, such as cpu:0 or npu:0,npu:1; auto takes all NPUs, else one CPU device.",
+        description="Devices, such as cpu:0,cpu:1; auto takes all NPUs (this build drives none yet), "
+        "else one CPU device.",
     )
     product: Literal["auto", "atlas-training", "atlas-a2", "atlas-a3"] = Field(
         default="auto",
@@ -79,7 +80,7 @@ class ServerSettings(BaseSettings):
     output_arena_bytes: ByteSize | None = Field(
         default=None,
         description="Bytes of results held at once by each device; no call can have more. "
-        "Default: an eighth of the memory, and a quarter over all devices.",
+        "Default: an eighth of the memory, at most a quarter of it for all devices together.",
     )
     prefault_bytes: ByteSize = Field(
         default=ByteSize(64 * 2**20),
@@ -94,8 +95,8 @@ class ServerSettings(BaseSettings):
         default=ByteSize(MAX_MESSAGE_BYTES),
         ge=MAX_CHUNK_BYTES + 2**10,
         le=MAX_MESSAGE_BYTES,
-        description="Largest gRPC message either way, so largest unary call; Execute takes calls of any size. "
-        "Messages are held outside the arenas, so less bounds what many large unary calls can take.",
+        description="Largest gRPC message either way, so largest unary call; Execute takes any size. "
+        "Messages lie outside the arenas: a lower limit bounds what many large unary calls at once take.",
     )
     max_queue_depth: int = Field(
         default=256, ge=1, description="Calls that may wait for a device; more get QUEUE_FULL."
@@ -178,11 +179,6 @@ class ServerSettings(BaseSettings):
     def metrics_address(self) -> Address | None:
         """Where the metrics page is; None when it is off."""
         return parse_metrics_listen(self.metrics_listen) if self.metrics_listen else None
-
-    @property
-    def device_names(self) -> tuple[str, ...]:
-        """The devices as they were given; ``("auto",)`` by default."""
-        return tuple(name.strip() for name in self.devices.split(","))
 
     @property
     def fixed_product(self) -> Product | None:
@@ -315,35 +311,3 @@ def _validated(values: dict[str, Any], origins: dict[str, str], problems: list[s
         origins[name] = "default"
     # Fields come before the rule over several of them, which may find something in the second round.
     return _validated(values, origins, problems)
-
-
-def memory_limit_bytes(root: Path = Path("/")) -> int:
-    """Memory that this process may use: the least limit of its control groups and the machine's memory.
-
-    Args:
-        root: Root of the file system; another one in tests.
-    """
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for file in _memory_limit_files(root):
-        try:
-            limits.append(int(file.read_text()))
-        except (OSError, ValueError):
-            continue  # absent, or "max"
-    return min(limits)
-
-
-def _memory_limit_files(root: Path) -> Iterable[Path]:
-    base = root / "sys/fs/cgroup"
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        group = Path(path.lstrip("/"))
-        if controllers == "":
-            yield from (base / folder / "memory.max" for folder in (group, *group.parents))
-        elif "memory" in controllers.split(","):
-            yield from (
-                base / "memory" / folder / "memory.limit_in_bytes" for folder in (group, *group.parents)
-            )

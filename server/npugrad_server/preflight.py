@@ -9,8 +9,8 @@ from npugrad.errors import NpugradError
 from npugrad.products import Product, product_from_soc
 from npugrad_server import devices
 from npugrad_server.addresses import Address, AddressError, check_free
-from npugrad_server.config import memory_limit_bytes
 from npugrad_server.logs import get_logger
+from npugrad_server.machine import memory_bytes
 from npugrad_server.npus import NpuReport, find_npus
 from npugrad_server.pool import DevicePool, DeviceState, PoolSettings
 
@@ -49,7 +49,7 @@ def pool_settings(settings: ServerSettings, report: NpuReport) -> PoolSettings:
         StartError: The devices cannot be served, or the arenas are larger than the memory.
     """
     names = _resolved(settings.devices, report)
-    limit = memory_limit_bytes()
+    limit = memory_bytes()
     made = PoolSettings(
         devices=names,
         product=_product(settings.fixed_product, names, report),
@@ -65,9 +65,7 @@ def pool_settings(settings: ServerSettings, report: NpuReport) -> PoolSettings:
         respawn_backoff_s=settings.respawn_backoff_s,
         respawn_backoff_max_s=settings.respawn_backoff_max_s,
         max_respawns=settings.max_respawns,
-        device_memory_bytes=None
-        if settings.device_memory_bytes is None
-        else int(settings.device_memory_bytes),
+        device_memory_bytes=int(settings.device_memory_bytes or limit // 2),
     )
     arenas = made.input_arena_bytes + len(names) * made.output_arena_bytes
     if arenas > limit:

@@ -29,6 +29,8 @@ Unary = Callable[[OpSpec, Any, Context], Any]
 Execute = Callable[[Iterator[backward_pb2.ExecuteRequest], Context], Iterator[backward_pb2.ExecuteResponse]]
 
 INFO = ExecutionInfo("test", "test:0", Product.ATLAS_A2, simulated=True, request_id="abc123")
+STREAMED, UNARY = 0, 2**40
+"""Values of `Client(stream_from_bytes=...)` that force one way or the other."""
 STATUS_KEY = "grpc-status-details-bin"
 _SERVICE = "npugrad.v1.BackwardService"
 

@@ -10,14 +10,23 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
-from tests.client.fake_service import STATUS_KEY, Context, Seen, abort_with, fake_service, group_norm
+from tests.client.fake_service import (
+    STATUS_KEY,
+    STREAMED,
+    UNARY,
+    Context,
+    Seen,
+    abort_with,
+    fake_service,
+    group_norm,
+)
 
 import npugrad_client
+import npugrad_client.errors
 from npugrad import errors
 from npugrad.errors import (
     ERRORS,
     CallTooLarge,
-    Cancelled,
     ConnectError,
     DeadlineExceeded,
     DeviceError,
@@ -44,7 +53,6 @@ if TYPE_CHECKING:
 
 End = Callable[[Context], object]
 SPEC = get_operator("group_norm_backward")
-STREAMED, UNARY = 0, 2**30
 
 
 class Ending:
@@ -219,7 +227,7 @@ def test_an_error_that_came_over_the_wire_can_be_pickled_with_its_violations(err
 # -------------------------------------------------------------------------- statuses without our details
 
 CLASSES = {
-    "CANCELLED": Cancelled,
+    "CANCELLED": ConnectError,  # nobody here cancelled, so the server did, because it ends
     "INVALID_ARGUMENT": RequestError,
     "DEADLINE_EXCEEDED": DeadlineExceeded,
     "RESOURCE_EXHAUSTED": ServerBusy,
@@ -242,7 +250,7 @@ def test_a_status_without_details_keeps_its_words(error_of: ErrorOf, service: Se
     if code is not grpc.StatusCode.DEADLINE_EXCEEDED:
         assert "what the proxy says" in str(got)
     assert got.operator == "group_norm_backward"
-    assert got.retryable is (code.name in ("RESOURCE_EXHAUSTED", "UNAVAILABLE"))
+    assert got.retryable is (code.name in ("CANCELLED", "RESOURCE_EXHAUSTED", "UNAVAILABLE"))
     assert isinstance(got.cause, grpc.RpcError)
 
 

@@ -197,7 +197,8 @@ def test_records_list_their_parameters_in_c_order(spec: OpSpec) -> None:
 
 def test_operators_are_found_by_name() -> None:
     assert [get_operator(name) for name in OPERATORS] == list(OPERATORS.values())
-    assert list(OPERATORS) == [
+    # A new operator comes last: clients may show them in this order.
+    assert list(OPERATORS)[:4] == [
         "multi_scale_deformable_attention_grad",
         "grid_sampler_2d_backward",
         "group_norm_backward",

@@ -92,7 +92,7 @@ def test_every_argument_is_a_flag_of_the_server(name: str, server: dict[str, Any
     assert "command" not in server, "the image's entrypoint is npugrad-server"
     assert server["args"][0] == "serve"
     settings = _settings(name)
-    assert settings.device_names == (f"{_kind(name)}:0",)
+    assert settings.devices == f"{_kind(name)}:0"
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,8 @@ def test_memory_limit_holds_arenas_and_processes(name: str, server: dict[str, An
     settings = _settings(name)
     assert settings.input_arena_bytes is not None
     assert settings.output_arena_bytes is not None
-    arenas = settings.input_arena_bytes + len(settings.device_names) * settings.output_arena_bytes
+    devices = len(settings.devices.split(","))
+    arenas = settings.input_arena_bytes + devices * settings.output_arena_bytes
     limit = _bytes(server["resources"]["limits"]["memory"])
     assert limit >= arenas + ROOM_BYTES[_kind(name)]
 

@@ -1,13 +1,25 @@
-"""What the end-to-end tests counted, printed at the end of every run."""
+"""A server to be hurt and what it must still be able to do; what was counted, printed at the end of a run."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tests.calls import TIMEOUT_S, call_execute, call_unary, fill, sample
+from tests.e2e.harness import VICTIM_INPUT_ARENA, VICTIM_OUTPUT_ARENA, Wire, eventually, own_threads
+from tests.fix_server import run_server
+
+from npugrad.ops import OPERATORS
+from npugrad.v1 import server_pb2
+from npugrad_client import Client
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
+
+    import grpc
+    from tests.calls import Sample
+    from tests.fix_server import ServerProcess
 
     Report = Callable[[str, int | str], None]
 
@@ -33,3 +45,74 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.section("end to end")
         for title in sorted(counts):
             terminalreporter.line(f"{title}: {counts[title]}")
+
+
+@pytest.fixture(scope="module")
+def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server with small arenas for one module of hostile tests."""
+    with run_server(
+        tmp_path_factory.mktemp("victim") / "server.log",
+        *("--input-arena-bytes", str(VICTIM_INPUT_ARENA), "--output-arena-bytes", str(VICTIM_OUTPUT_ARENA)),
+        env=own_threads(),
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def channel(victim: ServerProcess) -> Iterator[grpc.Channel]:
+    """A channel to the victim."""
+    with victim.channel() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def wire(channel: grpc.Channel) -> Wire:
+    """Raw stubs of the victim."""
+    return Wire.of(channel)
+
+
+@pytest.fixture(scope="module")
+def client(victim: ServerProcess) -> Iterator[Client]:
+    """A client of the victim."""
+    with Client(victim.address, timeout_s=TIMEOUT_S) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="session")
+def legal() -> Mapping[str, Sample]:
+    """One legal call of each operator, with data; not to be changed."""
+    return {spec.name: fill(spec, spec.build()) for spec in OPERATORS.values()}
+
+
+@pytest.fixture(scope="module")
+def watch(victim: ServerProcess) -> Iterator[grpc.Channel]:
+    """A channel that only `unharmed` uses."""
+    with victim.channel() as channel:
+        yield channel
+
+
+@pytest.fixture
+def unharmed(victim: ServerProcess, watch: grpc.Channel) -> Iterator[None]:
+    """After the test the server is the same, healthy, holds nothing, and answers a normal call right."""
+    yield
+    assert victim.process.poll() is None
+    wire, health = Wire.of(watch), health_pb2_grpc.HealthStub(watch)
+    # A call whose client vanished ends when its worker is done with it; each look is a round trip.
+    info = eventually(lambda: idle(wire.info()), "no arena byte in use", victim)
+    ready = server_pb2.DeviceState.DEVICE_STATE_READY
+    assert [(device.state, device.restarts) for device in info.devices] == [(ready, 0)]
+    answer = health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)  # type: ignore[attr-defined]
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    made = sample()
+    assert call_execute(watch, made.frames()).contents == made.reference()
+    contents = call_unary(watch, made.spec, made.message()).contents
+    assert {name: content.data for name, content in contents.items()} == made.reference()
+    log = victim.log_text()
+    assert "unexpected error" not in log
+    assert "Traceback" not in log
+
+
+def idle(info: server_pb2.GetServerInfoResponse) -> server_pb2.GetServerInfoResponse | None:
+    """The description of a server that holds nothing; None while it does."""
+    used = info.input_arena_used_bytes or info.output_arena_used_bytes or info.queue_depth
+    return None if used else info

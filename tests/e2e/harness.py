@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
+from tests.calls import call_execute, call_unary, chunk, failure_of
 
 from npugrad import codec, layout
+from npugrad.ops import OPERATORS
 from npugrad.spec import TensorMeta
 from npugrad.v1 import backward_pb2, backward_pb2_grpc, server_pb2, server_pb2_grpc, validation_pb2_grpc
 
@@ -20,13 +25,20 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from tests.fix_server import ServerProcess
 
+    from npugrad.errors import NpugradError
     from npugrad.spec import CallMeta, OpSpec
 
     Array = npt.NDArray[Any]
     Operands = Mapping[str, Array | None]
     Frames = Iterable[backward_pb2.ExecuteRequest]
 
+SPECS = list(OPERATORS.values())
+MSDA, GRID_SAMPLER, GROUP_NORM, FLOYD = SPECS
+each_operator = pytest.mark.parametrize("spec", SPECS, ids=list(OPERATORS))
 CALL_TIMEOUT_S = 60.0
+_PAUSE_S = 0.02
+VICTIM_INPUT_ARENA, VICTIM_OUTPUT_ARENA = 64 * 2**20, 32 * 2**20
+"""Bytes of operands, and of results, that the server of the hostile tests has room for."""
 UNARY, STREAMED = 2**40, 0
 """Values of `Client(stream_from_bytes=...)` that force one way or the other."""
 
@@ -157,11 +169,6 @@ def header(spec: OpSpec, message: Any) -> backward_pb2.ExecuteRequest:
     return backward_pb2.ExecuteRequest(header=codec.wrap(backward_pb2.ExecuteHeader(), spec, message))
 
 
-def chunk(operand: int, offset: int, data: bytes) -> backward_pb2.ExecuteRequest:
-    """A later frame of a streamed call."""
-    return backward_pb2.ExecuteRequest(chunk=backward_pb2.Chunk(operand=operand, offset=offset, data=data))
-
-
 def encode(
     spec: OpSpec,
     call: CallMeta,
@@ -226,14 +233,40 @@ def unary_results(spec: OpSpec, message: Any) -> dict[str, Array | None]:
     }
 
 
+def both_ways(channel: grpc.Channel, spec: OpSpec, message: Any) -> list[NpugradError]:
+    """How a message is refused as a unary call and as the header of a stream."""
+    failures = [
+        failure_of(lambda: call_unary(channel, spec, message)),
+        failure_of(lambda: call_execute(channel, [header(spec, message)])),
+    ]
+    return [failure.error for failure in failures]
+
+
 def eventually(
-    condition: Callable[[], Any], what: str, running: ServerProcess, timeout_s: float = 20.0
+    condition: Callable[[], Any], what: str, running: ServerProcess, timeout_s: float = 30.0
 ) -> Any:
-    """Asks until something is so; each asking is a round trip to a server, so nothing spins."""
-    end = time.monotonic() + timeout_s
+    """Asks a server until something is so, at most fifty times a second, and returns what was found."""
+    end, pause = time.monotonic() + timeout_s, threading.Event()
     while not (found := condition()):
         if time.monotonic() > end:
-            raise AssertionError(
-                f"not within {timeout_s:g} s: {what}; the log:\n{running.log_text()[-4000:]}"
-            )
+            pytest.fail(f"not within {timeout_s:g} s: {what}; the log ends:\n{running.log_text()[-4000:]}")
+        pause.wait(_PAUSE_S)
     return found
+
+
+# --------------------------------------------------------------------------------------- processes
+
+
+def workers_of(pid: int) -> list[int]:
+    """Worker processes of a server, as the kernel sees them."""
+    children: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        children += map(int, (task / "children").read_text().split())
+    return [child for child in children if b"npugrad_server.worker" in _command(child)]
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it ended meanwhile
+        return b""

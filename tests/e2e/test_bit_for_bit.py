@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product as combinations
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from tests.e2e.harness import (
     own_threads,
     unary_results,
     wire_layout,
+    workers_of,
 )
 from tests.fix_server import ServerProcess, run_server
 
@@ -44,14 +46,19 @@ if TYPE_CHECKING:
 
     from tests.e2e.conftest import Report
     from tests.e2e.harness import Array
+    from tests.fix_server import StartServer
 
     from npugrad.spec import CallMeta, OpSpec
 
-MSDA, GRID_SAMPLER, GROUP_NORM, FLOYD = OPERATORS.values()
+MSDA, GRID_SAMPLER, GROUP_NORM, FLOYD = (
+    OPERATORS["multi_scale_deformable_attention_grad"],
+    OPERATORS["grid_sampler_2d_backward"],
+    OPERATORS["group_norm_backward"],
+    OPERATORS["fused_floyd_attention_grad"],
+)
 FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 INDICES = (DType.INT32, DType.INT64)
-TCP, UNIX = ("tcp", "unix"), ("unix", "tcp")
-"""Transports, the one that no case leaves out first."""
+TCP, UNIX = "tcp", "unix"
 LAYOUTS = ("contiguous", "offset", "reversed", "gaps", "expanded")
 INDEX_OPERANDS = ("spatial_shape", "level_start_index")
 ODD_CHUNK_BYTES = 1021
@@ -170,14 +177,12 @@ LARGE = [
 """Calls whose operands and results take several chunks of 1 MiB, none of them a whole number of chunks."""
 
 
-def over(transports: tuple[str, ...], cases: list[Case]) -> pytest.MarkDecorator:
-    """Every case over every transport; Floyd, whose least call takes as long as a hundred, over the first."""
-    pairs = [
-        pytest.param(case, transport, id=f"{case.id}-{transport}")
-        for case in cases
-        for transport in (transports if case.spec is not FLOYD else transports[:1])
-    ]
-    return pytest.mark.parametrize(("case", "transport"), pairs)
+def over(first: str, second: str, cases: list[Case]) -> pytest.MarkDecorator:
+    """Every case over the first transport, every third over the second, but none of Floyd's."""
+    pairs = [(case, first) for case in cases]
+    pairs += [(case, second) for case in cases[::3] if case.spec is not FLOYD]
+    ids = [f"{case.id}-{transport}" for case, transport in pairs]
+    return pytest.mark.parametrize(("case", "transport"), pairs, ids=ids)
 
 
 # ----------------------------------------------------------------------------------------------- servers
@@ -234,7 +239,7 @@ def typed(client: Client, case: Case, operands: Mapping[str, Any]) -> dict[str, 
 # ------------------------------------------------------------------------------------------------- tests
 
 
-@over(TCP, [*MATRIX, *sample_cases()])
+@over(TCP, UNIX, [*MATRIX, *sample_cases()])
 def test_every_call_comes_back_bit_for_bit(case: Case, target: Target, tally: Report) -> None:
     operands, expected = case.operands(), case.results()
     packed = {
@@ -256,7 +261,7 @@ def test_every_call_comes_back_bit_for_bit(case: Case, target: Target, tally: Re
     tally("bit for bit: outputs compared", len(found) * sum(a is not None for a in expected.values()))
 
 
-@over(TCP, PLAIN)
+@over(TCP, UNIX, PLAIN)
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_a_foreign_layout_changes_no_bit(case: Case, kind: str, target: Target, tally: Report) -> None:
     """Strides, gaps, offsets and stride 0 on the wire, as clients in other languages may send them."""
@@ -278,7 +283,7 @@ def test_a_foreign_layout_changes_no_bit(case: Case, kind: str, target: Target, 
     tally("bit for bit: calls compared", 2)
 
 
-@over(UNIX, PLAIN)
+@over(UNIX, TCP, PLAIN)
 @pytest.mark.parametrize("kind", ["transposed", "every_second", "backwards", "broadcast", "read_only"])
 def test_any_array_of_the_caller_changes_no_bit(case: Case, kind: str, target: Target, tally: Report) -> None:
     """Views as NumPy users have them, through the client, which packs what cannot travel as it is."""
@@ -305,7 +310,7 @@ def _as_view(array: Array, kind: str) -> Array:
     return frozen
 
 
-@over(UNIX, LARGE)
+@over(UNIX, TCP, LARGE)
 def test_calls_of_many_chunks_come_back_bit_for_bit(case: Case, target: Target, tally: Report) -> None:
     operands, expected = case.operands(), case.results()
     assert max(a.nbytes for a in expected.values() if a is not None) > codec.CHUNK_BYTES
@@ -322,7 +327,7 @@ def test_calls_of_many_chunks_come_back_bit_for_bit(case: Case, target: Target, 
     tally("bit for bit: calls compared", 3)
 
 
-@over(UNIX, PLAIN)
+@over(UNIX, TCP, PLAIN)
 def test_the_same_call_twice_gives_the_same_bits(case: Case, target: Target) -> None:
     """Nothing of an earlier call shows: the arenas are full of other bytes in between."""
     operands = case.operands()
@@ -330,3 +335,16 @@ def test_the_same_call_twice_gives_the_same_bits(case: Case, target: Target) -> 
     noise = Case("noise", GROUP_NORM, GROUP_NORM.build(c=6, hxw=2**14, group=3))
     typed(target.streamed, noise, noise.operands())
     assert differences(first, typed(target.streamed, case, operands)) == []
+
+
+def test_one_variable_sets_the_threads_of_every_library(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries differ in which variable they follow first, and results in the number of threads."""
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    running = start_server(env={"OMP_NUM_THREADS": "3"})
+    [worker] = workers_of(running.process.pid)
+    entries = Path(f"/proc/{worker}/environ").read_text().split("\0")
+    found = dict(entry.partition("=")[::2] for entry in entries)
+    assert (found["OMP_NUM_THREADS"], found["OPENBLAS_NUM_THREADS"]) == ("3", "3")
+    assert "3 threads for linear algebra" in running.info().devices[0].description

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import textwrap
 import zipfile
 from email.parser import HeaderParser
-from importlib.metadata import packages_distributions
+from importlib.metadata import distributions, requires
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -165,17 +166,16 @@ def _modules_outside_base() -> set[str]:
     """Return the top-level modules installed here that `pip install npugrad` alone would not bring."""
     base = _closure(BASE)
     modules: set[str] = set()
-    for module, owners in packages_distributions().items():
-        names = {canonicalize_name(owner) for owner in owners}
-        if not names & base and names != {"npugrad"}:
-            modules.add(module)
-    return modules - PACKAGES
+    kept = set(PACKAGES)
+    for distribution in distributions():
+        tops = {path.parts[0].partition(".")[0] for path in distribution.files or () if path.suffix == ".py"}
+        ours = canonicalize_name(distribution.name) in {*base, "npugrad"}
+        (kept if ours else modules).update(tops)
+    return modules - kept
 
 
 def _closure(names: set[str]) -> set[str]:
     """Return the distributions that ``names`` need, themselves included, as installed here."""
-    from importlib.metadata import requires
-
     done: set[str] = set()
     todo = set(names)
     while todo:
@@ -190,8 +190,6 @@ def _closure(names: set[str]) -> set[str]:
 
 def _python(program: str) -> subprocess.CompletedProcess[str]:
     """Run ``program`` in a fresh interpreter that sees the three packages."""
-    import textwrap
-
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
         capture_output=True,

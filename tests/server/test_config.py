@@ -10,7 +10,6 @@ from npugrad_server.config import (
     ServerSettings,
     SettingsError,
     load_settings,
-    memory_limit_bytes,
 )
 
 if TYPE_CHECKING:
@@ -152,29 +151,3 @@ def test_constructor_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("NPUGRAD_DEVICES", "cpu:7")
     assert ServerSettings().devices == "auto"
     assert load_settings().settings.devices == "cpu:7"
-
-
-class TestMemoryLimit:
-    @staticmethod
-    def tree(root: Path, groups: str, files: dict[str, str]) -> Path:
-        (root / "proc/self").mkdir(parents=True)
-        (root / "proc/self/cgroup").write_text(groups)
-        for name, text in files.items():
-            file = root / "sys/fs/cgroup" / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text)
-        return root
-
-    def test_machine_without_control_groups(self, tmp_path: Path) -> None:
-        assert memory_limit_bytes(tmp_path) > 2**28
-
-    def test_second_version_takes_the_least_limit_up_to_the_root(self, tmp_path: Path) -> None:
-        files = {"pod/box/memory.max": "max\n", "pod/memory.max": "104857600\n", "memory.max": "209715200\n"}
-        assert memory_limit_bytes(self.tree(tmp_path, "0::/pod/box\n", files)) == 100 * 2**20
-
-    def test_first_version(self, tmp_path: Path) -> None:
-        files = {"memory/pod/memory.limit_in_bytes": "52428800\n"}
-        assert memory_limit_bytes(self.tree(tmp_path, "4:cpu:/x\n3:memory:/pod\n", files)) == 50 * 2**20
-
-    def test_namespaced_container_sees_its_limit_at_the_root(self, tmp_path: Path) -> None:
-        assert memory_limit_bytes(self.tree(tmp_path, "0::/\n", {"memory.max": "31457280\n"})) == 30 * 2**20

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npugrad_server.devices import DeviceListError, DeviceName, parse_device, resolve
@@ -51,6 +51,7 @@ def test_a_list_that_cannot_be_served_says_why(text: str, npu_count: int | None,
         resolve(text, npu_count)
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(st.text("abcdefg", min_size=1), st.text("xyz0123456789.,:?", max_size=5), max_size=3),
     st.integers(0, 9999),

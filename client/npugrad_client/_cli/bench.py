@@ -16,9 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.table import Table
 
-from npugrad import get_operator
-from npugrad.dtypes import dtype_from_name
-from npugrad.errors import NpugradError
 from npugrad.products import Product
 from npugrad_client import Client
 from npugrad_client._cli.files import FileError
@@ -89,12 +86,12 @@ class Plan:
 
 
 def make_plan(
-    operator: str, dtype: str, size: str, concurrency: int, duration_s: float, max_calls: int
+    spec: OpSpec, dtype: str, size: str, concurrency: int, duration_s: float, max_calls: int
 ) -> Plan:
     """Makes the operands of a measurement.
 
     Args:
-        operator: Operator's name.
+        spec: The operator.
         dtype: Element type; empty for the operator's first one.
         size: ``"small"``, ``"medium"`` or ``"large"``.
         concurrency: Calls in flight.
@@ -102,21 +99,18 @@ def make_plan(
         max_calls: Calls after which to stop in any case.
 
     Raises:
-        FileError: There is no such size or type.
-        UnsupportedOperator: There is no such operator.
+        FileError: There is no such size or type, or none that the operator takes.
     """
-    spec = get_operator(operator)
-    sizes = SIZES[operator]
+    sizes = SIZES[spec.name]
     if size not in sizes:
         raise FileError(f"--size: found {size!r}; expected {', '.join(sizes)}")
-    supported = spec.inputs[0].dtypes[Product.ATLAS_A2]
-    try:
-        wanted = dtype_from_name(dtype) if dtype else supported[0]
-    except ValueError as error:
-        raise FileError(f"--dtype: {error}") from None
+    supported = [str(d) for d in spec.inputs[0].dtypes[Product.ATLAS_A2]]
+    wanted = dtype or supported[0]
+    if wanted not in supported:
+        raise FileError(f"--dtype: found {wanted!r}; expected {', '.join(supported)}")
     call = spec.build(dtype=wanted, **sizes[size])
     operands = spec.make_inputs(call, np.random.default_rng(7))
-    return Plan(spec, str(wanted), size, operands, dict(call.attrs), concurrency, duration_s, max_calls)
+    return Plan(spec, wanted, size, operands, dict(call.attrs), concurrency, duration_s, max_calls)
 
 
 @dataclass
@@ -127,14 +121,16 @@ class Report:
         plan: What was asked for.
         elapsed_s: Seconds from the first start to the last answer.
         latency: Round-trip times in microseconds.
+        is_interrupted: Whether it was ended before its time.
         stages: Sums of the server's stages in seconds, over all answers.
         errors: Failed calls by reason.
-        device: Backend and device of the answers.
+        devices: Answers by device and backend.
     """
 
     plan: Plan
     elapsed_s: float
     latency: HdrHistogram
+    is_interrupted: bool = False
     stages: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     devices: Counter[str] = field(default_factory=Counter)
@@ -159,6 +155,7 @@ class Report:
             "size": self.plan.size,
             "concurrency": self.plan.concurrency,
             "elapsed_s": self.elapsed_s,
+            "interrupted": self.is_interrupted,
             "answered": self.answered,
             "errors": dict(self.errors),
             "throughput_per_s": self.answered / self.elapsed_s if self.elapsed_s else 0.0,
@@ -206,23 +203,33 @@ class _Loop:
         self._lock = threading.Lock()
         self._left = plan.max_calls
         self._end_s = 0.0
-        self._stop = threading.Event()
+        self._stop, self._ended = threading.Event(), threading.Event()
+        self._working = plan.concurrency
 
     def run(self) -> float:
         """Runs to the end; seconds it took."""
         start = time.perf_counter()
         self._end_s = start + self._plan.duration_s
-        threads = [threading.Thread(target=self._work) for _ in range(self._plan.concurrency)]
-        for thread in threads:
-            thread.start()
+        for _ in range(self._plan.concurrency):
+            threading.Thread(target=self._work, daemon=True).start()
+        # Not Thread.join: interrupted, it takes a running thread for ended (CPython before 3.13).
         try:
-            for thread in threads:
-                thread.join()
+            self._ended.wait()
         except KeyboardInterrupt:
+            self._report.is_interrupted = True
             self._stop.set()
-            for thread in threads:
-                thread.join()
+            self._ended.wait()  # calls in flight end as they would; a second interrupt gives them up
         return time.perf_counter() - start
+
+    def _work(self) -> None:
+        try:
+            while self._take():
+                self._measure_one()
+        finally:
+            with self._lock:
+                self._working -= 1
+                if not self._working:
+                    self._ended.set()
 
     def _take(self) -> bool:
         with self._lock:
@@ -231,15 +238,14 @@ class _Loop:
             self._left -= 1
             return True
 
-    def _work(self) -> None:
-        while self._take():
-            start = time.perf_counter()
-            try:
-                answer = _call(self._client, self._plan)
-            except NpugradError as error:
-                with self._lock:
-                    self._report.errors[error.reason] += 1
-                continue
+    def _measure_one(self) -> None:
+        start = time.perf_counter()
+        try:
+            answer = _call(self._client, self._plan)
+        except Exception as error:  # counted, whatever it is: a thread that died would hide it
+            with self._lock:
+                self._report.errors[getattr(error, "reason", type(error).__name__)] += 1
+        else:
             self._record(time.perf_counter() - start, answer.info)
 
     def _record(self, seconds: float, info: Any) -> None:
@@ -267,6 +273,9 @@ def show(console: Console, report: Report) -> None:
     console.print(table)
     for reason, count in report.errors.most_common():
         console.print(f"failed: {count} x {reason}")
+    if report.is_interrupted:
+        console.print("Interrupted: this is what was measured until then.")
     console.print(
-        "A closed loop waits for each answer: it does not show how callers with a schedule would queue."
+        "A closed loop waits for each answer, so it hides the queueing that callers on a schedule would see.",
+        soft_wrap=True,
     )

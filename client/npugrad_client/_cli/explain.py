@@ -14,9 +14,11 @@ from npugrad.ops import OPERATORS
 from npugrad.spec import AttrParam, Constraint, OpSpec, TensorParam
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from rich.console import RenderableType
+
+_PICK_MARK = " *"
 
 
 class UnknownSubject(Exception):
@@ -35,90 +37,145 @@ def explain(console: Console, subject: str, constraint: str | None = None) -> No
         UnknownSubject: There is no such subject or constraint.
     """
     spec = _operator(subject)
-    if spec is not None:
-        console.print(_one(spec, constraint) if constraint else _operator_text(spec))
-    elif subject.isdigit() and int(subject) in BY_CODE:
-        console.print(_code_text(BY_CODE[int(subject)]))
-    elif subject.upper() in BY_REASON:
-        console.print(_code_text(BY_REASON[subject.upper()]))
+    if constraint is not None:
+        if spec is None:
+            raise UnknownSubject(nearest(subject, _operators(), "an operator before a constraint"))
+        console.print(_one(spec, constraint))
+    elif spec is not None:
+        console.print(_operator_text(spec))
+    elif (row := _row(subject)) is not None:
+        console.print(_code_text(row))
     else:
         found = [(s, c) for s in OPERATORS.values() for c in s.constraints if c.id == subject]
         if not found:
-            raise UnknownSubject(_nearest(subject, _subjects()))
-        for owner, match in found:
-            console.print(_constraint_text(owner, match))
+            expected = "an operator, an aclnn number, a reason or a constraint"
+            raise UnknownSubject(nearest(subject, _subjects(), expected))
+        console.print(Group(*_spaced([_constraint_text(owner, match) for owner, match in found])))
+
+
+def nearest(found: str, known: Iterable[str], expected: str) -> str:
+    """Says that a name is not known, and which known ones come near.
+
+    Args:
+        found: The name.
+        known: All names there are.
+        expected: What they are, for when none comes near.
+    """
+    names = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(found.lower(), names, n=5, cutoff=0.5)
+    near += [n for n in names if found.lower() in n and n not in near][: 5 - len(near)]
+    if near:
+        return f"found {found!r}; did you mean {', '.join(names[n] for n in near)}?"
+    return f"found {found!r}; expected {expected}"
+
+
+def _operators() -> list[str]:
+    return [*OPERATORS, *(s.aclnn_name for s in OPERATORS.values())]
 
 
 def _operator(subject: str) -> OpSpec | None:
     by_aclnn = {spec.aclnn_name.lower(): spec for spec in OPERATORS.values()}
-    return OPERATORS.get(subject) or by_aclnn.get(subject.lower())
+    return OPERATORS.get(subject.lower()) or by_aclnn.get(subject.lower())
+
+
+def _row(subject: str) -> ErrorRow | None:
+    if subject.isdecimal():
+        return BY_CODE.get(int(subject))
+    return BY_REASON.get(subject.upper())
 
 
 def _subjects() -> list[str]:
-    names = [*OPERATORS, *(s.aclnn_name for s in OPERATORS.values()), *map(str, BY_CODE), *BY_REASON]
+    names = [*_operators(), *map(str, BY_CODE), *BY_REASON]
     return names + [c.id for s in OPERATORS.values() for c in s.constraints]
-
-
-def _nearest(subject: str, known: Iterable[str]) -> str:
-    names = list(dict.fromkeys(known))
-    near = difflib.get_close_matches(subject, names, n=5, cutoff=0.4)
-    hint = f"did you mean {', '.join(near)}?" if near else "expected an operator, an aclnn number or a reason"
-    return f"found nothing about {subject!r}; {hint}"
 
 
 def _one(spec: OpSpec, identifier: str) -> RenderableType:
     for constraint in spec.constraints:
         if constraint.id == identifier:
             return _constraint_text(spec, constraint)
-    raise UnknownSubject(_nearest(identifier, (c.id for c in spec.constraints)))
+    raise UnknownSubject(
+        nearest(identifier, (c.id for c in spec.constraints), f"a constraint of {spec.name}")
+    )
+
+
+def _spaced(parts: Sequence[RenderableType]) -> list[RenderableType]:
+    """The parts with an empty line between each two."""
+    return [piece for part in parts for piece in (Text(), part)][1:]
 
 
 def _code_text(row: ErrorRow) -> RenderableType:
-    number = "no aclnn number" if row.code is None else str(row.code)
+    number = (
+        "a reason of this service, with no aclnn number" if row.code is None else f"aclnn status {row.code}"
+    )
     retry = "retrying may help" if row.retryable else "retrying does not help"
-    title = Text(f"{row.reason} ({number})", style="bold")
+    title = Text(f"{row.reason}: {number}", style="bold")
     facts = Text(f"{row.sentence} gRPC status {row.grpc_status}; {retry}.")
     if row.code is None:
         return Group(title, facts)
-    table = _constraint_table("operator")
+    groups = []
     for spec in OPERATORS.values():
-        for constraint in spec.constraints:
-            if constraint.code == row.code:
-                table.add_row(spec.name, constraint.id, constraint.text + _pick_mark(constraint))
-    return Group(
-        title, facts, table if table.row_count else Text("No documented constraint gives this code.")
-    )
+        rules = [c for c in spec.constraints if c.code == row.code]
+        if rules:
+            groups.append(Group(Text(f"{spec.name}: {_count(rules)}", style="bold"), _rules(rules)))
+    if not groups:
+        groups = [Group(Text("No documented constraint gives this number; a device may."))]
+    return Group(*_spaced([Group(title, facts), *groups]), *_legend(row.code))
 
 
-def _constraint_table(first: str) -> Table:
-    table = Table(show_lines=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(first, no_wrap=True)
-    table.add_column("constraint", no_wrap=True)
-    table.add_column("documented rule")
+def _count(constraints: Sequence[Constraint]) -> str:
+    return f"{len(constraints)} constraint{'s' * (len(constraints) != 1)}"
+
+
+def _rules(constraints: Sequence[Constraint]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for constraint in constraints:
+        mark = _PICK_MARK if constraint.pick else ""
+        table.add_row(f"  {constraint.id}{mark}", constraint.text)
     return table
 
 
-def _pick_mark(constraint: Constraint) -> str:
-    return " (document and vendor source differ)" if constraint.pick else ""
+def _legend(code: int | None = None, spec: OpSpec | None = None) -> list[RenderableType]:
+    rules = [
+        c for s in ([spec] if spec else OPERATORS.values()) for c in s.constraints if code in (None, c.code)
+    ]
+    if not any(c.pick for c in rules):
+        return []
+    text = "* Document and vendor source differ: npugrad explain OPERATOR CONSTRAINT shows both sides."
+    return [Text(), Text(text, style="dim")]
 
 
 def _operator_text(spec: OpSpec) -> RenderableType:
-    products = ", ".join(
-        p.full_name + ("" if source in spec.documents else f" (from {source})")
-        for p, source in spec.products.items()
+    head = Group(
+        Text(f"{spec.name}: {spec.aclnn_name}", style="bold"),
+        Text(f"{spec.summary} Oldest CANN: {spec.min_cann}."),
+        *(
+            Text(f"  on {product.full_name}" + ("" if source in spec.documents else f" ({source})"))
+            for product, source in spec.products.items()
+        ),
     )
-    head = Text(f"{spec.name}  ({spec.aclnn_name})", style="bold")
-    facts = Text(f"{spec.summary}\nProducts: {products}. Oldest CANN: {spec.min_cann}.")
-    parameters = Table(box=None, padding=(0, 2, 0, 0))
+    groups: list[RenderableType] = []
+    for code in dict.fromkeys(c.code for c in spec.constraints):
+        rules = [c for c in spec.constraints if c.code == code]
+        title = f"{code} {BY_CODE[code].reason}: {_count(rules)}"
+        groups.append(Group(Text(title, style="bold"), _rules(rules)))
+    return Group(
+        *_spaced([head, _parameters(spec), *groups]),
+        *_legend(spec=spec),
+        *_not_expressible(spec),
+        Text(),
+        Text(f"One in full: npugrad explain {spec.name} {spec.constraints[-1].id}", style="dim"),
+    )
+
+
+def _parameters(spec: OpSpec) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("parameter", "in C", "kind", "meaning"):
-        parameters.add_column(name, no_wrap=name != "meaning")
+        table.add_column(name, no_wrap=name != "meaning")
     for param in spec.params:
-        parameters.add_row(param.name, param.c_name, _kind(param), param.doc)
-    rules = _constraint_table("code")
-    for constraint in sorted(spec.constraints, key=lambda c: c.code):
-        rules.add_row(str(constraint.code), constraint.id, constraint.text + _pick_mark(constraint))
-    more = Text(f"One in full: npugrad explain {spec.name} {spec.constraints[0].id}", style="dim")
-    return Group(head, facts, Text(), parameters, Text(), rules, _not_expressible(spec), more)
+        table.add_row(param.name, param.c_name, _kind(param), param.doc)
+    return table
 
 
 def _kind(param: TensorParam | AttrParam) -> str:
@@ -127,27 +184,34 @@ def _kind(param: TensorParam | AttrParam) -> str:
     return "output" if param.role == "output" else "optional input" if param.optional else "input"
 
 
-def _not_expressible(spec: OpSpec) -> Text:
-    lines = [f"Not expressible through the service: {n.source}: {n.reason}." for n in spec.not_expressible]
-    return Text("\n".join(lines), style="dim")
+def _not_expressible(spec: OpSpec) -> list[RenderableType]:
+    if not spec.not_expressible:
+        return []
+    lines = [f"  {n.source}: {n.reason}." for n in spec.not_expressible]
+    title = Text("Documented, but no call through the service can break it", style="bold")
+    return [Text(), title, *map(Text, lines)]
 
 
 def _constraint_text(spec: OpSpec, constraint: Constraint) -> RenderableType:
-    lines = [
-        f"{spec.name} {constraint.id}",
-        f"  code       {constraint.code} {BY_CODE[constraint.code].reason}",
-        f"  rule       {constraint.text}",
-        f"  operands   {', '.join(constraint.operands)}",
-        *(f"  source     {source}" for source in constraint.sources),
-        f"  vendor     {_vendor(constraint)}",
+    facts = [
+        ("code", f"{constraint.code} {BY_CODE[constraint.code].reason}"),
+        ("rule", constraint.text),
+        ("operands", ", ".join(constraint.operands)),
+        *(("source", str(source)) for source in constraint.sources),
+        ("vendor", _vendor(constraint)),
     ]
     if constraint.products is not None:
-        lines.append(f"  products   {', '.join(sorted(constraint.products))}")
+        facts.append(("products", ", ".join(sorted(constraint.products))))
     if constraint.requires:
-        lines.append(f"  looked at after {', '.join(constraint.requires)}")
+        facts.append(("after", f"looked at when these hold: {', '.join(constraint.requires)}"))
     if constraint.pick:
-        lines.append(f"  both sides {constraint.pick}")
-    return Text("\n".join(lines))
+        facts.append(("both sides", constraint.pick))
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for name, text in facts:
+        table.add_row(f"  {name}", text)
+    return Group(Text(f"{spec.name} {constraint.id}", style="bold"), table)
 
 
 def _vendor(constraint: Constraint) -> str:

@@ -6,19 +6,26 @@ results; arrays that NumPy itself saved from ml_dtypes (void of 2 bytes) need `-
 
 from __future__ import annotations
 
+import os
+import re
+import zipfile
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from npugrad.spec import TensorMeta
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from npugrad.spec import OpSpec
+    from npugrad.spec import AttrParam, OpSpec
 
 _BF16 = ":bfloat16"
+_META = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[-\d, ]*)\]")
 
 
 class FileError(Exception):
@@ -26,55 +33,56 @@ class FileError(Exception):
 
 
 def read_call(
-    spec: OpSpec, path: Path, attrs: Sequence[str] = (), dtypes: Sequence[str] = ()
-) -> tuple[dict[str, npt.NDArray[Any] | None], dict[str, Any]]:
+    spec: OpSpec, path: Path, dtypes: Sequence[str] = ()
+) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
     """Reads operands and attributes of a call.
 
     Args:
         spec: The operator.
         path: The `.npz` file; keys are operand names and, as scalars or 1-D bools, attribute names.
-        attrs: ``NAME=VALUE``, above what the file says; lists as ``true,false,true``, null as ``null``.
         dtypes: ``NAME=bfloat16`` for operands whose 2-byte elements are bfloat16 bits.
 
     Raises:
         FileError: The file cannot be read, or holds a name that the operator does not have.
     """
-    found = _load(path)
+    inputs, attrs = [p.name for p in spec.inputs], [p.name for p in spec.attrs]
     as_bf16 = {name for name, dtype in map(_pair, dtypes) if _is_bf16(name, dtype)}
-    known_inputs, known_attrs = [p.name for p in spec.inputs], [p.name for p in spec.attrs]
-    operands: dict[str, npt.NDArray[Any] | None] = {}
+    _check_known("--dtype", as_bf16, inputs, spec)
+    found = _load(path)
+    _check_known(str(path), [key.removesuffix(_BF16) for key in found], [*inputs, *attrs], spec)
+    operands: dict[str, npt.NDArray[Any]] = {}
     values: dict[str, Any] = {}
     for key, array in found.items():
         name = key.removesuffix(_BF16)
-        if name in known_inputs:
-            operands[name] = (
-                _bits_to_bf16(name, array) if key != name or name in as_bf16 else _plain(name, array)
-            )
-        elif name in known_attrs:
-            values[name] = array.tolist()
+        if name in operands:
+            raise FileError(f"{path}: found both {name} and {name}{_BF16}; expected one of them")
+        if name in inputs:
+            is_bf16 = key != name or name in as_bf16
+            operands[name] = _bits_to_bf16(name, array) if is_bf16 else _plain(name, array)
         else:
-            known = ", ".join([*known_inputs, *known_attrs])
-            raise FileError(f"{path}: found {key!r}; expected names of {spec.name}: {known}")
-    return operands, values | parse_attrs(spec, attrs)
+            values[name] = array.tolist()
+    return operands, values
 
 
-def parse_attrs(spec: OpSpec, texts: Sequence[str]) -> dict[str, Any]:
-    """Attributes given as ``NAME=VALUE``; raises FileError for a name that the operator does not have."""
-    known = {p.name: p.type for p in spec.attrs}
-    values: dict[str, Any] = {}
-    for name, text in map(_pair, texts):
-        if name not in known:
-            raise FileError(f"--attr {name}: unknown; {spec.name} has {', '.join(known) or 'no attributes'}")
-        values[name] = parse_attr(known[name], name, text)
-    return values
+def _check_known(where: str, names: Iterable[str], known: Sequence[str], spec: OpSpec) -> None:
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        found = ", ".join(map(repr, unknown))
+        raise FileError(f"{where}: found {found}; expected names of {spec.name}: {', '.join(known)}")
 
 
 def _load(path: Path) -> dict[str, npt.NDArray[Any]]:
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, AttributeError) as error:
-        raise FileError(f"{path}: found no readable .npz file ({error})") from None
+    except FileNotFoundError:
+        raise FileError(f"{path}: found no such file") from None
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise FileError(f"{path}: found no readable .npz file: {error}") from None
+    except (AttributeError, TypeError):  # a .npy file is an array, which is no context manager
+        raise FileError(
+            f"{path}: found a single array; expected a .npz file, as numpy.savez writes"
+        ) from None
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -95,56 +103,132 @@ def _is_bf16(name: str, dtype: str) -> bool:
 def _bits_to_bf16(name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     if array.dtype.itemsize != 2:
         raise FileError(f"{name}: found {array.dtype} elements; expected 2 bytes each to read as bfloat16")
-    return array.view(ml_dtypes.bfloat16)
+    if array.dtype.byteorder == ">":
+        array = array.astype(array.dtype.newbyteorder("<"))
+    return np.asarray(array, order="C").view(ml_dtypes.bfloat16)
 
 
 def _plain(name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    if array.dtype.kind == "V":
+    if array.dtype.kind == "V" and array.dtype.fields is None:
         raise FileError(
-            f"{name}: found raw {array.dtype.itemsize}-byte elements; add --dtype {name}=bfloat16"
+            f"{name}: found raw {array.dtype.itemsize}-byte elements; expected a type, so add "
+            f"--dtype {name}=bfloat16 if that is what they are"
         )
     return array
 
 
-def parse_attr(kind: str, name: str, text: str) -> Any:
-    """The value of an attribute given as text.
+def parse_attrs(spec: OpSpec, texts: Sequence[str]) -> dict[str, Any]:
+    """Attributes given as ``NAME=VALUE``; raises FileError for a name that the operator does not have."""
+    known = {p.name: p for p in spec.attrs}
+    values: dict[str, Any] = {}
+    for name, text in map(_pair, texts):
+        if name not in known:
+            raise FileError(f"--attr {name}: unknown; {spec.name} has {', '.join(known) or 'no attributes'}")
+        values[name] = _parse_attr(known[name], text)
+    return values
 
-    Args:
-        kind: Type of the attribute in its record.
-        name: Named in the error.
-        text: The text; documented names of modes stay text.
 
-    Raises:
-        FileError: It cannot be read as that type.
-    """
-    booleans = {"true": True, "1": True, "false": False, "0": False}
+def check_complete(spec: OpSpec, attrs: Mapping[str, Any]) -> None:
+    """Raises FileError, naming all at once, for attributes that are neither in the file nor given."""
+    missing = [p.name for p in spec.attrs if p.name not in attrs]
+    if missing:
+        names = ", ".join(missing)
+        raise FileError(
+            f"{spec.name}: found no value of {names}; expected --attr {missing[0]}=VALUE or a key in the file"
+        )
+
+
+def _parse_attr(param: AttrParam, text: str) -> Any:
+    """The value of an attribute given as text; documented names of modes stay text."""
     lowered = text.lower()
     try:
-        if kind == "bool_array":
-            return (
-                None
-                if lowered in ("null", "none")
-                else tuple(booleans[t.strip()] for t in lowered.split(","))
-            )
-        if kind == "bool":
-            return booleans[lowered]
-        if kind == "double":
+        if param.type == "bool_array":
+            is_null = lowered in ("null", "none")
+            return None if is_null else tuple(_BOOLEANS[t.strip()] for t in lowered.split(","))
+        if param.type == "bool":
+            return _BOOLEANS[lowered]
+        if param.type == "double":
             return float(text)
+        return text if text in param.choices else int(text)
     except (KeyError, ValueError):
-        raise FileError(f"--attr {name}={text}: expected {_FORMS[kind]}") from None
-    return int(text) if text.lstrip("+-").isdigit() else text
+        names = "".join(f" or {name}" for name in param.choices)
+        raise FileError(f"--attr {param.name}={text}: expected {_FORMS[param.type]}{names}") from None
 
 
-_FORMS = {"bool_array": "such as true,false or null", "bool": "true or false", "double": "a number"}
+_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+_FORMS = {
+    "bool_array": "bools such as true,false, or null",
+    "bool": "true or false",
+    "double": "a number",
+    "int64": "an integer",
+}
+
+
+def parse_metas(texts: Sequence[str]) -> dict[str, TensorMeta | None]:
+    """Metas given as ``NAME=DTYPE[SIZES]`` or ``NAME=null``.
+
+    Raises:
+        FileError: A text has another form, or there is no such dtype or size.
+    """
+    metas: dict[str, TensorMeta | None] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        match = _META.fullmatch(value.strip())
+        if value.strip() in ("null", "none"):
+            metas[name.strip()] = None
+        elif match:
+            metas[name.strip()] = _meta(name.strip(), match["dtype"], match["shape"])
+        else:
+            raise FileError(
+                f"found {text!r}; expected NAME=DTYPE[SIZES], such as grad_out=float32[2,3,4], or NAME=null"
+            )
+    return metas
+
+
+def _meta(name: str, dtype: str, shape: str) -> TensorMeta:
+    try:
+        return TensorMeta(dtype, [int(size) for size in shape.split(",") if size.strip()])
+    except ValueError as error:  # also the contract's MalformedTensor
+        raise FileError(f"{name}: {error}") from None
+
+
+def results_path(path: Path) -> Path:
+    """The path with the ending that NumPy would add; looked at before a call, not after it.
+
+    Raises:
+        FileError: Results cannot be written there.
+    """
+    path = path if path.suffix == ".npz" else path.with_name(path.name + ".npz")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"{path}: cannot be written: {error.strerror}") from None
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise FileError(f"{path}: cannot be written: expected a file in a folder that may be written")
+    return path
 
 
 def write_results(path: Path, results: Mapping[str, npt.NDArray[Any] | None]) -> None:
-    """Writes results to an `.npz` file, masked-out ones left out, bfloat16 as bits under `NAME:bfloat16`."""
+    """Writes results to an `.npz` file, masked-out ones left out, bfloat16 as bits under `NAME:bfloat16`.
+
+    Raises:
+        FileError: The file cannot be written.
+    """
     arrays: dict[str, Any] = {}
     for name, array in results.items():
         if array is None:
             continue
         is_bf16 = array.dtype == ml_dtypes.bfloat16
         arrays[name + _BF16 if is_bf16 else name] = array.view(np.uint16) if is_bf16 else array
-    path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(path, **arrays)
+    try:
+        np.savez(path, **arrays)
+    except OSError as error:
+        raise FileError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file; raises FileError when it cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise FileError(f"{path}: cannot be written: {error.strerror}") from None

@@ -1,7 +1,8 @@
-"""Tables for people: servers, operators, verdicts and results."""
+"""Answers for people: servers, operators, verdicts and results; and a verdict for scripts."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -29,69 +30,83 @@ def server(console: Console, target: str, info: ServerInfo) -> None:
     """Prints a server's description."""
     state = "draining" if info.draining else "serving"
     console.print(
-        f"npugrad {info.version} at {target}, {state} for {info.uptime_s:.0f} s, product {info.product}"
+        f"npugrad {info.version} at {target}, product {info.product}, {state} for {info.uptime_s:.0f} s",
+        soft_wrap=True,
     )
-    devices = Table(box=None, padding=(0, 2, 0, 0))
+    devices = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("device", "state", "backend", "restarts", "description"):
-        devices.add_column(name)
+        devices.add_column(name, no_wrap=name != "description")
     for device in info.devices:
-        backend = device.backend + (" SIMULATED" if device.simulated else "")
+        backend = device.backend + (" (simulated)" if device.simulated else "")
         note = f"{device.description} {device.reason}".strip()
         devices.add_row(device.name, device.state, backend, str(device.restarts), note)
     console.print(devices)
     limits = info.limits
     operands = f"{bytes_text(info.input_arena_used_bytes)} of {bytes_text(limits.input_arena_bytes)}"
     results = f"{bytes_text(info.output_arena_used_bytes)} of {bytes_text(limits.output_arena_bytes)}"
-    console.print(
-        f"memory in use: operands {operands}, results {results} per device; "
-        f"queue: {info.queue_depth} of {limits.max_queue_depth}; accepted so far: {info.accepted_calls}",
-        soft_wrap=True,
-    )
-    console.print(
-        "versions: " + ", ".join(f"{k} {v}" for k, v in sorted(info.versions.items())), soft_wrap=True
-    )
+    lines = {
+        "memory in use": f"operands {operands}, results {results} per device",
+        "queue": f"{info.queue_depth} of {limits.max_queue_depth} calls",
+        "accepted so far": f"{info.accepted_calls} calls",
+        "operators": ", ".join(info.operators),
+        "built on": ", ".join(f"{k} {v}" for k, v in sorted(info.versions.items())),
+    }
+    for name, text in lines.items():
+        console.print(f"{name}: {text}", soft_wrap=True)
 
 
 def operators(console: Console, listed: tuple[OperatorInfo, ...]) -> None:
     """Prints the operators a server has."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("operator", "aclnn function", "supported", "dtypes", "constraints", "CANN"):
-        table.add_column(name)
-    for operator in listed:
+    for number, operator in enumerate(listed):
+        if number:
+            console.print()
+        supported = "" if operator.supported else ", NOT on this product"
+        console.print(f"{operator.name}: {operator.aclnn_name}{supported}", style="bold", soft_wrap=True)
         tensors = [p for p in operator.parameters if p.role == "input"]
-        dtypes = ", ".join(tensors[0].dtypes) if tensors else ""
-        table.add_row(
-            operator.name,
-            operator.aclnn_name,
-            "yes" if operator.supported else "no",
-            dtypes,
-            str(len(operator.constraints)),
-            operator.min_cann,
-        )
-    console.print(table)
+        dtypes = ", ".join(tensors[0].dtypes) if tensors and operator.supported else "none"
+        for line in (
+            operator.summary,
+            f"types: {dtypes}; constraints: {len(operator.constraints)}; oldest CANN: {operator.min_cann}",
+            ", ".join(p.name for p in operator.parameters if p.role != "output")
+            + " -> "
+            + ", ".join(p.name for p in operator.parameters if p.role == "output"),
+        ):
+            console.print(f"  {line}", soft_wrap=True)
 
 
 def verdict(console: Console, operator: str, result: Verdict) -> None:
     """Prints what a validation found."""
     if not result.violations:
-        outputs = ", ".join(f"{n} {'masked out' if m is None else m}" for n, m in result.outputs.items())
-        console.print(f"{operator}: status 0, legal; outputs: {outputs}", soft_wrap=True, markup=False)
+        console.print(f"{operator}: status 0, legal; outputs:")
+        for name, meta in result.outputs.items():
+            console.print(f"  {name}: {'masked out' if meta is None else meta}", soft_wrap=True)
         return
     count = len(result.violations)
-    console.print(f"{operator}: status {result.status}, {count} constraint{'s' * (count > 1)} violated")
+    console.print(f"{operator}: status {result.status}, {count} constraint{'s' * (count > 1)} violated:")
     for violation in result.violations:
-        console.print(
-            f"  {violation.code} {violation.id}: {violation.message(operator)}", soft_wrap=True, markup=False
-        )
-        console.print(f"      {violation.text}", soft_wrap=True, markup=False, style="dim")
+        what = ", ".join(violation.operands)
+        text = f"{what}: found {violation.found}; expected {violation.expected}"
+        console.print(f"  {violation.code} {violation.id}: {text}", soft_wrap=True)
+        source = f" ({violation.sources[0]})" if violation.sources else ""
+        console.print(f"      {violation.text}{source}", soft_wrap=True, style="dim")
+
+
+def verdict_as_dict(result: Verdict) -> dict[str, Any]:
+    """The verdict for scripts."""
+    outputs = {
+        name: None if meta is None else {"dtype": meta.dtype, "shape": list(meta.shape)}
+        for name, meta in result.outputs.items()
+    }
+    violations = [{**asdict(v), "sources": [str(source) for source in v.sources]} for v in result.violations]
+    return {"status": result.status, "violations": violations, "outputs": outputs}
 
 
 def results(console: Console, arrays: dict[str, npt.NDArray[Any] | None], info: ExecutionInfo) -> None:
     """Prints shapes of results and what produced them."""
     for name, array in arrays.items():
         text = "masked out" if array is None else f"{array.dtype}{list(array.shape)}"
-        console.print(f"{name}: {text}", markup=False)
-    simulated = ", SIMULATED" if info.simulated else ""
+        console.print(f"{name}: {text}", soft_wrap=True)
+    simulated = ", simulated" if info.simulated else ""
     console.print(
         f"on {info.device} ({info.backend}{simulated}) for {info.product}: queued {info.queued_s:.4f} s, "
         f"copy in {info.copy_in_s:.4f} s, run {info.run_s:.4f} s, copy out {info.copy_out_s:.4f} s",

@@ -22,6 +22,7 @@ from npugrad_server.config import ENV_PREFIX, ServerSettings
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from npugrad.errors import ErrorRow
     from npugrad.spec import OpSpec
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -73,10 +74,16 @@ def _kind(param: TensorParam | AttrParam) -> str:
 def errors() -> str:
     """The whole error table."""
     rows = [
-        (str(e.code or ""), e.reason, e.grpc_status, "yes" if e.retryable else "no", e.sentence)
+        (str(e.code or ""), e.reason, _grpc_status(e), "yes" if e.retryable else "no", e.sentence)
         for e in ERRORS
     ]
     return _table(("number", "reason", "gRPC status", "retry", "meaning"), rows)
+
+
+def _grpc_status(row: ErrorRow) -> str:
+    if row.code is None or row.device_grpc_status == row.grpc_status:
+        return row.grpc_status
+    return f"{row.grpc_status}, from a device {row.device_grpc_status}"
 
 
 def settings() -> str:

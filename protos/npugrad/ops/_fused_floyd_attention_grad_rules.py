@@ -26,25 +26,24 @@ from npugrad.ops._fused_floyd_attention_grad_layout import (
     edited,
 )
 from npugrad.ops._fused_floyd_attention_grad_tiling import tiling_rules
-from npugrad.products import Product
 from npugrad.rules import (
     dtype_is,
     dtype_supported,
     format_is,
     input_not_null,
     invalid,
-    listed,
     output_not_null,
+    product_supported,
     same_dtype,
+    with_inferred_outputs,
 )
-from npugrad.spec import Constraint, Finding, NotExpressible
+from npugrad.spec import NotExpressible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from npugrad.errors import Source
-    from npugrad.rules import Violate
-    from npugrad.spec import CallMeta
+    from npugrad.spec import CallMeta, Constraint
 
 _REQUIRED = ("query", "key1", "value1", "key2", "value2", "dy")
 _STATISTICS = ("softmax_max", "softmax_sum")
@@ -58,25 +57,6 @@ _LATE_NULL = (
 
 def _floats_as_int32(call: CallMeta) -> CallMeta:
     return call.with_inputs(**{name: as_int32(call.tensor(name)) for name in ("query", *_TYPED_LIKE_QUERY)})
-
-
-def _supported_product() -> Constraint:
-    def check(call: CallMeta) -> Finding | None:
-        if call.product in PRODUCTS:
-            return None
-        return Finding(call.product.full_name, listed(product.full_name for product in PRODUCTS))
-
-    return Constraint(
-        id="product.supported",
-        code=FIND_KERNEL_ERROR,
-        text="The product is of the Atlas A2 or the Atlas A3 series.",
-        sources=(CITE.products(), CITE.check(3)),
-        operands=("product",),
-        check=check,
-        violate=lambda call: replace(call, product=Product.ATLAS_TRAINING),
-        vendor_code=FIND_KERNEL_ERROR,
-        alone=True,
-    )
 
 
 def _nulls() -> Iterator[Constraint]:
@@ -169,19 +149,15 @@ def _is_optional_to_vendor(name: str) -> bool:
 
 
 def _constraints() -> Iterator[Constraint]:
-    yield _supported_product()
+    text = "The product is of the Atlas A2 or the Atlas A3 series."
+    yield product_supported(PRODUCTS, FIND_KERNEL_ERROR, text, (CITE.products(), CITE.check(3)))
     yield from _nulls()
     yield from _dtype_rules()
     yield from _format_rules()
     yield from tiling_rules()
 
 
-def _with_inferred_outputs(violate: Violate) -> Violate:
-    """Drops declared outputs, so that they follow the inputs that are made illegal."""
-    return lambda call: violate(replace(call, outputs={}))
-
-
-CONSTRAINTS = tuple(replace(c, violate=_with_inferred_outputs(c.violate)) for c in _constraints())
+CONSTRAINTS = tuple(replace(c, violate=with_inferred_outputs(c.violate)) for c in _constraints())
 """In the order in which they are reported inside a class of codes."""
 
 NOT_EXPRESSIBLE = (

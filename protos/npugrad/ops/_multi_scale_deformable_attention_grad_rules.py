@@ -25,20 +25,21 @@ from npugrad.rules import (
     dtype_supported,
     input_not_null,
     invalid,
-    listed,
     output_not_null,
+    product_supported,
     rank_within,
     same_dtype,
     shape_is,
     shape_text,
+    with_inferred_outputs,
 )
-from npugrad.spec import Constraint, Finding, NotExpressible, TensorMeta
+from npugrad.spec import Finding, NotExpressible, TensorMeta
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from npugrad.rules import Check, Violate
-    from npugrad.spec import CallMeta
+    from npugrad.spec import CallMeta, Constraint
 
 NAME = "aclnnMultiScaleDeformableAttentionGrad"
 EDITION_A2 = f"{NAME} (A2 edition)"
@@ -103,7 +104,7 @@ def _limit(entry: int) -> tuple[Source, ...]:
     return (_A2.entry(entry), _A3.entry(entry + 1), *_codes(PARAM_INVALID, 3), _VENDOR.check(5))
 
 
-# How a legal call is made illegal; outputs are not declared, see `_with_inferred_outputs`.
+# How a legal call is made illegal; outputs are not declared, see `with_inferred_outputs`.
 
 
 def _retyped(meta: TensorMeta, dtype: DType) -> TensorMeta:
@@ -184,21 +185,11 @@ def _declared_longer(name: str) -> Violate:
 
 
 def _product_rule() -> Constraint:
-    def check(call: CallMeta) -> Finding | None:
-        if call.product in PRODUCTS:
-            return None
-        return Finding(call.product.full_name, listed(product.full_name for product in PRODUCTS))
-
-    return Constraint(
-        id="product.supported",
-        code=INNER_NULLPTR,
-        text="The operator exists on the Atlas A2 and Atlas A3 series.",
-        sources=(_A2.products(), _A3.products()),
-        operands=("product",),
-        check=check,
-        violate=lambda call: replace(call, product=Product.ATLAS_TRAINING),
-        vendor_code=INNER_NULLPTR,
-        alone=True,
+    return product_supported(
+        PRODUCTS,
+        INNER_NULLPTR,
+        "The operator exists on the Atlas A2 and Atlas A3 series.",
+        (_A2.products(), _A3.products()),
         pick="The documents list products and give no code; the vendor's source does not look at the product "
         "and the missing kernel surfaces as 561103 (from source, inferred). Taken: 561103, alone and first.",
     )
@@ -328,7 +319,8 @@ def _limit_rules() -> Iterator[Constraint]:
         above = limit + (CHANNELS_MULTIPLE_OF if size == "channels" else 1)
         yield invalid(
             f"{size}.limit",
-            f"{size} is at most {limit}.",
+            # In the documents' words: queries are the only size with an open limit.
+            f"{size} is below {limit + 1}." if size == "num_queries" else f"{size} is at most {limit}.",
             (*_limit(entry), *_parameter(name)),
             (name,),
             axis_within(name, axis, 0, limit),
@@ -398,13 +390,8 @@ def _same_shape(name: str, leader: str) -> Check:
     return shape_is(name, lambda call: call.tensor(leader).shape, f"the shape of {leader}")
 
 
-def _with_inferred_outputs(violate: Violate) -> Violate:
-    """Leaves outputs to follow from what changes, so that declared ones do not break rules of their own."""
-    return lambda call: violate(replace(call, outputs={}))
-
-
 CONSTRAINTS = tuple(
-    replace(constraint, violate=_with_inferred_outputs(constraint.violate))
+    replace(constraint, violate=with_inferred_outputs(constraint.violate))
     for constraint in (
         _product_rule(),
         *_nulls(),

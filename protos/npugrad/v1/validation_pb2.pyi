@@ -50,7 +50,9 @@ class Source(google.protobuf.message.Message):
     SECTION_FIELD_NUMBER: builtins.int
     ROW_FIELD_NUMBER: builtins.int
     document: builtins.str
-    """Document: the official name of the operator's page, or "source" for the vendor's source code."""
+    """Document: the official name of the operator's page, or such as "vendor source (ops-nn)" for the
+    vendor's source code.
+    """
     section: builtins.str
     """Section of the document."""
     row: builtins.str

@@ -12,6 +12,8 @@ import time
 from typing import TYPE_CHECKING
 
 from npugrad.errors import NpugradError, ServerBusy, ServerDraining, UnsupportedOperator
+from npugrad_server.devices import parse_device
+from npugrad_server.machine import memory_bytes
 from npugrad_server.pool.admission import Admission
 from npugrad_server.pool.answers import RETRY_DRAINING_S, RETRY_NO_DEVICE_S, error_from_verdict
 from npugrad_server.pool.arena import InputArena
@@ -25,14 +27,13 @@ from npugrad_server.pool.commands import (
     StartCall,
     WorkerSpec,
 )
-from npugrad_server.pool.demand import check_fits, demand_of
 from npugrad_server.pool.entry import Entry
 from npugrad_server.pool.fleet import Fleet
-from npugrad_server.pool.machine import memory_bytes
-from npugrad_server.pool.regions import ALIGNMENT, RegionAllocator
+from npugrad_server.pool.gate import Gate
+from npugrad_server.pool.questions import Questions
 from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.pool.types import DeviceState, DeviceStatus, Outcome, PoolObserver, PoolStats
-from npugrad_server.worker.protocol import CallDone, CallFailed, PlanCall
+from npugrad_server.worker.protocol import CallDone, CallFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -40,18 +41,11 @@ if TYPE_CHECKING:
     from npugrad.call import ExecutionInfo
     from npugrad.spec import CallMeta, OpSpec
     from npugrad_server.pool.commands import Command, DeviceChanged, Failure
-    from npugrad_server.pool.demand import Demand
-    from npugrad_server.pool.regions import Region
     from npugrad_server.pool.types import PlannedCall, PoolSettings
     from npugrad_server.worker.protocol import CallPlanned, DeviceReady
 
 _log = logging.getLogger(__name__)
 
-PLAN_TIMEOUT_S = 5.0
-"""Seconds a device has to tell what a call would need; it may be busy with a call on every stream."""
-_LEAST_RETRY_S, _MOST_RETRY_S = 0.1, 30.0
-_SMOOTHING = 0.1
-"""Weight of the newest call in the running mean of service times."""
 _HOST = "host"
 """The memory that CPU and simulated devices share."""
 
@@ -79,21 +73,19 @@ class DevicePool:
         self._settings = settings
         self._observer = observer or PoolObserver()
         self._loop = asyncio.get_running_loop()
+        devices = [parse_device(name) for name in settings.devices]
         self._inputs = InputArena(settings.input_arena_bytes)
-        self._operands = RegionAllocator(settings.input_arena_bytes)
-        self._fleet = Fleet(settings, self._inputs, self)
-        self._memory_bytes = settings.device_memory_bytes or memory_bytes() // 2
-        self._output_bytes = settings.output_arena_bytes // ALIGNMENT * ALIGNMENT
+        self._gate = Gate(settings, settings.device_memory_bytes or memory_bytes() // 2)
+        self._fleet = Fleet(settings, devices, self._inputs, self)
         self._scheduler = Scheduler(
             settings,
-            [WorkerSpec(settings.streams_per_device, self._output_bytes, _HOST)] * len(settings.devices),
-            {_HOST: self._memory_bytes},
+            [WorkerSpec(settings.streams_per_device, self._gate.output_bytes, _HOST)] * len(devices),
+            {_HOST: self._gate.memory_bytes},
         )
         self._numbers = itertools.count(1)
         self._entries: dict[int, Entry] = {}
-        self._plans: dict[int, tuple[int, int, asyncio.Future[int | None]]] = {}
+        self._questions = Questions(self._fleet, self._scheduler, self._numbers)
         self._unclosed = self._uploads = self._accepted = self._finished = 0
-        self._mean_run_s = 0.0
         self._draining = self._closing = False
         self._alarm: asyncio.TimerHandle | None = None
         self._progress = asyncio.Event()
@@ -143,37 +135,8 @@ class DevicePool:
         missing = self.unavailable(operator)
         if missing:
             raise UnsupportedOperator(f"{operator}: no device has it: {missing}", operator=operator)
-        demand = demand_of(planned)
-        check_fits(
-            operator,
-            demand,
-            input_arena_bytes=self._operands.nbytes,
-            output_arena_bytes=self._output_bytes,
-            memory_bytes=self._memory_bytes,
-        )
-        return self._accept(planned, demand, self._reserve(operator, demand))
-
-    def _reserve(self, operator: str, demand: Demand) -> Region:
-        waiting, limit = self._uploads + self._scheduler.queue_depth, self._settings.max_queue_depth
-        if waiting >= limit:
-            raise self._busy(operator, f"found {waiting} waiting calls; expected fewer than {limit}")
-        region = self._operands.allocate(demand.inputs.nbytes)
-        if region is None:
-            found = f"{self._operands.used_bytes} of {self._operands.nbytes} bytes of operand memory in use"
-            raise self._busy(operator, f"found {found}; expected room for {demand.inputs.nbytes}")
-        return region
-
-    def _busy(self, operator: str, what: str) -> ServerBusy:
-        streams = len(self._settings.devices) * self._settings.streams_per_device
-        ahead = self._scheduler.queue_depth + self._scheduler.running + 1
-        estimate = self._mean_run_s * ahead / streams
-        return ServerBusy(
-            f"{operator}: {what}",
-            retry_after_s=min(max(estimate, _LEAST_RETRY_S), _MOST_RETRY_S),
-            operator=operator,
-        )
-
-    def _accept(self, planned: PlannedCall, demand: Demand, region: Region) -> Admission:
+        waiting = self._uploads + self._scheduler.queue_depth
+        demand, region = self._gate.reserve(planned, waiting, self._scheduler.running)
         admission = Admission(
             next(self._numbers),
             planned,
@@ -225,46 +188,9 @@ class DevicePool:
             self._report(entry, "CANCELLED", None)
             raise
 
-    async def workspace_bytes(
-        self, spec: OpSpec, call: CallMeta, timeout_s: float = PLAN_TIMEOUT_S
-    ) -> int | None:
-        """Workspace that a legal call would need; None when no device can tell it now.
-
-        Args:
-            spec: The operator.
-            call: Metas and attributes.
-            timeout_s: Seconds until the answer is of no use.
-        """
-        worker = self._worker_that_plans(spec.name)
-        if worker is None:
-            return None
-        number = next(self._numbers)
-        process = self._fleet.process(worker)
-        future: asyncio.Future[int | None] = self._loop.create_future()
-        self._plans[number] = (worker, process.incarnation, future)
-        process.send(PlanCall(number, spec.name, call))
-        try:
-            return await asyncio.wait_for(future, timeout_s)
-        except asyncio.TimeoutError:
-            return None
-        finally:
-            del self._plans[number]
-
-    def _worker_that_plans(self, operator: str) -> int | None:
-        """The device with the least to do of those that have memory of their own, and so phases."""
-        ready = [w for w in self._scheduler.workers if w.state is DeviceState.READY]
-        infos = {w.index: self._fleet.devices[w.index].info for w in ready}
-        able = [
-            w
-            for w in ready
-            if (info := infos[w.index]) and info.memory_bytes is not None and operator not in info.unavailable
-        ]
-        return min(able, key=lambda w: len(w.running)).index if able else None
-
-    def _planned(self, number: int, workspace_bytes: int | None) -> None:
-        *_, future = self._plans[number]
-        if not future.done():
-            future.set_result(workspace_bytes)
+    async def workspace_bytes(self, spec: OpSpec, call: CallMeta) -> int | None:
+        """Workspace that a legal call would need; None when no device can tell it now."""
+        return await self._questions.workspace_bytes(spec, call)
 
     def _closed(self, admission: Admission) -> None:
         """An admission was closed: its memory goes back now, or when its worker is done with it."""
@@ -281,7 +207,7 @@ class DevicePool:
         self._signal()
 
     def _release(self, number: int) -> None:
-        self._operands.free(self._entries.pop(number).operands)
+        self._gate.operands.free(self._entries.pop(number).operands)
 
     # ----------------------------------------------------------------------------------- what the workers say
 
@@ -293,9 +219,7 @@ class DevicePool:
 
     def worker_answered(self, worker: int, incarnation: int, answer: CallDone | CallFailed) -> None:
         """A process has answered a call."""
-        if answer.call in self._plans:
-            _log.error("a first phase refused what the validator passed: %s", answer)
-            self._planned(answer.call, None)
+        if self._questions.take(answer):
             return
         entry = self._entries.get(answer.call)
         if entry is not None:
@@ -303,15 +227,12 @@ class DevicePool:
             self._log_trace(entry, answer)
         good = isinstance(answer, CallDone)
         if isinstance(answer, CallDone):
-            self._mean_run_s += _SMOOTHING * (
-                answer.copy_in_s + answer.run_s + answer.copy_out_s - self._mean_run_s
-            )
+            self._gate.note(answer.copy_in_s + answer.run_s + answer.copy_out_s)
         self._apply(self._scheduler.answered(worker, incarnation, answer.call, good, time.monotonic()))
 
     def worker_planned(self, worker: int, incarnation: int, answer: CallPlanned) -> None:
         """A process has said what a call would need."""
-        if answer.call in self._plans:
-            self._planned(answer.call, answer.workspace_bytes)
+        self._questions.take(answer)
 
     def worker_failing(self, worker: int, incarnation: int, failure: Failure) -> None:
         """A process has said that its device failed, or did not open, and ends."""
@@ -319,9 +240,7 @@ class DevicePool:
 
     def worker_lost(self, worker: int, incarnation: int, reason: str) -> None:
         """A process has ended, or could not be started."""
-        for number, (planner, its_incarnation, _) in list(self._plans.items()):
-            if (planner, its_incarnation) == (worker, incarnation):
-                self._planned(number, None)
+        self._questions.lost(worker, incarnation)
         if not self._closing:
             self._observer.worker_lost(self._fleet.devices[worker].name.name, reason)
         self._apply(self._scheduler.lost(worker, incarnation, reason, time.monotonic()))
@@ -409,7 +328,7 @@ class DevicePool:
         if self._closing:
             return  # its end is no news
         status = self._status(command.worker)
-        _log.info("%s: %s %s", status.name, status.state, status.reason)
+        _log.info("%s: %s%s", status.name, status.state, f", {status.reason}" if status.reason else "")
         self._observer.device_changed(status)
         for callback in self.on_change:
             callback()
@@ -430,9 +349,7 @@ class DevicePool:
 
     def unavailable(self, operator: str) -> str:
         """Why no device can run an operator; empty while one can, or none has been ready yet."""
-        known = [device.info.unavailable for device in self._fleet.devices if device.info is not None]
-        reasons = [found.get(operator, "") for found in known]
-        return reasons[0] if reasons and all(reasons) else ""
+        return self._fleet.unavailable(operator)
 
     def devices(self) -> tuple[DeviceStatus, ...]:
         """Every device, in the order of the settings."""
@@ -459,11 +376,11 @@ class DevicePool:
             running=self._scheduler.running,
             accepted_calls=self._accepted,
             finished_calls=self._finished,
-            input_arena_used_bytes=self._operands.used_bytes,
+            input_arena_used_bytes=self._gate.operands.used_bytes,
             output_arena_used_bytes=self._scheduler.output_used_bytes,
             uploads=self._uploads,
-            input_arena_bytes=self._operands.nbytes,
-            output_arena_bytes=self._output_bytes * len(self._fleet.devices),
+            input_arena_bytes=self._gate.operands.nbytes,
+            output_arena_bytes=self._gate.output_bytes * len(self._fleet.devices),
         )
 
     async def wait_ready(self, timeout_s: float) -> None:

@@ -11,9 +11,8 @@ from threading import Event
 from typing import TYPE_CHECKING, Protocol
 
 from npugrad_server.backends.base import Comeback
-from npugrad_server.devices import parse_device
+from npugrad_server.machine import cpu_count
 from npugrad_server.pool.commands import Failure
-from npugrad_server.pool.machine import cpu_count
 from npugrad_server.pool.process import WorkerProcess
 from npugrad_server.worker.protocol import (
     CallDone,
@@ -79,15 +78,18 @@ class Device:
 class Fleet:
     """Owns every worker process and the threads that start them and pre-fault memory."""
 
-    def __init__(self, settings: PoolSettings, inputs: InputArena, events: Events) -> None:
+    def __init__(
+        self, settings: PoolSettings, names: list[DeviceName], inputs: InputArena, events: Events
+    ) -> None:
         """Starts nothing yet.
 
         Args:
-            settings: Devices and sizes.
+            settings: Sizes.
+            names: The devices.
             inputs: Arena of the operands.
             events: Who is told.
         """
-        self.devices = [Device(parse_device(name)) for name in settings.devices]
+        self.devices = [Device(name) for name in names]
         self._settings = settings
         self._inputs = inputs
         self._events = events
@@ -151,6 +153,12 @@ class Fleet:
         if process is None:
             raise RuntimeError(f"{self.devices[worker].name}: has no process")
         return process
+
+    def unavailable(self, operator: str) -> str:
+        """Why no device can run an operator; empty while one can, or none has been ready yet."""
+        known = [device.info.unavailable for device in self.devices if device.info is not None]
+        reasons = [found.get(operator, "") for found in known]
+        return reasons[0] if reasons and all(reasons) else ""
 
     def prefault(self, arena: Arena) -> None:
         """Backs the start of an arena with memory, in a thread."""

@@ -74,7 +74,9 @@ class WorkerProcess:
             theirs.close()
 
     def _spawn(self, theirs: socket.socket, threads: int) -> subprocess.Popen[bytes]:
-        environment = {name: str(threads) for name in _THREAD_SETTINGS} | dict(os.environ)
+        # Libraries look at different ones first, so one that is set counts for all of them.
+        given = next((os.environ[name] for name in _THREAD_SETTINGS if name in os.environ), str(threads))
+        environment = dict.fromkeys(_THREAD_SETTINGS, given) | dict(os.environ)
         return subprocess.Popen(
             [sys.executable, "-m", "npugrad_server.worker", self.device, str(theirs.fileno())],
             pass_fds=(theirs.fileno(), self._inputs.worker_fd, self.outputs.fd),

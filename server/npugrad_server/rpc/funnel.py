@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+import traceback
 import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -98,21 +99,22 @@ class Funnel:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._log = get_logger()
-        self._active: set[asyncio.Event] = set()
+        self._active: set[asyncio.Task[Any]] = set()
 
     async def settle(self) -> None:
         """Waits until the replies of all RPCs that are in progress now were handed to the transport."""
-        for ended in tuple(self._active):
-            await ended.wait()
+        if self._active:
+            await asyncio.wait(tuple(self._active))
 
     def unary(self, method: str, handler: UnaryHandler) -> Handler:
         """The gRPC handler of a unary RPC."""
 
         async def handle(message: Any, context: Context) -> Any:
-            async def answer(call: RpcCall) -> Any:
-                return await handler(sane(message), call)
-
-            return await self._pass(method, context, answer)
+            box = [message]
+            # gRPC keeps the frames of an abort in a cycle that only the garbage collector opens, which may
+            # take long to come: a large message must not be in them.
+            del message
+            return await self._pass(method, context, lambda call: handler(sane(box.pop()), call))
 
         return handle
 
@@ -136,22 +138,23 @@ class Funnel:
             raise
         except Exception as error:
             status = self._failed(call, error)
-            await _abort(call, status)
-        context.set_trailing_metadata(((REQUEST_ID_KEY, call.request_id),))
-        self._answered(call, "OK", "OK", None)
-        return answer
+            traceback.clear_frames(error.__traceback__)
+        else:
+            context.set_trailing_metadata(((REQUEST_ID_KEY, call.request_id),))
+            self._answered(call, "OK", "OK", None)
+            return answer
+        # Outside of the handler of the error, or the error would become the context of the abort.
+        await _abort(call, status)
+        raise AssertionError("an abort returned")
 
     def _arrive(self, call: RpcCall) -> None:
-        ended = asyncio.Event()
-        self._active.add(ended)
         self._metrics.call_arrived(call.method)
-
-        def leave(_: Context) -> None:
-            ended.set()
-            self._active.discard(ended)
-
-        # Called after the status was sent, not when the handler returns.
-        call.context.add_done_callback(leave)  # type: ignore[arg-type]
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("a handler runs in the task of its RPC")
+        # That task ends after the status was sent, and not when the handler returns.
+        self._active.add(task)
+        task.add_done_callback(self._active.discard)
 
     def _failed(self, call: RpcCall, error: Exception) -> Status:
         """Logs and counts an error; returns its status."""

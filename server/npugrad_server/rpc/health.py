@@ -94,13 +94,15 @@ class Health:
         """Answers at once and at every change, until the server ends."""
         name = await _service(request, context)
         last = None
-        while not self._closed:
+        while True:
             changed, status = self._changed, self._status.get(name, _UNKNOWN)
             if status != last:
                 await context.write(health_pb2.HealthCheckResponse(status=status))
-                last = status
-                continue  # it may have changed during the write
-            await changed.wait()
+                last = status  # it may have changed during the write
+            elif self._closed:
+                return
+            else:
+                await changed.wait()
 
     async def list(self, request: Any, context: Context) -> Any:
         """The status of every service."""

@@ -140,21 +140,21 @@ def _operator(spec: OpSpec, product: Product, missing: str) -> server_pb2.Operat
         name=spec.name,
         aclnn_name=spec.aclnn_name,
         summary=spec.summary,
-        parameters=[_parameter(param, product) for param in spec.params],
+        parameters=[_parameter(spec, param, product) for param in spec.params],
         constraints=[_constraint(c) for c in spec.constraints if c.applies(product)],
         supported=product in spec.products and not missing,
         min_cann=spec.min_cann,
     )
 
 
-def _parameter(param: Param, product: Product) -> server_pb2.Parameter:
+def _parameter(spec: OpSpec, param: Param, product: Product) -> server_pb2.Parameter:
     if isinstance(param, AttrParam):
         return server_pb2.Parameter(
             name=param.name,
             c_name=param.c_name,
             role="attribute",
             doc=param.doc,
-            optional=param.type == "bool_array",
+            optional=_may_be_null(spec, param),
         )
     return server_pb2.Parameter(
         name=param.name,
@@ -162,12 +162,16 @@ def _parameter(param: Param, product: Product) -> server_pb2.Parameter:
         role=param.role,
         doc=param.doc,
         data_types=[d.wire for d in param.dtypes.get(product, ())],  # type: ignore[misc]
-        optional=_may_be_null(param),
+        optional=_may_be_null(spec, param),
     )
 
 
-def _may_be_null(param: TensorParam) -> bool:
-    return param.optional if param.role == "input" else param.masked_by is not None
+def _may_be_null(spec: OpSpec, param: Param) -> bool:
+    """Whether some legal call has a null there."""
+    if isinstance(param, TensorParam):
+        masked = param.masked_by is not None and param.when_masked == "null"
+        return param.optional if param.role == "input" else masked
+    return param.type == "bool_array" and f"{param.name}.not_null" not in {c.id for c in spec.constraints}
 
 
 def _constraint(constraint: Constraint) -> server_pb2.OperatorConstraint:

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from npugrad_server.worker.loop import Worker
+from npugrad_server.worker.memory import keep_freed_memory
 
 
 def main(arguments: list[str]) -> int:
@@ -26,6 +27,7 @@ def main(arguments: list[str]) -> int:
         Exit status.
     """
     faulthandler.enable()
+    keep_freed_memory()
     # A terminal or a service manager signals the whole group, but calls accepted by the server are to
     # finish while it drains: only the server ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

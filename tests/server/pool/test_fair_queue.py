@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npugrad_server.pool.fair_queue import FairQueue
@@ -61,6 +61,7 @@ def test_a_call_can_give_up_anywhere_in_its_lane() -> None:
     assert queue.heads() == []
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from("abcd"), max_size=60))
 def test_no_label_that_waits_is_more_than_a_round_behind(labels: list[str]) -> None:
     queue = filled(*(Waiting(i, label=label) for i, label in enumerate(labels)))

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
@@ -53,9 +53,11 @@ class Allocations(RuleBasedStateMachine):
         assert self.allocator.allocate(UNITS * ALIGNMENT) == Region(0, UNITS * ALIGNMENT)
 
 
+Allocations.TestCase.settings = settings(deadline=None)
 TestAllocations = Allocations.TestCase
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**40))
 def test_aligned_is_the_next_multiple(nbytes: int) -> None:
     assert aligned(nbytes) % ALIGNMENT == 0

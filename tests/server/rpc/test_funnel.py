@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
-from contextlib import asynccontextmanager
+import weakref
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
@@ -199,6 +201,47 @@ def test_error_that_cannot_be_encoded_is_still_answered(lines: list[Any]) -> Non
 
     asyncio.run(run())
     assert any(line["event"] == "unexpected error" for line in lines)
+
+
+class Large:
+    """Stands for a large message; can be watched."""
+
+
+@pytest.mark.parametrize("outcome", ["answer", "known", "unexpected"])
+def test_large_message_is_let_go_without_the_garbage_collector(outcome: str) -> None:
+    async def run() -> list[bool]:
+        watched: list[weakref.ref[Large]] = []
+        funnel = Funnel(Metrics("0", "atlas-a2"))
+
+        async def handler(message: Any, call: RpcCall) -> Any:
+            watched.append(weakref.ref(message))
+            if outcome == "answer":
+                return server_pb2.GetServerInfoResponse()
+            raise (MalformedTensor("t") if outcome == "known" else RuntimeError("r"))
+
+        handle = funnel.unary("GetServerInfo", handler)
+        server = grpc.aio.server()
+        parse: Any = lambda data: Large()  # noqa: E731
+        handlers = {"GetServerInfo": handle, "ListOperators": handle}
+        register(server, SERVICE, handlers, {"GetServerInfo": parse})
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call: Any = channel.unary_unary(METHOD)
+            with suppress(grpc.aio.AioRpcError):
+                await call(b"", timeout=20)
+            await funnel.settle()
+            await asyncio.sleep(0)
+            alive = [ref() is not None for ref in watched]
+        await server.stop(None)
+        return alive
+
+    gc.disable()
+    try:
+        alive = asyncio.run(run())
+    finally:
+        gc.enable()
+    assert alive == [False]
 
 
 @pytest.mark.parametrize("way", ["CANCELLED", "DEADLINE_EXCEEDED"])

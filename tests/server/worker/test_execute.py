@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from npugrad import Product, get_operator
+from npugrad import Product, TensorMeta, get_operator
 from npugrad.call import CallOptions
 from npugrad.errors import DeviceError, NpugradError, OperatorError, UnsafeLevels
 from npugrad_server.backends.base import DeviceLost, Timings
@@ -181,6 +181,16 @@ def test_whatever_goes_wrong_is_an_answer_without_tensor_contents(
     assert "12345" not in failed.message
     assert failed.metadata == metadata
     assert ("ZeroDivisionError" in failed.trace) == isinstance(error, ZeroDivisionError)
+
+
+def test_a_call_of_which_nothing_is_wanted_is_done_whatever_its_operands(
+    arenas: tuple[Arenas, InputArena],
+) -> None:
+    backend, run = Recorder(), order()
+    operands = run.meta.with_inputs(input=None, mean=TensorMeta("hifloat8", (2, 3)))
+    done = execute(backend, arenas[0], replace(run, meta=operands, outputs=dict.fromkeys(run.outputs)), 0)
+    assert done == CallDone(1, 0.0, 0.0, 0.0, 0)
+    assert backend.calls == []
 
 
 def test_an_operator_nobody_knows_is_an_answer(arenas: tuple[Arenas, InputArena]) -> None:

@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npugrad import CallMeta, Product, TensorMeta
@@ -60,6 +60,7 @@ calls = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(calls)
 def test_a_call_reads_back_exactly(call: RunCall) -> None:
     assert decode(encode(call)) == call

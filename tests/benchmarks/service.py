@@ -1,0 +1,183 @@
+"""The service against computing in the caller's own process, and calls per second against bare grpcio.
+
+Operators
+    One call through client, server and worker on ``cpu:0``, against (a) the NumPy reference called in the
+    caller's process and (b) PyTorch's CPU backward of the same operands in the same type:
+    native_group_norm_backward, grid_sampler_2d_backward, and where torch has no operator the autograd
+    backward of a composition (MSDA by grid_sample, Floyd by einsum). A composition's forward pass is done
+    before the clock starts, though our call has to make up for it: generous to torch. Before it is timed,
+    every contestant's result is compared with ours.
+
+    Limits: the CPU backend computes the float64 NumPy reference for now, so every element is converted,
+    goes through memory some ten times, and is rounded; torch runs fused float32 kernels on all cores.
+
+    Expected before the first run: (a) 0.05 to 0.3 for small calls, where the round trip of about 1.5 ms is
+    everything, 0.5 to 0.95 for medium ones, and never above 1. (b) 0.02 to 0.1 for small calls, and 0.02 to
+    0.3 for medium ones. These are the figures that compiled kernels have to change.
+    Found wrong: (a) can pass 1, because the worker keeps freed memory and a caller's process does not.
+
+Calls per second
+    A call of 1 KiB each way (that of the transport benchmark) with 1, 8 and 32 in flight, in a closed loop of
+    threads, against bare grpcio, protobuf bytes, with as many. Ours on a simulated device, which shows the
+    service alone, and on ``cpu:0``, which adds NumPy's work for one point.
+
+    Limits: the interpreter of the front process. It does for each call what the bare server does, and reads
+    and checks the operands, writes shared memory, talks to the worker, counts and logs.
+    Client, front process and worker share the cores with each other, the bare server with its client only.
+
+    Expected before the first run: 0.3 to 0.5 with one in flight, 0.2 to 0.4 with 8 and 32.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tests.benchmarks.contestant import difference
+from tests.benchmarks.harness import Effort, Result, compare
+from tests.benchmarks.processes import bare_server, started
+from tests.benchmarks.service_under_test import service
+
+from npugrad.ops import get_operator
+from npugrad_client import Client
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    import numpy.typing as npt
+    from tests.benchmarks.processes import Contestant
+
+    from npugrad.spec import CallMeta
+
+    Array = npt.NDArray[Any]
+    Call = Callable[[], Mapping[str, Array]]
+
+TITLE = "Service on the interim CPU path: float64 NumPy, no compiled kernels yet"
+SUBTITLE = "whole round trips against computing in the caller's process; calls of 1 KiB against bare grpcio"
+OURS, REFERENCE, TORCH, GRPC = "npugrad", "reference in process", "torch backward", "grpcio, protobuf bytes"
+MSDA, GRID, NORM, FLOYD = (
+    "multi_scale_deformable_attention_grad",
+    "grid_sampler_2d_backward",
+    "group_norm_backward",
+    "fused_floyd_attention_grad",
+)
+_LEVELS = ((50, 67), (25, 34), (13, 17))
+CASES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    (NORM, "2x32x8x8 G8", "float32", {"n": 2, "c": 32, "hxw": 64, "group": 8}),
+    (NORM, "2x128x32x32 G32", "float32", {"n": 2, "c": 128, "hxw": 1024, "group": 32}),
+    (NORM, "2x128x32x32 G32", "bfloat16", {"n": 2, "c": 128, "hxw": 1024, "group": 32}),
+    (GRID, "1x3x16x16", "float32", {"n": 1, "c": 3, "h": 16, "w": 16, "oh": 16, "ow": 16}),
+    (GRID, "4x3x128x128", "float32", {"n": 4, "c": 3, "h": 128, "w": 128, "oh": 128, "ow": 128}),
+    (
+        MSDA,
+        "32 queries",
+        "float32",
+        {"bs": 1, "nq": 32, "nh": 2, "ch": 8, "levels": ((8, 8), (4, 4)), "points": 4},
+    ),
+    (MSDA, "decoder", "float32", {"bs": 2, "nq": 300, "nh": 8, "ch": 32, "levels": _LEVELS, "points": 4}),
+    (FLOYD, "16x128x128 D32", "bfloat16", {"b": 1, "h": 1, "n": 16, "m": 128, "k": 128, "d": 32}),
+    (FLOYD, "64x128x128 D32", "bfloat16", {"b": 1, "h": 1, "n": 64, "m": 128, "k": 128, "d": 32}),
+)
+_CONCURRENCY = (1, 8, 32)
+_SMALL_CALL = {"nbytes": 2**10}
+TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}
+
+
+def made(case: Mapping[str, Any]) -> tuple[CallMeta, dict[str, Array | None]]:
+    """The call of a case and its operands, the same in every process."""
+    spec = get_operator(case["operator"])
+    call = spec.build(dtype=case["dtype"], **case["sizes"])
+    return call, spec.make_inputs(call, np.random.default_rng(11))
+
+
+class ServiceCall:
+    """Our client."""
+
+    def __init__(self, address: str) -> None:
+        """Opens a client."""
+        self._client = Client(address)
+
+    def prepare(self, case: Mapping[str, Any]) -> Call:
+        """One call through the service."""
+        call, operands = made(case)
+        method = getattr(self._client, case["operator"])
+        names = [
+            name for name, meta in get_operator(case["operator"]).infer(call).items() if meta is not None
+        ]
+
+        def through_the_service() -> Mapping[str, Array]:
+            grads = method(**operands, **call.attrs)
+            return {name: getattr(grads, name) for name in names}
+
+        return through_the_service
+
+
+class ReferenceCall:
+    """The reference, in the caller's process."""
+
+    def prepare(self, case: Mapping[str, Any]) -> Call:
+        """One call into new arrays."""
+        call, operands = made(case)
+        spec = get_operator(case["operator"])
+        metas = {name: meta for name, meta in spec.infer(call).items() if meta is not None}
+
+        def in_process() -> Mapping[str, Array]:
+            outputs = {name: np.empty(meta.shape, meta.dtype.numpy) for name, meta in metas.items()}
+            spec.reference(operands, call.attrs, outputs)
+            return outputs
+
+        return in_process
+
+
+def run(effort: Effort) -> Iterator[Result]:
+    """Measures every case."""
+    yield from _operators(effort)
+    for label, devices in (("simulated device", "test:1?ms=0"), ("cpu:0", "cpu:0"))[
+        : 1 if effort.quick else None
+    ]:
+        yield from _throughput(effort, label, devices)
+
+
+def _operators(effort: Effort) -> Iterator[Result]:
+    with ExitStack() as stack:
+        address = stack.enter_context(service("cpu:0"))
+        subjects: dict[str, dict[str, str]] = {
+            OURS: {"subject": f"{__name__}:ServiceCall", "address": address},
+            REFERENCE: {"subject": f"{__name__}:ReferenceCall"},
+        }
+        if importlib.util.find_spec("torch") is not None and not effort.quick:
+            subjects[TORCH] = {"subject": "tests.benchmarks.torch_peer:TorchCall"}
+        contestants = stack.enter_context(started(effort, subjects))
+        for operator, sizes_name, dtype, sizes in CASES[: 1 if effort.quick else None]:
+            case = {"operator": operator, "dtype": dtype, "sizes": sizes}
+            for contestant in contestants.values():
+                contestant.prepare(case)
+            _check_same(f"{operator} {dtype}", dtype, contestants)
+            slots = {name: contestant.median_s for name, contestant in contestants.items()}
+            yield compare(f"{operator} {sizes_name}", dtype, slots, effort)
+
+
+def _check_same(case: str, dtype: str, contestants: Mapping[str, Contestant]) -> None:
+    """A peer that computes something else is no peer."""
+    ours = contestants[OURS].fingerprint
+    for name, contestant in contestants.items():
+        worst = difference(ours, contestant.fingerprint)
+        if not worst <= TOLERANCE[dtype]:
+            raise RuntimeError(f"{case}: the results of {name!r} differ from ours by about {worst:.1e}")
+
+
+def _throughput(effort: Effort, label: str, devices: str) -> Iterator[Result]:
+    with ExitStack() as stack:
+        address, grpc = stack.enter_context(service(devices)), stack.enter_context(bare_server("grpc"))
+        subjects = {
+            OURS: {"subject": "tests.benchmarks.transport:ServiceEcho", "address": address},
+            GRPC: {"subject": "tests.benchmarks.echo:GrpcEcho", "address": grpc, "message": "protobuf"},
+        }
+        contestants = stack.enter_context(started(effort, subjects))
+        for contestant in contestants.values():
+            contestant.prepare(_SMALL_CALL)
+        for concurrency in _CONCURRENCY[: 1 if effort.quick else None]:
+            slots = {name: contestant.loaded_s(concurrency) for name, contestant in contestants.items()}
+            yield compare(f"1 KiB, {concurrency} in flight, {label}", "float32", slots, effort)

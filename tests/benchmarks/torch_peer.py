@@ -1,0 +1,140 @@
+"""PyTorch's CPU backward of each operator, in the operands' own type.
+
+Where torch has the operator, it is called with the saved statistics that ours gets. Where it has not, the
+forward pass of a composition is recorded once and only its backward is timed. Each case takes one thread or
+as many as torch takes by default, whichever was faster just before: with threads that wait for each other a
+small operator can take a hundred times as long on a busy machine, and that would flatter us.
+"""
+
+from __future__ import annotations
+
+import timeit
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from tests.benchmarks.service import FLOYD, GRID, MSDA, NORM, made
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import numpy.typing as npt
+
+    Array = npt.NDArray[Any]
+    Call = Callable[[], Mapping[str, Array]]
+    Tensors = Mapping[str, torch.Tensor]
+    Backward = Callable[[], Mapping[str, torch.Tensor]]
+
+_TRIALS = 5
+
+
+class TorchCall:
+    """torch in the caller's process."""
+
+    def __init__(self) -> None:
+        """Notes how many threads torch takes by default."""
+        self._threads = sorted({1, torch.get_num_threads()})
+
+    def prepare(self, case: Mapping[str, Any]) -> Call:
+        """One backward pass."""
+        call, operands = made(case)
+        tensors = {name: _tensor(array) for name, array in operands.items() if array is not None}
+        backward = _MAKE[case["operator"]](tensors, call.attrs)
+        torch.set_num_threads(min(self._threads, key=lambda threads: _seconds(backward, threads)))
+        return lambda: {name: _array(grad) for name, grad in backward().items()}
+
+
+def _seconds(backward: Backward, threads: int) -> float:
+    torch.set_num_threads(threads)
+    backward()
+    return min(timeit.repeat(backward, number=1, repeat=_TRIALS))
+
+
+def _tensor(array: Array) -> torch.Tensor:
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _array(tensor: torch.Tensor) -> Array:
+    found = tensor.contiguous()
+    if found.dtype is torch.bfloat16:
+        return found.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return found.numpy()
+
+
+def _group_norm(tensors: Tensors, attrs: Mapping[str, Any]) -> Backward:
+    operands = [tensors[name] for name in ("grad_out", "input", "mean", "rstd", "gamma")]
+    sizes = [attrs[name] for name in ("n", "c", "hxw", "group")]
+
+    def backward() -> Mapping[str, torch.Tensor]:
+        grads = torch.ops.aten.native_group_norm_backward(*operands, *sizes, [True, True, True])
+        return dict(zip(("grad_input", "grad_gamma", "grad_beta"), grads, strict=True))
+
+    return backward
+
+
+def _grid_sampler(tensors: Tensors, attrs: Mapping[str, Any]) -> Backward:
+    operands = [tensors[name] for name in ("grad_output", "input", "grid")]
+    modes = [attrs[name] for name in ("interpolation_mode", "padding_mode", "align_corners")]
+
+    def backward() -> Mapping[str, torch.Tensor]:
+        grads = torch.ops.aten.grid_sampler_2d_backward(*operands, *modes, [True, True])
+        return dict(zip(("input_grad", "grid_grad"), grads, strict=True))
+
+    return backward
+
+
+def _recorded(output: torch.Tensor, leaves: Tensors, gradient: torch.Tensor) -> Backward:
+    """The backward pass of a forward pass that was just done."""
+
+    def backward() -> Mapping[str, torch.Tensor]:
+        grads = torch.autograd.grad(output, list(leaves.values()), gradient, retain_graph=True)
+        return dict(zip(leaves, grads, strict=True))
+
+    return backward
+
+
+def _leaves(tensors: Tensors, sources: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    return {grad: tensors[name].clone().requires_grad_() for grad, name in sources.items()}
+
+
+def _deformable_attention(tensors: Tensors, attrs: Mapping[str, Any]) -> Backward:
+    """The composition of grid_sample that Deformable-DETR checks its own kernel with."""
+    names = {"grad_value": "value", "grad_location": "location", "grad_attn_weight": "attn_weight"}
+    leaves = _leaves(tensors, names)
+    value, location, weight = leaves.values()
+    (bs, _, nh, ch), (_, nq, _, levels, points, _) = value.shape, location.shape
+    sampled = []
+    for level in range(levels):
+        height, width = tensors["spatial_shape"][level].tolist()
+        start = int(tensors["level_start_index"][level])
+        keys = value[:, start : start + height * width]
+        image = keys.permute(0, 2, 3, 1).reshape(bs * nh, ch, height, width)
+        grid = (2 * location[:, :, :, level] - 1).transpose(1, 2).reshape(bs * nh, nq, points, 2)
+        sampled.append(torch.nn.functional.grid_sample(image, grid, align_corners=False))
+    weights = weight.transpose(1, 2).reshape(bs * nh, 1, nq, levels * points)
+    output = (torch.cat(sampled, dim=-1) * weights).sum(-1).reshape(bs, nh * ch, nq).transpose(1, 2)
+    return _recorded(output, leaves, tensors["grad_output"].reshape(bs, nq, nh * ch))
+
+
+def _floyd_attention(tensors: Tensors, attrs: Mapping[str, Any]) -> Backward:
+    """Both scores and both outputs by einsum, softmax over their sum."""
+    names = {"dq": "query", "dk1": "key1", "dv1": "value1", "dk2": "key2", "dv2": "value2"}
+    leaves = _leaves(tensors, names)
+    query, key1, value1, key2, value2 = leaves.values()
+    scores = torch.einsum("bhnmd,bhnkd->bhnmk", query, key1)
+    scores = scores + torch.einsum("bhnmd,bhkmd->bhnmk", query, key2)
+    share = torch.softmax(scores * attrs["scale_value"], -1)
+    output = torch.einsum("bhnmk,bhnkd->bhnmd", share, value1)
+    output = output + torch.einsum("bhnmk,bhkmd->bhnmd", share, value2)
+    return _recorded(output, leaves, tensors["dy"])
+
+
+_MAKE: dict[str, Callable[[Tensors, Mapping[str, Any]], Backward]] = {
+    NORM: _group_norm,
+    GRID: _grid_sampler,
+    MSDA: _deformable_attention,
+    FLOYD: _floyd_attention,
+}

@@ -1,0 +1,115 @@
+"""Round trips of S bytes each way: our client, server and worker process against bare transports.
+
+What is called
+    `grid_sampler_2d_backward` for input_grad only, one output point: the image (S bytes) goes out, its
+    gradient (S bytes) comes back, and the other operands are 12 bytes. group_norm_backward would send two
+    tensors for each that it returns. The device is ``test:1?ms=0``, which writes zeros: what is left is
+    encoding, validation, admission, the copy into shared memory, the hop to the worker process, S bytes of
+    zeros written there, and the way back into a new NumPy array. (Into an array of the caller's, by `out`, it
+    took as long: 1.06 [0.65, 1.58] at 64 MiB.) Calls under 1 MiB are unary, the others streamed in chunks of
+    1 MiB; that is the client's own choice.
+
+What limits it
+    grpcio takes and gives `bytes` only: every message is copied into fresh memory at both ends under the
+    interpreter's lock, and fresh memory costs about ten times a copy (page faults). Our server's processes
+    have malloc keep what is freed (`keep_freed_memory`), and chunks of 1 MiB fit what it keeps, which is why
+    streams beat one large message; protobuf adds a copy of each chunk when it is built, serialized, parsed
+    and read. A stream costs about two unary calls before the first byte. The ceiling is raw TCP: two copies
+    in the kernel, none in user space. Two cores are shared by client, front process and worker.
+
+What was expected before the first run
+    1 and 64 KiB: 0.3 to 0.5 against either bare grpcio (a second process, validation and a log line for each
+    call against none of these). 1 MiB: about 1 against protobuf bytes, 0.5 against identity. 16 and 64 MiB: 2
+    to 4 and 1.2 to 2. Against raw TCP: 0.03 to 0.1 for small calls, 0.2 to 0.4 for large ones.
+    Found wrong: small calls came out at 0.2 to 0.3, and 1 MiB at 0.5 and 0.1. There, blocks of the size of a
+    chunk were mapped anew for each copy, on both sides; `keep_freed_memory` came of it.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tests.benchmarks.echo import payload
+from tests.benchmarks.harness import Effort, Result, compare
+from tests.benchmarks.processes import bare_server, started
+from tests.benchmarks.service_under_test import service
+
+from npugrad_client import Client
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    import numpy.typing as npt
+    from tests.benchmarks.processes import Contestant
+
+    Call = Callable[[], Mapping[str, npt.NDArray[Any]]]
+
+TITLE = "Transport: S bytes out and S bytes back over loopback"
+SUBTITLE = "simulated device, which writes zeros; the peers only echo, their gRPC calls are unary"
+DEVICES = "test:1?ms=0"
+OURS, PROTOBUF, IDENTITY, TCP = "npugrad", "grpcio, protobuf bytes", "grpcio, identity", "raw TCP"
+_ROW_BYTES = 256
+_CASES = (("1 KiB", 2**10), ("64 KiB", 2**16), ("1 MiB", 2**20), ("16 MiB", 2**24), ("64 MiB", 2**26))
+
+
+class ServiceEcho:
+    """Our client, made to send and receive the same number of bytes."""
+
+    def __init__(self, address: str) -> None:
+        """Opens a client."""
+        self._client = Client(address)
+
+    def prepare(self, case: Mapping[str, Any]) -> Call:
+        """A call that sends an image of `nbytes` and returns its gradient."""
+        image = payload(case["nbytes"]).reshape(1, 1, -1, _ROW_BYTES // 4)
+        point = np.zeros((1, 1, 1, 2), np.float32)
+
+        def call() -> Mapping[str, npt.NDArray[Any]]:
+            grads = self._client.grid_sampler_2d_backward(
+                grad_output=point[..., :1],
+                input=image,
+                grid=point,
+                interpolation_mode=0,
+                padding_mode=0,
+                align_corners=False,
+                output_mask=(True, False),
+            )
+            return {"echo": grads.input_grad}
+
+        _check(call(), image)
+        return call
+
+
+def _check(found: Mapping[str, npt.NDArray[Any]], image: npt.NDArray[Any]) -> None:
+    if found["echo"].shape != image.shape or found["echo"].any():
+        raise RuntimeError(
+            "the reply is not what the simulated device writes: zeros in the shape of the image"
+        )
+
+
+def run(effort: Effort) -> Iterator[Result]:
+    """Measures every case."""
+    with ExitStack() as stack:
+        ours = stack.enter_context(service(DEVICES))
+        grpc, tcp = (stack.enter_context(bare_server(kind)) for kind in ("grpc", "tcp"))
+        echo = "tests.benchmarks.echo"
+        subjects = {
+            OURS: {"subject": f"{__name__}:ServiceEcho", "address": ours},
+            PROTOBUF: {"subject": f"{echo}:GrpcEcho", "address": grpc, "message": "protobuf"},
+            IDENTITY: {"subject": f"{echo}:GrpcEcho", "address": grpc, "message": "identity"},
+            TCP: {"subject": f"{echo}:TcpEcho", "address": tcp},
+        }
+        contestants = stack.enter_context(started(effort, subjects))
+        for name, nbytes in _CASES[: 1 if effort.quick else None]:
+            yield _case(name, {"nbytes": nbytes}, contestants, effort)
+
+
+def _case(
+    name: str, case: Mapping[str, Any], contestants: Mapping[str, Contestant], effort: Effort
+) -> Result:
+    for contestant in contestants.values():
+        contestant.prepare(case)
+    slots = {contestant: found.median_s for contestant, found in contestants.items()}
+    return compare(name, "float32", slots, effort)

@@ -1,0 +1,43 @@
+"""The command line, run as a user types it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from typer.testing import CliRunner
+
+from npugrad_client.cli import app
+
+if TYPE_CHECKING:
+    from typer.testing import Result
+
+NOWHERE = "unix:/nonexistent/npugrad.sock"
+"""An address where no server listens."""
+
+
+def run(*arguments: str, target: str = "") -> Result:
+    environment = {"NPUGRAD_TARGET": target or NOWHERE}
+    return CliRunner().invoke(app, arguments, env=environment)
+
+
+def process(*arguments: str, target: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command as an own process."""
+    variables = {**os.environ, "NPUGRAD_TARGET": target or NOWHERE, **environment}
+    command = [sys.executable, "-m", "npugrad_client.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=60, check=False)
+
+
+def flags(name: str, values: tuple[str, ...]) -> list[str]:
+    return [text for value in values for text in (name, value)]
+
+
+def failed(result: Result, status: int) -> str:
+    """The one line of a command that failed as expected."""
+    assert result.exit_code == status, result.output
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return result.stderr

@@ -1,0 +1,154 @@
+"""`npugrad call`: from file to file, for each operator and type; and what each mistake is told."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from tests.calls import sample
+from tests.client.cli.command import failed, run
+from tests.client.fake_service import abort_with, fake_service, group_norm
+
+from npugrad import OPERATORS, Product
+from npugrad.errors import InvalidOperand, ServerBusy
+from npugrad_client import Client
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.fix_server import ServerProcess
+    from typer.testing import Result
+
+CASES = [
+    pytest.param(spec.name, str(dtype), by_key, id=f"{spec.name}-{dtype}-{'key' if by_key else 'flag'}")
+    for spec in OPERATORS.values()
+    for dtype in spec.inputs[0].dtypes[Product.ATLAS_A2]
+    for by_key in ([True, False] if dtype == "bfloat16" else [True])
+]
+
+
+def is_bf16(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype == ml_dtypes.bfloat16
+
+
+def saved(path: Path, arrays: dict[str, Any], by_key: bool = True) -> str:
+    """A call in a file; bfloat16 by the suffix of its key, or as NumPy saves it."""
+    keyed = {
+        f"{name}:bfloat16" if is_bf16(value) and by_key else name: (
+            value.view(np.uint16) if is_bf16(value) and by_key else value
+        )
+        for name, value in arrays.items()
+    }
+    np.savez(path, **keyed)
+    return str(path)
+
+
+def call(file: str, out: Path, *arguments: str, target: str = "") -> Result:
+    return run("call", "group_norm_backward", file, "-o", str(out), *arguments, target=target)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    """A legal call."""
+    return saved(tmp_path / "in.npz", group_norm())
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out.npz"
+
+
+# ------------------------------------------------------------------------------------------ what comes out
+
+
+@pytest.mark.parametrize(("operator", "dtype", "by_key"), CASES)
+def test_a_call_goes_from_file_to_file_bit_for_bit(
+    server: ServerProcess, tmp_path: Path, out: Path, operator: str, dtype: str, by_key: bool
+) -> None:
+    made = sample(operator, dtype=dtype)
+    arrays = {n: a for n, a in made.arrays.items() if a is not None}
+    attrs = {n: np.array(v) for n, v in made.call.attrs.items() if v is not None}
+    file = saved(tmp_path / "in.npz", {**arrays, **attrs}, by_key)
+    raw = [] if by_key else [n for n, a in arrays.items() if is_bf16(a)]
+    told = [text for name in raw for text in ("--dtype", f"{name}=bfloat16")]
+    result = run("call", operator, file, "-o", str(out), *told, target=server.address)
+    assert result.exit_code == 0, result.output
+    with np.load(out) as archive:
+        found = {key.removesuffix(":bfloat16"): archive[key].tobytes() for key in archive.files}
+        assert all(key.endswith(":bfloat16") is (dtype == "bfloat16") for key in archive.files)
+    assert found == made.reference()
+    assert "on cpu:0 (cpu" in result.stdout
+    assert result.stdout.endswith(f"written to {out}\n")
+
+
+def test_the_results_of_a_file_are_those_of_the_client(server: ServerProcess, file: str, out: Path) -> None:
+    assert call(file, out, target=server.address).exit_code == 0
+    with Client(server.address, timeout_s=60) as client, np.load(out) as archive:
+        expected = client.group_norm_backward(**group_norm())
+        np.testing.assert_array_equal(archive["grad_input"], expected.grad_input)
+
+
+def test_masked_out_results_are_left_out_of_the_file_and_told(
+    server: ServerProcess, file: str, tmp_path: Path
+) -> None:
+    result = call(file, tmp_path / "o", "--attr", "output_mask=false,true,false", target=server.address)
+    assert result.exit_code == 0
+    assert "grad_input: masked out\ngrad_gamma: float32[4]\ngrad_beta: masked out\n" in result.stdout
+    assert f"written to {tmp_path / 'o.npz'}" in result.stdout
+    with np.load(tmp_path / "o.npz") as archive:
+        assert archive.files == ["grad_gamma"]
+
+
+def test_flags_stand_above_the_file_and_options_reach_the_server(file: str, out: Path) -> None:
+    flags = ("--deterministic", "--verify", "--attr", "output_mask=true,false,false")
+    with fake_service() as service:
+        assert call(file, out, *flags, target=service.address).exit_code == 0
+    (request,) = service.headers
+    assert (request.options.deterministic, request.options.verify) == (True, True)
+    assert list(request.output_mask.values) == [True, False, False]
+
+
+# ------------------------------------------------------------------------------------------ what is refused
+
+
+def test_a_missing_operand_is_null(server: ServerProcess, tmp_path: Path, out: Path) -> None:
+    without = {name: value for name, value in group_norm().items() if name != "mean"}
+    told = failed(call(saved(tmp_path / "in.npz", without), out, target=server.address), 1)
+    assert told.startswith("ACLNN_ERR_PARAM_NULLPTR 161001: group_norm_backward: mean: found null; expected")
+    assert " (request " in told
+    assert told.count("\n") == 1
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ServerBusy("the queue is full", operator="x"), "QUEUE_FULL: the queue is full (request abc123)\n"),
+        (InvalidOperand("x: y", code=161002), "ACLNN_ERR_PARAM_INVALID 161002: x: y (request abc123)\n"),
+    ],
+    ids=["busy", "invalid"],
+)
+def test_an_error_of_the_server_is_one_line_with_the_request(
+    file: str, out: Path, error: Any, line: str
+) -> None:
+    with fake_service(lambda spec, request, context: abort_with(context, error)) as service:
+        assert failed(call(file, out, target=service.address), 1) == line
+
+
+def test_what_cannot_be_written_is_told_before_the_call(file: str, tmp_path: Path) -> None:
+    """The target is where no server listens: a call would fail otherwise."""
+    (tmp_path / "file").write_text("")
+    assert "out.npz: cannot be written" in failed(call(file, tmp_path / "file" / "out.npz"), 2)
+
+
+def test_all_missing_attributes_are_told(tmp_path: Path, out: Path) -> None:
+    some = {name: value for name, value in group_norm().items() if name not in ("n", "output_mask")}
+    told = failed(call(saved(tmp_path / "in.npz", some), out), 2)
+    assert told.startswith("group_norm_backward: found no value of n, output_mask; expected --attr n=VALUE")
+
+
+def test_text_is_no_operand(tmp_path: Path, out: Path) -> None:
+    file = saved(tmp_path / "in.npz", {**group_norm(), "gamma": np.array(["a"])})
+    assert failed(call(file, out), 2).startswith("group_norm_backward: gamma: found dtype <U1; expected")

@@ -1,0 +1,262 @@
+"""The command line as a user types it: output, exit status, one line for each mistake."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from tests.client.cli.command import NOWHERE, failed, flags, process, run
+from tests.client.fake_service import fake_service, group_norm
+
+import npugrad
+from npugrad import OPERATORS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.fix_server import ServerProcess
+
+LEGAL = ("grad_out=float32[2,3,4]", "input=float32[2,3,4]", "mean=float32[2]", "rstd=float32[2]")
+ATTRS = ("n=2", "c=3", "hxw=4", "group=1", "output_mask=true,true,false")
+
+
+# ------------------------------------------------------------------------------------------------ general
+
+
+def test_without_arguments_it_shows_what_there_is() -> None:
+    result = run()
+    for command in ("info", "ops", "validate", "call", "explain", "demo", "bench"):
+        assert f" {command} " in result.output
+
+
+def test_it_tells_its_version() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"npugrad {npugrad.__version__}\n")
+
+
+@pytest.mark.parametrize("command", ["info", "ops", "validate", "call", "explain", "demo", "bench"])
+def test_every_command_has_help(command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "Usage:" in result.stdout
+
+
+@pytest.mark.slow
+def test_as_a_process_it_reads_its_target_and_writes_lines_for_grep(server: ServerProcess) -> None:
+    ran = process("ops", target=server.address, COLUMNS="")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr == ""
+    (line,) = [line for line in ran.stdout.splitlines() if "->" in line and "grad_out," in line]
+    assert line.strip().endswith("-> grad_input, grad_gamma, grad_beta")
+
+
+@pytest.mark.slow
+def test_as_a_process_it_fails_in_one_line() -> None:
+    ran = process("validate", "group_norm")
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr == "OPERATOR: found 'group_norm'; did you mean group_norm_backward?\n"
+
+
+@pytest.mark.parametrize(
+    "command", [["info"], ["ops"], ["validate", "group_norm_backward", *flags("--attr", ATTRS)]]
+)
+def test_a_server_that_is_not_there_is_told_with_what_to_do(command: list[str]) -> None:
+    message = failed(run(*command), 1)
+    assert f"cannot reach {NOWHERE}: " in message
+    assert message.endswith("Is a server listening there? Start one with: npugrad-server serve\n")
+
+
+# -------------------------------------------------------------------------------------------- info and ops
+
+
+def test_info_tells_what_a_person_asks(server: ServerProcess) -> None:
+    result = run("info", "--target", server.address)
+    assert result.exit_code == 0
+    for piece in (f"at {server.address}, product atlas-a2, serving", "cpu:0", "ready", "queue: 0 of"):
+        assert piece in result.stdout
+
+
+def test_info_is_json_for_scripts(server: ServerProcess) -> None:
+    found = json.loads(run("info", "--json", target=server.address).stdout)
+    assert found["product"] == "atlas-a2"
+    assert found["devices"][0]["name"] == "cpu:0"
+    assert found["limits"]["max_queue_depth"] > 0
+    assert found["operators"] == list(OPERATORS)
+
+
+def test_ops_describes_the_servers_product_or_another(server: ServerProcess) -> None:
+    mine, other = (
+        run("ops", target=server.address),
+        run("ops", "--product", "atlas-training", target=server.address),
+    )
+    for name in OPERATORS:
+        assert f"{name}: aclnn" in mine.stdout
+    assert "NOT on this product" not in mine.stdout
+    assert other.stdout.count("NOT on this product") == 2
+
+
+def test_ops_is_json_for_scripts(server: ServerProcess) -> None:
+    listed = json.loads(run("ops", "--json", target=server.address).stdout)
+    assert [o["name"] for o in listed] == list(OPERATORS)
+    assert [len(o["constraints"]) for o in listed] == [
+        sum(c.applies(npugrad.Product.ATLAS_A2) for c in s.constraints) for s in OPERATORS.values()
+    ]
+
+
+@pytest.mark.parametrize("command", [["ops"], ["validate", "group_norm_backward", "--local"]])
+def test_an_unknown_product_is_wrong_usage(command: list[str]) -> None:
+    message = failed(run(*command, "--product", "b9"), 2)
+    assert message == "--product: unknown product 'b9'; known are atlas-training, atlas-a2, atlas-a3\n"
+
+
+# ------------------------------------------------------------------------------------------------ validate
+
+
+@pytest.mark.parametrize("where", ["--local", "server"])
+def test_a_legal_call_has_its_outputs_told(server: ServerProcess, where: str) -> None:
+    command = ["validate", "group_norm_backward", *flags("--meta", LEGAL), *flags("--attr", ATTRS)]
+    result = run(*command, *(["--local"] if where == "--local" else []), target=server.address)
+    assert result.exit_code == 0
+    assert result.stdout == (
+        "group_norm_backward: status 0, legal; outputs:\n"
+        "  grad_input: float32[2, 3, 4]\n  grad_gamma: float32[3]\n  grad_beta: masked out\n"
+    )
+
+
+@pytest.mark.parametrize("where", ["--local", "server"])
+def test_every_broken_rule_is_told_with_its_source(server: ServerProcess, where: str) -> None:
+    command = ["validate", "group_norm_backward", "--meta", "grad_out=int8[2,3,4]", *flags("--attr", ATTRS)]
+    command += ["--attr", "group=0"]
+    result = run(*command, *(["--local"] if where == "--local" else []), target=server.address)
+    assert result.exit_code == 1
+    lines = result.stdout.splitlines()
+    assert lines[0] == "group_norm_backward: status 161001, 5 constraints violated:"
+    assert "  161001 mean.not_null: mean: found null; expected a tensor" in lines
+    assert "  161002 group.positive: group: found 0; expected above 0" in lines
+    after = lines[lines.index("  161002 group.positive: group: found 0; expected above 0") + 1]
+    assert after.strip().startswith("group is greater than 0. (aclnnGroupNormBackward, return codes, 161002")
+
+
+def test_a_verdict_is_json_for_scripts(server: ServerProcess) -> None:
+    command = ["validate", "group_norm_backward", "--json", *flags("--attr", ATTRS)]
+    local, remote = run(*command, "--local"), run(*command, target=server.address)
+    assert local.exit_code == remote.exit_code == 1
+    verdict = json.loads(local.stdout)
+    assert verdict == json.loads(remote.stdout)
+    assert verdict["status"] == 161001
+    assert verdict["violations"][0]["id"] == "grad_out.not_null"
+    assert verdict["violations"][0]["sources"]
+    legal = json.loads(run(*command, "--local", *flags("--meta", LEGAL)).stdout)
+    assert legal["outputs"]["grad_input"] == {"dtype": "float32", "shape": [2, 3, 4]}
+    assert legal["outputs"]["grad_beta"] is None
+
+
+def test_declared_outputs_are_validated_too() -> None:
+    command = ["validate", "group_norm_backward", "--local", *flags("--meta", LEGAL), *flags("--attr", ATTRS)]
+    result = run(*command, "--output", "grad_input=null", "--output", "grad_gamma=float32[4]")
+    assert "161001 grad_input.not_null" in result.stdout
+    assert "161002 grad_gamma.shape" in result.stdout
+
+
+def test_the_product_decides() -> None:
+    command = ["validate", "fused_floyd_attention_grad", "--local", "--attr", "scale_value=1"]
+    result = run(*command, "--product", "atlas-training")
+    assert result.exit_code == 1
+    assert result.stdout.startswith("fused_floyd_attention_grad: status 561003, 1 constraint violated:\n")
+
+
+def test_a_file_is_validated_and_flags_stand_above_it(tmp_path: Path) -> None:
+    np.savez(tmp_path / "call.npz", **group_norm())
+    command = ["validate", "group_norm_backward", str(tmp_path / "call.npz"), "--local"]
+    assert run(*command).exit_code == 0
+    assert "161002 group.positive" in run(*command, "--attr", "group=0").stdout
+    assert "161001 mean.not_null" in run(*command, "--meta", "mean=null").stdout
+    assert "gamma.same_dtype" in run(*command, "--meta", "gamma=bfloat16[4]").stdout
+
+
+def test_a_file_with_a_type_that_has_no_data_gets_the_documented_code(tmp_path: Path) -> None:
+    np.savez(tmp_path / "call.npz", **{**group_norm(), "grad_out": np.zeros((2, 4, 8), np.complex64)})
+    result = run("validate", "group_norm_backward", str(tmp_path / "call.npz"), "--local")
+    assert "161002 grad_out.dtype: grad_out: found dtype complex64; expected" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["groupnorm"], "OPERATOR: found 'groupnorm'; did you mean group_norm_backward?"),
+        (["group_norm_backward"], "found no value of n, c, hxw, group; expected --attr n=VALUE"),
+        (["group_norm_backward", *flags("--attr", ATTRS), "--meta", "x=float32[2]"], "unknown input 'x'"),
+        (["group_norm_backward", *flags("--attr", ATTRS), "--output", "x=null"], "unknown output 'x'"),
+        (["group_norm_backward", "--attr", "n=two"], "--attr n=two: expected an integer"),
+        (["group_norm_backward", "none.npz"], "none.npz: found no such file"),
+        (["group_norm_backward", "--meta", "mean"], "found 'mean'; expected NAME=DTYPE[SIZES]"),
+    ],
+    ids=["operator", "attributes", "input", "output", "number", "file", "meta"],
+)
+def test_wrong_usage_is_one_line_and_status_2(arguments: list[str], message: str) -> None:
+    told = failed(run("validate", "--local", *arguments), 2)
+    assert message in told
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", ""], "target: found empty text; expected host:port, unix:path or dns:///name:port"),
+        (["--timeout", "nan"], "server_info: timeout_s: found nan; expected seconds or None"),
+    ],
+)
+def test_what_the_client_does_not_take_is_wrong_usage(arguments: list[str], message: str) -> None:
+    assert failed(run("info", *arguments), 2) == message + "\n"
+
+
+def test_an_attribute_outside_int64_is_malformed() -> None:
+    told = failed(
+        run("validate", "--local", "group_norm_backward", *flags("--attr", ATTRS), "--attr", f"n={2**63}"), 1
+    )
+    assert told.startswith("MALFORMED_REQUEST: group_norm_backward: n: found 9223372036854775808; expected")
+
+
+# ------------------------------------------------------------------------------------- explain and bench
+
+
+def test_explain_needs_no_server() -> None:
+    result = run("explain", "group_norm_backward", "c.per_group")
+    assert result.exit_code == 0
+    assert "both sides" not in result.stdout
+    assert "C / group is at most 8000." in result.stdout
+
+
+def test_explain_guides_a_slip() -> None:
+    assert failed(run("explain", "161020"), 2).startswith("found '161020'; did you mean 161002")
+
+
+def test_bench_prints_a_table_and_writes_json(server: ServerProcess, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    result = run("bench", "--calls", "5", "--json", str(file), "--target", server.address)
+    assert result.exit_code == 0, result.output
+    assert "5 answers" in result.stdout
+    assert "p99.9" in result.stdout
+    report = json.loads(file.read_text("utf-8"))
+    assert (report["answered"], report["loop"], report["interrupted"]) == (5, "closed", False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--operator", "floyd"], "OPERATOR: found 'floyd'; did you mean fused_floyd_attention_grad?"),
+        (["--size", "huge"], "--size: found 'huge'; expected small, medium, large"),
+        (["--dtype", "int8"], "--dtype: found 'int8'; expected float32, float16, bfloat16"),
+    ],
+)
+def test_a_measurement_that_cannot_be_made_is_wrong_usage(arguments: list[str], message: str) -> None:
+    assert failed(run("bench", *arguments), 2) == f"{message}\n"
+
+
+def test_a_report_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    with fake_service() as service:
+        result = run("bench", "--calls", "1", "--json", str(tmp_path), target=service.address)
+    assert result.exit_code == 2
+    assert "cannot be written: Is a directory" in result.stderr

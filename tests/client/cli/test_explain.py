@@ -1,0 +1,161 @@
+"""`npugrad explain`: every code, reason, operator and constraint can be looked up, and a slip is guided."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from npugrad import OPERATORS, OpSpec
+from npugrad.errors import BY_CODE, ERRORS, ErrorRow
+from npugrad_client._cli.explain import UnknownSubject, explain, nearest
+
+SPECS = pytest.mark.parametrize("spec", OPERATORS.values(), ids=list(OPERATORS))
+
+
+def said(subject: str, constraint: str | None = None, width: int = 4000) -> str:
+    file = io.StringIO()
+    console = Console(file=file, width=width, highlight=False, markup=False, emoji=False)
+    explain(console, subject, constraint)
+    return file.getvalue()
+
+
+def words(text: str) -> str:
+    return re.sub(r"\s+", " ", text)
+
+
+# -------------------------------------------------------------------------------------- codes and reasons
+
+
+@pytest.mark.parametrize("row", ERRORS, ids=lambda row: row.reason)
+def test_every_row_of_the_error_table_is_told(row: ErrorRow) -> None:
+    for subject in {row.reason, row.reason.lower(), str(row.code or row.reason)}:
+        text = said(subject)
+        assert row.reason in text
+        assert row.sentence in text
+        assert row.grpc_status in text
+        assert ("retrying may help" in text) is row.retryable
+        assert (str(row.code) in text) is (row.code is not None)
+
+
+@pytest.mark.parametrize("code", sorted({c.code for s in OPERATORS.values() for c in s.constraints}))
+def test_a_code_lists_exactly_the_constraints_that_give_it(code: int) -> None:
+    text = said(str(code))
+    for spec in OPERATORS.values():
+        rules = [c for c in spec.constraints if c.code == code]
+        count = "1 constraint\n" if len(rules) == 1 else f"{len(rules)} constraints\n"
+        assert (f"{spec.name}: {count}" in text) is bool(rules)
+        for rule in rules:
+            assert words(rule.text) in words(text)
+    listed = sum(line.startswith("  ") for line in text.splitlines())
+    assert listed == sum(c.code == code for s in OPERATORS.values() for c in s.constraints)
+
+
+def test_a_code_that_no_rule_gives_says_so() -> None:
+    assert "No documented constraint gives this number; a device may." in said("361001")
+
+
+def test_a_difference_is_marked_and_the_mark_is_told() -> None:
+    text = said("161002")
+    assert "c.limit *" in text
+    assert "c.per_group *" not in text
+    assert "* Document and vendor source differ" in text
+    assert "*" not in said("QUEUE_FULL")
+
+
+# ---------------------------------------------------------------------------------------------- operators
+
+
+@SPECS
+def test_an_operator_goes_by_each_of_its_names(spec: OpSpec) -> None:
+    assert said(spec.name) == said(spec.aclnn_name) == said(spec.aclnn_name.lower())
+
+
+@SPECS
+def test_an_operator_tells_all_that_its_record_has(spec: OpSpec) -> None:
+    text = words(said(spec.name))
+    for piece in (
+        spec.aclnn_name,
+        spec.summary,
+        spec.min_cann,
+        *(p.full_name for p in spec.products),
+        *(p.doc for p in spec.params),
+        *(p.c_name for p in spec.params),
+        *(c.text for c in spec.constraints),
+        *(f"{c.id} *" if c.pick else c.id for c in spec.constraints),
+        *(str(n.source) for n in spec.not_expressible),
+        *(n.reason for n in spec.not_expressible),
+    ):
+        assert words(piece) in text, piece
+
+
+@SPECS
+def test_an_operator_reads_well_in_80_columns(spec: OpSpec) -> None:
+    """No name is cut, and no line is longer than the terminal."""
+    text = said(spec.name, width=80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    for constraint in spec.constraints:
+        assert f"  {constraint.id} " in text, "an identifier was folded, so it cannot be copied"
+
+
+# -------------------------------------------------------------------------------------------- constraints
+
+CONSTRAINTS = [
+    pytest.param(s, c.id, id=f"{s.name}-{c.id}") for s in OPERATORS.values() for c in s.constraints
+]
+
+
+@pytest.mark.parametrize(("spec", "identifier"), CONSTRAINTS)
+def test_a_constraint_tells_code_rule_sources_and_both_sides(spec: OpSpec, identifier: str) -> None:
+    constraint = next(c for c in spec.constraints if c.id == identifier)
+    text = words(said(spec.name, identifier))
+    for piece in (
+        f"{spec.name} {identifier}",
+        f"{constraint.code} {BY_CODE[constraint.code].reason}",
+        constraint.text,
+        *map(str, constraint.sources),
+        *constraint.operands,
+        *constraint.requires,
+    ):
+        assert words(piece) in text
+    vendor = constraint.vendor_code
+    assert ("accepts such a call" if vendor == "accepts" else f"own source returns {vendor}") in text
+    assert ("both sides" in text) is bool(constraint.pick)
+    assert words(constraint.pick) in text
+
+
+def test_a_constraint_alone_shows_every_operator_that_has_it() -> None:
+    owners = [s.name for s in OPERATORS.values() if any(c.id == "product.supported" for c in s.constraints)]
+    assert len(owners) > 1
+    text = said("product.supported")
+    assert [line.split()[0] for line in text.splitlines() if line.endswith("product.supported")] == owners
+
+
+# -------------------------------------------------------------------------------------------------- slips
+
+
+@pytest.mark.parametrize(
+    ("subject", "constraint", "message"),
+    [
+        ("161020", None, "found '161020'; did you mean 161002"),
+        ("group_norm", None, "found 'group_norm'; did you mean group_norm_backward"),
+        ("aclnnGroupNorm", None, "did you mean aclnnGroupNormBackward"),
+        ("queuefull", None, "did you mean QUEUE_FULL"),
+        ("floyd", None, "did you mean .*fused_floyd_attention_grad"),
+        ("per_group", None, r"did you mean .*c\.per_group"),
+        ("zzz", None, "found 'zzz'; expected an operator, an aclnn number, a reason or a constraint"),
+        ("group_norm_backward", "c.pergroup", r"found 'c\.pergroup'; did you mean c\.per_group"),
+        ("group_norm_backward", "zzz", "found 'zzz'; expected a constraint of group_norm_backward"),
+        ("161002", "c.per_group", "found '161002'; expected an operator before a constraint"),
+    ],
+)
+def test_a_slip_is_told_what_comes_near(subject: str, constraint: str | None, message: str) -> None:
+    with pytest.raises(UnknownSubject, match=message):
+        said(subject, constraint)
+
+
+def test_at_most_five_names_are_proposed() -> None:
+    assert nearest("aaa", [f"aaa{i}" for i in range(20)], "x").count(",") == 4

@@ -1,0 +1,285 @@
+"""The typed methods against a real server: results, documented codes, declared outputs, odd operands."""
+
+from __future__ import annotations
+
+import inspect
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from tests.calls import Sample, fill, sample
+from tests.client.fake_service import STREAMED, UNARY, group_norm
+
+from npugrad import OPERATORS, Product, TensorMeta
+from npugrad_client import (
+    Client,
+    InvalidOperand,
+    NullOperand,
+    OperatorError,
+    UnsupportedOperator,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.fix_server import ServerProcess
+
+MASK = (True, True, True)
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@pytest.fixture(scope="module", params=[UNARY, STREAMED], ids=["unary", "streamed"])
+def client(request: pytest.FixtureRequest, server: ServerProcess) -> Iterator[Client]:
+    with Client(server.address, timeout_s=60, stream_from_bytes=request.param) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def plain(server: ServerProcess) -> Iterator[Client]:
+    with Client(server.address, timeout_s=60) as made:
+        yield made
+
+
+def given(call: Sample, **changes: Any) -> dict[str, Any]:
+    """Keyword arguments of a sample."""
+    return {**call.arrays, **call.call.attrs, **changes}
+
+
+# -------------------------------------------------------------------------------------- typed methods
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_each_operator_answers_with_the_references_results(client: Client, operator: str) -> None:
+    call = sample(operator, seed=3)
+    grads = getattr(client, operator)(**given(call))
+    assert {n: getattr(grads, n).tobytes() for n in call.outputs} == call.reference()
+    assert grads.info.device == "cpu:0"
+    assert grads.info.backend.startswith("cpu")
+    assert grads.info.product is Product.ATLAS_A2
+    assert not grads.info.simulated
+    assert grads.info.attempts == 1
+    assert grads.info.request_id
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_method_takes_the_records_parameters_and_nothing_else(operator: str) -> None:
+    """Operands default to null, attributes have no default, and all go by keyword."""
+    spec, method = OPERATORS[operator], getattr(Client, operator)
+    parameters = list(inspect.signature(method).parameters.values())[1:]
+    options = ["out", "timeout_s", "deterministic", "priority", "label", "verify"]
+    own = [p.name for p in spec.params if p not in spec.outputs]
+    assert [p.name for p in parameters] == own + options
+    assert {p.kind for p in parameters} == {inspect.Parameter.KEYWORD_ONLY}
+    tensors = {p.name for p in spec.inputs}
+    for parameter in parameters[: len(own)]:
+        assert parameter.default is (None if parameter.name in tensors else inspect.Parameter.empty)
+
+
+def test_a_forgotten_attribute_is_pythons_own_type_error(plain: Client) -> None:
+    call = group_norm()
+    del call["hxw"]
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'hxw'"):
+        plain.group_norm_backward(**call)
+
+
+def test_an_unknown_name_is_a_type_error(plain: Client) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'beta'"):
+        plain.group_norm_backward(**group_norm(), beta=np.zeros(4))  # type: ignore[call-arg]
+
+
+def test_operands_go_by_keyword_only(plain: Client) -> None:
+    with pytest.raises(TypeError, match="positional argument"):
+        plain.group_norm_backward(np.zeros(3))  # type: ignore[call-arg]
+
+
+def test_modes_by_name_are_modes_by_number(plain: Client) -> None:
+    call = sample("grid_sampler_2d_backward")
+    named = plain.grid_sampler_2d_backward(
+        **given(call, interpolation_mode="nearest", padding_mode="reflection")
+    )
+    numbered = plain.grid_sampler_2d_backward(**given(call, interpolation_mode=1, padding_mode=2))
+    assert named.input_grad.tobytes() == numbered.input_grad.tobytes()
+
+
+# ------------------------------------------------------------------------------------ documented codes
+
+
+def test_a_missing_operand_is_none_is_null(client: Client) -> None:
+    call = group_norm()
+    for same in ({**call, "mean": None}, {k: v for k, v in call.items() if k != "mean"}):
+        with pytest.raises(NullOperand) as caught:
+            client.group_norm_backward(**same)
+        error = caught.value
+        assert (error.code, error.constraint, error.source) == (161001, "mean.not_null", "validator")
+        assert error.operator == "group_norm_backward"
+        assert str(error).startswith("group_norm_backward: mean: found null; expected ")
+        assert error.request_id
+
+
+def test_an_optional_operand_may_be_missing(client: Client) -> None:
+    call = group_norm()
+    without = client.group_norm_backward(**{**call, "gamma": None})
+    ones = client.group_norm_backward(**{**call, "gamma": np.ones(4, np.float32)})
+    assert without.grad_input.tobytes() == ones.grad_input.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "constraint"),
+    [
+        ({"grad_out": np.zeros((2, 4, 8), np.int32)}, "grad_out.dtype"),
+        ({"grad_out": np.zeros((2, 4, 8), np.complex64)}, "grad_out.dtype"),
+        ({"gamma": np.zeros(4, np.float64)}, "gamma.same_dtype"),
+        ({"gamma": np.zeros(5, np.float32)}, "gamma.count"),
+        ({"mean": np.zeros((1,) * 8 + (4,), np.float32)}, "mean.rank"),
+        ({"group": 0}, "group.positive"),
+        ({"output_mask": (True, True)}, "output_mask.length"),
+        ({"output_mask": None}, "output_mask.not_null"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_a_broken_rule_is_161002_with_its_constraint(
+    client: Client, changes: dict[str, Any], constraint: str
+) -> None:
+    with pytest.raises(InvalidOperand) as caught:
+        client.group_norm_backward(**{**group_norm(), **changes})
+    assert caught.value.code == 161002
+    assert constraint in [v.id for v in caught.value.violations]
+    first = caught.value.violations[0]
+    assert first.text
+    assert first.sources
+    assert f"found {first.found}; expected {first.expected}" in str(caught.value)
+
+
+def test_a_call_that_breaks_everything_has_one_status(client: Client) -> None:
+    wrong = np.zeros((1,) * 9, np.int8)
+    call: dict[str, Any] = dict.fromkeys(("grad_out", "input", "rstd", "gamma"), wrong) | {"mean": None}
+    statuses = set()
+    for _ in range(20):
+        with pytest.raises(OperatorError) as caught:
+            client.group_norm_backward(**call, n=-1, c=7, hxw=-1, group=0, output_mask=(True,))
+        statuses.add((type(caught.value), caught.value.code, caught.value.constraint, str(caught.value)))
+        assert caught.value.violations_total > 10
+    assert len(statuses) == 1
+    assert next(iter(statuses))[:3] == (NullOperand, 161001, "mean.not_null")
+
+
+def test_an_operator_that_the_product_lacks_is_decided_first_and_alone(
+    start_server: Any,
+) -> None:
+    running = start_server("--product", "atlas-training")
+    with Client(running.address, timeout_s=60) as client:
+        assert client.server_info().product is Product.ATLAS_TRAINING
+        for operator, code in (
+            ("fused_floyd_attention_grad", 561003),
+            ("multi_scale_deformable_attention_grad", 561103),
+        ):
+            call = sample(operator)
+            with pytest.raises(UnsupportedOperator) as caught:
+                getattr(client, operator)(**given(call))
+            assert (caught.value.code, caught.value.reason) == (code, "OPERATOR_UNSUPPORTED")
+            assert caught.value.violations_total == 1
+        listed = {o.name: o.supported for o in client.list_operators()}
+        assert listed == {n: Product.ATLAS_TRAINING in s.products for n, s in OPERATORS.items()}
+
+
+# ------------------------------------------------------------------------------------ declared outputs
+
+
+def test_out_arrays_of_any_layout_are_filled_and_returned(client: Client) -> None:
+    call = group_norm()
+    expected = client.group_norm_backward(**call)
+    out = {
+        "grad_input": np.full((8, 4, 2), 9, np.float32).transpose(2, 1, 0),
+        "grad_gamma": np.full(8, 9, np.float32)[::-2],
+        "grad_beta": np.full(4, 9, ">f4"),
+    }
+    got = client.group_norm_backward(**call, out=out)
+    for name, array in out.items():
+        assert getattr(got, name) is array
+        np.testing.assert_array_equal(array, getattr(expected, name))
+
+
+def test_a_masked_out_array_is_answered_by_none_and_left_alone(client: Client) -> None:
+    mine = np.full((2, 4, 8), 9, np.float32)
+    call = {**group_norm(), "output_mask": (False, True, False)}
+    got = client.group_norm_backward(**call, out={"grad_input": mine})
+    assert got.grad_input is None
+    assert got.grad_beta is None
+    assert got.grad_gamma is not None
+    assert (mine == 9).all()
+
+
+@pytest.mark.parametrize(
+    ("out", "cls", "constraint"),
+    [
+        ({"grad_input": None}, NullOperand, "grad_input.not_null"),
+        ({"grad_input": np.zeros((2, 4, 8), np.float16)}, InvalidOperand, "grad_input.same_dtype"),
+        ({"grad_input": np.zeros((2, 4, 7), np.float32)}, InvalidOperand, "grad_input.shape"),
+        ({"grad_gamma": TensorMeta("float32", (5,))}, InvalidOperand, "grad_gamma.shape"),
+        ({"grad_gamma": TensorMeta("hifloat8", (4,))}, InvalidOperand, "grad_gamma.same_dtype"),
+    ],
+    ids=["null", "dtype", "shape", "meta", "exotic"],
+)
+def test_a_declared_output_that_does_not_fit_has_the_documented_code(
+    client: Client, out: dict[str, Any], cls: type[OperatorError], constraint: str
+) -> None:
+    with pytest.raises(cls) as caught:
+        client.group_norm_backward(**group_norm(), out=out)
+    assert caught.value.constraint == constraint
+
+
+def test_a_declared_null_under_a_false_mask_is_legal(client: Client) -> None:
+    call = {**group_norm(), "output_mask": (False, True, True)}
+    assert client.group_norm_backward(**call, out={"grad_input": None}).grad_input is None
+
+
+def test_a_mask_of_none_computes_nothing_where_the_document_says_so(client: Client) -> None:
+    call = sample("grid_sampler_2d_backward")
+    got = client.grid_sampler_2d_backward(**given(call, output_mask=None))
+    assert (got.input_grad, got.grid_grad) == (None, None)
+
+
+# ---------------------------------------------------------------------------------------- odd operands
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(np.float16), BF16], ids=str)
+def test_layouts_do_not_change_a_bit(client: Client, dtype: np.dtype[Any]) -> None:
+    call = group_norm(hxw=6)
+    call |= {k: v.astype(dtype) for k, v in call.items() if isinstance(v, np.ndarray)}
+    expected = client.group_norm_backward(**call)
+    x = call["input"]
+    for same in (
+        np.asfortranarray(x),
+        x[::-1][::-1],
+        np.repeat(x, 2, axis=2)[..., ::2],
+        x[:, :, ::-1].copy()[:, :, ::-1],
+    ):
+        got = client.group_norm_backward(**{**call, "input": same})
+        assert got.grad_input.tobytes() == expected.grad_input.tobytes()
+
+
+def test_an_expanded_gradient_is_the_full_one(client: Client) -> None:
+    call = group_norm(n=4, c=8, hxw=300)
+    ones = client.group_norm_backward(**{**call, "grad_out": np.ones((4, 8, 300), np.float32)})
+    expanded = np.broadcast_to(np.float32(1), (4, 8, 300))
+    got = client.group_norm_backward(**{**call, "grad_out": expanded})
+    assert got.grad_input.tobytes() == ones.grad_input.tobytes()
+
+
+def test_non_finite_values_are_computed_and_not_refused(client: Client) -> None:
+    call = group_norm()
+    call["grad_out"][0, 0, :3] = [np.nan, np.inf, -np.inf]
+    assert np.isnan(client.group_norm_backward(**call).grad_beta[0])
+
+
+def test_eight_threads_share_a_client(plain: Client) -> None:
+    def work(seed: int) -> bool:
+        call = fill(spec, spec.build(n=2, c=8, hxw=64 if seed % 2 else 20_000, group=2), seed)
+        grads = plain.group_norm_backward(**given(call), label=f"thread {seed}")
+        return {n: getattr(grads, n).tobytes() for n in call.outputs} == call.reference()
+
+    spec = OPERATORS["group_norm_backward"]
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(24)))

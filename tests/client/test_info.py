@@ -1,0 +1,178 @@
+"""Validation and descriptions: what a real server says, and what it could say that is not so."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from tests.client.fake_service import group_norm
+
+import npugrad
+from npugrad import OPERATORS, Constraint, NpugradError, OpSpec, Product, TensorMeta
+from npugrad.v1 import server_pb2, validation_pb2
+from npugrad_client import Client, MalformedRequest, UnsupportedOperator, _info
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.fix_server import ServerProcess
+
+MASK = (True, True, True)
+NULLS: dict[str, set[str]] = {
+    "multi_scale_deformable_attention_grad": set(),
+    "grid_sampler_2d_backward": {"output_mask"},
+    "group_norm_backward": {"gamma", "grad_input", "grad_gamma", "grad_beta"},
+    "fused_floyd_attention_grad": {"atten_mask"},
+}
+"""Where a null can be legal."""
+
+
+@pytest.fixture(scope="module")
+def plain(server: ServerProcess) -> Iterator[Client]:
+    with Client(server.address, timeout_s=60) as made:
+        yield made
+
+
+# ------------------------------------------------------------------------------------------- validation
+
+CONSTRAINTS = [
+    pytest.param(spec, constraint, id=f"{spec.name}-{constraint.id}")
+    for spec in OPERATORS.values()
+    for constraint in spec.constraints
+]
+
+
+def ways(spec: OpSpec, constraint: Constraint) -> Iterator[npugrad.CallMeta]:
+    """Calls that break a constraint, at least one for each product that has it."""
+    for product in Product:
+        for found in spec.samples(product):
+            broken = constraint.violate(found.call) if constraint.applies(product) else None
+            if broken is not None:
+                yield broken
+                break
+
+
+@pytest.mark.parametrize(("spec", "constraint"), CONSTRAINTS)
+def test_the_server_validates_as_the_record_does(plain: Client, spec: OpSpec, constraint: Constraint) -> None:
+    for call in ways(spec, constraint):
+        asked: dict[str, Any] = {"inputs": call.inputs, "attrs": call.attrs, "outputs": call.outputs}
+        local = npugrad.validate(spec.name, **asked, product=call.product)
+        assert plain.validate(spec.name, **asked, product=call.product) == local
+        assert constraint.id in [v.id for v in local.violations]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_legal_call_has_its_outputs_told(plain: Client, operator: str) -> None:
+    for found in OPERATORS[operator].samples(Product.ATLAS_A2):
+        verdict = plain.validate(operator, inputs=found.call.inputs, attrs=found.call.attrs)
+        assert verdict == npugrad.validate(operator, inputs=found.call.inputs, attrs=found.call.attrs)
+        assert verdict.status == 0
+
+
+def test_validate_takes_what_no_memory_holds(plain: Client) -> None:
+    meta = TensorMeta("float32", (2**20, 2**10, 2**10))
+    attrs = {"n": 2**20, "c": 2**10, "hxw": 2**10, "group": 1, "output_mask": MASK}
+    small = TensorMeta("float32", (2**20, 1))
+    inputs = {"grad_out": meta, "input": meta, "mean": small, "rstd": small}
+    verdict = plain.validate("group_norm_backward", inputs=inputs, attrs=attrs)
+    assert verdict.outputs["grad_input"] == meta
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"operator": "gelu_backward"}, UnsupportedOperator, "unknown operator 'gelu_backward'; known are"),
+        ({"inputs": {"x": None}}, TypeError, "unknown input 'x'"),
+        ({"inputs": {"input": np.zeros(3)}}, TypeError, "input: found ndarray; expected TensorMeta or None"),
+        ({"attrs": {}}, MalformedRequest, "n: found nothing"),
+        (
+            {"attrs": {"n": 2**63}},
+            MalformedRequest,
+            "n: found 9223372036854775808; expected an int",
+        ),
+        ({"product": "atlas-b9"}, ValueError, "unknown product 'atlas-b9'; known are atlas-training"),
+    ],
+    ids=["operator", "input", "array", "missing", "int64", "product"],
+)
+def test_what_cannot_be_validated_says_why(
+    plain: Client, change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    attrs = {"n": 1, "c": 1, "hxw": 1, "group": 1, "output_mask": MASK}
+    asked = {"operator": "group_norm_backward", "inputs": {}, "attrs": attrs, "product": None, **change}
+    with pytest.raises(error, match=message):
+        plain.validate(**asked)
+
+
+# ----------------------------------------------------------------------------------------- descriptions
+
+
+def test_the_server_describes_itself(plain: Client) -> None:
+    before = plain.server_info()
+    plain.group_norm_backward(**group_norm())
+    after = plain.server_info()
+    assert after.version == npugrad.__version__
+    assert after.product is Product.ATLAS_A2
+    assert [d.name for d in after.devices] == ["cpu:0"]
+    assert after.devices[0].state == "ready"
+    assert after.operators == tuple(OPERATORS)
+    assert after.accepted_calls == before.accepted_calls + 1
+    assert after.uptime_s > before.uptime_s
+    assert not after.draining
+    assert {"grpcio", "protobuf", "numpy", "ml_dtypes"} <= set(after.versions)
+    assert after.limits.recommended_chunk_bytes <= after.limits.max_chunk_bytes
+
+
+@pytest.mark.parametrize("product", [None, *Product], ids=str)
+def test_the_server_lists_the_records(plain: Client, product: Product | None) -> None:
+    wanted = product or Product.ATLAS_A2
+    for listed, spec in zip(plain.list_operators(product), OPERATORS.values(), strict=True):
+        assert (listed.name, listed.aclnn_name, listed.summary) == (spec.name, spec.aclnn_name, spec.summary)
+        assert listed.supported is (wanted in spec.products)
+        assert listed.min_cann == spec.min_cann
+        assert [(p.name, p.c_name, p.doc) for p in listed.parameters] == [
+            (p.name, p.c_name, p.doc) for p in spec.params
+        ]
+        assert {p.name for p in listed.parameters if p.optional} == NULLS[spec.name]
+        roles = {p.name: p.role for p in listed.parameters}
+        for param in (*spec.inputs, *spec.outputs):
+            described = next(p for p in listed.parameters if p.name == param.name)
+            assert roles[param.name] == param.role
+            assert described.dtypes == tuple(param.dtypes.get(wanted, ()))
+        rules = [c for c in spec.constraints if c.applies(wanted)]
+        assert [(c.id, c.code, c.text, c.sources, c.operands) for c in listed.constraints] == [
+            (c.id, c.code, c.text, c.sources, c.operands) for c in rules
+        ]
+        assert [c.vendor_code for c in listed.constraints] == [str(c.vendor_code) for c in rules]
+
+
+# ------------------------------------------------------------------------- servers that are newer, or lie
+
+
+def test_a_state_of_a_newer_server_is_shown_as_it_came() -> None:
+    reply = server_pb2.GetServerInfoResponse(product=2)  # type: ignore[arg-type]
+    reply.devices.add(name="npu:0", state=99)
+    reply.devices.add(name="npu:1", state=4)
+    assert [d.state for d in _info.decode_server_info(reply).devices] == ["state 99", "down"]
+
+
+@pytest.mark.parametrize("number", [0, 9])
+def test_a_product_that_is_not_known_is_never_guessed(number: int) -> None:
+    reply = server_pb2.GetServerInfoResponse(product=number)  # type: ignore[arg-type]
+    with pytest.raises(NpugradError, match=rf"found product {number}; expected one of 1 \(atlas-training\)"):
+        _info.decode_server_info(reply)
+
+
+def test_a_dtype_that_is_not_known_is_left_out_of_the_list() -> None:
+    reply = server_pb2.ListOperatorsResponse()
+    parameter = reply.operators.add(name="x").parameters.add(name="y")
+    parameter.data_types.extend([1, 99])  # type: ignore[list-item]
+    assert _info.decode_operators(reply)[0].parameters[0].dtypes == ("float32",)
+
+
+def test_a_malformed_verdict_is_the_servers_mistake() -> None:
+    reply = validation_pb2.ValidateResponse(status=0)
+    reply.outputs.add(name="grad_input").meta.data_type = 99  # type: ignore[assignment]
+    with pytest.raises(NpugradError, match=r"reply is malformed: .*found data type 99") as caught:
+        _info.decode_verdict(reply)
+    assert type(caught.value) is NpugradError

@@ -1,0 +1,150 @@
+"""The public list of the client, and what its generated methods say of themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from importlib.resources import files
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import pytest
+
+import npugrad
+import npugrad_client
+import npugrad_client.errors
+from npugrad import OPERATORS
+from npugrad.spec import TensorParam
+from npugrad_client import Client, NpugradError, _generated_ops, _info
+
+if TYPE_CHECKING:
+    from npugrad import OpSpec
+
+SPECS = pytest.mark.parametrize("spec", OPERATORS.values(), ids=list(OPERATORS))
+
+
+# ---------------------------------------------------------------------------------------- the public list
+
+
+def test_the_public_list_is_what_the_package_shows() -> None:
+    shown = {
+        name
+        for name, value in vars(npugrad_client).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType) and name != "annotations"
+    }
+    assert shown == set(npugrad_client.__all__)
+    assert npugrad_client.__all__ == sorted(npugrad_client.__all__)
+
+
+def test_every_public_name_is_documented() -> None:
+    for name in npugrad_client.__all__:
+        value = getattr(npugrad_client, name)
+        assert inspect.getdoc(value), name
+        if inspect.isclass(value) and value.__module__.startswith("npugrad_client"):
+            for method, function in inspect.getmembers(value, inspect.isfunction):
+                assert method.startswith("_") or inspect.getdoc(function), f"{name}.{method}"
+
+
+def test_every_field_of_a_record_is_documented() -> None:
+    for name in npugrad_client.__all__:
+        value = getattr(npugrad_client, name)
+        if dataclasses.is_dataclass(value) and name != "ServerLimits":
+            doc = inspect.getdoc(value) or ""
+            for found in dataclasses.fields(value):
+                assert f"\n    {found.name}: " in doc, f"{name}.{found.name}"
+
+
+def test_what_methods_give_back_is_public() -> None:
+    """A user can name every type that a call returns, as far as it is the client's own."""
+    own = {
+        name: value
+        for module in (_generated_ops, _info)
+        for name, value in vars(module).items()
+        if dataclasses.is_dataclass(value) and value.__module__ == module.__name__
+    }
+    reached: set[str] = set()
+    todo = [
+        inspect.get_annotations(method)["return"]
+        for name, method in inspect.getmembers(Client, inspect.isfunction)
+        if not name.startswith("_")
+    ]
+    while todo:
+        for name in set(re.findall(r"\w+", todo.pop())) & set(own) - reached:
+            reached.add(name)
+            todo += [str(f.type) for f in dataclasses.fields(own[name])]
+    assert reached == set(own), "a record that no method gives back"
+    assert reached <= set(npugrad_client.__all__)
+
+
+def test_all_exceptions_are_one_family() -> None:
+    for name in npugrad_client.errors.__all__:
+        assert issubclass(getattr(npugrad_client, name), NpugradError)
+
+
+def test_the_package_is_typed() -> None:
+    assert files(npugrad_client).joinpath("py.typed").is_file()
+
+
+# --------------------------------------------------------------------------------------- generated methods
+
+
+def doc_of(spec: OpSpec) -> str:
+    doc = inspect.getdoc(getattr(Client, spec.name))
+    assert doc is not None
+    return doc
+
+
+def section(doc: str, name: str) -> dict[str, str]:
+    """Entries of a section of a docstring, each as one line."""
+    body = re.split(r"\n(?=\S)", doc.partition(f"\n{name}:\n")[2])[0]
+    entries = re.split(r"\n    (?=\S)", "\n" + body)[1:]
+    return dict(re.sub(r"\s+", " ", entry).strip().split(": ", 1) for entry in entries)
+
+
+@SPECS
+def test_a_docstring_tells_each_argument_once(spec: OpSpec) -> None:
+    arguments = section(doc_of(spec), "Args")
+    assert list(arguments) == list(inspect.signature(getattr(Client, spec.name)).parameters)[1:]
+    for param in spec.params:
+        if param in spec.outputs:
+            continue
+        text = arguments[param.name]
+        assert text.startswith(re.sub(r"\s+", " ", param.doc))
+        if isinstance(param, TensorParam):
+            tells_type = "dtype of" in text or any(str(d) in text for d in npugrad.DType)
+            assert tells_type, f"{param.name} has no type"
+            assert len(re.findall(r"float32", text)) <= 1
+            assert ("None" in text or "null" in text) is param.optional
+        else:
+            assert all(f'"{name}"' in text for name in param.choices)
+
+
+@SPECS
+def test_a_docstring_tells_results_and_numbers(spec: OpSpec) -> None:
+    doc = doc_of(spec)
+    assert spec.summary in re.sub(r"\s+", " ", doc)
+    assert spec.aclnn_name in doc
+    assert list(section(doc, "Returns")) == [*(p.name for p in spec.outputs), "info"]
+    raised = section(doc, "Raises")
+    numbers = set(map(int, re.findall(r"\b\d{6}\b", " ".join(raised.values()))))
+    assert numbers == {c.code for c in spec.constraints}
+    for name in raised:
+        assert name == "TypeError" or name in npugrad_client.errors.__all__
+    assert {"MalformedTensor", "TransportError", "DeviceError", "TypeError"} <= set(raised)
+    assert ("UnsafeLevels" in raised) is (spec.data_check is not None)
+
+
+@SPECS
+def test_results_have_the_records_outputs(spec: OpSpec) -> None:
+    cls = getattr(_generated_ops, f"{spec.rpc}Result")
+    assert [f.name for f in dataclasses.fields(cls)] == [*(p.name for p in spec.outputs), "info"]
+    masked = any(p.masked_by is not None for p in spec.outputs)
+    assert ("masked-out ones are None" in (cls.__doc__ or "")) is masked
+
+
+def test_results_of_two_calls_can_be_compared_and_kept_in_sets() -> None:
+    """By identity: comparing arrays inside would raise."""
+    left, right = (npugrad_client.GridSampler2DBackwardResult(None, None, None) for _ in range(2))  # type: ignore[arg-type]
+    assert left != right
+    assert len({left, right, left}) == 2

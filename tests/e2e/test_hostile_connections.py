@@ -1,0 +1,331 @@
+"""Clients that vanish, and bytes on the port that are no gRPC: nothing is leaked and nobody else notices."""
+
+from __future__ import annotations
+
+import math
+import random
+import socket
+import struct
+import threading
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from tests.calls import TIMEOUT_S, call_execute, fill
+from tests.e2e.harness import FLOYD, GROUP_NORM, MSDA, eventually
+
+from npugrad.v1 import backward_pb2_grpc
+from npugrad_client import Client
+from npugrad_client.errors import ConnectError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from tests.calls import Sample
+    from tests.e2e.conftest import Report
+    from tests.fix_server import ServerProcess
+
+pytestmark = pytest.mark.usefixtures("unharmed")
+
+SOCKET_TIMEOUT_S = 20.0
+_RESET = struct.pack("ii", 1, 0)
+"""SO_LINGER of 0 seconds: closing sends a reset and no farewell, as when a host loses its power."""
+
+
+# ------------------------------------------------------------------------------------- a cable to cut
+
+
+class Cable:
+    """Carries one connection to a server and cuts it, both ends, after so many bytes one way.
+
+    Attributes:
+        address: What a client connects to.
+        cut: Set once it was cut.
+    """
+
+    def __init__(self, server: str, up_bytes: float, down_bytes: float) -> None:
+        host, _, port = server.rpartition(":")
+        self._target = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._limits = (up_bytes, down_bytes)
+        self._ends: list[socket.socket] = []
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.cut = threading.Event()
+        self._threads = [threading.Thread(target=self._carry, daemon=True)]
+        self._threads[0].start()
+
+    def _carry(self) -> None:
+        try:
+            client, _ = self._listener.accept()
+        except OSError:
+            return
+        server = socket.create_connection(self._target, SOCKET_TIMEOUT_S)
+        self._ends = [client, server]
+        pumps = [
+            threading.Thread(target=self._pump, args=(*pair, limit), daemon=True)
+            for pair, limit in zip(((client, server), (server, client)), self._limits, strict=True)
+        ]
+        for pump in pumps:
+            pump.start()
+        self._threads += pumps
+
+    def _pump(self, source: socket.socket, target: socket.socket, left: float) -> None:
+        try:
+            while left > 0 and (data := source.recv(int(min(2**16, left)))):
+                target.sendall(data)
+                left -= len(data)
+        except OSError:
+            pass  # the other direction was cut
+        self._break()
+
+    def _break(self) -> None:
+        self._listener.close()
+        for end in self._ends:
+            try:
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                end.shutdown(socket.SHUT_RD)  # wakes the other pump
+                end.close()
+            except OSError:
+                pass
+        self.cut.set()
+
+    def close(self) -> None:
+        """Cuts it if it still holds."""
+        # Closing alone would leave the thread in accept.
+        with socket.socket() as knock:
+            knock.settimeout(SOCKET_TIMEOUT_S)
+            knock.connect_ex(("127.0.0.1", int(self.address.rpartition(":")[2])))
+        self._break()
+        for thread in self._threads:
+            thread.join(SOCKET_TIMEOUT_S)
+
+
+@contextmanager
+def cable(
+    running: ServerProcess, up_bytes: float = math.inf, down_bytes: float = math.inf
+) -> Iterator[Cable]:
+    made = Cable(running.address, up_bytes, down_bytes)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def large() -> Sample:
+    """About 2 MiB up in chunks, about 1 MiB down."""
+    return fill(GROUP_NORM, GROUP_NORM.build(n=1, c=16, hxw=2**14, group=4))
+
+
+def assert_lost(running: ServerProcess, made: Sample, **cut_after: float) -> None:
+    """The client of a connection that is cut after so many bytes learns that it may try again."""
+    with cable(running, **cut_after) as carried:
+        with Client(carried.address, timeout_s=TIMEOUT_S) as client, pytest.raises(ConnectError) as caught:
+            getattr(client, made.spec.name)(**made.arrays, **made.call.attrs)
+        assert carried.cut.wait(SOCKET_TIMEOUT_S)
+    assert caught.value.retryable
+
+
+def cut_short(running: ServerProcess) -> int:
+    """How many calls of this operator the log says ended before their last chunk.
+
+    To the server a reset may look like a client that ends its side too early: the transport hands over the
+    end of the stream before it tells that the connection is gone.
+    """
+    lines = [line for line in running.log_lines("call") if line.get("operator") == GROUP_NORM.name]
+    return sum(
+        line["status"] == "CANCELLED" or "end of the stream" in line.get("error", "") for line in lines
+    )
+
+
+def test_clients_that_vanish_mid_stream(victim: ServerProcess, large: Sample, tally: Report) -> None:
+    """Their connections are reset after 32 different numbers of bytes, between header and last chunk."""
+    sent = sum(map(len, large.contents.values()))
+    for part in range(32):
+        assert_lost(victim, large, up_bytes=1 + part * sent / 32)
+        tally("hostile: connections reset", 1)
+    # A reset also throws away what the server has not read yet, so not every call was seen with chunks.
+    eventually(lambda: victim.info().uptime_s and cut_short(victim) >= 8, "the log tells of them", victim)
+
+
+@pytest.mark.parametrize("part", [i / 8 for i in range(8)])
+def test_client_that_vanishes_while_it_is_answered(
+    part: float, victim: ServerProcess, large: Sample, tally: Report
+) -> None:
+    received = large.call.tensor("input").nbytes
+    assert_lost(victim, large, down_bytes=300 + part * received)
+    tally("hostile: connections reset", 1)
+
+
+def test_clients_that_vanish_while_their_calls_run(
+    victim: ServerProcess, legal: Mapping[str, Sample], tally: Report
+) -> None:
+    """Everything was sent; some calls run, some wait in the queue, and nobody will read the results."""
+    floyd = legal[FLOYD.name]
+    everything = sum(frame.ByteSize() for frame in floyd.frames())
+    with ExitStack() as stack:
+        for _ in range(6):
+            carried = stack.enter_context(cable(victim, up_bytes=everything))
+            channel = stack.enter_context(grpc.insecure_channel(carried.address))
+            stub = backward_pb2_grpc.BackwardServiceStub(channel)
+            replies = stub.Execute(floyd.frames(), timeout=TIMEOUT_S)
+            assert carried.cut.wait(TIMEOUT_S)
+            with pytest.raises(grpc.RpcError) as caught:
+                list(replies)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            tally("hostile: connections reset", 1)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("way", ["cancel", "close"])
+def test_client_that_gives_up_after_some_frames(
+    after: int, way: str, victim: ServerProcess, legal: Mapping[str, Sample]
+) -> None:
+    """It says farewell, unlike the ones above: four at once, two with small operands."""
+    reached, let_go = threading.Barrier(5), threading.Event()
+
+    def frames(made: Sample) -> Iterator[Any]:
+        yield from list(made.frames())[:after]
+        reached.wait(TIMEOUT_S)
+        let_go.wait(TIMEOUT_S)
+
+    with victim.channel() as channel:
+        stub = backward_pb2_grpc.BackwardServiceStub(channel)
+        made = [legal[name] for name in (FLOYD.name, GROUP_NORM.name, MSDA.name, FLOYD.name)]
+        calls = [stub.Execute(frames(sample), timeout=TIMEOUT_S) for sample in made]
+        reached.wait(TIMEOUT_S)
+        if way == "cancel":
+            for call in calls:
+                call.cancel()
+        else:
+            channel.close()
+        let_go.set()
+        for call in calls:
+            with pytest.raises(grpc.RpcError) as caught:
+                list(call)
+            assert caught.value.code() is grpc.StatusCode.CANCELLED
+
+
+def test_a_vanished_client_leaves_its_neighbours_alone(victim: ServerProcess, large: Sample) -> None:
+    """Streams of another connection run to their end, right, while eight connections are reset."""
+    stop = threading.Event()
+    wrong: list[int] = []
+    rounds: list[int] = []
+
+    def neighbour() -> None:
+        with victim.channel() as channel:
+            while not stop.is_set():
+                if call_execute(channel, large.frames(chunk_bytes=50_000)).contents != expected:
+                    wrong.append(1)
+                rounds.append(1)
+
+    expected = large.reference()
+    beside = threading.Thread(target=neighbour)
+    beside.start()
+    try:
+        for part in range(8):
+            assert_lost(victim, large, up_bytes=1000 + part * 2**18)
+    finally:
+        stop.set()
+        beside.join(TIMEOUT_S)
+    assert rounds
+    assert not wrong
+
+
+# ----------------------------------------------------------------------------------- bytes that are no gRPC
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """An HTTP/2 frame."""
+    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
+
+
+def _literal(name: bytes, value: bytes) -> bytes:
+    """A header field, literal, in the way HPACK writes what it does not want to remember."""
+    return b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value
+
+
+def _call(path: bytes) -> bytes:
+    """A connection's start and the headers of one gRPC call on stream 1."""
+    fields = (
+        (b":method", b"POST"),
+        (b":scheme", b"http"),
+        (b":path", path),
+        (b":authority", b"test"),
+        (b"te", b"trailers"),
+        (b"content-type", b"application/grpc"),
+    )
+    return PREFACE + _frame(4, 0, 0) + _frame(1, 4, 1, b"".join(_literal(*field) for field in fields))
+
+
+def _message(announced: int, data: bytes, compressed: int = 0) -> bytes:
+    """A gRPC message that says how long it is."""
+    return struct.pack(">BI", compressed, announced) + data
+
+
+UNARY = f"/npugrad.v1.BackwardService/{GROUP_NORM.rpc}".encode()
+EXECUTE = b"/npugrad.v1.BackwardService/Execute"
+GARBAGE = {
+    "nothing": b"",
+    "zeros": bytes(4096),
+    "random": random.Random(1).randbytes(2**16),
+    "http1": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "tls": bytes.fromhex("16030100c8010000c40303") + random.Random(2).randbytes(200),
+    "half_preface": PREFACE[:11],
+    "preface_and_random": PREFACE + random.Random(3).randbytes(2**14),
+    "frame_too_long": PREFACE + b"\xff\xff\xff\0\0\0\0\0\1" + bytes(2**16),
+    "unknown_frames": PREFACE + _frame(4, 0, 0) + _frame(0xEE, 0xFF, 7, b"x" * 99) * 100,
+    "data_without_headers": PREFACE + _frame(4, 0, 0) + _frame(0, 1, 1, b"hello"),
+    "broken_header_block": PREFACE + _frame(4, 0, 0) + _frame(1, 5, 1, b"\xff" * 200),
+    "even_stream": PREFACE + _frame(4, 0, 0) + _frame(1, 5, 2, _literal(b":path", b"/")),
+    "window_overflow": PREFACE + _frame(4, 0, 0) + _frame(8, 0, 0, b"\x7f\xff\xff\xff") * 3,
+    "pings": PREFACE + _frame(4, 0, 0) + _frame(6, 0, 0, bytes(8)) * 2000,
+    "settings": PREFACE + _frame(4, 0, 0, b"\0\3\0\0\0\1") * 2000,
+    "resets": PREFACE + _frame(4, 0, 0) + b"".join(_frame(3, 0, i, bytes(4)) for i in range(1, 999, 2)),
+    "message_cut": _call(UNARY) + _frame(0, 0, 1, _message(1000, b"abc")),
+    "message_huge": _call(UNARY) + _frame(0, 0, 1, _message(2**32 - 1, b"abc")),
+    "message_2_gib": _call(UNARY) + _frame(0, 0, 1, _message(2**31 - 1, b"abc")),
+    "message_compressed": _call(UNARY) + _frame(0, 1, 1, _message(3, b"abc", compressed=1)),
+    "message_flags": _call(UNARY) + _frame(0, 1, 1, _message(3, b"abc", compressed=0xFF)),
+    "message_twice": _call(UNARY) + _frame(0, 1, 1, _message(0, b"") * 2),
+    "stream_cut": _call(EXECUTE) + _frame(0, 0, 1, _message(2**20, b"\n\0")),
+    "stream_2_gib": _call(EXECUTE) + _frame(0, 0, 1, _message(2**31 - 1, b"\n\0")),
+}
+
+
+def _send(running: ServerProcess, data: bytes) -> bytes:
+    """Sends bytes and the end of the stream; what the server says until it hangs up."""
+    host, _, port = running.address.rpartition(":")
+    with socket.create_connection((host, int(port)), SOCKET_TIMEOUT_S) as connection:
+        answer = b""
+        try:
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            while part := connection.recv(2**16):
+                answer += part
+        except OSError:
+            pass  # it hung up while we were still talking
+        return answer
+
+
+@pytest.mark.parametrize("what", GARBAGE)
+def test_bytes_that_are_no_grpc(what: str, victim: ServerProcess) -> None:
+    """The server hangs up on every one of them, and says nothing that is not HTTP/2."""
+    for _ in range(5):
+        answer = _send(victim, GARBAGE[what])
+        assert b"Traceback" not in answer
+
+
+def test_hundreds_of_idle_connections(victim: ServerProcess, legal: Mapping[str, Sample]) -> None:
+    """They say nothing, or half a preface, and stay; calls go on beside them."""
+    host, _, port = victim.address.rpartition(":")
+    made = legal[GROUP_NORM.name]
+    with ExitStack() as stack:
+        for index in range(300):
+            idle = stack.enter_context(socket.create_connection((host, int(port)), SOCKET_TIMEOUT_S))
+            idle.sendall(PREFACE[: index % 20])
+        with victim.channel() as channel:
+            assert call_execute(channel, made.frames()).contents == made.reference()

@@ -1,0 +1,307 @@
+"""Bad input: every kind of it, for every operator, gets a typed error or a right result, and harms nothing.
+
+After each test `unharmed` looks at the server: the same process, healthy, no byte in use, a right answer.
+Streams, values and sizes are in `test_hostile_calls`, random messages in `test_hostile_messages`, clients
+that vanish or talk nonsense in `test_hostile_connections`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.calls import call_execute, call_unary, failure_of
+from tests.e2e.harness import (
+    FLOYD,
+    GRID_SAMPLER,
+    GROUP_NORM,
+    SPECS,
+    Wire,
+    both_ways,
+    differences,
+    each_operator,
+    local_results,
+    outputs_of,
+)
+
+from npugrad import codec
+from npugrad.codec import encode_meta
+from npugrad.errors import (
+    InvalidOperand,
+    MalformedRequest,
+    MalformedTensor,
+    NullOperand,
+    TilingError,
+)
+from npugrad.spec import TensorMeta
+from npugrad.v1 import backward_pb2, server_pb2, tensor_pb2, validation_pb2
+from npugrad.validation import validate_call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import grpc
+    from tests.calls import Sample
+    from tests.e2e.conftest import Report
+
+    from npugrad.spec import OpSpec
+    from npugrad_client import Client
+
+    Edit = Callable[[Any], None]
+
+pytestmark = pytest.mark.usefixtures("unharmed")
+
+REQUIRED = [
+    pytest.param(s, p.name, id=f"{s.name}-{p.name}") for s in SPECS for p in s.inputs if not p.optional
+]
+ATTRIBUTES = [pytest.param(s, p.name, id=f"{s.name}-{p.name}") for s in SPECS for p in s.attrs]
+
+
+def small_message(made: Sample) -> Any:
+    """The request of a legal call; Floyd's contents, which are megabytes, are left out."""
+    if made.spec is not FLOYD:
+        return made.message()
+    return codec.encode_request(made.call.inputs, {}, made.spec, made.call.attrs)[0]
+
+
+# ----------------------------------------------------------------------------------- null and forgotten
+
+
+@pytest.mark.parametrize(("spec", "name"), REQUIRED)
+def test_null_operand(spec: OpSpec, name: str, client: Client, legal: Mapping[str, Sample]) -> None:
+    made = legal[spec.name]
+    with pytest.raises(NullOperand) as caught:
+        getattr(client, spec.name)(**{**made.arrays, name: None}, **made.call.attrs)
+    assert (caught.value.code, caught.value.constraint) == (161001, f"{name}.not_null")
+    assert str(caught.value).startswith(f"{spec.name}: {name}: found null; expected a tensor")
+
+
+@pytest.mark.parametrize(("spec", "name"), ATTRIBUTES)
+def test_forgotten_attribute(
+    spec: OpSpec, name: str, channel: grpc.Channel, legal: Mapping[str, Sample]
+) -> None:
+    message = small_message(legal[spec.name])
+    message.ClearField(name)
+    if spec is GRID_SAMPLER and name == "output_mask":  # documented: null succeeds, nothing is computed
+        assert call_unary(channel, spec, message).metas == {"input_grad": None, "grid_grad": None}
+        return
+    for error in both_ways(channel, spec, message):
+        if name == "output_mask":
+            assert isinstance(error, InvalidOperand)
+            assert error.constraint == "output_mask.not_null"
+        else:
+            assert isinstance(error, MalformedRequest)
+            assert (error.operator, error.operand) == (spec.name, name)
+            assert "found nothing; expected the attribute to be set" in str(error)
+
+
+INTEGERS = (-(2**63), -(2**31) - 1, -1, 0, 5, 2**31, 2**63 - 1)
+ATTRIBUTE_VALUES = [
+    pytest.param(s, p.name, value, id=f"{s.name}-{p.name}-{value}")
+    for s in SPECS
+    for p in s.attrs
+    if p.type == "int64"
+    for value in INTEGERS
+]
+
+
+@pytest.mark.parametrize(("spec", "name", "value"), ATTRIBUTE_VALUES)
+def test_attribute_out_of_range(
+    spec: OpSpec, name: str, value: int, channel: grpc.Channel, legal: Mapping[str, Sample]
+) -> None:
+    made = legal[spec.name]
+    message = made.message()
+    setattr(message, name, value)
+    expected = validate_call(spec, made.call.with_attrs(**{name: value}))
+    if not expected.status:
+        assert value in (0, 5), "a wild value was found legal"
+        assert call_unary(channel, spec, message).contents
+        return
+    for error in both_ways(channel, spec, message):
+        assert isinstance(error, (InvalidOperand, TilingError))
+        assert (error.code, error.constraint) == (expected.status, expected.violations[0].id)
+
+
+@pytest.mark.parametrize("scale", [math.nan, -math.inf, 1e308, -1.0])
+def test_any_scale_is_computed(scale: float, client: Client, legal: Mapping[str, Sample]) -> None:
+    """The documents limit no value of it."""
+    made = legal[FLOYD.name]
+    call = made.call.with_attrs(scale_value=scale)
+    result = getattr(client, FLOYD.name)(**made.arrays, scale_value=scale)
+    assert differences(local_results(FLOYD, call, made.arrays), outputs_of(FLOYD, result)) == []
+
+
+@pytest.mark.parametrize("mask", [(), (True,), (True,) * 4, (False,) * 1000])
+@pytest.mark.parametrize("spec", [GRID_SAMPLER, GROUP_NORM], ids=lambda spec: spec.name)
+def test_mask_of_the_wrong_length(
+    spec: OpSpec, mask: tuple[bool, ...], channel: grpc.Channel, legal: Mapping[str, Sample]
+) -> None:
+    message = legal[spec.name].message()
+    message.output_mask.values[:] = mask
+    for error in both_ways(channel, spec, message):
+        assert isinstance(error, InvalidOperand)
+        assert error.operator == spec.name
+        assert error.violations[0].operands == ("output_mask",)
+
+
+# ---------------------------------------------------------------------------------------------- tensors
+
+
+def _meta(**fields: Any) -> Edit:
+    def edit(tensor: Any) -> None:
+        for name, value in fields.items():
+            if isinstance(value, list):
+                getattr(tensor.meta, name)[:] = value
+            else:
+                setattr(tensor.meta, name, value)
+
+    return edit
+
+
+def _shape(change: Callable[[list[int]], list[int]]) -> Edit:
+    def edit(tensor: Any) -> None:
+        tensor.meta.shape[:] = change(list(tensor.meta.shape))
+
+    return edit
+
+
+def _steps(change: Callable[[tuple[int, ...]], list[int]]) -> Edit:
+    def edit(tensor: Any) -> None:
+        tensor.meta.strides[:] = change(TensorMeta("int8", tuple(tensor.meta.shape)).contiguous_strides)
+
+    return edit
+
+
+def _content(change: Callable[[bytes], bytes]) -> Edit:
+    def edit(tensor: Any) -> None:
+        tensor.data = change(tensor.data)
+
+    return edit
+
+
+def _kind(name: str) -> Edit:
+    def edit(tensor: Any) -> None:
+        getattr(tensor, name).SetInParent()
+
+    return edit
+
+
+DOCUMENTED = ("ACLNN_ERR_PARAM_INVALID", "ACLNN_ERR_INNER_TILING_ERROR")
+MALFORMED = ("MALFORMED_TENSOR",)
+# What is done to one operand, and the reasons it may be refused with.
+TENSORS: dict[str, tuple[Edit, tuple[str, ...]]] = {
+    "dtype_complex": (_meta(data_type=tensor_pb2.DATA_TYPE_COMPLEX64), DOCUMENTED),
+    "dtype_string": (_meta(data_type=tensor_pb2.DATA_TYPE_STRING), DOCUMENTED),
+    "dtype_int16": (_meta(data_type=tensor_pb2.DATA_TYPE_INT16), DOCUMENTED),
+    "dtype_unset": (_meta(data_type=0), MALFORMED),
+    "dtype_unknown": (_meta(data_type=12345), MALFORMED),
+    "dtype_negative": (_meta(data_type=-1), MALFORMED),
+    "format_unknown": (_meta(format=99), MALFORMED),
+    "rank_up": (_shape(lambda shape: [*shape, 7]), DOCUMENTED),
+    "rank_9": (_shape(lambda shape: [*shape, *[1] * (9 - len(shape))]), DOCUMENTED),
+    "rank_20": (_shape(lambda shape: [1] * 20), (*DOCUMENTED, *MALFORMED)),
+    "rank_million": (_shape(lambda shape: [1] * 10**6), MALFORMED),
+    "shape": (_shape(lambda shape: [*shape[:-1], shape[-1] + 3]), (*DOCUMENTED, *MALFORMED)),
+    "size_negative": (_shape(lambda shape: [-1, *shape[1:]]), MALFORMED),
+    "size_least": (_shape(lambda shape: [-(2**63), *shape[1:]]), MALFORMED),
+    "size_overflow": (_shape(lambda shape: [2**62, 2**62]), MALFORMED),
+    "size_wraps_to_zero": (_shape(lambda shape: [2**32, 2**32]), MALFORMED),
+    "size_wraps_around": (_shape(lambda shape: [2**32 + 1, 2**32 - 1]), MALFORMED),
+    "size_greatest": (_shape(lambda shape: [2**63 - 1]), MALFORMED),
+    "size_zero_and_greatest": (_shape(lambda shape: [0, 2**63 - 1, 2**63 - 1]), DOCUMENTED),
+    "strides_too_few": (_meta(strides=[1], shape=[2, 3]), MALFORMED),
+    "strides_too_many": (_steps(lambda steps: [*steps, 1]), MALFORMED),
+    "strides_negative": (_steps(lambda steps: [-steps[0], *steps[1:]]), MALFORMED),
+    "strides_outside": (_steps(lambda steps: [*steps[:-1], 2]), MALFORMED),
+    "strides_overflow": (_steps(lambda steps: [2**62] * len(steps)), MALFORMED),
+    "strides_inside": (_steps(lambda steps: [0] * len(steps)), MALFORMED),
+    "offset": (_meta(storage_offset=1), MALFORMED),
+    "offset_negative": (_meta(storage_offset=-1), MALFORMED),
+    "offset_greatest": (_meta(storage_offset=2**63 - 1), MALFORMED),
+    "content_shorter": (_content(lambda data: data[:-1]), MALFORMED),
+    "content_longer": (_content(lambda data: data + b"\0"), MALFORMED),
+    "content_empty": (_content(lambda data: b""), MALFORMED),
+    "content_missing": (lambda tensor: tensor.ClearField("data"), MALFORMED),
+    "content_twice": (_content(lambda data: data * 2), MALFORMED),
+    "content_in_shared_memory": (_kind("region"), ("CONTENT_UNSUPPORTED",)),
+    "content_by_recipe": (_kind("recipe"), ("CONTENT_UNSUPPORTED",)),
+    "content_unrelated": (lambda tensor: setattr(tensor, "chunked_bytes", 2**64 - 1), MALFORMED),
+    "meta_missing": (lambda tensor: tensor.ClearField("meta"), MALFORMED),
+}
+
+
+@each_operator
+@pytest.mark.parametrize("what", TENSORS)
+def test_bad_tensor(
+    what: str, spec: OpSpec, channel: grpc.Channel, legal: Mapping[str, Sample], tally: Report
+) -> None:
+    """Each operand in turn is broken in one way."""
+    edit, reasons = TENSORS[what]
+    for param in spec.inputs if spec is not FLOYD else spec.inputs[::4]:
+        made = legal[spec.name]
+        if made.call.inputs[param.name] is None or (
+            what == "shape" and not made.call.tensor(param.name).rank
+        ):
+            continue
+        message = made.message()
+        edit(getattr(message, param.name))
+        for error in both_ways(channel, spec, message):
+            assert error.reason in reasons, error
+            assert error.operator == spec.name
+            assert param.name in str(error)
+            if reasons is MALFORMED:
+                assert isinstance(error, MalformedTensor)
+                assert error.operand == param.name
+            tally("hostile: tensors refused", 1)
+
+
+@each_operator
+@pytest.mark.parametrize("field", ["dtype", "shape"])
+def test_bad_declared_output(
+    spec: OpSpec, field: str, channel: grpc.Channel, legal: Mapping[str, Sample]
+) -> None:
+    made = legal[spec.name]
+    for output in spec.outputs:
+        message = small_message(made)
+        meta = spec.infer(made.call)[output.name]
+        assert meta is not None
+        wrong = (
+            TensorMeta("int8", meta.shape) if field == "dtype" else TensorMeta(meta.dtype, (*meta.shape, 2))
+        )
+        encode_meta(wrong, getattr(message, output.name).meta)
+        for error in both_ways(channel, spec, message):
+            assert isinstance(error, (InvalidOperand, TilingError))
+            assert error.violations[0].operands[0] == output.name
+        getattr(message, output.name).meta.shape[:] = [-5]
+        for error in both_ways(channel, spec, message):
+            assert isinstance(error, MalformedTensor)
+            assert error.operand == output.name
+
+
+# --------------------------------------------------------------------------- unknown operators and enums
+
+
+def test_header_that_names_no_operator(wire: Wire, channel: grpc.Channel) -> None:
+    unknown = backward_pb2.ExecuteHeader.FromString(b"\xfa\x01\x03\x0a\x01\x00")  # field 31 of a newer client
+    for call in (backward_pb2.ExecuteHeader(), unknown):
+        frame = backward_pb2.ExecuteRequest(header=call)
+        for act in (
+            lambda frame=frame: call_execute(channel, [frame]),
+            lambda call=call: wire.validation.Validate(validation_pb2.ValidateRequest(call=call)),
+        ):
+            error = failure_of(act).error
+            assert isinstance(error, MalformedRequest)
+            assert "found no call; expected one of multi_scale" in str(error)
+
+
+@pytest.mark.parametrize("number", [4, 99, -1, 2**31 - 1])
+def test_unknown_product(number: Any, wire: Wire, legal: Mapping[str, Sample]) -> None:
+    call = legal[GROUP_NORM.name].header()[0].header
+    for act in (
+        lambda: wire.validation.Validate(validation_pb2.ValidateRequest(call=call, product=number)),
+        lambda: wire.server.ListOperators(server_pb2.ListOperatorsRequest(product=number)),
+    ):
+        error = failure_of(act).error
+        assert isinstance(error, MalformedRequest)
+        assert f"found {number}; expected one of 1 (atlas-training)" in str(error)

@@ -1,0 +1,253 @@
+"""Workers are killed and servers restarted under load: no accepted call is lost or wrong.
+
+Accepted means: header validated and admitted. The server's own log is the judge of that: every call it
+admitted has a line with its end. So what the clients got right is compared with what the servers say they
+answered, over all their lives, and a reply that was made but never arrived would show.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.e2e.harness import FLOYD, Wire, eventually, own_threads, workers_of
+from tests.e2e.load import CALL_TIMEOUT_S, Load, mixed_work
+from tests.fix_server import ServerProcess, run_server
+
+from npugrad.errors import WorkerLost
+from npugrad.ops import OPERATORS
+from npugrad.v1 import server_pb2
+from npugrad_client import Client
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.e2e.conftest import Report
+    from tests.e2e.load import Work
+
+pytestmark = pytest.mark.slow
+
+READY = server_pb2.DeviceState.DEVICE_STATE_READY
+THREADS = 6
+REFUSED = {"DRAINING"}
+"""Reasons with which a call is turned away before it is accepted in these tests."""
+
+
+@pytest.fixture(scope="module")
+def work() -> list[Work]:
+    return mixed_work()
+
+
+@dataclass
+class Service:
+    """One server after another on the same address, each with two CPU devices.
+
+    Attributes:
+        running: The present one.
+        ended: Those before it.
+    """
+
+    stack: ExitStack
+    folder: Path
+    listen: str
+    ended: list[ServerProcess] = field(default_factory=list)
+    kills: int = 0
+
+    def __post_init__(self) -> None:
+        self.running = self._start(self.listen)
+
+    def _start(self, listen: str) -> ServerProcess:
+        running = run_server(
+            self.folder / f"server{len(self.ended)}.log",
+            *("--respawn-backoff-s", "0.05"),
+            devices="cpu:0,cpu:1",
+            env=own_threads(),
+            listen=listen,
+            check_end=False,  # some are asked to end under load
+        )
+        started = self.stack.enter_context(running)
+        self.wire = Wire.of(self.stack.enter_context(started.channel()))
+        return started
+
+    def restart(self) -> None:
+        """SIGTERM; when everything accepted is answered and the process has ended well, another one."""
+        self.running.signal(signal.SIGTERM)
+        code = self.running.wait()
+        assert code == 0, self.running.log_text()[-4000:]
+        self.ended.append(self.running)
+        self.running = self._start(self.running.address)
+
+    def kill_worker(self, load: Load, *, in_a_call: bool) -> None:
+        """SIGKILL for one of the workers; returns when its device is ready again.
+
+        Args:
+            load: Who calls.
+            in_a_call: Whether to make sure that it dies in the middle of a call: it is stopped until a call
+                is stuck in it.
+        """
+        restarts = sum(device.restarts for device in self._devices())
+        victim = sorted(workers_of(self.running.process.pid))[self.kills % 2]
+        if in_a_call:
+            os.kill(victim, signal.SIGSTOP)
+            load.wait_for_stuck(3 * THREADS)
+        os.kill(victim, signal.SIGKILL)
+        self.kills += 1
+        eventually(
+            lambda: sum(d.restarts for d in self._devices()) > restarts and self._all_ready(),
+            "both devices are ready again",
+            self.running,
+        )
+
+    def _devices(self) -> list[server_pb2.Device]:
+        return list(self.wire.info().devices)
+
+    def _all_ready(self) -> bool:
+        return all(device.state == READY for device in self._devices())
+
+    def stop(self) -> None:
+        """The orderly end, with nothing in use before it."""
+        self.running.stop()
+        self.ended.append(self.running)
+
+    def calls(self) -> list[dict[str, Any]]:
+        """Lines of the logs of all servers that are about calls of operators."""
+        lines = [line for running in self.ended for line in running.log_lines("call")]
+        unary = {spec.rpc for spec in OPERATORS.values()}
+        return [line for line in lines if line["method"] in {*unary, "Execute"}]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
+@pytest.mark.timeout(400)  # half a minute where nothing else runs
+@pytest.mark.parametrize(
+    ("listen", "kills", "restarts", "least_calls"),
+    [("127.0.0.1:0", 20, 5, 2000), ("unix", 1, 1, 100)],
+    ids=["tcp", "unix"],
+)
+def test_no_accepted_call_is_lost_or_wrong(
+    listen: str,
+    kills: int,
+    restarts: int,
+    least_calls: int,
+    work: list[Work],
+    stack: ExitStack,
+    tmp_path: Path,
+    tally: Report,
+) -> None:
+    service = Service(stack, tmp_path, f"unix:{tmp_path}/s" if listen == "unix" else listen)
+    load = stack.enter_context(Load(service.running.address, work, THREADS))
+    for round_ in range(restarts):
+        for kill in range(kills // restarts):
+            # Every call that was there at the last kill has its answer, so none is hit twice.
+            load.wait_for_each()
+            service.kill_worker(load, in_a_call=kill % 2 == 0)
+        load.wait_for_each()
+        if round_ == restarts - 1:
+            load.wait(lambda: load.counts.right >= least_calls, f"{least_calls} right answers")
+        service.restart()
+    load.wait_for_each()
+    load.stop()
+    service.stop()
+    _judge(service, load, kills, restarts, least_calls)
+    for title, value in _summary(service, load).items():
+        tally(f"reliability over {'unix' if listen == 'unix' else 'tcp'}: {title}", value)
+
+
+def _judge(service: Service, load: Load, kills: int, restarts: int, least_calls: int) -> None:
+    counts, lines = load.counts, service.calls()
+    assert not counts.failed
+    assert not counts.wrong
+    assert (service.kills, len(service.ended)) == (kills, restarts + 1)
+    answered = [line for line in lines if line["reason"] == "OK"]
+    # Whatever the servers admitted they answered, and every one of these answers arrived, and was right.
+    assert {line["reason"] for line in lines} <= {"OK", *REFUSED}
+    assert counts.right == len(answered) >= least_calls
+    assert counts.rerun == sum(line["attempts"] > 1 for line in answered) >= kills // 2
+    assert max(line["attempts"] for line in answered) == 2
+    assert set(counts.by_operator) == set(OPERATORS)
+    assert {line["device"] for line in answered} == {"cpu:0", "cpu:1"}
+    assert counts.sent == counts.right + sum(counts.refused.values())
+
+
+def _summary(service: Service, load: Load) -> dict[str, int | str]:
+    counts, lines = load.counts, service.calls()
+    refused = sum(line["reason"] in REFUSED for line in lines)
+    return {
+        "1 worker kills": service.kills,
+        "2 server restarts": len(service.ended) - 1,
+        "3 calls sent": counts.sent,
+        "4 accepted": len(lines) - refused,
+        "5 answered": sum(line["reason"] == "OK" for line in lines),
+        "6 right": counts.right,
+        "7 retried by the client": ", ".join(
+            f"{n} after {name}" for name, n in sorted(counts.refused.items())
+        )
+        or "0",
+        "8 re-run on another worker": counts.rerun,
+        "9 lost or wrong": len(counts.failed) + counts.wrong,
+        "right by operator": ", ".join(f"{name} {n}" for name, n in sorted(counts.by_operator.items())),
+    }
+
+
+def test_a_call_that_always_kills_its_worker_fails_alone(
+    work: list[Work], stack: ExitStack, tmp_path: Path, tally: Report
+) -> None:
+    """It gets WORKER_LOST after three attempts; whoever calls beside it notices nothing."""
+    doomed = next(item for item in work if item.spec is not FLOYD)
+    running = stack.enter_context(
+        run_server(
+            tmp_path / "server.log",
+            *("--respawn-backoff-s", "0.05"),
+            devices="test:2?compute=1&crash=doomed",
+            env=own_threads(),
+        )
+    )
+    client = stack.enter_context(Client(running.address, timeout_s=CALL_TIMEOUT_S))
+    with Load(running.address, work, 3) as load:
+        for _ in range(2):
+            load.wait_for_each()
+            with pytest.raises(WorkerLost) as caught:
+                doomed.send(client, label="doomed")
+            assert not caught.value.retryable
+            assert (caught.value.reason, caught.value.source) == ("WORKER_LOST", "device")
+            assert "at each of 3 tries" in str(caught.value)
+            assert "SIGKILL" in str(caught.value)
+        load.wait_for_each()
+    assert doomed.is_right(doomed.send(client))
+    assert (load.counts.failed, load.counts.wrong, load.counts.refused) == ([], 0, {})
+    assert load.counts.rerun == 0, "a call beside the doomed one was hit"
+    lost = [line for line in running.log_lines("call") if line["reason"] == "WORKER_LOST"]
+    assert [line["status"] for line in lost] == ["UNAVAILABLE"] * 2
+    eventually(
+        lambda: [(d.state, d.restarts > 0) for d in running.info().devices] == [(READY, True)] * 2,
+        "both devices are ready again",
+        running,
+    )
+    assert sum(device.restarts for device in running.info().devices) == 6
+    tally("reliability: calls that always kill their worker, lost alone", len(lost))
+    tally("reliability: calls beside them, all right", load.counts.right)
+
+
+def test_workers_end_with_their_server(tmp_path: Path) -> None:
+    """However the server goes, by SIGTERM or by SIGKILL, no worker stays behind."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with run_server(tmp_path / f"{number}.log", devices="cpu:0,cpu:1", check_end=False) as running:
+            workers = workers_of(running.process.pid)
+            assert len(workers) == 2
+            watched = [os.pidfd_open(pid) for pid in workers]
+            running.signal(number)
+            running.wait()
+            for watch in watched:
+                ended, _, _ = select.select([watch], [], [], 30)
+                os.close(watch)
+                assert ended, "a worker outlived its server"

@@ -1,0 +1,92 @@
+"""The recipe for a fifth operator in CONTRIBUTING.md: a step that was forgotten fails here and is named.
+
+Which fields the messages of an operator have is checked by tests/contract/test_codec.py, and which rows of
+its documents the record covers by tests/contract/test_documents.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import npugrad_client
+from npugrad import OPERATORS
+from npugrad.v1 import backward_pb2, operators_pb2
+from npugrad_client._cli.bench import SIZES
+from npugrad_client.demo import _cases
+from npugrad_server.rpc.servicer import UNARY_RPCS
+
+if TYPE_CHECKING:
+    from npugrad import OpSpec
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVICE = backward_pb2.DESCRIPTOR.services_by_name["BackwardService"]
+RPCS = {spec.rpc for spec in OPERATORS.values()}
+
+
+@pytest.fixture(params=list(OPERATORS.values()), ids=list(OPERATORS))
+def spec(request: pytest.FixtureRequest) -> OpSpec:
+    """Return each record in turn."""
+    record: OpSpec = request.param
+    return record
+
+
+def test_step_1_every_pair_of_messages_has_a_record() -> None:
+    messages = set(operators_pb2.DESCRIPTOR.message_types_by_name)
+    for suffix in ("Request", "Response"):
+        paired = {name.removesuffix(suffix) for name in messages if name.endswith(suffix)}
+        assert paired == RPCS, f"operators.proto: one {suffix} for each record in OPERATORS"
+
+
+@pytest.mark.parametrize("header", ["ExecuteHeader", "ExecuteResponseHeader"])
+def test_step_1_headers_of_execute_carry_every_operator(header: str) -> None:
+    (call,) = backward_pb2.DESCRIPTOR.message_types_by_name[header].oneofs
+    suffix = "Request" if header == "ExecuteHeader" else "Response"
+    found = {field.name: field.message_type and field.message_type.name for field in call.fields}
+    assert found == {name: spec.rpc + suffix for name, spec in OPERATORS.items()}, f"backward.proto: {header}"
+
+
+def test_step_1_every_operator_has_its_rpc() -> None:
+    found = {rpc.name: (rpc.input_type.name, rpc.output_type.name) for rpc in SERVICE.methods}
+    expected = {rpc: (f"{rpc}Request", f"{rpc}Response") for rpc in RPCS}
+    assert found == {**expected, "Execute": ("ExecuteRequest", "ExecuteResponse")}, "backward.proto"
+
+
+@pytest.mark.parametrize("folder", ["references", "ops"])
+def test_steps_2_and_3_every_module_belongs_to_a_listed_record(folder: str) -> None:
+    modules = {path.stem for path in (ROOT / "protos/npugrad" / folder).glob("*.py") if path.stem[0] != "_"}
+    assert modules == set(OPERATORS), f"{folder}/: one module for each record in OPERATORS of ops/__init__.py"
+
+
+def test_step_2_the_record_computes_with_its_own_reference(spec: OpSpec) -> None:
+    module = importlib.import_module(f"npugrad.references.{spec.name}")
+    assert spec.reference is module.reference
+
+
+def test_step_4_the_servicer_has_a_line_for_every_operator() -> None:
+    assert {spec.rpc: name for name, spec in OPERATORS.items()} == UNARY_RPCS, "server/.../rpc/servicer.py"
+
+
+def test_step_5_the_client_exports_the_result_of_every_operator(spec: OpSpec) -> None:
+    result = getattr(npugrad_client.Client, spec.name).__annotations__["return"]
+    assert result in npugrad_client.__all__, "client/npugrad_client/__init__.py"
+    assert {param.name for param in spec.outputs} < getattr(npugrad_client, result).__annotations__.keys()
+
+
+def test_step_6_bench_knows_sizes_that_make_legal_calls(spec: OpSpec) -> None:
+    assert spec.name in SIZES, "client/npugrad_client/_cli/bench.py"
+    assert spec.build(**SIZES[spec.name]["small"]).inputs.keys() == {param.name for param in spec.inputs}
+
+
+def test_step_6_the_demo_shows_the_documents_example_and_a_real_shape(spec: OpSpec) -> None:
+    for cases in (_cases.official_cases(), _cases.realistic_cases()):
+        assert spec.name in {case.operator for case in cases}, "client/npugrad_client/demo/_cases.py"
+
+
+def test_step_7_the_changelog_tells_of_every_operator(spec: OpSpec) -> None:
+    text = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    assert re.search(rf"\b{spec.name}\b", text), "CHANGELOG.md"
