@@ -175,7 +175,7 @@ class App:
         names = []
         for module, service, servicer in (
             (backward_pb2, "BackwardService", backward),
-            (validation_pb2, "ValidationService", ValidationServicer(self._made.product)),
+            (validation_pb2, "ValidationService", ValidationServicer(self._made.product, self.pool)),
             (server_pb2, "ServerService", self._info),
         ):
             descriptor = module.DESCRIPTOR.services_by_name[service]

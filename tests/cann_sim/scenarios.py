@@ -1,4 +1,4 @@
-"""Mistakes, one function each: `python -m tests.cann_sim.scenarios NAME` makes it, and must not live to tell.
+"""Mistakes, one function each: `python -m tests.cann_sim NAME` makes it, and must not live to tell.
 
 The simulator is the one of ASCEND_HOME_PATH; device 0 is set. A function that returns was not caught.
 """
@@ -7,19 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from tests.cann_sim.bench import SHAPES, Bench, queue_upload
+from tests.cann_sim.bench import Bench, queue_upload
 from tests.cann_sim.build import Installation
-from tests.cann_sim.operators import Launch, make_arrays
-from tests.cann_sim.runtime import D2H, DETERMINISTIC, H2D, Runtime
-
-from npugrad.ops import get_operator
-from npugrad.spec import TensorMeta
+from tests.cann_sim.runtime import D2H, H2D, Runtime
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,16 +28,6 @@ def scenario(function: Scenario) -> Scenario:
     """Registers a mistake under its name."""
     SCENARIOS[function.__name__] = function
     return function
-
-
-def in_another_thread(runtime: Runtime, act: Callable[[], None]) -> None:
-    def run() -> None:
-        runtime.call("aclrtSetDevice", 0)
-        act()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
 
 
 # Memory
@@ -74,6 +58,23 @@ def host_uses_pinned_memory_it_freed(runtime: Runtime) -> None:
 @scenario
 def host_runs_over_the_end_of_pinned_memory(runtime: Runtime) -> None:
     ctypes.memset(runtime.pinned(64).ctypes.data, 0, 4 * KIB + 1)
+
+
+@scenario
+def host_fills_a_staging_buffer_again_too_early(runtime: Runtime) -> None:
+    address, stream, staging = runtime.malloc(64), runtime.stream(), runtime.pinned(64)
+    runtime.call("aclrtMemcpyAsync", address, 64, staging.ctypes.data, 64, H2D, stream)
+    assert staging[0] == 255  # to read it is no mistake
+    staging[0] = 1
+
+
+@scenario
+def host_reads_a_result_before_it_was_told(runtime: Runtime) -> None:
+    address, stream, result = runtime.upload(bytes(64)), runtime.stream(), runtime.pinned(64)
+    runtime.call("aclrtMemcpyAsync", result.ctypes.data, 64, address, 64, D2H, stream)
+    other = runtime.stream()
+    runtime.call("aclrtSynchronizeStream", other)
+    result.tobytes()
 
 
 @scenario
@@ -230,225 +231,9 @@ def register_host_memory_twice(runtime: Runtime) -> None:
         runtime.call("aclrtHostRegisterV2", data.ctypes.data, data.nbytes, 0)
 
 
-# Operands
-
-
-@scenario
-def tensor_with_a_negative_stride(runtime: Runtime) -> None:
-    runtime.tensor(0, (4,), runtime.malloc(64), strides=(-1,))
-
-
-@scenario
-def tensor_at_an_odd_address(runtime: Runtime) -> None:
-    runtime.tensor(0, (4,), runtime.malloc(64) + 16)
-
-
-@scenario
-def tensor_at_a_host_address(runtime: Runtime) -> None:
-    runtime.tensor(0, (4,), runtime.pinned(64).ctypes.data)
-
-
-@scenario
-def tensor_without_an_address(runtime: Runtime) -> None:
-    bench = Bench(runtime)
-    bench.replace("mean", 0)
-    bench.launch(runtime.stream())
-
-
-@scenario
-def tensor_longer_than_its_memory(runtime: Runtime) -> None:
-    bench = Bench(runtime)
-    bench.replace("gradOut", runtime.malloc(64))
-    bench.launch(runtime.stream())
-
-
-@scenario
-def view_longer_than_its_storage(runtime: Runtime) -> None:
-    bench = Bench(runtime)
-    bench.replace("mean", bench.addresses["gradOut"], strides=(2, 2), storage=(2,))
-    bench.launch(runtime.stream())
-
-
-@scenario
-def two_outputs_at_one_place(runtime: Runtime) -> None:
-    bench = Bench(runtime)
-    bench.replace("gradBetaOut", bench.addresses["gradGammaOut"])
-    bench.launch(runtime.stream())
-
-
-@scenario
-def an_output_over_an_input(runtime: Runtime) -> None:
-    bench = Bench(runtime)
-    bench.replace("gradInput", bench.addresses["input"])
-    bench.launch(runtime.stream())
-
-
-@scenario
-def outputs_without_padding(runtime: Runtime) -> None:
-    bench = Bench(runtime)
-    block = runtime.malloc(KIB)
-    bench.replace("gradGammaOut", block)
-    bench.replace("gradBetaOut", block + 4 * SHAPES["gradGammaOut"][0])
-    bench.launch(runtime.stream())
-
-
-@scenario
-def workspace_smaller_than_asked_for(runtime: Runtime) -> None:
-    size, executor = Bench(runtime).plan()
-    runtime.call("aclnnGroupNormBackward", runtime.malloc(size), size - 1, executor, runtime.stream())
-
-
-@scenario
-def workspace_smaller_than_its_size_says(runtime: Runtime) -> None:
-    size, executor = Bench(runtime).plan()
-    runtime.call("aclnnGroupNormBackward", runtime.malloc(size // 2), size, executor, runtime.stream())
-
-
-@scenario
-def workspace_over_an_operand(runtime: Runtime) -> None:
-    bench = Bench(runtime)
-    size, executor = bench.plan()
-    runtime.call("aclDestroyAclOpExecutor", executor)
-    block = runtime.malloc(size)
-    bench.replace("mean", block + size // 2 // 32 * 32)
-    bench.workspace = block
-    bench.launch(runtime.stream())
-
-
-@scenario
-def levels_that_leave_the_keys(runtime: Runtime) -> None:
-    spec = get_operator("multi_scale_deformable_attention_grad")
-    call = spec.build()
-    arrays = make_arrays(spec, call)
-    starts = arrays["level_start_index"]
-    assert starts is not None
-    starts += 1
-    Launch(runtime, spec, call, arrays).run(runtime.stream())
-
-
-@scenario
-def an_output_shape_that_nobody_checks(runtime: Runtime) -> None:
-    spec = get_operator("fused_floyd_attention_grad")
-    call = spec.build()
-    broken = call.with_outputs(dq=TensorMeta("float16", (1, 1, 16, 128, 64)))
-    Launch(runtime, spec, broken, make_arrays(spec, call)).run(runtime.stream())
-
-
-@scenario
-def a_dtype_that_nobody_checks(runtime: Runtime) -> None:
-    spec = get_operator("fused_floyd_attention_grad")
-    call = spec.build()
-    shape = call.tensor("softmax_max").shape
-    broken = call.with_inputs(softmax_max=TensorMeta("float16", shape))
-    Launch(runtime, spec, broken, make_arrays(spec, broken)).run(runtime.stream())
-
-
-# Order, threads, devices
-
-
-@scenario
-def two_streams_use_one_buffer(runtime: Runtime) -> None:
-    address = runtime.malloc(64)
-    queue_upload(runtime, address, 64, runtime.stream())
-    queue_upload(runtime, address, 64, runtime.stream())
-
-
-@scenario
-def host_copies_from_what_a_kernel_still_writes(runtime: Runtime) -> None:
-    bench = Bench(runtime)
-    bench.launch(runtime.stream())
-    runtime.download(bench.addresses["gradInput"], 4)
-
-
-@scenario
-def queue_work_on_a_context_known_to_have_failed(runtime: Runtime) -> None:
-    stream, bench = runtime.stream(), Bench(runtime)
-    bench.launch(stream)
-    assert runtime.status("aclrtSynchronizeStream", stream) == 507015
-    queue_upload(runtime, bench.addresses["mean"], 8, stream)
-
-
-@scenario
-def plan_on_a_context_known_to_have_failed(runtime: Runtime) -> None:
-    stream, bench = runtime.stream(), Bench(runtime)
-    bench.launch(stream)
-    assert runtime.status("aclrtSynchronizeStream", stream) == 507015
-    bench.plan()
-
-
-@scenario
-def phases_on_two_threads(runtime: Runtime) -> None:
-    stream, bench = runtime.stream(), Bench(runtime)
-    planned = bench.plan()
-    in_another_thread(runtime, lambda: bench.launch(stream, planned))
-
-
-@scenario
-def two_threads_on_one_stream(runtime: Runtime) -> None:
-    stream = runtime.stream()
-    queue_upload(runtime, runtime.malloc(64), 64, stream)
-    in_another_thread(runtime, lambda: void(queue_upload(runtime, runtime.malloc(64), 64, stream)))
-
-
-@scenario
-def operand_on_another_device(runtime: Runtime) -> None:
-    bench = Bench(runtime)
-    runtime.call("aclrtSetDevice", 1)
-    foreign = runtime.malloc(KIB)
-    runtime.call("aclrtSetDevice", 0)
-    bench.replace("mean", foreign)
-    bench.launch(runtime.stream())
-
-
-@scenario
-def copy_to_another_device(runtime: Runtime) -> None:
-    runtime.call("aclrtSetDevice", 1)
-    foreign = runtime.malloc(64)
-    runtime.call("aclrtSetDevice", 0)
-    queue_upload(runtime, foreign, 64, runtime.stream())
-
-
-@scenario
-def plan_without_a_device(runtime: Runtime) -> None:
-    bench = Bench(runtime)
-    thread = threading.Thread(target=lambda: void(bench.plan()))
-    thread.start()
-    thread.join()
-
-
-@scenario
-def determinism_changes_under_a_kernel(runtime: Runtime) -> None:
-    Bench(runtime).launch(runtime.stream())
-    runtime.call("aclrtCtxSetSysParamOpt", DETERMINISTIC, 1)
-
-
-@scenario
-def determinism_changes_between_the_phases(runtime: Runtime) -> None:
-    Bench(runtime).plan()
-    runtime.call("aclrtCtxSetSysParamOpt", DETERMINISTIC, 1)
-
-
-@scenario
-def nothing_wrong(runtime: Runtime) -> None:
-    """The control: what all others do right."""
-    stream, bench = runtime.stream(), Bench(runtime)
-    bench.launch(stream)
-    runtime.call("aclrtSynchronizeStream", stream)
-    bench.close()
-    runtime.call("aclrtDestroyStream", stream)
-
-
-def void(_: object) -> None:
-    """Makes a lambda return nothing."""
-
-
 def main(name: str) -> None:
     """Makes one mistake."""
     runtime = Runtime(Installation(Path(os.environ["ASCEND_HOME_PATH"])))
     runtime.call("aclInit", None)
     runtime.call("aclrtSetDevice", 0)
     SCENARIOS[name](runtime)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.cann_sim import scenarios_launch  # noqa: F401  registers its mistakes
 from tests.cann_sim.build import SOURCES
 from tests.cann_sim.scenarios import SCENARIOS
 
@@ -29,6 +30,8 @@ MISTAKES = {
     "host_looks_into_a_handle": ("", "host-touch", "the host touched an opaque handle"),
     "host_uses_pinned_memory_it_freed": ("", "host-touch", "pinned memory that was freed"),
     "host_runs_over_the_end_of_pinned_memory": ("", "host-touch", "the page behind pinned memory"),
+    "host_fills_a_staging_buffer_again_too_early": ("", "host-touch", "pinned memory that queued work uses"),
+    "host_reads_a_result_before_it_was_told": ("", "host-touch", "pinned memory that queued work uses"),
     "copy_runs_over_the_end": (
         "",
         "out-of-bounds",
@@ -134,7 +137,7 @@ def violation(ended: Ended) -> tuple[str, str]:
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_ends_the_process(run_on_sim: Run, mistake: str) -> None:
     plan, rule, sentence = MISTAKES[mistake]
-    found = violation(run_on_sim("-m", "tests.cann_sim.scenarios", mistake, plan=plan))
+    found = violation(run_on_sim("-m", "tests.cann_sim", mistake, plan=plan))
     assert found[0] == rule, found
     assert re.search(sentence, found[1]), found
 
@@ -162,15 +165,21 @@ def test_every_mistake_is_made() -> None:
     "plan", ["", "threads=strict; pageable=abort", "ndev=2; kernel_ms=20; copy_ms=5; call_us=50"]
 )
 def test_what_is_right_passes(run_on_sim: Run, plan: str) -> None:
-    ended = run_on_sim("-m", "tests.cann_sim.scenarios", "nothing_wrong", plan=plan)
+    ended = run_on_sim("-m", "tests.cann_sim", "nothing_wrong", plan=plan)
     assert (ended.status, ended.report.violations()) == (0, []), ended
 
 
 def test_freed_memory_is_found_when_the_task_runs(run_on_sim: Run) -> None:
-    ended = run_on_sim("-m", "tests.cann_sim.scenarios", "free_under_a_queued_copy", plan=LATE)
+    ended = run_on_sim("-m", "tests.cann_sim", "free_under_a_queued_copy", plan=LATE)
     rule, sentence = violation(ended)
     assert rule == "use-after-free"
     assert re.search("the destination was freed before the task ran", sentence)
+
+
+def test_pinned_memory_may_be_left_unguarded(run_on_sim: Run) -> None:
+    mistake = "host_reads_a_result_before_it_was_told"
+    ended = run_on_sim("-m", "tests.cann_sim", mistake, plan="pinned=real")
+    assert (ended.status, ended.report.violations()) == (0, []), ended
 
 
 @pytest.mark.parametrize(
@@ -191,6 +200,6 @@ def test_freed_memory_is_found_when_the_task_runs(run_on_sim: Run) -> None:
     ],
 )
 def test_a_plan_with_a_mistake_is_refused(run_on_sim: Run, plan: str, why: str) -> None:
-    rule, sentence = violation(run_on_sim("-m", "tests.cann_sim.scenarios", "nothing_wrong", plan=plan))
+    rule, sentence = violation(run_on_sim("-m", "tests.cann_sim", "nothing_wrong", plan=plan))
     assert rule == "plan"
     assert why in sentence

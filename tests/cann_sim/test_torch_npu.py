@@ -135,6 +135,17 @@ def test_recovers_from_one_failed_allocation(run_on_sim: Run) -> None:
     assert found == [2**28, 2**20]
 
 
+def test_its_memory_and_streams_serve_calls_through_ctypes(run_on_sim: Run) -> None:
+    """Four threads, ten calls each, as the NPU backend makes them."""
+    plan = "threads=strict; pageable=abort; copy_ms=1"
+    ended = probe(run_on_sim, "hybrid", plan=plan, TASK_QUEUE_ENABLE="0")
+    assert answer(ended) < TOLERANCE["float32"]
+    counters = ended.report.counters()
+    assert counters["kernels.aclnnGroupNormBackward"] == 40
+    assert counters["pageable_async_copies"] == 0
+    assert [counters[f"live.{name}"] for name in ("tensors", "bool_arrays", "executors")] == [0, 0, 0]
+
+
 @pytest.mark.parametrize(("name", "rule"), [("unmodelled", "trap"), ("host_touch", "host-touch")])
 def test_is_held_to_the_rules(run_on_sim: Run, name: str, rule: str) -> None:
     ended = probe(run_on_sim, name)

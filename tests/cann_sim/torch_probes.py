@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch_npu  # noqa: F401  registers the device
+from tests.cann_sim.bench import OP
+from tests.cann_sim.build import Installation
+from tests.cann_sim.runtime import D2H, H2D, Runtime
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -164,6 +170,59 @@ def out_of_memory() -> list[Any]:
         except torch.OutOfMemoryError:
             seen.append("out of memory")
     return seen
+
+
+def hybrid_job(runtime: Runtime, raw: int, seed: int) -> float:
+    """One GroupNorm call: memory and stream of torch_npu, everything that is queued through ctypes."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = {"grad": (2, 6, 5), "data": (2, 6, 5), "mean": (2, 3), "rstd": (2, 3), "gamma": (6,)}
+    host = {name: torch.rand(shape, generator=generator) + 0.5 for name, shape in sizes.items()}
+    golden = OPS.aten.native_group_norm_backward(
+        *(tensor.double() for tensor in host.values()), 2, 6, 5, 3, [True, True, True]
+    )
+    staged = {name: torch.empty(shape, pin_memory=True) for name, shape in sizes.items()}
+    results = [torch.empty(tensor.shape, pin_memory=True) for tensor in golden]
+    inputs = {name: torch.empty(shape, device="npu") for name, shape in sizes.items()}
+    outputs = [torch.empty(tensor.shape, device="npu") for tensor in golden]
+    for name, tensor in host.items():
+        staged[name].copy_(tensor)
+        size = 4 * tensor.numel()
+        there = inputs[name].data_ptr()
+        runtime.call("aclrtMemcpyAsync", there, size, staged[name].data_ptr(), size, H2D, raw)
+    tensors = [runtime.tensor(0, tensor.shape, tensor.data_ptr()) for tensor in (*inputs.values(), *outputs)]
+    mask = runtime.bool_array((True, True, True))
+    size, executor = runtime.plan(OP, *tensors[:5], 2, 6, 5, 3, mask, *tensors[5:])
+    workspace = torch.empty(size, dtype=torch.uint8, device="npu")
+    runtime.call(OP, workspace.data_ptr(), size, executor, raw)
+    for handle in tensors:
+        runtime.call("aclDestroyTensor", handle)
+    runtime.call("aclDestroyBoolArray", mask)
+    for output, result in zip(outputs, results, strict=True):
+        size = 4 * output.numel()
+        runtime.call("aclrtMemcpyAsync", result.data_ptr(), size, output.data_ptr(), size, D2H, raw)
+    runtime.call("aclrtSynchronizeStreamWithTimeout", raw, 10000)
+    return max(errors(results, golden))
+
+
+@probe
+def hybrid() -> float:
+    """Largest error of four threads that run such calls at once."""
+    NPU.set_device(0)
+    runtime = Runtime(Installation(Path(os.environ["ASCEND_HOME_PATH"])))
+    found: list[float] = []
+
+    def work(thread: int) -> None:
+        NPU.set_device(0)
+        stream = NPU.Stream()  # one for the thread: they come from a pool, in turn
+        found.extend(hybrid_job(runtime, stream.npu_stream, 100 * thread + job) for job in range(10))
+
+    threads = [threading.Thread(target=work, args=[thread]) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 40
+    return max(found)
 
 
 @probe

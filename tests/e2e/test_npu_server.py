@@ -13,13 +13,20 @@ import pytest
 from tests.calls import Sample, call_execute, call_unary, failure_of, fill
 from tests.e2e.harness import wire_layout
 
+from npugrad import codec
 from npugrad.dtypes import DType
 from npugrad.layout import view
 from npugrad.ops import OPERATORS, get_operator
 from npugrad.products import Product
 from npugrad.spec import TensorMeta
 from npugrad.tolerance import compare
-from npugrad.v1 import server_pb2, server_pb2_grpc
+from npugrad.v1 import (
+    backward_pb2,
+    server_pb2,
+    server_pb2_grpc,
+    validation_pb2,
+    validation_pb2_grpc,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -211,6 +218,18 @@ def test_everything_masked_out_and_a_null_mask_succeed(npu_server: NpuServer) ->
             assert not result.contents
 
 
+def test_validate_tells_the_workspace(npu_server: NpuServer) -> None:
+    sample = fill(GROUP_NORM, GROUP_NORM.build(n=2, c=16, hxw=32, group=2))
+    with npu_server.process.channel() as channel:
+        stub = validation_pb2_grpc.ValidationServiceStub(channel)
+        header = codec.wrap(backward_pb2.ExecuteHeader(), GROUP_NORM, sample.message())
+        answer = stub.Validate(validation_pb2.ValidateRequest(call=header), timeout=30)
+        assert (answer.status, answer.HasField("workspace_bytes")) == (0, True)
+        assert answer.workspace_bytes == call(channel, sample).workspace_bytes
+        other = validation_pb2.ValidateRequest(call=header, product=Product.ATLAS_A3.wire)  # type: ignore[arg-type]
+        assert not stub.Validate(other, timeout=30).HasField("workspace_bytes")
+
+
 def test_levels_outside_the_value_tensor_never_reach_the_device(npu_server: NpuServer) -> None:
     """The literal official example stores 1.0 as int32: 1065353216 pixels."""
     sample = fill(MSDA, MSDA.build(bs=1, nq=32, nh=1, ch=8, levels=((1, 1),), points=1))
@@ -282,6 +301,20 @@ def test_a_deterministic_result_is_the_same_each_time(start_npu_server: StartNpu
     with running.process.channel() as channel:
         assert len(results(deterministic=False)) > 1
         assert len(results(deterministic=True)) == 1
+
+
+def test_results_can_be_verified_and_a_wrong_one_is_held_back(start_npu_server: StartNpuServer) -> None:
+    running = start_npu_server()
+    # The simulator flips a bit that is a small error in float32, and a large one in float16.
+    meta = GRID_SAMPLER.build(dtype=DType.FLOAT16, n=2, c=8, h=5, w=5, oh=9, ow=9)
+    turned = TensorMeta(DType.FLOAT16, meta.tensor("input").shape, strides=(1, 2, 80, 16))
+    sample = fill(GRID_SAMPLER, meta.with_inputs(input=turned))
+    with running.process.channel() as channel:
+        call(channel, sample, verify=True)
+        running.plan("kernel:1:corrupt")
+        failure = failure_of(lambda: call_execute(channel, sample.frames(verify=True)))
+        assert failure.error.reason == "VERIFICATION_FAILED"
+        call(channel, sample, verify=True)
 
 
 def test_one_library_with_all_operators_serves_as_well(

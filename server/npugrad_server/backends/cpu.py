@@ -24,7 +24,7 @@ class CpuBackend:
     simulated = False
     one_mode = False
     strided = False
-    memory_bytes = None
+    memory_bytes: int | None = None
 
     def __init__(self) -> None:
         """Makes it; there is nothing to take."""

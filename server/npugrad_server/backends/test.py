@@ -99,7 +99,7 @@ class TestBackend:
     simulated = True
     one_mode = False
     strided = False
-    memory_bytes = None
+    memory_bytes: int | None = None
 
     def __init__(self) -> None:
         """Makes it; `open` reads the options."""

@@ -30,6 +30,7 @@ from npugrad_server.pool.commands import (
 from npugrad_server.pool.entry import Entry
 from npugrad_server.pool.fleet import Fleet
 from npugrad_server.pool.gate import Gate
+from npugrad_server.pool.questions import Questions
 from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.pool.types import DeviceState, DeviceStatus, Outcome, PoolObserver, PoolStats
 from npugrad_server.worker.protocol import CallDone, CallFailed
@@ -38,9 +39,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from npugrad.call import ExecutionInfo
+    from npugrad.spec import CallMeta, OpSpec
     from npugrad_server.pool.commands import Command, DeviceChanged, Failure
     from npugrad_server.pool.types import PlannedCall, PoolSettings
-    from npugrad_server.worker.protocol import DeviceReady
+    from npugrad_server.worker.protocol import CallPlanned, DeviceReady
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +84,7 @@ class DevicePool:
         )
         self._numbers = itertools.count(1)
         self._entries: dict[int, Entry] = {}
+        self._questions = Questions(self._fleet, self._scheduler, self._numbers)
         self._unclosed = self._uploads = self._accepted = self._finished = 0
         self._draining = self._closing = False
         self._alarm: asyncio.TimerHandle | None = None
@@ -185,6 +188,10 @@ class DevicePool:
             self._report(entry, "CANCELLED", None)
             raise
 
+    async def workspace_bytes(self, spec: OpSpec, call: CallMeta) -> int | None:
+        """Workspace that a legal call would need; None when no device can tell it now."""
+        return await self._questions.workspace_bytes(spec, call)
+
     def _closed(self, admission: Admission) -> None:
         """An admission was closed: its memory goes back now, or when its worker is done with it."""
         self._unclosed -= 1
@@ -212,6 +219,8 @@ class DevicePool:
 
     def worker_answered(self, worker: int, incarnation: int, answer: CallDone | CallFailed) -> None:
         """A process has answered a call."""
+        if self._questions.take(answer):
+            return
         entry = self._entries.get(answer.call)
         if entry is not None:
             entry.answer = answer
@@ -221,12 +230,17 @@ class DevicePool:
             self._gate.note(answer.copy_in_s + answer.run_s + answer.copy_out_s)
         self._apply(self._scheduler.answered(worker, incarnation, answer.call, good, time.monotonic()))
 
+    def worker_planned(self, worker: int, incarnation: int, answer: CallPlanned) -> None:
+        """A process has said what a call would need."""
+        self._questions.take(answer)
+
     def worker_failing(self, worker: int, incarnation: int, failure: Failure) -> None:
         """A process has said that its device failed, or did not open, and ends."""
         self._apply(self._scheduler.failing(worker, incarnation, failure, time.monotonic()))
 
     def worker_lost(self, worker: int, incarnation: int, reason: str) -> None:
         """A process has ended, or could not be started."""
+        self._questions.lost(worker, incarnation)
         if not self._closing:
             self._observer.worker_lost(self._fleet.devices[worker].name.name, reason)
         self._apply(self._scheduler.lost(worker, incarnation, reason, time.monotonic()))
@@ -335,9 +349,7 @@ class DevicePool:
 
     def unavailable(self, operator: str) -> str:
         """Why no device can run an operator; empty while one can, or none has been ready yet."""
-        known = [device.info.unavailable for device in self._fleet.devices if device.info is not None]
-        reasons = [found.get(operator, "") for found in known]
-        return reasons[0] if reasons and all(reasons) else ""
+        return self._fleet.unavailable(operator)
 
     def devices(self) -> tuple[DeviceStatus, ...]:
         """Every device, in the order of the settings."""

@@ -14,7 +14,14 @@ from npugrad_server.backends.base import Comeback
 from npugrad_server.machine import cpu_count
 from npugrad_server.pool.commands import Failure
 from npugrad_server.pool.process import WorkerProcess
-from npugrad_server.worker.protocol import CallDone, CallFailed, DeviceFailed, DeviceReady, OpenFailed
+from npugrad_server.worker.protocol import (
+    CallDone,
+    CallFailed,
+    CallPlanned,
+    DeviceFailed,
+    DeviceReady,
+    OpenFailed,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +47,9 @@ class Events(Protocol):
 
     def worker_answered(self, worker: int, incarnation: int, answer: CallDone | CallFailed) -> None:
         """A process has answered a call."""
+
+    def worker_planned(self, worker: int, incarnation: int, answer: CallPlanned) -> None:
+        """A process has said what a call would need."""
 
     def worker_failing(self, worker: int, incarnation: int, failure: Failure) -> None:
         """A process has said that its device failed, or did not open, and ends."""
@@ -144,6 +154,12 @@ class Fleet:
             raise RuntimeError(f"{self.devices[worker].name}: has no process")
         return process
 
+    def unavailable(self, operator: str) -> str:
+        """Why no device can run an operator; empty while one can, or none has been ready yet."""
+        known = [device.info.unavailable for device in self.devices if device.info is not None]
+        reasons = [found.get(operator, "") for found in known]
+        return reasons[0] if reasons and all(reasons) else ""
+
     def prefault(self, arena: Arena) -> None:
         """Backs the start of an arena with memory, in a thread."""
         work = partial(arena.prefault, self._settings.prefault_bytes, self._stop)
@@ -172,6 +188,8 @@ class Fleet:
             self._events.worker_ready(worker, process.incarnation, message)
         elif isinstance(message, (CallDone, CallFailed)):
             self._events.worker_answered(worker, process.incarnation, message)
+        elif isinstance(message, CallPlanned):
+            self._events.worker_planned(worker, process.incarnation, message)
         elif isinstance(message, (OpenFailed, DeviceFailed)):
             self._events.worker_failing(worker, process.incarnation, _failure(message))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from npugrad.codec import decode_request, encode_meta, unwrap
 from npugrad.errors import MalformedRequest
@@ -14,16 +14,30 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from npugrad.errors import Source, Violation
-    from npugrad.spec import Verdict
+    from npugrad.spec import CallMeta, OpSpec, Verdict
     from npugrad_server.rpc.funnel import Funnel, RpcCall
     from npugrad_server.rpc.register import Handler
+
+
+class Planner(Protocol):
+    """The part of the pool that is asked."""
+
+    async def workspace_bytes(self, spec: OpSpec, call: CallMeta) -> int | None:
+        """Workspace that a legal call would need; None when no device can tell it now."""
 
 
 class ValidationServicer:
     """Validates calls against the documented constraints."""
 
-    def __init__(self, product: Product) -> None:
+    def __init__(self, product: Product, planner: Planner) -> None:
+        """Takes what it asks.
+
+        Args:
+            product: Product the server serves.
+            planner: Who knows what a call would need; the pool.
+        """
         self._product = product
+        self._planner = planner
 
     def handlers(self, funnel: Funnel) -> dict[str, Handler]:
         """Every method for `register`."""
@@ -32,7 +46,7 @@ class ValidationServicer:
     async def validate(
         self, message: validation_pb2.ValidateRequest, call: RpcCall
     ) -> validation_pb2.ValidateResponse:
-        """Every violated constraint, or the inferred outputs.
+        """Every violated constraint, or the inferred outputs and, when a device can tell, the workspace.
 
         Raises:
             MalformedRequest: No operator is named, an attribute is missing, or there is no such product.
@@ -43,7 +57,13 @@ class ValidationServicer:
         call.operator = spec.name
         wire = decode_request(spec, request, product)
         call.describe(wire.call)
-        return encode_verdict(validate_call(spec, wire.call), product)
+        verdict = validate_call(spec, wire.call)
+        response = encode_verdict(verdict, product)
+        if not verdict.status and product is self._product:
+            workspace_bytes = await self._planner.workspace_bytes(spec, wire.call)
+            if workspace_bytes is not None:
+                response.workspace_bytes = workspace_bytes
+        return response
 
 
 def requested_product(number: int, default: Product) -> Product:

@@ -6,7 +6,7 @@ import contextlib
 import mmap
 import time
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -16,19 +16,20 @@ from npugrad.layout import view
 from npugrad.spec import CallMeta
 from npugrad.tolerance import compare
 from npugrad_server.backends.base import DeviceCall, DeviceLost
-from npugrad_server.worker.protocol import CallDone, CallFailed
+from npugrad_server.worker.protocol import CallDone, CallFailed, CallPlanned
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import numpy.typing as npt
 
     from npugrad.spec import OpSpec
     from npugrad_server.backends.base import Backend
-    from npugrad_server.worker.protocol import OpenDevice, RunCall
+    from npugrad_server.worker.protocol import OpenDevice, PlanCall, RunCall
 
     Array = npt.NDArray[Any]
 
+_Answer = TypeVar("_Answer", "CallDone", "CallPlanned")
 _GRACE_SHARE = 0.75
 """Part of the pool's grace after which a backend gives up, so that its own report comes before the end."""
 _MAX_TRACE = 16_000  # the end of a trace tells most; the whole must fit a message
@@ -66,8 +67,20 @@ def execute(backend: Backend, arenas: Arenas, order: RunCall, stream: int) -> Ca
     Raises:
         DeviceLost: The process has to go.
     """
+    return _answered(order, lambda: _execute(get_operator(order.operator), backend, arenas, order, stream))
+
+
+def plan(backend: Backend, order: PlanCall) -> CallPlanned | CallFailed:
+    """Asks the device what a call would need; errors as for `execute`."""
+    return _answered(
+        order,
+        lambda: CallPlanned(order.call, backend.workspace_bytes(get_operator(order.operator), order.meta)),
+    )
+
+
+def _answered(order: RunCall | PlanCall, work: Callable[[], _Answer]) -> _Answer | CallFailed:
     try:
-        return _execute(get_operator(order.operator), backend, arenas, order, stream)
+        return work()
     except DeviceLost:
         raise
     except MemoryError:

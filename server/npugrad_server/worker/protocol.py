@@ -5,6 +5,8 @@
                        <-     DeviceReady, or OpenFailed and the end
     RunCall            ->
                        <-     CallDone, CallFailed, or DeviceFailed and the end
+    PlanCall           ->
+                       <-     CallPlanned, CallFailed, or DeviceFailed and the end
 
 Tensors are not in the messages; they lie in the arenas, where the messages say.
 """
@@ -127,6 +129,34 @@ class RunCall:
 
 
 @dataclass(frozen=True)
+class PlanCall:
+    """Ask the operator's first phase what a call would need; there are no operands.
+
+    Attributes:
+        call: Its number, for the answer.
+        operator: Name of the operator.
+        meta: Operands' metas, attributes, product.
+    """
+
+    call: int
+    operator: str
+    meta: CallMeta
+
+
+@dataclass(frozen=True)
+class CallPlanned:
+    """What the first phase said.
+
+    Attributes:
+        call: Number of the call.
+        workspace_bytes: Workspace it asks for; None when the device cannot tell.
+    """
+
+    call: int
+    workspace_bytes: int | None
+
+
+@dataclass(frozen=True)
 class CallDone:
     """The results lie in the arena; the attributes are those of `npugrad_server.backends.base.Timings`."""
 
@@ -156,9 +186,13 @@ class CallFailed:
     trace: str = ""
 
 
-Message: TypeAlias = "OpenDevice | DeviceReady | OpenFailed | DeviceFailed | RunCall | CallDone | CallFailed"
+Message: TypeAlias = (
+    "OpenDevice | DeviceReady | OpenFailed | DeviceFailed | RunCall | PlanCall | CallDone | CallPlanned | "
+    "CallFailed"
+)
 _PLAIN = {
-    cls.__name__: cls for cls in (OpenDevice, DeviceReady, OpenFailed, DeviceFailed, CallDone, CallFailed)
+    cls.__name__: cls
+    for cls in (OpenDevice, DeviceReady, OpenFailed, DeviceFailed, CallDone, CallPlanned, CallFailed)
 }
 
 
@@ -168,7 +202,12 @@ def encode(message: Message) -> bytes:
     Raises:
         ValueError: It exceeds `MAX_MESSAGE_BYTES`.
     """
-    payload = _run_payload(message) if isinstance(message, RunCall) else asdict(message)
+    if isinstance(message, RunCall):
+        payload = _run_payload(message)
+    elif isinstance(message, PlanCall):
+        payload = {"call": message.call, "operator": message.operator, **_call_to_json(message.meta)}
+    else:
+        payload = asdict(message)
     packet = json.dumps([type(message).__name__, payload], separators=(",", ":")).encode()
     if len(packet) > MAX_MESSAGE_BYTES:
         raise ValueError(f"found a message of {len(packet)} bytes; expected at most {MAX_MESSAGE_BYTES}")
@@ -185,6 +224,8 @@ def decode(packet: bytes) -> Message:
         kind, payload = json.loads(packet)
         if kind == RunCall.__name__:
             return _run_message(payload)
+        if kind == PlanCall.__name__:
+            return PlanCall(payload["call"], payload["operator"], _call_from_json(payload))
         return _PLAIN[kind](**payload)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a message of this protocol: {error!r}") from error
@@ -194,9 +235,7 @@ def _run_payload(message: RunCall) -> dict[str, Any]:
     return {
         "call": message.call,
         "operator": message.operator,
-        "product": message.meta.product.value,
-        "inputs": _metas_to_json(message.meta.inputs),
-        "attrs": dict(message.meta.attrs),
+        **_call_to_json(message.meta),
         "outputs": _metas_to_json(message.outputs),
         "options": asdict(message.options),
         "input_offsets": dict(message.input_offsets),
@@ -206,18 +245,29 @@ def _run_payload(message: RunCall) -> dict[str, Any]:
 
 
 def _run_message(payload: dict[str, Any]) -> RunCall:
-    attrs = {k: tuple(v) if isinstance(v, list) else v for k, v in payload["attrs"].items()}
-    meta = CallMeta(_metas_from_json(payload["inputs"]), attrs, product=product_from_name(payload["product"]))
     return RunCall(
         call=payload["call"],
         operator=payload["operator"],
-        meta=meta,
+        meta=_call_from_json(payload),
         outputs=_metas_from_json(payload["outputs"]),
         options=CallOptions(**payload["options"]),
         input_offsets=payload["input_offsets"],
         output_offsets=payload["output_offsets"],
         deadline_s=payload["deadline_s"],
     )
+
+
+def _call_to_json(call: CallMeta) -> dict[str, Any]:
+    return {
+        "product": call.product.value,
+        "inputs": _metas_to_json(call.inputs),
+        "attrs": dict(call.attrs),
+    }
+
+
+def _call_from_json(payload: dict[str, Any]) -> CallMeta:
+    attrs = {k: tuple(v) if isinstance(v, list) else v for k, v in payload["attrs"].items()}
+    return CallMeta(_metas_from_json(payload["inputs"]), attrs, product=product_from_name(payload["product"]))
 
 
 def _metas_to_json(metas: Mapping[str, TensorMeta | None]) -> dict[str, Any]:

@@ -14,7 +14,15 @@ from npugrad.call import CallOptions
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad_server.worker.loop import EXIT_DEVICE_LOST
-from npugrad_server.worker.protocol import CallDone, CallFailed, DeviceFailed, DeviceReady, OpenFailed
+from npugrad_server.worker.protocol import (
+    CallDone,
+    CallFailed,
+    CallPlanned,
+    DeviceFailed,
+    DeviceReady,
+    OpenFailed,
+    PlanCall,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -192,6 +200,31 @@ def test_a_deadline_that_passed_before_the_launch_launches_nothing(npu_worker: N
     assert npu_worker.report.counters()[f"calls.{RUN_NORM}"] == before
     npu_worker.plan("")
     npu_worker.check(GROUP_NORM, NORM)
+
+
+@pytest.mark.parametrize("spec", OPERATORS.values(), ids=OPERATORS)
+def test_the_workspace_of_a_call_is_told_without_its_memory(npu_worker: NpuWorker, spec: OpSpec) -> None:
+    call = next(spec.samples(Product.ATLAS_A2)).call
+    done = npu_worker.check(spec, call)
+    before = npu_worker.report.counters()
+    npu_worker.send(PlanCall(77, spec.name, call))
+    assert npu_worker.receive() == CallPlanned(77, done.workspace_bytes)
+    after = npu_worker.report.counters()
+    assert after[f"calls.{spec.aclnn_name}"] == before[f"calls.{spec.aclnn_name}"]
+    assert after["calls.aclrtMemcpyAsync"] == before["calls.aclrtMemcpyAsync"]
+
+
+def test_the_workspace_of_a_call_that_would_never_fit_is_told(npu_worker: NpuWorker) -> None:
+    huge = GROUP_NORM.build(n=2**20, c=64, hxw=2**20, group=2)
+    npu_worker.send(PlanCall(78, GROUP_NORM.name, huge))
+    planned = npu_worker.receive()
+    assert isinstance(planned, CallPlanned)
+    assert planned.workspace_bytes
+    npu_worker.plan(f"{PLAN_NORM}:1:561103")
+    npu_worker.send(PlanCall(79, GROUP_NORM.name, NORM))
+    failed = npu_worker.receive()
+    assert isinstance(failed, CallFailed)
+    assert failed.metadata["code"] == "561103"
 
 
 def test_the_option_of_determinism_is_set_only_when_it_changes(npu_worker: NpuWorker) -> None:

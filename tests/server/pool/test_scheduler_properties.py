@@ -293,8 +293,6 @@ class SchedulerWorld(RuleBasedStateMachine):
 
     def _calm_down(self) -> None:
         """Processes end, open and answer as they should; callers read their results and close."""
-        if all(w.state is DeviceState.DOWN for w in self.scheduler.workers):
-            assert not any(c.running for c in self.calls.values())
         for worker, process in list(self.processes.items()):
             if process.told_to_end:
                 self._die(worker)

@@ -24,11 +24,13 @@ from npugrad_server.worker.protocol import (
     MAX_MESSAGE_BYTES,
     CallDone,
     CallFailed,
+    CallPlanned,
     DeviceFailed,
     DeviceReady,
     Message,
     OpenDevice,
     OpenFailed,
+    PlanCall,
     RunCall,
     decode,
     encode,
@@ -183,6 +185,14 @@ def test_a_device_that_does_not_open_tells_when_to_try_again(comeback: str) -> N
     with worker(f"test:0?open={comeback}") as one:
         assert one.receive() == OpenFailed("test:0: does not open, as its options ask", comeback)
         assert one.process.wait(10) == 1
+
+
+def test_a_device_without_phases_cannot_tell_a_workspace() -> None:
+    with worker("test:0") as one:
+        assert isinstance(one.receive(), DeviceReady)
+        run = order(4)
+        one.send(PlanCall(4, run.operator, run.meta))
+        assert one.receive() == CallPlanned(4, None)
 
 
 def test_streams_answer_out_of_order() -> None:

@@ -13,11 +13,13 @@ from npugrad_server.worker.protocol import (
     MAX_MESSAGE_BYTES,
     CallDone,
     CallFailed,
+    CallPlanned,
     DeviceFailed,
     DeviceReady,
     Message,
     OpenDevice,
     OpenFailed,
+    PlanCall,
     RunCall,
     decode,
     encode,
@@ -64,6 +66,12 @@ def test_a_call_reads_back_exactly(call: RunCall) -> None:
     assert decode(encode(call)) == call
 
 
+@given(calls)
+def test_a_question_reads_back_exactly(call: RunCall) -> None:
+    asked = PlanCall(call.call, call.operator, call.meta)
+    assert decode(encode(asked)) == asked
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 5e-324, -0.0])
 def test_every_double_survives(value: float) -> None:
     sent = RunCall(1, "op", CallMeta({}, {"x": value}), {}, CallOptions(), {}, {})
@@ -82,6 +90,8 @@ def test_every_double_survives(value: float) -> None:
         OpenFailed("why", "never"),
         DeviceFailed(7, "aclrtSynchronizeStreamWithTimeout returned 507015", 507015, "soon", True, False),
         CallDone(7, 0.1, 1e-9, 0.0, 2**40),
+        CallPlanned(7, 2**40),
+        CallPlanned(7, None),
         CallFailed(7, "UNSAFE_LEVELS", "message", {"operand": "value"}, "trace\n" * 10),
     ],
 )

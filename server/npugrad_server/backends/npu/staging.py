@@ -27,7 +27,8 @@ _DEFAULT_LIMIT_BYTES = 256 * 2**20
 _LEAST_BYTES = 2**20
 _PIECE_BYTES = 16 * 2**20
 """Bytes that are copied on the host before the device is told, so that both copy at the same time."""
-_ALIGNMENT = 64
+_ALIGNMENT = 4096
+"""A page, so that the host never writes to one that a queued copy reads."""
 
 
 class Staging:

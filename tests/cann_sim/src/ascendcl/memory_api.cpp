@@ -117,7 +117,9 @@ int release(const char* user, void* address, Space space) {
   if (space == Space::Device && kind_of(address) != Kind::Device) {
     violation("unknown-memory", format("%s: %p is no device address", user, address));
   }
-  if (settings()->free_checks_queue) check_unused(*allocation_at(address, space, user), user);
+  const auto allocation = allocation_at(address, space, user);
+  if (settings()->free_checks_queue) check_unused(*allocation, user);
+  unguard(*allocation);
   free_memory(address, space, user);
   return acl::kSuccess;
 }

@@ -99,7 +99,7 @@ aclError aclrtStreamQuery(aclrtStream handle, int* status) {
   if (!stream) return code;
   if (const int failed = check_failure(*stream->context, user, false)) return failed;
   const std::lock_guard<std::mutex> lock(model_mutex());
-  *status = stream->queue.empty() ? acl::kStreamComplete : acl::kStreamNotReady;
+  *status = query(*stream) ? acl::kStreamComplete : acl::kStreamNotReady;
   return acl::kSuccess;
 }
 
@@ -158,8 +158,7 @@ aclError aclrtQueryEventStatus(aclrtEvent handle, int* status) {
   if (const int code = enter("aclrtQueryEventStatus")) return code;
   const auto event = find_event(handle, "aclrtQueryEventStatus");
   const std::lock_guard<std::mutex> lock(model_mutex());
-  const bool is_done = event->recorded && event->completed >= event->recorded;
-  *status = is_done ? acl::kRecordedComplete : acl::kRecordedNotReady;
+  *status = query(*event) ? acl::kRecordedComplete : acl::kRecordedNotReady;
   return acl::kSuccess;
 }
 

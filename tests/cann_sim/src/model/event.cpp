@@ -96,6 +96,12 @@ int await_event(const std::shared_ptr<Event>& event, const std::shared_ptr<Strea
   return 0;
 }
 
+bool query(const Event& event) {
+  if (!event.recorded || event.completed < event.recorded) return false;
+  release_guards(event.clock);
+  return true;
+}
+
 int synchronize_event(const std::shared_ptr<Event>& event, int timeout_ms, const char* user) {
   std::unique_lock<std::mutex> lock(model_mutex());
   const uint64_t goal = event->recorded;
@@ -105,7 +111,9 @@ int synchronize_event(const std::shared_ptr<Event>& event, int timeout_ms, const
   } else if (!model_progress().wait_for(lock, std::chrono::milliseconds(timeout_ms), done)) {
     return report(user, kEventTimeout, format("the event was not done after %d ms", timeout_ms));
   }
-  return event->code ? report(user, event->code, "the event was dropped with its stream") : 0;
+  if (event->code) return report(user, event->code, "the event was dropped with its stream");
+  query(*event);
+  return 0;
 }
 
 }  // namespace cann_sim

@@ -27,6 +27,9 @@ int record_event(const std::shared_ptr<Event>& event, const std::shared_ptr<Stre
 // Makes what is queued next wait for the last record (or, if there is none yet, for the first).
 int await_event(const std::shared_ptr<Event>& event, const std::shared_ptr<Stream>& stream, const char* user);
 
+// Lock held. Whether the last record is done, for the host to know; false before the first one.
+bool query(const Event& event);
+
 // Waits for the last record; 0, 507047 after `timeout_ms` (negative: never), or why it was dropped.
 int synchronize_event(const std::shared_ptr<Event>& event, int timeout_ms, const char* user);
 

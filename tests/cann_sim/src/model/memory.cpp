@@ -1,6 +1,7 @@
 #include "memory.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <deque>
@@ -88,8 +89,9 @@ void retire(const std::shared_ptr<Allocation>& allocation) {
     board().freed_device.push_front(allocation);
     if (board().freed_device.size() > kRemembered) board().freed_device.pop_back();
   } else if (allocation->space == Space::Pinned) {
-    mprotect(allocation->mirror, round_up(allocation->capacity, kPage), PROT_NONE);
-    madvise(allocation->mirror, round_up(allocation->capacity, kPage), MADV_DONTNEED);
+    // In place of the host's view; the simulator's stays until no task needs it.
+    mmap(reinterpret_cast<void*>(allocation->base), round_up(allocation->capacity, kPage), PROT_NONE,
+         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     board().freed_pinned[allocation->base] = allocation;
   }
 }
@@ -108,7 +110,9 @@ char* map_mirror(size_t capacity) {
 }  // namespace
 
 Allocation::~Allocation() {
-  if (space == Space::Device && mirror) munmap(mirror - kRedzone, round_up(capacity, kPage) + 2 * kRedzone);
+  if (!mirror || space == Space::Registered) return;
+  const size_t redzones = space == Space::Device ? kRedzone : 0;
+  munmap(mirror - redzones, round_up(capacity, kPage) + 2 * redzones);
 }
 
 std::string Allocation::describe() const {
@@ -150,20 +154,27 @@ int allocate_device(int device, size_t bytes, void** address) {
 }
 
 void* allocate_pinned(size_t bytes) {
+  const size_t whole = round_up(bytes, kPage);
+  const int fd = memfd_create("cann_sim pinned", MFD_CLOEXEC);
+  if (fd < 0 || ftruncate(fd, static_cast<off_t>(whole))) return nullptr;
+  // One page more stays inaccessible, so that running over the end is a fault.
+  const Range range = reserve(whole + kPage);
+  void* const view = mmap(reinterpret_cast<void*>(range.begin), whole, PROT_READ | PROT_WRITE,
+                          MAP_SHARED | MAP_FIXED, fd, 0);
+  void* const mirror = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  close(fd);
+  if (view == MAP_FAILED || mirror == MAP_FAILED) return nullptr;
+  std::memset(mirror, kPoisonByte, bytes);
   auto allocation = std::make_shared<Allocation>();
   allocation->space = Space::Pinned;
   allocation->bytes = allocation->capacity = bytes;
-  // One page more stays inaccessible, so that running over the end is a fault.
-  const Range range = reserve(round_up(bytes, kPage) + kPage);
   allocation->base = range.begin;
-  allocation->mirror = reinterpret_cast<char*>(range.begin);
-  if (mprotect(allocation->mirror, round_up(bytes, kPage), PROT_READ | PROT_WRITE)) return nullptr;
-  std::memset(allocation->mirror, kPoisonByte, bytes);
+  allocation->mirror = static_cast<char*>(mirror);
   const std::lock_guard<std::mutex> lock(board().mutex);
   allocation->number = ++board().number;
   board().live[allocation->base] = allocation;
   count_allocation(*allocation, 1);
-  return allocation->mirror;
+  return view;
 }
 
 void register_host(void* address, size_t bytes) {
@@ -263,14 +274,19 @@ const char* pinned_fault(uintptr_t address) {
   // If another thread is at the maps just now, the plain fault has to do.
   const std::unique_lock<std::mutex> lock(board().mutex, std::try_to_lock);
   if (!lock) return nullptr;
-  const auto inside = [&](const std::map<uintptr_t, std::shared_ptr<Allocation>>& allocations) {
+  const auto covering = [&](const std::map<uintptr_t, std::shared_ptr<Allocation>>& allocations) {
     auto next = allocations.upper_bound(address);
-    if (next == allocations.begin()) return false;
-    const Allocation& found = *std::prev(next)->second;
-    return found.space == Space::Pinned && address - found.base < round_up(found.capacity, kPage) + kPage;
+    const Allocation* found = next == allocations.begin() ? nullptr : std::prev(next)->second.get();
+    const bool is_inside = found && found->space == Space::Pinned &&
+                           address - found->base < round_up(found->capacity, kPage) + kPage;
+    return is_inside ? found : nullptr;
   };
-  if (inside(board().freed_pinned)) return "pinned memory that was freed";
-  return inside(board().live) ? "the page behind pinned memory" : nullptr;
+  if (covering(board().freed_pinned)) return "pinned memory that was freed";
+  const Allocation* live = covering(board().live);
+  if (!live) return nullptr;
+  const bool is_behind = address - live->base >= round_up(live->capacity, kPage);
+  return is_behind ? "the page behind pinned memory"
+                   : "pinned memory that queued work uses, as far as it was told";
 }
 
 int64_t free_all(int device) {

@@ -22,7 +22,7 @@ struct Allocation {
   uintptr_t base = 0;
   size_t bytes = 0;        // asked for
   size_t capacity = 0;     // usable: CANN rounds up to 32 bytes and adds 32
-  char* mirror = nullptr;  // where base is found by the simulator
+  char* mirror = nullptr;  // where the simulator finds the bytes; pinned memory is mapped twice
   bool live = true;
 
   ~Allocation();

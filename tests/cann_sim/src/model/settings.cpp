@@ -73,6 +73,7 @@ void parse_setting(const std::string& entry, Settings& settings) {
       {"threads", {&settings.strict_threads, "strict", "real"}},
       {"poisoned", {&settings.strict_poison, "abort", "code"}},
       {"pageable", {&settings.strict_pageable, "abort", "block"}},
+      {"pinned", {&settings.strict_pinned, "strict", "real"}},
       {"determinism", {&settings.strict_determinism, "strict", "real"}},
       {"free_check", {&settings.free_checks_queue, "now", "execution"}},
   };

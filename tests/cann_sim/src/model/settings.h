@@ -37,6 +37,7 @@ struct Settings {
   bool strict_threads = false;  // threads=strict: one thread for both phases, and for all work of a stream
   bool strict_poison = true;    // poisoned=code: only return the error code again
   bool strict_pageable = false;    // pageable=abort: a queued copy must use pinned memory
+  bool strict_pinned = true;       // pinned=real: the host may touch pinned memory at any time
   bool strict_determinism = true;  // determinism=real: the option may change under queued work
   bool free_checks_queue = true;   // free_check=execution: find freed memory only when the task runs
 };

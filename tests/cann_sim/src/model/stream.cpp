@@ -183,6 +183,14 @@ void check_thread(Stream& stream, const Task& task, const char* user) {
   }
 }
 
+// Lock held. The host is told that the first `goal` tasks of a stream are done, and so all that they came
+// after.
+void release_finished(const Stream& stream, uint64_t goal) {
+  Clock finished = stream.after;
+  finished[stream.number] = goal;
+  release_guards(finished);
+}
+
 // Lock held through `lock`, given up while waiting. Waits until `goal` tasks of the stream have finished.
 int wait_until(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Stream>& stream, uint64_t goal,
                int timeout_ms, const char* user) {
@@ -194,6 +202,7 @@ int wait_until(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Stream>
                   format("stream %d was not done after %d ms", stream->number, timeout_ms));
   }
   if (stream->context->failure) return tell_failure(*stream->context, user, false);
+  release_finished(*stream, goal);
   if (!stream->error) return 0;
   const int code = stream->error;
   stream->error = 0;
@@ -265,6 +274,7 @@ int submit(const std::shared_ptr<Stream>& stream, std::shared_ptr<Task> task, co
   check_thread(*stream, *task, user);
   find_race(task->accesses, stream.get(), user);
   task->sequence = ++stream->submitted;
+  for (const Access& access : task->accesses) guard(stream->number, task->sequence, access);
   stream->queue.push_back(std::move(task));
   board().busy.insert(stream);
   if (!stream->started) {
@@ -310,9 +320,20 @@ void check_unused(const Allocation& allocation, const char* user) {
   }
 }
 
+void unguard(const Allocation& allocation) {
+  const std::lock_guard<std::mutex> lock(model_mutex());
+  forget_guards(allocation);
+}
+
 void check_race(const std::vector<Access>& accesses, const char* user) {
   const std::lock_guard<std::mutex> lock(model_mutex());
   find_race(accesses, nullptr, user);
+}
+
+bool query(const Stream& stream) {
+  if (!stream.queue.empty()) return false;
+  release_finished(stream, stream.submitted);
+  return true;
 }
 
 bool has_work(const Context* context) {

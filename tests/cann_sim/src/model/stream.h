@@ -11,7 +11,6 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -20,6 +19,7 @@
 
 #include "context.h"
 #include "memory.h"
+#include "pinned_guard.h"
 
 namespace cann_sim {
 
@@ -33,9 +33,6 @@ struct Task {
   std::function<void(int)> dropped;  // instead of run, when a failed context throws its queue away
   uint64_t sequence = 0;             // within its stream
 };
-
-// Per stream, how far its work is known to have come before.
-using Clock = std::map<int, uint64_t>;
 
 struct Stream {
   int number = 0;
@@ -80,8 +77,14 @@ int wait_for(const std::shared_ptr<Stream>& stream, uint64_t sequence, const cha
 // Tells the thread of a context's failure; 0 if there is none. To go on queueing after that is a violation.
 int check_failure(Context& context, const char* user, bool new_work);
 
+// Lock held. Whether a stream is done with all that was queued, for the host to know.
+bool query(const Stream& stream);
+
 // A violation if unfinished work of any stream uses the allocation.
 void check_unused(const Allocation& allocation, const char* user);
+
+// The allocation is being freed: its pages need no guard any more.
+void unguard(const Allocation& allocation);
 
 // A violation if unfinished work conflicts with an immediate use by the host, as aclrtMemcpy makes.
 void check_race(const std::vector<Access>& accesses, const char* user);

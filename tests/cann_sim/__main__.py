@@ -1,0 +1,10 @@
+"""`python -m tests.cann_sim NAME` makes one of the mistakes in `scenarios` and must not live to tell."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.cann_sim import scenarios_launch  # noqa: F401  registers its mistakes
+from tests.cann_sim.scenarios import main
+
+main(sys.argv[1])

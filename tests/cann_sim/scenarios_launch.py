@@ -1,0 +1,239 @@
+"""Mistakes with operands, order, threads and devices; see `scenarios`."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from tests.cann_sim.bench import SHAPES, Bench, queue_upload
+from tests.cann_sim.operators import Launch, make_arrays
+from tests.cann_sim.runtime import DETERMINISTIC, Runtime
+from tests.cann_sim.scenarios import KIB, scenario
+
+from npugrad.ops import get_operator
+from npugrad.spec import TensorMeta
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def void(_: object) -> None:
+    """Makes a lambda return nothing."""
+
+
+def in_another_thread(runtime: Runtime, act: Callable[[], None]) -> None:
+    def run() -> None:
+        runtime.call("aclrtSetDevice", 0)
+        act()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+# Operands
+
+
+@scenario
+def tensor_with_a_negative_stride(runtime: Runtime) -> None:
+    runtime.tensor(0, (4,), runtime.malloc(64), strides=(-1,))
+
+
+@scenario
+def tensor_at_an_odd_address(runtime: Runtime) -> None:
+    runtime.tensor(0, (4,), runtime.malloc(64) + 16)
+
+
+@scenario
+def tensor_at_a_host_address(runtime: Runtime) -> None:
+    runtime.tensor(0, (4,), runtime.pinned(64).ctypes.data)
+
+
+@scenario
+def tensor_without_an_address(runtime: Runtime) -> None:
+    bench = Bench(runtime)
+    bench.replace("mean", 0)
+    bench.launch(runtime.stream())
+
+
+@scenario
+def tensor_longer_than_its_memory(runtime: Runtime) -> None:
+    bench = Bench(runtime)
+    bench.replace("gradOut", runtime.malloc(64))
+    bench.launch(runtime.stream())
+
+
+@scenario
+def view_longer_than_its_storage(runtime: Runtime) -> None:
+    bench = Bench(runtime)
+    bench.replace("mean", bench.addresses["gradOut"], strides=(2, 2), storage=(2,))
+    bench.launch(runtime.stream())
+
+
+@scenario
+def two_outputs_at_one_place(runtime: Runtime) -> None:
+    bench = Bench(runtime)
+    bench.replace("gradBetaOut", bench.addresses["gradGammaOut"])
+    bench.launch(runtime.stream())
+
+
+@scenario
+def an_output_over_an_input(runtime: Runtime) -> None:
+    bench = Bench(runtime)
+    bench.replace("gradInput", bench.addresses["input"])
+    bench.launch(runtime.stream())
+
+
+@scenario
+def outputs_without_padding(runtime: Runtime) -> None:
+    bench = Bench(runtime)
+    block = runtime.malloc(KIB)
+    bench.replace("gradGammaOut", block)
+    bench.replace("gradBetaOut", block + 4 * SHAPES["gradGammaOut"][0])
+    bench.launch(runtime.stream())
+
+
+@scenario
+def workspace_smaller_than_asked_for(runtime: Runtime) -> None:
+    size, executor = Bench(runtime).plan()
+    runtime.call("aclnnGroupNormBackward", runtime.malloc(size), size - 1, executor, runtime.stream())
+
+
+@scenario
+def workspace_smaller_than_its_size_says(runtime: Runtime) -> None:
+    size, executor = Bench(runtime).plan()
+    runtime.call("aclnnGroupNormBackward", runtime.malloc(size // 2), size, executor, runtime.stream())
+
+
+@scenario
+def workspace_over_an_operand(runtime: Runtime) -> None:
+    bench = Bench(runtime)
+    size, executor = bench.plan()
+    runtime.call("aclDestroyAclOpExecutor", executor)
+    block = runtime.malloc(size)
+    bench.replace("mean", block + size // 2 // 32 * 32)
+    bench.workspace = block
+    bench.launch(runtime.stream())
+
+
+@scenario
+def levels_that_leave_the_keys(runtime: Runtime) -> None:
+    spec = get_operator("multi_scale_deformable_attention_grad")
+    call = spec.build()
+    arrays = make_arrays(spec, call)
+    starts = arrays["level_start_index"]
+    assert starts is not None
+    starts += 1
+    Launch(runtime, spec, call, arrays).run(runtime.stream())
+
+
+@scenario
+def an_output_shape_that_nobody_checks(runtime: Runtime) -> None:
+    spec = get_operator("fused_floyd_attention_grad")
+    call = spec.build()
+    broken = call.with_outputs(dq=TensorMeta("float16", (1, 1, 16, 128, 64)))
+    Launch(runtime, spec, broken, make_arrays(spec, call)).run(runtime.stream())
+
+
+@scenario
+def a_dtype_that_nobody_checks(runtime: Runtime) -> None:
+    spec = get_operator("fused_floyd_attention_grad")
+    call = spec.build()
+    shape = call.tensor("softmax_max").shape
+    broken = call.with_inputs(softmax_max=TensorMeta("float16", shape))
+    Launch(runtime, spec, broken, make_arrays(spec, broken)).run(runtime.stream())
+
+
+# Order, threads, devices
+
+
+@scenario
+def two_streams_use_one_buffer(runtime: Runtime) -> None:
+    address = runtime.malloc(64)
+    queue_upload(runtime, address, 64, runtime.stream())
+    queue_upload(runtime, address, 64, runtime.stream())
+
+
+@scenario
+def host_copies_from_what_a_kernel_still_writes(runtime: Runtime) -> None:
+    bench = Bench(runtime)
+    bench.launch(runtime.stream())
+    runtime.download(bench.addresses["gradInput"], 4)
+
+
+@scenario
+def queue_work_on_a_context_known_to_have_failed(runtime: Runtime) -> None:
+    stream, bench = runtime.stream(), Bench(runtime)
+    bench.launch(stream)
+    assert runtime.status("aclrtSynchronizeStream", stream) == 507015
+    queue_upload(runtime, bench.addresses["mean"], 8, stream)
+
+
+@scenario
+def plan_on_a_context_known_to_have_failed(runtime: Runtime) -> None:
+    stream, bench = runtime.stream(), Bench(runtime)
+    bench.launch(stream)
+    assert runtime.status("aclrtSynchronizeStream", stream) == 507015
+    bench.plan()
+
+
+@scenario
+def phases_on_two_threads(runtime: Runtime) -> None:
+    stream, bench = runtime.stream(), Bench(runtime)
+    planned = bench.plan()
+    in_another_thread(runtime, lambda: bench.launch(stream, planned))
+
+
+@scenario
+def two_threads_on_one_stream(runtime: Runtime) -> None:
+    stream = runtime.stream()
+    queue_upload(runtime, runtime.malloc(64), 64, stream)
+    in_another_thread(runtime, lambda: void(queue_upload(runtime, runtime.malloc(64), 64, stream)))
+
+
+@scenario
+def operand_on_another_device(runtime: Runtime) -> None:
+    bench = Bench(runtime)
+    runtime.call("aclrtSetDevice", 1)
+    foreign = runtime.malloc(KIB)
+    runtime.call("aclrtSetDevice", 0)
+    bench.replace("mean", foreign)
+    bench.launch(runtime.stream())
+
+
+@scenario
+def copy_to_another_device(runtime: Runtime) -> None:
+    runtime.call("aclrtSetDevice", 1)
+    foreign = runtime.malloc(64)
+    runtime.call("aclrtSetDevice", 0)
+    queue_upload(runtime, foreign, 64, runtime.stream())
+
+
+@scenario
+def plan_without_a_device(runtime: Runtime) -> None:
+    bench = Bench(runtime)
+    thread = threading.Thread(target=lambda: void(bench.plan()))
+    thread.start()
+    thread.join()
+
+
+@scenario
+def determinism_changes_under_a_kernel(runtime: Runtime) -> None:
+    Bench(runtime).launch(runtime.stream())
+    runtime.call("aclrtCtxSetSysParamOpt", DETERMINISTIC, 1)
+
+
+@scenario
+def determinism_changes_between_the_phases(runtime: Runtime) -> None:
+    Bench(runtime).plan()
+    runtime.call("aclrtCtxSetSysParamOpt", DETERMINISTIC, 1)
+
+
+@scenario
+def nothing_wrong(runtime: Runtime) -> None:
+    """The control: what all others do right."""
+    stream, bench = runtime.stream(), Bench(runtime)
+    bench.launch(stream)
+    runtime.call("aclrtSynchronizeStream", stream)
+    bench.close()
+    runtime.call("aclrtDestroyStream", stream)

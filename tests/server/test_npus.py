@@ -1,0 +1,173 @@
+"""Which devices a start takes, and what it says when NPUs are missing or do not fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.fix_npu import npu_environment
+
+from npugrad.products import Product
+from npugrad_server.config import ServerSettings
+from npugrad_server.npus import NpuReport
+from npugrad_server.preflight import StartError, pool_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from tests.cann_sim.build import Installation
+
+SMALL = {"input_arena_bytes": 2**20, "output_arena_bytes": 2**20}
+TWO = NpuReport(count=2, soc="Ascend910B2", cann="9.1.0")
+NO_CANN = NpuReport(problems=("libascendcl.so cannot be loaded",))
+NO_DRIVER = NpuReport(problems=("aclrtGetDeviceCount returned 507899",), device_nodes=("/dev/davinci0",))
+
+
+def made(report: NpuReport, **settings: Any) -> Any:
+    return pool_settings(ServerSettings(**{**SMALL, **settings}), report)
+
+
+def problems(report: NpuReport, **settings: Any) -> tuple[str, ...]:
+    with pytest.raises(StartError) as caught:
+        made(report, **settings)
+    return caught.value.problems
+
+
+def test_auto_takes_all_npus_and_their_product() -> None:
+    found = made(TWO)
+    assert (found.devices, found.product) == (("npu:0", "npu:1"), Product.ATLAS_A2)
+
+
+def test_auto_takes_a_cpu_where_there_is_no_sign_of_an_npu() -> None:
+    found = made(NO_CANN)
+    assert (found.devices, found.product) == (("cpu:0",), Product.ATLAS_A2)
+
+
+def test_auto_never_takes_a_cpu_in_the_place_of_a_broken_npu() -> None:
+    first, second = problems(NO_DRIVER)
+    assert "auto found NPUs that cannot be used" in first
+    assert second == "npu: aclrtGetDeviceCount returned 507899"
+
+
+def test_npus_that_cannot_be_used_are_an_error_with_all_the_reasons() -> None:
+    report = NpuReport(problems=("torch_npu not installed", "no CANN"))
+    assert problems(report, devices="npu:0")[1:] == ("npu: torch_npu not installed", "npu: no CANN")
+    assert "which has 2" in problems(TWO, devices="npu:0,npu:2")[0]
+
+
+@pytest.mark.parametrize(
+    ("soc", "product"), [("Ascend910_9391", Product.ATLAS_A3), ("Ascend910A", Product.ATLAS_TRAINING)]
+)
+def test_the_product_is_that_of_the_chip(soc: str, product: Product) -> None:
+    report = NpuReport(count=1, soc=soc)
+    assert made(report, devices="npu:0").product is product
+    assert made(report, devices="npu:0", product=product.value).product is product
+    (problem,) = problems(report, devices="npu:0", product="atlas-a2")
+    assert problem == f"product: found atlas-a2; expected {product} or auto, as the NPU is {soc}"
+
+
+def test_a_chip_without_documents_is_refused() -> None:
+    (problem,) = problems(NpuReport(count=1, soc="Ascend310P3"), devices="npu:0")
+    assert problem.startswith("product: found NPU 'Ascend310P3'; expected one of atlas-training")
+
+
+# ----------------------------------------------------------------------------------- the command, for real
+
+
+def check(*arguments: str, env: Mapping[str, str] | None = None) -> tuple[int, list[str]]:
+    """Exit code and lines of `npugrad-server check`."""
+    command = [sys.executable, "-m", "npugrad_server", "check", "--listen", "127.0.0.1:0"]
+    small = ["--metrics-listen", "", "--input-arena-bytes", "64MiB", "--output-arena-bytes", "64MiB"]
+    without = ("ASCEND_", "LD_LIBRARY_PATH", "NPUGRAD_")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(without)}
+    done = subprocess.run(
+        [*command, *small, *arguments],
+        env={**inherited, "OMP_NUM_THREADS": "1", **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    return done.returncode, done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_check_says_what_an_npu_would_need() -> None:
+    code, lines = check("--devices", "npu:0")
+    assert code == 1
+    text = "\n".join(lines)
+    assert "FAIL  devices: found npu:0" in text
+    assert "FAIL  npu: libascendcl.so cannot be loaded, so there is no usable CANN here. Tried" in text
+    code, lines = check("--devices", "auto")
+    assert code == 0
+    assert any(line.startswith("ok    no npu: libascendcl.so cannot be loaded") for line in lines)
+    assert any(line.startswith("ok    cpu:0: ready") for line in lines)
+
+
+@pytest.mark.slow
+def test_check_sees_packages_that_do_not_belong_together(tmp_path: Path) -> None:
+    """Their versions are compared before anything is imported."""
+    for name, version in (("torch", "2.12.1+cpu"), ("torch_npu", "2.13.0.post1")):
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    _, lines = check("--devices", "npu:0", env={"PYTHONPATH": path})
+    expected = "found torch 2.12.1+cpu and torch_npu 2.13.0.post1; expected the same major and minor version"
+    assert any(expected in line for line in lines), lines
+
+
+@pytest.mark.npu_sim
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plan", "devices", "code", "line"),
+    [
+        ("ndev=2", "auto", 0, "ok    npu:1: ready, npu, SIMULATED Ascend910B2, CANN 9.1.0, torch_npu 2.13.0"),
+        ("ndev=1", "npu:1", 1, "FAIL  devices: found npu:1; expected NPUs of this host, which has 1"),
+        ("ndev=0", "npu:0", 1, "FAIL  npu: CANN finds no NPU on this host"),
+        (
+            "aclrtGetDeviceCount:*:507899",
+            "npu:0",
+            1,
+            "FAIL  npu: aclrtGetDeviceCount returned 507899 (driver error or lost connection to the device)",
+        ),
+        ("aclInit:*:507008:msg=words", "npu:0", 1, "FAIL  npu: aclInit returned 507008 (device unknown"),
+        ("aclrtGetDeviceCount:*:kill", "npu:0", 1, "FAIL  npu: looking for NPUs ended with status -9"),
+        (
+            "aclrtSetDevice:*:507033",
+            "npu:0",
+            1,
+            "FAIL  npu:0: down, npu:0 cannot be taken: torch_npu returned 507033",
+        ),
+    ],
+)
+def test_check_on_a_simulated_node(
+    cann_sim: Installation, torch_npu: Path, tmp_path: Path, plan: str, devices: str, code: int, line: str
+) -> None:
+    found, lines = check("--devices", devices, env=npu_environment(cann_sim, tmp_path, plan))
+    assert any(one.startswith(line) for one in lines), lines
+    assert found == code
+
+
+@pytest.mark.npu_sim
+def test_a_driver_that_does_not_answer_is_told_in_time(cann_sim: Installation, tmp_path: Path) -> None:
+    environment = npu_environment(cann_sim, tmp_path, "aclInit:*:hang")
+    program = (
+        "import json\n"
+        "from npugrad_server.npus import find_npus\n"
+        "print(json.dumps(find_npus(timeout_s=2).problems))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    assert json.loads(done.stdout) == ["the NPU driver did not answer within 2 s"]
