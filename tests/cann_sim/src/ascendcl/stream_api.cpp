@@ -81,6 +81,14 @@ aclError aclrtSetStreamFailureMode(aclrtStream handle, uint64_t mode) {
   return acl::kSuccess;
 }
 
+// torch_npu sets it on the first generation of chips; no kernel here overflows in a way it would tell.
+aclError aclrtSetStreamOverflowSwitch(aclrtStream handle, uint32_t) {
+  const char* const user = "aclrtSetStreamOverflowSwitch";
+  if (const int code = enter(user)) return code;
+  int code = 0;
+  return find_stream(handle, user, &code) ? acl::kSuccess : code;
+}
+
 aclError aclrtStreamGetId(aclrtStream handle, int32_t* id) {
   const char* const user = "aclrtStreamGetId";
   if (const int code = enter(user)) return code;
