@@ -155,6 +155,7 @@ class Backend(Protocol):
             MemoryError: The device has no memory for the call now.
             DeviceLost: The process has to go.
         """
+        ...
 
     def workspace_bytes(self, spec: OpSpec, meta: CallMeta) -> int | None:
         """Workspace that the operator would ask for; None when the device cannot tell.

@@ -182,7 +182,7 @@ def _import(streams: int) -> tuple[Any, Any]:
         os.environ.setdefault("STREAMS_PER_DEVICE", str(_POOLED_STREAMS))
     try:
         import torch
-        import torch_npu
+        import torch_npu  # pyright: ignore[reportMissingImports]
     except Exception as error:
         homes = ", ".join(
             f"{name}={os.environ.get(name, 'not set')}" for name in ("ASCEND_HOME_PATH", "ASCEND_OPP_PATH")
