@@ -187,8 +187,15 @@ class CallFailed:
 
 
 Message: TypeAlias = (
-    "OpenDevice | DeviceReady | OpenFailed | DeviceFailed | RunCall | PlanCall | CallDone | CallPlanned | "
-    "CallFailed"
+    OpenDevice
+    | DeviceReady
+    | OpenFailed
+    | DeviceFailed
+    | RunCall
+    | PlanCall
+    | CallDone
+    | CallPlanned
+    | CallFailed
 )
 _PLAIN = {
     cls.__name__: cls
