@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import numpy.typing as npt
 
@@ -17,9 +17,17 @@ if TYPE_CHECKING:
     from npugrad_server.devices import DeviceName
 
 
+def _grant(_: int) -> None:
+    """Any workspace."""
+
+
+def _go_on() -> None:
+    """Somebody waits."""
+
+
 @dataclass(frozen=True)
 class DeviceCall:
-    """One call with its memory.
+    """One call with its memory, and how its backend asks the pool.
 
     Attributes:
         meta: Metas of the operands as `inputs` has them, attributes and product.
@@ -31,6 +39,11 @@ class DeviceCall:
         stream: Which of the worker's streams runs it, from 0.
         give_up_s: `time.monotonic()` at which the device is to be given up if it still runs the call.
         deadline_s: `time.monotonic()` from which on the result is of no use; None for never.
+        reserve_workspace: To be called with the bytes of workspace the operator asked for, before they are
+            taken. Raises `CallPostponed` when the device has no room for them now, `DeviceOutOfMemory` when
+            it never will.
+        check_wanted: To be called before work is started that takes long. Raises `CallAbandoned` when the
+            caller has gone, and `DeadlineExceeded` when the result would come too late.
     """
 
     meta: CallMeta
@@ -40,6 +53,8 @@ class DeviceCall:
     stream: int
     give_up_s: float = float("inf")
     deadline_s: float | None = None
+    reserve_workspace: Callable[[int], None] = _grant
+    check_wanted: Callable[[], None] = _go_on
 
 
 @dataclass(frozen=True)
@@ -84,6 +99,23 @@ class DeviceUnusable(RuntimeError):
         """Makes the error; the message says what is missing and what was tried."""
         super().__init__(message)
         self.comeback = comeback
+
+
+class CallPostponed(Exception):
+    """The device has no room for the call's workspace now; the call is to come again, knowing what it needs.
+
+    Attributes:
+        workspace_bytes: Workspace that the operator asked for.
+    """
+
+    def __init__(self, workspace_bytes: int) -> None:
+        """Makes it."""
+        super().__init__(f"no room for {workspace_bytes} bytes of workspace now")
+        self.workspace_bytes = workspace_bytes
+
+
+class CallAbandoned(Exception):
+    """Nobody waits for the call any more, and nothing of it was launched."""
 
 
 class DeviceLost(Exception):
@@ -153,6 +185,8 @@ class Backend(Protocol):
         Raises:
             NpugradError: What the device or its operator says no with.
             MemoryError: The device has no memory for the call now.
+            CallPostponed: The pool has no room for its workspace now; everything was given back.
+            CallAbandoned: The caller has gone.
             DeviceLost: The process has to go.
         """
         ...
