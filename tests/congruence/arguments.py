@@ -74,7 +74,8 @@ def _span(tensor: Tensor) -> int:
     """Elements from the first to the last."""
     if 0 in tensor["shape"]:
         return 0
-    return 1 + sum((s - 1) * step for s, step in zip(tensor["shape"], tensor["strides"], strict=True))
+    steps = zip(tensor["shape"], tensor["strides"], strict=True)
+    return 1 + sum(int((size - 1) * step) for size, step in steps)
 
 
 def _is_same_walk(ours: Tensor, theirs: Tensor) -> bool:

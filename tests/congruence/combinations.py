@@ -117,9 +117,7 @@ _GRID_SIZES: Mapping[str, Mapping[str, int]] = {
     "no column": {"ow": 0},
 }
 _GRID_LAYOUTS: Mapping[str, Callable[[CallMeta], CallMeta]] = {
-    "channels last": lambda call: restride(
-        call, input=((60, 1, 15, 3), 0), grad_output=((18, 1, 6, 3), 0)
-    ),
+    "channels last": lambda call: restride(call, input=((60, 1, 15, 3), 0), grad_output=((18, 1, 6, 3), 0)),
     "grid with x and y apart": lambda call: restride(call, grid=((12, 2, 1, 6), 0)),
     "expanded gradient": lambda call: restride(call, grad_output=((0, 0, 0, 0), 0)),
     "expanded channels": lambda call: restride(call, grad_output=((6, 0, 2, 1), 0)),
@@ -159,7 +157,7 @@ def grid_sampler() -> Iterator[Combination]:
 
 _SCALES = (
     *(32**-0.5, -0.17, 0.1 + 0.2, -0.0, 1e-300, 5e-324, 1.7976931348623157e308, float("-inf")),
-    *(0.25, 1.0, 1 / 3, 0.0, -2.3e-308, float("inf")),
+    *(1.0, 0.0, -2.3e-308, float("inf"), 0.25, 1 / 3),
 )
 _FLOYD_SIZES: tuple[Mapping[str, int], ...] = (
     {"h": 2},
@@ -203,10 +201,10 @@ def floyd() -> Iterator[Combination]:
         "uint8 mask": {"with_mask": True, "mask_dtype": "uint8"},
     }
     for dtype, (name, mask) in product(dtypes, masks.items()):
-        for scale in _SCALES[:9] if mask else _SCALES:
+        for scale in _SCALES[:11] if mask else _SCALES:
             call = FLOYD.build(dtype=dtype, scale_value=scale, **mask)
             yield Combination(f"{dtype}, {name}, scale {scale!r}", call)
-    for dtype, options, name in product(dtypes, _FLOYD_SIZES, ("no mask", "bool mask")):
+    for options, (dtype, name) in product(_FLOYD_SIZES, zip(dtypes, ("no mask", "bool mask"), strict=True)):
         call = FLOYD.build(dtype=dtype, **options, **masks[name])
         yield Combination(f"{dtype}, {dict(options)}, {name}", call)
     for dtype, (name, layout) in product(dtypes, _FLOYD_LAYOUTS.items()):

@@ -60,9 +60,7 @@ class Tell(Protocol):
 
 
 @pytest.fixture(scope="session")
-def run_sides(
-    cann_sim: Installation, torch_npu: Path, tmp_path_factory: pytest.TempPathFactory
-) -> RunSides:
+def run_sides(cann_sim: Installation, torch_npu: Path, tmp_path_factory: pytest.TempPathFactory) -> RunSides:
     """Give a function that runs all combinations of an operator on both sides at once, each in a process."""
     made: dict[tuple[str, ...], Mapping[str, Sequence[Answer]]] = {}
 
@@ -102,7 +100,7 @@ def _start(
         **installation.environment({}),
         "CANN_SIM_PLAN": PLAN,
         "CANN_SIM_REPORT_DIR": str(folder / "report"),
-        "TASK_QUEUE_ENABLE": "0",  # torch_npu then runs both phases on the calling thread, as the service does
+        "TASK_QUEUE_ENABLE": "0",  # both phases on the calling thread, as the service has them
     }
     output = stack.enter_context((folder / "output").open("wb"))
     errors = stack.enter_context((folder / "errors").open("wb"))
@@ -132,7 +130,11 @@ def _answers(output: Path, report: Report, operator: str) -> Sequence[Answer]:
 def tell(pytestconfig: pytest.Config) -> Tell:
     """Give a function that puts a line of counts into the summary."""
     lines = pytestconfig.stash.setdefault(_LINES, {})
-    return lines.__setitem__
+
+    def add(title: str, text: str) -> None:
+        lines[title] = text
+
+    return add
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -1,7 +1,7 @@
 """Phase 1 gets the same arguments from the service as from torch_npu's own compiled bindings.
 
-Same operands, same simulated CANN, two processes. It is the vendor's compiled code that checks how the service
-hands arguments down. Results are SIMULATED.
+Same operands, same simulated CANN, two processes. It is the vendor's compiled code that checks how the
+service hands arguments down. Results are SIMULATED.
 """
 
 from __future__ import annotations
