@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from npugrad.errors import NpugradError
+from npugrad.ops import OPERATORS
 from npugrad.products import Product, product_from_soc
 from npugrad_server import devices
 from npugrad_server.addresses import Address, AddressError, check_free
@@ -159,15 +160,23 @@ async def _try_devices(settings: PoolSettings) -> list[Finding]:
     except NpugradError:
         pass  # what each device says tells more
     finally:
-        found = pool.devices()
+        found, missing = pool.devices(), _missing_operators(pool, settings.product)
         await pool.close()
     arenas = (
         f"{settings.input_arena_bytes} bytes of operands, {settings.output_arena_bytes} of results per device"
     )
-    return [Finding(True, f"memory: {arenas}")] + [
+    opened = [
         Finding(
             d.state is DeviceState.READY,
             f"{d.name}: {d.state}, {d.reason or d.backend + ', ' + d.description}",
         )
         for d in found
     ]
+    return [Finding(True, f"memory: {arenas}"), *opened, *missing]
+
+
+def _missing_operators(pool: DevicePool, product: Product) -> list[Finding]:
+    """Operators of the product that no device can run: fine as long as there are others."""
+    known = [name for name, spec in OPERATORS.items() if product in spec.products]
+    reasons = {name: reason for name in known if (reason := pool.unavailable(name))}
+    return [Finding(len(reasons) < len(known), f"no {name}: {reason}") for name, reason in reasons.items()]

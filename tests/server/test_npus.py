@@ -17,7 +17,7 @@ from npugrad_server.npus import NpuReport
 from npugrad_server.preflight import StartError, pool_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from tests.cann_sim.build import Installation
@@ -171,3 +171,21 @@ def test_a_driver_that_does_not_answer_is_told_in_time(cann_sim: Installation, t
         check=True,
     )
     assert json.loads(done.stdout) == ["the NPU driver did not answer within 2 s"]
+
+
+@pytest.mark.npu_sim
+@pytest.mark.slow
+def test_check_names_operators_that_the_node_lacks(
+    install_cann_sim: Callable[..., Installation], torch_npu: Path, tmp_path: Path
+) -> None:
+    """One that its CANN is too old for is fine; a node that runs none is not."""
+    old = npu_environment(install_cann_sim("split", "8.5.0"), tmp_path / "old")
+    code, lines = check("--devices", "npu:0", env=old)
+    assert (code, sum(line.startswith("ok    no ") for line in lines)) == (0, 1)
+    assert "aclnnFusedFloydAttentionGradGetWorkspaceSize is not in libopapi_nn.so" in lines[-1]
+    assert lines[-1].startswith("ok    no fused_floyd_attention_grad: ")
+    assert lines[-1].endswith("expected CANN 9.0 or newer")
+
+    sick = npu_environment(install_cann_sim(), tmp_path / "sick", "aclCreateTensor:*:null")
+    code, lines = check("--devices", "npu:0", env=sick)
+    assert (code, sum(line.startswith("FAIL  no ") for line in lines)) == (1, 4)
