@@ -7,6 +7,7 @@ import pytest
 
 from npugrad import Product
 from npugrad_server.backends.base import Comeback
+from npugrad_server.pool.claim import MAX_OVERTAKEN
 from npugrad_server.pool.commands import (
     CallRequest,
     CompleteCall,
@@ -19,7 +20,7 @@ from npugrad_server.pool.commands import (
     StartCall,
     WorkerSpec,
 )
-from npugrad_server.pool.scheduler import MAX_OVERTAKEN, Scheduler
+from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.pool.types import DeviceState, PoolSettings
 
 if TYPE_CHECKING:
