@@ -11,11 +11,11 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from npugrad.errors import NpugradError, ServerBusy, ServerDraining, UnsupportedOperator
+from npugrad.errors import ServerBusy, ServerDraining, UnsupportedOperator
 from npugrad_server.devices import parse_device
 from npugrad_server.machine import memory_bytes
 from npugrad_server.pool.admission import Admission
-from npugrad_server.pool.answers import RETRY_DRAINING_S, RETRY_NO_DEVICE_S, error_from_verdict
+from npugrad_server.pool.answers import RETRY_DRAINING_S, RETRY_NO_DEVICE_S
 from npugrad_server.pool.arena import InputArena
 from npugrad_server.pool.commands import (
     CompleteCall,
@@ -31,18 +31,18 @@ from npugrad_server.pool.entry import Entry
 from npugrad_server.pool.fleet import Fleet
 from npugrad_server.pool.gate import Gate
 from npugrad_server.pool.questions import Questions
+from npugrad_server.pool.replies import Replies
 from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.pool.types import DeviceState, DeviceStatus, Outcome, PoolObserver, PoolStats
-from npugrad_server.worker.protocol import CallDone, CallFailed
+from npugrad_server.worker.protocol import CallDone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from npugrad.call import ExecutionInfo
     from npugrad.spec import CallMeta, OpSpec
     from npugrad_server.pool.commands import Command, DeviceChanged, Failure
     from npugrad_server.pool.types import PlannedCall, PoolSettings
-    from npugrad_server.worker.protocol import CallPlanned, DeviceReady
+    from npugrad_server.worker.protocol import CallFailed, CallPlanned, DeviceReady
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +72,7 @@ class DevicePool:
         self.on_change: list[Callable[[], None]] = []
         self._settings = settings
         self._observer = observer or PoolObserver()
+        self._replies = Replies(self._observer)
         self._loop = asyncio.get_running_loop()
         devices = [parse_device(name) for name in settings.devices]
         self._inputs = InputArena(settings.input_arena_bytes)
@@ -85,7 +86,7 @@ class DevicePool:
         self._numbers = itertools.count(1)
         self._entries: dict[int, Entry] = {}
         self._questions = Questions(self._fleet, self._scheduler, self._numbers)
-        self._unclosed = self._uploads = self._accepted = self._finished = 0
+        self._unclosed = self._uploads = self._accepted = 0
         self._draining = self._closing = False
         self._alarm: asyncio.TimerHandle | None = None
         self._progress = asyncio.Event()
@@ -185,7 +186,7 @@ class DevicePool:
             return await entry.future
         except asyncio.CancelledError:
             self._apply(self._scheduler.cancel(admission.number, time.monotonic()))
-            self._report(entry, "CANCELLED", None)
+            self._replies.report(entry, "CANCELLED", None)
             raise
 
     async def workspace_bytes(self, spec: OpSpec, call: CallMeta) -> int | None:
@@ -214,7 +215,7 @@ class DevicePool:
     def worker_ready(self, worker: int, incarnation: int, ready: DeviceReady) -> None:
         """A process has opened its device."""
         for operator, reason in ready.unavailable.items():
-            _log.warning("%s: without %s: %s", self._fleet.devices[worker].name.name, operator, reason)
+            _log.warning("%s: without %s: %s", self._name(worker), operator, reason)
         self._apply(self._scheduler.ready(worker, incarnation, time.monotonic(), ready.one_mode))
 
     def worker_answered(self, worker: int, incarnation: int, answer: CallDone | CallFailed) -> None:
@@ -223,8 +224,7 @@ class DevicePool:
             return
         entry = self._entries.get(answer.call)
         if entry is not None:
-            entry.answer = answer
-            self._log_trace(entry, answer)
+            self._replies.take(entry, answer)
         good = isinstance(answer, CallDone)
         if isinstance(answer, CallDone):
             self._gate.note(answer.copy_in_s + answer.run_s + answer.copy_out_s)
@@ -242,12 +242,8 @@ class DevicePool:
         """A process has ended, or could not be started."""
         self._questions.lost(worker, incarnation)
         if not self._closing:
-            self._observer.worker_lost(self._fleet.devices[worker].name.name, reason)
+            self._observer.worker_lost(self._name(worker), reason)
         self._apply(self._scheduler.lost(worker, incarnation, reason, time.monotonic()))
-
-    def _log_trace(self, entry: Entry, answer: CallDone | CallFailed) -> None:
-        if isinstance(answer, CallFailed) and answer.trace:
-            _log.error("request %s: %s\n%s", entry.planned.request_id, answer.message, answer.trace)
 
     # --------------------------------------------------------------------------- what the scheduler decides
 
@@ -262,17 +258,15 @@ class DevicePool:
         elif isinstance(command, CompleteCall):
             self._complete(self._entries[command.call])
         elif isinstance(command, FailCall):
-            self._fail(self._entries[command.call], command)
+            self._replies.fail(self._entries[command.call], command)
         elif isinstance(command, ReleaseCall):
             self._release(command.call)
         elif isinstance(command, RequeueCall):
-            self._requeued(self._entries[command.call], command)
+            self._replies.requeued(self._entries[command.call], self._name(command.worker))
         elif isinstance(command, SpawnWorker):
             self._fleet.spawn(command.worker, command.incarnation)
         elif isinstance(command, KillWorker):
-            _log.warning(
-                "%s: its worker is ended: %s", self._fleet.devices[command.worker].name, command.reason
-            )
+            _log.warning("%s: its worker is ended: %s", self._name(command.worker), command.reason)
             self._fleet.kill(command.worker, command.incarnation)
         else:
             self._changed(command)
@@ -281,48 +275,13 @@ class DevicePool:
         entry = self._entries[command.call]
         process = self._fleet.process(command.worker)
         process.send(entry.started(command, process.outputs))
-        device = self._fleet.devices[command.worker].name.name
+        device = self._name(command.worker)
         self._observer.call_started(entry.planned, device, command.attempt, command.queued_s)
 
     def _complete(self, entry: Entry) -> None:
         if entry.start is None:
             raise RuntimeError(f"{entry.planned.spec.name}: completed without a start")
-        device = self._fleet.devices[entry.start.worker]
-        if device.info is None:
-            raise RuntimeError(f"{device.name}: answered before it was ready")
-        try:
-            outcome = entry.outcome(device.name.name, device.info)
-        except NpugradError as error:
-            self._finish(entry, error)
-            return
-        if entry.future is not None and not entry.future.done():
-            entry.future.set_result(outcome)
-        self._report(entry, "OK", outcome.info)
-
-    def _fail(self, entry: Entry, command: FailCall) -> None:
-        if command.reason == "WORKER_LOST":
-            planned = entry.planned
-            _log.error("request %s: %s is suspect: %s", planned.request_id, planned.spec.name, command.detail)
-        error = error_from_verdict(entry.planned, command.reason, command.detail, command.code)
-        self._finish(entry, error)
-
-    def _finish(self, entry: Entry, error: NpugradError) -> None:
-        if entry.future is not None and not entry.future.done():
-            entry.future.set_exception(error)
-        self._report(entry, error.reason, None)
-
-    def _report(self, entry: Entry, reason: str, info: ExecutionInfo | None) -> None:
-        if not entry.reported:
-            entry.reported = True
-            self._finished += 1
-            self._observer.call_finished(entry.planned, reason, time.monotonic() - entry.submitted_s, info)
-
-    def _requeued(self, entry: Entry, command: RequeueCall) -> None:
-        device = self._fleet.devices[command.worker].name.name
-        _log.warning(
-            "request %s: %s died under it; it waits for another try", entry.planned.request_id, device
-        )
-        self._observer.call_requeued(entry.planned, device)
+        self._replies.complete(entry, self._fleet.devices[entry.start.worker])
 
     def _changed(self, command: DeviceChanged) -> None:
         if self._closing:
@@ -355,11 +314,14 @@ class DevicePool:
         """Every device, in the order of the settings."""
         return tuple(self._status(worker) for worker in range(len(self._fleet.devices)))
 
+    def _name(self, worker: int) -> str:
+        return self._fleet.devices[worker].name.name
+
     def _status(self, worker: int) -> DeviceStatus:
         device, record = self._fleet.devices[worker], self._scheduler.workers[worker]
         info = device.info
         return DeviceStatus(
-            name=device.name.name,
+            name=self._name(worker),
             backend=info.backend if info else "",
             description=info.description if info else "",
             simulated=info.simulated if info else False,
@@ -375,7 +337,7 @@ class DevicePool:
             queue_depth=self._scheduler.queue_depth,
             running=self._scheduler.running,
             accepted_calls=self._accepted,
-            finished_calls=self._finished,
+            finished_calls=self._replies.count,
             input_arena_used_bytes=self._gate.operands.used_bytes,
             output_arena_used_bytes=self._scheduler.output_used_bytes,
             uploads=self._uploads,
@@ -438,7 +400,7 @@ class DevicePool:
         self._set_alarm()
         for number, entry in list(self._entries.items()):
             if entry.future is not None and not entry.future.done():
-                self._finish(entry, _shut_down(entry.planned))
+                self._replies.finish(entry, _shut_down(entry.planned))
                 self._apply(self._scheduler.cancel(number, time.monotonic()))
         await self._fleet.close()
         self._inputs.close()

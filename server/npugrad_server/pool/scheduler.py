@@ -8,8 +8,8 @@ Guarantees
     - `ReleaseCall` comes exactly once for every call, after it was closed and no worker touches its memory.
     - A call starts at most `max_attempts` times, never past its deadline, and from its second try on alone;
       at most `SUSPECT_ATTEMPTS` times once a device failed under it.
-    - A call that waits for room is overtaken by at most `claim.MAX_OVERTAKEN` calls of its priority or below for
-      want of room; then a worker is kept free for it.
+    - A call that waits for room is overtaken by at most `claim.MAX_OVERTAKEN` calls of its priority or below
+      for want of room; then a worker is kept free for it.
 """
 
 from __future__ import annotations
