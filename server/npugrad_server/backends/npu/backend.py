@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -68,7 +68,10 @@ class NpuBackend:
         self._thread.bound = True
         self._describe(self._check_chip(product))
         self._mode = _Mode(self._runtime)
-        self._lanes = [Lane(self._device, self._runtime, self._launcher) for _ in range(streams)]
+        try:
+            self._lanes = [Lane(self._device, self._runtime, self._launcher) for _ in range(streams)]
+        except AclError as error:
+            raise DeviceUnusable(f"{device.name}: {error}", Comeback.SLOWLY) from error
         if len({lane.raw_stream for lane in self._lanes}) < streams:
             raise DeviceUnusable(f"{device.name}: torch_npu gave fewer than {streams} different streams")
         self.unavailable = self._probe(product)
@@ -147,7 +150,10 @@ class NpuBackend:
             self._thread.bound = True
 
     def close(self) -> None:
-        """Nothing: the end of the process gives the device back."""
+        """Gives back what torch_npu does not know of; the end of the process does the rest."""
+        with suppress(AclError):
+            for lane in self._lanes:
+                lane.close()
 
 
 class _Mode:
