@@ -17,16 +17,9 @@ from npugrad_server.machine import memory_bytes
 from npugrad_server.pool.admission import Admission
 from npugrad_server.pool.answers import RETRY_DRAINING_S, RETRY_NO_DEVICE_S
 from npugrad_server.pool.arena import InputArena
-from npugrad_server.pool.commands import (
-    CompleteCall,
-    FailCall,
-    KillWorker,
-    ReleaseCall,
-    RequeueCall,
-    SpawnWorker,
-    StartCall,
-    WorkerSpec,
-)
+from npugrad_server.pool.commands import DeviceChanged, ReleaseCall, WorkerSpec
+from npugrad_server.pool.device_memory import budget
+from npugrad_server.pool.driver import Driver
 from npugrad_server.pool.entry import Entry
 from npugrad_server.pool.fleet import Fleet
 from npugrad_server.pool.gate import Gate
@@ -40,9 +33,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from npugrad.spec import CallMeta, OpSpec
-    from npugrad_server.pool.commands import Command, DeviceChanged, Failure
+    from npugrad_server.pool.commands import Command, Failure
     from npugrad_server.pool.types import PlannedCall, PoolSettings
-    from npugrad_server.worker.protocol import CallFailed, CallPlanned, DeviceReady
+    from npugrad_server.worker.protocol import (
+        CallDeferred,
+        CallFailed,
+        CallPlanned,
+        DeviceReady,
+        NeedWorkspace,
+    )
 
 _log = logging.getLogger(__name__)
 
@@ -76,15 +75,20 @@ class DevicePool:
         self._loop = asyncio.get_running_loop()
         devices = [parse_device(name) for name in settings.devices]
         self._inputs = InputArena(settings.input_arena_bytes)
-        self._gate = Gate(settings, settings.device_memory_bytes or memory_bytes() // 2)
+        self._gate = Gate(
+            settings,
+            settings.device_memory_bytes or memory_bytes() // 2,
+            own_memory=any(device.owns_memory for device in devices),
+        )
         self._fleet = Fleet(settings, devices, self._inputs, self)
+        self._entries: dict[int, Entry] = {}
+        self._driver = Driver(self._fleet, self._entries, self._replies, self._observer)
         self._scheduler = Scheduler(
             settings,
             [WorkerSpec(settings.streams_per_device, self._gate.output_bytes, _HOST)] * len(devices),
             {_HOST: self._gate.memory_bytes},
         )
         self._numbers = itertools.count(1)
-        self._entries: dict[int, Entry] = {}
         self._questions = Questions(self._fleet, self._scheduler, self._numbers)
         self._unclosed = self._uploads = self._accepted = 0
         self._draining = self._closing = False
@@ -137,7 +141,9 @@ class DevicePool:
         if missing:
             raise UnsupportedOperator(f"{operator}: no device has it: {missing}", operator=operator)
         waiting = self._uploads + self._scheduler.queue_depth
-        demand, region = self._gate.reserve(planned, waiting, self._scheduler.running)
+        demand, region = self._gate.reserve(
+            planned, waiting, self._scheduler.running, self._scheduler.most_device_bytes
+        )
         admission = Admission(
             next(self._numbers),
             planned,
@@ -162,6 +168,7 @@ class DevicePool:
             Views of the results, valid until the admission is closed.
 
         Raises:
+            CallTooLarge: No device has room for its tensors, as turned out after it was admitted.
             DeadlineExceeded: The deadline passed before the result was there.
             ServerBusy: NO_DEVICE, the last device was marked down.
             ServerDraining: The pool was closed meanwhile.
@@ -215,8 +222,12 @@ class DevicePool:
     def worker_ready(self, worker: int, incarnation: int, ready: DeviceReady) -> None:
         """A process has opened its device."""
         for operator, reason in ready.unavailable.items():
-            _log.warning("%s: without %s: %s", self._name(worker), operator, reason)
-        self._apply(self._scheduler.ready(worker, incarnation, time.monotonic(), ready.one_mode))
+            _log.warning("%s: without %s: %s", self._fleet.name(worker), operator, reason)
+        memory_bytes = None
+        if ready.memory_bytes is not None:
+            memory_bytes = budget(ready.memory_bytes, self._settings.streams_per_device)
+        commands = self._scheduler.ready(worker, incarnation, time.monotonic(), ready.one_mode, memory_bytes)
+        self._apply(commands)
 
     def worker_answered(self, worker: int, incarnation: int, answer: CallDone | CallFailed) -> None:
         """A process has answered a call."""
@@ -225,10 +236,22 @@ class DevicePool:
         entry = self._entries.get(answer.call)
         if entry is not None:
             self._replies.take(entry, answer)
-        good = isinstance(answer, CallDone)
+        good, workspace_bytes = isinstance(answer, CallDone), None
         if isinstance(answer, CallDone):
             self._gate.note(answer.copy_in_s + answer.run_s + answer.copy_out_s)
-        self._apply(self._scheduler.answered(worker, incarnation, answer.call, good, time.monotonic()))
+            workspace_bytes = answer.workspace_bytes
+        now = time.monotonic()
+        self._apply(self._scheduler.answered(worker, incarnation, answer.call, good, now, workspace_bytes))
+
+    def worker_asks(self, worker: int, incarnation: int, question: NeedWorkspace) -> None:
+        """A process needs more workspace for a call than is set aside."""
+        needed = question.workspace_bytes
+        self._apply(self._scheduler.need_workspace(worker, incarnation, question.call, needed))
+
+    def worker_deferred(self, worker: int, incarnation: int, answer: CallDeferred) -> None:
+        """A process has given a call back, for want of room for its workspace."""
+        needed, now = answer.workspace_bytes, time.monotonic()
+        self._apply(self._scheduler.deferred(worker, incarnation, answer.call, needed, now))
 
     def worker_planned(self, worker: int, incarnation: int, answer: CallPlanned) -> None:
         """A process has said what a call would need."""
@@ -242,46 +265,20 @@ class DevicePool:
         """A process has ended, or could not be started."""
         self._questions.lost(worker, incarnation)
         if not self._closing:
-            self._observer.worker_lost(self._name(worker), reason)
+            self._observer.worker_lost(self._fleet.name(worker), reason)
         self._apply(self._scheduler.lost(worker, incarnation, reason, time.monotonic()))
 
     # --------------------------------------------------------------------------- what the scheduler decides
 
     def _apply(self, commands: Iterable[Command]) -> None:
         for command in commands:
-            self._carry_out(command)
+            if isinstance(command, ReleaseCall):
+                self._release(command.call)
+            elif isinstance(command, DeviceChanged):
+                self._changed(command)
+            else:
+                self._driver.carry_out(command)
         self._set_alarm()
-
-    def _carry_out(self, command: Command) -> None:
-        if isinstance(command, StartCall):
-            self._start(command)
-        elif isinstance(command, CompleteCall):
-            self._complete(self._entries[command.call])
-        elif isinstance(command, FailCall):
-            self._replies.fail(self._entries[command.call], command)
-        elif isinstance(command, ReleaseCall):
-            self._release(command.call)
-        elif isinstance(command, RequeueCall):
-            self._replies.requeued(self._entries[command.call], self._name(command.worker))
-        elif isinstance(command, SpawnWorker):
-            self._fleet.spawn(command.worker, command.incarnation)
-        elif isinstance(command, KillWorker):
-            _log.warning("%s: its worker is ended: %s", self._name(command.worker), command.reason)
-            self._fleet.kill(command.worker, command.incarnation)
-        else:
-            self._changed(command)
-
-    def _start(self, command: StartCall) -> None:
-        entry = self._entries[command.call]
-        process = self._fleet.process(command.worker)
-        process.send(entry.started(command, process.outputs))
-        device = self._name(command.worker)
-        self._observer.call_started(entry.planned, device, command.attempt, command.queued_s)
-
-    def _complete(self, entry: Entry) -> None:
-        if entry.start is None:
-            raise RuntimeError(f"{entry.planned.spec.name}: completed without a start")
-        self._replies.complete(entry, self._fleet.devices[entry.start.worker])
 
     def _changed(self, command: DeviceChanged) -> None:
         if self._closing:
@@ -314,14 +311,11 @@ class DevicePool:
         """Every device, in the order of the settings."""
         return tuple(self._status(worker) for worker in range(len(self._fleet.devices)))
 
-    def _name(self, worker: int) -> str:
-        return self._fleet.devices[worker].name.name
-
     def _status(self, worker: int) -> DeviceStatus:
         device, record = self._fleet.devices[worker], self._scheduler.workers[worker]
         info = device.info
         return DeviceStatus(
-            name=self._name(worker),
+            name=self._fleet.name(worker),
             backend=info.backend if info else "",
             description=info.description if info else "",
             simulated=info.simulated if info else False,
@@ -329,6 +323,8 @@ class DevicePool:
             restarts=max(0, record.incarnation - 1),
             reason=record.reason,
             pid=device.process.pid if device.process else None,
+            memory_bytes=record.memory_bytes,
+            memory_used_bytes=record.memory_used_bytes,
         )
 
     def stats(self) -> PoolStats:

@@ -38,6 +38,9 @@ class CallRecord:
         kill_at: When its worker is ended if it still runs; None while it is not void.
         region: Its outputs.
         arena: Allocator the region is from; that of a dead worker once the worker died.
+        device_bytes: What it holds of its worker's own memory.
+        set_aside_bytes: The part of that for its workspace, before rounding; None where nobody counts it.
+        workspace_bytes: Workspace that a device said it needs; None before one did.
         killed: How many workers of each device died while running it.
         last_reason: How the last of them ended.
         last_code: The vendor's number of a device failure under it; None without one.
@@ -54,6 +57,9 @@ class CallRecord:
     kill_at: float | None = None
     region: Region = EMPTY
     arena: RegionAllocator | None = None
+    device_bytes: int = 0
+    set_aside_bytes: int | None = None
+    workspace_bytes: int | None = None
     killed: Counter[int] = field(default_factory=Counter)
     last_reason: str = ""
     last_code: int | None = None
@@ -99,6 +105,9 @@ class WorkerRecord:
         outputs: Regions of the present process's output arena.
         running: Calls on it by number.
         one_mode: Whether calls of different deterministic modes must not overlap on it.
+        memory_bytes: What calls may have of its own memory, as the last process that opened it found it; None
+            for a device without, or before.
+        memory_used_bytes: What they have of it.
         failures: Consecutive failures without a successful call.
         blameless: Whether the present process is being ended for a call's sake, not for its own failure.
         alarm: When it must be open, or is to be started again; None for neither.
@@ -116,6 +125,8 @@ class WorkerRecord:
     outputs: RegionAllocator = field(default_factory=lambda: RegionAllocator(0))
     running: dict[int, CallRecord] = field(default_factory=dict)
     one_mode: bool = False
+    memory_bytes: int | None = None
+    memory_used_bytes: int = 0
     failures: int = 0
     blameless: bool = False
     alarm: float | None = None
@@ -135,6 +146,14 @@ class WorkerRecord:
         return not self.one_mode or all(
             other.request.deterministic == call.request.deterministic for other in self.running.values()
         )
+
+    def could_hold(self, nbytes: int) -> bool:
+        """Whether so much of its own memory can be had at all, were it idle; unknown counts as yes."""
+        return self.memory_bytes is None or nbytes <= self.memory_bytes
+
+    def has_free(self, nbytes: int) -> bool:
+        """Whether so much of its own memory can be had now."""
+        return self.could_hold(nbytes + self.memory_used_bytes)
 
     def is_current(self, incarnation: int) -> bool:
         """Whether an event of this process is about the present one."""

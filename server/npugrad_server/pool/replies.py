@@ -82,3 +82,8 @@ class Replies:
             "request %s: %s died under it; it waits for another try", entry.planned.request_id, device
         )
         self._observer.call_requeued(entry.planned, device)
+
+    def postponed(self, entry: Entry, device: str) -> None:
+        """There was no room for a call's workspace; it waits again."""
+        _log.info("request %s: %s has no room for its workspace now", entry.planned.request_id, device)
+        self._observer.call_postponed(entry.planned, device)

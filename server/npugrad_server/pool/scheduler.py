@@ -10,6 +10,10 @@ Guarantees
       at most `SUSPECT_ATTEMPTS` times once a device failed under it.
     - A call that waits for room is overtaken by at most `claim.MAX_OVERTAKEN` calls of its priority or below
       for want of room; then a worker is kept free for it.
+    - Calls never hold more of a device's own memory than it has, workspaces included, from the moment their
+      size is known; what a call holds goes back once.
+    - A call whose workspace found no room has not been tried: it waits in front of its lane, and starts again
+      where there is room for what it needs.
 """
 
 from __future__ import annotations
@@ -17,13 +21,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from npugrad_server.pool.alarms import Alarms
-from npugrad_server.pool.commands import CompleteCall, FailCall, ReleaseCall, RequeueCall, StartCall
+from npugrad_server.pool.commands import (
+    CompleteCall,
+    FailCall,
+    PostponeCall,
+    ReleaseCall,
+    RequeueCall,
+    StartCall,
+    TellWorker,
+)
 from npugrad_server.pool.fair_queue import FairQueue
 from npugrad_server.pool.ledger import CallRecord, Stage, WorkerRecord
 from npugrad_server.pool.lifecycle import Lifecycle
 from npugrad_server.pool.placement import Placement
 from npugrad_server.pool.regions import RegionAllocator
 from npugrad_server.pool.types import DeviceState
+from npugrad_server.worker.protocol import AbandonCall
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,7 +59,7 @@ class Scheduler:
         Args:
             settings: Times and limits.
             workers: The devices.
-            memory: Bytes of each memory that the devices name.
+            memory: Bytes of each host memory that the devices name.
         """
         self._settings = settings
         self.workers = [WorkerRecord(index, spec) for index, spec in enumerate(workers)]
@@ -78,6 +91,11 @@ class Scheduler:
         """Whether no device will ever be ready again."""
         return self._lifecycle.all_down
 
+    @property
+    def most_device_bytes(self) -> int | None:
+        """The most of a device's own memory that a call can have; None where it has no bound, or not yet."""
+        return self._placement.most_device_bytes
+
     def next_alarm(self) -> float | None:
         """When `tick` is due; None when only an event can change anything."""
         times = [self._alarms.next(), *(worker.alarm for worker in self.workers)]
@@ -106,31 +124,91 @@ class Scheduler:
         self._dispatch(now, out)
         return out
 
-    def ready(self, worker: int, incarnation: int, now: float, one_mode: bool = False) -> list[Command]:
-        """A process has opened its device."""
+    def ready(
+        self,
+        worker: int,
+        incarnation: int,
+        now: float,
+        one_mode: bool = False,
+        memory_bytes: int | None = None,
+    ) -> list[Command]:
+        """A process has opened its device.
+
+        Args:
+            worker: Which device.
+            incarnation: Which process.
+            now: When.
+            one_mode: Whether calls of different deterministic modes must not overlap on it.
+            memory_bytes: What calls may have of its own memory; None for a device without.
+        """
         out: list[Command] = []
         record = self.workers[worker]
         if not record.is_current(incarnation) or record.state is not DeviceState.STARTING:
             return out
         if record.failure is not None:
             return out  # it said that the device did not open, so its end is near
-        record.one_mode, record.alarm = one_mode, None
+        record.one_mode, record.memory_bytes, record.alarm = one_mode, memory_bytes, None
         self._lifecycle.change(record, DeviceState.READY, "", out)
         self._dispatch(now, out)
         return out
 
-    def answered(self, worker: int, incarnation: int, call: int, good: bool, now: float) -> list[Command]:
-        """A process has done a call, or has survived an error in it."""
+    def answered(
+        self,
+        worker: int,
+        incarnation: int,
+        call: int,
+        good: bool,
+        now: float,
+        workspace_bytes: int | None = None,
+    ) -> list[Command]:
+        """A process has done a call, or has survived an error in it.
+
+        Args:
+            worker: Which device.
+            incarnation: Which process.
+            call: Which call.
+            good: Whether there are results.
+            now: When.
+            workspace_bytes: Workspace its operator asked for; None when that is not known.
+        """
         out: list[Command] = []
         record = self.workers[worker]
         if not record.is_current(incarnation) or call not in record.running:
             return out
+        if workspace_bytes is not None and record.memory_bytes is not None:
+            self._placement.learn(record.running[call], workspace_bytes)
         done = self._placement.take_off(call, record)
         if good:
             record.failures = 0
         if not done.void:
             out.append(CompleteCall(call))
         self._settle(done, out)
+        self._dispatch(now, out)
+        return out
+
+    def need_workspace(self, worker: int, incarnation: int, call: int, nbytes: int) -> list[Command]:
+        """A running call needs this much workspace, which is more than is set aside for it."""
+        record = self.workers[worker]
+        if not record.is_current(incarnation) or call not in record.running:
+            return []
+        reply = self._placement.extend(record.running[call], record, nbytes)
+        return [TellWorker(worker, incarnation, reply)]
+
+    def deferred(self, worker: int, incarnation: int, call: int, nbytes: int, now: float) -> list[Command]:
+        """A process has given a call back, because its workspace, so many bytes, was refused for now."""
+        out: list[Command] = []
+        record = self.workers[worker]
+        if not record.is_current(incarnation) or call not in record.running:
+            return out
+        back = self._placement.take_off(call, record)
+        if back.void:
+            self._settle(back, out)
+        else:
+            back.free_region()
+            back.workspace_bytes = nbytes
+            back.attempts -= 1
+            self._put_back(back)
+            out.append(PostponeCall(call, worker))
         self._dispatch(now, out)
         return out
 
@@ -219,6 +297,10 @@ class Scheduler:
             if deadline is not None and deadline <= now:
                 self._give_up(call, "DEADLINE_EXCEEDED", "the deadline passed in the queue", out)
                 return True  # another call heads its lane now
+            why_never = self._placement.why_never(call)
+            if why_never:
+                self._give_up(call, "CALL_TOO_LARGE", why_never, out)
+                return True
             worker = self._placement.place(call)
             if worker is not None:
                 self._launch(call, worker, now, out)
@@ -233,7 +315,17 @@ class Scheduler:
         self._queue.take(call)
         call.stage, call.attempts = Stage.RUNNING, call.attempts + 1
         waited = max(0.0, now - call.submitted_s)
-        out.append(StartCall(call.id, worker.index, worker.incarnation, call.region, call.attempts, waited))
+        out.append(
+            StartCall(
+                call.id,
+                worker.index,
+                worker.incarnation,
+                call.region,
+                call.attempts,
+                waited,
+                call.set_aside_bytes,
+            )
+        )
 
     # -------------------------------------------------------------------------------------- how a call ends
 
@@ -246,6 +338,11 @@ class Scheduler:
             call.void = True
             call.kill_at = now + self._settings.hang_grace_s
             self._alarms.set(call.kill_at, call.id, len(self._calls))
+            worker = self._worker_of(call)
+            out.append(TellWorker(worker.index, worker.incarnation, AbandonCall(call.id)))
+
+    def _worker_of(self, call: CallRecord) -> WorkerRecord:
+        return next(worker for worker in self.workers if call.id in worker.running)
 
     def _give_up(self, call: CallRecord, reason: str, detail: str, out: list[Command]) -> None:
         self._unqueue(call)
@@ -288,8 +385,7 @@ class Scheduler:
                 return
         limit = self._settings.max_attempts
         if call.attempts < (min(limit, SUSPECT_ATTEMPTS) if call.suspect else limit):
-            call.stage = Stage.QUEUED
-            self._queue.restore(call)
+            self._put_back(call)
             out.append(RequeueCall(call.id, worker.index))
             return
         # The call is the suspect now, so its devices are not held to account for it.
@@ -298,6 +394,11 @@ class Scheduler:
         last = call.last_reason or worker.reason
         what = f"its worker died at each of {call.attempts} tries; last: {last}"
         self._fail(call, "WORKER_LOST", what, out, call.last_code)
+
+    def _put_back(self, call: CallRecord) -> None:
+        """A call that ran waits again, in front of its lane."""
+        call.stage = Stage.QUEUED
+        self._queue.restore(call)
 
     def _overdue(self, call: CallRecord, now: float, out: list[Command]) -> None:
         """An alarm of a call has come: its deadline, or the end of its grace."""
@@ -313,7 +414,7 @@ class Scheduler:
             self._void(call, deadline, out)
 
     def _end_for(self, call: CallRecord, out: list[Command]) -> None:
-        worker = next(w for w in self.workers if call.id in w.running)
+        worker = self._worker_of(call)
         # An impatient caller must not bring a slow device down: if the device really hangs, opening it
         # again fails, and that counts.
         grace = self._settings.hang_grace_s
