@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 _BLOCK_BYTES, _SPARE_BYTES = 512, 32
 _SEGMENT_BYTES = 22 * 2**20
-"""A segment of 20 MiB for buffers of up to 10 MiB and one of 2 MiB for those of up to 1 MiB: the allocator
-keeps such a pair for each stream, and its last buffer may be all that is in use of it."""
+"""A segment of 20 MiB for buffers of up to 10 MiB and one of 2 MiB for those of up to 1 MiB: a single buffer
+keeps all of its segment, and each call that runs may be the one that does."""
 _SHARE = 32
 """Beyond the segments one part in so many is left out: larger buffers come in steps of 2 MiB, and CANN loads
 kernels and grows queues after the device has said what is free."""

@@ -63,7 +63,7 @@ def test_workspaces_that_do_not_fit_together_are_run_one_after_the_other(run_poo
 
     run_pool(
         scenario,
-        f"test:1?memory={BUDGET + MEMORY // 4}&workspace={workspace}&ms=20&compute=1",
+        f"test:1?memory={BUDGET + MEMORY // 4}&workspace={workspace}&ms=60&compute=1",
         observer=tally,
         streams_per_device=2,
     )
@@ -141,7 +141,7 @@ def test_what_calls_hold_goes_back_when_their_worker_dies(
         assert used(pool) == [0]
         assert pool.devices()[0].state is DeviceState.READY
 
-    options = f"memory={MEMORY}&workspace={BUDGET * 6 // 10}&ms=50&compute=1"
+    options = f"memory={MEMORY}&workspace={BUDGET * 6 // 10}&ms=200&compute=1"
     run_pool(scenario, f"test:1?{options}", observer=tally, streams_per_device=2)
     assert max(tally.attempts) == 2
 
