@@ -10,7 +10,7 @@ from npugrad_server.pool.device_memory import FLOAT64_BYTES, need_of
 from npugrad_server.pool.regions import aligned
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Mapping
 
     from npugrad.spec import TensorMeta
     from npugrad_server.pool.types import PlannedCall
@@ -46,7 +46,7 @@ class Demand:
     outputs: Layout
     memory_bytes: int
     device_bytes: int = 0
-    workspace_key: Hashable = None
+    workspace_key: bytes | None = None
 
 
 def demand_of(planned: PlannedCall, *, own_memory: bool = False) -> Demand:

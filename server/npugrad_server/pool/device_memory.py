@@ -7,15 +7,18 @@ part of the device's memory is left out of the budget.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+from npugrad.ops import get_operator
+from npugrad.spec import CallMeta
 from npugrad_server.acl.layout import arrange
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
-
-    from npugrad_server.acl.layout import Arrangement
+    from npugrad.products import Product
+    from npugrad.spec import AttrValue, TensorMeta
     from npugrad_server.pool.types import PlannedCall
 
 _BLOCK_BYTES, _SPARE_BYTES = 512, 32
@@ -27,6 +30,8 @@ _SHARE = 32
 kernels and grows queues after the device has said what is free."""
 _LEAST_SHARE = 4
 """At most one part in so many is left out; only tests have devices that small."""
+_KINDS = 1024
+"""Kinds of calls whose need is remembered."""
 FLOAT64_BYTES = 8
 """An element of the results that a verification compares with."""
 
@@ -38,12 +43,12 @@ class DeviceNeed:
     Attributes:
         tensor_bytes: Device memory of operands and outputs.
         host_bytes: Host memory beside the arenas: packed operands, and the results of a verification.
-        key: What the workspace depends on; calls with the same key need the same.
+        key: Digest of what the workspace depends on; calls with the same key need the same. None without one.
     """
 
     tensor_bytes: int = 0
     host_bytes: int = 0
-    key: Hashable = None
+    key: bytes | None = None
 
 
 def footprint(nbytes: int) -> int:
@@ -76,26 +81,44 @@ def need_of(planned: PlannedCall) -> DeviceNeed:
     """Counts what a call takes of a device's own memory; its workspace only the device can tell."""
     if all(meta is None for meta in planned.outputs.values()):
         return DeviceNeed()  # it is answered before anybody looks at its operands
-    arrangement = arrange(planned.spec, planned.call)
-    slots = arrangement.inputs + arrangement.outputs
-    host_bytes = sum(slot.nbytes for slot in arrangement.inputs if slot.packed)
-    if planned.options.verify:
-        host_bytes += sum(m.size * FLOAT64_BYTES for m in planned.outputs.values() if m is not None)
-    return DeviceNeed(
-        sum(footprint(slot.nbytes) for slot in slots), host_bytes, _workspace_key(planned, arrangement)
-    )
-
-
-def _workspace_key(planned: PlannedCall, arrangement: Arrangement) -> Hashable:
-    """Everything that the operator sees when it says how much workspace it needs."""
-    call = planned.call
-    return (
+    call, options = planned.call, planned.options
+    need = _need_of_kind(
         planned.spec.name,
         call.product,
-        planned.options.deterministic,
+        options.deterministic,
+        tuple(call.inputs.items()),
         tuple(call.attrs.items()),
-        tuple(
-            (slot.name, slot.meta.dtype, slot.meta.shape, slot.meta.strides)
-            for slot in arrangement.inputs + arrangement.outputs
-        ),
+        tuple(call.outputs.items()),
+    )
+    if not options.verify:
+        return need
+    compared = sum(meta.size * FLOAT64_BYTES for meta in planned.outputs.values() if meta is not None)
+    return replace(need, host_bytes=need.host_bytes + compared)
+
+
+@lru_cache(_KINDS)
+def _need_of_kind(
+    operator: str,
+    product: Product,
+    deterministic: bool,
+    inputs: tuple[tuple[str, TensorMeta | None], ...],
+    attrs: tuple[tuple[str, AttrValue], ...],
+    outputs: tuple[tuple[str, TensorMeta | None], ...],
+) -> DeviceNeed:
+    """Remembered: arranging costs the front as much as all the rest, and most calls look like one before."""
+    call = CallMeta(dict(inputs), dict(attrs), dict(outputs), product)
+    arrangement = arrange(get_operator(operator), call)
+    slots = arrangement.inputs + arrangement.outputs
+    # Everything that the operator sees when it says how much workspace it needs.
+    seen = (
+        operator,
+        product.value,
+        deterministic,
+        attrs,
+        tuple((slot.name, slot.meta.dtype.value, slot.meta.shape, slot.meta.strides) for slot in slots),
+    )
+    return DeviceNeed(
+        tensor_bytes=sum(footprint(slot.nbytes) for slot in slots),
+        host_bytes=sum(slot.nbytes for slot in arrangement.inputs if slot.packed),
+        key=blake2b(repr(seen).encode(), digest_size=16).digest(),
     )

@@ -85,6 +85,15 @@ class CallRecord:
         """Whether it may only run on a worker that runs nothing else: it may be what kills workers."""
         return self.attempts > 0
 
+    def note_loss(self, worker: WorkerRecord) -> None:
+        """Its worker died under it: remembers who, how, and whether its device failed under this very call."""
+        if not worker.blameless:
+            self.killed[worker.index] += 1
+            self.last_reason = worker.reason
+        failure = worker.failure
+        if failure is not None and failure.call == self.id:
+            self.suspect, self.last_code = True, failure.code
+
     def free_region(self) -> None:
         """Gives the output region back."""
         if self.arena is not None:

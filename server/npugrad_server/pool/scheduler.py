@@ -374,15 +374,11 @@ class Scheduler:
             self._settle(call, out)
             return
         call.free_region()
-        if not worker.blameless:
-            call.killed[worker.index] += 1
-            call.last_reason = worker.reason
+        call.note_loss(worker)
         failure = worker.failure
-        if failure is not None and failure.call == call.id:
-            call.suspect, call.last_code = True, failure.code
-            if not failure.retry:
-                self._fail(call, "DEADLINE_EXCEEDED", failure.reason, out, failure.code)
-                return
+        if failure is not None and failure.call == call.id and not failure.retry:
+            self._fail(call, "DEADLINE_EXCEEDED", failure.reason, out, failure.code)
+            return
         limit = self._settings.max_attempts
         if call.attempts < (min(limit, SUSPECT_ATTEMPTS) if call.suspect else limit):
             self._put_back(call)

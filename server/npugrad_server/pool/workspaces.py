@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
 CAPACITY = 4096
-"""Kinds of calls that are remembered; one takes about a kilobyte."""
+"""Kinds of calls that are remembered; each takes some hundred bytes."""
 
 
 class LearnedWorkspaces:
