@@ -86,7 +86,7 @@ class CallRecord:
         return self.attempts > 0
 
     def note_loss(self, worker: WorkerRecord) -> None:
-        """Its worker died under it: remembers who, how, and whether its device failed under this very call."""
+        """Its worker died under it: who, how, and whether its device failed under this very call."""
         if not worker.blameless:
             self.killed[worker.index] += 1
             self.last_reason = worker.reason

@@ -56,14 +56,14 @@ def test_workspaces_that_do_not_fit_together_are_run_one_after_the_other(run_poo
     async def scenario(pool: DevicePool) -> None:
         await pool.wait_ready(30)
         assert [status.memory_bytes for status in pool.devices()] == [BUDGET]
-        outcomes = await asyncio.gather(*(job(seed=i, label=str(i)).check(pool) for i in range(8)))
+        outcomes = await asyncio.gather(*(job(seed=i, label=str(i)).check(pool) for i in range(4)))
         assert {outcome.info.workspace_bytes for outcome in outcomes} == {workspace}
         assert {outcome.info.attempts for outcome in outcomes} == {1}
         assert used(pool) == [0]
 
     run_pool(
         scenario,
-        f"test:1?memory={BUDGET + MEMORY // 4}&workspace={workspace}&ms=60&compute=1",
+        f"test:1?memory={BUDGET + MEMORY // 4}&workspace={workspace}&ms=300&compute=1",
         observer=tally,
         streams_per_device=2,
     )
@@ -71,7 +71,7 @@ def test_workspaces_that_do_not_fit_together_are_run_one_after_the_other(run_poo
     # Only the first two did not know: one was granted its workspace, the other came back once.
     assert tally.asked == {"granted": 1, "postponed": 1}
     assert tally.postponed == 1
-    assert tally.attempts == [1] * 9
+    assert tally.attempts == [1] * 5
 
 
 def test_a_workspace_that_was_learned_is_asked_for_only_when_it_grows(run_pool: Any, job: Any) -> None:
