@@ -168,3 +168,36 @@ def test_a_call_whose_caller_has_gone_frees_its_device_early(
         assert (status.state, status.restarts) == (DeviceState.READY, 0)
 
     run_pool(scenario, "test:1?ms=60000", hang_grace_s=30)
+
+
+def test_kills_and_callers_who_leave_lose_no_byte_of_device_memory(run_pool: Any, job: Any) -> None:
+    tally = Tally()
+
+    async def scenario(pool: DevicePool) -> None:
+        await pool.wait_ready(30)
+        large = [job(seed=i, label="large" if i % 3 else str(i)) for i in range(30)]
+        calls = [asyncio.ensure_future(one.check(pool)) for one in large]
+        gone = calls[::5]
+        for turn in range(4):
+            await asyncio.wait(calls, timeout=0.1)
+            gone[turn].cancel()
+            pid = pool.devices()[turn % 2].pid
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+            await pool.wait_ready(30)
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        wrong = [r for r in results if isinstance(r, Exception)]
+        assert not wrong, wrong
+        assert used(pool) == [0, 0]
+
+    options = f"memory={MEMORY}&workspace={BUDGET * 4 // 10}&big=large&ms=20&compute=1"
+    run_pool(
+        scenario,
+        f"test:2?{options}",
+        observer=tally,
+        streams_per_device=3,
+        max_attempts=10,
+        max_respawns=10,
+    )
+    assert tally.asked["postponed"] >= tally.postponed > 0
+    assert tally.asked["refused"] == 0
