@@ -291,6 +291,28 @@ def mixed_modes() -> dict[str, bool]:
 
 
 @scenario
+def planned_while_modes_change() -> int:
+    """Workspaces asked for while calls of both modes take turns; how many."""
+    bench = Bench(streams=2)
+    # An executor of a first phase alone lives so long.
+    bench.sim.set_plan("aclDestroyAclOpExecutor:*:slow=3")
+    over, planned = threading.Event(), [0]
+
+    def calls() -> None:
+        for turn in range(60):
+            bench.run(GROUP_NORM, NORM, options=CallOptions(deterministic=turn % 2 == 0))
+        over.set()
+
+    def plans() -> None:
+        while not over.is_set():
+            assert bench.backend.workspace_bytes(GROUP_NORM, NORM)
+            planned[0] += 1
+
+    in_threads(calls, plans)
+    return planned[0]
+
+
+@scenario
 def not_deterministic() -> dict[str, list[Any]]:
     """Reason of the refusal, and how many phases 1 there were, for what cannot be deterministic; and can."""
     bench = Bench()

@@ -117,6 +117,12 @@ def test_calls_of_different_modes_never_overlap_and_each_runs_under_its_own(run_
     assert most == 2  # else nothing was shown
 
 
+def test_the_mode_does_not_change_while_a_first_phase_is_asked_for_its_workspace(run_on_sim: Run) -> None:
+    """The simulator aborts when it changes between the first phase and the end of its executor."""
+    planned, _ = scenario(run_on_sim, "planned_while_modes_change", plan="")
+    assert planned > 5
+
+
 def test_what_cannot_be_deterministic_is_refused_before_its_first_phase(run_on_sim: Run) -> None:
     found, _ = scenario(run_on_sim, "not_deterministic")
     assert found == {
