@@ -101,17 +101,19 @@ def test_calls_of_different_modes_never_overlap_and_each_runs_under_its_own(run_
     running: dict[int, int] = {}  # executor by stream
     most = 0
     for record in report.records():
-        if record["event"] in ("plan", "launch", "run"):
-            executor, mode = record["executor"], bool(record["deterministic"])
-            assert in_hand.setdefault(executor, mode) == mode
-            assert set(in_hand.values()) == {mode}, record
-            most = max(most, len(in_hand))
-        if record["event"] == "plan":
-            seen[str(record["arguments"][0]["value"]["shape"][0])] = mode
-        elif record["event"] == "run":
-            running[record["stream"]] = executor
-        elif record["event"] == "end" and record["task"].startswith("aclnn"):
+        event = record["event"]
+        if event == "end" and record["task"].startswith("aclnn"):
             del in_hand[running.pop(record["stream"])]
+        if event not in ("plan", "launch", "run"):
+            continue
+        executor, mode = record["executor"], bool(record["deterministic"])
+        in_hand.setdefault(executor, mode)
+        assert set(in_hand.values()) == {mode}, record
+        most = max(most, len(in_hand))
+        if event == "plan":
+            seen[str(record["arguments"][0]["value"]["shape"][0])] = mode
+        elif event == "run":
+            running[record["stream"]] = executor
     assert seen == modes
     assert not in_hand
     assert most == 2  # else nothing was shown
