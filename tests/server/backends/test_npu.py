@@ -112,6 +112,14 @@ def test_a_clock_that_fails_does_not_cost_the_result(npu_worker: NpuWorker) -> N
     assert min(done.copy_in_s, done.run_s, done.copy_out_s) > 0
 
 
+def test_an_idle_worker_gives_its_events_back_at_its_end(start_npu_worker: StartNpuWorker) -> None:
+    worker = start_npu_worker(streams=2)
+    assert worker.report.counters()["live.events"] >= 10  # five marks for each stream
+    worker.control.close()
+    assert worker.process.wait(10) == 0
+    assert worker.report.counters()["live.events"] == 0
+
+
 # ------------------------------------------------------------------------------- what the worker survives
 
 
