@@ -711,7 +711,39 @@ def test_a_postponed_call_whose_worker_died_before_is_still_alone() -> None:
     assert started(scheduler.submit(on_device(2, 1, None), 0)) == []
     assert ask(scheduler, again, 3) == WorkspaceGranted(1)
     (third,) = of(StartCall, defer(scheduler, again, 3))  # a worker that did not wait for the answer
-    assert (third.call, third.attempt) == (1, 2)
+    assert (third.call, third.attempt, third.workspace_bytes) == (1, 2, workspace(3))
+
+
+def test_what_a_call_was_told_counts_more_than_what_others_of_its_kind_were() -> None:
+    scheduler = open_scheduler(streams=2, device=10 * BLOCK)
+    (one,) = of(StartCall, scheduler.submit(on_device(1, 2), 0))
+    (two,) = of(StartCall, scheduler.submit(on_device(2, 2), 0))
+    assert isinstance(ask(scheduler, two, 7), WorkspaceRefused)
+    assert started(defer(scheduler, two, 7)) == []
+    (again,) = of(StartCall, scheduler.answered(one.worker, 1, 1, True, 0, workspace(1)))
+    assert (again.call, again.workspace_bytes) == (2, workspace(7))
+
+
+def test_a_call_is_kept_a_device_that_has_enough_memory_for_it() -> None:
+    scheduler = Scheduler(SETTINGS, [WorkerSpec(2, 1024, "host")] * 2, {"host": 0})
+    scheduler.start(0)
+    scheduler.ready(0, 1, 0, memory_bytes=4 * BLOCK)
+    scheduler.ready(1, 1, 0, memory_bytes=8 * BLOCK)
+    running = [
+        start
+        for number in range(4)
+        for start in of(StartCall, scheduler.submit(on_device(number, 1, None), 0))
+    ]
+    assert [start.worker for start in running] == [0, 1, 0, 1]
+    assert started(scheduler.submit(on_device(50, 8, None, label="large"), 0)) == []
+    # Whichever place gets free, a small call takes it, until the large one is kept the larger device.
+    for number in range(100, 200):
+        scheduler.submit(on_device(number, 1, None, label="small"), 0)
+        running += of(StartCall, finish(scheduler, running.pop(0)))
+        if any(start.call == 50 for start in running):
+            break
+    (large,) = [start for start in running if start.call == 50]
+    assert large.worker == 1
 
 
 def test_a_call_nobody_waits_for_gets_no_workspace_and_is_told_so() -> None:
