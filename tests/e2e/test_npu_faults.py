@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -77,7 +78,8 @@ def test_a_call_under_which_every_device_fails_is_given_up_with_the_number(
     failure = failing_call(running)
     assert (failure.error.reason, failure.error.code) == ("WORKER_LOST", 507018)
     assert failure.status is grpc.StatusCode.UNAVAILABLE
-    assert "aclrtSynchronizeStreamWithTimeout returned 507018" in str(failure.error)
+    # What was queued behind the operator may meet the failure before the wait does.
+    assert re.search(r"aclrt\w+ returned 507018", str(failure.error))
     assert "since a task failed on device" in str(failure.error), "CANN's own words are missing"
     good_call(running)
     eventually(lambda: all_ready(running), "both devices serve again", running.process)

@@ -122,7 +122,7 @@ def build(
     )
 
 
-def _infer(call: CallMeta) -> Mapping[str, TensorMeta | None]:
+def _output_metas(call: CallMeta) -> Mapping[str, TensorMeta]:
     return {
         name: (
             call.declared(name) or TensorMeta(call.tensor(like).dtype, call.tensor(like).shape)
@@ -157,7 +157,7 @@ FUSED_FLOYD_ATTENTION_GRAD = OpSpec(
     products=dict.fromkeys(PRODUCTS, DOCUMENT),
     constraints=CONSTRAINTS,
     not_expressible=NOT_EXPRESSIBLE,
-    infer=_infer,
+    output_metas=_output_metas,
     reference=reference,
     build=build,
     samples=_samples,

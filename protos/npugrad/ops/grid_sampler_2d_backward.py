@@ -124,11 +124,10 @@ def build(
     )
 
 
-def _infer(call: CallMeta) -> Mapping[str, TensorMeta | None]:
-    mask = call.mask() or (False, False)
+def _output_metas(call: CallMeta) -> Mapping[str, TensorMeta]:
     return {
-        name: (call.declared(name) or _inferred(call.tensor(like))).contiguous() if wanted else None
-        for (name, like), wanted in zip(LIKE.items(), mask, strict=True)
+        name: (call.declared(name) or _inferred(call.tensor(like))).contiguous()
+        for name, like in LIKE.items()
     }
 
 
@@ -210,7 +209,7 @@ GRID_SAMPLER_2D_BACKWARD = OpSpec(
     },
     constraints=CONSTRAINTS,
     not_expressible=NOT_EXPRESSIBLE,
-    infer=_infer,
+    output_metas=_output_metas,
     reference=reference,
     build=build,
     samples=_samples,

@@ -21,6 +21,9 @@ _HBM = 1
 """aclrtMemAttr of the device's own memory."""
 _DETERMINISTIC = 0
 """aclSysParamOpt of deterministic computing."""
+_EVENT_TIME_LINE = 8
+"""ACL_EVENT_TIME_LINE: the event can tell times, and may be recorded again and again."""
+_EVENTS = ("aclrtCreateEventExWithFlag", "aclrtRecordEvent", "aclrtEventElapsedTime", "aclrtDestroyEvent")
 _THREAD_LEVEL = 0
 """aclrtLastErrLevel."""
 _MOST_MESSAGES = 32
@@ -138,6 +141,31 @@ class Runtime:
         # At least a millisecond, as -1 would be for ever and 0 is undefined.
         ms = _MOST_MS if left_ms >= _MOST_MS else math.ceil(max(1.0, left_ms))
         self.call(self._functions["aclrtSynchronizeStreamWithTimeout"], stream, ms)
+
+    @property
+    def has_events(self) -> bool:
+        """Whether CANN has all that timing by events needs."""
+        return all(self._functions.has(name) for name in _EVENTS)
+
+    def make_event(self) -> int:
+        """A new event that can tell times; there may be as many as one likes."""
+        event = ctypes.c_void_p()
+        self.call(self._functions["aclrtCreateEventExWithFlag"], event, _EVENT_TIME_LINE)
+        return event.value or 0
+
+    def destroy_event(self, event: int) -> None:
+        """Destroys an event; no record of it may be under way."""
+        self.call(self._functions["aclrtDestroyEvent"], event)
+
+    def record(self, event: int, stream: int) -> None:
+        """Queues noting the time when a stream gets there; an earlier note is forgotten."""
+        self.call(self._functions["aclrtRecordEvent"], event, stream)
+
+    def elapsed_s(self, first: int, last: int) -> float:
+        """Seconds of the device between what two events noted; their streams must have been waited for."""
+        milliseconds = ctypes.c_float()
+        self.call(self._functions["aclrtEventElapsedTime"], milliseconds, first, last)
+        return milliseconds.value / 1000
 
     def set_deterministic(self, wanted: bool) -> None:
         """Sets the deterministic option of the thread's context; nothing may run or be queued in it."""

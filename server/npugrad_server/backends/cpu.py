@@ -37,7 +37,13 @@ class CpuBackend:
         self.description += f", {threads} threads for linear algebra"
 
     def run(self, spec: OpSpec, call: DeviceCall) -> Timings:
-        """Computes in float64 and rounds once; operands and results stay where they are."""
+        """Computes in float64 and rounds once; operands and results stay where they are.
+
+        Raises:
+            CallAbandoned: The caller had gone before it began.
+            DeadlineExceeded: The deadline had passed before it began.
+        """
+        call.check_wanted()
         start = time.perf_counter()
         spec.reference(call.inputs, call.meta.attrs, call.outputs)
         return Timings(run_s=time.perf_counter() - start)

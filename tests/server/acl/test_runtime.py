@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from npugrad_server.acl.faults import Action
-from npugrad_server.acl.runtime import AclError
+from npugrad_server.acl.libraries import Functions, Missing
+from npugrad_server.acl.runtime import AclError, Runtime
+from npugrad_server.acl.symbols import RUNTIME
 
 if TYPE_CHECKING:
     from tests.server.acl.conftest import Bench
@@ -33,6 +35,38 @@ def test_bytes_go_down_and_come_back(bench: Bench) -> None:
     assert not target[900:].any()
     for pinned in (source, target):
         bench.sim.call("aclrtFreeHost", pinned.ctypes.data)
+
+
+def test_events_tell_how_long_a_stream_took(bench: Bench) -> None:
+    """Whichever call records them, again and again."""
+    address = bench.upload(bytes(64))
+    first, last = bench.runtime.make_event(), bench.runtime.make_event()
+    for ms in (60, 20):
+        bench.sim.set_plan(f"memset:1:slow={ms}")
+        bench.runtime.record(first, bench.stream)
+        bench.runtime.zero(address, 64, bench.stream)
+        bench.runtime.record(last, bench.stream)
+        bench.runtime.wait(bench.stream, soon())
+        assert ms / 1000 <= bench.runtime.elapsed_s(first, last) < 2
+    assert bench.runtime.elapsed_s(first, first) == 0
+    with pytest.raises(AclError, match="107007"):
+        bench.runtime.elapsed_s(last, first)
+    for event in (first, last):
+        bench.runtime.destroy_event(event)
+
+
+def test_an_event_that_was_never_recorded_has_no_time(bench: Bench) -> None:
+    event = bench.runtime.make_event()
+    with pytest.raises(AclError, match="107006"):
+        bench.runtime.elapsed_s(event, event)
+    bench.runtime.destroy_event(event)
+
+
+def test_whether_cann_can_time_by_events(bench: Bench) -> None:
+    assert bench.runtime.has_events
+    symbol = next(symbol for symbol in RUNTIME if symbol.name == "aclrtRecordEvent")
+    functions = {**bench.cann.runtime.by_name, symbol.name: Missing(symbol, ())}
+    assert not Runtime(Functions(functions)).has_events
 
 
 def test_a_wait_ends_at_its_time_with_the_number_of_the_vendor(bench: Bench) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -68,7 +68,10 @@ class NpuBackend:
         self._thread.bound = True
         self._describe(self._check_chip(product))
         self._mode = _Mode(self._runtime)
-        self._lanes = [Lane(self._device, self._runtime, self._launcher) for _ in range(streams)]
+        try:
+            self._lanes = [Lane(self._device, self._runtime, self._launcher) for _ in range(streams)]
+        except AclError as error:
+            raise DeviceUnusable(f"{device.name}: {error}", Comeback.SLOWLY) from error
         if len({lane.raw_stream for lane in self._lanes}) < streams:
             raise DeviceUnusable(f"{device.name}: torch_npu gave fewer than {streams} different streams")
         self.unavailable = self._probe(product)
@@ -139,7 +142,8 @@ class NpuBackend:
         if not any(wanted is not None for wanted in spec.infer(meta).values()):
             return 0
         self._bind_thread()
-        return self._lanes[0].workspace_bytes(spec, meta)
+        with self._mode.kept():
+            return self._lanes[0].workspace_bytes(spec, meta)
 
     def _bind_thread(self) -> None:
         if not getattr(self._thread, "bound", False):
@@ -147,16 +151,20 @@ class NpuBackend:
             self._thread.bound = True
 
     def close(self) -> None:
-        """Nothing: the end of the process gives the device back."""
+        """Gives back what torch_npu does not know of; the end of the process does the rest."""
+        with suppress(AclError):
+            for lane in self._lanes:
+                lane.close()
 
 
 class _Mode:
-    """The deterministic option of the device's context: changed only while no call runs."""
+    """The deterministic option of the device's context: changed only while nobody uses the context."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._condition = threading.Condition()
         self._users = 0
+        self._waiting = 0
         self._deterministic: bool | None = None
 
     @contextmanager
@@ -169,15 +177,32 @@ class _Mode:
         """
         with self._condition:
             # The scheduler lets no calls of different modes meet here; this only makes sure.
+            self._waiting += 1
             self._condition.wait_for(lambda: not self._users or self._deterministic == wanted)
+            self._waiting -= 1
+            self._condition.notify_all()
             self._set(spec, wanted)
             self._users += 1
         try:
             yield
         finally:
-            with self._condition:
-                self._users -= 1
-                self._condition.notify_all()
+            self._leave()
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keeps the option as it is, whatever that is, behind those who wait for it to change."""
+        with self._condition:
+            self._condition.wait_for(lambda: not self._waiting)
+            self._users += 1
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        with self._condition:
+            self._users -= 1
+            self._condition.notify_all()
 
     def _set(self, spec: OpSpec, wanted: bool) -> None:
         if self._deterministic == wanted:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from npugrad_server.backends.npu.bringup import NpuDevice, PinnedBuffer
 
     Bytes = npt.NDArray[np.uint8]
+    Arriving = list[tuple[Bytes, Bytes]]
 
 LIMIT_VARIABLE = "NPUGRAD_WORKER_STAGING_BYTES"
 """Environment variable: most pinned memory of one stream and direction, in bytes."""
@@ -47,9 +48,13 @@ class Staging:
         self._limit_bytes = max(_LEAST_BYTES, int(os.environ.get(LIMIT_VARIABLE, _DEFAULT_LIMIT_BYTES)))
         self._buffer: PinnedBuffer | None = None
 
-    def _area(self, nbytes: int) -> PinnedBuffer:
-        """Memory for that much, or the limit. No copy from or to it may be under way."""
-        wanted = min(nbytes, self._limit_bytes)
+    def reserve(self, parts: Sequence[tuple[Bytes, int]]) -> PinnedBuffer:
+        """Takes memory for these parts, or up to the limit. No copy from or to it may be under way.
+
+        Raises:
+            AclError: There is not so much.
+        """
+        wanted = min(_total(parts), self._limit_bytes)
         if self._buffer is None or self._buffer.data.nbytes < wanted:
             self._buffer = None  # given back first, so that a call never needs both
             size = max(_LEAST_BYTES, 1 << (wanted - 1).bit_length())
@@ -61,7 +66,7 @@ class Staging:
         runtime: Runtime,
         parts: Sequence[tuple[Bytes, int]],
         stream: int,
-        wait: Callable[[], None],
+        turn: Callable[[], None],
     ) -> None:
         """Queues copies to the device; it may still be running them when this returns.
 
@@ -69,16 +74,16 @@ class Staging:
             runtime: Queues.
             parts: Host bytes and the device address each goes to.
             stream: Raw stream.
-            wait: Waits until all that is queued has run.
+            turn: Waits until all that is queued has run; called when the memory is used up.
 
         Raises:
             AclError: A copy could not be queued, or a wait failed.
         """
-        area, used = self._area(_total(parts)), 0
+        area, used = self.reserve(parts), 0
         for source, address in parts:
             for start, stop in _pieces(source.nbytes, area.data.nbytes):
                 if used + (stop - start) > area.data.nbytes:
-                    wait()
+                    turn()
                     used = 0
                 area.data[used : used + stop - start] = source[start:stop]
                 runtime.copy_in(address + start, area.address + used, stop - start, stream)
@@ -89,27 +94,31 @@ class Staging:
         runtime: Runtime,
         parts: Sequence[tuple[Bytes, int]],
         stream: int,
-        wait: Callable[[], None],
-    ) -> None:
-        """Copies from the device and waits for it; arguments and errors as for `copy_in`."""
-        area, used = self._area(_total(parts)), 0
-        arriving: list[tuple[Bytes, int]] = []
+        turn: Callable[[], None],
+    ) -> Arriving:
+        """Queues copies from the device; arguments and errors as for `copy_in`.
+
+        Returns:
+            What `deliver` has to copy on, once the stream was waited for; nothing may look at it before.
+        """
+        area, used = self.reserve(parts), 0
+        arriving: Arriving = []
         for target, address in parts:
             for start, stop in _pieces(target.nbytes, area.data.nbytes):
                 if used + (stop - start) > area.data.nbytes:
-                    wait()
-                    _deliver(arriving, area.data)
+                    turn()
+                    deliver(arriving)
                     used = 0
                 runtime.copy_out(area.address + used, address + start, stop - start, stream)
-                arriving.append((target[start:stop], used))
+                arriving.append((target[start:stop], area.data[used : used + stop - start]))
                 used += _aligned(stop - start)
-        wait()
-        _deliver(arriving, area.data)
+        return arriving
 
 
-def _deliver(arriving: list[tuple[Bytes, int]], area: Bytes) -> None:
-    for target, start in arriving:
-        target[:] = area[start : start + target.nbytes]
+def deliver(arriving: Arriving) -> None:
+    """Copies what has arrived to where it was wanted, and forgets it."""
+    for target, source in arriving:
+        target[:] = source
     arriving.clear()
 
 
@@ -130,6 +139,9 @@ def span_bytes(array: npt.NDArray[Any]) -> Bytes:
     """The bytes from an array's first element to its last, in memory order; strides must not be negative."""
     if not array.size:
         return np.empty(0, np.uint8)
+    if array.flags.c_contiguous:
+        whole: Bytes = array.reshape(-1).view(np.uint8)
+        return whole
     steps = zip(array.shape, array.strides, strict=True)
     span = sum((size - 1) * step for size, step in steps) // array.itemsize + 1
     writeable = bool(array.flags.writeable)
