@@ -33,7 +33,16 @@ from npugrad_server.pool import PlannedCall, PoolSettings
 from npugrad_server.pool.arena import InputArena
 from npugrad_server.pool.demand import demand_of
 from npugrad_server.pool.regions import RegionAllocator
-from npugrad_server.worker.protocol import CallDone, CallFailed, CallPlanned, DeviceFailed, PlanCall, RunCall
+from npugrad_server.worker.protocol import (
+    AskMemory,
+    CallDone,
+    CallFailed,
+    CallPlanned,
+    DeviceFailed,
+    MemoryFound,
+    PlanCall,
+    RunCall,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -127,10 +136,12 @@ class Job:
         return PlannedCall(self.spec, self.call, outputs, self.options, "acceptance", self.deadline_s)
 
     def write(self, name: str, memory: memoryview) -> None:
-        """Lays an operand out in memory as its meta says."""
+        """Lays an operand out in memory as its meta says; of elements that repeat one, the first is taken."""
         meta, array = self.call.inputs[name], self.arrays[name]
         if meta is not None and array is not None and meta.size:
-            view(meta, memory)[...] = array
+            target = view(meta, memory)
+            once = tuple(slice(None if step else 1) for step in target.strides)
+            target[once] = array[once]
 
 
 def make_job(spec: OpSpec, call: CallMeta, seed: int = 0, **options: Any) -> Job:
@@ -176,12 +187,13 @@ class Bench:
         self._results = RegionAllocator(settings.arena_bytes)
         self._numbers, self._incarnations = itertools.count(1), itertools.count(1)
         self._link: WorkerLink | None = None
+        self._changes: dict[str, Any] = {}
         self._ready: DeviceReady | None = None
 
     # ------------------------------------------------------------------------------------------- the worker
 
     def start(self, **changes: Any) -> float:
-        """Starts a worker unless one is there, and waits until its device is open.
+        """Starts a worker unless one like it is there, and waits until its device is open.
 
         Args:
             **changes: Fields of `PoolSettings` that differ for this worker, such as ``run_limit_s=0.001``.
@@ -192,11 +204,11 @@ class Bench:
         Raises:
             DeviceGone: The device does not open.
         """
-        if self._link is not None and self._link.alive:
+        if self.alive and self._changes == changes:
             return 0.0
         self.stop()
         start = time.monotonic()
-        settings = self.settings.pool_settings(**changes)
+        settings, self._changes = self.settings.pool_settings(**changes), changes
         self._link = WorkerLink(self._loop, self._inputs, settings, next(self._incarnations))
         try:
             self._ready = self._link.wait_ready(settings.worker_start_timeout_s)
@@ -314,7 +326,7 @@ class Bench:
     def settle(self, pending: Pending) -> Ran:
         """Waits for a pending call and gives its memory back; for `Pending`."""
         answer = pending.answer.result(self._patience_s())
-        if isinstance(answer, CallPlanned):
+        if isinstance(answer, (CallPlanned, MemoryFound)):
             raise TypeError(f"found {answer}; expected the answer to a call")
         outputs = {}
         if isinstance(answer, CallDone):
@@ -330,8 +342,22 @@ class Bench:
         """Asks the operator's first phase alone; there are no operands and nothing is launched."""
         order = PlanCall(next(self._numbers), spec.name, call)
         answer = self._worker().ask(order).result(self._patience_s())
-        if isinstance(answer, CallDone):
+        if isinstance(answer, (CallDone, MemoryFound)):
             raise TypeError(f"found {answer}; expected what the first phase said")
+        return answer
+
+    def memory(self, *, give_back: bool) -> MemoryFound:
+        """How the device's memory stands; calls in flight run before, or count as memory in use.
+
+        Args:
+            give_back: Whether the worker first gives back what it only keeps for later calls.
+
+        Raises:
+            DeviceGone: The worker does not say.
+        """
+        answer = self._worker().ask(AskMemory(next(self._numbers), give_back)).result(self._patience_s())
+        if not isinstance(answer, MemoryFound):
+            raise DeviceGone(f"{self.settings.device}: {answer}")
         return answer
 
     # --------------------------------------------------------------------------------- beside the own worker

@@ -15,6 +15,7 @@ from npugrad_server.worker.protocol import (
     CallPlanned,
     DeviceFailed,
     DeviceReady,
+    MemoryFound,
     OpenFailed,
 )
 
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
     from npugrad_server.acceptance.loop import LoopThread
     from npugrad_server.pool.arena import InputArena, OutputArena
     from npugrad_server.pool.types import PoolSettings
-    from npugrad_server.worker.protocol import Message, PlanCall, RunCall
+    from npugrad_server.worker.protocol import AskMemory, Message, PlanCall, RunCall
 
-Answer = CallDone | CallPlanned | CallFailed | DeviceFailed
+Answer = CallDone | CallPlanned | MemoryFound | CallFailed | DeviceFailed
 _END_S = 15.0
 """Seconds the kernel has to end a killed process."""
 
@@ -86,7 +87,7 @@ class WorkerLink:
         except FutureTimeout:
             raise DeviceGone(f"{self._process.device} did not open within {timeout_s:g} s") from None
 
-    def ask(self, message: RunCall | PlanCall) -> Future[Answer]:
+    def ask(self, message: RunCall | PlanCall | AskMemory) -> Future[Answer]:
         """Sends an order; the future has the answer, which is `DeviceFailed` when the process ended."""
         future: Future[Answer] = Future()
 
@@ -131,7 +132,7 @@ class WorkerLink:
             self._opened.set_result(message)
         elif isinstance(message, OpenFailed):
             self._opened.set_exception(DeviceGone(f"{self._process.device}: {message.message}"))
-        elif isinstance(message, (CallDone, CallPlanned, CallFailed)):
+        elif isinstance(message, (CallDone, CallPlanned, MemoryFound, CallFailed)):
             future = self._waiting.pop(message.call, None)
             if future is not None:
                 future.set_result(message)

@@ -28,6 +28,7 @@ class Step:
         title: A few words.
         about: One sentence: what it shows.
         run: Does it, and writes what it finds. What it raises fails the step, and the next one goes on.
+        needs_device: Whether it makes no sense while the device does not open.
     """
 
     number: int
@@ -35,6 +36,7 @@ class Step:
     title: str
     about: str
     run: Callable[[Bench, StepLog], None]
+    needs_device: bool = True
 
 
 class Listener(Protocol):

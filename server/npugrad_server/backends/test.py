@@ -164,6 +164,9 @@ class TestBackend:
     def workspace_bytes(self, spec: OpSpec, meta: CallMeta) -> int | None:
         """None: there is no operator."""
 
+    def memory_now(self, *, give_back: bool) -> tuple[int, int] | None:
+        """None: it works in the host's memory."""
+
     def close(self) -> None:
         """Nothing to give back."""
 

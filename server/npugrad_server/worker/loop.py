@@ -17,9 +17,10 @@ from npugrad.products import product_from_name
 from npugrad_server.backends import make_backend
 from npugrad_server.backends.base import DeviceLost, DeviceUnusable
 from npugrad_server.devices import parse_device
-from npugrad_server.worker.execute import Arenas, execute, plan
+from npugrad_server.worker.execute import Arenas, execute, memory, plan
 from npugrad_server.worker.protocol import (
     MAX_MESSAGE_BYTES,
+    AskMemory,
     DeviceFailed,
     DeviceReady,
     OpenDevice,
@@ -53,7 +54,7 @@ class Worker:
             control: Packet socket to the pool.
         """
         self._control = control
-        self._orders: SimpleQueue[RunCall | PlanCall | OpenDevice | None] = SimpleQueue()
+        self._orders: SimpleQueue[RunCall | PlanCall | AskMemory | OpenDevice | None] = SimpleQueue()
         self._in_hand = 0
         self._lock = threading.Lock()
         self._ending = threading.Lock()
@@ -97,13 +98,15 @@ class Worker:
         return backend
 
     def _stream(self, backend: Backend, arenas: Arenas, index: int) -> None:
-        while isinstance(order := self._orders.get(), (RunCall, PlanCall)):
+        while isinstance(order := self._orders.get(), (RunCall, PlanCall, AskMemory)):
             answer: Message
             try:
                 if isinstance(order, RunCall):
                     answer = execute(backend, arenas, order, index)
-                else:
+                elif isinstance(order, PlanCall):
                     answer = plan(backend, order)
+                else:
+                    answer = memory(backend, order)
             except DeviceLost as lost:
                 self._end(order.call, lost)
             self._send(answer)
@@ -136,10 +139,10 @@ class Worker:
         os._exit(0)
 
     def _take(self, message: Message) -> None:
-        if isinstance(message, (RunCall, PlanCall)):
+        if isinstance(message, (RunCall, PlanCall, AskMemory)):
             with self._lock:
                 self._in_hand += 1
-        if isinstance(message, (RunCall, PlanCall, OpenDevice)):
+        if isinstance(message, (RunCall, PlanCall, AskMemory, OpenDevice)):
             self._orders.put(message)
 
     def _send(self, message: Message) -> None:

@@ -7,6 +7,8 @@
                        <-     CallDone, CallFailed, or DeviceFailed and the end
     PlanCall           ->
                        <-     CallPlanned, CallFailed, or DeviceFailed and the end
+    AskMemory          ->
+                       <-     MemoryFound, CallFailed, or DeviceFailed and the end
 
 Tensors are not in the messages; they lie in the arenas, where the messages say.
 """
@@ -157,6 +159,36 @@ class CallPlanned:
 
 
 @dataclass(frozen=True)
+class AskMemory:
+    """Ask how the device's memory stands; calls that run at the time count as memory in use.
+
+    Attributes:
+        call: A number, for the answer.
+        give_back: Whether memory that is only kept for later calls is given back to the device first.
+        operator: What an error calls the question.
+    """
+
+    call: int
+    give_back: bool
+    operator: str = "memory"
+
+
+@dataclass(frozen=True)
+class MemoryFound:
+    """How the device's memory stands.
+
+    Attributes:
+        call: Number of the question.
+        free_bytes: Bytes that nothing uses; None when the device works in the host's memory.
+        total_bytes: Bytes of the device; None likewise.
+    """
+
+    call: int
+    free_bytes: int | None
+    total_bytes: int | None
+
+
+@dataclass(frozen=True)
 class CallDone:
     """The results lie in the arena; the attributes are those of `npugrad_server.backends.base.Timings`."""
 
@@ -193,13 +225,25 @@ Message: TypeAlias = (
     | DeviceFailed
     | RunCall
     | PlanCall
+    | AskMemory
     | CallDone
     | CallPlanned
+    | MemoryFound
     | CallFailed
 )
 _PLAIN = {
     cls.__name__: cls
-    for cls in (OpenDevice, DeviceReady, OpenFailed, DeviceFailed, CallDone, CallPlanned, CallFailed)
+    for cls in (
+        OpenDevice,
+        DeviceReady,
+        OpenFailed,
+        DeviceFailed,
+        AskMemory,
+        MemoryFound,
+        CallDone,
+        CallPlanned,
+        CallFailed,
+    )
 }
 
 

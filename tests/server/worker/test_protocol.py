@@ -11,11 +11,13 @@ from npugrad import CallMeta, Product, TensorMeta
 from npugrad.call import CallOptions
 from npugrad_server.worker.protocol import (
     MAX_MESSAGE_BYTES,
+    AskMemory,
     CallDone,
     CallFailed,
     CallPlanned,
     DeviceFailed,
     DeviceReady,
+    MemoryFound,
     Message,
     OpenDevice,
     OpenFailed,
@@ -92,6 +94,8 @@ def test_every_double_survives(value: float) -> None:
         CallDone(7, 0.1, 1e-9, 0.0, 2**40),
         CallPlanned(7, 2**40),
         CallPlanned(7, None),
+        AskMemory(8, give_back=True),
+        MemoryFound(8, 2**40, 2**41),
         CallFailed(7, "UNSAFE_LEVELS", "message", {"operand": "value"}, "trace\n" * 10),
     ],
 )
