@@ -5,6 +5,7 @@
     bench.plan(spec, call)                the first phase alone
     bench.restart(run_limit_s=0.001)      another process, with other settings if wanted
     with bench.pool() as pool: ...        the device under the service's own pool, which restarts workers
+    with bench.trial("phases") as trial:  the device reached without a worker, by a process of its own
 
 Nothing is checked here: an illegal call goes to the device as it is.
 """
@@ -12,9 +13,6 @@ Nothing is checked here: an illegal call goes to the device as it is.
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 import time
 from collections import deque
 from contextlib import contextmanager
@@ -29,6 +27,8 @@ from npugrad.ops import OPERATORS
 from npugrad_server.acceptance.link import DeviceGone, WorkerLink
 from npugrad_server.acceptance.loop import LoopThread
 from npugrad_server.acceptance.supervised import SupervisedDevice
+from npugrad_server.acceptance.trial import open_trial
+from npugrad_server.devices import parse_device
 from npugrad_server.pool import PlannedCall, PoolSettings
 from npugrad_server.pool.arena import InputArena
 from npugrad_server.pool.demand import demand_of
@@ -45,13 +45,14 @@ from npugrad_server.worker.protocol import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
     from concurrent.futures import Future
 
     import numpy.typing as npt
 
     from npugrad.products import Product
     from npugrad.spec import CallMeta, OpSpec, Sample, TensorMeta
+    from npugrad_server.acceptance.trial import Trial
     from npugrad_server.pool.demand import Demand
     from npugrad_server.pool.regions import Region
     from npugrad_server.worker.protocol import DeviceReady
@@ -60,7 +61,6 @@ if TYPE_CHECKING:
 
 _ARENA_BYTES = 2 * 2**30
 """Address space for operands, and for results; memory is taken where it is used."""
-_TOOL_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,11 @@ class BenchSettings:
     hang_grace_s: float = 10.0
     start_timeout_s: float = 180.0
     arena_bytes: int = _ARENA_BYTES
+
+    @property
+    def index(self) -> int:
+        """Number of the device."""
+        return parse_device(self.device).index
 
     def pool_settings(self, **changes: Any) -> PoolSettings:
         """The same for the service's pool; `changes` are fields of `PoolSettings`."""
@@ -255,11 +260,14 @@ class Bench:
     # ------------------------------------------------------------------------------------------------ calls
 
     @property
+    def offered(self) -> tuple[OpSpec, ...]:
+        """The operators of the product, whether the device can run them or not."""
+        return tuple(s for s in OPERATORS.values() if self.settings.product in s.products)
+
+    @property
     def operators(self) -> tuple[OpSpec, ...]:
         """The operators of the product that the device can run."""
-        missing = self.ready.unavailable
-        product = self.settings.product
-        return tuple(s for s in OPERATORS.values() if product in s.products and s.name not in missing)
+        return tuple(s for s in self.offered if s.name not in self.ready.unavailable)
 
     def samples(self, spec: OpSpec) -> Iterator[Sample]:
         """The record's own small calls, for the device's product."""
@@ -381,36 +389,16 @@ class Bench:
         finally:
             supervised.close()
 
-    def tool(
-        self,
-        module: str,
-        arguments: Sequence[str] = (),
-        *,
-        given: str = "",
-        timeout_s: float = _TOOL_TIMEOUT_S,
-    ) -> subprocess.CompletedProcess[str]:
-        """Runs a module of `npugrad_server.backends.npu` as a process of its own.
+    @contextmanager
+    def trial(self, name: str) -> Iterator[Trial]:
+        """A process that reaches the device without a worker, for a block; the bench's worker ends before.
 
         Args:
-            module: Such as ``"bindings"``.
-            arguments: Of its command line.
-            given: Its standard input.
-            timeout_s: Seconds it may take.
-
-        Raises:
-            subprocess.TimeoutExpired: It took longer, and was ended.
+            name: Module of `npugrad_server.backends.npu.trials`.
         """
-        command = [sys.executable, "-m", f"npugrad_server.backends.npu.{module}", *arguments]
-        environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
-        return subprocess.run(
-            command,
-            input=given,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-            env=environment,
-        )
+        self.stop()
+        with open_trial(name) as trial:
+            yield trial
 
     def close(self) -> None:
         """Ends everything."""
