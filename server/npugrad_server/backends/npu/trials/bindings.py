@@ -1,7 +1,7 @@
 """torch_npu's own bindings of the operators: another caller of the same functions, compiled by the vendor.
 
-Order: ``device``, ``deterministic``, ``cases`` (operands contiguous). Operands come from `OPERANDS`, results
-go to `RESULTS`. This is the one place where torch computes on the device: nothing of it serves a call.
+Order: ``device``, ``cases`` (operands contiguous), and ``deterministic`` for each case. Operands come from
+`OPERANDS`, results go to `RESULTS`. This is the one place where torch computes on the device: nothing of it serves a call.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ def trial(order: Any, folder: Path) -> Any:
     NpuDevice(order["device"], 1)
     import torch
 
-    torch.use_deterministic_algorithms(order["deterministic"], warn_only=True)
     # Or every allocation would run a kernel that fills it.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     contents, answers = read_contents(folder / OPERANDS), []
     results: dict[str, Any] = {}
-    for index, found in enumerate(order["cases"]):
+    for index, (found, deterministic) in enumerate(zip(order["cases"], order["deterministic"], strict=True)):
+        torch.use_deterministic_algorithms(deterministic, warn_only=True)
         case = Case.from_json(found)
         spec = get_operator(case.operator)
         given = {p.name: _to_device(torch, place, case, index, p.name, contents) for p in spec.inputs}

@@ -1,7 +1,7 @@
 """Bytes to the device and back through pinned memory, with nothing computed in between.
 
 Order: ``device``, ``staging_bytes``, ``sizes``, ``concurrent_bytes``. The answer has one entry for each thing
-looked at: ``name``, ``nbytes``, ``wrong`` (how many bytes are not what they should be), ``in_s`` and ``out_s``.
+looked at: ``name``, ``nbytes``, ``wrong`` (how many bytes are not as they should be), ``in_s``, ``out_s``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The two phases of operators with tensors exactly as told: formats, strides, nulls, whatever is illegal.
 
-Order: ``device``, ``launch``, ``deterministic``, ``cases``. Without ``launch`` only the first phase runs, on
-one small block of memory that stands for every tensor, and nothing is ever computed; one line of `LINES` for
-each case comes as soon as it is known, because a first phase may end the process. With it both phases run,
-operands come from `OPERANDS` and results go to `RESULTS`.
+Order: ``device``, ``launch``, ``cases``, and ``deterministic`` for each case. Without ``launch`` only the first
+phase runs, on one small block of memory that stands for every tensor, and nothing is ever computed; one line
+of `LINES` for each case comes as soon as it is known, because a first phase may end the process. With it both
+phases run, operands come from `OPERANDS` and results go to `RESULTS`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Phases:
         self._block = self._device.empty(_BLOCK_BYTES)
 
     def set_deterministic(self, wanted: bool) -> None:
-        """For all later launches."""
+        """For all later launches; nothing is queued."""
         self._runtime.set_deterministic(wanted)
 
     def plan(self, case: Case) -> dict[str, Any]:
@@ -128,10 +128,10 @@ def trial(order: Any, folder: Path) -> Any:
                 lines.write(json.dumps(phases.plan(case)) + "\n")
                 lines.flush()
         return []
-    phases.set_deterministic(order["deterministic"])
     contents, answers = read_contents(folder / OPERANDS), []
     results: dict[str, Bytes] = {}
-    for index, case in enumerate(cases):
+    for index, (case, deterministic) in enumerate(zip(cases, order["deterministic"], strict=True)):
+        phases.set_deterministic(deterministic)
         names = [name for name in case.tensors if part(index, name) in contents]
         answer, found = phases.launch(case, {name: contents[part(index, name)] for name in names})
         answers.append(answer)
