@@ -1,4 +1,4 @@
-"""Small calls of every operator: the record's own samples, and all combinations of what its calls may vary."""
+"""Small calls of every operator: the record's own samples, and all combinations of what calls may vary."""
 
 from __future__ import annotations
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from npugrad_server.acceptance.steps import environment, operators, round_trip
+from npugrad_server.acceptance.steps import determinism, environment, operators, refusals, round_trip
 
 if TYPE_CHECKING:
     from npugrad_server.acceptance.step import Step
 
-STEPS: tuple[Step, ...] = (environment.STEP, round_trip.STEP, operators.STEP)
+STEPS: tuple[Step, ...] = (
+    environment.STEP,
+    round_trip.STEP,
+    operators.STEP,
+    refusals.STEP,
+    determinism.STEP,
+)
 """All steps by number."""
 
 

@@ -1,7 +1,8 @@
 """torch_npu's own bindings of the operators: another caller of the same functions, compiled by the vendor.
 
 Order: ``device``, ``cases`` (operands contiguous), and ``deterministic`` for each case. Operands come from
-`OPERANDS`, results go to `RESULTS`. This is the one place where torch computes on the device: nothing of it serves a call.
+`OPERANDS`, results go to `RESULTS`. This is the one place where torch computes on the device: nothing of it
+serves a call.
 """
 
 from __future__ import annotations

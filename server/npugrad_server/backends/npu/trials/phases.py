@@ -1,7 +1,7 @@
 """The two phases of operators with tensors exactly as told: formats, strides, nulls, whatever is illegal.
 
-Order: ``device``, ``launch``, ``cases``, and ``deterministic`` for each case. Without ``launch`` only the first
-phase runs, on one small block of memory that stands for every tensor, and nothing is ever computed; one line
+Order: ``device``, ``launch``, ``cases``, and ``deterministic`` for each case. Without ``launch`` only first
+phases run, on one small block of memory that stands for every tensor, and nothing is ever computed; one line
 of `LINES` for each case comes as soon as it is known, because a first phase may end the process. With it both
 phases run, operands come from `OPERANDS` and results go to `RESULTS`.
 """
@@ -75,6 +75,8 @@ class Phases:
                 return {"status": 0, "words": "", "workspace_bytes": plan.workspace_bytes}
         except AclError as error:
             return {"status": error.code or None, "words": str(error)}
+        except (ArithmeticError, ValueError) as error:  # a tensor that cannot even be described
+            return {"status": None, "words": f"{type(error).__name__}: {error}"}
 
     def launch(self, case: Case, operands: Mapping[str, Bytes]) -> tuple[dict[str, Any], dict[str, Bytes]]:
         """Runs both phases; answer as for `plan`, and the contents of the outputs if all went well."""
