@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _SHOWN_CHECKS = 12
 """More passed checks than these, and longer tables, are folded; they open on a click and print in full."""
 _SHOWN_ROWS = 30
-_SIGNS = {"passed": "✓", "failed": "✗", "skipped": "–"}
+_SIGNS = {"passed": "✓", "failed": "✗", "skipped": "○"}
 _CLASSES = {"passed": "good", "failed": "bad", "skipped": "none"}
 _MOST_BARS = 40
 
@@ -105,7 +105,8 @@ def _failures(report: Report) -> str:
 
 def _overview(report: Report) -> str:
     rows = "".join(
-        f'<tr><td class="number">{step.number}</td><td><a href="#{_anchor(step)}">{escape(step.title)}</a></td>'
+        f'<tr><td class="number">{step.number}</td>'
+        f'<td><a href="#{_anchor(step)}">{escape(step.title)}</a></td>'
         f'{_outcome_cell(step)}<td class="number">{_ok_count(step)}</td>'
         f'<td class="number">{duration(step.seconds)}</td></tr>\n'
         for step in report.steps
@@ -259,7 +260,10 @@ def _cell(cell: Cell) -> str:
 
 
 def _table(head: str, rows: str) -> str:
-    return f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}</tbody>\n</table></div>\n'
+    return (
+        f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n'
+        f"<tbody>\n{rows}</tbody>\n</table></div>\n"
+    )
 
 
 def _folded(summary: str, content: str) -> str:

@@ -40,7 +40,9 @@ a { color: inherit; }
 .outcome { font-weight: 600; white-space: nowrap; }
 table { border-collapse: collapse; width: 100%; margin: 8px 0; font-variant-numeric: tabular-nums; }
 caption { text-align: left; font-weight: 600; padding: 4px 0; }
-th, td { text-align: left; vertical-align: top; padding: 4px 14px 4px 0; border-bottom: 1px solid var(--rule); }
+th, td {
+  text-align: left; vertical-align: top; padding: 4px 14px 4px 0; border-bottom: 1px solid var(--rule);
+}
 th { font-weight: 600; color: var(--faint); font-size: 13px; }
 td.number, th.number { text-align: right; white-space: nowrap; }
 td { overflow-wrap: anywhere; }
