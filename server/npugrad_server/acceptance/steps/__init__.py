@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from npugrad_server.acceptance.steps import determinism, environment, operators, refusals, round_trip
+from npugrad_server.acceptance.steps import (
+    crash,
+    determinism,
+    environment,
+    memory,
+    operators,
+    refusals,
+    round_trip,
+    soak,
+    speed,
+    timeout,
+)
 
 if TYPE_CHECKING:
     from npugrad_server.acceptance.step import Step
@@ -15,6 +26,11 @@ STEPS: tuple[Step, ...] = (
     operators.STEP,
     refusals.STEP,
     determinism.STEP,
+    memory.STEP,
+    timeout.STEP,
+    soak.STEP,
+    speed.STEP,
+    crash.STEP,
 )
 """All steps by number."""
 
