@@ -53,13 +53,24 @@ class SmallCall:
     call: CallMeta
 
 
-def small_calls(spec: OpSpec, product: Product) -> Iterator[SmallCall]:
-    """Samples of the record, then the combinations; each call once."""
+SIMULATED_BYTES = 8 * 2**20
+"""Largest operands that a simulated device is given here; a few of the combinations have more."""
+
+
+def small_calls(spec: OpSpec, product: Product, simulated: bool) -> Iterator[SmallCall]:
+    """Samples of the record, then the combinations; each call once.
+
+    Args:
+        spec: The operator.
+        product: Product of the device.
+        simulated: Whether to leave out what exceeds `SIMULATED_BYTES`.
+    """
     seen: set[str] = set()
     for name, call in itertools.chain(_samples(spec, product), _combined(spec, product)):
         key = repr((sorted(call.inputs.items()), sorted(call.attrs.items()), sorted(call.outputs.items())))
         first = call.inputs[spec.inputs[0].name]
-        if first is not None and key not in seen:
+        nbytes = sum(meta.nbytes for meta in call.inputs.values() if meta is not None)
+        if first is not None and key not in seen and not (simulated and nbytes > SIMULATED_BYTES):
             seen.add(key)
             yield SmallCall(name, first.dtype, call)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from npugrad.call import CallOptions
 from npugrad.spec import TensorMeta
 from npugrad_server.acceptance.bench import make_job
-from npugrad_server.acceptance.cases import small_calls
+from npugrad_server.acceptance.cases import SIMULATED_BYTES, small_calls
 from npugrad_server.acceptance.numerics import COLUMNS, Accuracy
 from npugrad_server.acceptance.peers import check_peers
 from npugrad_server.acceptance.probes import check_probes
@@ -44,11 +44,14 @@ def run(bench: Bench, out: StepLog) -> None:
             for spec in bench.operators
             for size in SIZES.get(spec.name, ())
         ]
-        out.note(f"Realistic sizes are smaller on the simulation: {', '.join(factors)}.")
+        out.note(
+            f"On the simulation calls of more than {SIMULATED_BYTES >> 20} MiB are left out, and realistic "
+            f"sizes are smaller: {', '.join(factors)}."
+        )
 
 
 def _small(bench: Bench, out: StepLog, spec: OpSpec, accuracy: Accuracy) -> None:
-    calls = list(small_calls(spec, bench.settings.product))
+    calls = list(small_calls(spec, bench.settings.product, bench.settings.simulated))
     for start in range(0, len(calls), _AT_ONCE):
         some = calls[start : start + _AT_ONCE]
         out.progress(start, len(calls), f"{spec.name}: {some[0].name}")
