@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _SHOWN_CHECKS = 12
 """More passed checks than these, and longer tables, are folded; they open on a click and print in full."""
 _SHOWN_ROWS = 30
+_MOST_FAILURES = 25
+"""So many failed checks of each step are told at the top; the step has all."""
 _SIGNS = {"passed": "✓", "failed": "✗", "skipped": "○"}
 _CLASSES = {"passed": "good", "failed": "bad", "skipped": "none"}
 _MOST_BARS = 40
@@ -98,7 +100,10 @@ def _failures(report: Report) -> str:
         if step.error:
             parts.append(f"<pre>{escape(step.error)}</pre>\n")
         if step.failures:
-            parts.append(_check_table(step.failures))
+            parts.append(_check_table(step.failures[:_MOST_FAILURES]))
+        more = len(step.failures) - _MOST_FAILURES
+        if more > 0:
+            parts.append(f"<p>{_count(more, 'more failed check')} in the step.</p>\n")
     parts.append("</section>\n")
     return "".join(parts)
 
@@ -141,25 +146,19 @@ def _step(step: StepReport) -> str:
     if step.error:
         parts.append(f"<pre>{escape(step.error)}</pre>\n")
     parts += [f"<p>{escape(note)}</p>\n" for note in step.notes]
+    parts.append(_checks(step.failures, "failed check", fold=False))
     parts += [_figures(table) for table in step.tables]
-    parts.append(_checks(step))
+    passed = [check for check in step.checks if check.ok]
+    parts.append(_checks(passed, "passed check", fold=len(passed) > _SHOWN_CHECKS))
     parts.append("</section>\n")
     return "".join(parts)
 
 
-def _checks(step: StepReport) -> str:
-    failed = step.failures
-    passed = [check for check in step.checks if check.ok]
-    parts = []
-    if failed:
-        parts.append(f"<h3>{_count(len(failed), 'failed check')}</h3>\n{_check_table(failed)}")
-    if passed:
-        heading = _count(len(passed), "passed check")
-        if len(passed) > _SHOWN_CHECKS:
-            parts.append(_folded(heading, _check_table(passed)))
-        else:
-            parts.append(f"<h3>{heading}</h3>\n{_check_table(passed)}")
-    return "".join(parts)
+def _checks(checks: Sequence[Check], what: str, *, fold: bool) -> str:
+    if not checks:
+        return ""
+    heading, table = _count(len(checks), what), _check_table(checks)
+    return _folded(heading, table) if fold else f"<h3>{heading}</h3>\n{table}"
 
 
 def _check_table(checks: Sequence[Check]) -> str:
@@ -169,7 +168,8 @@ def _check_table(checks: Sequence[Check]) -> str:
         f"<td>{escape(check.expected)}</td><td>{escape(check.found)}{_note(check)}</td></tr>\n"
         for check in checks
     )
-    return _table('<th class="sign"></th><th>Check</th><th>Expected</th><th>Found</th>', rows)
+    head = '<th class="sign"></th><th class="what">Check</th><th class="expected">Expected</th><th>Found</th>'
+    return _table(head, rows, "checks")
 
 
 def _note(check: Check) -> str:
@@ -191,7 +191,7 @@ def _figures(table: Table) -> str:
         + "</tr>\n"
         for row in table.rows
     )
-    shown = _table(head, rows)
+    shown = _table(head, rows, "figures")
     if len(table.rows) > _SHOWN_ROWS:
         shown = _folded(_count(len(table.rows), "row"), shown)
     return f"<h3>{escape(table.title)}</h3>\n{_charts(table)}{shown}"
@@ -259,9 +259,9 @@ def _cell(cell: Cell) -> str:
 # ------------------------------------------------------------------------------------ small pieces
 
 
-def _table(head: str, rows: str) -> str:
+def _table(head: str, rows: str, kind: str = "plain") -> str:
     return (
-        f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n'
+        f'<div class="wide"><table class="{kind}">\n<thead><tr>{head}</tr></thead>\n'
         f"<tbody>\n{rows}</tbody>\n</table></div>\n"
     )
 

@@ -21,7 +21,7 @@ body {
   margin: 0; background: var(--page); color: var(--ink);
   font: 15px/1.5 system-ui, "Segoe UI", "Noto Sans", "DejaVu Sans", sans-serif;
 }
-main { max-width: 1080px; margin: 0 auto; padding: 24px 24px 64px; }
+main { max-width: 1140px; margin: 0 auto; padding: 24px 24px 64px; }
 h1 { font-size: 22px; font-weight: 600; margin: 0; }
 h2 { font-size: 19px; margin: 40px 0 8px; padding-top: 16px; border-top: 1px solid var(--rule); }
 h3 { font-size: 15px; margin: 20px 0 6px; }
@@ -45,9 +45,14 @@ th, td {
 }
 th { font-weight: 600; color: var(--faint); font-size: 13px; }
 td.number, th.number { text-align: right; white-space: nowrap; }
-td { overflow-wrap: anywhere; }
-td:first-child, td.outcome { overflow-wrap: normal; }
+td { overflow-wrap: break-word; }
+table.figures { font-size: 13px; }
+table.figures th, table.figures td { padding-right: 10px; }
+table.checks { table-layout: fixed; }
+table.checks td { overflow-wrap: anywhere; }
 td.sign, th.sign { width: 1.8em; padding-right: 0; }
+th.what { width: 32%; }
+th.expected { width: 26%; }
 tr.failed td { background: var(--bad-shade); }
 .wide { overflow-x: auto; }
 .failures { border-left: 4px solid var(--bad); padding-left: 16px; margin: 16px 0; }
@@ -82,6 +87,8 @@ svg polyline.s3 { stroke: var(--s3); } svg rect.s3 { fill: var(--s3); }
   tr, svg, .failures { break-inside: avoid; }
   h2, h3, caption { break-after: avoid; }
   .wide { overflow: visible; }
+  table.figures, table.figures th { font-size: 7.5pt; }
+  table.figures th.number { white-space: normal; }
   details::details-content { content-visibility: visible; block-size: auto; }
   details > summary { list-style: none; }
 }
