@@ -122,7 +122,7 @@ def _accept(options: AcceptanceOptions, settings: BenchSettings, report: Report)
 
 
 def _write(options: AcceptanceOptions, report: Report) -> None:
-    """Writes the report; steps that are still to come count as skipped, so that no part passes for the whole."""
+    """Writes the report; steps still to come count as skipped, so that no part passes for the whole."""
     json_path, html_path, _ = options.files
     whole = replace(report, steps=(*report.steps, *_to_come(options, report)))
     json_path.write_text(whole.to_json(), encoding="utf-8")
