@@ -3,6 +3,7 @@
     report   what was found, as data and JSON
     step     what a step is, and the log it writes to
     steps    the ten steps
+    job      one call with its data
     bench    a real worker process below the validator, driven call by call
     shapes   calls of realistic sizes
     runner   steps one after the other, whatever becomes of each

@@ -16,20 +16,19 @@ import itertools
 import time
 from collections import deque
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from npugrad.call import CallOptions
 from npugrad.layout import view
 from npugrad.ops import OPERATORS
+from npugrad_server.acceptance.job import Job, Ran
 from npugrad_server.acceptance.link import DeviceGone, WorkerLink
 from npugrad_server.acceptance.loop import LoopThread
 from npugrad_server.acceptance.supervised import SupervisedDevice
 from npugrad_server.acceptance.trial import open_trial
 from npugrad_server.devices import parse_device
-from npugrad_server.pool import PlannedCall, PoolSettings
+from npugrad_server.pool import PoolSettings
 from npugrad_server.pool.arena import InputArena
 from npugrad_server.pool.demand import demand_of
 from npugrad_server.pool.regions import RegionAllocator
@@ -45,19 +44,19 @@ from npugrad_server.worker.protocol import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
     from concurrent.futures import Future
 
     import numpy.typing as npt
 
     from npugrad.products import Product
-    from npugrad.spec import CallMeta, OpSpec, Sample, TensorMeta
+    from npugrad.spec import CallMeta, OpSpec, Sample
+    from npugrad_server.acceptance.job import Arrays
     from npugrad_server.acceptance.trial import Trial
+    from npugrad_server.pool import PlannedCall
     from npugrad_server.pool.demand import Demand
     from npugrad_server.pool.regions import Region
     from npugrad_server.worker.protocol import DeviceReady
-
-    Arrays = Mapping[str, npt.NDArray[Any] | None]
 
 _ARENA_BYTES = 2 * 2**30
 """Address space for operands, and for results; memory is taken where it is used."""
@@ -113,67 +112,6 @@ class BenchSettings:
             run_limit_s=self.run_limit_s,
         )
         return replace(made, **changes)
-
-
-@dataclass(frozen=True)
-class Job:
-    """One call with its data.
-
-    Attributes:
-        spec: The operator.
-        call: Metas and attributes, legal or not.
-        arrays: Operands by name, of the metas' shapes; None for null.
-        options: Options of the call.
-        deadline_s: `time.monotonic()` from which on the result is of no use; None for never.
-        outputs: Metas of the outputs, None for those not wanted; by default what the record infers.
-    """
-
-    spec: OpSpec
-    call: CallMeta
-    arrays: Arrays
-    options: CallOptions = field(default_factory=CallOptions)
-    deadline_s: float | None = None
-    outputs: Mapping[str, TensorMeta | None] | None = None
-
-    def planned(self) -> PlannedCall:
-        """As the pool takes it."""
-        outputs = self.spec.infer(self.call) if self.outputs is None else self.outputs
-        return PlannedCall(self.spec, self.call, outputs, self.options, "acceptance", self.deadline_s)
-
-    def write(self, name: str, memory: memoryview) -> None:
-        """Lays an operand out in memory as its meta says; of elements that repeat one, the first is taken."""
-        meta, array = self.call.inputs[name], self.arrays[name]
-        if meta is not None and array is not None and meta.size:
-            target = view(meta, memory)
-            once = tuple(slice(None if step else 1) for step in target.strides)
-            target[once] = array[once]
-
-
-def make_job(spec: OpSpec, call: CallMeta, seed: int = 0, **options: Any) -> Job:
-    """A call with plausible data from a seed; `options` are those of `CallOptions`.
-
-    An expanded operand repeats elements, so the arrays are what its memory really holds.
-    """
-    made = spec.make_inputs(call, np.random.default_rng(seed))
-    arrays: dict[str, npt.NDArray[Any] | None] = {}
-    for name, meta in call.inputs.items():
-        arrays[name] = None
-        if meta is not None:
-            array = arrays[name] = view(meta, bytearray(meta.content_bytes))
-            array[...] = made[name]
-    return Job(spec, call, arrays, CallOptions(**options))
-
-
-class Ran(NamedTuple):
-    """What came of a call.
-
-    Attributes:
-        outputs: Wanted outputs by name, arrays of their own; empty unless the answer is `CallDone`.
-        answer: What the worker said.
-    """
-
-    outputs: dict[str, npt.NDArray[Any]]
-    answer: CallDone | CallFailed | DeviceFailed
 
 
 class Bench:

@@ -17,7 +17,7 @@ from npugrad.call import CallOptions
 from npugrad.dtypes import DType
 from npugrad.ops import get_operator
 from npugrad.spec import TensorMeta
-from npugrad_server.acceptance.bench import Job
+from npugrad_server.acceptance.job import Job
 from npugrad_server.acceptance.known import KnownJob, words
 from npugrad_server.acceptance.step import StepSkipped
 from npugrad_server.worker.protocol import CallDone

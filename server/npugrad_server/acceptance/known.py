@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from npugrad_server.acceptance.bench import Bench, Job, Pending, Ran
+    from npugrad_server.acceptance.bench import Bench, Pending
+    from npugrad_server.acceptance.job import Job, Ran
     from npugrad_server.worker.protocol import DeviceFailed
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from npugrad.tolerance import Comparison
-    from npugrad_server.acceptance.bench import Job, Ran
+    from npugrad_server.acceptance.job import Job, Ran
     from npugrad_server.acceptance.report import Cell
     from npugrad_server.acceptance.step import StepLog
 

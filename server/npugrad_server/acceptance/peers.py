@@ -10,7 +10,7 @@ import numpy as np
 from npugrad.call import CallOptions
 from npugrad.dtypes import Format
 from npugrad.spec import TensorMeta
-from npugrad_server.acceptance.bench import make_job
+from npugrad_server.acceptance.job import make_job
 from npugrad_server.acceptance.shapes import SIZES, float_dtypes, realistic_job
 from npugrad_server.acl.layout import arrange
 from npugrad_server.backends.npu.trials.bindings import BINDINGS
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from npugrad_server.acceptance.bench import Bench, Job
+    from npugrad_server.acceptance.bench import Bench
+    from npugrad_server.acceptance.job import Job
     from npugrad_server.acceptance.report import Cell
     from npugrad_server.acceptance.step import StepLog
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from npugrad import get_operator
-from npugrad_server.acceptance.bench import Job
+from npugrad_server.acceptance.job import Job
 from npugrad_server.worker.protocol import CallDone
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from npugrad.tolerance import T
-from npugrad_server.acceptance.bench import Job, make_job
+from npugrad_server.acceptance.job import Job, make_job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

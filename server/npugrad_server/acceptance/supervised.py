@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from npugrad.call import ExecutionInfo
-    from npugrad_server.acceptance.bench import Job
+    from npugrad_server.acceptance.job import Job
     from npugrad_server.acceptance.loop import LoopThread
     from npugrad_server.pool import DeviceStatus, PoolSettings
 

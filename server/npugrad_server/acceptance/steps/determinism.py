@@ -14,7 +14,8 @@ from npugrad_server.worker.protocol import CallDone, CallFailed
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from npugrad_server.acceptance.bench import Bench, Job, Ran
+    from npugrad_server.acceptance.bench import Bench
+    from npugrad_server.acceptance.job import Job, Ran
     from npugrad_server.acceptance.report import Cell
     from npugrad_server.acceptance.step import StepLog
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from npugrad.call import CallOptions
 from npugrad.spec import TensorMeta
-from npugrad_server.acceptance.bench import make_job
 from npugrad_server.acceptance.cases import SIMULATED_BYTES, small_calls
+from npugrad_server.acceptance.job import make_job
 from npugrad_server.acceptance.numerics import COLUMNS, Accuracy
 from npugrad_server.acceptance.peers import check_peers
 from npugrad_server.acceptance.probes import check_probes
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from npugrad.spec import OpSpec
-    from npugrad_server.acceptance.bench import Bench, Job
+    from npugrad_server.acceptance.bench import Bench
+    from npugrad_server.acceptance.job import Job
     from npugrad_server.acceptance.step import StepLog
 
 

@@ -17,7 +17,8 @@ from npugrad_server.worker.protocol import CallDone
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from npugrad_server.acceptance.bench import Bench, Ran
+    from npugrad_server.acceptance.bench import Bench
+    from npugrad_server.acceptance.job import Ran
     from npugrad_server.acceptance.known import KnownJob
     from npugrad_server.acceptance.report import Cell
     from npugrad_server.acceptance.step import StepLog
