@@ -50,10 +50,10 @@ PROBES = (
     Probe("on column 2 of row 0", 2, 0, {2: 1.0}),
     Probe("on column 0 of row 1", 0, 1, {4: 1.0}),
     Probe("a quarter off in x only", 1.25, 0, {1: 0.75, 2: 0.25}),
-    Probe("a quarter off in y only", 1, 0.25, {1: 0.75, 5: 0.25}),
+    Probe("a quarter off in y only", 2, 0.25, {2: 0.75, 6: 0.25}),
     Probe("beyond the right edge by half a pixel", 3.5, 1, {7: 0.5}),
 )
-"""The pixel of column x and row y is key 4 y + x."""
+"""The pixel of column x and row y is key 4 y + x. No point has the same share of both sizes."""
 _SLOPES = ((1.0, 0.0, "by columns only"), (0.0, 1.0, "by rows only"))
 """Rise of the values for a step in x, in y: grad_location must see each in its own place."""
 
