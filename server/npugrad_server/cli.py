@@ -176,7 +176,7 @@ def ops() -> None:
 
 @app.command()
 def acceptance(
-    device: Annotated[int, typer.Option(min=0, metavar="N", help="Number of the NPU.")] = 0,
+    device: Annotated[str, typer.Option(metavar="N", help="Number of the NPU, or its name: npu:N.")] = "0",
     report: Annotated[
         Path,
         typer.Option(
@@ -203,12 +203,17 @@ def acceptance(
     if show_steps:
         _show_steps()
         return
+    number = device.removeprefix("npu:")
+    if not (number.isascii() and number.isdigit()):
+        raise typer.BadParameter(
+            f"found {device!r}; expected a number such as 0, or npu:0", param_hint="'--device'"
+        )
     if product not in ("auto", *Product):
         raise typer.BadParameter(
             f"found {product!r}; expected auto, {', '.join(Product)}", param_hint="'--product'"
         )
     try:
-        options = AcceptanceOptions(device, report, choose(steps), soak_s, product, streams)
+        options = AcceptanceOptions(int(number), report, choose(steps), soak_s, product, streams)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="'--steps'") from None
     try:

@@ -87,7 +87,7 @@ def accept(options: AcceptanceOptions) -> bool:
         found.simulated,
         _environment(options, made.product, found),
     )
-    return _accept(options, bench_settings, report)
+    return run_and_report(options, bench_settings, report)
 
 
 def _environment(options: AcceptanceOptions, product: Product, found: NpuReport) -> dict[str, str]:
@@ -104,7 +104,20 @@ def _environment(options: AcceptanceOptions, product: Product, found: NpuReport)
     }
 
 
-def _accept(options: AcceptanceOptions, settings: BenchSettings, report: Report) -> bool:
+def run_and_report(options: AcceptanceOptions, settings: BenchSettings, report: Report) -> bool:
+    """Runs the chosen steps on a bench of its own, shows them and writes the report after each.
+
+    Args:
+        options: Steps and files.
+        settings: The device.
+        report: What is known before the steps.
+
+    Returns:
+        Whether all passed.
+
+    Raises:
+        OSError: A report cannot be written.
+    """
     json_path, html_path, log_path = options.files
     _write(options, report)  # a folder that is missing is told now, not after the soak
     with AcceptanceConsole() as console:
