@@ -30,9 +30,9 @@ def run(bench: Bench, out: StepLog) -> None:
     )
     _versions(bench, out, found)
     _chip(bench, out, found)
-    _functions(out, found)
+    excused = _functions(out, found)
     out.progress(1, 2, "opening the device")
-    _device(bench, out)
+    _device(bench, out, excused)
 
 
 def _versions(bench: Bench, out: StepLog, found: Any) -> None:
@@ -67,20 +67,23 @@ def _chip(bench: Bench, out: StepLog, found: Any) -> None:
         out.check("the chip is one of the product", product_from_soc(soc) is product, product, soc)
 
 
-def _functions(out: StepLog, found: Any) -> None:
+def _functions(out: StepLog, found: Any) -> set[str]:
+    """Every function has its place; returns the operators that this CANN need not have."""
     functions = found.get("functions", ())
     rows = [(f["name"], f["operator"] or "runtime", f["library"] or f["missing"]) for f in functions]
     out.table("Functions and the library each comes from", ("function", "for", "library"), rows)
     out.note(f"Library layout: {found.get('layout')} ({', '.join(found.get('libraries', ()))}).")
+    excused = set()
     for function in functions:
-        if not function["missing"]:
-            continue
-        excuse = _excuse(function, found.get("cann", ""))
-        out.check(f"{function['name']} is there", bool(excuse), "found", function["missing"], excuse)
+        if function["missing"]:
+            excuse = _excuse(function, found.get("cann", ""))
+            out.check(f"{function['name']} is there", bool(excuse), "found", function["missing"], excuse)
+            excused.update([function["operator"]] if excuse else [])
     for function in functions:
         name = Path(function["library"]).name
         if function["operator"] and name and not _ALLOWED.fullmatch(name):
             out.check(f"{function['name']} is CANN's own", False, "a library of CANN's operators", name)
+    return excused
 
 
 def _excuse(function: Any, cann: str) -> str:
@@ -97,7 +100,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
-def _device(bench: Bench, out: StepLog) -> None:
+def _device(bench: Bench, out: StepLog, excused: set[str]) -> None:
     seconds = bench.restart()
     ready, settings = bench.ready, bench.settings
     out.check("the device opens", True, "a worker that answers", f"{ready.description} in {seconds:.1f} s")
@@ -108,6 +111,8 @@ def _device(bench: Bench, out: StepLog) -> None:
         ready.simulated,
     )
     for spec in bench.offered:
+        if spec.name in excused:
+            continue
         reason = ready.unavailable.get(spec.name, "")
         out.check(f"{spec.name} answers a first, tiny call", not reason, "a result", reason or "a result")
     free = ready.memory_bytes or 0
