@@ -13,6 +13,7 @@ from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad_server.acceptance.bench import Bench, BenchSettings
 from npugrad_server.acceptance.columns import CALLS_PER_S, STAGES, TIME
+from npugrad_server.acceptance.extremes import MOST_BYTES
 from npugrad_server.acceptance.runner import run_steps
 from npugrad_server.acceptance.step import StepLog
 from npugrad_server.acceptance.steps import crash, memory, soak, speed, timeout
@@ -67,6 +68,20 @@ def failed(report: StepReport) -> list[str]:
 def test_memory_is_not_tried_on_a_device_without_any() -> None:
     report = report_of(memory.STEP, "cpu:0")
     assert (report.outcome, report.error) == ("skipped", "the device has no memory of its own")
+
+
+@pytest.mark.parametrize("total_gib", [0.125, 1, 16, 32, 64, 128])
+def test_calls_grow_from_one_with_room_to_one_that_never_has(total_gib: float) -> None:
+    total = int(total_gib * 2**30)
+    start = min(total // 16, MOST_BYTES)
+    found = list(memory.needs(start, total))
+    assert found[0] == start
+    assert 2 * total <= found[-1] < 4 * total
+    assert found == sorted(found)
+    assert all(nbytes <= MOST_BYTES for nbytes in found[:-1]), (
+        "kernels that run have fewer than 2^31 elements"
+    )
+    assert len(found) <= 8
 
 
 def test_a_soak_checks_every_result_and_shows_memory_over_time() -> None:

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from npugrad_server.acceptance.extremes import IMAGE_BYTES, large_call, needs_operator
+from npugrad_server.acceptance.extremes import IMAGE_BYTES, MOST_BYTES, large_call, needs_operator
 from npugrad_server.acceptance.known import known, words
 from npugrad_server.acceptance.shapes import realistic_job
 from npugrad_server.acceptance.step import Step, StepSkipped
@@ -14,6 +14,8 @@ from npugrad_server.acl.faults import Action, fault_of
 from npugrad_server.worker.protocol import CallDone, CallFailed, DeviceFailed
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from npugrad_server.acceptance.bench import Bench
     from npugrad_server.acceptance.report import Cell
     from npugrad_server.acceptance.step import StepLog
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
 _MIB = 2**20
 _FIRST_SHARE = 16
 """The first call needs this part of the free memory: one in so many bytes."""
-_MOST_TIMES = 8
-"""No device takes a call that needs so many times its memory."""
+_TIMES = 2
+"""A call that needs so many times the device's memory has to be refused."""
 _REPEATS = 4
 """How often the device has to refuse, so that what each refusal leaked would add up."""
 _MARGIN_BYTES = 16 * _MIB
@@ -39,7 +41,7 @@ def run(bench: Bench, out: StepLog) -> None:
     if first.free_bytes is None or first.total_bytes is None:
         raise StepSkipped("the device has no memory of its own")
     _check_small_calls(bench, out, "before")  # they load their kernels, which stay
-    start_bytes = max(IMAGE_BYTES, first.free_bytes // _FIRST_SHARE)
+    start_bytes = min(MOST_BYTES, max(IMAGE_BYTES, first.free_bytes // _FIRST_SHARE))
     out.check("a call with room for it is answered", *_answered(_ask(bench, start_bytes)))
     before = bench.memory(give_back=True)
     refused_bytes = _grow(bench, out, start_bytes, first.total_bytes)
@@ -67,25 +69,36 @@ def run(bench: Bench, out: StepLog) -> None:
 
 
 def _grow(bench: Bench, out: StepLog, start_bytes: int, total_bytes: int) -> int | None:
-    """Doubles a call until the device refuses it; the bytes it needed then."""
+    """Grows a call until the device refuses it; the bytes it needed then."""
     rows: list[tuple[Cell, ...]] = []
-    nbytes, answer = start_bytes, None
-    while answer is None or (isinstance(answer, CallDone) and nbytes <= _MOST_TIMES * total_bytes):
-        nbytes = nbytes if answer is None else 2 * nbytes
+    answer: Answer | None = None
+    nbytes = 0
+    for nbytes in needs(start_bytes, total_bytes):
         out.progress(len(rows), len(rows) + 1, f"a call that needs {nbytes / _MIB:,.0f} MiB of the device")
         start = time.monotonic()
         answer = _ask(bench, nbytes)
         rows.append((nbytes / _MIB, time.monotonic() - start, words(answer)))
+        if not isinstance(answer, CallDone):
+            break
     out.table("Calls until the device had no memory", ("needs at least [MiB]", "took [s]", "answer"), rows)
     refused = _is_refusal(answer)
     out.check(
         "a call that the device has no memory for is refused",
         refused,
         "DEVICE_OUT_OF_MEMORY with a number of the vendor that means so",
-        words(answer),
+        words(answer) if answer is not None else "",
         f"{nbytes / _MIB:,.0f} MiB wanted, {total_bytes / _MIB:,.0f} MiB there",
     )
     return nbytes if refused else None
+
+
+def needs(start_bytes: int, total_bytes: int) -> Iterator[int]:
+    """What calls need, from one that has room to one that never has, doubling as long as kernels are sure."""
+    nbytes = start_bytes
+    while nbytes < _TIMES * total_bytes:
+        yield nbytes
+        nbytes = 2 * nbytes if 2 * nbytes <= MOST_BYTES else _TIMES * total_bytes
+    yield nbytes
 
 
 def _ask(bench: Bench, nbytes: int) -> Answer:
