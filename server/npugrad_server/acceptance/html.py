@@ -64,7 +64,7 @@ def _banner(report: Report) -> str:
 
 
 def _verdict_word(report: Report) -> str:
-    return "PASSED" if report.ok else "FAILED"
+    return "ACCEPTED" if report.ok else "NOT ACCEPTED"
 
 
 def _verdict(report: Report) -> str:

@@ -65,19 +65,18 @@ def report(*steps: StepReport, simulated: bool = False) -> Report:
 
 def test_a_passed_report_says_so_once_at_the_top() -> None:
     page = Page(render(report(step(1, GOOD), step(2, GOOD))))
-    assert "PASSED" in page.text
-    assert "FAILED" not in page.text
+    assert "✓ ACCEPTED" in page.text
+    assert "NOT ACCEPTED" not in page.text
     assert "2 of 2 steps passed, 2 of 2 checks ok, 3.0 s" in page.text
-    assert page.text.index("PASSED") < page.text.index("Ascend910B2")
+    assert page.text.index("✓ ACCEPTED") < page.text.index("Ascend910B2")
     assert "What failed" not in page.text
 
 
 def test_a_failed_report_tells_what_failed_before_anything_else() -> None:
     page = Page(render(report(step(1, GOOD), step(2, GOOD, BAD, GOOD), step(3, error="RuntimeError: x"))))
-    assert "FAILED" in page.text
-    assert "PASSED" not in page.text
+    assert "✗ NOT ACCEPTED" in page.text
     first = page.text.index("outside tolerance <&>")
-    assert page.text.index("FAILED") < first < page.text.index("Environment")
+    assert page.text.index("✗ NOT ACCEPTED") < first < page.text.index("Environment")
     section = page.text[page.text.rindex("2. Title 2") :]
     assert section.index("float16: grad_input") < section.index("copies"), "failed checks first"
 
@@ -87,7 +86,7 @@ def test_a_skipped_step_is_neither_passed_nor_failed() -> None:
     page = Page(render(report(step(1, GOOD), skipped)))
     assert "1 of 2 steps passed, 1 skipped" in page.text
     assert "no call here runs long enough" in page.text
-    assert "FAILED" in page.text, "what was not looked at did not pass"
+    assert "✗ NOT ACCEPTED" in page.text, "what was not looked at did not pass"
 
 
 @pytest.mark.parametrize("simulated", [True, False])
@@ -97,7 +96,7 @@ def test_simulated_is_written_large_across_the_top(simulated: bool) -> None:
     assert ("SIMULATED" in page.text) == simulated
     if simulated:
         body = page.text[page.text.index("SIMULATED", page.text.index("npugrad acceptance")) :]
-        assert body.index("SIMULATED") < body.index("PASSED")
+        assert body.index("SIMULATED") < body.index("✓ ACCEPTED")
 
 
 def test_the_page_needs_nothing_else() -> None:
@@ -184,7 +183,7 @@ def test_a_table_without_such_columns_is_only_a_table() -> None:
 
 def test_an_empty_report_did_not_pass() -> None:
     page = Page(render(Report("1", "now", False)))
-    assert "FAILED" in page.text
+    assert "✗ NOT ACCEPTED" in page.text
     assert "0 of 0 steps passed" in page.text
 
 
