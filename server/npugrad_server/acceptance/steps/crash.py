@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import TimeoutError as FutureTimeout  # before 3.11 not the builtin one
 from typing import TYPE_CHECKING
 
 from npugrad.errors import NpugradError
@@ -108,7 +108,7 @@ def _outcome(future: Running, job: KnownJob, limit_s: float) -> tuple[str, Execu
         outputs, info = future.result(limit_s + _ANSWER_S)
     except NpugradError as error:
         return f"{error.reason}: {error}", None
-    except FutureTimeoutError:
+    except FutureTimeout:
         return f"no answer within {limit_s + _ANSWER_S:g} s", None
     return job.wrong(outputs), info
 

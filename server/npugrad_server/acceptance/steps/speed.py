@@ -126,6 +126,7 @@ def _latency(bench: Bench, case: Case) -> tuple[Cell, ...]:
     case.judge(bench.run_job(case.job.job))  # the first one loads kernels and takes memory
     walls: list[float] = []
     answers: list[CallDone] = []
+    last: Ran | None = None
     effort = _effort(bench)
     end = time.monotonic() + effort.seconds
     while len(walls) < effort.least_calls or (len(walls) < _MOST_CALLS and time.monotonic() < end):
@@ -138,7 +139,7 @@ def _latency(bench: Bench, case: Case) -> tuple[Cell, ...]:
         walls.append(wall_s)
         answers.append(ran.answer)
         last = ran
-    if not walls:
+    if last is None:
         return (case.operator, case.shape, 0, *(None for _ in range(7)))
     case.judge(last)
     copy_in, run_s, copy_out = (
