@@ -51,5 +51,8 @@ class CpuBackend:
     def workspace_bytes(self, spec: OpSpec, meta: CallMeta) -> int | None:
         """None: the reference works in blocks of its own."""
 
+    def memory_now(self, *, give_back: bool) -> tuple[int, int] | None:
+        """None: it works in the host's memory."""
+
     def close(self) -> None:
         """Nothing to give back."""

@@ -209,6 +209,9 @@ class TestBackend:
         """What the options say; None for a device that has no memory of its own."""
         return None if self._options.memory_bytes is None else self._options.workspace_bytes
 
+    def memory_now(self, *, give_back: bool) -> tuple[int, int] | None:
+        """None: it works in the host's memory."""
+
     def close(self) -> None:
         """Nothing to give back."""
 

@@ -16,7 +16,7 @@ from npugrad.layout import view
 from npugrad.spec import CallMeta
 from npugrad.tolerance import compare
 from npugrad_server.backends.base import CallAbandoned, CallPostponed, DeviceCall, DeviceLost
-from npugrad_server.worker.protocol import CallDeferred, CallDone, CallFailed, CallPlanned
+from npugrad_server.worker.protocol import CallDeferred, CallDone, CallFailed, CallPlanned, MemoryFound
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from npugrad.spec import OpSpec
     from npugrad_server.backends.base import Backend
     from npugrad_server.worker.conversation import Conversation
-    from npugrad_server.worker.protocol import Answer, OpenDevice, PlanCall, RunCall
+    from npugrad_server.worker.protocol import Answer, AskMemory, OpenDevice, PlanCall, RunCall
 
     Array = npt.NDArray[Any]
 
-_Answer = TypeVar("_Answer", "CallDone", "CallPlanned")
+_Answer = TypeVar("_Answer", "CallDone", "CallPlanned", "MemoryFound")
 _GRACE_SHARE = 0.75
 """Part of the pool's grace after which a backend gives up, so that its own report comes before the end."""
 _MAX_TRACE = 16_000  # the end of a trace tells most; the whole must fit a message
@@ -91,7 +91,17 @@ def plan(backend: Backend, order: PlanCall) -> CallPlanned | CallFailed:
     )
 
 
-def _answered(order: RunCall | PlanCall, work: Callable[[], _Answer]) -> _Answer | CallFailed:
+def memory(backend: Backend, order: AskMemory) -> MemoryFound | CallFailed:
+    """Asks the device how its memory stands; errors as for `execute`."""
+
+    def ask() -> MemoryFound:
+        free, total = backend.memory_now(give_back=order.give_back) or (None, None)
+        return MemoryFound(order.call, free, total)
+
+    return _answered(order, ask)
+
+
+def _answered(order: RunCall | PlanCall | AskMemory, work: Callable[[], _Answer]) -> _Answer | CallFailed:
     try:
         return work()
     except (DeviceLost, CallPostponed, CallAbandoned):

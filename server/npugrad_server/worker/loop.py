@@ -18,10 +18,11 @@ from npugrad_server.backends import make_backend
 from npugrad_server.backends.base import DeviceLost, DeviceUnusable
 from npugrad_server.devices import parse_device
 from npugrad_server.worker.conversation import Conversation
-from npugrad_server.worker.execute import Arenas, execute, plan
+from npugrad_server.worker.execute import Arenas, execute, memory, plan
 from npugrad_server.worker.protocol import (
     MAX_MESSAGE_BYTES,
     AbandonCall,
+    AskMemory,
     DeviceFailed,
     DeviceReady,
     OpenDevice,
@@ -57,7 +58,7 @@ class Worker:
             control: Packet socket to the pool.
         """
         self._control = control
-        self._orders: SimpleQueue[Conversation | PlanCall | OpenDevice | None] = SimpleQueue()
+        self._orders: SimpleQueue[Conversation | PlanCall | AskMemory | OpenDevice | None] = SimpleQueue()
         self._talks: dict[int, Conversation] = {}
         self._in_hand = 0
         self._lock = threading.Lock()
@@ -102,13 +103,15 @@ class Worker:
         return backend
 
     def _stream(self, backend: Backend, arenas: Arenas, index: int) -> None:
-        while isinstance(order := self._orders.get(), (Conversation, PlanCall)):
+        while isinstance(order := self._orders.get(), (Conversation, PlanCall, AskMemory)):
             answer: Message
             try:
                 if isinstance(order, Conversation):
                     answer = execute(backend, arenas, order, index)
-                else:
+                elif isinstance(order, PlanCall):
                     answer = plan(backend, order)
+                else:
+                    answer = memory(backend, order)
             except DeviceLost as lost:
                 self._end(order.call, lost)
             with self._lock:
@@ -152,7 +155,7 @@ class Worker:
                 self._in_hand += 1
                 self._talks[message.call] = talk
             self._orders.put(talk)
-        elif isinstance(message, PlanCall):
+        elif isinstance(message, (PlanCall, AskMemory)):
             with self._lock:
                 self._in_hand += 1
             self._orders.put(message)

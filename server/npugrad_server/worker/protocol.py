@@ -10,6 +10,8 @@
                        <-     CallDone, CallFailed, CallDeferred, or DeviceFailed and the end
     PlanCall           ->
                        <-     CallPlanned, CallFailed, or DeviceFailed and the end
+    AskMemory          ->
+                       <-     MemoryFound, CallFailed, or DeviceFailed and the end
 
 Tensors are not in the messages; they lie in the arenas, where the messages say.
 """
@@ -212,6 +214,36 @@ class CallPlanned:
 
 
 @dataclass(frozen=True)
+class AskMemory:
+    """Ask how the device's memory stands; calls that run at the time count as memory in use.
+
+    Attributes:
+        call: A number, for the answer.
+        give_back: Whether memory that is only kept for later calls is given back to the device first.
+        operator: What an error calls the question.
+    """
+
+    call: int
+    give_back: bool
+    operator: str = "memory"
+
+
+@dataclass(frozen=True)
+class MemoryFound:
+    """How the device's memory stands.
+
+    Attributes:
+        call: Number of the question.
+        free_bytes: Bytes that nothing uses; None when the device works in the host's memory.
+        total_bytes: Bytes of the device; None likewise.
+    """
+
+    call: int
+    free_bytes: int | None
+    total_bytes: int | None
+
+
+@dataclass(frozen=True)
 class CallDone:
     """The results lie in the arena; the attributes are those of `npugrad_server.backends.base.Timings`."""
 
@@ -254,11 +286,15 @@ class CallDeferred:
     workspace_bytes: int
 
 
-Order: TypeAlias = "OpenDevice | RunCall | PlanCall | AbandonCall | WorkspaceGranted | WorkspaceRefused"
+Order: TypeAlias = (
+    "OpenDevice | RunCall | PlanCall | AskMemory | AbandonCall | WorkspaceGranted | WorkspaceRefused"
+)
 """What the pool says."""
 Answer: TypeAlias = "CallDone | CallFailed | CallDeferred"
 """What a worker says when it is done with a call."""
-Report: TypeAlias = "DeviceReady | OpenFailed | DeviceFailed | CallPlanned | NeedWorkspace | Answer"
+Report: TypeAlias = (
+    "DeviceReady | OpenFailed | DeviceFailed | CallPlanned | MemoryFound | NeedWorkspace | Answer"
+)
 """What a worker says."""
 Message: TypeAlias = "Order | Report"
 _PLAIN = {
@@ -268,6 +304,8 @@ _PLAIN = {
         DeviceReady,
         OpenFailed,
         DeviceFailed,
+        AskMemory,
+        MemoryFound,
         AbandonCall,
         NeedWorkspace,
         WorkspaceGranted,

@@ -15,11 +15,13 @@ from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad_server.worker.loop import EXIT_DEVICE_LOST
 from npugrad_server.worker.protocol import (
+    AskMemory,
     CallDone,
     CallFailed,
     CallPlanned,
     DeviceFailed,
     DeviceReady,
+    MemoryFound,
     OpenFailed,
     PlanCall,
 )
@@ -242,6 +244,33 @@ def test_the_workspace_of_a_call_is_told_without_its_memory(npu_worker: NpuWorke
     after = npu_worker.report.counters()
     assert after[f"calls.{spec.aclnn_name}"] == before[f"calls.{spec.aclnn_name}"]
     assert after["calls.aclrtMemcpyAsync"] == before["calls.aclrtMemcpyAsync"]
+
+
+def _memory(worker: NpuWorker, *, give_back: bool) -> MemoryFound:
+    worker.send(AskMemory(9, give_back))
+    found = worker.receive()
+    assert isinstance(found, MemoryFound), found
+    return found
+
+
+def test_a_device_tells_how_its_memory_stands(start_npu_worker: StartNpuWorker) -> None:
+    worker = start_npu_worker("hbm_mb=300")
+    before = _memory(worker, give_back=True)
+    assert before.total_bytes == 300 << 20
+    worker.check(GROUP_NORM, GROUP_NORM.build(n=8, c=64, hxw=4096, group=8))  # 8 MiB for each tensor
+    kept, after = _memory(worker, give_back=False), _memory(worker, give_back=True)
+    assert kept.free_bytes is not None
+    assert before.free_bytes is not None
+    assert before.free_bytes - kept.free_bytes >= 24 << 20, "torch_npu's allocator keeps what calls used"
+    assert after == before
+
+
+def test_a_device_that_does_not_tell_its_memory_says_why(npu_worker: NpuWorker) -> None:
+    npu_worker.plan("aclrtGetMemInfo:1:107000")
+    npu_worker.send(AskMemory(9, give_back=False))
+    answer = npu_worker.receive()
+    assert isinstance(answer, CallFailed)
+    assert "aclrtGetMemInfo returned 107000" in answer.message
 
 
 def test_the_workspace_of_a_call_that_would_never_fit_is_told(npu_worker: NpuWorker) -> None:

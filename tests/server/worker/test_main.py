@@ -23,12 +23,14 @@ from npugrad_server.worker.loop import EXIT_DEVICE_LOST
 from npugrad_server.worker.protocol import (
     MAX_MESSAGE_BYTES,
     AbandonCall,
+    AskMemory,
     CallDeferred,
     CallDone,
     CallFailed,
     CallPlanned,
     DeviceFailed,
     DeviceReady,
+    MemoryFound,
     Message,
     NeedWorkspace,
     OpenDevice,
@@ -200,6 +202,13 @@ def test_a_device_without_phases_cannot_tell_a_workspace() -> None:
         run = order(4)
         one.send(PlanCall(4, run.operator, run.meta))
         assert one.receive() == CallPlanned(4, None)
+
+
+def test_a_device_in_the_hosts_memory_has_none_of_its_own() -> None:
+    with worker("test:0") as one:
+        assert isinstance(one.receive(), DeviceReady)
+        one.send(AskMemory(5, give_back=True))
+        assert one.receive() == MemoryFound(5, None, None)
 
 
 OWN_MEMORY = "test:0?memory=100000&workspace=5000"

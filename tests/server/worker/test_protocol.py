@@ -12,12 +12,14 @@ from npugrad.call import CallOptions
 from npugrad_server.worker.protocol import (
     MAX_MESSAGE_BYTES,
     AbandonCall,
+    AskMemory,
     CallDeferred,
     CallDone,
     CallFailed,
     CallPlanned,
     DeviceFailed,
     DeviceReady,
+    MemoryFound,
     Message,
     NeedWorkspace,
     OpenDevice,
@@ -104,6 +106,8 @@ def test_every_double_survives(value: float) -> None:
         WorkspaceGranted(7),
         WorkspaceRefused(7, True, 2**40),
         WorkspaceRefused(7, False),
+        AskMemory(8, give_back=True),
+        MemoryFound(8, 2**40, 2**41),
         CallFailed(7, "UNSAFE_LEVELS", "message", {"operand": "value"}, "trace\n" * 10),
     ],
 )

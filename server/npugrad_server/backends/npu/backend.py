@@ -145,6 +145,18 @@ class NpuBackend:
         with self._mode.kept():
             return self._lanes[0].workspace_bytes(spec, meta)
 
+    def memory_now(self, *, give_back: bool) -> tuple[int, int]:
+        """Free and total bytes of the device, other processes' use included; errors as in `Backend`."""
+        self._bind_thread()
+        try:
+            if give_back:
+                self._device.empty_cache()
+            return self._runtime.memory_bytes()
+        except AclError as error:
+            if error.fault.action.ends_worker:
+                raise device_lost("memory", error) from error
+            raise device_error("memory", error) from None
+
     def _bind_thread(self) -> None:
         if not getattr(self._thread, "bound", False):
             self._device.use_thread()
