@@ -92,9 +92,9 @@ def run(bench: Bench, out: StepLog) -> None:
         return
     before = bench.memory(give_back=True).free_bytes
     samples = _soak(bench, out, jobs, tally)
-    _check_results(out, tally, bench, pid)
+    alive = _check_results(out, tally, bench, pid)
     _show(out, samples, tally)
-    if not bench.alive:
+    if not alive:
         return
     _check_growth(out, samples)
     after = bench.memory(give_back=True).free_bytes
@@ -169,7 +169,8 @@ def private_bytes(pid: int) -> int:
     raise ValueError(f"/proc/{pid}/status: found no RssAnon; expected Linux 4.5 or newer")
 
 
-def _check_results(out: StepLog, tally: Tally, bench: Bench, pid: int) -> None:
+def _check_results(out: StepLog, tally: Tally, bench: Bench, pid: int) -> bool:
+    """Checks results and worker; whether the worker is still there."""
     calls, wrong = tally.calls.total(), tally.wrong.total()
     out.check(
         "every result is right",
@@ -179,7 +180,8 @@ def _check_results(out: StepLog, tally: Tally, bench: Bench, pid: int) -> None:
         "; ".join(tally.complaints),
     )
     alive = bench.alive and bench.pid == pid
-    out.check("one worker for all calls", alive, f"process {pid}", f"process {pid}" if alive else "it ended")
+    found = f"process {pid}" if alive else "it ended"
+    return out.check("one worker for all calls", alive, f"process {pid}", found)
 
 
 def _show(out: StepLog, samples: Sequence[Sample], tally: Tally) -> None:
