@@ -8,19 +8,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import grpc
 from tests.e2e.harness import FLOYD, GROUP_NORM, SPECS
 from tests.e2e.npu_load import WIDE
 
-from npugrad.v1 import server_pb2
-
-READY, DOWN = server_pb2.DEVICE_STATE_READY, server_pb2.DEVICE_STATE_DOWN
-State: TypeAlias = "server_pb2.DeviceState.ValueType"
-
 NONE, ONE, TWO = range(1), range(1, 2), range(2, 3)
-UP_TO_ONE, UP_TO_TWO, SOME = range(2), range(1, 3), range(1, sys.maxsize)
+UP_TO_ONE, UP_TO_TWO, UP_TO_FOUR, SOME = range(2), range(1, 3), range(5), range(1, sys.maxsize)
 """How many: none, exactly one, exactly two, ..., one or more."""
 
 PLAN, RUN = f"{GROUP_NORM.aclnn_name}GetWorkspaceSize", GROUP_NORM.aclnn_name
@@ -56,6 +50,34 @@ class Expected:
 
 
 @dataclass(frozen=True)
+class Server:
+    """A server of the matrix; cases that name the same one share it.
+
+    Attributes:
+        name: For its folder.
+        count: Devices.
+        max_respawns: Failures in a row after which a device is marked down.
+        cann: Version of CANN; empty for the newest.
+    """
+
+    name: str
+    count: int
+    max_respawns: int
+    cann: str = ""
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Names of its devices."""
+        return tuple(f"npu:{index}" for index in range(self.count))
+
+
+CLINIC = Server("clinic", 3, 6)
+"""Where devices get well again."""
+HOSPICE = Server("hospice", 5, 1)
+"""Where each case loses a device of its own."""
+
+
+@dataclass(frozen=True)
 class FaultCase:
     """One row of the matrix.
 
@@ -65,12 +87,9 @@ class FaultCase:
         errors: What callers may be told.
         elsewhere: Right answers that needed a second try, as a worker died under the first.
         replaced: Workers started anew until the end.
-        after: States of the devices when it is over.
-        sick: Devices that are ill; those that were not may never stop to serve. Empty: those that restart.
-        count: Devices of the server.
-        max_respawns: Failures in a row after which a device is marked down.
-        own: Whether the case needs a server of its own, as it leaves something behind.
-        cann: Version of CANN; empty for the newest.
+        sick: Devices that are ill; the others may never stop to serve. Empty: those that restart.
+        down: Devices that are out of service in the end.
+        server: Where it happens.
         operators: What the callers call.
         works: What of it works when the fault is over.
         extra: Further calls, sent one after the other once the fault is there.
@@ -87,12 +106,9 @@ class FaultCase:
     errors: tuple[Expected, ...] = ()
     elsewhere: range = NONE
     replaced: range = NONE
-    after: tuple[State, ...] = (READY, READY)
     sick: tuple[str, ...] = ("npu:0",)
-    count: int = 2
-    max_respawns: int = 6
-    own: bool = False
-    cann: str = ""
+    down: tuple[str, ...] = ()
+    server: Server = CLINIC
     operators: tuple[str, ...] = ALL
     works: tuple[str, ...] = ALL
     extra: tuple[str, ...] = ()
@@ -106,16 +122,6 @@ class FaultCase:
     def __str__(self) -> str:
         """Its name, as the id of the test."""
         return self.name
-
-    @property
-    def devices(self) -> str:
-        """Devices of the server."""
-        return ",".join(f"npu:{index}" for index in range(self.count))
-
-    @property
-    def ends_down(self) -> bool:
-        """Whether no device is left."""
-        return set(self.after) == {DOWN}
 
 
 _INTERNAL, _BUSY = grpc.StatusCode.INTERNAL, grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -147,11 +153,7 @@ SURVIVED = (
     FaultCase(
         "out-of-memory-for-ever",
         f"{PLAN}:*:207001:dev=0:msg={_SAID}",
-        (
-            Expected(
-                "DEVICE_OUT_OF_MEMORY", _BUSY, 207001, (f"{PLAN} returned 207001", _SAID), calls=SOME
-            ),
-        ),
+        (Expected("DEVICE_OUT_OF_MEMORY", _BUSY, 207001, (f"{PLAN} returned 207001", _SAID), calls=SOME),),
         injected=8,
     ),
     FaultCase(
@@ -183,10 +185,24 @@ SURVIVED = (
         "no-pinned-memory",
         "aclrtMallocHost:*:207001:dev=0",
         (Expected("DEVICE_OUT_OF_MEMORY", _BUSY, 207001, ("returned 207001",), SOME),),
-        own=True,
-        operators=SMALL,
-        works=SMALL,
         extra=(WIDE,) * 6,
+    ),
+    FaultCase(
+        "no-workspace",
+        "workspace_mb=64; malloc:*:207001:dev=0",
+        (Expected("DEVICE_OUT_OF_MEMORY", _BUSY, 207001, ("torch_npu's allocator returned 207001",), SOME),),
+        injected=4,
+        counters=("calls.aclDestroyAclOpExecutor",),
+    ),
+    FaultCase(
+        "handle-not-destroyed",
+        f"aclDestroyTensor:1:561103:dev=0:msg={_SAID}",
+        (
+            Expected(
+                "ACLNN_ERR_INNER_NULLPTR", _INTERNAL, 561103, ("aclDestroyTensor returned 561103", _SAID)
+            ),
+        ),
+        kept=1,
     ),
 )
 """The worker lives on."""
@@ -196,7 +212,9 @@ REPLACED = (
     _lost("copy-fault", "copy:1:507013:dev=0:total", 507013),
     _lost("memset-fault", "memset:1:507001:dev=0:total", 507001),
     _lost("launch-fatal", f"{RUN}:1:361001:last=507015:poison:dev=0:total", 361001),
-    FaultCase("killed-in-kernel", "kernel:1:kill:dev=0:total", elsewhere=UP_TO_TWO, replaced=ONE, log=("SIGKILL",)),
+    FaultCase(
+        "killed-in-kernel", "kernel:1:kill:dev=0:total", elsewhere=UP_TO_TWO, replaced=ONE, log=("SIGKILL",)
+    ),
     FaultCase(
         "hang-past-deadline",
         "kernel:1:hang:dev=0:total",
@@ -225,13 +243,14 @@ REPLACED = (
     FaultCase(
         "exception-always",
         f"kernel.{FLOYD.aclnn_name}:1-2:507015:total",
-        (Expected("WORKER_LOST", _UNAVAILABLE, 507015, (f"{WAIT} returned 507015", "a task failed on device")),),
-        elsewhere=range(5),
+        (
+            Expected(
+                "WORKER_LOST", _UNAVAILABLE, 507015, (f"{WAIT} returned 507015", "a task failed on device")
+            ),
+        ),
+        elsewhere=UP_TO_FOUR,
         replaced=TWO,
-        after=(READY, READY, READY),
         sick=(),
-        count=3,
-        own=True,
         operators=SMALL,
         extra=(FLOYD.name,),
     ),
@@ -241,59 +260,58 @@ REPLACED = (
 GONE = (
     FaultCase(
         "never-comes-back",
-        "kernel:*:507015:dev=0",
+        "kernel:*:507015:dev=1",
         elsewhere=UP_TO_TWO,
         replaced=ONE,
-        after=(DOWN, READY),
-        max_respawns=1,
-        own=True,
-        log=("npu:0: down", "returned 507015"),
+        sick=("npu:1",),
+        down=("npu:1",),
+        server=HOSPICE,
+        log=("npu:1: down", "returned 507015"),
     ),
     FaultCase(
         "crash-loop-at-start",
-        "kernel:1:kill:dev=1:total; aclrtSetDevice:*:kill:dev=1",
+        "kernel:1:kill:dev=2:total; aclrtSetDevice:*:kill:dev=2",
         elsewhere=UP_TO_TWO,
-        replaced=TWO,
-        after=(READY, DOWN),
-        sick=("npu:1",),
-        max_respawns=2,
-        own=True,
-        log=("npu:1: down", "SIGKILL"),
+        replaced=ONE,
+        sick=("npu:2",),
+        down=("npu:2",),
+        server=HOSPICE,
+        log=("npu:2: down", "SIGKILL"),
     ),
     FaultCase(
         "crash-loop-in-kernel",
-        "kernel:*:kill:dev=1",
+        "kernel:*:kill:dev=3",
         elsewhere=UP_TO_TWO,
         replaced=ONE,
-        after=(READY, DOWN),
-        sick=("npu:1",),
-        max_respawns=1,
-        own=True,
-        log=("npu:1: down", "SIGKILL"),
+        sick=("npu:3",),
+        down=("npu:3",),
+        server=HOSPICE,
+        log=("npu:3: down", "SIGKILL"),
+    ),
+    FaultCase(
+        "damaged-memory",
+        "kernel:1:507054:dev=4:total",
+        elsewhere=UP_TO_TWO,
+        sick=("npu:4",),
+        down=("npu:4",),
+        server=HOSPICE,
+        log=("npu:4: down, quarantined: ", "returned 507054"),
     ),
     FaultCase(
         "all-devices-down",
         "kernel:*:507015",
-        (
-            Expected("WORKER_LOST", _UNAVAILABLE, 507015, (f"{WAIT} returned 507015",), range(sys.maxsize)),
-            Expected("NO_DEVICE", _UNAVAILABLE, None, (), SOME),
-        ),
-        elsewhere=range(sys.maxsize),
-        replaced=range(sys.maxsize),
-        after=(DOWN, DOWN),
+        (Expected("NO_DEVICE", _UNAVAILABLE, None, (), SOME),),
+        elsewhere=UP_TO_FOUR,
         sick=("npu:0", "npu:1"),
-        max_respawns=0,
-        own=True,
+        down=("npu:0", "npu:1"),
+        server=Server("alone", 2, 0),
         works=(),
+        log=("npu:0: down", "npu:1: down", "returned 507015"),
     ),
-    FaultCase(
-        "damaged-memory",
-        "kernel:1:507054:dev=0:total",
-        elsewhere=UP_TO_TWO,
-        after=(DOWN, READY),
-        own=True,
-        log=("quarantined: ", "returned 507054"),
-    ),
+)
+"""Devices do not come back."""
+
+ABSENT = (
     FaultCase(
         "missing-symbol",
         errors=(
@@ -309,27 +327,11 @@ GONE = (
             ),
         ),
         sick=(),
-        own=True,
-        cann="8.5.0",
+        server=Server("old", 1, 1, "8.5.0"),
         works=SMALL,
         injected=0,
     ),
-    FaultCase(
-        "no-workspace",
-        "workspace_mb=64; malloc:*:207001:dev=0",
-        (Expected("DEVICE_OUT_OF_MEMORY", _BUSY, 207001, ("torch_npu's allocator returned 207001",), SOME),),
-        own=True,
-        injected=4,
-        counters=("calls.aclDestroyAclOpExecutor",),
-    ),
-    FaultCase(
-        "handle-not-destroyed",
-        f"aclDestroyTensor:1:561103:dev=0:msg={_SAID}",
-        (Expected("ACLNN_ERR_INNER_NULLPTR", _INTERNAL, 561103, ("aclDestroyTensor returned 561103", _SAID)),),
-        own=True,
-        kept=1,
-    ),
 )
-"""The server is not the same afterwards."""
+"""An operator that was never there."""
 
-CASES = (*SURVIVED, *REPLACED, *GONE)
+CASES = (*SURVIVED, *REPLACED, *GONE, *ABSENT)

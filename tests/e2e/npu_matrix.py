@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import threading
 import time
 import urllib.request
@@ -14,25 +13,25 @@ from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tests.e2e.harness import FLOYD, Wire, eventually
-from tests.e2e.npu_cases import DOWN, READY, STREAMS
+from tests.e2e.harness import GROUP_NORM, Wire, eventually
+from tests.e2e.npu_cases import PLAN
 from tests.e2e.npu_load import Load, spread, works
 from tests.fix_npu import HOST_OBJECTS
 
 from npugrad.ops import OPERATORS
+from npugrad.v1 import server_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import ExitStack
 
-    from tests.e2e.npu_cases import Expected, FaultCase
+    from tests.e2e.npu_cases import Expected, FaultCase, Server
     from tests.e2e.npu_load import Answer, Work
     from tests.fix_npu import NpuServer
     from tests.fix_server import ServerProcess
 
-    from npugrad.v1 import server_pb2
-
 CALLS, THREADS = 64, 4
+READY, DOWN = server_pb2.DEVICE_STATE_READY, server_pb2.DEVICE_STATE_DOWN
 _COUNTED = re.compile(r"^npugrad_(\w+?)(?:_total)?\{(.*)\} (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -45,14 +44,14 @@ class Look:
     """A server at rest.
 
     Attributes:
-        memory: Bytes of device memory and live objects of each worker, by process.
+        objects: Objects of CANN that each worker holds, by process.
         restarts: How often each device's worker was started anew.
         ends: Calls that the server says it answered, by reason.
         moves: How often each device went into each state.
         simulator: Counters of all processes that ever were.
     """
 
-    memory: dict[int, Counter[str]]
+    objects: dict[int, int]
     restarts: dict[str, int]
     ends: Counter[str]
     moves: Counter[tuple[str, str]]
@@ -101,7 +100,10 @@ class Finding:
         told_s: When the fault was put into force, by `time.monotonic()`.
         health: What was heard of the server's health.
         last: Description of the server when it was over.
-        full_bytes: Most device memory that a worker needs.
+        down: Devices that are out of service, since this case or an earlier one.
+        drained: Device memory of each worker without its cache, in the end.
+        idle_bytes: The same before the first call.
+        failed: Errors by reason.
     """
 
     case: FaultCase
@@ -113,7 +115,9 @@ class Finding:
     told_s: float
     health: list[int]
     last: server_pb2.GetServerInfoResponse
-    full_bytes: int
+    down: set[str]
+    drained: dict[int, int]
+    idle_bytes: int
     failed: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -165,22 +169,25 @@ class Site:
     """A server of the matrix: looked at, loaded, made ill and watched until it is well.
 
     Attributes:
-        full_bytes: Device memory of a worker whose streams have all run every operator: what is cached then
-            serves every later call.
+        npu: The server.
     """
 
-    def __init__(self, running: NpuServer, case: FaultCase, stack: ExitStack) -> None:
-        """Opens a channel; for a server that cases share, fills the caches."""
-        self.npu, self._server = running, running.process
+    def __init__(self, running: NpuServer, kind: Server, stack: ExitStack) -> None:
+        """Opens a channel, and looks at every worker before its first call.
+
+        Args:
+            running: The server.
+            kind: What it was started as.
+            stack: Closes the channel.
+        """
+        self.npu, self._server, self._kind = running, running.process, kind
         self._wire = Wire.of(stack.enter_context(self._server.channel()))
-        self.full_bytes = sys.maxsize
-        if not case.own:
-            self._warm_up(case)
+        self._down: set[str] = set()
+        self._await_states()
+        self._idle_bytes = self._drained()
 
     def run(self, case: FaultCase) -> Finding:
         """Everything that belongs to a case, except for the judgement."""
-        self._plan(case)
-        self._await_states((READY,) * case.count)
         before = self._look()
         load = Load(
             self._server,
@@ -194,37 +201,42 @@ class Site:
             with load:
                 load.wait(CALLS // 4)
                 told_s = time.monotonic()
-                self._plan(case, case.plan)
+                self._plan(case.plan)
                 for name in case.extra:
                     load.send(works()[name][0])
                 self._await_injected(case, before)
-                if set(case.after) - {DOWN}:
+                if self._down | {*case.down} < {*self._kind.devices}:
                     load.wait_until(lambda answer: _is_beside(answer, told_s, case.sick))
                 load.enough()
                 load.join()
                 self._await_end(case, before)
-            self._plan(case)
+            self._plan()
             last = self._wire.info()
             afterwards = self._calls(spread(case.works), CALLS // 2) if case.works else []
         later = self._look()
+        drained = self._drained() if case.works else {}
         return Finding(
-            case, before, later, load.answers, afterwards, load.sent, told_s, watch.heard, last, self.full_bytes
+            case,
+            before,
+            later,
+            load.answers,
+            afterwards,
+            load.sent,
+            told_s,
+            watch.heard,
+            last,
+            self._down,
+            drained,
+            max(self._idle_bytes.values()),
         )
 
     # ------------------------------------------------------------------------------------------- what is done
 
-    def _plan(self, case: FaultCase, text: str = "") -> None:
+    def _plan(self, text: str = "") -> None:
         if not text:
             # Entries that count over all processes begin anew.
             self.npu.plan_path.with_name("plan.state").unlink(missing_ok=True)
-        self.npu.plan(f"ndev={case.count};{text}")
-
-    def _warm_up(self, case: FaultCase) -> None:
-        self._await_states((READY,) * case.count)
-        floyd = works()[FLOYD.name]
-        self._calls(floyd, 4 * STREAMS * case.count)
-        self._calls(spread(case.works), CALLS)
-        self.full_bytes = max(memory["device_bytes"] for memory in self._look().memory.values())
+        self.npu.plan(f"ndev={self._kind.count};{text}")
 
     def _calls(self, mix: Sequence[Work], calls: int) -> list[Answer]:
         """Calls that more threads send than there are streams."""
@@ -232,13 +244,35 @@ class Site:
             load.join()
         return load.answers
 
+    def _drained(self) -> dict[int, int]:
+        """Device memory of each worker that has no cache: what a worker still holds for a call shows.
+
+        Each is told once that there is no memory, gives back all that torch_npu cached, and tries again with
+        one small call.
+        """
+        workers = self.npu.workers()
+        done = dict.fromkeys(workers, False)
+        self._plan(f"{PLAN}:1:207001")
+        earlier = {pid: counters["faults.injected"] for pid, counters in workers.items()}
+        with self._server.channel() as channel:
+            while not all(done.values()):
+                works()[GROUP_NORM.name][0].send(channel, 60)
+                now = self.npu.workers()
+                done = {pid: now[pid]["faults.injected"] > earlier[pid] for pid in done}
+        self._plan()
+        return {pid: counters["device_bytes"] for pid, counters in self.npu.workers().items()}
+
     # -------------------------------------------------------------------------------------- what is waited for
 
-    def _states(self) -> tuple[int, ...]:
-        return tuple(device.state for device in self._wire.info().devices)
-
-    def _await_states(self, states: tuple[int, ...]) -> None:
-        eventually(lambda: self._states() == states, f"devices are {states}", self._server, 60)
+    def _await_states(self) -> None:
+        """Waits until every device is ready, but for those that are out of service."""
+        wanted = [DOWN if name in self._down else READY for name in self._kind.devices]
+        eventually(
+            lambda: [device.state for device in self._wire.info().devices] == wanted,
+            f"devices are {wanted}",
+            self._server,
+            60,
+        )
 
     def _await_injected(self, case: FaultCase, before: Look) -> None:
         goal = before.simulator["faults.injected"] + case.injected
@@ -257,7 +291,8 @@ class Site:
             self._server,
             60,
         )
-        self._await_states(case.after)
+        self._down.update(case.down)
+        self._await_states()
 
     # ------------------------------------------------------------------------------------------- what is seen
 
@@ -267,7 +302,10 @@ class Site:
         info = self._wire.info()
         text = self._page()
         return Look(
-            memory={pid: _memory(found) for pid, found in self.npu.workers().items()},
+            objects={
+                pid: sum(counters[name] for name in HOST_OBJECTS)
+                for pid, counters in self.npu.workers().items()
+            },
             restarts={device.name: device.restarts for device in info.devices},
             ends=_calls_by_reason(text),
             moves=Counter(
@@ -289,11 +327,6 @@ class Site:
     def _page(self) -> str:
         with urllib.request.urlopen(self._server.metrics_url, timeout=30) as page:
             return str(page.read().decode())
-
-
-def _memory(counters: Counter[str]) -> Counter[str]:
-    kept = {name: counters[name] for name in HOST_OBJECTS}
-    return Counter(kept | {"device_bytes": counters["device_bytes"]})
 
 
 def _samples(page: str, *, unlabelled: bool = False) -> list[tuple[str, dict[str, str], float]]:
@@ -329,10 +362,9 @@ def judge(found: Finding) -> None:
     _judge_memory(found)
     after = found.afterwards
     assert all(answer.right and answer.info and answer.info.attempts == 1 for answer in after), after
-    serving = {
-        device.name for device in found.last.devices if device.state == READY and found.case.works
-    }
-    assert {answer.info.device for answer in after if answer.info} == serving
+    if found.case.works:
+        serving = {device.name for device in found.last.devices} - found.down
+        assert {answer.info.device for answer in after if answer.info} == serving
 
 
 def _judge_callers(found: Finding) -> None:
@@ -348,7 +380,7 @@ def _judge_callers(found: Finding) -> None:
     for expected in case.errors:
         assert found.failed[expected.reason] in expected.calls, (found.failed, expected)
     assert found.right(elsewhere=True) in case.elsewhere, found.line()
-    if set(case.after) - {DOWN}:
+    if found.down < {device.name for device in found.last.devices}:
         assert found.beside > 0, "no other device served"
 
 
@@ -365,28 +397,31 @@ def _is(answer: Answer, expected: Expected) -> bool:
 def _judge_devices(found: Finding) -> None:
     case, before, later = found.case, found.before, found.later
     assert found.replaced in case.replaced, found.line()
-    for device, state in zip(found.last.devices, case.after, strict=True):
-        assert device.state == state
-        assert bool(device.reason) is (state != READY), device
-        gone = later.moves[device.name, "restarting"] - before.moves[device.name, "restarting"]
-        back = later.moves[device.name, "ready"] - before.moves[device.name, "ready"]
+    for device in found.last.devices:
+        is_down = device.name in found.down
+        assert device.state == (DOWN if is_down else READY)
+        assert bool(device.reason) is is_down, device
+        gone = _went(found, device.name, "restarting") + _went(found, device.name, "down")
+        back = _went(found, device.name, "ready")
         if device.name not in found.sick:
             assert later.restarts[device.name] == before.restarts[device.name], "a healthy worker ended"
             assert (gone, back) == (0, 0), "a healthy device left the pool"
-        elif case.replaced.start and state == READY:
+        elif case.replaced.start or device.name in case.down:
             assert gone >= 1, "the sick device did not leave the pool"
-            assert back == 1, "the sick device did not come back once"
-    assert found.health == ([_SERVING, _NOT_SERVING] if case.ends_down else [_SERVING])
+            assert back == (not is_down), "the sick device did not come back, or more than once"
+    ends = [_SERVING, _NOT_SERVING] if len(found.down) == len(found.last.devices) else [_SERVING]
+    assert found.health == ends
+
+
+def _went(found: Finding, device: str, state: str) -> int:
+    """How often a device went into a state."""
+    return found.later.moves[device, state] - found.before.moves[device, state]
 
 
 def _judge_memory(found: Finding) -> None:
     """Survivors hold what they held before; nobody holds anything of a call."""
-    case, before, later = found.case, found.before.memory, found.later.memory
-    left = sum(memory[name] for memory in later.values() for name in HOST_OBJECTS)
-    assert left == case.kept
-    if not case.plan:
-        assert later == before, "calls that went well took memory"
-    for pid, memory in later.items():
-        assert memory["device_bytes"] <= found.full_bytes, f"process {pid} holds more than all calls need"
+    case, before, later = found.case, found.before.objects, found.later.objects
+    assert sum(count - before.get(pid, 0) for pid, count in later.items()) == case.kept
+    assert set(found.drained.values()) <= {found.idle_bytes}, "device memory was not given back"
     for name in case.counters:
         assert found.later.simulator[name] > found.before.simulator[name]
