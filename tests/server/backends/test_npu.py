@@ -170,6 +170,21 @@ def test_a_call_that_does_not_fit_is_refused_and_the_next_one_is_right(
     assert worker.live() == {}
 
 
+def test_a_call_for_which_no_memory_can_be_pinned_is_refused_and_the_next_one_is_right(
+    start_npu_worker: StartNpuWorker,
+) -> None:
+    """torch_npu does not tell: it makes a tensor without an address."""
+    worker = start_npu_worker()
+    worker.plan("aclrtMallocHost:*:207001")
+    failed = worker.ask(GROUP_NORM, GROUP_NORM.build(n=2, c=32, hxw=33_000, group=4))
+    assert isinstance(failed, CallFailed), failed
+    assert (failed.reason, failed.metadata["code"]) == ("DEVICE_OUT_OF_MEMORY", "207001")
+    assert "torch_npu's allocator of pinned memory returned 207001" in failed.message
+    worker.plan("")
+    worker.check(GROUP_NORM, NORM)
+    assert worker.live() == {}
+
+
 def test_a_workspace_that_does_not_fit_destroys_the_executor(start_npu_worker: StartNpuWorker) -> None:
     worker = start_npu_worker("hbm_mb=64")
     worker.plan("hbm_mb=64;workspace_mb=200")
