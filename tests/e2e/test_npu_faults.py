@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.e2e.npu_cases import CASES, QUICK
-from tests.e2e.npu_matrix import Site, judge
+from tests.e2e.npu_matrix import Site
+from tests.e2e.npu_verdict import judge
 from tests.fix_npu import run_npu_server
 
 if TYPE_CHECKING:
