@@ -206,6 +206,15 @@ def test_a_stale_text_is_not_told(npu_worker: NpuWorker) -> None:
     assert "an old story" not in failed.message
 
 
+@pytest.mark.parametrize("function", [PLAN_NORM, RUN_NORM])
+def test_a_stale_text_of_the_same_call_is_not_told(npu_worker: NpuWorker, function: str) -> None:
+    npu_worker.plan(f"aclrtMemcpyAsync:*:stale:msg=an old story;{function}:1:561000:msg=the new one")
+    failed = npu_worker.ask(GROUP_NORM, NORM)
+    assert isinstance(failed, CallFailed)
+    assert "the new one" in failed.message
+    assert "an old story" not in failed.message
+
+
 def test_a_deadline_that_passed_before_the_launch_launches_nothing(npu_worker: NpuWorker) -> None:
     npu_worker.plan("copy_ms=100")
     before = npu_worker.report.counters()[f"calls.{RUN_NORM}"]
