@@ -175,9 +175,13 @@ SURVIVED = (
     ),
     FaultCase(
         "stale-text",
-        f"{WAIT}:*:stale:dev=0:msg=an old story; {PLAN}:2:561103:dev=0:msg={_SAID}",
-        (Expected("ACLNN_ERR_INNER_NULLPTR", _INTERNAL, 561103, (f"{PLAN} returned 561103", _SAID)),),
-        injected=10,
+        f"{WAIT}:*:stale:dev=0:msg=an old story; aclrtMemcpyAsync:*:stale:dev=0:msg=an old story; "
+        f"{PLAN}:1:561103:dev=0:msg={_SAID}; {RUN}:2:361001:dev=0:msg={_SAID}",
+        (
+            Expected("ACLNN_ERR_INNER_NULLPTR", _INTERNAL, 561103, (f"{PLAN} returned 561103", _SAID)),
+            Expected("ACLNN_ERR_RUNTIME_ERROR", _INTERNAL, 361001, (f"{RUN} returned 361001", _SAID)),
+        ),
+        injected=100,
         unsaid="an old story",
     ),
     FaultCase(
