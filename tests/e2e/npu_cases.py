@@ -250,11 +250,7 @@ REPLACED = (
     FaultCase(
         "exception-always",
         f"kernel.{FLOYD.aclnn_name}:1-2:507015:total",
-        (
-            Expected(
-                "WORKER_LOST", _UNAVAILABLE, 507015, (f"{WAIT} returned 507015", "a task failed on device")
-            ),
-        ),
+        (Expected("WORKER_LOST", _UNAVAILABLE, 507015, ("returned 507015", "a task failed on device")),),
         elsewhere=UP_TO_FOUR,
         replaced=TWO,
         sick=(),
