@@ -72,6 +72,7 @@ class Launcher:
         workspace_bytes, executor = ctypes.c_uint64(), ctypes.c_void_p()
         with Handles(self._runtime, self._cann.tensors) as handles:
             arguments = _arguments(spec, attrs, tensors, handles)
+            self._runtime.forget_errors()  # a copy that was queued all right may have left a text
             self._runtime.call(first, *arguments, workspace_bytes, executor)
             plan = Plan(self._runtime, second, workspace_bytes.value, executor.value)
             destroy = self._cann.tensors["aclDestroyAclOpExecutor"]
@@ -113,6 +114,7 @@ class Plan:
         if executor is None:
             raise RuntimeError("found no executor; expected one from the first phase, not yet launched")
         address = workspace if self.workspace_bytes else None
+        self._runtime.forget_errors()
         self._runtime.call(self._launch, address, self.workspace_bytes, executor, stream)
 
     def abandon(self, destroy: Any) -> None:

@@ -202,6 +202,21 @@ def test_a_call_that_does_not_fit_is_refused_and_the_next_one_is_right(
     assert worker.live() == {}
 
 
+def test_a_call_for_which_no_memory_can_be_pinned_is_refused_and_the_next_one_is_right(
+    start_npu_worker: StartNpuWorker,
+) -> None:
+    """torch_npu does not tell: it makes a tensor without an address."""
+    worker = start_npu_worker()
+    worker.plan("aclrtMallocHost:*:207001")
+    failed = worker.ask(GROUP_NORM, GROUP_NORM.build(n=2, c=32, hxw=33_000, group=4))
+    assert isinstance(failed, CallFailed), failed
+    assert (failed.reason, failed.metadata["code"]) == ("DEVICE_OUT_OF_MEMORY", "207001")
+    assert "torch_npu's allocator of pinned memory returned 207001" in failed.message
+    worker.plan("")
+    worker.check(GROUP_NORM, NORM)
+    assert worker.live() == {}
+
+
 def test_a_workspace_that_does_not_fit_destroys_the_executor(start_npu_worker: StartNpuWorker) -> None:
     worker = start_npu_worker("hbm_mb=64")
     worker.plan("hbm_mb=64;workspace_mb=200")
@@ -217,6 +232,15 @@ def test_a_stale_text_is_not_told(npu_worker: NpuWorker) -> None:
     npu_worker.plan("aclrtMemcpyAsync:1:stale:msg=an old story")
     npu_worker.check(GROUP_NORM, NORM)
     npu_worker.plan(f"{PLAN_NORM}:1:561000:msg=the new one")
+    failed = npu_worker.ask(GROUP_NORM, NORM)
+    assert isinstance(failed, CallFailed)
+    assert "the new one" in failed.message
+    assert "an old story" not in failed.message
+
+
+@pytest.mark.parametrize("function", [PLAN_NORM, RUN_NORM])
+def test_a_stale_text_of_the_same_call_is_not_told(npu_worker: NpuWorker, function: str) -> None:
+    npu_worker.plan(f"aclrtMemcpyAsync:*:stale:msg=an old story;{function}:1:561000:msg=the new one")
     failed = npu_worker.ask(GROUP_NORM, NORM)
     assert isinstance(failed, CallFailed)
     assert "the new one" in failed.message

@@ -127,6 +127,8 @@ class NpuDevice:
     def pinned(self, nbytes: int) -> PinnedBuffer:
         """Pinned host memory, not initialized; errors as for `empty`."""
         owner = self._allocate(max(nbytes, 1), pin_memory=True)
+        if not owner.data_ptr():  # torch_npu swallows the runtime's error here
+            raise AclError(_OUT_OF_MEMORY, "torch_npu's allocator of pinned memory", f"no {nbytes} bytes")
         return PinnedBuffer(owner.data_ptr(), owner.numpy(), owner)
 
     def _allocate(self, nbytes: int, **where: Any) -> Any:
