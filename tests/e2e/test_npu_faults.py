@@ -61,7 +61,6 @@ def test_callers_and_devices_come_through(
     tally(f"npu fault case={case.name}", found.line())
 
 
-@pytest.mark.xfail(strict=True, reason="calls are placed without asking which device has their operator")
 def test_an_operator_that_one_device_lacks_runs_on_the_other(start_npu_server: StartNpuServer) -> None:
     """A device whose first try of an operator failed goes without it until its worker is replaced."""
     made = fill(FLOYD, FLOYD.build())
