@@ -228,7 +228,7 @@ def test_a_call_that_a_device_cannot_take_is_tried_once_on_another_one(reason: s
     assert not of(CompleteCall, commands)
     (second,) = of(StartCall, commands)
     assert (second.worker, second.attempt) == (1 - first.worker, 2)
-    assert scheduler.output_used_bytes == 64
+    assert scheduler.workers[first.worker].outputs.used_bytes == 0
     assert [worker.failures for worker in scheduler.workers] == [0, 0]
     assert of(CompleteCall, answer(scheduler, second)) == [CompleteCall(1)]
     assert of(ReleaseCall, scheduler.close(1, 0)) == [ReleaseCall(1)]
@@ -281,6 +281,27 @@ def test_a_workspace_that_no_device_has_is_not_looked_for_on_another_one() -> No
     assert told.message.final
     assert of(CompleteCall, answer(scheduler, start, FULL)) == [CompleteCall(1)]
     assert not scheduler.workers[start.worker].short, "the device is not to blame"
+
+
+def test_the_device_a_call_went_back_to_counts_when_its_workspace_is_asked_for() -> None:
+    scheduler = make(2, streams=2)
+    for worker in (0, 1):
+        be_ready(scheduler, worker, memory_bytes=8 * BLOCK)
+    (first,) = submit(scheduler, 1, device_bytes=2 * BLOCK)
+    full = [submit(scheduler, number, label=f"{number}", device_bytes=7 * BLOCK) for number in (2, 3)]
+    assert [start.worker for starts in full for start in starts] == [1]
+    assert of(StartCall, answer(scheduler, first, FULL))[0].call == 3
+    scheduler.cancel(2, 0)
+    commands = scheduler.lost(1, 1, "signal 9", 0)
+    assert of(StartCall, commands) == []
+    (again,) = of(StartCall, scheduler.answered(0, 1, 3, True, 0))
+    (beside,) = submit(scheduler, 4, device_bytes=4 * BLOCK)
+    scheduler.tick(1)
+    be_ready(scheduler, 1, now=2, memory_bytes=4 * BLOCK)
+    assert (again.call, again.worker, beside.worker) == (1, 0, 0)
+    (told,) = of(TellWorker, scheduler.need_workspace(0, 1, 1, 4 * BLOCK - 32))
+    # It would fit once the other call is done.
+    assert told.message == WorkspaceRefused(1, False, 6 * BLOCK - 32)
 
 
 def test_a_call_nobody_waits_for_goes_nowhere() -> None:
