@@ -316,7 +316,7 @@ GONE = (
     FaultCase(
         "all-devices-down",
         "kernel:*:507015",
-        (Expected("NO_DEVICE", _UNAVAILABLE, None, (), SOME),),
+        (Expected("NO_DEVICE", _UNAVAILABLE, None, ("returned 507015",), SOME),),
         elsewhere=UP_TO_FOUR,
         sick=("npu:0", "npu:1"),
         down=("npu:0", "npu:1"),
