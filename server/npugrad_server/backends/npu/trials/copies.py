@@ -15,7 +15,7 @@ import numpy as np
 from npugrad_server.acl.libraries import Cann
 from npugrad_server.acl.runtime import Runtime
 from npugrad_server.backends.npu.bringup import NpuDevice
-from npugrad_server.backends.npu.staging import LIMIT_VARIABLE, Staging
+from npugrad_server.backends.npu.staging import LIMIT_VARIABLE, Staging, deliver
 from npugrad_server.backends.npu.trials.exchange import run_trial
 
 if TYPE_CHECKING:
@@ -60,7 +60,11 @@ class Copies:
             incoming.copy_in(self._runtime, [(sent, buffer.address)], stream.raw, lambda: self._wait(stream))
             self._wait(stream)
             between = time.perf_counter()
-            outgoing.copy_out(self._runtime, [(got, buffer.address)], stream.raw, lambda: self._wait(stream))
+            arriving = outgoing.copy_out(
+                self._runtime, [(got, buffer.address)], stream.raw, lambda: self._wait(stream)
+            )
+            self._wait(stream)
+            deliver(arriving)
             end = time.perf_counter()
             yield _entry("there and back", sent, got, between - start, end - between)
 
