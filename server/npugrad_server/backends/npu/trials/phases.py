@@ -18,7 +18,7 @@ from npugrad_server.acl.libraries import Cann
 from npugrad_server.acl.runtime import AclError, Runtime
 from npugrad_server.acl.tensor import DeviceTensor
 from npugrad_server.backends.npu.bringup import NpuDevice
-from npugrad_server.backends.npu.staging import Staging
+from npugrad_server.backends.npu.staging import Part, Staging
 from npugrad_server.backends.npu.trials.exchange import (
     LINES,
     OPERANDS,
@@ -93,7 +93,7 @@ class Phases:
         }
         there = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         outputs = {param.name: there[param.name] for param in spec.outputs if param.name in there}
-        incoming = [(content, there[name].address) for name, content in operands.items()]
+        incoming = [Part(name, content, there[name].address) for name, content in operands.items()]
         self._incoming.copy_in(self._runtime, incoming, raw, self._wait)
         for tensor in outputs.values():
             self._runtime.zero(tensor.address, tensor.meta.content_bytes, raw)
