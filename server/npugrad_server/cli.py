@@ -156,7 +156,7 @@ def check(flags: dict[str, Any], config: str | None) -> None:
     finally:
         close_log()
     for finding in findings:
-        typer.echo(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.text}")
+        typer.echo(f"{finding.label:<4}  {finding.text}")
     raise typer.Exit(0 if all(finding.ok for finding in findings) else FAILED)
 
 

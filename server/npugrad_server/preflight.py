@@ -119,10 +119,17 @@ class Finding:
     Attributes:
         ok: Whether it is as a start needs it.
         text: What it is, for a person.
+        optional: Whether a start does without it.
     """
 
     ok: bool
     text: str
+    optional: bool = False
+
+    @property
+    def label(self) -> str:
+        """``"ok"``, ``"FAIL"``, or ``"note"`` for what a start does without."""
+        return "note" if self.optional else "ok" if self.ok else "FAIL"
 
 
 async def check(settings: ServerSettings) -> list[Finding]:
@@ -138,7 +145,7 @@ async def check(settings: ServerSettings) -> list[Finding]:
         return findings + [Finding(False, problem) for problem in error.problems]
     if not made.devices[0].startswith("npu:"):
         # With auto it is fine to have none, but whoever expected one wants to know why.
-        findings += [Finding(True, f"no npu: {problem}") for problem in report.problems]
+        findings += [Finding(True, f"npu: {problem}", optional=True) for problem in report.problems]
     return findings + await _try_devices(made)
 
 

@@ -45,9 +45,11 @@ def good_call(running: NpuServer, made: Sample) -> Any:
 
 
 def together(running: NpuServer, calls: int) -> list[Any]:
-    """Calls at once, each checked; what produced each of them."""
+    """Calls of two kinds at once, each checked; what produced each of them."""
+    # A kind's workspace is known once one call has told it, so equal calls might ask once or twice.
+    made = [sample(seed=seed, n=1 + seed % 2) for seed in range(calls)]
     with ThreadPoolExecutor(calls) as pool:
-        return list(pool.map(lambda seed: good_call(running, sample(seed=seed)), range(calls)))
+        return list(pool.map(lambda each: good_call(running, each), made))
 
 
 def metrics_of(running: NpuServer) -> dict[str, float]:
@@ -66,7 +68,7 @@ def metrics_of(running: NpuServer) -> dict[str, float]:
 def test_workspaces_that_do_not_fit_together_run_one_after_the_other(
     start_npu_server: StartNpuServer,
 ) -> None:
-    plan = "hbm_mb=128;workspace_mb=60;kernel_ms=600"
+    plan = "hbm_mb=128;workspace_mb=60;kernel_ms=1500"
     running = start_npu_server("--streams-per-device", "2", *METRICS, plan=plan)
     budget = metrics_of(running)["device_memory_bytes"]
     assert 90 * MIB < budget < 100 * MIB
@@ -94,7 +96,7 @@ def test_workspaces_that_do_not_fit_together_run_one_after_the_other(
 
 
 def test_workspaces_that_fit_together_run_together(start_npu_server: StartNpuServer) -> None:
-    plan = "hbm_mb=256;workspace_mb=60;kernel_ms=600"
+    plan = "hbm_mb=256;workspace_mb=60;kernel_ms=1500"
     running = start_npu_server("--streams-per-device", "2", *METRICS, plan=plan)
     assert len(together(running, 2)) == 2
     found = metrics_of(running)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.fix_npu import npu_environment
 
+from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad_server.config import ServerSettings
 from npugrad_server.npus import NpuReport
@@ -105,7 +106,7 @@ def test_check_says_what_an_npu_would_need() -> None:
     assert "FAIL  npu: libascendcl.so cannot be loaded, so there is no usable CANN here. Tried" in text
     code, lines = check("--devices", "auto")
     assert code == 0
-    assert any(line.startswith("ok    no npu: libascendcl.so cannot be loaded") for line in lines)
+    assert any(line.startswith("note  npu: libascendcl.so cannot be loaded") for line in lines)
     assert any(line.startswith("ok    cpu:0: ready") for line in lines)
 
 
@@ -142,7 +143,13 @@ def test_check_sees_packages_that_do_not_belong_together(tmp_path: Path) -> None
             "aclrtSetDevice:*:507033",
             "npu:0",
             1,
-            "FAIL  npu:0: down, npu:0 cannot be taken: torch_npu returned 507033",
+            "FAIL  npu:0: down, cannot be taken: torch_npu returned 507033",
+        ),
+        (
+            ";".join(f"{spec.aclnn_name}GetWorkspaceSize:*:561112" for spec in OPERATORS.values()),
+            "npu:0",
+            1,
+            "FAIL  npu:0: down, found no operator that runs here; expected at least one; multi_scale",
         ),
     ],
 )

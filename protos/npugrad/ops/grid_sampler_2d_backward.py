@@ -135,8 +135,16 @@ def _inferred(like: TensorMeta) -> TensorMeta:
     return TensorMeta(like.dtype, like.shape)
 
 
-def _deterministic(call: CallMeta) -> bool:
-    return accepts_unchecked(call) or call.tensor("input").shape[1] <= MAX_DETERMINISTIC_CHANNELS
+def _determinism_check(call: CallMeta) -> str | None:
+    if accepts_unchecked(call):
+        return None
+    channels = call.tensor("input").shape[1]
+    if channels <= MAX_DETERMINISTIC_CHANNELS:
+        return None
+    return (
+        f"input: found {channels} channels; expected at most {MAX_DETERMINISTIC_CHANNELS} where "
+        "deterministic is True on an NPU"
+    )
 
 
 def _samples(product: Product) -> Iterator[Sample]:
@@ -215,7 +223,7 @@ GRID_SAMPLER_2D_BACKWARD = OpSpec(
     samples=_samples,
     make_inputs=_make_inputs,
     extra_tolerance=lambda inputs, attrs, output: 0.0,
-    deterministic=_deterministic,
+    determinism_check=_determinism_check,
     min_cann="8.0",
     accepts_unchecked=accepts_unchecked,
 )

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 _WIDTH = 860
 _LEFT, _RIGHT = 64, 12
+_LEAST_SPAN = 1e-300
+"""A range below is none: a step of it could not be told from 0."""
 _LEAST_SHARE = 0.02
 """Part of its largest value that an axis spans at least, so that noise does not look like growth."""
 
@@ -151,7 +153,9 @@ def ticks(low: float, high: float, most: int) -> list[float]:
         high: Its end.
         most: About how many steps there may be.
     """
-    span = (high - low) or abs(high) or 1.0
+    span = high - low
+    if span < _LEAST_SPAN:  # nothing a step could divide
+        span = max(abs(high), 1.0)
     power: float = 10.0 ** math.floor(math.log10(span / most))
     step = next(factor * power for factor in (1, 2, 5, 10) if span / (factor * power) <= most)
     first, last = math.floor(low / step), math.ceil(high / step)

@@ -8,6 +8,7 @@ import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import npugrad
@@ -96,12 +97,21 @@ def _environment(options: AcceptanceOptions, product: Product, found: NpuReport)
         "chip": found.soc,
         "product": f"{product} ({product.full_name})",
         "CANN": found.cann or "of unknown version",
+        **{name: _version(name) for name in ("torch", "torch_npu")},
         "npugrad": npugrad.__version__,
         "Python": platform.python_version(),
         "host": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "streams": str(options.streams),
         "soak": f"{options.soak_s:g} s",
     }
+
+
+def _version(package: str) -> str:
+    """Without an import: nothing of torch may come into this process."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def run_and_report(options: AcceptanceOptions, settings: BenchSettings, report: Report) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from npugrad.errors import MalformedTensor
+from npugrad.errors import PARAM_INVALID, MalformedTensor
 from npugrad.spec import TensorMeta, TensorParam
 from npugrad_server.acl.layout import arrange
 from npugrad_server.backends.npu.trials.exchange import Case
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from npugrad.spec import CallMeta, Constraint, OpSpec
 
 CAUGHT_BY_OTHERS: dict[tuple[str, str], tuple[int, str]] = {
-    ("group_norm_backward", "n.non_negative"): (161002, "no tensor has a negative number of elements"),
-    ("group_norm_backward", "c.non_negative"): (161002, "no tensor has a negative number of elements"),
+    ("group_norm_backward", "n.non_negative"): (PARAM_INVALID, "no tensor has a negative number of elements"),
+    ("group_norm_backward", "c.non_negative"): (PARAM_INVALID, "no tensor has a negative number of elements"),
 }
 """Constraints that the vendor does not look at, but cannot let pass: (operator, id) -> (code, why)."""
 

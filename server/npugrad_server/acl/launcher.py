@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from npugrad.spec import TensorParam
 from npugrad_server.acl.libraries import Missing
-from npugrad_server.acl.runtime import AclError
+from npugrad_server.acl.runtime import AclError, concerning
 from npugrad_server.acl.symbols import operator_symbols
 from npugrad_server.acl.tensor import Handles
 
@@ -132,12 +132,13 @@ def _arguments(
 ) -> list[Any]:
     arguments: list[Any] = []
     for param in spec.params:
-        if isinstance(param, TensorParam):
-            tensor = tensors[param.name]
-            arguments.append(None if tensor is None else handles.tensor(tensor))
-        elif param.type == "bool_array":
-            values = attrs[param.name]
-            arguments.append(handles.bool_array(values) if isinstance(values, tuple) else None)
-        else:
-            arguments.append(attrs[param.name])
+        with concerning(param.name):
+            if isinstance(param, TensorParam):
+                tensor = tensors[param.name]
+                arguments.append(None if tensor is None else handles.tensor(tensor))
+            elif param.type == "bool_array":
+                values = attrs[param.name]
+                arguments.append(handles.bool_array(values) if isinstance(values, tuple) else None)
+            else:
+                arguments.append(attrs[param.name])
     return arguments

@@ -66,6 +66,7 @@ RUNTIME: tuple[Symbol, ...] = (
     Symbol("aclrtSynchronizeStreamWithTimeout", _CODE, (_STREAM, c_int32)),
     Symbol("aclrtGetMemInfo", _CODE, (c_int, POINTER(c_size_t), POINTER(c_size_t))),
     Symbol("aclrtCtxSetSysParamOpt", _CODE, (c_int, c_int64)),
+    Symbol("aclrtSetSysParamOpt", _CODE, (c_int, c_int64), optional=True),
     Symbol("aclrtCreateEventExWithFlag", _CODE, (POINTER(_HANDLE), c_uint32), optional=True),
     Symbol("aclrtRecordEvent", _CODE, (_HANDLE, _STREAM), optional=True),
     Symbol("aclrtEventElapsedTime", _CODE, (POINTER(c_float), _HANDLE, _HANDLE), optional=True),

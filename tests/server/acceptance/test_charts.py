@@ -5,7 +5,7 @@ import re
 import xml.etree.ElementTree as ET
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from npugrad_server.acceptance.charts import Bar, bar_chart, line_chart, number, ticks
@@ -61,6 +61,7 @@ def test_numbers_are_for_people(value: float, text: str) -> None:
 
 
 @given(st.lists(finite, min_size=2, max_size=50))
+@example([0.0, 5e-324])
 def test_a_line_stays_in_its_panel(ys: list[float]) -> None:
     chart = line_chart("memory [MiB]", "time [s]", list(map(float, range(len(ys)))), ys)
     width, height = size(chart)

@@ -165,3 +165,8 @@ def test_on_a_terminal_there_is_a_live_line(tmp_path: Path) -> None:
     assert "\x1b[?25l" in text  # the cursor is hidden while the line lives
     assert "PASSED" in text
     assert "words of a library" not in text
+
+
+def test_the_process_that_steers_never_imports_torch() -> None:
+    code = "import sys, npugrad_server.cli; sys.exit('torch' in sys.modules or 'torch_npu' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

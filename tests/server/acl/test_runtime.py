@@ -10,7 +10,7 @@ import pytest
 
 from npugrad_server.acl.faults import Action
 from npugrad_server.acl.libraries import Functions, Missing
-from npugrad_server.acl.runtime import AclError, Runtime
+from npugrad_server.acl.runtime import AclError, Runtime, concerning
 from npugrad_server.acl.symbols import RUNTIME
 
 if TYPE_CHECKING:
@@ -134,6 +134,12 @@ def test_an_error_reads_as_one_line() -> None:
     assert str(AclError(0, "aclCreateTensor")).startswith("aclCreateTensor failed without a number (")
 
 
+def test_an_error_tells_what_it_is_about_by_the_innermost_name() -> None:
+    with pytest.raises(AclError) as caught, concerning("outer"), concerning("rstd"):
+        raise AclError(107000, "aclrtX")
+    assert str(caught.value).startswith("rstd: aclrtX returned 107000 (")
+
+
 def test_what_the_device_is(bench: Bench) -> None:
     free, total = bench.runtime.memory_bytes()
     assert 0 < free <= total
@@ -145,10 +151,19 @@ def test_what_the_device_is(bench: Bench) -> None:
 def test_the_option_of_determinism_is_set_and_taken_back(bench: Bench) -> None:
     import ctypes
 
-    def option() -> int:
-        return int(bench.sim.number("aclrtCtxGetSysParamOpt", ctypes.c_int64, 0))
+    def options() -> list[int]:
+        names = ("aclrtCtxGetSysParamOpt", "aclrtGetSysParamOpt")
+        return [int(bench.sim.number(name, ctypes.c_int64, 0)) for name in names]
 
     bench.runtime.set_deterministic(True)
-    assert option() == 1
+    assert options() == [1, 1]
     bench.runtime.set_deterministic(False)
-    assert option() == 0
+    assert options() == [0, 0]
+
+
+def test_where_cann_has_no_option_of_the_process_that_of_the_context_is_set(bench: Bench) -> None:
+    symbol = next(symbol for symbol in RUNTIME if symbol.name == "aclrtSetSysParamOpt")
+    functions = {**bench.cann.runtime.by_name, symbol.name: Missing(symbol, ())}
+    before = bench.sim.counter("calls.aclrtCtxSetSysParamOpt")
+    Runtime(Functions(functions)).set_deterministic(False)
+    assert bench.sim.counter("calls.aclrtCtxSetSysParamOpt") == before + 1

@@ -314,7 +314,7 @@ def planned_while_modes_change() -> int:
 
 @scenario
 def not_deterministic() -> dict[str, list[Any]]:
-    """Reason of the refusal, and how many phases 1 there were, for what cannot be deterministic; and can."""
+    """Reason and words of the refusal, and number of phases 1, for what cannot be deterministic; and can."""
     bench = Bench()
     calls = {
         "floyd": (FLOYD, FLOYD.build()),
@@ -323,12 +323,12 @@ def not_deterministic() -> dict[str, list[Any]]:
     }
     found: dict[str, list[Any]] = {}
     for name, (spec, meta) in calls.items():
-        plans, reason = bench.sim.counter(f"plans.{spec.aclnn_name}"), ""
+        plans, reason, words = bench.sim.counter(f"plans.{spec.aclnn_name}"), "", ""
         try:
             bench.run(spec, meta, options=CallOptions(deterministic=True))
         except OperatorError as error:
-            reason = error.reason
-        found[name] = [reason, bench.sim.counter(f"plans.{spec.aclnn_name}") - plans]
+            reason, words = error.reason, str(error)
+        found[name] = [reason, words, bench.sim.counter(f"plans.{spec.aclnn_name}") - plans]
     return found
 
 

@@ -43,7 +43,7 @@ def run(bench: Bench, out: StepLog) -> None:
     jobs = list(_jobs(bench))
     for done, (name, job) in enumerate(jobs):
         out.progress(done, len(jobs), name)
-        if not job.spec.deterministic(job.call):
+        if job.spec.determinism_check(job.call):
             _check_refused(bench, out, name, job)
             free = _repeat(bench, job, deterministic=False)
             rows.append((name, None, free.distinct, "not offered"))

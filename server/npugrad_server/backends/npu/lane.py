@@ -27,12 +27,12 @@ import numpy as np
 from npugrad.errors import UnsafeLevels
 from npugrad_server.acl.faults import Action
 from npugrad_server.acl.layout import arrange
-from npugrad_server.acl.runtime import AclError
+from npugrad_server.acl.runtime import AclError, concerning
 from npugrad_server.acl.tensor import DeviceTensor
 from npugrad_server.backends.base import DeviceLost, Timings
 from npugrad_server.backends.npu.clock import Mark, StreamClock
 from npugrad_server.backends.npu.failures import device_error, device_lost
-from npugrad_server.backends.npu.staging import Staging, deliver, span_bytes
+from npugrad_server.backends.npu.staging import Part, Staging, deliver, span_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from npugrad_server.acl.runtime import Runtime
     from npugrad_server.backends.base import DeviceCall
     from npugrad_server.backends.npu.bringup import DeviceBuffer, NpuDevice
-    from npugrad_server.backends.npu.staging import Bytes
 
     Array = npt.NDArray[Any]
 
@@ -125,7 +124,7 @@ class Lane:
         except AclError as error:
             action = error.fault.action
             if not action.retries:
-                raise device_error(spec.name, error) from None
+                raise device_error(spec.name, error, call.meta) from None
         try:
             if action is Action.OUT_OF_MEMORY:
                 self._device.empty_cache()
@@ -133,7 +132,7 @@ class Lane:
         except AclError as error:
             if error.fault.action.ends_worker:  # giving back the cache met it
                 raise device_lost(spec.name, error) from error
-            raise device_error(spec.name, error) from None
+            raise device_error(spec.name, error, call.meta) from None
 
     def _try(self, job: _Job) -> Timings:
         """Runs a call once; a DeviceLost leaves everything behind, anything else nothing."""
@@ -182,14 +181,21 @@ class Lane:
             if plan.workspace_bytes != job.reserved_bytes:  # else an earlier try has reserved it
                 job.call.reserve_workspace(plan.workspace_bytes)
                 job.reserved_bytes = plan.workspace_bytes
-            workspace = self._take(job, plan.workspace_bytes) if plan.workspace_bytes else 0
+            workspace = self._take(job, "workspace", plan.workspace_bytes) if plan.workspace_bytes else 0
             job.call.check_wanted()
             self._mark(job, Mark.READY)
             plan.launch(workspace, job.stream)
             return plan.workspace_bytes
 
-    def _take(self, job: _Job, nbytes: int) -> int:
-        buffer = self._device.empty(nbytes)
+    def _take(self, job: _Job, what: str, nbytes: int) -> int:
+        """Device memory of its own for one tensor, or workspace.
+
+        Not a part of one block for the whole call: the allocator serves either from what it cached, but
+        finds room for several small ones where none is left for their sum; and whoever checks bounds sees
+        the end of each.
+        """
+        with concerning(f"{what} ({nbytes} bytes)"):
+            buffer = self._device.empty(nbytes)
         job.buffers.append(buffer)
         return buffer.address
 
@@ -198,14 +204,15 @@ class Lane:
             param.name for param in (*job.spec.inputs, *job.spec.outputs)
         )
         for slot in job.arrangement.inputs + job.arrangement.outputs:
-            tensors[slot.name] = DeviceTensor(slot.meta, self._take(job, slot.nbytes))
+            tensors[slot.name] = DeviceTensor(slot.meta, self._take(job, slot.name, slot.nbytes))
         return tensors
 
     def _zero(self, job: _Job, tensors: Mapping[str, DeviceTensor | None]) -> None:
         for slot in job.arrangement.outputs:
             tensor = tensors[slot.name]
             if slot.zeroed and slot.nbytes and tensor is not None:
-                self._runtime.zero(tensor.address, slot.nbytes, job.stream)
+                with concerning(slot.name):
+                    self._runtime.zero(tensor.address, slot.nbytes, job.stream)
 
     def _mark(self, job: _Job, mark: Mark) -> None:
         self._clock.set(mark, job.stream, lambda: self._wait(job))
@@ -249,7 +256,8 @@ class Lane:
         arrangement = arrange(spec, meta)
         self._runtime.forget_errors()
         try:
-            block = self._device.empty(_PLAN_BYTES)
+            with concerning(f"memory to plan with ({_PLAN_BYTES} bytes)"):
+                block = self._device.empty(_PLAN_BYTES)
             tensors: dict[str, DeviceTensor | None] = dict.fromkeys(
                 param.name for param in (*spec.inputs, *spec.outputs)
             )
@@ -260,7 +268,7 @@ class Lane:
         except AclError as error:
             if error.fault.action.ends_worker:
                 raise device_lost(spec.name, error) from error
-            raise device_error(spec.name, error) from None
+            raise device_error(spec.name, error, meta) from None
 
     def close(self) -> None:
         """Gives the events back; no call runs.
@@ -291,19 +299,19 @@ def _operands(spec: OpSpec, call: DeviceCall, arrangement: Arrangement) -> dict[
     return operands
 
 
-def _sent(job: _Job, tensors: Mapping[str, DeviceTensor | None]) -> list[tuple[Bytes, int]]:
-    """Bytes of the operands, and the device address each goes to."""
+def _sent(job: _Job, tensors: Mapping[str, DeviceTensor | None]) -> list[Part]:
+    """The operands, and where each goes."""
     return _parts(job.arrangement.inputs, job.operands, tensors)
 
 
-def _fetched(job: _Job, tensors: Mapping[str, DeviceTensor | None]) -> list[tuple[Bytes, int]]:
-    """Where the bytes of the wanted outputs go, and the device address of each."""
+def _fetched(job: _Job, tensors: Mapping[str, DeviceTensor | None]) -> list[Part]:
+    """The wanted outputs, and where each comes from."""
     wanted = [slot for slot in job.arrangement.outputs if slot.wanted]
     return _parts(wanted, job.call.outputs, tensors)
 
 
 def _parts(
     slots: Sequence[Slot], arrays: Mapping[str, Array], tensors: Mapping[str, DeviceTensor | None]
-) -> list[tuple[Bytes, int]]:
+) -> list[Part]:
     addresses = {name: tensor.address for name, tensor in tensors.items() if tensor is not None}
-    return [(span_bytes(arrays[slot.name]), addresses[slot.name]) for slot in slots]
+    return [Part(slot.name, span_bytes(arrays[slot.name]), addresses[slot.name]) for slot in slots]

@@ -7,9 +7,11 @@ turns, each waiting for the one before.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from npugrad_server.acl.runtime import concerning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,6 +34,20 @@ _ALIGNMENT = 4096
 """A page, so that the host never writes to one that a queued copy reads."""
 
 
+class Part(NamedTuple):
+    """One tensor to copy.
+
+    Attributes:
+        name: Name of the parameter.
+        data: Its bytes on the host.
+        address: Where it lies in device memory.
+    """
+
+    name: str
+    data: Bytes
+    address: int
+
+
 class Staging:
     """The pinned memory of one stream in one direction; for the thread of that stream."""
 
@@ -48,7 +64,7 @@ class Staging:
         self._limit_bytes = max(_LEAST_BYTES, int(os.environ.get(LIMIT_VARIABLE, _DEFAULT_LIMIT_BYTES)))
         self._buffer: PinnedBuffer | None = None
 
-    def reserve(self, parts: Sequence[tuple[Bytes, int]]) -> PinnedBuffer:
+    def reserve(self, parts: Sequence[Part]) -> PinnedBuffer:
         """Takes memory for these parts, or up to the limit. No copy from or to it may be under way.
 
         Raises:
@@ -57,14 +73,15 @@ class Staging:
         wanted = min(_total(parts), self._limit_bytes)
         if self._buffer is None or self._buffer.data.nbytes < wanted:
             self._buffer = None  # given back first, so that a call never needs both
-            size = max(_LEAST_BYTES, 1 << (wanted - 1).bit_length())
-            self._buffer = self._device.pinned(min(size, self._limit_bytes))
+            size = min(max(_LEAST_BYTES, 1 << (wanted - 1).bit_length()), self._limit_bytes)
+            with concerning(f"pinned memory for copies ({size} bytes)"):
+                self._buffer = self._device.pinned(size)
         return self._buffer
 
     def copy_in(
         self,
         runtime: Runtime,
-        parts: Sequence[tuple[Bytes, int]],
+        parts: Sequence[Part],
         stream: int,
         turn: Callable[[], None],
     ) -> None:
@@ -72,7 +89,7 @@ class Staging:
 
         Args:
             runtime: Queues.
-            parts: Host bytes and the device address each goes to.
+            parts: What to copy.
             stream: Raw stream.
             turn: Waits until all that is queued has run; called when the memory is used up.
 
@@ -80,19 +97,20 @@ class Staging:
             AclError: A copy could not be queued, or a wait failed.
         """
         area, used = self.reserve(parts), 0
-        for source, address in parts:
+        for name, source, address in parts:
             for start, stop in _pieces(source.nbytes, area.data.nbytes):
                 if used + (stop - start) > area.data.nbytes:
                     turn()
                     used = 0
                 area.data[used : used + stop - start] = source[start:stop]
-                runtime.copy_in(address + start, area.address + used, stop - start, stream)
+                with concerning(name):
+                    runtime.copy_in(address + start, area.address + used, stop - start, stream)
                 used += _aligned(stop - start)
 
     def copy_out(
         self,
         runtime: Runtime,
-        parts: Sequence[tuple[Bytes, int]],
+        parts: Sequence[Part],
         stream: int,
         turn: Callable[[], None],
     ) -> Arriving:
@@ -103,13 +121,14 @@ class Staging:
         """
         area, used = self.reserve(parts), 0
         arriving: Arriving = []
-        for target, address in parts:
+        for name, target, address in parts:
             for start, stop in _pieces(target.nbytes, area.data.nbytes):
                 if used + (stop - start) > area.data.nbytes:
                     turn()
                     deliver(arriving)
                     used = 0
-                runtime.copy_out(area.address + used, address + start, stop - start, stream)
+                with concerning(name):
+                    runtime.copy_out(area.address + used, address + start, stop - start, stream)
                 arriving.append((target[start:stop], area.data[used : used + stop - start]))
                 used += _aligned(stop - start)
         return arriving
@@ -126,8 +145,8 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _total(parts: Sequence[tuple[Bytes, int]]) -> int:
-    return max(1, sum(_aligned(part.nbytes) for part, _ in parts))
+def _total(parts: Sequence[Part]) -> int:
+    return max(1, sum(_aligned(part.data.nbytes) for part in parts))
 
 
 def _pieces(nbytes: int, area_bytes: int) -> list[tuple[int, int]]:

@@ -12,15 +12,13 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from npugrad import get_operator
 from npugrad_server.acl.launcher import Launcher
 from npugrad_server.acl.libraries import Cann
 from npugrad_server.acl.runtime import AclError, Runtime
 from npugrad_server.acl.tensor import DeviceTensor
 from npugrad_server.backends.npu.bringup import NpuDevice
-from npugrad_server.backends.npu.staging import Staging
+from npugrad_server.backends.npu.staging import Part, Staging
 from npugrad_server.backends.npu.trials.exchange import (
     LINES,
     OPERANDS,
@@ -36,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    import numpy as np
     import numpy.typing as npt
 
     from npugrad_server.backends.npu.bringup import DeviceBuffer
@@ -56,7 +55,7 @@ class Phases:
         self._launcher = Launcher(self._cann, self._runtime)
         self._device = NpuDevice(index, 1)
         self._stream = self._device.stream()
-        self._incoming, self._outgoing = Staging(self._device), Staging(self._device)
+        self._incoming = Staging(self._device)
         self._block = self._device.empty(_BLOCK_BYTES)
 
     def set_deterministic(self, wanted: bool) -> None:
@@ -80,12 +79,8 @@ class Phases:
 
     def launch(self, case: Case, operands: Mapping[str, Bytes]) -> tuple[dict[str, Any], dict[str, Bytes]]:
         """Runs both phases; answer as for `plan`, and the contents of the outputs if all went well."""
-        spec = get_operator(case.operator)
-        raw = self._stream.raw
+        spec, raw = get_operator(case.operator), self._stream.raw
         buffers: list[DeviceBuffer] = []
-
-        def wait() -> None:
-            self._runtime.wait(raw, time.monotonic() + _WAIT_S)
 
         def take(nbytes: int) -> int:
             buffers.append(self._device.empty(nbytes))
@@ -97,27 +92,31 @@ class Phases:
             for name, meta in case.tensors.items()
         }
         there = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        incoming = [(content, there[name].address) for name, content in operands.items()]
-        self._incoming.copy_in(self._runtime, incoming, raw, wait)
-        for output in spec.outputs:
-            if output.name in there:
-                self._runtime.zero(there[output.name].address, there[output.name].meta.content_bytes, raw)
+        outputs = {param.name: there[param.name] for param in spec.outputs if param.name in there}
+        incoming = [Part(name, content, there[name].address) for name, content in operands.items()]
+        self._incoming.copy_in(self._runtime, incoming, raw, self._wait)
+        for tensor in outputs.values():
+            self._runtime.zero(tensor.address, tensor.meta.content_bytes, raw)
         try:
             with self._launcher.plan(spec, case.attrs, tensors) as plan:
                 workspace = take(plan.workspace_bytes) if plan.workspace_bytes else 0
                 plan.launch(workspace, raw)
         except AclError as error:
-            wait()
+            self._wait()
             return {"status": error.code or None, "words": str(error)}, {}
-        wait()
-        found = {
-            output.name: np.empty(there[output.name].meta.content_bytes, np.uint8)
-            for output in spec.outputs
-            if output.name in there
-        }
-        outgoing = [(content, there[name].address) for name, content in found.items()]
-        self._outgoing.copy_out(self._runtime, outgoing, raw, wait)
-        return {"status": 0, "words": ""}, found
+        self._wait()
+        return {"status": 0, "words": ""}, {name: self._fetch(tensor) for name, tensor in outputs.items()}
+
+    def _wait(self) -> None:
+        self._runtime.wait(self._stream.raw, time.monotonic() + _WAIT_S)
+
+    def _fetch(self, tensor: DeviceTensor) -> Bytes:
+        nbytes = tensor.meta.content_bytes
+        pinned = self._device.pinned(nbytes)
+        if nbytes:
+            self._runtime.copy_out(pinned.address, tensor.address, nbytes, self._stream.raw)
+            self._wait()
+        return pinned.data[:nbytes].copy()
 
 
 def trial(order: Any, folder: Path) -> Any:
