@@ -258,7 +258,7 @@ REPLACED = (
         elsewhere=UP_TO_TWO,
         replaced=range(4, 5),
         sick=("npu:1",),
-        log=("npu:1 cannot be taken", "507033"),
+        log=("npu:1: restarting, cannot be taken: ", "507033"),
     ),
     FaultCase(
         "exception-always",
