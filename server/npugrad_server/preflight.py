@@ -183,7 +183,6 @@ async def _try_devices(settings: PoolSettings) -> list[Finding]:
 
 
 def _missing_operators(pool: DevicePool, product: Product) -> list[Finding]:
-    """Operators of the product that no device can run: fine as long as there are others."""
+    """Operators of the product that no device can run: there are others, or no device would be ready."""
     known = [name for name, spec in OPERATORS.items() if product in spec.products]
-    reasons = {name: reason for name in known if (reason := pool.unavailable(name))}
-    return [Finding(len(reasons) < len(known), f"no {name}: {reason}") for name, reason in reasons.items()]
+    return [Finding(True, f"no {name}: {reason}") for name in known if (reason := pool.unavailable(name))]

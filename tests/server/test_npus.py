@@ -185,14 +185,10 @@ def test_a_driver_that_does_not_answer_is_told_in_time(cann_sim: Installation, t
 def test_check_names_operators_that_the_node_lacks(
     install_cann_sim: Callable[..., Installation], torch_npu: Path, tmp_path: Path
 ) -> None:
-    """One that its CANN is too old for is fine; a node that runs none is not."""
+    """One that its CANN is too old for is fine, and told."""
     old = npu_environment(install_cann_sim("split", "8.5.0"), tmp_path / "old")
     code, lines = check("--devices", "npu:0", env=old)
     assert (code, sum(line.startswith("ok    no ") for line in lines)) == (0, 1)
     assert "aclnnFusedFloydAttentionGradGetWorkspaceSize is not in libopapi_nn.so" in lines[-1]
     assert lines[-1].startswith("ok    no fused_floyd_attention_grad: ")
     assert lines[-1].endswith("expected CANN 9.0 or newer")
-
-    sick = npu_environment(install_cann_sim(), tmp_path / "sick", "aclCreateTensor:*:null")
-    code, lines = check("--devices", "npu:0", env=sick)
-    assert (code, sum(line.startswith("FAIL  no ") for line in lines)) == (1, 4)

@@ -3,10 +3,12 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstring>
 #include <deque>
 #include <map>
 #include <mutex>
+#include <thread>
 
 #include "address_space.h"
 #include "counters.h"
@@ -23,6 +25,7 @@ constexpr int kPoisonByte = 0xFF;
 constexpr size_t kAlignment = 512;    // of device addresses; CANN promises 64
 constexpr size_t kRemembered = 4096;  // freed allocations kept for messages
 constexpr int kOutOfMemory = 207001;
+constexpr int kLockTries = 2000;      // a millisecond each, for whoever explains a fault
 
 size_t round_up(size_t bytes, size_t step) { return (bytes + step - 1) / step * step; }
 
@@ -271,8 +274,12 @@ size_t device_bytes_used(int device) {
 }
 
 const char* pinned_fault(uintptr_t address) {
-  // If another thread is at the maps just now, the plain fault has to do.
-  const std::unique_lock<std::mutex> lock(board().mutex, std::try_to_lock);
+  // Another thread may be at the maps just now. If it is this one that broke off there, the plain fault has to do.
+  std::unique_lock<std::mutex> lock(board().mutex, std::try_to_lock);
+  for (int tries = 0; !lock && tries < kLockTries; ++tries) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    lock.try_lock();
+  }
   if (!lock) return nullptr;
   const auto covering = [&](const std::map<uintptr_t, std::shared_ptr<Allocation>>& allocations) {
     auto next = allocations.upper_bound(address);
