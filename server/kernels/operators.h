@@ -1,0 +1,8 @@
+// Every operator there is: one line each. Its kernel lies in the file of its name.
+//
+//   OPERATOR(name of the record, bits of the tensors in the record's order that may have any strides)
+#ifndef OPERATOR
+#error "define OPERATOR(name, strided) before this is included"
+#endif
+OPERATOR(group_norm_backward, 0x1f)
+#undef OPERATOR
