@@ -45,7 +45,7 @@ venv: $(STAMP) ## Set up .venv with everything for development
 .PHONY: venv
 
 # torch is pinned: any other version would pull gigabytes of libraries that a CPU host cannot use.
-$(STAMP): pyproject.toml $(wildcard server/kernels/*)
+$(STAMP): pyproject.toml
 	@echo "make: setting up $(VENV) (some minutes the first time)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python $(PIP_INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \

@@ -36,8 +36,8 @@ FLAGS = (
     "-std=c++17",
     "-O3",
     # A product and the sum it goes into are fused where the variant can: vector types have no other way to
-    # say it portably. Nothing else of the floating-point rules is given up. Results of variants differ in last
-    # bits; one variant always repeats its own.
+    # say it portably. Nothing else of the floating-point rules is given up. Results of variants differ in
+    # last bits; one variant always repeats its own.
     "-ffp-contract=fast",
     "-fno-math-errno",
     "-fno-trapping-math",
