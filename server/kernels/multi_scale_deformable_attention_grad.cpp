@@ -1,0 +1,723 @@
+// aclnnMultiScaleDeformableAttentionGrad. The formulas are those of the reference; see also `deformable_levels.h`.
+//
+// The limit is the way to the cache: each sample reads four keys and adds to four, anywhere in a level. So the samples
+// of a slab, one head of one batch, are sorted into bands of keys first. A band with its gradient fits the cache; its
+// samples come in the order of their queries, and all that is read far away is known ahead. Three passes:
+//
+//   place   chunk by chunk of queries: pixels in float64, samples appended to the chain of their band
+//   add     band by band: keys copied in, one after the other as float32, samples computed, the gradient copied out
+//   collect chunk by chunk: each sample's gradients taken from its band's chain
+//
+// A band is added to by its own samples alone, chunk after chunk: corners that lie in another band are put there as
+// stubs. So a slab can be one task or many, and the bits are the same.
+//
+// Sums are float32, in float64 from time to time where many samples meet. Where float32 leaves the finite numbers, a
+// sample or a band is computed again in float64, term by term as the reference does. Levels that overlap or leave the
+// keys have no bands: there all is computed so.
+#include <cstring>
+#include <vector>
+
+#include "deformable_band.h"
+#include "deformable_exact.h"
+#include "deformable_levels.h"
+#include "runtime.h"
+
+namespace npugrad {
+namespace {
+
+constexpr int64_t kChunk = 1 << 15;       // samples of a chunk
+constexpr int64_t kRound = 1 << 20;       // samples of a slab that are sorted at once
+constexpr int64_t kAlone = 1 << 16;       // floats that samples touch, below which other threads are not worth waking
+constexpr int64_t kWholeSlab = 1 << 25;   // floats that samples touch, above which a slab is no task
+constexpr int64_t kSumsOf = 64;           // samples for each key until sums move on to float64
+constexpr int64_t kZeroBytes = 1 << 20;   // of a task that only clears
+constexpr int64_t kAhead = 6;             // queries or keys that are fetched before their turn
+constexpr uint16_t kNoBand = 0xffff;
+
+enum { kValue, kSpatialShape, kLevelStartIndex, kLocation, kAttnWeight, kGradOutput,
+       kGradValue, kGradLocation, kGradAttnWeight };
+
+struct Sizes {
+  int64_t batches, keys, heads, channels, queries, levels, points;
+  int64_t samples() const { return levels * points; }  // of a query and head
+  int64_t slabs() const { return batches * heads; }
+};
+
+NPUGRAD_INLINE void fetch(const void* p, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(p) + at);
+}
+
+// One chunk of queries of a slab.
+struct Chunk {
+  Arena arena;
+  std::vector<Chain> entries, stubs;  // by band
+  Buffer<uint16_t> bands;             // by sample
+};
+
+// A slab in work.
+struct Slab {
+  Buffer<float> queries;  // gradient of the output, and a row of zeros
+  Buffer<float> carry;    // bands' gradients between rounds
+  std::vector<Chunk> chunks;
+};
+
+// What one task after the other has in a slot.
+struct Slot {
+  Buffer<float> low, weights, grads;
+  Buffer<int32_t> first, reached;
+  Buffer<float> value, grad;
+  Buffer<double> sums;
+  struct Place {
+    Block* block;
+    int32_t at;
+  };
+  std::vector<Place> places;
+};
+
+template <typename T>
+class Deformable {
+ public:
+  Deformable(Call& call, const Sizes& sizes, std::vector<Level> levels)
+      : call_(call), sizes_(sizes), levels_(std::move(levels)),
+        columns_(ceil_div(sizes.channels, kWidth) * kWidth), adder_(entries_adder(columns_)) {}
+
+  void run() {
+    if (!bands_.cut(levels_, sizes_.keys, columns_)) return run_exact();
+    const int64_t samples = sizes_.samples();
+    chunk_queries_ = std::max<int64_t>(1, kChunk / samples);
+    round_queries_ = ceil_div(std::max<int64_t>(1, kRound / samples), chunk_queries_) * chunk_queries_;
+    make_extents();
+    clear_gaps();
+    slots_.resize(static_cast<size_t>(call_.threads()));
+    const int64_t work = product({sizes_.queries, samples, columns_}), slabs = sizes_.slabs();
+    const int threads = call_.threads();
+    // Both ways give the same bits.
+    const bool alone = work <= kAlone / slabs;
+    if (alone || (work <= kWholeSlab && (slabs >= 4 * threads || slabs % threads == 0))) {
+      whole_slabs(alone ? slabs : 1);
+    } else {
+      for (int64_t first = 0; first < slabs; first += threads)
+        split_slabs(first, std::min(first + threads, slabs));
+    }
+  }
+
+ private:
+  // ------------------------------------------------------------------------------------------ tasks
+
+  void whole_slabs(int64_t at_once) {
+    std::vector<Slab> works(slots_.size());
+    call_.parallel(ceil_div(sizes_.slabs(), at_once), [&](int64_t task, int number) {
+      const Span slabs(task, at_once, sizes_.slabs());
+      Slot& slot = slots_[static_cast<size_t>(number)];
+      Slab& work = works[static_cast<size_t>(number)];
+      for (int64_t slab = slabs.begin; slab < slabs.end; ++slab) {
+        for (int64_t round = 0; round < rounds(); ++round) {
+          begin(work, round);
+          for (size_t chunk = 0; chunk < work.chunks.size(); ++chunk) place(work, slab, round, chunk, slot);
+          for (size_t band = 0; band < bands_.bands.size(); ++band) add(work, slab, round, band, slot);
+          for (size_t chunk = 0; chunk < work.chunks.size(); ++chunk) collect(work, slab, round, chunk, slot);
+        }
+      }
+    });
+  }
+
+  void split_slabs(int64_t first, int64_t end) {
+    if (works_.empty()) works_.resize(static_cast<size_t>(end - first));
+    const int64_t slabs = end - first;
+    for (int64_t round = 0; round < rounds(); ++round) {
+      for (int64_t i = 0; i < slabs; ++i) begin(works_[static_cast<size_t>(i)], round);
+      const auto pass = [&](size_t parts, auto&& body) {
+        call_.parallel(slabs * static_cast<int64_t>(parts), [&](int64_t task, int number) {
+          const auto part = static_cast<size_t>(task % static_cast<int64_t>(parts));
+          const int64_t i = task / static_cast<int64_t>(parts);
+          body(works_[static_cast<size_t>(i)], first + i, part, slots_[static_cast<size_t>(number)]);
+        });
+      };
+      const size_t chunks = works_[0].chunks.size();
+      pass(chunks, [&](auto& work, int64_t slab, size_t i, Slot& slot) { place(work, slab, round, i, slot); });
+      pass(bands_.bands.size(), [&](auto& work, int64_t slab, size_t i, Slot& slot) { add(work, slab, round, i, slot); });
+      pass(chunks, [&](auto& work, int64_t slab, size_t i, Slot& slot) { collect(work, slab, round, i, slot); });
+    }
+  }
+
+  int64_t rounds() const { return ceil_div(sizes_.queries, round_queries_); }
+  Span round_span(int64_t round) const { return Span(round, round_queries_, sizes_.queries); }
+
+  void begin(Slab& work, int64_t round) {
+    const int64_t most = std::min(round_queries_, sizes_.queries);
+    if (!work.queries.get()) {
+      work.queries = call_.template scratch<float>(product({most + 1, columns_}));
+      std::fill_n(work.queries.get() + most * columns_, columns_, 0.0f);
+      if (rounds() > 1) {
+        int64_t numbers = 0;
+        for (const Level& level : levels_) numbers += level.anchors;
+        work.carry = call_.template scratch<float>(product({numbers, columns_}));
+      }
+    }
+    work.chunks.resize(static_cast<size_t>(ceil_div(round_span(round).size(), chunk_queries_)));
+  }
+  int32_t zero_query() const { return static_cast<int32_t>(std::min(round_queries_, sizes_.queries)); }
+
+  void clear_gaps() {
+    if (!grad_value_.given()) return;
+    const int64_t row = sizes_.heads * sizes_.channels * static_cast<int64_t>(sizeof(T));
+    const int64_t at_once = std::max<int64_t>(1, kZeroBytes / row);
+    for (const Span& gap : bands_.gaps) {
+      const int64_t parts = ceil_div(gap.size(), at_once);
+      call_.parallel(sizes_.batches * parts, [&](int64_t task, int) {
+        const Span part(task % parts, at_once, gap.size());
+        char* start = grad_value_.template data<char>() + (task / parts * sizes_.keys + gap.begin + part.begin) * row;
+        std::memset(start, 0, static_cast<size_t>(part.size() * row));
+      });
+    }
+  }
+
+  // ------------------------------------------------------------------------------------------ operands
+
+  // Row of a slab's key in value, of its query in the others.
+  int64_t key_row(int64_t slab, int64_t key) const {
+    return (slab / sizes_.heads * sizes_.keys + key) * sizes_.heads + slab % sizes_.heads;
+  }
+  int64_t query_row(int64_t slab, int64_t query) const {
+    return (slab / sizes_.heads * sizes_.queries + query) * sizes_.heads + slab % sizes_.heads;
+  }
+
+  // Width and height for each location of a query, in which nothing is below no number.
+  void make_extents() {
+    const int64_t samples = sizes_.samples();
+    extents_ = call_.template scratch<double>(2 * samples + kWidth);
+    for (int64_t i = 0; i < samples; ++i) {
+      const Level& level = levels_[static_cast<size_t>(i / sizes_.points)];
+      const bool reachable = level.height >= 0 && level.width >= 0;
+      extents_[2 * i] = reachable ? static_cast<double>(level.width) : std::nan("");
+      extents_[2 * i + 1] = reachable ? static_cast<double>(level.height) : std::nan("");
+    }
+    std::fill_n(extents_.get() + 2 * samples, kWidth, 0.0);
+  }
+
+  NPUGRAD_INLINE Floats load_columns(const T* row, int64_t k) const {
+    const int64_t left = sizes_.channels - k;
+    return left >= kWidth ? load(row + k) : load_part(row + k, left);
+  }
+  NPUGRAD_INLINE void copy_row(const T* from, float* to) const {
+    for (int64_t k = 0; k < columns_; k += kWidth) store(to + k, load_columns(from, k));
+  }
+
+  // -------------------------------------------------------------------------------------------- place
+
+  void place(Slab& work, int64_t slab, int64_t round, size_t index, Slot& slot) {
+    Chunk& chunk = work.chunks[index];
+    const Span all = round_span(round), span(static_cast<int64_t>(index), chunk_queries_, all.size());
+    const int64_t samples = sizes_.samples(), row_bytes = sizes_.heads * static_cast<int64_t>(sizeof(T));
+    chunk.arena.reset();
+    chunk.entries.assign(bands_.bands.size(), Chain());
+    chunk.stubs.assign(bands_.bands.size(), Chain());
+    if (!chunk.bands.get()) chunk.bands = call_.template scratch<uint16_t>(chunk_queries_ * samples);
+    if (!slot.low.get()) {
+      slot.low = call_.template scratch<float>(2 * samples + kWidth);
+      slot.weights = call_.template scratch<float>(samples + kWidth);
+      slot.first = call_.template scratch<int32_t>(2 * samples + kWidth);
+      slot.reached = call_.template scratch<int32_t>(2 * samples + kWidth);
+    }
+    uint16_t* bands = chunk.bands.get();
+    for (int64_t query = span.begin; query < span.end; ++query, bands += samples) {
+      const int64_t row = query_row(slab, all.begin + query);
+      const T* grad = grad_output_.template data<const T>() + row * sizes_.channels;
+      const T* location = location_.template data<const T>() + row * 2 * samples;
+      const T* weight = attn_weight_.template data<const T>() + row * samples;
+      if (query + kAhead < span.end) {
+        fetch_ahead(grad, sizes_.channels, row_bytes);
+        fetch_ahead(location, 2 * samples, row_bytes);
+        fetch_ahead(weight, samples, row_bytes);
+      }
+      copy_row(grad, work.queries.get() + query * columns_);
+      locate(location, weight, slot);
+      sort(chunk, slot, static_cast<int32_t>(query), bands);
+    }
+    pad(chunk.entries);
+  }
+
+  static void fetch_ahead(const T* row, int64_t count, int64_t row_bytes) {
+    fetch(reinterpret_cast<const char*>(row) + kAhead * row_bytes * count, count * static_cast<int64_t>(sizeof(T)));
+  }
+
+  // Pixels of a query's samples, one behind the other as x, y, x, y; all in float64, where products are exact.
+  NPUGRAD_INLINE void locate(const T* location, const T* weight, Slot& slot) const {
+    using Longs = Vec<int64_t, kWidth>;
+    const int64_t samples = sizes_.samples();
+    for (int64_t i = 0; i < 2 * samples; i += kWidth) {
+      const int64_t left = 2 * samples - i;
+      const Floats at = left >= kWidth ? load(location + i) : load_part(location + i, left);
+      Doubles extent;
+      std::memcpy(&extent, extents_.get() + i, sizeof extent);
+      Doubles pixel = __builtin_convertvector(at, Doubles) * extent - 0.5;
+      const Longs reached = (pixel > -1.0) & (pixel < extent);
+      pixel = reached ? pixel : Doubles{} - 1.0;
+      Ints first = __builtin_convertvector(pixel, Ints);  // towards zero
+      Doubles lower = __builtin_convertvector(first, Doubles);
+      const Longs above = lower > pixel;
+      lower += __builtin_convertvector(above, Doubles);
+      first += __builtin_convertvector(above, Ints);
+      const Ints mask = __builtin_convertvector(reached, Ints);
+      store(slot.low.get() + i, __builtin_convertvector(pixel - lower, Floats));
+      store_raw<int32_t>(slot.first.get() + i, first + 1);
+      store_raw<int32_t>(slot.reached.get() + i, mask);
+    }
+    for (int64_t i = 0; i < samples; i += kWidth) {
+      const int64_t left = samples - i;
+      store(slot.weights.get() + i, left >= kWidth ? load(weight + i) : load_part(weight + i, left));
+    }
+  }
+
+  // Appends the samples of a query to the chains of their bands.
+  NPUGRAD_INLINE void sort(Chunk& chunk, const Slot& slot, int32_t query, uint16_t* bands) {
+    const float *low = slot.low.get(), *weights = slot.weights.get();
+    const int32_t *first = slot.first.get(), *reaches = slot.reached.get();
+    for (const Level& level : levels_) {
+      const auto pitch = static_cast<int32_t>(level.pitch), halo = static_cast<int32_t>(level.halo());
+      const int shift = level.shift;
+      const int32_t size = int32_t{1} << shift;
+      Chain* chains = chunk.entries.data() + level.first_band;
+      for (int64_t point = 0; point < sizes_.points; ++point) {
+        const int32_t reached = reaches[0] & reaches[1];
+        const int32_t number = (first[1] * pitch + first[0]) & reached, band = number >> shift;
+        const int32_t key = number & (size - 1);
+        Chain& chain = chains[band];
+        if (chain.used == Block::kEntries) chain.grow(chunk.arena, call_);
+        Entry& entry = chain.last->entries[chain.used];
+        std::memcpy(&entry.low_x, low, 2 * sizeof(float));
+        entry.weight = *weights;
+        entry.key = key;
+        chain.last->queries[chain.used] = query;
+        // Without a branch: what does not reach its level is written over by the next one.
+        chain.used -= reached;
+        *bands = static_cast<uint16_t>((level.first_band + band) | ~reached);
+        if (key + halo >= size && reached) add_stubs_of(chunk, level, entry, number, query);
+        low += 2, first += 2, reaches += 2, ++weights, ++bands;
+      }
+    }
+  }
+
+  void add_stubs_of(Chunk& chunk, const Level& level, const Entry& entry, int64_t number, int32_t query) {
+    const int64_t size = int64_t{1} << level.shift, band = number >> level.shift;
+    for (int corner = 1; corner < 4; ++corner) {
+      const int64_t other = number + (corner & 1) + (corner & 2 ? level.pitch : 0);
+      if (other >> level.shift == band || other >= level.anchors) continue;
+      Chain& chain = chunk.stubs[static_cast<size_t>(level.first_band + (other >> level.shift))];
+      if (chain.used == Block::kEntries) chain.grow(chunk.arena, call_);
+      const float along_x = corner & 1 ? entry.low_x : 1 - entry.low_x;
+      const float along_y = corner & 2 ? entry.low_y : 1 - entry.low_y;
+      Entry& stub = chain.last->entries[chain.used];
+      stub.weight = along_x * along_y * entry.weight;
+      stub.key = static_cast<int32_t>(other & (size - 1));
+      chain.last->queries[chain.used++] = query;
+    }
+  }
+
+  // Entries that add zero, up to a whole vector of them.
+  void pad(std::vector<Chain>& chains) const {
+    for (Chain& chain : chains) {
+      if (!chain.last) continue;
+      for (int i = chain.used; i % kQuads; ++i) {
+        chain.last->entries[i] = Entry{0, 0, 0, 0};
+        chain.last->queries[i] = zero_query();
+      }
+    }
+  }
+
+  // ---------------------------------------------------------------------------------------------- add
+
+  void add(Slab& work, int64_t slab, int64_t round, size_t index, Slot& slot) {
+    const Band& band = bands_.bands[index];
+    const Level& level = levels_[static_cast<size_t>(band.level)];
+    int64_t entries = 0, stubs = 0;
+    for (const Chunk& chunk : work.chunks) {
+      entries += chunk.entries[index].count();
+      stubs += chunk.stubs[index].count();
+    }
+    const bool last = round == rounds() - 1;
+    if (!entries && !stubs && rounds() == 1) return write_zeros(slab, level, band);
+    if (!slot.grad.get()) {
+      slot.value = call_.template scratch<float>(bands_.scratch_keys * columns_);
+      slot.grad = call_.template scratch<float>(bands_.scratch_keys * columns_);
+    }
+    // A band with few samples gets only the keys that they read.
+    const bool few = entries < band.size / 8;
+    if (!few) copy_keys(slab, level, band.first, band.first + band.size + level.halo(), slot.value.get());
+    float* grad = slot.grad.get();
+    const int64_t owned = band.size * columns_;
+    float* carry = rounds() > 1 ? work.carry.get() + carried(band) * columns_ : nullptr;
+    if (round) {
+      std::memcpy(grad, carry, static_cast<size_t>(owned) * sizeof(float));
+    } else {
+      std::memset(grad, 0, static_cast<size_t>(owned) * sizeof(float));
+    }
+    std::memset(grad + owned, 0, static_cast<size_t>(level.halo() * columns_) * sizeof(float));
+    double* sums = nullptr;
+    if (entries + stubs > kSumsOf * band.size) {
+      if (!slot.sums.get()) slot.sums = call_.template scratch<double>(bands_.scratch_keys * columns_);
+      sums = slot.sums.get();
+      std::fill_n(sums, owned, 0.0);
+    }
+    const BandRows rows{slot.value.get(), grad, work.queries.get(), columns_, level.pitch,
+                        static_cast<float>(level.height), static_cast<float>(level.width)};
+    int64_t pending = 0;
+    const auto sum_up = [&](int count) {
+      pending += count;
+      if (!sums || pending < kSumsOf * band.size) return;
+      move_sums(grad, sums, owned);
+      pending = 0;
+    };
+    for (Chunk& chunk : work.chunks) {
+      chunk.entries[index].each([&](Block* block, int count) {
+        if (few) copy_corners(slab, level, band, block, count, slot.value.get());
+        adder_(rows, block, static_cast<int>(ceil_div(count, kQuads) * kQuads));
+        sum_up(count);
+      });
+      chunk.stubs[index].each([&](Block* block, int count) {
+        add_stubs(rows, block, count);
+        sum_up(count);
+      });
+    }
+    if (sums) {
+      move_sums(grad, sums, owned);
+      for (int64_t i = 0; i < owned; ++i) grad[i] = static_cast<float>(sums[i]);
+    }
+    if (!last) {
+      std::memcpy(carry, grad, static_cast<size_t>(owned) * sizeof(float));
+    } else if (grad_value_.given() && !write_keys(slab, level, band, grad)) {
+      write_exact(slab, level, band, slot);
+    }
+  }
+
+  int64_t carried(const Band& band) const {
+    int64_t before = band.first;
+    for (int i = 0; i < band.level; ++i) before += levels_[static_cast<size_t>(i)].anchors;
+    return before;
+  }
+
+  static void move_sums(float* grad, double* sums, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) sums[i] += static_cast<double>(grad[i]);
+    std::memset(grad, 0, static_cast<size_t>(count) * sizeof(float));
+  }
+
+  void copy_keys(int64_t slab, const Level& level, int64_t from, int64_t to, float* rows) const {
+    const int64_t step = sizes_.heads * sizes_.channels;
+    each_run(
+        level, from, to,
+        [&](int64_t number, int64_t y, int64_t x, int64_t keys) {
+          const T* source = value_.template data<const T>() +
+                            key_row(slab, level.start + y * level.width + x) * sizes_.channels;
+          float* target = rows + (number - from) * columns_;
+          for (int64_t i = 0; i < keys; ++i, source += step, target += columns_) {
+            if (i + kAhead < keys) fetch(source + kAhead * step, sizes_.channels * static_cast<int64_t>(sizeof(T)));
+            copy_row(source, target);
+          }
+        },
+        [&](int64_t number, int64_t keys) {
+          std::fill_n(rows + (number - from) * columns_, keys * columns_, 0.0f);
+        });
+  }
+
+  void copy_corners(int64_t slab, const Level& level, const Band& band, const Block* block, int count, float* rows) {
+    for (int i = 0; i < count; ++i) {
+      const int64_t key = block->entries[i].key, number = band.first + key;
+      for (const int64_t behind : {int64_t{0}, int64_t{1}, level.pitch, level.pitch + 1})
+        copy_keys(slab, level, number + behind, number + behind + 1, rows + (key + behind) * columns_);
+    }
+  }
+
+  // False, with some keys written, where a gradient is not finite.
+  bool write_keys(int64_t slab, const Level& level, const Band& band, const float* grad) const {
+    Floats zero = {};
+    const int64_t step = sizes_.heads * sizes_.channels;
+    each_owned(slab, level, band, [&](int64_t local, T* target, int64_t keys) {
+      const float* source = grad + local * columns_;
+      for (int64_t i = 0; i < keys; ++i, source += columns_, target += step)
+        for (int64_t k = 0; k < sizes_.channels; k += kWidth) {
+          const Floats found = load(source + k);
+          zero += found * 0.0f;
+          if (sizes_.channels - k >= kWidth) {
+            store(target + k, found);
+          } else {
+            store_part(target + k, found, sizes_.channels - k);
+          }
+        }
+    });
+    return all_finite(zero);
+  }
+
+  void write_zeros(int64_t slab, const Level& level, const Band& band) const {
+    if (!grad_value_.given()) return;
+    const int64_t step = sizes_.heads * sizes_.channels;
+    each_owned(slab, level, band, [&](int64_t, T* target, int64_t keys) {
+      for (int64_t i = 0; i < keys; ++i)
+        std::memset(target + i * step, 0, static_cast<size_t>(sizes_.channels) * sizeof(T));
+    });
+  }
+
+  // Calls body(number from the band's first one, where its gradient goes, keys) for the runs of keys of a band.
+  template <typename Body>
+  void each_owned(int64_t slab, const Level& level, const Band& band, Body&& body) const {
+    each_run(
+        level, band.first, band.first + band.size,
+        [&](int64_t number, int64_t y, int64_t x, int64_t keys) {
+          T* target = grad_value_.template data<T>() +
+                      key_row(slab, level.start + y * level.width + x) * sizes_.channels;
+          body(number - band.first, target, keys);
+        },
+        [](int64_t, int64_t) {});
+  }
+
+  // ------------------------------------------------------------------------------------------ collect
+
+  void collect(Slab& work, int64_t slab, int64_t round, size_t index, Slot& slot) {
+    const Chunk& chunk = work.chunks[index];
+    const Span all = round_span(round), span(static_cast<int64_t>(index), chunk_queries_, all.size());
+    const int64_t samples = sizes_.samples();
+    if (!slot.grads.get()) slot.grads = call_.template scratch<float>(3 * samples + 2 * kWidth);
+    slot.places.resize(bands_.bands.size());
+    for (size_t i = 0; i < slot.places.size(); ++i) slot.places[i] = {chunk.entries[i].first, 0};
+    float *locations = slot.grads.get(), *weights = locations + 2 * samples + kWidth;
+    const uint16_t* bands = chunk.bands.get();
+    for (int64_t query = span.begin; query < span.end; ++query) {
+      for (int64_t i = 0; i < samples; ++i, ++bands) {
+        EntryGrads grads{0, 0, 0, 0};
+        if (*bands != kNoBand) {
+          Slot::Place& at = slot.places[*bands];
+          std::memcpy(&grads, &at.block->entries[at.at], sizeof grads);
+          if (++at.at == Block::kEntries) at = {at.block->next, 0};
+        }
+        locations[2 * i] = grads.x;
+        locations[2 * i + 1] = grads.y;
+        weights[i] = grads.weight;
+      }
+      write_samples(slab, all.begin + query, locations, weights);
+    }
+  }
+
+  void write_samples(int64_t slab, int64_t query, const float* locations, const float* weights) const {
+    const int64_t samples = sizes_.samples(), row = query_row(slab, query);
+    T* location = grad_location_.given() ? grad_location_.template data<T>() + row * 2 * samples : nullptr;
+    T* weight = grad_attn_weight_.given() ? grad_attn_weight_.template data<T>() + row * samples : nullptr;
+    const bool finite = write_row(locations, location, 2 * samples);
+    if (!write_row(weights, weight, samples) || !finite) {
+      for (int64_t i = 0; i < samples; ++i)
+        if (!std::isfinite(locations[2 * i] + locations[2 * i + 1] + weights[i]))
+          write_sample(exact(slab, query, i), i, location, weight);
+    }
+  }
+
+  static bool write_row(const float* from, T* to, int64_t count) {
+    Floats zero = {};
+    int64_t i = 0;
+    for (; i + kWidth <= count; i += kWidth) {
+      const Floats found = load(from + i);
+      zero += found * 0.0f;
+      if (to) store(to + i, found);
+    }
+    if (i < count) {
+      const Floats found = load_part(from + i, count - i);
+      zero += found * 0.0f;
+      if (to) store_part(to + i, found, count - i);
+    }
+    return all_finite(zero);
+  }
+
+  static void write_sample(const SampleGrads& grads, int64_t index, T* location, T* weight) {
+    if (weight) weight[index] = from_double<T>(grads.weight);
+    if (!location) return;
+    location[2 * index] = from_double<T>(grads.x);
+    location[2 * index + 1] = from_double<T>(grads.y);
+  }
+
+  // -------------------------------------------------------------------------------------- in float64
+
+  const T* location_row(int64_t slab, int64_t query) const {
+    return location_.template data<const T>() + query_row(slab, query) * 2 * sizes_.samples();
+  }
+  double weight_of(int64_t slab, int64_t query, int64_t index) const {
+    return to_float(attn_weight_.template data<const T>()[query_row(slab, query) * sizes_.samples() + index]);
+  }
+  const T* grad_row(int64_t slab, int64_t query) const {
+    return grad_output_.template data<const T>() + query_row(slab, query) * sizes_.channels;
+  }
+  ExactSample sample(int64_t slab, int64_t query, int64_t index) const {
+    const T* at = location_row(slab, query) + 2 * index;
+    return exact_sample(to_float(at[0]), to_float(at[1]), level_of(index), sizes_.keys);
+  }
+  const Level& level_of(int64_t index) const { return levels_[static_cast<size_t>(index / sizes_.points)]; }
+
+  SampleGrads exact(int64_t slab, int64_t query, int64_t index) const {
+    return exact(slab, query, index, sample(slab, query, index));
+  }
+  SampleGrads exact(int64_t slab, int64_t query, int64_t index, const ExactSample& found) const {
+    return exact_grads(
+        found, level_of(index), weight_of(slab, query, index),
+        value_.template data<const T>() + key_row(slab, 0) * sizes_.channels, sizes_.heads * sizes_.channels,
+        grad_row(slab, query), sizes_.channels);
+  }
+
+  // Adds to the keys of [begin, end), `sums` being the first one's row.
+  void add_exact(
+      int64_t slab, int64_t query, int64_t index, const ExactSample& found, int64_t begin, int64_t end,
+      double* sums) const {
+    if (!found.reached) return;
+    const T* grad = grad_row(slab, query);
+    const double weight = weight_of(slab, query, index);
+    for (int corner = 0; corner < 4; ++corner) {
+      const int64_t key = found.keys[corner];
+      if (key < begin || key >= end) continue;
+      const double share = found.weights[corner] * weight;
+      double* row = sums + (key - begin) * sizes_.channels;
+      for (int64_t c = 0; c < sizes_.channels; ++c) row[c] += share * static_cast<double>(to_float(grad[c]));
+    }
+  }
+
+  // A band's gradient in full, from all queries of the call.
+  void write_exact(int64_t slab, const Level& level, const Band& band, Slot& slot) {
+    int64_t begin = -1, end = -1;  // keys
+    each_run(
+        level, band.first, band.first + band.size,
+        [&](int64_t, int64_t y, int64_t x, int64_t keys) {
+          end = level.start + y * level.width + x + keys;
+          if (begin < 0) begin = end - keys;
+        },
+        [](int64_t, int64_t) {});
+    if (begin < 0) return;
+    if (!slot.sums.get()) slot.sums = call_.template scratch<double>(bands_.scratch_keys * columns_);
+    double* sums = slot.sums.get();
+    std::fill_n(sums, (end - begin) * sizes_.channels, 0.0);
+    for (int64_t query = 0; query < sizes_.queries; ++query)
+      for (int64_t i = band.level * sizes_.points; i < (band.level + 1) * sizes_.points; ++i)
+        add_exact(slab, query, i, sample(slab, query, i), begin, end, sums);
+    write_sums(slab, begin, end, sums);
+  }
+
+  void write_sums(int64_t slab, int64_t begin, int64_t end, const double* sums) const {
+    for (int64_t key = begin; key < end; ++key, sums += sizes_.channels) {
+      T* row = grad_value_.template data<T>() + key_row(slab, key) * sizes_.channels;
+      for (int64_t c = 0; c < sizes_.channels; ++c) row[c] = from_double<T>(sums[c]);
+    }
+  }
+
+  // Everything in float64, whatever the levels: a slab is summed by one task at a time, some queries in each.
+  void run_exact() {
+    const int64_t row = product({sizes_.keys, sizes_.channels}), samples = sizes_.samples();
+    const int64_t at_once = std::max<int64_t>(1, kChunk / samples), threads = call_.threads();
+    std::vector<Buffer<double>> sums(static_cast<size_t>(std::min<int64_t>(threads, sizes_.slabs())));
+    for (auto& one : sums) one = call_.template scratch<double>(grad_value_.given() ? row : 0);
+    for (int64_t first = 0; first < sizes_.slabs(); first += threads) {
+      const int64_t slabs = std::min(threads, sizes_.slabs() - first);
+      for (int64_t from = 0; from < sizes_.queries; from += at_once) {
+        call_.parallel(slabs, [&](int64_t i, int) {
+          double* own = sums[static_cast<size_t>(i)].get();
+          if (!from && grad_value_.given()) std::fill_n(own, row, 0.0);
+          run_exact(first + i, from, std::min(from + at_once, sizes_.queries), own);
+        });
+      }
+      if (!grad_value_.given()) continue;
+      call_.parallel(slabs, [&](int64_t i, int) {
+        write_sums(first + i, 0, sizes_.keys, sums[static_cast<size_t>(i)].get());
+      });
+    }
+  }
+
+  void run_exact(int64_t slab, int64_t from, int64_t to, double* sums) {
+    const int64_t samples = sizes_.samples();
+    for (int64_t query = from; query < to; ++query) {
+      const int64_t row = query_row(slab, query);
+      T* location = grad_location_.given() ? grad_location_.template data<T>() + row * 2 * samples : nullptr;
+      T* weight = grad_attn_weight_.given() ? grad_attn_weight_.template data<T>() + row * samples : nullptr;
+      for (int64_t i = 0; i < samples; ++i) {
+        const ExactSample found = sample(slab, query, i);
+        write_sample(exact(slab, query, i, found), i, location, weight);
+        if (grad_value_.given()) add_exact(slab, query, i, found, 0, sizes_.keys, sums);
+      }
+    }
+  }
+
+  Call& call_;
+  const Sizes sizes_;
+  std::vector<Level> levels_;
+  const int64_t columns_;  // floats of a key or query in scratch memory
+  const AddEntries adder_;
+  Bands bands_;
+  int64_t chunk_queries_ = 0, round_queries_ = 0;
+  const Tensor value_ = call_.tensor(kValue), location_ = call_.tensor(kLocation),
+               attn_weight_ = call_.tensor(kAttnWeight), grad_output_ = call_.tensor(kGradOutput),
+               grad_value_ = call_.tensor(kGradValue), grad_location_ = call_.tensor(kGradLocation),
+               grad_attn_weight_ = call_.tensor(kGradAttnWeight);
+  Buffer<double> extents_;
+  std::vector<Slot> slots_;
+  std::vector<Slab> works_;
+};
+
+void require_shape(const Tensor& tensor, std::initializer_list<int64_t> shape) {
+  require(tensor.given() && tensor.rank() == static_cast<int32_t>(shape.size()) && tensor.contiguous());
+  int axis = 0;
+  for (int64_t size : shape) require(tensor.shape(axis++) == size);
+}
+
+int64_t index_at(const Tensor& tensor, int64_t i) {
+  return tensor.dtype() == NPUGRAD_INT64 ? tensor.data<const int64_t>()[i] : tensor.data<const int32_t>()[i];
+}
+
+// Sizes that all operands agree on.
+Sizes checked_sizes(const Call& call) {
+  const Tensor value = call.tensor(kValue), location = call.tensor(kLocation), grad = call.tensor(kGradOutput);
+  require(value.given() && value.rank() == 4 && location.given() && location.rank() == 6);
+  require(grad.given() && (grad.rank() == 3 || grad.rank() == 4));
+  const int64_t bs = value.shape(0), nk = value.shape(1), nh = value.shape(2), ch = value.shape(3);
+  const int64_t nq = location.shape(1), nl = location.shape(3), np = location.shape(4);
+  require_shape(value, {bs, nk, nh, ch});
+  require_shape(call.tensor(kSpatialShape), {nl, 2});
+  require_shape(call.tensor(kLevelStartIndex), {nl});
+  require_shape(location, {bs, nq, nh, nl, np, 2});
+  require_shape(call.tensor(kAttnWeight), {bs, nq, nh, nl, np});
+  if (grad.rank() == 4) {
+    require_shape(grad, {bs, nq, nh, ch});
+  } else {
+    require_shape(grad, {bs, nq, product({nh, ch})});
+  }
+  if (call.tensor(kGradValue).given()) require_shape(call.tensor(kGradValue), {bs, nk, nh, ch});
+  if (call.tensor(kGradLocation).given()) require_shape(call.tensor(kGradLocation), {bs, nq, nh, nl, np, 2});
+  if (call.tensor(kGradAttnWeight).given()) require_shape(call.tensor(kGradAttnWeight), {bs, nq, nh, nl, np});
+  return {bs, nk, nh, ch, nq, nl, np};
+}
+
+void check_types(const Call& call, int32_t dtype) {
+  if (!is_float(dtype)) throw Unsupported();
+  for (int index : {kLocation, kAttnWeight, kGradOutput, kGradValue, kGradLocation, kGradAttnWeight}) {
+    const Tensor tensor = call.tensor(index);
+    if (tensor.given() && tensor.dtype() != dtype) throw Unsupported();
+  }
+  for (int index : {kSpatialShape, kLevelStartIndex}) {
+    const int32_t found = call.tensor(index).dtype();
+    if (found != NPUGRAD_INT32 && found != NPUGRAD_INT64) throw Unsupported();
+  }
+}
+
+}  // namespace
+
+void multi_scale_deformable_attention_grad(Call& call) {
+  const Sizes sizes = checked_sizes(call);
+  const int32_t dtype = call.tensor(kValue).dtype();
+  check_types(call, dtype);
+  const auto all = {sizes.batches, sizes.keys, sizes.heads, sizes.channels, sizes.queries, sizes.levels, sizes.points};
+  if (std::min(all) == 0) {
+    for (int output : {kGradValue, kGradLocation, kGradAttnWeight})
+      if (call.tensor(output).given()) call.tensor(output).zero();
+    return;
+  }
+  // A numbering of the queries in a round, and of samples in a chunk, that fits 32 bits.
+  if (sizes.samples() > (1 << 24)) throw Unsupported();
+  std::vector<Level> levels;
+  for (int64_t i = 0; i < sizes.levels; ++i)
+    levels.push_back(
+        {index_at(call.tensor(kSpatialShape), 2 * i), index_at(call.tensor(kSpatialShape), 2 * i + 1),
+         index_at(call.tensor(kLevelStartIndex), i)});
+  with_float_type(dtype, [&](auto type) { Deformable<decltype(type)>(call, sizes, std::move(levels)).run(); });
+}
+
+}  // namespace npugrad
