@@ -2,12 +2,21 @@
 #ifndef NPUGRAD_DEFORMABLE_BAND_H
 #define NPUGRAD_DEFORMABLE_BAND_H
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
 #include "runtime.h"
 
 namespace npugrad {
+
+// Fetches the cache lines of memory that is read soon, or written; nothing there is touched, nor need it be there.
+template <bool Write = false>
+NPUGRAD_INLINE void fetch(const void* from, int64_t bytes) {
+  const uintptr_t start = reinterpret_cast<uintptr_t>(from), end = start + static_cast<uintptr_t>(bytes);
+  for (uintptr_t at = start & ~uintptr_t{63}; at < end; at += 64)
+    __builtin_prefetch(reinterpret_cast<const void*>(at), Write);
+}
 
 // A sample as its band sees it. Its gradients take its place once they are there.
 struct alignas(16) Entry {
@@ -138,6 +147,8 @@ NPUGRAD_INLINE Floats quads(float a, float b, float c, float d) {
 
 // ------------------------------------------------------------------------------------------------- samples
 
+constexpr int kFetch = 8;  // entries whose query is fetched before their turn
+
 // A band in scratch memory: rows of `columns` floats, a multiple of the vector width, zeros beyond the channels.
 struct BandRows {
   const float* value;
@@ -154,8 +165,13 @@ void add_entries(const BandRows& band, Block* block, int count) {
   const int64_t columns = vectors * kWidth, below = band.pitch * columns;
   const Floats sign_x = quads(-1, 1, -1, 1), sign_y = quads(-1, -1, 1, 1);
   const Floats one_x = quads(1, 0, 1, 0), one_y = quads(1, 1, 0, 0);
+  const Block* next = block->next ? block->next : block;
   for (int i = 0; i < count; i += kQuads) {
     Entry* entries = block->entries + i;
+    fetch(next->entries + i, kQuads * sizeof(Entry));
+    fetch(next->queries + i, 1);
+    for (int j = 0; j < kQuads; ++j)
+      fetch(band.queries + block->queries[std::min(i + kFetch + j, count - 1)] * columns, columns * 4);
     const Floats packed = load(&entries->low_x);
     const Floats low_x = shuffled<QuadSplat<0>>(packed, packed), low_y = shuffled<QuadSplat<1>>(packed, packed);
     const Floats weight = shuffled<QuadSplat<2>>(packed, packed);

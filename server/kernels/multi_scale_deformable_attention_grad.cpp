@@ -32,7 +32,7 @@ constexpr int64_t kWholeSlab = 1 << 25;   // floats that samples touch, above wh
 constexpr int64_t kSumsOf = 64;           // samples for each key until sums move on to float64
 constexpr int64_t kZeroBytes = 1 << 20;   // of a task that only clears
 constexpr int64_t kAhead = 6;             // queries or keys that are fetched before their turn
-constexpr uint16_t kNoBand = 0xffff;
+constexpr int64_t kRows = 8;              // queries whose gradients are written together
 
 enum { kValue, kSpatialShape, kLevelStartIndex, kLocation, kAttnWeight, kGradOutput,
        kGradValue, kGradLocation, kGradAttnWeight };
@@ -42,10 +42,6 @@ struct Sizes {
   int64_t samples() const { return levels * points; }  // of a query and head
   int64_t slabs() const { return batches * heads; }
 };
-
-NPUGRAD_INLINE void fetch(const void* p, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(p) + at);
-}
 
 // One chunk of queries of a slab.
 struct Chunk {
@@ -67,9 +63,11 @@ struct Slot {
   Buffer<int32_t> first, reached;
   Buffer<float> value, grad;
   Buffer<double> sums;
+  // The next entry of a chain, and how many follow in its block.
   struct Place {
-    Block* block;
-    int32_t at;
+    const Entry* next;
+    int32_t left, step;
+    const Block* block;
   };
   std::vector<Place> places;
 };
@@ -243,25 +241,13 @@ class Deformable {
 
   // Pixels of a query's samples, one behind the other as x, y, x, y; all in float64, where products are exact.
   NPUGRAD_INLINE void locate(const T* location, const T* weight, Slot& slot) const {
-    using Longs = Vec<int64_t, kWidth>;
     const int64_t samples = sizes_.samples();
     for (int64_t i = 0; i < 2 * samples; i += kWidth) {
       const int64_t left = 2 * samples - i;
       const Floats at = left >= kWidth ? load(location + i) : load_part(location + i, left);
-      Doubles extent;
-      std::memcpy(&extent, extents_.get() + i, sizeof extent);
-      Doubles pixel = __builtin_convertvector(at, Doubles) * extent - 0.5;
-      const Longs reached = (pixel > -1.0) & (pixel < extent);
-      pixel = reached ? pixel : Doubles{} - 1.0;
-      Ints first = __builtin_convertvector(pixel, Ints);  // towards zero
-      Doubles lower = __builtin_convertvector(first, Doubles);
-      const Longs above = lower > pixel;
-      lower += __builtin_convertvector(above, Doubles);
-      first += __builtin_convertvector(above, Ints);
-      const Ints mask = __builtin_convertvector(reached, Ints);
-      store(slot.low.get() + i, __builtin_convertvector(pixel - lower, Floats));
-      store_raw<int32_t>(slot.first.get() + i, first + 1);
-      store_raw<int32_t>(slot.reached.get() + i, mask);
+      HalfFloats halves[2];
+      std::memcpy(halves, &at, sizeof at);
+      for (int half = 0; half < 2; ++half) locate(halves[half], i + half * (kWidth / 2), slot);
     }
     for (int64_t i = 0; i < samples; i += kWidth) {
       const int64_t left = samples - i;
@@ -269,10 +255,31 @@ class Deformable {
     }
   }
 
+  NPUGRAD_INLINE void locate(HalfFloats at, int64_t i, Slot& slot) const {
+    using Longs = Vec<int64_t, kWidth / 2>;
+    using HalfInts = Vec<int32_t, kWidth / 2>;
+    HalfDoubles extent;
+    std::memcpy(&extent, extents_.get() + i, sizeof extent);
+    HalfDoubles pixel = __builtin_convertvector(at, HalfDoubles) * extent - 0.5;
+    const Longs reached = (pixel > -1.0) & (pixel < extent);
+    pixel = reached ? pixel : HalfDoubles{} - 1.0;
+    HalfInts first = __builtin_convertvector(pixel, HalfInts);  // towards zero
+    HalfDoubles lower = __builtin_convertvector(first, HalfDoubles);
+    const Longs above = lower > pixel;
+    lower = above ? lower - 1.0 : lower;
+    first += __builtin_convertvector(above, HalfInts) + 1;
+    const HalfFloats low = __builtin_convertvector(pixel - lower, HalfFloats);
+    const HalfInts mask = __builtin_convertvector(reached, HalfInts);
+    std::memcpy(slot.low.get() + i, &low, sizeof low);
+    std::memcpy(slot.first.get() + i, &first, sizeof first);
+    std::memcpy(slot.reached.get() + i, &mask, sizeof mask);
+  }
+
   // Appends the samples of a query to the chains of their bands.
   NPUGRAD_INLINE void sort(Chunk& chunk, const Slot& slot, int32_t query, uint16_t* bands) {
     const float *low = slot.low.get(), *weights = slot.weights.get();
     const int32_t *first = slot.first.get(), *reaches = slot.reached.get();
+    const auto no_band = static_cast<int32_t>(bands_.bands.size());
     for (const Level& level : levels_) {
       const auto pitch = static_cast<int32_t>(level.pitch), halo = static_cast<int32_t>(level.halo());
       const int shift = level.shift;
@@ -291,7 +298,7 @@ class Deformable {
         chain.last->queries[chain.used] = query;
         // Without a branch: what does not reach its level is written over by the next one.
         chain.used -= reached;
-        *bands = static_cast<uint16_t>((level.first_band + band) | ~reached);
+        *bands = static_cast<uint16_t>(reached ? level.first_band + band : no_band);
         if (key + halo >= size && reached) add_stubs_of(chunk, level, entry, number, query);
         low += 2, first += 2, reaches += 2, ++weights, ++bands;
       }
@@ -433,7 +440,8 @@ class Deformable {
     const int64_t step = sizes_.heads * sizes_.channels;
     each_owned(slab, level, band, [&](int64_t local, T* target, int64_t keys) {
       const float* source = grad + local * columns_;
-      for (int64_t i = 0; i < keys; ++i, source += columns_, target += step)
+      for (int64_t i = 0; i < keys; ++i, source += columns_, target += step) {
+        if (i + kAhead < keys) fetch<true>(target + kAhead * step, sizes_.channels * static_cast<int64_t>(sizeof(T)));
         for (int64_t k = 0; k < sizes_.channels; k += kWidth) {
           const Floats found = load(source + k);
           zero += found * 0.0f;
@@ -443,6 +451,7 @@ class Deformable {
             store_part(target + k, found, sizes_.channels - k);
           }
         }
+      }
     });
     return all_finite(zero);
   }
@@ -475,40 +484,73 @@ class Deformable {
     const Chunk& chunk = work.chunks[index];
     const Span all = round_span(round), span(static_cast<int64_t>(index), chunk_queries_, all.size());
     const int64_t samples = sizes_.samples();
-    if (!slot.grads.get()) slot.grads = call_.template scratch<float>(3 * samples + 2 * kWidth);
-    slot.places.resize(bands_.bands.size());
-    for (size_t i = 0; i < slot.places.size(); ++i) slot.places[i] = {chunk.entries[i].first, 0};
-    float *locations = slot.grads.get(), *weights = locations + 2 * samples + kWidth;
+    const int64_t row = 3 * samples;  // x and y of each sample, then their weights
+    if (!slot.grads.get()) slot.grads = call_.template scratch<float>(kRows * row + kWidth);
+    start_places(chunk, slot);
+    Slot::Place* places = slot.places.data();
     const uint16_t* bands = chunk.bands.get();
-    for (int64_t query = span.begin; query < span.end; ++query) {
-      for (int64_t i = 0; i < samples; ++i, ++bands) {
-        EntryGrads grads{0, 0, 0, 0};
-        if (*bands != kNoBand) {
-          Slot::Place& at = slot.places[*bands];
-          std::memcpy(&grads, &at.block->entries[at.at], sizeof grads);
-          if (++at.at == Block::kEntries) at = {at.block->next, 0};
+    // Some rows at once: a vector that is read while its elements are on their way to the cache waits for them.
+    for (int64_t query = span.begin; query < span.end; query += kRows) {
+      const int64_t rows = std::min(kRows, span.end - query);
+      for (int64_t r = 0; r < rows; ++r) {
+        fetch_outputs(slab, all.begin + query + r);
+        float* grads = slot.grads.get() + r * row;
+        for (int64_t i = 0; i < samples; ++i) {
+          Slot::Place& place = places[*bands++];
+          EntryGrads found;
+          std::memcpy(&found, place.next, sizeof found);
+          __builtin_prefetch(place.next + 4 * kFetch);
+          place.next += place.step;
+          if (!(place.left -= place.step)) next_block(place);
+          grads[2 * i] = found.x;
+          grads[2 * i + 1] = found.y;
+          grads[2 * samples + i] = found.weight;
         }
-        locations[2 * i] = grads.x;
-        locations[2 * i + 1] = grads.y;
-        weights[i] = grads.weight;
       }
-      write_samples(slab, all.begin + query, locations, weights);
+      for (int64_t r = 0; r < rows; ++r) {
+        const float* grads = slot.grads.get() + r * row;
+        write_samples(slab, all.begin + query + r, grads, grads + 2 * samples);
+      }
     }
+  }
+
+  // At the chains' first entries; behind them at one for all samples that reach nothing, where it stays.
+  void start_places(const Chunk& chunk, Slot& slot) const {
+    static const Entry kNothing{0, 0, 0, 0};
+    slot.places.clear();
+    for (const Chain& chain : chunk.entries) {
+      slot.places.push_back({nullptr, 0, 1, nullptr});
+      if (!chain.first) continue;
+      slot.places.back() = {chain.first->entries, Block::kEntries, 1, chain.first};
+    }
+    slot.places.push_back({&kNothing, 1, 0, nullptr});
+  }
+  static void next_block(Slot::Place& place) {
+    place.block = place.block->next;
+    if (place.block) place.next = place.block->entries;
+    place.left = Block::kEntries;
+  }
+
+  void fetch_outputs(int64_t slab, int64_t query) const {
+    const int64_t row = query_row(slab, query) * sizes_.samples();
+    const int64_t bytes = sizes_.samples() * static_cast<int64_t>(sizeof(T));
+    if (grad_location_.given()) fetch<true>(grad_location_.template data<const T>() + 2 * row, 2 * bytes);
+    if (grad_attn_weight_.given()) fetch<true>(grad_attn_weight_.template data<const T>() + row, bytes);
   }
 
   void write_samples(int64_t slab, int64_t query, const float* locations, const float* weights) const {
     const int64_t samples = sizes_.samples(), row = query_row(slab, query);
     T* location = grad_location_.given() ? grad_location_.template data<T>() + row * 2 * samples : nullptr;
     T* weight = grad_attn_weight_.given() ? grad_attn_weight_.template data<T>() + row * samples : nullptr;
-    const bool finite = write_row(locations, location, 2 * samples);
-    if (!write_row(weights, weight, samples) || !finite) {
+    if (!all_finite(write_row(locations, location, 2 * samples) + write_row(weights, weight, samples))) {
       for (int64_t i = 0; i < samples; ++i)
         if (!std::isfinite(locations[2 * i] + locations[2 * i + 1] + weights[i]))
           write_sample(exact(slab, query, i), i, location, weight);
     }
   }
 
-  static bool write_row(const float* from, T* to, int64_t count) {
+  // Not zero in lanes where something is not finite.
+  static Floats write_row(const float* from, T* to, int64_t count) {
     Floats zero = {};
     int64_t i = 0;
     for (; i + kWidth <= count; i += kWidth) {
@@ -521,7 +563,7 @@ class Deformable {
       zero += found * 0.0f;
       if (to) store_part(to + i, found, count - i);
     }
-    return all_finite(zero);
+    return zero;
   }
 
   static void write_sample(const SampleGrads& grads, int64_t index, T* location, T* weight) {
