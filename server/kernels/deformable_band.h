@@ -79,8 +79,8 @@ struct Chain {
 
 // ------------------------------------------------------------------------------------------------ shuffles
 
-template <typename Map, int... I>
-NPUGRAD_INLINE Floats shuffled(Floats a, Floats b, std::integer_sequence<int, I...>) {
+template <typename Map, typename V, int... I>
+NPUGRAD_INLINE V shuffled(V a, V b, std::integer_sequence<int, I...>) {
 #if defined(__clang__)
   return __builtin_shufflevector(a, b, Map::at(I)...);
 #else
@@ -88,8 +88,8 @@ NPUGRAD_INLINE Floats shuffled(Floats a, Floats b, std::integer_sequence<int, I.
 #endif
 }
 // Lane i is lane Map::at(i) of a and b, one behind the other.
-template <typename Map>
-NPUGRAD_INLINE Floats shuffled(Floats a, Floats b) {
+template <typename Map, typename V>
+NPUGRAD_INLINE V shuffled(V a, V b) {
   return shuffled<Map>(a, b, std::make_integer_sequence<int, kWidth>{});
 }
 
@@ -113,6 +113,20 @@ struct Halves2 {
 template <int Odd>  // every second quad of a, then of b
 struct EverySecond {
   static constexpr int at(int i) { return (2 * (i / 4) + Odd) * 4 + i % 4; }
+};
+
+// Of two vectors as one row: lanes of its half, taken from a and b in turns.
+template <int Half>
+struct Zip {
+  static constexpr int at(int i) { return Half * (kWidth / 2) + i / 2 + (i & 1) * kWidth; }
+};
+template <int Half>  // the same, two lanes at a time
+struct ZipPairs {
+  static constexpr int at(int i) { return Half * (kWidth / 2) + i / 4 * 2 + (i & 1) + (i & 2) / 2 * kWidth; }
+};
+template <int Odd>  // every second lane of the row
+struct Unzip {
+  static constexpr int at(int i) { return 2 * i + Odd; }
 };
 
 // Quad by quad the sums of a, of b, of c and of d.
@@ -170,8 +184,11 @@ void add_entries(const BandRows& band, Block* block, int count) {
     Entry* entries = block->entries + i;
     fetch(next->entries + i, kQuads * sizeof(Entry));
     fetch(next->queries + i, 1);
-    for (int j = 0; j < kQuads; ++j)
-      fetch(band.queries + block->queries[std::min(i + kFetch + j, count - 1)] * columns, columns * 4);
+    for (int j = 0; j < kQuads; ++j) {
+      const float* query = band.queries + block->queries[std::min(i + kFetch + j, count - 1)] * columns;
+#pragma GCC unroll 8
+      for (int64_t k = 0; k < columns; k += 16) __builtin_prefetch(query + k);
+    }
     const Floats packed = load(&entries->low_x);
     const Floats low_x = shuffled<QuadSplat<0>>(packed, packed), low_y = shuffled<QuadSplat<1>>(packed, packed);
     const Floats weight = shuffled<QuadSplat<2>>(packed, packed);

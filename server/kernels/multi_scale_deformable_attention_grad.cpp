@@ -59,8 +59,8 @@ struct Slab {
 
 // What one task after the other has in a slot.
 struct Slot {
-  Buffer<float> low, weights, grads;
-  Buffer<int32_t> first, reached;
+  Buffer<Entry> entries;
+  Buffer<float> grads;
   Buffer<float> value, grad;
   Buffer<double> sums;
   // The next entry of a chain, and how many follow in its block.
@@ -84,7 +84,7 @@ class Deformable {
     const int64_t samples = sizes_.samples();
     chunk_queries_ = std::max<int64_t>(1, kChunk / samples);
     round_queries_ = ceil_div(std::max<int64_t>(1, kRound / samples), chunk_queries_) * chunk_queries_;
-    make_extents();
+    make_tables();
     clear_gaps();
     slots_.resize(static_cast<size_t>(call_.threads()));
     const int64_t work = product({sizes_.queries, samples, columns_}), slabs = sizes_.slabs();
@@ -180,17 +180,24 @@ class Deformable {
     return (slab / sizes_.heads * sizes_.queries + query) * sizes_.heads + slab % sizes_.heads;
   }
 
-  // Width and height for each location of a query, in which nothing is below no number.
-  void make_extents() {
-    const int64_t samples = sizes_.samples();
-    extents_ = call_.template scratch<double>(2 * samples + kWidth);
-    for (int64_t i = 0; i < samples; ++i) {
-      const Level& level = levels_[static_cast<size_t>(i / sizes_.points)];
-      const bool reachable = level.height >= 0 && level.width >= 0;
-      extents_[2 * i] = reachable ? static_cast<double>(level.width) : std::nan("");
-      extents_[2 * i + 1] = reachable ? static_cast<double>(level.height) : std::nan("");
+  // What the samples of a query need to know of their levels. No location is within an extent that is no number.
+  void make_tables() {
+    const int64_t samples = sizes_.samples(), rounded = ceil_div(samples, kWidth) * kWidth;
+    extents_ = call_.template scratch<double>(2 * rounded);
+    for (auto* table : {&pitches_, &shifts_, &first_bands_}) {
+      *table = call_.template scratch<int32_t>(rounded);
+      std::fill_n(table->get(), rounded, 0);
     }
-    std::fill_n(extents_.get() + 2 * samples, kWidth, 0.0);
+    std::fill_n(extents_.get(), 2 * rounded, std::nan(""));
+    for (int64_t i = 0; i < samples; ++i) {
+      const Level& level = level_of(i);
+      pitches_[i] = static_cast<int32_t>(level.pitch);
+      shifts_[i] = level.shift;
+      first_bands_[i] = level.first_band;
+      if (level.height < 0 || level.width < 0) continue;
+      extents_[2 * i] = static_cast<double>(level.width);
+      extents_[2 * i + 1] = static_cast<double>(level.height);
+    }
   }
 
   NPUGRAD_INLINE Floats load_columns(const T* row, int64_t k) const {
@@ -208,15 +215,10 @@ class Deformable {
     const Span all = round_span(round), span(static_cast<int64_t>(index), chunk_queries_, all.size());
     const int64_t samples = sizes_.samples(), row_bytes = sizes_.heads * static_cast<int64_t>(sizeof(T));
     chunk.arena.reset();
-    chunk.entries.assign(bands_.bands.size(), Chain());
+    chunk.entries.assign(bands_.bands.size() + 1, Chain());
     chunk.stubs.assign(bands_.bands.size(), Chain());
-    if (!chunk.bands.get()) chunk.bands = call_.template scratch<uint16_t>(chunk_queries_ * samples);
-    if (!slot.low.get()) {
-      slot.low = call_.template scratch<float>(2 * samples + kWidth);
-      slot.weights = call_.template scratch<float>(samples + kWidth);
-      slot.first = call_.template scratch<int32_t>(2 * samples + kWidth);
-      slot.reached = call_.template scratch<int32_t>(2 * samples + kWidth);
-    }
+    if (!chunk.bands.get()) chunk.bands = call_.template scratch<uint16_t>(chunk_queries_ * samples + kWidth);
+    if (!slot.entries.get()) slot.entries = call_.template scratch<Entry>(samples + kWidth);
     uint16_t* bands = chunk.bands.get();
     for (int64_t query = span.begin; query < span.end; ++query, bands += samples) {
       const int64_t row = query_row(slab, all.begin + query);
@@ -229,8 +231,8 @@ class Deformable {
         fetch_ahead(weight, samples, row_bytes);
       }
       copy_row(grad, work.queries.get() + query * columns_);
-      locate(location, weight, slot);
-      sort(chunk, slot, static_cast<int32_t>(query), bands);
+      locate(location, weight, slot.entries.get(), bands, chunk, static_cast<int32_t>(query));
+      append(chunk, slot.entries.get(), bands, static_cast<int32_t>(query));
     }
     pad(chunk.entries);
   }
@@ -239,69 +241,91 @@ class Deformable {
     fetch(reinterpret_cast<const char*>(row) + kAhead * row_bytes * count, count * static_cast<int64_t>(sizeof(T)));
   }
 
-  // Pixels of a query's samples, one behind the other as x, y, x, y; all in float64, where products are exact.
-  NPUGRAD_INLINE void locate(const T* location, const T* weight, Slot& slot) const {
-    const int64_t samples = sizes_.samples();
-    for (int64_t i = 0; i < 2 * samples; i += kWidth) {
-      const int64_t left = 2 * samples - i;
-      const Floats at = left >= kWidth ? load(location + i) : load_part(location + i, left);
-      HalfFloats halves[2];
-      std::memcpy(halves, &at, sizeof at);
-      for (int half = 0; half < 2; ++half) locate(halves[half], i + half * (kWidth / 2), slot);
-    }
-    for (int64_t i = 0; i < samples; i += kWidth) {
-      const int64_t left = samples - i;
-      store(slot.weights.get() + i, left >= kWidth ? load(weight + i) : load_part(weight + i, left));
-    }
-  }
-
-  NPUGRAD_INLINE void locate(HalfFloats at, int64_t i, Slot& slot) const {
+  // Vectors of the samples' pixels along x and y, in turns: the lower one's number and the way beyond it.
+  struct Pixels {
+    Floats low;
+    Ints first, reached;
+  };
+  // In float64, where the product is exact.
+  NPUGRAD_INLINE Pixels pixels(const T* location, int64_t i) const {
     using Longs = Vec<int64_t, kWidth / 2>;
     using HalfInts = Vec<int32_t, kWidth / 2>;
-    HalfDoubles extent;
-    std::memcpy(&extent, extents_.get() + i, sizeof extent);
-    HalfDoubles pixel = __builtin_convertvector(at, HalfDoubles) * extent - 0.5;
-    const Longs reached = (pixel > -1.0) & (pixel < extent);
-    pixel = reached ? pixel : HalfDoubles{} - 1.0;
-    HalfInts first = __builtin_convertvector(pixel, HalfInts);  // towards zero
-    HalfDoubles lower = __builtin_convertvector(first, HalfDoubles);
-    const Longs above = lower > pixel;
-    lower = above ? lower - 1.0 : lower;
-    first += __builtin_convertvector(above, HalfInts) + 1;
-    const HalfFloats low = __builtin_convertvector(pixel - lower, HalfFloats);
-    const HalfInts mask = __builtin_convertvector(reached, HalfInts);
-    std::memcpy(slot.low.get() + i, &low, sizeof low);
-    std::memcpy(slot.first.get() + i, &first, sizeof first);
-    std::memcpy(slot.reached.get() + i, &mask, sizeof mask);
+    const int64_t left = 2 * sizes_.samples() - i;
+    const Floats at = left >= kWidth ? load(location + i) : load_part(location + i, std::max<int64_t>(left, 0));
+    HalfFloats ats[2], lows[2];
+    HalfInts firsts[2], reaches[2];
+    std::memcpy(ats, &at, sizeof at);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      HalfDoubles extent;
+      std::memcpy(&extent, extents_.get() + i + half * (kWidth / 2), sizeof extent);
+      HalfDoubles pixel = __builtin_convertvector(ats[half], HalfDoubles) * extent - 0.5;
+      const Longs reached = (pixel > -1.0) & (pixel < extent);
+      pixel = reached ? pixel : HalfDoubles{} - 1.0;
+      const HalfInts whole = __builtin_convertvector(pixel, HalfInts);  // towards zero
+      HalfDoubles lower = __builtin_convertvector(whole, HalfDoubles);
+      const Longs above = lower > pixel;
+      lower = above ? lower - 1.0 : lower;
+      firsts[half] = whole + __builtin_convertvector(above, HalfInts) + 1;
+      lows[half] = __builtin_convertvector(pixel - lower, HalfFloats);
+      reaches[half] = __builtin_convertvector(reached, HalfInts);
+    }
+    Pixels found;
+    std::memcpy(&found.low, lows, sizeof lows);
+    std::memcpy(&found.first, firsts, sizeof firsts);
+    std::memcpy(&found.reached, reaches, sizeof reaches);
+    return found;
   }
 
-  // Appends the samples of a query to the chains of their bands.
-  NPUGRAD_INLINE void sort(Chunk& chunk, const Slot& slot, int32_t query, uint16_t* bands) {
-    const float *low = slot.low.get(), *weights = slot.weights.get();
-    const int32_t *first = slot.first.get(), *reaches = slot.reached.get();
-    const auto no_band = static_cast<int32_t>(bands_.bands.size());
-    for (const Level& level : levels_) {
-      const auto pitch = static_cast<int32_t>(level.pitch), halo = static_cast<int32_t>(level.halo());
-      const int shift = level.shift;
-      const int32_t size = int32_t{1} << shift;
-      Chain* chains = chunk.entries.data() + level.first_band;
-      for (int64_t point = 0; point < sizes_.points; ++point) {
-        const int32_t reached = reaches[0] & reaches[1];
-        const int32_t number = (first[1] * pitch + first[0]) & reached, band = number >> shift;
-        const int32_t key = number & (size - 1);
-        Chain& chain = chains[band];
-        if (chain.used == Block::kEntries) chain.grow(chunk.arena, call_);
-        Entry& entry = chain.last->entries[chain.used];
-        std::memcpy(&entry.low_x, low, 2 * sizeof(float));
-        entry.weight = *weights;
-        entry.key = key;
-        chain.last->queries[chain.used] = query;
-        // Without a branch: what does not reach its level is written over by the next one.
-        chain.used -= reached;
-        *bands = static_cast<uint16_t>(reached ? level.first_band + band : no_band);
-        if (key + halo >= size && reached) add_stubs_of(chunk, level, entry, number, query);
-        low += 2, first += 2, reaches += 2, ++weights, ++bands;
-      }
+  // Entries and bands of a query's samples; the last band and its chain are those of samples that reach nothing.
+  NPUGRAD_INLINE void locate(
+      const T* location, const T* weight, Entry* entries, uint16_t* bands, Chunk& chunk, int32_t query) {
+    const int64_t samples = sizes_.samples();
+    const Ints no_band = static_cast<int32_t>(bands_.bands.size()) - Ints{};
+    for (int64_t i = 0; i < samples; i += kWidth) {
+      const int64_t left = samples - i;
+      const Pixels a = pixels(location, 2 * i), b = pixels(location, 2 * i + kWidth);
+      const Ints pitch = load_raw<int32_t>(pitches_.get() + i), shift = load_raw<int32_t>(shifts_.get() + i);
+      const Ints reached = shuffled<Unzip<0>>(a.reached, b.reached) & shuffled<Unzip<1>>(a.reached, b.reached);
+      const Ints x = shuffled<Unzip<0>>(a.first, b.first), y = shuffled<Unzip<1>>(a.first, b.first);
+      const Ints number = (y * pitch + x) & reached, band = number >> shift;
+      const Ints size = (Ints{} + 1) << shift, key = number & (size - 1);
+      const Ints place = reached ? band + load_raw<int32_t>(first_bands_.get() + i) : no_band;
+      store_raw<uint16_t>(bands + i, __builtin_convertvector((Words)place, Halves));
+      const Floats weights = left >= kWidth ? load(weight + i) : load_part(weight + i, left);
+      const Floats low_ends = shuffled<Zip<0>>(weights, (Floats)key), high_ends = shuffled<Zip<1>>(weights, (Floats)key);
+      store(&entries[i].low_x, shuffled<ZipPairs<0>>(a.low, low_ends));
+      store(&entries[i + kQuads].low_x, shuffled<ZipPairs<1>>(a.low, low_ends));
+      store(&entries[i + 2 * kQuads].low_x, shuffled<ZipPairs<0>>(b.low, high_ends));
+      store(&entries[i + 3 * kQuads].low_x, shuffled<ZipPairs<1>>(b.low, high_ends));
+      const Ints crossing = (key + pitch + 1 >= size) & reached;
+      if (any(crossing))
+        for (int64_t j = 0; j < std::min<int64_t>(left, kWidth); ++j)
+          if (crossing[j]) add_stubs_of(chunk, level_of(i + j), entries[i + j], number[j], query);
+    }
+  }
+
+  static NPUGRAD_INLINE bool any(Ints mask) {
+    Vec<int64_t, kWidth / 2> longs;
+    std::memcpy(&longs, &mask, sizeof mask);
+    int64_t found = 0;
+    for (int i = 0; i < kWidth / 2; ++i) found |= longs[i];
+    return found != 0;
+  }
+
+  // Appends a query's entries to the chains of their bands.
+  NPUGRAD_INLINE void append(Chunk& chunk, const Entry* entries, const uint16_t* bands, int32_t query) {
+    Chain* chains = chunk.entries.data();
+    const int64_t samples = sizes_.samples();
+    const size_t no_band = bands_.bands.size();
+    for (int64_t i = 0; i < samples; ++i) {
+      Chain& chain = chains[bands[i]];
+      if (__builtin_expect(chain.used == Block::kEntries, 0)) chain.grow(chunk.arena, call_);
+      const int32_t at = chain.used;
+      std::memcpy(&chain.last->entries[at], &entries[i], sizeof(Entry));
+      chain.last->queries[at] = query;
+      // Without a branch: what reaches nothing is written over by the next one.
+      chain.used = at + (bands[i] != no_band);
     }
   }
 
@@ -427,10 +451,36 @@ class Deformable {
   }
 
   void copy_corners(int64_t slab, const Level& level, const Band& band, const Block* block, int count, float* rows) {
-    for (int i = 0; i < count; ++i) {
-      const int64_t key = block->entries[i].key, number = band.first + key;
-      for (const int64_t behind : {int64_t{0}, int64_t{1}, level.pitch, level.pitch + 1})
-        copy_keys(slab, level, number + behind, number + behind + 1, rows + (key + behind) * columns_);
+    constexpr int kGroup = 16;
+    const T* sources[kGroup][4];
+    for (int first = 0; first < count; first += kGroup) {
+      const int group = std::min(kGroup, count - first);
+      for (int i = 0; i < group; ++i)
+        find_corners(slab, level, band.first + block->entries[first + i].key, sources[i]);
+      for (int i = 0; i < group; ++i) {
+        float* row = rows + block->entries[first + i].key * columns_;
+        for (int corner = 0; corner < 4; ++corner) {
+          float* target = row + ((corner & 1) + (corner & 2 ? level.pitch : 0)) * columns_;
+          if (sources[i][corner]) {
+            copy_row(sources[i][corner], target);
+          } else {
+            std::fill_n(target, columns_, 0.0f);
+          }
+        }
+      }
+    }
+  }
+
+  // Fetches the keys of a sample's corners, null for those on the border.
+  void find_corners(int64_t slab, const Level& level, int64_t number, const T* (&sources)[4]) const {
+    const int64_t row = number / level.pitch - 1, column = number % level.pitch - 1;
+    for (int corner = 0; corner < 4; ++corner) {
+      const int64_t y = row + corner / 2, x = column + corner % 2;
+      sources[corner] = nullptr;
+      if (y < 0 || y >= level.height || x < 0 || x >= level.width) continue;
+      sources[corner] = value_.template data<const T>() +
+                        key_row(slab, level.start + y * level.width + x) * sizes_.channels;
+      fetch(sources[corner], sizes_.channels * static_cast<int64_t>(sizeof(T)));
     }
   }
 
@@ -518,7 +568,8 @@ class Deformable {
   void start_places(const Chunk& chunk, Slot& slot) const {
     static const Entry kNothing{0, 0, 0, 0};
     slot.places.clear();
-    for (const Chain& chain : chunk.entries) {
+    for (size_t band = 0; band < bands_.bands.size(); ++band) {
+      const Chain& chain = chunk.entries[band];
       slot.places.push_back({nullptr, 0, 1, nullptr});
       if (!chain.first) continue;
       slot.places.back() = {chain.first->entries, Block::kEntries, 1, chain.first};
@@ -527,7 +578,10 @@ class Deformable {
   }
   static void next_block(Slot::Place& place) {
     place.block = place.block->next;
-    if (place.block) place.next = place.block->entries;
+    if (place.block) {
+      place.next = place.block->entries;
+      fetch(place.block->next, 4 * kFetch * sizeof(Entry));
+    }
     place.left = Block::kEntries;
   }
 
@@ -690,7 +744,8 @@ class Deformable {
                attn_weight_ = call_.tensor(kAttnWeight), grad_output_ = call_.tensor(kGradOutput),
                grad_value_ = call_.tensor(kGradValue), grad_location_ = call_.tensor(kGradLocation),
                grad_attn_weight_ = call_.tensor(kGradAttnWeight);
-  Buffer<double> extents_;
+  Buffer<double> extents_;                          // by coordinate of a query's locations
+  Buffer<int32_t> pitches_, shifts_, first_bands_;  // by sample of a query
   std::vector<Slot> slots_;
   std::vector<Slab> works_;
 };
