@@ -93,6 +93,21 @@ NPUGRAD_INLINE V shuffled(V a, V b) {
   return shuffled<Map>(a, b, std::make_integer_sequence<int, kWidth>{});
 }
 
+// Both halves as one vector. By way of memory it would wait for both stores.
+template <typename V, typename Half>
+NPUGRAD_INLINE V joined(const Half (&halves)[2]) {
+#if defined(__AVX512F__)
+  const __m512i twice = _mm512_maskz_broadcast_i64x4(0xff, (__m256i)halves[0]);
+  return (V)_mm512_maskz_inserti64x4(0xff, twice, (__m256i)halves[1], 1);
+#elif defined(__AVX2__)
+  return (V)_mm256_inserti128_si256(_mm256_castsi128_si256((__m128i)halves[0]), (__m128i)halves[1], 1);
+#else
+  V found;
+  std::memcpy(&found, halves, sizeof found);
+  return found;
+#endif
+}
+
 // Lanes come in quads, one for each sample of a vector.
 template <int Lane>
 struct QuadSplat {

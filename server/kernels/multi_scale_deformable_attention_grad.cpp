@@ -270,11 +270,7 @@ class Deformable {
       lows[half] = __builtin_convertvector(pixel - lower, HalfFloats);
       reaches[half] = __builtin_convertvector(reached, HalfInts);
     }
-    Pixels found;
-    std::memcpy(&found.low, lows, sizeof lows);
-    std::memcpy(&found.first, firsts, sizeof firsts);
-    std::memcpy(&found.reached, reaches, sizeof reaches);
-    return found;
+    return {joined<Floats>(lows), joined<Ints>(firsts), joined<Ints>(reaches)};
   }
 
   // Entries and bands of a query's samples; the last band and its chain are those of samples that reach nothing.
