@@ -26,6 +26,7 @@ namespace npugrad {
 namespace {
 
 constexpr int64_t kChunk = 1 << 15;       // samples of a chunk
+constexpr int64_t kBlockFill = 32;        // samples of a chunk for each band, at least
 constexpr int64_t kRound = 1 << 20;       // samples of a slab that are sorted at once
 constexpr int64_t kAlone = 1 << 16;       // floats that samples touch, below which other threads are not worth waking
 constexpr int64_t kWholeSlab = 1 << 25;   // floats that samples touch, above which a slab is no task
@@ -82,7 +83,9 @@ class Deformable {
   void run() {
     if (!bands_.cut(levels_, sizes_.keys, columns_)) return run_exact();
     const int64_t samples = sizes_.samples();
-    chunk_queries_ = std::max<int64_t>(1, kChunk / samples);
+    // Not a few samples for each of many bands: their blocks would be empty.
+    const int64_t chunk = std::max(kChunk, kBlockFill * static_cast<int64_t>(bands_.bands.size()));
+    chunk_queries_ = std::max<int64_t>(1, chunk / samples);
     round_queries_ = ceil_div(std::max<int64_t>(1, kRound / samples), chunk_queries_) * chunk_queries_;
     make_tables();
     clear_gaps();
