@@ -15,15 +15,16 @@
 // sample or a band is computed again in float64, term by term as the reference does. Levels that overlap or leave the
 // keys have no bands: there all is computed so.
 #include <cstring>
+#include <optional>
 #include <vector>
 
-#include "deformable_band.h"
-#include "deformable_exact.h"
-#include "deformable_levels.h"
+#include "deformable_place.h"
 #include "runtime.h"
 
 namespace npugrad {
 namespace {
+
+using namespace deformable;
 
 constexpr int64_t kChunk = 1 << 15;       // samples of a chunk
 constexpr int64_t kBlockFill = 32;        // samples of a chunk for each band, at least
@@ -32,24 +33,8 @@ constexpr int64_t kAlone = 1 << 16;       // floats that samples touch, below wh
 constexpr int64_t kWholeSlab = 1 << 25;   // floats that samples touch, above which a slab is no task
 constexpr int64_t kSumsOf = 64;           // samples for each key until sums move on to float64
 constexpr int64_t kZeroBytes = 1 << 20;   // of a task that only clears
-constexpr int64_t kAhead = 6;             // queries or keys that are fetched before their turn
+constexpr int64_t kAhead = 6;             // keys that are fetched before their turn
 constexpr int64_t kRows = 8;              // queries whose gradients are written together
-
-enum { kValue, kSpatialShape, kLevelStartIndex, kLocation, kAttnWeight, kGradOutput,
-       kGradValue, kGradLocation, kGradAttnWeight };
-
-struct Sizes {
-  int64_t batches, keys, heads, channels, queries, levels, points;
-  int64_t samples() const { return levels * points; }  // of a query and head
-  int64_t slabs() const { return batches * heads; }
-};
-
-// One chunk of queries of a slab.
-struct Chunk {
-  Arena arena;
-  std::vector<Chain> entries, stubs;  // by band
-  Buffer<uint16_t> bands;             // by sample
-};
 
 // A slab in work.
 struct Slab {
@@ -77,17 +62,17 @@ template <typename T>
 class Deformable {
  public:
   Deformable(Call& call, const Sizes& sizes, std::vector<Level> levels)
-      : call_(call), sizes_(sizes), levels_(std::move(levels)),
+      : call_(call), of_(call, sizes, std::move(levels)),
         columns_(ceil_div(sizes.channels, kWidth) * kWidth), adder_(entries_adder(columns_)) {}
 
   void run() {
-    if (!bands_.cut(levels_, sizes_.keys, columns_)) return run_exact();
+    if (!bands_.cut(of_.levels, sizes_.keys, columns_)) return run_exact();
     const int64_t samples = sizes_.samples();
     // Not a few samples for each of many bands: their blocks would be empty.
     const int64_t chunk = std::max(kChunk, kBlockFill * static_cast<int64_t>(bands_.bands.size()));
     chunk_queries_ = std::max<int64_t>(1, chunk / samples);
     round_queries_ = ceil_div(std::max<int64_t>(1, kRound / samples), chunk_queries_) * chunk_queries_;
-    make_tables();
+    placer_.emplace(call_, of_, bands_, columns_, most_queries());
     clear_gaps();
     slots_.resize(static_cast<size_t>(call_.threads()));
     const int64_t work = product({sizes_.queries, samples, columns_}), slabs = sizes_.slabs();
@@ -145,213 +130,44 @@ class Deformable {
   Span round_span(int64_t round) const { return Span(round, round_queries_, sizes_.queries); }
 
   void begin(Slab& work, int64_t round) {
-    const int64_t most = std::min(round_queries_, sizes_.queries);
+    const int64_t most = most_queries();
     if (!work.queries.get()) {
       work.queries = call_.template scratch<float>(product({most + 1, columns_}));
       std::fill_n(work.queries.get() + most * columns_, columns_, 0.0f);
       if (rounds() > 1) {
         int64_t numbers = 0;
-        for (const Level& level : levels_) numbers += level.anchors;
+        for (const Level& level : of_.levels) numbers += level.anchors;
         work.carry = call_.template scratch<float>(product({numbers, columns_}));
       }
     }
     work.chunks.resize(static_cast<size_t>(ceil_div(round_span(round).size(), chunk_queries_)));
   }
-  int32_t zero_query() const { return static_cast<int32_t>(std::min(round_queries_, sizes_.queries)); }
+  int64_t most_queries() const { return std::min(round_queries_, sizes_.queries); }
+
+  void place(Slab& work, int64_t slab, int64_t round, size_t index, Slot& slot) {
+    const Span all = round_span(round), span(static_cast<int64_t>(index), chunk_queries_, all.size());
+    const int64_t samples = sizes_.samples();
+    Chunk& chunk = work.chunks[index];
+    if (!chunk.bands.get()) chunk.bands = call_.template scratch<uint16_t>(chunk_queries_ * samples + kWidth);
+    if (!slot.entries.get()) slot.entries = call_.template scratch<Entry>(samples + kWidth);
+    Span queries = span;
+    queries.begin += all.begin;
+    queries.end += all.begin;
+    placer_->place(
+        slab, queries, chunk, work.queries.get(), static_cast<int32_t>(span.begin), slot.entries.get());
+  }
 
   void clear_gaps() {
-    if (!grad_value_.given()) return;
+    if (!of_.wants_grad_value()) return;
     const int64_t row = sizes_.heads * sizes_.channels * static_cast<int64_t>(sizeof(T));
     const int64_t at_once = std::max<int64_t>(1, kZeroBytes / row);
     for (const Span& gap : bands_.gaps) {
       const int64_t parts = ceil_div(gap.size(), at_once);
       call_.parallel(sizes_.batches * parts, [&](int64_t task, int) {
         const Span part(task % parts, at_once, gap.size());
-        char* start = grad_value_.template data<char>() + (task / parts * sizes_.keys + gap.begin + part.begin) * row;
+        T* start = of_.grad_value(task / parts * sizes_.heads, gap.begin + part.begin);
         std::memset(start, 0, static_cast<size_t>(part.size() * row));
       });
-    }
-  }
-
-  // ------------------------------------------------------------------------------------------ operands
-
-  // Row of a slab's key in value, of its query in the others.
-  int64_t key_row(int64_t slab, int64_t key) const {
-    return (slab / sizes_.heads * sizes_.keys + key) * sizes_.heads + slab % sizes_.heads;
-  }
-  int64_t query_row(int64_t slab, int64_t query) const {
-    return (slab / sizes_.heads * sizes_.queries + query) * sizes_.heads + slab % sizes_.heads;
-  }
-
-  // What the samples of a query need to know of their levels. No location is within an extent that is no number.
-  void make_tables() {
-    const int64_t samples = sizes_.samples(), rounded = ceil_div(samples, kWidth) * kWidth;
-    extents_ = call_.template scratch<double>(2 * rounded);
-    for (auto* table : {&pitches_, &shifts_, &first_bands_}) {
-      *table = call_.template scratch<int32_t>(rounded);
-      std::fill_n(table->get(), rounded, 0);
-    }
-    std::fill_n(extents_.get(), 2 * rounded, std::nan(""));
-    for (int64_t i = 0; i < samples; ++i) {
-      const Level& level = level_of(i);
-      pitches_[i] = static_cast<int32_t>(level.pitch);
-      shifts_[i] = level.shift;
-      first_bands_[i] = level.first_band;
-      if (level.height < 0 || level.width < 0) continue;
-      extents_[2 * i] = static_cast<double>(level.width);
-      extents_[2 * i + 1] = static_cast<double>(level.height);
-    }
-  }
-
-  NPUGRAD_INLINE Floats load_columns(const T* row, int64_t k) const {
-    const int64_t left = sizes_.channels - k;
-    return left >= kWidth ? load(row + k) : load_part(row + k, left);
-  }
-  NPUGRAD_INLINE void copy_row(const T* from, float* to) const {
-    for (int64_t k = 0; k < columns_; k += kWidth) store(to + k, load_columns(from, k));
-  }
-
-  // -------------------------------------------------------------------------------------------- place
-
-  void place(Slab& work, int64_t slab, int64_t round, size_t index, Slot& slot) {
-    Chunk& chunk = work.chunks[index];
-    const Span all = round_span(round), span(static_cast<int64_t>(index), chunk_queries_, all.size());
-    const int64_t samples = sizes_.samples(), row_bytes = sizes_.heads * static_cast<int64_t>(sizeof(T));
-    chunk.arena.reset();
-    chunk.entries.assign(bands_.bands.size() + 1, Chain());
-    chunk.stubs.assign(bands_.bands.size(), Chain());
-    if (!chunk.bands.get()) chunk.bands = call_.template scratch<uint16_t>(chunk_queries_ * samples + kWidth);
-    if (!slot.entries.get()) slot.entries = call_.template scratch<Entry>(samples + kWidth);
-    uint16_t* bands = chunk.bands.get();
-    for (int64_t query = span.begin; query < span.end; ++query, bands += samples) {
-      const int64_t row = query_row(slab, all.begin + query);
-      const T* grad = grad_output_.template data<const T>() + row * sizes_.channels;
-      const T* location = location_.template data<const T>() + row * 2 * samples;
-      const T* weight = attn_weight_.template data<const T>() + row * samples;
-      if (query + kAhead < span.end) {
-        fetch_ahead(grad, sizes_.channels, row_bytes);
-        fetch_ahead(location, 2 * samples, row_bytes);
-        fetch_ahead(weight, samples, row_bytes);
-      }
-      copy_row(grad, work.queries.get() + query * columns_);
-      locate(location, weight, slot.entries.get(), bands, chunk, static_cast<int32_t>(query));
-      append(chunk, slot.entries.get(), bands, static_cast<int32_t>(query));
-    }
-    pad(chunk.entries);
-  }
-
-  static void fetch_ahead(const T* row, int64_t count, int64_t row_bytes) {
-    fetch(reinterpret_cast<const char*>(row) + kAhead * row_bytes * count, count * static_cast<int64_t>(sizeof(T)));
-  }
-
-  // Vectors of the samples' pixels along x and y, in turns: the lower one's number and the way beyond it.
-  struct Pixels {
-    Floats low;
-    Ints first, reached;
-  };
-  // In float64, where the product is exact.
-  NPUGRAD_INLINE Pixels pixels(const T* location, int64_t i) const {
-    using Longs = Vec<int64_t, kWidth / 2>;
-    using HalfInts = Vec<int32_t, kWidth / 2>;
-    const int64_t left = 2 * sizes_.samples() - i;
-    const Floats at = left >= kWidth ? load(location + i) : load_part(location + i, std::max<int64_t>(left, 0));
-    HalfFloats ats[2], lows[2];
-    HalfInts firsts[2], reaches[2];
-    std::memcpy(ats, &at, sizeof at);
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      HalfDoubles extent;
-      std::memcpy(&extent, extents_.get() + i + half * (kWidth / 2), sizeof extent);
-      HalfDoubles pixel = __builtin_convertvector(ats[half], HalfDoubles) * extent - 0.5;
-      const Longs reached = (pixel > -1.0) & (pixel < extent);
-      pixel = reached ? pixel : HalfDoubles{} - 1.0;
-      const HalfInts whole = __builtin_convertvector(pixel, HalfInts);  // towards zero
-      HalfDoubles lower = __builtin_convertvector(whole, HalfDoubles);
-      const Longs above = lower > pixel;
-      lower = above ? lower - 1.0 : lower;
-      firsts[half] = whole + __builtin_convertvector(above, HalfInts) + 1;
-      lows[half] = __builtin_convertvector(pixel - lower, HalfFloats);
-      reaches[half] = __builtin_convertvector(reached, HalfInts);
-    }
-    return {joined<Floats>(lows), joined<Ints>(firsts), joined<Ints>(reaches)};
-  }
-
-  // Entries and bands of a query's samples; the last band and its chain are those of samples that reach nothing.
-  NPUGRAD_INLINE void locate(
-      const T* location, const T* weight, Entry* entries, uint16_t* bands, Chunk& chunk, int32_t query) {
-    const int64_t samples = sizes_.samples();
-    const Ints no_band = static_cast<int32_t>(bands_.bands.size()) - Ints{};
-    for (int64_t i = 0; i < samples; i += kWidth) {
-      const int64_t left = samples - i;
-      const Pixels a = pixels(location, 2 * i), b = pixels(location, 2 * i + kWidth);
-      const Ints pitch = load_raw<int32_t>(pitches_.get() + i), shift = load_raw<int32_t>(shifts_.get() + i);
-      const Ints reached = shuffled<Unzip<0>>(a.reached, b.reached) & shuffled<Unzip<1>>(a.reached, b.reached);
-      const Ints x = shuffled<Unzip<0>>(a.first, b.first), y = shuffled<Unzip<1>>(a.first, b.first);
-      const Ints number = (y * pitch + x) & reached, band = number >> shift;
-      const Ints size = (Ints{} + 1) << shift, key = number & (size - 1);
-      const Ints place = reached ? band + load_raw<int32_t>(first_bands_.get() + i) : no_band;
-      store_raw<uint16_t>(bands + i, __builtin_convertvector((Words)place, Halves));
-      const Floats weights = left >= kWidth ? load(weight + i) : load_part(weight + i, left);
-      const Floats low_ends = shuffled<Zip<0>>(weights, (Floats)key), high_ends = shuffled<Zip<1>>(weights, (Floats)key);
-      store(&entries[i].low_x, shuffled<ZipPairs<0>>(a.low, low_ends));
-      store(&entries[i + kQuads].low_x, shuffled<ZipPairs<1>>(a.low, low_ends));
-      store(&entries[i + 2 * kQuads].low_x, shuffled<ZipPairs<0>>(b.low, high_ends));
-      store(&entries[i + 3 * kQuads].low_x, shuffled<ZipPairs<1>>(b.low, high_ends));
-      const Ints crossing = (key + pitch + 1 >= size) & reached;
-      if (any(crossing))
-        for (int64_t j = 0; j < std::min<int64_t>(left, kWidth); ++j)
-          if (crossing[j]) add_stubs_of(chunk, level_of(i + j), entries[i + j], number[j], query);
-    }
-  }
-
-  static NPUGRAD_INLINE bool any(Ints mask) {
-    Vec<int64_t, kWidth / 2> longs;
-    std::memcpy(&longs, &mask, sizeof mask);
-    int64_t found = 0;
-    for (int i = 0; i < kWidth / 2; ++i) found |= longs[i];
-    return found != 0;
-  }
-
-  // Appends a query's entries to the chains of their bands.
-  NPUGRAD_INLINE void append(Chunk& chunk, const Entry* entries, const uint16_t* bands, int32_t query) {
-    Chain* chains = chunk.entries.data();
-    const int64_t samples = sizes_.samples();
-    const size_t no_band = bands_.bands.size();
-    for (int64_t i = 0; i < samples; ++i) {
-      Chain& chain = chains[bands[i]];
-      if (__builtin_expect(chain.used == Block::kEntries, 0)) chain.grow(chunk.arena, call_);
-      const int32_t at = chain.used;
-      std::memcpy(&chain.last->entries[at], &entries[i], sizeof(Entry));
-      chain.last->queries[at] = query;
-      // Without a branch: what reaches nothing is written over by the next one.
-      chain.used = at + (bands[i] != no_band);
-    }
-  }
-
-  void add_stubs_of(Chunk& chunk, const Level& level, const Entry& entry, int64_t number, int32_t query) {
-    const int64_t size = int64_t{1} << level.shift, band = number >> level.shift;
-    for (int corner = 1; corner < 4; ++corner) {
-      const int64_t other = number + (corner & 1) + (corner & 2 ? level.pitch : 0);
-      if (other >> level.shift == band || other >= level.anchors) continue;
-      Chain& chain = chunk.stubs[static_cast<size_t>(level.first_band + (other >> level.shift))];
-      if (chain.used == Block::kEntries) chain.grow(chunk.arena, call_);
-      const float along_x = corner & 1 ? entry.low_x : 1 - entry.low_x;
-      const float along_y = corner & 2 ? entry.low_y : 1 - entry.low_y;
-      Entry& stub = chain.last->entries[chain.used];
-      stub.weight = along_x * along_y * entry.weight;
-      stub.key = static_cast<int32_t>(other & (size - 1));
-      chain.last->queries[chain.used++] = query;
-    }
-  }
-
-  // Entries that add zero, up to a whole vector of them.
-  void pad(std::vector<Chain>& chains) const {
-    for (Chain& chain : chains) {
-      if (!chain.last) continue;
-      for (int i = chain.used; i % kQuads; ++i) {
-        chain.last->entries[i] = Entry{0, 0, 0, 0};
-        chain.last->queries[i] = zero_query();
-      }
     }
   }
 
@@ -359,7 +175,7 @@ class Deformable {
 
   void add(Slab& work, int64_t slab, int64_t round, size_t index, Slot& slot) {
     const Band& band = bands_.bands[index];
-    const Level& level = levels_[static_cast<size_t>(band.level)];
+    const Level& level = of_.levels[static_cast<size_t>(band.level)];
     int64_t entries = 0, stubs = 0;
     for (const Chunk& chunk : work.chunks) {
       entries += chunk.entries[index].count();
@@ -415,14 +231,14 @@ class Deformable {
     }
     if (!last) {
       std::memcpy(carry, grad, static_cast<size_t>(owned) * sizeof(float));
-    } else if (grad_value_.given() && !write_keys(slab, level, band, grad)) {
+    } else if (of_.wants_grad_value() && !write_keys(slab, level, band, grad)) {
       write_exact(slab, level, band, slot);
     }
   }
 
   int64_t carried(const Band& band) const {
     int64_t before = band.first;
-    for (int i = 0; i < band.level; ++i) before += levels_[static_cast<size_t>(i)].anchors;
+    for (int i = 0; i < band.level; ++i) before += of_.levels[static_cast<size_t>(i)].anchors;
     return before;
   }
 
@@ -436,12 +252,11 @@ class Deformable {
     each_run(
         level, from, to,
         [&](int64_t number, int64_t y, int64_t x, int64_t keys) {
-          const T* source = value_.template data<const T>() +
-                            key_row(slab, level.start + y * level.width + x) * sizes_.channels;
+          const T* source = of_.value(slab, level.start + y * level.width + x);
           float* target = rows + (number - from) * columns_;
           for (int64_t i = 0; i < keys; ++i, source += step, target += columns_) {
             if (i + kAhead < keys) fetch(source + kAhead * step, sizes_.channels * static_cast<int64_t>(sizeof(T)));
-            copy_row(source, target);
+            of_.copy_row(source, target);
           }
         },
         [&](int64_t number, int64_t keys) {
@@ -461,7 +276,7 @@ class Deformable {
         for (int corner = 0; corner < 4; ++corner) {
           float* target = row + ((corner & 1) + (corner & 2 ? level.pitch : 0)) * columns_;
           if (sources[i][corner]) {
-            copy_row(sources[i][corner], target);
+            of_.copy_row(sources[i][corner], target);
           } else {
             std::fill_n(target, columns_, 0.0f);
           }
@@ -477,8 +292,7 @@ class Deformable {
       const int64_t y = row + corner / 2, x = column + corner % 2;
       sources[corner] = nullptr;
       if (y < 0 || y >= level.height || x < 0 || x >= level.width) continue;
-      sources[corner] = value_.template data<const T>() +
-                        key_row(slab, level.start + y * level.width + x) * sizes_.channels;
+      sources[corner] = of_.value(slab, level.start + y * level.width + x);
       fetch(sources[corner], sizes_.channels * static_cast<int64_t>(sizeof(T)));
     }
   }
@@ -506,7 +320,7 @@ class Deformable {
   }
 
   void write_zeros(int64_t slab, const Level& level, const Band& band) const {
-    if (!grad_value_.given()) return;
+    if (!of_.wants_grad_value()) return;
     const int64_t step = sizes_.heads * sizes_.channels;
     each_owned(slab, level, band, [&](int64_t, T* target, int64_t keys) {
       for (int64_t i = 0; i < keys; ++i)
@@ -520,8 +334,7 @@ class Deformable {
     each_run(
         level, band.first, band.first + band.size,
         [&](int64_t number, int64_t y, int64_t x, int64_t keys) {
-          T* target = grad_value_.template data<T>() +
-                      key_row(slab, level.start + y * level.width + x) * sizes_.channels;
+          T* target = of_.grad_value(slab, level.start + y * level.width + x);
           body(number - band.first, target, keys);
         },
         [](int64_t, int64_t) {});
@@ -585,21 +398,19 @@ class Deformable {
   }
 
   void fetch_outputs(int64_t slab, int64_t query) const {
-    const int64_t row = query_row(slab, query) * sizes_.samples();
     const int64_t bytes = sizes_.samples() * static_cast<int64_t>(sizeof(T));
-    if (grad_location_.given()) fetch<true>(grad_location_.template data<const T>() + 2 * row, 2 * bytes);
-    if (grad_attn_weight_.given()) fetch<true>(grad_attn_weight_.template data<const T>() + row, bytes);
+    if (const T* row = of_.grad_locations(slab, query)) fetch<true>(row, 2 * bytes);
+    if (const T* row = of_.grad_weights(slab, query)) fetch<true>(row, bytes);
   }
 
   void write_samples(int64_t slab, int64_t query, const float* locations, const float* weights) const {
-    const int64_t samples = sizes_.samples(), row = query_row(slab, query);
-    T* location = grad_location_.given() ? grad_location_.template data<T>() + row * 2 * samples : nullptr;
-    T* weight = grad_attn_weight_.given() ? grad_attn_weight_.template data<T>() + row * samples : nullptr;
-    if (!all_finite(write_row(locations, location, 2 * samples) + write_row(weights, weight, samples))) {
-      for (int64_t i = 0; i < samples; ++i)
-        if (!std::isfinite(locations[2 * i] + locations[2 * i + 1] + weights[i]))
-          write_sample(exact(slab, query, i), i, location, weight);
-    }
+    const int64_t samples = sizes_.samples();
+    const Floats zero = write_row(locations, of_.grad_locations(slab, query), 2 * samples) +
+                        write_row(weights, of_.grad_weights(slab, query), samples);
+    if (all_finite(zero)) return;
+    for (int64_t i = 0; i < samples; ++i)
+      if (!std::isfinite(locations[2 * i] + locations[2 * i + 1] + weights[i]))
+        of_.write_exact(slab, query, i, of_.sample(slab, query, i));
   }
 
   // Not zero in lanes where something is not finite.
@@ -619,55 +430,7 @@ class Deformable {
     return zero;
   }
 
-  static void write_sample(const SampleGrads& grads, int64_t index, T* location, T* weight) {
-    if (weight) weight[index] = from_double<T>(grads.weight);
-    if (!location) return;
-    location[2 * index] = from_double<T>(grads.x);
-    location[2 * index + 1] = from_double<T>(grads.y);
-  }
-
-  // -------------------------------------------------------------------------------------- in float64
-
-  const T* location_row(int64_t slab, int64_t query) const {
-    return location_.template data<const T>() + query_row(slab, query) * 2 * sizes_.samples();
-  }
-  double weight_of(int64_t slab, int64_t query, int64_t index) const {
-    return to_float(attn_weight_.template data<const T>()[query_row(slab, query) * sizes_.samples() + index]);
-  }
-  const T* grad_row(int64_t slab, int64_t query) const {
-    return grad_output_.template data<const T>() + query_row(slab, query) * sizes_.channels;
-  }
-  ExactSample sample(int64_t slab, int64_t query, int64_t index) const {
-    const T* at = location_row(slab, query) + 2 * index;
-    return exact_sample(to_float(at[0]), to_float(at[1]), level_of(index), sizes_.keys);
-  }
-  const Level& level_of(int64_t index) const { return levels_[static_cast<size_t>(index / sizes_.points)]; }
-
-  SampleGrads exact(int64_t slab, int64_t query, int64_t index) const {
-    return exact(slab, query, index, sample(slab, query, index));
-  }
-  SampleGrads exact(int64_t slab, int64_t query, int64_t index, const ExactSample& found) const {
-    return exact_grads(
-        found, level_of(index), weight_of(slab, query, index),
-        value_.template data<const T>() + key_row(slab, 0) * sizes_.channels, sizes_.heads * sizes_.channels,
-        grad_row(slab, query), sizes_.channels);
-  }
-
-  // Adds to the keys of [begin, end), `sums` being the first one's row.
-  void add_exact(
-      int64_t slab, int64_t query, int64_t index, const ExactSample& found, int64_t begin, int64_t end,
-      double* sums) const {
-    if (!found.reached) return;
-    const T* grad = grad_row(slab, query);
-    const double weight = weight_of(slab, query, index);
-    for (int corner = 0; corner < 4; ++corner) {
-      const int64_t key = found.keys[corner];
-      if (key < begin || key >= end) continue;
-      const double share = found.weights[corner] * weight;
-      double* row = sums + (key - begin) * sizes_.channels;
-      for (int64_t c = 0; c < sizes_.channels; ++c) row[c] += share * static_cast<double>(to_float(grad[c]));
-    }
-  }
+  // ---------------------------------------------------------------------------------------- in float64
 
   // A band's gradient in full, from all queries of the call.
   void write_exact(int64_t slab, const Level& level, const Band& band, Slot& slot) {
@@ -685,15 +448,8 @@ class Deformable {
     std::fill_n(sums, (end - begin) * sizes_.channels, 0.0);
     for (int64_t query = 0; query < sizes_.queries; ++query)
       for (int64_t i = band.level * sizes_.points; i < (band.level + 1) * sizes_.points; ++i)
-        add_exact(slab, query, i, sample(slab, query, i), begin, end, sums);
-    write_sums(slab, begin, end, sums);
-  }
-
-  void write_sums(int64_t slab, int64_t begin, int64_t end, const double* sums) const {
-    for (int64_t key = begin; key < end; ++key, sums += sizes_.channels) {
-      T* row = grad_value_.template data<T>() + key_row(slab, key) * sizes_.channels;
-      for (int64_t c = 0; c < sizes_.channels; ++c) row[c] = from_double<T>(sums[c]);
-    }
+        of_.add_exact(slab, query, i, of_.sample(slab, query, i), begin, end, sums);
+    of_.write_sums(slab, begin, end, sums);
   }
 
   // Everything in float64, whatever the levels: a slab is summed by one task at a time, some queries in each.
@@ -701,50 +457,40 @@ class Deformable {
     const int64_t row = product({sizes_.keys, sizes_.channels}), samples = sizes_.samples();
     const int64_t at_once = std::max<int64_t>(1, kChunk / samples), threads = call_.threads();
     std::vector<Buffer<double>> sums(static_cast<size_t>(std::min<int64_t>(threads, sizes_.slabs())));
-    for (auto& one : sums) one = call_.template scratch<double>(grad_value_.given() ? row : 0);
+    for (auto& one : sums) one = call_.template scratch<double>(of_.wants_grad_value() ? row : 0);
     for (int64_t first = 0; first < sizes_.slabs(); first += threads) {
       const int64_t slabs = std::min(threads, sizes_.slabs() - first);
       for (int64_t from = 0; from < sizes_.queries; from += at_once) {
         call_.parallel(slabs, [&](int64_t i, int) {
           double* own = sums[static_cast<size_t>(i)].get();
-          if (!from && grad_value_.given()) std::fill_n(own, row, 0.0);
+          if (!from && of_.wants_grad_value()) std::fill_n(own, row, 0.0);
           run_exact(first + i, from, std::min(from + at_once, sizes_.queries), own);
         });
       }
-      if (!grad_value_.given()) continue;
+      if (!of_.wants_grad_value()) continue;
       call_.parallel(slabs, [&](int64_t i, int) {
-        write_sums(first + i, 0, sizes_.keys, sums[static_cast<size_t>(i)].get());
+        of_.write_sums(first + i, 0, sizes_.keys, sums[static_cast<size_t>(i)].get());
       });
     }
   }
 
   void run_exact(int64_t slab, int64_t from, int64_t to, double* sums) {
-    const int64_t samples = sizes_.samples();
-    for (int64_t query = from; query < to; ++query) {
-      const int64_t row = query_row(slab, query);
-      T* location = grad_location_.given() ? grad_location_.template data<T>() + row * 2 * samples : nullptr;
-      T* weight = grad_attn_weight_.given() ? grad_attn_weight_.template data<T>() + row * samples : nullptr;
-      for (int64_t i = 0; i < samples; ++i) {
-        const ExactSample found = sample(slab, query, i);
-        write_sample(exact(slab, query, i, found), i, location, weight);
-        if (grad_value_.given()) add_exact(slab, query, i, found, 0, sizes_.keys, sums);
+    for (int64_t query = from; query < to; ++query)
+      for (int64_t i = 0; i < sizes_.samples(); ++i) {
+        const ExactSample found = of_.sample(slab, query, i);
+        of_.write_exact(slab, query, i, found);
+        if (of_.wants_grad_value()) of_.add_exact(slab, query, i, found, 0, sizes_.keys, sums);
       }
-    }
   }
 
   Call& call_;
-  const Sizes sizes_;
-  std::vector<Level> levels_;
+  Operands<T> of_;
+  const Sizes& sizes_ = of_.sizes;
   const int64_t columns_;  // floats of a key or query in scratch memory
   const AddEntries adder_;
   Bands bands_;
   int64_t chunk_queries_ = 0, round_queries_ = 0;
-  const Tensor value_ = call_.tensor(kValue), location_ = call_.tensor(kLocation),
-               attn_weight_ = call_.tensor(kAttnWeight), grad_output_ = call_.tensor(kGradOutput),
-               grad_value_ = call_.tensor(kGradValue), grad_location_ = call_.tensor(kGradLocation),
-               grad_attn_weight_ = call_.tensor(kGradAttnWeight);
-  Buffer<double> extents_;                          // by coordinate of a query's locations
-  Buffer<int32_t> pitches_, shifts_, first_bands_;  // by sample of a query
+  std::optional<Placer<T>> placer_;
   std::vector<Slot> slots_;
   std::vector<Slab> works_;
 };
