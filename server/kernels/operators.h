@@ -5,4 +5,5 @@
 #error "define OPERATOR(name, strided) before this is included"
 #endif
 OPERATOR(group_norm_backward, 0x1f)
+OPERATOR(multi_scale_deformable_attention_grad, 0x00)
 #undef OPERATOR

@@ -13,6 +13,7 @@ Roofline
 from __future__ import annotations
 
 import importlib.util
+import sys
 import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -125,9 +126,9 @@ def run(effort: Effort) -> Iterator[Result]:
     """Measures every case; with other peers for some, the processes of all are there from the start."""
     cases = all_cases()[: 1 if effort.quick else None]
     with ExitStack() as stack:
+        peers = {name: subject for case in cases for name, subject in case.peers.items()}
         subjects = {OURS: f"{__name__}:KernelCall"}
-        for case in cases:
-            subjects |= {name: subject for name, subject in case.peers.items() if _installed(subject)}
+        subjects |= {name: subject for name, subject in peers.items() if _installed(subject)}
         subjects[ROOFLINE] = f"{__name__}:Roofline"
         contestants = stack.enter_context(
             started(effort, {name: {"subject": subject} for name, subject in subjects.items()})
@@ -137,8 +138,12 @@ def run(effort: Effort) -> Iterator[Result]:
 
 
 def _installed(subject: str) -> bool:
-    needed = "torch" if "torch" in subject else "numpy"
-    return importlib.util.find_spec(needed) is not None
+    """Whether there is the package that the peer's module is named after; if not, this says so."""
+    needed = subject.partition(":")[0].rpartition(".")[2].removesuffix("_peer")
+    found = importlib.util.find_spec(needed) is not None
+    if not found:
+        sys.stderr.write(f"kernels: {needed} is not installed and takes no part\n")
+    return found
 
 
 def _measured(case: KernelCase, contestants: Mapping[str, Contestant], effort: Effort) -> Result:
