@@ -4,5 +4,6 @@
 #ifndef OPERATOR
 #error "define OPERATOR(name, strided) before this is included"
 #endif
+OPERATOR(grid_sampler_2d_backward, 0x07)
 OPERATOR(group_norm_backward, 0x1f)
 #undef OPERATOR
