@@ -11,30 +11,22 @@
 //
 // A task is an image and some of its blocks of channels. Sums of grid_grad are float32 over a block, float64 over
 // blocks, in order. Where one is not finite it is computed again in float64, term by term as the reference does.
-#include <vector>
-
-#include "grid_points.h"
+#include "grid_windows.h"
 
 namespace npugrad {
 namespace {
 
 constexpr int kBlock = 16;                      // channels side by side
-constexpr int64_t kWindowBytes = 24 << 20;      // scratch memory that a window takes for input, and for input_grad
+constexpr int64_t kNearBytes = 320 << 10;       // pixels of a window for the cache: with input_grad's, it holds twice that
+constexpr int64_t kFarBytes = 24 << 20;         // the same where the cache does not help, to bound scratch memory
+constexpr double kScattered = 2.0;              // windows that a group touches in the mean, above which it does not
 constexpr int64_t kTableGroups = 1 << 16;       // groups of an image whose points are kept for the next block
 constexpr int64_t kTasks = 16;                  // wanted at least: images, else blocks of channels too
-constexpr int64_t kPrefetchBytes = 256 << 10;   // size of a window from which it pays
+constexpr int64_t kPrefetchBytes = 512 << 10;   // size of a window from which it pays
+constexpr int64_t kAhead = 3;                   // groups that grad_output is fetched ahead
 constexpr int64_t kFinishGroups = 1 << 10;      // of one task that adds up blocks
 
 enum { kGradOutput, kInput, kGrid, kInputGrad, kGridGrad };
-
-// A part of the images with a border of one pixel: rows of `pitch` pixels, the first of which is the border of this row
-// and of the one before. Below the lower border lies the row of the points outside.
-struct Window {
-  int64_t row, column, rows, columns;
-  int64_t pitch() const { return columns + 1; }
-  int64_t outside() const { return (rows + 1) * pitch(); }
-  int64_t pixels() const { return (rows + 3) * pitch() + 1 + kWidth; }
-};
 
 // A group of points, ready for a window: pixel at the top left, weights of the four corners and of their differences.
 struct Ready {
@@ -44,6 +36,11 @@ struct Ready {
   Slopes slopes;
 };
 
+template <int Write, typename T>
+NPUGRAD_INLINE void prefetch_rows(const T* from, int64_t plane, int channels, int64_t count) {
+  for (int c = 0; c < channels; ++c)
+    for (int64_t i = 0; i < count; i += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(from + c * plane + i, Write);
+}
 template <int M>
 NPUGRAD_INLINE Vec<float, M> load_lanes(const float* p) {
   return *reinterpret_cast<const typename VectorOf<float, M>::unaligned*>(p);
@@ -162,9 +159,8 @@ class GridSampler {
       : call_(call), sampling_(sampling), n_(input_.shape(0)), c_(input_.shape(1)), h_(input_.shape(2)),
         w_(input_.shape(3)), blocks_(ceil_div(c_, kBlock)), grid_(call.tensor(kGrid), h_, w_, sampling),
         scatter_(input_grad_.given()), gather_(grid_grad_.given() && !sampling.nearest),
-        spans_(std::min(blocks_, ceil_div(kTasks, n_))), slots_(static_cast<size_t>(call.threads())) {
-    cut_windows();
-  }
+        spans_(std::min(blocks_, ceil_div(kTasks, n_))), near_(h_, w_, window_limit(c_ > 8 ? kNearBytes : kFarBytes)),
+        far_(h_, w_, window_limit(kFarBytes)), slots_(static_cast<size_t>(call.threads())) {}
 
   void run() {
     if (grid_grad_.given() && !gather_) grid_grad_.zero();
@@ -180,26 +176,19 @@ class GridSampler {
   // Scratch memory of the tasks that run in it.
   struct Slot {
     Buffer<float> image, sums;  // sums are 0 between windows
+    int64_t floats = 0;
     Buffer<Group> table;
     Buffer<double> partial;
-    std::vector<int64_t> first, listed;  // groups by window
+    Listing listing;
   };
 
   int64_t sums_size() const { return 2 * kGroup * grid_.groups(); }
 
   static int lanes(int channels) { return channels <= 4 ? 4 : channels <= 8 ? 8 : kBlock; }
 
-  void cut_windows() {
-    const int64_t limit = kWindowBytes / static_cast<int64_t>(sizeof(float)) / lanes(std::min<int64_t>(c_, kBlock));
-    const int64_t columns = std::min(w_, limit / 8), rows = std::min(h_, limit / (columns + 1) - 3);
-    window_columns_ = columns, window_rows_ = rows;
-    windows_across_ = ceil_div(w_, columns), windows_ = windows_across_ * ceil_div(h_, rows);
+  int64_t window_limit(int64_t bytes) const {
+    return bytes / static_cast<int64_t>(sizeof(float)) / lanes(static_cast<int>(std::min<int64_t>(c_, kBlock)));
   }
-  Window window(int64_t index) const {
-    const Span rows(index / windows_across_, window_rows_, h_), columns(index % windows_across_, window_columns_, w_);
-    return {rows.begin, columns.begin, rows.size(), columns.size()};
-  }
-  int64_t largest_window() const { return Window{0, 0, window_rows_, window_columns_}.pixels(); }
 
   // An image and a span of its blocks of channels.
   class Task {
@@ -207,13 +196,15 @@ class GridSampler {
     Task(GridSampler& whole, Slot& slot, int64_t image, int64_t span)
         : whole_(whole), slot_(slot), n_(image), span_(span), begin_(whole.blocks_ * span / whole.spans_),
           end_(whole.blocks_ * (span + 1) / whole.spans_), groups_(whole.grid_.groups()),
-          direct_(whole.spans_ == 1 && whole.blocks_ == 1 && whole.windows_ == 1) {}
+          has_table_(end_ - begin_ > 1 || whole.near_.count() > 1), windows_(&whole.near_) {}
 
     void run() {
+      has_table_ &= groups_ <= kTableGroups;
+      if (has_table_ && !slot_.table.get()) slot_.table = whole_.call_.template scratch<Group>(groups_);
+      choose_windows();
       allocate();
-      if (whole_.windows_ > 1) list_groups();
-      for (int64_t index = 0; index < whole_.windows_; ++index) {
-        const Window window = whole_.window(index);
+      for (int64_t index = 0; index < windows_->count(); ++index) {
+        const Window window = (*windows_)[index];
         for (int64_t block = begin_; block < end_; ++block) {
           const int channels = static_cast<int>(std::min<int64_t>(kBlock, whole_.c_ - block * kBlock));
           switch (lanes(channels)) {
@@ -227,15 +218,32 @@ class GridSampler {
     }
 
    private:
-    void allocate() {
-      const int64_t floats = whole_.largest_window() * lanes(static_cast<int>(std::min<int64_t>(kBlock, whole_.c_)));
-      if (whole_.scatter_ && !slot_.sums.get()) {
-        slot_.sums = whole_.call_.template scratch<float>(floats);
-        std::memset(slot_.sums.get(), 0, static_cast<size_t>(floats) * sizeof(float));
+    // Windows that stay in the cache if points next to each other lie next to each other in the image too.
+    void choose_windows() {
+      listed_ = whole_.near_.count() > 1 && list_groups(whole_.near_, kScattered);
+      if (!listed_) {
+        windows_ = &whole_.far_;
+        listed_ = windows_->count() > 1 && list_groups(*windows_, HUGE_VAL);
       }
-      if (whole_.gather_ && !slot_.image.get()) slot_.image = whole_.call_.template scratch<float>(floats);
-      has_table_ = (end_ - begin_) * whole_.windows_ > 1 && groups_ <= kTableGroups;
-      if (has_table_ && !slot_.table.get()) slot_.table = whole_.call_.template scratch<Group>(groups_);
+      direct_ = whole_.spans_ == 1 && whole_.blocks_ == 1 && windows_->count() == 1;
+    }
+    bool list_groups(const Windows& windows, double most) {
+      return slot_.listing.fill(windows, groups_, whole_.sampling_.nearest, most, [&](int64_t group) -> const Group& {
+        Slopes slopes;
+        return located(group, true, slopes);
+      });
+    }
+
+    void allocate() {
+      const int64_t floats = windows_->largest() * lanes(static_cast<int>(std::min<int64_t>(kBlock, whole_.c_)));
+      if (slot_.floats < floats) {
+        slot_.floats = floats;
+        if (whole_.gather_) slot_.image = whole_.call_.template scratch<float>(floats);
+        if (whole_.scatter_) {
+          slot_.sums = whole_.call_.template scratch<float>(floats);
+          std::memset(slot_.sums.get(), 0, static_cast<size_t>(floats) * sizeof(float));
+        }
+      }
       if (!whole_.gather_ || direct_) return;
       const int64_t size = whole_.sums_size();
       if (whole_.spans_ > 1) {
@@ -245,35 +253,6 @@ class GridSampler {
         partial_ = slot_.partial.get();
       }
       std::memset(partial_, 0, static_cast<size_t>(size) * sizeof(double));
-    }
-
-    // Which groups have a corner in which window, in order.
-    void list_groups() {
-      std::vector<int64_t> last(static_cast<size_t>(whole_.windows_), -1);
-      slot_.first.assign(static_cast<size_t>(whole_.windows_) + 1, 0);
-      for (int64_t group = 0; group < groups_; ++group)
-        each_window(group, last, [&](size_t window) { ++slot_.first[window + 1]; });
-      for (size_t i = 1; i < slot_.first.size(); ++i) slot_.first[i] += slot_.first[i - 1];
-      slot_.listed.resize(static_cast<size_t>(slot_.first.back()));
-      std::vector<int64_t> next(slot_.first.begin(), slot_.first.end() - 1);
-      std::fill(last.begin(), last.end(), -1);
-      for (int64_t group = 0; group < groups_; ++group)
-        each_window(group, last, [&](size_t window) { slot_.listed[static_cast<size_t>(next[window]++)] = group; });
-    }
-    template <typename Body>
-    void each_window(int64_t group, std::vector<int64_t>& last, const Body& body) {
-      Slopes slopes;
-      const Group& found = located(group, true, slopes);
-      for (int j = 0; j < kGroup; ++j)
-        for (int corner = 0; corner < (whole_.sampling_.nearest ? 1 : 4); ++corner) {
-          const int64_t row = int64_t{found.row[j]} + (corner >> 1), column = int64_t{found.column[j]} + (corner & 1);
-          if (row < 0 || row >= whole_.h_ || column < 0 || column >= whole_.w_) continue;
-          const auto window = static_cast<size_t>(
-              row / whole_.window_rows_ * whole_.windows_across_ + column / whole_.window_columns_);
-          if (last[window] == group) continue;
-          last[window] = group;
-          body(window);
-        }
     }
 
     // Where a group lies: from the table, which is filled the first time, or computed.
@@ -308,6 +287,8 @@ class GridSampler {
       std::fill_n(image, (pitch + 1) * L, 0.0f);
       for (int64_t row = 0; row < window.rows; ++row) {
         float* to = image + ((row + 1) * pitch + 1) * L;
+        if (row + 1 < window.rows && input.stride(3) == 1)
+          prefetch_rows<0>(from + (row + 1) * input.stride(2), input.stride(1), channels, window.columns);
         to_pixels<L>(
             from + row * input.stride(2), input.stride(1), input.stride(3), channels, window.columns, to);
         std::fill_n(to + window.columns * L, L, 0.0f);
@@ -323,6 +304,8 @@ class GridSampler {
       const int64_t pitch = window.pitch();
       for (int64_t row = 0; row < window.rows; ++row) {
         float* from = sums + ((row + 1) * pitch + 1) * L;
+        if (row + 1 < window.rows)
+          prefetch_rows<1>(to + (row + 1) * whole_.w_, whole_.h_ * whole_.w_, channels, window.columns);
         from_pixels<L>(from, window.columns, to + row * whole_.w_, whole_.h_ * whole_.w_, channels);
         std::fill_n(from + window.columns * L, L, 0.0f);
       }
@@ -330,6 +313,13 @@ class GridSampler {
       std::fill_n(sums + window.outside() * L, (2 * pitch + 1) * L, 0.0f);
     }
 
+    void prefetch_grad(int64_t group, int64_t block, int channels) const {
+      const Tensor& grad = whole_.grad_output_;
+      const int64_t columns = grad.shape(3), start = group * kGroup;
+      const T* from = grad.data<const T>() + n_ * grad.stride(0) + block * kBlock * grad.stride(1) +
+                      start / columns * grad.stride(2) + start % columns * grad.stride(3);
+      for (int c = 0; c < channels; ++c) __builtin_prefetch(from + c * grad.stride(1));
+    }
     template <int L>
     void read_grad(int64_t group, int64_t block, int channels, float* to) const {
       const Tensor& grad = whole_.grad_output_;
@@ -392,18 +382,18 @@ class GridSampler {
     // All points that touch a window, with the channels of a block.
     template <int L, bool Scatter, bool Gather, bool Nearest>
     void pass(int64_t index, const Window& window, int64_t block, int channels) {
-      const bool listed = whole_.windows_ > 1, first = !listed && block == begin_;
-      const int64_t* list = listed ? slot_.listed.data() + slot_.first[static_cast<size_t>(index)] : nullptr;
-      const int64_t count = listed ? slot_.first[static_cast<size_t>(index) + 1] - slot_.first[static_cast<size_t>(index)]
-                                   : groups_;
+      const bool first = !listed_ && block == begin_;
+      const int64_t* list = listed_ ? slot_.listing.groups(index).data() : nullptr;
+      const int64_t count = listed_ ? static_cast<int64_t>(slot_.listing.groups(index).size()) : groups_;
       alignas(64) float grad[(kGroup + kWidth) * L];
       alignas(64) float by_x[kGroup], by_y[kGroup];
       Ready ready[2];
-      const auto group_at = [&](int64_t i) { return listed ? list[i] : i; };
+      const auto group_at = [&](int64_t i) { return listed_ ? list[i] : i; };
       if (count) prepare<L, Scatter, Gather>(group_at(0), window, first, ready[0]);
       for (int64_t i = 0; i < count; ++i) {
         const int64_t group = group_at(i);
         if (i + 1 < count) prepare<L, Scatter, Gather>(group_at(i + 1), window, first, ready[(i + 1) & 1]);
+        prefetch_grad(group_at(std::min(i + kAhead, count - 1)), block, channels);
         read_grad<L>(group, block, channels, grad);
         const Points<L, Scatter, Gather> points{
             slot_.image.get(), slot_.sums.get(), grad, ready[i & 1], window.pitch() * L};
@@ -430,8 +420,8 @@ class GridSampler {
     GridSampler& whole_;
     Slot& slot_;
     const int64_t n_, span_, begin_, end_, groups_;
-    const bool direct_;
-    bool has_table_ = false;
+    bool has_table_, listed_ = false, direct_ = false;
+    const Windows* windows_;
     double* partial_ = nullptr;
     Group group_;
   };
@@ -517,7 +507,7 @@ class GridSampler {
   const Grid<T> grid_;
   const bool scatter_, gather_;
   const int64_t spans_;
-  int64_t window_rows_, window_columns_, windows_across_, windows_;
+  const Windows near_, far_;
   Buffer<double> partial_;
   std::vector<Slot> slots_;
 };
