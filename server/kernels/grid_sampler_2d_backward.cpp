@@ -17,13 +17,14 @@ namespace npugrad {
 namespace {
 
 constexpr int kBlock = 16;                      // channels side by side
-constexpr int64_t kNearBytes = 320 << 10;       // pixels of a window for the cache: with input_grad's, it holds twice that
+constexpr int64_t kNearBytes = 320 << 10;       // pixels of a window for the cache, which holds as many of input_grad too
 constexpr int64_t kFarBytes = 24 << 20;         // the same where the cache does not help, to bound scratch memory
 constexpr double kScattered = 2.0;              // windows that a group touches in the mean, above which it does not
 constexpr int64_t kTableGroups = 1 << 16;       // groups of an image whose points are kept for the next block
 constexpr int64_t kTasks = 16;                  // wanted at least: images, else blocks of channels too
 constexpr int64_t kPrefetchBytes = 512 << 10;   // size of a window from which it pays
 constexpr int64_t kAhead = 3;                   // groups that grad_output is fetched ahead
+constexpr int64_t kSoonBytes = 32 << 10;        // planes of a block that are fetched a block ahead
 constexpr int64_t kFinishGroups = 1 << 10;      // of one task that adds up blocks
 
 enum { kGradOutput, kInput, kGrid, kInputGrad, kGridGrad };
@@ -38,8 +39,9 @@ struct Ready {
 
 template <int Write, typename T>
 NPUGRAD_INLINE void prefetch_rows(const T* from, int64_t plane, int channels, int64_t count) {
+  constexpr auto kLine = static_cast<int64_t>(64 / sizeof(T));
   for (int c = 0; c < channels; ++c)
-    for (int64_t i = 0; i < count; i += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(from + c * plane + i, Write);
+    for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(from + c * plane + i, Write);
 }
 template <int M>
 NPUGRAD_INLINE Vec<float, M> load_lanes(const float* p) {
@@ -344,13 +346,15 @@ class GridSampler {
     template <int L, bool Scatter, bool Gather>
     void prepare(int64_t group, const Window& window, bool first, Ready& ready) {
       const Group& found = located(group, first, ready.slopes);
-      const Words row = splat(static_cast<uint32_t>(window.row - 1)), last_row = splat(static_cast<uint32_t>(window.rows));
+      const Words row = splat(static_cast<uint32_t>(window.row - 1));
+      const Words last_row = splat(static_cast<uint32_t>(window.rows));
       const Words column = splat(static_cast<uint32_t>(window.column - 1));
       const Words last_column = splat(static_cast<uint32_t>(window.columns));
       const Words pitch = splat(static_cast<uint32_t>(window.pitch()));
       const Words outside = splat(static_cast<uint32_t>(window.outside()));
       for (int i = 0; i < kGroup; i += kWidth) {
-        const Words rows = load_raw<uint32_t>(found.row + i) - row, columns = load_raw<uint32_t>(found.column + i) - column;
+        const Words rows = load_raw<uint32_t>(found.row + i) - row;
+        const Words columns = load_raw<uint32_t>(found.column + i) - column;
         const Ints inside = (rows <= last_row) & (columns <= last_column);
         store_raw<uint32_t>(ready.pixel + i, select(inside, rows * pitch + columns, outside));
         const Floats left = load(found.left + i), right = load(found.right + i);
@@ -379,6 +383,27 @@ class GridSampler {
       }
     }
 
+    // Memory that is needed soon.
+    struct Soon {
+      const char* from = nullptr;
+      int64_t bytes = 0;
+      // Part `index` of `parts`.
+      template <int Write>
+      NPUGRAD_INLINE void prefetch(int64_t index, int64_t parts) const {
+        const int64_t end = bytes * (index + 1) / parts;
+        for (int64_t i = bytes * index / parts; i < end; i += 64) __builtin_prefetch(from + i, Write, 2);
+      }
+    };
+    // A block's planes, if they lie in a row and are small: short rows are read from so many places that the processor
+    // does not see what comes next.
+    Soon small_block(const Tensor& tensor, int64_t block) const {
+      const int64_t plane = tensor.shape(2) * tensor.shape(3), from = block * kBlock;
+      const int64_t bytes = std::min<int64_t>(kBlock, whole_.c_ - from) * plane * static_cast<int64_t>(sizeof(T));
+      const bool in_a_row = tensor.stride(3) == 1 && tensor.stride(2) == tensor.shape(3) && tensor.stride(1) == plane;
+      if (from >= whole_.c_ || bytes > kSoonBytes || !in_a_row) return {};
+      return {reinterpret_cast<const char*>(tensor.data<const T>() + n_ * tensor.stride(0) + from * plane), bytes};
+    }
+
     // All points that touch a window, with the channels of a block.
     template <int L, bool Scatter, bool Gather, bool Nearest>
     void pass(int64_t index, const Window& window, int64_t block, int channels) {
@@ -389,10 +414,16 @@ class GridSampler {
       alignas(64) float by_x[kGroup], by_y[kGroup];
       Ready ready[2];
       const auto group_at = [&](int64_t i) { return listed_ ? list[i] : i; };
+      const Soon grads = small_block(whole_.grad_output_, block + 1);
+      const Soon image = Gather ? small_block(whole_.input_, block + 1) : Soon{};
+      const Soon result = Scatter ? small_block(whole_.input_grad_, block) : Soon{};
       if (count) prepare<L, Scatter, Gather>(group_at(0), window, first, ready[0]);
       for (int64_t i = 0; i < count; ++i) {
         const int64_t group = group_at(i);
         if (i + 1 < count) prepare<L, Scatter, Gather>(group_at(i + 1), window, first, ready[(i + 1) & 1]);
+        grads.template prefetch<0>(i, count);
+        image.template prefetch<0>(i, count);
+        result.template prefetch<1>(i, count);
         prefetch_grad(group_at(std::min(i + kAhead, count - 1)), block, channels);
         read_grad<L>(group, block, channels, grad);
         const Points<L, Scatter, Gather> points{
@@ -533,7 +564,8 @@ void grid_sampler_2d_backward(Call& call) {
   check(input_grad, {n, c, h, w}, true);
   check(grid_grad, {n, oh, ow, 2}, true);
   const Sampling sampling{call.integer(0) == 1, call.integer(1), call.boolean(0)};
-  require(call.integer(0) >= 0 && call.integer(0) <= 1 && sampling.padding >= kZeros && sampling.padding <= kReflection);
+  require(call.integer(0) >= 0 && call.integer(0) <= 1);
+  require(sampling.padding >= kZeros && sampling.padding <= kReflection);
   const int32_t dtype = input.dtype();
   for (const Tensor& tensor : {grad_output, grid, input_grad, grid_grad})
     if (tensor.given() && tensor.dtype() != dtype) throw Unsupported();

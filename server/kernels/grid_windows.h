@@ -93,8 +93,8 @@ class Windows {
 // Which groups of points touch which window.
 class Listing {
  public:
-  // located(group) is asked for every group in order. False if groups touch more than `most` windows in the mean: points
-  // in no order, for which windows do not pay.
+  // located(group) is asked for every group in order. False if groups touch more than `most` windows in the mean:
+  // points in no order, for which windows do not pay.
   template <typename Located>
   bool fill(const Windows& windows, int64_t groups, bool nearest, double most, const Located& located) {
     lists_.resize(static_cast<size_t>(windows.count()));

@@ -3,13 +3,16 @@
 Limit: loads and stores at the four corners of each point, and the caches they come from; the roofline counts
 operands and results once. torch goes point by point through the channels, and takes a thread for each image.
 
+In 16 bit torch 2.13 ends with a segmentation fault on the larger maps, whichever thread count: it is asked only
+for the small ones there.
+
 Expected before the first run: 4 to 9 against torch with 64 channels and more, less with 3, whose points cost
 as much as their channels.
 """
 
 from __future__ import annotations
 
-from tests.benchmarks.kernel_cases import KernelCase
+from tests.benchmarks.kernel_cases import TORCH, KernelCase
 
 
 def _sizes(n: int, c: int, size: int) -> dict[str, int]:
@@ -23,8 +26,16 @@ _SIZES = (
     ("1x64x256x256", _sizes(1, 64, 256)),
 )
 _TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
+_SURVIVED = "32x256x14x14"
 CASES = tuple(
-    KernelCase("grid_sampler_2d_backward", name, dtype, sizes, tolerance=tolerance)
+    KernelCase(
+        "grid_sampler_2d_backward",
+        name,
+        dtype,
+        sizes,
+        peers={"torch": TORCH} if dtype == "float32" or name == _SURVIVED else {},
+        tolerance=tolerance,
+    )
     for dtype, tolerance in _TOLERANCE.items()
     for name, sizes in _SIZES
 )
