@@ -17,13 +17,14 @@ namespace npugrad {
 namespace {
 
 constexpr int kBlock = 16;                      // channels side by side
-constexpr int64_t kNearBytes = 320 << 10;       // pixels of a window for the cache, which holds as many of input_grad too
+constexpr int64_t kNearBytes = 320 << 10;       // pixels of a window for the cache, where input_grad takes as much
 constexpr int64_t kFarBytes = 24 << 20;         // the same where the cache does not help, to bound scratch memory
 constexpr double kScattered = 2.0;              // windows that a group touches in the mean, above which it does not
 constexpr int64_t kTableGroups = 1 << 16;       // groups of an image whose points are kept for the next block
 constexpr int64_t kTasks = 16;                  // wanted at least: images, else blocks of channels too
 constexpr int64_t kPrefetchBytes = 512 << 10;   // size of a window from which it pays
 constexpr int64_t kAhead = 3;                   // groups that grad_output is fetched ahead
+constexpr int64_t kRowsAhead = 3;               // rows of input that are fetched ahead
 constexpr int64_t kSoonBytes = 32 << 10;        // planes of a block that are fetched a block ahead
 constexpr int64_t kFinishGroups = 1 << 10;      // of one task that adds up blocks
 
@@ -289,8 +290,8 @@ class GridSampler {
       std::fill_n(image, (pitch + 1) * L, 0.0f);
       for (int64_t row = 0; row < window.rows; ++row) {
         float* to = image + ((row + 1) * pitch + 1) * L;
-        if (row + 1 < window.rows && input.stride(3) == 1)
-          prefetch_rows<0>(from + (row + 1) * input.stride(2), input.stride(1), channels, window.columns);
+        if (row + kRowsAhead < window.rows && input.stride(3) == 1)
+          prefetch_rows<0>(from + (row + kRowsAhead) * input.stride(2), input.stride(1), channels, window.columns);
         to_pixels<L>(
             from + row * input.stride(2), input.stride(1), input.stride(3), channels, window.columns, to);
         std::fill_n(to + window.columns * L, L, 0.0f);
