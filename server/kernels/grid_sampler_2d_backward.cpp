@@ -16,7 +16,7 @@
 namespace npugrad {
 namespace {
 
-constexpr int kBlock = 16;                      // channels side by side
+constexpr int64_t kBlock = 16, kSmallBlock = 8;  // channels side by side
 constexpr int64_t kNearBytes = 320 << 10;       // pixels of a window for the cache, where input_grad takes as much
 constexpr int64_t kFarBytes = 24 << 20;         // the same where the cache does not help, to bound scratch memory
 constexpr double kScattered = 2.0;              // windows that a group touches in the mean, above which it does not
@@ -160,9 +160,11 @@ class GridSampler {
  public:
   GridSampler(Call& call, const Sampling& sampling)
       : call_(call), sampling_(sampling), n_(input_.shape(0)), c_(input_.shape(1)), h_(input_.shape(2)),
-        w_(input_.shape(3)), blocks_(ceil_div(c_, kBlock)), grid_(call.tensor(kGrid), h_, w_, sampling),
+        w_(input_.shape(3)), block_(block_of(n_, c_)), blocks_(ceil_div(c_, block_)),
+        grid_(call.tensor(kGrid), h_, w_, sampling),
         scatter_(input_grad_.given()), gather_(grid_grad_.given() && !sampling.nearest),
-        spans_(std::min(blocks_, ceil_div(kTasks, n_))), near_(h_, w_, window_limit(c_ > 8 ? kNearBytes : kFarBytes)),
+        spans_(std::min(blocks_, ceil_div(kTasks, n_))),
+        near_(h_, w_, window_limit(std::min(c_, block_) > 8 ? kNearBytes : kFarBytes)),
         far_(h_, w_, window_limit(kFarBytes)), slots_(static_cast<size_t>(call.threads())) {}
 
   void run() {
@@ -187,10 +189,12 @@ class GridSampler {
 
   int64_t sums_size() const { return 2 * kGroup * grid_.groups(); }
 
+  // Channels of a block; fewer where there would be a single task.
+  static int64_t block_of(int64_t n, int64_t c) { return n > 1 || c > kBlock ? kBlock : kSmallBlock; }
   static int lanes(int channels) { return channels <= 4 ? 4 : channels <= 8 ? 8 : kBlock; }
 
   int64_t window_limit(int64_t bytes) const {
-    return bytes / static_cast<int64_t>(sizeof(float)) / lanes(static_cast<int>(std::min<int64_t>(c_, kBlock)));
+    return bytes / static_cast<int64_t>(sizeof(float)) / lanes(static_cast<int>(std::min(c_, block_)));
   }
 
   // An image and a span of its blocks of channels.
@@ -209,7 +213,7 @@ class GridSampler {
       for (int64_t index = 0; index < windows_->count(); ++index) {
         const Window window = (*windows_)[index];
         for (int64_t block = begin_; block < end_; ++block) {
-          const int channels = static_cast<int>(std::min<int64_t>(kBlock, whole_.c_ - block * kBlock));
+          const int channels = static_cast<int>(std::min(whole_.block_, whole_.c_ - block * whole_.block_));
           switch (lanes(channels)) {
             case 4: with_channels<4>(index, window, block, channels); break;
             case 8: with_channels<8>(index, window, block, channels); break;
@@ -238,7 +242,7 @@ class GridSampler {
     }
 
     void allocate() {
-      const int64_t floats = windows_->largest() * lanes(static_cast<int>(std::min<int64_t>(kBlock, whole_.c_)));
+      const int64_t floats = windows_->largest() * lanes(static_cast<int>(std::min(whole_.c_, whole_.block_)));
       if (slot_.floats < floats) {
         slot_.floats = floats;
         if (whole_.gather_) slot_.image = whole_.call_.template scratch<float>(floats);
@@ -283,7 +287,7 @@ class GridSampler {
     template <int L>
     void read_image(const Window& window, int64_t block, int channels) {
       const Tensor& input = whole_.input_;
-      const T* from = input.data<const T>() + n_ * input.stride(0) + block * kBlock * input.stride(1) +
+      const T* from = input.data<const T>() + n_ * input.stride(0) + block * whole_.block_ * input.stride(1) +
                       window.row * input.stride(2) + window.column * input.stride(3);
       float* image = slot_.image.get();
       const int64_t pitch = window.pitch();
@@ -301,7 +305,7 @@ class GridSampler {
 
     template <int L>
     void write_image(const Window& window, int64_t block, int channels) {
-      T* to = whole_.input_grad_.template data<T>() + (n_ * whole_.c_ + block * kBlock) * whole_.h_ * whole_.w_ +
+      T* to = whole_.input_grad_.template data<T>() + (n_ * whole_.c_ + block * whole_.block_) * whole_.h_ * whole_.w_ +
               window.row * whole_.w_ + window.column;
       float* sums = slot_.sums.get();
       const int64_t pitch = window.pitch();
@@ -319,14 +323,14 @@ class GridSampler {
     void prefetch_grad(int64_t group, int64_t block, int channels) const {
       const Tensor& grad = whole_.grad_output_;
       const int64_t columns = grad.shape(3), start = group * kGroup;
-      const T* from = grad.data<const T>() + n_ * grad.stride(0) + block * kBlock * grad.stride(1) +
+      const T* from = grad.data<const T>() + n_ * grad.stride(0) + block * whole_.block_ * grad.stride(1) +
                       start / columns * grad.stride(2) + start % columns * grad.stride(3);
       for (int c = 0; c < channels; ++c) __builtin_prefetch(from + c * grad.stride(1));
     }
     template <int L>
     void read_grad(int64_t group, int64_t block, int channels, float* to) const {
       const Tensor& grad = whole_.grad_output_;
-      const T* from = grad.data<const T>() + n_ * grad.stride(0) + block * kBlock * grad.stride(1);
+      const T* from = grad.data<const T>() + n_ * grad.stride(0) + block * whole_.block_ * grad.stride(1);
       const int64_t columns = grad.shape(3), plane = grad.stride(1), pixel = grad.stride(3);
       const int64_t start = group * kGroup;
       const int count = whole_.grid_.count(group);
@@ -398,8 +402,8 @@ class GridSampler {
     // A block's planes, if they lie in a row and are small: short rows are read from so many places that the processor
     // does not see what comes next.
     Soon small_block(const Tensor& tensor, int64_t block) const {
-      const int64_t plane = tensor.shape(2) * tensor.shape(3), from = block * kBlock;
-      const int64_t bytes = std::min<int64_t>(kBlock, whole_.c_ - from) * plane * static_cast<int64_t>(sizeof(T));
+      const int64_t plane = tensor.shape(2) * tensor.shape(3), from = block * whole_.block_;
+      const int64_t bytes = std::min(whole_.block_, whole_.c_ - from) * plane * static_cast<int64_t>(sizeof(T));
       const bool in_a_row = tensor.stride(3) == 1 && tensor.stride(2) == tensor.shape(3) && tensor.stride(1) == plane;
       if (from >= whole_.c_ || bytes > kSoonBytes || !in_a_row) return {};
       return {reinterpret_cast<const char*>(tensor.data<const T>() + n_ * tensor.stride(0) + from * plane), bytes};
@@ -535,7 +539,7 @@ class GridSampler {
   const Sampling sampling_;
   const Tensor grad_output_ = call_.tensor(kGradOutput), input_ = call_.tensor(kInput),
                input_grad_ = call_.tensor(kInputGrad), grid_grad_ = call_.tensor(kGridGrad);
-  const int64_t n_, c_, h_, w_, blocks_;
+  const int64_t n_, c_, h_, w_, block_, blocks_;
   const Grid<T> grid_;
   const bool scatter_, gather_;
   const int64_t spans_;
