@@ -4,6 +4,7 @@
 #ifndef OPERATOR
 #error "define OPERATOR(name, strided) before this is included"
 #endif
+OPERATOR(grid_sampler_2d_backward, 0x07)
 OPERATOR(group_norm_backward, 0x1f)
 OPERATOR(multi_scale_deformable_attention_grad, 0x00)
 #undef OPERATOR
