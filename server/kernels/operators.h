@@ -5,4 +5,5 @@
 #error "define OPERATOR(name, strided) before this is included"
 #endif
 OPERATOR(group_norm_backward, 0x1f)
+OPERATOR(fused_floyd_attention_grad, 0x3ff)
 #undef OPERATOR

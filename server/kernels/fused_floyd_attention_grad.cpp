@@ -1,0 +1,486 @@
+// aclnnFusedFloydAttentionGrad. Sizes N, M, K and D, for each batch and head:
+//
+//   S[n,m,k] = scale * query[n,m,:] . (key1[n,k,:] + key2[k,m,:])        -FLT_MAX where the mask says so
+//   P        = exp(S - softmax_max) / softmax_sum
+//   dS       = P * (dy[n,m,:] . (value1[n,k,:] + value2[k,m,:]) - dy[n,m,:] . attention_in[n,m,:])
+//   dq[n,m]  = scale * sum over k of dS * (key1[n,k,:] + key2[k,m,:])
+//   dk1[n,k] = scale * sum over m of dS * query[n,m,:]      dk2[k,m] = scale * sum over n of dS * query[n,m,:]
+//   dv1[n,k] = sum over m of P * dy[n,m,:]                  dv2[k,m] = sum over n of P * dy[n,m,:]
+//
+// The limit is the multipliers: 20 N M K D operations on operands of N M D. P and dS exist for one tile of n, m and k
+// at a time. A task is a range of n and one of k, with all of m; dk1 and dv1 are complete in it. dq is summed over the
+// tasks of a range of n, dk2 and dv2 over those of a range of k, in float32 beside the outputs. Tasks go in
+// phases, in each of which no two share a range, so nothing is summed twice and no lock is needed; a task waits for
+// those of earlier phases that have its ranges. Tasks, tiles and their order follow from shapes alone.
+//
+// n and m mean the same to the formulas but for the names of operands: where N < M they are exchanged, so that there
+// are enough ranges and no task is long.
+#include <array>
+#include <atomic>
+#include <cfloat>
+#include <thread>
+#include <vector>
+
+#include "floyd_blocks.h"
+#include "runtime.h"
+
+namespace npugrad {
+namespace {
+
+using floyd::kBlock;
+using floyd::kBlockStep;
+
+enum {
+  kQuery, kKey1, kValue1, kKey2, kValue2, kDy, kMask, kMax, kSum, kAttention, kDq, kDk1, kDv1, kDk2, kDv2, kTensors
+};
+
+constexpr int kRange = 32;   // n of a task, and of a tile
+constexpr int kColumns = 32; // m of a tile
+// Floats from n to n + 1 in a tile; see kBlockStep.
+constexpr int kRowStep = kColumns * kBlock + 16;
+
+// A tensor (batch, head, row, column, element) in the order of axes that the tasks see.
+template <typename T>
+struct Grid {
+  T* data = nullptr;
+  int64_t batch = 0, head = 0, row = 0, column = 0, element = 0;
+
+  Grid() = default;
+  Grid(const Tensor& tensor, bool exchanged) {
+    if (!tensor.given()) return;
+    data = tensor.data<T>();
+    batch = tensor.stride(0), head = tensor.stride(1), element = tensor.stride(4);
+    row = tensor.stride(exchanged ? 3 : 2), column = tensor.stride(exchanged ? 2 : 3);
+  }
+  T* at(int64_t b, int64_t h, int64_t r, int64_t c) const {
+    return data + b * batch + h * head + r * row + c * column;
+  }
+};
+
+// A task: ranges `narrow` and `wide` of its batch and head, and which of their visits it is.
+struct Visit {
+  int64_t slot, pair;              // accumulators it sums into, and number of the batch and head
+  int64_t n_range, k_range;
+  int64_t n_turn, k_turn;          // visits that the range had before, in this batch and head
+  bool n_last, k_last;
+};
+
+// The order of tasks. Both kinds of range are counted; each of the fewer ones is visited in all phases.
+class Schedule {
+ public:
+  Schedule(int64_t pairs, int64_t n_ranges, int64_t k_ranges, int threads)
+      : pairs_(pairs), n_ranges_(n_ranges), k_ranges_(k_ranges), width_(std::min(n_ranges, k_ranges)),
+        phases_(std::max(n_ranges, k_ranges)),
+        // Enough at once for every thread; their number changes what is in memory, not what is computed.
+        slots_(std::min(pairs, ceil_div(2 * static_cast<int64_t>(threads), width_))) {}
+
+  int64_t slots() const { return slots_; }
+  int64_t tasks() const { return product({pairs_, width_, phases_}); }
+
+  Visit visit(int64_t task) const {
+    const int64_t per_pair = width_ * phases_, first = task / (slots_ * per_pair) * slots_;
+    const int64_t together = std::min(slots_, pairs_ - first), rest = task - first * per_pair;
+    const int64_t phase = rest / (together * width_), w = rest % width_, x = (w + phase) % phases_;
+    Visit found{};
+    found.slot = rest / width_ % together;
+    found.pair = first + found.slot;
+    // Range x of the more numerous kind meets range v in phase x - v, counted around.
+    const int64_t turn = w <= x ? std::min(x, width_ - 1) - w : x + width_ - w;
+    const bool last = turn == width_ - 1, k_wide = k_ranges_ >= n_ranges_;
+    found.n_range = k_wide ? w : x, found.k_range = k_wide ? x : w;
+    found.n_turn = k_wide ? phase : turn, found.k_turn = k_wide ? turn : phase;
+    found.n_last = k_wide ? phase == phases_ - 1 : last, found.k_last = k_wide ? last : phase == phases_ - 1;
+    return found;
+  }
+
+ private:
+  const int64_t pairs_, n_ranges_, k_ranges_, width_, phases_, slots_;
+};
+
+// How far the ranges of a slot are: tasks wait for those before them, which other threads have begun already.
+class Progress {
+ public:
+  Progress(int64_t slots, int64_t n_ranges, int64_t k_ranges)
+      : n_ranges_(n_ranges), k_ranges_(k_ranges), n_(static_cast<size_t>(slots * n_ranges)),
+        k_(static_cast<size_t>(slots * k_ranges)), slots_(static_cast<size_t>(slots)) {}
+
+  void wait(const Visit& visit, int64_t round) {
+    wait_for(slots_[static_cast<size_t>(visit.slot)], round * n_ranges_ * k_ranges_);
+    wait_for(n(visit), round * k_ranges_ + visit.n_turn);
+    wait_for(k(visit), round * n_ranges_ + visit.k_turn);
+  }
+  void done(const Visit& visit) {
+    n(visit).fetch_add(1, std::memory_order_release);
+    k(visit).fetch_add(1, std::memory_order_release);
+    slots_[static_cast<size_t>(visit.slot)].fetch_add(1, std::memory_order_release);
+  }
+
+ private:
+  using Count = std::atomic<int64_t>;
+  Count& n(const Visit& visit) { return n_[static_cast<size_t>(visit.slot * n_ranges_ + visit.n_range)]; }
+  Count& k(const Visit& visit) { return k_[static_cast<size_t>(visit.slot * k_ranges_ + visit.k_range)]; }
+  static void wait_for(const Count& count, int64_t least) {
+    while (count.load(std::memory_order_acquire) < least) std::this_thread::yield();
+  }
+
+  const int64_t n_ranges_, k_ranges_;
+  std::vector<Count> n_, k_, slots_;
+};
+
+template <typename T>
+class Floyd {
+ public:
+  Floyd(Call& call, int64_t heads, int64_t pairs, int64_t n, int64_t m, int64_t k, int64_t d)
+      : call_(call), exchanged_(n < m), heads_(heads), n_(exchanged_ ? m : n), m_(exchanged_ ? n : m), k_(k), d_(d),
+        chunks_(ceil_div(d, kBlock)), n_ranges_(ceil_div(n_, kRange)), k_ranges_(ceil_div(k, kBlock)),
+        schedule_(pairs, n_ranges_, k_ranges_, call.threads()),
+        progress_(schedule_.slots(), n_ranges_, k_ranges_),
+        scale_(static_cast<float>(call.real(0))) {
+    const auto grid = [&](int index) { return Grid<T>(call.tensor(index), exchanged_); };
+    const int swap = exchanged_ ? kKey2 - kKey1 : 0;
+    query_ = grid(kQuery), dy_ = grid(kDy), attention_ = grid(kAttention), dq_ = grid(kDq);
+    key1_ = grid(kKey1 + swap), value1_ = grid(kValue1 + swap), key2_ = grid(kKey2 - swap);
+    value2_ = grid(kValue2 - swap);
+    dk1_ = grid(kDk1 + swap), dv1_ = grid(kDv1 + swap), dk2_ = grid(kDk2 - swap), dv2_ = grid(kDv2 - swap);
+    max_ = Grid<float>(call.tensor(kMax), exchanged_), sum_ = Grid<float>(call.tensor(kSum), exchanged_);
+    mask_ = Grid<uint8_t>(call.tensor(kMask), false);
+  }
+
+  void run() {
+    const int64_t slots = schedule_.slots();
+    // Padded to whole blocks: what is added there is never read.
+    dq_sums_ = call_.scratch<float>(product({slots, n_, m_, chunks_ * kBlock}));
+    const int64_t blocks = product({slots, k_ranges_, m_, chunks_, kBlock * kBlock});
+    dk2_sums_ = call_.scratch<float>(blocks);
+    dv2_sums_ = call_.scratch<float>(blocks);
+    rows_ = call_.scratch<float>(product({slots, 3, n_, m_}));
+    for (int i = 0; i < call_.threads(); ++i) tiles_.emplace_back(call_, chunks_);
+    call_.parallel(schedule_.tasks(), [&](int64_t task, int slot) {
+      const Visit visit = schedule_.visit(task);
+      progress_.wait(visit, visit.pair / schedule_.slots());
+      Task(*this, tiles_[static_cast<size_t>(slot)], visit).run();
+      progress_.done(visit);
+    });
+  }
+
+ private:
+  // Memory of a thread: operands of a tile as blocks or rows of float32.
+  struct Tile {
+    Tile(Call& call, int64_t chunks)
+        : blocks(call.scratch<float>(chunks * kBlockStep * (5 * kRange + 3 * kColumns))),
+          rows(call.scratch<float>(kRange * kRowStep * (2 * chunks + 2))), mask(call.scratch<int32_t>(kRange * kBlock)) {
+      float* next = blocks.get();
+      for (float** block : {&key1, &key1_transposed, &value1_transposed, &dk1, &dv1}) {
+        *block = next;
+        next += chunks * kRange * kBlockStep;
+      }
+      for (float** block : {&key2, &key2_transposed, &value2_transposed}) {
+        *block = next;
+        next += chunks * kColumns * kBlockStep;
+      }
+      query = rows.get();
+      dy = query + chunks * kRange * kRowStep;
+      scores = dy + chunks * kRange * kRowStep;
+      scores_grad = scores + kRange * kRowStep;
+    }
+    Buffer<float> blocks, rows;
+    Buffer<int32_t> mask;
+    float *key1, *key1_transposed, *value1_transposed, *dk1, *dv1;  // [chunk of d][n]
+    float *key2, *key2_transposed, *value2_transposed;              // [chunk of d][m]
+    float *query, *dy;            // [chunk of d][n][m][d]
+    float *scores, *scores_grad;  // [n][m][k]; the products they are made from at first
+  };
+
+  static int64_t block(int64_t chunk, int64_t i) { return (chunk * kRange + i) * kBlockStep; }
+  static int64_t row(int64_t chunk, int64_t i) { return (chunk * kRange + i) * kRowStep; }
+  static_assert(kRange == kColumns, "blocks of a tile are counted alike along n and m");
+
+  // One visit at work; n, m and k are those of its operands, `i`, `j` and `l` those within the tile.
+  class Task {
+   public:
+    Task(Floyd& all, Tile& tile, const Visit& visit)
+        : all_(all), tile_(tile), visit_(visit), b_(visit.pair / all.heads_), h_(visit.pair % all.heads_),
+          n_(visit.n_range, kRange, all.n_), k_(visit.k_range, kBlock, all.k_),
+          rows_(static_cast<int>(n_.size())), keys_(static_cast<int>(k_.size())) {}
+
+    void run() {
+      for (int i = 0; i < rows_; ++i) {
+        pack_key(all_.key1_, n_.begin + i, true, tile_.key1, tile_.key1_transposed, i);
+        pack_key(all_.value1_, n_.begin + i, true, nullptr, tile_.value1_transposed, i);
+      }
+      if (!all_.exchanged_) pack_mask(n_);
+      for (int64_t index = 0; index * kColumns < all_.m_; ++index) run_tile(Span(index, kColumns, all_.m_));
+      for (int i = 0; i < rows_; ++i)
+        for (int l = 0; l < keys_; ++l)
+          for (int64_t c = 0; c < all_.chunks_; ++c) {
+            const int64_t from = block(c, i) + l * kBlock;
+            write(all_.dk1_, n_.begin + i, k_.begin + l, c, tile_.dk1 + from, all_.scale_);
+            write(all_.dv1_, n_.begin + i, k_.begin + l, c, tile_.dv1 + from, 1.0f);
+          }
+    }
+
+   private:
+    void run_tile(const Span& m) {
+      m_ = m.begin, columns_ = static_cast<int>(m.size());
+      for (int i = 0; i < rows_; ++i)
+        for (int j = 0; j < columns_; ++j) pack_rows(i, j);
+      for (int j = 0; j < columns_; ++j) {
+        pack_key(all_.key2_, m_ + j, false, tile_.key2, tile_.key2_transposed, j);
+        pack_key(all_.value2_, m_ + j, false, nullptr, tile_.value2_transposed, j);
+      }
+      if (all_.exchanged_) pack_mask(m);
+      for (int i = 0; i < rows_; i += floyd::kPairRows) {
+        paired_scores(i, tile_.query, tile_.key1_transposed, tile_.key2_transposed, tile_.scores);
+        paired_scores(i, tile_.dy, tile_.value1_transposed, tile_.value2_transposed, tile_.scores_grad);
+        for (int r = i; r < std::min(i + floyd::kPairRows, rows_); ++r)
+          for (int j = 0; j < columns_; ++j) softmax(r, j);
+        add_dq(i);
+      }
+      add_dk1();
+      add_dk2();
+      if (visit_.n_last) write_dq();
+      if (visit_.k_last) write_dk2();
+    }
+
+    // ---- operands
+
+    // Blocks of key1 or value1 for n, or of key2 or value2 for m.
+    void pack_key(const Grid<T>& from, int64_t place, bool by_row, float* natural, float* transposed, int index) const {
+      for (int64_t c = 0; c < all_.chunks_; ++c) {
+        const T* data = by_row ? from.at(b_, h_, place, k_.begin) : from.at(b_, h_, k_.begin, place);
+        const floyd::Corner<T> corner{
+            data + c * kBlock * from.element, by_row ? from.column : from.row, from.element, keys_,
+            all_.d_ - c * kBlock};
+        floyd::pack_block(corner, natural ? natural + block(c, index) : nullptr, transposed + block(c, index));
+      }
+    }
+
+    // Rows of query and dy, and at the first visit what is the same for all keys.
+    void pack_rows(int i, int j) const {
+      const int64_t n = n_.begin + i, m = m_ + j;
+      for (int64_t c = 0; c < all_.chunks_; ++c) {
+        const int64_t to = row(c, i) + j * kBlock, skip = c * kBlock, left = all_.d_ - skip;
+        const auto& query = all_.query_;
+        const auto& dy = all_.dy_;
+        floyd::pack_row(query.at(b_, h_, n, m) + skip * query.element, query.element, left, tile_.query + to);
+        floyd::pack_row(dy.at(b_, h_, n, m) + skip * dy.element, dy.element, left, tile_.dy + to);
+      }
+      if (visit_.n_turn) return;
+      float* found = statistics(i, j);
+      found[0] = *all_.max_.at(b_, h_, n, m);
+      found[1] = static_cast<float>(1.0 / *all_.sum_.at(b_, h_, n, m));
+      found[2] = static_cast<float>(delta(i, j));
+    }
+
+    // dy . attention_in
+    double delta(int i, int j) const {
+      const auto& attention = all_.attention_;
+      const T* data = attention.at(b_, h_, n_.begin + i, m_ + j);
+      double found = 0;
+      for (int64_t c = 0; c < all_.chunks_; ++c) {
+        const float* dy = tile_.dy + row(c, i) + j * kBlock;
+        Floats products = {};
+        for (int64_t d = 0; d < kBlock; d += kWidth) {
+          const int64_t place = c * kBlock + d;
+          products +=
+              load(dy + d) * floyd::load_strided(data + place * attention.element, attention.element, all_.d_ - place);
+        }
+        found += sum(products);
+      }
+      return found;
+    }
+
+    // softmax_max, 1 / softmax_sum and delta of a row.
+    float* statistics(int i, int j) const {
+      return all_.rows_.get() + ((visit_.slot * all_.n_ + n_.begin + i) * all_.m_ + m_ + j) * 3;
+    }
+
+    void pack_mask(const Span& rows) const {
+      const auto& mask = all_.mask_;
+      if (!mask.data) return;
+      for (int64_t r = 0; r < rows.size(); ++r)
+        for (int l = 0; l < kBlock; ++l)
+          tile_.mask[r * kBlock + l] =
+              l < keys_ && mask.data[b_ * mask.batch + (rows.begin + r) * mask.row + (k_.begin + l) * mask.element]
+                  ? -1 : 0;
+    }
+
+    // ---- scores
+
+    void paired_scores(int i, const float* rows, const float* by_n, const float* by_m, float* target) const {
+      for (int64_t c = 0; c < all_.chunks_; ++c) {
+        const int64_t length = std::min<int64_t>(kBlock, all_.d_ - c * kBlock);
+        for (int j = 0; j < columns_; j += floyd::kPairColumns) {
+          const float *a = rows + row(c, i) + j * kBlock, *first = by_n + block(c, i), *second = by_m + block(c, j);
+          float* to = target + row(0, i) + j * kBlock;
+          if (c) {
+            floyd::pair_product<kRowStep, true>(length, a, first, second, to, kRowStep, kBlock);
+          } else {
+            floyd::pair_product<kRowStep, false>(length, a, first, second, to, kRowStep, kBlock);
+          }
+        }
+      }
+    }
+
+    void softmax(int i, int j) const {
+      const float* row_values = statistics(i, j);
+      const Floats max = splat(row_values[0]), inverse = splat(row_values[1]), delta = splat(row_values[2]);
+      float *scores = tile_.scores + row(0, i) + j * kBlock, *grads = tile_.scores_grad + row(0, i) + j * kBlock;
+      const int32_t* mask = all_.mask_.data ? &tile_.mask[(all_.exchanged_ ? j : i) * kBlock] : nullptr;
+#pragma GCC unroll 8
+      for (int v = 0; v < kBlock; v += kWidth) {
+        Floats x = load(scores + v) * all_.scale_ - max;
+        if (mask) x = select((Ints)load_raw<int32_t>(mask + v), splat(-FLT_MAX) - max, x);
+        const Floats p = floyd::exp(x) * inverse;
+        store(scores + v, p);
+        store(grads + v, p * (load(grads + v) - delta));
+      }
+    }
+
+    // ---- sums
+
+    float* dq_sums(int i, int j) const {
+      const int64_t place = (visit_.slot * all_.n_ + n_.begin + i) * all_.m_ + m_ + j;
+      return all_.dq_sums_.get() + place * all_.chunks_ * kBlock;
+    }
+    int64_t dk2_sums(int64_t c, int j) const {
+      const int64_t place = (visit_.slot * all_.k_ranges_ + visit_.k_range) * all_.m_ + m_ + j;
+      return (place * all_.chunks_ + c) * kBlock * kBlock;
+    }
+
+    void add_dq(int i) const {
+      const int64_t column_step = all_.chunks_ * kBlock, row_step = all_.m_ * column_step;
+      for (int64_t c = 0; c < all_.chunks_; ++c)
+        for (int j = 0; j < columns_; j += floyd::kPairColumns) {
+          const float *a = tile_.scores_grad + row(0, i) + j * kBlock;
+          const float *first = tile_.key1 + block(c, i), *second = tile_.key2 + block(c, j);
+          float* to = dq_sums(i, j) + c * kBlock;
+          if (i + floyd::kPairRows > rows_ || j + floyd::kPairColumns > columns_) {
+            add_part_of_dq(i, j, a, first, second, to);
+          } else if (visit_.n_turn) {
+            floyd::pair_product<kRowStep, true>(keys_, a, first, second, to, row_step, column_step);
+          } else {
+            floyd::pair_product<kRowStep, false>(keys_, a, first, second, to, row_step, column_step);
+          }
+        }
+    }
+
+    // Where the tile ends within the rows that are computed together.
+    void add_part_of_dq(int i, int j, const float* a, const float* first, const float* second, float* to) const {
+      const int64_t column_step = all_.chunks_ * kBlock, row_step = all_.m_ * column_step;
+      constexpr int kStep = floyd::kPairColumns * kBlock;
+      alignas(64) float found[floyd::kPairRows * kStep];
+      floyd::pair_product<kRowStep, false>(keys_, a, first, second, found, kStep, kBlock);
+      for (int r = 0; r < std::min(floyd::kPairRows, rows_ - i); ++r)
+        for (int q = 0; q < std::min(floyd::kPairColumns, columns_ - j); ++q)
+          for (int v = 0; v < kBlock; v += kWidth) {
+            float* target = to + r * row_step + q * column_step + v;
+            const Floats value = load(found + r * kStep + q * kBlock + v);
+            store(target, visit_.n_turn ? load(target) + value : value);
+          }
+    }
+
+    void add_dk1() const {
+      for (int64_t c = 0; c < all_.chunks_; ++c)
+        for (int i = 0; i < rows_; ++i) {
+          floyd::product<kBlock>(
+              columns_, tile_.scores_grad + row(0, i), tile_.query + row(c, i), tile_.dk1 + block(c, i), !m_);
+          floyd::product<kBlock>(
+              columns_, tile_.scores + row(0, i), tile_.dy + row(c, i), tile_.dv1 + block(c, i), !m_);
+        }
+    }
+
+    void add_dk2() const {
+      for (int j = 0; j < columns_; ++j)
+        for (int64_t c = 0; c < all_.chunks_; ++c) {
+          const int64_t from = row(c, 0) + j * kBlock, to = dk2_sums(c, j);
+          floyd::product<kRowStep>(
+              rows_, tile_.scores_grad + j * kBlock, tile_.query + from, &all_.dk2_sums_[to], !visit_.k_turn);
+          floyd::product<kRowStep>(
+              rows_, tile_.scores + j * kBlock, tile_.dy + from, &all_.dv2_sums_[to], !visit_.k_turn);
+        }
+    }
+
+    // ---- results
+
+    void write(const Grid<T>& to, int64_t row, int64_t column, int64_t chunk, const float* from, float factor) const {
+      if (!to.data) return;
+      floyd::write_row(from, factor, all_.d_ - chunk * kBlock, to.at(b_, h_, row, column) + chunk * kBlock);
+    }
+
+    void write_dq() const {
+      for (int i = 0; i < rows_; ++i)
+        for (int j = 0; j < columns_; ++j)
+          for (int64_t c = 0; c < all_.chunks_; ++c)
+            write(all_.dq_, n_.begin + i, m_ + j, c, dq_sums(i, j) + c * kBlock, all_.scale_);
+    }
+
+    void write_dk2() const {
+      for (int l = 0; l < keys_; ++l)
+        for (int j = 0; j < columns_; ++j)
+          for (int64_t c = 0; c < all_.chunks_; ++c) {
+            const int64_t from = dk2_sums(c, j) + l * kBlock;
+            write(all_.dk2_, k_.begin + l, m_ + j, c, &all_.dk2_sums_[from], all_.scale_);
+            write(all_.dv2_, k_.begin + l, m_ + j, c, &all_.dv2_sums_[from], 1.0f);
+          }
+    }
+
+    Floyd& all_;
+    Tile& tile_;
+    const Visit visit_;
+    const int64_t b_, h_;
+    const Span n_, k_;
+    const int rows_, keys_;
+    int64_t m_ = 0;
+    int columns_ = 0;
+  };
+
+  Call& call_;
+  const bool exchanged_;
+  const int64_t heads_, n_, m_, k_, d_, chunks_, n_ranges_, k_ranges_;
+  const Schedule schedule_;
+  Progress progress_;
+  const float scale_;
+  Grid<T> query_, key1_, value1_, key2_, value2_, dy_, attention_, dq_, dk1_, dv1_, dk2_, dv2_;
+  Grid<float> max_, sum_;
+  Grid<uint8_t> mask_;
+  Buffer<float> dq_sums_, dk2_sums_, dv2_sums_, rows_;
+  std::vector<Tile> tiles_;
+};
+
+// Checks what memory safety rests on.
+void check(const Tensor& tensor, const std::array<int64_t, 5>& shape, int32_t dtype, bool output) {
+  if (!tensor.given()) {
+    require(output);
+    return;
+  }
+  require(tensor.rank() == 5);
+  for (int i = 0; i < 5; ++i) require(tensor.shape(i) == shape[static_cast<size_t>(i)]);
+  require(!output || tensor.contiguous());
+  if (tensor.dtype() != dtype) throw Unsupported();
+}
+
+}  // namespace
+
+void fused_floyd_attention_grad(Call& call) {
+  const Tensor query = call.tensor(kQuery), key1 = call.tensor(kKey1);
+  require(query.given() && key1.given() && query.rank() == 5 && key1.rank() == 5);
+  const int64_t b = key1.shape(0), h = key1.shape(1), n = key1.shape(2), m = query.shape(3), k = key1.shape(3),
+                d = key1.shape(4);
+  const int32_t dtype = query.dtype();
+  if (!is_float(dtype)) throw Unsupported();
+  for (int index : {kQuery, kDy, kAttention, kDq}) check(call.tensor(index), {b, h, n, m, d}, dtype, index == kDq);
+  for (int index : {kKey1, kValue1, kDk1, kDv1}) check(call.tensor(index), {b, h, n, k, d}, dtype, index >= kDq);
+  for (int index : {kKey2, kValue2, kDk2, kDv2}) check(call.tensor(index), {b, h, k, m, d}, dtype, index >= kDq);
+  for (int index : {kMax, kSum}) check(call.tensor(index), {b, h, n, m, 8}, NPUGRAD_FLOAT32, false);
+  const Tensor mask = call.tensor(kMask);
+  if (mask.given()) check(mask, {b, 1, n, 1, k}, mask.dtype() == NPUGRAD_BOOL ? NPUGRAD_BOOL : NPUGRAD_UINT8, false);
+  if (!product({b, h, n, m, k, d})) {
+    for (int index = kDq; index < kTensors; ++index)
+      if (call.tensor(index).given()) call.tensor(index).zero();
+    return;
+  }
+  with_float_type(dtype, [&](auto type) { Floyd<decltype(type)>(call, h, b * h, n, m, k, d).run(); });
+}
+
+}  // namespace npugrad
