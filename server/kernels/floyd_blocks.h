@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <utility>
+#include <vector>
 
 #include "simd.h"
 
@@ -16,6 +17,9 @@ constexpr int kVectors = kBlock / kWidth;      // vectors in one of its rows
 // Floats from block to block. Streams that run through several blocks side by side would share a set of the cache
 // if it were a power of 2.
 constexpr int kBlockStep = kBlock * kBlock + 16;
+
+constexpr int kLine = 64;  // bytes of a line of the cache
+constexpr int kLineVectors = kLine / static_cast<int>(sizeof(Floats));
 
 // Values that the compiler would otherwise load again wherever they are used.
 #if defined(__AVX512F__)
@@ -92,14 +96,7 @@ NPUGRAD_INLINE void transpose(Floats (&rows)[kWidth]) {
   }
 }
 
-// Part of a matrix as it lies in memory.
-template <typename T>
-struct Corner {
-  const T* data;
-  int64_t row_stride, stride;
-  int64_t rows, columns;  // at most kBlock of each are taken
-};
-
+// Copies a row of at most kBlock elements.
 template <typename T>
 NPUGRAD_INLINE void pack_row(const T* from, int64_t stride, int64_t columns, float* to) {
 #pragma GCC unroll 8
@@ -107,28 +104,16 @@ NPUGRAD_INLINE void pack_row(const T* from, int64_t stride, int64_t columns, flo
     store(to + v * kWidth, load_strided(from + v * kWidth * stride, stride, columns - v * kWidth));
 }
 
-// Copies a block, transposed and, if asked for, as it is.
-template <typename T>
-void pack_block(const Corner<T>& from, float* natural, float* transposed) {
+// Transposes a block.
+inline void transpose_block(const float* from, float* to) {
   for (int row = 0; row < kBlock; row += kWidth) {
     for (int column = 0; column < kBlock; column += kWidth) {
       Floats rows[kWidth];
-      const T* corner = from.data + row * from.row_stride + column * from.stride;
-      if (from.stride == 1 && from.rows >= row + kWidth && from.columns >= column + kWidth) {
 #pragma GCC unroll 16
-        for (int i = 0; i < kWidth; ++i) rows[i] = load(corner + i * from.row_stride);
-      } else {
-        for (int i = 0; i < kWidth; ++i)
-          rows[i] = row + i < from.rows
-                        ? load_strided(corner + i * from.row_stride, from.stride, from.columns - column)
-                        : Floats{};
-      }
-      if (natural)
-#pragma GCC unroll 16
-        for (int i = 0; i < kWidth; ++i) store(natural + (row + i) * kBlock + column, rows[i]);
+      for (int i = 0; i < kWidth; ++i) rows[i] = load(from + (row + i) * kBlock + column);
       transpose(rows);
 #pragma GCC unroll 16
-      for (int i = 0; i < kWidth; ++i) store(transposed + (column + i) * kBlock + row, rows[i]);
+      for (int i = 0; i < kWidth; ++i) store(to + (column + i) * kBlock + row, rows[i]);
     }
   }
 }
@@ -148,6 +133,35 @@ NPUGRAD_INLINE void write_row(const float* from, float factor, int64_t columns, 
   }
 }
 
+// Memory that will be used soon, in the order in which it is.
+class Ahead {
+ public:
+  void clear() {
+    runs_.clear();
+    next_ = 0;
+  }
+  void add(const void* start, int64_t bytes) {
+    if (bytes > 0) runs_.push_back({reinterpret_cast<uintptr_t>(start), bytes});
+  }
+  bool any() const { return next_ < runs_.size(); }
+  // The next piece of kBlock lines, the last one of a run of fewer.
+  uintptr_t take() {
+    Run& run = runs_[next_];
+    const uintptr_t start = run.start;
+    run.start += kBlock * kLine;
+    if ((run.bytes -= kBlock * kLine) <= 0) ++next_;
+    return start;
+  }
+
+ private:
+  struct Run {
+    uintptr_t start;
+    int64_t bytes;
+  };
+  std::vector<Run> runs_;
+  size_t next_ = 0;
+};
+
 // --------------------------------------------------------------------------------------------------- products
 //
 // Accumulators stay in registers over the sum, which is added to what is there at its end: most roundings then are
@@ -165,11 +179,12 @@ constexpr int kProductRows = 4, kProductVectors = 2;
 // target[i][j][:] (+)= sum over l of a[i][j][l] * (b[i][l][:] + c[j][l][:]), i < kPairRows, j < kPairColumns.
 //
 // Two products in one: where the processor adds beside its multipliers, the sum of b and c costs nothing, and half of
-// the multiplications are saved. a[i][j] is `RowStep` floats from a[i + 1][j] and kBlock from a[i][j + 1].
+// the multiplications are saved. a[i][j] is `RowStep` floats from a[i + 1][j] and kBlock from a[i][j + 1]. Meanwhile
+// `length` lines of the cache are fetched from `ahead` on.
 template <int RowStep, bool Add>
 NPUGRAD_INLINE void pair_product(
     int64_t length, const float* a, const float* b, const float* c, float* target, int64_t row_step,
-    int64_t column_step) {
+    int64_t column_step, uintptr_t ahead) {
   for (int v0 = 0; v0 < kVectors; v0 += kPairVectors) {
     Floats sums[kPairRows][kPairColumns][kPairVectors];
 #pragma GCC unroll 4
@@ -181,6 +196,7 @@ NPUGRAD_INLINE void pair_product(
           sums[i][j][v] = Floats{};
     const float *bs = b + v0 * kWidth, *cs = c + v0 * kWidth;
     for (int64_t l = 0; l < length; ++l) {
+      if (!v0) __builtin_prefetch(reinterpret_cast<const void*>(ahead + static_cast<uintptr_t>(l) * kLine), 0, 2);
       Floats left[kPairRows][kPairVectors];
 #pragma GCC unroll 4
       for (int i = 0; i < kPairRows; ++i)
@@ -218,13 +234,19 @@ NPUGRAD_INLINE void pair_product(
   }
 }
 
-// target[r][:] (+)= sum over l of a[l][r] * b[l][:], for the rows of a block.
-template <int Step>
+// target[r][:] (+)= sum over l of a[l][r] * b[l][:], for the rows of a block. Meanwhile the block `Next` floats further
+// is fetched.
+template <int Step, int Next>
 void product(int64_t length, const float* a, const float* b, float* target, bool fresh) {
   for (int v0 = 0; v0 < kVectors; v0 += kProductVectors) {
     for (int r0 = 0; r0 < kBlock; r0 += kProductRows) {
       Floats sums[kProductRows][kProductVectors];
       float* corner = target + r0 * kBlock + v0 * kWidth;
+#pragma GCC unroll 8
+      for (int r = 0; r < kProductRows; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < kProductVectors; v += kLineVectors)
+          __builtin_prefetch(corner + Next + r * kBlock + v * kWidth, 1, 3);
 #pragma GCC unroll 8
       for (int r = 0; r < kProductRows; ++r)
 #pragma GCC unroll 4

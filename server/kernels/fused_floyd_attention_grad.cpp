@@ -34,8 +34,12 @@ enum {
   kQuery, kKey1, kValue1, kKey2, kValue2, kDy, kMask, kMax, kSum, kAttention, kDq, kDk1, kDv1, kDk2, kDv2, kTensors
 };
 
-constexpr int kRange = 32;   // n of a task, and of a tile
-constexpr int kColumns = 32; // m of a tile
+#ifndef NB
+#define NB 32
+#define MB 32
+#endif
+constexpr int kRange = NB;   // n of a task, and of a tile
+constexpr int kColumns = MB; // m of a tile
 // Floats from n to n + 1 in a tile; see kBlockStep.
 constexpr int kRowStep = kColumns * kBlock + 16;
 
@@ -57,74 +61,73 @@ struct Grid {
   }
 };
 
-// A task: ranges `narrow` and `wide` of its batch and head, and which of their visits it is.
+// A task: its batch and head, its ranges, and where their sums are.
 struct Visit {
-  int64_t slot, pair;              // accumulators it sums into, and number of the batch and head
-  int64_t n_range, k_range;
-  int64_t n_turn, k_turn;          // visits that the range had before, in this batch and head
-  bool n_last, k_last;
+  int64_t pair, n_range, k_range;
+  int64_t n_place, k_place;  // among the ranges whose sums are in memory
+  int64_t n_before, k_before;  // tasks that come before it in the places
+  bool n_first, n_last, k_first, k_last;
 };
 
-// The order of tasks. Both kinds of range are counted; each of the fewer ones is visited in all phases.
+// The order of tasks. Range i of n meets the ranges of k in their order, and likewise the other way around: any order
+// that keeps to this gives the same bits. Here every thread stays with a range of k, so that its operands and sums
+// stay in the cache, and is one range of n behind the thread before it.
 class Schedule {
  public:
   Schedule(int64_t pairs, int64_t n_ranges, int64_t k_ranges, int threads)
-      : pairs_(pairs), n_ranges_(n_ranges), k_ranges_(k_ranges), width_(std::min(n_ranges, k_ranges)),
-        phases_(std::max(n_ranges, k_ranges)),
-        // Enough at once for every thread; their number changes what is in memory, not what is computed.
-        slots_(std::min(pairs, ceil_div(2 * static_cast<int64_t>(threads), width_))) {}
+      : pairs_(pairs), n_ranges_(n_ranges), k_ranges_(k_ranges), width_(std::min<int64_t>(threads, k_ranges)),
+        together_(std::min(pairs, ceil_div(2 * static_cast<int64_t>(threads) - 1, std::min(n_ranges, k_ranges)))) {
+    order_.reserve(static_cast<size_t>(product({n_ranges, k_ranges})));
+    for (int64_t k = 0; k < k_ranges; k += width_)
+      for (int64_t step = 0; step < n_ranges + width_; ++step)
+        for (int64_t j = k; j < std::min(k + width_, k_ranges); ++j) {
+          const int64_t i = step - (j - k);
+          if (i >= 0 && i < n_ranges) order_.emplace_back(i, j);
+        }
+  }
 
-  int64_t slots() const { return slots_; }
-  int64_t tasks() const { return product({pairs_, width_, phases_}); }
+  // How many ranges of each kind have their sums in memory at once.
+  int64_t n_places() const { return together_ * n_ranges_; }
+  int64_t k_places() const { return together_ * (width_ + 1); }
+  int64_t tasks() const { return product({pairs_, n_ranges_, k_ranges_}); }
 
   Visit visit(int64_t task) const {
-    const int64_t per_pair = width_ * phases_, first = task / (slots_ * per_pair) * slots_;
-    const int64_t together = std::min(slots_, pairs_ - first), rest = task - first * per_pair;
-    const int64_t phase = rest / (together * width_), w = rest % width_, x = (w + phase) % phases_;
-    Visit found{};
-    found.slot = rest / width_ % together;
-    found.pair = first + found.slot;
-    // Range x of the more numerous kind meets range v in phase x - v, counted around.
-    const int64_t turn = w <= x ? std::min(x, width_ - 1) - w : x + width_ - w;
-    const bool last = turn == width_ - 1, k_wide = k_ranges_ >= n_ranges_;
-    found.n_range = k_wide ? w : x, found.k_range = k_wide ? x : w;
-    found.n_turn = k_wide ? phase : turn, found.k_turn = k_wide ? turn : phase;
-    found.n_last = k_wide ? phase == phases_ - 1 : last, found.k_last = k_wide ? last : phase == phases_ - 1;
-    return found;
+    const int64_t each = n_ranges_ * k_ranges_, round = task / (together_ * each), first = round * together_;
+    const int64_t rest = task - first * each, abreast = std::min(together_, pairs_ - first);
+    const int64_t slot = rest % abreast;
+    const auto [i, j] = order_[static_cast<size_t>(rest / abreast)];
+    const int64_t column = round * k_ranges_ + j, columns = width_ + 1;
+    return {first + slot, i, j, slot * n_ranges_ + i, slot * columns + column % columns,
+            column, column / columns * n_ranges_ + i, j == 0, j == k_ranges_ - 1, i == 0, i == n_ranges_ - 1};
   }
 
  private:
-  const int64_t pairs_, n_ranges_, k_ranges_, width_, phases_, slots_;
+  const int64_t pairs_, n_ranges_, k_ranges_, width_, together_;
+  std::vector<std::pair<int64_t, int64_t>> order_;  // of one batch and head
 };
 
-// How far the ranges of a slot are: tasks wait for those before them, which other threads have begun already.
+// How many tasks the places have seen. A task waits for those before it, which other threads have begun already.
 class Progress {
  public:
-  Progress(int64_t slots, int64_t n_ranges, int64_t k_ranges)
-      : n_ranges_(n_ranges), k_ranges_(k_ranges), n_(static_cast<size_t>(slots * n_ranges)),
-        k_(static_cast<size_t>(slots * k_ranges)), slots_(static_cast<size_t>(slots)) {}
+  explicit Progress(const Schedule& schedule)
+      : n_(static_cast<size_t>(schedule.n_places())), k_(static_cast<size_t>(schedule.k_places())) {}
 
-  void wait(const Visit& visit, int64_t round) {
-    wait_for(slots_[static_cast<size_t>(visit.slot)], round * n_ranges_ * k_ranges_);
-    wait_for(n(visit), round * k_ranges_ + visit.n_turn);
-    wait_for(k(visit), round * n_ranges_ + visit.k_turn);
+  void wait(const Visit& visit) const {
+    wait_for(n_[static_cast<size_t>(visit.n_place)], visit.n_before);
+    wait_for(k_[static_cast<size_t>(visit.k_place)], visit.k_before);
   }
   void done(const Visit& visit) {
-    n(visit).fetch_add(1, std::memory_order_release);
-    k(visit).fetch_add(1, std::memory_order_release);
-    slots_[static_cast<size_t>(visit.slot)].fetch_add(1, std::memory_order_release);
+    n_[static_cast<size_t>(visit.n_place)].fetch_add(1, std::memory_order_release);
+    k_[static_cast<size_t>(visit.k_place)].fetch_add(1, std::memory_order_release);
   }
 
  private:
   using Count = std::atomic<int64_t>;
-  Count& n(const Visit& visit) { return n_[static_cast<size_t>(visit.slot * n_ranges_ + visit.n_range)]; }
-  Count& k(const Visit& visit) { return k_[static_cast<size_t>(visit.slot * k_ranges_ + visit.k_range)]; }
   static void wait_for(const Count& count, int64_t least) {
     while (count.load(std::memory_order_acquire) < least) std::this_thread::yield();
   }
 
-  const int64_t n_ranges_, k_ranges_;
-  std::vector<Count> n_, k_, slots_;
+  std::vector<Count> n_, k_;
 };
 
 template <typename T>
@@ -134,7 +137,7 @@ class Floyd {
       : call_(call), exchanged_(n < m), heads_(heads), n_(exchanged_ ? m : n), m_(exchanged_ ? n : m), k_(k), d_(d),
         chunks_(ceil_div(d, kBlock)), n_ranges_(ceil_div(n_, kRange)), k_ranges_(ceil_div(k, kBlock)),
         schedule_(pairs, n_ranges_, k_ranges_, call.threads()),
-        progress_(schedule_.slots(), n_ranges_, k_ranges_),
+        progress_(schedule_),
         scale_(static_cast<float>(call.real(0))) {
     const auto grid = [&](int index) { return Grid<T>(call.tensor(index), exchanged_); };
     const int swap = exchanged_ ? kKey2 - kKey1 : 0;
@@ -147,17 +150,17 @@ class Floyd {
   }
 
   void run() {
-    const int64_t slots = schedule_.slots();
     // Padded to whole blocks: what is added there is never read.
-    dq_sums_ = call_.scratch<float>(product({slots, n_, m_, chunks_ * kBlock}));
-    const int64_t blocks = product({slots, k_ranges_, m_, chunks_, kBlock * kBlock});
+    const int64_t rows = product({schedule_.n_places(), kRange, m_});
+    dq_sums_ = call_.scratch<float>(product({rows, chunks_, kBlock}));
+    const int64_t blocks = product({schedule_.k_places(), m_, chunks_, kBlock * kBlock});
     dk2_sums_ = call_.scratch<float>(blocks);
     dv2_sums_ = call_.scratch<float>(blocks);
-    rows_ = call_.scratch<float>(product({slots, 3, n_, m_}));
+    rows_ = call_.scratch<float>(product({rows, 3}));
     for (int i = 0; i < call_.threads(); ++i) tiles_.emplace_back(call_, chunks_);
     call_.parallel(schedule_.tasks(), [&](int64_t task, int slot) {
       const Visit visit = schedule_.visit(task);
-      progress_.wait(visit, visit.pair / schedule_.slots());
+      progress_.wait(visit);
       Task(*this, tiles_[static_cast<size_t>(slot)], visit).run();
       progress_.done(visit);
     });
@@ -167,8 +170,8 @@ class Floyd {
   // Memory of a thread: operands of a tile as blocks or rows of float32.
   struct Tile {
     Tile(Call& call, int64_t chunks)
-        : blocks(call.scratch<float>(chunks * kBlockStep * (5 * kRange + 3 * kColumns))),
-          rows(call.scratch<float>(kRange * kRowStep * (2 * chunks + 2))), mask(call.scratch<int32_t>(kRange * kBlock)) {
+        : blocks(call.scratch<float>(chunks * kBlockStep * (5 * kRange + 3 * kColumns) + kBlockStep * std::max(kRange, kColumns))),
+          rows(call.scratch<float>(kRange * kRowStep * (2 * chunks + 2))), mask(call.scratch<int32_t>(std::max(kRange, kColumns) * kBlock)) {
       float* next = blocks.get();
       for (float** block : {&key1, &key1_transposed, &value1_transposed, &dk1, &dv1}) {
         *block = next;
@@ -178,6 +181,7 @@ class Floyd {
         *block = next;
         next += chunks * kColumns * kBlockStep;
       }
+      plain = next;
       query = rows.get();
       dy = query + chunks * kRange * kRowStep;
       scores = dy + chunks * kRange * kRowStep;
@@ -185,15 +189,18 @@ class Floyd {
     }
     Buffer<float> blocks, rows;
     Buffer<int32_t> mask;
+    floyd::Ahead soon, later;
     float *key1, *key1_transposed, *value1_transposed, *dk1, *dv1;  // [chunk of d][n]
     float *key2, *key2_transposed, *value2_transposed;              // [chunk of d][m]
+    float* plain;                                                   // [n or m], before they are transposed
     float *query, *dy;            // [chunk of d][n][m][d]
     float *scores, *scores_grad;  // [n][m][k]; the products they are made from at first
   };
 
-  static int64_t block(int64_t chunk, int64_t i) { return (chunk * kRange + i) * kBlockStep; }
+  // Places in them.
+  static int64_t n_block(int64_t chunk, int64_t i) { return (chunk * kRange + i) * kBlockStep; }
+  static int64_t m_block(int64_t chunk, int64_t j) { return (chunk * kColumns + j) * kBlockStep; }
   static int64_t row(int64_t chunk, int64_t i) { return (chunk * kRange + i) * kRowStep; }
-  static_assert(kRange == kColumns, "blocks of a tile are counted alike along n and m");
 
   // One visit at work; n, m and k are those of its operands, `i`, `j` and `l` those within the tile.
   class Task {
@@ -204,16 +211,14 @@ class Floyd {
           rows_(static_cast<int>(n_.size())), keys_(static_cast<int>(k_.size())) {}
 
     void run() {
-      for (int i = 0; i < rows_; ++i) {
-        pack_key(all_.key1_, n_.begin + i, true, tile_.key1, tile_.key1_transposed, i);
-        pack_key(all_.value1_, n_.begin + i, true, nullptr, tile_.value1_transposed, i);
-      }
+      pack_keys<true>(all_.key1_, tile_.key1, tile_.key1_transposed);
+      pack_keys<true>(all_.value1_, nullptr, tile_.value1_transposed);
       if (!all_.exchanged_) pack_mask(n_);
       for (int64_t index = 0; index * kColumns < all_.m_; ++index) run_tile(Span(index, kColumns, all_.m_));
       for (int i = 0; i < rows_; ++i)
         for (int l = 0; l < keys_; ++l)
           for (int64_t c = 0; c < all_.chunks_; ++c) {
-            const int64_t from = block(c, i) + l * kBlock;
+            const int64_t from = n_block(c, i) + l * kBlock;
             write(all_.dk1_, n_.begin + i, k_.begin + l, c, tile_.dk1 + from, all_.scale_);
             write(all_.dv1_, n_.begin + i, k_.begin + l, c, tile_.dv1 + from, 1.0f);
           }
@@ -224,12 +229,12 @@ class Floyd {
       m_ = m.begin, columns_ = static_cast<int>(m.size());
       for (int i = 0; i < rows_; ++i)
         for (int j = 0; j < columns_; ++j) pack_rows(i, j);
-      for (int j = 0; j < columns_; ++j) {
-        pack_key(all_.key2_, m_ + j, false, tile_.key2, tile_.key2_transposed, j);
-        pack_key(all_.value2_, m_ + j, false, nullptr, tile_.value2_transposed, j);
-      }
+      pack_keys<false>(all_.key2_, tile_.key2, tile_.key2_transposed);
+      pack_keys<false>(all_.value2_, nullptr, tile_.value2_transposed);
       if (all_.exchanged_) pack_mask(m);
+      look_ahead(Span(m.begin / kColumns + 1, kColumns, all_.m_));
       for (int i = 0; i < rows_; i += floyd::kPairRows) {
+        expect_dq(i);
         paired_scores(i, tile_.query, tile_.key1_transposed, tile_.key2_transposed, tile_.scores);
         paired_scores(i, tile_.dy, tile_.value1_transposed, tile_.value2_transposed, tile_.scores_grad);
         for (int r = i; r < std::min(i + floyd::kPairRows, rows_); ++r)
@@ -244,14 +249,29 @@ class Floyd {
 
     // ---- operands
 
-    // Blocks of key1 or value1 for n, or of key2 or value2 for m.
-    void pack_key(const Grid<T>& from, int64_t place, bool by_row, float* natural, float* transposed, int index) const {
+    // Blocks of key1 or value1 for the n of the task, or of key2 or value2 for the m of the tile.
+    template <bool ByN>
+    void pack_keys(const Grid<T>& from, float* natural, float* transposed) const {
+      const int blocks = ByN ? rows_ : columns_;
       for (int64_t c = 0; c < all_.chunks_; ++c) {
-        const T* data = by_row ? from.at(b_, h_, place, k_.begin) : from.at(b_, h_, k_.begin, place);
-        const floyd::Corner<T> corner{
-            data + c * kBlock * from.element, by_row ? from.column : from.row, from.element, keys_,
-            all_.d_ - c * kBlock};
-        floyd::pack_block(corner, natural ? natural + block(c, index) : nullptr, transposed + block(c, index));
+        const int64_t place = ByN ? n_block(c, 0) : m_block(c, 0);
+        float* plain = natural ? natural + place : tile_.plain;
+        const auto copy = [&](int index, int l) {
+          const T* data = ByN ? from.at(b_, h_, n_.begin + index, k_.begin + l) : from.at(b_, h_, k_.begin + l, m_ + index);
+          floyd::pack_row(
+              data + c * kBlock * from.element, from.element, all_.d_ - c * kBlock,
+              plain + index * kBlockStep + l * kBlock);
+        };
+        // In the order of memory.
+        if (ByN) {
+          for (int i = 0; i < blocks; ++i)
+            for (int l = 0; l < keys_; ++l) copy(i, l);
+        } else {
+          for (int l = 0; l < keys_; ++l)
+            for (int j = 0; j < blocks; ++j) copy(j, l);
+        }
+        for (int i = 0; i < blocks; ++i)
+          floyd::transpose_block(plain + i * kBlockStep, transposed + place + i * kBlockStep);
       }
     }
 
@@ -265,7 +285,7 @@ class Floyd {
         floyd::pack_row(query.at(b_, h_, n, m) + skip * query.element, query.element, left, tile_.query + to);
         floyd::pack_row(dy.at(b_, h_, n, m) + skip * dy.element, dy.element, left, tile_.dy + to);
       }
-      if (visit_.n_turn) return;
+      if (!visit_.n_first) return;
       float* found = statistics(i, j);
       found[0] = *all_.max_.at(b_, h_, n, m);
       found[1] = static_cast<float>(1.0 / *all_.sum_.at(b_, h_, n, m));
@@ -292,7 +312,7 @@ class Floyd {
 
     // softmax_max, 1 / softmax_sum and delta of a row.
     float* statistics(int i, int j) const {
-      return all_.rows_.get() + ((visit_.slot * all_.n_ + n_.begin + i) * all_.m_ + m_ + j) * 3;
+      return all_.rows_.get() + ((visit_.n_place * kRange + i) * all_.m_ + m_ + j) * 3;
     }
 
     void pack_mask(const Span& rows) const {
@@ -305,18 +325,45 @@ class Floyd {
                   ? -1 : 0;
     }
 
+    // ---- what is fetched meanwhile
+
+    // Operands of the next tile.
+    void look_ahead(const Span& m) const {
+      tile_.later.clear();
+      if (m.begin >= all_.m_) return;
+      const auto expect = [&](const Grid<T>& grid, int64_t row) {
+        if (grid.element == 1 && grid.column == all_.d_)
+          tile_.later.add(grid.at(b_, h_, row, m.begin), m.size() * all_.d_ * static_cast<int64_t>(sizeof(T)));
+      };
+      for (int l = 0; l < keys_; ++l) expect(all_.key2_, k_.begin + l);
+      for (int l = 0; l < keys_; ++l) expect(all_.value2_, k_.begin + l);
+      for (int i = 0; i < rows_; ++i) expect(all_.query_, n_.begin + i);
+      for (int i = 0; i < rows_; ++i) expect(all_.dy_, n_.begin + i);
+    }
+    // Sums of the rows that come next.
+    void expect_dq(int i) const {
+      tile_.soon.clear();
+      const int64_t bytes = columns_ * all_.chunks_ * kBlock * static_cast<int64_t>(sizeof(float));
+      for (int r = i; r < std::min(i + floyd::kPairRows, rows_); ++r) tile_.soon.add(dq_sums(r, 0), bytes);
+    }
+    uintptr_t ahead() const {
+      if (tile_.soon.any()) return tile_.soon.take();
+      if (tile_.later.any()) return tile_.later.take();
+      return reinterpret_cast<uintptr_t>(tile_.query);
+    }
+
     // ---- scores
 
     void paired_scores(int i, const float* rows, const float* by_n, const float* by_m, float* target) const {
       for (int64_t c = 0; c < all_.chunks_; ++c) {
         const int64_t length = std::min<int64_t>(kBlock, all_.d_ - c * kBlock);
         for (int j = 0; j < columns_; j += floyd::kPairColumns) {
-          const float *a = rows + row(c, i) + j * kBlock, *first = by_n + block(c, i), *second = by_m + block(c, j);
+          const float *a = rows + row(c, i) + j * kBlock, *first = by_n + n_block(c, i), *second = by_m + m_block(c, j);
           float* to = target + row(0, i) + j * kBlock;
           if (c) {
-            floyd::pair_product<kRowStep, true>(length, a, first, second, to, kRowStep, kBlock);
+            floyd::pair_product<kRowStep, true>(length, a, first, second, to, kRowStep, kBlock, ahead());
           } else {
-            floyd::pair_product<kRowStep, false>(length, a, first, second, to, kRowStep, kBlock);
+            floyd::pair_product<kRowStep, false>(length, a, first, second, to, kRowStep, kBlock, ahead());
           }
         }
       }
@@ -340,11 +387,11 @@ class Floyd {
     // ---- sums
 
     float* dq_sums(int i, int j) const {
-      const int64_t place = (visit_.slot * all_.n_ + n_.begin + i) * all_.m_ + m_ + j;
+      const int64_t place = (visit_.n_place * kRange + i) * all_.m_ + m_ + j;
       return all_.dq_sums_.get() + place * all_.chunks_ * kBlock;
     }
     int64_t dk2_sums(int64_t c, int j) const {
-      const int64_t place = (visit_.slot * all_.k_ranges_ + visit_.k_range) * all_.m_ + m_ + j;
+      const int64_t place = visit_.k_place * all_.m_ + m_ + j;
       return (place * all_.chunks_ + c) * kBlock * kBlock;
     }
 
@@ -353,14 +400,14 @@ class Floyd {
       for (int64_t c = 0; c < all_.chunks_; ++c)
         for (int j = 0; j < columns_; j += floyd::kPairColumns) {
           const float *a = tile_.scores_grad + row(0, i) + j * kBlock;
-          const float *first = tile_.key1 + block(c, i), *second = tile_.key2 + block(c, j);
+          const float *first = tile_.key1 + n_block(c, i), *second = tile_.key2 + m_block(c, j);
           float* to = dq_sums(i, j) + c * kBlock;
           if (i + floyd::kPairRows > rows_ || j + floyd::kPairColumns > columns_) {
             add_part_of_dq(i, j, a, first, second, to);
-          } else if (visit_.n_turn) {
-            floyd::pair_product<kRowStep, true>(keys_, a, first, second, to, row_step, column_step);
+          } else if (!visit_.n_first) {
+            floyd::pair_product<kRowStep, true>(keys_, a, first, second, to, row_step, column_step, ahead());
           } else {
-            floyd::pair_product<kRowStep, false>(keys_, a, first, second, to, row_step, column_step);
+            floyd::pair_product<kRowStep, false>(keys_, a, first, second, to, row_step, column_step, ahead());
           }
         }
     }
@@ -370,23 +417,23 @@ class Floyd {
       const int64_t column_step = all_.chunks_ * kBlock, row_step = all_.m_ * column_step;
       constexpr int kStep = floyd::kPairColumns * kBlock;
       alignas(64) float found[floyd::kPairRows * kStep];
-      floyd::pair_product<kRowStep, false>(keys_, a, first, second, found, kStep, kBlock);
+      floyd::pair_product<kRowStep, false>(keys_, a, first, second, found, kStep, kBlock, ahead());
       for (int r = 0; r < std::min(floyd::kPairRows, rows_ - i); ++r)
         for (int q = 0; q < std::min(floyd::kPairColumns, columns_ - j); ++q)
           for (int v = 0; v < kBlock; v += kWidth) {
             float* target = to + r * row_step + q * column_step + v;
             const Floats value = load(found + r * kStep + q * kBlock + v);
-            store(target, visit_.n_turn ? load(target) + value : value);
+            store(target, !visit_.n_first ? load(target) + value : value);
           }
     }
 
     void add_dk1() const {
       for (int64_t c = 0; c < all_.chunks_; ++c)
         for (int i = 0; i < rows_; ++i) {
-          floyd::product<kBlock>(
-              columns_, tile_.scores_grad + row(0, i), tile_.query + row(c, i), tile_.dk1 + block(c, i), !m_);
-          floyd::product<kBlock>(
-              columns_, tile_.scores + row(0, i), tile_.dy + row(c, i), tile_.dv1 + block(c, i), !m_);
+          floyd::product<kBlock, kBlockStep>(
+              columns_, tile_.scores_grad + row(0, i), tile_.query + row(c, i), tile_.dk1 + n_block(c, i), !m_);
+          floyd::product<kBlock, kBlockStep>(
+              columns_, tile_.scores + row(0, i), tile_.dy + row(c, i), tile_.dv1 + n_block(c, i), !m_);
         }
     }
 
@@ -394,10 +441,10 @@ class Floyd {
       for (int j = 0; j < columns_; ++j)
         for (int64_t c = 0; c < all_.chunks_; ++c) {
           const int64_t from = row(c, 0) + j * kBlock, to = dk2_sums(c, j);
-          floyd::product<kRowStep>(
-              rows_, tile_.scores_grad + j * kBlock, tile_.query + from, &all_.dk2_sums_[to], !visit_.k_turn);
-          floyd::product<kRowStep>(
-              rows_, tile_.scores + j * kBlock, tile_.dy + from, &all_.dv2_sums_[to], !visit_.k_turn);
+          floyd::product<kRowStep, kBlock * kBlock>(
+              rows_, tile_.scores_grad + j * kBlock, tile_.query + from, &all_.dk2_sums_[to], visit_.k_first);
+          floyd::product<kRowStep, kBlock * kBlock>(
+              rows_, tile_.scores + j * kBlock, tile_.dy + from, &all_.dv2_sums_[to], visit_.k_first);
         }
     }
 
