@@ -23,7 +23,12 @@ Scratch::~Scratch() {
 }
 
 Scratch::Chunk Scratch::take(size_t bytes) {
-  bytes = bytes < kLine ? kLine : bytes;
+  // Whole pages: small blocks are all alike, and any of them does.
+  size_t total;
+  if (__builtin_add_overflow(bytes, 2 * kPage - 1, &total)) throw std::bad_alloc();
+  total &= ~(kPage - 1);
+  if (total == kPage) total += kPage;
+  bytes = total - kPage;
   size_t offset;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -40,9 +45,6 @@ Scratch::Chunk Scratch::take(size_t bytes) {
     }
     offset = stagger_++ % kSteps * kStep;
   }
-  size_t total;
-  if (__builtin_add_overflow(bytes, kPage + kPage - 1, &total)) throw std::bad_alloc();
-  total &= ~(kPage - 1);
   void* memory = nullptr;
   const size_t alignment = total >= 2 * kHuge ? kHuge : kPage;
   if (posix_memalign(&memory, alignment, total)) throw std::bad_alloc();

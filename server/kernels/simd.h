@@ -77,10 +77,9 @@ NPUGRAD_INLINE void store_raw(void* p, Vec<T, kWidth> v) {
 NPUGRAD_INLINE Floats splat(float value) { return value - Floats{}; }
 NPUGRAD_INLINE Words splat(uint32_t value) { return value - Words{}; }
 
-// mask ? a : b, lane by lane; lanes of the mask are all ones or all zeros, as comparisons make them.
-NPUGRAD_INLINE Words select(Words mask, Words a, Words b) { return (a & mask) | (b & ~mask); }
-NPUGRAD_INLINE Words select(Ints mask, Words a, Words b) { return select((Words)mask, a, b); }
-NPUGRAD_INLINE Floats select(Ints mask, Floats a, Floats b) { return (Floats)select((Words)mask, (Words)a, (Words)b); }
+// Lane by lane a where the mask is all ones, b where it is all zeros; comparisons make such masks.
+NPUGRAD_INLINE Words select(Ints mask, Words a, Words b) { return mask ? a : b; }
+NPUGRAD_INLINE Floats select(Ints mask, Floats a, Floats b) { return mask ? a : b; }
 
 // ---------------------------------------------------------------------------------- conversions of 16-bit types
 //
@@ -93,7 +92,7 @@ NPUGRAD_INLINE Halves bfloat16_of_floats(Floats f) {
   const Words x = (Words)f;
   const Words rounded = (x + 0x7fffu + ((x >> 16) & 1u)) >> 16;
   const Words quiet = (x >> 16) | 0x40u;
-  return __builtin_convertvector(select((x & 0x7fffffffu) > 0x7f800000u, quiet, rounded), Halves);
+  return __builtin_convertvector(select(f != f, quiet, rounded), Halves);
 }
 
 // In integer arithmetic, for variants without such instructions; every variant has it, for tests.
@@ -242,26 +241,22 @@ NPUGRAD_INLINE int64_t aligned_start(const T* p) {
 
 // ---------------------------------------------------------------------------------------------- reductions
 
-// In a fixed order, in float64.
-NPUGRAD_INLINE double sum(Floats v) {
-  const Doubles d = __builtin_convertvector(v, Doubles);
-  double total = 0;
-  if constexpr (kWidth == 4) {
-    total = (d[0] + d[2]) + (d[1] + d[3]);
+// In a fixed order, in float64: halves are added as vectors until two lanes are left.
+template <int N>
+NPUGRAD_INLINE double sum_doubles(Vec<double, N> v) {
+  if constexpr (N == 2) {
+    return v[0] + v[1];
   } else {
-    // Lanes of the same place in each quarter first: these are additions of vectors.
-    Vec<double, 4> quarter = {d[0], d[1], d[2], d[3]};
-    for (int i = 4; i < kWidth; i += 4) quarter += Vec<double, 4>{d[i], d[i + 1], d[i + 2], d[i + 3]};
-    total = (quarter[0] + quarter[2]) + (quarter[1] + quarter[3]);
+    Vec<double, N / 2> halves[2];
+    std::memcpy(halves, &v, sizeof v);
+    return sum_doubles<N / 2>(halves[0] + halves[1]);
   }
-  return total;
 }
+NPUGRAD_INLINE double sum(Floats v) { return sum_doubles<kWidth>(__builtin_convertvector(v, Doubles)); }
 NPUGRAD_INLINE bool all_finite(Floats v) {
   // x - x is 0 for finite numbers, and NaN for others.
-  const Ints bad = (v - v) != Floats{};
-  for (int i = 0; i < kWidth; ++i)
-    if (bad[i]) return false;
-  return true;
+  const double bad = sum(v - v);
+  return bad == 0;
 }
 
 // ------------------------------------------------------------------------------------------- single elements

@@ -150,6 +150,19 @@ def test_scratch_memory_is_kept_up_to_its_bound(library: Path) -> None:
         kernels.close()
 
 
+@pytest.mark.parametrize("nbytes", [0, 1, 64, 4096, 5000])
+def test_small_scratch_memory_is_used_again(library: Path, nbytes: int) -> None:
+    kernels = Kernels(1, library)
+    try:
+        kernels.library.npugrad_probe_scratch(kernels.context, nbytes, 3)
+        kept = kernels.kept_bytes
+        for _ in range(20):
+            assert kernels.library.npugrad_probe_scratch(kernels.context, nbytes, 3) == OK
+        assert kernels.kept_bytes == kept
+    finally:
+        kernels.close()
+
+
 def test_too_much_scratch_memory_is_an_answer(kernels: Kernels) -> None:
     no_memory = 4
     assert kernels.library.npugrad_probe_scratch(kernels.context, 2**62, 1) == no_memory
