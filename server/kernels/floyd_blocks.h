@@ -105,7 +105,7 @@ NPUGRAD_INLINE void pack_row(const T* from, int64_t stride, int64_t columns, flo
 }
 
 // Transposes a block.
-inline void transpose_block(const float* from, float* to) {
+__attribute__((noinline)) inline void transpose_block(const float* from, float* to) {
   for (int row = 0; row < kBlock; row += kWidth) {
     for (int column = 0; column < kBlock; column += kWidth) {
       Floats rows[kWidth];

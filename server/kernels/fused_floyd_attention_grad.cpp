@@ -37,8 +37,10 @@ enum {
 #ifndef NB
 #define NB 32
 #define MB 32
+#define NR 64
 #endif
-constexpr int kRange = NB;   // n of a task, and of a tile
+constexpr int kRange = NR;   // n of a task
+constexpr int kRows = NB;    // n of a tile
 constexpr int kColumns = MB; // m of a tile
 // Floats from n to n + 1 in a tile; see kBlockStep.
 constexpr int kRowStep = kColumns * kBlock + 16;
@@ -150,14 +152,13 @@ class Floyd {
   }
 
   void run() {
-    // Padded to whole blocks: what is added there is never read.
-    const int64_t rows = product({schedule_.n_places(), kRange, m_});
-    dq_sums_ = call_.scratch<float>(product({rows, chunks_, kBlock}));
-    const int64_t blocks = product({schedule_.k_places(), m_, chunks_, kBlock * kBlock});
-    dk2_sums_ = call_.scratch<float>(blocks);
-    dv2_sums_ = call_.scratch<float>(blocks);
-    rows_ = call_.scratch<float>(product({rows, 3}));
-    for (int i = 0; i < call_.threads(); ++i) tiles_.emplace_back(call_, chunks_);
+    Carver count(nullptr);
+    lay_out(count);
+    // In one block: the system has large pages for large ones.
+    memory_ = call_.scratch<float>(count.used());
+    tiles_.clear();
+    Carver memory(memory_.get());
+    lay_out(memory);
     call_.parallel(schedule_.tasks(), [&](int64_t task, int slot) {
       const Visit visit = schedule_.visit(task);
       progress_.wait(visit);
@@ -167,32 +168,51 @@ class Floyd {
   }
 
  private:
+  // Padded to whole blocks: what is added there is never read.
+  template <typename Memory>
+  void lay_out(Memory& memory) {
+    const int64_t rows = product({schedule_.n_places(), kRange, m_});
+    const int64_t blocks = product({schedule_.k_places(), m_, chunks_, kBlock * kBlock});
+    dq_sums_ = memory.take(product({rows, chunks_, kBlock}));
+    dk2_sums_ = memory.take(blocks);
+    dv2_sums_ = memory.take(blocks);
+    rows_ = memory.take(product({rows, 3}));
+    for (int i = 0; i < call_.threads(); ++i) tiles_.emplace_back(memory, chunks_);
+  }
+
+  // Takes pieces of a block of memory one after the other; with no block, only counts.
+  class Carver {
+   public:
+    explicit Carver(float* block) : block_(block) {}
+    float* take(int64_t count) {
+      float* found = block_ ? block_ + used_ : nullptr;
+      // Whole lines, and not all pieces at the same place in their pages.
+      used_ += ceil_div(count, kStagger) * kStagger + kStagger;
+      return found;
+    }
+    int64_t used() const { return used_; }
+
+   private:
+    static constexpr int64_t kStagger = 5 * 16;
+    float* const block_;
+    int64_t used_ = 0;
+  };
+
   // Memory of a thread: operands of a tile as blocks or rows of float32.
   struct Tile {
-    Tile(Call& call, int64_t chunks)
-        : blocks(call.scratch<float>(chunks * kBlockStep * (5 * kRange + 3 * kColumns) + kBlockStep * std::max(kRange, kColumns))),
-          rows(call.scratch<float>(kRange * kRowStep * (2 * chunks + 2))), mask(call.scratch<int32_t>(std::max(kRange, kColumns) * kBlock)) {
-      float* next = blocks.get();
-      for (float** block : {&key1, &key1_transposed, &value1_transposed, &dk1, &dv1}) {
-        *block = next;
-        next += chunks * kRange * kBlockStep;
-      }
-      for (float** block : {&key2, &key2_transposed, &value2_transposed}) {
-        *block = next;
-        next += chunks * kColumns * kBlockStep;
-      }
-      plain = next;
-      query = rows.get();
-      dy = query + chunks * kRange * kRowStep;
-      scores = dy + chunks * kRange * kRowStep;
-      scores_grad = scores + kRange * kRowStep;
+    Tile(Carver& memory, int64_t chunks) {
+      for (float** block : {&key1, &key1_transposed, &value1_transposed, &dk1, &dv1})
+        *block = memory.take(chunks * kRange * kBlockStep);
+      for (float** block : {&key2, &key2_transposed, &value2, &value2_transposed})
+        *block = memory.take(chunks * kColumns * kBlockStep);
+      for (float** rows : {&query, &dy}) *rows = memory.take(chunks * kRows * kRowStep);
+      for (float** rows : {&scores, &scores_grad}) *rows = memory.take(kRows * kRowStep);
+      mask = reinterpret_cast<int32_t*>(memory.take(std::max(kRange, kColumns) * kBlock));
     }
-    Buffer<float> blocks, rows;
-    Buffer<int32_t> mask;
+    int32_t* mask;
     floyd::Ahead soon, later;
     float *key1, *key1_transposed, *value1_transposed, *dk1, *dv1;  // [chunk of d][n]
-    float *key2, *key2_transposed, *value2_transposed;              // [chunk of d][m]
-    float* plain;                                                   // [n or m], before they are transposed
+    float *key2, *key2_transposed, *value2, *value2_transposed;     // [chunk of d][m]
     float *query, *dy;            // [chunk of d][n][m][d]
     float *scores, *scores_grad;  // [n][m][k]; the products they are made from at first
   };
@@ -200,7 +220,7 @@ class Floyd {
   // Places in them.
   static int64_t n_block(int64_t chunk, int64_t i) { return (chunk * kRange + i) * kBlockStep; }
   static int64_t m_block(int64_t chunk, int64_t j) { return (chunk * kColumns + j) * kBlockStep; }
-  static int64_t row(int64_t chunk, int64_t i) { return (chunk * kRange + i) * kRowStep; }
+  static int64_t row(int64_t chunk, int64_t i) { return (chunk * kRows + i) * kRowStep; }
 
   // One visit at work; n, m and k are those of its operands, `i`, `j` and `l` those within the tile.
   class Task {
@@ -208,14 +228,14 @@ class Floyd {
     Task(Floyd& all, Tile& tile, const Visit& visit)
         : all_(all), tile_(tile), visit_(visit), b_(visit.pair / all.heads_), h_(visit.pair % all.heads_),
           n_(visit.n_range, kRange, all.n_), k_(visit.k_range, kBlock, all.k_),
-          rows_(static_cast<int>(n_.size())), keys_(static_cast<int>(k_.size())) {}
+          keys_(static_cast<int>(k_.size())) {}
 
     void run() {
       pack_keys<true>(all_.key1_, tile_.key1, tile_.key1_transposed);
-      pack_keys<true>(all_.value1_, nullptr, tile_.value1_transposed);
+      pack_keys<true>(all_.value1_, tile_.dv1, tile_.value1_transposed);
       if (!all_.exchanged_) pack_mask(n_);
-      for (int64_t index = 0; index * kColumns < all_.m_; ++index) run_tile(Span(index, kColumns, all_.m_));
-      for (int i = 0; i < rows_; ++i)
+      for (int64_t index = 0; index * kColumns < all_.m_; ++index) run_tiles(Span(index, kColumns, all_.m_));
+      for (int i = 0; i < static_cast<int>(n_.size()); ++i)
         for (int l = 0; l < keys_; ++l)
           for (int64_t c = 0; c < all_.chunks_; ++c) {
             const int64_t from = n_block(c, i) + l * kBlock;
@@ -225,14 +245,24 @@ class Floyd {
     }
 
    private:
-    void run_tile(const Span& m) {
+    // The tiles of some m: one after the other, so that key2 and value2 are packed once.
+    void run_tiles(const Span& m) {
       m_ = m.begin, columns_ = static_cast<int>(m.size());
+      pack_keys<false>(all_.key2_, tile_.key2, tile_.key2_transposed);
+      pack_keys<false>(all_.value2_, tile_.value2, tile_.value2_transposed);
+      if (all_.exchanged_) pack_mask(m);
+      for (int64_t index = 0; index * kRows < n_.size(); ++index) {
+        const Span n(index, kRows, n_.size());
+        first_ = static_cast<int>(n.begin), rows_ = static_cast<int>(n.size());
+        run_tile();
+      }
+      if (visit_.k_last) write_dk2();
+    }
+
+    void run_tile() {
       for (int i = 0; i < rows_; ++i)
         for (int j = 0; j < columns_; ++j) pack_rows(i, j);
-      pack_keys<false>(all_.key2_, tile_.key2, tile_.key2_transposed);
-      pack_keys<false>(all_.value2_, nullptr, tile_.value2_transposed);
-      if (all_.exchanged_) pack_mask(m);
-      look_ahead(Span(m.begin / kColumns + 1, kColumns, all_.m_));
+      look_ahead();
       for (int i = 0; i < rows_; i += floyd::kPairRows) {
         expect_dq(i);
         paired_scores(i, tile_.query, tile_.key1_transposed, tile_.key2_transposed, tile_.scores);
@@ -244,44 +274,53 @@ class Floyd {
       add_dk1();
       add_dk2();
       if (visit_.n_last) write_dq();
-      if (visit_.k_last) write_dk2();
     }
 
     // ---- operands
 
+    // Vectors of an operand that are taken after those that follow each other in memory.
+    void fetch(const T* vector) const {
+      for (int64_t d = 0; d < all_.d_; d += floyd::kLine / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(vector + d);
+    }
+
     // Blocks of key1 or value1 for the n of the task, or of key2 or value2 for the m of the tile.
     template <bool ByN>
-    void pack_keys(const Grid<T>& from, float* natural, float* transposed) const {
-      const int blocks = ByN ? rows_ : columns_;
-      for (int64_t c = 0; c < all_.chunks_; ++c) {
-        const int64_t place = ByN ? n_block(c, 0) : m_block(c, 0);
-        float* plain = natural ? natural + place : tile_.plain;
-        const auto copy = [&](int index, int l) {
-          const T* data = ByN ? from.at(b_, h_, n_.begin + index, k_.begin + l) : from.at(b_, h_, k_.begin + l, m_ + index);
-          floyd::pack_row(
-              data + c * kBlock * from.element, from.element, all_.d_ - c * kBlock,
-              plain + index * kBlockStep + l * kBlock);
-        };
-        // In the order of memory.
-        if (ByN) {
-          for (int i = 0; i < blocks; ++i)
-            for (int l = 0; l < keys_; ++l) copy(i, l);
-        } else {
-          for (int l = 0; l < keys_; ++l)
-            for (int j = 0; j < blocks; ++j) copy(j, l);
+    __attribute__((noinline)) void pack_keys(const Grid<T>& from, float* natural, float* transposed) const {
+      const int blocks = ByN ? static_cast<int>(n_.size()) : columns_;
+      const auto copy = [&](int index, int l) {
+        const T* data = ByN ? from.at(b_, h_, n_.begin + index, k_.begin + l) : from.at(b_, h_, k_.begin + l, m_ + index);
+        fetch(data + (ByN ? from.column : from.row));
+        for (int64_t c = 0; c < all_.chunks_; ++c) {
+          const int64_t skip = c * kBlock, to = (ByN ? n_block(c, index) : m_block(c, index)) + l * kBlock;
+          floyd::pack_row(data + skip * from.element, from.element, all_.d_ - skip, natural + to);
         }
+      };
+      // In the order of memory.
+      if (ByN) {
         for (int i = 0; i < blocks; ++i)
-          floyd::transpose_block(plain + i * kBlockStep, transposed + place + i * kBlockStep);
+          for (int l = 0; l < keys_; ++l) copy(i, l);
+      } else {
+        for (int l = 0; l < keys_; ++l)
+          for (int j = 0; j < blocks; ++j) copy(j, l);
       }
+      for (int64_t c = 0; c < all_.chunks_; ++c)
+        for (int i = 0; i < blocks; ++i) {
+          const int64_t place = ByN ? n_block(c, i) : m_block(c, i);
+          floyd::transpose_block(natural + place, transposed + place);
+        }
     }
 
     // Rows of query and dy, and at the first visit what is the same for all keys.
-    void pack_rows(int i, int j) const {
-      const int64_t n = n_.begin + i, m = m_ + j;
+    __attribute__((noinline)) void pack_rows(int i, int j) const {
+      const int64_t n = n_.begin + first_ + i, m = m_ + j;
       for (int64_t c = 0; c < all_.chunks_; ++c) {
         const int64_t to = row(c, i) + j * kBlock, skip = c * kBlock, left = all_.d_ - skip;
         const auto& query = all_.query_;
         const auto& dy = all_.dy_;
+        if (!c) {
+          fetch(query.at(b_, h_, n, m) + query.row);
+          fetch(dy.at(b_, h_, n, m) + dy.row);
+        }
         floyd::pack_row(query.at(b_, h_, n, m) + skip * query.element, query.element, left, tile_.query + to);
         floyd::pack_row(dy.at(b_, h_, n, m) + skip * dy.element, dy.element, left, tile_.dy + to);
       }
@@ -295,7 +334,7 @@ class Floyd {
     // dy . attention_in
     double delta(int i, int j) const {
       const auto& attention = all_.attention_;
-      const T* data = attention.at(b_, h_, n_.begin + i, m_ + j);
+      const T* data = attention.at(b_, h_, n_.begin + first_ + i, m_ + j);
       double found = 0;
       for (int64_t c = 0; c < all_.chunks_; ++c) {
         const float* dy = tile_.dy + row(c, i) + j * kBlock;
@@ -312,7 +351,7 @@ class Floyd {
 
     // softmax_max, 1 / softmax_sum and delta of a row.
     float* statistics(int i, int j) const {
-      return all_.rows_.get() + ((visit_.n_place * kRange + i) * all_.m_ + m_ + j) * 3;
+      return all_.rows_ + ((visit_.n_place * kRange + first_ + i) * all_.m_ + m_ + j) * 3;
     }
 
     void pack_mask(const Span& rows) const {
@@ -328,17 +367,22 @@ class Floyd {
     // ---- what is fetched meanwhile
 
     // Operands of the next tile.
-    void look_ahead(const Span& m) const {
+    void look_ahead() const {
       tile_.later.clear();
-      if (m.begin >= all_.m_) return;
+      const bool more = first_ + kRows < n_.size();
+      const int64_t m = more ? m_ : m_ + kColumns, columns = std::min<int64_t>(kColumns, all_.m_ - m);
       const auto expect = [&](const Grid<T>& grid, int64_t row) {
-        if (grid.element == 1 && grid.column == all_.d_)
-          tile_.later.add(grid.at(b_, h_, row, m.begin), m.size() * all_.d_ * static_cast<int64_t>(sizeof(T)));
+        if (columns > 0 && grid.element == 1 && grid.column == all_.d_)
+          tile_.later.add(grid.at(b_, h_, row, m), columns * all_.d_ * static_cast<int64_t>(sizeof(T)));
       };
-      for (int l = 0; l < keys_; ++l) expect(all_.key2_, k_.begin + l);
-      for (int l = 0; l < keys_; ++l) expect(all_.value2_, k_.begin + l);
-      for (int i = 0; i < rows_; ++i) expect(all_.query_, n_.begin + i);
-      for (int i = 0; i < rows_; ++i) expect(all_.dy_, n_.begin + i);
+      if (!more) {
+        for (int l = 0; l < keys_; ++l) expect(all_.key2_, k_.begin + l);
+        for (int l = 0; l < keys_; ++l) expect(all_.value2_, k_.begin + l);
+      }
+      const int64_t begin = more ? first_ + kRows : 0;
+      const Span next(begin / kRows, kRows, n_.size());
+      for (int64_t i = next.begin; i < next.end; ++i) expect(all_.query_, n_.begin + i);
+      for (int64_t i = next.begin; i < next.end; ++i) expect(all_.dy_, n_.begin + i);
     }
     // Sums of the rows that come next.
     void expect_dq(int i) const {
@@ -358,7 +402,7 @@ class Floyd {
       for (int64_t c = 0; c < all_.chunks_; ++c) {
         const int64_t length = std::min<int64_t>(kBlock, all_.d_ - c * kBlock);
         for (int j = 0; j < columns_; j += floyd::kPairColumns) {
-          const float *a = rows + row(c, i) + j * kBlock, *first = by_n + n_block(c, i), *second = by_m + m_block(c, j);
+          const float *a = rows + row(c, i) + j * kBlock, *first = by_n + n_block(c, first_ + i), *second = by_m + m_block(c, j);
           float* to = target + row(0, i) + j * kBlock;
           if (c) {
             floyd::pair_product<kRowStep, true>(length, a, first, second, to, kRowStep, kBlock, ahead());
@@ -369,11 +413,11 @@ class Floyd {
       }
     }
 
-    void softmax(int i, int j) const {
+    __attribute__((noinline)) void softmax(int i, int j) const {
       const float* row_values = statistics(i, j);
       const Floats max = splat(row_values[0]), inverse = splat(row_values[1]), delta = splat(row_values[2]);
       float *scores = tile_.scores + row(0, i) + j * kBlock, *grads = tile_.scores_grad + row(0, i) + j * kBlock;
-      const int32_t* mask = all_.mask_.data ? &tile_.mask[(all_.exchanged_ ? j : i) * kBlock] : nullptr;
+      const int32_t* mask = all_.mask_.data ? &tile_.mask[(all_.exchanged_ ? j : first_ + i) * kBlock] : nullptr;
 #pragma GCC unroll 8
       for (int v = 0; v < kBlock; v += kWidth) {
         Floats x = load(scores + v) * all_.scale_ - max;
@@ -387,8 +431,8 @@ class Floyd {
     // ---- sums
 
     float* dq_sums(int i, int j) const {
-      const int64_t place = (visit_.n_place * kRange + i) * all_.m_ + m_ + j;
-      return all_.dq_sums_.get() + place * all_.chunks_ * kBlock;
+      const int64_t place = (visit_.n_place * kRange + first_ + i) * all_.m_ + m_ + j;
+      return all_.dq_sums_ + place * all_.chunks_ * kBlock;
     }
     int64_t dk2_sums(int64_t c, int j) const {
       const int64_t place = visit_.k_place * all_.m_ + m_ + j;
@@ -400,7 +444,7 @@ class Floyd {
       for (int64_t c = 0; c < all_.chunks_; ++c)
         for (int j = 0; j < columns_; j += floyd::kPairColumns) {
           const float *a = tile_.scores_grad + row(0, i) + j * kBlock;
-          const float *first = tile_.key1 + n_block(c, i), *second = tile_.key2 + m_block(c, j);
+          const float *first = tile_.key1 + n_block(c, first_ + i), *second = tile_.key2 + m_block(c, j);
           float* to = dq_sums(i, j) + c * kBlock;
           if (i + floyd::kPairRows > rows_ || j + floyd::kPairColumns > columns_) {
             add_part_of_dq(i, j, a, first, second, to);
@@ -431,9 +475,9 @@ class Floyd {
       for (int64_t c = 0; c < all_.chunks_; ++c)
         for (int i = 0; i < rows_; ++i) {
           floyd::product<kBlock, kBlockStep>(
-              columns_, tile_.scores_grad + row(0, i), tile_.query + row(c, i), tile_.dk1 + n_block(c, i), !m_);
+              columns_, tile_.scores_grad + row(0, i), tile_.query + row(c, i), tile_.dk1 + n_block(c, first_ + i), !m_);
           floyd::product<kBlock, kBlockStep>(
-              columns_, tile_.scores + row(0, i), tile_.dy + row(c, i), tile_.dv1 + n_block(c, i), !m_);
+              columns_, tile_.scores + row(0, i), tile_.dy + row(c, i), tile_.dv1 + n_block(c, first_ + i), !m_);
         }
     }
 
@@ -442,9 +486,9 @@ class Floyd {
         for (int64_t c = 0; c < all_.chunks_; ++c) {
           const int64_t from = row(c, 0) + j * kBlock, to = dk2_sums(c, j);
           floyd::product<kRowStep, kBlock * kBlock>(
-              rows_, tile_.scores_grad + j * kBlock, tile_.query + from, &all_.dk2_sums_[to], visit_.k_first);
+              rows_, tile_.scores_grad + j * kBlock, tile_.query + from, &all_.dk2_sums_[to], visit_.k_first && !first_);
           floyd::product<kRowStep, kBlock * kBlock>(
-              rows_, tile_.scores + j * kBlock, tile_.dy + from, &all_.dv2_sums_[to], visit_.k_first);
+              rows_, tile_.scores + j * kBlock, tile_.dy + from, &all_.dv2_sums_[to], visit_.k_first && !first_);
         }
     }
 
@@ -459,7 +503,7 @@ class Floyd {
       for (int i = 0; i < rows_; ++i)
         for (int j = 0; j < columns_; ++j)
           for (int64_t c = 0; c < all_.chunks_; ++c)
-            write(all_.dq_, n_.begin + i, m_ + j, c, dq_sums(i, j) + c * kBlock, all_.scale_);
+            write(all_.dq_, n_.begin + first_ + i, m_ + j, c, dq_sums(i, j) + c * kBlock, all_.scale_);
     }
 
     void write_dk2() const {
@@ -477,7 +521,8 @@ class Floyd {
     const Visit visit_;
     const int64_t b_, h_;
     const Span n_, k_;
-    const int rows_, keys_;
+    const int keys_;
+    int first_ = 0, rows_ = 0;
     int64_t m_ = 0;
     int columns_ = 0;
   };
@@ -491,7 +536,8 @@ class Floyd {
   Grid<T> query_, key1_, value1_, key2_, value2_, dy_, attention_, dq_, dk1_, dv1_, dk2_, dv2_;
   Grid<float> max_, sum_;
   Grid<uint8_t> mask_;
-  Buffer<float> dq_sums_, dk2_sums_, dv2_sums_, rows_;
+  Buffer<float> memory_;
+  float *dq_sums_ = nullptr, *dk2_sums_ = nullptr, *dv2_sums_ = nullptr, *rows_ = nullptr;
   std::vector<Tile> tiles_;
 };
 
