@@ -37,7 +37,7 @@ constexpr int kLineVectors = kLine / static_cast<int>(sizeof(Floats));
 // e to the x, to about one unit in the last place; 0 below what float32 holds as a normal number, infinity above.
 NPUGRAD_INLINE Floats exp(Floats x) {
   const Floats low = splat(-104.0f), high = splat(89.0f), shift = splat(12582912.0f);  // 1.5 * 2^23
-  const Floats bounded = select(x > high, high, select(x < low, low, x));              // a NaN stays
+  const Floats above = low > x ? low : x, bounded = high < above ? high : above;       // a NaN stays
   const Floats shifted = bounded * 1.44269504088896341f + shift, n = shifted - shift;
   const Floats r = (bounded - n * 0.693359375f) - n * -2.12194440e-4f;
   Floats p = splat(1.9875691500e-4f);
@@ -53,8 +53,8 @@ NPUGRAD_INLINE Floats exp(Floats x) {
 #else
   // 2^n in two factors: n may be 128.
   const Floats power = (Floats)(((Words)shifted - (0x4b400000u - 126u)) << 23);
-  const Floats found = select(x < -86.6f, Floats{}, p * power * 2.0f);
-  return select(x == x, found, x);
+  const Floats found = x < -86.6f ? Floats{} : p * power * 2.0f;
+  return x == x ? found : x;
 #endif
 }
 
@@ -105,7 +105,7 @@ NPUGRAD_INLINE void pack_row(const T* from, int64_t stride, int64_t columns, flo
 }
 
 // Transposes a block.
-__attribute__((noinline)) inline void transpose_block(const float* from, float* to) {
+inline void transpose_block(const float* from, float* to) {
   for (int row = 0; row < kBlock; row += kWidth) {
     for (int column = 0; column < kBlock; column += kWidth) {
       Floats rows[kWidth];
@@ -143,9 +143,9 @@ class Ahead {
   void add(const void* start, int64_t bytes) {
     if (bytes > 0) runs_.push_back({reinterpret_cast<uintptr_t>(start), bytes});
   }
-  bool any() const { return next_ < runs_.size(); }
-  // The next piece of kBlock lines, the last one of a run of fewer.
+  // The next piece of kBlock lines, the last one of a run of fewer; when there is none, any memory.
   uintptr_t take() {
+    if (next_ == runs_.size()) return reinterpret_cast<uintptr_t>(this);
     Run& run = runs_[next_];
     const uintptr_t start = run.start;
     run.start += kBlock * kLine;
@@ -235,9 +235,9 @@ NPUGRAD_INLINE void pair_product(
 }
 
 // target[r][:] (+)= sum over l of a[l][r] * b[l][:], for the rows of a block. Meanwhile the block `Next` floats further
-// is fetched.
+// is fetched, and pieces of `ahead`.
 template <int Step, int Next>
-void product(int64_t length, const float* a, const float* b, float* target, bool fresh) {
+void product(int64_t length, const float* a, const float* b, float* target, bool fresh, Ahead& ahead) {
   for (int v0 = 0; v0 < kVectors; v0 += kProductVectors) {
     for (int r0 = 0; r0 < kBlock; r0 += kProductRows) {
       Floats sums[kProductRows][kProductVectors];
@@ -252,7 +252,9 @@ void product(int64_t length, const float* a, const float* b, float* target, bool
 #pragma GCC unroll 4
         for (int v = 0; v < kProductVectors; ++v) sums[r][v] = Floats{};
       const float *as = a + r0, *bs = b + v0 * kWidth;
+      const uintptr_t piece = ahead.take();
       for (int64_t l = 0; l < length; ++l) {
+        __builtin_prefetch(reinterpret_cast<const void*>(piece + static_cast<uintptr_t>(l) * kLine), 0, 2);
         Floats row[kProductVectors];
 #pragma GCC unroll 4
         for (int v = 0; v < kProductVectors; ++v) {

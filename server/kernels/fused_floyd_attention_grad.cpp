@@ -285,7 +285,7 @@ class Floyd {
 
     // Blocks of key1 or value1 for the n of the task, or of key2 or value2 for the m of the tile.
     template <bool ByN>
-    __attribute__((noinline)) void pack_keys(const Grid<T>& from, float* natural, float* transposed) const {
+    void pack_keys(const Grid<T>& from, float* natural, float* transposed) const {
       const int blocks = ByN ? static_cast<int>(n_.size()) : columns_;
       const auto copy = [&](int index, int l) {
         const T* data = ByN ? from.at(b_, h_, n_.begin + index, k_.begin + l) : from.at(b_, h_, k_.begin + l, m_ + index);
@@ -311,7 +311,7 @@ class Floyd {
     }
 
     // Rows of query and dy, and at the first visit what is the same for all keys.
-    __attribute__((noinline)) void pack_rows(int i, int j) const {
+    void pack_rows(int i, int j) const {
       const int64_t n = n_.begin + first_ + i, m = m_ + j;
       for (int64_t c = 0; c < all_.chunks_; ++c) {
         const int64_t to = row(c, i) + j * kBlock, skip = c * kBlock, left = all_.d_ - skip;
@@ -389,13 +389,12 @@ class Floyd {
       tile_.soon.clear();
       const int64_t bytes = columns_ * all_.chunks_ * kBlock * static_cast<int64_t>(sizeof(float));
       for (int r = i; r < std::min(i + floyd::kPairRows, rows_); ++r) tile_.soon.add(dq_sums(r, 0), bytes);
+      // Blocks of the n after them.
+      const int64_t next = first_ + i + floyd::kPairRows < n_.size() ? first_ + i + floyd::kPairRows : 0;
+      constexpr int64_t kBlocks = floyd::kPairRows * kBlockStep * static_cast<int64_t>(sizeof(float));
+      for (const float* blocks : {tile_.key1_transposed, tile_.value1_transposed, tile_.key1})
+        for (int64_t c = 0; c < all_.chunks_; ++c) tile_.soon.add(blocks + n_block(c, next), kBlocks);
     }
-    uintptr_t ahead() const {
-      if (tile_.soon.any()) return tile_.soon.take();
-      if (tile_.later.any()) return tile_.later.take();
-      return reinterpret_cast<uintptr_t>(tile_.query);
-    }
-
     // ---- scores
 
     void paired_scores(int i, const float* rows, const float* by_n, const float* by_m, float* target) const {
@@ -405,15 +404,15 @@ class Floyd {
           const float *a = rows + row(c, i) + j * kBlock, *first = by_n + n_block(c, first_ + i), *second = by_m + m_block(c, j);
           float* to = target + row(0, i) + j * kBlock;
           if (c) {
-            floyd::pair_product<kRowStep, true>(length, a, first, second, to, kRowStep, kBlock, ahead());
+            floyd::pair_product<kRowStep, true>(length, a, first, second, to, kRowStep, kBlock, tile_.soon.take());
           } else {
-            floyd::pair_product<kRowStep, false>(length, a, first, second, to, kRowStep, kBlock, ahead());
+            floyd::pair_product<kRowStep, false>(length, a, first, second, to, kRowStep, kBlock, tile_.soon.take());
           }
         }
       }
     }
 
-    __attribute__((noinline)) void softmax(int i, int j) const {
+    void softmax(int i, int j) const {
       const float* row_values = statistics(i, j);
       const Floats max = splat(row_values[0]), inverse = splat(row_values[1]), delta = splat(row_values[2]);
       float *scores = tile_.scores + row(0, i) + j * kBlock, *grads = tile_.scores_grad + row(0, i) + j * kBlock;
@@ -421,7 +420,7 @@ class Floyd {
 #pragma GCC unroll 8
       for (int v = 0; v < kBlock; v += kWidth) {
         Floats x = load(scores + v) * all_.scale_ - max;
-        if (mask) x = select((Ints)load_raw<int32_t>(mask + v), splat(-FLT_MAX) - max, x);
+        if (mask) x = load_raw<int32_t>(mask + v) ? splat(-FLT_MAX) - max : x;
         const Floats p = floyd::exp(x) * inverse;
         store(scores + v, p);
         store(grads + v, p * (load(grads + v) - delta));
@@ -449,9 +448,9 @@ class Floyd {
           if (i + floyd::kPairRows > rows_ || j + floyd::kPairColumns > columns_) {
             add_part_of_dq(i, j, a, first, second, to);
           } else if (!visit_.n_first) {
-            floyd::pair_product<kRowStep, true>(keys_, a, first, second, to, row_step, column_step, ahead());
+            floyd::pair_product<kRowStep, true>(keys_, a, first, second, to, row_step, column_step, tile_.soon.take());
           } else {
-            floyd::pair_product<kRowStep, false>(keys_, a, first, second, to, row_step, column_step, ahead());
+            floyd::pair_product<kRowStep, false>(keys_, a, first, second, to, row_step, column_step, tile_.soon.take());
           }
         }
     }
@@ -461,7 +460,7 @@ class Floyd {
       const int64_t column_step = all_.chunks_ * kBlock, row_step = all_.m_ * column_step;
       constexpr int kStep = floyd::kPairColumns * kBlock;
       alignas(64) float found[floyd::kPairRows * kStep];
-      floyd::pair_product<kRowStep, false>(keys_, a, first, second, found, kStep, kBlock, ahead());
+      floyd::pair_product<kRowStep, false>(keys_, a, first, second, found, kStep, kBlock, tile_.soon.take());
       for (int r = 0; r < std::min(floyd::kPairRows, rows_ - i); ++r)
         for (int q = 0; q < std::min(floyd::kPairColumns, columns_ - j); ++q)
           for (int v = 0; v < kBlock; v += kWidth) {
@@ -475,9 +474,9 @@ class Floyd {
       for (int64_t c = 0; c < all_.chunks_; ++c)
         for (int i = 0; i < rows_; ++i) {
           floyd::product<kBlock, kBlockStep>(
-              columns_, tile_.scores_grad + row(0, i), tile_.query + row(c, i), tile_.dk1 + n_block(c, first_ + i), !m_);
+              columns_, tile_.scores_grad + row(0, i), tile_.query + row(c, i), tile_.dk1 + n_block(c, first_ + i), !m_, tile_.later);
           floyd::product<kBlock, kBlockStep>(
-              columns_, tile_.scores + row(0, i), tile_.dy + row(c, i), tile_.dv1 + n_block(c, first_ + i), !m_);
+              columns_, tile_.scores + row(0, i), tile_.dy + row(c, i), tile_.dv1 + n_block(c, first_ + i), !m_, tile_.later);
         }
     }
 
@@ -486,9 +485,9 @@ class Floyd {
         for (int64_t c = 0; c < all_.chunks_; ++c) {
           const int64_t from = row(c, 0) + j * kBlock, to = dk2_sums(c, j);
           floyd::product<kRowStep, kBlock * kBlock>(
-              rows_, tile_.scores_grad + j * kBlock, tile_.query + from, &all_.dk2_sums_[to], visit_.k_first && !first_);
+              rows_, tile_.scores_grad + j * kBlock, tile_.query + from, &all_.dk2_sums_[to], visit_.k_first && !first_, tile_.later);
           floyd::product<kRowStep, kBlock * kBlock>(
-              rows_, tile_.scores + j * kBlock, tile_.dy + from, &all_.dv2_sums_[to], visit_.k_first && !first_);
+              rows_, tile_.scores + j * kBlock, tile_.dy + from, &all_.dv2_sums_[to], visit_.k_first && !first_, tile_.later);
         }
     }
 
