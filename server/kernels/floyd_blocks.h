@@ -136,6 +136,7 @@ NPUGRAD_INLINE void write_row(const float* from, float factor, int64_t columns, 
 // Memory that will be used soon, in the order in which it is.
 class Ahead {
  public:
+  void reserve(int64_t runs) { runs_.reserve(static_cast<size_t>(runs)); }
   void clear() {
     runs_.clear();
     next_ = 0;
@@ -237,7 +238,7 @@ NPUGRAD_INLINE void pair_product(
 // target[r][:] (+)= sum over l of a[l][r] * b[l][:], for the rows of a block. Meanwhile the block `Next` floats further
 // is fetched, and pieces of `ahead`.
 template <int Step, int Next>
-void product(int64_t length, const float* a, const float* b, float* target, bool fresh, Ahead& ahead) {
+void add_product(int64_t length, const float* a, const float* b, float* target, bool fresh, Ahead& ahead) {
   for (int v0 = 0; v0 < kVectors; v0 += kProductVectors) {
     for (int r0 = 0; r0 < kBlock; r0 += kProductRows) {
       Floats sums[kProductRows][kProductVectors];

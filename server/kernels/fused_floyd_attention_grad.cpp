@@ -8,20 +8,19 @@
 //   dv1[n,k] = sum over m of P * dy[n,m,:]                  dv2[k,m] = sum over n of P * dy[n,m,:]
 //
 // The limit is the multipliers: 20 N M K D operations on operands of N M D. P and dS exist for one tile of n, m and k
-// at a time. A task is a range of n and one of k, with all of m; dk1 and dv1 are complete in it. dq is summed over the
-// tasks of a range of n, dk2 and dv2 over those of a range of k, in float32 beside the outputs. Tasks go in
-// phases, in each of which no two share a range, so nothing is summed twice and no lock is needed; a task waits for
-// those of earlier phases that have its ranges. Tasks, tiles and their order follow from shapes alone.
+// at a time, 32 of each. A task is a range of n and one of k, with all of m; dk1 and dv1 are complete in it. dq is
+// summed over the tasks of a range of n, dk2 and dv2 over those of a range of k, in float32 beside the outputs and in
+// an order that shapes alone fix (`floyd_schedule.h`). Elements are computed in float32, whatever they come as.
 //
 // n and m mean the same to the formulas but for the names of operands: where N < M they are exchanged, so that there
 // are enough ranges and no task is long.
 #include <array>
-#include <atomic>
 #include <cfloat>
-#include <thread>
 #include <vector>
 
 #include "floyd_blocks.h"
+#include "floyd_schedule.h"
+#include "floyd_tile.h"
 #include "runtime.h"
 
 namespace npugrad {
@@ -29,107 +28,20 @@ namespace {
 
 using floyd::kBlock;
 using floyd::kBlockStep;
+using floyd::Carver;
+using floyd::Grid;
+using floyd::kColumns;
+using floyd::kRange;
+using floyd::kRows;
+using floyd::kRowStep;
+using floyd::m_block;
+using floyd::n_block;
+using floyd::row;
+using floyd::Tile;
+using floyd::Visit;
 
 enum {
   kQuery, kKey1, kValue1, kKey2, kValue2, kDy, kMask, kMax, kSum, kAttention, kDq, kDk1, kDv1, kDk2, kDv2, kTensors
-};
-
-#ifndef NB
-#define NB 32
-#define MB 32
-#define NR 64
-#endif
-constexpr int kRange = NR;   // n of a task
-constexpr int kRows = NB;    // n of a tile
-constexpr int kColumns = MB; // m of a tile
-// Floats from n to n + 1 in a tile; see kBlockStep.
-constexpr int kRowStep = kColumns * kBlock + 16;
-
-// A tensor (batch, head, row, column, element) in the order of axes that the tasks see.
-template <typename T>
-struct Grid {
-  T* data = nullptr;
-  int64_t batch = 0, head = 0, row = 0, column = 0, element = 0;
-
-  Grid() = default;
-  Grid(const Tensor& tensor, bool exchanged) {
-    if (!tensor.given()) return;
-    data = tensor.data<T>();
-    batch = tensor.stride(0), head = tensor.stride(1), element = tensor.stride(4);
-    row = tensor.stride(exchanged ? 3 : 2), column = tensor.stride(exchanged ? 2 : 3);
-  }
-  T* at(int64_t b, int64_t h, int64_t r, int64_t c) const {
-    return data + b * batch + h * head + r * row + c * column;
-  }
-};
-
-// A task: its batch and head, its ranges, and where their sums are.
-struct Visit {
-  int64_t pair, n_range, k_range;
-  int64_t n_place, k_place;  // among the ranges whose sums are in memory
-  int64_t n_before, k_before;  // tasks that come before it in the places
-  bool n_first, n_last, k_first, k_last;
-};
-
-// The order of tasks. Range i of n meets the ranges of k in their order, and likewise the other way around: any order
-// that keeps to this gives the same bits. Here every thread stays with a range of k, so that its operands and sums
-// stay in the cache, and is one range of n behind the thread before it.
-class Schedule {
- public:
-  Schedule(int64_t pairs, int64_t n_ranges, int64_t k_ranges, int threads)
-      : pairs_(pairs), n_ranges_(n_ranges), k_ranges_(k_ranges), width_(std::min<int64_t>(threads, k_ranges)),
-        together_(std::min(pairs, ceil_div(2 * static_cast<int64_t>(threads) - 1, std::min(n_ranges, k_ranges)))) {
-    order_.reserve(static_cast<size_t>(product({n_ranges, k_ranges})));
-    for (int64_t k = 0; k < k_ranges; k += width_)
-      for (int64_t step = 0; step < n_ranges + width_; ++step)
-        for (int64_t j = k; j < std::min(k + width_, k_ranges); ++j) {
-          const int64_t i = step - (j - k);
-          if (i >= 0 && i < n_ranges) order_.emplace_back(i, j);
-        }
-  }
-
-  // How many ranges of each kind have their sums in memory at once.
-  int64_t n_places() const { return together_ * n_ranges_; }
-  int64_t k_places() const { return together_ * (width_ + 1); }
-  int64_t tasks() const { return product({pairs_, n_ranges_, k_ranges_}); }
-
-  Visit visit(int64_t task) const {
-    const int64_t each = n_ranges_ * k_ranges_, round = task / (together_ * each), first = round * together_;
-    const int64_t rest = task - first * each, abreast = std::min(together_, pairs_ - first);
-    const int64_t slot = rest % abreast;
-    const auto [i, j] = order_[static_cast<size_t>(rest / abreast)];
-    const int64_t column = round * k_ranges_ + j, columns = width_ + 1;
-    return {first + slot, i, j, slot * n_ranges_ + i, slot * columns + column % columns,
-            column, column / columns * n_ranges_ + i, j == 0, j == k_ranges_ - 1, i == 0, i == n_ranges_ - 1};
-  }
-
- private:
-  const int64_t pairs_, n_ranges_, k_ranges_, width_, together_;
-  std::vector<std::pair<int64_t, int64_t>> order_;  // of one batch and head
-};
-
-// How many tasks the places have seen. A task waits for those before it, which other threads have begun already.
-class Progress {
- public:
-  explicit Progress(const Schedule& schedule)
-      : n_(static_cast<size_t>(schedule.n_places())), k_(static_cast<size_t>(schedule.k_places())) {}
-
-  void wait(const Visit& visit) const {
-    wait_for(n_[static_cast<size_t>(visit.n_place)], visit.n_before);
-    wait_for(k_[static_cast<size_t>(visit.k_place)], visit.k_before);
-  }
-  void done(const Visit& visit) {
-    n_[static_cast<size_t>(visit.n_place)].fetch_add(1, std::memory_order_release);
-    k_[static_cast<size_t>(visit.k_place)].fetch_add(1, std::memory_order_release);
-  }
-
- private:
-  using Count = std::atomic<int64_t>;
-  static void wait_for(const Count& count, int64_t least) {
-    while (count.load(std::memory_order_acquire) < least) std::this_thread::yield();
-  }
-
-  std::vector<Count> n_, k_;
 };
 
 template <typename T>
@@ -161,9 +73,8 @@ class Floyd {
     lay_out(memory);
     call_.parallel(schedule_.tasks(), [&](int64_t task, int slot) {
       const Visit visit = schedule_.visit(task);
-      progress_.wait(visit);
+      const auto turn = progress_.take_turn(visit);
       Task(*this, tiles_[static_cast<size_t>(slot)], visit).run();
-      progress_.done(visit);
     });
   }
 
@@ -179,48 +90,6 @@ class Floyd {
     rows_ = memory.take(product({rows, 3}));
     for (int i = 0; i < call_.threads(); ++i) tiles_.emplace_back(memory, chunks_);
   }
-
-  // Takes pieces of a block of memory one after the other; with no block, only counts.
-  class Carver {
-   public:
-    explicit Carver(float* block) : block_(block) {}
-    float* take(int64_t count) {
-      float* found = block_ ? block_ + used_ : nullptr;
-      // Whole lines, and not all pieces at the same place in their pages.
-      used_ += ceil_div(count, kStagger) * kStagger + kStagger;
-      return found;
-    }
-    int64_t used() const { return used_; }
-
-   private:
-    static constexpr int64_t kStagger = 5 * 16;
-    float* const block_;
-    int64_t used_ = 0;
-  };
-
-  // Memory of a thread: operands of a tile as blocks or rows of float32.
-  struct Tile {
-    Tile(Carver& memory, int64_t chunks) {
-      for (float** block : {&key1, &key1_transposed, &value1_transposed, &dk1, &dv1})
-        *block = memory.take(chunks * kRange * kBlockStep);
-      for (float** block : {&key2, &key2_transposed, &value2, &value2_transposed})
-        *block = memory.take(chunks * kColumns * kBlockStep);
-      for (float** rows : {&query, &dy}) *rows = memory.take(chunks * kRows * kRowStep);
-      for (float** rows : {&scores, &scores_grad}) *rows = memory.take(kRows * kRowStep);
-      mask = reinterpret_cast<int32_t*>(memory.take(std::max(kRange, kColumns) * kBlock));
-    }
-    int32_t* mask;
-    floyd::Ahead soon, later;
-    float *key1, *key1_transposed, *value1_transposed, *dk1, *dv1;  // [chunk of d][n]
-    float *key2, *key2_transposed, *value2, *value2_transposed;     // [chunk of d][m]
-    float *query, *dy;            // [chunk of d][n][m][d]
-    float *scores, *scores_grad;  // [n][m][k]; the products they are made from at first
-  };
-
-  // Places in them.
-  static int64_t n_block(int64_t chunk, int64_t i) { return (chunk * kRange + i) * kBlockStep; }
-  static int64_t m_block(int64_t chunk, int64_t j) { return (chunk * kColumns + j) * kBlockStep; }
-  static int64_t row(int64_t chunk, int64_t i) { return (chunk * kRows + i) * kRowStep; }
 
   // One visit at work; n, m and k are those of its operands, `i`, `j` and `l` those within the tile.
   class Task {
@@ -473,9 +342,9 @@ class Floyd {
     void add_dk1() const {
       for (int64_t c = 0; c < all_.chunks_; ++c)
         for (int i = 0; i < rows_; ++i) {
-          floyd::product<kBlock, kBlockStep>(
+          floyd::add_product<kBlock, kBlockStep>(
               columns_, tile_.scores_grad + row(0, i), tile_.query + row(c, i), tile_.dk1 + n_block(c, first_ + i), !m_, tile_.later);
-          floyd::product<kBlock, kBlockStep>(
+          floyd::add_product<kBlock, kBlockStep>(
               columns_, tile_.scores + row(0, i), tile_.dy + row(c, i), tile_.dv1 + n_block(c, first_ + i), !m_, tile_.later);
         }
     }
@@ -484,9 +353,9 @@ class Floyd {
       for (int j = 0; j < columns_; ++j)
         for (int64_t c = 0; c < all_.chunks_; ++c) {
           const int64_t from = row(c, 0) + j * kBlock, to = dk2_sums(c, j);
-          floyd::product<kRowStep, kBlock * kBlock>(
+          floyd::add_product<kRowStep, kBlock * kBlock>(
               rows_, tile_.scores_grad + j * kBlock, tile_.query + from, &all_.dk2_sums_[to], visit_.k_first && !first_, tile_.later);
-          floyd::product<kRowStep, kBlock * kBlock>(
+          floyd::add_product<kRowStep, kBlock * kBlock>(
               rows_, tile_.scores + j * kBlock, tile_.dy + from, &all_.dv2_sums_[to], visit_.k_first && !first_, tile_.later);
         }
     }
@@ -529,8 +398,8 @@ class Floyd {
   Call& call_;
   const bool exchanged_;
   const int64_t heads_, n_, m_, k_, d_, chunks_, n_ranges_, k_ranges_;
-  const Schedule schedule_;
-  Progress progress_;
+  const floyd::Schedule schedule_;
+  floyd::Progress progress_;
   const float scale_;
   Grid<T> query_, key1_, value1_, key2_, value2_, dy_, attention_, dq_, dk1_, dv1_, dk2_, dv2_;
   Grid<float> max_, sum_;
