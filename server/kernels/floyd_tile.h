@@ -62,12 +62,15 @@ struct Tile {
       *block = memory.take(chunks * kColumns * kBlockStep);
     for (float** rows : {&query, &dy}) *rows = memory.take(chunks * kRows * kRowStep);
     for (float** rows : {&scores, &scores_grad}) *rows = memory.take(kRows * kRowStep);
+    zeros = memory.take(kPairRows * kBlockStep);
+    if (zeros) std::fill_n(zeros, kPairRows * kBlockStep, 0.0f);
     mask = reinterpret_cast<int32_t*>(memory.take(std::max(kRange, kColumns) * kBlock));
-    soon.reserve(floyd::kPairRows + 3 * chunks);
+    soon.reserve(kPairRows + 3 * chunks);
     later.reserve(2 * (kBlock + kRows));
   }
+  float* zeros;  // as many blocks as are taken together
   int32_t* mask;
-  floyd::Ahead soon, later;
+  Ahead soon, later;
   float *key1, *key1_transposed, *value1_transposed, *dk1, *dv1;  // [chunk of d][n]
   float *key2, *key2_transposed, *value2, *value2_transposed;     // [chunk of d][m]
   float *query, *dy;            // [chunk of d][n][m][d]

@@ -134,11 +134,12 @@ class Floyd {
       look_ahead();
       for (int i = 0; i < rows_; i += floyd::kPairRows) {
         expect_dq(i);
-        paired_scores(i, tile_.query, tile_.key1_transposed, tile_.key2_transposed, tile_.scores);
-        paired_scores(i, tile_.dy, tile_.value1_transposed, tile_.value2_transposed, tile_.scores_grad);
-        for (int r = i; r < std::min(i + floyd::kPairRows, rows_); ++r)
-          for (int j = 0; j < columns_; ++j) softmax(r, j);
-        add_dq(i);
+        if (softmax_of<true>(i)) {
+          add_dq<true>(i);
+        } else {
+          softmax_of<false>(i);
+          add_dq<false>(i);
+        }
       }
       add_dk1();
       add_dk2();
@@ -175,6 +176,8 @@ class Floyd {
       for (int64_t c = 0; c < all_.chunks_; ++c)
         for (int i = 0; i < blocks; ++i) {
           const int64_t place = ByN ? n_block(c, i) : m_block(c, i);
+          // What an earlier call left there must not decide how scores are computed.
+          std::fill(natural + place + keys_ * kBlock, natural + place + kBlock * kBlock, 0.0f);
           floyd::transpose_block(natural + place, transposed + place);
         }
     }
@@ -266,33 +269,61 @@ class Floyd {
     }
     // ---- scores
 
+    // P and dS of kPairRows rows; false if a number on the way was not finite. Infinity times a sum is not the sum of
+    // infinity times each: then the formulas are computed term by term, with `Together` false.
+    template <bool Together>
+    bool softmax_of(int i) const {
+      paired_scores<Together>(i, tile_.query, tile_.key1_transposed, tile_.key2_transposed, tile_.scores);
+      paired_scores<Together>(i, tile_.dy, tile_.value1_transposed, tile_.value2_transposed, tile_.scores_grad);
+      Floats zero = {};  // becomes NaN with the first number that is not finite
+      for (int r = i; r < std::min(i + floyd::kPairRows, rows_); ++r)
+        for (int j = 0; j < columns_; ++j) softmax(r, j, zero);
+      return all_finite(zero);
+    }
+
+    template <bool Together>
     void paired_scores(int i, const float* rows, const float* by_n, const float* by_m, float* target) const {
       for (int64_t c = 0; c < all_.chunks_; ++c) {
         const int64_t length = std::min<int64_t>(kBlock, all_.d_ - c * kBlock);
         for (int j = 0; j < columns_; j += floyd::kPairColumns) {
-          const float *a = rows + row(c, i) + j * kBlock, *first = by_n + n_block(c, first_ + i), *second = by_m + m_block(c, j);
-          float* to = target + row(0, i) + j * kBlock;
-          if (c) {
-            floyd::pair_product<kRowStep, true>(length, a, first, second, to, kRowStep, kBlock, tile_.soon.take());
-          } else {
-            floyd::pair_product<kRowStep, false>(length, a, first, second, to, kRowStep, kBlock, tile_.soon.take());
-          }
+          const float *a = rows + row(c, i) + j * kBlock;
+          const float *first = by_n + n_block(c, first_ + i), *second = by_m + m_block(c, j);
+          add_pair<Together>(length, a, first, second, target + row(0, i) + j * kBlock, kRowStep, kBlock, c > 0);
         }
       }
     }
 
-    void softmax(int i, int j) const {
+    // target (+)= a * (first + second)
+    template <bool Together>
+    void add_pair(
+        int64_t length, const float* a, const float* first, const float* second, float* target, int64_t row_step,
+        int64_t column_step, bool add) const {
+      if (!Together) {
+        add_pair<true>(length, a, first, tile_.zeros, target, row_step, column_step, add);
+        add_pair<true>(length, a, tile_.zeros, second, target, row_step, column_step, true);
+      } else if (add) {
+        floyd::pair_product<kRowStep, true>(
+            length, a, first, second, target, row_step, column_step, tile_.soon.take());
+      } else {
+        floyd::pair_product<kRowStep, false>(
+            length, a, first, second, target, row_step, column_step, tile_.soon.take());
+      }
+    }
+
+    void softmax(int i, int j, Floats& zero) const {
       const float* row_values = statistics(i, j);
       const Floats max = splat(row_values[0]), inverse = splat(row_values[1]), delta = splat(row_values[2]);
       float *scores = tile_.scores + row(0, i) + j * kBlock, *grads = tile_.scores_grad + row(0, i) + j * kBlock;
       const int32_t* mask = all_.mask_.data ? &tile_.mask[(all_.exchanged_ ? j : first_ + i) * kBlock] : nullptr;
 #pragma GCC unroll 8
       for (int v = 0; v < kBlock; v += kWidth) {
-        Floats x = load(scores + v) * all_.scale_ - max;
+        const Floats score = load(scores + v), grad = load(grads + v);
+        zero += (score + grad) * 0.0f;
+        Floats x = score * all_.scale_ - max;
         if (mask) x = load_raw<int32_t>(mask + v) ? splat(-FLT_MAX) - max : x;
         const Floats p = floyd::exp(x) * inverse;
         store(scores + v, p);
-        store(grads + v, p * (load(grads + v) - delta));
+        store(grads + v, p * (grad - delta));
       }
     }
 
@@ -307,6 +338,7 @@ class Floyd {
       return (place * all_.chunks_ + c) * kBlock * kBlock;
     }
 
+    template <bool Together>
     void add_dq(int i) const {
       const int64_t column_step = all_.chunks_ * kBlock, row_step = all_.m_ * column_step;
       for (int64_t c = 0; c < all_.chunks_; ++c)
@@ -315,21 +347,20 @@ class Floyd {
           const float *first = tile_.key1 + n_block(c, first_ + i), *second = tile_.key2 + m_block(c, j);
           float* to = dq_sums(i, j) + c * kBlock;
           if (i + floyd::kPairRows > rows_ || j + floyd::kPairColumns > columns_) {
-            add_part_of_dq(i, j, a, first, second, to);
-          } else if (!visit_.n_first) {
-            floyd::pair_product<kRowStep, true>(keys_, a, first, second, to, row_step, column_step, tile_.soon.take());
+            add_part_of_dq<Together>(i, j, a, first, second, to);
           } else {
-            floyd::pair_product<kRowStep, false>(keys_, a, first, second, to, row_step, column_step, tile_.soon.take());
+            add_pair<Together>(keys_, a, first, second, to, row_step, column_step, !visit_.n_first);
           }
         }
     }
 
     // Where the tile ends within the rows that are computed together.
+    template <bool Together>
     void add_part_of_dq(int i, int j, const float* a, const float* first, const float* second, float* to) const {
       const int64_t column_step = all_.chunks_ * kBlock, row_step = all_.m_ * column_step;
       constexpr int kStep = floyd::kPairColumns * kBlock;
       alignas(64) float found[floyd::kPairRows * kStep];
-      floyd::pair_product<kRowStep, false>(keys_, a, first, second, found, kStep, kBlock, tile_.soon.take());
+      add_pair<Together>(keys_, a, first, second, found, kStep, kBlock, false);
       for (int r = 0; r < std::min(floyd::kPairRows, rows_ - i); ++r)
         for (int q = 0; q < std::min(floyd::kPairColumns, columns_ - j); ++q)
           for (int v = 0; v < kBlock; v += kWidth) {
