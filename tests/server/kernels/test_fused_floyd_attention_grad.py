@@ -124,6 +124,7 @@ BOUNDS = [
     dict(n=33, m=200, k=161, d=32),
     dict(b=3, h=5, n=20, m=18, k=40, d=8),
     dict(b=2, h=2, n=193, m=5, k=33, d=128),
+    dict(n=330, m=3, k=135, d=8),
 ]
 
 
@@ -134,10 +135,10 @@ def test_bits_do_not_depend_on_threads(
 ) -> None:
     call = FLOYD.build(dtype=dtype, with_mask=True, **sizes)
     inputs = made(call, 2)
-    one, two, three = (computed(make_kernels(threads), FLOYD, call, inputs) for threads in (1, 2, 3))
-    assert_same_bits(one, two)
-    assert_same_bits(one, three)
-    assert_right(FLOYD, call, inputs, two)
+    one = computed(make_kernels(1), FLOYD, call, inputs)
+    for threads in (2, 3, 5):
+        assert_same_bits(computed(make_kernels(threads), FLOYD, call, inputs), one)
+    assert_right(FLOYD, call, inputs, one)
 
 
 def test_calls_at_once_give_the_bits_of_calls_alone(make_kernels: Callable[[int], Kernels]) -> None:
