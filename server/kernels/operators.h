@@ -7,4 +7,5 @@
 OPERATOR(grid_sampler_2d_backward, 0x07)
 OPERATOR(group_norm_backward, 0x1f)
 OPERATOR(multi_scale_deformable_attention_grad, 0x00)
+OPERATOR(fused_floyd_attention_grad, 0x3ff)
 #undef OPERATOR
