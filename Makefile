@@ -100,9 +100,14 @@ test-large: $(STAMP) ## A call of 3 GiB; skips, saying so, under 16 GiB of free 
 test-npu: $(STAMP_NPU) ## The NPU path: the unmodified torch_npu on a simulated CANN; x86-64 with g++
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV_NPU)/bin/python -m pytest -m npu_sim $(ARGS)
 
+# The same command as on hardware; `make test-npu` runs it too, and with faults that it must find.
+acceptance-sim: $(STAMP_NPU) ## The acceptance on a simulated NPU; ARGS="--steps 3" chooses
+	eval "$$($(VENV_NPU)/bin/python -m tests.cann_sim.build build/cann_sim_accepted)" && \
+	    $(VENV_NPU)/bin/npugrad-server acceptance --soak-s 20 --report build/acceptance.json $(ARGS)
+
 test-deploy: $(STAMP) ## The image recipe and the manifests
 	$(BIN)/python -m pytest tests/deploy $(ARGS)
-.PHONY: test test-large test-npu test-deploy
+.PHONY: test test-large test-npu acceptance-sim test-deploy
 
 # -------------------------------------------------------------------------------- benchmarks
 

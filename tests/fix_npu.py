@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 from tests.cann_sim.report import Report, write_plan
+from tests.e2e.harness import workers_of
 from tests.fix_server import ServerProcess, run_server
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
@@ -41,6 +43,10 @@ class NpuServer:
     def plan(self, text: str) -> None:
         """Puts a plan into force, in all its processes and for those that come."""
         write_plan(self.plan_path, text)
+
+    def workers(self) -> dict[int, Counter[str]]:
+        """What the simulator counted in each worker that lives, by process."""
+        return {pid: self.report.counters(pid) for pid in workers_of(self.process.process.pid)}
 
     def assert_clean(self, *, lost_workers: bool = False) -> None:
         """No rule was broken; nothing is left on the host.

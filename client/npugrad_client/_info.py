@@ -138,7 +138,7 @@ class OperatorInfo:
         summary: What it computes.
         parameters: In the order of the C signature.
         constraints: In the order they are reported.
-        supported: False where the product has no such operator.
+        supported: False where the product has no such operator, or none of the server's devices.
         min_cann: Oldest CANN release that has it.
     """
 

@@ -377,14 +377,15 @@ class OpSpec:
         products: Products that have the operator; values say where that is known from.
         constraints: Documented preconditions in the order in which they are reported inside a class.
         not_expressible: Documented rows no call of ours can break.
-        infer: Output metas of a legal call; None for masked-out ones.
+        output_metas: Metas of all outputs of a legal call, whatever its mask says.
         accepts_unchecked: Calls that succeed before anything else is checked.
         reference: The float64 implementation.
         build: Makes a legal call: keywords `dtype`, `product` and the operator's own sizes.
         samples: Small legal calls for a product.
         make_inputs: Plausible operand data for a call, from a random generator.
         extra_tolerance: Absolute tolerance of an output beyond the common formula, from the data.
-        deterministic: Whether the NPU can honour the deterministic option for this call.
+        determinism_check: Looks at a legal call; why an NPU cannot honour the deterministic option for it, as
+            operand, found and expected, or None.
         min_cann: Oldest CANN release with the operator.
         data_check: Looks at untrusted operand values before an NPU launch; a complaint or None.
         checked_operands: Operands whose values `data_check` reads; of others it may use only the shape.
@@ -398,13 +399,13 @@ class OpSpec:
     products: Mapping[Product, str]
     constraints: tuple[Constraint, ...]
     not_expressible: tuple[NotExpressible, ...]
-    infer: Callable[[CallMeta], Mapping[str, TensorMeta | None]]
+    output_metas: Callable[[CallMeta], Mapping[str, TensorMeta]]
     reference: Reference
     build: Callable[..., CallMeta]
     samples: Callable[[Product], Iterator[Sample]]
     make_inputs: Callable[[CallMeta, np.random.Generator], dict[str, npt.NDArray[Any] | None]]
     extra_tolerance: Callable[[Arrays, Mapping[str, Any], str], float]
-    deterministic: Callable[[CallMeta], bool]
+    determinism_check: Callable[[CallMeta], str | None]
     min_cann: str
     accepts_unchecked: Callable[[CallMeta], bool] = lambda call: False
     data_check: Callable[[Arrays], str | None] | None = None
@@ -430,9 +431,32 @@ class OpSpec:
         """Name of its unary RPC."""
         return self.aclnn_name.removeprefix("aclnn")
 
+    def infer(self, call: CallMeta) -> Mapping[str, TensorMeta | None]:
+        """Output metas of a legal call by name; None for masked-out ones."""
+        if self.accepts_unchecked(call):  # its operands may be anything
+            return dict.fromkeys(p.name for p in self.outputs)
+        metas = self.output_metas(call)
+        return {p.name: metas[p.name] if _is_wanted(p, call) else None for p in self.outputs}
+
+    def allocated(self, call: CallMeta) -> Mapping[str, TensorMeta]:
+        """Metas of the outputs that a legal call needs device memory for, by name; some may be masked out."""
+        if self.accepts_unchecked(call):
+            return {}
+        metas = self.output_metas(call)
+        return {
+            p.name: metas[p.name] for p in self.outputs if p.when_masked == "allocate" or _is_wanted(p, call)
+        }
+
     def param_index(self, name: str) -> int:
         """Position of a parameter in the C signature, as chunks name it."""
         return next(i for i, p in enumerate(self.params) if p.name == name)
+
+
+def _is_wanted(output: TensorParam, call: CallMeta) -> bool:
+    if output.masked_by is None:
+        return True
+    mask = call.mask()
+    return mask is not None and mask[output.masked_by]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The command `npugrad-server`: serve, check, ops.
+"""The command `npugrad-server`: serve, check, ops, acceptance.
 
 The options of `serve` and `check` are made from the fields of `ServerSettings`. Exit codes: 0 ok,
 1 failed, 2 the command line or a setting is wrong.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
@@ -20,6 +21,8 @@ import npugrad
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad_server import logs
+from npugrad_server.acceptance.command import AcceptanceOptions, accept
+from npugrad_server.acceptance.steps import STEPS, choose
 from npugrad_server.app import serve as serve_until_ended
 from npugrad_server.config import (
     CONFIG_VARIABLE,
@@ -153,7 +156,7 @@ def check(flags: dict[str, Any], config: str | None) -> None:
     finally:
         close_log()
     for finding in findings:
-        typer.echo(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.text}")
+        typer.echo(f"{finding.label:<4}  {finding.text}")
     raise typer.Exit(0 if all(finding.ok for finding in findings) else FAILED)
 
 
@@ -169,6 +172,65 @@ def ops() -> None:
                 table.add_row(*row)
         console.print(f"{spec.name} ({spec.aclnn_name})", style="bold", soft_wrap=True)
         console.print(Padding.indent(table, 2))
+
+
+@app.command()
+def acceptance(
+    device: Annotated[str, typer.Option(metavar="N", help="Number of the NPU, or its name: npu:N.")] = "0",
+    report: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="JSON to write; a page for people (.html) and what workers print (.log) go beside it.",
+        ),
+    ] = Path("acceptance.json"),
+    steps: Annotated[
+        str, typer.Option(metavar="LIST", help="Numbers or names of the steps to run, such as 1,3,soak.")
+    ] = "",
+    soak_s: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Length of the soak.")] = 600.0,
+    product: Annotated[
+        str, typer.Option(metavar="auto|" + "|".join(Product), help="Product; auto asks the NPU.")
+    ] = "auto",
+    streams: Annotated[
+        int, typer.Option(min=1, max=16, metavar="N", help="Calls that run at once on the NPU.")
+    ] = 2,
+    show_steps: Annotated[bool, typer.Option("--list", help="Show the steps and leave.")] = False,
+) -> None:
+    """Show on a node with NPUs that the service is right there: ten steps, one report, exit code 0 or 1.
+
+    The NPU should have nothing else to do meanwhile. With the default soak it takes a quarter of an hour.
+    """
+    if show_steps:
+        _show_steps()
+        return
+    number = device.removeprefix("npu:")
+    if not (number.isascii() and number.isdigit()):
+        raise typer.BadParameter(
+            f"found {device!r}; expected a number such as 0, or npu:0", param_hint="'--device'"
+        )
+    if product not in ("auto", *Product):
+        raise typer.BadParameter(
+            f"found {product!r}; expected auto, {', '.join(Product)}", param_hint="'--product'"
+        )
+    try:
+        options = AcceptanceOptions(int(number), report, choose(steps), soak_s, product, streams)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="'--steps'") from None
+    try:
+        code = 0 if accept(options) else FAILED
+    except StartError as error:
+        code = FAILED
+        for problem in error.problems:
+            typer.echo(f"FAIL  {problem}")
+    except OSError as error:
+        code = FAILED
+        typer.echo(f"npugrad-server: {error}", err=True)
+    raise typer.Exit(code)
+
+
+def _show_steps() -> None:
+    for step in STEPS:
+        typer.echo(f"{step.number:2}  {step.key:<12} {step.title}\n    {step.about}")
 
 
 def _announce(address: Address) -> None:

@@ -87,8 +87,8 @@ class ServerSettings(BaseSettings):
     )
     device_memory_bytes: ByteSize | None = Field(
         default=None,
-        description="Bytes for what a device makes of operands, such as contiguous copies of strided ones; "
-        "CPU devices share it. Default: half of the memory.",
+        description="Bytes of host memory for what workers make of operands, such as contiguous copies of "
+        "strided ones; all devices share it. An NPU tells itself what it has. Default: half of the memory.",
     )
     max_message_bytes: ByteSize = Field(
         default=ByteSize(MAX_MESSAGE_BYTES),

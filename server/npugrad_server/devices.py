@@ -45,6 +45,11 @@ class DeviceName:
         """Name without options, as it is shown: ``"cpu:0"``."""
         return f"{self.kind}:{self.index}"
 
+    @property
+    def owns_memory(self) -> bool:
+        """Whether it has memory of its own, and does not work in the host's."""
+        return self.kind == "npu" or "memory" in self.options
+
     def __str__(self) -> str:
         """Name with options; `parse_device` reads it."""
         options = "&".join(f"{key}={value}" for key, value in self.options.items())

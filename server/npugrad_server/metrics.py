@@ -113,6 +113,18 @@ class Metrics(PoolObserver):
             ("device",),
             registry=registry,
         )
+        self._workspaces = Counter(
+            "npugrad_workspaces_asked",
+            "Calls that needed more workspace than was set aside, by answer: granted, postponed, refused.",
+            ("device", "answer"),
+            registry=registry,
+        )
+        self._postponed = Counter(
+            "npugrad_calls_postponed",
+            "Calls that wait again because their device had no room for their workspace.",
+            ("device",),
+            registry=registry,
+        )
         self._attempts = Counter(
             "npugrad_attempts", "Calls handed to a device, each try counted.", ("device",), registry=registry
         )
@@ -187,6 +199,14 @@ class Metrics(PoolObserver):
     def call_requeued(self, planned: PlannedCall, device: str) -> None:
         """The worker of a device died under a call."""
         self._rerun.labels(device).inc()
+
+    def workspace_asked(self, device: str, answer: str) -> None:
+        """A call needed more workspace than was set aside for it."""
+        self._workspaces.labels(device, answer).inc()
+
+    def call_postponed(self, planned: PlannedCall, device: str) -> None:
+        """A call waits again, for want of room for its workspace."""
+        self._postponed.labels(device).inc()
 
     def worker_lost(self, device: str, reason: str) -> None:
         """A worker process ended."""
@@ -264,11 +284,24 @@ class _PoolCollector(Collector):
             "How often the worker of a device was started anew.",
             labels=("device",),
         )
+        memory = GaugeMetricFamily(
+            "npugrad_device_memory_bytes",
+            "What calls may have of a device's own memory; none is shown for one that works in the host's.",
+            labels=("device",),
+        )
+        used = GaugeMetricFamily(
+            "npugrad_device_memory_used_bytes",
+            "What running calls have of a device's own memory, workspaces set aside included.",
+            labels=("device",),
+        )
         for device in devices:
+            if device.memory_bytes is not None:
+                memory.add_metric((device.name,), device.memory_bytes)
+                used.add_metric((device.name,), device.memory_used_bytes)
             restarts.add_metric((device.name,), device.restarts)
             for state in DeviceState:
                 states.add_metric((device.name, str(state)), float(state == device.state))
-        yield from (states, restarts)
+        yield from (states, restarts, memory, used)
 
     async def _snapshot(self) -> tuple[PoolStats, tuple[DeviceStatus, ...]]:
         return self._pool.stats(), self._pool.devices()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from npugrad.errors import NpugradError
+from npugrad.ops import OPERATORS
 from npugrad.products import Product, product_from_soc
 from npugrad_server import devices
 from npugrad_server.addresses import Address, AddressError, check_free
@@ -118,10 +119,17 @@ class Finding:
     Attributes:
         ok: Whether it is as a start needs it.
         text: What it is, for a person.
+        optional: Whether a start does without it.
     """
 
     ok: bool
     text: str
+    optional: bool = False
+
+    @property
+    def label(self) -> str:
+        """``"ok"``, ``"FAIL"``, or ``"note"`` for what a start does without."""
+        return "note" if self.optional else "ok" if self.ok else "FAIL"
 
 
 async def check(settings: ServerSettings) -> list[Finding]:
@@ -137,7 +145,7 @@ async def check(settings: ServerSettings) -> list[Finding]:
         return findings + [Finding(False, problem) for problem in error.problems]
     if not made.devices[0].startswith("npu:"):
         # With auto it is fine to have none, but whoever expected one wants to know why.
-        findings += [Finding(True, f"no npu: {problem}") for problem in report.problems]
+        findings += [Finding(True, f"npu: {problem}", optional=True) for problem in report.problems]
     return findings + await _try_devices(made)
 
 
@@ -159,15 +167,23 @@ async def _try_devices(settings: PoolSettings) -> list[Finding]:
     except NpugradError:
         pass  # what each device says tells more
     finally:
-        found = pool.devices()
+        found, missing = pool.devices(), _missing_operators(pool, settings.product)
         await pool.close()
     arenas = (
         f"{settings.input_arena_bytes} bytes of operands, {settings.output_arena_bytes} of results per device"
     )
-    return [Finding(True, f"memory: {arenas}")] + [
+    opened = [
         Finding(
             d.state is DeviceState.READY,
             f"{d.name}: {d.state}, {d.reason or d.backend + ', ' + d.description}",
         )
         for d in found
     ]
+    return [Finding(True, f"memory: {arenas}"), *opened, *missing]
+
+
+def _missing_operators(pool: DevicePool, product: Product) -> list[Finding]:
+    """Operators of the product that no device can run: fine as long as there are others."""
+    known = [name for name, spec in OPERATORS.items() if product in spec.products]
+    reasons = {name: reason for name in known if (reason := pool.unavailable(name))}
+    return [Finding(len(reasons) < len(known), f"no {name}: {reason}") for name, reason in reasons.items()]

@@ -96,7 +96,7 @@ def run_on_sim(cann_sim: Installation, tmp_path: Path) -> Callable[..., Ended]:
         folder = tmp_path / "report"
         folder.mkdir(exist_ok=True)
         environment = {
-            **_inherited(),
+            **inherited(),
             **installation.environment({}),
             "CANN_SIM_PLAN": plan,
             "CANN_SIM_REPORT_DIR": str(folder),
@@ -116,7 +116,7 @@ def run_on_sim(cann_sim: Installation, tmp_path: Path) -> Callable[..., Ended]:
     return run
 
 
-def _inherited() -> Mapping[str, str]:
+def inherited() -> Mapping[str, str]:
     """What a Python needs; nothing that a CANN of this machine may have set."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR", "LANG") if name in os.environ}
     return {**kept, "PYTHONPATH": "protos:server:client", "OMP_NUM_THREADS": "1"}

@@ -106,17 +106,11 @@ class Arguments:
         if declared or (self._is_masked(param) and param.when_masked == "null"):
             return declared
         try:
-            return self._inferred(self._call, param)
+            return self._spec.output_metas(self._call)[param.name]
         except (KeyError, ValueError, MalformedTensor):  # an operand that the outputs follow from is missing
             if self._legal is None:
                 raise
-            return self._inferred(self._legal, param)
-
-    def _inferred(self, call: CallMeta, param: TensorParam) -> TensorMeta | None:
-        if param.masked_by is not None:  # masked out, it is there all the same
-            everything = (True,) * sum(output.masked_by is not None for output in self._spec.outputs)
-            call = call.with_attrs(output_mask=everything)
-        return self._spec.infer(call)[param.name]
+            return self._spec.output_metas(self._legal)[param.name]
 
     def _is_masked(self, param: TensorParam) -> bool:
         if param.masked_by is None:

@@ -36,6 +36,8 @@ H2H, H2D, D2H, D2D, DEFAULT = range(5)
 HBM = 1
 DETERMINISTIC = 0
 STOP_ON_FAILURE = 1
+EVENT_SYNC = 1
+EVENT_TIME_LINE = 8
 ND = 2
 FOREVER_MS = -1
 
@@ -44,6 +46,8 @@ PARAM_INVALID = 107000
 INVALID_DEVICE = 107001
 NO_CONTEXT = 107002
 FOREIGN_STREAM = 107003
+TIMESTAMP_INVALID = 107006
+TIMESTAMP_REVERSAL = 107007
 OUT_OF_MEMORY = 207001
 AICORE_EXCEPTION = 507015
 SYNC_TIMEOUT = 507046
@@ -84,6 +88,7 @@ _ASCENDCL: dict[str, list[Any]] = {
     "aclrtSynchronizeStreamWithTimeout": [c_void_p, c_int32],
     "aclrtSynchronizeDevice": [],
     "aclrtCreateEvent": [_PP],
+    "aclrtCreateEventExWithFlag": [_PP, c_uint32],
     "aclrtDestroyEvent": [c_void_p],
     "aclrtRecordEvent": [c_void_p, c_void_p],
     "aclrtStreamWaitEvent": [c_void_p, c_void_p],

@@ -14,6 +14,8 @@ from tests.cann_sim.runtime import (
     D2H,
     DEFAULT,
     DETERMINISTIC,
+    EVENT_SYNC,
+    EVENT_TIME_LINE,
     FOREIGN_STREAM,
     H2D,
     HBM,
@@ -23,6 +25,8 @@ from tests.cann_sim.runtime import (
     PARAM_INVALID,
     SUCCESS,
     SYNC_TIMEOUT,
+    TIMESTAMP_INVALID,
+    TIMESTAMP_REVERSAL,
     CannError,
 )
 
@@ -279,6 +283,44 @@ class TestStreams:
             runtime.call("aclrtFreeHost", pinned)
         runtime.call("aclrtFree", address)
         runtime.call("aclrtDestroyStream", other)
+
+    @pytest.mark.parametrize(
+        ("flags", "recorded", "code"),
+        [
+            ((EVENT_TIME_LINE, EVENT_TIME_LINE), (0, 1), 0),
+            ((EVENT_TIME_LINE | EVENT_SYNC, EVENT_TIME_LINE), (1, 0), TIMESTAMP_REVERSAL),
+            ((EVENT_SYNC, EVENT_TIME_LINE), (0, 1), TIMESTAMP_INVALID),
+            ((EVENT_TIME_LINE, EVENT_TIME_LINE), (0,), TIMESTAMP_INVALID),
+        ],
+        ids=["in order", "reversed", "not made for it", "not recorded"],
+    )
+    def test_only_recorded_timing_events_have_times(
+        self, runtime: Runtime, stream: int, flags: tuple[int, int], recorded: tuple[int, ...], code: int
+    ) -> None:
+        events = [runtime.pointer("aclrtCreateEventExWithFlag", flag) for flag in flags]
+        for index in recorded:
+            runtime.call("aclrtRecordEvent", events[index], stream)
+        runtime.call("aclrtSynchronizeStream", stream)
+        passed = ctypes.c_float()
+        assert runtime.status("aclrtEventElapsedTime", ctypes.byref(passed), *events) == code
+        runtime.message()
+        for event in events:
+            runtime.call("aclrtDestroyEvent", event)
+
+    def test_an_event_that_is_not_done_has_no_time_yet(self, runtime: Runtime, stream: int) -> None:
+        event, address = runtime.pointer("aclrtCreateEventExWithFlag", EVENT_TIME_LINE), runtime.malloc(8)
+        passed = ctypes.c_float()
+        runtime.set_plan("copy_ms=100")
+        source = queue_upload(runtime, address, 8, stream)
+        runtime.call("aclrtRecordEvent", event, stream)
+        asked = ("aclrtEventElapsedTime", ctypes.byref(passed), event, event)
+        assert runtime.status(*asked) == TIMESTAMP_INVALID
+        runtime.call("aclrtSynchronizeStream", stream)
+        runtime.call(*asked)
+        runtime.message()
+        runtime.call("aclrtDestroyEvent", event)
+        runtime.call("aclrtFreeHost", source)
+        runtime.call("aclrtFree", address)
 
 
 class TestFailures:

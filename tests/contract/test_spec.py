@@ -195,6 +195,31 @@ def test_records_list_their_parameters_in_c_order(spec: OpSpec) -> None:
             assert set(param.choices.values()) <= {0, 1, 2}
 
 
+@pytest.mark.parametrize(
+    ("mask", "wanted"),
+    [((True, True), [0, 1]), ((False, True), [1]), ((False, False), []), (None, [])],
+)
+def test_a_masked_output_is_not_wanted_but_has_memory_where_the_operator_writes_it_all_the_same(
+    mask: tuple[bool, ...] | None, wanted: list[int]
+) -> None:
+    sampler = get_operator("grid_sampler_2d_backward")
+    call = sampler.build(output_mask=mask)
+    metas = {"input_grad": call.tensor("input"), "grid_grad": call.tensor("grid")}
+    names = [name for index, name in enumerate(metas) if index in wanted]
+    assert sampler.infer(call) == {name: meta if name in names else None for name, meta in metas.items()}
+    # A null mask succeeds at once, whatever else the call has.
+    assert sampler.allocated(call) == ({} if mask is None else metas)
+    if mask is None:
+        assert sampler.infer(call.with_inputs(input=None)) == dict.fromkeys(metas)
+
+
+def test_a_masked_output_has_no_memory_where_the_operator_wants_null() -> None:
+    norm = get_operator("group_norm_backward")
+    call = norm.build(output_mask=(True, False, True))
+    assert norm.allocated(call).keys() == {"grad_input", "grad_beta"}
+    assert {name: meta for name, meta in norm.infer(call).items() if meta} == norm.allocated(call)
+
+
 def test_operators_are_found_by_name() -> None:
     assert [get_operator(name) for name in OPERATORS] == list(OPERATORS.values())
     # A new operator comes last: clients may show them in this order.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -259,7 +260,8 @@ def workers_of(pid: int) -> list[int]:
     """Worker processes of a server, as the kernel sees them."""
     children: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        children += map(int, (task / "children").read_text().split())
+        with suppress(FileNotFoundError):  # a thread that ended meanwhile; its children are another's now
+            children += map(int, (task / "children").read_text().split())
     return [child for child in children if b"npugrad_server.worker" in _command(child)]
 
 

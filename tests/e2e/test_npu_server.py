@@ -326,22 +326,16 @@ def test_one_library_with_all_operators_serves_as_well(
             call(channel, fill(spec, next(spec.samples(Product.ATLAS_A2)).call))
 
 
-def test_an_operator_that_cann_lacks_is_not_advertised_and_says_what_is_needed(
+def test_an_operator_that_cann_lacks_is_not_advertised(
     start_npu_server: StartNpuServer, install_cann_sim: Callable[..., Installation]
 ) -> None:
+    """What its callers are told is in the fault matrix."""
     running = start_npu_server(installation=install_cann_sim("split", "8.5.0"))
-    sample = fill(FLOYD, FLOYD.build())
     with running.process.channel() as channel:
         stub = server_pb2_grpc.ServerServiceStub(channel)
         assert FLOYD.name not in stub.GetServerInfo(server_pb2.GetServerInfoRequest()).operators
         listed = stub.ListOperators(server_pb2.ListOperatorsRequest()).operators
         assert {op.name for op in listed if op.supported} == set(OPERATORS) - {FLOYD.name}
-        failure = failure_of(lambda: call_execute(channel, sample.frames()))
-        call(channel, fill(GROUP_NORM, GROUP_NORM.build()))
-    assert failure.status is grpc.StatusCode.UNIMPLEMENTED
-    assert failure.error.reason == "OPERATOR_UNSUPPORTED"
-    assert "aclnnFusedFloydAttentionGradGetWorkspaceSize is not in libopapi_nn.so" in str(failure.error)
-    assert "expected CANN 9.0 or newer" in str(failure.error)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ class Figures:
 
     def devices(self) -> tuple[DeviceStatus, ...]:
         return (
-            DeviceStatus("cpu:0", "cpu", "", False, DeviceState.READY, 0, ""),
+            DeviceStatus("cpu:0", "cpu", "", False, DeviceState.READY, 0, "", None, 8000, 3000),
             DeviceStatus("cpu:1", "cpu", "", False, DeviceState.DOWN, 4, "gone"),
         )
 
@@ -66,6 +66,9 @@ def test_page_shows_the_pool_as_its_loop_sees_it() -> None:
     assert samples["npugrad_device_state", ("device", "cpu:1"), ("state", "down")] == 1
     assert samples["npugrad_device_state", ("device", "cpu:1"), ("state", "ready")] == 0
     assert samples["npugrad_worker_restarts_total", ("device", "cpu:1")] == 4
+    assert samples["npugrad_device_memory_bytes", ("device", "cpu:0")] == 8000
+    assert samples["npugrad_device_memory_used_bytes", ("device", "cpu:0")] == 3000
+    assert ("npugrad_device_memory_bytes", ("device", "cpu:1")) not in samples
     assert samples["npugrad_workers_lost_total", ("device", "cpu:0")] == 0
 
 
@@ -76,6 +79,8 @@ def test_what_the_pool_tells_is_counted() -> None:
     metrics.call_started(call, "cpu:0", 1, 0.5)
     metrics.worker_lost("cpu:0", "killed")
     metrics.call_requeued(call, "cpu:0")
+    metrics.workspace_asked("cpu:0", "granted")
+    metrics.call_postponed(call, "cpu:0")
     metrics.call_started(call, "cpu:0", 2, 0.5)
     metrics.call_finished(call, "OK", 10.0, info)
     metrics.call_finished(call, "WORKER_LOST", 10.0, None)
@@ -85,6 +90,8 @@ def test_what_the_pool_tells_is_counted() -> None:
     assert value("npugrad_attempts_total", {"device": "cpu:0"}) == 2
     assert value("npugrad_workers_lost_total", {"device": "cpu:0"}) == 1
     assert value("npugrad_calls_rerun_total", {"device": "cpu:0"}) == 1
+    assert value("npugrad_workspaces_asked_total", {"device": "cpu:0", "answer": "granted"}) == 1
+    assert value("npugrad_calls_postponed_total", {"device": "cpu:0"}) == 1
     assert value("npugrad_device_transitions_total", {"device": "cpu:1", "state": "down"}) == 1
     stages = {"queued": 1, "copy_in": 2, "run": 3, "copy_out": 4}
     for stage, seconds in stages.items():

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.fix_npu import npu_environment
 
+from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad_server.config import ServerSettings
 from npugrad_server.npus import NpuReport
 from npugrad_server.preflight import StartError, pool_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from tests.cann_sim.build import Installation
@@ -105,7 +106,7 @@ def test_check_says_what_an_npu_would_need() -> None:
     assert "FAIL  npu: libascendcl.so cannot be loaded, so there is no usable CANN here. Tried" in text
     code, lines = check("--devices", "auto")
     assert code == 0
-    assert any(line.startswith("ok    no npu: libascendcl.so cannot be loaded") for line in lines)
+    assert any(line.startswith("note  npu: libascendcl.so cannot be loaded") for line in lines)
     assert any(line.startswith("ok    cpu:0: ready") for line in lines)
 
 
@@ -142,7 +143,13 @@ def test_check_sees_packages_that_do_not_belong_together(tmp_path: Path) -> None
             "aclrtSetDevice:*:507033",
             "npu:0",
             1,
-            "FAIL  npu:0: down, npu:0 cannot be taken: torch_npu returned 507033",
+            "FAIL  npu:0: down, cannot be taken: torch_npu returned 507033",
+        ),
+        (
+            ";".join(f"{spec.aclnn_name}GetWorkspaceSize:*:561112" for spec in OPERATORS.values()),
+            "npu:0",
+            1,
+            "FAIL  npu:0: down, found no operator that runs here; expected at least one; multi_scale",
         ),
     ],
 )
@@ -171,3 +178,21 @@ def test_a_driver_that_does_not_answer_is_told_in_time(cann_sim: Installation, t
         check=True,
     )
     assert json.loads(done.stdout) == ["the NPU driver did not answer within 2 s"]
+
+
+@pytest.mark.npu_sim
+@pytest.mark.slow
+def test_check_names_operators_that_the_node_lacks(
+    install_cann_sim: Callable[..., Installation], torch_npu: Path, tmp_path: Path
+) -> None:
+    """One that its CANN is too old for is fine; a node that runs none is not."""
+    old = npu_environment(install_cann_sim("split", "8.5.0"), tmp_path / "old")
+    code, lines = check("--devices", "npu:0", env=old)
+    assert (code, sum(line.startswith("ok    no ") for line in lines)) == (0, 1)
+    assert "aclnnFusedFloydAttentionGradGetWorkspaceSize is not in libopapi_nn.so" in lines[-1]
+    assert lines[-1].startswith("ok    no fused_floyd_attention_grad: ")
+    assert lines[-1].endswith("expected CANN 9.0 or newer")
+
+    sick = npu_environment(install_cann_sim(), tmp_path / "sick", "aclCreateTensor:*:null")
+    code, lines = check("--devices", "npu:0", env=sick)
+    assert (code, sum(line.startswith("FAIL  no ") for line in lines)) == (1, 4)

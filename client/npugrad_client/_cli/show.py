@@ -60,10 +60,10 @@ def operators(console: Console, listed: tuple[OperatorInfo, ...]) -> None:
     for number, operator in enumerate(listed):
         if number:
             console.print()
-        supported = "" if operator.supported else ", NOT on this product"
+        supported = "" if operator.supported else f", NOT on {_lacking(operator)}"
         console.print(f"{operator.name}: {operator.aclnn_name}{supported}", style="bold", soft_wrap=True)
         tensors = [p for p in operator.parameters if p.role == "input"]
-        dtypes = ", ".join(tensors[0].dtypes) if tensors and operator.supported else "none"
+        dtypes = ", ".join(tensors[0].dtypes if tensors else ()) or "none"
         for line in (
             operator.summary,
             f"types: {dtypes}; constraints: {len(operator.constraints)}; oldest CANN: {operator.min_cann}",
@@ -72,6 +72,12 @@ def operators(console: Console, listed: tuple[OperatorInfo, ...]) -> None:
             + ", ".join(p.name for p in operator.parameters if p.role == "output"),
         ):
             console.print(f"  {line}", soft_wrap=True)
+
+
+def _lacking(operator: OperatorInfo) -> str:
+    """Who lacks an operator that is not supported: only a product that has it gives its operands types."""
+    on_product = any(parameter.dtypes for parameter in operator.parameters)
+    return "the server's devices; a call to it tells why" if on_product else "this product"
 
 
 def verdict(console: Console, operator: str, result: Verdict) -> None:

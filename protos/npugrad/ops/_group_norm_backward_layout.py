@@ -65,17 +65,16 @@ def build(
     )
 
 
-def infer(call: CallMeta) -> Mapping[str, TensorMeta | None]:
-    """Metas of the outputs; None for masked-out ones."""
-    dtype, mask = call.tensor("grad_out").dtype, call.mask() or ()
+def output_metas(call: CallMeta) -> Mapping[str, TensorMeta]:
+    """Metas of all outputs."""
+    dtype = call.tensor("grad_out").dtype
     shapes = {
         "grad_input": call.tensor("input").shape,
         "grad_gamma": gamma_shape(call),
         "grad_beta": gamma_shape(call),
     }
     return {
-        name: (call.declared(name) or TensorMeta(dtype, shape)).contiguous() if wanted else None
-        for (name, shape), wanted in zip(shapes.items(), mask, strict=True)
+        name: (call.declared(name) or TensorMeta(dtype, shape)).contiguous() for name, shape in shapes.items()
     }
 
 

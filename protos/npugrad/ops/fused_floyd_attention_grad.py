@@ -122,7 +122,7 @@ def build(
     )
 
 
-def _infer(call: CallMeta) -> Mapping[str, TensorMeta | None]:
+def _output_metas(call: CallMeta) -> Mapping[str, TensorMeta]:
     return {
         name: (
             call.declared(name) or TensorMeta(call.tensor(like).dtype, call.tensor(like).shape)
@@ -157,13 +157,15 @@ FUSED_FLOYD_ATTENTION_GRAD = OpSpec(
     products=dict.fromkeys(PRODUCTS, DOCUMENT),
     constraints=CONSTRAINTS,
     not_expressible=NOT_EXPRESSIBLE,
-    infer=_infer,
+    output_metas=_output_metas,
     reference=reference,
     build=build,
     samples=_samples,
     make_inputs=make_inputs,
     extra_tolerance=lambda inputs, attrs, output: 0.0,
-    deterministic=lambda call: False,
+    determinism_check=lambda call: (
+        "deterministic: found True; expected False, because the operator has no deterministic mode on an NPU"
+    ),
     min_cann="9.0",
 )
 """The record; order of params is the order of aclnnFusedFloydAttentionGradGetWorkspaceSize."""

@@ -124,11 +124,10 @@ def build(
     )
 
 
-def _infer(call: CallMeta) -> Mapping[str, TensorMeta | None]:
-    mask = call.mask() or (False, False)
+def _output_metas(call: CallMeta) -> Mapping[str, TensorMeta]:
     return {
-        name: (call.declared(name) or _inferred(call.tensor(like))).contiguous() if wanted else None
-        for (name, like), wanted in zip(LIKE.items(), mask, strict=True)
+        name: (call.declared(name) or _inferred(call.tensor(like))).contiguous()
+        for name, like in LIKE.items()
     }
 
 
@@ -136,8 +135,16 @@ def _inferred(like: TensorMeta) -> TensorMeta:
     return TensorMeta(like.dtype, like.shape)
 
 
-def _deterministic(call: CallMeta) -> bool:
-    return accepts_unchecked(call) or call.tensor("input").shape[1] <= MAX_DETERMINISTIC_CHANNELS
+def _determinism_check(call: CallMeta) -> str | None:
+    if accepts_unchecked(call):
+        return None
+    channels = call.tensor("input").shape[1]
+    if channels <= MAX_DETERMINISTIC_CHANNELS:
+        return None
+    return (
+        f"input: found {channels} channels; expected at most {MAX_DETERMINISTIC_CHANNELS} where "
+        "deterministic is True on an NPU"
+    )
 
 
 def _samples(product: Product) -> Iterator[Sample]:
@@ -210,13 +217,13 @@ GRID_SAMPLER_2D_BACKWARD = OpSpec(
     },
     constraints=CONSTRAINTS,
     not_expressible=NOT_EXPRESSIBLE,
-    infer=_infer,
+    output_metas=_output_metas,
     reference=reference,
     build=build,
     samples=_samples,
     make_inputs=_make_inputs,
     extra_tolerance=lambda inputs, attrs, output: 0.0,
-    deterministic=_deterministic,
+    determinism_check=_determinism_check,
     min_cann="8.0",
     accepts_unchecked=accepts_unchecked,
 )

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from npugrad.dtypes import DType
-from npugrad.ops._group_norm_backward_layout import C_NAMES, DOCUMENT, DTYPES, OUTPUTS, build, infer
+from npugrad.ops._group_norm_backward_layout import C_NAMES, DOCUMENT, DTYPES, OUTPUTS, build, output_metas
 from npugrad.ops._group_norm_backward_rules import CONSTRAINTS, NOT_EXPRESSIBLE
 from npugrad.products import Product
 from npugrad.references.group_norm_backward import reference
@@ -130,13 +130,13 @@ GROUP_NORM_BACKWARD = OpSpec(
     },
     constraints=CONSTRAINTS,
     not_expressible=NOT_EXPRESSIBLE,
-    infer=infer,
+    output_metas=output_metas,
     reference=reference,
     build=build,
     samples=_samples,
     make_inputs=_make_inputs,
     extra_tolerance=_extra_tolerance,
-    deterministic=lambda call: True,
+    determinism_check=lambda call: None,
     min_cann="8.0",
 )
 """The record; order of params is the order of aclnnGroupNormBackwardGetWorkspaceSize."""

@@ -127,7 +127,7 @@ def build(
     )
 
 
-def _infer(call: CallMeta) -> Mapping[str, TensorMeta | None]:
+def _output_metas(call: CallMeta) -> Mapping[str, TensorMeta]:
     return {
         name: (call.declared(name) or _inferred(call.tensor(like))).contiguous()
         for name, like in LIKE.items()
@@ -163,7 +163,7 @@ def _samples(product: Product) -> Iterator[Sample]:
         ),
     )
     yield from _empty_samples(product)
-    yield Sample("declared", call.with_outputs(**_infer(call)))
+    yield Sample("declared", call.with_outputs(**_output_metas(call)))
     expanded = TensorMeta(DType.FLOAT32, call.tensor("grad_output").shape, strides=(0, 0, 0, 0))
     heads_first = TensorMeta(DType.FLOAT32, call.tensor("value").shape, Format.NCHW, strides=(256, 8, 128, 1))
     yield Sample("strided", call.with_inputs(grad_output=expanded, value=heads_first))
@@ -188,13 +188,13 @@ MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD = OpSpec(
     products=PRODUCTS,
     constraints=CONSTRAINTS,
     not_expressible=NOT_EXPRESSIBLE,
-    infer=_infer,
+    output_metas=_output_metas,
     reference=reference,
     build=build,
     samples=_samples,
     make_inputs=make_inputs,
     extra_tolerance=lambda inputs, attrs, output: 0.0,
-    deterministic=lambda call: True,
+    determinism_check=lambda call: None,
     min_cann="8.0",
     data_check=levels_complaint,
     checked_operands=("spatial_shape", "level_start_index"),

@@ -80,7 +80,7 @@ def _one(*codes: int) -> tuple[tuple[int, int], ...]:
 
 FAULTS: tuple[FaultRow, ...] = (
     FaultRow(_one(0), Action.INTERNAL, "no handle, or an error of torch_npu's own"),
-    FaultRow(_one(161001, 161002), Action.REFUSE, "parameter null or invalid"),
+    FaultRow(((161000, 161999),), Action.REFUSE, "parameter null or invalid"),
     FaultRow(
         _one(561003, 561107, 561108, 561112),
         Action.OPERATOR_MISSING,

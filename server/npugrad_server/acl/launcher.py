@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from npugrad.spec import TensorParam
 from npugrad_server.acl.libraries import Missing
-from npugrad_server.acl.runtime import AclError
+from npugrad_server.acl.runtime import AclError, concerning
 from npugrad_server.acl.symbols import operator_symbols
 from npugrad_server.acl.tensor import Handles
 
@@ -72,6 +72,7 @@ class Launcher:
         workspace_bytes, executor = ctypes.c_uint64(), ctypes.c_void_p()
         with Handles(self._runtime, self._cann.tensors) as handles:
             arguments = _arguments(spec, attrs, tensors, handles)
+            self._runtime.forget_errors()  # a copy that was queued all right may have left a text
             self._runtime.call(first, *arguments, workspace_bytes, executor)
             plan = Plan(self._runtime, second, workspace_bytes.value, executor.value)
             destroy = self._cann.tensors["aclDestroyAclOpExecutor"]
@@ -113,6 +114,7 @@ class Plan:
         if executor is None:
             raise RuntimeError("found no executor; expected one from the first phase, not yet launched")
         address = workspace if self.workspace_bytes else None
+        self._runtime.forget_errors()
         self._runtime.call(self._launch, address, self.workspace_bytes, executor, stream)
 
     def abandon(self, destroy: Any) -> None:
@@ -130,12 +132,13 @@ def _arguments(
 ) -> list[Any]:
     arguments: list[Any] = []
     for param in spec.params:
-        if isinstance(param, TensorParam):
-            tensor = tensors[param.name]
-            arguments.append(None if tensor is None else handles.tensor(tensor))
-        elif param.type == "bool_array":
-            values = attrs[param.name]
-            arguments.append(handles.bool_array(values) if isinstance(values, tuple) else None)
-        else:
-            arguments.append(attrs[param.name])
+        with concerning(param.name):
+            if isinstance(param, TensorParam):
+                tensor = tensors[param.name]
+                arguments.append(None if tensor is None else handles.tensor(tensor))
+            elif param.type == "bool_array":
+                values = attrs[param.name]
+                arguments.append(handles.bool_array(values) if isinstance(values, tuple) else None)
+            else:
+                arguments.append(attrs[param.name])
     return arguments

@@ -143,21 +143,13 @@ def _blocks(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[tuple[int,
 
 
 def _outputs(spec: OpSpec, call: CallMeta, untouched: bool) -> list[Slot]:
-    wanted = spec.infer(call)
-    everything = spec.infer(_unmasked(spec, call))
+    wanted, allocated = spec.infer(call), spec.allocated(call)
     slots = []
     for param in spec.outputs:
-        masked = wanted[param.name] is None
-        meta = everything[param.name]
-        if meta is None or (masked and param.when_masked == "null"):
+        meta = allocated.get(param.name)
+        if meta is None:
             continue
         shape = meta.shape if param.device_view is None else param.device_view(meta)
-        zeroed = param.zero_init or untouched
-        slots.append(Slot(param.name, TensorMeta(meta.dtype, shape), zeroed=zeroed, wanted=not masked))
+        zeroed, asked = param.zero_init or untouched, wanted[param.name] is not None
+        slots.append(Slot(param.name, TensorMeta(meta.dtype, shape), zeroed=zeroed, wanted=asked))
     return slots
-
-
-def _unmasked(spec: OpSpec, call: CallMeta) -> CallMeta:
-    """The same call with every mask true, to know the outputs that are masked out."""
-    masks = {param.name: call.mask(param.name) for param in spec.attrs if param.type == "bool_array"}
-    return call.with_attrs(**{name: (True,) * len(mask) for name, mask in masks.items() if mask})

@@ -8,11 +8,14 @@ from __future__ import annotations
 import ctypes
 import math
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from npugrad_server.acl.faults import FaultRow, fault_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from npugrad_server.acl.libraries import Functions
 
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2
@@ -21,6 +24,9 @@ _HBM = 1
 """aclrtMemAttr of the device's own memory."""
 _DETERMINISTIC = 0
 """aclSysParamOpt of deterministic computing."""
+_EVENT_TIME_LINE = 8
+"""ACL_EVENT_TIME_LINE: the event can tell times, and may be recorded again and again."""
+_EVENTS = ("aclrtCreateEventExWithFlag", "aclrtRecordEvent", "aclrtEventElapsedTime", "aclrtDestroyEvent")
 _THREAD_LEVEL = 0
 """aclrtLastErrLevel."""
 _MOST_MESSAGES = 32
@@ -37,24 +43,41 @@ class AclError(Exception):
         function: The function that returned it.
         text: What CANN said about it; may be empty.
         last_error: What the runtime noted last on this thread; 0 if nothing.
+        subject: What the call was for, such as an operand by its name; empty where that is not known.
     """
 
     def __init__(self, code: int, function: str, text: str = "", last_error: int = 0) -> None:
         super().__init__(code, function, text, last_error)
         self.code, self.function, self.text, self.last_error = code, function, text, last_error
+        self.subject = ""
 
     @property
     def fault(self) -> FaultRow:
         """What it means."""
         return fault_of(self.code, self.last_error)
 
-    def __str__(self) -> str:
-        """One line for a person: function, number, meaning, CANN's words."""
+    @property
+    def head(self) -> str:
+        """What it is about, function, number and meaning."""
+        subject = f"{self.subject}: " if self.subject else ""
         found = f"returned {self.code}" if self.code else "failed without a number"
         hidden = self.last_error not in (0, self.code)
         noted = f", the runtime's last error is {self.last_error}" if hidden else ""
-        words = f": {self.text}" if self.text else ""
-        return f"{self.function} {found} ({self.fault.meaning}{noted}){words}"
+        return f"{subject}{self.function} {found} ({self.fault.meaning}{noted})"
+
+    def __str__(self) -> str:
+        """One line for a person: what `head` has, and CANN's words."""
+        return f"{self.head}: {self.text}" if self.text else self.head
+
+
+@contextmanager
+def concerning(subject: str) -> Iterator[None]:
+    """Has an `AclError` that leaves the block tell what it is about, unless it does already."""
+    try:
+        yield
+    except AclError as error:
+        error.subject = error.subject or subject
+        raise
 
 
 class Runtime:
@@ -139,8 +162,41 @@ class Runtime:
         ms = _MOST_MS if left_ms >= _MOST_MS else math.ceil(max(1.0, left_ms))
         self.call(self._functions["aclrtSynchronizeStreamWithTimeout"], stream, ms)
 
+    @property
+    def has_events(self) -> bool:
+        """Whether CANN has all that timing by events needs."""
+        return all(self._functions.has(name) for name in _EVENTS)
+
+    def make_event(self) -> int:
+        """A new event that can tell times; there may be as many as one likes."""
+        event = ctypes.c_void_p()
+        self.call(self._functions["aclrtCreateEventExWithFlag"], event, _EVENT_TIME_LINE)
+        return event.value or 0
+
+    def destroy_event(self, event: int) -> None:
+        """Destroys an event; no record of it may be under way."""
+        self.call(self._functions["aclrtDestroyEvent"], event)
+
+    def record(self, event: int, stream: int) -> None:
+        """Queues noting the time when a stream gets there; an earlier note is forgotten."""
+        self.call(self._functions["aclrtRecordEvent"], event, stream)
+
+    def elapsed_s(self, first: int, last: int) -> float:
+        """Seconds of the device between what two events noted; their streams must have been waited for."""
+        milliseconds = ctypes.c_float()
+        self.call(self._functions["aclrtEventElapsedTime"], milliseconds, first, last)
+        return milliseconds.value / 1000
+
     def set_deterministic(self, wanted: bool) -> None:
-        """Sets the deterministic option of the thread's context; nothing may run or be queued in it."""
+        """Sets the deterministic option, of process and context; nothing may run or be queued in either.
+
+        The operators' documents name the option of the context, and CANN's operator base reads that one when
+        it picks a kernel. But some of the vendor's operators ask for the option of the process, and torch_npu
+        sets both before each operator of its own; with both alike it does not matter which one is read.
+        ACL_OPT_STRONG_CONSISTENCY is off unless somebody sets it, and nobody here does.
+        """
+        if self._functions.has("aclrtSetSysParamOpt"):
+            self.call(self._functions["aclrtSetSysParamOpt"], _DETERMINISTIC, int(wanted))
         self.call(self._functions["aclrtCtxSetSysParamOpt"], _DETERMINISTIC, int(wanted))
 
     def memory_bytes(self) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from ctypes import (
     c_bool,
     c_char_p,
     c_double,
+    c_float,
     c_int,
     c_int32,
     c_int64,
@@ -65,11 +66,16 @@ RUNTIME: tuple[Symbol, ...] = (
     Symbol("aclrtSynchronizeStreamWithTimeout", _CODE, (_STREAM, c_int32)),
     Symbol("aclrtGetMemInfo", _CODE, (c_int, POINTER(c_size_t), POINTER(c_size_t))),
     Symbol("aclrtCtxSetSysParamOpt", _CODE, (c_int, c_int64)),
+    Symbol("aclrtSetSysParamOpt", _CODE, (c_int, c_int64), optional=True),
+    Symbol("aclrtCreateEventExWithFlag", _CODE, (POINTER(_HANDLE), c_uint32), optional=True),
+    Symbol("aclrtRecordEvent", _CODE, (_HANDLE, _STREAM), optional=True),
+    Symbol("aclrtEventElapsedTime", _CODE, (POINTER(c_float), _HANDLE, _HANDLE), optional=True),
+    Symbol("aclrtDestroyEvent", _CODE, (_HANDLE,), optional=True),
     Symbol("aclrtPeekAtLastError", _CODE, (c_int,), optional=True),
     Symbol("aclrtGetLastError", _CODE, (c_int,), optional=True),
     Symbol("aclsysGetVersionStr", _CODE, (c_char_p, c_char_p), since="8.5", optional=True),
 )
-"""Functions of libascendcl: devices, copies, streams, errors."""
+"""Functions of libascendcl: devices, copies, streams, events, errors."""
 
 TENSORS: tuple[Symbol, ...] = (
     Symbol(

@@ -200,5 +200,17 @@ class Backend(Protocol):
         """
         ...
 
+    def memory_now(self, *, give_back: bool) -> tuple[int, int] | None:
+        """Free and total bytes of the device; None when it works in the host's memory.
+
+        Args:
+            give_back: Whether memory that is only kept for later calls is given back to the device first.
+
+        Raises:
+            NpugradError: The device does not tell.
+            DeviceLost: The process has to go.
+        """
+        ...
+
     def close(self) -> None:
         """Gives the device back; no call runs."""

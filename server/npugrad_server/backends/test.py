@@ -16,6 +16,9 @@ Options of ``test:N?name=value&...``; a LABEL is compared with the label of the 
     open=slowly   refuse to open the device, which needs time
     open=never    refuse to open the device, for ever
     open_ms=50    take that long to open it
+    memory=BYTES  have memory of its own, and refuse calls that together exceed it
+    workspace=BYTES  ask for that much of it as workspace; 0 by default
+    big=LABEL     ask for twice the workspace in such a call
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,16 +37,18 @@ from npugrad_server.backends.base import Comeback, DeviceLost, DeviceUnusable, T
 from npugrad_server.backends.cpu import CpuBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from npugrad.products import Product
     from npugrad.spec import CallMeta, OpSpec
     from npugrad_server.backends.base import DeviceCall
     from npugrad_server.devices import DeviceName
 
-_NUMBERS = ("ms", "open_ms")
-_LABELS = ("crash", "hang", "corrupt", "oom", "bug", "fault", "damage", "timeout")
+_NUMBERS = ("ms", "open_ms", "memory", "workspace")
+_LABELS = ("crash", "hang", "corrupt", "oom", "bug", "fault", "damage", "timeout", "big")
 _OPEN = ("ok", "fail", "slowly", "never")
+_SLICE_S = 0.01
+"""Seconds between two looks at whether anybody still waits."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,8 @@ class TestOptions:
         compute: Whether results are computed.
         opening: How opening goes: one of ok, fail, slowly, never.
         labels: Label by the name of the failure that calls with it meet.
+        memory_bytes: Memory of its own; None for none.
+        workspace_bytes: How much of it a call asks for as workspace.
     """
 
     __test__ = False  # not a test class, whatever its name
@@ -64,6 +72,8 @@ class TestOptions:
     compute: bool
     opening: str
     labels: Mapping[str, str]
+    memory_bytes: int | None = None
+    workspace_bytes: int = 0
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> TestOptions:
@@ -84,6 +94,8 @@ class TestOptions:
             compute=options.get("compute") == "1",
             opening=options.get("open", "ok"),
             labels={name: options[name] for name in _LABELS if name in options},
+            memory_bytes=int(options["memory"]) if "memory" in options else None,
+            workspace_bytes=int(options.get("workspace", "0")),
         )
 
     def meets(self, failure: str, label: str) -> bool:
@@ -108,6 +120,8 @@ class TestBackend:
         self.unavailable: Mapping[str, str] = {}
         self._options = TestOptions.parse({})
         self._cpu = CpuBackend()
+        self._used_bytes = 0
+        self._lock = threading.Lock()
 
     def open(self, device: DeviceName, product: Product, streams: int) -> None:
         """Reads the device's options.
@@ -127,27 +141,57 @@ class TestBackend:
         if self._options.compute:
             self._cpu.open(device, product, streams)
         self.description = f"simulated device, {self._options.service_s * 1000:g} ms a call"
+        self.memory_bytes = self._options.memory_bytes
 
     def run(self, spec: OpSpec, call: DeviceCall) -> Timings:
         """Takes the service time and writes zeros, or what the options ask for.
 
         Raises:
-            MemoryError: The options ask for it.
+            MemoryError: The options ask for it, or calls exceed the memory they give.
             RuntimeError: The options ask for it.
+            CallPostponed: There is no room for the workspace now.
+            CallAbandoned: The caller has gone.
+            DeadlineExceeded: The deadline passed.
             DeviceLost: The options ask for it.
         """
         start = time.perf_counter()
         label = call.options.label
         self._fail_at_start(label)
+        tensors = [array for array in (*call.inputs.values(), *call.outputs.values()) if array is not None]
+        workspace_bytes = self._options.workspace_bytes * (2 if self._options.meets("big", label) else 1)
+        with self._taken(sum(array.nbytes for array in tensors)):
+            if workspace_bytes:
+                call.reserve_workspace(workspace_bytes)
+            with self._taken(workspace_bytes):
+                self._serve(spec, call, start)
+        return Timings(run_s=time.perf_counter() - start, workspace_bytes=workspace_bytes)
+
+    @contextmanager
+    def _taken(self, nbytes: int) -> Iterator[None]:
+        """Keeps device memory for a block."""
+        with self._lock:
+            limit = self._options.memory_bytes
+            if limit is not None and self._used_bytes + nbytes > limit:
+                raise MemoryError(f"found {self._used_bytes} of {limit} bytes in use; wanted {nbytes} more")
+            self._used_bytes += nbytes
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._used_bytes -= nbytes
+
+    def _serve(self, spec: OpSpec, call: DeviceCall, start: float) -> None:
         if self._options.compute:
             self._cpu.run(spec, call)
         else:
             for output in call.outputs.values():
                 output.fill(0)
-        if self._options.meets("corrupt", label):
+        if self._options.meets("corrupt", call.options.label):
             _flip_bit(call)
-        time.sleep(max(0.0, start + self._options.service_s - time.perf_counter()))
-        return Timings(run_s=time.perf_counter() - start)
+        end = start + self._options.service_s
+        while (left_s := end - time.perf_counter()) > 0:
+            call.check_wanted()
+            time.sleep(min(left_s, _SLICE_S))
 
     def _fail_at_start(self, label: str) -> None:
         if self._options.meets("crash", label):
@@ -166,7 +210,11 @@ class TestBackend:
             raise DeviceLost("test device: wait returned 507046", 507046, retry=False, blameless=True)
 
     def workspace_bytes(self, spec: OpSpec, meta: CallMeta) -> int | None:
-        """None: there is no operator."""
+        """What the options say; None for a device that has no memory of its own."""
+        return None if self._options.memory_bytes is None else self._options.workspace_bytes
+
+    def memory_now(self, *, give_back: bool) -> tuple[int, int] | None:
+        """None: it works in the host's memory."""
 
     def close(self) -> None:
         """Ends the threads of the CPU backend, if there are any."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from npugrad.errors import (
+    CallTooLarge,
     DeadlineExceeded,
     DeviceError,
     ErrorDetails,
@@ -42,7 +43,7 @@ def error_from_verdict(
 
     Args:
         planned: The call.
-        reason: DEADLINE_EXCEEDED, NO_DEVICE or WORKER_LOST.
+        reason: CALL_TOO_LARGE, DEADLINE_EXCEEDED, NO_DEVICE or WORKER_LOST.
         detail: What happened.
         code: The vendor's number, when a device failed.
     """
@@ -50,6 +51,8 @@ def error_from_verdict(
     operator, request_id = planned.spec.name, planned.request_id
     if reason == "DEADLINE_EXCEEDED":
         return DeadlineExceeded(message, operator=operator, request_id=request_id)
+    if reason == "CALL_TOO_LARGE":
+        return CallTooLarge(message, operator=operator, request_id=request_id)
     if reason == "WORKER_LOST":
         return WorkerLost(message, code=code, source="device", operator=operator, request_id=request_id)
     return ServerBusy(

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, TypeAlias
 from npugrad_server.backends.base import Comeback
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from npugrad_server.pool.regions import Region
+    from npugrad_server.worker.protocol import AbandonCall, WorkspaceGranted, WorkspaceRefused
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,8 @@ class WorkerSpec:
     Attributes:
         streams: Calls that may run on it at once.
         output_bytes: Size of its output arena.
-        memory: Name of the memory it shares with other devices; the budgets of the scheduler have it as key.
+        memory: Name of the host memory it shares with other devices; the budgets of the scheduler have it as
+            key.
     """
 
     streams: int
@@ -37,7 +41,9 @@ class CallRequest:
         deterministic: Mode of the device the call asks for.
         deadline_s: Time from which on its result is of no use; None for never.
         output_bytes: What it takes of an output arena.
-        memory_bytes: What it takes of the device's memory.
+        memory_bytes: What it takes of the host's memory beside arenas.
+        device_bytes: What its tensors take of the memory of a device that has its own.
+        workspace_key: What its workspace there depends on; None where nothing is known of it.
     """
 
     id: int
@@ -47,6 +53,8 @@ class CallRequest:
     deadline_s: float | None = None
     output_bytes: int = 0
     memory_bytes: int = 0
+    device_bytes: int = 0
+    workspace_key: Hashable = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,10 @@ class KillWorker:
 
 @dataclass(frozen=True)
 class StartCall:
-    """Hand a call to a worker; its outputs go into `region` of that worker's arena."""
+    """Hand a call to a worker; its outputs go into `region` of that worker's arena.
+
+    `workspace_bytes` of the device's own memory are set aside for its workspace; None where it has none.
+    """
 
     call: int
     worker: int
@@ -97,6 +108,16 @@ class StartCall:
     region: Region
     attempt: int
     queued_s: float
+    workspace_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class TellWorker:
+    """Say something to a process about a call that it runs."""
+
+    worker: int
+    incarnation: int
+    message: AbandonCall | WorkspaceGranted | WorkspaceRefused
 
 
 @dataclass(frozen=True)
@@ -125,6 +146,14 @@ class RequeueCall:
 
 
 @dataclass(frozen=True)
+class PostponeCall:
+    """Note that a call waits again because its device had no room for its workspace."""
+
+    call: int
+    worker: int
+
+
+@dataclass(frozen=True)
 class ReleaseCall:
     """Give the operands' memory back: the admission is closed and no worker reads them any more."""
 
@@ -139,5 +168,5 @@ class DeviceChanged:
 
 
 WorkerCommand: TypeAlias = "SpawnWorker | KillWorker | DeviceChanged"
-CallCommand: TypeAlias = "StartCall | CompleteCall | FailCall | RequeueCall | ReleaseCall"
-Command: TypeAlias = "WorkerCommand | CallCommand"
+CallCommand: TypeAlias = "StartCall | CompleteCall | FailCall | RequeueCall | PostponeCall | ReleaseCall"
+Command: TypeAlias = "WorkerCommand | CallCommand | TellWorker"

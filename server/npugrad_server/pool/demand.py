@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from npugrad.errors import CallTooLarge
+from npugrad_server.pool.device_memory import FLOAT64_BYTES, need_of
 from npugrad_server.pool.regions import aligned
 
 if TYPE_CHECKING:
@@ -13,8 +14,6 @@ if TYPE_CHECKING:
 
     from npugrad.spec import TensorMeta
     from npugrad_server.pool.types import PlannedCall
-
-_FLOAT64_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -37,26 +36,36 @@ class Demand:
     Attributes:
         inputs: Contents of the operands, as they travel.
         outputs: Wanted outputs.
-        memory_bytes: What the device makes of them: contiguous copies of other layouts, and the float64
-            results of a verification.
+        memory_bytes: What the worker makes of them in the host's memory: contiguous copies of other layouts,
+            and the float64 results of a verification.
+        device_bytes: What its tensors take of the device's own memory.
+        workspace_key: What its workspace there depends on; None where the device has no memory of its own.
     """
 
     inputs: Layout
     outputs: Layout
     memory_bytes: int
+    device_bytes: int = 0
+    workspace_key: bytes | None = None
 
 
-def demand_of(planned: PlannedCall) -> Demand:
-    """Counts what a call needs."""
+def demand_of(planned: PlannedCall, *, own_memory: bool = False) -> Demand:
+    """Counts what a call needs.
+
+    Args:
+        planned: The call.
+        own_memory: Whether devices have memory of their own, and take operands in other layouts.
+    """
+    inputs = _layout({name: _content_bytes(meta) for name, meta in planned.call.inputs.items()})
+    outputs = _layout({name: _tensor_bytes(meta) for name, meta in planned.outputs.items()})
+    if own_memory:
+        need = need_of(planned)
+        return Demand(inputs, outputs, need.host_bytes, need.tensor_bytes, need.key)
     operands = [meta for meta in planned.call.inputs.values() if meta is not None]
     memory = sum(meta.nbytes for meta in operands if not meta.is_contiguous)
     if planned.options.verify:
-        memory += sum(meta.size * _FLOAT64_BYTES for meta in planned.outputs.values() if meta is not None)
-    return Demand(
-        inputs=_layout({name: _content_bytes(meta) for name, meta in planned.call.inputs.items()}),
-        outputs=_layout({name: _tensor_bytes(meta) for name, meta in planned.outputs.items()}),
-        memory_bytes=memory,
-    )
+        memory += sum(meta.size * FLOAT64_BYTES for meta in planned.outputs.values() if meta is not None)
+    return Demand(inputs, outputs, memory)
 
 
 def _content_bytes(meta: TensorMeta | None) -> int | None:
@@ -78,20 +87,35 @@ def _layout(sizes: Mapping[str, int | None]) -> Layout:
 
 
 def check_fits(
-    operator: str, demand: Demand, *, input_arena_bytes: int, output_arena_bytes: int, memory_bytes: int
+    operator: str,
+    demand: Demand,
+    *,
+    input_arena_bytes: int,
+    output_arena_bytes: int,
+    memory_bytes: int,
+    device_bytes: int | None = None,
 ) -> None:
     """Refuses what can never fit.
 
+    Args:
+        operator: Its name.
+        demand: What a call needs.
+        input_arena_bytes: Memory for operands.
+        output_arena_bytes: Memory for results.
+        memory_bytes: Host memory for what a worker makes of operands.
+        device_bytes: The roomiest device's own memory; None where nothing bounds it, or not yet.
+
     Raises:
-        CallTooLarge: Operands, results or device memory exceed what there is; the message names the setting.
+        CallTooLarge: It exceeds one of them; the message names the setting.
     """
     for what, found, limit, setting in (
-        ("operands", demand.inputs.nbytes, input_arena_bytes, "input_arena_bytes"),
-        ("results", demand.outputs.nbytes, output_arena_bytes, "output_arena_bytes"),
-        ("contiguous copies on the device", demand.memory_bytes, memory_bytes, "device_memory_bytes"),
+        ("operands", demand.inputs.nbytes, input_arena_bytes, "setting input_arena_bytes"),
+        ("results", demand.outputs.nbytes, output_arena_bytes, "setting output_arena_bytes"),
+        ("copies in the worker", demand.memory_bytes, memory_bytes, "setting device_memory_bytes"),
+        ("tensors on the device", demand.device_bytes, device_bytes, "what the roomiest device has free"),
     ):
-        if found > limit:
+        if limit is not None and found > limit:
             raise CallTooLarge(
-                f"{operator}: found {found} bytes of {what}; expected at most {limit} (setting {setting})",
+                f"{operator}: found {found} bytes of {what}; expected at most {limit} ({setting})",
                 operator=operator,
             )

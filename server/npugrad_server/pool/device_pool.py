@@ -11,38 +11,37 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from npugrad.errors import NpugradError, ServerBusy, ServerDraining, UnsupportedOperator
+from npugrad.errors import ServerBusy, ServerDraining, UnsupportedOperator
 from npugrad_server.devices import parse_device
 from npugrad_server.machine import memory_bytes
 from npugrad_server.pool.admission import Admission
-from npugrad_server.pool.answers import RETRY_DRAINING_S, RETRY_NO_DEVICE_S, error_from_verdict
+from npugrad_server.pool.answers import RETRY_DRAINING_S, RETRY_NO_DEVICE_S
 from npugrad_server.pool.arena import InputArena
-from npugrad_server.pool.commands import (
-    CompleteCall,
-    FailCall,
-    KillWorker,
-    ReleaseCall,
-    RequeueCall,
-    SpawnWorker,
-    StartCall,
-    WorkerSpec,
-)
+from npugrad_server.pool.commands import DeviceChanged, ReleaseCall, WorkerSpec
+from npugrad_server.pool.device_memory import budget
+from npugrad_server.pool.driver import Driver
 from npugrad_server.pool.entry import Entry
 from npugrad_server.pool.fleet import Fleet
 from npugrad_server.pool.gate import Gate
 from npugrad_server.pool.questions import Questions
+from npugrad_server.pool.replies import Replies
 from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.pool.types import DeviceState, DeviceStatus, Outcome, PoolObserver, PoolStats
-from npugrad_server.worker.protocol import CallDone, CallFailed
+from npugrad_server.worker.protocol import CallDone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from npugrad.call import ExecutionInfo
     from npugrad.spec import CallMeta, OpSpec
-    from npugrad_server.pool.commands import Command, DeviceChanged, Failure
+    from npugrad_server.pool.commands import Command, Failure
     from npugrad_server.pool.types import PlannedCall, PoolSettings
-    from npugrad_server.worker.protocol import CallPlanned, DeviceReady
+    from npugrad_server.worker.protocol import (
+        CallDeferred,
+        CallFailed,
+        CallPlanned,
+        DeviceReady,
+        NeedWorkspace,
+    )
 
 _log = logging.getLogger(__name__)
 
@@ -72,20 +71,26 @@ class DevicePool:
         self.on_change: list[Callable[[], None]] = []
         self._settings = settings
         self._observer = observer or PoolObserver()
+        self._replies = Replies(self._observer)
         self._loop = asyncio.get_running_loop()
         devices = [parse_device(name) for name in settings.devices]
         self._inputs = InputArena(settings.input_arena_bytes)
-        self._gate = Gate(settings, settings.device_memory_bytes or memory_bytes() // 2)
+        self._gate = Gate(
+            settings,
+            settings.device_memory_bytes or memory_bytes() // 2,
+            own_memory=any(device.owns_memory for device in devices),
+        )
         self._fleet = Fleet(settings, devices, self._inputs, self)
+        self._entries: dict[int, Entry] = {}
+        self._driver = Driver(self._fleet, self._entries, self._replies, self._observer)
         self._scheduler = Scheduler(
             settings,
             [WorkerSpec(settings.streams_per_device, self._gate.output_bytes, _HOST)] * len(devices),
             {_HOST: self._gate.memory_bytes},
         )
         self._numbers = itertools.count(1)
-        self._entries: dict[int, Entry] = {}
         self._questions = Questions(self._fleet, self._scheduler, self._numbers)
-        self._unclosed = self._uploads = self._accepted = self._finished = 0
+        self._unclosed = self._uploads = self._accepted = 0
         self._draining = self._closing = False
         self._alarm: asyncio.TimerHandle | None = None
         self._progress = asyncio.Event()
@@ -136,7 +141,9 @@ class DevicePool:
         if missing:
             raise UnsupportedOperator(f"{operator}: no device has it: {missing}", operator=operator)
         waiting = self._uploads + self._scheduler.queue_depth
-        demand, region = self._gate.reserve(planned, waiting, self._scheduler.running)
+        demand, region = self._gate.reserve(
+            planned, waiting, self._scheduler.running, self._scheduler.most_device_bytes
+        )
         admission = Admission(
             next(self._numbers),
             planned,
@@ -161,6 +168,7 @@ class DevicePool:
             Views of the results, valid until the admission is closed.
 
         Raises:
+            CallTooLarge: No device has room for its tensors, as turned out after it was admitted.
             DeadlineExceeded: The deadline passed before the result was there.
             ServerBusy: NO_DEVICE, the last device was marked down.
             ServerDraining: The pool was closed meanwhile.
@@ -185,7 +193,7 @@ class DevicePool:
             return await entry.future
         except asyncio.CancelledError:
             self._apply(self._scheduler.cancel(admission.number, time.monotonic()))
-            self._report(entry, "CANCELLED", None)
+            self._replies.report(entry, "CANCELLED", None)
             raise
 
     async def workspace_bytes(self, spec: OpSpec, call: CallMeta) -> int | None:
@@ -214,8 +222,12 @@ class DevicePool:
     def worker_ready(self, worker: int, incarnation: int, ready: DeviceReady) -> None:
         """A process has opened its device."""
         for operator, reason in ready.unavailable.items():
-            _log.warning("%s: without %s: %s", self._fleet.devices[worker].name.name, operator, reason)
-        self._apply(self._scheduler.ready(worker, incarnation, time.monotonic(), ready.one_mode))
+            _log.warning("%s: without %s: %s", self._fleet.name(worker), operator, reason)
+        memory_bytes = None
+        if ready.memory_bytes is not None:
+            memory_bytes = budget(ready.memory_bytes, self._settings.streams_per_device)
+        commands = self._scheduler.ready(worker, incarnation, time.monotonic(), ready.one_mode, memory_bytes)
+        self._apply(commands)
 
     def worker_answered(self, worker: int, incarnation: int, answer: CallDone | CallFailed) -> None:
         """A process has answered a call."""
@@ -223,12 +235,23 @@ class DevicePool:
             return
         entry = self._entries.get(answer.call)
         if entry is not None:
-            entry.answer = answer
-            self._log_trace(entry, answer)
-        good = isinstance(answer, CallDone)
+            self._replies.take(entry, answer)
+        good, workspace_bytes = isinstance(answer, CallDone), None
         if isinstance(answer, CallDone):
             self._gate.note(answer.copy_in_s + answer.run_s + answer.copy_out_s)
-        self._apply(self._scheduler.answered(worker, incarnation, answer.call, good, time.monotonic()))
+            workspace_bytes = answer.workspace_bytes
+        now = time.monotonic()
+        self._apply(self._scheduler.answered(worker, incarnation, answer.call, good, now, workspace_bytes))
+
+    def worker_asks(self, worker: int, incarnation: int, question: NeedWorkspace) -> None:
+        """A process needs more workspace for a call than is set aside."""
+        needed = question.workspace_bytes
+        self._apply(self._scheduler.need_workspace(worker, incarnation, question.call, needed))
+
+    def worker_deferred(self, worker: int, incarnation: int, answer: CallDeferred) -> None:
+        """A process has given a call back, for want of room for its workspace."""
+        needed, now = answer.workspace_bytes, time.monotonic()
+        self._apply(self._scheduler.deferred(worker, incarnation, answer.call, needed, now))
 
     def worker_planned(self, worker: int, incarnation: int, answer: CallPlanned) -> None:
         """A process has said what a call would need."""
@@ -242,87 +265,20 @@ class DevicePool:
         """A process has ended, or could not be started."""
         self._questions.lost(worker, incarnation)
         if not self._closing:
-            self._observer.worker_lost(self._fleet.devices[worker].name.name, reason)
+            self._observer.worker_lost(self._fleet.name(worker), reason)
         self._apply(self._scheduler.lost(worker, incarnation, reason, time.monotonic()))
-
-    def _log_trace(self, entry: Entry, answer: CallDone | CallFailed) -> None:
-        if isinstance(answer, CallFailed) and answer.trace:
-            _log.error("request %s: %s\n%s", entry.planned.request_id, answer.message, answer.trace)
 
     # --------------------------------------------------------------------------- what the scheduler decides
 
     def _apply(self, commands: Iterable[Command]) -> None:
         for command in commands:
-            self._carry_out(command)
+            if isinstance(command, ReleaseCall):
+                self._release(command.call)
+            elif isinstance(command, DeviceChanged):
+                self._changed(command)
+            else:
+                self._driver.carry_out(command)
         self._set_alarm()
-
-    def _carry_out(self, command: Command) -> None:
-        if isinstance(command, StartCall):
-            self._start(command)
-        elif isinstance(command, CompleteCall):
-            self._complete(self._entries[command.call])
-        elif isinstance(command, FailCall):
-            self._fail(self._entries[command.call], command)
-        elif isinstance(command, ReleaseCall):
-            self._release(command.call)
-        elif isinstance(command, RequeueCall):
-            self._requeued(self._entries[command.call], command)
-        elif isinstance(command, SpawnWorker):
-            self._fleet.spawn(command.worker, command.incarnation)
-        elif isinstance(command, KillWorker):
-            _log.warning(
-                "%s: its worker is ended: %s", self._fleet.devices[command.worker].name, command.reason
-            )
-            self._fleet.kill(command.worker, command.incarnation)
-        else:
-            self._changed(command)
-
-    def _start(self, command: StartCall) -> None:
-        entry = self._entries[command.call]
-        process = self._fleet.process(command.worker)
-        process.send(entry.started(command, process.outputs))
-        device = self._fleet.devices[command.worker].name.name
-        self._observer.call_started(entry.planned, device, command.attempt, command.queued_s)
-
-    def _complete(self, entry: Entry) -> None:
-        if entry.start is None:
-            raise RuntimeError(f"{entry.planned.spec.name}: completed without a start")
-        device = self._fleet.devices[entry.start.worker]
-        if device.info is None:
-            raise RuntimeError(f"{device.name}: answered before it was ready")
-        try:
-            outcome = entry.outcome(device.name.name, device.info)
-        except NpugradError as error:
-            self._finish(entry, error)
-            return
-        if entry.future is not None and not entry.future.done():
-            entry.future.set_result(outcome)
-        self._report(entry, "OK", outcome.info)
-
-    def _fail(self, entry: Entry, command: FailCall) -> None:
-        if command.reason == "WORKER_LOST":
-            planned = entry.planned
-            _log.error("request %s: %s is suspect: %s", planned.request_id, planned.spec.name, command.detail)
-        error = error_from_verdict(entry.planned, command.reason, command.detail, command.code)
-        self._finish(entry, error)
-
-    def _finish(self, entry: Entry, error: NpugradError) -> None:
-        if entry.future is not None and not entry.future.done():
-            entry.future.set_exception(error)
-        self._report(entry, error.reason, None)
-
-    def _report(self, entry: Entry, reason: str, info: ExecutionInfo | None) -> None:
-        if not entry.reported:
-            entry.reported = True
-            self._finished += 1
-            self._observer.call_finished(entry.planned, reason, time.monotonic() - entry.submitted_s, info)
-
-    def _requeued(self, entry: Entry, command: RequeueCall) -> None:
-        device = self._fleet.devices[command.worker].name.name
-        _log.warning(
-            "request %s: %s died under it; it waits for another try", entry.planned.request_id, device
-        )
-        self._observer.call_requeued(entry.planned, device)
 
     def _changed(self, command: DeviceChanged) -> None:
         if self._closing:
@@ -359,7 +315,7 @@ class DevicePool:
         device, record = self._fleet.devices[worker], self._scheduler.workers[worker]
         info = device.info
         return DeviceStatus(
-            name=device.name.name,
+            name=self._fleet.name(worker),
             backend=info.backend if info else "",
             description=info.description if info else "",
             simulated=info.simulated if info else False,
@@ -367,6 +323,8 @@ class DevicePool:
             restarts=max(0, record.incarnation - 1),
             reason=record.reason,
             pid=device.process.pid if device.process else None,
+            memory_bytes=record.memory_bytes,
+            memory_used_bytes=record.memory_used_bytes,
         )
 
     def stats(self) -> PoolStats:
@@ -375,7 +333,7 @@ class DevicePool:
             queue_depth=self._scheduler.queue_depth,
             running=self._scheduler.running,
             accepted_calls=self._accepted,
-            finished_calls=self._finished,
+            finished_calls=self._replies.count,
             input_arena_used_bytes=self._gate.operands.used_bytes,
             output_arena_used_bytes=self._scheduler.output_used_bytes,
             uploads=self._uploads,
@@ -438,7 +396,7 @@ class DevicePool:
         self._set_alarm()
         for number, entry in list(self._entries.items()):
             if entry.future is not None and not entry.future.done():
-                self._finish(entry, _shut_down(entry.planned))
+                self._replies.finish(entry, _shut_down(entry.planned))
                 self._apply(self._scheduler.cancel(number, time.monotonic()))
         await self._fleet.close()
         self._inputs.close()

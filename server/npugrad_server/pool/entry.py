@@ -67,6 +67,8 @@ class Entry:
             deadline_s=planned.deadline_s,
             output_bytes=self.demand.outputs.nbytes,
             memory_bytes=self.demand.memory_bytes,
+            device_bytes=self.demand.device_bytes,
+            workspace_key=self.demand.workspace_key,
         )
 
     def started(self, start: StartCall, arena: OutputArena) -> RunCall:
@@ -82,6 +84,7 @@ class Entry:
             input_offsets={k: self.operands.offset + v for k, v in self.demand.inputs.offsets.items()},
             output_offsets={k: start.region.offset + v for k, v in self.demand.outputs.offsets.items()},
             deadline_s=planned.deadline_s,
+            workspace_bytes=start.workspace_bytes,
         )
 
     def outcome(self, device: str, ready: DeviceReady) -> Outcome:

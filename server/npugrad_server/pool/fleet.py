@@ -15,11 +15,13 @@ from npugrad_server.machine import cpu_count
 from npugrad_server.pool.commands import Failure
 from npugrad_server.pool.process import WorkerProcess
 from npugrad_server.worker.protocol import (
+    CallDeferred,
     CallDone,
     CallFailed,
     CallPlanned,
     DeviceFailed,
     DeviceReady,
+    NeedWorkspace,
     OpenFailed,
 )
 
@@ -47,6 +49,12 @@ class Events(Protocol):
 
     def worker_answered(self, worker: int, incarnation: int, answer: CallDone | CallFailed) -> None:
         """A process has answered a call."""
+
+    def worker_asks(self, worker: int, incarnation: int, question: NeedWorkspace) -> None:
+        """A process needs more workspace for a call than is set aside."""
+
+    def worker_deferred(self, worker: int, incarnation: int, answer: CallDeferred) -> None:
+        """A process has given a call back, for want of room for its workspace."""
 
     def worker_planned(self, worker: int, incarnation: int, answer: CallPlanned) -> None:
         """A process has said what a call would need."""
@@ -143,6 +151,10 @@ class Fleet:
         elif device.spawning is not None:
             device.spawning.add_done_callback(lambda _: self.kill(worker, incarnation))
 
+    def name(self, worker: int) -> str:
+        """Name of a device, without options."""
+        return self.devices[worker].name.name
+
     def process(self, worker: int) -> WorkerProcess:
         """The process of a worker.
 
@@ -153,6 +165,12 @@ class Fleet:
         if process is None:
             raise RuntimeError(f"{self.devices[worker].name}: has no process")
         return process
+
+    def tell(self, worker: int, incarnation: int, message: Message) -> None:
+        """Says something to a process, if it is still there."""
+        process = self.devices[worker].process
+        if process is not None and process.incarnation == incarnation:
+            process.send(message)
 
     def unavailable(self, operator: str) -> str:
         """Why no device can run an operator; empty while one can, or none has been ready yet."""
@@ -188,6 +206,10 @@ class Fleet:
             self._events.worker_ready(worker, process.incarnation, message)
         elif isinstance(message, (CallDone, CallFailed)):
             self._events.worker_answered(worker, process.incarnation, message)
+        elif isinstance(message, NeedWorkspace):
+            self._events.worker_asks(worker, process.incarnation, message)
+        elif isinstance(message, CallDeferred):
+            self._events.worker_deferred(worker, process.incarnation, message)
         elif isinstance(message, CallPlanned):
             self._events.worker_planned(worker, process.incarnation, message)
         elif isinstance(message, (OpenFailed, DeviceFailed)):

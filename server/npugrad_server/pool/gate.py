@@ -23,19 +23,21 @@ class Gate:
     Attributes:
         operands: Regions of the input arena.
         output_bytes: Size of each output arena, a multiple of `ALIGNMENT`.
-        memory_bytes: Memory for what devices make of operands.
+        memory_bytes: Host memory for what workers make of operands.
     """
 
-    def __init__(self, settings: PoolSettings, memory_bytes: int) -> None:
+    def __init__(self, settings: PoolSettings, memory_bytes: int, *, own_memory: bool = False) -> None:
         """Starts with everything free.
 
         Args:
             settings: Sizes and the depth of the queue.
-            memory_bytes: Memory for what devices make of operands.
+            memory_bytes: Host memory for what workers make of operands.
+            own_memory: Whether the devices have memory of their own.
         """
         self.operands = RegionAllocator(settings.input_arena_bytes)
         self.output_bytes = settings.output_arena_bytes // ALIGNMENT * ALIGNMENT
         self.memory_bytes = memory_bytes
+        self._own_memory = own_memory
         self._max_waiting = settings.max_queue_depth
         self._streams = len(settings.devices) * settings.streams_per_device
         self._mean_s = 0.0
@@ -44,13 +46,16 @@ class Gate:
         """Remembers how long a call took on its device, to tell others when to come again."""
         self._mean_s += _SMOOTHING * (seconds - self._mean_s)
 
-    def reserve(self, planned: PlannedCall, waiting: int, running: int) -> tuple[Demand, Region]:
+    def reserve(
+        self, planned: PlannedCall, waiting: int, running: int, device_bytes: int | None = None
+    ) -> tuple[Demand, Region]:
         """Takes operand memory for a call.
 
         Args:
             planned: The call.
             waiting: Calls that were let in and have not started.
             running: Calls that have.
+            device_bytes: The roomiest device's own memory; None where nothing bounds it, or not yet.
 
         Returns:
             What it needs, and its part of the input arena.
@@ -59,13 +64,14 @@ class Gate:
             CallTooLarge: It can never fit.
             ServerBusy: QUEUE_FULL, queue or operand memory are full now.
         """
-        operator, demand = planned.spec.name, demand_of(planned)
+        operator, demand = planned.spec.name, demand_of(planned, own_memory=self._own_memory)
         check_fits(
             operator,
             demand,
             input_arena_bytes=self.operands.nbytes,
             output_arena_bytes=self.output_bytes,
             memory_bytes=self.memory_bytes,
+            device_bytes=device_bytes,
         )
         if waiting >= self._max_waiting:
             what = f"found {waiting} waiting calls; expected fewer than {self._max_waiting}"

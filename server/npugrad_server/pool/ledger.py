@@ -38,6 +38,9 @@ class CallRecord:
         kill_at: When its worker is ended if it still runs; None while it is not void.
         region: Its outputs.
         arena: Allocator the region is from; that of a dead worker once the worker died.
+        device_bytes: What it holds of its worker's own memory.
+        set_aside_bytes: The part of that for its workspace, before rounding; None where nobody counts it.
+        workspace_bytes: Workspace that a device said it needs; None before one did.
         killed: How many workers of each device died while running it.
         last_reason: How the last of them ended.
         last_code: The vendor's number of a device failure under it; None without one.
@@ -54,6 +57,9 @@ class CallRecord:
     kill_at: float | None = None
     region: Region = EMPTY
     arena: RegionAllocator | None = None
+    device_bytes: int = 0
+    set_aside_bytes: int | None = None
+    workspace_bytes: int | None = None
     killed: Counter[int] = field(default_factory=Counter)
     last_reason: str = ""
     last_code: int | None = None
@@ -79,6 +85,15 @@ class CallRecord:
         """Whether it may only run on a worker that runs nothing else: it may be what kills workers."""
         return self.attempts > 0
 
+    def note_loss(self, worker: WorkerRecord) -> None:
+        """Its worker died under it: who, how, and whether its device failed under this very call."""
+        if not worker.blameless:
+            self.killed[worker.index] += 1
+            self.last_reason = worker.reason
+        failure = worker.failure
+        if failure is not None and failure.call == self.id:
+            self.suspect, self.last_code = True, failure.code
+
     def free_region(self) -> None:
         """Gives the output region back."""
         if self.arena is not None:
@@ -99,6 +114,9 @@ class WorkerRecord:
         outputs: Regions of the present process's output arena.
         running: Calls on it by number.
         one_mode: Whether calls of different deterministic modes must not overlap on it.
+        memory_bytes: What calls may have of its own memory, as the last process that opened it found it; None
+            for a device without, or before.
+        memory_used_bytes: What they have of it.
         failures: Consecutive failures without a successful call.
         blameless: Whether the present process is being ended for a call's sake, not for its own failure.
         alarm: When it must be open, or is to be started again; None for neither.
@@ -116,6 +134,8 @@ class WorkerRecord:
     outputs: RegionAllocator = field(default_factory=lambda: RegionAllocator(0))
     running: dict[int, CallRecord] = field(default_factory=dict)
     one_mode: bool = False
+    memory_bytes: int | None = None
+    memory_used_bytes: int = 0
     failures: int = 0
     blameless: bool = False
     alarm: float | None = None
@@ -135,6 +155,14 @@ class WorkerRecord:
         return not self.one_mode or all(
             other.request.deterministic == call.request.deterministic for other in self.running.values()
         )
+
+    def could_hold(self, nbytes: int) -> bool:
+        """Whether so much of its own memory can be had at all, were it idle; unknown counts as yes."""
+        return self.memory_bytes is None or nbytes <= self.memory_bytes
+
+    def has_free(self, nbytes: int) -> bool:
+        """Whether so much of its own memory can be had now."""
+        return self.could_hold(nbytes + self.memory_used_bytes)
 
     def is_current(self, incarnation: int) -> bool:
         """Whether an event of this process is about the present one."""

@@ -8,31 +8,35 @@ Guarantees
     - `ReleaseCall` comes exactly once for every call, after it was closed and no worker touches its memory.
     - A call starts at most `max_attempts` times, never past its deadline, and from its second try on alone;
       at most `SUSPECT_ATTEMPTS` times once a device failed under it.
-    - A call that waits for room is overtaken by at most `MAX_OVERTAKEN` calls of its priority or below for
-      want of room; then a worker is kept free for it.
+    - A call that waits for room is overtaken by at most `claim.MAX_OVERTAKEN` calls of its priority or below
+      for want of room; then a worker is kept free for it.
+    - Calls never hold more of a device's own memory than it has, workspaces included, from the moment their
+      size is known; what a call holds goes back once.
+    - A call whose workspace found no room has not been tried: it waits in front of its lane, and starts again
+      where there is room for what it needs.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter
 from typing import TYPE_CHECKING
 
-from npugrad_server.backends.base import Comeback
+from npugrad_server.pool.alarms import Alarms
 from npugrad_server.pool.commands import (
     CompleteCall,
-    DeviceChanged,
     FailCall,
-    KillWorker,
+    PostponeCall,
     ReleaseCall,
     RequeueCall,
-    SpawnWorker,
     StartCall,
+    TellWorker,
 )
 from npugrad_server.pool.fair_queue import FairQueue
 from npugrad_server.pool.ledger import CallRecord, Stage, WorkerRecord
+from npugrad_server.pool.lifecycle import Lifecycle
+from npugrad_server.pool.placement import Placement
 from npugrad_server.pool.regions import RegionAllocator
 from npugrad_server.pool.types import DeviceState
+from npugrad_server.worker.protocol import AbandonCall
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -42,10 +46,6 @@ if TYPE_CHECKING:
 
 SUSPECT_ATTEMPTS = 2
 """Tries of a call under which a device failed: what it makes devices fail with, it would do everywhere."""
-MAX_SLOW_DOUBLINGS = 3
-"""How often the longest wait for a device that needs time is doubled."""
-MAX_OVERTAKEN = 16
-"""Calls that may overtake one that waits for room before a worker is kept free for it."""
 
 
 class Scheduler:
@@ -59,16 +59,15 @@ class Scheduler:
         Args:
             settings: Times and limits.
             workers: The devices.
-            memory: Bytes of each memory that the devices name.
+            memory: Bytes of each host memory that the devices name.
         """
         self._settings = settings
-        self._memory = dict(memory)
         self.workers = [WorkerRecord(index, spec) for index, spec in enumerate(workers)]
+        self._placement = Placement(self.workers, memory)
+        self._lifecycle = Lifecycle(settings, self.workers)
         self._calls: dict[int, CallRecord] = {}
         self._queue: FairQueue[CallRecord] = FairQueue()
-        self._alarms: list[tuple[float, int]] = []
-        self._claim: tuple[CallRecord, WorkerRecord] | None = None
-        self._starts = 0
+        self._alarms = Alarms(self._is_live)
 
     # ------------------------------------------------------------------------------ what is seen from outside
 
@@ -90,16 +89,17 @@ class Scheduler:
     @property
     def all_down(self) -> bool:
         """Whether no device will ever be ready again."""
-        return all(worker.state is DeviceState.DOWN for worker in self.workers)
+        return self._lifecycle.all_down
+
+    @property
+    def most_device_bytes(self) -> int | None:
+        """The most of a device's own memory that a call can have; None where it has no bound, or not yet."""
+        return self._placement.most_device_bytes
 
     def next_alarm(self) -> float | None:
         """When `tick` is due; None when only an event can change anything."""
-        while self._alarms and not self._is_live(self._alarms[0]):
-            heapq.heappop(self._alarms)
-        times = [worker.alarm for worker in self.workers if worker.alarm is not None]
-        if self._alarms:
-            times.append(self._alarms[0][0])
-        return min(times, default=None)
+        times = [self._alarms.next(), *(worker.alarm for worker in self.workers)]
+        return min((time for time in times if time is not None), default=None)
 
     # ------------------------------------------------------------------------------------------------- events
 
@@ -107,7 +107,7 @@ class Scheduler:
         """The pool opens: every device gets a process."""
         out: list[Command] = []
         for worker in self.workers:
-            self._spawn(worker, now, out)
+            self._lifecycle.spawn(worker, now, out)
         return out
 
     def submit(self, request: CallRequest, now: float) -> list[Command]:
@@ -116,39 +116,99 @@ class Scheduler:
         call = CallRecord(request, now)
         self._calls[call.id] = call
         if self.all_down:
-            self._fail(call, "NO_DEVICE", self._why_down(), out)
+            self._fail(call, "NO_DEVICE", self._lifecycle.why_down, out)
             return out
         self._queue.push(call)
         if request.deadline_s is not None:
-            self._set_alarm(request.deadline_s, call)
+            self._alarms.set(request.deadline_s, call.id, len(self._calls))
         self._dispatch(now, out)
         return out
 
-    def ready(self, worker: int, incarnation: int, now: float, one_mode: bool = False) -> list[Command]:
-        """A process has opened its device."""
+    def ready(
+        self,
+        worker: int,
+        incarnation: int,
+        now: float,
+        one_mode: bool = False,
+        memory_bytes: int | None = None,
+    ) -> list[Command]:
+        """A process has opened its device.
+
+        Args:
+            worker: Which device.
+            incarnation: Which process.
+            now: When.
+            one_mode: Whether calls of different deterministic modes must not overlap on it.
+            memory_bytes: What calls may have of its own memory; None for a device without.
+        """
         out: list[Command] = []
         record = self.workers[worker]
         if not record.is_current(incarnation) or record.state is not DeviceState.STARTING:
             return out
         if record.failure is not None:
             return out  # it said that the device did not open, so its end is near
-        record.one_mode, record.alarm = one_mode, None
-        self._change(record, DeviceState.READY, "", out)
+        record.one_mode, record.memory_bytes, record.alarm = one_mode, memory_bytes, None
+        self._lifecycle.change(record, DeviceState.READY, "", out)
         self._dispatch(now, out)
         return out
 
-    def answered(self, worker: int, incarnation: int, call: int, good: bool, now: float) -> list[Command]:
-        """A process has done a call, or has survived an error in it."""
+    def answered(
+        self,
+        worker: int,
+        incarnation: int,
+        call: int,
+        good: bool,
+        now: float,
+        workspace_bytes: int | None = None,
+    ) -> list[Command]:
+        """A process has done a call, or has survived an error in it.
+
+        Args:
+            worker: Which device.
+            incarnation: Which process.
+            call: Which call.
+            good: Whether there are results.
+            now: When.
+            workspace_bytes: Workspace its operator asked for; None when that is not known.
+        """
         out: list[Command] = []
         record = self.workers[worker]
         if not record.is_current(incarnation) or call not in record.running:
             return out
-        done = self._leave(record, call)
+        if workspace_bytes is not None and record.memory_bytes is not None:
+            self._placement.learn(record.running[call], workspace_bytes)
+        done = self._placement.take_off(call, record)
         if good:
             record.failures = 0
         if not done.void:
             out.append(CompleteCall(call))
         self._settle(done, out)
+        self._dispatch(now, out)
+        return out
+
+    def need_workspace(self, worker: int, incarnation: int, call: int, nbytes: int) -> list[Command]:
+        """A running call needs this much workspace, which is more than is set aside for it."""
+        record = self.workers[worker]
+        if not record.is_current(incarnation) or call not in record.running:
+            return []
+        reply = self._placement.extend(record.running[call], record, nbytes)
+        return [TellWorker(worker, incarnation, reply)]
+
+    def deferred(self, worker: int, incarnation: int, call: int, nbytes: int, now: float) -> list[Command]:
+        """A process has given a call back, because its workspace, so many bytes, was refused for now."""
+        out: list[Command] = []
+        record = self.workers[worker]
+        if not record.is_current(incarnation) or call not in record.running:
+            return out
+        back = self._placement.take_off(call, record)
+        if back.void:
+            self._settle(back, out)
+        else:
+            back.free_region()
+            back.workspace_bytes = nbytes
+            back.attempts -= 1
+            self._put_back(back)
+            out.append(PostponeCall(call, worker))
         self._dispatch(now, out)
         return out
 
@@ -160,7 +220,7 @@ class Scheduler:
             return out
         record.failure = failure
         if record.state is DeviceState.READY:
-            self._kill(record, failure.reason, out, blameless=failure.blameless)
+            self._lifecycle.kill(record, failure.reason, out, blameless=failure.blameless)
             self._dispatch(now, out)
         return out
 
@@ -176,10 +236,12 @@ class Scheduler:
         record.reason = record.ended_for or reason
         # The last one started goes back first, so that the first one started is in front at the end.
         for call in reversed(list(record.running)):
-            self._retry(record, self._leave(record, call), out)
+            self._retry(record, self._placement.take_off(call, record), out)
         record.outputs = RegionAllocator(0)
-        self._drop_claim_on(record)
-        self._restart(record, now, out)
+        self._lifecycle.restart(record, now, out)
+        if self.all_down:
+            for waiting in list(self._queue):
+                self._give_up(waiting, "NO_DEVICE", self._lifecycle.why_down, out)
         self._dispatch(now, out)
         return out
 
@@ -209,13 +271,13 @@ class Scheduler:
     def tick(self, now: float) -> list[Command]:
         """Time has passed."""
         out: list[Command] = []
-        while self._alarms and self._alarms[0][0] <= now:
-            record = self._calls.get(heapq.heappop(self._alarms)[1])
+        for call in self._alarms.due(now):
+            record = self._calls.get(call)
             if record is not None:
                 self._overdue(record, now, out)
         for worker in self.workers:
             if worker.alarm is not None and worker.alarm <= now:
-                self._alarm_of(worker, now, out)
+                self._lifecycle.overdue(worker, now, out)
         self._dispatch(now, out)
         return out
 
@@ -235,72 +297,35 @@ class Scheduler:
             if deadline is not None and deadline <= now:
                 self._give_up(call, "DEADLINE_EXCEEDED", "the deadline passed in the queue", out)
                 return True  # another call heads its lane now
-            worker = self._place(call)
+            why_never = self._placement.why_never(call)
+            if why_never:
+                self._give_up(call, "CALL_TOO_LARGE", why_never, out)
+                return True
+            worker = self._placement.place(call)
             if worker is not None:
                 self._launch(call, worker, now, out)
                 for other in blocked:
                     other.overtaken += 1
                 return True
-            self._claim_for(call)
+            self._placement.wait(call)
             blocked.append(call)
         return False
 
-    def _place(self, call: CallRecord) -> WorkerRecord | None:
-        """The best worker with room for the call, its region taken; None when none has room now."""
-        choices = [w for w in self.workers if w.admits(call) and not self._is_kept_from(call, w)]
-        for worker in sorted(choices, key=lambda w: (call.killed[w.index], len(w.running), w.last_start)):
-            if self._memory[worker.spec.memory] < call.request.memory_bytes:
-                continue
-            region = worker.outputs.allocate(call.request.output_bytes)
-            if region is not None:
-                call.region, call.arena = region, worker.outputs
-                return worker
-        return None
-
     def _launch(self, call: CallRecord, worker: WorkerRecord, now: float, out: list[Command]) -> None:
         self._queue.take(call)
-        self._drop_claim_of(call)
-        self._starts += 1
-        worker.last_start = self._starts
-        worker.running[call.id] = call
-        self._memory[worker.spec.memory] -= call.request.memory_bytes
         call.stage, call.attempts = Stage.RUNNING, call.attempts + 1
         waited = max(0.0, now - call.submitted_s)
-        out.append(StartCall(call.id, worker.index, worker.incarnation, call.region, call.attempts, waited))
-
-    def _leave(self, worker: WorkerRecord, call: int) -> CallRecord:
-        """Takes a call off its worker."""
-        record = worker.running.pop(call)
-        self._memory[worker.spec.memory] += record.request.memory_bytes
-        return record
-
-    # ------------------------------------------------------------------------------------------------- claims
-
-    def _claim_for(self, call: CallRecord) -> None:
-        """Keeps a worker free for a call that was overtaken often enough."""
-        if call.overtaken < MAX_OVERTAKEN:
-            return
-        if self._claim is not None and self._claim[0].priority >= call.priority:
-            return
-        ready = [w for w in self.workers if w.state is DeviceState.READY]
-        if ready:
-            best = min(ready, key=lambda w: (call.killed[w.index], w.outputs.used_bytes, len(w.running)))
-            self._claim = (call, best)
-
-    def _is_kept_from(self, call: CallRecord, worker: WorkerRecord) -> bool:
-        if self._claim is None or self._claim[0] is call or self._claim[0].priority < call.priority:
-            return False
-        claimed = self._claim[1]
-        same_memory = worker.spec.memory == claimed.spec.memory and call.request.memory_bytes > 0
-        return worker is claimed or same_memory
-
-    def _drop_claim_of(self, call: CallRecord) -> None:
-        if self._claim is not None and self._claim[0] is call:
-            self._claim = None
-
-    def _drop_claim_on(self, worker: WorkerRecord) -> None:
-        if self._claim is not None and self._claim[1] is worker:
-            self._claim = None
+        out.append(
+            StartCall(
+                call.id,
+                worker.index,
+                worker.incarnation,
+                call.region,
+                call.attempts,
+                waited,
+                call.set_aside_bytes,
+            )
+        )
 
     # -------------------------------------------------------------------------------------- how a call ends
 
@@ -312,7 +337,12 @@ class Scheduler:
         elif call.stage is Stage.RUNNING and not call.void:
             call.void = True
             call.kill_at = now + self._settings.hang_grace_s
-            self._set_alarm(call.kill_at, call)
+            self._alarms.set(call.kill_at, call.id, len(self._calls))
+            worker = self._worker_of(call)
+            out.append(TellWorker(worker.index, worker.incarnation, AbandonCall(call.id)))
+
+    def _worker_of(self, call: CallRecord) -> WorkerRecord:
+        return next(worker for worker in self.workers if call.id in worker.running)
 
     def _give_up(self, call: CallRecord, reason: str, detail: str, out: list[Command]) -> None:
         self._unqueue(call)
@@ -320,7 +350,7 @@ class Scheduler:
 
     def _unqueue(self, call: CallRecord) -> None:
         self._queue.remove(call)
-        self._drop_claim_of(call)
+        self._placement.claim.drop(call)
 
     def _fail(
         self, call: CallRecord, reason: str, detail: str, out: list[Command], code: int | None = None
@@ -344,19 +374,14 @@ class Scheduler:
             self._settle(call, out)
             return
         call.free_region()
-        if not worker.blameless:
-            call.killed[worker.index] += 1
-            call.last_reason = worker.reason
+        call.note_loss(worker)
         failure = worker.failure
-        if failure is not None and failure.call == call.id:
-            call.suspect, call.last_code = True, failure.code
-            if not failure.retry:
-                self._fail(call, "DEADLINE_EXCEEDED", failure.reason, out, failure.code)
-                return
+        if failure is not None and failure.call == call.id and not failure.retry:
+            self._fail(call, "DEADLINE_EXCEEDED", failure.reason, out, failure.code)
+            return
         limit = self._settings.max_attempts
         if call.attempts < (min(limit, SUSPECT_ATTEMPTS) if call.suspect else limit):
-            call.stage = Stage.QUEUED
-            self._queue.restore(call)
+            self._put_back(call)
             out.append(RequeueCall(call.id, worker.index))
             return
         # The call is the suspect now, so its devices are not held to account for it.
@@ -365,6 +390,11 @@ class Scheduler:
         last = call.last_reason or worker.reason
         what = f"its worker died at each of {call.attempts} tries; last: {last}"
         self._fail(call, "WORKER_LOST", what, out, call.last_code)
+
+    def _put_back(self, call: CallRecord) -> None:
+        """A call that ran waits again, in front of its lane."""
+        call.stage = Stage.QUEUED
+        self._queue.restore(call)
 
     def _overdue(self, call: CallRecord, now: float, out: list[Command]) -> None:
         """An alarm of a call has come: its deadline, or the end of its grace."""
@@ -380,74 +410,14 @@ class Scheduler:
             self._void(call, deadline, out)
 
     def _end_for(self, call: CallRecord, out: list[Command]) -> None:
-        worker = next(w for w in self.workers if call.id in w.running)
+        worker = self._worker_of(call)
         # An impatient caller must not bring a slow device down: if the device really hangs, opening it
         # again fails, and that counts.
         grace = self._settings.hang_grace_s
-        self._kill(worker, f"a call ran on for {grace:g} s after nobody waited for it", out, blameless=True)
+        self._lifecycle.kill(
+            worker, f"a call ran on for {grace:g} s after nobody waited for it", out, blameless=True
+        )
 
-    # ------------------------------------------------------------------------------------ how a worker lives
-
-    def _spawn(self, worker: WorkerRecord, now: float, out: list[Command]) -> None:
-        worker.incarnation += 1
-        worker.alive, worker.blameless, worker.ended_for, worker.failure = True, False, "", None
-        worker.outputs = RegionAllocator(worker.spec.output_bytes)
-        worker.alarm = now + self._settings.worker_start_timeout_s
-        out.append(SpawnWorker(worker.index, worker.incarnation))
-        self._change(worker, DeviceState.STARTING, worker.reason, out)
-
-    def _restart(self, worker: WorkerRecord, now: float, out: list[Command]) -> None:
-        """Plans the next process of a device, or marks it down."""
-        comeback = Comeback.SOON if worker.failure is None else worker.failure.comeback
-        if comeback is Comeback.NEVER or worker.failures > self._settings.max_respawns:
-            worker.alarm = None
-            self._change(worker, DeviceState.DOWN, worker.reason, out)
-            if self.all_down:
-                for call in list(self._queue):
-                    self._give_up(call, "NO_DEVICE", self._why_down(), out)
-            return
-        worker.alarm = now + self._delay_s(worker.failures, comeback)
-        self._change(worker, DeviceState.RESTARTING, worker.reason, out)
-
-    def _delay_s(self, failures: int, comeback: Comeback) -> float:
-        """Seconds until the next process of a device."""
-        doublings = max(failures - 1, 0)
-        longest = self._settings.respawn_backoff_max_s
-        if comeback is Comeback.SLOWLY:
-            return longest * (1 << min(doublings, MAX_SLOW_DOUBLINGS))
-        return min(self._settings.respawn_backoff_s * (1 << min(doublings, 32)), longest)
-
-    def _alarm_of(self, worker: WorkerRecord, now: float, out: list[Command]) -> None:
-        if worker.alive:
-            timeout = self._settings.worker_start_timeout_s
-            self._kill(worker, f"the device was not open within {timeout:g} s", out, blameless=False)
-        else:
-            self._spawn(worker, now, out)
-
-    def _kill(self, worker: WorkerRecord, reason: str, out: list[Command], *, blameless: bool) -> None:
-        if worker.state not in (DeviceState.STARTING, DeviceState.READY):
-            return  # it is being ended already
-        worker.alarm, worker.blameless, worker.ended_for = None, blameless, reason
-        self._drop_claim_on(worker)
-        out.append(KillWorker(worker.index, worker.incarnation, reason))
-        self._change(worker, DeviceState.RESTARTING, reason, out)
-
-    def _change(self, worker: WorkerRecord, state: DeviceState, reason: str, out: list[Command]) -> None:
-        worker.state, worker.reason = state, reason
-        out.append(DeviceChanged(worker.index))
-
-    def _why_down(self) -> str:
-        return "; ".join(Counter(w.reason for w in self.workers)) or "there is no device"
-
-    # ------------------------------------------------------------------------------------------------- alarms
-
-    def _set_alarm(self, when: float, call: CallRecord) -> None:
-        heapq.heappush(self._alarms, (when, call.id))
-        # Calls usually end long before their deadline; their alarms must not pile up until then.
-        if len(self._alarms) > 4 * len(self._calls) + 64:
-            self._alarms = [alarm for alarm in self._alarms if self._is_live(alarm)]
-            heapq.heapify(self._alarms)
-
-    def _is_live(self, alarm: tuple[float, int]) -> bool:
-        call = self._calls.get(alarm[1])
-        return call is not None and call.stage is not Stage.SETTLED
+    def _is_live(self, call: int) -> bool:
+        record = self._calls.get(call)
+        return record is not None and record.stage is not Stage.SETTLED

@@ -37,8 +37,9 @@ class PoolSettings:
         respawn_backoff_max_s: Upper limit of that delay.
         max_respawns: Consecutive failures without a successful call before a device is marked down.
         max_attempts: How often a call is started in all, when its workers die under it.
-        device_memory_bytes: Memory for what a device makes of operands (strided ones are made contiguous);
-            for CPU devices all together. None takes half of the machine's or the container's limit.
+        device_memory_bytes: Host memory for what workers make of operands (strided ones are made contiguous),
+            for all together. None takes half of the machine's or the container's limit. What a device has of
+            its own it says itself.
         run_limit_s: Seconds a call may run on an NPU, whatever its deadline, before its worker is ended.
     """
 
@@ -120,6 +121,8 @@ class DeviceStatus:
         restarts: How often its worker was started anew.
         reason: Why it is not ready; empty when it is.
         pid: Process of its worker; None while there is none.
+        memory_bytes: What calls may have of its own memory; None for a device without, or not ready yet.
+        memory_used_bytes: What running calls have of it, or have set aside.
     """
 
     name: str
@@ -130,6 +133,8 @@ class DeviceStatus:
     restarts: int
     reason: str
     pid: int | None = None
+    memory_bytes: int | None = None
+    memory_used_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -185,6 +190,17 @@ class PoolObserver:
 
     def call_requeued(self, planned: PlannedCall, device: str) -> None:
         """The worker of a device died under a call, which waits for another try."""
+
+    def workspace_asked(self, device: str, answer: str) -> None:
+        """A call needed more workspace than was set aside for it.
+
+        Args:
+            device: Where it runs.
+            answer: ``"granted"``; ``"postponed"``: no room now; ``"refused"``: no device has so much.
+        """
+
+    def call_postponed(self, planned: PlannedCall, device: str) -> None:
+        """A call waits again, because its device had no room for its workspace."""
 
     def worker_lost(self, device: str, reason: str) -> None:
         """A worker process ended; `reason` says how, for a person."""

@@ -15,8 +15,8 @@ from npugrad.errors import DeviceError, NpugradError, OperatorError, RequestErro
 from npugrad.layout import view
 from npugrad.spec import CallMeta
 from npugrad.tolerance import compare
-from npugrad_server.backends.base import DeviceCall, DeviceLost
-from npugrad_server.worker.protocol import CallDone, CallFailed, CallPlanned
+from npugrad_server.backends.base import CallAbandoned, CallPostponed, DeviceCall, DeviceLost
+from npugrad_server.worker.protocol import CallDeferred, CallDone, CallFailed, CallPlanned, MemoryFound
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 
     from npugrad.spec import OpSpec
     from npugrad_server.backends.base import Backend
-    from npugrad_server.worker.protocol import OpenDevice, PlanCall, RunCall
+    from npugrad_server.worker.conversation import Conversation
+    from npugrad_server.worker.protocol import Answer, AskMemory, OpenDevice, PlanCall, RunCall
 
     Array = npt.NDArray[Any]
 
-_Answer = TypeVar("_Answer", "CallDone", "CallPlanned")
+_Answer = TypeVar("_Answer", "CallDone", "CallPlanned", "MemoryFound")
 _GRACE_SHARE = 0.75
 """Part of the pool's grace after which a backend gives up, so that its own report comes before the end."""
 _MAX_TRACE = 16_000  # the end of a trace tells most; the whole must fit a message
@@ -61,13 +62,25 @@ def _populate(arena: mmap.mmap, advice: int, nbytes: int) -> None:
             arena.madvise(advice, 0, whole)
 
 
-def execute(backend: Backend, arenas: Arenas, order: RunCall, stream: int) -> CallDone | CallFailed:
+def execute(backend: Backend, arenas: Arenas, talk: Conversation, stream: int) -> Answer:
     """Runs a call; whatever an operator or a device does wrong becomes an answer.
+
+    Args:
+        backend: Runs it.
+        arenas: Operands and results.
+        talk: The call, and how the pool is asked about it.
+        stream: Which of the worker's streams runs it.
 
     Raises:
         DeviceLost: The process has to go.
     """
-    return _answered(order, lambda: _execute(get_operator(order.operator), backend, arenas, order, stream))
+    order = talk.order
+    try:
+        return _answered(order, lambda: _execute(get_operator(order.operator), backend, arenas, talk, stream))
+    except CallPostponed as postponed:
+        return CallDeferred(order.call, postponed.workspace_bytes)
+    except CallAbandoned:
+        return CallFailed(order.call, "CANCELLED", f"{order.operator}: nobody waits for the call any more")
 
 
 def plan(backend: Backend, order: PlanCall) -> CallPlanned | CallFailed:
@@ -78,10 +91,20 @@ def plan(backend: Backend, order: PlanCall) -> CallPlanned | CallFailed:
     )
 
 
-def _answered(order: RunCall | PlanCall, work: Callable[[], _Answer]) -> _Answer | CallFailed:
+def memory(backend: Backend, order: AskMemory) -> MemoryFound | CallFailed:
+    """Asks the device how its memory stands; errors as for `execute`."""
+
+    def ask() -> MemoryFound:
+        free, total = backend.memory_now(give_back=order.give_back) or (None, None)
+        return MemoryFound(order.call, free, total)
+
+    return _answered(order, ask)
+
+
+def _answered(order: RunCall | PlanCall | AskMemory, work: Callable[[], _Answer]) -> _Answer | CallFailed:
     try:
         return work()
-    except DeviceLost:
+    except (DeviceLost, CallPostponed, CallAbandoned):
         raise
     except MemoryError:
         message = f"{order.operator}: the device has no memory for the call now"
@@ -94,8 +117,9 @@ def _answered(order: RunCall | PlanCall, work: Callable[[], _Answer]) -> _Answer
         return CallFailed(order.call, "INTERNAL", message, trace=traceback.format_exc()[-_MAX_TRACE:])
 
 
-def _execute(spec: OpSpec, backend: Backend, arenas: Arenas, order: RunCall, stream: int) -> CallDone:
-    start = time.perf_counter()
+def _execute(spec: OpSpec, backend: Backend, arenas: Arenas, talk: Conversation, stream: int) -> CallDone:
+    order, start = talk.order, time.perf_counter()
+    talk.check_wanted()  # it may have waited in this process
     if all(meta is None for meta in order.outputs.values()):
         # Nothing is wanted. An operator may accept such a call before it looks at anything else, so the
         # operands may be anything and are not looked at here either.
@@ -108,8 +132,17 @@ def _execute(spec: OpSpec, backend: Backend, arenas: Arenas, order: RunCall, str
         if wanted is not None
     }
     packed_s = time.perf_counter() - start
-    give_up_s = _give_up_s(order, arenas.opening)
-    call = DeviceCall(meta, inputs, outputs, order.options, stream, give_up_s, order.deadline_s)
+    call = DeviceCall(
+        meta,
+        inputs,
+        outputs,
+        order.options,
+        stream,
+        give_up_s=_give_up_s(order, arenas.opening),
+        deadline_s=order.deadline_s,
+        reserve_workspace=talk.reserve_workspace,
+        check_wanted=talk.check_wanted,
+    )
     timings = backend.run(spec, call)
     if order.options.verify:
         _verify(spec, inputs, order, outputs)

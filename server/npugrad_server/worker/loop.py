@@ -17,15 +17,20 @@ from npugrad.products import product_from_name
 from npugrad_server.backends import make_backend
 from npugrad_server.backends.base import DeviceLost, DeviceUnusable
 from npugrad_server.devices import parse_device
-from npugrad_server.worker.execute import Arenas, execute, plan
+from npugrad_server.worker.conversation import Conversation
+from npugrad_server.worker.execute import Arenas, execute, memory, plan
 from npugrad_server.worker.protocol import (
     MAX_MESSAGE_BYTES,
+    AbandonCall,
+    AskMemory,
     DeviceFailed,
     DeviceReady,
     OpenDevice,
     OpenFailed,
     PlanCall,
     RunCall,
+    WorkspaceGranted,
+    WorkspaceRefused,
     decode,
     encode,
 )
@@ -53,7 +58,8 @@ class Worker:
             control: Packet socket to the pool.
         """
         self._control = control
-        self._orders: SimpleQueue[RunCall | PlanCall | OpenDevice | None] = SimpleQueue()
+        self._orders: SimpleQueue[Conversation | PlanCall | AskMemory | OpenDevice | None] = SimpleQueue()
+        self._talks: dict[int, Conversation] = {}
         self._in_hand = 0
         self._lock = threading.Lock()
         self._ending = threading.Lock()
@@ -97,15 +103,20 @@ class Worker:
         return backend
 
     def _stream(self, backend: Backend, arenas: Arenas, index: int) -> None:
-        while isinstance(order := self._orders.get(), (RunCall, PlanCall)):
+        while isinstance(order := self._orders.get(), (Conversation, PlanCall, AskMemory)):
             answer: Message
             try:
-                if isinstance(order, RunCall):
+                if isinstance(order, Conversation):
                     answer = execute(backend, arenas, order, index)
-                else:
+                elif isinstance(order, PlanCall):
                     answer = plan(backend, order)
+                else:
+                    answer = memory(backend, order)
             except DeviceLost as lost:
                 self._end(order.call, lost)
+            with self._lock:
+                # Before the answer, after which the pool may hand the same call in again.
+                self._talks.pop(order.call, None)
             self._send(answer)
             with self._lock:
                 self._in_hand -= 1
@@ -136,11 +147,23 @@ class Worker:
         os._exit(0)
 
     def _take(self, message: Message) -> None:
-        if isinstance(message, (RunCall, PlanCall)):
+        if isinstance(message, OpenDevice):
+            self._orders.put(message)
+        elif isinstance(message, RunCall):
+            talk = Conversation(message, self._send)
             with self._lock:
                 self._in_hand += 1
-        if isinstance(message, (RunCall, PlanCall, OpenDevice)):
+                self._talks[message.call] = talk
+            self._orders.put(talk)
+        elif isinstance(message, (PlanCall, AskMemory)):
+            with self._lock:
+                self._in_hand += 1
             self._orders.put(message)
+        elif isinstance(message, (AbandonCall, WorkspaceGranted, WorkspaceRefused)):
+            with self._lock:
+                found = self._talks.get(message.call)
+            if found is not None:  # otherwise the answer is on its way
+                found.hear(message)
 
     def _send(self, message: Message) -> None:
         try:

@@ -4,9 +4,14 @@
     OpenDevice         ->
                        <-     DeviceReady, or OpenFailed and the end
     RunCall            ->
-                       <-     CallDone, CallFailed, or DeviceFailed and the end
+                       <-     NeedWorkspace, when its workspace is not set aside yet
+    WorkspaceGranted, or WorkspaceRefused  ->
+    AbandonCall        ->     at any time; there is still an answer
+                       <-     CallDone, CallFailed, CallDeferred, or DeviceFailed and the end
     PlanCall           ->
                        <-     CallPlanned, CallFailed, or DeviceFailed and the end
+    AskMemory          ->
+                       <-     MemoryFound, CallFailed, or DeviceFailed and the end
 
 Tensors are not in the messages; they lie in the arenas, where the messages say.
 """
@@ -116,6 +121,7 @@ class RunCall:
         output_offsets: First byte of each wanted output, in the results' arena.
         deadline_s: `time.monotonic()`, which all processes of a host share, from which on the result is of
             no use; None for never.
+        workspace_bytes: Device memory that is set aside for its workspace; None where nobody counts it.
     """
 
     call: int
@@ -126,6 +132,57 @@ class RunCall:
     input_offsets: Mapping[str, int]
     output_offsets: Mapping[str, int]
     deadline_s: float | None = None
+    workspace_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class AbandonCall:
+    """Nobody waits for a call any more: it need not be run, but it is answered all the same.
+
+    Attributes:
+        call: Its number.
+    """
+
+    call: int
+
+
+@dataclass(frozen=True)
+class NeedWorkspace:
+    """A call in hand asked its operator: it needs more workspace than is set aside for it.
+
+    Attributes:
+        call: Number of the call.
+        workspace_bytes: All the workspace it needs.
+    """
+
+    call: int
+    workspace_bytes: int
+
+
+@dataclass(frozen=True)
+class WorkspaceGranted:
+    """The workspace that a call needs is set aside.
+
+    Attributes:
+        call: Number of the call.
+    """
+
+    call: int
+
+
+@dataclass(frozen=True)
+class WorkspaceRefused:
+    """There is no room for the workspace that a call needs.
+
+    Attributes:
+        call: Number of the call.
+        final: Whether no device has so much, however idle; otherwise the call is to come again.
+        most_bytes: Workspace that the roomiest device could have beside the call's tensors.
+    """
+
+    call: int
+    final: bool
+    most_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -154,6 +211,36 @@ class CallPlanned:
 
     call: int
     workspace_bytes: int | None
+
+
+@dataclass(frozen=True)
+class AskMemory:
+    """Ask how the device's memory stands; calls that run at the time count as memory in use.
+
+    Attributes:
+        call: A number, for the answer.
+        give_back: Whether memory that is only kept for later calls is given back to the device first.
+        operator: What an error calls the question.
+    """
+
+    call: int
+    give_back: bool
+    operator: str = "memory"
+
+
+@dataclass(frozen=True)
+class MemoryFound:
+    """How the device's memory stands.
+
+    Attributes:
+        call: Number of the question.
+        free_bytes: Bytes that nothing uses; None when the device works in the host's memory.
+        total_bytes: Bytes of the device; None likewise.
+    """
+
+    call: int
+    free_bytes: int | None
+    total_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -186,20 +273,48 @@ class CallFailed:
     trace: str = ""
 
 
-Message: TypeAlias = (
-    OpenDevice
-    | DeviceReady
-    | OpenFailed
-    | DeviceFailed
-    | RunCall
-    | PlanCall
-    | CallDone
-    | CallPlanned
-    | CallFailed
+@dataclass(frozen=True)
+class CallDeferred:
+    """A call was given back untouched, because its workspace was refused for now.
+
+    Attributes:
+        call: Number of the call.
+        workspace_bytes: Workspace it needs.
+    """
+
+    call: int
+    workspace_bytes: int
+
+
+Order: TypeAlias = (
+    "OpenDevice | RunCall | PlanCall | AskMemory | AbandonCall | WorkspaceGranted | WorkspaceRefused"
 )
+"""What the pool says."""
+Answer: TypeAlias = "CallDone | CallFailed | CallDeferred"
+"""What a worker says when it is done with a call."""
+Report: TypeAlias = (
+    "DeviceReady | OpenFailed | DeviceFailed | CallPlanned | MemoryFound | NeedWorkspace | Answer"
+)
+"""What a worker says."""
+Message: TypeAlias = "Order | Report"
 _PLAIN = {
     cls.__name__: cls
-    for cls in (OpenDevice, DeviceReady, OpenFailed, DeviceFailed, CallDone, CallPlanned, CallFailed)
+    for cls in (
+        OpenDevice,
+        DeviceReady,
+        OpenFailed,
+        DeviceFailed,
+        AskMemory,
+        MemoryFound,
+        AbandonCall,
+        NeedWorkspace,
+        WorkspaceGranted,
+        WorkspaceRefused,
+        CallDone,
+        CallPlanned,
+        CallFailed,
+        CallDeferred,
+    )
 }
 
 
@@ -248,6 +363,7 @@ def _run_payload(message: RunCall) -> dict[str, Any]:
         "input_offsets": dict(message.input_offsets),
         "output_offsets": dict(message.output_offsets),
         "deadline_s": message.deadline_s,
+        "workspace_bytes": message.workspace_bytes,
     }
 
 
@@ -261,6 +377,7 @@ def _run_message(payload: dict[str, Any]) -> RunCall:
         input_offsets=payload["input_offsets"],
         output_offsets=payload["output_offsets"],
         deadline_s=payload["deadline_s"],
+        workspace_bytes=payload["workspace_bytes"],
     )
 
 

@@ -334,7 +334,7 @@ class TestParameters:
         assert [p.name for p in SPEC.inputs if p.optional] == ["atten_mask"]
 
     def test_never_deterministic(self) -> None:
-        assert not SPEC.deterministic(SPEC.build())
+        assert "no deterministic mode" in str(SPEC.determinism_check(SPEC.build()))
 
 
 class TestCoverage:

@@ -98,17 +98,22 @@ def test_a_plan_is_launched_once(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "code", "function"),
+    ("plan", "code", "function", "subject"),
     [
-        ("aclCreateTensor:1:null", 0, "aclCreateTensor"),
-        ("aclCreateTensor:8:null", 0, "aclCreateTensor"),
-        ("aclCreateBoolArray:1:null", 0, "aclCreateBoolArray"),
-        ("aclnnGroupNormBackwardGetWorkspaceSize:1:561101", 561101, "aclnnGroupNormBackwardGetWorkspaceSize"),
-        ("aclnnGroupNormBackward:1:361001", 361001, "aclnnGroupNormBackward"),
+        ("aclCreateTensor:1:null", 0, "aclCreateTensor", "grad_out"),
+        ("aclCreateTensor:8:null", 0, "aclCreateTensor", "grad_beta"),
+        ("aclCreateBoolArray:1:null", 0, "aclCreateBoolArray", "output_mask"),
+        (
+            "aclnnGroupNormBackwardGetWorkspaceSize:1:561101",
+            561101,
+            "aclnnGroupNormBackwardGetWorkspaceSize",
+            "",
+        ),
+        ("aclnnGroupNormBackward:1:361001", 361001, "aclnnGroupNormBackward", ""),
     ],
 )
 def test_a_step_that_fails_leaves_no_handle_and_no_executor(
-    bench: Bench, plan: str, code: int, function: str
+    bench: Bench, plan: str, code: int, function: str, subject: str
 ) -> None:
     call = GROUP_NORM.build()
     tensors = bench.tensors(GROUP_NORM, call)
@@ -118,7 +123,7 @@ def test_a_step_that_fails_leaves_no_handle_and_no_executor(
         bench.launcher.plan(GROUP_NORM, call.attrs, tensors) as planned,
     ):
         planned.launch(bench.upload(bytes(planned.workspace_bytes)), bench.stream)
-    assert (caught.value.code, caught.value.function) == (code, function)
+    assert (caught.value.code, caught.value.function, caught.value.subject) == (code, function, subject)
     assert bench.host_objects() == [0, 0, 0]
     run(bench, GROUP_NORM, call)
 

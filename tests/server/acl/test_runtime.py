@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from npugrad_server.acl.faults import Action
-from npugrad_server.acl.runtime import AclError
+from npugrad_server.acl.libraries import Functions, Missing
+from npugrad_server.acl.runtime import AclError, Runtime, concerning
+from npugrad_server.acl.symbols import RUNTIME
 
 if TYPE_CHECKING:
     from tests.server.acl.conftest import Bench
@@ -33,6 +35,38 @@ def test_bytes_go_down_and_come_back(bench: Bench) -> None:
     assert not target[900:].any()
     for pinned in (source, target):
         bench.sim.call("aclrtFreeHost", pinned.ctypes.data)
+
+
+def test_events_tell_how_long_a_stream_took(bench: Bench) -> None:
+    """Whichever call records them, again and again."""
+    address = bench.upload(bytes(64))
+    first, last = bench.runtime.make_event(), bench.runtime.make_event()
+    for ms in (60, 20):
+        bench.sim.set_plan(f"memset:1:slow={ms}")
+        bench.runtime.record(first, bench.stream)
+        bench.runtime.zero(address, 64, bench.stream)
+        bench.runtime.record(last, bench.stream)
+        bench.runtime.wait(bench.stream, soon())
+        assert ms / 1000 <= bench.runtime.elapsed_s(first, last) < 2
+    assert bench.runtime.elapsed_s(first, first) == 0
+    with pytest.raises(AclError, match="107007"):
+        bench.runtime.elapsed_s(last, first)
+    for event in (first, last):
+        bench.runtime.destroy_event(event)
+
+
+def test_an_event_that_was_never_recorded_has_no_time(bench: Bench) -> None:
+    event = bench.runtime.make_event()
+    with pytest.raises(AclError, match="107006"):
+        bench.runtime.elapsed_s(event, event)
+    bench.runtime.destroy_event(event)
+
+
+def test_whether_cann_can_time_by_events(bench: Bench) -> None:
+    assert bench.runtime.has_events
+    symbol = next(symbol for symbol in RUNTIME if symbol.name == "aclrtRecordEvent")
+    functions = {**bench.cann.runtime.by_name, symbol.name: Missing(symbol, ())}
+    assert not Runtime(Functions(functions)).has_events
 
 
 def test_a_wait_ends_at_its_time_with_the_number_of_the_vendor(bench: Bench) -> None:
@@ -100,6 +134,12 @@ def test_an_error_reads_as_one_line() -> None:
     assert str(AclError(0, "aclCreateTensor")).startswith("aclCreateTensor failed without a number (")
 
 
+def test_an_error_tells_what_it_is_about_by_the_innermost_name() -> None:
+    with pytest.raises(AclError) as caught, concerning("outer"), concerning("rstd"):
+        raise AclError(107000, "aclrtX")
+    assert str(caught.value).startswith("rstd: aclrtX returned 107000 (")
+
+
 def test_what_the_device_is(bench: Bench) -> None:
     free, total = bench.runtime.memory_bytes()
     assert 0 < free <= total
@@ -111,10 +151,19 @@ def test_what_the_device_is(bench: Bench) -> None:
 def test_the_option_of_determinism_is_set_and_taken_back(bench: Bench) -> None:
     import ctypes
 
-    def option() -> int:
-        return int(bench.sim.number("aclrtCtxGetSysParamOpt", ctypes.c_int64, 0))
+    def options() -> list[int]:
+        names = ("aclrtCtxGetSysParamOpt", "aclrtGetSysParamOpt")
+        return [int(bench.sim.number(name, ctypes.c_int64, 0)) for name in names]
 
     bench.runtime.set_deterministic(True)
-    assert option() == 1
+    assert options() == [1, 1]
     bench.runtime.set_deterministic(False)
-    assert option() == 0
+    assert options() == [0, 0]
+
+
+def test_where_cann_has_no_option_of_the_process_that_of_the_context_is_set(bench: Bench) -> None:
+    symbol = next(symbol for symbol in RUNTIME if symbol.name == "aclrtSetSysParamOpt")
+    functions = {**bench.cann.runtime.by_name, symbol.name: Missing(symbol, ())}
+    before = bench.sim.counter("calls.aclrtCtxSetSysParamOpt")
+    Runtime(Functions(functions)).set_deterministic(False)
+    assert bench.sim.counter("calls.aclrtCtxSetSysParamOpt") == before + 1

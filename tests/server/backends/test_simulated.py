@@ -8,7 +8,7 @@ import pytest
 
 from npugrad import Product, get_operator
 from npugrad.call import CallOptions
-from npugrad_server.backends.base import DeviceCall
+from npugrad_server.backends.base import CallAbandoned, DeviceCall
 from npugrad_server.backends.test import TestBackend, TestOptions
 from npugrad_server.devices import parse_device
 
@@ -66,3 +66,45 @@ def test_defaults_are_harmless() -> None:
     options = TestOptions.parse({})
     assert (options.service_s, options.open_s, options.compute, options.opening) == (0, 0, False, "ok")
     assert not options.meets("crash", "")
+
+
+def call_of(**changes: Any) -> DeviceCall:
+    meta = SPEC.build()
+    inputs = SPEC.make_inputs(meta, np.random.default_rng(0))
+    outputs = {k: np.empty(m.shape, m.dtype.numpy) for k, m in SPEC.infer(meta).items() if m is not None}
+    return DeviceCall(meta, inputs, outputs, CallOptions(label="x"), 0, **changes)
+
+
+def test_a_device_with_memory_of_its_own_says_what_it_has_and_asks_for_workspace() -> None:
+    asked: list[int] = []
+    backend = opened("memory=100000&workspace=5000")
+    assert (backend.memory_bytes, backend.workspace_bytes(SPEC, SPEC.build())) == (100000, 5000)
+    assert backend.run(SPEC, call_of(reserve_workspace=asked.append)).workspace_bytes == 5000
+    assert opened("memory=100000&workspace=5000&big=x").run(SPEC, call_of()).workspace_bytes == 10000
+    assert asked == [5000]
+    assert (opened("").memory_bytes, opened("").workspace_bytes(SPEC, SPEC.build())) == (None, None)
+
+
+def test_calls_that_exceed_the_memory_are_refused_and_leave_nothing_behind() -> None:
+    call = call_of()
+    tensors = sum(a.nbytes for a in (*call.inputs.values(), *call.outputs.values()) if a is not None)
+    backend = opened(f"memory={tensors + 99}&workspace=100")
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="wanted 100 more"):
+            backend.run(SPEC, call)
+    opened(f"memory={tensors + 100}&workspace=100").run(SPEC, call)
+
+
+def test_a_call_that_nobody_waits_for_ends_long_before_its_service_time() -> None:
+    looks = 0
+
+    def check_wanted() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            raise CallAbandoned
+
+    start = time.perf_counter()
+    with pytest.raises(CallAbandoned):
+        opened("ms=60000").run(SPEC, call_of(check_wanted=check_wanted))
+    assert time.perf_counter() - start < 10

@@ -42,9 +42,32 @@ def test_a_verification_needs_the_results_once_more_in_float64(job: Any) -> None
     assert demand_of(planned).memory_bytes == 8 * (2 * 6 * 4 + 6 + 6)
 
 
+def test_a_device_with_memory_of_its_own_takes_strides_and_holds_the_tensors(job: Any) -> None:
+    planned = job().planned
+    expanded = replace(
+        planned, call=planned.call.with_inputs(mean=TensorMeta("float32", (2, 3), strides=(0, 0)))
+    )
+    assert demand_of(expanded).memory_bytes == 24
+    demand = demand_of(expanded, own_memory=True)
+    assert (demand.memory_bytes, demand.device_bytes > 0) == (0, True)
+    assert demand.workspace_key is not None
+    assert (demand_of(expanded).device_bytes, demand_of(expanded).workspace_key) == (0, None)
+
+
+def test_tensors_that_no_device_has_room_for_are_refused_once_that_is_known(job: Any) -> None:
+    demand = demand_of(job().planned, own_memory=True)
+    limits = {"input_arena_bytes": 1 << 20, "output_arena_bytes": 1 << 20, "memory_bytes": 1 << 20}
+    check_fits("op", demand, **limits)
+    check_fits("op", demand, **limits, device_bytes=demand.device_bytes)
+    with pytest.raises(
+        CallTooLarge, match=r"op: found \d+ bytes of tensors on the device; expected at most 9 "
+    ):
+        check_fits("op", demand, **limits, device_bytes=9)
+
+
 def test_what_fits_exactly_is_let_in(job: Any) -> None:
     demand = demand_of(job(verify=True).planned)
-    limits = {
+    limits: dict[str, int] = {
         "input_arena_bytes": demand.inputs.nbytes,
         "output_arena_bytes": demand.outputs.nbytes,
         "memory_bytes": demand.memory_bytes,

@@ -145,12 +145,12 @@ def test_two_devices_share_the_load(run_pool: Any, job: Any) -> None:
     run_pool(scenario, "test:2?ms=10")
 
 
-def test_streams_run_at_once(run_pool: Any, job: Any, eventually: Callable[..., Awaitable[None]]) -> None:
+def test_streams_run_at_once(run_pool: Any, job: Any) -> None:
     async def scenario(pool: DevicePool) -> None:
         await pool.wait_ready(30)
         calls = [asyncio.ensure_future(job(seed=i).run(pool)) for i in range(4)]
-        await eventually(lambda: pool.stats().running == 3)
-        assert pool.stats().queue_depth == 1
+        await asyncio.sleep(0)
+        assert (pool.stats().running, pool.stats().queue_depth) == (3, 1)
         await asyncio.gather(*calls)
 
     run_pool(scenario, "test:1?ms=50", streams_per_device=3)

@@ -18,14 +18,18 @@ from npugrad_server.pool.commands import (
     FailCall,
     Failure,
     KillWorker,
+    PostponeCall,
     ReleaseCall,
     RequeueCall,
     SpawnWorker,
     StartCall,
+    TellWorker,
     WorkerSpec,
 )
+from npugrad_server.pool.device_memory import workspace_footprint
 from npugrad_server.pool.scheduler import SUSPECT_ATTEMPTS, Scheduler
 from npugrad_server.pool.types import DeviceState, PoolSettings
+from npugrad_server.worker.protocol import AbandonCall, WorkspaceGranted, WorkspaceRefused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
     from npugrad_server.pool.commands import Command
 
 ARENA, MEMORY, ATTEMPTS = 256, 100, 3
+DEVICE = 8 * 512
+"""Memory that a device with its own has at most."""
 
 
 @dataclass
@@ -48,6 +54,28 @@ class Call:
     released: int = 0
     region_live: bool = False
     suspect: bool = False
+    needs: int = 0
+    """Workspace its first phase asks for, in blocks."""
+    granted: int = 0
+    """Workspace the scheduler knows of while it runs, in bytes."""
+    refusal: WorkspaceRefused | None = None
+    abandoned: bool = False
+    postponed: int = 0
+
+    @property
+    def tries(self) -> int:
+        """Starts that were not taken back."""
+        return len(self.starts) - self.postponed
+
+    @property
+    def workspace(self) -> int:
+        """Bytes that its first phase asks for."""
+        return self.needs * 512 - 32 if self.needs else 0
+
+    @property
+    def device_bytes(self) -> int:
+        """What it holds of the memory of a device with its own."""
+        return self.request.device_bytes + workspace_footprint(self.granted)
 
 
 @dataclass
@@ -57,6 +85,7 @@ class Process:
     incarnation: int
     open: bool = False
     told_to_end: bool = False
+    memory: int | None = None
 
 
 class SchedulerWorld(RuleBasedStateMachine):
@@ -66,7 +95,7 @@ class SchedulerWorld(RuleBasedStateMachine):
         self.calls: dict[int, Call] = {}
         self.processes: dict[int, Process] = {}
         self.streams = 0
-        self.one_mode = False
+        self.one_mode = self.own = False
         self.scheduler: Scheduler
 
     # ------------------------------------------------------------------------------------------ the driver
@@ -95,7 +124,31 @@ class SchedulerWorld(RuleBasedStateMachine):
                 self.processes[command.worker].told_to_end = True
             elif isinstance(command, RequeueCall):
                 call = self.calls[command.call]
-                assert len(call.starts) < (SUSPECT_ATTEMPTS if call.suspect else ATTEMPTS)
+                assert call.tries < (SUSPECT_ATTEMPTS if call.suspect else ATTEMPTS)
+            elif isinstance(command, PostponeCall):
+                self.calls[command.call].postponed += 1
+            elif isinstance(command, TellWorker):
+                self._told(command)
+
+    def _told(self, command: TellWorker) -> None:
+        message, process = command.message, self.processes[command.worker]
+        call = self.calls[message.call]
+        assert process.incarnation == command.incarnation
+        assert call.running
+        assert call.starts[-1].worker == command.worker
+        if isinstance(message, AbandonCall):
+            assert call.answers or call.cancelled, "given up while somebody waits"
+            assert not call.abandoned, "told twice"
+            call.abandoned = True
+            return
+        if isinstance(message, WorkspaceGranted):
+            call.granted = call.workspace
+            return
+        call.refusal = message
+        if message.final:
+            needed = call.request.device_bytes + workspace_footprint(call.workspace)
+            up = [w.memory_bytes for w in self.scheduler.workers if w.state is not DeviceState.DOWN]
+            assert all(memory is not None and memory < needed for memory in up), "some device has room"
 
     def _started(self, start: StartCall) -> None:
         call, process = self.calls[start.call], self.processes[start.worker]
@@ -107,11 +160,14 @@ class SchedulerWorld(RuleBasedStateMachine):
         assert not call.cancelled
         assert call.request.deadline_s is None or call.request.deadline_s > self.now
         call.starts.append(start)
-        assert start.attempt == len(call.starts) <= ATTEMPTS
+        call.refusal = None
+        assert start.attempt == call.tries <= ATTEMPTS
+        assert (start.workspace_bytes is None) == (process.memory is None)
+        call.granted = start.workspace_bytes or 0
         beside = [c for c in self._on(start.worker) if c is not call]
         if beside:
             assert start.attempt == 1, "a second try is not alone"
-            assert all(len(other.starts) == 1 for other in beside), "somebody joined a second try"
+            assert all(other.tries == 1 for other in beside), "somebody joined a second try"
         if self.one_mode:
             assert all(c.request.deterministic == call.request.deterministic for c in beside)
         self._check_region(call, start)
@@ -134,8 +190,10 @@ class SchedulerWorld(RuleBasedStateMachine):
 
     # --------------------------------------------------------------------------------------------- the world
 
-    @initialize(workers=st.integers(1, 3), streams=st.integers(1, 3), one_mode=st.booleans())
-    def open(self, workers: int, streams: int, one_mode: bool) -> None:
+    @initialize(
+        workers=st.integers(1, 3), streams=st.integers(1, 3), one_mode=st.booleans(), own=st.booleans()
+    )
+    def open(self, workers: int, streams: int, one_mode: bool, own: bool) -> None:
         config = PoolSettings(
             ("cpu:0",) * workers,
             Product.ATLAS_A2,
@@ -152,7 +210,7 @@ class SchedulerWorld(RuleBasedStateMachine):
             4,
             ATTEMPTS,
         )
-        self.streams, self.one_mode = streams, one_mode
+        self.streams, self.one_mode, self.own = streams, one_mode, own
         specs = [WorkerSpec(streams, ARENA, "host")] * workers
         self.scheduler = Scheduler(config, specs, {"host": MEMORY})
         self.obey(self.scheduler.start(self.now))
@@ -164,6 +222,8 @@ class SchedulerWorld(RuleBasedStateMachine):
         deadline=st.none() | st.floats(0, 30),
         output_bytes=st.sampled_from([0, 1, 64, 100, 128, 256]),
         memory_bytes=st.sampled_from([0, 0, 30, 100]),
+        blocks=st.integers(0, 9),
+        needs=st.integers(0, 9),
     )
     def submit(
         self,
@@ -173,22 +233,68 @@ class SchedulerWorld(RuleBasedStateMachine):
         deadline: float | None,
         output_bytes: int,
         memory_bytes: int,
+        blocks: int,
+        needs: int,
     ) -> None:
         number = len(self.calls)
         due = None if deadline is None else self.now + deadline
-        request = CallRequest(number, priority, label, deterministic, due, output_bytes, memory_bytes)
-        self.calls[number] = Call(request)
+        request = CallRequest(
+            number, priority, label, deterministic, due, output_bytes, memory_bytes, 512 * blocks, needs // 2
+        )
+        # Two needs share a key, so that what was learned is right, too much and too little in turn.
+        self.calls[number] = Call(request, needs=needs)
         self.obey(self.scheduler.submit(request, self.now))
 
     @precondition(lambda self: any(not p.open for p in self.processes.values()))
     @rule(data=st.data())
     def become_ready(self, data: st.DataObject) -> None:
-        self._ready(data.draw(st.sampled_from([w for w, p in self.processes.items() if not p.open])))
+        worker = data.draw(st.sampled_from([w for w, p in self.processes.items() if not p.open]))
+        self._ready(worker, data.draw(st.integers(0, 8)) * 512)
 
-    def _ready(self, worker: int) -> None:
+    def _ready(self, worker: int, memory: int = DEVICE) -> None:
         process = self.processes[worker]
         process.open = True
-        self.obey(self.scheduler.ready(worker, process.incarnation, self.now, self.one_mode))
+        # A device may have less than the last time: somebody else may use it.
+        process.memory = memory if self.own else None
+        self.obey(self.scheduler.ready(worker, process.incarnation, self.now, self.one_mode, process.memory))
+
+    @precondition(lambda self: any(c.running for c in self.calls.values()))
+    @rule(data=st.data())
+    def ask(self, data: st.DataObject) -> None:
+        """The first phase of a call is through."""
+        self._ask(data.draw(st.sampled_from([n for n, c in self.calls.items() if c.running])))
+
+    def _ask(self, number: int) -> None:
+        call = self.calls[number]
+        start = call.starts[-1]
+        if start.workspace_bytes is None or call.workspace <= call.granted:
+            return
+        call.refusal = None
+        command = self.scheduler.need_workspace(start.worker, start.incarnation, number, call.workspace)
+        self.obey(command)
+        assert (call.refusal is None) == (call.granted == call.workspace), "a question without an answer"
+
+    @precondition(lambda self: any(c.running and c.refusal for c in self.calls.values()))
+    @rule(data=st.data())
+    def come_back(self, data: st.DataObject) -> None:
+        """A call that was refused its workspace is given back, or fails."""
+        refused = [n for n, c in self.calls.items() if c.running and c.refusal]
+        self._come_back(data.draw(st.sampled_from(refused)))
+
+    def _come_back(self, number: int) -> None:
+        call = self.calls[number]
+        if call.refusal is None or call.refusal.final:
+            self._answer(number, False)
+            return
+        start, before = call.starts[-1], len(call.starts)
+        call.running = call.region_live = False
+        known = max(call.workspace, start.workspace_bytes or 0)
+        self.obey(self.scheduler.deferred(start.worker, start.incarnation, number, call.workspace, self.now))
+        up = [w for w in self.scheduler.workers if w.state is not DeviceState.DOWN]
+        needed = call.request.device_bytes + workspace_footprint(known)
+        if any(worker.could_hold(needed) for worker in up):
+            for again in call.starts[before:]:
+                assert (again.workspace_bytes or 0) >= call.workspace, "placed where it has no room"
 
     @precondition(lambda self: any(c.running for c in self.calls.values()))
     @rule(data=st.data(), good=st.booleans())
@@ -199,7 +305,8 @@ class SchedulerWorld(RuleBasedStateMachine):
         call = self.calls[number]
         start = call.starts[-1]
         call.running = False
-        self.obey(self.scheduler.answered(start.worker, start.incarnation, number, good, self.now))
+        told = call.workspace if good else None
+        self.obey(self.scheduler.answered(start.worker, start.incarnation, number, good, self.now, told))
 
     @precondition(lambda self: self.processes)
     @rule(data=st.data())
@@ -261,6 +368,19 @@ class SchedulerWorld(RuleBasedStateMachine):
         assert sum(c.request.memory_bytes for c in self.calls.values() if c.running) <= MEMORY
 
     @invariant()
+    def a_devices_own_memory_is_what_its_calls_hold_and_never_more_than_it_has(self) -> None:
+        for worker, process in self.processes.items():
+            if process.memory is not None:
+                held = sum(call.device_bytes for call in self._on(worker))
+                assert held == self.scheduler.workers[worker].memory_used_bytes <= process.memory
+
+    @invariant()
+    def a_worker_knows_which_of_its_calls_nobody_waits_for(self) -> None:
+        for call in self.calls.values():
+            if call.running:
+                assert call.abandoned == bool(call.answers or call.cancelled)
+
+    @invariant()
     def nobody_is_answered_or_released_twice(self) -> None:
         for call in self.calls.values():
             assert call.answers <= 1
@@ -287,6 +407,7 @@ class SchedulerWorld(RuleBasedStateMachine):
             assert call.released == 1
         assert self.scheduler.output_used_bytes == 0
         assert self.scheduler.queue_depth == self.scheduler.running == 0
+        assert [w.memory_used_bytes for w in self.scheduler.workers] == [0] * len(self.scheduler.workers)
         assert Counter(w.outputs.used_bytes for w in self.scheduler.workers) == {
             0: len(self.scheduler.workers)
         }
@@ -300,7 +421,11 @@ class SchedulerWorld(RuleBasedStateMachine):
                 self._ready(worker)
         for number, call in list(self.calls.items()):
             if call.running:
-                self._answer(number, True)
+                self._ask(number)
+                if call.refusal is None:
+                    self._answer(number, True)
+                else:
+                    self._come_back(number)
             if (call.answers or call.cancelled) and not call.closed:
                 self._close(number)
         if any(w.state is DeviceState.RESTARTING for w in self.scheduler.workers):

@@ -11,11 +11,20 @@ import pytest
 from npugrad import Product, TensorMeta, get_operator
 from npugrad.call import CallOptions
 from npugrad.errors import DeviceError, NpugradError, OperatorError, UnsafeLevels
-from npugrad_server.backends.base import DeviceLost, Timings
+from npugrad_server.backends.base import CallAbandoned, CallPostponed, DeviceLost, Timings
 from npugrad_server.pool.arena import InputArena, OutputArena
 from npugrad_server.pool.regions import Region
-from npugrad_server.worker.execute import Arenas, execute
-from npugrad_server.worker.protocol import CallDone, CallFailed, OpenDevice, RunCall
+from npugrad_server.worker.conversation import Conversation
+from npugrad_server.worker.execute import Arenas
+from npugrad_server.worker.execute import execute as execute_talk
+from npugrad_server.worker.protocol import (
+    AbandonCall,
+    CallDeferred,
+    CallDone,
+    CallFailed,
+    OpenDevice,
+    RunCall,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -23,6 +32,7 @@ if TYPE_CHECKING:
     from npugrad.spec import CallMeta, OpSpec
     from npugrad_server.backends.base import DeviceCall
     from npugrad_server.devices import DeviceName
+    from npugrad_server.worker.protocol import Answer, Message
 
 SIZE = 1 << 16
 
@@ -51,6 +61,8 @@ class Recorder:
 
     def workspace_bytes(self, spec: OpSpec, meta: CallMeta) -> int | None: ...
 
+    def memory_now(self, *, give_back: bool) -> tuple[int, int] | None: ...
+
     def close(self) -> None: ...
 
 
@@ -66,6 +78,14 @@ def order(**changes: Any) -> RunCall:
     outputs = spec.infer(meta)
     offsets = [{name: 1024 * i for i, name in enumerate(names)} for names in (meta.inputs, outputs)]
     return replace(RunCall(1, spec.name, meta, outputs, CallOptions(), offsets[0], offsets[1]), **changes)
+
+
+def nobody_is_asked(message: Message) -> None:
+    raise AssertionError(f"the pool was asked {message}")
+
+
+def execute(backend: Recorder, arenas: Arenas, run: RunCall, stream: int) -> Answer:
+    return execute_talk(backend, arenas, Conversation(run, nobody_is_asked), stream)
 
 
 def test_a_backend_gets_contiguous_operands_it_cannot_write_and_the_wanted_outputs(
@@ -197,3 +217,28 @@ def test_an_operator_nobody_knows_is_an_answer(arenas: tuple[Arenas, InputArena]
     failed = execute(Recorder(), arenas[0], order(operator="softmax"), stream=0)
     assert isinstance(failed, CallFailed)
     assert failed.reason == "UNKNOWN_OPERATOR"
+
+
+def test_a_call_that_came_too_late_or_that_nobody_waits_for_reaches_no_backend(
+    arenas: tuple[Arenas, InputArena],
+) -> None:
+    backend = Recorder()
+    late = execute(backend, arenas[0], order(deadline_s=time.monotonic()), 0)
+    assert isinstance(late, CallFailed)
+    assert (late.reason, late.trace) == ("DEADLINE_EXCEEDED", "")
+    assert "group_norm_backward: the deadline passed before the launch" in late.message
+    talk = Conversation(order(), nobody_is_asked)
+    talk.hear(AbandonCall(1))
+    abandoned = execute_talk(backend, arenas[0], talk, 0)
+    assert isinstance(abandoned, CallFailed)
+    assert (abandoned.reason, abandoned.trace) == ("CANCELLED", "")
+    assert backend.calls == []
+
+
+def test_a_call_that_a_backend_gives_back_is_answered_with_what_it_needs(
+    arenas: tuple[Arenas, InputArena],
+) -> None:
+    assert execute(Recorder(CallPostponed(12345)), arenas[0], order(), 0) == CallDeferred(1, 12345)
+    abandoned = execute(Recorder(CallAbandoned()), arenas[0], order(), 0)
+    assert isinstance(abandoned, CallFailed)
+    assert abandoned.reason == "CANCELLED"

@@ -23,16 +23,23 @@ from npugrad_server.pool.regions import Region
 from npugrad_server.worker.loop import EXIT_DEVICE_LOST
 from npugrad_server.worker.protocol import (
     MAX_MESSAGE_BYTES,
+    AbandonCall,
+    AskMemory,
+    CallDeferred,
     CallDone,
     CallFailed,
     CallPlanned,
     DeviceFailed,
     DeviceReady,
+    MemoryFound,
     Message,
+    NeedWorkspace,
     OpenDevice,
     OpenFailed,
     PlanCall,
     RunCall,
+    WorkspaceGranted,
+    WorkspaceRefused,
     decode,
     encode,
 )
@@ -95,13 +102,15 @@ def worker(device: str = "cpu:0", *, streams: int = 1) -> Iterator[WorkerUnderTe
             process.kill()
 
 
-def order(call: int = 1, *, label: str = "") -> RunCall:
+def order(call: int = 1, *, label: str = "", workspace_bytes: int | None = None) -> RunCall:
     spec = get_operator("group_norm_backward")
     meta = spec.build()
     outputs = spec.infer(meta)
     options = CallOptions(label=label)
     offsets = [{name: 1024 * i for i, name in enumerate(names)} for names in (meta.inputs, outputs)]
-    return RunCall(call, spec.name, meta, outputs, options, offsets[0], offsets[1])
+    return RunCall(
+        call, spec.name, meta, outputs, options, offsets[0], offsets[1], workspace_bytes=workspace_bytes
+    )
 
 
 def test_a_worker_opens_runs_and_ends_with_its_socket() -> None:
@@ -193,6 +202,100 @@ def test_a_device_without_phases_cannot_tell_a_workspace() -> None:
         run = order(4)
         one.send(PlanCall(4, run.operator, run.meta))
         assert one.receive() == CallPlanned(4, None)
+
+
+def test_a_device_in_the_hosts_memory_has_none_of_its_own() -> None:
+    with worker("test:0") as one:
+        assert isinstance(one.receive(), DeviceReady)
+        one.send(AskMemory(5, give_back=True))
+        assert one.receive() == MemoryFound(5, None, None)
+
+
+OWN_MEMORY = "test:0?memory=100000&workspace=5000"
+
+
+def test_a_call_asks_for_the_workspace_that_is_not_set_aside() -> None:
+    with worker(OWN_MEMORY) as one:
+        ready = one.receive()
+        assert isinstance(ready, DeviceReady)
+        assert ready.memory_bytes == 100000
+        one.send(order(1, workspace_bytes=4999))
+        assert one.receive() == NeedWorkspace(1, 5000)
+        one.send(WorkspaceGranted(1))
+        done = one.receive()
+        assert isinstance(done, CallDone)
+        assert (done.call, done.workspace_bytes) == (1, 5000)
+        one.send(order(2, workspace_bytes=5000))
+        done = one.receive()
+        assert isinstance(done, CallDone)
+        assert (done.call, done.workspace_bytes) == (2, 5000)
+
+
+def test_a_call_whose_workspace_is_refused_comes_back_or_fails_for_good() -> None:
+    with worker(OWN_MEMORY) as one:
+        assert isinstance(one.receive(), DeviceReady)
+        for call, final in ((1, False), (2, True)):
+            one.send(order(call, workspace_bytes=0))
+            assert one.receive() == NeedWorkspace(call, 5000)
+            one.send(WorkspaceRefused(call, final, 4000))
+            answer = one.receive()
+            if final:
+                assert isinstance(answer, CallFailed)
+                assert (answer.call, answer.reason) == (call, "DEVICE_OUT_OF_MEMORY")
+                assert "found 5000 bytes of workspace" in answer.message
+            else:
+                assert answer == CallDeferred(call, 5000)
+
+
+def test_each_stream_gets_the_answer_to_its_own_question() -> None:
+    with worker(OWN_MEMORY, streams=2) as one:
+        assert isinstance(one.receive(), DeviceReady)
+        one.send(order(1, workspace_bytes=0))
+        one.send(order(2, workspace_bytes=0))
+        assert {one.receive(), one.receive()} == {NeedWorkspace(1, 5000), NeedWorkspace(2, 5000)}
+        one.send(WorkspaceGranted(9))  # of a call that this process does not have
+        one.send(WorkspaceRefused(2, False))
+        assert one.receive() == CallDeferred(2, 5000)
+        one.send(WorkspaceGranted(1))
+        done = one.receive()
+        assert isinstance(done, CallDone)
+        assert done.call == 1
+        one.send(order(2, workspace_bytes=5000))
+        assert isinstance(one.receive(), CallDone)
+
+
+def test_the_end_of_the_socket_ends_a_worker_that_waits_for_an_answer() -> None:
+    with worker(OWN_MEMORY) as one:
+        assert isinstance(one.receive(), DeviceReady)
+        one.send(order(workspace_bytes=0))
+        assert isinstance(one.receive(), NeedWorkspace)
+        one.control.close()
+        assert one.process.wait(10) == 0
+
+
+def test_a_call_that_nobody_waits_for_ends_early_and_one_in_the_queue_is_not_run() -> None:
+    with worker("test:0?ms=60000") as one:
+        assert isinstance(one.receive(), DeviceReady)
+        one.send(order(1))
+        one.send(order(2))
+        one.send(AbandonCall(2))
+        one.send(AbandonCall(1))
+        for call in (1, 2):
+            answer = one.receive()
+            assert isinstance(answer, CallFailed)
+            assert (answer.call, answer.reason, answer.trace) == (call, "CANCELLED", "")
+            assert answer.message == "group_norm_backward: nobody waits for the call any more"
+
+
+def test_a_call_can_be_handed_in_again_after_it_was_given_up() -> None:
+    with worker("test:0?ms=50") as one:
+        assert isinstance(one.receive(), DeviceReady)
+        one.send(order(1))
+        one.send(AbandonCall(1))
+        assert isinstance(one.receive(), CallFailed)
+        one.send(AbandonCall(1))  # too late to mean anything
+        one.send(order(1))
+        assert isinstance(one.receive(), CallDone)
 
 
 def test_streams_answer_out_of_order() -> None:

@@ -11,16 +11,23 @@ from npugrad import CallMeta, Product, TensorMeta
 from npugrad.call import CallOptions
 from npugrad_server.worker.protocol import (
     MAX_MESSAGE_BYTES,
+    AbandonCall,
+    AskMemory,
+    CallDeferred,
     CallDone,
     CallFailed,
     CallPlanned,
     DeviceFailed,
     DeviceReady,
+    MemoryFound,
     Message,
+    NeedWorkspace,
     OpenDevice,
     OpenFailed,
     PlanCall,
     RunCall,
+    WorkspaceGranted,
+    WorkspaceRefused,
     decode,
     encode,
 )
@@ -57,6 +64,7 @@ calls = st.builds(
     input_offsets=offsets,
     output_offsets=offsets,
     deadline_s=st.none() | st.floats(0, 1e9),
+    workspace_bytes=st.none() | st.integers(0, 2**50),
 )
 
 
@@ -92,6 +100,14 @@ def test_every_double_survives(value: float) -> None:
         CallDone(7, 0.1, 1e-9, 0.0, 2**40),
         CallPlanned(7, 2**40),
         CallPlanned(7, None),
+        CallDeferred(7, 2**40),
+        AbandonCall(2**40),
+        NeedWorkspace(7, 2**40),
+        WorkspaceGranted(7),
+        WorkspaceRefused(7, True, 2**40),
+        WorkspaceRefused(7, False),
+        AskMemory(8, give_back=True),
+        MemoryFound(8, 2**40, 2**41),
         CallFailed(7, "UNSAFE_LEVELS", "message", {"operand": "value"}, "trace\n" * 10),
     ],
 )

@@ -105,6 +105,9 @@ class CpuBackend:
     def workspace_bytes(self, spec: OpSpec, meta: CallMeta) -> int | None:
         """None: what kernels and reference need beside the operands is bounded and their own."""
 
+    def memory_now(self, *, give_back: bool) -> tuple[int, int] | None:
+        """None: it works in the host's memory."""
+
     def close(self) -> None:
         """Ends the threads; no call runs."""
         if self._kernels is not None:

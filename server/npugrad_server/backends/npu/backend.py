@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from npugrad.call import CallOptions
-from npugrad.errors import DeviceOutOfMemory, NpugradError, OperatorError, UnsupportedOperator
+from npugrad.errors import NpugradError, OperatorError, UnsupportedOperator
 from npugrad.ops import OPERATORS
 from npugrad.products import product_from_soc
+from npugrad_server.acl.faults import Action, fault_of
 from npugrad_server.acl.launcher import Launcher
 from npugrad_server.acl.libraries import Cann, LibraryError
 from npugrad_server.acl.runtime import AclError, Runtime
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 _PROBE_S = 60.0
 """Seconds that an operator has to run its first, tiny call; it loads its kernels then."""
+_PROBES = 2
+"""How often that call is tried, unless it fails with a code that stays."""
 
 
 class NpuBackend:
@@ -68,9 +71,13 @@ class NpuBackend:
         self._thread.bound = True
         self._describe(self._check_chip(product))
         self._mode = _Mode(self._runtime)
-        self._lanes = [Lane(self._device, self._runtime, self._launcher) for _ in range(streams)]
-        if len({lane.raw_stream for lane in self._lanes}) < streams:
-            raise DeviceUnusable(f"{device.name}: torch_npu gave fewer than {streams} different streams")
+        try:
+            self._lanes = [Lane(self._device, self._runtime, self._launcher) for _ in range(streams)]
+        except AclError as error:
+            raise DeviceUnusable(f"a lane cannot be made: {error}", Comeback.SLOWLY) from error
+        distinct = len({lane.raw_stream for lane in self._lanes})
+        if distinct < streams:
+            raise DeviceUnusable(f"found {distinct} different streams of torch_npu; expected {streams}")
         self.unavailable = self._probe(product)
         self._device.empty_cache()  # what the probes used is free for calls
         self.memory_bytes = self._runtime.memory_bytes()[0]
@@ -93,22 +100,34 @@ class NpuBackend:
         self.description = f"{marked}{soc}, CANN {cann}, torch_npu {versions['torch_npu']}"
 
     def _probe(self, product: Product) -> dict[str, str]:
-        """Operators that cannot run here, with the reason: the function is missing, or a tiny call fails."""
-        unavailable = {}
-        for spec in OPERATORS.values():
-            if product not in spec.products:
-                continue
-            reason = self._launcher.missing(spec)
-            if not reason:
-                try:
-                    self.run(spec, _tiny_call(spec, product))
-                except DeviceOutOfMemory as error:
-                    raise DeviceUnusable(str(error), Comeback.SLOWLY) from error
-                except NpugradError as error:
-                    reason = str(error)
-            if reason:
-                unavailable[spec.name] = reason
+        """Operators that cannot run here, with the reason: a function is missing, or a tiny call is refused.
+
+        Raises:
+            DeviceUnusable: No operator is left, or one fails in a way that another time it may not.
+        """
+        specs = [spec for spec in OPERATORS.values() if product in spec.products]
+        reasons = {spec.name: self._launcher.missing(spec) or self._try_out(spec, product) for spec in specs}
+        unavailable = {name: reason for name, reason in reasons.items() if reason}
+        if len(unavailable) == len(specs):
+            told = "; ".join(f"{name}: {reason}" for name, reason in unavailable.items())
+            raise DeviceUnusable(f"found no operator that runs here; expected at least one; {told}")
         return unavailable
+
+    def _try_out(self, spec: OpSpec, product: Product) -> str:
+        """Why an operator never runs here, as a tiny call shows; empty when it does."""
+        failure: NpugradError | None = None
+        for _ in range(_PROBES):
+            try:
+                self.run(spec, _tiny_call(spec, product))
+            except NpugradError as error:
+                failure = error
+                if _is_for_good(error):
+                    return str(error).removeprefix(f"{spec.name}: ")
+            else:
+                return ""
+        raise DeviceUnusable(
+            f"{failure}; expected one of {_PROBES} tries of a first, tiny call to succeed", Comeback.SLOWLY
+        ) from failure
 
     def run(self, spec: OpSpec, call: DeviceCall) -> Timings:
         """Runs a call on the lane of its stream; errors as in `Backend.run` and `Lane.run`."""
@@ -124,10 +143,10 @@ class NpuBackend:
             raise UnsupportedOperator(
                 f"{spec.name}: not available on this node: {self.unavailable[spec.name]}", operator=spec.name
             )
-        if options.deterministic and not spec.deterministic(meta):
+        complaint = spec.determinism_check(meta) if options.deterministic else None
+        if complaint is not None:
             raise OperatorError(
-                f"{spec.name}: found deterministic=True; expected False, because the operator cannot run "
-                "deterministically on an NPU with these shapes and types",
+                f"{spec.name}: {complaint}",
                 reason="DETERMINISM_UNSUPPORTED",
                 operator=spec.name,
                 source="device",
@@ -139,7 +158,20 @@ class NpuBackend:
         if not any(wanted is not None for wanted in spec.infer(meta).values()):
             return 0
         self._bind_thread()
-        return self._lanes[0].workspace_bytes(spec, meta)
+        with self._mode.kept():
+            return self._lanes[0].workspace_bytes(spec, meta)
+
+    def memory_now(self, *, give_back: bool) -> tuple[int, int]:
+        """Free and total bytes of the device, other processes' use included; errors as in `Backend`."""
+        self._bind_thread()
+        try:
+            if give_back:
+                self._device.empty_cache()
+            return self._runtime.memory_bytes()
+        except AclError as error:
+            if error.fault.action.ends_worker:
+                raise device_lost("memory", error) from error
+            raise device_error("memory", error) from None
 
     def _bind_thread(self) -> None:
         if not getattr(self._thread, "bound", False):
@@ -147,16 +179,20 @@ class NpuBackend:
             self._thread.bound = True
 
     def close(self) -> None:
-        """Nothing: the end of the process gives the device back."""
+        """Gives back what torch_npu does not know of; the end of the process does the rest."""
+        with suppress(AclError):
+            for lane in self._lanes:
+                lane.close()
 
 
 class _Mode:
-    """The deterministic option of the device's context: changed only while no call runs."""
+    """The deterministic option of the device's context: changed only while nobody uses the context."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._condition = threading.Condition()
         self._users = 0
+        self._waiting = 0
         self._deterministic: bool | None = None
 
     @contextmanager
@@ -169,15 +205,32 @@ class _Mode:
         """
         with self._condition:
             # The scheduler lets no calls of different modes meet here; this only makes sure.
+            self._waiting += 1
             self._condition.wait_for(lambda: not self._users or self._deterministic == wanted)
+            self._waiting -= 1
+            self._condition.notify_all()
             self._set(spec, wanted)
             self._users += 1
         try:
             yield
         finally:
-            with self._condition:
-                self._users -= 1
-                self._condition.notify_all()
+            self._leave()
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keeps the option as it is, whatever that is, behind those who wait for it to change."""
+        with self._condition:
+            self._condition.wait_for(lambda: not self._waiting)
+            self._users += 1
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        with self._condition:
+            self._users -= 1
+            self._condition.notify_all()
 
     def _set(self, spec: OpSpec, wanted: bool) -> None:
         if self._deterministic == wanted:
@@ -190,6 +243,12 @@ class _Mode:
                 raise device_lost(spec.name, error) from error
             raise device_error(spec.name, error) from None
         self._deterministic = wanted
+
+
+def _is_for_good(error: NpugradError) -> bool:
+    """Whether the node lacks the operator's kernels, or the operator refuses what its record allows."""
+    code = error.code if isinstance(error, OperatorError) else None
+    return fault_of(code or 0).action in (Action.OPERATOR_MISSING, Action.REFUSE)
 
 
 def _tiny_call(spec: OpSpec, product: Product) -> DeviceCall:

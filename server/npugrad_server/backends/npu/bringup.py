@@ -30,6 +30,11 @@ _ENVIRONMENT = {
 _POOLED_STREAMS = 8
 """Streams that torch_npu makes at once when asked for this number instead of its 32."""
 _CODE = re.compile(r"error code is (\d{6})", re.IGNORECASE)
+_CAUSE = re.compile(r"\[Error\]: |E[A-Z0-9]\d{4}: ")
+"""How a line begins in which the vendor tells the cause; torch_npu's own lines stand around them."""
+_ADVICE = re.compile(r"\s*If reserved memory is .*")
+"""What torch advises in the end is about settings that nobody has here."""
+_MOST_CHARACTERS = 400
 _LACKS_FUNCTION = "Failed to find function"
 _OUT_OF_MEMORY = 207001
 _PAIR = re.compile(r"\d+\.\d+")
@@ -95,16 +100,18 @@ class NpuDevice:
         self._torch, npu = _import(streams)
         self._npu: Any = npu
         self._place = f"npu:{index}"
+        self._void: list[Any] = []
         try:
             count = npu.device_count()
             if index >= count:
-                raise DeviceUnusable(f"found {count} devices; expected more than {index}", Comeback.SLOWLY)
+                found = f"{count} NPU{'s' * (count != 1)} for torch_npu"
+                raise DeviceUnusable(f"found {found}; expected one that is {self._place}", Comeback.SLOWLY)
             npu.set_device(index)
             self.empty(1)  # the device is taken by its first use
         except RuntimeError as error:
-            raise error if isinstance(error, DeviceUnusable) else _not_taken(index, error) from error
+            raise error if isinstance(error, DeviceUnusable) else _not_taken(error) from error
         except AclError as error:
-            raise _not_taken(index, error) from error
+            raise _not_taken(error) from error
 
     def use_thread(self) -> None:
         """Binds the calling thread to the device; cheap when it is bound already."""
@@ -127,13 +134,19 @@ class NpuDevice:
     def pinned(self, nbytes: int) -> PinnedBuffer:
         """Pinned host memory, not initialized; errors as for `empty`."""
         owner = self._allocate(max(nbytes, 1), pin_memory=True)
+        if not owner.data_ptr():
+            # torch_npu takes no notice when CANN has none left: it gives a tensor at address 0, and would
+            # give it again to the next who asks if it got it back.
+            self._void.append(owner)
+            raise AclError(_OUT_OF_MEMORY, "torch_npu's allocator of pinned memory", "it gave address 0")
         return PinnedBuffer(owner.data_ptr(), owner.numpy(), owner)
 
     def _allocate(self, nbytes: int, **where: Any) -> Any:
         try:
             return self._torch.empty(nbytes, dtype=self._torch.uint8, **where)
         except self._torch.OutOfMemoryError as error:
-            raise AclError(_OUT_OF_MEMORY, "torch_npu's allocator", _first_line(error)) from None
+            text = _ADVICE.sub("", _words(error))
+            raise AclError(_OUT_OF_MEMORY, "torch_npu's allocator", text) from None
         except RuntimeError as error:
             raise _numbered(error) from None
 
@@ -188,26 +201,29 @@ def _import(streams: int) -> tuple[Any, Any]:
             f"{name}={os.environ.get(name, 'not set')}" for name in ("ASCEND_HOME_PATH", "ASCEND_OPP_PATH")
         )
         raise DeviceUnusable(
-            f"torch_npu cannot be imported: {type(error).__name__}: {_first_line(error)}; expected a CANN "
+            f"torch_npu cannot be imported: {type(error).__name__}: {_words(error)}; expected a CANN "
             f"that fits it and its environment to be loaded (set_env.sh); {homes}"
         ) from error
     return torch, torch_npu.npu
 
 
-def _not_taken(index: int, error: Exception) -> DeviceUnusable:
+def _not_taken(error: Exception) -> DeviceUnusable:
     numbered = error if isinstance(error, AclError) else _numbered(error)
     # No wait brings a damaged device back, or a function that this CANN lacks.
     hopeless = numbered.fault.action is Action.QUARANTINE or _LACKS_FUNCTION in numbered.text
     comeback = Comeback.NEVER if hopeless else Comeback.SLOWLY
-    return DeviceUnusable(f"npu:{index} cannot be taken: {numbered}", comeback)
+    return DeviceUnusable(f"cannot be taken: {numbered}", comeback)
 
 
 def _numbered(error: Exception) -> AclError:
     """The error with the number that torch_npu's text has; 0 when it has none."""
     match = _CODE.search(str(error))
-    return AclError(int(match[1]) if match else 0, "torch_npu", _first_line(error))
+    return AclError(int(match[1]) if match else 0, "torch_npu", _words(error))
 
 
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:500] if lines else type(error).__name__
+def _words(error: Exception) -> str:
+    """The first line, which tells where torch_npu was, and those in which the vendor tells the cause."""
+    first, *others = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()] or [""]
+    causes = dict.fromkeys(line for line in others if _CAUSE.match(line))
+    words = [first[:_MOST_CHARACTERS], " ".join(causes)[:_MOST_CHARACTERS]]
+    return " ".join(filter(None, words)) or type(error).__name__

@@ -9,6 +9,7 @@ from npugrad_server.acl.faults import Action
 from npugrad_server.backends.base import Comeback, DeviceLost
 
 if TYPE_CHECKING:
+    from npugrad.spec import CallMeta, TensorMeta
     from npugrad_server.acl.runtime import AclError
 
 _COMEBACK = {
@@ -19,14 +20,48 @@ _COMEBACK = {
 _BUSY = (Action.OUT_OF_RESOURCES, Action.RESUBMIT)
 
 
-def device_error(operator: str, error: AclError) -> DeviceError:
-    """What the caller gets when the worker survives: number, function and text of the vendor."""
+def device_error(operator: str, error: AclError, meta: CallMeta | None = None) -> DeviceError:
+    """What the caller gets when the worker survives: number, function and text of the vendor.
+
+    Args:
+        operator: The operator that ran.
+        error: What CANN said.
+        meta: The call, if the error is of one.
+    """
     message, action = f"{operator}: {error}", error.fault.action
+    if meta is not None and _disagrees(error):
+        message = (
+            f"{operator}: {error.head}, though the call keeps every rule on record: the device and our "
+            f"record of the operator disagree, which is ours to mend{_words(error)}; "
+            f"the call was {_described(meta)}"
+        )
     if action is Action.OUT_OF_MEMORY:
         return DeviceOutOfMemory(message, code=error.code, source="device", operator=operator)
     return DeviceError(
         message, code=error.code or None, reason=_reason(error, action), source="device", operator=operator
     )
+
+
+def _disagrees(error: AclError) -> bool:
+    """Whether the device found wrong what our validator looks at as well, and passed."""
+    row = BY_CODE.get(error.code)
+    return error.fault.action is Action.REFUSE or (row is not None and row.grpc_status == "INVALID_ARGUMENT")
+
+
+def _words(error: AclError) -> str:
+    return f": {error.text}" if error.text else ""
+
+
+def _described(meta: CallMeta) -> str:
+    """Types, shapes and attributes, for whoever mends the record."""
+    operands = [f"{name} {_tensor(found)}" for name, found in meta.inputs.items()]
+    return ", ".join(operands + [f"{name} {value}" for name, value in meta.attrs.items()])
+
+
+def _tensor(meta: TensorMeta | None) -> str:
+    if meta is None:
+        return "null"
+    return str(meta) if meta.is_contiguous else f"{meta} strides {meta.element_strides}"
 
 
 def _reason(error: AclError, action: Action) -> str:

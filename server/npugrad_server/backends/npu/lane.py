@@ -1,12 +1,19 @@
 """One stream of the device and the thread that drives it: a call from operands to results.
 
-    copy in -> zero -> phase 1 -> workspace -> wait -> phase 2 -> wait -> copy out -> wait -> give back
+    copy in -> zero -> phase 1 -> workspace -> phase 2 -> copy out -> wait -> deliver -> give back
+
+All of it is queued before the host waits, once, so that the device goes from stage to stage by itself; the
+first phase and the pool's answer about the workspace come while it copies. Only a call larger than its pinned
+memory waits in between as well.
 
 Guarantees
     - No device or pinned memory is given back, or used for anything else, before a wait showed that the
       stream is done with it.
     - When that cannot be shown, everything is kept and `DeviceLost` is raised.
     - Results are written to the caller's memory only after the wait that makes them valid.
+    - Whoever is asked in between (for room, or whether anybody still waits) may say no with any exception:
+      nothing is launched, and all is given back.
+    - Workspace is asked for once, however often the call is tried.
 """
 
 from __future__ import annotations
@@ -17,23 +24,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from npugrad.errors import DeadlineExceeded, UnsafeLevels
+from npugrad.errors import UnsafeLevels
 from npugrad_server.acl.faults import Action
 from npugrad_server.acl.layout import arrange
-from npugrad_server.acl.runtime import AclError
+from npugrad_server.acl.runtime import AclError, concerning
 from npugrad_server.acl.tensor import DeviceTensor
 from npugrad_server.backends.base import DeviceLost, Timings
+from npugrad_server.backends.npu.clock import Mark, StreamClock
 from npugrad_server.backends.npu.failures import device_error, device_lost
-from npugrad_server.backends.npu.staging import Staging, span_bytes
+from npugrad_server.backends.npu.staging import Part, Staging, deliver, span_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import numpy.typing as npt
 
     from npugrad.spec import CallMeta, OpSpec
     from npugrad_server.acl.launcher import Launcher
-    from npugrad_server.acl.layout import Arrangement
+    from npugrad_server.acl.layout import Arrangement, Slot
     from npugrad_server.acl.runtime import Runtime
     from npugrad_server.backends.base import DeviceCall
     from npugrad_server.backends.npu.bringup import DeviceBuffer, NpuDevice
@@ -48,21 +56,27 @@ _PLAN_BYTES = 512
 
 @dataclass
 class _Job:
-    """One try of a call.
+    """One call, tried once or twice.
 
     Attributes:
         spec: The operator.
         call: The call.
         arrangement: How its tensors lie in device memory.
-        stream: Raw stream, read for this try.
+        operands: The operands as they go down.
+        start_s: `time.perf_counter()` of its start.
+        reserved_bytes: Workspace that the pool has granted.
+        stream: Raw stream, read for each try.
         buffers: All device memory of the try, held here and nowhere else.
-        queued: Whether the stream may have work of it.
+        queued: Whether the stream may have work of the try.
     """
 
     spec: OpSpec
     call: DeviceCall
     arrangement: Arrangement
-    stream: int
+    operands: Mapping[str, Array]
+    start_s: float
+    reserved_bytes: int = 0
+    stream: int = 0
     buffers: list[DeviceBuffer] = field(default_factory=list)
     queued: bool = False
 
@@ -75,9 +89,14 @@ class Lane:
     """One stream; for one thread at a time."""
 
     def __init__(self, device: NpuDevice, runtime: Runtime, launcher: Launcher) -> None:
-        """Takes a stream of its own."""
+        """Takes a stream of its own.
+
+        Raises:
+            AclError: CANN has no event for it.
+        """
         self._device, self._runtime, self._launcher = device, runtime, launcher
         self._stream = device.stream()
+        self._clock = StreamClock(runtime)
         self._incoming, self._outgoing = Staging(device), Staging(device)
 
     @property
@@ -92,71 +111,91 @@ class Lane:
             DeviceError: The operator or the runtime refused.
             DeviceOutOfMemory: Even after giving back what was cached.
             UnsafeLevels: Values of an operand would lead the device outside its memory.
+            CallPostponed: The pool has no room for its workspace now.
+            CallAbandoned: Nobody waits for it any more.
             DeadlineExceeded: The deadline passed before the launch.
             DeviceLost: The process has to go.
         """
-        start = time.perf_counter()
+        start_s = time.perf_counter()
         arrangement = arrange(spec, call.meta)
-        operands = _operands(spec, call, arrangement)
+        job = _Job(spec, call, arrangement, _operands(spec, call, arrangement), start_s)
         try:
-            return self._try(spec, call, arrangement, operands, start)
+            return self._try(job)
         except AclError as error:
             action = error.fault.action
             if not action.retries:
-                raise device_error(spec.name, error) from None
+                raise device_error(spec.name, error, call.meta) from None
         try:
             if action is Action.OUT_OF_MEMORY:
                 self._device.empty_cache()
-            return self._try(spec, call, arrangement, operands, start)
+            return self._try(job)
         except AclError as error:
             if error.fault.action.ends_worker:  # giving back the cache met it
                 raise device_lost(spec.name, error) from error
-            raise device_error(spec.name, error) from None
+            raise device_error(spec.name, error, call.meta) from None
 
-    def _try(
-        self,
-        spec: OpSpec,
-        call: DeviceCall,
-        arrangement: Arrangement,
-        operands: Mapping[str, Array],
-        start: float,
-    ) -> Timings:
-        """Runs a call once; an AclError leaves nothing behind, a DeviceLost everything."""
+    def _try(self, job: _Job) -> Timings:
+        """Runs a call once; a DeviceLost leaves everything behind, anything else nothing."""
         self._runtime.forget_errors()
-        job = _Job(spec, call, arrangement, self._stream.raw)
+        job.stream = self._stream.raw
         try:
-            return self._run(job, operands, start)
+            timings = self._run(job)
         except BaseException as error:
             self._settle(job, error)
-            raise
-        finally:
             job.buffers.clear()
+            raise
+        job.buffers.clear()
+        return timings
 
-    def _run(self, job: _Job, operands: Mapping[str, Array], start: float) -> Timings:
+    def _run(self, job: _Job) -> Timings:
+        job.call.check_wanted()
         tensors = self._allocate(job)
-        self._send(job, operands, tensors)
-        sent = time.perf_counter()
-        with self._launcher.plan(job.spec, job.call.meta.attrs, tensors) as plan:
-            workspace = self._take(job, plan.workspace_bytes) if plan.workspace_bytes else 0
-            planned = time.perf_counter()
-            self._wait(job)
-            _check_deadline(job)
-            launched = time.perf_counter()
-            job.queued = True
-            plan.launch(workspace, job.stream)
+        sent, fetched = _sent(job, tensors), _fetched(job, tensors)
+        # All pinned memory at once: taking some may stop the device, so not while the operator runs.
+        self._incoming.reserve(sent)
+        self._outgoing.reserve(fetched)
+        job.queued = True
+        self._mark(job, Mark.BEGUN)
+        begun_s = time.perf_counter()
+        self._incoming.copy_in(self._runtime, sent, job.stream, lambda: self._turn(job))
+        self._zero(job, tensors)
+        self._mark(job, Mark.SENT)
+        workspace_bytes = self._launch(job, tensors)
+        self._mark(job, Mark.RAN)
+        arriving = self._outgoing.copy_out(self._runtime, fetched, job.stream, lambda: self._wait(job))
+        self._mark(job, Mark.FETCHED)
         self._wait(job)
-        done = time.perf_counter()
-        self._fetch(job, tensors)
-        # Planning goes on beside the copies: only what is left of them afterwards is theirs.
+        job.queued = False
+        arrived_s = time.perf_counter()
+        deliver(arriving)
         return Timings(
-            copy_in_s=(sent - start) + (launched - planned),
-            run_s=(planned - sent) + (done - launched),
-            copy_out_s=time.perf_counter() - done,
-            workspace_bytes=plan.workspace_bytes,
+            copy_in_s=begun_s - job.start_s + self._clock.seconds(Mark.BEGUN, Mark.SENT),
+            run_s=self._clock.seconds(Mark.READY, Mark.RAN),
+            copy_out_s=self._clock.seconds(Mark.RAN, Mark.FETCHED) + time.perf_counter() - arrived_s,
+            workspace_bytes=workspace_bytes,
         )
 
-    def _take(self, job: _Job, nbytes: int) -> int:
-        buffer = self._device.empty(nbytes)
+    def _launch(self, job: _Job, tensors: Mapping[str, DeviceTensor | None]) -> int:
+        """Both phases; the bytes of workspace. The first one goes on beside the copies."""
+        with self._launcher.plan(job.spec, job.call.meta.attrs, tensors) as plan:
+            if plan.workspace_bytes != job.reserved_bytes:  # else an earlier try has reserved it
+                job.call.reserve_workspace(plan.workspace_bytes)
+                job.reserved_bytes = plan.workspace_bytes
+            workspace = self._take(job, "workspace", plan.workspace_bytes) if plan.workspace_bytes else 0
+            job.call.check_wanted()
+            self._mark(job, Mark.READY)
+            plan.launch(workspace, job.stream)
+            return plan.workspace_bytes
+
+    def _take(self, job: _Job, what: str, nbytes: int) -> int:
+        """Device memory of its own for one tensor, or workspace.
+
+        Not a part of one block for the whole call: the allocator serves either from what it cached, but
+        finds room for several small ones where none is left for their sum; and whoever checks bounds sees
+        the end of each.
+        """
+        with concerning(f"{what} ({nbytes} bytes)"):
+            buffer = self._device.empty(nbytes)
         job.buffers.append(buffer)
         return buffer.address
 
@@ -165,32 +204,26 @@ class Lane:
             param.name for param in (*job.spec.inputs, *job.spec.outputs)
         )
         for slot in job.arrangement.inputs + job.arrangement.outputs:
-            tensors[slot.name] = DeviceTensor(slot.meta, self._take(job, slot.nbytes))
+            tensors[slot.name] = DeviceTensor(slot.meta, self._take(job, slot.name, slot.nbytes))
         return tensors
 
-    def _send(
-        self, job: _Job, operands: Mapping[str, Array], tensors: Mapping[str, DeviceTensor | None]
-    ) -> None:
-        addresses = {name: tensor.address for name, tensor in tensors.items() if tensor is not None}
-        parts = [(span_bytes(operands[slot.name]), addresses[slot.name]) for slot in job.arrangement.inputs]
-        job.queued = True
-        self._incoming.copy_in(self._runtime, parts, job.stream, lambda: self._wait(job))
-        for slot in job.arrangement.outputs:
-            if slot.zeroed and slot.nbytes:
-                self._runtime.zero(addresses[slot.name], slot.nbytes, job.stream)
-
-    def _fetch(self, job: _Job, tensors: Mapping[str, DeviceTensor | None]) -> None:
-        parts = []
+    def _zero(self, job: _Job, tensors: Mapping[str, DeviceTensor | None]) -> None:
         for slot in job.arrangement.outputs:
             tensor = tensors[slot.name]
-            if slot.wanted and tensor is not None:
-                parts.append((span_bytes(job.call.outputs[slot.name]), tensor.address))
-        job.queued = True
-        self._outgoing.copy_out(self._runtime, parts, job.stream, lambda: self._wait(job))
+            if slot.zeroed and slot.nbytes and tensor is not None:
+                with concerning(slot.name):
+                    self._runtime.zero(tensor.address, slot.nbytes, job.stream)
+
+    def _mark(self, job: _Job, mark: Mark) -> None:
+        self._clock.set(mark, job.stream, lambda: self._wait(job))
 
     def _wait(self, job: _Job) -> None:
         self._runtime.wait(job.stream, job.call.give_up_s)
-        job.queued = False
+
+    def _turn(self, job: _Job) -> None:
+        """Makes room for the next part of a large operand."""
+        self._wait(job)
+        job.call.check_wanted()
 
     def _settle(self, job: _Job, error: BaseException) -> None:
         """Makes sure that the stream is done with the job's memory.
@@ -206,11 +239,11 @@ class Lane:
             self._runtime.wait(job.stream, max(job.call.give_up_s, time.monotonic() + _SETTLE_S))
         except AclError as later:
             raise self._lost(job, later, error) from error
+        job.queued = False
 
     @staticmethod
     def _lost(job: _Job, error: AclError, after: BaseException | None = None) -> DeviceLost:
-        # The buffers leave the job with its end; a copy of the list keeps them.
-        _kept.append(_Job(job.spec, job.call, job.arrangement, job.stream, list(job.buffers)))
+        _kept.append(job)
         return device_lost(job.spec.name, error, after)
 
     def workspace_bytes(self, spec: OpSpec, meta: CallMeta) -> int:
@@ -223,7 +256,8 @@ class Lane:
         arrangement = arrange(spec, meta)
         self._runtime.forget_errors()
         try:
-            block = self._device.empty(_PLAN_BYTES)
+            with concerning(f"memory to plan with ({_PLAN_BYTES} bytes)"):
+                block = self._device.empty(_PLAN_BYTES)
             tensors: dict[str, DeviceTensor | None] = dict.fromkeys(
                 param.name for param in (*spec.inputs, *spec.outputs)
             )
@@ -234,7 +268,15 @@ class Lane:
         except AclError as error:
             if error.fault.action.ends_worker:
                 raise device_lost(spec.name, error) from error
-            raise device_error(spec.name, error) from None
+            raise device_error(spec.name, error, meta) from None
+
+    def close(self) -> None:
+        """Gives the events back; no call runs.
+
+        Raises:
+            AclError: CANN refused.
+        """
+        self._clock.close()
 
 
 def _operands(spec: OpSpec, call: DeviceCall, arrangement: Arrangement) -> dict[str, Array]:
@@ -257,9 +299,19 @@ def _operands(spec: OpSpec, call: DeviceCall, arrangement: Arrangement) -> dict[
     return operands
 
 
-def _check_deadline(job: _Job) -> None:
-    deadline_s = job.call.deadline_s
-    if deadline_s is not None and time.monotonic() >= deadline_s:
-        raise DeadlineExceeded(
-            f"{job.spec.name}: the deadline passed before the launch", operator=job.spec.name
-        )
+def _sent(job: _Job, tensors: Mapping[str, DeviceTensor | None]) -> list[Part]:
+    """The operands, and where each goes."""
+    return _parts(job.arrangement.inputs, job.operands, tensors)
+
+
+def _fetched(job: _Job, tensors: Mapping[str, DeviceTensor | None]) -> list[Part]:
+    """The wanted outputs, and where each comes from."""
+    wanted = [slot for slot in job.arrangement.outputs if slot.wanted]
+    return _parts(wanted, job.call.outputs, tensors)
+
+
+def _parts(
+    slots: Sequence[Slot], arrays: Mapping[str, Array], tensors: Mapping[str, DeviceTensor | None]
+) -> list[Part]:
+    addresses = {name: tensor.address for name, tensor in tensors.items() if tensor is not None}
+    return [Part(slot.name, span_bytes(arrays[slot.name]), addresses[slot.name]) for slot in slots]

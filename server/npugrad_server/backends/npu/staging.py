@@ -7,9 +7,11 @@ turns, each waiting for the one before.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from npugrad_server.acl.runtime import concerning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from npugrad_server.backends.npu.bringup import NpuDevice, PinnedBuffer
 
     Bytes = npt.NDArray[np.uint8]
+    Arriving = list[tuple[Bytes, Bytes]]
 
 LIMIT_VARIABLE = "NPUGRAD_WORKER_STAGING_BYTES"
 """Environment variable: most pinned memory of one stream and direction, in bytes."""
@@ -29,6 +32,20 @@ _PIECE_BYTES = 16 * 2**20
 """Bytes that are copied on the host before the device is told, so that both copy at the same time."""
 _ALIGNMENT = 4096
 """A page, so that the host never writes to one that a queued copy reads."""
+
+
+class Part(NamedTuple):
+    """One tensor to copy.
+
+    Attributes:
+        name: Name of the parameter.
+        data: Its bytes on the host.
+        address: Where it lies in device memory.
+    """
+
+    name: str
+    data: Bytes
+    address: int
 
 
 class Staging:
@@ -47,69 +64,80 @@ class Staging:
         self._limit_bytes = max(_LEAST_BYTES, int(os.environ.get(LIMIT_VARIABLE, _DEFAULT_LIMIT_BYTES)))
         self._buffer: PinnedBuffer | None = None
 
-    def _area(self, nbytes: int) -> PinnedBuffer:
-        """Memory for that much, or the limit. No copy from or to it may be under way."""
-        wanted = min(nbytes, self._limit_bytes)
+    def reserve(self, parts: Sequence[Part]) -> PinnedBuffer:
+        """Takes memory for these parts, or up to the limit. No copy from or to it may be under way.
+
+        Raises:
+            AclError: There is not so much.
+        """
+        wanted = min(_total(parts), self._limit_bytes)
         if self._buffer is None or self._buffer.data.nbytes < wanted:
             self._buffer = None  # given back first, so that a call never needs both
-            size = max(_LEAST_BYTES, 1 << (wanted - 1).bit_length())
-            self._buffer = self._device.pinned(min(size, self._limit_bytes))
+            size = min(max(_LEAST_BYTES, 1 << (wanted - 1).bit_length()), self._limit_bytes)
+            with concerning(f"pinned memory for copies ({size} bytes)"):
+                self._buffer = self._device.pinned(size)
         return self._buffer
 
     def copy_in(
         self,
         runtime: Runtime,
-        parts: Sequence[tuple[Bytes, int]],
+        parts: Sequence[Part],
         stream: int,
-        wait: Callable[[], None],
+        turn: Callable[[], None],
     ) -> None:
         """Queues copies to the device; it may still be running them when this returns.
 
         Args:
             runtime: Queues.
-            parts: Host bytes and the device address each goes to.
+            parts: What to copy.
             stream: Raw stream.
-            wait: Waits until all that is queued has run.
+            turn: Waits until all that is queued has run; called when the memory is used up.
 
         Raises:
             AclError: A copy could not be queued, or a wait failed.
         """
-        area, used = self._area(_total(parts)), 0
-        for source, address in parts:
+        area, used = self.reserve(parts), 0
+        for name, source, address in parts:
             for start, stop in _pieces(source.nbytes, area.data.nbytes):
                 if used + (stop - start) > area.data.nbytes:
-                    wait()
+                    turn()
                     used = 0
                 area.data[used : used + stop - start] = source[start:stop]
-                runtime.copy_in(address + start, area.address + used, stop - start, stream)
+                with concerning(name):
+                    runtime.copy_in(address + start, area.address + used, stop - start, stream)
                 used += _aligned(stop - start)
 
     def copy_out(
         self,
         runtime: Runtime,
-        parts: Sequence[tuple[Bytes, int]],
+        parts: Sequence[Part],
         stream: int,
-        wait: Callable[[], None],
-    ) -> None:
-        """Copies from the device and waits for it; arguments and errors as for `copy_in`."""
-        area, used = self._area(_total(parts)), 0
-        arriving: list[tuple[Bytes, int]] = []
-        for target, address in parts:
+        turn: Callable[[], None],
+    ) -> Arriving:
+        """Queues copies from the device; arguments and errors as for `copy_in`.
+
+        Returns:
+            What `deliver` has to copy on, once the stream was waited for; nothing may look at it before.
+        """
+        area, used = self.reserve(parts), 0
+        arriving: Arriving = []
+        for name, target, address in parts:
             for start, stop in _pieces(target.nbytes, area.data.nbytes):
                 if used + (stop - start) > area.data.nbytes:
-                    wait()
-                    _deliver(arriving, area.data)
+                    turn()
+                    deliver(arriving)
                     used = 0
-                runtime.copy_out(area.address + used, address + start, stop - start, stream)
-                arriving.append((target[start:stop], used))
+                with concerning(name):
+                    runtime.copy_out(area.address + used, address + start, stop - start, stream)
+                arriving.append((target[start:stop], area.data[used : used + stop - start]))
                 used += _aligned(stop - start)
-        wait()
-        _deliver(arriving, area.data)
+        return arriving
 
 
-def _deliver(arriving: list[tuple[Bytes, int]], area: Bytes) -> None:
-    for target, start in arriving:
-        target[:] = area[start : start + target.nbytes]
+def deliver(arriving: Arriving) -> None:
+    """Copies what has arrived to where it was wanted, and forgets it."""
+    for target, source in arriving:
+        target[:] = source
     arriving.clear()
 
 
@@ -117,8 +145,8 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _total(parts: Sequence[tuple[Bytes, int]]) -> int:
-    return max(1, sum(_aligned(part.nbytes) for part, _ in parts))
+def _total(parts: Sequence[Part]) -> int:
+    return max(1, sum(_aligned(part.data.nbytes) for part in parts))
 
 
 def _pieces(nbytes: int, area_bytes: int) -> list[tuple[int, int]]:
@@ -130,6 +158,9 @@ def span_bytes(array: npt.NDArray[Any]) -> Bytes:
     """The bytes from an array's first element to its last, in memory order; strides must not be negative."""
     if not array.size:
         return np.empty(0, np.uint8)
+    if array.flags.c_contiguous:
+        whole: Bytes = array.reshape(-1).view(np.uint8)
+        return whole
     steps = zip(array.shape, array.strides, strict=True)
     span = sum((size - 1) * step for size, step in steps) // array.itemsize + 1
     writeable = bool(array.flags.writeable)

@@ -26,6 +26,7 @@ enum StreamStatus { kStreamComplete = 0, kStreamNotReady = 1 };
 enum EventRecordedStatus { kRecordedNotReady = 0, kRecordedComplete = 1 };
 enum EventWaitStatus { kWaitComplete = 0, kWaitNotReady = 1 };
 enum SysParamOpt { kDeterministic = 0 };
+constexpr uint32_t kEventTimeLine = 8;
 constexpr uint64_t kStopOnFailure = 1;
 
 enum PackageName { kPackageDriver = 7 };

@@ -127,19 +127,19 @@ aclError aclrtSynchronizeDeviceWithTimeout(int32_t timeout_ms) {
 
 aclError aclrtCreateEvent(aclrtEvent* handle) {
   if (const int code = enter("aclrtCreateEvent")) return code;
-  *handle = create_event();
+  *handle = create_event(true);
   return acl::kSuccess;
 }
 
-aclError aclrtCreateEventWithFlag(aclrtEvent* handle, uint32_t) {
+aclError aclrtCreateEventWithFlag(aclrtEvent* handle, uint32_t flag) {
   if (const int code = enter("aclrtCreateEventWithFlag")) return code;
-  *handle = create_event();
+  *handle = create_event(flag & acl::kEventTimeLine);
   return acl::kSuccess;
 }
 
-aclError aclrtCreateEventExWithFlag(aclrtEvent* handle, uint32_t) {
+aclError aclrtCreateEventExWithFlag(aclrtEvent* handle, uint32_t flag) {
   if (const int code = enter("aclrtCreateEventExWithFlag")) return code;
-  *handle = create_event();
+  *handle = create_event(flag & acl::kEventTimeLine);
   return acl::kSuccess;
 }
 
@@ -193,9 +193,7 @@ aclError aclrtEventElapsedTime(float* milliseconds, aclrtEvent start, aclrtEvent
   const char* const user = "aclrtEventElapsedTime";
   if (const int code = enter(user)) return code;
   const auto first = find_event(start, user), last = find_event(end, user);
-  const std::lock_guard<std::mutex> lock(model_mutex());
-  *milliseconds = static_cast<float>(last->nanoseconds - first->nanoseconds) * 1e-6f;
-  return acl::kSuccess;
+  return elapsed(*first, *last, milliseconds, user);
 }
 
 }  // extern "C"

@@ -9,6 +9,8 @@
 namespace cann_sim {
 namespace {
 
+constexpr int kTimestampInvalid = 107006;
+constexpr int kTimestampReversal = 107007;
 constexpr int kEventTimeout = 507047;
 
 HandleTable<Event>& events() {
@@ -30,9 +32,11 @@ void complete(Event& event, uint64_t record, int code) {
 
 }  // namespace
 
-void* create_event() {
+void* create_event(bool timed) {
+  const auto event = std::make_shared<Event>();
+  event->timed = timed;
   const std::lock_guard<std::mutex> lock(model_mutex());
-  return events().add(std::make_shared<Event>());
+  return events().add(event);
 }
 
 std::shared_ptr<Event> find_event(const void* handle, const char* user) {
@@ -100,6 +104,21 @@ bool query(const Event& event) {
   if (!event.recorded || event.completed < event.recorded) return false;
   release_guards(event.clock);
   return true;
+}
+
+int elapsed(const Event& first, const Event& last, float* milliseconds, const char* user) {
+  const std::lock_guard<std::mutex> lock(model_mutex());
+  for (const Event* event : {&first, &last}) {
+    if (!event->timed) return report(user, kTimestampInvalid, "an event was made without ACL_EVENT_TIME_LINE");
+    if (!event->recorded || event->completed < event->recorded || event->code) {
+      return report(user, kTimestampInvalid, "an event has no time, or not yet");
+    }
+  }
+  if (last.nanoseconds < first.nanoseconds) {
+    return report(user, kTimestampReversal, "the end is before the start");
+  }
+  *milliseconds = static_cast<float>(last.nanoseconds - first.nanoseconds) * 1e-6f;
+  return 0;
 }
 
 int synchronize_event(const std::shared_ptr<Event>& event, int timeout_ms, const char* user) {

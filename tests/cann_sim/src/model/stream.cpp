@@ -43,9 +43,18 @@ void poison(Context& context, int code) {
   }
 }
 
+// Lock held, so that the lines are in the order of what happened.
+void record_task(const char* event, const Stream& stream, const Task& task) {
+  const bool tells = task.kind == TaskKind::Kernel || task.kind == TaskKind::Copy;
+  if (!tells || !settings()->record) return;
+  report_line("abi", format("{\"event\": \"%s\", \"task\": \"%s\", \"stream\": %d}", event,
+                            task.name.c_str(), stream.number));
+}
+
 // Lock held.
 void begin(Stream& stream, const Task& task) {
   stream.running = true;
+  record_task("begin", stream, task);
   if (task.kind == TaskKind::Kernel) count_maximum("max_concurrent_kernels", ++board().kernels_running);
   if (task.kind == TaskKind::Copy) ++board().copies_running;
   const bool both = board().kernels_running && board().copies_running;
@@ -56,6 +65,7 @@ void begin(Stream& stream, const Task& task) {
 void end(const std::shared_ptr<Stream>& stream, const Task& task, int code) {
   if (task.kind == TaskKind::Kernel) --board().kernels_running;
   if (task.kind == TaskKind::Copy) --board().copies_running;
+  record_task("end", *stream, task);
   stream->running = false;
   stream->queue.pop_front();
   ++stream->finished;

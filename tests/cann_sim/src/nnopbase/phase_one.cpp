@@ -60,8 +60,8 @@ int64_t PhaseOne::integer(const char* name, int64_t value) {
 }
 
 double PhaseOne::real(const char* name, double value) {
-  // JSON has no word for these.
-  add(name).json = std::isfinite(value) ? format("%.17g", value) : format("\"%g\"", value);
+  // JSON has no word for what is not finite; an exponent keeps -0 a double.
+  add(name).json = std::isfinite(value) ? format("%.17e", value) : format("\"%g\"", value);
   return value;
 }
 

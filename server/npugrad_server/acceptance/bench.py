@@ -1,0 +1,387 @@
+"""What steps drive: a real worker process of the device, below the validator, call by call.
+
+    bench.run(spec, call, arrays)         one call: its outputs and the worker's own answer
+    bench.run_many(jobs)                  as many at once as the worker has streams
+    bench.plan(spec, call)                the first phase alone
+    bench.restart(run_limit_s=0.001)      another process, with other settings if wanted
+    with bench.pool() as pool: ...        the device under the service's own pool, which restarts workers
+    with bench.trial("phases") as trial:  the device reached without a worker, by a process of its own
+
+Nothing is checked here: an illegal call goes to the device as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from npugrad.call import CallOptions
+from npugrad.layout import view
+from npugrad.ops import OPERATORS
+from npugrad_server.acceptance.job import Job, Ran
+from npugrad_server.acceptance.link import DeviceGone, WorkerLink
+from npugrad_server.acceptance.loop import LoopThread
+from npugrad_server.acceptance.supervised import SupervisedDevice
+from npugrad_server.acceptance.trial import open_trial
+from npugrad_server.devices import parse_device
+from npugrad_server.pool import PoolSettings
+from npugrad_server.pool.arena import InputArena
+from npugrad_server.pool.demand import demand_of
+from npugrad_server.pool.regions import RegionAllocator
+from npugrad_server.worker.protocol import (
+    AskMemory,
+    CallDone,
+    CallFailed,
+    CallPlanned,
+    DeviceFailed,
+    MemoryFound,
+    PlanCall,
+    RunCall,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from concurrent.futures import Future
+
+    import numpy.typing as npt
+
+    from npugrad.products import Product
+    from npugrad.spec import CallMeta, OpSpec, Sample
+    from npugrad_server.acceptance.job import Arrays
+    from npugrad_server.acceptance.trial import Trial
+    from npugrad_server.pool import PlannedCall
+    from npugrad_server.pool.demand import Demand
+    from npugrad_server.pool.regions import Region
+    from npugrad_server.worker.protocol import DeviceReady
+
+_ARENA_BYTES = 2 * 2**30
+"""Address space for operands, and for results; memory is taken where it is used."""
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """What a bench is opened with.
+
+    Attributes:
+        device: Such as ``"npu:0"``.
+        product: Product of its chip.
+        streams: Calls that run at once.
+        soak_s: Seconds of the soak.
+        simulated: Whether CANN is the simulation of the tests, whose kernels are plain loops.
+        run_limit_s: Seconds a call may run.
+        hang_grace_s: Seconds a launched call may outlive its deadline.
+        start_timeout_s: Seconds a worker has to open the device.
+        arena_bytes: Most bytes of operands, and of results, of the calls in flight.
+    """
+
+    device: str
+    product: Product
+    streams: int = 2
+    soak_s: float = 600.0
+    simulated: bool = False
+    run_limit_s: float = 600.0
+    hang_grace_s: float = 10.0
+    start_timeout_s: float = 180.0
+    arena_bytes: int = _ARENA_BYTES
+
+    @property
+    def index(self) -> int:
+        """Number of the device."""
+        return parse_device(self.device).index
+
+    def pool_settings(self, **changes: Any) -> PoolSettings:
+        """The same for the service's pool; `changes` are fields of `PoolSettings`."""
+        made = PoolSettings(
+            devices=(self.device,),
+            product=self.product,
+            input_arena_bytes=self.arena_bytes,
+            output_arena_bytes=self.arena_bytes,
+            prefault_bytes=0,
+            max_queue_depth=1024,
+            streams_per_device=self.streams,
+            drain_timeout_s=60.0,
+            hang_grace_s=self.hang_grace_s,
+            worker_start_timeout_s=self.start_timeout_s,
+            respawn_backoff_s=0.1,
+            respawn_backoff_max_s=5.0,
+            max_respawns=5,
+            run_limit_s=self.run_limit_s,
+        )
+        return replace(made, **changes)
+
+
+class Bench:
+    """One device with one worker process at a time. For one thread.
+
+    Attributes:
+        settings: What it was opened with.
+    """
+
+    def __init__(self, settings: BenchSettings) -> None:
+        """Makes the arena; the first use starts the worker."""
+        self.settings = settings
+        self._loop = LoopThread()
+        self._inputs = InputArena(settings.arena_bytes)
+        self._operands = RegionAllocator(self._inputs.nbytes)
+        self._results = RegionAllocator(settings.arena_bytes)
+        self._numbers, self._incarnations = itertools.count(1), itertools.count(1)
+        self._link: WorkerLink | None = None
+        self._changes: dict[str, Any] = {}
+        self._ready: DeviceReady | None = None
+
+    # ------------------------------------------------------------------------------------------- the worker
+
+    def start(self, **changes: Any) -> float:
+        """Starts a worker unless one like it is there, and waits until its device is open.
+
+        Args:
+            **changes: Fields of `PoolSettings` that differ for this worker, such as ``run_limit_s=0.001``.
+
+        Returns:
+            Seconds it took.
+
+        Raises:
+            DeviceGone: The device does not open.
+        """
+        if self.alive and self._changes == changes:
+            return 0.0
+        self.stop()
+        start = time.monotonic()
+        settings, self._changes = self.settings.pool_settings(**changes), changes
+        self._link = WorkerLink(self._loop, self._inputs, settings, next(self._incarnations))
+        try:
+            self._ready = self._link.wait_ready(settings.worker_start_timeout_s)
+        except BaseException:
+            self.stop(kill=True)
+            raise
+        return time.monotonic() - start
+
+    def stop(self, *, kill: bool = False) -> str:
+        """Ends the worker and waits for it; returns how it ended, for a person; empty when there was none."""
+        link, self._link = self._link, None
+        return "" if link is None else link.close(kill=kill)
+
+    def restart(self, **changes: Any) -> float:
+        """`stop`, then `start` with the changes; seconds of the start."""
+        self.stop()
+        return self.start(**changes)
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is a worker whose device has not failed."""
+        return self._link is not None and self._link.alive
+
+    @property
+    def pid(self) -> int:
+        """Process number of the worker; it is started if there is none."""
+        return self._worker().pid
+
+    @property
+    def ready(self) -> DeviceReady:
+        """What the worker said of its device when it had opened it; it is started if there is none."""
+        self._worker()
+        if self._ready is None:
+            raise DeviceGone(f"{self.settings.device} is not open")
+        return self._ready
+
+    def _worker(self) -> WorkerLink:
+        if self._link is None:
+            self.start()
+        if self._link is None:
+            raise DeviceGone(f"{self.settings.device} is not open")
+        return self._link
+
+    # ------------------------------------------------------------------------------------------------ calls
+
+    @property
+    def offered(self) -> tuple[OpSpec, ...]:
+        """The operators of the product, whether the device can run them or not."""
+        return tuple(s for s in OPERATORS.values() if self.settings.product in s.products)
+
+    @property
+    def operators(self) -> tuple[OpSpec, ...]:
+        """The operators of the product that the device can run."""
+        return tuple(s for s in self.offered if s.name not in self.ready.unavailable)
+
+    def samples(self, spec: OpSpec) -> Iterator[Sample]:
+        """The record's own small calls, for the device's product."""
+        return spec.samples(self.settings.product)
+
+    def run(
+        self,
+        spec: OpSpec,
+        call: CallMeta,
+        arrays: Arrays,
+        options: CallOptions | None = None,
+        *,
+        deadline_s: float | None = None,
+    ) -> Ran:
+        """Runs a call and waits for the worker's answer.
+
+        A worker that ended answers every further call with the `DeviceFailed` it ended with, until `start`.
+        """
+        return self.run_job(Job(spec, call, arrays, options or CallOptions(), deadline_s))
+
+    def run_job(self, job: Job) -> Ran:
+        """Runs a job; as `run`."""
+        return self.submit(job)()
+
+    def run_many(self, jobs: Iterable[Job]) -> list[Ran]:
+        """Runs jobs with as many in flight as keep all streams busy; answers in the order of the jobs."""
+        window, flying, found = 2 * self.settings.streams, deque[Pending](), list[Ran]()
+        for job in jobs:
+            if len(flying) == window:
+                found.append(flying.popleft()())
+            flying.append(self.submit(job))
+        return found + [pending() for pending in flying]
+
+    def submit(self, job: Job) -> Pending:
+        """Sends a job and returns at once; calling what is returned waits for what came of it.
+
+        Raises:
+            MemoryError: The jobs in flight leave no room in the arenas.
+        """
+        link, planned = self._worker(), job.planned()
+        demand = demand_of(planned)
+        operands = self._operands.allocate(demand.inputs.nbytes)
+        results = self._results.allocate(demand.outputs.nbytes)
+        if operands is None or results is None:
+            for allocator, region in ((self._operands, operands), (self._results, results)):
+                if region is not None:
+                    allocator.free(region)
+            raise MemoryError(f"{job.spec.name}: found no room for {demand}; expected it in the arenas")
+        for name, offset in demand.inputs.offsets.items():
+            meta = job.call.tensor(name)
+            job.write(name, self._inputs.view(operands, offset, meta.content_bytes))
+        message = RunCall(
+            call=next(self._numbers),
+            operator=job.spec.name,
+            meta=job.call,
+            outputs=planned.outputs,
+            options=job.options,
+            input_offsets={name: operands.offset + at for name, at in demand.inputs.offsets.items()},
+            output_offsets={name: results.offset + at for name, at in demand.outputs.offsets.items()},
+            deadline_s=job.deadline_s,
+        )
+        return Pending(self, link, planned, demand, operands, results, link.ask(message))
+
+    def settle(self, pending: Pending) -> Ran:
+        """Waits for a pending call and gives its memory back; for `Pending`."""
+        answer = pending.answer.result(self._patience_s())
+        if isinstance(answer, (CallPlanned, MemoryFound)):
+            raise TypeError(f"found {answer}; expected the answer to a call")
+        outputs = {}
+        if isinstance(answer, CallDone):
+            outputs = pending.outputs()
+        self._operands.free(pending.operands)
+        self._results.free(pending.results)
+        return Ran(outputs, answer)
+
+    def _patience_s(self) -> float:
+        return self.settings.run_limit_s + self.settings.hang_grace_s + self.settings.start_timeout_s
+
+    def plan(self, spec: OpSpec, call: CallMeta) -> CallPlanned | CallFailed | DeviceFailed:
+        """Asks the operator's first phase alone; there are no operands and nothing is launched."""
+        order = PlanCall(next(self._numbers), spec.name, call)
+        answer = self._worker().ask(order).result(self._patience_s())
+        if isinstance(answer, (CallDone, MemoryFound)):
+            raise TypeError(f"found {answer}; expected what the first phase said")
+        return answer
+
+    def memory(self, *, give_back: bool) -> MemoryFound:
+        """How the device's memory stands; calls in flight run before, or count as memory in use.
+
+        Args:
+            give_back: Whether the worker first gives back what it only keeps for later calls.
+
+        Raises:
+            DeviceGone: The worker does not say.
+        """
+        answer = self._worker().ask(AskMemory(next(self._numbers), give_back)).result(self._patience_s())
+        if not isinstance(answer, MemoryFound):
+            raise DeviceGone(f"{self.settings.device}: {answer}")
+        return answer
+
+    # --------------------------------------------------------------------------------- beside the own worker
+
+    @contextmanager
+    def pool(self, **changes: Any) -> Iterator[SupervisedDevice]:
+        """The device under the service's own pool for a block; the bench's worker ends before.
+
+        Args:
+            **changes: Fields of `PoolSettings` that differ, such as ``max_attempts=1``.
+
+        Raises:
+            DeviceGone: The device does not open.
+        """
+        self.stop()
+        settings = self.settings.pool_settings(**changes)
+        supervised = SupervisedDevice(self._loop, settings)
+        try:
+            supervised.wait_ready()
+            yield supervised
+        finally:
+            supervised.close()
+
+    @contextmanager
+    def trial(self, name: str) -> Iterator[Trial]:
+        """A process that reaches the device without a worker, for a block; the bench's worker ends before.
+
+        Args:
+            name: Module of `npugrad_server.backends.npu.trials`.
+        """
+        self.stop()
+        with open_trial(name) as trial:
+            yield trial
+
+    def close(self) -> None:
+        """Ends everything."""
+        self.stop()
+        self._loop.close()
+        self._inputs.close()
+
+    def __enter__(self) -> Bench:
+        """Nothing: the first use starts the worker."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes it."""
+        self.close()
+
+
+class Pending:
+    """A call on its way."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        link: WorkerLink,
+        planned: PlannedCall,
+        demand: Demand,
+        operands: Region,
+        results: Region,
+        answer: Future[Any],
+    ) -> None:
+        """Made by `Bench.submit`."""
+        self.operands, self.results, self.answer = operands, results, answer
+        self._bench, self._link, self._planned, self._demand = bench, link, planned, demand
+        self._ran: Ran | None = None
+
+    def __call__(self) -> Ran:
+        """Waits for what came of it; may be called again."""
+        if self._ran is None:
+            self._ran = self._bench.settle(self)
+        return self._ran
+
+    def outputs(self) -> dict[str, npt.NDArray[Any]]:
+        """Copies of the results, once they are there."""
+        arena, found = self._link.outputs, {}
+        for name, offset in self._demand.outputs.offsets.items():
+            meta = self._planned.outputs[name]
+            if meta is not None:
+                found[name] = view(meta, arena.view(self.results, offset, meta.nbytes)).copy()
+        return found

@@ -1,0 +1,132 @@
+"""Illegal calls, one broken constraint each, exactly as they go down to the first phase."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from npugrad.errors import PARAM_INVALID, MalformedTensor
+from npugrad.spec import TensorMeta, TensorParam
+from npugrad_server.acl.layout import arrange
+from npugrad_server.backends.npu.trials.exchange import Case
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from npugrad.products import Product
+    from npugrad.spec import CallMeta, Constraint, OpSpec
+
+CAUGHT_BY_OTHERS: dict[tuple[str, str], tuple[int, str]] = {
+    ("group_norm_backward", "n.non_negative"): (PARAM_INVALID, "no tensor has a negative number of elements"),
+    ("group_norm_backward", "c.non_negative"): (PARAM_INVALID, "no tensor has a negative number of elements"),
+}
+"""Constraints that the vendor does not look at, but cannot let pass: (operator, id) -> (code, why)."""
+
+
+@dataclass(frozen=True)
+class IllegalCall:
+    """A sample in which one constraint was broken.
+
+    Attributes:
+        sample: Name of the sample.
+        call: The broken call.
+        case: All its tensors as they go down.
+        by_worker: Whether a worker hands down just these tensors, and so can be asked as well.
+    """
+
+    sample: str
+    call: CallMeta
+    case: Case
+    by_worker: bool
+
+
+def expected_code(spec: OpSpec, constraint: Constraint) -> tuple[int, str]:
+    """The code that the vendor's source gives, 0 when it lets the call pass, and why if it is not its own."""
+    vendor = constraint.vendor_code
+    if vendor != "accepts":
+        return vendor, ""
+    return CAUGHT_BY_OTHERS.get((spec.name, constraint.id), (0, ""))
+
+
+def illegal_calls(spec: OpSpec, product: Product, constraint: Constraint) -> Iterator[IllegalCall]:
+    """Every sample that can be made to break a constraint, on a device of the product."""
+    for sample in spec.samples(product):
+        broken = constraint.violate(sample.call)
+        # Another product is another chip, and what is accepted unchecked breaks nothing.
+        if broken is None or broken.product is not product or spec.accepts_unchecked(broken):
+            continue
+        case = as_handed_down(spec, broken, sample.call)
+        yield IllegalCall(sample.name, broken, case, _is_what_a_worker_sends(spec, broken, case))
+
+
+def as_handed_down(spec: OpSpec, call: CallMeta, legal: CallMeta) -> Case:
+    """Every tensor of a call that may be illegal: formats, strides and declared outputs as they are.
+
+    Args:
+        spec: The operator.
+        call: The call.
+        legal: The legal call that it was made of, whose outputs it gets where its own cannot be inferred.
+    """
+    tensors: dict[str, TensorMeta | None] = {}
+    for param in spec.params:
+        if isinstance(param, TensorParam):
+            if param.role == "input":
+                meta, own = call.inputs[param.name], legal.inputs[param.name]
+            else:
+                meta, own = _output(spec, param, call, legal), None
+            tensors[param.name] = _viewed(param, meta, own)
+    return Case(spec.name, call.attrs, tensors)
+
+
+def _viewed(param: TensorParam, meta: TensorMeta | None, legal: TensorMeta | None) -> TensorMeta | None:
+    """In the shape the device wants, unless it is the shape that is illegal."""
+    if meta is None or param.device_view is None or (legal is not None and meta.shape != legal.shape):
+        return meta
+    return TensorMeta(meta.dtype, param.device_view(meta), meta.format)
+
+
+def _output(spec: OpSpec, param: TensorParam, call: CallMeta, legal: CallMeta) -> TensorMeta | None:
+    if call.is_null_output(param.name):
+        return None
+    declared = call.declared(param.name)
+    if declared is not None or (_is_masked(param, call) and param.when_masked == "null"):
+        return declared
+    for given in (call, legal):
+        try:
+            found = spec.infer(_unmasked(spec, given))[param.name]
+        except (KeyError, ValueError, IndexError, MalformedTensor):  # what it follows from is broken
+            continue
+        return found
+    return None
+
+
+def _is_masked(param: TensorParam, call: CallMeta) -> bool:
+    if param.masked_by is None:
+        return False
+    mask = call.attrs["output_mask"]
+    return not (isinstance(mask, tuple) and len(mask) > param.masked_by and mask[param.masked_by])
+
+
+def _unmasked(spec: OpSpec, call: CallMeta) -> CallMeta:
+    count = sum(param.masked_by is not None for param in spec.outputs)
+    return call.with_attrs(output_mask=(True,) * count) if count else call
+
+
+def _is_what_a_worker_sends(spec: OpSpec, call: CallMeta, case: Case) -> bool:
+    """A worker normalizes formats, shapes and outputs, so most of what is illegal there it cannot send."""
+    if call.outputs:
+        return False  # it is not told of declared outputs
+    try:
+        if not any(spec.infer(call).values()):
+            return False  # nothing is wanted: it does not ask the device
+        arranged = arrange(spec, call)
+    except Exception:  # pure functions of a record, given what they need not take
+        return False
+    sent = {slot.name: slot.meta for slot in arranged.inputs + arranged.outputs}
+    return all(_alike(sent.get(name), meta) for name, meta in case.tensors.items())
+
+
+def _alike(one: TensorMeta | None, other: TensorMeta | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one == other or (one.is_contiguous and other.is_contiguous and one == other.contiguous())

@@ -1,0 +1,89 @@
+"""Calls whose right results are known, and the words for what came of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from npugrad.tolerance import compare
+from npugrad_server.worker.protocol import CallDone, CallFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    import numpy.typing as npt
+
+    from npugrad_server.acceptance.bench import Bench, Pending
+    from npugrad_server.acceptance.job import Job, Ran
+    from npugrad_server.worker.protocol import DeviceFailed
+
+
+@dataclass(frozen=True)
+class KnownJob:
+    """A call with its right results.
+
+    Attributes:
+        name: For a person.
+        job: The call with its data.
+        golden: Right values of each wanted output, in float64.
+        extra: Absolute tolerance of each beyond the common formula.
+    """
+
+    name: str
+    job: Job
+    golden: Mapping[str, npt.NDArray[np.float64]]
+    extra: Mapping[str, float]
+
+    def complaint(self, ran: Ran) -> str:
+        """What is wrong with what came of the call; empty when its results are right."""
+        if not isinstance(ran.answer, CallDone):
+            return words(ran.answer)
+        return self.wrong(ran.outputs)
+
+    def wrong(self, outputs: Mapping[str, npt.NDArray[Any]]) -> str:
+        """Which outputs are outside their tolerance; empty when none is."""
+        if outputs.keys() != self.golden.keys():
+            return f"found outputs {sorted(outputs)}; expected {sorted(self.golden)}"
+        with np.errstate(invalid="ignore"):  # what a sick device returns may be a signaling NaN
+            found = {name: compare(self.golden[name], got, self.extra[name]) for name, got in outputs.items()}
+        return "; ".join(f"{name}: {result}" for name, result in found.items() if not result.ok)
+
+
+def known(name: str, job: Job) -> KnownJob:
+    """Computes a call with the float64 reference of its record."""
+    metas = {output: meta for output, meta in job.planned().outputs.items() if meta is not None}
+    golden = {output: np.zeros(meta.shape) for output, meta in metas.items()}
+    if golden:
+        job.spec.reference(job.arrays, job.call.attrs, golden)
+    extra = {output: job.spec.extra_tolerance(job.arrays, job.call.attrs, output) for output in golden}
+    return KnownJob(name, job, golden, extra)
+
+
+def words(answer: CallDone | CallFailed | DeviceFailed) -> str:
+    """What a worker said, for a person."""
+    if isinstance(answer, CallDone):
+        return "a result"
+    if isinstance(answer, CallFailed):
+        code = answer.metadata.get("code")
+        return f"{answer.reason}{f' {code}' if code else ''}: {answer.message}"
+    return f"the worker ended{f' with {answer.code}' if answer.code else ''}: {answer.message}"
+
+
+def in_flight(bench: Bench, jobs: Iterable[KnownJob], window: int) -> Iterator[tuple[KnownJob, Ran]]:
+    """Runs jobs with so many of them on their way; yields each with what came of it, in their order."""
+    flying: deque[tuple[KnownJob, Pending]] = deque()
+    try:
+        for job in jobs:
+            flying.append((job, bench.submit(job.job)))
+            if len(flying) >= window:
+                sent, pending = flying.popleft()
+                yield sent, pending()
+        while flying:
+            sent, pending = flying.popleft()
+            yield sent, pending()
+    finally:
+        for _, pending in flying:  # whoever stops early leaves nothing behind
+            pending()

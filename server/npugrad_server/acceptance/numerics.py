@@ -1,0 +1,86 @@
+"""Results against the float64 reference, and what is kept of the comparison."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from npugrad.tolerance import compare
+from npugrad_server.worker.protocol import CallDone
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    import numpy.typing as npt
+
+    from npugrad.tolerance import Comparison
+    from npugrad_server.acceptance.job import Job, Ran
+    from npugrad_server.acceptance.report import Cell
+    from npugrad_server.acceptance.step import StepLog
+
+
+def compare_with_reference(job: Job, outputs: Mapping[str, npt.NDArray[Any]]) -> dict[str, Comparison]:
+    """Each output of a call against the record's float64 reference, within the record's tolerance."""
+    spec, attrs = job.spec, job.call.attrs
+    golden = {name: np.empty(array.shape, np.float64) for name, array in outputs.items()}
+    spec.reference(job.arrays, attrs, golden)
+    return {
+        name: compare(golden[name], array, spec.extra_tolerance(job.arrays, attrs, name))
+        for name, array in outputs.items()
+    }
+
+
+@dataclass
+class Accuracy:
+    """Largest errors of many calls, by operator, type, kind of size and output."""
+
+    _worst: dict[tuple[str, str, str, str], _Row] = field(default_factory=dict)
+
+    def check(self, out: StepLog, name: str, kind: str, dtype: str, job: Job, ran: Ran) -> bool:
+        """Writes down whether a call came out right, and keeps its errors.
+
+        Args:
+            out: Where to.
+            name: Name of the check.
+            kind: ``"small"`` or the name of a realistic size.
+            dtype: Type of the results.
+            job: The call.
+            ran: What came of it.
+        """
+        if not isinstance(ran.answer, CallDone):
+            return out.check(name, False, "a result", _words(ran))
+        found = compare_with_reference(job, ran.outputs)
+        for output, comparison in found.items():
+            row = self._worst.setdefault((job.spec.name, dtype, kind, output), _Row())
+            row.take(comparison)
+        wrong = {output: comparison for output, comparison in found.items() if not comparison.ok}
+        said = "; ".join(f"{output}: {comparison}" for output, comparison in (wrong or found).items())
+        return out.check(name, not wrong, "within tolerance of the float64 reference", said or "no outputs")
+
+    def rows(self) -> Iterator[tuple[Cell, ...]]:
+        """Operator, type, kind, output, calls, largest relative error, largest share of what is allowed."""
+        for key, row in self._worst.items():
+            yield (*key, row.calls, float(f"{row.error:.3g}"), float(f"{row.worst:.3g}"))
+
+
+COLUMNS = ("operator", "dtype", "sizes", "output", "calls", "max |e| / max |g|", "share of allowed")
+"""Columns of `Accuracy.rows`."""
+
+
+@dataclass
+class _Row:
+    calls: int = 0
+    error: float = 0.0
+    worst: float = 0.0
+
+    def take(self, found: Comparison) -> None:
+        self.calls += 1
+        self.error = max(self.error, found.max_relative_error)
+        self.worst = max(self.worst, found.worst)
+
+
+def _words(ran: Ran) -> str:
+    answer = ran.answer
+    return "a result" if isinstance(answer, CallDone) else f"{type(answer).__name__}: {answer.message}"

@@ -1,0 +1,176 @@
+"""The same call handed to CANN in another way: other formats, and by torch_npu's own bindings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from npugrad.call import CallOptions
+from npugrad.dtypes import Format
+from npugrad.spec import TensorMeta
+from npugrad_server.acceptance.job import make_job
+from npugrad_server.acceptance.shapes import SIZES, float_dtypes, realistic_job
+from npugrad_server.acl.layout import arrange
+from npugrad_server.backends.npu.trials.bindings import BINDINGS
+from npugrad_server.backends.npu.trials.exchange import Case, part
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import numpy.typing as npt
+
+    from npugrad_server.acceptance.bench import Bench
+    from npugrad_server.acceptance.job import Job
+    from npugrad_server.acceptance.report import Cell
+    from npugrad_server.acceptance.step import StepLog
+
+    Bytes = npt.NDArray[np.uint8]
+
+NAMED_FORMATS = {3: Format.NCL, 4: Format.NCHW, 5: Format.NCDHW}
+"""Formats that torch_npu's bindings give tensors of these ranks; all others are ND."""
+
+
+@dataclass(frozen=True)
+class PeerJob:
+    """One call to be run in several ways.
+
+    Attributes:
+        name: For a person.
+        job: As the worker runs it, with determinism on where the operator can.
+        bound: Whether torch_npu binds the operator.
+    """
+
+    name: str
+    job: Job
+    bound: bool
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether equal bits can be expected."""
+        return self.job.options.deterministic
+
+    def case(self, *, named: bool) -> Case:
+        """All tensors as they go down: in the shapes of the device, ND or in named formats."""
+        arranged = arrange(self.job.spec, self.job.call)
+        tensors = dict.fromkeys((p.name for p in (*self.job.spec.inputs, *self.job.spec.outputs)), None)
+        metas = {slot.name: slot.meta for slot in arranged.inputs + arranged.outputs}
+        return Case(
+            self.job.spec.name,
+            self.job.call.attrs,
+            {**tensors, **{name: _formatted(meta, named) for name, meta in metas.items()}},
+        )
+
+    def contents(self, index: int) -> dict[str, Bytes]:
+        """Bytes of the operands, contiguous."""
+        return {
+            part(index, name): np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            for name, array in self.job.arrays.items()
+            if array is not None
+        }
+
+
+def _formatted(meta: TensorMeta, named: bool) -> TensorMeta:
+    found = NAMED_FORMATS.get(meta.rank, Format.ND) if named else Format.ND
+    return TensorMeta(meta.dtype, meta.shape, found)
+
+
+def peer_jobs(bench: Bench) -> Iterator[PeerJob]:
+    """One small and one realistic call of each operator in each type."""
+    settings = bench.settings
+    for spec in bench.operators:
+        for dtype in float_dtypes(spec, settings.product):
+            made = [("small", make_job(spec, spec.build(dtype=dtype, product=settings.product)))]
+            for size in SIZES.get(spec.name, ())[:1]:
+                call = size.build(spec, settings.simulated, dtype=dtype, product=settings.product)
+                made.append((size.name, realistic_job(spec, call)))
+            for name, job in made:
+                options = CallOptions(deterministic=not spec.determinism_check(job.call))
+                yield PeerJob(
+                    f"{spec.name} {dtype} {name}", replace(job, options=options), spec.name in BINDINGS
+                )
+
+
+def check_peers(bench: Bench, out: StepLog) -> None:
+    """Runs each call by the worker, with ND and with named formats, and by torch_npu's binding."""
+    jobs = list(peer_jobs(bench))
+    ours = [
+        {name: array.tobytes() for name, array in ran.outputs.items()}
+        for ran in (bench.run_job(peer.job) for peer in jobs)
+    ]
+    out.progress(0, 3, "the same calls in ND and in named formats")
+    rows = [*_formats(bench, out, jobs, ours)]
+    out.progress(1, 3, "the same calls by torch_npu's bindings")
+    bound = [(peer, results) for peer, results in zip(jobs, ours, strict=True) if peer.bound]
+    rows += _bindings(bench, out, bound)
+    out.table("The same call in other ways", ("call", "way", "determinism", "equal bits", "words"), rows)
+    unbound = sorted({peer.job.spec.name for peer in jobs if not peer.bound})
+    if unbound:
+        out.note(f"torch_npu binds no {', '.join(unbound)}, which so has no peer on the device.")
+
+
+def _formats(
+    bench: Bench, out: StepLog, jobs: Sequence[PeerJob], ours: Sequence[dict[str, bytes]]
+) -> Iterator[tuple[Cell, ...]]:
+    cases = [peer.case(named=named) for peer in jobs for named in (False, True)]
+    contents: dict[str, Bytes] = {}
+    for index, peer in enumerate(jobs):
+        contents |= peer.contents(2 * index) | peer.contents(2 * index + 1)
+    order = {
+        "device": bench.settings.index,
+        "launch": True,
+        "deterministic": [peer.deterministic for peer in jobs for _ in range(2)],
+        "cases": [case.to_json() for case in cases],
+    }
+    with bench.trial("phases") as trial:
+        answers, results = trial.run(order, contents), trial.results
+    for index, (peer, expected) in enumerate(zip(jobs, ours, strict=True)):
+        for named in (False, True):
+            place = 2 * index + named
+            way = "named formats (NCL, NCHW, NCDHW)" if named else "ND, as the worker does"
+            answer, found = answers[place], _outputs(results, place, expected)
+            equal = not answer["status"] and found == expected
+            yield peer.name, way, _mode(peer), equal, answer["words"]
+            if answer["status"] is None or (answer["status"] and not named):
+                out.check(f"{peer.name}: {way}", False, "accepted", answer["words"])
+            elif answer["status"]:
+                # That ND serves is all that is needed.
+                out.check(f"{peer.name}: {way}", True, "ND serves", answer["words"], "only ND is taken")
+            elif peer.deterministic:
+                out.check(
+                    f"{peer.name}: {way}", equal, "the worker's bits", "the same" if equal else "others"
+                )
+
+
+def _bindings(
+    bench: Bench, out: StepLog, bound: Sequence[tuple[PeerJob, dict[str, bytes]]]
+) -> Iterator[tuple[Cell, ...]]:
+    contents: dict[str, Bytes] = {}
+    for index, (peer, _) in enumerate(bound):
+        contents |= peer.contents(index)
+    order = {
+        "device": bench.settings.index,
+        "deterministic": [peer.deterministic for peer, _ in bound],
+        "cases": [peer.case(named=False).to_json() for peer, _ in bound],
+    }
+    with bench.trial("bindings") as trial:
+        answers, results = trial.run(order, contents), trial.results
+    for index, (peer, expected) in enumerate(bound):
+        error = answers[index]["error"]
+        equal = not error and _outputs(results, index, expected) == expected
+        yield peer.name, "torch_npu's binding", _mode(peer), equal, error
+        name = f"{peer.name}: torch_npu's binding"
+        if error:
+            out.check(name, False, "a result", error)
+        elif peer.deterministic:
+            out.check(name, equal, "the worker's bits", "the same" if equal else "others")
+
+
+def _outputs(results: dict[str, Bytes], index: int, like: dict[str, bytes]) -> dict[str, bytes]:
+    found = {name: results.get(part(index, name)) for name in like}
+    return {name: content.tobytes() for name, content in found.items() if content is not None}
+
+
+def _mode(peer: PeerJob) -> str:
+    return "on" if peer.deterministic else "not offered"

@@ -1,0 +1,141 @@
+"""Step 1: what the node is, and whether everything the service calls is there."""
+
+from __future__ import annotations
+
+import platform
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from npugrad.ops import get_operator
+from npugrad.products import product_from_soc
+from npugrad_server.acceptance.step import Step
+
+if TYPE_CHECKING:
+    from npugrad_server.acceptance.bench import Bench
+    from npugrad_server.acceptance.report import Cell
+    from npugrad_server.acceptance.step import StepLog
+
+_ALLOWED = re.compile(r"lib(opapi(_\w+)?|aclnn_\w+)\.so(\.\d+)*")
+"""Libraries the operators may come from. Not ``libcust_opapi``: add-ons there take other layouts."""
+
+
+def run(bench: Bench, out: StepLog) -> None:
+    """Looks without the device first, because a device that does not open hides what is missing."""
+    out.progress(0, 2, "looking for CANN, torch_npu and their functions")
+    with bench.trial("surroundings") as trial:
+        found = trial.run({})
+    out.check(
+        "CANN and torch_npu are usable", not found["problems"], "no problem", _or_none(found["problems"])
+    )
+    _versions(bench, out, found)
+    _chip(bench, out, found)
+    excused = _functions(out, found)
+    out.progress(1, 2, "opening the device")
+    _device(bench, out, excused)
+
+
+def _versions(bench: Bench, out: StepLog, found: Any) -> None:
+    rows = [
+        *found["packages"].items(),
+        ("CANN", found.get("cann") or "of unknown version"),
+        *found["installed"].items(),
+        ("Python", f"{platform.python_implementation()} {platform.python_version()}"),
+        ("operating system", f"{platform.platform()}, {_distribution()}"),
+        *((name, value or "not set") for name, value in found["variables"].items()),
+        ("device nodes", _or_none(found["device_nodes"])),
+    ]
+    out.table("Versions and places", ("what", "found"), rows)
+    if not any("driver" in path for path in found["installed"]):
+        out.note("The driver's version is not written down where its installer puts it.")
+    if not found["device_nodes"] and not bench.settings.simulated:
+        out.note("No device node /dev/davinci* is visible, though CANN finds devices.")
+
+
+def _distribution() -> str:
+    try:
+        lines = Path("/etc/os-release").read_text().splitlines()
+    except OSError:
+        return "distribution unknown"
+    names = [line.partition("=")[2].strip('"') for line in lines if line.startswith("PRETTY_NAME=")]
+    return names[0] if names else "distribution unknown"
+
+
+def _chip(bench: Bench, out: StepLog, found: Any) -> None:
+    soc, product = found.get("soc", ""), bench.settings.product
+    if soc:  # before a device is set CANN need not know it
+        out.check("the chip is one of the product", product_from_soc(soc) is product, product, soc)
+
+
+def _functions(out: StepLog, found: Any) -> set[str]:
+    """Every function has its place; returns the operators that this CANN need not have."""
+    functions = found.get("functions", ())
+    rows = [(f["name"], f["operator"] or "runtime", f["library"] or f["missing"]) for f in functions]
+    out.table("Functions and the library each comes from", ("function", "for", "library"), rows)
+    out.note(f"Library layout: {found.get('layout')} ({', '.join(found.get('libraries', ()))}).")
+    excused = set()
+    for function in functions:
+        if function["missing"]:
+            excuse = _excuse(function, found.get("cann", ""))
+            out.check(f"{function['name']} is there", bool(excuse), "found", function["missing"], excuse)
+            excused.update([function["operator"]] if excuse else [])
+    for function in functions:
+        name = Path(function["library"]).name
+        if function["operator"] and name and not _ALLOWED.fullmatch(name):
+            out.check(f"{function['name']} is CANN's own", False, "a library of CANN's operators", name)
+    return excused
+
+
+def _excuse(function: Any, cann: str) -> str:
+    """Why a function may be missing; empty when it may not."""
+    if function["optional"]:
+        return "the service does without"
+    oldest = get_operator(function["operator"]).min_cann if function["operator"] else ""
+    if cann and oldest and _numbers(cann) < _numbers(oldest):
+        return f"CANN {cann} is older than the operator, which the service then does not offer"
+    return ""
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def _device(bench: Bench, out: StepLog, excused: set[str]) -> None:
+    seconds = bench.restart()
+    ready, settings = bench.ready, bench.settings
+    out.check("the device opens", True, "a worker that answers", f"{ready.description} in {seconds:.1f} s")
+    out.check(
+        "the worker finds CANN simulated, or not",
+        ready.simulated == settings.simulated,
+        settings.simulated,
+        ready.simulated,
+    )
+    for spec in bench.offered:
+        if spec.name in excused:
+            continue
+        reason = ready.unavailable.get(spec.name, "")
+        out.check(f"{spec.name} answers a first, tiny call", not reason, "a result", reason or "a result")
+    free = ready.memory_bytes or 0
+    rows: list[tuple[str, Cell]] = [
+        ("device", settings.device),
+        ("what it is", ready.description),
+        ("product", f"{settings.product} ({settings.product.full_name})"),
+        ("free memory", f"{free} bytes ({free / 2**30:.1f} GiB)"),
+        ("seconds until a worker was ready", round(seconds, 2)),
+        ("streams", settings.streams),
+    ]
+    out.table("Device", ("what", "found"), rows)
+
+
+def _or_none(words: list[str]) -> str:
+    return "; ".join(words) or "none"
+
+
+STEP = Step(
+    1,
+    "environment",
+    "Environment",
+    "Versions of everything, the chip, which library each function comes from, and a worker that opens it.",
+    run,
+    needs_device=False,
+)

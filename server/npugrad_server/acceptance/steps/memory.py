@@ -1,0 +1,145 @@
+"""Step 6: the device really runs out of memory, and goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from npugrad_server.acceptance.extremes import IMAGE_BYTES, MOST_BYTES, large_call, needs_operator
+from npugrad_server.acceptance.known import known, words
+from npugrad_server.acceptance.shapes import realistic_job
+from npugrad_server.acceptance.step import Step, StepSkipped
+from npugrad_server.acl.faults import Action, fault_of
+from npugrad_server.worker.protocol import CallDone, CallFailed, DeviceFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from npugrad_server.acceptance.bench import Bench
+    from npugrad_server.acceptance.report import Cell
+    from npugrad_server.acceptance.step import StepLog
+
+    Answer = CallDone | CallFailed | DeviceFailed
+
+_MIB = 2**20
+_FIRST_SHARE = 16
+"""The first call needs this part of the free memory: one in so many bytes."""
+_TIMES = 2
+"""A call that needs so many times the device's memory has to be refused."""
+_REPEATS = 4
+"""How often the device has to refuse, so that what each refusal leaked would add up."""
+_MARGIN_BYTES = 16 * _MIB
+"""Memory that may be missing afterwards: kernels loaded meanwhile, and other processes of the device."""
+_LIMIT_S = 120.0
+
+
+def run(bench: Bench, out: StepLog) -> None:
+    """Grows a call until the device has no memory for it, then looks what that left behind."""
+    needs_operator(bench)
+    pid, first = bench.pid, bench.memory(give_back=True)
+    if first.free_bytes is None or first.total_bytes is None:
+        raise StepSkipped("the device has no memory of its own")
+    _check_small_calls(bench, out, "before")  # they load their kernels, which stay
+    start_bytes = min(MOST_BYTES, max(IMAGE_BYTES, first.free_bytes // _FIRST_SHARE))
+    out.check("a call with room for it is answered", *_answered(_ask(bench, start_bytes)))
+    before = bench.memory(give_back=True)
+    refused_bytes = _grow(bench, out, start_bytes, first.total_bytes)
+    if refused_bytes is not None:
+        refusals = [_ask(bench, refused_bytes) for _ in range(_REPEATS - 1)]
+        wrong = [words(answer) for answer in refusals if not _is_refusal(answer)]
+        out.check(
+            "it is refused every time",
+            not wrong,
+            f"DEVICE_OUT_OF_MEMORY {_REPEATS} times",
+            wrong[0] if wrong else f"DEVICE_OUT_OF_MEMORY {_REPEATS} times",
+        )
+    alive = bench.alive and bench.pid == pid
+    out.check(
+        "the worker lives on",
+        alive,
+        f"process {pid}",
+        f"process {bench.pid}" if bench.alive else "the worker ended",
+    )
+    if not alive:
+        return
+    _check_small_calls(bench, out, "after")
+    after = bench.memory(give_back=True)
+    _check_memory(out, before.free_bytes or 0, after.free_bytes or 0)
+
+
+def _grow(bench: Bench, out: StepLog, start_bytes: int, total_bytes: int) -> int | None:
+    """Grows a call until the device refuses it; the bytes it needed then."""
+    rows: list[tuple[Cell, ...]] = []
+    answer: Answer | None = None
+    nbytes = 0
+    for nbytes in needs(start_bytes, total_bytes):
+        out.progress(len(rows), len(rows) + 1, f"a call that needs {nbytes / _MIB:,.0f} MiB of the device")
+        start = time.monotonic()
+        answer = _ask(bench, nbytes)
+        rows.append((nbytes / _MIB, time.monotonic() - start, words(answer)))
+        if not isinstance(answer, CallDone):
+            break
+    out.table("Calls until the device had no memory", ("needs at least [MiB]", "took [s]", "answer"), rows)
+    refused = _is_refusal(answer)
+    out.check(
+        "a call that the device has no memory for is refused",
+        refused,
+        "DEVICE_OUT_OF_MEMORY with a number of the vendor that means so",
+        words(answer) if answer is not None else "",
+        f"{nbytes / _MIB:,.0f} MiB wanted, {total_bytes / _MIB:,.0f} MiB there",
+    )
+    return nbytes if refused else None
+
+
+def needs(start_bytes: int, total_bytes: int) -> Iterator[int]:
+    """What calls need, from one that has room to one that never has, doubling as long as kernels are sure."""
+    nbytes = start_bytes
+    while nbytes < _TIMES * total_bytes:
+        yield nbytes
+        nbytes = 2 * nbytes if 2 * nbytes <= MOST_BYTES else _TIMES * total_bytes
+    yield nbytes
+
+
+def _ask(bench: Bench, nbytes: int) -> Answer:
+    job = large_call(bench.settings.product, nbytes)
+    return bench.run_job(replace(job, deadline_s=time.monotonic() + _LIMIT_S)).answer
+
+
+def _answered(answer: Answer) -> tuple[bool, str, str]:
+    return isinstance(answer, CallDone), "a result", words(answer)
+
+
+def _is_refusal(answer: Answer | None) -> bool:
+    if not isinstance(answer, CallFailed) or answer.reason != "DEVICE_OUT_OF_MEMORY":
+        return False
+    return fault_of(int(answer.metadata.get("code", "0"))).action is Action.OUT_OF_MEMORY
+
+
+def _check_small_calls(bench: Bench, out: StepLog, when: str) -> None:
+    for spec in bench.operators:
+        job = known(spec.name, realistic_job(spec, next(bench.samples(spec)).call))
+        complaint = job.complaint(bench.run_job(job.job))
+        out.check(f"a small call {when}: {spec.name}", not complaint, "right", complaint or "right")
+
+
+def _check_memory(out: StepLog, before_bytes: int, after_bytes: int) -> None:
+    missing = before_bytes - after_bytes
+    out.check(
+        "nothing of the device's memory is lost",
+        missing <= _MARGIN_BYTES,
+        f"at least {(before_bytes - _MARGIN_BYTES) / _MIB:,.1f} MiB free, as before the refusals, "
+        f"less {_MARGIN_BYTES // _MIB} MiB",
+        f"{after_bytes / _MIB:,.1f} MiB free, {missing / _MIB:,.1f} MiB less than before",
+        "after the worker gave back what it keeps for later calls",
+    )
+
+
+STEP = Step(
+    6,
+    "memory",
+    "Out of memory",
+    "The device runs out of memory, says so, and goes on without a loss.",
+    run,
+)
+"""The step."""

@@ -1,0 +1,125 @@
+"""Step 3: every operator computes what its reference computes, however the call is put."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from npugrad.call import CallOptions
+from npugrad.spec import TensorMeta
+from npugrad_server.acceptance.cases import SIMULATED_BYTES, small_calls
+from npugrad_server.acceptance.job import make_job
+from npugrad_server.acceptance.numerics import COLUMNS, Accuracy
+from npugrad_server.acceptance.peers import check_peers
+from npugrad_server.acceptance.probes import check_probes
+from npugrad_server.acceptance.shapes import SIZES, float_dtypes, realistic_calls, realistic_job
+from npugrad_server.acceptance.step import Step
+from npugrad_server.worker.protocol import CallDone
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from npugrad.spec import OpSpec
+    from npugrad_server.acceptance.bench import Bench
+    from npugrad_server.acceptance.job import Job
+    from npugrad_server.acceptance.step import StepLog
+
+
+_AT_ONCE = 16
+"""Small calls whose data are held at once."""
+
+
+def run(bench: Bench, out: StepLog) -> None:
+    """Numbers first, then layouts, probes, and other ways of making the same call."""
+    accuracy = Accuracy()
+    for spec in bench.operators:
+        _small(bench, out, spec, accuracy)
+        _realistic(bench, out, spec, accuracy)
+        _strided(bench, out, spec)
+    out.table("Errors against the float64 reference", COLUMNS, accuracy.rows())
+    check_probes(bench, out)
+    check_peers(bench, out)
+    if bench.settings.simulated:
+        factors = [
+            f"{spec.name} {size.name} {size.factor(spec):.0f} times"
+            for spec in bench.operators
+            for size in SIZES.get(spec.name, ())
+        ]
+        out.note(
+            f"On the simulation calls of more than {SIMULATED_BYTES >> 20} MiB are left out, and realistic "
+            f"sizes are smaller: {', '.join(factors)}."
+        )
+
+
+def _small(bench: Bench, out: StepLog, spec: OpSpec, accuracy: Accuracy) -> None:
+    calls = list(small_calls(spec, bench.settings.product, bench.settings.simulated))
+    for start in range(0, len(calls), _AT_ONCE):
+        some = calls[start : start + _AT_ONCE]
+        out.progress(start, len(calls), f"{spec.name}: {some[0].name}")
+        jobs = [make_job(spec, small.call, start + seed) for seed, small in enumerate(some)]
+        for small, job, ran in zip(some, jobs, bench.run_many(jobs), strict=True):
+            accuracy.check(out, f"{spec.name}: {small.name}", "small", str(small.dtype), job, ran)
+
+
+def _realistic(bench: Bench, out: StepLog, spec: OpSpec, accuracy: Accuracy) -> None:
+    calls = list(realistic_calls(spec, bench.settings.product, bench.settings.simulated))
+    for done, (size, dtype, call) in enumerate(calls):
+        out.progress(done, len(calls), f"{spec.name}: {size.name} {dtype}")
+        job = realistic_job(spec, call, seed=done)
+        name = f"{spec.name}: {dtype} {size.name}"
+        accuracy.check(out, name, size.name, str(dtype), job, bench.run_job(job))
+
+
+def _strided(bench: Bench, out: StepLog, spec: OpSpec) -> None:
+    """Operands with their axes the other way round in memory, one by one and all at once."""
+    product = bench.settings.product
+    out.progress(0, 1, f"{spec.name}: strided operands")
+    call = spec.build(dtype=float_dtypes(spec, product)[0], product=product)
+    deterministic = not spec.determinism_check(call)
+    plain = replace(make_job(spec, call), options=CallOptions(deterministic=deterministic))
+    golden = bench.run_job(plain)
+    for names in _chosen(spec, call.inputs):
+        ran = bench.run_job(_turned(plain, names))
+        title = f"{spec.name}: strided {', '.join(names)}"
+        if not isinstance(ran.answer, CallDone):
+            out.check(title, False, "a result", ran.answer.message)
+        elif deterministic:
+            same = [n for n in golden.outputs if ran.outputs[n].tobytes() == golden.outputs[n].tobytes()]
+            others = [n for n in golden.outputs if n not in same]
+            out.check(title, not others, "the bits of contiguous operands", _differ(others))
+        else:
+            Accuracy().check(out, title, "strided", "", plain, ran)
+
+
+def _differ(names: list[str]) -> str:
+    return f"others in {', '.join(names)}" if names else "the same"
+
+
+def _chosen(spec: OpSpec, inputs: Mapping[str, TensorMeta | None]) -> Iterator[tuple[str, ...]]:
+    names = tuple(param.name for param in spec.inputs)
+    present = tuple(name for name in names if inputs[name] is not None)
+    yield from ((name,) for name in present)
+    yield present
+
+
+def _turned(job: Job, names: tuple[str, ...]) -> Job:
+    """The same call and values, some operands in column-major order."""
+    turned = {name: _column_major(job.call.tensor(name)) for name in names}
+    return replace(job, call=job.call.with_inputs(**turned))
+
+
+def _column_major(meta: TensorMeta) -> TensorMeta:
+    strides, step = [], 1
+    for size in meta.shape:
+        strides.append(step)
+        step *= max(size, 1)
+    return TensorMeta(meta.dtype, meta.shape, meta.format, strides)
+
+
+STEP = Step(
+    3,
+    "operators",
+    "Operators",
+    "All operators, types, modes and masks, small and realistic, against float64 references and torch_npu.",
+    run,
+)

@@ -1,0 +1,191 @@
+"""Step 4: the device refuses what the documents forbid, with the codes that the records know.
+
+Only first phases run here. What the vendor accepts although the documents forbid it might read outside of
+memory, so it is never launched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from npugrad_server.acceptance.illegal import as_handed_down, expected_code, illegal_calls
+from npugrad_server.acceptance.step import Step
+from npugrad_server.acceptance.trial import TrialFailed
+from npugrad_server.worker.protocol import CallFailed, CallPlanned
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from npugrad.spec import CallMeta, Constraint, OpSpec
+    from npugrad_server.acceptance.bench import Bench
+    from npugrad_server.acceptance.illegal import IllegalCall
+    from npugrad_server.acceptance.report import Cell
+    from npugrad_server.acceptance.step import StepLog
+    from npugrad_server.backends.npu.trials.exchange import Case
+
+_MOST_DEATHS = 10
+"""Processes that first phases may take down before the step gives up."""
+_MOST_WORDS = 160
+_MOST_SHOWN = 5
+
+
+@dataclass
+class _Question:
+    """One constraint of one operator, every call that breaks it, and what was answered to each.
+
+    Attributes:
+        spec: The operator.
+        constraint: The constraint.
+        calls: One for each sample that can break it.
+        by_worker: The worker's code, or words where it gave none, for each call that it can express.
+        answers: What the first phase returned, for each call.
+    """
+
+    spec: OpSpec
+    constraint: Constraint
+    calls: tuple[IllegalCall, ...]
+    by_worker: list[int | str | None] = field(default_factory=list)
+    answers: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def codes(self) -> list[int | None]:
+        return sorted({answer["status"] for answer in self.answers}, key=lambda code: (code is None, code))
+
+
+def run(bench: Bench, out: StepLog) -> None:
+    """Asks a worker first, then the first phases themselves: one process at a time holds the device."""
+    product = bench.settings.product
+    questions = [
+        _Question(spec, constraint, tuple(illegal_calls(spec, product, constraint)))
+        for spec in bench.operators
+        for constraint in spec.constraints
+        if constraint.applies(product)
+    ]
+    samples = [(spec, sample) for spec in bench.operators for sample in bench.samples(spec)]
+    for done, question in enumerate(questions):
+        out.progress(done, len(questions), f"a worker: {question.spec.name}: {question.constraint.id}")
+        question.by_worker = [
+            _worker_code(bench, question.spec, call.call) if call.by_worker else None
+            for call in question.calls
+        ]
+    legal = [as_handed_down(spec, sample.call, sample.call) for spec, sample in samples]
+    illegal = [call.case for question in questions for call in question.calls]
+    out.progress(
+        0, 1, f"first phases: {len(legal)} legal calls, {len(illegal)} that break one constraint each"
+    )
+    answers = iter(_codes(bench, legal + illegal))
+    # Legal ones first: codes of others mean something only where these are accepted.
+    for spec, sample in samples:
+        answer = next(answers)
+        out.check(f"{spec.name}: legal: {sample.name}", answer["status"] == 0, "accepts", _said(answer))
+    for question in questions:
+        question.answers = [next(answers) for _ in question.calls]
+    _compare(out, questions)
+    for name in dict.fromkeys(question.spec.name for question in questions):
+        _compare_worker(out, name, [question for question in questions if question.spec.name == name])
+
+
+def _worker_code(bench: Bench, spec: OpSpec, call: CallMeta) -> int | str:
+    answer = bench.plan(spec, call)
+    if isinstance(answer, CallPlanned):
+        return 0
+    if isinstance(answer, CallFailed) and "code" in answer.metadata:
+        return int(answer.metadata["code"])
+    return answer.message
+
+
+def _codes(bench: Bench, cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """What the first phase returns for each case; a case that takes the process down has no code."""
+    answers: list[dict[str, Any]] = []
+    deaths = 0
+    with bench.trial("phases") as trial:
+        while len(answers) < len(cases):
+            left = [case.to_json() for case in cases[len(answers) :]]
+            try:
+                trial.run({"device": bench.settings.index, "launch": False, "cases": left})
+                answers += trial.lines
+            except TrialFailed as error:
+                deaths += 1
+                if deaths > _MOST_DEATHS:
+                    raise
+                answers += trial.lines
+                answers.append({"status": None, "words": f"the process ended: {error}"})
+    return answers
+
+
+def _compare(out: StepLog, questions: Iterable[_Question]) -> None:
+    rows: list[tuple[Cell, ...]] = []
+    unbroken: list[str] = []
+    for question in questions:
+        spec, constraint = question.spec, question.constraint
+        name = f"{spec.name}: {constraint.id}"
+        if not question.calls:
+            unbroken.append(name)
+            continue
+        expected, why = expected_code(spec, constraint)
+        agrees = question.codes == [expected]
+        differs = next((a for a in question.answers if a["status"] != expected), question.answers[0])
+        found = ", ".join(map(_code_name, question.codes))
+        if not agrees:
+            found += f" ({differs['words'][:_MOST_WORDS]})"
+        out.check(name, agrees, _code_name(expected), found, why)
+        rows.append(
+            (
+                spec.name,
+                constraint.id,
+                constraint.code,
+                _code_name(expected),
+                ", ".join(map(_code_name, question.codes)),
+                len(question.calls),
+                "agree" if agrees else "DIFFER",
+            )
+        )
+    columns = (
+        "operator",
+        "constraint",
+        "document",
+        "record says of the vendor",
+        "device",
+        "calls",
+        "verdict",
+    )
+    out.table("Codes of broken constraints", columns, rows)
+    if unbroken:
+        out.note(f"Not to be broken on this device: {', '.join(unbroken)}.")
+
+
+def _compare_worker(out: StepLog, name: str, questions: Iterable[_Question]) -> None:
+    """A worker, below the validator, reports the very code that the first phase returned."""
+    asked, wrong = 0, list[str]()
+    for question in questions:
+        for call, code, answer in zip(question.calls, question.by_worker, question.answers, strict=True):
+            if code is None or answer["status"] is None:
+                continue
+            asked += 1
+            if code != answer["status"]:
+                wrong.append(f"{question.constraint.id} ({call.sample}): {code}, not {answer['status']}")
+    out.check(
+        f"{name}: a worker reports the device's codes",
+        asked > 0 and not wrong,
+        f"the same code for each of {asked} calls that a worker can express",
+        "; ".join(wrong[:_MOST_SHOWN]) or f"the same for {asked}",
+        f"and {len(wrong) - _MOST_SHOWN} more" if len(wrong) > _MOST_SHOWN else "",
+    )
+
+
+def _code_name(code: int | None) -> str:
+    return "no code" if code is None else str(code) if code else "accepts"
+
+
+def _said(answer: dict[str, Any]) -> str:
+    return answer["words"][:_MOST_WORDS] or _code_name(answer["status"])
+
+
+STEP = Step(
+    4,
+    "refusals",
+    "Refusals",
+    "Every documented constraint of every operator, broken below the validator: the codes of the device.",
+    run,
+)

@@ -1,0 +1,79 @@
+"""Step 2: bytes survive the way to the device and back, through the pinned memory that calls use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from npugrad_server.acceptance.step import Step
+
+if TYPE_CHECKING:
+    from npugrad_server.acceptance.bench import Bench
+    from npugrad_server.acceptance.step import StepLog
+
+_PAGE = 4096
+_PIECE_BYTES = 16 * 2**20
+"""What a copy is cut into."""
+_STAGING_BYTES, _SIMULATED_STAGING_BYTES = 256 * 2**20, 24 * 2**20
+"""Most pinned memory of one stream and direction, which more has to pass in turns; less when simulated."""
+_EDGES = (-1, 0, 1)
+_SMALL = (0, 1, 2, 3, 31, 32, 33, 63, 64, 65, 511, 513, 1000003)
+
+
+def sizes(staging_bytes: int) -> list[int]:
+    """Sizes in bytes: each limit on the way, one less and one more.
+
+    Args:
+        staging_bytes: The largest of them.
+    """
+    limits = [_PAGE, 16 * _PAGE, 2**20, _PIECE_BYTES, staging_bytes]
+    found = [*_SMALL, *(limit + edge for limit in limits for edge in _EDGES), 2 * staging_bytes + _PAGE + 1]
+    # A short one last: what the long ones left in reused memory would be seen.
+    return [*found, 12345]
+
+
+def run(bench: Bench, out: StepLog) -> None:
+    """Copies, compares, and tells how fast it went."""
+    staging = _SIMULATED_STAGING_BYTES if bench.settings.simulated else _STAGING_BYTES
+    order = {
+        "device": bench.settings.index,
+        "staging_bytes": staging,
+        "sizes": sizes(staging),
+        "concurrent_bytes": staging + 1,
+    }
+    out.progress(0, 1, f"{len(sizes(staging))} sizes to the device and back")
+    with bench.trial("copies") as trial:
+        found = trial.run(order)
+    for entry in found:
+        out.check(
+            f"{entry['name']}: {entry['nbytes']} bytes", not entry["wrong"], "0 bytes wrong", entry["wrong"]
+        )
+    rows = [
+        (
+            entry["name"],
+            entry["nbytes"],
+            _rate(entry["nbytes"], entry["in_s"]),
+            _rate(entry["nbytes"], entry["out_s"]),
+        )
+        for entry in found
+        if entry["nbytes"] >= _PIECE_BYTES
+    ]
+    out.table("Copies of 16 MiB and more", ("what", "bytes", "to the device, GB/s", "back, GB/s"), rows)
+    queued = found[-1].get("queued_s", 0.0)
+    total = found[-1]["in_s"]
+    out.note(
+        f"Queueing both directions on two streams took {queued * 1e3:.2f} ms of {total * 1e3:.2f} ms until "
+        "all was there: copies run beside the host."
+    )
+
+
+def _rate(nbytes: int, seconds: float) -> float | None:
+    return round(nbytes / seconds / 1e9, 3) if seconds else None
+
+
+STEP = Step(
+    2,
+    "round_trip",
+    "Round trips and pinned copies",
+    "Bytes of every awkward size come back unchanged, in turns beyond the staging limit, both ways at once.",
+    run,
+)

@@ -1,0 +1,248 @@
+"""Step 8: mixed calls on all streams for a long time; memory stays flat, every result is right."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from npugrad_server.acceptance.columns import TIME
+from npugrad_server.acceptance.growth import growth
+from npugrad_server.acceptance.known import in_flight, known
+from npugrad_server.acceptance.link import DeviceGone
+from npugrad_server.acceptance.shapes import SIZES, float_dtypes, realistic_job
+from npugrad_server.acceptance.step import Step
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from npugrad.spec import CallMeta, OpSpec
+    from npugrad_server.acceptance.bench import Bench
+    from npugrad_server.acceptance.known import KnownJob
+    from npugrad_server.acceptance.step import StepLog
+
+_MIB = 2**20
+_WARM_UP = 0.4
+"""Share of the time in which allocators may still settle."""
+_SAMPLES = 150
+_LEAST_PERIOD_S = 0.1
+_GROWTH_BYTES, _GROWTH_SHARE = 48 * _MIB, 0.1
+"""What memory may grow in the time after the warm-up: so much, or that part of it if that is more. Allocators
+keep what calls used, and a new mixture of calls makes them take some more."""
+_LOST_BYTES = 16 * _MIB
+"""Device memory that may be missing after all was given back: other processes use the device, too."""
+_SEED = 20260101
+_MOST_WRONG = 5
+"""So many wrong results are told in full."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """How things stood at one moment.
+
+    Attributes:
+        at_s: Seconds since the start.
+        used_bytes: Device memory in use; None when the device has none of its own.
+        own_bytes: Private host memory of the worker.
+        calls: Calls answered until then.
+    """
+
+    at_s: float
+    used_bytes: int | None
+    own_bytes: int
+    calls: int
+
+
+@dataclass
+class Tally:
+    """What came of the calls.
+
+    Attributes:
+        calls: Answered calls by name.
+        wrong: Those that were not right.
+        complaints: What was wrong with the first of them.
+    """
+
+    calls: Counter[str] = field(default_factory=Counter)
+    wrong: Counter[str] = field(default_factory=Counter)
+    complaints: list[str] = field(default_factory=list)
+
+    def note(self, job: KnownJob, complaint: str) -> None:
+        """Counts one answer."""
+        self.calls[job.name] += 1
+        if complaint:
+            self.wrong[job.name] += 1
+            if len(self.complaints) < _MOST_WRONG:
+                self.complaints.append(f"{job.name}: {complaint}")
+
+
+def run(bench: Bench, out: StepLog) -> None:
+    """Keeps all streams busy, checks every result, and looks at the memory now and then."""
+    jobs = list(_jobs(bench, out))
+    pid, tally = bench.pid, Tally()
+    for job, ran in in_flight(bench, jobs, bench.settings.streams):  # each kernel is loaded now
+        tally.note(job, job.complaint(ran))
+    if not bench.alive:
+        _check_results(out, tally, bench, pid)
+        return
+    before = bench.memory(give_back=True).free_bytes
+    samples = _soak(bench, out, jobs, tally)
+    alive = _check_results(out, tally, bench, pid)
+    _show(out, samples, tally)
+    if not alive:
+        return
+    _check_growth(out, samples)
+    after = bench.memory(give_back=True).free_bytes
+    if before is not None and after is not None:
+        _check_lost(out, before, after)
+
+
+def _jobs(bench: Bench, out: StepLog) -> Iterator[KnownJob]:
+    """Every small sample, and larger calls in every type, with their right results."""
+    for done, spec in enumerate(bench.operators):
+        out.progress(done, len(bench.operators), f"right results for {spec.name}")
+        for sample in bench.samples(spec):
+            if not spec.accepts_unchecked(sample.call):  # of those there is nothing to compare
+                yield known(spec.name, realistic_job(spec, sample.call))
+        for call in _larger(bench, spec):
+            yield known(spec.name, realistic_job(spec, call))
+
+
+def _larger(bench: Bench, spec: OpSpec) -> Iterator[CallMeta]:
+    """The sizes for the simulation also on hardware: the host checks every result, and must keep up."""
+    product = bench.settings.product
+    calls = (
+        size.build(spec, True, dtype=dtype, product=product)
+        for size in SIZES.get(spec.name, ())
+        for dtype in float_dtypes(spec, product)
+    )
+    return itertools.islice(calls, 1) if bench.settings.simulated else calls
+
+
+def _soak(bench: Bench, out: StepLog, jobs: Sequence[KnownJob], tally: Tally) -> list[Sample]:
+    """Runs shuffled calls until the time is over; looks at the memory about 150 times."""
+    start, soak_s = time.monotonic(), bench.settings.soak_s
+    period_s = max(soak_s / _SAMPLES, _LEAST_PERIOD_S)
+    samples = [_sample(bench, start, tally)]
+
+    def endless() -> Iterator[KnownJob]:
+        shuffled, order = list(jobs), random.Random(_SEED)
+        while True:
+            order.shuffle(shuffled)
+            yield from itertools.takewhile(lambda _: time.monotonic() - start < soak_s, shuffled)
+            if time.monotonic() - start >= soak_s or not bench.alive:
+                return
+
+    for job, ran in in_flight(bench, endless(), 2 * bench.settings.streams):
+        tally.note(job, job.complaint(ran))
+        if time.monotonic() - start - samples[-1].at_s >= period_s:
+            # Of a worker that fails meanwhile the call tells under which it did.
+            with contextlib.suppress(DeviceGone, OSError):
+                samples.append(_sample(bench, start, tally))
+            out.progress(int(samples[-1].at_s), int(soak_s), f"{samples[-1].calls} calls")
+    return samples
+
+
+def _sample(bench: Bench, start: float, tally: Tally) -> Sample:
+    found = bench.memory(give_back=False)
+    used = None
+    if found.free_bytes is not None and found.total_bytes is not None:
+        used = found.total_bytes - found.free_bytes
+    return Sample(time.monotonic() - start, used, private_bytes(bench.pid), tally.calls.total())
+
+
+def private_bytes(pid: int) -> int:
+    """Resident memory of a process that it shares with nobody; the arenas are shared, and not counted.
+
+    Raises:
+        OSError: There is no such process.
+        ValueError: The kernel does not tell.
+    """
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"/proc/{pid}/status: found no RssAnon; expected Linux 4.5 or newer")
+
+
+def _check_results(out: StepLog, tally: Tally, bench: Bench, pid: int) -> bool:
+    """Checks results and worker; whether the worker is still there."""
+    calls, wrong = tally.calls.total(), tally.wrong.total()
+    out.check(
+        "every result is right",
+        calls > 0 and not wrong,
+        "some calls, 0 wrong",
+        f"{calls} calls, {wrong} wrong",
+        "; ".join(tally.complaints),
+    )
+    alive = bench.alive and bench.pid == pid
+    found = f"process {pid}" if alive else "it ended"
+    return out.check("one worker for all calls", alive, f"process {pid}", found)
+
+
+def _show(out: StepLog, samples: Sequence[Sample], tally: Tally) -> None:
+    columns = (TIME, "device memory in use [MiB]", "worker's own memory [MiB]", "calls/s")
+    rows = []
+    for last, now in itertools.pairwise(samples):
+        rate = (now.calls - last.calls) / (now.at_s - last.at_s)
+        used = None if now.used_bytes is None else now.used_bytes / _MIB
+        rows.append((now.at_s, used, now.own_bytes / _MIB, rate))
+    out.table("Over time", columns, rows)
+    calls = [(name, tally.calls[name], tally.wrong[name]) for name in tally.calls]
+    out.table("Calls", ("operator", "calls", "wrong"), calls)
+
+
+def _check_growth(out: StepLog, samples: Sequence[Sample]) -> None:
+    device = [(s.at_s, s.used_bytes) for s in samples if s.used_bytes is not None]
+    own = [(s.at_s, s.own_bytes) for s in samples]
+    for name, points in (("device memory in use", device), ("the worker's own memory", own)):
+        if points:
+            check_flat(out, name, points)
+
+
+def check_flat(out: StepLog, name: str, points: Sequence[tuple[float, int]]) -> None:
+    """Checks that a quantity of bytes does not grow over time.
+
+    Args:
+        out: Gets the check.
+        name: What it is.
+        points: Seconds and bytes, by time.
+    """
+    try:
+        found = growth([x for x, _ in points], [y for _, y in points], _WARM_UP)
+    except ValueError as error:
+        out.check(f"{name} is flat", False, "samples enough to tell", str(error))
+        return
+    limit = max(_GROWTH_BYTES, _GROWTH_SHARE * found.level)
+    out.check(
+        f"{name} is flat",
+        found.total <= limit,
+        f"grows by at most {limit / _MIB:,.1f} MiB in {found.seconds:.0f} s",
+        f"{found.total / _MIB:+,.2f} MiB in {found.seconds:.0f} s, at {found.level / _MIB:,.0f} MiB",
+        f"least squares after the first {_WARM_UP:.0%} of the time",
+    )
+
+
+def _check_lost(out: StepLog, before: int, after: int) -> None:
+    lost = before - after
+    out.check(
+        "nothing of the device's memory is lost",
+        lost <= _LOST_BYTES,
+        f"at most {_LOST_BYTES // _MIB} MiB less free than before",
+        f"{lost / _MIB:,.1f} MiB less",
+        "after the worker gave back what it keeps for later calls",
+    )
+
+
+STEP = Step(
+    8,
+    "soak",
+    "Soak",
+    "Mixed calls on all streams for a long time: every result right, memory flat.",
+    run,
+)
+"""The step."""

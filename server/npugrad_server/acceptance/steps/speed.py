@@ -1,0 +1,194 @@
+"""Step 9: how fast calls are. Figures are reported and not judged; only that the calls were right."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass, field
+from statistics import median, quantiles
+from typing import TYPE_CHECKING
+
+from npugrad_server.acceptance.columns import CALLS_PER_S, P90, STAGES
+from npugrad_server.acceptance.known import in_flight, known, words
+from npugrad_server.acceptance.shapes import realistic_calls, realistic_job
+from npugrad_server.acceptance.step import Step
+from npugrad_server.worker.protocol import CallDone
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from npugrad_server.acceptance.bench import Bench
+    from npugrad_server.acceptance.job import Ran
+    from npugrad_server.acceptance.known import KnownJob
+    from npugrad_server.acceptance.report import Cell
+    from npugrad_server.acceptance.step import StepLog
+
+_MOST_CALLS = 200
+"""Calls of each row of a table, on each stream."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long each row of a table is measured.
+
+    Attributes:
+        seconds: So long, unless that is less than `least_calls` or more than the most.
+        least_calls: Calls that are measured however long they take.
+    """
+
+    seconds: float
+    least_calls: int
+
+
+_ON_HARDWARE, _SIMULATED = Effort(2.0, 5), Effort(0.2, 2)
+
+
+@dataclass
+class Case:
+    """One call that is timed.
+
+    Attributes:
+        job: The call with its right results.
+        operator: Its operator.
+        shape: Its size and type, for a person.
+        wrong: What was wrong with results looked at; empty for nothing.
+        rates: Calls in a second by number of streams.
+    """
+
+    job: KnownJob
+    operator: str
+    shape: str
+    wrong: str = ""
+    rates: dict[int, float] = field(default_factory=dict)
+
+    def judge(self, ran: Ran) -> None:
+        """Looks at a result; not while the clock runs."""
+        self.wrong = self.wrong or self.job.complaint(ran)
+
+
+def run(bench: Bench, out: StepLog) -> None:
+    """Times calls one at a time, then as many as one stream takes, then all streams."""
+    cases = list(_cases(bench, out))
+    streams = sorted({1, bench.settings.streams})
+    bench.start(streams_per_device=1)
+    rows = []
+    for done, case in enumerate(cases):
+        out.progress(done, 3 * len(cases), f"one call at a time: {case.operator}, {case.shape}")
+        rows.append(_latency(bench, case))
+    for index, count in enumerate(streams):
+        bench.start(streams_per_device=count)
+        for done, case in enumerate(cases):
+            what = f"{count} streams: {case.operator}, {case.shape}"
+            out.progress((index + 1) * len(cases) + done, 3 * len(cases), what)
+            case.rates[count] = _rate(bench, case, count)
+    bench.start()
+    out.table(
+        "One call at a time",
+        ("operator", "size", "calls", "median [ms]", P90, *STAGES, "other [ms]", "workspace [MiB]"),
+        rows,
+    )
+    out.table(
+        "As many calls as the streams take",
+        ("operator", "size", *(_column(count) for count in streams)),
+        [(case.operator, case.shape, *(case.rates[count] for count in streams)) for case in cases],
+    )
+    out.note(
+        "A call counts from operands in the caller's memory to results in the caller's memory; stages are "
+        "medians of what the worker measured, and what is left is the way between the processes."
+    )
+    for case in cases:
+        name = f"{case.operator}, {case.shape}"
+        out.check(f"{name}: first and last results", not case.wrong, "right", case.wrong or "right")
+
+
+def _column(streams: int) -> str:
+    return f"{CALLS_PER_S} on {streams} stream{'' if streams == 1 else 's'}"
+
+
+def _cases(bench: Bench, out: StepLog) -> Iterator[Case]:
+    settings, smaller = bench.settings, []
+    for spec in bench.operators:
+        seen = set()
+        for size, dtype, call in realistic_calls(spec, settings.product, settings.simulated):
+            if settings.simulated and size.name in seen:
+                continue  # no speed of the simulation is worth a second type
+            seen.add(size.name)
+            out.progress(0, 1, f"right results for {spec.name}, {size.name} {dtype}")
+            job = known(f"{spec.name} {size.name} {dtype}", realistic_job(spec, call))
+            yield Case(job, spec.name, f"{size.name} {dtype}")
+            smaller.append(f"{spec.name} {size.name}: 1/{size.factor(spec):.0f}")
+    if settings.simulated:
+        out.note(f"The simulation runs smaller calls, by bytes of the operands: {', '.join(smaller)}.")
+
+
+def _latency(bench: Bench, case: Case) -> tuple[Cell, ...]:
+    """Times calls one after the other; a row of the table."""
+    case.judge(bench.run_job(case.job.job))  # the first one loads kernels and takes memory
+    walls: list[float] = []
+    answers: list[CallDone] = []
+    last: Ran | None = None
+    effort = _effort(bench)
+    end = time.monotonic() + effort.seconds
+    while len(walls) < effort.least_calls or (len(walls) < _MOST_CALLS and time.monotonic() < end):
+        start = time.perf_counter()
+        ran = bench.run_job(case.job.job)
+        wall_s = time.perf_counter() - start
+        if not isinstance(ran.answer, CallDone):
+            case.wrong = case.wrong or words(ran.answer)
+            break
+        walls.append(wall_s)
+        answers.append(ran.answer)
+        last = ran
+    if last is None:
+        return (case.operator, case.shape, 0, *(None for _ in range(7)))
+    case.judge(last)
+    copy_in, run_s, copy_out = (
+        1000 * median(getattr(answer, stage) for answer in answers)
+        for stage in ("copy_in_s", "run_s", "copy_out_s")
+    )
+    middle = 1000 * median(walls)
+    stages = (copy_in, run_s, copy_out, max(0.0, middle - copy_in - run_s - copy_out))
+    workspace = answers[-1].workspace_bytes / 2**20
+    return (case.operator, case.shape, len(walls), middle, 1000 * p90(walls), *stages, workspace)
+
+
+def p90(values: Sequence[float]) -> float:
+    """The 90th percentile; of a single value itself."""
+    return quantiles(values, n=10, method="inclusive")[-1] if len(values) > 1 else values[0]
+
+
+def _rate(bench: Bench, case: Case, streams: int) -> float:
+    """Calls in a second when there is always one more waiting than the streams can run."""
+    window, effort, start = 2 * streams, _effort(bench), time.monotonic()
+    end = start + effort.seconds
+
+    def jobs() -> Iterator[KnownJob]:
+        for sent in itertools.count():
+            late = time.monotonic() >= end or sent >= streams * _MOST_CALLS
+            if (sent >= streams * effort.least_calls and late) or not bench.alive:
+                return
+            yield case.job
+
+    calls, last, done_s = 0, None, start
+    for _, ran in in_flight(bench, jobs(), window):
+        if not isinstance(ran.answer, CallDone):
+            case.wrong = case.wrong or words(ran.answer)
+            break
+        calls, last, done_s = calls + 1, ran, time.monotonic()
+    if last is not None:
+        case.judge(last)
+    return calls / (done_s - start) if calls else 0.0
+
+
+def _effort(bench: Bench) -> Effort:
+    return _SIMULATED if bench.settings.simulated else _ON_HARDWARE
+
+
+STEP = Step(
+    9,
+    "speed",
+    "Speed",
+    "Time of a call and its stages, and calls in a second, for realistic sizes; figures are not judged.",
+    run,
+)
+"""The step."""

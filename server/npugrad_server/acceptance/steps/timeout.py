@@ -1,0 +1,107 @@
+"""Step 7: a call that takes too long is cut, its worker is replaced, and the device goes on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from npugrad.errors import NpugradError
+from npugrad_server.acceptance.extremes import find_long_call
+from npugrad_server.acceptance.known import known, words
+from npugrad_server.acceptance.shapes import realistic_job
+from npugrad_server.acceptance.step import Step
+from npugrad_server.acceptance.watch import Watch
+from npugrad_server.worker.protocol import DeviceFailed
+
+if TYPE_CHECKING:
+    from npugrad_server.acceptance.bench import Bench
+    from npugrad_server.acceptance.extremes import LongCall
+    from npugrad_server.acceptance.known import KnownJob
+    from npugrad_server.acceptance.step import StepLog
+    from npugrad_server.acceptance.supervised import SupervisedDevice
+
+TIMED_OUT = 507046
+"""A stream was not done within the time of a bounded wait."""
+_TARGET_S, _LEAST_S = 1.0, 0.05
+_SHORT_S = 0.001
+_SHARE = 5
+"""Under the pool a call may run for this part of what the long one takes: one second in so many."""
+_TOLD_S = 5.0
+"""Seconds in which the worker has to notice it and to end."""
+
+
+def run(bench: Bench, out: StepLog) -> None:
+    """Cuts a long call below the validator, then under the pool."""
+    long = find_long_call(bench, out, _TARGET_S, _LEAST_S)
+    spec = bench.operators[0]
+    small = known(spec.name, realistic_job(spec, next(bench.samples(spec)).call))
+    _cut_by_worker(bench, out, long)
+    limit_s = long.run_s / _SHARE
+    with bench.pool(run_limit_s=limit_s) as device:
+        _cut_under_pool(device, out, long, limit_s, bench.settings.start_timeout_s)
+        _check_small(device, out, small)
+    bench.start()
+
+
+def _cut_by_worker(bench: Bench, out: StepLog, long: LongCall) -> None:
+    """A millisecond for a call that takes much longer: the worker says so and ends by itself."""
+    bench.start(run_limit_s=_SHORT_S)
+    pid, start = bench.pid, time.monotonic()
+    answer = bench.run_job(long.known.job).answer
+    told_s = time.monotonic() - start
+    code = answer.code if isinstance(answer, DeviceFailed) else 0
+    out.check(
+        "a call longer than its limit is given up",
+        code == TIMED_OUT,
+        f"the worker ends with {TIMED_OUT}",
+        words(answer),
+        f"the call takes {long.run_s:.2g} s, its limit is {_SHORT_S * 1000:g} ms",
+    )
+    gone = not Path(f"/proc/{pid}").exists()
+    out.check(
+        "the worker ends by itself, in time",
+        gone and told_s <= _TOLD_S,
+        f"process {pid} gone within {_TOLD_S:g} s",
+        f"process {pid} {'gone' if gone else 'still there'} after {told_s:.3f} s",
+    )
+
+
+def _cut_under_pool(
+    device: SupervisedDevice, out: StepLog, long: LongCall, limit_s: float, back_limit_s: float
+) -> None:
+    """The same in the service's hands: the caller is told, and the device leaves and comes back."""
+    watch, start = Watch(device, back_limit_s), time.monotonic()
+    found, reason = "a result", ""
+    try:
+        device.run(long.known.job)
+    except NpugradError as error:
+        reason, found = error.reason, f"{error.reason}: {error}"
+    told_s = time.monotonic() - start
+    out.check(
+        "under the pool its caller is told",
+        reason == "DEADLINE_EXCEEDED" and str(TIMED_OUT) in found,
+        f"DEADLINE_EXCEEDED, naming {TIMED_OUT}",
+        found,
+        f"after {told_s:.3f} s; the call takes {long.run_s:.2g} s, its limit is {limit_s:.2g} s",
+    )
+    if reason:  # otherwise the device never left
+        watch.check_back(out, "a call past its limit")
+
+
+def _check_small(device: SupervisedDevice, out: StepLog, small: KnownJob) -> None:
+    try:
+        wrong = small.wrong(device.run(small.job)[0])
+    except NpugradError as error:
+        wrong = f"{error.reason}: {error}"
+    out.check("the next call is right", not wrong, "right", wrong or "right", small.name)
+
+
+STEP = Step(
+    7,
+    "timeout",
+    "A call that takes too long",
+    "A call past its limit is cut, its worker replaced, and the next call is right.",
+    run,
+)
+"""The step."""

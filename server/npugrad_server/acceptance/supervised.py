@@ -1,0 +1,98 @@
+"""The device under the service's own pool: what ends is started again, as in the server."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from npugrad.errors import NpugradError
+from npugrad.layout import view
+from npugrad_server.acceptance.link import DeviceGone
+from npugrad_server.pool import DevicePool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
+    import numpy.typing as npt
+
+    from npugrad.call import ExecutionInfo
+    from npugrad_server.acceptance.job import Job
+    from npugrad_server.acceptance.loop import LoopThread
+    from npugrad_server.pool import DeviceStatus, PoolSettings
+
+    Outputs = dict[str, npt.NDArray[Any]]
+
+_MARGIN_S = 5.0
+
+
+class SupervisedDevice:
+    """A pool of one device, driven from a plain thread; made by `Bench.pool`.
+
+    Attributes:
+        pool: The pool; to be touched on its loop only, with `on_loop`.
+    """
+
+    def __init__(self, loop: LoopThread, settings: PoolSettings) -> None:
+        """Opens the pool."""
+        self._loop, self._settings = loop, settings
+        self.pool = loop.run(DevicePool.open(settings))
+
+    def wait_ready(self) -> None:
+        """Waits until the device is open.
+
+        Raises:
+            DeviceGone: It does not open.
+        """
+        try:
+            self._loop.run(self.pool.wait_ready(self._settings.worker_start_timeout_s + _MARGIN_S))
+        except NpugradError as error:
+            raise DeviceGone(str(error)) from None
+
+    def submit(self, job: Job) -> Future[tuple[Outputs, ExecutionInfo]]:
+        """Sends a job and returns at once; the future has its outputs, or what `DevicePool.run` raises."""
+        return self._loop.submit(self._run(job))
+
+    def run(self, job: Job) -> tuple[Outputs, ExecutionInfo]:
+        """Runs a job; errors as for `DevicePool.admit` and `DevicePool.run`."""
+        return self.submit(job).result()
+
+    async def _run(self, job: Job) -> tuple[Outputs, ExecutionInfo]:
+        planned = job.planned()
+        with self.pool.admit(planned) as admission:
+            for name, meta in job.call.inputs.items():
+                if meta is not None:
+                    job.write(name, admission.view(name))
+            outcome = await self.pool.run(admission)
+            metas = {name: meta for name, meta in planned.outputs.items() if meta is not None}
+            return {n: view(meta, outcome.contents[n]).copy() for n, meta in metas.items()}, outcome.info
+
+    def status(self) -> DeviceStatus:
+        """How the device stands now."""
+        return self._loop.call(lambda: self.pool.devices()[0])
+
+    def wait(self, condition: Callable[[DeviceStatus], bool], timeout_s: float) -> DeviceStatus:
+        """Waits until the device stands as wanted, and returns how it stands then, or after the time."""
+        return self._loop.run(self._until(condition, timeout_s))
+
+    async def _until(self, condition: Callable[[DeviceStatus], bool], timeout_s: float) -> DeviceStatus:
+        changed = asyncio.Event()
+        self.pool.on_change.append(changed.set)
+        end = asyncio.get_running_loop().time() + timeout_s
+        try:
+            while not condition(self.pool.devices()[0]):
+                changed.clear()
+                await asyncio.wait_for(changed.wait(), end - asyncio.get_running_loop().time())
+        except asyncio.TimeoutError:
+            pass
+        finally:
+            self.pool.on_change.remove(changed.set)
+        return self.pool.devices()[0]
+
+    def on_loop(self, function: Callable[[], Any]) -> Any:
+        """Calls a function on the pool's loop, and returns what it returns."""
+        return self._loop.call(function)
+
+    def close(self) -> None:
+        """Ends the pool and its worker."""
+        self._loop.run(self.pool.close())

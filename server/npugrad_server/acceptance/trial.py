@@ -1,0 +1,106 @@
+"""Runs the trials of `npugrad_server.backends.npu.trials`: processes that reach a device without a worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from npugrad_server.backends.npu.trials.exchange import (
+    ANSWER,
+    LINES,
+    OPERANDS,
+    ORDER,
+    RESULTS,
+    read_contents,
+    write_contents,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy.typing as npt
+
+    from npugrad_server.backends.npu.trials.exchange import Contents
+
+TIMEOUT_S = 900.0
+_MOST_WORDS = 600
+
+
+class TrialFailed(Exception):
+    """A trial ended without its answer; the message has how, and its last words."""
+
+
+class Trial:
+    """One trial and its folder; made by `Bench.trial`."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        """Has run nothing yet.
+
+        Args:
+            name: Module of the trials.
+            folder: For order and answer.
+        """
+        self._name, self._folder = name, folder
+
+    def run(self, order: Any, operands: Contents | None = None, timeout_s: float = TIMEOUT_S) -> Any:
+        """Gives an order and returns the answer; may be used again.
+
+        Args:
+            order: As the module describes it.
+            operands: Bytes that go with it.
+            timeout_s: Seconds it may take.
+
+        Raises:
+            TrialFailed: It ended without an answer, or took longer.
+        """
+        for name in (ANSWER, LINES, RESULTS):
+            (self._folder / name).unlink(missing_ok=True)
+        (self._folder / ORDER).write_text(json.dumps(order))
+        write_contents(self._folder / OPERANDS, operands or {})
+        command = [
+            sys.executable,
+            "-m",
+            f"npugrad_server.backends.npu.trials.{self._name}",
+            str(self._folder),
+        ]
+        try:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what a library prints is for the log
+                stderr=subprocess.PIPE,
+                timeout=timeout_s,
+                check=False,
+                env={"OMP_NUM_THREADS": "1"} | dict(os.environ),
+            )
+        except subprocess.TimeoutExpired:
+            raise TrialFailed(f"{self._name}: took more than {timeout_s:g} s") from None
+        os.write(2, done.stderr)
+        if done.returncode:
+            words = " ".join(done.stderr.decode("utf-8", "replace").split())[-_MOST_WORDS:]
+            raise TrialFailed(f"{self._name}: ended with status {done.returncode}: {words}")
+        return json.loads((self._folder / ANSWER).read_text())
+
+    @property
+    def lines(self) -> list[Any]:
+        """What it wrote down as it went, also when it failed."""
+        path = self._folder / LINES
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    @property
+    def results(self) -> dict[str, npt.NDArray[Any]]:
+        """Bytes that came with the answer."""
+        return read_contents(self._folder / RESULTS)
+
+
+@contextmanager
+def open_trial(name: str) -> Iterator[Trial]:
+    """A trial with a folder for a block."""
+    with TemporaryDirectory(prefix="npugrad-trial-") as folder:
+        yield Trial(name, Path(folder))

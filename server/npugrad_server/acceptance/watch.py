@@ -1,0 +1,96 @@
+"""The states a device goes through under the service's pool, with their times."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from npugrad_server.pool import DeviceState
+
+if TYPE_CHECKING:
+    from npugrad_server.acceptance.step import StepLog
+    from npugrad_server.acceptance.supervised import SupervisedDevice
+    from npugrad_server.pool import DeviceStatus
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A device came into a state.
+
+    Attributes:
+        at_s: `time.monotonic()`.
+        status: How the device stood then.
+    """
+
+    at_s: float
+    status: DeviceStatus
+
+
+class Watch:
+    """Writes down every state of a device from now on.
+
+    Attributes:
+        before: How the device stood at the start.
+        limit_s: Seconds after which a device that is not back counts as lost.
+    """
+
+    def __init__(self, device: SupervisedDevice, limit_s: float) -> None:
+        """Begins."""
+        self.before, self.limit_s = device.status(), limit_s
+        self._device, self._moments = device, list[Moment]()
+        device.on_loop(lambda: device.pool.on_change.append(self._note))
+
+    def _note(self) -> None:
+        self._moments.append(Moment(time.monotonic(), self._device.pool.devices()[0]))
+
+    def wait_back(self) -> Moment | None:
+        """Waits until the device is ready in a new process; None when it does not come back."""
+        self._device.wait(self._is_settled, self.limit_s)
+        found = [moment for moment in self._moments if self._is_settled(moment.status)]
+        return found[0] if found and found[0].status.state is DeviceState.READY else None
+
+    def _is_settled(self, status: DeviceStatus) -> bool:
+        if status.state is DeviceState.DOWN:
+            return True
+        return status.state is DeviceState.READY and status.restarts > self.before.restarts
+
+    @property
+    def left(self) -> Moment | None:
+        """When it was not ready for the first time."""
+        return next((m for m in self._moments if m.status.state is not DeviceState.READY), None)
+
+    @property
+    def path(self) -> str:
+        """The states one after the other."""
+        states = [str(self.before.state), *(str(moment.status.state) for moment in self._moments)]
+        return " -> ".join(state for state, _ in groupby(states))
+
+    def check_back(self, out: StepLog, name: str) -> None:
+        """Checks that the device, which lost its worker, comes back in a new process; tells how fast.
+
+        Args:
+            out: Gets checks and table.
+            name: What the worker was lost by.
+        """
+        back, left = self.wait_back(), self.left
+        out.check(
+            f"{name}: the device leaves the pool and comes back",
+            back is not None and left is not None,
+            f"ready in a new process within {self.limit_s:g} s",
+            self.path,
+        )
+        if back is None or left is None:
+            return
+        out.check(
+            f"{name}: another process has the device",
+            back.status.pid not in (None, self.before.pid),
+            f"another one than {self.before.pid}",
+            back.status.pid,
+        )
+        out.table(
+            f"Replacing the worker: {name}",
+            ("from", "to", "took [s]"),
+            [("the device leaves the pool", "it is ready again", back.at_s - left.at_s)],
+        )

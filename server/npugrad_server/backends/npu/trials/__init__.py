@@ -1,0 +1,12 @@
+"""Short-lived processes of the acceptance that reach the device without a worker.
+
+Each is run as ``python -m npugrad_server.backends.npu.trials.NAME FOLDER`` and reads its order from, and
+writes its answer to, files in the folder (`exchange`).
+
+    surroundings   versions, libraries, functions
+    copies         bytes to the device and back, through pinned memory
+    phases         the two phases of an operator with tensors exactly as told, legal or not
+    bindings       torch_npu's own bindings of the same operators: the only one that computes with torch
+"""
+
+from __future__ import annotations

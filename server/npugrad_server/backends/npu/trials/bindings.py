@@ -1,0 +1,109 @@
+"""torch_npu's own bindings of the operators: another caller of the same functions, compiled by the vendor.
+
+Order: ``device``, ``cases`` (operands contiguous), and ``deterministic`` for each case. Operands come from
+`OPERANDS`, results go to `RESULTS`. This is the one place where torch computes on the device: nothing of it
+serves a call.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from npugrad import get_operator
+from npugrad_server.backends.npu.bringup import NpuDevice
+from npugrad_server.backends.npu.trials.exchange import (
+    OPERANDS,
+    RESULTS,
+    Case,
+    part,
+    read_contents,
+    run_trial,
+    write_contents,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from npugrad.spec import AttrValue
+
+    # (torch.ops, operands on the device, attributes) -> outputs in the order of the record
+    Binding = Callable[[Any, Mapping[str, Any], Mapping[str, AttrValue]], Sequence[Any]]
+
+
+def _group_norm(ops: Any, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> Sequence[Any]:
+    tensors = [given[name] for name in ("grad_out", "input", "mean", "rstd", "gamma")]
+    sizes = [attrs[name] for name in ("n", "c", "hxw", "group")]
+    found: Sequence[Any] = ops.aten.native_group_norm_backward(*tensors, *sizes, list(attrs["output_mask"]))
+    return found
+
+
+def _grid_sampler(ops: Any, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> Sequence[Any]:
+    tensors = [given[name] for name in ("grad_output", "input", "grid")]
+    modes = [attrs[name] for name in ("interpolation_mode", "padding_mode", "align_corners")]
+    found: Sequence[Any] = ops.aten.grid_sampler_2d_backward(*tensors, *modes, list(attrs["output_mask"]))
+    return found
+
+
+def _floyd(ops: Any, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> Sequence[Any]:
+    names = ("dy", "query", "key1", "value1", "key2", "value2", "attention_in", "softmax_max", "softmax_sum")
+    found: Sequence[Any] = ops.npu.npu_fused_floyd_attention_backward(
+        *(given[name] for name in names), atten_mask=given["atten_mask"], scale_value=attrs["scale_value"]
+    )
+    return found
+
+
+BINDINGS: Mapping[str, Binding] = {
+    "group_norm_backward": _group_norm,
+    "grid_sampler_2d_backward": _grid_sampler,
+    "fused_floyd_attention_grad": _floyd,
+}
+"""Operators that torch_npu binds; no version binds the others."""
+
+
+def trial(order: Any, folder: Path) -> Any:
+    """Runs every case; the answer has ``{"error": words}`` for each, empty when it ran."""
+    place = f"npu:{order['device']}"
+    NpuDevice(order["device"], 1)
+    import torch
+
+    # Or every allocation would run a kernel that fills it.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    contents, answers = read_contents(folder / OPERANDS), []
+    results: dict[str, Any] = {}
+    for index, (found, deterministic) in enumerate(zip(order["cases"], order["deterministic"], strict=True)):
+        torch.use_deterministic_algorithms(deterministic, warn_only=True)
+        case = Case.from_json(found)
+        spec = get_operator(case.operator)
+        given = {p.name: _to_device(torch, place, case, index, p.name, contents) for p in spec.inputs}
+        try:
+            outputs = BINDINGS[case.operator](torch.ops, given, case.attrs)
+        except (RuntimeError, AttributeError) as error:  # refused, or an older torch_npu without it
+            answers.append({"error": " ".join(str(error).split())[:500]})
+            continue
+        answers.append({"error": ""})
+        for param, output in zip(spec.outputs, outputs, strict=True):
+            if case.tensors[param.name] is not None:
+                host = output.cpu().contiguous().reshape(-1).view(torch.uint8)
+                results[part(index, param.name)] = host.numpy().copy()
+    write_contents(folder / RESULTS, results)
+    return answers
+
+
+def _to_device(
+    torch: Any, place: str, case: Case, index: int, name: str, contents: Mapping[str, np.ndarray[Any, Any]]
+) -> Any:
+    meta = case.tensors[name]
+    if meta is None:
+        return None
+    content = np.ascontiguousarray(contents[part(index, name)])
+    host = torch.from_numpy(content).view(getattr(torch, str(meta.dtype))).reshape(meta.shape)
+    there = torch.empty(meta.shape, dtype=host.dtype, device=place)
+    there.copy_(host)
+    return there
+
+
+if __name__ == "__main__":
+    run_trial(trial)

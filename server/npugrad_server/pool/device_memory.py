@@ -1,0 +1,124 @@
+"""What a call takes of a device's own memory, counted as the allocator of torch_npu takes it.
+
+It rounds each buffer up, keeps what is freed for later, and cuts buffers out of segments that go back to the
+device only whole. Rounding is counted for each buffer; for segments, and for what CANN takes for itself, a
+part of the device's memory is left out of the budget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from npugrad.ops import get_operator
+from npugrad.spec import CallMeta
+from npugrad_server.acl.layout import arrange
+
+if TYPE_CHECKING:
+    from npugrad.products import Product
+    from npugrad.spec import AttrValue, TensorMeta
+    from npugrad_server.pool.types import PlannedCall
+
+_BLOCK_BYTES, _SPARE_BYTES = 512, 32
+_SEGMENT_BYTES = 22 * 2**20
+"""A segment of 20 MiB for buffers of up to 10 MiB and one of 2 MiB for those of up to 1 MiB: a single buffer
+keeps all of its segment, and each call that runs may be the one that does."""
+_SHARE = 32
+"""Beyond the segments one part in so many is left out: larger buffers come in steps of 2 MiB, and CANN loads
+kernels and grows queues after the device has said what is free."""
+_LEAST_SHARE = 4
+"""At most one part in so many is left out; only tests have devices that small."""
+_KINDS = 1024
+"""Kinds of calls whose need is remembered."""
+FLOAT64_BYTES = 8
+"""An element of the results that a verification compares with."""
+
+
+@dataclass(frozen=True)
+class DeviceNeed:
+    """What a call takes where the device has memory of its own.
+
+    Attributes:
+        tensor_bytes: Device memory of operands and outputs.
+        host_bytes: Host memory beside the arenas: packed operands, and the results of a verification.
+        key: Digest of what the workspace depends on; calls with the same key need the same. None without one.
+    """
+
+    tensor_bytes: int = 0
+    host_bytes: int = 0
+    key: bytes | None = None
+
+
+def footprint(nbytes: int) -> int:
+    """Device memory that a buffer takes; even an empty one has an address."""
+    return -(-(nbytes + _SPARE_BYTES) // _BLOCK_BYTES) * _BLOCK_BYTES
+
+
+def workspace_footprint(nbytes: int) -> int:
+    """Device memory that a workspace takes; there is none for 0 bytes."""
+    return footprint(nbytes) if nbytes else 0
+
+
+def largest_workspace(nbytes: int) -> int:
+    """The largest workspace that takes no more than so much device memory."""
+    return max(nbytes // _BLOCK_BYTES * _BLOCK_BYTES - _SPARE_BYTES, 0)
+
+
+def budget(free_bytes: int, streams: int) -> int:
+    """How much of a device's memory calls may have.
+
+    Args:
+        free_bytes: What the device says is free before the first call.
+        streams: Calls that run on it at once.
+    """
+    left_out = streams * _SEGMENT_BYTES + free_bytes // _SHARE
+    return free_bytes - min(left_out, free_bytes // _LEAST_SHARE)
+
+
+def need_of(planned: PlannedCall) -> DeviceNeed:
+    """Counts what a call takes of a device's own memory; its workspace only the device can tell."""
+    if all(meta is None for meta in planned.outputs.values()):
+        return DeviceNeed()  # it is answered before anybody looks at its operands
+    call, options = planned.call, planned.options
+    need = _need_of_kind(
+        planned.spec.name,
+        call.product,
+        options.deterministic,
+        tuple(call.inputs.items()),
+        tuple(call.attrs.items()),
+        tuple(call.outputs.items()),
+    )
+    if not options.verify:
+        return need
+    compared = sum(meta.size * FLOAT64_BYTES for meta in planned.outputs.values() if meta is not None)
+    return replace(need, host_bytes=need.host_bytes + compared)
+
+
+@lru_cache(_KINDS)
+def _need_of_kind(
+    operator: str,
+    product: Product,
+    deterministic: bool,
+    inputs: tuple[tuple[str, TensorMeta | None], ...],
+    attrs: tuple[tuple[str, AttrValue], ...],
+    outputs: tuple[tuple[str, TensorMeta | None], ...],
+) -> DeviceNeed:
+    """Remembered: arranging costs the front as much as all the rest, and most calls look like one before."""
+    call = CallMeta(dict(inputs), dict(attrs), dict(outputs), product)
+    arrangement = arrange(get_operator(operator), call)
+    slots = arrangement.inputs + arrangement.outputs
+    # Everything that the operator sees when it says how much workspace it needs.
+    seen = (
+        operator,
+        product.value,
+        deterministic,
+        attrs,
+        tuple((slot.name, slot.meta.dtype.value, slot.meta.shape, slot.meta.strides) for slot in slots),
+    )
+    return DeviceNeed(
+        tensor_bytes=sum(footprint(slot.nbytes) for slot in slots),
+        host_bytes=sum(slot.nbytes for slot in arrangement.inputs if slot.packed),
+        key=blake2b(repr(seen).encode(), digest_size=16).digest(),
+    )

@@ -1,0 +1,87 @@
+"""Carries out what the scheduler decides: messages to workers, answers to callers, news to whoever counts."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from npugrad_server.pool.commands import (
+    CompleteCall,
+    FailCall,
+    KillWorker,
+    PostponeCall,
+    RequeueCall,
+    SpawnWorker,
+    StartCall,
+    TellWorker,
+)
+from npugrad_server.worker.protocol import WorkspaceGranted, WorkspaceRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from npugrad_server.pool.commands import Command
+    from npugrad_server.pool.entry import Entry
+    from npugrad_server.pool.fleet import Fleet
+    from npugrad_server.pool.replies import Replies
+    from npugrad_server.pool.types import PoolObserver
+
+_log = logging.getLogger(__name__)
+
+
+class Driver:
+    """The scheduler's hands. On the pool's event loop."""
+
+    def __init__(
+        self, fleet: Fleet, entries: Mapping[int, Entry], replies: Replies, observer: PoolObserver
+    ) -> None:
+        """Does nothing yet.
+
+        Args:
+            fleet: The processes.
+            entries: The pool's calls by number.
+            replies: The way of answers to callers.
+            observer: Who counts.
+        """
+        self._fleet, self._entries, self._replies = fleet, entries, replies
+        self._observer = observer
+
+    def carry_out(self, command: Command) -> None:
+        """Does what a command says; what concerns the pool itself, it does itself."""
+        if isinstance(command, StartCall):
+            self._start(command)
+        elif isinstance(command, CompleteCall):
+            self._complete(self._entries[command.call])
+        elif isinstance(command, FailCall):
+            self._replies.fail(self._entries[command.call], command)
+        elif isinstance(command, RequeueCall):
+            self._replies.requeued(self._entries[command.call], self._fleet.name(command.worker))
+        elif isinstance(command, PostponeCall):
+            self._replies.postponed(self._entries[command.call], self._fleet.name(command.worker))
+        elif isinstance(command, TellWorker):
+            self._tell(command)
+        elif isinstance(command, SpawnWorker):
+            self._fleet.spawn(command.worker, command.incarnation)
+        elif isinstance(command, KillWorker):
+            _log.warning("%s: its worker is ended: %s", self._fleet.name(command.worker), command.reason)
+            self._fleet.kill(command.worker, command.incarnation)
+
+    def _start(self, command: StartCall) -> None:
+        entry = self._entries[command.call]
+        process = self._fleet.process(command.worker)
+        process.send(entry.started(command, process.outputs))
+        device = self._fleet.name(command.worker)
+        self._observer.call_started(entry.planned, device, command.attempt, command.queued_s)
+
+    def _complete(self, entry: Entry) -> None:
+        if entry.start is None:
+            raise RuntimeError(f"{entry.planned.spec.name}: completed without a start")
+        self._replies.complete(entry, self._fleet.devices[entry.start.worker])
+
+    def _tell(self, command: TellWorker) -> None:
+        self._fleet.tell(command.worker, command.incarnation, command.message)
+        device = self._fleet.name(command.worker)
+        if isinstance(command.message, WorkspaceGranted):
+            self._observer.workspace_asked(device, "granted")
+        elif isinstance(command.message, WorkspaceRefused):
+            self._observer.workspace_asked(device, "refused" if command.message.final else "postponed")

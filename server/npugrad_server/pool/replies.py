@@ -1,0 +1,89 @@
+"""Gives callers what became of their calls, and tells whoever counts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from npugrad.errors import NpugradError
+from npugrad_server.pool.answers import error_from_verdict
+from npugrad_server.worker.protocol import CallFailed
+
+if TYPE_CHECKING:
+    from npugrad.call import ExecutionInfo
+    from npugrad_server.pool.commands import FailCall
+    from npugrad_server.pool.entry import Entry
+    from npugrad_server.pool.fleet import Device
+    from npugrad_server.pool.types import PoolObserver
+    from npugrad_server.worker.protocol import CallDone
+
+_log = logging.getLogger(__name__)
+
+
+class Replies:
+    """The way of an answer to its caller. On the pool's event loop.
+
+    Attributes:
+        count: Calls with an answer, good or bad.
+    """
+
+    def __init__(self, observer: PoolObserver) -> None:
+        """Starts with none.
+
+        Args:
+            observer: Who counts.
+        """
+        self.count = 0
+        self._observer = observer
+
+    def take(self, entry: Entry, answer: CallDone | CallFailed) -> None:
+        """Keeps a worker's answer until the scheduler says whether it counts."""
+        entry.answer = answer
+        if isinstance(answer, CallFailed) and answer.trace:
+            _log.error("request %s: %s\n%s", entry.planned.request_id, answer.message, answer.trace)
+
+    def complete(self, entry: Entry, device: Device) -> None:
+        """The worker's answer goes to the caller."""
+        if device.info is None:
+            raise RuntimeError(f"{device.name}: answered before it was ready")
+        try:
+            outcome = entry.outcome(device.name.name, device.info)
+        except NpugradError as error:
+            self.finish(entry, error)
+            return
+        if entry.future is not None and not entry.future.done():
+            entry.future.set_result(outcome)
+        self.report(entry, "OK", outcome.info)
+
+    def fail(self, entry: Entry, command: FailCall) -> None:
+        """The scheduler's verdict goes to the caller."""
+        if command.reason == "WORKER_LOST":
+            planned = entry.planned
+            _log.error("request %s: %s is suspect: %s", planned.request_id, planned.spec.name, command.detail)
+        self.finish(entry, error_from_verdict(entry.planned, command.reason, command.detail, command.code))
+
+    def finish(self, entry: Entry, error: NpugradError) -> None:
+        """An error goes to the caller."""
+        if entry.future is not None and not entry.future.done():
+            entry.future.set_exception(error)
+        self.report(entry, error.reason, None)
+
+    def report(self, entry: Entry, reason: str, info: ExecutionInfo | None) -> None:
+        """Tells the observer, once, how a call ended."""
+        if not entry.reported:
+            entry.reported = True
+            self.count += 1
+            self._observer.call_finished(entry.planned, reason, time.monotonic() - entry.submitted_s, info)
+
+    def requeued(self, entry: Entry, device: str) -> None:
+        """The worker died under a call, which waits again."""
+        _log.warning(
+            "request %s: %s died under it; it waits for another try", entry.planned.request_id, device
+        )
+        self._observer.call_requeued(entry.planned, device)
+
+    def postponed(self, entry: Entry, device: str) -> None:
+        """There was no room for a call's workspace; it waits again."""
+        _log.info("request %s: %s has no room for its workspace now", entry.planned.request_id, device)
+        self._observer.call_postponed(entry.planned, device)

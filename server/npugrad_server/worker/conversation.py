@@ -1,0 +1,100 @@
+"""What the pool and a worker say to each other about one call between the order and the answer."""
+
+from __future__ import annotations
+
+import time
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+from npugrad.errors import DeadlineExceeded, DeviceOutOfMemory
+from npugrad_server.backends.base import CallAbandoned, CallPostponed
+from npugrad_server.worker.protocol import AbandonCall, NeedWorkspace, WorkspaceRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from npugrad_server.worker.protocol import Message, RunCall, WorkspaceGranted
+
+ANSWER_TIMEOUT_S = 30.0
+"""Seconds the pool has to answer; it does so at once, unless its event loop hangs."""
+
+
+class Conversation:
+    """A call in hand. The listening thread calls `hear`; the thread that runs the call, the rest.
+
+    Attributes:
+        order: The call.
+    """
+
+    def __init__(
+        self, order: RunCall, send: Callable[[Message], None], timeout_s: float = ANSWER_TIMEOUT_S
+    ) -> None:
+        """Asks nothing yet.
+
+        Args:
+            order: The call.
+            send: Sends a message to the pool.
+            timeout_s: Seconds the pool has to answer a question.
+        """
+        self.order = order
+        self._send = send
+        self._timeout_s = timeout_s
+        self._abandoned = False
+        self._set_aside = order.workspace_bytes
+        self._replies: SimpleQueue[WorkspaceGranted | WorkspaceRefused] = SimpleQueue()
+
+    @property
+    def call(self) -> int:
+        """Number of the call."""
+        return self.order.call
+
+    def hear(self, message: AbandonCall | WorkspaceGranted | WorkspaceRefused) -> None:
+        """Takes what the pool says about the call."""
+        if isinstance(message, AbandonCall):
+            self._abandoned = True
+        else:
+            self._replies.put(message)
+
+    def check_wanted(self) -> None:
+        """Does nothing while somebody waits for the result.
+
+        Raises:
+            CallAbandoned: Nobody does.
+            DeadlineExceeded: The result would come too late.
+        """
+        if self._abandoned:
+            raise CallAbandoned
+        deadline_s = self.order.deadline_s
+        if deadline_s is not None and time.monotonic() >= deadline_s:
+            operator = self.order.operator
+            raise DeadlineExceeded(f"{operator}: the deadline passed before the launch", operator=operator)
+
+    def reserve_workspace(self, nbytes: int) -> None:
+        """Makes sure that the pool has set this much device memory aside; asks it if need be.
+
+        Args:
+            nbytes: All the workspace the operator needs.
+
+        Raises:
+            CallPostponed: There is no room now, or the pool did not answer in time.
+            DeviceOutOfMemory: No device has so much, however idle.
+        """
+        if self._set_aside is None or nbytes <= self._set_aside:
+            return
+        self._send(NeedWorkspace(self.call, nbytes))
+        try:
+            reply = self._replies.get(timeout=self._timeout_s)
+        except Empty:
+            # Whatever the pool grants later goes back to it with the answer of the call.
+            raise CallPostponed(nbytes) from None
+        if not isinstance(reply, WorkspaceRefused):
+            self._set_aside = nbytes
+        elif reply.final:
+            raise DeviceOutOfMemory(
+                f"{self.order.operator}: found {nbytes} bytes of workspace that the device's operator needs; "
+                f"expected at most {reply.most_bytes} beside its tensors",
+                source="device",
+                operator=self.order.operator,
+            )
+        else:
+            raise CallPostponed(nbytes)

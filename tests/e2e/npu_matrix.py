@@ -1,0 +1,249 @@
+"""Runs a case of the fault matrix on a real server: load, fault, recovery, calls again."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+import urllib.request
+from collections import Counter
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tests.e2e.harness import GROUP_NORM, Wire, eventually
+from tests.e2e.npu_cases import PLAN
+from tests.e2e.npu_load import Load, spread, works
+from tests.e2e.npu_verdict import DOWN, READY, Finding, Look, is_beside
+from tests.fix_npu import HOST_OBJECTS
+
+from npugrad.ops import OPERATORS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import ExitStack
+
+    from tests.e2e.npu_cases import FaultCase, Server
+    from tests.e2e.npu_load import Answer, Work
+    from tests.fix_npu import NpuServer
+    from tests.fix_server import ServerProcess
+
+CALLS, THREADS = 64, 4
+_COUNTED = re.compile(r"^npugrad_(\w+?)(?:_total)?\{(.*)\} (\S+)$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+_METHODS = {"Execute", *(spec.rpc for spec in OPERATORS.values())}
+
+
+class Watch:
+    """Listens to the health of a server as a load balancer would.
+
+    Attributes:
+        heard: Every status, in order.
+    """
+
+    def __init__(self, running: ServerProcess) -> None:
+        """Starts to listen when it is entered."""
+        self.heard: list[int] = []
+        self._channel = running.channel()
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._channel.close()
+        self._thread.join()
+
+    def _listen(self) -> None:
+        stub = health_pb2_grpc.HealthStub(self._channel)
+        with suppress(grpc.RpcError):  # the channel was closed
+            for answer in stub.Watch(health_pb2.HealthCheckRequest()):  # type: ignore[attr-defined]
+                self.heard.append(answer.status)
+
+
+class Site:
+    """A server of the matrix: looked at, loaded, made ill and watched until it is well.
+
+    Attributes:
+        npu: The server.
+    """
+
+    def __init__(self, running: NpuServer, kind: Server, stack: ExitStack) -> None:
+        """Opens a channel, and looks at every worker before its first call.
+
+        Args:
+            running: The server.
+            kind: What it was started as.
+            stack: Closes the channel.
+        """
+        self.npu, self._server, self._kind = running, running.process, kind
+        self._wire = Wire.of(stack.enter_context(self._server.channel()))
+        self._down: set[str] = set()
+        self._await_states()
+        self._idle_bytes = self._drained()
+
+    def run(self, case: FaultCase) -> Finding:
+        """Everything that belongs to a case, except for the judgement."""
+        before = self._look()
+        load = Load(
+            self._server,
+            spread(case.operators),
+            threads=THREADS,
+            calls=CALLS,
+            timeout_s=case.timeout_s,
+            more=True,
+        )
+        with Watch(self._server) as watch:
+            with load:
+                load.wait(CALLS // 4)
+                told_s = time.monotonic()
+                self._plan(case.plan)
+                self._meet(case, load, before)
+                if self._down | {*case.down} < {*self._kind.devices}:
+                    load.wait_until(lambda answer: is_beside(answer, told_s, case.sick))
+                load.enough()
+                load.join()
+                self._await_end(case, before)
+            self._plan()
+            last = self._wire.info()
+            afterwards = self._calls(spread(case.works), CALLS // 2) if case.works else []
+        later = self._look()
+        drained = self._drained() if case.works else {}
+        return Finding(
+            case,
+            before,
+            later,
+            load.answers,
+            afterwards,
+            load.sent,
+            told_s,
+            watch.heard,
+            last,
+            self._down,
+            drained,
+            max(self._idle_bytes.values()),
+        )
+
+    # ------------------------------------------------------------------------------------------- what is done
+
+    def _plan(self, text: str = "") -> None:
+        if not text:
+            # Entries that count over all processes begin anew.
+            self.npu.plan_path.with_name("plan.state").unlink(missing_ok=True)
+        self.npu.plan(f"ndev={self._kind.count};{text}")
+
+    def _calls(self, mix: Sequence[Work], calls: int) -> list[Answer]:
+        """Calls that more threads send than there are streams."""
+        with Load(self._server, mix, threads=8, calls=calls, timeout_s=60) as load:
+            load.join()
+        return load.answers
+
+    def _drained(self) -> dict[int, int]:
+        """Device memory of each worker that has no cache: what a worker still holds for a call shows.
+
+        Each is told once that there is no memory, gives back all that torch_npu cached, and tries again with
+        one small call.
+        """
+        workers = self.npu.workers()
+        done = dict.fromkeys(workers, False)
+        self._plan(f"{PLAN}:1:207001")
+        earlier = {pid: counters["faults.injected"] for pid, counters in workers.items()}
+        with self._server.channel() as channel:
+            while not all(done.values()):
+                works()[GROUP_NORM.name][0].send(channel, 60)
+                now = self.npu.workers()
+                done = {pid: now[pid]["faults.injected"] > earlier[pid] for pid in done}
+        self._plan()
+        return {pid: counters["device_bytes"] for pid, counters in self.npu.workers().items()}
+
+    # ------------------------------------------------------------------------------------- what is waited for
+
+    def _await_states(self) -> None:
+        """Waits until every device is ready, but for those that are out of service."""
+        wanted = [DOWN if name in self._down else READY for name in self._kind.devices]
+        eventually(
+            lambda: [device.state for device in self._wire.info().devices] == wanted,
+            f"devices are {wanted}",
+            self._server,
+            60,
+        )
+
+    def _meet(self, case: FaultCase, load: Load, before: Look) -> None:
+        """Waits until the fault has happened; sends the case's own calls, again if they did not meet it."""
+        goal = before.simulator["faults.injected"] + case.injected
+        for name in case.extra:
+            load.send(works()[name][0])
+
+        def has_happened() -> bool:
+            if self.npu.report.counters()["faults.injected"] >= goal:
+                return True
+            for name in case.extra:
+                load.send(works()[name][0])
+            return False
+
+        eventually(has_happened, f"{case.plan} happened {case.injected} times", self._server, 60)
+
+    def _await_end(self, case: FaultCase, before: Look) -> None:
+        least = sum(before.restarts.values()) + case.replaced.start
+        eventually(
+            lambda: sum(device.restarts for device in self._wire.info().devices) >= least,
+            f"{case.replaced.start} workers are started anew",
+            self._server,
+            60,
+        )
+        self._down.update(case.down)
+        self._await_states()
+
+    # ------------------------------------------------------------------------------------------- what is seen
+
+    def _look(self) -> Look:
+        """The server once nothing runs."""
+        eventually(self._is_idle, "nothing runs and no arena byte is in use", self._server)
+        info = self._wire.info()
+        text = self._page()
+        return Look(
+            objects={
+                pid: sum(counters[name] for name in HOST_OBJECTS)
+                for pid, counters in self.npu.workers().items()
+            },
+            restarts={device.name: device.restarts for device in info.devices},
+            ends=_calls_by_reason(text),
+            moves=Counter(
+                {
+                    (labels["device"], labels["state"]): int(value)
+                    for name, labels, value in _samples(text)
+                    if name == "device_transitions"
+                }
+            ),
+            simulator=self.npu.report.counters(),
+        )
+
+    def _is_idle(self) -> bool:
+        info = self._wire.info()
+        used = info.input_arena_used_bytes + info.output_arena_used_bytes + info.queue_depth
+        figures = {name: value for name, _, value in _samples(self._page(), unlabelled=True)}
+        return not used and not figures["running_calls"] and not figures["uploads"]
+
+    def _page(self) -> str:
+        with urllib.request.urlopen(self._server.metrics_url, timeout=30) as page:
+            return str(page.read().decode())
+
+
+def _samples(page: str, *, unlabelled: bool = False) -> list[tuple[str, dict[str, str], float]]:
+    """Name, labels and value of each figure of a metrics page."""
+    if unlabelled:
+        found = re.findall(r"^npugrad_(\w+) (\S+)$", page, re.MULTILINE)
+        return [(name, {}, float(value)) for name, value in found]
+    return [
+        (name, dict(_LABEL.findall(labels)), float(value)) for name, labels, value in _COUNTED.findall(page)
+    ]
+
+
+def _calls_by_reason(page: str) -> Counter[str]:
+    ends: Counter[str] = Counter()
+    for name, labels, value in _samples(page):
+        if name == "calls" and labels["method"] in _METHODS:
+            ends[labels["reason"]] += int(value)
+    return ends

@@ -1,0 +1,38 @@
+"""A bench on a CPU: the same processes and messages as on an NPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from npugrad.products import Product
+from npugrad_server.acceptance.bench import Bench, BenchSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SETTINGS = BenchSettings(
+    "cpu:0", Product.ATLAS_A2, soak_s=1.0, simulated=True, start_timeout_s=60, arena_bytes=256 << 20
+)
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    """One for all tests of a module, which leave a worker behind that answers, or none."""
+    with Bench(SETTINGS) as made:
+        yield made
+
+
+@pytest.fixture
+def make_bench() -> Iterator[Callable[[str], Bench]]:
+    """Gives a function that opens a bench on another device, for this test alone."""
+    made: list[Bench] = []
+
+    def make(device: str) -> Bench:
+        made.append(Bench(BenchSettings(device, Product.ATLAS_A2, start_timeout_s=30, arena_bytes=64 << 20)))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()

@@ -1,0 +1,141 @@
+"""The bench with real worker processes; on a CPU, because what it does does not depend on the device."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from npugrad import get_operator
+from npugrad_server.acceptance.job import make_job
+from npugrad_server.acceptance.link import DeviceGone
+from npugrad_server.acceptance.numerics import compare_with_reference
+from npugrad_server.pool import DeviceState
+from npugrad_server.worker.protocol import CallDone, CallFailed, CallPlanned, DeviceFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from npugrad_server.acceptance.bench import Bench
+    from npugrad_server.acceptance.job import Job, Ran
+
+pytestmark = pytest.mark.slow
+
+SPEC = get_operator("group_norm_backward")
+JOB = make_job(SPEC, SPEC.build())
+
+
+def is_right(job: Job, ran: Ran) -> bool:
+    return isinstance(ran.answer, CallDone) and all(
+        found.ok for found in compare_with_reference(job, ran.outputs).values()
+    )
+
+
+def test_a_call_comes_back_right_with_the_workers_own_answer(bench: Bench) -> None:
+    ran = bench.run(SPEC, JOB.call, JOB.arrays)
+    assert is_right(JOB, ran)
+    assert set(ran.outputs) == {"grad_input", "grad_gamma", "grad_beta"}
+    assert isinstance(ran.answer, CallDone)
+    assert ran.answer.run_s > 0
+
+
+def test_strided_and_expanded_operands_arrive_as_they_are(bench: Bench) -> None:
+    for spec in bench.operators:
+        sample = next(s for s in bench.samples(spec) if s.name == "strided")
+        job = make_job(spec, sample.call)
+        assert is_right(job, bench.run_job(job)), spec.name
+
+
+def test_many_calls_are_answered_in_their_order_and_leave_no_memory_taken(bench: Bench) -> None:
+    jobs = [make_job(SPEC, SPEC.build(n=n), seed=n) for n in range(1, 30)]
+    found = bench.run_many(iter(jobs))
+    assert [ran.outputs["grad_input"].shape[0] for ran in found] == list(range(1, 30))
+    assert all(is_right(job, ran) for job, ran in zip(jobs, found, strict=True))
+    assert (bench._operands.used_bytes, bench._results.used_bytes) == (0, 0)
+
+
+def test_a_refused_call_is_an_answer(bench: Bench) -> None:
+    spec = get_operator("multi_scale_deformable_attention_grad")
+    job = make_job(spec, spec.build())
+    wrong = replace(job, call=job.call.with_inputs(value=None), outputs=spec.infer(job.call))
+    ran = bench.run_job(wrong)
+    assert isinstance(ran.answer, CallFailed)
+    assert ran.outputs == {}
+    assert is_right(JOB, bench.run_job(JOB))
+
+
+def test_a_cpu_cannot_tell_a_workspace(bench: Bench) -> None:
+    answer = bench.plan(SPEC, JOB.call)
+    assert isinstance(answer, CallPlanned)
+    assert answer.workspace_bytes is None
+
+
+def test_a_worker_that_is_killed_answers_with_how_it_ended_until_it_is_started_anew(bench: Bench) -> None:
+    bench.start()
+    pid = bench.pid
+    os.kill(pid, signal.SIGKILL)
+    answer = bench.run_job(JOB).answer
+    assert isinstance(answer, DeviceFailed)
+    assert "SIGKILL" in bench.run_job(JOB).answer.message  # type: ignore[union-attr]
+    assert not bench.alive
+    assert bench.start() > 0
+    assert bench.pid != pid
+    assert is_right(JOB, bench.run_job(JOB))
+
+
+def test_start_takes_the_worker_that_is_there_unless_other_settings_are_wanted(bench: Bench) -> None:
+    bench.start()
+    pid = bench.pid
+    assert bench.start() == 0
+    assert bench.start(run_limit_s=100.0) > 0
+    changed = bench.pid
+    assert changed != pid
+    assert bench.start(run_limit_s=100.0) == 0
+    bench.start()
+    assert bench.pid not in (pid, changed)
+
+
+def test_stop_ends_the_process(bench: Bench) -> None:
+    pid = bench.pid
+    assert "status 0" in bench.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert bench.stop() == ""
+
+
+def test_a_call_that_fits_no_arena_is_refused_and_takes_nothing(make_bench: Callable[[str], Bench]) -> None:
+    bench = make_bench("cpu:0")
+    with pytest.raises(MemoryError, match="group_norm_backward"):
+        bench.run_job(make_job(SPEC, SPEC.build(n=1, c=64, hxw=2**18, group=1)))
+    assert (bench._operands.used_bytes, bench._results.used_bytes) == (0, 0)
+    assert is_right(JOB, bench.run_job(JOB))
+
+
+def test_a_device_that_does_not_open_is_gone(make_bench: Callable[[str], Bench]) -> None:
+    bench = make_bench("npu:0")  # these tests run where there is no CANN
+    with pytest.raises(DeviceGone, match="npu:0: "):
+        bench.start()
+    assert not bench.alive
+
+
+def test_the_pool_replaces_a_killed_worker(bench: Bench) -> None:
+    with bench.pool(respawn_backoff_s=0.01) as device:
+        outputs, info = device.run(JOB)
+        assert all(found.ok for found in compare_with_reference(JOB, outputs).values())
+        assert info.attempts == 1
+        pid = device.status().pid
+        assert pid
+        os.kill(pid, signal.SIGKILL)
+        status = device.wait(lambda s: s.state is DeviceState.READY and s.pid not in (None, pid), 30)
+        assert (status.state, status.restarts) == (DeviceState.READY, 1)
+        assert status.pid != pid
+        device.run(JOB)
+    assert bench.start() > 0  # the bench's own worker ended before the pool's began
+
+
+def test_waiting_for_what_does_not_come_ends_in_time(bench: Bench) -> None:
+    with bench.pool() as device:
+        assert device.wait(lambda status: status.state is DeviceState.DOWN, 0.05).state is DeviceState.READY

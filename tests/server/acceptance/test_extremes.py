@@ -1,0 +1,107 @@
+"""Calls that take much of the device: their sizes on both sides, and that their results are known."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npugrad.ops import get_operator
+from npugrad.products import Product
+from npugrad.validation import validate_call
+from npugrad_server.acceptance.bench import Bench, BenchSettings
+from npugrad_server.acceptance.extremes import (
+    OPERATOR,
+    Size,
+    find_long_call,
+    large_call,
+    long_call,
+    sizes,
+)
+from npugrad_server.acceptance.known import known
+from npugrad_server.acceptance.step import StepLog, StepSkipped
+from npugrad_server.acl.layout import arrange
+from npugrad_server.pool.demand import demand_of
+
+if TYPE_CHECKING:
+    from npugrad_server.acceptance.job import Job
+
+PRODUCTS = list(Product)
+HOST_BYTES = 64 * 1024
+
+
+def device_bytes(job: Job) -> int:
+    return arrange(job.spec, job.call).nbytes
+
+
+@given(nbytes=st.integers(1, 2**40), product=st.sampled_from(PRODUCTS))
+def test_a_large_call_takes_device_memory_and_none_of_the_host(nbytes: int, product: Product) -> None:
+    job = large_call(product, nbytes)
+    assert device_bytes(job) >= nbytes
+    demand = demand_of(job.planned())
+    images = job.call.tensor("input").shape[0]
+    assert demand.inputs.nbytes <= HOST_BYTES
+    assert demand.outputs.nbytes <= 8 * images + HOST_BYTES, "8 bytes for each image of 4 MiB"
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_both_are_legal_calls(product: Product) -> None:
+    spec = get_operator(OPERATOR)
+    for call in (large_call(product, 2**36).call, *(long_call(product, size).job.call for size in sizes())):
+        assert validate_call(spec, call).violations == ()
+
+
+@pytest.mark.parametrize("size", [Size(1, 1, 5), Size(2, 3, 8)])
+def test_the_result_of_a_long_call_is_that_of_the_reference(size: Size) -> None:
+    made = long_call(Product.ATLAS_A2, size)
+    reference = known("same", made.job)
+    assert np.array_equal(reference.golden["input_grad"], made.golden["input_grad"])
+
+
+def test_sums_of_long_calls_are_exact_in_float32() -> None:
+    for size in sizes():
+        total = np.float32(size.points**2) * np.float32(2.0**-24)
+        assert float(total) == long_call(Product.ATLAS_A2, size).golden["input_grad"][0, 0, 0, 0]
+        assert size.points**2 <= 2**24
+
+
+def test_operands_in_memory_are_what_the_call_says() -> None:
+    job = long_call(Product.ATLAS_A2, Size(1, 2, 4)).job
+    for name, value in (("grad_output", 2.0**-24), ("grid", -1.0)):
+        memory = bytearray(job.call.tensor(name).content_bytes)
+        assert len(memory) == 4
+        job.write(name, memoryview(memory))
+        assert np.frombuffer(memory, np.float32)[0] == value
+
+
+def bench_on(device: str, **options: object) -> Bench:
+    return Bench(BenchSettings(device, Product.ATLAS_A2, arena_bytes=64 << 20, **options))  # type: ignore[arg-type]
+
+
+def test_a_call_grows_until_it_is_long_enough() -> None:
+    out = StepLog()
+    with bench_on("cpu:0") as bench:
+        found = find_long_call(bench, out, target_s=0.1, least_s=0.01)
+        assert found.known.complaint(bench.run_job(found.known.job)) == ""
+    assert found.run_s >= 0.1
+    assert out.ok
+    (table,) = out.tables
+    assert [row[2] for row in table.rows] == ["result"] * len(table.rows)
+    assert table.rows[-1][1] == found.run_s
+
+
+def test_wrong_sums_are_noticed() -> None:
+    out = StepLog()
+    with bench_on("test:0?ms=20") as bench:  # it answers with zeros
+        find_long_call(bench, out, target_s=0.01, least_s=0.01)
+    assert [check.name for check in out.checks if not check.ok] == ["the long calls are right"]
+
+
+def test_without_a_call_that_is_long_enough_there_is_nothing_to_be_cut() -> None:
+    out = StepLog()
+    with bench_on("test:0?oom=growing") as bench, pytest.raises(StepSkipped, match=r"runs for 0\.5 s"):
+        find_long_call(bench, out, target_s=1.0, least_s=0.5)
+    assert "DEVICE_OUT_OF_MEMORY" in str(out.tables[0].rows[-1][2])

@@ -1,0 +1,216 @@
+"""The steps that push a device, on worker processes without an NPU: what passes, and what each notices."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from npugrad.ops import OPERATORS
+from npugrad.products import Product
+from npugrad_server.acceptance.bench import Bench, BenchSettings
+from npugrad_server.acceptance.columns import CALLS_PER_S, STAGES, TIME
+from npugrad_server.acceptance.extremes import MOST_BYTES
+from npugrad_server.acceptance.runner import run_steps
+from npugrad_server.acceptance.step import StepLog
+from npugrad_server.acceptance.steps import crash, memory, soak, speed, timeout
+from npugrad_server.acceptance.watch import Watch
+
+if TYPE_CHECKING:
+    from npugrad.spec import OpSpec
+    from npugrad_server.acceptance.report import Check, StepReport
+    from npugrad_server.acceptance.step import Step
+
+pytestmark = pytest.mark.slow
+
+NAME = "group_norm_backward"
+
+
+class Silence:
+    """Shows nothing."""
+
+    def started(self, step: Step) -> None: ...
+
+    def finished(self, report: StepReport) -> None: ...
+
+    def checked(self, check: Check) -> None: ...
+
+    def progress(self, done: int, total: int, what: str) -> None: ...
+
+
+class SmallBench(Bench):
+    """A bench of which steps see one operator, the fastest: right results take most of their time."""
+
+    @property
+    def operators(self) -> tuple[OpSpec, ...]:
+        return (OPERATORS[NAME],)
+
+
+def settings(device: str) -> BenchSettings:
+    return BenchSettings(
+        device, Product.ATLAS_A2, soak_s=1.5, simulated=True, start_timeout_s=30.0, arena_bytes=256 << 20
+    )
+
+
+def report_of(step: Step, device: str) -> StepReport:
+    with SmallBench(settings(device)) as bench:
+        (report,) = run_steps(bench, [step], Silence())
+    return report
+
+
+def failed(report: StepReport) -> list[str]:
+    return [check.name for check in report.failures]
+
+
+def test_memory_is_not_tried_on_a_device_without_any() -> None:
+    report = report_of(memory.STEP, "cpu:0")
+    assert (report.outcome, report.error) == ("skipped", "the device has no memory of its own")
+
+
+@pytest.mark.parametrize("total_gib", [0.125, 1, 16, 32, 64, 128])
+def test_calls_grow_from_one_with_room_to_one_that_never_has(total_gib: float) -> None:
+    total = int(total_gib * 2**30)
+    start = min(total // 16, MOST_BYTES)
+    found = list(memory.needs(start, total))
+    assert found[0] == start
+    assert 2 * total <= found[-1] < 4 * total
+    assert found == sorted(found)
+    assert all(nbytes <= MOST_BYTES for nbytes in found[:-1]), (
+        "kernels that run have fewer than 2^31 elements"
+    )
+    assert len(found) <= 8
+
+
+def test_a_soak_checks_every_result_and_shows_memory_over_time() -> None:
+    report = report_of(soak.STEP, "cpu:0")
+    assert report.outcome == "passed", report
+    over_time, calls = report.tables
+    assert over_time.columns[0] == TIME
+    assert len(over_time.rows) >= 3
+    assert 0.5 < float(over_time.rows[-1][0] or 0) < 10
+    ((name, count, wrong),) = calls.rows
+    assert (name, wrong) == (NAME, 0)
+    assert isinstance(count, int)
+    assert count > 20
+
+
+def test_a_soak_on_a_device_that_computes_zeros_fails() -> None:
+    report = report_of(soak.STEP, "test:0")
+    assert report.outcome == "failed"
+    assert "every result is right" in failed(report)
+    (check,) = [check for check in report.checks if check.name == "every result is right"]
+    assert "outside tolerance" in check.note
+
+
+def test_a_worker_that_dies_before_the_soak_is_told_by_what_it_died_of() -> None:
+    report = report_of(soak.STEP, "test:0?crash=")
+    assert failed(report) == ["every result is right", "one worker for all calls"]
+    assert "killed by signal 9" in report.failures[0].note
+    assert report.error == ""
+
+
+@pytest.mark.parametrize(
+    ("mib_per_s", "ok"), [(0.0, True), (0.5, True), (-5.0, True), (1.5, False), (20.0, False)]
+)
+def test_memory_that_grows_too_much_is_not_flat(mib_per_s: float, ok: bool) -> None:
+    out = StepLog()
+    soak.check_flat(out, "memory", [(float(t), int((300 + mib_per_s * t) * 2**20)) for t in range(100)])
+    assert out.checks[0].ok == ok, out.checks[0]
+
+
+def test_a_leap_in_the_warm_up_is_no_growth() -> None:
+    out = StepLog()
+    soak.check_flat(out, "memory", [(float(t), (100 if t < 30 else 900) << 20) for t in range(100)])
+    assert out.ok
+
+
+def test_too_few_samples_are_not_flat() -> None:
+    out = StepLog()
+    soak.check_flat(out, "memory", [(0.0, 1), (1.0, 1)])
+    assert not out.ok
+
+
+def test_private_memory_of_a_process_is_what_it_has_for_itself() -> None:
+    before = soak.private_bytes(os.getpid())
+    taken = bytearray(64 << 20)
+    taken[::4096] = b"x" * len(taken[::4096])
+    assert soak.private_bytes(os.getpid()) - before > 60 << 20
+
+
+def test_speeds_are_told_for_every_size() -> None:
+    report = report_of(speed.STEP, "cpu:0")
+    assert report.outcome == "passed", failed(report)
+    latency, rates = report.tables
+    assert set(STAGES) <= set(latency.columns)
+    assert [name for name in rates.columns if name.startswith(CALLS_PER_S)] == [
+        "calls/s on 1 stream",
+        "calls/s on 2 streams",
+    ]
+    assert {row[0] for row in latency.rows} == {row[0] for row in rates.rows} == {NAME}
+    for row in latency.rows:
+        middle, run_s = row[latency.columns.index("median [ms]")], row[latency.columns.index("run [ms]")]
+        assert isinstance(middle, float)
+        assert isinstance(run_s, float)
+        assert 0 < run_s <= middle
+    assert all(float(rate or 0) > 0 for row in rates.rows for rate in row[2:])
+
+
+def test_the_speed_of_wrong_results_is_no_speed() -> None:
+    report = report_of(speed.STEP, "test:0")
+    assert report.outcome == "failed"
+    assert all("first and last results" in name for name in failed(report))
+
+
+def test_p90_is_the_value_that_nine_of_ten_stay_below() -> None:
+    assert speed.p90([float(i) for i in range(1, 102)]) == pytest.approx(91)
+    assert speed.p90([7.0]) == 7.0
+
+
+def test_a_call_past_its_limit_is_told_and_the_device_comes_back() -> None:
+    report = report_of(timeout.STEP, "test:0?compute=1&timeout=long")
+    assert report.outcome == "passed", report
+    (replaced,) = [table for table in report.tables if table.title.startswith("Replacing the worker")]
+    assert 0 < float(replaced.rows[0][2] or 0) < 60
+
+
+def test_a_device_that_never_gives_a_call_up_fails() -> None:
+    report = report_of(timeout.STEP, "cpu:0")  # the CPU backend knows no limit
+    assert "a call longer than its limit is given up" in failed(report)
+    assert "under the pool its caller is told" in failed(report)
+
+
+def test_another_number_than_that_of_a_timeout_fails() -> None:
+    report = report_of(timeout.STEP, "test:0?compute=1&fault=long")
+    assert "a call longer than its limit is given up" in failed(report)
+
+
+def test_calls_outlive_the_worker_that_is_killed() -> None:
+    report = report_of(crash.STEP, "cpu:0")
+    assert report.outcome == "passed", report
+    assert len([table for table in report.tables if table.title.startswith("Replacing")]) == 2
+    (again,) = [check for check in report.checks if "is run again" in check.name]
+    assert again.found == "its right result, at try 2"
+
+
+def test_a_device_that_does_not_come_back_is_noticed() -> None:
+    out = StepLog()
+    with Bench(settings("test:0")) as bench, bench.pool(max_respawns=0) as device:
+        watch = Watch(device, 20.0)
+        pid = device.status().pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        watch.check_back(out, "killed")
+    assert [check.ok for check in out.checks] == [False]
+    assert out.checks[0].found.endswith("-> down")
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_device_that_stays_is_not_back() -> None:
+    out = StepLog()
+    with Bench(settings("test:0")) as bench, bench.pool() as device:
+        Watch(device, 0.2).check_back(out, "nothing happened")
+    assert [check.ok for check in out.checks] == [False]
+    assert out.checks[0].found == "ready"

@@ -1,0 +1,103 @@
+"""The NPU backend brought up in a real worker process on the simulated CANN: what is found, tried and told.
+
+Everything here is SIMULATED; torch_npu is the unmodified one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from npugrad.ops import OPERATORS
+from npugrad_server.worker.protocol import CallFailed, DeviceReady, OpenFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.cann_sim.build import Installation
+    from tests.server.backends.conftest import StartNpuWorker
+
+pytestmark = [pytest.mark.npu_sim, pytest.mark.slow]
+
+MSDA, GRID_SAMPLER, GROUP_NORM, FLOYD = OPERATORS.values()
+NORM = GROUP_NORM.build(n=2, c=6, hxw=64, group=2)
+PLAN_NORM, RUN_NORM = "aclnnGroupNormBackwardGetWorkspaceSize", "aclnnGroupNormBackward"
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "words", "comeback"),
+    [
+        ("aclrtSetDevice:*:507033", {}, "cannot be taken: torch_npu returned 507033", "slowly"),
+        ("aclrtSetDevice:*:507033:msg=driver", {}, "[Error]: Failed to start the device. EE9999: ", "slowly"),
+        ("aclrtSetDevice:*:507033:msg=driver", {}, "aclrtSetDevice: driver", "slowly"),
+        ("ndev=1", {"device": "npu:3"}, "found 1 NPU for torch_npu; expected one that is npu:3", "slowly"),
+        ("soc=Ascend910_9589", {}, "found chip 'Ascend910_9589', which is no known product", "never"),
+        ("soc=Ascend910_9391", {}, "which is atlas-a3; expected atlas-a2", "never"),
+        ("kernel:*:507015", {}, "returned 507015", "soon"),
+        (f"{PLAN_NORM}:*:207005", {}, f"group_norm_backward: {PLAN_NORM} returned 207005", "slowly"),
+        (f"{PLAN_NORM}:*:561000", {}, "expected one of 2 tries of a first, tiny call to succeed", "slowly"),
+        (f"{RUN_NORM}:*:207001", {}, f"group_norm_backward: {RUN_NORM} returned 207001", "slowly"),
+        (
+            ";".join(f"{spec.aclnn_name}GetWorkspaceSize:*:561112" for spec in OPERATORS.values()),
+            {},
+            "found no operator that runs here; expected at least one; multi_scale_deformable_attention_grad: "
+            "aclnnMultiScaleDeformableAttentionGradGetWorkspaceSize returned 561112",
+            "never",
+        ),
+    ],
+)
+def test_a_device_that_does_not_open_says_why(
+    start_npu_worker: StartNpuWorker, plan: str, options: dict[str, str], words: str, comeback: str
+) -> None:
+    worker = start_npu_worker(plan, ready=False, **options)  # type: ignore[arg-type]
+    said = worker.receive()
+    assert isinstance(said, OpenFailed), said
+    assert words in said.message
+    assert said.comeback == comeback
+    assert not said.message.startswith("npu:")  # whoever tells it has the name before it
+    assert worker.process.wait(10) == 1
+
+
+@pytest.mark.parametrize("plan", [f"{PLAN_NORM}:1:561000", f"{RUN_NORM}:1-2:207005"])
+def test_a_failure_that_passes_takes_no_operator_away(start_npu_worker: StartNpuWorker, plan: str) -> None:
+    worker = start_npu_worker(plan, ready=False)
+    ready = worker.receive()
+    assert isinstance(ready, DeviceReady), ready
+    assert ready.unavailable == {}
+    worker.check(GROUP_NORM, NORM)
+
+
+def test_an_operator_whose_kernels_are_missing_is_not_available(start_npu_worker: StartNpuWorker) -> None:
+    worker = start_npu_worker(f"{PLAN_NORM}:*:561112:msg=no package", ready=False)
+    ready = worker.receive()
+    assert isinstance(ready, DeviceReady), ready
+    assert list(ready.unavailable) == ["group_norm_backward"]
+    reason = ready.unavailable["group_norm_backward"]
+    assert reason.startswith(f"{PLAN_NORM} returned 561112 (")
+    assert "no package" in reason
+    failed = worker.ask(GROUP_NORM, NORM)
+    assert isinstance(failed, CallFailed)
+    assert failed.reason == "OPERATOR_UNSUPPORTED"
+    assert failed.message == f"group_norm_backward: not available on this node: {reason}"
+    worker.check(GRID_SAMPLER, GRID_SAMPLER.build())
+
+
+def test_without_cann_what_was_tried_is_told(start_npu_worker: StartNpuWorker) -> None:
+    nothing = {"ASCEND_HOME_PATH": "", "ASCEND_OPP_PATH": "", "LD_LIBRARY_PATH": ""}
+    worker = start_npu_worker(ready=False, env=nothing)
+    said = worker.receive()
+    assert isinstance(said, OpenFailed)
+    assert "libascendcl.so cannot be loaded, so there is no usable CANN here. Tried" in said.message
+    assert said.comeback == "never"
+
+
+def test_a_torch_npu_that_does_not_load_is_told(
+    start_npu_worker: StartNpuWorker, install_cann_sim: Callable[..., Installation]
+) -> None:
+    worker = start_npu_worker(ready=False, env={"ASCEND_OPP_PATH": "/nonexistent"})
+    said = worker.receive()
+    assert isinstance(said, OpenFailed)
+    assert "torch_npu cannot be imported" in said.message
+    assert "ASCEND_OPP_PATH=/nonexistent" in said.message
+    assert said.comeback == "never"

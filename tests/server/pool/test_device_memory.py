@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npugrad import OPERATORS, Product, TensorMeta
+from npugrad.call import CallOptions
+from npugrad_server.pool import PlannedCall
+from npugrad_server.pool.device_memory import (
+    DeviceNeed,
+    budget,
+    footprint,
+    largest_workspace,
+    need_of,
+    workspace_footprint,
+)
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "taken"),
+    [(0, 512), (1, 512), (480, 512), (481, 1024), (512, 1024), (992, 1024), (993, 1536), (MIB, MIB + 512)],
+)
+def test_a_buffer_takes_whole_blocks_and_some_spare_bytes(nbytes: int, taken: int) -> None:
+    assert footprint(nbytes) == taken
+
+
+@given(st.integers(0, 2**40))
+def test_the_largest_workspace_of_a_room_fits_it_and_one_byte_more_does_not(room: int) -> None:
+    largest = largest_workspace(room)
+    assert workspace_footprint(largest) <= room
+    assert workspace_footprint(largest + 1) > room
+    assert workspace_footprint(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("free", "streams", "left"),
+    [
+        (64 * 1024 * MIB, 1, (64 * 1024 - 2048 - 22) * MIB),
+        (64 * 1024 * MIB, 4, (64 * 1024 - 2048 - 88) * MIB),
+        (32 * MIB, 8, 24 * MIB),
+        (0, 1, 0),
+    ],
+)
+def test_a_part_of_the_memory_is_left_out_of_the_budget(free: int, streams: int, left: int) -> None:
+    assert budget(free, streams) == left
+
+
+@pytest.mark.parametrize("name", list(OPERATORS))
+def test_the_tensors_of_a_call_are_counted_as_they_lie_on_the_device(name: str) -> None:
+    spec = OPERATORS[name]
+    call = spec.build()
+    planned = PlannedCall(spec, call, spec.infer(call), CallOptions(), "", None)
+    need = need_of(planned)
+    metas = [meta for meta in (*call.inputs.values(), *planned.outputs.values()) if meta is not None]
+    assert need.tensor_bytes == sum(footprint(meta.nbytes) for meta in metas)
+    # Only what is checked before the launch is copied on the host.
+    assert need.host_bytes == sum(call.tensor(operand).nbytes for operand in spec.checked_operands)
+    verified = need_of(replace(planned, options=CallOptions(verify=True)))
+    assert verified.host_bytes - need.host_bytes == sum(
+        8 * meta.size for meta in planned.outputs.values() if meta is not None
+    )
+
+
+def test_an_expanded_operand_is_small_on_a_device_and_a_sparse_one_is_packed_on_the_host(job: Any) -> None:
+    planned = job(n=2, c=6, hxw=4).planned
+    expanded = TensorMeta("float32", (2, 6, 4), strides=(0, 0, 0))
+    sparse = TensorMeta("float32", (2, 6, 4), strides=(24000, 4000, 1000))
+    plain, first, second = (
+        need_of(replace(planned, call=planned.call.with_inputs(input=meta)))
+        for meta in (planned.call.inputs["input"], expanded, sparse)
+    )
+    assert first.tensor_bytes <= plain.tensor_bytes == second.tensor_bytes
+    assert (plain.host_bytes, first.host_bytes, second.host_bytes) == (0, 0, 4 * 48)
+
+
+def test_a_call_of_which_nothing_is_wanted_takes_nothing_whatever_its_operands(job: Any) -> None:
+    planned = job().planned
+    call = planned.call.with_inputs(input=None)
+    assert need_of(replace(planned, call=call, outputs=dict.fromkeys(planned.outputs))) == DeviceNeed()
+
+
+def test_calls_whose_workspace_may_differ_have_different_keys(job: Any) -> None:
+    planned = job(n=2, c=6, hxw=4).planned
+    call = planned.call
+    strided = TensorMeta("float32", (2, 6, 4), strides=(1, 2, 12))
+    others = [
+        job(n=2, c=6, hxw=8).planned,
+        job(n=2, c=6, hxw=4, dtype="float16").planned,
+        job(n=2, c=6, hxw=4, group=2).planned,
+        job(n=2, c=6, hxw=4, output_mask=(True, True, False)).planned,
+        replace(planned, call=call.with_inputs(input=strided)),
+        replace(planned, options=CallOptions(deterministic=True)),
+        replace(planned, call=replace(call, product=Product.ATLAS_A3)),
+    ]
+    keys = {need_of(each).key for each in (planned, *others)}
+    assert len(keys) == len(others) + 1
+    same = replace(planned, options=CallOptions(label="x", priority=3), request_id="other", deadline_s=1.0)
+    assert need_of(same).key == need_of(planned).key
