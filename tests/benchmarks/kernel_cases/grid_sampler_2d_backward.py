@@ -3,8 +3,8 @@
 Limit: loads and stores at the four corners of each point, and the caches they come from; the roofline counts
 operands and results once. torch goes point by point through the channels, and takes a thread for each image.
 
-In 16 bit torch 2.13 ends with a segmentation fault on the larger maps, whichever thread count: it is asked only
-for the small ones there.
+In 16 bit torch 2.13 ends with a segmentation fault on the larger maps: there it is asked only for the small
+ones.
 
 Expected before the first run: 4 to 9 against torch with 64 channels and more, less with 3, whose points cost
 as much as their channels.

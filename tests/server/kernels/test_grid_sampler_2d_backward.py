@@ -157,8 +157,8 @@ def test_every_sample_of_the_record(kernels: Kernels, product: Product) -> None:
             assert_right(GRID, sample.call, inputs, computed(kernels, GRID, sample.call, inputs))
 
 
-# Sizes around every bound of the kernel: one block of channels or several, each number of lanes, tasks by image
-# or by block, windows or none, with neighbours in order (turned) or not.
+# Sizes around every bound of the kernel: one block of channels or several, each number of lanes, tasks by
+# image or by block, windows or none, with neighbours in order (turned) or not.
 BOUNDS = [
     dict(n=1, c=1, h=1, w=1, oh=1, ow=1),
     dict(n=1, c=64, h=13, w=11, oh=9, ow=17),
