@@ -53,7 +53,8 @@ class ExecutionInfo:
         product: Product the call was validated for.
         simulated: True when the device is simulated.
         workspace_bytes: Workspace the operator asked for.
-        attempts: How often the call was started; above 1 when a worker died under it.
+        attempts: How often the call was started; above 1 when a worker died under it or a device could not
+            take it.
         queued_s: Seconds between admission and start on the device.
         copy_in_s: Seconds spent copying operands to the device.
         run_s: Seconds the operator ran.

@@ -113,6 +113,12 @@ class Metrics(PoolObserver):
             ("device",),
             registry=registry,
         )
+        self._redirected = Counter(
+            "npugrad_calls_redirected",
+            "Calls that a device could not take now and that wait for another one, by reason of its answer.",
+            ("device", "reason"),
+            registry=registry,
+        )
         self._workspaces = Counter(
             "npugrad_workspaces_asked",
             "Calls that needed more workspace than was set aside, by answer: granted, postponed, refused.",
@@ -199,6 +205,10 @@ class Metrics(PoolObserver):
     def call_requeued(self, planned: PlannedCall, device: str) -> None:
         """The worker of a device died under a call."""
         self._rerun.labels(device).inc()
+
+    def call_redirected(self, planned: PlannedCall, device: str, reason: str) -> None:
+        """A device could not take a call now."""
+        self._redirected.labels(device, reason).inc()
 
     def workspace_asked(self, device: str, answer: str) -> None:
         """A call needed more workspace than was set aside for it."""

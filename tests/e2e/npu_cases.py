@@ -72,6 +72,8 @@ class Server:
 
 CLINIC = Server("clinic", 3, 6)
 """Where devices get well again."""
+SINGLE = Server("single", 1, 6)
+"""Where there is no other device to go to."""
 HOSPICE = Server("hospice", 5, 1)
 """Where each case loses a device of its own."""
 
@@ -84,7 +86,7 @@ class FaultCase:
         name: Printed with the counts.
         plan: What is injected while calls run.
         errors: What callers may be told.
-        elsewhere: Right answers that needed a second try, as a worker died under the first.
+        elsewhere: Right answers that needed a second try, as the device of the first failed or had no room.
         replaced: Workers started anew until the end.
         sick: Devices that are ill; the others may never stop to serve. Empty: those that restart.
         down: Devices that are out of service in the end.
@@ -127,6 +129,8 @@ _INTERNAL, _BUSY = grpc.StatusCode.INTERNAL, grpc.StatusCode.RESOURCE_EXHAUSTED
 _UNAVAILABLE, _LATE = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED
 _LACKS = grpc.StatusCode.FAILED_PRECONDITION
 _SAID = "CANN says so"
+_NO_MEMORY = f"{PLAN}:*:207001:dev=0:msg={_SAID}"
+_NO_STREAMS = f"{RUN}:*:207008:dev=0:msg={_SAID}"
 
 
 def _refused(name: str, code: int, reason: str, status: grpc.StatusCode, function: str = PLAN) -> FaultCase:
@@ -149,17 +153,30 @@ SURVIVED = (
         f"{PLAN}:1:207001:dev=0; malloc:1:207001:dev=0",
         injected=2,
     ),
+    # The worker tries twice, and then another device has the result.
+    FaultCase("out-of-memory-for-ever", _NO_MEMORY, elsewhere=SOME, injected=2),
     FaultCase(
-        "out-of-memory-for-ever",
-        f"{PLAN}:*:207001:dev=0:msg={_SAID}",
+        "out-of-memory-nowhere-else",
+        _NO_MEMORY,
         (Expected("DEVICE_OUT_OF_MEMORY", _BUSY, 207001, (f"{PLAN} returned 207001", _SAID), calls=SOME),),
+        sick=(),
+        server=SINGLE,
         injected=8,
     ),
     FaultCase(
         "no-device-memory-for-ever",
         f"{PLAN}:1:207001:dev=0; malloc:*:207001:dev=0",
-        (Expected("DEVICE_OUT_OF_MEMORY", _BUSY, 207001, ("torch_npu's allocator returned 207001",), SOME),),
-        injected=3,
+        elsewhere=SOME,
+        injected=2,
+    ),
+    FaultCase("out-of-streams-for-ever", _NO_STREAMS, elsewhere=SOME, injected=2),
+    FaultCase(
+        "out-of-streams-nowhere-else",
+        _NO_STREAMS,
+        (Expected("DEVICE_BUSY", _UNAVAILABLE, 207008, (f"{RUN} returned 207008", _SAID), calls=SOME),),
+        sick=(),
+        server=SINGLE,
+        injected=8,
     ),
     _refused("phase-1-invalid", 161002, "ACLNN_ERR_PARAM_INVALID", _INTERNAL),
     _refused("phase-1-internal", 561103, "ACLNN_ERR_INNER_NULLPTR", _INTERNAL),
@@ -187,18 +204,14 @@ SURVIVED = (
     FaultCase(
         "no-pinned-memory",
         "aclrtMallocHost:*:207001:dev=0",
-        (
-            Expected(
-                "DEVICE_OUT_OF_MEMORY", _BUSY, 207001, ("allocator of pinned memory returned 207001",), SOME
-            ),
-        ),
+        elsewhere=SOME,
         extra=(WIDE,),
     ),
     FaultCase(
         "no-workspace",
         "workspace_mb=64; malloc:*:207001:dev=0",
-        (Expected("DEVICE_OUT_OF_MEMORY", _BUSY, 207001, ("torch_npu's allocator returned 207001",), SOME),),
-        injected=4,
+        elsewhere=SOME,
+        injected=2,
         counters=("calls.aclDestroyAclOpExecutor",),
     ),
     FaultCase(
@@ -245,7 +258,7 @@ REPLACED = (
         elsewhere=UP_TO_TWO,
         replaced=range(4, 5),
         sick=("npu:1",),
-        log=("npu:1 cannot be taken", "507033"),
+        log=("npu:1: restarting, cannot be taken: ", "507033"),
     ),
     FaultCase(
         "exception-always",
@@ -303,7 +316,7 @@ GONE = (
     FaultCase(
         "all-devices-down",
         "kernel:*:507015",
-        (Expected("NO_DEVICE", _UNAVAILABLE, None, (), SOME),),
+        (Expected("NO_DEVICE", _UNAVAILABLE, None, ("returned 507015",), SOME),),
         elsewhere=UP_TO_FOUR,
         sick=("npu:0", "npu:1"),
         down=("npu:0", "npu:1"),

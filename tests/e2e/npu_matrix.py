@@ -8,6 +8,7 @@ import time
 import urllib.request
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from tests.e2e.npu_cases import FaultCase, Server
-    from tests.e2e.npu_load import Answer, Work
+    from tests.e2e.npu_load import Answer
     from tests.fix_npu import NpuServer
     from tests.fix_server import ServerProcess
 
@@ -108,7 +109,7 @@ class Site:
                 self._await_end(case, before)
             self._plan()
             last = self._wire.info()
-            afterwards = self._calls(spread(case.works), CALLS // 2) if case.works else []
+            afterwards = self._calls(case.works) if case.works else []
         later = self._look()
         drained = self._drained() if case.works else {}
         return Finding(
@@ -134,9 +135,16 @@ class Site:
             self.npu.plan_path.with_name("plan.state").unlink(missing_ok=True)
         self.npu.plan(f"ndev={self._kind.count};{text}")
 
-    def _calls(self, mix: Sequence[Work], calls: int) -> list[Answer]:
-        """Calls that more threads send than there are streams."""
-        with Load(self._server, mix, threads=8, calls=calls, timeout_s=60) as load:
+    def _calls(self, operators: Sequence[str]) -> list[Answer]:
+        """Calls that more threads send than there are streams, until every device has had some.
+
+        A device that could not take a call comes last until it has done one well.
+        """
+        mix = spread(operators)
+        with Load(self._server, mix, threads=8, calls=CALLS // 2, timeout_s=60, more=True) as load:
+            for name in {*self._kind.devices} - self._down:
+                load.wait_until(partial(_is_from, name))
+            load.enough()
             load.join()
         return load.answers
 
@@ -229,6 +237,10 @@ class Site:
     def _page(self) -> str:
         with urllib.request.urlopen(self._server.metrics_url, timeout=30) as page:
             return str(page.read().decode())
+
+
+def _is_from(device: str, answer: Answer) -> bool:
+    return answer.info is not None and answer.info.device == device
 
 
 def _samples(page: str, *, unlabelled: bool = False) -> list[tuple[str, dict[str, str], float]]:

@@ -61,12 +61,11 @@ def test_callers_and_devices_come_through(
     tally(f"npu fault case={case.name}", found.line())
 
 
-@pytest.mark.xfail(strict=True, reason="calls are placed without asking which device has their operator")
 def test_an_operator_that_one_device_lacks_runs_on_the_other(start_npu_server: StartNpuServer) -> None:
-    """A device whose first try of an operator failed goes without it until its worker is replaced."""
+    """A device that lacks the kernels of an operator goes without it until its worker is replaced."""
     made = fill(FLOYD, FLOYD.build())
     running = start_npu_server(
-        devices="npu:0,npu:1", plan=f"ndev=2;{FLOYD.aclnn_name}GetWorkspaceSize:1:561103:dev=0"
+        devices="npu:0,npu:1", plan=f"ndev=2;{FLOYD.aclnn_name}GetWorkspaceSize:1:561112:dev=0"
     )
     assert FLOYD.name in running.process.info().operators
     with running.process.channel() as channel:

@@ -79,6 +79,7 @@ def test_what_the_pool_tells_is_counted() -> None:
     metrics.call_started(call, "cpu:0", 1, 0.5)
     metrics.worker_lost("cpu:0", "killed")
     metrics.call_requeued(call, "cpu:0")
+    metrics.call_redirected(call, "cpu:0", "DEVICE_BUSY")
     metrics.workspace_asked("cpu:0", "granted")
     metrics.call_postponed(call, "cpu:0")
     metrics.call_started(call, "cpu:0", 2, 0.5)
@@ -90,6 +91,8 @@ def test_what_the_pool_tells_is_counted() -> None:
     assert value("npugrad_attempts_total", {"device": "cpu:0"}) == 2
     assert value("npugrad_workers_lost_total", {"device": "cpu:0"}) == 1
     assert value("npugrad_calls_rerun_total", {"device": "cpu:0"}) == 1
+    redirected = {"device": "cpu:0", "reason": "DEVICE_BUSY"}
+    assert value("npugrad_calls_redirected_total", redirected) == 1
     assert value("npugrad_workspaces_asked_total", {"device": "cpu:0", "answer": "granted"}) == 1
     assert value("npugrad_calls_postponed_total", {"device": "cpu:0"}) == 1
     assert value("npugrad_device_transitions_total", {"device": "cpu:1", "state": "down"}) == 1

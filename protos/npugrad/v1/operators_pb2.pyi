@@ -113,7 +113,7 @@ class ExecutionInfo(google.protobuf.message.Message):
     workspace_bytes: builtins.int
     """Workspace the operator asked for, in bytes."""
     attempts: builtins.int
-    """How often the call was started; above 1 when a worker died under it."""
+    """How often the call was started; above 1 when a worker died under it or a device could not take it."""
     queued_s: builtins.float
     """Seconds between admission and start on the device."""
     copy_in_s: builtins.float

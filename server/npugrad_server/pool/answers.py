@@ -11,12 +11,16 @@ from npugrad.errors import (
     ErrorDetails,
     NpugradError,
     ServerBusy,
+    UnsupportedOperator,
     WorkerLost,
     error_from_details,
 )
+from npugrad.status import MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
-    from npugrad_server.pool.types import PlannedCall
+    from collections.abc import Sequence
+
+    from npugrad_server.pool.types import DeviceStatus, PlannedCall
     from npugrad_server.worker.protocol import CallFailed
 
 RETRY_NO_DEVICE_S = 5.0
@@ -43,7 +47,7 @@ def error_from_verdict(
 
     Args:
         planned: The call.
-        reason: CALL_TOO_LARGE, DEADLINE_EXCEEDED, NO_DEVICE or WORKER_LOST.
+        reason: CALL_TOO_LARGE, DEADLINE_EXCEEDED, NO_DEVICE, OPERATOR_UNSUPPORTED or WORKER_LOST.
         detail: What happened.
         code: The vendor's number, when a device failed.
     """
@@ -53,8 +57,49 @@ def error_from_verdict(
         return DeadlineExceeded(message, operator=operator, request_id=request_id)
     if reason == "CALL_TOO_LARGE":
         return CallTooLarge(message, operator=operator, request_id=request_id)
+    if reason == "OPERATOR_UNSUPPORTED":
+        return UnsupportedOperator(message, operator=operator, request_id=request_id)
     if reason == "WORKER_LOST":
         return WorkerLost(message, code=code, source="device", operator=operator, request_id=request_id)
     return ServerBusy(
         message, reason=reason, retry_after_s=RETRY_NO_DEVICE_S, operator=operator, request_id=request_id
     )
+
+
+def error_without_device(devices: Sequence[DeviceStatus], operator: str = "") -> ServerBusy:
+    """The exception when no device is ready; it says why, device by device, as far as a status has room.
+
+    Args:
+        devices: Every device.
+        operator: What was called, if anything was.
+    """
+    found: dict[str, list[str]] = {}
+    for device in devices:
+        found.setdefault(f"{device.state}, {device.reason}", []).append(device.name)
+    start = f"{operator}: no device is ready: " if operator else "no device is ready: "
+    words = [f"{', '.join(names)}: {why}" for why, names in found.items()]
+    return ServerBusy(
+        start + _within(words, MAX_MESSAGE_BYTES - len(start)),
+        reason="NO_DEVICE",
+        retry_after_s=RETRY_NO_DEVICE_S,
+        operator=operator,
+    )
+
+
+def _within(words: Sequence[str], limit: int) -> str:
+    """The parts in a row, the longest ones cut so that none is lost for another's length."""
+    room = limit - 2 * len(words)
+    short = sorted(len(part) for part in words)
+    share = room
+    for done, length in enumerate(short):
+        share = room // (len(short) - done)
+        if length > share:
+            break
+        room -= length
+    else:
+        return "; ".join(words)
+    return "; ".join(_cut(part, share) for part in words)[:limit]
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: max(limit - 3, 0)] + "..."

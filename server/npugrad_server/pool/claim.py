@@ -16,20 +16,22 @@ MAX_OVERTAKEN = 16
 
 
 class Claim:
-    """At most one at a time; void when its worker is not ready any more."""
+    """At most one at a time; void when its worker is not ready any more, or is again without the operator."""
 
     def __init__(self) -> None:
         """Starts with none."""
         self._held: tuple[CallRecord, WorkerRecord] | None = None
 
     def make(self, call: CallRecord, workers: Iterable[WorkerRecord]) -> None:
-        """Keeps one of the workers free for a call that was overtaken often enough."""
+        """Keeps one of the workers, all of which can run it, free for a call that was overtaken too often."""
         if call.overtaken < MAX_OVERTAKEN:
             return
-        held = self._current()
-        if held is not None and held[0].priority >= call.priority:
-            return
         ready = [worker for worker in workers if worker.state is DeviceState.READY]
+        held = self._current()
+        stays = held is not None and held[0].priority >= call.priority
+        # It may have been kept one that is not the right one any more.
+        if held is not None and stays and (held[0] is not call or held[1] in ready):
+            return
         if ready:
             best = min(ready, key=lambda w: (call.killed[w.index], w.outputs.used_bytes, len(w.running)))
             self._held = (call, best)
@@ -49,6 +51,8 @@ class Claim:
             self._held = None
 
     def _current(self) -> tuple[CallRecord, WorkerRecord] | None:
-        if self._held is not None and self._held[1].state is not DeviceState.READY:
-            self._held = None
+        if self._held is not None:
+            call, worker = self._held
+            if worker.state is not DeviceState.READY or not worker.may_run(call):
+                self._held = None
         return self._held

@@ -44,6 +44,7 @@ class CallRequest:
         memory_bytes: What it takes of the host's memory beside arenas.
         device_bytes: What its tensors take of the memory of a device that has its own.
         workspace_key: What its workspace there depends on; None where nothing is known of it.
+        operator: Name that devices which cannot run it give; it means nothing else here.
     """
 
     id: int
@@ -55,6 +56,7 @@ class CallRequest:
     memory_bytes: int = 0
     device_bytes: int = 0
     workspace_key: Hashable = None
+    operator: str = ""
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,15 @@ class RequeueCall:
 
 
 @dataclass(frozen=True)
+class RedirectCall:
+    """Note that a call waits for another device, because this one cannot take it now: with its reason."""
+
+    call: int
+    worker: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class PostponeCall:
     """Note that a call waits again because its device had no room for its workspace."""
 
@@ -168,5 +179,7 @@ class DeviceChanged:
 
 
 WorkerCommand: TypeAlias = "SpawnWorker | KillWorker | DeviceChanged"
-CallCommand: TypeAlias = "StartCall | CompleteCall | FailCall | RequeueCall | PostponeCall | ReleaseCall"
+CallCommand: TypeAlias = (
+    "StartCall | CompleteCall | FailCall | RequeueCall | RedirectCall | PostponeCall | ReleaseCall"
+)
 Command: TypeAlias = "WorkerCommand | CallCommand | TellWorker"

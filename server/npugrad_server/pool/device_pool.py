@@ -11,11 +11,11 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from npugrad.errors import ServerBusy, ServerDraining, UnsupportedOperator
+from npugrad.errors import ServerDraining, UnsupportedOperator
 from npugrad_server.devices import parse_device
 from npugrad_server.machine import memory_bytes
 from npugrad_server.pool.admission import Admission
-from npugrad_server.pool.answers import RETRY_DRAINING_S, RETRY_NO_DEVICE_S
+from npugrad_server.pool.answers import RETRY_DRAINING_S, error_without_device
 from npugrad_server.pool.arena import InputArena
 from npugrad_server.pool.commands import DeviceChanged, ReleaseCall, WorkerSpec
 from npugrad_server.pool.device_memory import budget
@@ -131,18 +131,13 @@ class DevicePool:
                 operator=operator,
             )
         if self._scheduler.all_down:
-            raise ServerBusy(
-                f"{operator}: no device is ready",
-                reason="NO_DEVICE",
-                retry_after_s=RETRY_NO_DEVICE_S,
-                operator=operator,
-            )
+            raise error_without_device(self.devices(), operator)
         missing = self.unavailable(operator)
         if missing:
             raise UnsupportedOperator(f"{operator}: no device has it: {missing}", operator=operator)
         waiting = self._uploads + self._scheduler.queue_depth
         demand, region = self._gate.reserve(
-            planned, waiting, self._scheduler.running, self._scheduler.most_device_bytes
+            planned, waiting, self._scheduler.running, self._scheduler.most_device_bytes(operator)
         )
         admission = Admission(
             next(self._numbers),
@@ -174,9 +169,10 @@ class DevicePool:
             ServerDraining: The pool was closed meanwhile.
             WorkerLost: The worker died at every attempt.
             DeviceError: The device or the operator failed; INTERNAL, VERIFICATION_FAILED or a vendor number.
-            DeviceOutOfMemory: The device has no memory for it now.
+            DeviceOutOfMemory: The device has no memory for it now, nor has another one.
             RequestError: UNSAFE_LEVELS.
             OperatorError: DETERMINISM_UNSUPPORTED.
+            UnsupportedOperator: No device can run the operator, as turned out after it was admitted.
             RuntimeError: The admission was closed or run before.
         """
         planned = admission.planned
@@ -226,8 +222,8 @@ class DevicePool:
         memory_bytes = None
         if ready.memory_bytes is not None:
             memory_bytes = budget(ready.memory_bytes, self._settings.streams_per_device)
-        commands = self._scheduler.ready(worker, incarnation, time.monotonic(), ready.one_mode, memory_bytes)
-        self._apply(commands)
+        now, lacks = time.monotonic(), ready.unavailable
+        self._apply(self._scheduler.ready(worker, incarnation, now, ready.one_mode, memory_bytes, lacks))
 
     def worker_answered(self, worker: int, incarnation: int, answer: CallDone | CallFailed) -> None:
         """A process has answered a call."""
@@ -236,12 +232,16 @@ class DevicePool:
         entry = self._entries.get(answer.call)
         if entry is not None:
             self._replies.take(entry, answer)
-        good, workspace_bytes = isinstance(answer, CallDone), None
+        good, workspace_bytes, reason = isinstance(answer, CallDone), None, ""
         if isinstance(answer, CallDone):
             self._gate.note(answer.copy_in_s + answer.run_s + answer.copy_out_s)
             workspace_bytes = answer.workspace_bytes
+        else:
+            reason = answer.reason
         now = time.monotonic()
-        self._apply(self._scheduler.answered(worker, incarnation, answer.call, good, now, workspace_bytes))
+        self._apply(
+            self._scheduler.answered(worker, incarnation, answer.call, good, now, workspace_bytes, reason)
+        )
 
     def worker_asks(self, worker: int, incarnation: int, question: NeedWorkspace) -> None:
         """A process needs more workspace for a call than is set aside."""
@@ -304,8 +304,8 @@ class DevicePool:
     # ------------------------------------------------------------------------------------ how the pool stands
 
     def unavailable(self, operator: str) -> str:
-        """Why no device can run an operator; empty while one can, or none has been ready yet."""
-        return self._fleet.unavailable(operator)
+        """Why no device can run an operator; empty while one can, or may once it is ready."""
+        return self._scheduler.why_lacking(operator)
 
     def devices(self) -> tuple[DeviceStatus, ...]:
         """Every device, in the order of the settings."""
@@ -354,10 +354,7 @@ class DevicePool:
         await self._until(lambda: all(status.state in final for status in self.devices()), timeout_s)
         found = self.devices()
         if not any(status.state is DeviceState.READY for status in found):
-            why = "; ".join(f"{status.name}: {status.state}, {status.reason}" for status in found)
-            raise ServerBusy(
-                f"no device is ready: {why}", reason="NO_DEVICE", retry_after_s=RETRY_NO_DEVICE_S
-            )
+            raise error_without_device(found)
 
     async def _until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         end = self._loop.time() + timeout_s

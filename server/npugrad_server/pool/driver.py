@@ -10,6 +10,7 @@ from npugrad_server.pool.commands import (
     FailCall,
     KillWorker,
     PostponeCall,
+    RedirectCall,
     RequeueCall,
     SpawnWorker,
     StartCall,
@@ -56,6 +57,9 @@ class Driver:
             self._replies.fail(self._entries[command.call], command)
         elif isinstance(command, RequeueCall):
             self._replies.requeued(self._entries[command.call], self._fleet.name(command.worker))
+        elif isinstance(command, RedirectCall):
+            device = self._fleet.name(command.worker)
+            self._replies.redirected(self._entries[command.call], device, command.reason)
         elif isinstance(command, PostponeCall):
             self._replies.postponed(self._entries[command.call], self._fleet.name(command.worker))
         elif isinstance(command, TellWorker):

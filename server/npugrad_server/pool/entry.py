@@ -69,6 +69,7 @@ class Entry:
             memory_bytes=self.demand.memory_bytes,
             device_bytes=self.demand.device_bytes,
             workspace_key=self.demand.workspace_key,
+            operator=planned.spec.name,
         )
 
     def started(self, start: StartCall, arena: OutputArena) -> RunCall:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 class Queueable(Protocol):
@@ -27,12 +27,17 @@ class Queueable(Protocol):
         """Calls of one label keep their order; labels take turns."""
         ...
 
+    @property
+    def kind(self) -> str:
+        """Calls of one label and kind never pass each other."""
+        ...
+
 
 T = TypeVar("T", bound=Queueable)
 
 
 class FairQueue(Generic[T]):
-    """Calls in lanes, one for each priority and label; only the first of a lane can leave.
+    """Calls in lanes, one for each priority and label; the first of a lane leaves, or one it lets pass.
 
     A label that has had its turn goes to the end of its priority's round.
     """
@@ -67,13 +72,22 @@ class FairQueue(Generic[T]):
     def _lane(self, call: T) -> OrderedDict[int, T]:
         return self._rounds.setdefault(call.priority, OrderedDict()).setdefault(call.label, OrderedDict())
 
-    def heads(self) -> list[T]:
-        """The calls that may leave, in the order in which they should."""
-        return [
-            next(iter(lane.values()))
-            for priority in sorted(self._rounds, reverse=True)
-            for lane in self._rounds[priority].values()
-        ]
+    def in_turn(self, lets_pass: Callable[[T], bool]) -> Iterator[T]:
+        """The calls that may leave, in the order in which they should; of no use once one has left.
+
+        Args:
+            lets_pass: Whether calls of other kinds need not wait behind a call that cannot leave.
+        """
+        for priority in sorted(self._rounds, reverse=True):
+            for lane in self._rounds[priority].values():
+                passed: set[str] = set()
+                for call in lane.values():
+                    if call.kind in passed:
+                        continue
+                    yield call
+                    if not lets_pass(call):
+                        break
+                    passed.add(call.kind)
 
     def take(self, call: T) -> None:
         """Removes a call that starts, which ends its label's turn."""

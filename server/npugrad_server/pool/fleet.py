@@ -172,12 +172,6 @@ class Fleet:
         if process is not None and process.incarnation == incarnation:
             process.send(message)
 
-    def unavailable(self, operator: str) -> str:
-        """Why no device can run an operator; empty while one can, or none has been ready yet."""
-        known = [device.info.unavailable for device in self.devices if device.info is not None]
-        reasons = [found.get(operator, "") for found in known]
-        return reasons[0] if reasons and all(reasons) else ""
-
     def prefault(self, arena: Arena) -> None:
         """Backs the start of an arena with memory, in a thread."""
         work = partial(arena.prefault, self._settings.prefault_bytes, self._stop)

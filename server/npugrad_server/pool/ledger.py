@@ -11,6 +11,8 @@ from npugrad_server.pool.regions import EMPTY, Region, RegionAllocator
 from npugrad_server.pool.types import DeviceState
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from npugrad_server.pool.commands import CallRequest, Failure, WorkerSpec
 
 
@@ -41,7 +43,10 @@ class CallRecord:
         device_bytes: What it holds of its worker's own memory.
         set_aside_bytes: The part of that for its workspace, before rounding; None where nobody counts it.
         workspace_bytes: Workspace that a device said it needs; None before one did.
-        killed: How many workers of each device died while running it.
+        too_large: Whether it was told that no device has the workspace it needs.
+        declined_by: Device and process that answered that they cannot take it now; None before one did.
+        deaths: How many of its tries ended with their worker.
+        killed: How many workers of each device died while running it, and were to blame.
         last_reason: How the last of them ended.
         last_code: The vendor's number of a device failure under it; None without one.
         suspect: Whether a device failed under it, so that it is tried only once more.
@@ -60,6 +65,9 @@ class CallRecord:
     device_bytes: int = 0
     set_aside_bytes: int | None = None
     workspace_bytes: int | None = None
+    too_large: bool = False
+    declined_by: tuple[int, int] | None = None
+    deaths: int = 0
     killed: Counter[int] = field(default_factory=Counter)
     last_reason: str = ""
     last_code: int | None = None
@@ -81,12 +89,18 @@ class CallRecord:
         return self.request.label
 
     @property
+    def kind(self) -> str:
+        """Kind of the queue."""
+        return self.request.operator
+
+    @property
     def alone(self) -> bool:
         """Whether it may only run on a worker that runs nothing else: it may be what kills workers."""
-        return self.attempts > 0
+        return self.deaths > 0
 
     def note_loss(self, worker: WorkerRecord) -> None:
         """Its worker died under it: who, how, and whether its device failed under this very call."""
+        self.deaths += 1
         if not worker.blameless:
             self.killed[worker.index] += 1
             self.last_reason = worker.reason
@@ -124,6 +138,8 @@ class WorkerRecord:
         ended_for: Why the present process is being ended; empty while it is not.
         failure: What the present process said of its device before it ended; None while it is well.
         last_start: Number of the last call it was given, to spread calls over idle devices.
+        lacks: Operators that the last process that opened it cannot run, with the reason.
+        short: Whether it answered that it cannot take a call now, and has done none well since.
     """
 
     index: int
@@ -143,6 +159,20 @@ class WorkerRecord:
     ended_for: str = ""
     failure: Failure | None = None
     last_start: int = 0
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    short: bool = False
+
+    def why_lacks(self, operator: str) -> str:
+        """Why it cannot run an operator; empty when it can, or may once it is ready again."""
+        return self.lacks.get(operator, "") if self.state is DeviceState.READY else ""
+
+    def may_run(self, call: CallRecord) -> bool:
+        """Whether it has the call's operator, or may have it once it is ready."""
+        return self.state is not DeviceState.DOWN and not self.why_lacks(call.request.operator)
+
+    def has_declined(self, call: CallRecord) -> bool:
+        """Whether the present process could not take the call."""
+        return call.declined_by == (self.index, self.incarnation)
 
     def admits(self, call: CallRecord) -> bool:
         """Whether the call may join those that run now; memory is another question."""
@@ -150,7 +180,7 @@ class WorkerRecord:
             return False
         if not self.running:
             return True
-        if call.alone or any(other.attempts > 1 for other in self.running.values()):
+        if call.alone or any(other.alone for other in self.running.values()):
             return False
         return not self.one_mode or all(
             other.request.deterministic == call.request.deterministic for other in self.running.values()

@@ -4,6 +4,9 @@ Guarantees
     - Calls on a worker never hold more of its own memory, or of the host's, than there is.
     - What a call holds goes back once, when it leaves its worker, however it leaves it.
     - A call whose workspace was refused is placed only where there is room for all of it.
+    - A call is never on a device that lacks its operator, nor kept one free.
+    - A call that a device could not take goes to another one as long as one is ready that could hold it, and
+      to one that is not short itself before one that is.
 """
 
 from __future__ import annotations
@@ -44,30 +47,64 @@ class Placement:
 
     # -------------------------------------------------------------------------------------------- what can be
 
-    @property
-    def most_device_bytes(self) -> int | None:
+    def most_device_bytes(self, operator: str = "") -> int | None:
         """The most of a device's own memory that a call can have; None where it has no bound, or not yet."""
-        most = 0
-        for worker in self._workers:
-            if worker.state is not DeviceState.DOWN:
-                if worker.memory_bytes is None:
-                    return None
-                most = max(most, worker.memory_bytes)
-        return most
+        return _most([w for w in self._up() if not w.why_lacks(operator)])
 
-    def why_never(self, call: CallRecord) -> str:
-        """Why a call can run nowhere; empty when it can, or may."""
-        most, found = self.most_device_bytes, call.request.device_bytes
+    def why_lacking(self, operator: str) -> str:
+        """Why no device can run an operator; empty when one can, or may once it is ready."""
+        reasons = [worker.why_lacks(operator) for worker in self._up()]
+        return "; ".join(dict.fromkeys(reasons)) if all(reasons) else ""
+
+    def why_never(self, call: CallRecord) -> tuple[str, str] | None:
+        """Why a call can run nowhere: row of the error table and what happened; None when it can, or may."""
+        lacking = self.why_lacking(call.request.operator)
+        if lacking:
+            return "OPERATOR_UNSUPPORTED", f"no device has it: {lacking}"
+        most, found = self.most_device_bytes(call.request.operator), call.request.device_bytes
         if most is None or found <= most:
-            return ""
-        return f"found {found} bytes of tensors on the device; expected at most {most}"
+            return None
+        what = f"found {found} bytes of tensors on the device; expected at most {most}"
+        return "CALL_TOO_LARGE", what
+
+    def is_confined(self, call: CallRecord) -> bool:
+        """Whether some device that is ready lacks its operator, so that those behind it may pass."""
+        return any(worker.why_lacks(call.request.operator) for worker in self._workers)
+
+    def has_other(self, call: CallRecord) -> bool:
+        """Whether a device is ready that could take a call which one could not."""
+        return bool(self._others(call))
+
+    def _up(self) -> list[WorkerRecord]:
+        return [worker for worker in self._workers if worker.state is not DeviceState.DOWN]
+
+    def _choices(self, call: CallRecord) -> list[WorkerRecord]:
+        """Devices that a call may go to, now or once they are ready."""
+        return self._others(call) or [worker for worker in self._workers if worker.may_run(call)]
+
+    def _others(self, call: CallRecord) -> list[WorkerRecord]:
+        """Where a call goes that a device could not take; none for other calls."""
+        if call.declined_by is None:
+            return []
+        ready = [w for w in self._workers if w.state is DeviceState.READY and not w.has_declined(call)]
+        return [w for w in ready if w.may_run(call) and w.could_hold(call.request.device_bytes)]
+
+    def _targets(self, call: CallRecord) -> list[WorkerRecord]:
+        """Those of its choices worth waiting for."""
+        choices = self._choices(call)
+        wanted = call.request.device_bytes + workspace_footprint(self._expected(call))
+        targets = [worker for worker in choices if worker.could_hold(wanted)] or choices
+        if call.declined_by is None:
+            return targets
+        # It has one try more: not where it would most likely be declined again.
+        return [worker for worker in targets if not worker.short] or targets
 
     # ------------------------------------------------------------------------------------------- on and off
 
     def place(self, call: CallRecord) -> WorkerRecord | None:
         """Puts a call on the best worker with room for it, its memory taken; None when none has room now."""
-        choices = [w for w in self._workers if w.admits(call) and not self.claim.keeps_off(call, w)]
-        for worker in sorted(choices, key=lambda w: (call.killed[w.index], len(w.running), w.last_start)):
+        choices = [w for w in self._targets(call) if w.admits(call) and not self.claim.keeps_off(call, w)]
+        for worker in sorted(choices, key=lambda w: _rank(call, w)):
             workspace = self._workspace_of(call, worker)
             device_bytes = 0
             if workspace is not None:
@@ -89,7 +126,8 @@ class Placement:
         if worker.memory_bytes is None:
             return None
         expected = self._expected(call)
-        if self._somewhere(call.request.device_bytes + workspace_footprint(expected)):
+        wanted = call.request.device_bytes + workspace_footprint(expected)
+        if any(choice.could_hold(wanted) for choice in self._choices(call)):
             return expected
         # What was learned may be true no more. It gets all there is, and its first phase has the last word.
         return largest_workspace(worker.memory_bytes - call.request.device_bytes)
@@ -99,10 +137,6 @@ class Placement:
             return call.workspace_bytes
         return self._workspaces.expect(call.request.workspace_key)
 
-    def _somewhere(self, nbytes: int) -> bool:
-        """Whether any device could have so much of its own memory free."""
-        return any(w.state is not DeviceState.DOWN and w.could_hold(nbytes) for w in self._workers)
-
     def _join(self, call: CallRecord, worker: WorkerRecord, device_bytes: int, workspace: int | None) -> None:
         self.claim.drop(call)
         self._starts += 1
@@ -110,7 +144,7 @@ class Placement:
         worker.running[call.id] = call
         self._memory[worker.spec.memory] -= call.request.memory_bytes
         worker.memory_used_bytes += device_bytes
-        call.device_bytes, call.set_aside_bytes = device_bytes, workspace
+        call.device_bytes, call.set_aside_bytes, call.too_large = device_bytes, workspace, False
 
     def take_off(self, call: int, worker: WorkerRecord) -> CallRecord:
         """Takes a call off its worker; its outputs stay where they are."""
@@ -122,9 +156,7 @@ class Placement:
 
     def wait(self, call: CallRecord) -> None:
         """There is no room for a call now: it may have to be kept some."""
-        wanted = call.request.device_bytes + workspace_footprint(self._expected(call))
-        roomy = [worker for worker in self._workers if worker.could_hold(wanted)]
-        self.claim.make(call, roomy or self._workers)
+        self.claim.make(call, self._targets(call))
 
     # --------------------------------------------------------------------------------------------- workspaces
 
@@ -140,6 +172,7 @@ class Placement:
         if call.set_aside_bytes is None:
             return WorkspaceGranted(call.id)  # nobody counts it
         self.learn(call, nbytes)
+        call.too_large = False
         wanted = call.request.device_bytes + workspace_footprint(nbytes)
         more = wanted - call.device_bytes
         if not call.void and (more <= 0 or worker.has_free(more)):
@@ -147,6 +180,18 @@ class Placement:
                 worker.memory_used_bytes += more
                 call.device_bytes, call.set_aside_bytes = wanted, nbytes
             return WorkspaceGranted(call.id)
-        final = not call.void and not self._somewhere(wanted)
-        most = largest_workspace((self.most_device_bytes or 0) - call.request.device_bytes)
-        return WorkspaceRefused(call.id, final, most)
+        choices = [*self._choices(call), worker]
+        call.too_large = not call.void and not any(choice.could_hold(wanted) for choice in choices)
+        most = largest_workspace((_most(choices) or 0) - call.request.device_bytes)
+        return WorkspaceRefused(call.id, call.too_large, most)
+
+
+def _rank(call: CallRecord, worker: WorkerRecord) -> tuple[int, bool, int, int]:
+    """The smallest is the best: a device that fails calls at once would else be the least busy one."""
+    return call.killed[worker.index], worker.short, len(worker.running), worker.last_start
+
+
+def _most(workers: Sequence[WorkerRecord]) -> int | None:
+    """The most memory of its own that one of them has; None when one has no bound, or none yet."""
+    found = [worker.memory_bytes for worker in workers if worker.memory_bytes is not None]
+    return max(found, default=0) if len(found) == len(workers) else None

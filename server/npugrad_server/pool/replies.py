@@ -83,6 +83,16 @@ class Replies:
         )
         self._observer.call_requeued(entry.planned, device)
 
+    def redirected(self, entry: Entry, device: str, reason: str) -> None:
+        """A device could not take a call, which waits for another one."""
+        _log.warning(
+            "request %s: %s answered %s; it waits for another device",
+            entry.planned.request_id,
+            device,
+            reason,
+        )
+        self._observer.call_redirected(entry.planned, device, reason)
+
     def postponed(self, entry: Entry, device: str) -> None:
         """There was no room for a call's workspace; it waits again."""
         _log.info("request %s: %s has no room for its workspace now", entry.planned.request_id, device)

@@ -6,10 +6,15 @@ driver carries the commands out in order.
 Guarantees
     - A call gets exactly one `CompleteCall` or `FailCall`, unless the caller cancelled or closed it first.
     - `ReleaseCall` comes exactly once for every call, after it was closed and no worker touches its memory.
-    - A call starts at most `max_attempts` times, never past its deadline, and from its second try on alone;
-      at most `SUSPECT_ATTEMPTS` times once a device failed under it.
+    - A call starts at most `max_attempts` times, never past its deadline, never on a device that lacks its
+      operator, and alone once a worker died under it; no more after `attempts.SUSPECT_ATTEMPTS` such deaths
+      once a device failed under it.
+    - A call that a device cannot take now (`attempts.ELSEWHERE`) is tried on another one, if there is one,
+      once; the second answer is its caller's. That device comes last until it has done a call well.
     - A call that waits for room is overtaken by at most `claim.MAX_OVERTAKEN` calls of its priority or below
       for want of room; then a worker is kept free for it.
+    - Calls of one label start in their order, but for those of another operator behind one that has to wait
+      for the devices that have its own.
     - Calls never hold more of a device's own memory than it has, workspaces included, from the moment their
       size is known; what a call holds goes back once.
     - A call whose workspace found no room has not been tried: it waits in front of its lane, and starts again
@@ -21,10 +26,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from npugrad_server.pool.alarms import Alarms
+from npugrad_server.pool.attempts import ELSEWHERE, may_go_elsewhere, may_run_again, words_of_loss
 from npugrad_server.pool.commands import (
     CompleteCall,
     FailCall,
     PostponeCall,
+    RedirectCall,
     ReleaseCall,
     RequeueCall,
     StartCall,
@@ -43,9 +50,6 @@ if TYPE_CHECKING:
 
     from npugrad_server.pool.commands import CallRequest, Command, Failure, WorkerSpec
     from npugrad_server.pool.types import PoolSettings
-
-SUSPECT_ATTEMPTS = 2
-"""Tries of a call under which a device failed: what it makes devices fail with, it would do everywhere."""
 
 
 class Scheduler:
@@ -91,10 +95,13 @@ class Scheduler:
         """Whether no device will ever be ready again."""
         return self._lifecycle.all_down
 
-    @property
-    def most_device_bytes(self) -> int | None:
+    def most_device_bytes(self, operator: str = "") -> int | None:
         """The most of a device's own memory that a call can have; None where it has no bound, or not yet."""
-        return self._placement.most_device_bytes
+        return self._placement.most_device_bytes(operator)
+
+    def why_lacking(self, operator: str) -> str:
+        """Why no device can run an operator; empty when one can, or may once it is ready."""
+        return self._placement.why_lacking(operator)
 
     def next_alarm(self) -> float | None:
         """When `tick` is due; None when only an event can change anything."""
@@ -131,6 +138,7 @@ class Scheduler:
         now: float,
         one_mode: bool = False,
         memory_bytes: int | None = None,
+        lacks: Mapping[str, str] | None = None,
     ) -> list[Command]:
         """A process has opened its device.
 
@@ -140,6 +148,7 @@ class Scheduler:
             now: When.
             one_mode: Whether calls of different deterministic modes must not overlap on it.
             memory_bytes: What calls may have of its own memory; None for a device without.
+            lacks: Operators that it cannot run, with the reason.
         """
         out: list[Command] = []
         record = self.workers[worker]
@@ -148,6 +157,7 @@ class Scheduler:
         if record.failure is not None:
             return out  # it said that the device did not open, so its end is near
         record.one_mode, record.memory_bytes, record.alarm = one_mode, memory_bytes, None
+        record.lacks, record.short = dict(lacks or {}), False
         self._lifecycle.change(record, DeviceState.READY, "", out)
         self._dispatch(now, out)
         return out
@@ -160,6 +170,7 @@ class Scheduler:
         good: bool,
         now: float,
         workspace_bytes: int | None = None,
+        reason: str = "",
     ) -> list[Command]:
         """A process has done a call, or has survived an error in it.
 
@@ -170,6 +181,7 @@ class Scheduler:
             good: Whether there are results.
             now: When.
             workspace_bytes: Workspace its operator asked for; None when that is not known.
+            reason: Row of the error table, when there are none.
         """
         out: list[Command] = []
         record = self.workers[worker]
@@ -179,10 +191,11 @@ class Scheduler:
             self._placement.learn(record.running[call], workspace_bytes)
         done = self._placement.take_off(call, record)
         if good:
-            record.failures = 0
-        if not done.void:
-            out.append(CompleteCall(call))
-        self._settle(done, out)
+            record.failures, record.short = 0, False
+        if good or not self._send_elsewhere(done, record, reason, out):
+            if not done.void:
+                out.append(CompleteCall(call))
+            self._settle(done, out)
         self._dispatch(now, out)
         return out
 
@@ -292,14 +305,14 @@ class Scheduler:
         if all(len(w.running) >= w.spec.streams or w.state is not DeviceState.READY for w in self.workers):
             return False
         blocked: list[CallRecord] = []
-        for call in self._queue.heads():
+        for call in self._queue.in_turn(self._placement.is_confined):
             deadline = call.request.deadline_s
             if deadline is not None and deadline <= now:
                 self._give_up(call, "DEADLINE_EXCEEDED", "the deadline passed in the queue", out)
-                return True  # another call heads its lane now
+                return True  # its lane has changed
             why_never = self._placement.why_never(call)
-            if why_never:
-                self._give_up(call, "CALL_TOO_LARGE", why_never, out)
+            if why_never is not None:
+                self._give_up(call, *why_never, out)
                 return True
             worker = self._placement.place(call)
             if worker is not None:
@@ -379,17 +392,32 @@ class Scheduler:
         if failure is not None and failure.call == call.id and not failure.retry:
             self._fail(call, "DEADLINE_EXCEEDED", failure.reason, out, failure.code)
             return
-        limit = self._settings.max_attempts
-        if call.attempts < (min(limit, SUSPECT_ATTEMPTS) if call.suspect else limit):
+        if may_run_again(call, self._settings.max_attempts):
             self._put_back(call)
             out.append(RequeueCall(call.id, worker.index))
             return
         # The call is the suspect now, so its devices are not held to account for it.
         for index, count in call.killed.items():
             self.workers[index].failures = max(0, self.workers[index].failures - count)
-        last = call.last_reason or worker.reason
-        what = f"its worker died at each of {call.attempts} tries; last: {last}"
+        what = words_of_loss(call, call.last_reason or worker.reason)
         self._fail(call, "WORKER_LOST", what, out, call.last_code)
+
+    def _send_elsewhere(
+        self, call: CallRecord, worker: WorkerRecord, reason: str, out: list[Command]
+    ) -> bool:
+        """Puts a call back that its device could not take, if another one could; returns whether it did."""
+        if reason not in ELSEWHERE or call.too_large:
+            return False
+        worker.short = True
+        if not may_go_elsewhere(call, self._settings.max_attempts):
+            return False
+        call.declined_by = (worker.index, worker.incarnation)
+        if not self._placement.has_other(call):
+            return False
+        call.free_region()
+        self._put_back(call)
+        out.append(RedirectCall(call.id, worker.index, reason))
+        return True
 
     def _put_back(self, call: CallRecord) -> None:
         """A call that ran waits again, in front of its lane."""

@@ -191,6 +191,9 @@ class PoolObserver:
     def call_requeued(self, planned: PlannedCall, device: str) -> None:
         """The worker of a device died under a call, which waits for another try."""
 
+    def call_redirected(self, planned: PlannedCall, device: str, reason: str) -> None:
+        """A device could not take a call now, which waits for another one; `reason` is that of its answer."""
+
     def workspace_asked(self, device: str, answer: str) -> None:
         """A call needed more workspace than was set aside for it.
 

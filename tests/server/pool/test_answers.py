@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from npugrad.errors import (
+    CallTooLarge,
     DeadlineExceeded,
     DeviceError,
     DeviceOutOfMemory,
@@ -12,9 +13,12 @@ from npugrad.errors import (
     OperatorError,
     ServerBusy,
     UnsafeLevels,
+    UnsupportedOperator,
     WorkerLost,
 )
-from npugrad_server.pool.answers import error_from_answer, error_from_verdict
+from npugrad.status import MAX_MESSAGE_BYTES, ascii_message
+from npugrad_server.pool import DeviceState, DeviceStatus
+from npugrad_server.pool.answers import error_from_answer, error_from_verdict, error_without_device
 from npugrad_server.worker.protocol import CallFailed
 
 
@@ -45,7 +49,13 @@ def test_a_workers_answer_becomes_the_exception_of_its_reason(
 
 @pytest.mark.parametrize(
     ("reason", "expected"),
-    [("DEADLINE_EXCEEDED", DeadlineExceeded), ("NO_DEVICE", ServerBusy), ("WORKER_LOST", WorkerLost)],
+    [
+        ("CALL_TOO_LARGE", CallTooLarge),
+        ("DEADLINE_EXCEEDED", DeadlineExceeded),
+        ("NO_DEVICE", ServerBusy),
+        ("OPERATOR_UNSUPPORTED", UnsupportedOperator),
+        ("WORKER_LOST", WorkerLost),
+    ],
 )
 def test_a_verdict_becomes_an_exception(job: Any, reason: str, expected: type[NpugradError]) -> None:
     error = error_from_verdict(job().planned, reason, "it happened")
@@ -54,3 +64,41 @@ def test_a_verdict_becomes_an_exception(job: Any, reason: str, expected: type[Np
     assert error.request_id == "request-0"
     if isinstance(error, ServerBusy):
         assert error.retry_after_s
+
+
+def down(index: int, reason: str, state: DeviceState = DeviceState.DOWN) -> DeviceStatus:
+    return DeviceStatus(f"npu:{index}", "npu", "", True, state, 0, reason)
+
+
+def test_without_a_device_the_caller_is_told_why_device_by_device() -> None:
+    devices = [down(0, "quarantined"), down(1, "no driver"), down(2, "quarantined")]
+    error = error_without_device(devices, "group_norm_backward")
+    assert str(error) == (
+        "group_norm_backward: no device is ready: npu:0, npu:2: down, quarantined; npu:1: down, no driver"
+    )
+    assert (error.reason, error.operator) == ("NO_DEVICE", "group_norm_backward")
+    assert error.retry_after_s
+    starting = [down(0, "its first worker starts", DeviceState.STARTING)]
+    assert str(error_without_device(starting)) == (
+        "no device is ready: npu:0: starting, its first worker starts"
+    )
+
+
+def test_a_long_reason_of_one_device_does_not_hide_that_of_another() -> None:
+    devices = [down(0, "a" * 1000), down(1, "no driver"), down(2, "b" * 1000)]
+    words = str(error_without_device(devices, "group_norm_backward"))
+    assert len(words) <= MAX_MESSAGE_BYTES
+    assert ascii_message(words) == words
+    for part in ("npu:0: down, aaaa", "...; npu:1: down, no driver; ", "npu:2: down, bbbb"):
+        assert part in words
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 64, 500])
+@pytest.mark.parametrize("length", [0, 1, 60, 600])
+def test_the_reasons_always_fit_a_status(count: int, length: int) -> None:
+    devices = [down(index, f"{index}" + "x" * length) for index in range(count)]
+    words = str(error_without_device(devices, "multi_scale_deformable_attention_grad"))
+    assert words.startswith("multi_scale_deformable_attention_grad: no device is ready: ")
+    assert len(words) <= MAX_MESSAGE_BYTES
+    whole = sum(len(f"npu:{index}: down, {device.reason}; ") for index, device in enumerate(devices))
+    assert ("..." in words or count == 500) == (whole > MAX_MESSAGE_BYTES - 59)

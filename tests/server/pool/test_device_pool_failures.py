@@ -31,6 +31,10 @@ class Losses(PoolObserver):
         self.requeued: list[tuple[str, str]] = []
         self.lost: list[tuple[str, str]] = []
         self.attempts: list[int] = []
+        self.redirected: list[tuple[str, str]] = []
+
+    def call_redirected(self, planned: PlannedCall, device: str, reason: str) -> None:
+        self.redirected.append((device, reason))
 
     def call_started(self, planned: PlannedCall, device: str, attempt: int, queued_s: float) -> None:
         self.attempts.append(attempt)
@@ -192,6 +196,24 @@ def test_a_worker_survives_what_an_operator_does_wrong(
     run_pool(scenario, f"test:1?{failure}=x&compute=1")
 
 
+def test_a_call_that_finds_no_memory_is_tried_on_one_other_device(run_pool: Any, job: Any) -> None:
+    losses = Losses()
+
+    async def scenario(pool: DevicePool) -> None:
+        await pool.wait_ready(30)
+        with pytest.raises(DeviceOutOfMemory, match="group_norm_backward"):
+            await job(label="x").run(pool)
+        outcome = await job(label="y").check(pool)
+        (well,) = [worker.index for worker in pool._scheduler.workers if not worker.short]
+        assert (outcome.info.attempts, outcome.info.device) == (1, f"test:{well}")
+        assert sum(status.restarts for status in pool.devices()) == 0
+
+    run_pool(scenario, "test:3?oom=x&compute=1", observer=losses)
+    assert losses.attempts == [1, 2, 1]
+    assert [reason for _, reason in losses.redirected] == ["DEVICE_OUT_OF_MEMORY"]
+    assert losses.requeued == losses.lost == []
+
+
 def test_verification_finds_a_flipped_bit(run_pool: Any, job: Any) -> None:
     async def scenario(pool: DevicePool) -> None:
         found, _ = await job(label="x").run(pool)
@@ -221,7 +243,8 @@ def test_a_device_that_never_opens_is_marked_down_and_says_why(run_pool: Any, jo
         with pytest.raises(ServerBusy) as caught:
             await waiting
         assert caught.value.reason == "NO_DEVICE"
-        with pytest.raises(ServerBusy) as caught:
+        words = "no device is ready: test:0: down, RuntimeError: test:0: does not open"
+        with pytest.raises(ServerBusy, match=words) as caught:
             pool.admit(job().planned)
         assert caught.value.reason == "NO_DEVICE"
         (status,) = pool.devices()

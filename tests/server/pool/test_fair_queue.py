@@ -13,12 +13,17 @@ class Waiting:
     id: int
     priority: int = 0
     label: str = ""
+    kind: str = ""
+
+
+def first_of(queue: FairQueue[Waiting]) -> Waiting:
+    return next(queue.in_turn(lambda _: False))
 
 
 def drain(queue: FairQueue[Waiting]) -> list[int]:
     order = []
     while queue:
-        call = queue.heads()[0]
+        call = first_of(queue)
         queue.take(call)
         order.append(call.id)
     return order
@@ -45,7 +50,7 @@ def test_a_higher_priority_leaves_first() -> None:
 
 def test_a_restored_call_is_the_next_of_its_priority() -> None:
     queue = filled(Waiting(1, label="a"), Waiting(2, label="a"), Waiting(3, label="b"))
-    first = queue.heads()[0]
+    first = first_of(queue)
     queue.take(first)
     queue.restore(first)
     assert drain(queue) == [1, 3, 2]
@@ -58,7 +63,15 @@ def test_a_call_can_give_up_anywhere_in_its_lane() -> None:
     assert len(queue) == 2
     assert sorted(call.id for call in queue) == [1, 3]
     assert drain(queue) == [1, 3]
-    assert queue.heads() == []
+    assert list(queue.in_turn(lambda _: True)) == []
+
+
+def test_calls_of_other_kinds_pass_one_that_lets_them_and_none_of_its_own() -> None:
+    calls = [Waiting(1, kind="x"), Waiting(2, kind="x"), Waiting(3, kind="y"), Waiting(4, kind="z")]
+    queue = filled(*calls, Waiting(5, label="b", kind="x"))
+    assert [call.id for call in queue.in_turn(lambda _: False)] == [1, 5]
+    assert [call.id for call in queue.in_turn(lambda call: call.kind == "x")] == [1, 3, 5]
+    assert [call.id for call in queue.in_turn(lambda _: True)] == [1, 3, 4, 5]
 
 
 @settings(deadline=None)

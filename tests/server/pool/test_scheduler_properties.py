@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from npugrad import Product
 from npugrad_server.backends.base import Comeback
+from npugrad_server.pool.attempts import ELSEWHERE, SUSPECT_ATTEMPTS
 from npugrad_server.pool.commands import (
     CallRequest,
     CompleteCall,
@@ -19,6 +20,7 @@ from npugrad_server.pool.commands import (
     Failure,
     KillWorker,
     PostponeCall,
+    RedirectCall,
     ReleaseCall,
     RequeueCall,
     SpawnWorker,
@@ -27,7 +29,7 @@ from npugrad_server.pool.commands import (
     WorkerSpec,
 )
 from npugrad_server.pool.device_memory import workspace_footprint
-from npugrad_server.pool.scheduler import SUSPECT_ATTEMPTS, Scheduler
+from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.pool.types import DeviceState, PoolSettings
 from npugrad_server.worker.protocol import AbandonCall, WorkspaceGranted, WorkspaceRefused
 
@@ -35,10 +37,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from npugrad_server.pool.commands import Command
+    from npugrad_server.pool.ledger import WorkerRecord
 
 ARENA, MEMORY, ATTEMPTS = 256, 100, 3
 DEVICE = 8 * 512
 """Memory that a device with its own has at most."""
+OPERATORS = ("", "p", "q")
 
 
 @dataclass
@@ -54,6 +58,9 @@ class Call:
     released: int = 0
     region_live: bool = False
     suspect: bool = False
+    deaths: int = 0
+    declined: tuple[int, int] | None = None
+    redirected: int = 0
     needs: int = 0
     """Workspace its first phase asks for, in blocks."""
     granted: int = 0
@@ -86,6 +93,7 @@ class Process:
     open: bool = False
     told_to_end: bool = False
     memory: int | None = None
+    lacks: frozenset[str] = frozenset()
 
 
 class SchedulerWorld(RuleBasedStateMachine):
@@ -110,6 +118,8 @@ class SchedulerWorld(RuleBasedStateMachine):
                 call.answers += 1
                 assert not call.cancelled, "an answer nobody asked for"
                 assert not isinstance(command, CompleteCall) or call.starts
+                if isinstance(command, FailCall) and command.reason == "OPERATOR_UNSUPPORTED":
+                    assert self._choices(call) == [], "some device may have it"
             elif isinstance(command, ReleaseCall):
                 call = self.calls[command.call]
                 call.released += 1
@@ -124,7 +134,14 @@ class SchedulerWorld(RuleBasedStateMachine):
                 self.processes[command.worker].told_to_end = True
             elif isinstance(command, RequeueCall):
                 call = self.calls[command.call]
-                assert call.tries < (SUSPECT_ATTEMPTS if call.suspect else ATTEMPTS)
+                assert call.tries < ATTEMPTS
+                assert not call.suspect or call.deaths < SUSPECT_ATTEMPTS
+            elif isinstance(command, RedirectCall):
+                call = self.calls[command.call]
+                call.redirected += 1
+                assert command.reason in ELSEWHERE
+                assert call.tries < ATTEMPTS
+                assert not call.suspect
             elif isinstance(command, PostponeCall):
                 self.calls[command.call].postponed += 1
             elif isinstance(command, TellWorker):
@@ -147,8 +164,32 @@ class SchedulerWorld(RuleBasedStateMachine):
         call.refusal = message
         if message.final:
             needed = call.request.device_bytes + workspace_footprint(call.workspace)
-            up = [w.memory_bytes for w in self.scheduler.workers if w.state is not DeviceState.DOWN]
-            assert all(memory is not None and memory < needed for memory in up), "some device has room"
+            choices = [*self._choices(call), self.scheduler.workers[command.worker]]
+            assert not any(worker.could_hold(needed) for worker in choices), "some device has room"
+
+    def _choices(self, call: Call) -> list[WorkerRecord]:
+        """Where a call may go: not where its operator lacks, nor back while it can go elsewhere."""
+        able = [
+            worker
+            for worker in self.scheduler.workers
+            if worker.state is not DeviceState.DOWN
+            and not (
+                worker.state is DeviceState.READY
+                and call.request.operator in self.processes[worker.index].lacks
+            )
+        ]
+        return self._others(call, able) or able
+
+    @staticmethod
+    def _others(call: Call, able: Sequence[WorkerRecord]) -> list[WorkerRecord]:
+        """Devices that are ready, and not the one that could not take the call."""
+        return [
+            worker
+            for worker in able
+            if call.declined not in (None, (worker.index, worker.incarnation))
+            and worker.state is DeviceState.READY
+            and worker.could_hold(call.request.device_bytes)
+        ]
 
     def _started(self, start: StartCall) -> None:
         call, process = self.calls[start.call], self.processes[start.worker]
@@ -164,10 +205,14 @@ class SchedulerWorld(RuleBasedStateMachine):
         assert start.attempt == call.tries <= ATTEMPTS
         assert (start.workspace_bytes is None) == (process.memory is None)
         call.granted = start.workspace_bytes or 0
+        assert call.request.operator not in process.lacks, "started where its operator lacks"
+        if (start.worker, start.incarnation) == call.declined:
+            ready = [worker.index for worker in self._choices(call)]
+            assert start.worker in ready, "back where it was declined, though there was another device"
         beside = [c for c in self._on(start.worker) if c is not call]
         if beside:
-            assert start.attempt == 1, "a second try is not alone"
-            assert all(other.tries == 1 for other in beside), "somebody joined a second try"
+            assert not call.deaths, "a call that a worker died under is not alone"
+            assert not any(other.deaths for other in beside), "somebody joined one that a worker died under"
         if self.one_mode:
             assert all(c.request.deterministic == call.request.deterministic for c in beside)
         self._check_region(call, start)
@@ -224,6 +269,7 @@ class SchedulerWorld(RuleBasedStateMachine):
         memory_bytes=st.sampled_from([0, 0, 30, 100]),
         blocks=st.integers(0, 9),
         needs=st.integers(0, 9),
+        operator=st.sampled_from(OPERATORS),
     )
     def submit(
         self,
@@ -235,11 +281,21 @@ class SchedulerWorld(RuleBasedStateMachine):
         memory_bytes: int,
         blocks: int,
         needs: int,
+        operator: str,
     ) -> None:
         number = len(self.calls)
         due = None if deadline is None else self.now + deadline
         request = CallRequest(
-            number, priority, label, deterministic, due, output_bytes, memory_bytes, 512 * blocks, needs // 2
+            number,
+            priority,
+            label,
+            deterministic,
+            due,
+            output_bytes,
+            memory_bytes,
+            512 * blocks,
+            needs // 2,
+            operator,
         )
         # Two needs share a key, so that what was learned is right, too much and too little in turn.
         self.calls[number] = Call(request, needs=needs)
@@ -249,14 +305,19 @@ class SchedulerWorld(RuleBasedStateMachine):
     @rule(data=st.data())
     def become_ready(self, data: st.DataObject) -> None:
         worker = data.draw(st.sampled_from([w for w, p in self.processes.items() if not p.open]))
-        self._ready(worker, data.draw(st.integers(0, 8)) * 512)
+        lacks = data.draw(st.sets(st.sampled_from(OPERATORS[1:])))
+        self._ready(worker, data.draw(st.integers(0, 8)) * 512, frozenset(lacks))
 
-    def _ready(self, worker: int, memory: int = DEVICE) -> None:
+    def _ready(self, worker: int, memory: int = DEVICE, lacks: frozenset[str] = frozenset()) -> None:
         process = self.processes[worker]
         process.open = True
+        if not process.told_to_end:
+            process.lacks = lacks
+        reasons = dict.fromkeys(lacks, "its first try failed")
         # A device may have less than the last time: somebody else may use it.
         process.memory = memory if self.own else None
-        self.obey(self.scheduler.ready(worker, process.incarnation, self.now, self.one_mode, process.memory))
+        incarnation = process.incarnation
+        self.obey(self.scheduler.ready(worker, incarnation, self.now, self.one_mode, process.memory, reasons))
 
     @precondition(lambda self: any(c.running for c in self.calls.values()))
     @rule(data=st.data())
@@ -284,29 +345,55 @@ class SchedulerWorld(RuleBasedStateMachine):
     def _come_back(self, number: int) -> None:
         call = self.calls[number]
         if call.refusal is None or call.refusal.final:
-            self._answer(number, False)
+            self._answer(number, "DEVICE_OUT_OF_MEMORY")
             return
         start, before = call.starts[-1], len(call.starts)
         call.running = call.region_live = False
         known = max(call.workspace, start.workspace_bytes or 0)
         self.obey(self.scheduler.deferred(start.worker, start.incarnation, number, call.workspace, self.now))
-        up = [w for w in self.scheduler.workers if w.state is not DeviceState.DOWN]
         needed = call.request.device_bytes + workspace_footprint(known)
-        if any(worker.could_hold(needed) for worker in up):
+        if any(worker.could_hold(needed) for worker in self._choices(call)):
             for again in call.starts[before:]:
                 assert (again.workspace_bytes or 0) >= call.workspace, "placed where it has no room"
 
     @precondition(lambda self: any(c.running for c in self.calls.values()))
-    @rule(data=st.data(), good=st.booleans())
-    def answer(self, data: st.DataObject, good: bool) -> None:
-        self._answer(data.draw(st.sampled_from([n for n, c in self.calls.items() if c.running])), good)
+    @rule(data=st.data(), reason=st.sampled_from(["", "", "INTERNAL", *sorted(ELSEWHERE)]))
+    def answer(self, data: st.DataObject, reason: str) -> None:
+        self._answer(data.draw(st.sampled_from([n for n, c in self.calls.items() if c.running])), reason)
 
-    def _answer(self, number: int, good: bool) -> None:
+    def _answer(self, number: int, reason: str = "") -> None:
         call = self.calls[number]
         start = call.starts[-1]
+        goes_on = self._goes_elsewhere(call, reason)
         call.running = False
-        told = call.workspace if good else None
-        self.obey(self.scheduler.answered(start.worker, start.incarnation, number, good, self.now, told))
+        call.region_live = call.region_live and not goes_on
+        told = call.workspace if not reason else None
+        before = call.redirected
+        self.obey(
+            self.scheduler.answered(
+                start.worker, start.incarnation, number, not reason, self.now, told, reason
+            )
+        )
+        assert call.redirected - before == goes_on
+        worker = self.scheduler.workers[start.worker]
+        final = call.refusal is not None and call.refusal.final
+        if not reason or (reason in ELSEWHERE and not final):
+            assert worker.short == bool(reason)
+
+    def _goes_elsewhere(self, call: Call, reason: str) -> bool:
+        """Whether only the device stands in the way of a call and another is ready; notes the device."""
+        final = call.refusal is not None and call.refusal.final
+        wanted = not call.answers and not call.cancelled and not call.suspect and call.tries < ATTEMPTS
+        if reason not in ELSEWHERE or final or not wanted or call.declined is not None:
+            return False
+        start = call.starts[-1]
+        call.declined = (start.worker, start.incarnation)
+        others = self._others(call, [w for w in self.scheduler.workers if self._has(w, call)])
+        return bool(others)
+
+    def _has(self, worker: WorkerRecord, call: Call) -> bool:
+        process = self.processes.get(worker.index)
+        return process is not None and call.request.operator not in process.lacks
 
     @precondition(lambda self: self.processes)
     @rule(data=st.data())
@@ -316,6 +403,7 @@ class SchedulerWorld(RuleBasedStateMachine):
     def _die(self, worker: int) -> None:
         for call in self._on(worker):
             call.running = call.region_live = False
+            call.deaths += 1
         process = self.processes.pop(worker)
         self.obey(self.scheduler.lost(worker, process.incarnation, "signal 9", self.now))
 
@@ -423,7 +511,7 @@ class SchedulerWorld(RuleBasedStateMachine):
             if call.running:
                 self._ask(number)
                 if call.refusal is None:
-                    self._answer(number, True)
+                    self._answer(number)
                 else:
                     self._come_back(number)
             if (call.answers or call.cancelled) and not call.closed:
