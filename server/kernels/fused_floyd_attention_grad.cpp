@@ -150,7 +150,8 @@ class Floyd {
 
     // Vectors of an operand that are taken after those that follow each other in memory.
     void fetch(const T* vector) const {
-      for (int64_t d = 0; d < all_.d_; d += floyd::kLine / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(vector + d);
+      constexpr int64_t kStep = floyd::kLine / static_cast<int64_t>(sizeof(T));
+      for (int64_t d = 0; d < all_.d_; d += kStep) __builtin_prefetch(vector + d);
     }
 
     // Blocks of key1 or value1 for the n of the task, or of key2 or value2 for the m of the tile.
@@ -158,7 +159,8 @@ class Floyd {
     void pack_keys(const Grid<T>& from, float* natural, float* transposed) const {
       const int blocks = ByN ? static_cast<int>(n_.size()) : columns_;
       const auto copy = [&](int index, int l) {
-        const T* data = ByN ? from.at(b_, h_, n_.begin + index, k_.begin + l) : from.at(b_, h_, k_.begin + l, m_ + index);
+        const int64_t key = k_.begin + l;
+        const T* data = ByN ? from.at(b_, h_, n_.begin + index, key) : from.at(b_, h_, key, m_ + index);
         fetch(data + (ByN ? from.column : from.row));
         for (int64_t c = 0; c < all_.chunks_; ++c) {
           const int64_t skip = c * kBlock, to = (ByN ? n_block(c, index) : m_block(c, index)) + l * kBlock;
@@ -373,21 +375,26 @@ class Floyd {
     void add_dk1() const {
       for (int64_t c = 0; c < all_.chunks_; ++c)
         for (int i = 0; i < rows_; ++i) {
-          floyd::add_product<kBlock, kBlockStep>(
-              columns_, tile_.scores_grad + row(0, i), tile_.query + row(c, i), tile_.dk1 + n_block(c, first_ + i), !m_, tile_.later);
-          floyd::add_product<kBlock, kBlockStep>(
-              columns_, tile_.scores + row(0, i), tile_.dy + row(c, i), tile_.dv1 + n_block(c, first_ + i), !m_, tile_.later);
+          const auto add = [&](const float* scores, const float* vectors, float* sums) {
+            floyd::add_product<kBlock, kBlockStep>(
+                columns_, scores + row(0, i), vectors + row(c, i), sums + n_block(c, first_ + i), !m_, tile_.later);
+          };
+          add(tile_.scores_grad, tile_.query, tile_.dk1);
+          add(tile_.scores, tile_.dy, tile_.dv1);
         }
     }
 
     void add_dk2() const {
+      const bool fresh = visit_.k_first && !first_;
       for (int j = 0; j < columns_; ++j)
         for (int64_t c = 0; c < all_.chunks_; ++c) {
-          const int64_t from = row(c, 0) + j * kBlock, to = dk2_sums(c, j);
-          floyd::add_product<kRowStep, kBlock * kBlock>(
-              rows_, tile_.scores_grad + j * kBlock, tile_.query + from, &all_.dk2_sums_[to], visit_.k_first && !first_, tile_.later);
-          floyd::add_product<kRowStep, kBlock * kBlock>(
-              rows_, tile_.scores + j * kBlock, tile_.dy + from, &all_.dv2_sums_[to], visit_.k_first && !first_, tile_.later);
+          const auto add = [&](const float* scores, const float* vectors, float* sums) {
+            floyd::add_product<kRowStep, kBlock * kBlock>(
+                rows_, scores + j * kBlock, vectors + row(c, 0) + j * kBlock, sums + dk2_sums(c, j), fresh,
+                tile_.later);
+          };
+          add(tile_.scores_grad, tile_.query, all_.dk2_sums_);
+          add(tile_.scores, tile_.dy, all_.dv2_sums_);
         }
     }
 
