@@ -76,6 +76,14 @@ clean: ## Remove virtual environments, caches and built things
 	find $(LIBRARY) tests -name __pycache__ -type d -prune -exec rm -rf {} +
 .PHONY: clean
 
+# -------------------------------------------------------------------------------- kernels
+
+kernels: ## Build the compiled CPU kernels beside their loader; installing the package does it too
+	$(PYTHON) server/kernels/build.py
+test-kernels-asan: $(STAMP) ## The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	$(BIN)/python -m tests.server.kernels.sanitized $(ARGS)
+.PHONY: kernels test-kernels-asan
+
 # ------------------------------------------------------------------------------ the main job
 
 demo: $(STAMP) ## Start the service, run all four operators on real input, print a table
@@ -106,9 +114,9 @@ test-deploy: $(STAMP) ## The image recipe and the manifests
 bench: $(STAMP) ## All benchmarks: tables, JSON lines, pictures under build/bench; ARGS=--quick tries them out
 	$(BIN)/python -m tests.benchmarks $(ARGS)
 
-bench-transport bench-service: $(STAMP) ## One of them
+bench-transport bench-service bench-kernels: $(STAMP) ## One of them
 	$(BIN)/python -m tests.benchmarks $(@:bench-%=%) $(ARGS)
-.PHONY: bench bench-transport bench-service
+.PHONY: bench bench-transport bench-service bench-kernels
 
 # ------------------------------------------------------------------------------------ checks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -18,6 +19,9 @@ from npugrad.ops import get_operator
 from npugrad.products import Product
 from npugrad.status import MAX_STATUS_BYTES, decode_status
 from npugrad.v1 import backward_pb2, backward_pb2_grpc
+from npugrad_server.backends.base import DeviceCall
+from npugrad_server.backends.cpu import CpuBackend
+from npugrad_server.devices import parse_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,6 +32,30 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 60.0
 """Deadline of every call of a test: a hang fails it."""
+
+
+@cache
+def cpu_backend() -> CpuBackend:
+    """The CPU backend as a worker has it: its results do not depend on the number of threads."""
+    backend = CpuBackend()
+    backend.open(parse_device("cpu:0"), Product.ATLAS_A2, 1)
+    return backend
+
+
+def cpu_results(
+    spec: OpSpec,
+    call: CallMeta,
+    operands: Mapping[str, npt.NDArray[Any] | None],
+    outputs: Mapping[str, TensorMeta | None],
+) -> dict[str, npt.NDArray[Any]]:
+    """What a CPU device answers, bit for bit: its backend's results, by wanted output."""
+    wanted = {
+        name: np.zeros(meta.shape, meta.dtype.numpy) for name, meta in outputs.items() if meta is not None
+    }
+    contiguous = {name: None if a is None else np.array(a, order="C") for name, a in operands.items()}
+    if wanted:
+        cpu_backend().run(spec, DeviceCall(call, contiguous, wanted, CallOptions(), 0))
+    return wanted
 
 
 @dataclass(frozen=True)
@@ -75,11 +103,9 @@ class Sample:
         )
 
     def reference(self) -> dict[str, bytes]:
-        """What the record's reference computes, by wanted output, as raw bytes."""
-        metas = self.outputs
-        arrays = {name: np.zeros(meta.shape, meta.dtype.numpy) for name, meta in metas.items()}
-        self.spec.reference(self.arrays, self.call.attrs, arrays)
-        return {name: array.tobytes() for name, array in arrays.items()}
+        """What the CPU backend computes in this process, by wanted output, as raw bytes."""
+        found = cpu_results(self.spec, self.call, self.arrays, self.outputs)
+        return {name: array.tobytes() for name, array in found.items()}
 
     @property
     def outputs(self) -> dict[str, TensorMeta]:

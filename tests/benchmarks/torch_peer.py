@@ -39,10 +39,14 @@ class TorchCall:
     def prepare(self, case: Mapping[str, Any]) -> Call:
         """One backward pass."""
         call, operands = made(case)
-        tensors = {name: _tensor(array) for name, array in operands.items() if array is not None}
+        tensors = {name: as_tensor(array) for name, array in operands.items() if array is not None}
         backward = _MAKE[case["operator"]](tensors, call.attrs)
+        self.take_threads(backward)
+        return lambda: {name: as_array(grad) for name, grad in backward().items()}
+
+    def take_threads(self, backward: Backward) -> None:
+        """As many as are faster just now."""
         torch.set_num_threads(min(self._threads, key=lambda threads: _seconds(backward, threads)))
-        return lambda: {name: _array(grad) for name, grad in backward().items()}
 
 
 def _seconds(backward: Backward, threads: int) -> float:
@@ -51,13 +55,15 @@ def _seconds(backward: Backward, threads: int) -> float:
     return min(timeit.repeat(backward, number=1, repeat=_TRIALS))
 
 
-def _tensor(array: Array) -> torch.Tensor:
+def as_tensor(array: Array) -> torch.Tensor:
+    """A tensor that shares the array's memory."""
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
 
-def _array(tensor: torch.Tensor) -> Array:
+def as_array(tensor: torch.Tensor) -> Array:
+    """A contiguous tensor's memory as an array."""
     found = tensor.contiguous()
     if found.dtype is torch.bfloat16:
         return found.view(torch.int16).numpy().view(ml_dtypes.bfloat16)

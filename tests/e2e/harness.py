@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.calls import call_execute, call_unary, chunk, failure_of
+from tests.calls import call_execute, call_unary, chunk, cpu_results, failure_of
 
 from npugrad import codec, layout
 from npugrad.ops import OPERATORS
@@ -58,11 +58,9 @@ def own_threads() -> dict[str, str]:
 
 
 def local_results(spec: OpSpec, call: CallMeta, operands: Operands) -> dict[str, Array | None]:
-    """What the CPU backend computes here: the reference, into arrays of the outputs' own types."""
+    """What the CPU backend computes in this process, into arrays of the outputs' own types."""
     metas = spec.infer(call)
-    contiguous = {name: None if a is None else np.array(a, order="C") for name, a in operands.items()}
-    wanted = {name: np.empty(m.shape, m.dtype.numpy) for name, m in metas.items() if m is not None}
-    spec.reference(contiguous, call.attrs, wanted)
+    wanted = cpu_results(spec, call, operands, metas)
     return {name: wanted.get(name) for name in metas}
 
 

@@ -1,7 +1,7 @@
 """Results over the wire are the CPU backend's local results bit for bit, however the call travels.
 
-Local means: the record's reference, on C-contiguous operands, into arrays of the outputs' own types, in a
-process with as many threads for linear algebra as the worker has. The wire may not change one bit of it:
+Local means: the same backend, on C-contiguous operands, into arrays of the outputs' own types, in a process
+with as many threads for linear algebra as the worker has. The wire may not change one bit of it:
 neither TCP nor a Unix socket, one message nor a stream, chunks of any length, nor the layout of operands.
 """
 
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.calls import cpu_backend
 from tests.e2e.harness import (
     STREAMED,
     UNARY,
@@ -231,7 +232,8 @@ def typed(client: Client, case: Case, operands: Mapping[str, Any]) -> dict[str, 
     """Results of the client's typed method; what produced them is told truly."""
     result = getattr(client, case.spec.name)(**operands, **case.call.attrs, out=dict(case.call.outputs))
     info = result.info
-    assert (info.backend, info.device, info.simulated, info.attempts) == ("cpu-reference", "cpu:0", False, 1)
+    assert (info.backend, info.device) == (cpu_backend().name, "cpu:0")
+    assert (info.simulated, info.attempts) == (False, 1)
     assert info.product is Product.ATLAS_A2
     return outputs_of(case.spec, result)
 
@@ -347,4 +349,4 @@ def test_one_variable_sets_the_threads_of_every_library(
     entries = Path(f"/proc/{worker}/environ").read_text().split("\0")
     found = dict(entry.partition("=")[::2] for entry in entries)
     assert (found["OMP_NUM_THREADS"], found["OPENBLAS_NUM_THREADS"]) == ("3", "3")
-    assert "3 threads for linear algebra" in running.info().devices[0].description
+    assert "3 threads" in running.info().devices[0].description

@@ -3,7 +3,7 @@
 Options of ``test:N?name=value&...``; a LABEL is compared with the label of the call:
 
     ms=20         seconds of service time, in milliseconds; 0 by default
-    compute=1     results of the NumPy reference; zeros by default
+    compute=1     results of the CPU backend; zeros by default
     crash=LABEL   end the worker process by SIGKILL when such a call starts
     hang=LABEL    never answer such a call
     corrupt=LABEL flip one bit of its first result, the highest one of an exponent
@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from npugrad_server.backends.base import Comeback, DeviceLost, DeviceUnusable, Timings
+from npugrad_server.backends.cpu import CpuBackend
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -118,6 +119,7 @@ class TestBackend:
         self.description = "simulated device"
         self.unavailable: Mapping[str, str] = {}
         self._options = TestOptions.parse({})
+        self._cpu = CpuBackend()
         self._used_bytes = 0
         self._lock = threading.Lock()
 
@@ -136,6 +138,8 @@ class TestBackend:
         if self._options.opening != "ok":
             comeback = Comeback(self._options.opening)
             raise DeviceUnusable(f"{device.name}: does not open, as its options ask", comeback)
+        if self._options.compute:
+            self._cpu.open(device, product, streams)
         self.description = f"simulated device, {self._options.service_s * 1000:g} ms a call"
         self.memory_bytes = self._options.memory_bytes
 
@@ -178,7 +182,7 @@ class TestBackend:
 
     def _serve(self, spec: OpSpec, call: DeviceCall, start: float) -> None:
         if self._options.compute:
-            spec.reference(call.inputs, call.meta.attrs, call.outputs)
+            self._cpu.run(spec, call)
         else:
             for output in call.outputs.values():
                 output.fill(0)
@@ -213,7 +217,8 @@ class TestBackend:
         """None: it works in the host's memory."""
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Ends the threads of the CPU backend, if there are any."""
+        self._cpu.close()
 
 
 def _flip_bit(call: DeviceCall) -> None:

@@ -36,11 +36,3 @@ def test_every_operator_writes_every_element_of_its_outputs(spec: OpSpec) -> Non
         golden = {name: np.empty(array.shape, np.float64)}
         spec.reference(inputs, call.attrs, golden)
         assert compare(golden[name], array, spec.extra_tolerance(inputs, call.attrs, name)).ok
-
-
-def test_it_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    backend = CpuBackend()
-    backend.open(parse_device("cpu:0"), Product.ATLAS_A2, 1)
-    assert backend.description == "host CPU, NumPy reference in float64, 3 threads for linear algebra"
-    assert (backend.name, backend.simulated) == ("cpu-reference", False)

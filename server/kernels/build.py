@@ -1,0 +1,240 @@
+"""Builds the CPU kernels: `python server/kernels/build.py` with any C++17 compiler, nothing else.
+
+One shared library for each variant of the instruction set, from the same sources; the loader picks one by
+the flags of the processor. They land in `npugrad_server/backends/cpu/lib`, beside the loader, so that an
+installed and an editable package find them alike. What is up to date is not built again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parent
+LIBRARIES = SOURCES.parent / "npugrad_server" / "backends" / "cpu" / "lib"
+COMPILERS = ("c++", "g++", "clang++")
+
+_AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
+VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {"avx512": (*_AVX2, *_AVX512), "avx2": _AVX2, "baseline": ()},
+    "aarch64": {"neon": ()},
+}
+"""Flags of each variant by machine."""
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    # A product and the sum it goes into are fused where the variant can: vector types have no other way to
+    # say it portably. Nothing else of the floating-point rules is given up. Results of variants differ in
+    # last bits; one variant always repeats its own.
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fvisibility-inlines-hidden",
+    "-pthread",
+    "-Wall",
+    "-Wextra",
+    "-Wno-psabi",
+)
+LINK = ("-shared", "-pthread", "-Wl,-z,defs", "-Wl,--exclude-libs,ALL")
+# One C++ runtime inside: a process that has another one, such as torch's, keeps it to itself.
+STATIC = ("-static-libstdc++", "-static-libgcc", "-s")
+SANITIZERS = {
+    "address": ("-fsanitize=address", "-fno-omit-frame-pointer", "-g", "-O1"),
+    "undefined": ("-fsanitize=undefined", "-fno-sanitize-recover=undefined", "-g", "-O1"),
+    "thread": ("-fsanitize=thread", "-g", "-O1"),
+}
+
+
+class BuildError(RuntimeError):
+    """The kernels cannot be built; the message says what was tried, or what the compiler said."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """One library.
+
+    Attributes:
+        variant: Its instruction set.
+        path: Where it lies.
+        fresh: Whether this run made it.
+    """
+
+    variant: str
+    path: Path
+    fresh: bool
+
+
+def find_compiler() -> list[str]:
+    """The command of the C++ compiler: CXX, else the first of `COMPILERS` that is there.
+
+    Raises:
+        BuildError: There is none.
+    """
+    given = os.environ.get("CXX", "")
+    if given:
+        words = shlex.split(given)
+        if shutil.which(words[0]) is None:
+            raise BuildError(f"found CXX={given}; expected a C++ compiler that is there")
+        return words
+    for name in COMPILERS:
+        if shutil.which(name):
+            return [name]
+    raise BuildError(f"no C++ compiler: none of CXX, {', '.join(COMPILERS)} is there")
+
+
+def machine() -> str:
+    """The processor's family as `VARIANTS` names it."""
+    found = platform.machine().lower()
+    return {"amd64": "x86_64", "arm64": "aarch64"}.get(found, found)
+
+
+def library_name(variant: str) -> str:
+    """File name of a variant's library."""
+    return f"libnpugrad_kernels_{variant}.so"
+
+
+def build(
+    out: Path = LIBRARIES,
+    *,
+    variants: list[str] | None = None,
+    target: str | None = None,
+    compiler: list[str] | None = None,
+    sanitizers: tuple[str, ...] = (),
+    jobs: int | None = None,
+) -> list[Built]:
+    """Builds the libraries.
+
+    Args:
+        out: Folder they land in; made if it is missing.
+        variants: Which; None for all of the machine.
+        target: Machine to build for, as `VARIANTS` names it; None for this one.
+        compiler: Command of the compiler; None finds one.
+        sanitizers: Of `SANITIZERS`: such libraries are for tests.
+        jobs: Compilers at once; None for one per processor.
+
+    Raises:
+        BuildError: There is no compiler, it failed, or there are no variants for the machine.
+    """
+    known = VARIANTS.get(target or machine(), {})
+    if not known:
+        raise BuildError(f"found machine {target or machine()}; the kernels know {', '.join(VARIANTS)}")
+    unknown = [name for name in variants or () if name not in known]
+    if unknown:
+        raise BuildError(f"found variant {unknown[0]}; expected one of {', '.join(known)}")
+    command = compiler or find_compiler()
+    out.mkdir(parents=True, exist_ok=True)
+    wanted = {name: known[name] for name in variants or known}
+    version = _run([*command, "--version"])
+    checks = [flag for name in sanitizers for flag in SANITIZERS[name]]
+    with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
+        makers = [_Library(out, name, [*flags, *checks], command, version) for name, flags in wanted.items()]
+        stale = [maker for maker in makers if not maker.is_fresh()]
+        with tempfile.TemporaryDirectory(prefix="npugrad-kernels-") as folder:
+            for maker in stale:
+                maker.start(pool, Path(folder))
+            for maker in stale:
+                maker.finish(Path(folder), static=not sanitizers)
+    return [Built(maker.variant, maker.path, maker in stale) for maker in makers]
+
+
+class _Library:
+    """One variant on its way; a stamp beside the library tells what it was made of."""
+
+    def __init__(self, out: Path, variant: str, flags: list[str], command: list[str], version: str) -> None:
+        self.variant, self.path = variant, out / library_name(variant)
+        self._command, self._flags = command, [*FLAGS, *flags]
+        self._stamp = out / f".{variant}.stamp"
+        key = hashlib.sha256("\0".join([*command, version, *self._flags, *LINK, *STATIC]).encode())
+        for path in sorted(SOURCES.glob("*.h")) + sorted(SOURCES.glob("*.cpp")):
+            key.update(path.name.encode() + b"\0" + path.read_bytes())
+        self._key = key.hexdigest()
+
+    def is_fresh(self) -> bool:
+        try:
+            return self.path.is_file() and self._stamp.read_text() == self._key
+        except OSError:
+            return False
+
+    def start(self, pool: ThreadPoolExecutor, folder: Path) -> None:
+        self._objects = {
+            source: folder / f"{self.variant}-{source.stem}.o" for source in sorted(SOURCES.glob("*.cpp"))
+        }
+        self._done = [
+            pool.submit(_run, [*self._command, *self._flags, "-c", str(source), "-o", str(made)])
+            for source, made in self._objects.items()
+        ]
+
+    def finish(self, folder: Path, *, static: bool) -> None:
+        warnings = "".join(each.result() for each in self._done)
+        draft = folder / self.path.name
+        link = [*self._command, *self._flags, *LINK, "-o", str(draft), *map(str, self._objects.values())]
+        if not static:
+            # A sanitizer's runtime comes with the process that loads the library.
+            link.remove("-Wl,-z,defs")
+        try:
+            _run([*link, *(STATIC if static else ())])
+        except BuildError:
+            if not static:
+                raise
+            _run(link)  # a compiler without static runtimes
+        sys.stderr.write(warnings)
+        # Renamed when complete: a process that starts meanwhile loads the old one or the new one.
+        complete = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        shutil.copyfile(draft, complete)
+        complete.chmod(0o755)
+        complete.replace(self.path)
+        self._stamp.write_text(self._key)
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+    except OSError as error:
+        raise BuildError(f"{command[0]}: {error}") from error
+    if done.returncode:
+        raise BuildError(f"{shlex.join(command)} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout + done.stderr
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Builds and tells what was done."""
+    parser = argparse.ArgumentParser(prog="build.py", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=LIBRARIES, help="folder of the libraries")
+    parser.add_argument("--variant", action="append", help="of this machine; all by default")
+    parser.add_argument(
+        "--target", choices=list(VARIANTS), help="machine to build for; CXX must be its compiler"
+    )
+    parser.add_argument("--asan", action="store_true", help="with AddressSanitizer, for tests")
+    parser.add_argument("--ubsan", action="store_true", help="with UndefinedBehaviorSanitizer, for tests")
+    parser.add_argument("--tsan", action="store_true", help="with ThreadSanitizer, for tests")
+    options = parser.parse_args(arguments)
+    chosen = {"address": options.asan, "undefined": options.ubsan, "thread": options.tsan}
+    sanitizers = tuple(name for name, wanted in chosen.items() if wanted)
+    start = time.monotonic()
+    try:
+        made = build(options.out, variants=options.variant, target=options.target, sanitizers=sanitizers)
+    except BuildError as error:
+        sys.stderr.write(f"kernels: {error}\n")
+        return 1
+    for one in made:
+        print(f"kernels: {one.variant}: {'built' if one.fresh else 'up to date'}, {one.path}")
+    print(f"kernels: {time.monotonic() - start:.1f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""The backend of CPU devices: a kernel for each operator that has one, else the record's NumPy reference."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from npugrad import OPERATORS
+from npugrad_server.backends.base import Timings
+from npugrad_server.backends.cpu.kernels import Kernels, KernelsUnavailable, KernelUnsupported
+from npugrad_server.machine import cpu_count
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy.typing as npt
+
+    from npugrad.products import Product
+    from npugrad.spec import CallMeta, OpSpec
+    from npugrad_server.backends.base import DeviceCall
+    from npugrad_server.devices import DeviceName
+
+THREADS = "OMP_NUM_THREADS"
+"""Environment variable that says how many threads compute; the pool sets it, NumPy's libraries read it."""
+
+
+def thread_count() -> int:
+    """Threads that compute: what the environment says, else a thread for each processor."""
+    given = os.environ.get(THREADS, "").strip()
+    return max(1, int(given)) if given.isdigit() else cpu_count()
+
+
+class CpuBackend:
+    """Any operator with a reference, on the host's processors; deterministic for every call."""
+
+    simulated = False
+    one_mode = False
+    strided = True
+    memory_bytes: int | None = None
+
+    def __init__(self) -> None:
+        """Makes it; `open` loads the kernels."""
+        self.name = "cpu-reference"
+        self.description = "host CPU"
+        self.unavailable: Mapping[str, str] = {}
+        self._kernels: Kernels | None = None
+
+    def open(self, device: DeviceName, product: Product, streams: int) -> None:
+        """Loads the kernels, or notes why there are none; a CPU device stands for every product."""
+        threads = thread_count()
+        try:
+            self._kernels = kernels = Kernels(threads)
+        except KernelsUnavailable as error:
+            self.description = (
+                f"host CPU, NumPy reference in float64, {threads} threads for linear algebra; "
+                f"no compiled kernels: {error}"
+            )
+            return
+        self.name = "cpu"
+        self.description = f"host CPU, compiled kernels ({kernels.variant}), {kernels.threads} threads"
+        others = [name for name in OPERATORS if name not in kernels.operators]
+        if others:
+            self.description += f"; NumPy reference in float64 for {', '.join(others)}"
+
+    def run(self, spec: OpSpec, call: DeviceCall) -> Timings:
+        """Computes where operands and results lie; operands that have to be contiguous are copied first.
+
+        Raises:
+            CallAbandoned: The caller has gone.
+            DeadlineExceeded: The result would come too late.
+            MemoryError: There is no scratch memory for the call now.
+        """
+        call.check_wanted()
+        start = time.perf_counter()
+        if self._kernels is not None and spec.name in self._kernels.operators:
+            inputs = self._packed(self._kernels, spec, call.inputs)
+            packed = time.perf_counter()
+            try:
+                self._kernels.run(spec, inputs, call.meta.attrs, call.outputs, call.check_wanted)
+                return Timings(copy_in_s=packed - start, run_s=time.perf_counter() - packed)
+            except KernelUnsupported:
+                pass  # nothing was written; the reference takes any dtype
+        inputs = {
+            name: None if array is None else np.ascontiguousarray(array).reshape(array.shape)
+            for name, array in call.inputs.items()
+        }
+        packed = time.perf_counter()
+        spec.reference(inputs, call.meta.attrs, call.outputs)
+        return Timings(copy_in_s=packed - start, run_s=time.perf_counter() - packed)
+
+    @staticmethod
+    def _packed(
+        kernels: Kernels, spec: OpSpec, inputs: Mapping[str, npt.NDArray[Any] | None]
+    ) -> dict[str, npt.NDArray[Any] | None]:
+        return {
+            name: array
+            if array is None or array.flags.c_contiguous or kernels.takes_strides(spec, name)
+            else np.ascontiguousarray(array)
+            for name, array in inputs.items()
+        }
+
+    def workspace_bytes(self, spec: OpSpec, meta: CallMeta) -> int | None:
+        """None: what kernels and reference need beside the operands is bounded and their own."""
+
+    def memory_now(self, *, give_back: bool) -> tuple[int, int] | None:
+        """None: it works in the host's memory."""
+
+    def close(self) -> None:
+        """Ends the threads; no call runs."""
+        if self._kernels is not None:
+            self._kernels.close()
+            self._kernels = None

@@ -1,0 +1,77 @@
+"""The compiled kernels under test: every variant that this machine can run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from npugrad_server.backends.cpu.kernels import LIBRARIES, Kernels, usable_variants
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDER = "NPUGRAD_TEST_KERNELS"
+"""Environment variable: folder of the libraries to test, such as those with a sanitizer."""
+
+
+@pytest.fixture(scope="session")
+def build_module() -> Any:
+    """The builder, which is no part of a package."""
+    spec = importlib.util.spec_from_file_location("kernels_build", ROOT / "server" / "kernels" / "build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def libraries(build_module: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of up-to-date libraries; skips without a compiler."""
+    given = os.environ.get(FOLDER)
+    if given:
+        return Path(given)
+    try:
+        build_module.find_compiler()
+    except build_module.BuildError as error:
+        pytest.skip(str(error))
+    folder = LIBRARIES if os.access(LIBRARIES.parent, os.W_OK) else tmp_path_factory.mktemp("kernels")
+    build_module.build(folder)
+    return folder
+
+
+@pytest.fixture(scope="session", params=usable_variants())
+def library(request: pytest.FixtureRequest, libraries: Path) -> Path:
+    """Library of each variant in turn."""
+    path = libraries / f"libnpugrad_kernels_{request.param}.so"
+    if not path.is_file():
+        pytest.skip(f"{path.name} was not built")
+    return path
+
+
+@pytest.fixture(scope="session")
+def make_kernels(library: Path) -> Iterator[Callable[[int], Kernels]]:
+    """Kernels of the variant with so many threads; the same ones for the same number."""
+    made: dict[int, Kernels] = {}
+
+    def make(threads: int) -> Kernels:
+        if threads not in made:
+            made[threads] = Kernels(threads, library)
+        return made[threads]
+
+    yield make
+    for kernels in made.values():
+        kernels.close()
+
+
+@pytest.fixture
+def kernels(make_kernels: Callable[[int], Kernels]) -> Kernels:
+    """Kernels of the variant with two threads."""
+    return make_kernels(2)

@@ -1,0 +1,326 @@
+"""The kernel of fused_floyd_attention_grad against the float64 reference."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.server.kernels.compare import (
+    assert_right,
+    assert_same_bits,
+    computed,
+    golden,
+    largest_error,
+    outputs_for,
+)
+from tests.server.kernels.conftest import ROOT
+
+from npugrad import OPERATORS, Product
+from npugrad.dtypes import DType
+from npugrad_server.backends.cpu.kernels import Kernels, KernelUnsupported
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+    from npugrad.spec import CallMeta, Sample
+
+    Array = npt.NDArray[Any]
+    Inputs = dict[str, Array | None]
+
+FLOYD = OPERATORS["fused_floyd_attention_grad"]
+DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
+OPERANDS = ("query", "key1", "value1", "key2", "value2", "dy", "attention_in", "softmax_max", "softmax_sum")
+few = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def made(call: CallMeta, seed: int = 0, *, consistent: bool = True) -> Inputs:
+    """Operands; unless `consistent`, attention_in is that of no forward pass.
+
+    With few keys the forward pass leaves gradients that are nothing but the rounding of their terms.
+    """
+    rng = np.random.default_rng(seed)
+    mask = call.inputs["atten_mask"]
+    if mask is not None and mask.shape[2] == 1:  # the record makes masks of two rows and more
+        inputs = FLOYD.make_inputs(call.with_inputs(atten_mask=None), rng)
+        inputs["atten_mask"] = (rng.random(mask.shape) < 0.5).astype(mask.dtype.numpy)
+    else:
+        inputs = FLOYD.make_inputs(call, rng)
+    if not consistent:
+        attention = operand(inputs, "attention_in")
+        inputs["attention_in"] = rng.standard_normal(attention.shape, np.float32).astype(attention.dtype)
+    return inputs
+
+
+def operand(inputs: Inputs, name: str) -> Array:
+    array = inputs[name]
+    assert array is not None
+    return array
+
+
+@few
+@given(
+    dtype=st.sampled_from(DTYPES),
+    b=st.sampled_from([1, 2]),
+    h=st.sampled_from([1, 3]),
+    n=st.sampled_from([0, 1, 2, 5, 31, 33, 66]),
+    m=st.sampled_from([0, 1, 3, 4, 17, 32, 67]),
+    k=st.sampled_from([0, 1, 7, 32, 45, 65]),
+    d=st.sampled_from([0, 1, 8, 15, 32, 33, 64, 70]),
+    mask=st.sampled_from([None, DType.BOOL, DType.UINT8]),
+    scale=st.sampled_from([None, 1.0, 0.0, -0.25]),
+    seed=st.integers(0, 2**16),
+)
+def test_it_computes_what_the_reference_does(
+    kernels: Kernels,
+    dtype: DType,
+    b: int,
+    h: int,
+    n: int,
+    m: int,
+    k: int,
+    d: int,
+    mask: DType | None,
+    scale: float | None,
+    seed: int,
+) -> None:
+    if scale is None:
+        scale = max(d, 1) ** -0.5
+    sizes = {"b": b, "h": h, "n": n, "m": m, "k": k, "d": d, "scale_value": scale}
+    call = FLOYD.build(dtype=dtype, with_mask=mask is not None, mask_dtype=mask or DType.BOOL, **sizes)
+    inputs = _empty(call) if 0 in (n, m, k, d) else made(call, seed, consistent=False)
+    assert_right(FLOYD, call, inputs, computed(kernels, FLOYD, call, inputs))
+
+
+def _empty(call: CallMeta) -> Inputs:
+    """Operands of a call of which some have no elements: there is no forward pass to make them."""
+    return {
+        name: None if meta is None else np.ones(meta.shape, meta.dtype.numpy)
+        for name, meta in call.inputs.items()
+    }
+
+
+@pytest.mark.parametrize("product", [p for p in Product if p in FLOYD.products], ids=str)
+def test_every_sample_of_the_record(kernels: Kernels, product: Product) -> None:
+    samples: list[Sample] = list(FLOYD.samples(product))
+    assert samples
+    for sample in samples:
+        inputs = made(sample.call, 1)
+        assert_right(FLOYD, sample.call, inputs, computed(kernels, FLOYD, sample.call, inputs))
+
+
+# Sizes around every bound of the kernel: rows, tiles and ranges, few or many, either of n and m longer.
+BOUNDS = [
+    dict(n=16, m=128, k=128, d=32),
+    dict(n=130, m=33, k=97, d=64),
+    dict(n=33, m=200, k=161, d=32),
+    dict(b=3, h=5, n=20, m=18, k=40, d=8),
+    dict(b=2, h=2, n=193, m=5, k=33, d=128),
+    dict(n=330, m=3, k=135, d=8),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", BOUNDS, ids=lambda s: "-".join(map(str, s.values())))
+def test_bits_do_not_depend_on_threads(
+    make_kernels: Callable[[int], Kernels], dtype: DType, sizes: dict[str, int]
+) -> None:
+    call = FLOYD.build(dtype=dtype, with_mask=True, **sizes)
+    inputs = made(call, 2)
+    one = computed(make_kernels(1), FLOYD, call, inputs)
+    for threads in (2, 3, 5):
+        assert_same_bits(computed(make_kernels(threads), FLOYD, call, inputs), one)
+    assert_right(FLOYD, call, inputs, one)
+
+
+def test_calls_at_once_give_the_bits_of_calls_alone(make_kernels: Callable[[int], Kernels]) -> None:
+    kernels = make_kernels(3)
+    calls = [FLOYD.build(n=70 + 20 * i, m=64, k=96, d=16, h=2) for i in range(4)]
+    pairs = [(call, made(call, i)) for i, call in enumerate(calls)]
+    alone = [computed(kernels, FLOYD, *pair) for pair in pairs]
+    with ThreadPoolExecutor(4) as callers:
+        for _ in range(3):
+            together = list(callers.map(lambda pair: computed(kernels, FLOYD, *pair), pairs))
+            for found, expected in zip(together, alone, strict=True):
+                assert_same_bits(found, expected)
+
+
+def _relaid(array: Array, layout: str) -> Array:
+    if layout == "elements_first":
+        return np.ascontiguousarray(array.transpose(4, 3, 2, 1, 0)).transpose(4, 3, 2, 1, 0)
+    if layout == "every_second":
+        wide = np.zeros((*array.shape[:-1], array.shape[-1] * 2), array.dtype)
+        wide[..., ::2] = array
+        return wide[..., ::2]
+    return np.ascontiguousarray(array.swapaxes(2, 3)).swapaxes(2, 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["elements_first", "every_second", "swapped"])
+@pytest.mark.parametrize(("n", "m"), [(37, 20), (20, 37)])
+def test_strides_change_no_bit(kernels: Kernels, dtype: DType, layout: str, n: int, m: int) -> None:
+    call = FLOYD.build(dtype=dtype, b=2, h=3, n=n, m=m, k=35, d=40, with_mask=True)
+    inputs = made(call, 3)
+    strided: Inputs = {name: _relaid(operand(inputs, name), layout) for name in inputs}
+    assert all(kernels.takes_strides(FLOYD, name) for name in inputs)
+    expected = computed(kernels, FLOYD, call, inputs)
+    assert_same_bits(computed(kernels, FLOYD, call, strided), expected)
+
+
+def test_expanded_operands_are_read_where_they_lie(kernels: Kernels) -> None:
+    call = FLOYD.build(n=32, m=40, k=33, d=32, h=2, with_mask=True)
+    inputs = made(call, 4)
+    for name in ("dy", "value2", "atten_mask", "softmax_sum"):
+        array = operand(inputs, name)
+        inputs[name] = np.broadcast_to(array[:1, :1, :1, :1, :1], array.shape)
+    assert_right(FLOYD, call, inputs, computed(kernels, FLOYD, call, inputs))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("n", "m"), [(48, 33), (33, 48)])
+def test_a_row_without_keys_passes_its_gradient_through_the_mask(
+    kernels: Kernels, dtype: DType, n: int, m: int
+) -> None:
+    call = FLOYD.build(dtype=dtype, b=2, h=2, n=n, m=m, k=40, d=32, with_mask=True)
+    inputs = made(call, 5)
+    mask = operand(inputs, "atten_mask")
+    mask[0, 0, 3], mask[1] = True, True
+    rows = operand(inputs, "softmax_max"), operand(inputs, "softmax_sum")
+    for statistics, value in zip(rows, (np.finfo(np.float32).min, 40), strict=True):
+        statistics[0, :, 3], statistics[1] = value, value
+    found = computed(kernels, FLOYD, call, inputs)
+    assert_right(FLOYD, call, inputs, found)
+    assert np.abs(found["dq"][1].astype(np.float32)).max() > 0
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan], ids=str)
+@pytest.mark.parametrize("name", OPERANDS)
+def test_values_that_are_not_finite_spread_as_in_the_reference(
+    kernels: Kernels, value: float, name: str
+) -> None:
+    call = FLOYD.build(dtype=DType.BFLOAT16, n=34, m=20, k=37, d=16)
+    inputs = made(call, 6)
+    if name.startswith("softmax"):
+        operand(inputs, name)[0, 0, 7, 5] = value
+    else:
+        operand(inputs, name)[0, 0, 7, 5, 3] = value
+    assert_right(FLOYD, call, inputs, computed(kernels, FLOYD, call, inputs))
+
+
+def test_gradients_beyond_float16_are_infinite(kernels: Kernels) -> None:
+    """Operands like those of the official example, which no forward pass made."""
+    call = FLOYD.build(n=32, m=128, k=128, d=128)
+    inputs: Inputs = {
+        name: None if meta is None else np.full(meta.shape, 3 if "softmax" in name else 1, meta.dtype.numpy)
+        for name, meta in call.inputs.items()
+    }
+    found = computed(kernels, FLOYD, call, inputs)
+    assert_right(FLOYD, call, inputs, found)
+    assert np.isinf(found["dv1"]).all()
+
+
+@pytest.mark.parametrize("sizes", [dict(n=128, m=128, k=128, d=32), dict(n=96, m=160, k=130, d=64)])
+def test_errors_stay_below_two_millionths(kernels: Kernels, sizes: dict[str, int]) -> None:
+    call = FLOYD.build(dtype=DType.FLOAT32, **sizes)
+    inputs = made(call, 7)
+    found, expected = computed(kernels, FLOYD, call, inputs), golden(FLOYD, call, inputs)
+    errors = {name: largest_error(found[name], expected[name]) for name in expected}
+    assert max(errors.values()) < 2e-6, errors
+
+
+def test_a_call_nobody_wants_ends_between_tasks(make_kernels: Callable[[int], Kernels]) -> None:
+    kernels = make_kernels(3)
+    call = FLOYD.build(n=256, m=64, k=256, d=32)
+    inputs = made(call, 8)
+    asked: list[int] = []
+
+    def gone() -> None:
+        asked.append(1)
+        if len(asked) > 1:
+            raise KeyError("nobody waits")
+
+    def call_again_and_again() -> None:
+        for _ in range(1000):  # one may be over before it is asked twice
+            asked.clear()
+            kernels.run(FLOYD, inputs, call.attrs, outputs_for(FLOYD, call), gone)
+
+    with pytest.raises(KeyError, match="nobody waits"):
+        call_again_and_again()
+    assert_right(FLOYD, call, inputs, computed(kernels, FLOYD, call, inputs))
+
+
+def test_what_the_kernel_does_not_take_is_said_and_nothing_written(kernels: Kernels) -> None:
+    call = FLOYD.build(dtype=DType.FLOAT32, n=4, m=4, k=4, d=4, with_mask=True)
+    inputs = made(call, 9)
+    outputs = outputs_for(FLOYD, call)
+    before = {name: array.tobytes() for name, array in outputs.items()}
+    for name, dtype in (("key2", np.float16), ("atten_mask", np.float32), ("softmax_max", np.float16)):
+        other = {**inputs, name: np.ones(operand(inputs, name).shape, dtype)}
+        with pytest.raises(KernelUnsupported):
+            kernels.run(FLOYD, other, call.attrs, outputs)
+    for name in FLOYD.infer(call).keys() | inputs.keys():
+        array = inputs.get(name, outputs.get(name))
+        assert array is not None
+        shorter = array[:, :, :, :, :3] if name not in outputs else array[..., :3].copy()
+        with pytest.raises(RuntimeError, match="status 3"):
+            kernels.run(
+                FLOYD,
+                {n: shorter if n == name else a for n, a in inputs.items()},
+                call.attrs,
+                {n: shorter if n == name else a for n, a in outputs.items()},
+            )
+    assert before == {name: array.tobytes() for name, array in outputs.items()}
+
+
+def test_outputs_nobody_wants_are_not_written(kernels: Kernels) -> None:
+    call = FLOYD.build(n=40, m=36, k=34, d=32)
+    inputs = made(call, 10)
+    expected = computed(kernels, FLOYD, call, inputs)
+    for name, array in expected.items():
+        alone = {name: np.empty_like(array)}
+        kernels.run(FLOYD, inputs, call.attrs, alone)
+        assert_same_bits(alone, {name: array})
+
+
+# What a fresh process needs beyond its operands, in bytes.
+_PEAK = """
+import sys
+from pathlib import Path
+import numpy as np
+from npugrad import OPERATORS
+from npugrad_server.backends.cpu.kernels import Kernels
+
+def status(key):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
+
+spec = OPERATORS["fused_floyd_attention_grad"]
+call = spec.build(dtype=sys.argv[2], n=256, m=256, k=256, d=32)
+inputs = {n: None if m is None else np.ones(m.shape, m.dtype.numpy) for n, m in call.inputs.items()}
+kernels = Kernels(2, Path(sys.argv[1]))
+before = status("VmRSS")
+outputs = {n: np.empty(m.shape, m.dtype.numpy) for n, m in spec.infer(call).items()}
+kernels.run(spec, inputs, call.attrs, outputs)
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 7.75), ("bfloat16", 5.25)])
+def test_memory_does_not_grow_with_the_scores(library: Path, dtype: str, most: float) -> None:
+    """Outputs included, in float32 operands; one tensor of scores would take 8 of them."""
+    done = subprocess.run(
+        [sys.executable, "-c", _PEAK, str(library), dtype],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert int(done.stdout) < most * 256 * 256 * 32 * 4

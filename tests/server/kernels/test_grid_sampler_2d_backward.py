@@ -1,0 +1,292 @@
+"""The kernel of grid_sampler_2d_backward against the float64 reference."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.server.kernels.compare import (
+    assert_right,
+    assert_same_bits,
+    computed,
+    golden,
+    largest_error,
+    outputs_for,
+)
+
+from npugrad import OPERATORS, Product
+from npugrad.dtypes import DType
+from npugrad_server.backends.cpu.kernels import Kernels, KernelUnsupported
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy.typing as npt
+
+    from npugrad.spec import CallMeta, Sample
+
+    Array = npt.NDArray[Any]
+    Arrays = dict[str, Array | None]
+
+GRID = OPERATORS["grid_sampler_2d_backward"]
+DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
+LARGEST_ERROR = 5e-7
+SIZES = st.sampled_from([1, 2, 3, 5, 7, 11, 16, 17, 23, 31, 37])
+MODES = [
+    dict(zip(("interpolation_mode", "padding_mode", "align_corners"), modes, strict=True))
+    for modes in itertools.product((0, 1), (0, 1, 2), (False, True))
+]
+few = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def _name(modes: dict[str, Any]) -> str:
+    return "-".join(str(int(value)) for value in modes.values())
+
+
+def _inputs(call: CallMeta, seed: int) -> Arrays:
+    return dict(GRID.make_inputs(call, np.random.default_rng(seed)))
+
+
+def _lattice(call: CallMeta, seed: int) -> Array:
+    """Coordinates of pixels, of edges, of the middles between them, inside and far outside."""
+    rng = np.random.default_rng(seed)
+    meta = call.tensor("grid")
+    sizes = np.array(call.tensor("input").shape[:1:-1])
+    steps = rng.integers(-4 * sizes - 4, 4 * sizes + 5, size=meta.shape) / 2
+    divisor = np.maximum(sizes - 1, 1) if call.attrs["align_corners"] else sizes
+    return np.asarray(2 * steps / divisor - 1).astype(meta.dtype.numpy)
+
+
+def _turned(call: CallMeta, angle: float = 0.3) -> Array:
+    """A turned image: points that lie next to each other are neighbours in the image too."""
+    meta = call.tensor("grid")
+    _, oh, ow, _ = meta.shape
+    y, x = np.meshgrid(np.linspace(-1, 1, oh), np.linspace(-1, 1, ow), indexing="ij")
+    points = np.stack([np.cos(angle) * x - np.sin(angle) * y, np.sin(angle) * x + np.cos(angle) * y], -1)
+    return np.broadcast_to(points, meta.shape).astype(meta.dtype.numpy)
+
+
+@few
+@given(
+    dtype=st.sampled_from(DTYPES),
+    n=st.integers(0, 3),
+    c=st.integers(1, 40),
+    image=st.tuples(SIZES, SIZES),
+    points=st.tuples(SIZES, SIZES),
+    modes=st.sampled_from(MODES),
+    mask=st.tuples(st.booleans(), st.booleans()),
+    on_lattice=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_it_computes_what_the_reference_does(
+    kernels: Kernels,
+    dtype: DType,
+    n: int,
+    c: int,
+    image: tuple[int, int],
+    points: tuple[int, int],
+    modes: dict[str, Any],
+    mask: tuple[bool, bool],
+    on_lattice: bool,
+    seed: int,
+) -> None:
+    (h, w), (oh, ow) = image, points
+    call = GRID.build(dtype=dtype, n=n, c=c, h=h, w=w, oh=oh, ow=ow, output_mask=mask, **modes)
+    inputs = _inputs(call, seed)
+    if on_lattice:
+        inputs["grid"] = _lattice(call, seed)
+    assert_right(GRID, call, inputs, computed(kernels, GRID, call, inputs))
+
+
+@pytest.mark.parametrize("modes", MODES, ids=_name)
+@pytest.mark.parametrize("c", [1, 3, 4, 5, 8, 9, 16, 17, 20, 24, 33])
+def test_errors_stay_below_half_a_millionth(kernels: Kernels, modes: dict[str, Any], c: int) -> None:
+    call = GRID.build(n=2, c=c, h=37, w=40, oh=29, ow=31, **modes)
+    inputs = _inputs(call, c)
+    found, expected = computed(kernels, GRID, call, inputs), golden(GRID, call, inputs)
+    for name, values in expected.items():
+        if values.any():
+            assert largest_error(found[name], values) < LARGEST_ERROR, name
+        else:
+            assert not found[name].any()
+
+
+@pytest.mark.parametrize("modes", MODES, ids=_name)
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 9), (8, 1), (6, 10)], ids=str)
+def test_points_on_ties_and_borders_fall_on_the_same_side(
+    kernels: Kernels, modes: dict[str, Any], sizes: tuple[int, int]
+) -> None:
+    """One pixel to the wrong side would be an error of the size of the data."""
+    call = GRID.build(n=1, c=3, h=sizes[0], w=sizes[1], oh=40, ow=41, **modes)
+    inputs = {**_inputs(call, 1), "grid": _lattice(call, 2)}
+    found, expected = computed(kernels, GRID, call, inputs), golden(GRID, call, inputs)
+    for name, values in expected.items():
+        scale = max(1.0, float(np.abs(values).max()))
+        assert np.abs(found[name] - values).max() / scale < 2e-6, name
+
+
+@pytest.mark.parametrize("modes", MODES, ids=_name)
+def test_coordinates_without_a_place_are_taken_as_the_reference_does(
+    kernels: Kernels, modes: dict[str, Any]
+) -> None:
+    call = GRID.build(n=1, c=5, h=7, w=6, oh=5, ow=20, **modes)
+    inputs = _inputs(call, 3)
+    grid = inputs["grid"]
+    assert grid is not None
+    odd = [np.nan, np.inf, -np.inf, 1e9, -1e9, 3e38, -3e38, 1e-38, 4.1e15, -6.1e8, 3e16, 7.7e30, -0.0]
+    for index, value in enumerate(odd):
+        grid[0, index % 5, index, index % 2] = value
+        grid[0, (index + 1) % 5, index] = value
+    assert_right(GRID, call, inputs, computed(kernels, GRID, call, inputs))
+
+
+@pytest.mark.parametrize("product", [p for p in Product if p in GRID.products], ids=str)
+def test_every_sample_of_the_record(kernels: Kernels, product: Product) -> None:
+    samples: list[Sample] = list(GRID.samples(product))
+    assert samples
+    for sample in samples:
+        inputs = GRID.make_inputs(sample.call, np.random.default_rng(1))
+        if 0 in sample.call.tensor("grad_output").shape:
+            found = computed(kernels, GRID, sample.call, inputs)
+            assert not any(array.any() for array in found.values())
+        else:
+            assert_right(GRID, sample.call, inputs, computed(kernels, GRID, sample.call, inputs))
+
+
+# Sizes around every bound of the kernel: one block of channels or several, each number of lanes, tasks by
+# image or by block, windows or none, with neighbours in order (turned) or not.
+BOUNDS = [
+    dict(n=1, c=1, h=1, w=1, oh=1, ow=1),
+    dict(n=1, c=64, h=13, w=11, oh=9, ow=17),
+    dict(n=1, c=3, h=90, w=70, oh=80, ow=61),
+    dict(n=17, c=35, h=6, w=5, oh=7, ow=3),
+    dict(n=2, c=20, h=150, w=133, oh=131, ow=127),
+    dict(n=1, c=16, h=3, w=5003, oh=64, ow=67),
+    dict(n=1, c=12, h=4999, w=2, oh=61, ow=64),
+    dict(n=20, c=40, h=75, w=80, oh=20, ow=24),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("turned", [True, False], ids=["turned", "scattered"])
+@pytest.mark.parametrize("sizes", BOUNDS, ids=lambda s: "-".join(map(str, s.values())))
+def test_bits_do_not_depend_on_threads(
+    make_kernels: Callable[[int], Kernels], dtype: DType, turned: bool, sizes: dict[str, int]
+) -> None:
+    call = GRID.build(dtype=dtype, **sizes)
+    inputs = _inputs(call, 4)
+    if turned:
+        inputs["grid"] = _turned(call)
+    one, two, three = (computed(make_kernels(threads), GRID, call, inputs) for threads in (1, 2, 3))
+    assert_same_bits(one, two)
+    assert_same_bits(one, three)
+    assert_right(GRID, call, inputs, two)
+
+
+@pytest.mark.parametrize("interpolation_mode", [0, 1])
+@pytest.mark.parametrize("turned", [True, False], ids=["turned", "scattered"])
+def test_an_image_too_large_for_one_window_is_cut(
+    kernels: Kernels, interpolation_mode: int, turned: bool
+) -> None:
+    """24 MiB of scratch memory hold 0.4 million pixels with 16 channels."""
+    call = GRID.build(n=1, c=9, h=601, w=1031, oh=53, ow=59, interpolation_mode=interpolation_mode)
+    inputs = _inputs(call, 5)
+    if turned:
+        inputs["grid"] = _turned(call)
+    assert_right(GRID, call, inputs, computed(kernels, GRID, call, inputs))
+
+
+def _relaid(array: Array, layout: str) -> Array:
+    if layout == "channels_last":
+        return np.ascontiguousarray(np.moveaxis(array, 1, -1)).transpose(0, 3, 1, 2)
+    if layout == "every_second":
+        wide = np.full((*array.shape[:-1], array.shape[-1] * 2), 7, array.dtype)
+        wide[..., ::2] = array
+        return wide[..., ::2]
+    if layout == "transposed":
+        return np.ascontiguousarray(array.transpose(3, 2, 1, 0)).transpose(3, 2, 1, 0)
+    wide = np.full((array.shape[0], array.shape[1] + 3, array.shape[2], array.shape[3] + 5), 7, array.dtype)
+    part = wide[:, 1 : 1 + array.shape[1], :, 2 : 2 + array.shape[3]]
+    part[...] = array
+    return part
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["channels_last", "every_second", "transposed", "slice"])
+@pytest.mark.parametrize("c", [3, 7, 21])
+def test_strides_change_no_bit(kernels: Kernels, dtype: DType, layout: str, c: int) -> None:
+    call = GRID.build(dtype=dtype, n=2, c=c, h=9, w=21, oh=7, ow=19)
+    inputs = _inputs(call, 6)
+    expected = computed(kernels, GRID, call, inputs)
+    strided: Arrays = {}
+    for name, array in inputs.items():
+        assert array is not None
+        strided[name] = relaid = _relaid(array, layout)
+        assert np.array_equal(relaid.astype(np.float32), array.astype(np.float32))
+    assert_same_bits(computed(kernels, GRID, call, strided), expected)
+
+
+def test_an_expanded_gradient_is_read_where_it_lies(kernels: Kernels) -> None:
+    call = GRID.build(n=2, c=6, h=5, w=4, oh=9, ow=7)
+    inputs = {**_inputs(call, 7), "grad_output": np.broadcast_to(np.float32(0.5), (2, 6, 9, 7))}
+    assert_right(GRID, call, inputs, computed(kernels, GRID, call, inputs))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan], ids=str)
+@pytest.mark.parametrize("operand", ["grad_output", "input"])
+@pytest.mark.parametrize("c", [3, 20])
+def test_values_that_are_not_finite_spread_as_in_the_reference(
+    kernels: Kernels, dtype: DType, value: float, operand: str, c: int
+) -> None:
+    """Also over zeros, which infinity makes no number of, and not over points outside."""
+    call = GRID.build(dtype=dtype, n=2, c=c, h=5, w=6, oh=6, ow=7)
+    inputs = _inputs(call, 8)
+    grid = inputs["grid"]
+    assert grid is not None
+    grid[:, ::2] = _lattice(call, 9)[:, ::2]
+    array, other = inputs[operand], inputs["input" if operand == "grad_output" else "grad_output"]
+    assert array is not None
+    assert other is not None
+    array.reshape(-1)[5::31] = value
+    other.reshape(-1)[::3] = 0
+    found, expected = computed(kernels, GRID, call, inputs), golden(GRID, call, inputs)
+    assert not np.isfinite(expected["grid_grad"]).all()
+    for name, values in expected.items():
+        with np.errstate(all="ignore"):
+            cast = values.astype(np.float32).astype(found[name].dtype).astype(np.float32)
+        got = found[name].astype(np.float32)
+        odd = ~np.isfinite(cast)
+        assert np.array_equal(got[odd], cast[odd], equal_nan=True), name
+        assert np.isfinite(got[~odd]).all(), name
+
+
+@pytest.mark.parametrize("scale", [1e-18, 1e18, 3e30])
+def test_products_beyond_float32_are_computed_like_any(kernels: Kernels, scale: float) -> None:
+    call = GRID.build(n=1, c=18, h=5, w=6, oh=6, ow=7)
+    inputs = _inputs(call, 10)
+    for name, factor in (("input", scale), ("grad_output", 1e3 / scale)):
+        array = inputs[name]
+        assert array is not None
+        inputs[name] = (array * factor).astype(np.float32)
+    assert_right(GRID, call, inputs, computed(kernels, GRID, call, inputs))
+
+
+def test_what_the_kernel_does_not_take_is_said_and_nothing_written(kernels: Kernels) -> None:
+    call = GRID.build(n=2, c=6, h=4, w=3)
+    inputs = _inputs(call, 11)
+    outputs = outputs_for(GRID, call)
+    before = {name: array.tobytes() for name, array in outputs.items()}
+    grid = inputs["grid"]
+    assert grid is not None
+    with pytest.raises(KernelUnsupported):
+        kernels.run(GRID, {**inputs, "grid": grid.astype(np.float16)}, call.attrs, outputs)
+    with pytest.raises(RuntimeError, match="status 3"):
+        kernels.run(GRID, {**inputs, "grid": grid[:1]}, call.attrs, outputs)
+    with pytest.raises(RuntimeError, match="status 3"):
+        kernels.run(GRID, inputs, {**call.attrs, "padding_mode": 3}, outputs)
+    assert before == {name: array.tobytes() for name, array in outputs.items()}

@@ -1,0 +1,209 @@
+"""The kernel of group_norm_backward against the float64 reference."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.server.kernels.compare import (
+    assert_right,
+    assert_same_bits,
+    computed,
+    golden,
+    largest_error,
+    outputs_for,
+)
+
+from npugrad import OPERATORS, Product
+from npugrad.dtypes import DType
+from npugrad_server.backends.cpu.kernels import Kernels, KernelUnsupported
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy.typing as npt
+
+    from npugrad.spec import Sample
+
+NORM = OPERATORS["group_norm_backward"]
+DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
+SIZES = st.sampled_from([0, 1, 2, 3, 5, 7, 11])
+PIXELS = st.sampled_from([0, 1, 2, 3, 7, 13, 16, 17, 31, 64, 67, 129, 509, 2048, 2053])
+MASKS = st.tuples(st.booleans(), st.booleans(), st.booleans())
+few = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@few
+@given(
+    dtype=st.sampled_from(DTYPES),
+    n=SIZES,
+    per_group=SIZES,
+    group=st.sampled_from([1, 2, 3, 8]),
+    hxw=PIXELS,
+    mask=MASKS,
+    with_gamma=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_it_computes_what_the_reference_does(
+    kernels: Kernels,
+    dtype: DType,
+    n: int,
+    per_group: int,
+    group: int,
+    hxw: int,
+    mask: tuple[bool, bool, bool],
+    with_gamma: bool,
+    seed: int,
+) -> None:
+    call = NORM.build(
+        dtype=dtype, n=n, c=per_group * group, hxw=hxw, group=group, output_mask=mask, with_gamma=with_gamma
+    )
+    inputs = NORM.make_inputs(call, np.random.default_rng(seed))
+    assert_right(NORM, call, inputs, computed(kernels, NORM, call, inputs))
+
+
+@pytest.mark.parametrize("product", [p for p in Product if p in NORM.products], ids=str)
+def test_every_sample_of_the_record(kernels: Kernels, product: Product) -> None:
+    samples: list[Sample] = list(NORM.samples(product))
+    assert samples
+    for sample in samples:
+        inputs = NORM.make_inputs(sample.call, np.random.default_rng(1))
+        assert_right(NORM, sample.call, inputs, computed(kernels, NORM, sample.call, inputs))
+
+
+# Sizes around every bound of the kernel: parts of a vector, a block, a chunk, whole groups or split ones.
+BOUNDS = [
+    dict(n=1, c=1, hxw=1, group=1),
+    dict(n=64, c=64, hxw=64, group=8),
+    dict(n=1, c=8, hxw=65537, group=1),
+    dict(n=1, c=1, hxw=131072, group=1),
+    dict(n=3, c=2, hxw=32769, group=1),
+    dict(n=1, c=4099, hxw=3, group=1),
+    dict(n=7, c=30, hxw=257, group=5),
+    dict(n=3, c=6, hxw=2047, group=3),
+    dict(n=1000, c=3, hxw=2, group=3),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", BOUNDS, ids=lambda s: "-".join(map(str, s.values())))
+def test_bits_do_not_depend_on_threads(
+    make_kernels: Callable[[int], Kernels], dtype: DType, sizes: dict[str, int]
+) -> None:
+    call = NORM.build(dtype=dtype, **sizes)
+    inputs = NORM.make_inputs(call, np.random.default_rng(2))
+    one, two, three = (computed(make_kernels(threads), NORM, call, inputs) for threads in (1, 2, 3))
+    assert_same_bits(one, two)
+    assert_same_bits(one, three)
+    assert_right(NORM, call, inputs, two)
+
+
+def _relaid(array: npt.NDArray[Any], layout: str) -> npt.NDArray[Any]:
+    if layout == "channels_last":
+        return np.ascontiguousarray(np.moveaxis(array, 1, -1)).transpose(
+            0, array.ndim - 1, *range(1, array.ndim - 1)
+        )
+    if layout == "every_second":
+        wide = np.zeros((*array.shape[:-1], array.shape[-1] * 2), array.dtype)
+        wide[..., ::2] = array
+        return wide[..., ::2]
+    wide = np.zeros((array.shape[0], array.shape[1] + 3, *array.shape[2:]), array.dtype)
+    wide[:, 1 : 1 + array.shape[1]] = array
+    return wide[:, 1 : 1 + array.shape[1]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["channels_last", "every_second", "slice"])
+@pytest.mark.parametrize("shape", [(2, 6, 5, 7), (1, 4, 70, 641), (3, 8, 33, 1)], ids=str)
+def test_strides_change_no_bit(kernels: Kernels, dtype: DType, layout: str, shape: tuple[int, ...]) -> None:
+    n, c, *image = shape
+    call = NORM.build(dtype=dtype, n=n, c=c, hxw=int(np.prod(image)), group=2, shape=shape)
+    inputs = NORM.make_inputs(call, np.random.default_rng(3))
+    expected = computed(kernels, NORM, call, inputs)
+    strided: dict[str, npt.NDArray[Any] | None] = dict(inputs)
+    for name in ("grad_out", "input"):
+        array = inputs[name]
+        assert array is not None
+        strided[name] = relaid = _relaid(array, layout)
+        assert np.array_equal(relaid.astype(np.float32), array.astype(np.float32))
+    assert_same_bits(computed(kernels, NORM, call, strided), expected)
+
+
+def test_an_expanded_gradient_is_read_where_it_lies(kernels: Kernels) -> None:
+    call = NORM.build(n=2, c=6, hxw=20, group=3, shape=(2, 6, 4, 5))
+    inputs = NORM.make_inputs(call, np.random.default_rng(4))
+    inputs = {**inputs, "grad_out": np.broadcast_to(np.float32(0.5), (2, 6, 4, 5))}
+    inputs["mean"] = np.broadcast_to(np.float32(0.25), inputs["mean"].shape)  # type: ignore[union-attr]
+    assert_right(NORM, call, inputs, computed(kernels, NORM, call, inputs))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan], ids=str)
+@pytest.mark.parametrize("operand", ["grad_out", "input", "mean", "rstd", "gamma"])
+@pytest.mark.parametrize("hxw", [5, 4099])
+def test_values_that_are_not_finite_spread_as_in_the_reference(
+    kernels: Kernels, dtype: DType, value: float, operand: str, hxw: int
+) -> None:
+    call = NORM.build(dtype=dtype, n=2, c=6, hxw=hxw, group=2)
+    inputs = NORM.make_inputs(call, np.random.default_rng(5))
+    array = inputs[operand]
+    assert array is not None
+    array.reshape(-1)[array.size // 2] = value
+    found, expected = computed(kernels, NORM, call, inputs), golden(NORM, call, inputs)
+    for name, values in expected.items():
+        with np.errstate(all="ignore"):
+            cast = values.astype(np.float32).astype(found[name].dtype).astype(np.float32)
+        got = found[name].astype(np.float32)
+        odd = ~np.isfinite(cast)
+        assert np.array_equal(got[odd], cast[odd], equal_nan=True), name
+        assert np.isfinite(got[~odd]).all(), name
+
+
+@pytest.mark.parametrize("scale", [1e-18, 1e18, 1e30])
+def test_numbers_at_the_ends_of_float32_are_computed_like_any(kernels: Kernels, scale: float) -> None:
+    """Products overflow or vanish in float32 though the results do not."""
+    call = NORM.build(n=2, c=4, hxw=300, group=2)
+    inputs = NORM.make_inputs(call, np.random.default_rng(6))
+    for name, factor in (("input", scale), ("mean", scale), ("rstd", 1 / scale), ("grad_out", scale)):
+        array = inputs[name]
+        assert array is not None
+        inputs[name] = (array * factor).astype(np.float32)
+    assert_right(NORM, call, inputs, computed(kernels, NORM, call, inputs))
+
+
+def test_errors_stay_below_a_millionth(kernels: Kernels) -> None:
+    call = NORM.build(n=2, c=8, hxw=512 * 128, group=2)
+    inputs = NORM.make_inputs(call, np.random.default_rng(7))
+    found, expected = computed(kernels, NORM, call, inputs), golden(NORM, call, inputs)
+    assert all(largest_error(found[name], expected[name]) < 1e-6 for name in expected)
+
+
+def test_statistics_of_another_dtype_are_taken(kernels: Kernels) -> None:
+    """The documents of the newest product allow float32 statistics beside 16-bit data."""
+    call = NORM.build(dtype=DType.BFLOAT16, n=2, c=6, hxw=40, group=2)
+    inputs = NORM.make_inputs(call, np.random.default_rng(8))
+    outputs = outputs_for(NORM, call)
+    for name in ("mean", "rstd", "gamma"):
+        array = inputs[name]
+        assert array is not None
+        inputs[name] = array.astype(np.float32)
+    outputs["grad_gamma"] = np.empty(6, np.float32)
+    kernels.run(NORM, inputs, call.attrs, outputs)
+    assert_right(NORM, call, inputs, outputs)
+
+
+def test_what_the_kernel_does_not_take_is_said_and_nothing_written(kernels: Kernels) -> None:
+    call = NORM.build(n=2, c=6, hxw=4, group=2)
+    inputs = NORM.make_inputs(call, np.random.default_rng(9))
+    outputs = outputs_for(NORM, call)
+    before = {name: array.tobytes() for name, array in outputs.items()}
+    array = inputs["input"]
+    assert array is not None
+    with pytest.raises(KernelUnsupported):
+        kernels.run(NORM, {**inputs, "input": array.astype(np.float16)}, call.attrs, outputs)
+    with pytest.raises(RuntimeError, match="status 3"):
+        kernels.run(NORM, inputs, {**call.attrs, "n": 3}, outputs)
+    assert before == {name: array.tobytes() for name, array in outputs.items()}

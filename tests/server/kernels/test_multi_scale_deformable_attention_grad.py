@@ -1,0 +1,323 @@
+"""The kernel of multi_scale_deformable_attention_grad against the float64 reference."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.server.kernels.compare import (
+    assert_right,
+    assert_same_bits,
+    computed,
+    golden,
+    largest_error,
+    outputs_for,
+)
+
+from npugrad import OPERATORS, Product
+from npugrad.dtypes import DType
+from npugrad_server.backends.cpu.kernels import Kernels, KernelUnsupported
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy.typing as npt
+
+    from npugrad.spec import CallMeta, Sample
+
+    Inputs = dict[str, npt.NDArray[Any] | None]
+    Levels = tuple[tuple[int, int], ...]
+
+MSDA = OPERATORS["multi_scale_deformable_attention_grad"]
+DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
+INDICES = (DType.INT32, DType.INT64)
+SIZES = st.sampled_from([1, 1, 2, 3, 5, 7, 16, 31])
+LEVELS = st.lists(st.tuples(SIZES, SIZES), min_size=1, max_size=4).map(tuple)
+CHANNELS = st.sampled_from([1, 3, 8, 16, 17, 24, 32, 40, 64, 104, 128])
+few = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def _given(inputs: Inputs, name: str) -> npt.NDArray[Any]:
+    array = inputs[name]
+    assert array is not None
+    return array
+
+
+def _inputs(call: CallMeta, levels: Levels, seed: int) -> Inputs:
+    """Operands with these levels, one behind the other; some samples on pixels and borders, some far away."""
+    rng = np.random.default_rng(seed)
+    inputs = MSDA.make_inputs(call, rng)
+    starts = np.cumsum([0, *(height * width for height, width in levels)])[:-1]
+    _given(inputs, "spatial_shape")[...] = np.reshape(levels, (-1, 2))
+    _given(inputs, "level_start_index")[...] = starts
+    location = _given(inputs, "location")
+    special = rng.choice([0.0, 0.5, 1.0, -0.5, 1.5, 1e-7, 6e4, -6e4, np.inf, -np.inf, np.nan], location.shape)
+    sizes = np.reshape(levels, (1, 1, 1, -1, 1, 2))[..., ::-1]
+    on_pixels = (rng.integers(-1, 40, location.shape) + 0.5) / np.maximum(sizes, 1)
+    kind = rng.integers(0, 8, location.shape)
+    chosen = np.where(kind == 0, special, np.where(kind == 1, on_pixels, location.astype(np.float64)))
+    location[...] = chosen.astype(location.dtype)
+    return inputs
+
+
+@few
+@given(
+    dtype=st.sampled_from(DTYPES),
+    index_dtype=st.sampled_from(INDICES),
+    rank=st.sampled_from([3, 4]),
+    bs=st.integers(1, 3),
+    nq=st.sampled_from([1, 2, 7, 60]),
+    nh=st.integers(1, 4),
+    ch=CHANNELS,
+    levels=LEVELS,
+    points=st.sampled_from([1, 2, 3, 4, 7, 17]),
+    seed=st.integers(0, 2**16),
+)
+def test_it_computes_what_the_reference_does(
+    kernels: Kernels,
+    dtype: DType,
+    index_dtype: DType,
+    rank: int,
+    bs: int,
+    nq: int,
+    nh: int,
+    ch: int,
+    levels: Levels,
+    points: int,
+    seed: int,
+) -> None:
+    call = MSDA.build(
+        dtype=dtype,
+        index_dtype=index_dtype,
+        grad_output_rank=rank,
+        bs=bs,
+        nq=nq,
+        nh=nh,
+        ch=ch,
+        levels=levels,
+        points=points,
+    )
+    inputs = _inputs(call, levels, seed)
+    assert_right(MSDA, call, inputs, computed(kernels, MSDA, call, inputs))
+
+
+EDGES = [0, 1, 2, 3, 4, 5, 6, -1, -2, 2**31 - 1, -(2**31), 2**62, 2**63 - 1, -(2**63), 2**32, 2**33 + 1]
+ANYTHING = st.one_of(st.sampled_from(EDGES), st.integers(-(2**63), 2**63 - 1), st.integers(-3, 30))
+
+
+@few
+@given(
+    sizes=st.lists(st.tuples(ANYTHING, ANYTHING, ANYTHING), min_size=1, max_size=4),
+    index_dtype=st.sampled_from(INDICES),
+    dtype=st.sampled_from(DTYPES),
+    keys=st.sampled_from([1, 5, 24, 300]),
+    ch=st.sampled_from([8, 20]),
+    seed=st.integers(0, 2**16),
+)
+def test_whatever_the_levels_say(
+    kernels: Kernels,
+    sizes: list[tuple[int, int, int]],
+    index_dtype: DType,
+    dtype: DType,
+    keys: int,
+    ch: int,
+    seed: int,
+) -> None:
+    """Corners outside the keys are dropped; nothing else is read or written."""
+    levels = ((1, keys),) + ((0, 0),) * (len(sizes) - 1)
+    call = MSDA.build(dtype=dtype, index_dtype=index_dtype, nq=9, ch=ch, levels=levels, points=3)
+    inputs = _inputs(call, levels, seed)
+    table = np.array(sizes, np.int64)
+    if index_dtype is DType.INT32:
+        table = table.astype(np.int32)
+    _given(inputs, "spatial_shape")[...] = table[:, :2]
+    _given(inputs, "level_start_index")[...] = table[:, 2]
+    assert_right(MSDA, call, inputs, computed(kernels, MSDA, call, inputs))
+
+
+OVERLAPS: list[tuple[Levels, list[int]]] = [
+    (((3, 4), (3, 4)), [0, 0]),
+    (((3, 4), (2, 2)), [0, 11]),
+    (((3, 4), (2, 2)), [12, 0]),
+    (((3, 4), (2, 2)), [4, 0]),
+    (((2, 2), (1, 3)), [2, 9]),
+    (((3, 4), (2, 2)), [-1, 12]),
+    (((4, 4), (2, 2)), [12, 0]),
+]
+
+
+@pytest.mark.parametrize(("levels", "starts"), OVERLAPS, ids=str)
+def test_levels_may_overlap_leave_gaps_or_the_keys(
+    kernels: Kernels, levels: Levels, starts: list[int]
+) -> None:
+    call = MSDA.build(nq=50, ch=24, levels=((4, 4), (1, 1)), points=4)
+    inputs = MSDA.make_inputs(call, np.random.default_rng(2))
+    _given(inputs, "spatial_shape")[...] = levels
+    _given(inputs, "level_start_index")[...] = starts
+    assert_right(MSDA, call, inputs, computed(kernels, MSDA, call, inputs))
+
+
+@pytest.mark.parametrize("product", [p for p in Product if p in MSDA.products], ids=str)
+def test_every_sample_of_the_record(kernels: Kernels, product: Product) -> None:
+    samples: list[Sample] = list(MSDA.samples(product))
+    assert samples
+    for sample in samples:
+        inputs = {
+            name: None if array is None else np.ascontiguousarray(array)
+            for name, array in MSDA.make_inputs(sample.call, np.random.default_rng(1)).items()
+        }
+        assert_right(MSDA, sample.call, inputs, computed(kernels, MSDA, sample.call, inputs))
+
+
+# Sizes around every bound of the kernel: one task or many, several bands, chunks and rounds, long rows.
+BOUNDS: list[dict[str, Any]] = [
+    dict(bs=1, nq=1, nh=1, ch=8, levels=((1, 1),), points=1),
+    dict(bs=2, nq=40, nh=8, ch=32, levels=((30, 41), (7, 9)), points=4),
+    dict(bs=1, nq=900, nh=1, ch=32, levels=((60, 70), (31, 34), (1, 1)), points=4),
+    dict(bs=3, nq=300, nh=1, ch=256, levels=((20, 33), (9, 9)), points=3),
+    dict(bs=1, nq=9000, nh=1, ch=8, levels=((5, 3), (2, 1)), points=4),
+    dict(bs=1, nq=2, nh=3, ch=40, levels=((90, 110),), points=2),
+    dict(bs=1, nq=200, nh=1, ch=8, levels=((3, 30000), (4000, 1)), points=2),
+    dict(bs=1, nq=4200, nh=1, ch=8, levels=((6, 7),) * 16, points=16),
+    dict(bs=5, nq=3000, nh=1, ch=64, levels=((9, 9),), points=1),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", BOUNDS, ids=lambda s: "-".join(str(v) for v in s.values()))
+def test_bits_do_not_depend_on_threads(
+    make_kernels: Callable[[int], Kernels], dtype: DType, sizes: dict[str, Any]
+) -> None:
+    call = MSDA.build(dtype=dtype, **sizes)
+    inputs = _inputs(call, sizes["levels"], 3)
+    one, two, three = (computed(make_kernels(threads), MSDA, call, inputs) for threads in (1, 2, 3))
+    assert_same_bits(one, two)
+    assert_same_bits(one, three)
+    assert_right(MSDA, call, inputs, two)
+
+
+def _slab(inputs: Inputs, batch: int, head: int) -> Inputs:
+    parts = {
+        name: _given(inputs, name)[batch : batch + 1, :, head : head + 1]
+        for name in ("value", "location", "attn_weight", "grad_output")
+    }
+    return {name: np.ascontiguousarray(parts.get(name, array)) for name, array in inputs.items()}
+
+
+def test_a_slab_has_the_same_bits_alone(kernels: Kernels) -> None:
+    """One task for each batch and head, or all threads on one: the same sums in the same order."""
+    sizes: dict[str, Any] = dict(ch=32, nq=700, levels=((60, 70), (31, 34)), points=4)
+    inputs = _inputs(call := MSDA.build(bs=2, nh=4, **sizes), sizes["levels"], 4)
+    whole = computed(kernels, MSDA, call, inputs)
+    alone = MSDA.build(bs=1, nh=1, **sizes)
+    for batch, head in ((0, 0), (1, 3)):
+        found = computed(kernels, MSDA, alone, _slab(inputs, batch, head))
+        assert_same_bits(found, {name: np.ascontiguousarray(a[batch, :, head]) for name, a in whole.items()})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan], ids=str)
+@pytest.mark.parametrize("operand", ["value", "attn_weight", "grad_output", "location"])
+@pytest.mark.parametrize("levels", [((5, 7), (2, 3)), ((60, 90), (1, 1))], ids=str)
+def test_values_that_are_not_finite_spread_as_in_the_reference(
+    kernels: Kernels, dtype: DType, value: float, operand: str, levels: Levels
+) -> None:
+    call = MSDA.build(dtype=dtype, nq=30, ch=24, levels=levels, points=3)
+    inputs = MSDA.make_inputs(call, np.random.default_rng(5))
+    array = _given(inputs, operand)
+    array.reshape(-1)[array.size // 2] = value
+    found, expected = computed(kernels, MSDA, call, inputs), golden(MSDA, call, inputs)
+    for name, values in expected.items():
+        with np.errstate(all="ignore"):
+            cast = values.astype(np.float32).astype(found[name].dtype).astype(np.float32)
+        got = found[name].astype(np.float32)
+        odd = ~np.isfinite(cast)
+        assert np.array_equal(got[odd], cast[odd], equal_nan=True), name
+        assert np.isfinite(got[~odd]).all(), name
+
+
+@pytest.mark.parametrize(("value", "gradient"), [(1e30, 1e-25), (1e-25, 1e30), (3e38, 1e-30), (1e25, 1e12)])
+def test_sums_that_leave_float32_on_their_way_are_right(
+    kernels: Kernels, value: float, gradient: float
+) -> None:
+    call = MSDA.build(nq=40, ch=32, levels=((4, 5), (1, 1)), points=4)
+    inputs = MSDA.make_inputs(call, np.random.default_rng(6))
+    for name, factor in (("value", value), ("grad_output", gradient)):
+        inputs[name] = np.clip(_given(inputs, name), -1, 1) * np.float32(factor)
+    weight = _given(inputs, "attn_weight")
+    weight *= np.float32(1e-3)
+    assert_right(MSDA, call, inputs, computed(kernels, MSDA, call, inputs))
+
+
+ACCURACY: list[dict[str, Any]] = [
+    dict(bs=1, nq=2000, nh=2, ch=32, levels=((40, 50), (20, 25), (10, 13)), points=4),
+    dict(bs=1, nq=300, nh=1, ch=256, levels=((40, 50),), points=4),
+    # Thousands of samples meet in each key, all of one sign.
+    dict(bs=1, nq=40000, nh=1, ch=8, levels=((1, 1), (2, 2)), points=4),
+]
+
+
+@pytest.mark.parametrize("sizes", ACCURACY, ids=lambda s: "-".join(str(v) for v in s.values()))
+def test_errors_stay_below_half_a_millionth(kernels: Kernels, sizes: dict[str, Any]) -> None:
+    call = MSDA.build(**sizes)
+    inputs = MSDA.make_inputs(call, np.random.default_rng(7))
+    if sizes["nq"] > 10000:
+        inputs["grad_output"] = np.abs(_given(inputs, "grad_output"))
+    found, expected = computed(kernels, MSDA, call, inputs), golden(MSDA, call, inputs)
+    errors = {name: largest_error(found[name], expected[name]) for name in expected}
+    assert max(errors.values()) < 5e-7, errors
+
+
+def test_only_wanted_outputs_are_computed(kernels: Kernels) -> None:
+    call = MSDA.build(nq=30, ch=24, levels=((5, 7), (2, 3)), points=3)
+    inputs = MSDA.make_inputs(call, np.random.default_rng(8))
+    expected = computed(kernels, MSDA, call, inputs)
+    for table in (None, [0, 3]):
+        if table:
+            _given(inputs, "level_start_index")[...] = table
+            expected = computed(kernels, MSDA, call, inputs)
+        for name in expected:
+            outputs = {name: outputs_for(MSDA, call)[name]}
+            kernels.run(MSDA, inputs, call.attrs, outputs)
+            assert outputs[name].tobytes() == expected[name].tobytes()
+
+
+class _Unwanted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("starts", [[0, 42], [1, 0]], ids=["bands", "overlap"])
+def test_it_ends_between_tasks_when_nobody_wants_it(kernels: Kernels, starts: list[int]) -> None:
+    # Long enough to be asked again, ten milliseconds after the first time.
+    call = MSDA.build(bs=1, nh=1, nq=100_000, ch=64, levels=((6, 7), (3, 4)), points=16)
+    inputs = MSDA.make_inputs(call, np.random.default_rng(9))
+    _given(inputs, "spatial_shape")[...] = ((6, 7), (3, 4))
+    _given(inputs, "level_start_index")[...] = starts
+    asked = 0
+
+    def check_wanted() -> None:
+        nonlocal asked
+        asked += 1
+        if asked > 1:
+            raise _Unwanted
+
+    with pytest.raises(_Unwanted):
+        kernels.run(MSDA, inputs, call.attrs, outputs_for(MSDA, call), check_wanted)
+    assert asked == 2
+
+
+def test_what_the_kernel_does_not_take_is_said_and_nothing_written(kernels: Kernels) -> None:
+    call = MSDA.build(nq=5, ch=8)
+    inputs = MSDA.make_inputs(call, np.random.default_rng(10))
+    outputs = outputs_for(MSDA, call)
+    before = {name: array.tobytes() for name, array in outputs.items()}
+    mixed = {**inputs, "location": _given(inputs, "location").astype(np.float16)}
+    with pytest.raises(KernelUnsupported):
+        kernels.run(MSDA, mixed, call.attrs, outputs)
+    shorter = {**inputs, "attn_weight": np.ascontiguousarray(_given(inputs, "attn_weight")[:, :-1])}
+    with pytest.raises(RuntimeError, match="status 3"):
+        kernels.run(MSDA, shorter, call.attrs, outputs)
+    assert before == {name: array.tobytes() for name, array in outputs.items()}

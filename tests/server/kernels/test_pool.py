@@ -1,0 +1,188 @@
+"""Threads, tasks, cancellation and scratch memory of the kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from tests.server.kernels.compare import assert_same_bits, computed, outputs_for
+
+from npugrad import OPERATORS
+from npugrad_server.backends.cpu.kernels import Kernels, _Body, _Call, _Poll
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+NORM = OPERATORS["group_norm_backward"]
+OK, CANCELLED = 0, 1
+
+
+def run_tasks(
+    kernels: Kernels, tasks: int, body: Callable[[int, int], None], poll: Callable[[], int] | None = None
+) -> int:
+    function = _Body(lambda _, task, slot: body(task, slot))
+    asked = _Poll(lambda _: poll()) if poll else _Poll()
+    call = _Call(None, None, None, None, 0, 0, 0, 0, asked, None)
+    return int(
+        kernels.library.npugrad_probe_tasks(kernels.context, ctypes.byref(call), tasks, function, None)
+    )
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("tasks", [0, 1, 2, 1000])
+def test_each_task_runs_once_in_a_slot_of_its_own(
+    make_kernels: Callable[[int], Kernels], threads: int, tasks: int
+) -> None:
+    kernels = make_kernels(threads)
+    assert kernels.threads == threads
+    seen: list[int] = []
+    slots: set[int] = set()
+
+    def body(task: int, slot: int) -> None:
+        assert slot not in slots
+        slots.add(slot)
+        seen.append(task)
+        slots.remove(slot)
+
+    assert run_tasks(kernels, tasks, body) == OK
+    assert sorted(seen) == list(range(tasks))
+
+
+def test_the_other_threads_take_part(kernels: Kernels) -> None:
+    both = threading.Barrier(2, timeout=20)
+    met: set[int] = set()
+
+    def body(task: int, slot: int) -> None:
+        both.wait()
+        met.add(slot)
+
+    assert run_tasks(kernels, 2, body) == OK
+    assert met == {0, 1}
+
+
+def test_calls_at_once_share_the_threads(make_kernels: Callable[[int], Kernels]) -> None:
+    kernels = make_kernels(2)
+    lock = threading.Lock()
+    running, most, done = 0, 0, 0
+
+    def body(task: int, slot: int) -> None:
+        nonlocal running, most, done
+        with lock:
+            running += 1
+            most = max(most, running)
+        with lock:
+            running -= 1
+            done += 1
+
+    with ThreadPoolExecutor(5) as callers:
+        statuses = list(callers.map(lambda _: run_tasks(kernels, 200, body), range(5)))
+    assert statuses == [OK] * 5
+    assert done == 1000
+    assert most <= kernels.threads
+
+
+def test_a_call_nobody_wants_ends_between_tasks(kernels: Kernels) -> None:
+    done: list[int] = []
+    assert (
+        run_tasks(kernels, 100_000, lambda task, _: done.append(task), lambda: len(done) >= 10) == CANCELLED
+    )
+    assert 10 <= len(done) < 100_000
+    # It left nothing behind.
+    again: list[int] = []
+    assert run_tasks(kernels, 50, lambda task, _: again.append(task)) == OK
+    assert len(again) == 50
+
+
+def test_what_check_wanted_raises_comes_out(kernels: Kernels) -> None:
+    call = NORM.build(n=2, c=8, hxw=64, group=2)
+    inputs = NORM.make_inputs(call, np.random.default_rng(0))
+
+    def gone() -> None:
+        raise KeyError("nobody waits")
+
+    with pytest.raises(KeyError, match="nobody waits"):
+        kernels.run(NORM, inputs, call.attrs, outputs_for(NORM, call), gone)
+    asked: list[int] = []
+    kernels.run(NORM, inputs, call.attrs, outputs_for(NORM, call), lambda: asked.append(1))
+    assert asked
+
+
+def test_concurrent_calls_give_the_bits_of_calls_alone(make_kernels: Callable[[int], Kernels]) -> None:
+    kernels = make_kernels(3)
+    calls = [NORM.build(n=2, c=12, hxw=1000 + 37 * i, group=1 + i % 3) for i in range(6)]
+    inputs = [NORM.make_inputs(call, np.random.default_rng(i)) for i, call in enumerate(calls)]
+    pairs = list(zip(calls, inputs, strict=True))
+    alone = [computed(kernels, NORM, *pair) for pair in pairs]
+    with ThreadPoolExecutor(6) as callers:
+        for _ in range(5):
+            together = list(
+                callers.map(lambda pair: computed(kernels, NORM, *pair), zip(calls, inputs, strict=True))
+            )
+            for found, expected in zip(together, alone, strict=True):
+                assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("nbytes", [1, 64, 5000, 3 * 2**20, 9 * 2**20])
+def test_scratch_memory_is_aligned_and_never_shared(kernels: Kernels, nbytes: int) -> None:
+    for _ in range(3):
+        assert kernels.library.npugrad_probe_scratch(kernels.context, nbytes, 5) == OK
+
+
+def test_scratch_memory_is_kept_up_to_its_bound(library: Path) -> None:
+    kernels = Kernels(1, library, scratch_bytes=2**20)
+    try:
+        assert kernels.kept_bytes == 0
+        kernels.library.npugrad_probe_scratch(kernels.context, 100_000, 4)
+        kept = kernels.kept_bytes
+        assert 400_000 <= kept <= 2**20
+        kernels.library.npugrad_probe_scratch(kernels.context, 100_000, 4)
+        assert kernels.kept_bytes == kept, "the second call reuses what the first one left"
+        kernels.library.npugrad_probe_scratch(kernels.context, 700_000, 4)
+        assert 0 < kernels.kept_bytes <= 2**20
+    finally:
+        kernels.close()
+        kernels.close()
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 64, 4096, 5000])
+def test_small_scratch_memory_is_used_again(library: Path, nbytes: int) -> None:
+    kernels = Kernels(1, library)
+    try:
+        kernels.library.npugrad_probe_scratch(kernels.context, nbytes, 3)
+        kept = kernels.kept_bytes
+        for _ in range(20):
+            assert kernels.library.npugrad_probe_scratch(kernels.context, nbytes, 3) == OK
+        assert kernels.kept_bytes == kept
+    finally:
+        kernels.close()
+
+
+def test_too_much_scratch_memory_is_an_answer(kernels: Kernels) -> None:
+    no_memory = 4
+    assert kernels.library.npugrad_probe_scratch(kernels.context, 2**62, 1) == no_memory
+
+
+@pytest.mark.skipif(
+    "LD_PRELOAD" in os.environ, reason="a sanitizer's runtime does not survive a fork with threads"
+)
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_gets_threads_of_its_own(kernels: Kernels) -> None:
+    call = NORM.build(n=2, c=8, hxw=5000, group=1)
+    inputs = NORM.make_inputs(call, np.random.default_rng(0))
+    expected = computed(kernels, NORM, call, inputs)
+    child = os.fork()
+    if not child:
+        try:
+            assert_same_bits(computed(kernels, NORM, call, inputs), expected)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert_same_bits(computed(kernels, NORM, call, inputs), expected)
