@@ -20,6 +20,7 @@ from npugrad.spec import TensorMeta
 from npugrad_server.acceptance.job import Job
 from npugrad_server.acceptance.known import KnownJob, words
 from npugrad_server.acceptance.step import StepSkipped
+from npugrad_server.acl.layout import arrange
 from npugrad_server.worker.protocol import CallDone
 
 if TYPE_CHECKING:
@@ -151,6 +152,9 @@ def find_long_call(bench: Bench, out: StepLog, target_s: float, least_s: float) 
     for size in sizes():
         out.progress(len(rows), len(rows) + 1, f"growing a call: {size}")
         tried = long_call(bench.settings.product, size)
+        if not _leaves_room(bench, tried.job):
+            rows.append((str(size), None, "not tried: half of the device's memory is left for other things"))
+            break
         ran = bench.run_job(replace(tried.job, options=CallOptions(label="growing"), deadline_s=_limit()))
         if not isinstance(ran.answer, CallDone):
             rows.append((str(size), None, words(ran.answer)))
@@ -165,6 +169,12 @@ def find_long_call(bench: Bench, out: StepLog, target_s: float, least_s: float) 
         raise StepSkipped(f"no call here runs for {least_s:g} s, so none can be stopped in its middle")
     out.check("the long calls are right", not wrong, "exact sums", wrong or "exact sums")
     return found
+
+
+def _leaves_room(bench: Bench, job: Job) -> bool:
+    """Whether the pool takes the call as well, which keeps some memory back and sets the workspace aside."""
+    memory_bytes = bench.ready.memory_bytes
+    return memory_bytes is None or arrange(job.spec, job.call).nbytes <= memory_bytes // 2
 
 
 def _limit() -> float:
