@@ -8,18 +8,19 @@ Operators
     before the clock starts, though our call has to make up for it: generous to torch. Before it is timed,
     every contestant's result is compared with ours.
 
-    Limits: the CPU backend computes the float64 NumPy reference for now, so every element is converted,
-    goes through memory some ten times, and is rounded; torch runs fused float32 kernels on all cores.
+    Limits: with compiled kernels the way there and back; without them (backend cpu-reference) every element
+    is converted to float64, goes through memory some ten times, and is rounded, while torch runs fused
+    float32 kernels on all cores.
 
-    Expected before the first run: (a) 0.05 to 0.3 for small calls, where the round trip of about 1.5 ms is
-    everything, 0.5 to 0.95 for medium ones, and never above 1. (b) 0.02 to 0.1 for small calls, and 0.02 to
-    0.3 for medium ones. These are the figures that compiled kernels have to change.
+    Expected of the reference, before the first run: (a) 0.05 to 0.3 for small calls, where the round trip of
+    about 1.5 ms is everything, 0.5 to 0.95 for medium ones, and never above 1. (b) 0.02 to 0.1 for small
+    calls, and 0.02 to 0.3 for medium ones. Compiled kernels came later, to change these figures.
     Found wrong: (a) can pass 1, because the worker keeps freed memory and a caller's process does not.
 
 Calls per second
     A call of 1 KiB each way (that of the transport benchmark) with 1, 8 and 32 in flight, in a closed loop of
     threads, against bare grpcio, protobuf bytes, with as many. Ours on a simulated device, which shows the
-    service alone, and on ``cpu:0``, which adds NumPy's work for one point.
+    service alone, and on ``cpu:0``, which adds an operator's work for one point.
 
     Limits: the interpreter of the front process. It does for each call what the bare server does, and reads
     and checks the operands, writes shared memory, talks to the worker, counts and logs.
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
     Call = Callable[[], Mapping[str, Array]]
 
-TITLE = "Service on the interim CPU path: float64 NumPy, no compiled kernels yet"
+TITLE = "Service on the CPU device"
 SUBTITLE = "whole round trips against computing in the caller's process; calls of 1 KiB against bare grpcio"
 OURS, REFERENCE, TORCH, GRPC = "npugrad", "reference in process", "torch backward", "grpcio, protobuf bytes"
 MSDA, GRID, NORM, FLOYD = (
