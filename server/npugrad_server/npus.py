@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 PROBE_TIMEOUT_S = 60.0
 """Seconds after which a driver that does not answer counts as broken."""
@@ -41,27 +42,41 @@ class NpuReport:
         return None if self.problems else self.count
 
 
-def find_npus(timeout_s: float = PROBE_TIMEOUT_S) -> NpuReport:
+def find_npus(timeout_s: float = PROBE_TIMEOUT_S, device_folder: Path = Path("/dev")) -> NpuReport:
     """Looks for NPUs in a process of its own.
+
+    The driver's device files are looked up here: also where that process hangs or crashes, a host with NPUs
+    must not be taken for one without.
 
     Args:
         timeout_s: Seconds until it counts as hung.
+        device_folder: Where the driver's device files lie.
     """
+    nodes = device_nodes(device_folder)
     command = [sys.executable, "-m", "npugrad_server.backends.npu.probe"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
-        return NpuReport(problems=(f"the NPU driver did not answer within {timeout_s:g} s",))
+        return NpuReport(
+            problems=(f"the NPU driver did not answer within {timeout_s:g} s",), device_nodes=nodes
+        )
     try:
         found = json.loads(done.stdout)
     except ValueError:
         words = " ".join(done.stderr.split())[-_MAX_WORDS:]
-        return NpuReport(problems=(f"looking for NPUs ended with status {done.returncode}: {words}",))
+        return NpuReport(
+            problems=(f"looking for NPUs ended with status {done.returncode}: {words}",), device_nodes=nodes
+        )
     return NpuReport(
         count=found["count"],
         soc=found["soc"],
         cann=found["cann"],
         simulated=found["simulated"],
         problems=tuple(found["problems"]),
-        device_nodes=tuple(found["device_nodes"]),
+        device_nodes=nodes,
     )
+
+
+def device_nodes(folder: Path = Path("/dev")) -> tuple[str, ...]:
+    """Paths of the NPU driver's device files, sorted."""
+    return tuple(sorted(str(path) for path in folder.glob("davinci*")))

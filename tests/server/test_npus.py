@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -161,23 +162,59 @@ def test_check_on_a_simulated_node(
     assert found == code
 
 
-@pytest.mark.npu_sim
-def test_a_driver_that_does_not_answer_is_told_in_time(cann_sim: Installation, tmp_path: Path) -> None:
-    environment = npu_environment(cann_sim, tmp_path, "aclInit:*:hang")
+def report(folder: Path, environment: Mapping[str, str]) -> NpuReport:
+    """What `find_npus` finds where the driver's device files lie in this folder."""
     program = (
-        "import json\n"
+        "import dataclasses, json, pathlib, sys\n"
         "from npugrad_server.npus import find_npus\n"
-        "print(json.dumps(find_npus(timeout_s=2).problems))\n"
+        "found = find_npus(timeout_s=3, device_folder=pathlib.Path(sys.argv[1]))\n"
+        "print(json.dumps(dataclasses.asdict(found)))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", program, str(folder)],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         check=True,
     )
-    assert json.loads(done.stdout) == ["the NPU driver did not answer within 2 s"]
+    found = json.loads(done.stdout)
+    return NpuReport(
+        **{**found, "problems": tuple(found["problems"]), "device_nodes": tuple(found["device_nodes"])}
+    )
+
+
+@pytest.mark.npu_sim
+@pytest.mark.parametrize(
+    ("plan", "problem"),
+    [
+        ("aclInit:*:hang", "the NPU driver did not answer within 3 s"),
+        ("aclInit:*:kill", "looking for NPUs ended with status -9: "),
+    ],
+)
+def test_a_driver_that_hangs_or_crashes_is_told_in_time_and_no_reason_to_take_a_cpu(
+    cann_sim: Installation, tmp_path: Path, plan: str, problem: str
+) -> None:
+    node = tmp_path / "davinci0"
+    node.touch()
+    found = report(tmp_path, npu_environment(cann_sim, tmp_path, plan))
+    assert (found.problems, found.device_nodes) == ((problem,), (str(node),))
+    assert "auto found NPUs that cannot be used" in problems(found)[0]
+
+
+def test_what_a_library_prints_is_no_part_of_the_answer(tmp_path: Path) -> None:
+    """CANN logs to standard output where its environment asks for it."""
+    if not shutil.which("gcc"):
+        pytest.skip("needs a C compiler")
+    library, source = tmp_path / "lib64" / "libascendcl.so", tmp_path / "library.c"
+    library.parent.mkdir()
+    source.write_text(
+        "#include <unistd.h>\n"
+        '__attribute__((constructor)) void talk(void) { if (write(1, "[INFO] words\\n", 13)) {} }\n'
+    )
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    found = report(tmp_path, {"ASCEND_HOME_PATH": str(tmp_path), "LD_LIBRARY_PATH": ""})
+    assert any("libnnopbase.so cannot be loaded" in problem for problem in found.problems), found
 
 
 @pytest.mark.npu_sim

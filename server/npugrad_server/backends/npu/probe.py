@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from npugrad_server.acl.libraries import Cann, LibraryError
 from npugrad_server.acl.runtime import AclError, Runtime
 from npugrad_server.backends.base import DeviceUnusable
 from npugrad_server.backends.npu.bringup import check_packages
+from npugrad_server.npus import device_nodes
 
 
 def probe() -> dict[str, Any]:
@@ -26,7 +26,6 @@ def probe() -> dict[str, Any]:
         "soc": "",
         "cann": "",
         "simulated": False,
-        "device_nodes": sorted(str(path) for path in Path("/dev").glob("davinci*")),
         "problems": [],
     }
     try:
@@ -50,7 +49,7 @@ def _ask(runtime: Runtime, found: dict[str, Any]) -> None:
         found["count"] = runtime.device_count()
         found["soc"] = runtime.soc_name()
     except AclError as error:
-        nodes = ", ".join(found["device_nodes"]) or "none"
+        nodes = ", ".join(device_nodes()) or "none"
         found["problems"].append(
             f"{error}; expected the NPU driver to answer: device nodes /dev/davinci* found: {nodes}"
         )
@@ -60,7 +59,10 @@ def _ask(runtime: Runtime, found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    json.dump(probe(), sys.stdout)
-    sys.stdout.flush()
+    # CANN and the driver write their logs to standard output where the environment tells them to.
+    answer = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    json.dump(probe(), answer)
+    answer.flush()
     # Without CANN's exit handlers: there is nothing to give back, and a broken driver would hold them up.
     os._exit(0)

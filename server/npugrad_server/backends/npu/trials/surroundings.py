@@ -17,6 +17,7 @@ from npugrad_server.acl.symbols import operator_symbols
 from npugrad_server.backends.base import DeviceUnusable
 from npugrad_server.backends.npu.bringup import check_packages
 from npugrad_server.backends.npu.trials.exchange import run_trial
+from npugrad_server.npus import device_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +40,7 @@ def surroundings() -> dict[str, Any]:
     found: dict[str, Any] = {
         "packages": {},
         "variables": {name: os.environ.get(name, "") for name in VARIABLES},
-        "device_nodes": sorted(map(str, Path("/dev").glob("davinci*"))),
+        "device_nodes": list(device_nodes()),
         "installed": dict(_installed()),
         "problems": [],
     }
