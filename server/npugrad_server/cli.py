@@ -198,7 +198,8 @@ def acceptance(
 ) -> None:
     """Show on a node with NPUs that the service is right there: ten steps, one report, exit code 0 or 1.
 
-    The NPU should have nothing else to do meanwhile. With the default soak it takes a quarter of an hour.
+    The NPU should have nothing else to do meanwhile: one step takes all of its memory. Most of the time is
+    the soak's, and that of the float64 references on the host.
     """
     if show_steps:
         _show_steps()

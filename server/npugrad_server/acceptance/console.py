@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from npugrad_server.acceptance.report import STEPS_IN_ALL
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
@@ -126,10 +128,10 @@ class AcceptanceConsole:
                 if more > 0:
                     self._say(f"        and {more} more, see the report")
         passed = sum(step.outcome == "passed" for step in report.steps)
-        verdict = "ACCEPTED" if report.ok else "NOT ACCEPTED"
         simulated = ", SIMULATED" if report.simulated else ""
+        chosen = f"; a whole acceptance has {STEPS_IN_ALL}" if len(report.steps) < STEPS_IN_ALL else ""
         self._say(
-            f"{verdict}{simulated}: {passed} of {len(report.steps)} steps passed",
+            f"{report.verdict}{simulated}: {passed} of {len(report.steps)} steps passed{chosen}",
             "bold green" if report.ok else "bold red",
         )
         self._say(f"written: {', '.join(map(str, written))}")

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from npugrad.products import Product
     from npugrad.spec import CallMeta
     from npugrad_server.acceptance.bench import Bench
+    from npugrad_server.acceptance.job import Ran
     from npugrad_server.acceptance.report import Cell
     from npugrad_server.acceptance.step import StepLog
 
@@ -155,7 +156,9 @@ def find_long_call(bench: Bench, out: StepLog, target_s: float, least_s: float) 
         if not _leaves_room(bench, tried.job):
             rows.append((str(size), None, "not tried: half of the device's memory is left for other things"))
             break
-        ran = bench.run_job(replace(tried.job, options=CallOptions(label="growing"), deadline_s=_limit()))
+        ran = _grown(bench, tried)
+        if isinstance(ran.answer, CallDone) and ran.answer.run_s >= target_s:
+            ran = _grown(bench, tried)  # perhaps it was only the first one, which loads its kernels
         if not isinstance(ran.answer, CallDone):
             rows.append((str(size), None, words(ran.answer)))
             break
@@ -169,6 +172,10 @@ def find_long_call(bench: Bench, out: StepLog, target_s: float, least_s: float) 
         raise StepSkipped(f"no call here runs for {least_s:g} s, so none can be stopped in its middle")
     out.check("the long calls are right", not wrong, "exact sums", wrong or "exact sums")
     return found
+
+
+def _grown(bench: Bench, tried: KnownJob) -> Ran:
+    return bench.run_job(replace(tried.job, options=CallOptions(label="growing"), deadline_s=_limit()))
 
 
 def _leaves_room(bench: Bench, job: Job) -> bool:

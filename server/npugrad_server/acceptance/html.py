@@ -42,7 +42,7 @@ def render(report: Report) -> str:
         *(_step(step) for step in report.steps),
     ]
     simulated = "SIMULATED: " if report.simulated else ""
-    title = f"{simulated}npugrad acceptance, {_verdict_word(report)}, {report.started}"
+    title = f"{simulated}npugrad acceptance, {report.verdict}, {report.started}"
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -63,10 +63,6 @@ def _banner(report: Report) -> str:
     )
 
 
-def _verdict_word(report: Report) -> str:
-    return "ACCEPTED" if report.ok else "NOT ACCEPTED"
-
-
 def _verdict(report: Report) -> str:
     steps, checks = report.steps, [check for step in report.steps for check in step.checks]
     words = [
@@ -82,7 +78,7 @@ def _verdict(report: Report) -> str:
     return (
         "<header>\n<h1>npugrad: acceptance of the NPU backend</h1>\n"
         f'<p class="verdict {kind}">{_SIGNS["passed" if report.ok else "failed"]} '
-        f"{_verdict_word(report)}{marked}</p>\n"
+        f"{report.verdict}{marked}</p>\n"
         f"<p>{escape(', '.join(words))}.</p>\n"
         f'<p class="faint">Started {escape(report.started)}, npugrad {escape(report.version)}.</p>\n'
         "</header>\n"

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 SCHEMA = 1
 """Version of the JSON; raised when a reader of the old one would misread the new one."""
 
+STEPS_IN_ALL = 10
+"""Steps of a whole acceptance."""
+
 Outcome = Literal["passed", "failed", "skipped"]
 Cell = str | int | float | bool | None
 
@@ -73,7 +76,7 @@ class StepReport:
         number: 1 to 10.
         key: Short name, such as ``"round_trip"``.
         title: For a person.
-        outcome: ``"passed"`` when every check was ok and nothing raised.
+        outcome: ``"passed"`` when there were checks, every one was ok and nothing raised.
         seconds: How long it took.
         checks: In the order they were made.
         tables: In the order they were made.
@@ -119,6 +122,13 @@ class Report:
     def ok(self) -> bool:
         """Whether there were steps and every one passed."""
         return bool(self.steps) and all(step.outcome == "passed" for step in self.steps)
+
+    @property
+    def verdict(self) -> str:
+        """In a word, for a person; some chosen steps that pass are no acceptance of the device."""
+        if not self.ok:
+            return "NOT ACCEPTED"
+        return "ACCEPTED" if len(self.steps) == STEPS_IN_ALL else "ACCEPTED IN PART"
 
     def to_json(self) -> str:
         """The text of the file; equal reports give equal text."""

@@ -81,6 +81,8 @@ def _run(bench: Bench, step: Step, log: StepLog) -> tuple[Outcome, str]:
         return "failed", str(error)
     except Exception as error:
         return "failed", _last_lines(error)
+    if not log.checks:
+        return "failed", "nothing was checked: the device has nothing that this step is about"
     return ("passed" if log.ok else "failed"), ""
 
 

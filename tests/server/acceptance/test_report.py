@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npugrad_server.acceptance.report import SCHEMA, Check, Outcome, Report, StepReport, Table
+from npugrad_server.acceptance.report import (
+    SCHEMA,
+    STEPS_IN_ALL,
+    Check,
+    Outcome,
+    Report,
+    StepReport,
+    Table,
+)
+from npugrad_server.acceptance.steps import STEPS
 
 text = st.text(max_size=20)
 checks = st.builds(Check, text, st.booleans(), text, text, text)
@@ -109,3 +118,22 @@ def test_what_is_no_report_is_refused(change: dict[str, object], complaint: str)
 def test_failures_are_the_checks_that_are_not_ok() -> None:
     good, bad = Check("a", True, "1", "1"), Check("b", False, "1", "2")
     assert replace(PASSED, checks=(good, bad)).failures == (bad,)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "verdict"),
+    [
+        (["passed"] * STEPS_IN_ALL, "ACCEPTED"),
+        (["passed"], "ACCEPTED IN PART"),
+        (["passed"] * (STEPS_IN_ALL - 1) + ["skipped"], "NOT ACCEPTED"),
+        (["passed", "failed"], "NOT ACCEPTED"),
+        ([], "NOT ACCEPTED"),
+    ],
+)
+def test_only_all_the_steps_are_an_acceptance(outcomes: list[Outcome], verdict: str) -> None:
+    steps = tuple(replace(PASSED, number=number, outcome=word) for number, word in enumerate(outcomes, 1))
+    assert replace(REPORT, steps=steps).verdict == verdict
+
+
+def test_there_are_as_many_steps_as_said() -> None:
+    assert len(STEPS) == STEPS_IN_ALL

@@ -76,6 +76,13 @@ def test_what_a_step_finds_is_shown_and_reported(bench: Bench) -> None:
     assert report.seconds >= 0
 
 
+def test_a_step_that_checks_nothing_has_not_passed(bench: Bench) -> None:
+    idle = step("idle", lambda bench, out: out.note("looked around"))
+    (outcome, words), good = outcomes(bench, idle, GOOD)
+    assert (outcome, good) == ("failed", ("passed", ""))
+    assert "nothing was checked" in words
+
+
 def test_a_step_that_raises_fails_with_its_last_words_and_the_next_goes_on(bench: Bench) -> None:
     (failed, words), good = outcomes(bench, raising(ZeroDivisionError("one by zero")), GOOD)
     assert failed == "failed"
@@ -97,10 +104,12 @@ def test_a_step_begins_with_a_worker_of_the_benchs_own_settings(bench: Bench) ->
     def change(bench: Bench, out: StepLog) -> None:
         bench.start(run_limit_s=50.0)
         pids.append(bench.pid)
+        out.check("changed", True, 1, 1)
 
     def kill(bench: Bench, out: StepLog) -> None:
         pids.append(bench.pid)
         bench.stop(kill=True)
+        out.check("killed", not bench.alive, True, bench.alive)
 
     def look(bench: Bench, out: StepLog) -> None:
         out.check("alive", bench.alive, True, bench.alive)

@@ -62,7 +62,7 @@ def run(bench: Bench, out: StepLog) -> None:
     total = found[-1]["in_s"]
     out.note(
         f"Queueing both directions on two streams took {queued * 1e3:.2f} ms of {total * 1e3:.2f} ms until "
-        "all was there: copies run beside the host."
+        "all was there; the less, the more of it runs beside the host."
     )
 
 

@@ -72,14 +72,15 @@ def run(bench: Bench, out: StepLog) -> None:
     streams = sorted({1, bench.settings.streams})
     bench.start(streams_per_device=1)
     rows = []
+    rounds = 1 + len(streams)
     for done, case in enumerate(cases):
-        out.progress(done, 3 * len(cases), f"one call at a time: {case.operator}, {case.shape}")
+        out.progress(done, rounds * len(cases), f"one call at a time: {case.operator}, {case.shape}")
         rows.append(_latency(bench, case))
     for index, count in enumerate(streams):
         bench.start(streams_per_device=count)
         for done, case in enumerate(cases):
             what = f"{count} streams: {case.operator}, {case.shape}"
-            out.progress((index + 1) * len(cases) + done, 3 * len(cases), what)
+            out.progress((index + 1) * len(cases) + done, rounds * len(cases), what)
             case.rates[count] = _rate(bench, case, count)
     bench.start()
     out.table(
