@@ -9,8 +9,10 @@
 // branch. An image too large for that is cut into windows, and each window goes through the groups of points that touch
 // it.
 //
-// A task is an image and some of its blocks of channels. Sums of grid_grad are float32 over a block, float64 over
-// blocks, in order. Where one is not finite it is computed again in float64, term by term as the reference does.
+// A task is an image and some of its blocks of channels; where these are few, one band of rows of them (grid_bands.h).
+// Sums of grid_grad are float32 over a block, float64 over blocks, in order. Where one is not finite it is computed again in float64, term by term as the reference does.
+#include "grid_bands.h"
+#include "grid_corners.h"
 #include "grid_windows.h"
 
 namespace npugrad {
@@ -22,6 +24,9 @@ constexpr int64_t kFarBytes = 24 << 20;         // the same where the cache does
 constexpr double kScattered = 2.0;              // windows that a group touches in the mean, above which it does not
 constexpr int64_t kTableGroups = 1 << 16;       // groups of an image whose points are kept for the next block
 constexpr int64_t kTasks = 16;                  // wanted at least: images, else blocks of channels too
+constexpr int64_t kFew = 4;                     // tasks below which images are cut into bands
+constexpr int64_t kBandRows = 64;               // rows of a band at least
+constexpr int64_t kBandWork = 1 << 16;          // pixels and points, times channels, below which bands do not pay
 constexpr int64_t kPrefetchBytes = 512 << 10;   // size of a window from which it pays
 constexpr int64_t kAhead = 3;                   // groups that grad_output is fetched ahead
 constexpr int64_t kRowsAhead = 3;               // rows of input that are fetched ahead
@@ -30,130 +35,12 @@ constexpr int64_t kFinishGroups = 1 << 10;      // of one task that adds up bloc
 
 enum { kGradOutput, kInput, kGrid, kInputGrad, kGridGrad };
 
-// A group of points, ready for a window: pixel at the top left, weights of the four corners and of their differences.
-struct Ready {
-  alignas(64) int32_t pixel[kGroup];
-  float weight[4][kGroup];
-  float left[kGroup], right[kGroup], top[kGroup], bottom[kGroup];
-  Slopes slopes;
-};
-
 template <int Write, typename T>
 NPUGRAD_INLINE void prefetch_rows(const T* from, int64_t plane, int channels, int64_t count) {
   constexpr auto kLine = static_cast<int64_t>(64 / sizeof(T));
   for (int c = 0; c < channels; ++c)
     for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(from + c * plane + i, Write);
 }
-template <int M>
-NPUGRAD_INLINE Vec<float, M> load_lanes(const float* p) {
-  return *reinterpret_cast<const typename VectorOf<float, M>::unaligned*>(p);
-}
-template <int M>
-NPUGRAD_INLINE void store_lanes(float* p, Vec<float, M> v) {
-  *reinterpret_cast<typename VectorOf<float, M>::unaligned*>(p) = v;
-}
-
-// What the points of a group do with L channels.
-template <int L, bool Scatter, bool Gather>
-struct Points {
-  static constexpr int kLanes = L < kWidth ? L : kWidth, kParts = L / kLanes;
-  using Part = Vec<float, kLanes>;
-
-  const float* __restrict image;
-  float* __restrict sums;
-  const float* __restrict grad;
-  const Ready& ready;
-  const int64_t step;  // floats from a pixel to the one below
-
-  // Adds a point to input_grad; its terms of the gradient by x and by y, channels side by side.
-  NPUGRAD_INLINE void point(int j, Part& x, Part& y) const {
-    const int64_t at = static_cast<int64_t>(ready.pixel[j]) * L;
-    x = y = Part{};
-#pragma GCC unroll 4
-    for (int k = 0; k < kParts; ++k) {
-      const int64_t shift = k * kLanes;
-      const Part g = load_lanes<kLanes>(grad + j * L + shift);
-      if constexpr (Scatter) {
-#pragma GCC unroll 4
-        for (int corner = 0; corner < 4; ++corner) {
-          float* p = sums + at + shift + (corner & 1) * L + (corner >> 1) * step;
-          store_lanes<kLanes>(p, load_lanes<kLanes>(p) + ready.weight[corner][j] * g);
-        }
-      }
-      if constexpr (Gather) {
-        const float* p = image + at + shift;
-        const Part top_left = load_lanes<kLanes>(p), top_right = load_lanes<kLanes>(p + L);
-        const Part bottom_left = load_lanes<kLanes>(p + step), bottom_right = load_lanes<kLanes>(p + step + L);
-        x += ((top_right - top_left) * ready.top[j] + (bottom_right - bottom_left) * ready.bottom[j]) * g;
-        y += ((bottom_left - top_left) * ready.left[j] + (bottom_right - top_right) * ready.right[j]) * g;
-      }
-    }
-  }
-
-  // Points `first` to `first + Count`, as many lanes for each as fit a vector.
-  template <int Count>
-  static constexpr int kLanesOf = Count * kLanes < kWidth ? Count * kLanes : kWidth;
-
-  template <int Count>
-  NPUGRAD_INLINE void several(int first, Vec<float, kLanesOf<Count>>& x, Vec<float, kLanesOf<Count>>& y) const {
-    if constexpr (Count == 1) {
-      point(first, x, y);
-    } else {
-      Vec<float, kLanesOf<Count / 2>> xs[2], ys[2];
-      several<Count / 2>(first, xs[0], ys[0]);
-      several<Count / 2>(first + Count / 2, xs[1], ys[1]);
-      if constexpr (kLanesOf<Count / 2> == kWidth) {
-        x = add_pairs(xs[0], xs[1]);
-        y = add_pairs(ys[0], ys[1]);
-      } else {
-        x = joined(xs[0], xs[1]);
-        y = joined(ys[0], ys[1]);
-      }
-    }
-  }
-
-  template <typename V>
-  static NPUGRAD_INLINE auto joined(V a, V b) {
-    constexpr int kHalf = sizeof(V) / sizeof(float);
-    Vec<float, 2 * kHalf> found;
-#if defined(__clang__) || __GNUC__ >= 12
-    if constexpr (kHalf == 4) {
-      found = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7);
-    } else {
-      found = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    }
-#else
-    std::memcpy(&found, &a, sizeof a);
-    std::memcpy(reinterpret_cast<char*>(&found) + sizeof a, &b, sizeof b);
-#endif
-    return found;
-  }
-
-  // All points of the group; sums over the channels of their terms.
-  NPUGRAD_INLINE void run(float* by_x, float* by_y) const {
-    if constexpr (Gather) {
-      for (int j = 0; j < kGroup; j += kWidth) {
-        Floats x, y;
-        several<kWidth>(j, x, y);
-        store(by_x + j, x);
-        store(by_y + j, y);
-      }
-    } else {
-      Part x, y;
-      for (int j = 0; j < kGroup; ++j) point(j, x, y);
-    }
-  }
-  // The same for the nearest pixel alone.
-  NPUGRAD_INLINE void run_nearest() const {
-    for (int j = 0; j < kGroup; ++j)
-#pragma GCC unroll 4
-      for (int k = 0; k < kParts; ++k) {
-        float* p = sums + static_cast<int64_t>(ready.pixel[j]) * L + k * kLanes;
-        store_lanes<kLanes>(p, load_lanes<kLanes>(p) + load_lanes<kLanes>(grad + j * L + k * kLanes));
-      }
-  }
-};
-
 // A call with data of type T.
 template <typename T>
 class GridSampler {
@@ -164,12 +51,13 @@ class GridSampler {
         grid_(call.tensor(kGrid), h_, w_, sampling),
         scatter_(input_grad_.given()), gather_(grid_grad_.given() && !sampling.nearest),
         spans_(std::min(blocks_, ceil_div(kTasks, n_))),
-        near_(h_, w_, window_limit(std::min(c_, block_) > 8 ? kNearBytes : kFarBytes)),
+        bands_(Windows::bands(h_, w_, bands_of())), near_(h_, w_, window_limit(std::min(c_, block_) > 8 ? kNearBytes : kFarBytes)),
         far_(h_, w_, window_limit(kFarBytes)), slots_(static_cast<size_t>(call.threads())) {}
 
   void run() {
     if (grid_grad_.given() && !gather_) grid_grad_.zero();
     if (!scatter_ && !gather_) return;
+    if (bands_.count() > 1 && run_bands()) return;
     if (gather_ && spans_ > 1) partial_ = call_.template scratch<double>(n_ * spans_ * sums_size());
     call_.parallel(n_ * spans_, [&](int64_t task, int slot) {
       Task(*this, slots_[static_cast<size_t>(slot)], task / spans_, task % spans_).run();
@@ -187,11 +75,55 @@ class GridSampler {
     Listing listing;
   };
 
+  // An image cut into bands.
+  struct Banded {
+    Bands bands;
+    int64_t first_share;
+  };
+
   int64_t sums_size() const { return 2 * kGroup * grid_.groups(); }
 
   // Channels of a block; fewer where there would be a single task.
   static int64_t block_of(int64_t n, int64_t c) { return n > 1 || c > kBlock ? kBlock : kSmallBlock; }
   static int lanes(int channels) { return channels <= 4 ? 4 : channels <= 8 ? 8 : kBlock; }
+
+  // Bands of rows that an image is cut into; 1 where there are tasks enough without.
+  int64_t bands_of() const {
+    const int64_t tasks = n_ * spans_, bands = std::min(std::min(kTasks / tasks, h_ / kBandRows), Bands::kMost);
+    if (tasks >= kFew || spans_ != blocks_ || bands < 2) return 1;
+    const bool pays = (h_ * w_ + grid_.points()) * c_ >= kBandWork;
+    return pays && Window{0, 0, ceil_div(h_, bands), w_}.pixels() <= window_limit(kFarBytes) ? bands : 1;
+  }
+
+  // Task by task of images, blocks and bands. False, with nothing written, if points lie in no order.
+  bool run_bands() {
+    const int64_t tasks = spans_ * bands_.count();
+    listed_.resize(static_cast<size_t>(n_));
+    int64_t shares = 0;
+    for (int64_t image = 0; image < n_; ++image) {
+      const auto located = [&](int64_t group) {
+        Group found;
+        Slopes slopes;
+        grid_.locate(image, group, found, slopes);
+        return found;
+      };
+      Banded& banded = listed_[static_cast<size_t>(image)];
+      if (!banded.bands.fill(call_, bands_, grid_.groups(), sampling_.nearest, spans_ > 1, kScattered, located)) {
+        listed_.clear();
+        return false;
+      }
+      banded.first_share = shares;
+      shares += spans_ * banded.bands.shares();
+    }
+    if (gather_) partial_ = call_.template scratch<double>(shares * 2 * kGroup);
+    call_.parallel(n_ * tasks, [&](int64_t task, int slot) {
+      const int64_t part = task % tasks;
+      Task(*this, slots_[static_cast<size_t>(slot)], task / tasks, part / bands_.count())
+          .run_band(part % bands_.count());
+    });
+    if (gather_) add_shares();
+    return true;
+  }
 
   int64_t window_limit(int64_t bytes) const {
     return bytes / static_cast<int64_t>(sizeof(float)) / lanes(static_cast<int>(std::min(c_, block_)));
@@ -210,21 +142,32 @@ class GridSampler {
       if (has_table_ && !slot_.table.get()) slot_.table = whole_.call_.template scratch<Group>(groups_);
       choose_windows();
       allocate();
-      for (int64_t index = 0; index < windows_->count(); ++index) {
-        const Window window = (*windows_)[index];
-        for (int64_t block = begin_; block < end_; ++block) {
-          const int channels = static_cast<int>(std::min(whole_.block_, whole_.c_ - block * whole_.block_));
-          switch (lanes(channels)) {
-            case 4: with_channels<4>(index, window, block, channels); break;
-            case 8: with_channels<8>(index, window, block, channels); break;
-            default: with_channels<kBlock>(index, window, block, channels);
-          }
-        }
-      }
+      for (int64_t index = 0; index < windows_->count(); ++index) run_window(index);
       if (whole_.gather_ && whole_.spans_ == 1 && !direct_) whole_.finish_sums(n_, 0, groups_, partial_, 1);
     }
 
+    // One band of rows, with the groups that were listed for it.
+    void run_band(int64_t band) {
+      has_table_ = false;
+      windows_ = &whole_.bands_;
+      banded_ = &whole_.listed_[static_cast<size_t>(n_)];
+      allocate();
+      run_window(band);
+    }
+
    private:
+    void run_window(int64_t index) {
+      const Window window = (*windows_)[index];
+      for (int64_t block = begin_; block < end_; ++block) {
+        const int channels = static_cast<int>(std::min(whole_.block_, whole_.c_ - block * whole_.block_));
+        switch (lanes(channels)) {
+          case 4: with_channels<4>(index, window, block, channels); break;
+          case 8: with_channels<8>(index, window, block, channels); break;
+          default: with_channels<kBlock>(index, window, block, channels);
+        }
+      }
+    }
+
     // Windows that stay in the cache if points next to each other lie next to each other in the image too.
     void choose_windows() {
       listed_ = whole_.near_.count() > 1 && list_groups(whole_.near_, kScattered);
@@ -251,7 +194,7 @@ class GridSampler {
           std::memset(slot_.sums.get(), 0, static_cast<size_t>(floats) * sizeof(float));
         }
       }
-      if (!whole_.gather_ || direct_) return;
+      if (!whole_.gather_ || direct_ || banded_) return;
       const int64_t size = whole_.sums_size();
       if (whole_.spans_ > 1) {
         partial_ = whole_.partial_.get() + (n_ * whole_.spans_ + span_) * size;
@@ -413,12 +356,17 @@ class GridSampler {
     template <int L, bool Scatter, bool Gather, bool Nearest>
     void pass(int64_t index, const Window& window, int64_t block, int channels) {
       const bool first = !listed_ && block == begin_;
-      const int64_t* list = listed_ ? slot_.listing.groups(index).data() : nullptr;
-      const int64_t count = listed_ ? static_cast<int64_t>(slot_.listing.groups(index).size()) : groups_;
+      const std::vector<int64_t>* list = listed_ ? &slot_.listing.groups(index) : nullptr;
+      const std::vector<Bands::Entry>* entries = banded_ ? &banded_->bands.entries(index) : nullptr;
+      const auto count = static_cast<int64_t>(
+          entries ? entries->size() : list ? list->size() : static_cast<size_t>(groups_));
       alignas(64) float grad[(kGroup + kWidth) * L];
       alignas(64) float by_x[kGroup], by_y[kGroup];
       Ready ready[2];
-      const auto group_at = [&](int64_t i) { return listed_ ? list[i] : i; };
+      const auto group_at = [&](int64_t i) {
+        const auto at = static_cast<size_t>(i);
+        return entries ? (*entries)[at].group : list ? (*list)[at] : i;
+      };
       const Soon grads = small_block(whole_.grad_output_, block + 1);
       const Soon image = Gather ? small_block(whole_.input_, block + 1) : Soon{};
       const Soon result = Scatter ? small_block(whole_.input_grad_, block) : Soon{};
@@ -439,7 +387,12 @@ class GridSampler {
           points.run(by_x, by_y);
         }
         if constexpr (Gather) {
-          if (direct_) {
+          const int64_t share = entries ? (*entries)[static_cast<size_t>(i)].share : -1;
+          if (share >= 0) {
+            double* sums = whole_.share_of(*banded_, span_, share);
+            std::copy_n(by_x, kGroup, sums);
+            std::copy_n(by_y, kGroup, sums + kGroup);
+          } else if (direct_ || entries) {
             double x[kGroup], y[kGroup];
             std::copy_n(by_x, kGroup, x);
             std::copy_n(by_y, kGroup, y);
@@ -458,6 +411,7 @@ class GridSampler {
     const int64_t n_, span_, begin_, end_, groups_;
     bool has_table_, listed_ = false, direct_ = false;
     const Windows* windows_;
+    const Banded* banded_ = nullptr;
     double* partial_ = nullptr;
     Group group_;
   };
@@ -535,6 +489,33 @@ class GridSampler {
     });
   }
 
+  double* share_of(const Banded& banded, int64_t span, int64_t share) const {
+    return partial_.get() + 2 * kGroup * (banded.first_share + span * banded.bands.shares() + share);
+  }
+  void add_shares() {
+    for (int64_t image = 0; image < n_; ++image) {
+      const Banded& banded = listed_[static_cast<size_t>(image)];
+      const auto& parted = banded.bands.parted();
+      const auto total = static_cast<int64_t>(parted.size());
+      call_.parallel(ceil_div(total, kFinishGroups), [&](int64_t task, int) {
+        const Span span(task, kFinishGroups, total);
+        for (int64_t i = span.begin; i < span.end; ++i) finish_shares(image, banded, parted[static_cast<size_t>(i)]);
+      });
+    }
+  }
+  void finish_shares(int64_t image, const Banded& banded, const Bands::Parted& parted) const {
+    double sums[2 * kGroup] = {};
+    for (int64_t span = 0; span < spans_; ++span)
+      for (int64_t share = 0; share < parted.count; ++share) {
+        const double* more = share_of(banded, span, parted.first + share);
+        for (int j = 0; j < 2 * kGroup; ++j) sums[j] += more[j];
+      }
+    Group found;
+    Slopes slopes;
+    grid_.locate(image, parted.group, found, slopes);
+    finish(image, parted.group, sums, sums + kGroup, slopes);
+  }
+
   Call& call_;
   const Sampling sampling_;
   const Tensor grad_output_ = call_.tensor(kGradOutput), input_ = call_.tensor(kInput),
@@ -543,7 +524,8 @@ class GridSampler {
   const Grid<T> grid_;
   const bool scatter_, gather_;
   const int64_t spans_;
-  const Windows near_, far_;
+  const Windows bands_, near_, far_;
+  std::vector<Banded> listed_;  // by image
   Buffer<double> partial_;
   std::vector<Slot> slots_;
 };

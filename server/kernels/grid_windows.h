@@ -44,6 +44,13 @@ class Windows {
     }
     across_ = ceil_div(width_, columns_), count_ = across_ * ceil_div(height_, rows_);
   }
+  // Bands of rows, as wide as the image.
+  static Windows bands(int64_t height, int64_t width, int64_t count) {
+    Windows found(height, width, INT64_MAX);
+    found.rows_ = ceil_div(height, count);
+    found.count_ = ceil_div(height, found.rows_);
+    return found;
+  }
   int64_t count() const { return count_; }
   int64_t largest() const { return Window{0, 0, rows_, columns_}.pixels(); }
   Window operator[](int64_t index) const {

@@ -158,7 +158,7 @@ def test_every_sample_of_the_record(kernels: Kernels, product: Product) -> None:
 
 
 # Sizes around every bound of the kernel: one block of channels or several, each number of lanes, tasks by
-# image or by block, windows or none, with neighbours in order (turned) or not.
+# image, by block or by band of rows, windows or none, with neighbours in order (turned) or not.
 BOUNDS = [
     dict(n=1, c=1, h=1, w=1, oh=1, ow=1),
     dict(n=1, c=64, h=13, w=11, oh=9, ow=17),
@@ -168,6 +168,9 @@ BOUNDS = [
     dict(n=1, c=16, h=3, w=5003, oh=64, ow=67),
     dict(n=1, c=12, h=4999, w=2, oh=61, ow=64),
     dict(n=20, c=40, h=75, w=80, oh=20, ow=24),
+    dict(n=1, c=3, h=200, w=120, oh=150, ow=141),
+    dict(n=3, c=8, h=131, w=170, oh=90, ow=113),
+    dict(n=1, c=40, h=260, w=90, oh=97, ow=121),
 ]
 
 
@@ -197,6 +200,23 @@ def test_an_image_too_large_for_one_window_is_cut(
     inputs = _inputs(call, 5)
     if turned:
         inputs["grid"] = _turned(call)
+    assert_right(GRID, call, inputs, computed(kernels, GRID, call, inputs))
+
+
+@pytest.mark.parametrize("modes", MODES, ids=_name)
+@pytest.mark.parametrize("output_mask", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("c", [3, 12])
+def test_an_image_alone_is_cut_into_bands(
+    kernels: Kernels, modes: dict[str, Any], output_mask: tuple[bool, bool], c: int
+) -> None:
+    """Groups of points within a band, over the line between two, over several, and with no pixel at all."""
+    call = GRID.build(n=1, c=c, h=257, w=90, oh=140, ow=83, output_mask=output_mask, **modes)
+    inputs = _inputs(call, 6)
+    points = _turned(call)
+    points[:, :9] = _lattice(call, 7)[:, :9]
+    points[:, 20:23] = 40
+    inputs["grid"] = points
+    inputs["grad_output"][0, 0, 60, 5] = np.inf
     assert_right(GRID, call, inputs, computed(kernels, GRID, call, inputs))
 
 
