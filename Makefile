@@ -114,9 +114,9 @@ test-deploy: $(STAMP) ## The image recipe and the manifests
 bench: $(STAMP) ## All benchmarks: tables, JSON lines, pictures under build/bench; ARGS=--quick tries them out
 	$(BIN)/python -m tests.benchmarks $(ARGS)
 
-bench-transport bench-service bench-kernels: $(STAMP) ## One of them
+bench-transport bench-service bench-client bench-kernels: $(STAMP) ## One of them
 	$(BIN)/python -m tests.benchmarks $(@:bench-%=%) $(ARGS)
-.PHONY: bench bench-transport bench-service bench-kernels
+.PHONY: bench bench-transport bench-service bench-client bench-kernels
 
 # ------------------------------------------------------------------------------------ checks
 

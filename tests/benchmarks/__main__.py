@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.benchmarks import kernels, service, transport
+from tests.benchmarks import client, kernels, service, transport
 from tests.benchmarks.environment import environment
 from tests.benchmarks.harness import FULL, QUICK, Effort, Result, as_record, show
 from tests.benchmarks.picture import svg
@@ -18,7 +18,12 @@ from tests.benchmarks.processes import ROOT
 if TYPE_CHECKING:
     from types import ModuleType
 
-BENCHES: dict[str, ModuleType] = {"transport": transport, "service": service, "kernels": kernels}
+BENCHES: dict[str, ModuleType] = {
+    "transport": transport,
+    "service": service,
+    "client": client,
+    "kernels": kernels,
+}
 
 
 def main() -> None:

@@ -39,6 +39,7 @@ KEYS = ["bench", "case", "dtype", "peer", "ratio", "low", "high"]
     [
         ("transport", {"grpcio, protobuf bytes", "grpcio, identity", "raw TCP"}),
         ("service", {"reference in process", "grpcio, protobuf bytes"}),
+        ("client", {"generated stub", "grpc, NumPy and protobuf alone"}),
         pytest.param("kernels", None, marks=needs_kernels),
     ],
 )

@@ -1,0 +1,240 @@
+"""What the client costs: calls through it against the generated stub alone, and its import.
+
+Calls
+    A small call of each operator that has one, to a server that answers at once with bytes it has ready. The
+    peer is the stub that grpcio's tools generate, with a request that was built before the clock started,
+    and results as views of the answer; it checks nothing and builds nothing. `Client` makes the request
+    from arrays, checks operands and attributes, decodes and checks the answer, and fills arrays of its own.
+
+    Limits: the interpreter. A bare call of grpcio takes some 300 microseconds here, most of it threads of
+    gRPC waking each other; what the client adds is Python between two of them.
+
+    Expected before the first run: 0.5 to 0.7 with one call at a time.
+
+In flight
+    `AsyncClient` with 1, 64 and 1,000 calls in flight on one loop, against the stub of grpc.aio.
+
+    Expected before the first run: 0.4 to 0.6: nothing is waited for any more, only the work counts.
+
+Import
+    A fresh interpreter that imports `npugrad_client`, against one that imports grpc, grpc.aio, NumPy and
+    protobuf's runtime, which no client could do without.
+
+    Expected before the first run: 0.6 to 0.8.
+
+Found, alone on two cores: 0.8 one at a time, 0.78 with one and 0.62 with 64 and 1,000 in flight; the import
+takes some 75 ms beyond that of the libraries (0.65).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+import numpy as np
+from tests.benchmarks.canned import SMALL, small_call
+from tests.benchmarks.contestant import difference
+from tests.benchmarks.harness import Effort, Result, compare
+from tests.benchmarks.processes import ROOT, LineProcess, started
+
+from npugrad.call import CallOptions
+from npugrad.ops import get_operator
+from npugrad.v1 import backward_pb2_grpc
+from npugrad_client import AsyncClient, Client
+from npugrad_client._call import prepare
+from npugrad_client._frames import unary_request
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator, Mapping
+
+    import numpy.typing as npt
+
+    from npugrad.spec import OpSpec
+
+    Array = npt.NDArray[Any]
+    Call = Callable[[], Mapping[str, Array]]
+
+TITLE = "Client: what it adds to a bare gRPC call"
+SUBTITLE = "smallest calls to a server that answers at once; bursts on one event loop; importing it"
+OURS, STUB, IMPORTS = "npugrad", "generated stub", "grpc, NumPy and protobuf alone"
+IN_FLIGHT = (1, 64, 1000)
+_LIBRARIES = "import grpc, grpc.aio, numpy, google.protobuf.message, google.protobuf.descriptor_pool"
+
+
+def _operands(spec: OpSpec) -> tuple[dict[str, Array | None], Mapping[str, Any]]:
+    call = small_call(spec)
+    return spec.make_inputs(call, np.random.default_rng(5)), call.attrs
+
+
+def _outputs(spec: OpSpec) -> list[str]:
+    return [name for name, meta in spec.infer(small_call(spec)).items() if meta is not None]
+
+
+def _request(spec: OpSpec) -> Any:
+    operands, attrs = _operands(spec)
+    return unary_request(prepare(spec, operands, attrs, None, CallOptions()))
+
+
+def _views(spec: OpSpec, response: Any) -> dict[str, Array]:
+    metas = spec.infer(small_call(spec))
+    return {
+        name: np.frombuffer(getattr(response, name).data, meta.dtype.numpy).reshape(meta.shape)
+        for name, meta in metas.items()
+        if meta is not None
+    }
+
+
+class ClientCall:
+    """Our client."""
+
+    def __init__(self, address: str) -> None:
+        """Opens it."""
+        self._client = Client(address)
+
+    def prepare(self, case: Mapping[str, Any]) -> Call:
+        """One call of an operator."""
+        spec = get_operator(case["operator"])
+        (operands, attrs), names = _operands(spec), _outputs(spec)
+        method = getattr(self._client, spec.name)
+
+        def call() -> Mapping[str, Array]:
+            grads = method(**operands, **attrs)
+            return {name: getattr(grads, name) for name in names}
+
+        return call
+
+
+class StubCall:
+    """The generated stub."""
+
+    def __init__(self, address: str) -> None:
+        """Opens a channel."""
+        self._stub = backward_pb2_grpc.BackwardServiceStub(grpc.insecure_channel(address))
+
+    def prepare(self, case: Mapping[str, Any]) -> Call:
+        """One call of an operator."""
+        spec = get_operator(case["operator"])
+        method, request = getattr(self._stub, spec.rpc), _request(spec)
+        return lambda: _views(spec, method(request))
+
+
+class _Burst:
+    """So many calls at once on an event loop; the results are those of the last one."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._loop = asyncio.new_event_loop()
+
+    def _burst(self, count: int, once: Callable[[], Awaitable[Mapping[str, Array]]]) -> Call:
+        async def burst() -> Mapping[str, Array]:
+            return (await asyncio.gather(*(once() for _ in range(count))))[-1]
+
+        return lambda: self._loop.run_until_complete(burst())
+
+
+class AsyncClientBurst(_Burst):
+    """Our client for asyncio."""
+
+    def prepare(self, case: Mapping[str, Any]) -> Call:
+        """A burst of calls of an operator."""
+        spec = get_operator(case["operator"])
+        (operands, attrs), names = _operands(spec), _outputs(spec)
+        client = AsyncClient(self._address)
+        method = getattr(client, spec.name)
+
+        async def once() -> Mapping[str, Array]:
+            grads = await method(**operands, **attrs)
+            return {name: getattr(grads, name) for name in names}
+
+        return self._burst(case["in_flight"], once)
+
+
+class AsyncStubBurst(_Burst):
+    """The generated stub on grpc.aio."""
+
+    def prepare(self, case: Mapping[str, Any]) -> Call:
+        """A burst of calls of an operator."""
+        spec = get_operator(case["operator"])
+        request = _request(spec)
+
+        async def opened() -> Any:
+            return backward_pb2_grpc.BackwardServiceStub(grpc.aio.insecure_channel(self._address))
+
+        method = getattr(self._loop.run_until_complete(opened()), spec.rpc)
+
+        async def once() -> Mapping[str, Array]:
+            return _views(spec, await method(request))
+
+        return self._burst(case["in_flight"], once)
+
+
+class Imports:
+    """A fresh interpreter that imports something and ends."""
+
+    def __init__(self, program: str) -> None:
+        """Takes the program."""
+        self._program = program
+
+    def prepare(self, case: Mapping[str, Any]) -> Call:
+        """One interpreter."""
+        command = [sys.executable, "-c", self._program]
+
+        def call() -> Mapping[str, Array]:
+            subprocess.run(command, cwd=ROOT, env=dict(os.environ), check=True)
+            return {}
+
+        return call
+
+
+def run(effort: Effort) -> Iterator[Result]:
+    """Measures every case."""
+    with ExitStack() as stack:
+        server = LineProcess("tests.benchmarks.canned")
+        stack.callback(server.close)
+        address = server.read()["address"]
+        cases: list[dict[str, Any]] = [{"operator": name} for name in SMALL][: 1 if effort.quick else None]
+        pair = {OURS: "ClientCall", STUB: "StubCall"}
+        for case in cases:
+            yield _compared(f"{case['operator']}, one at a time", case, pair, address, effort)
+        bursts = {OURS: "AsyncClientBurst", STUB: "AsyncStubBurst"}
+        for count in IN_FLIGHT[: 1 if effort.quick else None]:
+            burst = {"operator": "group_norm_backward", "in_flight": count}
+            yield _compared(f"asyncio, {count} in flight", burst, bursts, address, effort)
+    programs = {OURS: "import npugrad_client", IMPORTS: _LIBRARIES}
+    subjects = {name: {"subject": f"{__name__}:Imports", "program": text} for name, text in programs.items()}
+    yield _measured("import", "", {}, subjects, effort)
+
+
+def _compared(
+    name: str, case: Mapping[str, Any], pair: Mapping[str, str], address: str, effort: Effort
+) -> Result:
+    subjects = {who: {"subject": f"{__name__}:{what}", "address": address} for who, what in pair.items()}
+    dtype = str(small_call(get_operator(case["operator"])).tensor(_first(case)).dtype)
+    return _measured(name, dtype, case, subjects, effort)
+
+
+def _first(case: Mapping[str, Any]) -> str:
+    return get_operator(case["operator"]).inputs[0].name
+
+
+def _measured(
+    name: str,
+    dtype: str,
+    case: Mapping[str, Any],
+    subjects: Mapping[str, Mapping[str, Any]],
+    effort: Effort,
+) -> Result:
+    with started(effort, subjects) as contestants:
+        for contestant in contestants.values():
+            contestant.prepare(case)
+        ours, *peers = (contestant.fingerprint for contestant in contestants.values())
+        if any(difference(ours, peer) > 0 for peer in peers if ours):
+            raise RuntimeError(f"{name}: the results of the two differ")
+        slots = {who: contestant.median_s for who, contestant in contestants.items()}
+        return compare(name, dtype, slots, effort)
