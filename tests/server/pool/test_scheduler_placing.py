@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import pytest
+from tests.server.pool.scheduling import SETTINGS, of
 
-from npugrad import Product
 from npugrad_server.pool.attempts import ELSEWHERE
 from npugrad_server.pool.claim import MAX_OVERTAKEN
 from npugrad_server.pool.commands import (
@@ -28,34 +28,13 @@ from npugrad_server.pool.types import DeviceState, PoolSettings
 from npugrad_server.worker.protocol import WorkspaceRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from npugrad_server.pool.commands import Command
 
-C = TypeVar("C")
-
-SETTINGS = PoolSettings(
-    devices=("cpu:0",),
-    product=Product.ATLAS_A2,
-    input_arena_bytes=0,
-    output_arena_bytes=0,
-    prefault_bytes=0,
-    max_queue_depth=100,
-    streams_per_device=1,
-    drain_timeout_s=1,
-    hang_grace_s=10,
-    worker_start_timeout_s=60,
-    respawn_backoff_s=1,
-    respawn_backoff_max_s=5,
-    max_respawns=3,
-)
 WHY = "its first try failed"
 FULL = "DEVICE_OUT_OF_MEMORY"
 BLOCK = 512
-
-
-def of(kind: type[C], commands: Sequence[Command]) -> list[C]:
-    return [command for command in commands if isinstance(command, kind)]
 
 
 def make(workers: int, streams: int = 1, settings: PoolSettings = SETTINGS) -> Scheduler:
