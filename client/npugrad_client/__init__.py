@@ -27,6 +27,8 @@ from npugrad_client._info import (
     ServerInfo,
     ServerLimits,
 )
+from npugrad_client._retry import RetryPolicy
+from npugrad_client._tls import Tls
 from npugrad_client.errors import (
     CallTooLarge,
     Cancelled,
@@ -44,6 +46,7 @@ from npugrad_client.errors import (
     ServerBusy,
     ServerDraining,
     TilingError,
+    TlsError,
     TransportError,
     UnsafeLevels,
     UnsupportedOperator,
@@ -75,12 +78,15 @@ __all__ = [
     "OperatorInfo",
     "ParameterInfo",
     "RequestError",
+    "RetryPolicy",
     "ServerBusy",
     "ServerDraining",
     "ServerInfo",
     "ServerLimits",
     "TensorMeta",
     "TilingError",
+    "Tls",
+    "TlsError",
     "TransportError",
     "UnsafeLevels",
     "UnsupportedOperator",

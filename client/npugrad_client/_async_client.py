@@ -10,30 +10,35 @@ from npugrad.validation import make_call
 from npugrad_client import _info
 from npugrad_client._async_transport import AsyncTransport
 from npugrad_client._call import finish, prepare
-from npugrad_client._channels import STREAM_FROM_BYTES
+from npugrad_client._channels import STREAM_FROM_BYTES, settings
 from npugrad_client._generated_ops import AsyncOperators
+from npugrad_client._retry import RETRY
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from types import TracebackType
 
     from npugrad.call import CallOptions, ExecutionInfo
     from npugrad.products import Product
     from npugrad.spec import OpSpec, TensorMeta, Verdict
     from npugrad_client._info import OperatorInfo, ServerInfo
+    from npugrad_client._retry import RetryPolicy
+    from npugrad_client._tls import Tls
 
 _IN_A_THREAD_FROM_BYTES = 2**20
 """Operands from here on are looked at, and packed where they must be, in a thread: a copy may be needed."""
 
 
 class AsyncClient(AsyncOperators):
-    """Calls one npugrad server from an event loop.
+    """Calls one npugrad server, or several, from an event loop.
 
     Cancelling the task that awaits a call cancels the call, and the server gives it up. Any number of
     calls may be in flight; operands of a call must not be written to until it is answered.
 
     Concurrency: one client serves the tasks of one loop. After that loop has ended it may be used in
     another one.
+
+    Processes: an open asynchronous client does not survive a fork; close it before, or use `Client`.
 
     Example:
         >>> async with AsyncClient("localhost:50051") as client:          # doctest: +SKIP
@@ -44,23 +49,35 @@ class AsyncClient(AsyncOperators):
     """
 
     def __init__(
-        self, target: str, *, timeout_s: float | None = None, stream_from_bytes: int = STREAM_FROM_BYTES
+        self,
+        target: str | Sequence[str],
+        *,
+        timeout_s: float | None = None,
+        stream_from_bytes: int = STREAM_FROM_BYTES,
+        retry: RetryPolicy | None = RETRY,
+        tls: Tls | bool | None = None,
     ) -> None:
         """Opens a client; the connection is made at the first call.
 
         Args:
-            target: ``host:port``, ``unix:path`` or ``dns:///service:port``.
-            timeout_s: Deadline of every call in seconds unless the call says otherwise; None for none. A
-                server that cannot be reached is an error at once, with or without a deadline.
+            target: ``host:port``, ``unix:path`` or ``dns:///service:port``; or a list of them, one of each
+                server, which share the calls. Behind ``dns:///`` all addresses share them.
+            timeout_s: Deadline of every call in seconds unless the call says otherwise, retries included;
+                None for none. A server that cannot be reached is soon an error, with or without a deadline.
             stream_from_bytes: Calls with this much data in either direction are streamed.
+            retry: When calls are tried again; None for never.
+            tls: What to trust and who the client is; True to trust the system's authorities; None for a
+                connection that is not encrypted.
 
         Raises:
-            TypeError: The target is no text.
-            ValueError: The target is empty.
+            TypeError: A target is no text, or `retry` or `tls` is of another type.
+            ValueError: A target is empty, there is none, or `tls` names what is no PEM.
+            OSError: A file that `tls` names cannot be read.
         """
-        self.target = target
+        chosen = settings(target, stream_from_bytes, retry, tls)
+        self.target = chosen.name
         self._timeout_s = timeout_s
-        self._transport = AsyncTransport(target, stream_from_bytes)
+        self._transport = AsyncTransport(chosen)
 
     async def __aenter__(self) -> AsyncClient:
         """The client itself."""

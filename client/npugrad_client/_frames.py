@@ -201,7 +201,7 @@ def _type(meta: TensorMeta | None) -> Any:
 
 def _destination(prepared: Prepared, name: str, meta: TensorMeta) -> Array:
     """The caller's own array where results can land in it as they are, else a new one."""
-    target = prepared.targets.get(name)
+    target = None if prepared.is_apart else prepared.targets.get(name)
     if target is not None and target.flags.c_contiguous and target.dtype == meta.dtype.numpy:
         return target
     return np.empty(meta.shape, meta.dtype.numpy)

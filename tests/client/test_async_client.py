@@ -146,7 +146,7 @@ def test_what_grpc_raises_is_translated(stream_from_bytes: int) -> None:
         yield
 
     async def work(address: str) -> Any:
-        async with AsyncClient(address, stream_from_bytes=stream_from_bytes) as client:
+        async with AsyncClient(address, stream_from_bytes=stream_from_bytes, retry=None) as client:
             return await asyncio.gather(
                 client.group_norm_backward(**group_norm()),
                 client.group_norm_backward(**group_norm(), timeout_s=0),
