@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from npugrad.call import ExecutionInfo
 from npugrad.errors import Violation
+from npugrad.recipe import Recipe
 from npugrad.spec import TensorMeta, Verdict
 from npugrad_client._client import Client
 from npugrad_client._generated_ops import (
@@ -34,11 +35,13 @@ from npugrad_client.errors import (
     DeviceError,
     DeviceOutOfMemory,
     InvalidOperand,
+    InvalidRecipe,
     MalformedRequest,
     MalformedTensor,
     NpugradError,
     NullOperand,
     OperatorError,
+    RecipeMismatch,
     RequestError,
     ServerBusy,
     ServerDraining,
@@ -64,6 +67,7 @@ __all__ = [
     "GridSampler2DBackwardResult",
     "GroupNormBackwardResult",
     "InvalidOperand",
+    "InvalidRecipe",
     "MalformedRequest",
     "MalformedTensor",
     "MultiScaleDeformableAttentionGradResult",
@@ -72,6 +76,8 @@ __all__ = [
     "OperatorError",
     "OperatorInfo",
     "ParameterInfo",
+    "Recipe",
+    "RecipeMismatch",
     "RequestError",
     "ServerBusy",
     "ServerDraining",
