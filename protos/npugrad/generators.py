@@ -112,7 +112,8 @@ def _number_problem(draw: Draw, dtype: DType) -> str | None:
 def _largest(dtype: DType) -> float:
     if dtype in _FLOATS:
         # float32 is what floats are computed in, and the difference of two bounds has to be finite in it.
-        return min(float(ml_dtypes.finfo(dtype.numpy).max), float(np.finfo(np.float32).max) / 2)
+        most = float(ml_dtypes.finfo(dtype.numpy).max)  # type: ignore[no-untyped-call]
+        return min(most, float(np.finfo(np.float32).max) / 2)
     return float(_EXACT) if dtype is DType.BOOL else float(min(np.iinfo(dtype.numpy).max, _EXACT))
 
 

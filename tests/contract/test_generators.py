@@ -194,7 +194,7 @@ def test_a_content_may_be_longer_than_all_words_of_a_key() -> None:
 
 def close(found: float, expected: float, deviation: float) -> bool:
     """Within five standard errors of `SIZE` draws."""
-    return abs(found - expected) < 5 * deviation / np.sqrt(SIZE)
+    return bool(abs(found - expected) < 5 * deviation / np.sqrt(SIZE))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

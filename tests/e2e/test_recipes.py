@@ -93,7 +93,8 @@ def test_large_operands_cost_no_upload(server: ServerProcess) -> None:
     assert message.ByteSize() < 1000
     assert made["input"].meta.content_bytes == 2**25
     with Client(server.address) as client:
-        found = client.group_norm_backward(**made, **call.attrs, timeout_s=60)
+        arguments: Any = {**made, **call.attrs}
+        found = client.group_norm_backward(**arguments, timeout_s=60)
     expected = made["grad_out"].array().astype(np.float64).sum(axis=(0, 2))
     assert np.allclose(np.asarray(found.grad_beta), expected, rtol=1e-3, atol=1e-2)
 
