@@ -12,6 +12,7 @@ from npugrad.call import ExecutionInfo
 from npugrad.errors import Violation
 from npugrad.recipe import Recipe
 from npugrad.spec import TensorMeta, Verdict
+from npugrad_client._async_client import AsyncClient
 from npugrad_client._client import Client
 from npugrad_client._generated_ops import (
     FusedFloydAttentionGradResult,
@@ -27,6 +28,8 @@ from npugrad_client._info import (
     ServerInfo,
     ServerLimits,
 )
+from npugrad_client._retry import RetryPolicy
+from npugrad_client._tls import Tls
 from npugrad_client.errors import (
     CallTooLarge,
     Cancelled,
@@ -46,6 +49,7 @@ from npugrad_client.errors import (
     ServerBusy,
     ServerDraining,
     TilingError,
+    TlsError,
     TransportError,
     UnsafeLevels,
     UnsupportedOperator,
@@ -53,6 +57,7 @@ from npugrad_client.errors import (
 )
 
 __all__ = [
+    "AsyncClient",
     "CallTooLarge",
     "Cancelled",
     "Client",
@@ -79,12 +84,15 @@ __all__ = [
     "Recipe",
     "RecipeMismatch",
     "RequestError",
+    "RetryPolicy",
     "ServerBusy",
     "ServerDraining",
     "ServerInfo",
     "ServerLimits",
     "TensorMeta",
     "TilingError",
+    "Tls",
+    "TlsError",
     "TransportError",
     "UnsafeLevels",
     "UnsupportedOperator",

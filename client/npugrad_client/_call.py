@@ -38,6 +38,8 @@ class Prepared:
         expected: Outputs as the local record infers them; empty when that was not tried, or it refuses.
         is_refused: Whether the local record refuses the call, whatever the product.
         targets: Arrays of the caller that are to be filled, by output.
+        is_apart: Whether results must not land in `targets` as they arrive, because the call may be sent
+            twice at once.
     """
 
     spec: OpSpec
@@ -47,6 +49,11 @@ class Prepared:
     expected: Mapping[str, TensorMeta | None] = field(default_factory=dict)
     is_refused: bool = False
     targets: Mapping[str, Array] = field(default_factory=dict)
+    is_apart: bool = False
+
+    def apart(self) -> Prepared:
+        """The same call, whose results land in arrays of their own."""
+        return replace(self, is_apart=True)
 
     @property
     def nbytes(self) -> int:
@@ -62,6 +69,10 @@ class Answer:
 
     arrays: dict[str, Array | None]
     info: ExecutionInfo
+
+    def after(self, tries: int) -> Answer:
+        """The same answer, with how often the call was sent."""
+        return self if tries == 1 else replace(self, info=replace(self.info, tries=tries))
 
 
 def prepare(

@@ -8,27 +8,35 @@ from npugrad.ops import get_operator
 from npugrad.validation import make_call
 from npugrad_client import _info
 from npugrad_client._call import finish, prepare
+from npugrad_client._channels import STREAM_FROM_BYTES, settings
 from npugrad_client._generated_ops import Operators
-from npugrad_client._transport import STREAM_FROM_BYTES, Transport
+from npugrad_client._retry import RETRY
+from npugrad_client._transport import Transport
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from types import TracebackType
 
     from npugrad.call import CallOptions, ExecutionInfo
     from npugrad.products import Product
     from npugrad.spec import OpSpec, TensorMeta, Verdict
+    from npugrad_client._channels import Settings
     from npugrad_client._info import OperatorInfo, ServerInfo
+    from npugrad_client._retry import RetryPolicy
+    from npugrad_client._tls import Tls
 
 
 class Client(Operators):
-    """Calls one npugrad server.
+    """Calls one npugrad server, or several.
 
     Thread safety: one client may be shared by any number of threads.
 
-    Processes: a client belongs to the process that opened it. gRPC does not survive a fork, so open clients
-    in the processes that use them, and none in a parent that forks (multiprocessing by fork, a DataLoader
-    with workers) unless it is closed before, or ``GRPC_ENABLE_FORK_SUPPORT=1`` is set from the start.
+    Processes: one that is forked may use a client of its parent; it opens connections of its own at its first
+    call. Calls that were in flight stay the parent's. With ``GRPC_ENABLE_FORK_SUPPORT=0`` in the environment
+    gRPC would hang there, and a call is an error that says so. Where processes are spawned, a client can be
+    pickled; the copy opens connections of its own.
+
+    Event loops: a call blocks the loop that makes it (as a cell of a notebook does); see `AsyncClient`.
 
     Example:
         >>> with Client("localhost:50051") as client:          # doctest: +SKIP
@@ -39,24 +47,46 @@ class Client(Operators):
     """
 
     def __init__(
-        self, target: str, *, timeout_s: float | None = None, stream_from_bytes: int = STREAM_FROM_BYTES
+        self,
+        target: str | Sequence[str],
+        *,
+        timeout_s: float | None = None,
+        stream_from_bytes: int = STREAM_FROM_BYTES,
+        retry: RetryPolicy | None = RETRY,
+        tls: Tls | bool | None = None,
     ) -> None:
         """Opens a client; the connection is made at the first call.
 
         Args:
-            target: ``host:port``, ``unix:path`` or ``dns:///service:port``.
-            timeout_s: Deadline of every call in seconds unless the call says otherwise; None for none. A
-                server that cannot be reached is an error at once, with or without a deadline.
+            target: ``host:port``, ``unix:path`` or ``dns:///service:port``; or a list of them, one of each
+                server, which share the calls. Behind ``dns:///`` all addresses share them.
+            timeout_s: Deadline of every call in seconds unless the call says otherwise, retries included;
+                None for none. A server that cannot be reached is soon an error, with or without a deadline.
             stream_from_bytes: Calls with this much data in either direction are streamed.
+            retry: When calls are tried again; None for never.
+            tls: What to trust and who the client is; True to trust the system's authorities; None for a
+                connection that is not encrypted.
 
         Raises:
-            TypeError: The target is no text.
-            ValueError: The target is empty.
-            RuntimeError: The process was forked while a client was open; see above.
+            TypeError: A target is no text, or `retry` or `tls` is of another type.
+            ValueError: A target is empty, there is none, or `tls` names what is no PEM.
+            OSError: A file that `tls` names cannot be read.
         """
-        self.target = target
+        self._open(settings(target, stream_from_bytes, retry, tls), timeout_s)
+
+    def _open(self, chosen: Settings, timeout_s: float | None) -> None:
+        self.target = chosen.name
         self._timeout_s = timeout_s
-        self._transport = Transport(target, stream_from_bytes)
+        self._settings = chosen
+        self._transport = Transport(chosen)
+
+    def __getstate__(self) -> tuple[Settings, float | None]:
+        """What another process needs to open a client of its own; with a private key, if there is one."""
+        return self._settings, self._timeout_s
+
+    def __setstate__(self, state: tuple[Settings, float | None]) -> None:
+        """Opens a client like the one that was pickled."""
+        self._open(*state)
 
     def __enter__(self) -> Client:
         """The client itself."""

@@ -1,181 +1,273 @@
-"""The channel to a server: unary calls, streamed calls, and the one place where grpc's errors end.
+"""The channels to the servers: unary calls, streamed calls, and the one place where grpc's errors end.
 
 Small calls are unary; larger ones go through Execute in 1 MiB chunks, so that no message limit ever
-reaches a user and neither side holds a call twice.
+reaches a user and neither side holds a call twice. `_retry` decides what is tried again, and where.
 """
 
 from __future__ import annotations
 
-import math
 import os
-import re
+import queue
 import threading
-import weakref
+import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import grpc
 
-from npugrad import codec
-from npugrad.errors import DeadlineExceeded
-from npugrad.v1 import backward_pb2_grpc, server_pb2_grpc, validation_pb2_grpc
+from npugrad_client._channels import REFUSAL_WAIT_S, Stubs, check_fork, closed, grpc_timeout
 from npugrad_client._frames import read_frames, read_response, request_frames, unary_request
-from npugrad_client.errors import translate
+from npugrad_client._picker import Picker
+from npugrad_client._retry import Launch, Plan, RetryBudget, Wait
+from npugrad_client.errors import Cancelled, NpugradError, translate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from npugrad_client._call import Answer, Prepared
-
-STREAM_FROM_BYTES = 2**20
-"""Calls with this much data either way are streamed: below, one message is quicker; above, grpc copies a
-message several times into fresh memory."""
-_LARGEST_UNARY_BYTES = 2**30
-"""No setting makes a message larger than this: protobuf ends at 2 GiB."""
-_REFUSAL_WAIT_S = 1.0
-"""How long the data of a call that the local record refuses waits for the server to refuse it, too."""
-_ENDLESS_S = 1e9
-"""Timeouts from here on are none; grpc's clock cannot hold much more."""
-
-_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_send_message_length", codec.MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", codec.MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 60_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
-    # A server that comes back is found again within seconds, not grpc's two minutes.
-    ("grpc.max_reconnect_backoff_ms", 5_000),
-)
-_LOOPBACK = re.compile(r"(dns:/*|ipv4:|ipv6:)?(localhost|127\.[0-9.]+|\[::1\])(:[0-9]+)?", re.I)
+    from npugrad_client._channels import Settings
 
 
-_OPEN: dict[int, tuple[int, str]] = {}
-"""Process and target of each transport that was not closed, so that a process knows what a fork left it."""
-_TRUE = ("1", "true", "yes")
+class Flight:
+    """One try in flight, which another thread may cancel.
+
+    Thread safety: `attach` and `cancel` may be called by different threads, in any order.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is sent yet."""
+        self._lock = threading.Lock()
+        self._calls: list[Any] = []
+        self.cancelled = threading.Event()
+
+    def attach(self, call: Any) -> Any:
+        """Tells which call of grpc's it is; cancelled at once when that was asked for already."""
+        with self._lock:
+            self._calls.append(call)
+            is_late = self.cancelled.is_set()
+        if is_late:
+            call.cancel()
+        return call
+
+    def cancel(self) -> None:
+        """Cancels the call."""
+        with self._lock:
+            self.cancelled.set()
+            calls = list(self._calls)
+        for call in calls:
+            call.cancel()
+
+
+Send: TypeAlias = "Callable[[Stubs, float | None, Flight | None], Any]"
+"""Sends a call over a channel, with a timeout as grpc takes it; what it returns is the answer."""
+
+
+class _Home:
+    """The channels of one process: a fork leaves them to the parent, and the child opens its own."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._stubs: dict[int, tuple[Any, Stubs]] = {}
+        self.picker = Picker(len(settings.targets))
+        self.budget = RetryBudget(settings.retry)
+        self.closing = threading.Event()
+
+    def stubs(self, server: int) -> Stubs:
+        """The stubs of a server's channel, opened at the first call."""
+        found = self._stubs.get(server)
+        if found is None:
+            with self._lock:
+                if self.closing.is_set():
+                    raise closed(self._settings.name)
+                found = self._stubs.get(server) or self._open(server)
+        return found[1]
+
+    def _open(self, server: int) -> tuple[Any, Stubs]:
+        settings = self._settings
+        target, options = settings.targets[server], settings.options(settings.targets[server])
+        if settings.credentials is None:
+            channel = grpc.insecure_channel(target, options=options)
+        else:
+            ca, certificate, key = settings.credentials
+            credentials = grpc.ssl_channel_credentials(ca, key, certificate)
+            channel = grpc.secure_channel(target, credentials, options=options)
+        found = self._stubs[server] = (channel, Stubs(channel))
+        return found
+
+    def close(self) -> None:
+        with self._lock:
+            self.closing.set()
+        for channel, _ in self._stubs.values():
+            channel.close()
 
 
 class Transport:
-    """One channel to one target.
+    """Channels to one or several servers.
 
     Thread safety: every method may be called from several threads at once; grpc multiplexes them.
+
+    Processes: channels are opened at the first call of each process.
     """
 
-    def __init__(self, target: str, stream_from_bytes: int = STREAM_FROM_BYTES) -> None:
-        """Opens the channel lazily; nothing is sent before the first call.
-
-        Raises:
-            TypeError: The target is no text.
-            ValueError: The target is empty.
-            RuntimeError: The process was forked while a client was open, where grpc would hang.
-        """
-        _check_target(target)
-        _check_fork()
-        self.target = target
-        self._stream_from_bytes = min(stream_from_bytes, _LARGEST_UNARY_BYTES)
-        self._channel = grpc.insecure_channel(target, options=_channel_options(target))
-        self._process = os.getpid()
+    def __init__(self, settings: Settings) -> None:
+        """Remembers where to; nothing is opened before the first call."""
+        self._settings = settings
+        self._homes: dict[int, _Home] = {}
         self._is_closed = False
-        _OPEN[id(self)] = (self._process, target)
-        self._forget = weakref.finalize(self, _OPEN.pop, id(self), None)
-        self._backward = backward_pb2_grpc.BackwardServiceStub(self._channel)
-        self._services = {
-            "validate": validation_pb2_grpc.ValidationServiceStub(self._channel).Validate,
-            "server_info": server_pb2_grpc.ServerServiceStub(self._channel).GetServerInfo,
-            "list_operators": server_pb2_grpc.ServerServiceStub(self._channel).ListOperators,
-        }
+        self._scope = threading.local()
 
     def close(self) -> None:
-        """Closes the channel; calls in flight are cancelled."""
+        """Closes the channels; calls in flight are cancelled."""
         self._is_closed = True
-        self._forget()
-        self._channel.close()
+        home = self._homes.get(os.getpid())
+        if home is not None:
+            home.close()
 
     def ask(self, service: str, request: Any, timeout_s: float | None) -> Any:
         """One of the small services: `validate`, `server_info` or `list_operators`; errors as in `run`."""
-        call: Any = self._services[service]
-        with self._calling(service, timeout_s) as timeout:
-            return call(request, timeout=timeout)
+
+        def send(stubs: Stubs, timeout: float | None, flight: Flight | None) -> Any:
+            return _unary(stubs.services[service], request, timeout, flight)
+
+        return self._follow(service, send, timeout_s)[0]
 
     def run(self, prepared: Prepared, timeout_s: float | None) -> Answer:
         """Runs a call, streamed or not by its size.
 
         Raises:
             NpugradError: What the server answered, or that it did not; its message names the target.
-            RuntimeError: The client is closed, or was opened by another process.
+            RuntimeError: The client is closed.
         """
-        send = self._streamed if prepared.nbytes >= self._stream_from_bytes else self._unary
-        with self._calling(prepared.spec.name, timeout_s) as timeout:
-            return send(prepared, timeout)
+        if self._settings.retry.hedge_after_s is not None:
+            prepared = prepared.apart()
+
+        def send(stubs: Stubs, timeout: float | None, flight: Flight | None) -> Answer:
+            if prepared.nbytes >= self._settings.stream_from_bytes:
+                return _streamed(stubs, prepared, timeout, flight)
+            method = stubs.unary(prepared.spec)
+            return read_response(prepared, _unary(method, unary_request(prepared), timeout, flight))
+
+        answer, tries = self._follow(prepared.spec.name, send, timeout_s)
+        return cast("Answer", answer).after(tries)
+
+    def _home(self) -> _Home:
+        """The channels of this process. No lock: a fork may have left it held by a thread that is gone."""
+        if self._is_closed:
+            raise closed(self._settings.name)
+        process = os.getpid()
+        home = self._homes.get(process)
+        if home is None:
+            check_fork()
+            home = self._homes.setdefault(process, _Home(self._settings))
+        return home
+
+    def _follow(self, what: str, send: Send, timeout_s: float | None) -> tuple[Any, int]:
+        """Follows a plan to its end: the answer, and how many tries it took."""
+        home = self._home()
+        limit = grpc_timeout(timeout_s, what)
+        plan = Plan(self._settings.retry, home.budget, home.picker, limit, time.monotonic())
+        outer: Flight | None = getattr(self._scope, "flight", None)
+        try:
+            if self._settings.retry.hedge_after_s is None:
+                return self._alone(home, plan, what, send, outer), plan.tries
+            return self._race(home, plan, what, send, outer or Flight()), plan.tries
+        finally:
+            plan.abandon(time.monotonic())
+
+    def _alone(self, home: _Home, plan: Plan, what: str, send: Send, flight: Flight | None) -> Any:
+        """One try after the other, in this thread."""
+        while True:
+            step = plan.next(time.monotonic())
+            if isinstance(step, Wait):
+                self._pause(home, what, step, flight)
+                continue
+            try:
+                answer = self._try(home, step, what, send, flight)
+            except NpugradError as error:
+                plan.failed(step.number, error, time.monotonic())
+            else:
+                plan.answered(step.number, time.monotonic())
+                return answer
+
+    def _pause(self, home: _Home, what: str, step: Wait, flight: Flight | None) -> None:
+        pause_s = max(0.0, (step.until or 0.0) - time.monotonic())
+        woken = home.closing if flight is None else flight.cancelled
+        woken.wait(pause_s)
+        if self._is_closed or woken.is_set():
+            raise Cancelled(f"{what}: {self._settings.name}: the call was cancelled before its next try")
+
+    def _race(self, home: _Home, plan: Plan, what: str, send: Send, outer: Flight) -> Any:
+        """Tries that may overlap, each in a thread of its own; the losers are cancelled."""
+        ended: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
+        flights: dict[int, Flight] = {}
+
+        def work(step: Launch, flight: Flight) -> None:
+            try:
+                ended.put((step.number, self._try(home, step, what, send, flight), None))
+            except BaseException as error:
+                ended.put((step.number, None, error))
+
+        try:
+            while True:
+                step = plan.next(time.monotonic())
+                if isinstance(step, Launch):
+                    flight = flights[step.number] = outer.attach(Flight())
+                    threading.Thread(target=work, args=(step, flight), daemon=True).start()
+                    continue
+                if len(flights) == 0:
+                    self._pause(home, what, step, outer)
+                    continue
+                try:
+                    wait_s = None if step.until is None else max(0.0, step.until - time.monotonic())
+                    number, answer, error = ended.get(timeout=wait_s)
+                except queue.Empty:
+                    continue
+                del flights[number]
+                if error is None:
+                    plan.answered(number, time.monotonic())
+                    return answer
+                if not isinstance(error, NpugradError):
+                    raise error
+                plan.failed(number, error, time.monotonic())
+        finally:
+            for flight in flights.values():
+                flight.cancel()
+
+    def _try(self, home: _Home, step: Launch, what: str, send: Send, flight: Flight | None) -> Any:
+        target = self._settings.targets[step.server]
+        stubs = home.stubs(step.server)
+        with self._calling(what, target, step.timeout_s):
+            return send(stubs, grpc_timeout(step.timeout_s, what), flight)
 
     @contextmanager
-    def _calling(self, what: str, timeout_s: float | None) -> Iterator[float | None]:
-        """Looks at client and timeout before a call, and turns what grpc raises into errors of ours."""
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                f"found a client for {self.target} that another process opened; expected one opened after "
-                "the fork, because connections do not survive it"
-            )
-        timeout = _grpc_timeout(timeout_s, what)
+    def _calling(self, what: str, target: str, timeout_s: float | None) -> Iterator[None]:
+        """Turns what grpc raises into errors of ours."""
         try:
-            yield timeout
+            yield
         except grpc.RpcError as error:
-            raise translate(error, what, self.target, timeout_s) from None
+            raise translate(error, what, target, timeout_s) from None
         except ValueError:
             if not self._is_closed:
                 raise
-            raise RuntimeError(
-                f"found the client for {self.target} closed; expected calls before close()"
-            ) from None
-
-    def _unary(self, prepared: Prepared, timeout_s: float | None) -> Answer:
-        method: Any = getattr(self._backward, prepared.spec.rpc)
-        return read_response(prepared, method(unary_request(prepared), timeout=timeout_s))
-
-    def _streamed(self, prepared: Prepared, timeout_s: float | None) -> Answer:
-        ended = threading.Event()
-        frames = request_frames(prepared, lambda: ended.wait(_REFUSAL_WAIT_S))
-        stream: Any = self._backward.Execute(frames, timeout=timeout_s)
-        if not stream.add_callback(ended.set):
-            ended.set()
-        try:
-            return read_frames(prepared, iter(stream))
-        finally:
-            stream.cancel()  # no effect after a complete answer; frees the stream when ours was refused
+            raise closed(target) from None
 
 
-def _check_target(target: object) -> None:
-    if not isinstance(target, str):
-        raise TypeError(f"target: found {type(target).__name__}; expected text such as 'localhost:50051'")
-    if not target:
-        raise ValueError("target: found empty text; expected host:port, unix:path or dns:///name:port")
+def _unary(method: Any, request: Any, timeout_s: float | None, flight: Flight | None) -> Any:
+    if flight is None:
+        return method(request, timeout=timeout_s)  # quicker than by a future
+    return flight.attach(method.future(request, timeout=timeout_s)).result()
 
 
-def _check_fork() -> None:
-    # A list at once: other threads may open clients meanwhile.
-    inherited = next((target for process, target in list(_OPEN.values()) if process != os.getpid()), None)
-    if inherited is None or os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "").lower() in _TRUE:
-        return
-    raise RuntimeError(
-        f"found a process that was forked while a client for {inherited} was open, in which gRPC would hang; "
-        "expected that client closed before the fork, a process started by spawn, or "
-        "GRPC_ENABLE_FORK_SUPPORT=1 in the environment from the start"
-    )
-
-
-def _channel_options(target: str) -> list[tuple[str, Any]]:
-    options: list[tuple[str, Any]] = list(_OPTIONS)
-    if _LOOPBACK.fullmatch(target):
-        options.append(("grpc.enable_http_proxy", 0))  # grpc would ask a proxy for this very host
-    return options
-
-
-def _grpc_timeout(timeout_s: float | None, what: str) -> float | None:
-    """The timeout as grpc takes it, which reads 0 as none and refuses infinity."""
-    if timeout_s is None:
-        return None
-    if math.isnan(timeout_s):
-        raise ValueError(f"{what}: timeout_s: found nan; expected seconds or None")
-    if timeout_s <= 0:
-        raise DeadlineExceeded(
-            f"{what}: found a deadline of {timeout_s:g} s, which has passed; expected one above 0"
-        )
-    return None if timeout_s >= _ENDLESS_S else timeout_s
+def _streamed(stubs: Stubs, prepared: Prepared, timeout_s: float | None, flight: Flight | None) -> Answer:
+    ended = threading.Event()
+    frames = request_frames(prepared, lambda: ended.wait(REFUSAL_WAIT_S))
+    stream: Any = stubs.execute(frames, timeout=timeout_s)
+    if flight is not None:
+        flight.attach(stream)
+    if not stream.add_callback(ended.set):
+        ended.set()
+    try:
+        return read_frames(prepared, iter(stream))
+    finally:
+        stream.cancel()  # no effect after a complete answer; frees the stream when ours was refused

@@ -1,8 +1,9 @@
 """What a call can raise: the exceptions of `npugrad.errors`, as a caller meets them.
 
-NpugradError                    .reason .operator .retryable .request_id .cause
+NpugradError                    .reason .operator .retryable .tries .request_id .cause
 ├── TransportError              nothing usable came back         .retry_after_s
 │   ├── ConnectError            the server cannot be reached; retry
+│   │   └── TlsError            the two sides did not agree on an encrypted connection
 │   ├── DeadlineExceeded        the deadline passed
 │   ├── Cancelled               the call was cancelled, or the client closed
 │   ├── ServerBusy              queue or memory full, no device ready; retry
@@ -84,14 +85,30 @@ __all__ = [
     "ServerBusy",
     "ServerDraining",
     "TilingError",
+    "TlsError",
     "TransportError",
     "UnsafeLevels",
     "UnsupportedOperator",
     "WorkerLost",
 ]
 
+
+class TlsError(ConnectError):
+    """No encrypted connection: a certificate is missing, not trusted or of another name, or a side is plain.
+
+    Not retried: it takes another certificate or another setting.
+    """
+
+    @property
+    def retryable(self) -> bool:
+        """False."""
+        return False
+
+
 _STATUS_KEY = "grpc-status-details-bin"
 
+_HANDSHAKE = ("ssl handshake failed", "tls handshake failed", "ssl_error", "hostname verification")
+"""What grpc says, among other things, when a handshake failed."""
 _CANCELLED_HERE = ("Channel closed!", "Locally cancelled by application!")
 """What grpc says when it was this side that cancelled."""
 
@@ -153,10 +170,14 @@ def _without_details(error: Any, what: str, target: str, timeout_s: float | None
         cls = ConnectError  # a server that ends cancels the calls that it had not taken yet
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in said:
         cls = CallTooLarge  # a limit on the way, which no retry changes
-    if cls is ConnectError:
+    if cls is ConnectError and any(word in said.lower() for word in _HANDSHAKE):
+        cls = TlsError
+    if cls is TlsError:
+        text = f"no encrypted connection to {target}: {said}"
+    elif cls is ConnectError:
         text = f"cannot reach {target}: {said}"
     elif cls is DeadlineExceeded and timeout_s is not None:
-        text = f"found no answer from {target} within {timeout_s:g} s"
+        text = f"found no answer from {target} within {round(timeout_s, 3):g} s"
     else:
         text = f"{target}: {code.name}: {said}"
     return cls(f"{what}: {text}", operator=what if what in OPERATORS else "")

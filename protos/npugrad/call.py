@@ -60,6 +60,8 @@ class ExecutionInfo:
         run_s: Seconds the operator ran.
         copy_out_s: Seconds spent copying results from the device.
         request_id: Identifier of the request in the server's log.
+        tries: How often the client sent the call; above 1 when a server was lost or busy, or slow where the
+            client hedges. Not on the wire.
     """
 
     backend: str
@@ -73,3 +75,4 @@ class ExecutionInfo:
     run_s: float = 0.0
     copy_out_s: float = 0.0
     request_id: str = ""
+    tries: int = 1

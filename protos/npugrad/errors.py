@@ -255,9 +255,11 @@ class NpugradError(Exception):
         operator: Operator the call was for, when known.
         request_id: Identifier of the request in the server's log, when it reached one.
         cause: What the transport raised, when the error came over one; not pickled.
+        tries: How often the client had sent the call; 0 when it was never sent.
     """
 
     default_reason = "INTERNAL"
+    tries: int = 0
     cause: BaseException | None = None
 
     def __init__(self, message: str, *, reason: str = "", operator: str = "", request_id: str = "") -> None:

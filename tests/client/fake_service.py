@@ -54,7 +54,10 @@ class Seen:
 
 @contextmanager
 def fake_service(
-    unary: Unary | None = None, execute: Execute | None = None, address: str = "127.0.0.1:0"
+    unary: Unary | None = None,
+    execute: Execute | None = None,
+    address: str = "127.0.0.1:0",
+    credentials: grpc.ServerCredentials | None = None,
 ) -> Iterator[Seen]:
     """Runs a server for a block; without handlers of its own it answers with zeros."""
     seen = Seen()
@@ -63,7 +66,10 @@ def fake_service(
         options=[("grpc.max_receive_message_length", -1), ("grpc.so_reuseport", 0)],
     )
     _add(server, seen, unary or zeros, execute or stream_zeros)
-    port = server.add_insecure_port(address)
+    if credentials is None:
+        port = server.add_insecure_port(address)
+    else:
+        port = server.add_secure_port(address, credentials)
     seen.address = address if address.startswith("unix:") else f"127.0.0.1:{port}"
     server.start()
     try:

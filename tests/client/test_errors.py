@@ -83,7 +83,7 @@ def service(ending: Ending) -> Iterator[Seen]:
 
 @pytest.fixture(scope="module", params=[UNARY, STREAMED], ids=["unary", "streamed"])
 def client(request: pytest.FixtureRequest, service: Seen) -> Iterator[Client]:
-    with Client(service.address, timeout_s=20, stream_from_bytes=request.param) as made:
+    with Client(service.address, timeout_s=20, stream_from_bytes=request.param, retry=None) as made:
         yield made
 
 
@@ -325,5 +325,7 @@ def test_the_public_list_is_all_classes_of_the_contract() -> None:
         for name, value in vars(errors).items()
         if isinstance(value, type) and issubclass(value, NpugradError)
     }
-    assert set(npugrad_client.errors.__all__) == classes
+    assert set(npugrad_client.errors.__all__) == classes | {"TlsError"}, (
+        "and the one that only a client meets"
+    )
     assert classes <= set(npugrad_client.__all__)

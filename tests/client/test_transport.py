@@ -81,7 +81,7 @@ def test_no_setting_makes_a_message_beyond_what_protobuf_carries() -> None:
 
     with (
         fake_service(execute=refuse) as service,
-        Client(service.address, timeout_s=20, stream_from_bytes=UNARY) as client,
+        Client(service.address, timeout_s=20, stream_from_bytes=UNARY, retry=None) as client,
         pytest.raises(ServerBusy),
     ):
         client.group_norm_backward(**{**expanded(group_norm(), (2, 4, 2**27)), "hxw": 2**27})

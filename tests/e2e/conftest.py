@@ -74,7 +74,7 @@ def wire(channel: grpc.Channel) -> Wire:
 @pytest.fixture(scope="module")
 def client(victim: ServerProcess) -> Iterator[Client]:
     """A client of the victim."""
-    with Client(victim.address, timeout_s=TIMEOUT_S) as opened:
+    with Client(victim.address, timeout_s=TIMEOUT_S, retry=None) as opened:
         yield opened
 
 

@@ -197,8 +197,10 @@ class Load:
 
     def _run(self, caller: Caller) -> None:
         with (
-            Client(self._address, timeout_s=CALL_TIMEOUT_S, stream_from_bytes=UNARY) as unary,
-            Client(self._address, timeout_s=CALL_TIMEOUT_S, stream_from_bytes=STREAMED) as streamed,
+            Client(self._address, timeout_s=CALL_TIMEOUT_S, stream_from_bytes=UNARY, retry=None) as unary,
+            Client(
+                self._address, timeout_s=CALL_TIMEOUT_S, stream_from_bytes=STREAMED, retry=None
+            ) as streamed,
         ):
             while not self._stop.is_set():
                 with self._progress:

@@ -121,7 +121,10 @@ def large() -> Sample:
 def assert_lost(running: ServerProcess, made: Sample, **cut_after: float) -> None:
     """The client of a connection that is cut after so many bytes learns that it may try again."""
     with cable(running, **cut_after) as carried:
-        with Client(carried.address, timeout_s=TIMEOUT_S) as client, pytest.raises(ConnectError) as caught:
+        with (
+            Client(carried.address, timeout_s=TIMEOUT_S, retry=None) as client,
+            pytest.raises(ConnectError) as caught,
+        ):
             getattr(client, made.spec.name)(**made.arrays, **made.call.attrs)
         assert carried.cut.wait(SOCKET_TIMEOUT_S)
     assert caught.value.retryable

@@ -212,7 +212,7 @@ def test_a_call_that_always_kills_its_worker_fails_alone(
             env=own_threads(),
         )
     )
-    client = stack.enter_context(Client(running.address, timeout_s=CALL_TIMEOUT_S))
+    client = stack.enter_context(Client(running.address, timeout_s=CALL_TIMEOUT_S, retry=None))
     with Load(running.address, work, 3) as load:
         for _ in range(2):
             load.wait_for_each()

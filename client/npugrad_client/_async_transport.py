@@ -1,0 +1,242 @@
+"""The channels to the servers on an event loop: what `_transport` does, without blocking the loop.
+
+No step on the loop is longer than the copy of one chunk: larger calls are streamed, and their frames are
+made and read one at a time, straight from the operands and into the results.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import weakref
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+import grpc
+
+from npugrad_client._channels import REFUSAL_WAIT_S, Stubs, check_fork, closed, grpc_timeout
+from npugrad_client._frames import read_frames_async, read_response, request_frames_async, unary_request
+from npugrad_client._picker import Picker
+from npugrad_client._retry import Launch, Plan, RetryBudget
+from npugrad_client.errors import Cancelled, NpugradError, translate
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+
+    from npugrad_client._call import Answer, Prepared
+    from npugrad_client._channels import Settings
+
+Send: TypeAlias = "Callable[[Stubs, float | None], Awaitable[Any]]"
+"""Sends a call over a channel, with a timeout as grpc takes it; what it returns is the answer."""
+
+_OPEN: weakref.WeakSet[_Home] = weakref.WeakSet()
+"""Homes with open channels: a fork that inherits one cannot use asynchronous channels."""
+
+
+class _Home:
+    """The channels of one process and one loop, to which grpc binds them."""
+
+    def __init__(self, settings: Settings, loop: asyncio.AbstractEventLoop) -> None:
+        self.process, self.loop = os.getpid(), loop
+        self._settings = settings
+        self._stubs: dict[int, tuple[Any, Stubs]] = {}
+
+    def stubs(self, server: int) -> Stubs:
+        """The stubs of a server's channel, opened at the first call."""
+        found = self._stubs.get(server)
+        if found is None:
+            settings = self._settings
+            target, options = settings.targets[server], settings.options(settings.targets[server])
+            if settings.credentials is None:
+                channel = grpc.aio.insecure_channel(target, options=options)
+            else:
+                ca, certificate, key = settings.credentials
+                credentials = grpc.ssl_channel_credentials(ca, key, certificate)
+                channel = grpc.aio.secure_channel(target, credentials, options=options)
+            found = self._stubs[server] = (channel, Stubs(channel))
+            _OPEN.add(self)
+        return found[1]
+
+    async def close(self) -> None:
+        stubs, self._stubs = self._stubs, {}
+        for channel, _ in stubs.values():
+            await channel.close(grace=None)
+        _OPEN.discard(self)
+
+
+class AsyncTransport:
+    """Channels to one or several servers, opened by the first call in the loop of that call.
+
+    Concurrency: every method may be called by any number of tasks of one loop at once. A transport whose
+    loop has ended, as that of `asyncio.run` does, opens other channels in the next one.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        """Remembers where to; nothing is opened before the first call."""
+        self._settings = settings
+        self._picker = Picker(len(settings.targets))
+        self._budget = RetryBudget(settings.retry)
+        self._is_closed = False
+        self._home: _Home | None = None
+
+    async def close(self) -> None:
+        """Closes the channels; calls in flight are cancelled."""
+        self._is_closed = True
+        home, self._home = self._home, None
+        if home is not None and (home.process, home.loop) == (os.getpid(), asyncio.get_running_loop()):
+            await home.close()
+
+    async def ask(self, service: str, request: Any, timeout_s: float | None) -> Any:
+        """One of the small services: `validate`, `server_info` or `list_operators`; errors as in `run`."""
+
+        def send(stubs: Stubs, timeout: float | None) -> Any:
+            return stubs.services[service](request, timeout=timeout)
+
+        return (await self._follow(service, send, timeout_s))[0]
+
+    async def run(self, prepared: Prepared, timeout_s: float | None) -> Answer:
+        """Runs a call, streamed or not by its size; cancelling the task cancels the call.
+
+        Raises:
+            NpugradError: What the server answered, or that it did not; its message names the target.
+            RuntimeError: The client is closed, or belongs to another running loop.
+        """
+        if self._settings.retry.hedge_after_s is not None:
+            prepared = prepared.apart()
+
+        async def send(stubs: Stubs, timeout: float | None) -> Answer:
+            if prepared.nbytes >= self._settings.stream_from_bytes:
+                return await _streamed(stubs, prepared, timeout)
+            method = stubs.unary(prepared.spec)
+            return read_response(prepared, await method(unary_request(prepared), timeout=timeout))
+
+        answer, tries = await self._follow(prepared.spec.name, send, timeout_s)
+        return cast("Answer", answer).after(tries)
+
+    def _here(self) -> _Home:
+        """The channels of this process and loop."""
+        if self._was_closed():
+            raise closed(self._settings.name)
+        process, loop, home = os.getpid(), asyncio.get_running_loop(), self._home
+        if home is not None and (home.process, home.loop) == (process, loop):
+            return home
+        if home is not None and home.process == process and home.loop.is_running():
+            raise RuntimeError(
+                f"found the client for {self._settings.name} in use by another event loop; expected one "
+                "AsyncClient for each loop"
+            )
+        check_fork()
+        if any(other.process != process for other in list(_OPEN)):
+            raise RuntimeError(
+                "found a process that was forked while an AsyncClient was open, in which gRPC's asynchronous "
+                "side would crash; expected that client closed before the fork, a process started by spawn, "
+                "or a Client"
+            )
+        self._home = _Home(self._settings, loop)
+        return self._home
+
+    def _was_closed(self) -> bool:
+        return self._is_closed
+
+    async def _follow(self, what: str, send: Send, timeout_s: float | None) -> tuple[Any, int]:
+        """Follows a plan to its end: the answer, and how many tries it took."""
+        home = self._here()
+        limit = grpc_timeout(timeout_s, what)
+        plan = Plan(self._settings.retry, self._budget, self._picker, limit, time.monotonic())
+        is_alone = self._settings.retry.hedge_after_s is None
+        try:
+            return await (self._alone if is_alone else self._race)(home, plan, what, send), plan.tries
+        finally:
+            plan.abandon(time.monotonic())
+
+    async def _alone(self, home: _Home, plan: Plan, what: str, send: Send) -> Any:
+        """One try after the other, in this task."""
+        while True:
+            step = plan.next(time.monotonic())
+            if not isinstance(step, Launch):
+                await self._pause(what, step.until)
+                continue
+            try:
+                answer = await self._try(home, step, what, send)
+            except NpugradError as error:
+                plan.failed(step.number, error, time.monotonic())
+            else:
+                plan.answered(step.number, time.monotonic())
+                return answer
+
+    async def _pause(self, what: str, until: float | None) -> None:
+        await asyncio.sleep(max(0.0, (until or 0.0) - time.monotonic()))
+        if self._was_closed():
+            raise Cancelled(f"{what}: {self._settings.name}: the client was closed before the next try")
+
+    async def _race(self, home: _Home, plan: Plan, what: str, send: Send) -> Any:
+        """Tries that may overlap, each in a task of its own; the losers are cancelled."""
+        flying: dict[asyncio.Task[Any], int] = {}
+        try:
+            while True:
+                step = plan.next(time.monotonic())
+                if isinstance(step, Launch):
+                    flying[asyncio.ensure_future(self._try(home, step, what, send))] = step.number
+                    continue
+                if not flying:
+                    await self._pause(what, step.until)
+                    continue
+                wait_s = None if step.until is None else max(0.0, step.until - time.monotonic())
+                ended, _ = await asyncio.wait(flying, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+                for task in ended:
+                    number = flying.pop(task)
+                    error = task.exception()
+                    if error is None:
+                        plan.answered(number, time.monotonic())
+                        return task.result()
+                    if not isinstance(error, NpugradError):
+                        raise error
+                    plan.failed(number, error, time.monotonic())
+        finally:
+            for task in flying:
+                task.cancel()
+            await asyncio.gather(*flying, return_exceptions=True)
+
+    async def _try(self, home: _Home, step: Launch, what: str, send: Send) -> Any:
+        target = self._settings.targets[step.server]
+        if self._was_closed():
+            raise closed(self._settings.name)
+        with self._calling(what, target, step.timeout_s):
+            return await send(home.stubs(step.server), grpc_timeout(step.timeout_s, what))
+
+    @contextmanager
+    def _calling(self, what: str, target: str, timeout_s: float | None) -> Iterator[None]:
+        """Turns what grpc raises into errors of ours."""
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise translate(error, what, target, timeout_s) from None
+        except asyncio.CancelledError:
+            if self._was_closed() and not _is_cancelled():
+                raise Cancelled(f"{what}: {target}: the client was closed") from None
+            raise
+
+
+async def _streamed(stubs: Stubs, prepared: Prepared, timeout_s: float | None) -> Answer:
+    ended = asyncio.Event()
+
+    async def is_answered() -> bool:
+        try:
+            await asyncio.wait_for(ended.wait(), REFUSAL_WAIT_S)
+        except asyncio.TimeoutError:  # the builtin one from Python 3.11 on
+            return False
+        return True
+
+    stream = stubs.execute(request_frames_async(prepared, is_answered), timeout=timeout_s)
+    stream.add_done_callback(lambda _: ended.set())
+    try:
+        return await read_frames_async(prepared, stream)
+    finally:
+        stream.cancel()  # no effect after a complete answer; frees the stream when ours was refused
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody cancelled the current task; Python 3.10 cannot tell."""
+    cancelling = getattr(asyncio.current_task(), "cancelling", None)
+    return bool(cancelling and cancelling())

@@ -1,0 +1,190 @@
+"""What the blocking and the asynchronous transport share: settings, options, stubs, forks, timeouts."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from npugrad import codec
+from npugrad.errors import DeadlineExceeded
+from npugrad.v1 import backward_pb2_grpc, server_pb2_grpc, validation_pb2_grpc
+from npugrad_client._retry import ONCE, RetryPolicy
+from npugrad_client._tls import Tls
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from npugrad.spec import OpSpec
+
+STREAM_FROM_BYTES = 2**20
+"""Calls with this much data either way are streamed: below, one message is quicker; above, grpc copies a
+message several times into fresh memory."""
+LARGEST_UNARY_BYTES = 2**30
+"""No setting makes a message larger than this: protobuf ends at 2 GiB."""
+REFUSAL_WAIT_S = 1.0
+"""How long the data of a call that the local record refuses waits for the server to refuse it, too."""
+_ENDLESS_S = 1e9
+"""Timeouts from here on are none; grpc's clock cannot hold much more."""
+
+_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", codec.MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", codec.MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    # A server that comes back is found again within seconds, not grpc's two minutes.
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+    # A connection of its own: one that is shared with a parent's, from before a fork, is broken.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+_LOOPBACK = re.compile(r"(dns:/*|ipv4:|ipv6:)?(localhost|127\.[0-9.]+|\[::1\])(:[0-9]+)?", re.I)
+
+
+_SEVERAL = re.compile(r"dns:|ipv[46]:[^,]*,", re.I)
+_ROUND_ROBIN = json.dumps(
+    {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": ""}}
+)
+"""For targets that may name several servers: in turn, and only those whose health service says SERVING."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a transport is told.
+
+    Attributes:
+        targets: Addresses, one of each server.
+        stream_from_bytes: Calls with this much data in either direction are streamed.
+        retry: When calls are tried again.
+        credentials: Authorities, certificate and key as PEM; None for an unencrypted connection.
+        server_name: Name the server's certificate must have; None for the target's.
+    """
+
+    targets: tuple[str, ...]
+    stream_from_bytes: int = STREAM_FROM_BYTES
+    retry: RetryPolicy = ONCE
+    credentials: tuple[bytes | None, bytes | None, bytes | None] | None = None
+    server_name: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The targets, for messages."""
+        return ", ".join(self.targets)
+
+    def options(self, target: str) -> list[tuple[str, Any]]:
+        """Options of a channel to one of the targets."""
+        options = channel_options(target)
+        if self.server_name is not None:
+            options.append(("grpc.ssl_target_name_override", self.server_name))
+        return options
+
+
+def settings(
+    target: str | Sequence[str], stream_from_bytes: int, retry: RetryPolicy | None, tls: Tls | bool | None
+) -> Settings:
+    """Settings from what the caller of a client gave.
+
+    Raises:
+        TypeError: A target is no text, or `retry` or `tls` is of another type.
+        ValueError: A target is empty, there is none, or what `tls` names is no PEM.
+        OSError: A file that `tls` names cannot be read.
+    """
+    targets = (target,) if isinstance(target, str) else _listed(target)
+    for one in targets:
+        check_target(one)
+    if retry is not None and not isinstance(retry, RetryPolicy):
+        raise TypeError(f"retry: found {type(retry).__name__}; expected RetryPolicy or None")
+    if tls is not None and not isinstance(tls, (bool, Tls)):
+        raise TypeError(f"tls: found {type(tls).__name__}; expected Tls, True or None")
+    chosen = Tls() if tls is True else (tls or None)
+    return Settings(
+        targets=targets,
+        stream_from_bytes=min(stream_from_bytes, LARGEST_UNARY_BYTES),
+        retry=retry or ONCE,
+        credentials=chosen.read() if chosen else None,
+        server_name=chosen.server_name if chosen else None,
+    )
+
+
+def _listed(target: Iterable[str]) -> tuple[str, ...]:
+    if not isinstance(target, (list, tuple)):
+        check_target(target)
+    targets = tuple(dict.fromkeys(target))
+    if not targets:
+        raise ValueError("target: found no targets; expected at least one")
+    return targets
+
+
+class Stubs:
+    """The RPCs of one channel, blocking or not as the channel is."""
+
+    def __init__(self, channel: Any) -> None:
+        """Makes the stubs; nothing is sent."""
+        self._backward: Any = backward_pb2_grpc.BackwardServiceStub(channel)
+        server: Any = server_pb2_grpc.ServerServiceStub(channel)
+        validation: Any = validation_pb2_grpc.ValidationServiceStub(channel)
+        self.execute: Any = self._backward.Execute
+        self.services: dict[str, Any] = {
+            "validate": validation.Validate,
+            "server_info": server.GetServerInfo,
+            "list_operators": server.ListOperators,
+        }
+
+    def unary(self, spec: OpSpec) -> Any:
+        """The unary RPC of an operator."""
+        return getattr(self._backward, spec.rpc)
+
+
+def check_target(target: object) -> None:
+    """Raises TypeError or ValueError for what is no address."""
+    if not isinstance(target, str):
+        raise TypeError(f"target: found {type(target).__name__}; expected text such as 'localhost:50051'")
+    if not target:
+        raise ValueError("target: found empty text; expected host:port, unix:path or dns:///name:port")
+
+
+def channel_options(target: str) -> list[tuple[str, Any]]:
+    """Options of a channel to a target."""
+    options: list[tuple[str, Any]] = list(_OPTIONS)
+    if _LOOPBACK.fullmatch(target):
+        options.append(("grpc.enable_http_proxy", 0))  # grpc would ask a proxy for this very host
+    if _SEVERAL.match(target):
+        options.append(("grpc.service_config", _ROUND_ROBIN))
+    return options
+
+
+def check_fork() -> None:
+    """Raises RuntimeError in a forked process where grpc's support of forks was switched off.
+
+    grpc's own state survives a fork since 1.67, but for that switch; connections do not, so that a process
+    opens its own.
+    """
+    if os.getpid() != _IMPORTED_BY and os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "1").lower() in _FALSE:
+        raise RuntimeError(
+            "found a forked process with GRPC_ENABLE_FORK_SUPPORT=0 in the environment, in which gRPC would "
+            "hang; expected the variable unset, or a process started by spawn"
+        )
+
+
+_IMPORTED_BY = os.getpid()
+_FALSE = ("0", "false", "no", "")
+
+
+def grpc_timeout(timeout_s: float | None, what: str) -> float | None:
+    """The timeout as grpc takes it, which reads 0 as none and refuses infinity."""
+    if timeout_s is None:
+        return None
+    if math.isnan(timeout_s):
+        raise ValueError(f"{what}: timeout_s: found nan; expected seconds or None")
+    if timeout_s <= 0:
+        raise DeadlineExceeded(
+            f"{what}: found a deadline of {timeout_s:g} s, which has passed; expected one above 0"
+        )
+    return None if timeout_s >= _ENDLESS_S else timeout_s
+
+
+def closed(target: str) -> RuntimeError:
+    """The error of a call after close()."""
+    return RuntimeError(f"found the client for {target} closed; expected calls before close()")

@@ -1,0 +1,114 @@
+"""Which of several servers gets a try. No clock, thread or socket."""
+
+from __future__ import annotations
+
+import random
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from npugrad.errors import ConnectError, ServerBusy, ServerDraining
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from npugrad.errors import NpugradError
+
+_FIRST_REST_S = 0.5
+"""How long a server that was lost gets no calls, at first; doubled each time it is found lost again."""
+_LONGEST_REST_S = 10.0
+_BUSY_REST_S = 0.05
+"""How long a full server comes last, unless it says for how long."""
+_NO_DEVICE = "NO_DEVICE"
+
+
+@dataclass
+class _Server:
+    """What is known of a server.
+
+    Attributes:
+        flying: Tries in flight.
+        losses: How often in a row it was found lost.
+        lost_at: When it was last found lost.
+        rests_until: Until when it gets calls only if there is no other.
+    """
+
+    flying: int = 0
+    losses: int = 0
+    lost_at: float = float("-inf")
+    rests_until: float = float("-inf")
+
+    def is_ready(self, now: float) -> bool:
+        """Whether it may be given a call: it does not rest, and one that was lost gets a single one first."""
+        return now >= self.rests_until and (self.losses == 0 or self.flying == 0)
+
+
+class Picker:
+    """Chooses servers: the one with the fewest calls in flight, in turn where several have.
+
+    A server that cannot be reached, drains or has no device rests for a while, longer each time, and is then
+    tried with one call. A full one rests for as long as it asks. When all rest, the one that rested longest
+    is tried: a picker never refuses.
+
+    Thread safety: every method may be called from several threads at once.
+    """
+
+    def __init__(self, count: int) -> None:
+        """A picker of so many servers, all taken to be well."""
+        self._servers = [_Server() for _ in range(count)]
+        self._turn = 0
+        self._lock = threading.Lock()
+
+    def pick(self, now: float, avoid: Collection[int] = ()) -> int:
+        """The server for a try, if possible none of those to avoid; `ended` must follow."""
+        with self._lock:
+            server = min(range(len(self._servers)), key=lambda index: self._rank(index, now, avoid))
+            self._servers[server].flying += 1
+            self._turn = (server + 1) % len(self._servers)
+            return server
+
+    def _rank(self, index: int, now: float, avoid: Collection[int]) -> tuple[bool, bool, float, int, int]:
+        server = self._servers[index]
+        is_ready = server.is_ready(now)
+        turn = (index - self._turn) % len(self._servers)
+        return not is_ready, index in avoid, 0.0 if is_ready else server.rests_until, server.flying, turn
+
+    def has_other(self, now: float, tried: Collection[int]) -> bool:
+        """Whether there is a server that was not tried and takes calls now."""
+        with self._lock:
+            return any(s.is_ready(now) for index, s in enumerate(self._servers) if index not in tried)
+
+    def ended(
+        self,
+        index: int,
+        started: float,
+        now: float,
+        error: NpugradError | None,
+        *,
+        is_abandoned: bool = False,
+    ) -> None:
+        """A try has ended.
+
+        Args:
+            index: The server.
+            started: When the try was sent.
+            now: When it ended.
+            error: How it failed; None when it did not.
+            is_abandoned: It was given up, which tells nothing about the server.
+        """
+        with self._lock:
+            server = self._servers[index]
+            server.flying -= 1
+            if is_abandoned:
+                return
+            if isinstance(error, (ConnectError, ServerDraining)) or (error and error.reason == _NO_DEVICE):
+                if started >= server.lost_at:  # else it is the same loss, seen by a call of before
+                    server.losses += 1
+                    server.lost_at = now
+                    rest = min(_LONGEST_REST_S, _FIRST_REST_S * 2.0 ** (server.losses - 1))
+                    server.rests_until = now + rest * (1 - 0.5 * random.random())  # jitter
+            elif isinstance(error, ServerBusy):
+                server.rests_until = now + min(_LONGEST_REST_S, error.retry_after_s or _BUSY_REST_S)
+            elif started >= server.lost_at:
+                server.losses = 0
+                server.rests_until = now

@@ -1,0 +1,336 @@
+"""Plans and pickers by themselves: what follows on what, on a clock that the test moves."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npugrad.errors import ERRORS, InvalidOperand, TransportError, WorkerLost
+from npugrad_client import (
+    ConnectError,
+    DeadlineExceeded,
+    NpugradError,
+    RetryPolicy,
+    ServerBusy,
+    ServerDraining,
+    TlsError,
+)
+from npugrad_client._picker import Picker
+from npugrad_client._retry import Launch, Plan, RetryBudget, Wait
+
+
+def plan(
+    policy: RetryPolicy | None = None,
+    *,
+    servers: int = 1,
+    picker: Picker | None = None,
+    timeout_s: float | None = None,
+    budget: RetryBudget | None = None,
+) -> Plan:
+    chosen = policy or RetryPolicy()
+    return Plan(chosen, budget or RetryBudget(chosen), picker or Picker(servers), timeout_s, 0.0)
+
+
+def launch(made: Plan, now: float) -> Launch:
+    step = made.next(now)
+    assert isinstance(step, Launch)
+    return step
+
+
+def wait(made: Plan, now: float) -> float:
+    step = made.next(now)
+    assert isinstance(step, Wait)
+    assert step.until is not None
+    return step.until
+
+
+# ------------------------------------------------------------------------------------------------ retries
+
+
+def test_a_call_that_is_answered_is_sent_once() -> None:
+    made = plan(timeout_s=5)
+    assert launch(made, 1.0) == Launch(1, 0, 4.0)
+    assert made.next(1.5) == Wait(None)
+    made.answered(1, 2.0)
+    assert made.tries == 1
+
+
+def test_an_error_that_no_retry_changes_is_raised_at_once() -> None:
+    for error in (InvalidOperand("no", code=161002), WorkerLost("no"), TlsError("no"), NpugradError("no")):
+        made = plan(servers=3)
+        launch(made, 0)
+        made.failed(1, error, 1)
+        with pytest.raises(type(error)) as caught:
+            made.next(1)
+        assert caught.value is error
+        assert error.tries == 1
+
+
+@pytest.mark.parametrize("row", [row for row in ERRORS if row.code is None], ids=lambda row: row.reason)
+def test_what_is_retried_is_what_the_error_table_says(row: Any) -> None:
+    made = plan()
+    launch(made, 0)
+    made.failed(1, NpugradError("no", reason=row.reason), 1)
+    if row.retryable:
+        assert 1 <= wait(made, 0) <= 1.05
+    else:
+        with pytest.raises(NpugradError):
+            made.next(1)
+
+
+@given(st.integers(1, 8), st.floats(0, 2), st.floats(0, 8))
+def test_waits_double_up_to_their_limit_and_tries_end(tries: int, initial: float, limit: float) -> None:
+    made = plan(RetryPolicy(max_tries=tries, initial_backoff_s=initial, max_backoff_s=limit))
+    now = 0.0
+    for number in range(1, tries + 1):
+        assert launch(made, now).number == number
+        error = ServerBusy("full")
+        made.failed(number, error, now)
+        assert error.tries == number
+        if number == tries:
+            with pytest.raises(ServerBusy):
+                made.next(now)
+            return
+        longest = min(limit, initial * 2 ** (number - 1))
+        step = made.next(now - 1)
+        assert isinstance(step, Wait)
+        assert step.until is not None
+        assert now <= step.until <= now + longest
+        now = step.until
+
+
+def test_waits_are_jittered() -> None:
+    seen = set()
+    for _ in range(20):
+        made = plan()
+        launch(made, 0)
+        made.failed(1, ServerBusy("full"), 0)
+        seen.add(wait(made, -1))
+    assert len(seen) > 10
+
+
+def test_the_wait_that_a_server_asks_for_is_kept() -> None:
+    made = plan()
+    launch(made, 0)
+    made.failed(1, ServerBusy("full", retry_after_s=3), 10)
+    assert 13 <= wait(made, 10) <= 13.05
+
+
+def test_a_server_that_asks_for_too_long_is_not_waited_for() -> None:
+    made = plan()
+    launch(made, 0)
+    made.failed(1, ServerBusy("full", retry_after_s=31), 10)
+    with pytest.raises(ServerBusy):
+        made.next(10)
+
+
+def test_no_wait_goes_beyond_the_deadline() -> None:
+    made = plan(timeout_s=5)
+    assert launch(made, 0).timeout_s == 5
+    made.failed(1, ServerBusy("full", retry_after_s=3), 2)
+    with pytest.raises(ServerBusy):
+        made.next(2)
+
+
+def test_a_try_has_a_deadline_of_its_own() -> None:
+    made = plan(RetryPolicy(try_timeout_s=2, max_tries=3), timeout_s=3, servers=2)
+    assert launch(made, 0).timeout_s == 2
+    made.failed(1, DeadlineExceeded("late"), 2)
+    assert launch(made, 2) == Launch(2, 1, 1.0)
+    made.failed(2, DeadlineExceeded("late"), 3)
+    with pytest.raises(DeadlineExceeded) as caught:
+        made.next(3)
+    assert caught.value.tries == 2
+    assert pickle.loads(pickle.dumps(caught.value)).tries == 2
+
+
+def test_a_deadline_of_the_call_is_not_tried_again() -> None:
+    made = plan(timeout_s=2, servers=2)
+    launch(made, 0)
+    made.failed(1, DeadlineExceeded("late"), 2)
+    with pytest.raises(DeadlineExceeded):
+        made.next(2)
+
+
+def test_a_budget_ends_retries_and_answers_refill_it() -> None:
+    policy = RetryPolicy(budget=2, budget_refill=0.5, max_tries=10)
+    budget = RetryBudget(policy)
+    made = plan(policy, budget=budget)
+    now = 0.0
+    for number in (1, 2):
+        launch(made, now)
+        made.failed(number, ServerBusy("full"), now)
+        now = wait(made, -1)
+    launch(made, now)
+    made.failed(3, ServerBusy("full"), now)
+    with pytest.raises(ServerBusy):
+        made.next(now)
+    for _ in range(2):
+        other = plan(policy, budget=budget)
+        launch(other, now)
+        other.answered(1, now)
+    assert budget.left == 1
+    for _ in range(10):
+        budget.refill()
+    assert budget.left == 2
+
+
+# ----------------------------------------------------------------------------------------- several servers
+
+
+def test_another_server_is_tried_at_once_and_for_nothing_when_one_is_lost() -> None:
+    policy = RetryPolicy(budget=0)
+    for error in (ConnectError("gone"), ServerDraining("ends")):
+        made = plan(policy, servers=2)
+        first = launch(made, 0)
+        made.failed(1, error, 1)
+        assert launch(made, 1).server != first.server
+
+
+def test_a_full_server_is_left_for_another_at_the_price_of_one() -> None:
+    for budget, is_tried in ((0, False), (1, True)):
+        made = plan(RetryPolicy(budget=budget), servers=2)
+        launch(made, 0)
+        made.failed(1, ServerBusy("full", retry_after_s=5), 1)
+        if is_tried:
+            assert launch(made, 1).server == 1
+        else:
+            with pytest.raises(ServerBusy):
+                made.next(1)
+
+
+def test_calls_go_round() -> None:
+    picker = Picker(3)
+    found = []
+    for now in range(6):
+        server = picker.pick(now)
+        picker.ended(server, now, now, None)
+        found.append(server)
+    assert found == [0, 1, 2, 0, 1, 2]
+
+
+def test_the_server_with_the_fewest_calls_in_flight_is_next() -> None:
+    picker = Picker(3)
+    assert sorted(picker.pick(0) for _ in range(6)) == [0, 0, 1, 1, 2, 2]
+    picker.ended(1, 0, 1, None)
+    assert picker.pick(1) == 1
+
+
+def test_a_lost_server_rests_is_probed_by_one_call_and_comes_back() -> None:
+    picker = Picker(2)
+    assert picker.pick(0) == 0
+    picker.ended(0, 0, 0, ConnectError("gone"))
+    for now in (0.0, 0.1, 0.2):
+        assert picker.pick(now) == 1
+    assert picker.pick(0.6) == 0
+    assert picker.pick(0.6) == 1, "one call is enough to find out"
+    picker.ended(0, 0.6, 0.7, None)
+    assert [picker.pick(0.7) for _ in range(3)] == [0, 0, 0], "it has the fewest again"
+
+
+def test_a_server_that_stays_lost_rests_longer() -> None:
+    picker, now, rests = Picker(2), 0.0, []
+    for _ in range(4):
+        start = now
+        while picker.pick(now) != 0:
+            picker.ended(1, now, now, None)
+            now += 0.01
+        rests.append(now - start)
+        picker.ended(0, now, now, ConnectError("gone"))
+    assert rests[1] < rests[2] * 1.05 < rests[3] * 1.1
+    assert rests[3] > 0.9
+
+
+def test_many_calls_that_see_one_loss_count_as_one() -> None:
+    picker = Picker(2)
+    for _ in range(200):
+        picker.pick(0)
+    for _ in range(100):
+        picker.ended(0, 0, 1, ConnectError("gone"))
+        picker.ended(1, 0, 1, None)
+    assert picker.pick(1.2) == 1
+    assert picker.pick(1.6) == 0
+
+
+def test_a_draining_server_stays_at_rest_when_its_last_calls_are_answered() -> None:
+    picker = Picker(2)
+    assert [picker.pick(0), picker.pick(0)] == [0, 1]
+    assert picker.pick(0.5) == 0
+    picker.ended(0, 0.5, 1, ServerDraining("ends"))
+    picker.ended(0, 0, 1.1, None)
+    assert picker.pick(1.2) == 1
+
+
+def test_when_all_rest_the_first_to_be_awake_is_tried() -> None:
+    picker = Picker(2)
+    for server in (0, 1):
+        assert picker.pick(0) == server
+    picker.ended(0, 0, 0, ServerBusy("full", retry_after_s=9))
+    picker.ended(1, 0, 0, ServerBusy("full", retry_after_s=5))
+    assert picker.pick(1) == 1
+
+
+# ------------------------------------------------------------------------------------------------- hedges
+
+
+def test_a_slow_call_is_sent_to_another_server_too() -> None:
+    made = plan(RetryPolicy(hedge_after_s=1), servers=2)
+    assert launch(made, 0).server == 0
+    assert wait(made, 0) == 1
+    assert launch(made, 1).server == 1
+    made.answered(2, 1.5)
+    assert made.tries == 2
+
+
+def test_a_hedge_costs_and_is_left_out_without_a_budget() -> None:
+    made = plan(RetryPolicy(hedge_after_s=1, budget=0), servers=2)
+    launch(made, 0)
+    assert made.next(1) == Wait(None)
+
+
+def test_one_that_fails_leaves_the_other_to_answer() -> None:
+    made = plan(RetryPolicy(hedge_after_s=1, max_tries=2), servers=2)
+    launch(made, 0)
+    launch(made, 1)
+    made.failed(1, ConnectError("gone"), 2)
+    assert made.next(2) == Wait(None)
+    made.failed(2, ServerBusy("full"), 3)
+    with pytest.raises(ServerBusy):
+        made.next(3)
+
+
+def test_an_error_that_no_retry_changes_ends_a_race() -> None:
+    made = plan(RetryPolicy(hedge_after_s=1), servers=2)
+    launch(made, 0)
+    launch(made, 1)
+    made.failed(2, InvalidOperand("no", code=161002), 2)
+    with pytest.raises(InvalidOperand):
+        made.next(2)
+
+
+# ------------------------------------------------------------------------------------------------- policy
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tries", 0),
+        ("budget", -1),
+        ("budget_refill", float("nan")),
+        ("initial_backoff_s", -1),
+        ("hedge_after_s", -0.1),
+        ("try_timeout_s", 0),
+    ],
+)
+def test_a_policy_refuses_what_cannot_be_meant(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"^{field}: found {value}; expected "):
+        RetryPolicy(**{field: value})  # type: ignore[arg-type]
+
+
+def test_every_error_has_its_tries() -> None:
+    assert NpugradError("no").tries == 0
+    assert TransportError("no").tries == 0

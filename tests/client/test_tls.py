@@ -1,0 +1,153 @@
+"""Encrypted connections, mutual ones too, against a gRPC server with certificates of a test authority."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+import trustme
+from tests.client.fake_service import STREAMED, UNARY, fake_service, group_norm
+
+from npugrad_client import AsyncClient, Client, ConnectError, Tls, TlsError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+class Identity:
+    """An authority, and what it signed for a server on loopback and for a client."""
+
+    def __init__(self) -> None:
+        authority = trustme.CA()
+        self.ca = authority.cert_pem.bytes()
+        self.server = self._pair(authority.issue_cert("127.0.0.1", "localhost", "service.example.org"))
+        self.certificate, self.key = self._pair(authority.issue_cert("client@example.org"))
+
+    @staticmethod
+    def _pair(leaf: trustme.LeafCert) -> tuple[bytes, bytes]:
+        return b"".join(blob.bytes() for blob in leaf.cert_chain_pems), leaf.private_key_pem.bytes()
+
+    def credentials(self, *, mutual: bool = False) -> grpc.ServerCredentials:
+        certificate, key = self.server
+        return grpc.ssl_server_credentials([(key, certificate)], self.ca if mutual else None, mutual)
+
+
+@pytest.fixture(scope="module")
+def own() -> Identity:
+    return Identity()
+
+
+@pytest.fixture(scope="module")
+def other() -> Identity:
+    return Identity()
+
+
+@pytest.fixture
+def service(own: Identity) -> Iterator[str]:
+    with fake_service(credentials=own.credentials()) as seen:
+        yield seen.address
+
+
+@pytest.fixture
+def mutual_service(own: Identity) -> Iterator[str]:
+    with fake_service(credentials=own.credentials(mutual=True)) as seen:
+        yield seen.address
+
+
+def call(address: str, tls: Tls | bool | None, way: int = UNARY) -> Any:
+    with Client(address, timeout_s=20, tls=tls, stream_from_bytes=way) as client:
+        return client.group_norm_backward(**group_norm())
+
+
+@pytest.mark.parametrize("way", [UNARY, STREAMED], ids=["unary", "streamed"])
+def test_a_trusted_server_answers(own: Identity, service: str, way: int) -> None:
+    assert call(service, Tls(ca=own.ca), way).info.device == "test:0"
+
+
+def test_the_asynchronous_client_has_the_same_option(own: Identity, mutual_service: str) -> None:
+    async def work(tls: Tls) -> Any:
+        async with AsyncClient(mutual_service, timeout_s=20, tls=tls) as client:
+            return await client.group_norm_backward(**group_norm())
+
+    tls = Tls(ca=own.ca, certificate=own.certificate, key=own.key)
+    assert asyncio.run(work(tls)).info.device == "test:0"
+    with pytest.raises(ConnectError):
+        asyncio.run(work(Tls(ca=own.ca)))
+
+
+def test_files_do_as_well_as_bytes(own: Identity, mutual_service: str, tmp_path: Path) -> None:
+    for name in ("ca", "certificate", "key"):
+        (tmp_path / name).write_bytes(getattr(own, name))
+    tls = Tls(ca=str(tmp_path / "ca"), certificate=tmp_path / "certificate", key=tmp_path / "key")
+    assert call(mutual_service, tls).info.device == "test:0"
+
+
+def test_a_client_without_a_certificate_is_not_let_in(own: Identity, mutual_service: str) -> None:
+    with pytest.raises(ConnectError, match=mutual_service):
+        call(mutual_service, Tls(ca=own.ca))
+
+
+def test_a_client_of_another_authority_is_not_let_in(
+    own: Identity, other: Identity, mutual_service: str
+) -> None:
+    with pytest.raises(ConnectError, match=mutual_service):
+        call(mutual_service, Tls(ca=own.ca, certificate=other.certificate, key=other.key))
+
+
+@pytest.mark.parametrize("tls", ["other", True], ids=["another authority", "the system's"])
+def test_a_server_that_is_not_trusted_is_an_error_that_no_retry_changes(
+    other: Identity, service: str, tls: Any
+) -> None:
+    with pytest.raises(TlsError, match=f"no encrypted connection to {service}: ") as caught:
+        call(service, Tls(ca=other.ca) if tls == "other" else tls)
+    assert not caught.value.retryable
+    assert caught.value.tries == 1
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (type(again), str(again)) == (TlsError, str(caught.value))
+
+
+def test_a_name_that_the_certificate_lacks_is_refused(own: Identity, service: str) -> None:
+    with pytest.raises(TlsError, match=r"Hostname Verification Check failed"):
+        call(service, Tls(ca=own.ca, server_name="elsewhere.example.org"))
+
+
+def test_a_name_may_be_told_where_the_address_is_another(own: Identity, service: str) -> None:
+    assert call(service, Tls(ca=own.ca, server_name="service.example.org")).info.device == "test:0"
+
+
+def test_an_encrypted_client_of_a_plain_server_says_so(own: Identity) -> None:
+    with fake_service() as seen, pytest.raises(TlsError, match=f"no encrypted connection to {seen.address}"):
+        call(seen.address, Tls(ca=own.ca))
+
+
+def test_a_plain_client_of_an_encrypted_server_is_an_error(service: str) -> None:
+    with pytest.raises(ConnectError, match=f"cannot reach {service}"):
+        call(service, None)
+
+
+@pytest.mark.parametrize("half", ["certificate", "key"])
+def test_half_of_a_pair_is_refused(half: str) -> None:
+    with pytest.raises(ValueError, match=f"tls: found a {half} without a "):
+        Tls(**{half: b"-----BEGIN X"})  # type: ignore[arg-type]
+
+
+def test_what_is_no_pem_is_refused_at_once_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="tls: ca: found no PEM block; expected -----BEGIN"):
+        Client("localhost:1", tls=Tls(ca=b"nonsense"))
+    (tmp_path / "x").write_text("nonsense")
+    with pytest.raises(ValueError, match=r"tls: ca: found no PEM block in .*x; expected"):
+        Client("localhost:1", tls=Tls(ca=tmp_path / "x"))
+    with pytest.raises(FileNotFoundError):
+        Client("localhost:1", tls=Tls(ca=tmp_path / "y"))
+    with pytest.raises(TypeError, match="tls: found str; expected Tls, True or None"):
+        Client("localhost:1", tls="ca.pem")  # type: ignore[arg-type]
+
+
+def test_no_key_is_ever_shown() -> None:
+    assert repr(Tls(ca=b"-----BEGIN A", certificate=b"-----BEGIN B", key=b"-----BEGIN C")) == (
+        "Tls(ca=..., certificate=..., key=..., server_name=None)"
+    )

@@ -1,0 +1,326 @@
+"""Clients of several servers: turns, lost and draining servers under load, hedges; no call may be lost."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.calls import fill
+from tests.client.fake_service import (
+    STREAMED,
+    UNARY,
+    Context,
+    Gate,
+    Seen,
+    abort_with,
+    fake_service,
+    group_norm,
+    read_header,
+    stream_zeros,
+    zeros,
+)
+
+from npugrad import OPERATORS
+from npugrad.errors import ServerBusy
+from npugrad_client import AsyncClient, Client, ConnectError, RetryPolicy, ServerDraining
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.calls import Sample
+    from tests.fix_server import ServerProcess, StartServer
+
+    from npugrad.spec import OpSpec
+
+SPEC = OPERATORS["group_norm_backward"]
+
+
+def calls(number: int) -> list[Sample]:
+    """Calls with their own data, small and streamed ones in turn."""
+    return [
+        fill(SPEC, SPEC.build(n=2, c=8, hxw=20_000 if seed % 4 == 0 else 64, group=2), seed)
+        for seed in range(number)
+    ]
+
+
+def is_right(call: Sample, grads: Any) -> bool:
+    return {name: getattr(grads, name).tobytes() for name in call.outputs} == call.reference()
+
+
+def given(call: Sample) -> dict[str, Any]:
+    return {**call.arrays, **call.call.attrs}
+
+
+@pytest.fixture
+def pair(start_server: StartServer) -> tuple[ServerProcess, ServerProcess]:
+    """Two servers; the first is the test's to hurt."""
+    return start_server(check_end=False), start_server()
+
+
+# ------------------------------------------------------------------------------------------- real servers
+
+
+@pytest.mark.slow
+def test_no_call_is_lost_when_one_of_two_servers_is_killed_under_load(
+    pair: tuple[ServerProcess, ServerProcess],
+) -> None:
+    victim, survivor = pair
+    chosen, number = calls(8), 240
+    answered, half = threading.Semaphore(0), number // 4
+
+    with Client([victim.address, survivor.address], timeout_s=60) as client, ThreadPoolExecutor(8) as pool:
+
+        def work(index: int) -> tuple[bool, int]:
+            call = chosen[index % 8]
+            grads = client.group_norm_backward(**given(call))
+            answered.release()
+            return is_right(call, grads), grads.info.tries
+
+        flying = [pool.submit(work, index) for index in range(number)]
+        for _ in range(half):
+            assert answered.acquire(timeout=60)
+        victim.signal(signal.SIGKILL)
+        results = [future.result(60) for future in flying]
+    assert all(right for right, _ in results)
+    assert max(tries for _, tries in results) > 1, "nothing was in flight on the victim"
+    survivor.assert_nothing_leaked()
+
+
+@pytest.mark.slow
+def test_no_asynchronous_call_is_lost_either(pair: tuple[ServerProcess, ServerProcess]) -> None:
+    victim, survivor = pair
+    chosen = calls(8)
+
+    async def work() -> list[Any]:
+        killed = asyncio.Event()
+        async with AsyncClient([victim.address, survivor.address], timeout_s=60) as client:
+
+            async def one(index: int) -> Any:
+                grads = await client.group_norm_backward(**given(chosen[index % 8]))
+                if index == 20 and not killed.is_set():
+                    killed.set()
+                    victim.signal(signal.SIGKILL)
+                return grads
+
+            return await asyncio.gather(*(one(index) for index in range(100)))
+
+    for index, grads in enumerate(asyncio.run(asyncio.wait_for(work(), 100))):
+        assert is_right(chosen[index % 8], grads), index
+    survivor.assert_nothing_leaked()
+
+
+@pytest.mark.slow
+def test_a_server_that_drains_loses_no_call_and_gets_no_new_ones(start_server: StartServer) -> None:
+    first, second = start_server(check_end=False), start_server()
+    chosen = calls(4)
+    with Client([first.address, second.address], timeout_s=60) as client, ThreadPoolExecutor(4) as pool:
+        flying = [pool.submit(client.group_norm_backward, **given(chosen[n % 4])) for n in range(60)]
+        flying[8].result(60)
+        first.signal(signal.SIGTERM)
+        assert all(is_right(chosen[n % 4], future.result(60)) for n, future in enumerate(flying))
+        assert first.wait() == 0
+        assert is_right(chosen[0], client.group_norm_backward(**given(chosen[0])))
+
+
+def test_addresses_behind_one_target_share_the_calls_and_a_lost_one_loses_none(
+    start_server: StartServer,
+) -> None:
+    """What a name with several addresses is to grpc, without a name server: round robin by grpc itself."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.2", 0))
+        port = taken.getsockname()[1]
+    servers = [start_server(listen=f"127.0.0.{n}:{port}", check_end=n == 3) for n in (2, 3)]
+    with Client(f"ipv4:127.0.0.2:{port},127.0.0.3:{port}", timeout_s=60) as client:
+        client.server_info()
+        call = calls(2)[1]
+        while not all(server.info().accepted_calls for server in servers):
+            client.group_norm_backward(**given(call))
+        servers[0].signal(signal.SIGKILL)
+        assert all(is_right(call, client.group_norm_backward(**given(call))) for _ in range(30))
+
+
+# ---------------------------------------------------------------------------------- servers that are made up
+
+
+def refuse(error: Exception, seen: list[str] | None = None) -> Any:
+    def unary(spec: OpSpec, request: Any, context: Context) -> Any:
+        abort_with(context, error)  # type: ignore[arg-type]
+
+    def execute(frames: Any, context: Context) -> Iterator[Any]:
+        read_header(frames)
+        abort_with(context, error)  # type: ignore[arg-type]
+        yield
+
+    return {"unary": unary, "execute": execute}
+
+
+def both(targets: list[str], policy: RetryPolicy | None, way: int, number: int = 1) -> list[list[Any]]:
+    """The same calls from both clients, errors as they come."""
+
+    def blocking() -> list[Any]:
+        found: list[Any] = []
+        with Client(targets, timeout_s=20, retry=policy, stream_from_bytes=way) as client:
+            for _ in range(number):
+                try:
+                    found.append(client.group_norm_backward(**group_norm()))
+                except Exception as error:
+                    found.append(error)
+        return found
+
+    async def work() -> list[Any]:
+        found: list[Any] = []
+        async with AsyncClient(targets, timeout_s=20, retry=policy, stream_from_bytes=way) as client:
+            for _ in range(number):
+                found += await asyncio.gather(
+                    client.group_norm_backward(**group_norm()), return_exceptions=True
+                )
+        return found
+
+    return [blocking(), asyncio.run(work())]
+
+
+WAYS = pytest.mark.parametrize("way", [UNARY, STREAMED], ids=["unary", "streamed"])
+
+
+@WAYS
+def test_calls_go_round(way: int) -> None:
+    with fake_service() as one, fake_service() as two, fake_service() as three:
+        both([one.address, two.address, three.address], None, way, 6)
+    assert [len(seen.methods) for seen in (one, two, three)] == [4, 4, 4]
+
+
+@WAYS
+def test_a_busy_or_draining_server_is_left_for_another(way: int) -> None:
+    for error in (ServerBusy("full", retry_after_s=9), ServerDraining("ends")):
+        with fake_service(**refuse(error)) as bad, fake_service() as good:
+            for answers in both([bad.address, good.address], RetryPolicy(), way, 4):
+                assert [answer.info.tries for answer in answers] == [2, 1, 1, 1]
+        assert len(bad.methods) == 2
+
+
+@WAYS
+def test_retryable_errors_are_retried_on_one_server_until_tries_end(way: int) -> None:
+    with fake_service(**refuse(ServerBusy("full"))) as seen:
+        for found in both([seen.address], RetryPolicy(max_tries=3, initial_backoff_s=0.01), way):
+            assert isinstance(found[0], ServerBusy)
+            assert found[0].tries == 3
+    assert len(seen.methods) == 6
+
+
+def test_without_a_policy_nothing_is_sent_twice() -> None:
+    with fake_service(**refuse(ServerBusy("full"))) as seen:
+        for found in both([seen.address], None, UNARY):
+            assert found[0].tries == 1
+    assert len(seen.methods) == 2
+
+
+def test_an_unreachable_server_costs_no_call() -> None:
+    with socket.socket() as taken, fake_service() as good:
+        taken.bind(("127.0.0.1", 0))
+        bad = f"127.0.0.1:{taken.getsockname()[1]}"
+        for answers in both([bad, good.address], RetryPolicy(), UNARY, 3):
+            assert [answer.info.tries for answer in answers] == [2, 1, 1]
+        for found in both([bad], RetryPolicy(initial_backoff_s=0.001), UNARY):
+            assert isinstance(found[0], ConnectError)
+            assert found[0].tries == 4
+
+
+@WAYS
+def test_a_slow_try_is_hedged_and_the_loser_is_cancelled(way: int) -> None:
+    given_up: list[threading.Event] = []
+
+    def hold(context: Context) -> None:
+        ended = threading.Event()
+        context.add_callback(ended.set)
+        given_up.append(ended)
+        ended.wait(30)
+
+    def unary(spec: OpSpec, request: Any, context: Context) -> Any:
+        hold(context)
+        return zeros(spec, request, context)
+
+    def execute(frames: Any, context: Context) -> Iterator[Any]:
+        hold(context)
+        yield from stream_zeros(frames, context)
+
+    with fake_service(unary, execute) as slow, fake_service() as quick:
+        targets = [slow.address, quick.address]
+        for answers in both(targets, RetryPolicy(hedge_after_s=0.05), way):
+            assert answers[0].info.tries == 2
+        assert [event.wait(20) for event in given_up] == [True, True], "a loser went on"
+
+
+def test_a_hedged_call_fills_the_callers_array_once_and_at_its_end() -> None:
+    gate = Gate()
+
+    def unary(spec: OpSpec, request: Any, context: Context) -> Any:
+        gate.hold()
+        return zeros(spec, request, context)
+
+    call = group_norm()
+    mine = call["input"] * 0 + 9
+    with fake_service(unary) as slow, fake_service() as quick:
+        policy = RetryPolicy(hedge_after_s=0.02)
+        with Client([slow.address, quick.address], timeout_s=20, retry=policy) as client:
+            grads = client.group_norm_backward(**call, out={"grad_input": mine})
+            assert grads.grad_input is mine
+            assert (mine == 0).all()
+            mine[...] = 7
+            gate.open()
+    assert (mine == 7).all(), "the loser wrote into the result"
+
+
+def test_a_try_that_passes_its_own_deadline_is_sent_elsewhere() -> None:
+    gate = Gate()
+
+    def unary(spec: OpSpec, request: Any, context: Context) -> Any:
+        gate.hold()
+        return zeros(spec, request, context)
+
+    with fake_service(unary) as stuck, fake_service() as good:
+        for answers in both([stuck.address, good.address], RetryPolicy(try_timeout_s=0.3), UNARY):
+            assert answers[0].info.tries == 2
+        gate.open()
+
+
+def test_a_server_that_comes_back_gets_calls_again(tmp_path: Any) -> None:
+    def wait_for(seen: Seen) -> None:
+        for _ in range(3000):
+            client.group_norm_backward(**group_norm())
+            if seen.methods:
+                return
+            threading.Event().wait(0.01)  # nothing tells that its rest is over
+        pytest.fail("the server got no call again")
+
+    address = f"unix:{tmp_path / 's'}"
+    with fake_service() as other, Client([address, other.address], timeout_s=20) as client:
+        for _ in range(2):
+            with fake_service(address=address) as seen:
+                wait_for(seen)
+            client.group_norm_backward(**group_norm())
+
+
+@pytest.mark.parametrize(
+    ("targets", "error", "message"),
+    [
+        ([], ValueError, "target: found no targets; expected at least one"),
+        (["a:1", ""], ValueError, "target: found empty text"),
+        (["a:1", 2], TypeError, "target: found int; expected text"),
+        ({"a:1"}, TypeError, "target: found set; expected text"),
+    ],
+)
+@pytest.mark.parametrize("cls", [Client, AsyncClient])
+def test_what_is_no_list_of_targets_is_told_at_once(
+    cls: Any, targets: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        cls(targets)
+
+
+def test_a_client_names_its_targets() -> None:
+    assert repr(Client(["a:1", "b:2", "a:1"])) == "Client('a:1, b:2')"
