@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-pytest_plugins = ["tests.fix_server", "tests.cann_sim.fixtures", "tests.fix_npu"]
+pytest_plugins = ["tests.fix_server", "tests.fix_tls", "tests.cann_sim.fixtures", "tests.fix_npu"]
 
 
 def pytest_report_header() -> str:

@@ -53,10 +53,17 @@ class ServerProcess:
     Attributes:
         address: What a client connects to, such as ``"127.0.0.1:40123"`` or ``"unix:/..."``.
         process: The front process.
+        credentials: What its callers need; None for plaintext.
     """
 
-    def __init__(self, process: subprocess.Popen[str], log_path: Path) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[str],
+        log_path: Path,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
         self.process = process
+        self.credentials = credentials
         self.address = ""
         self._log_path = log_path
         self._lines: queue.Queue[str | None] = queue.Queue()
@@ -83,6 +90,8 @@ class ServerProcess:
 
     def channel(self) -> grpc.Channel:
         """A channel of its own; close it, or use it as a context manager."""
+        if self.credentials is not None:
+            return grpc.secure_channel(self.address, self.credentials, options=_CHANNEL_OPTIONS)
         return grpc.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
 
     def info(self) -> server_pb2.GetServerInfoResponse:
@@ -161,6 +170,7 @@ class StartServer(Protocol):
         listen: str = "127.0.0.1:0",
         wait: bool = True,
         check_end: bool = True,
+        credentials: grpc.ChannelCredentials | None = None,
     ) -> ServerProcess:
         """The running server, ready to be called."""
 
@@ -190,6 +200,7 @@ def run_server(
     listen: str = "127.0.0.1:0",
     wait: bool = True,
     check_end: bool = True,
+    credentials: grpc.ChannelCredentials | None = None,
 ) -> Iterator[ServerProcess]:
     """Runs a server for a block.
 
@@ -201,13 +212,14 @@ def run_server(
         listen: Address; a free loopback port by default.
         wait: Whether to wait until calls are served.
         check_end: Whether to end it as `ServerProcess.stop` does; else the test ends it, or it is killed.
+        credentials: What its callers need; None for plaintext.
     """
     command = server_command(*flags, devices=devices, listen=listen)
     with log_path.open("w") as log:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log, text=True, env=server_environment(env)
         )
-    running = ServerProcess(process, log_path)
+    running = ServerProcess(process, log_path, credentials)
     try:
         if wait:
             running.wait_ready()
@@ -239,6 +251,7 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
             listen: str = "127.0.0.1:0",
             wait: bool = True,
             check_end: bool = True,
+            credentials: grpc.ChannelCredentials | None = None,
         ) -> ServerProcess:
             nonlocal count
             count += 1
@@ -250,6 +263,7 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
                 listen=listen,
                 wait=wait,
                 check_end=check_end,
+                credentials=credentials,
             )
             return stack.enter_context(running)
 

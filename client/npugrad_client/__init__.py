@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from npugrad.call import ExecutionInfo
 from npugrad.errors import Violation
+from npugrad.recipe import Recipe
 from npugrad.spec import TensorMeta, Verdict
 from npugrad_client._async_client import AsyncClient
 from npugrad_client._client import Client
@@ -37,11 +38,13 @@ from npugrad_client.errors import (
     DeviceError,
     DeviceOutOfMemory,
     InvalidOperand,
+    InvalidRecipe,
     MalformedRequest,
     MalformedTensor,
     NpugradError,
     NullOperand,
     OperatorError,
+    RecipeMismatch,
     RequestError,
     ServerBusy,
     ServerDraining,
@@ -69,6 +72,7 @@ __all__ = [
     "GridSampler2DBackwardResult",
     "GroupNormBackwardResult",
     "InvalidOperand",
+    "InvalidRecipe",
     "MalformedRequest",
     "MalformedTensor",
     "MultiScaleDeformableAttentionGradResult",
@@ -77,6 +81,8 @@ __all__ = [
     "OperatorError",
     "OperatorInfo",
     "ParameterInfo",
+    "Recipe",
+    "RecipeMismatch",
     "RequestError",
     "RetryPolicy",
     "ServerBusy",

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from npugrad import layout
 from npugrad.dtypes import DType, dtype_from_name
+from npugrad.recipe import Recipe
 from npugrad.spec import TensorMeta
 
 if TYPE_CHECKING:
@@ -44,7 +45,10 @@ class SupportsDLPack(Protocol):
 
 
 ArrayLike = Union["npt.NDArray[Any]", SupportsArray, SupportsDLPack]
-"""What is accepted as an operand: NumPy and ml_dtypes arrays, torch CPU tensors, array protocol, DLPack."""
+"""What is accepted as an array: NumPy and ml_dtypes arrays, torch CPU tensors, array protocol, DLPack."""
+
+Operand = ArrayLike | Recipe
+"""What is accepted as an operand: an array, or a recipe from which the server makes it."""
 
 
 def is_torch(value: object) -> bool:
@@ -132,6 +136,13 @@ def _torch_to_numpy(value: Any, operator: str, name: str) -> npt.NDArray[Any]:
             f"{operator}: {name}: found a {type(value).__name__} of {value.dtype} that NumPy cannot read: "
             f"{error}"
         ) from None
+
+
+def pack_operand(value: object, operator: str, name: str) -> tuple[TensorMeta, memoryview | Recipe | None]:
+    """Meta and content of an operand, or the recipe for it; errors as for `to_numpy`."""
+    if isinstance(value, Recipe):
+        return value.meta, value
+    return pack(to_numpy(value, operator, name))
 
 
 def pack(array: npt.NDArray[Any]) -> tuple[TensorMeta, memoryview | None]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from npugrad.call import CallOptions, ExecutionInfo
+    from npugrad.recipe import Recipe
     from npugrad.spec import CallMeta, OpSpec
 
     Array = npt.NDArray[Any]
@@ -32,7 +33,7 @@ class Prepared:
     Attributes:
         spec: Its operator.
         call: Metas and attributes.
-        contents: Content of each operand that has one.
+        contents: Content of each operand that has one, or the recipe for it.
         options: Options of the call.
         expected: Outputs as the local record infers them; empty when that was not tried, or it refuses.
         is_refused: Whether the local record refuses the call, whatever the product.
@@ -43,7 +44,7 @@ class Prepared:
 
     spec: OpSpec
     call: CallMeta
-    contents: Mapping[str, memoryview]
+    contents: Mapping[str, memoryview | Recipe]
     options: CallOptions
     expected: Mapping[str, TensorMeta | None] = field(default_factory=dict)
     is_refused: bool = False
@@ -57,7 +58,7 @@ class Prepared:
     @property
     def nbytes(self) -> int:
         """Bytes of data in the larger direction."""
-        sent = sum(data.nbytes for data in self.contents.values())
+        sent = sum(data.nbytes for data in self.contents.values() if isinstance(data, memoryview))
         received = sum(meta.nbytes for meta in self.expected.values() if meta is not None)
         return max(sent, received)
 
@@ -91,8 +92,7 @@ def prepare(
     if problem:
         name, text = problem
         raise MalformedRequest(f"{spec.name}: {name}: {text}", operator=spec.name, operand=name)
-    arrays = {n: _arrays.to_numpy(v, spec.name, n) for n, v in inputs.items() if v is not None}
-    packed = {n: _arrays.pack(array) for n, array in arrays.items()}
+    packed = {n: _arrays.pack_operand(v, spec.name, n) for n, v in inputs.items() if v is not None}
     declared, targets = _declare(spec, out or {})
     call = make_call(spec, {n: packed[n][0] if n in packed else None for n in inputs}, attrs, declared)
     expected: Mapping[str, TensorMeta | None] | None = {}

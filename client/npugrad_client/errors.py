@@ -12,7 +12,9 @@ NpugradError                    .reason .operator .retryable .tries .request_id 
 ├── RequestError                the call is not well formed      .operand
 │   ├── MalformedTensor         shape, strides, type and content do not fit together
 │   ├── MalformedRequest        an attribute is missing, of the wrong type or outside int64
-│   └── UnsafeLevels            level sizes or starts point outside the value tensor (NPU)
+│   ├── UnsafeLevels            level sizes or starts point outside the value tensor (NPU)
+│   ├── InvalidRecipe           no content can be made from a recipe
+│   └── RecipeMismatch          the server makes another content from a recipe than its digest says
 └── OperatorError               the operator says no             .code .constraint .violations .source
     ├── NullOperand             161001: a required operand or attribute is null
     ├── InvalidOperand          161002: an operand or attribute breaks a documented rule
@@ -44,11 +46,13 @@ from npugrad.errors import (
     DeviceOutOfMemory,
     ErrorDetails,
     InvalidOperand,
+    InvalidRecipe,
     MalformedRequest,
     MalformedTensor,
     NpugradError,
     NullOperand,
     OperatorError,
+    RecipeMismatch,
     RequestError,
     ServerBusy,
     ServerDraining,
@@ -70,11 +74,13 @@ __all__ = [
     "DeviceError",
     "DeviceOutOfMemory",
     "InvalidOperand",
+    "InvalidRecipe",
     "MalformedRequest",
     "MalformedTensor",
     "NpugradError",
     "NullOperand",
     "OperatorError",
+    "RecipeMismatch",
     "RequestError",
     "ServerBusy",
     "ServerDraining",

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from npugrad.call import CallOptions, ExecutionInfo
 from npugrad.dtypes import dtype_from_wire, format_from_wire
-from npugrad.errors import MalformedRequest, MalformedTensor, RequestError
+from npugrad.errors import InvalidRecipe, MalformedRequest, MalformedTensor, RequestError
+from npugrad.generators import Draw
 from npugrad.ops import OPERATORS
 from npugrad.products import Product, product_from_wire
+from npugrad.recipe import DIGEST_BYTES, Recipe
 from npugrad.spec import MAX_RANK, CallMeta, TensorMeta
 from npugrad.v1 import backward_pb2, operators_pb2, tensor_pb2
 
@@ -29,6 +31,8 @@ CHUNK_BYTES = 2**20
 MAX_CHUNK_BYTES = 4 * 2**20
 """Largest chunk that is accepted."""
 
+MAX_PARAMETERS = 8
+"""More parameters than any generator has."""
 MAX_BOOLS = 1024
 """Longest bool array that is looked at; operators want two or three."""
 
@@ -45,12 +49,19 @@ class WireContent:
     """Content of one operand as a message carries it.
 
     Attributes:
-        nbytes: Its length; what was announced, when it follows in chunks.
-        data: The bytes; None when they follow in chunks.
+        nbytes: Its length; what was announced, when it follows in chunks; what a recipe makes.
+        data: The bytes; None when they follow in chunks or are made from a recipe.
+        recipe: What makes it on the server; None when it travels.
     """
 
     nbytes: int
     data: bytes | None = None
+    recipe: Recipe | None = None
+
+    @property
+    def follows(self) -> bool:
+        """Whether it comes in chunks."""
+        return self.data is None and self.recipe is None
 
 
 @dataclass(frozen=True)
@@ -95,13 +106,16 @@ def decode_request(spec: OpSpec, message: Any, product: Product) -> WireCall:
         if not message.HasField(param.name):
             continue
         tensor = getattr(message, param.name)
-        inputs[param.name] = decode_meta(tensor.meta, spec.name, param.name)
+        meta = inputs[param.name] = decode_meta(tensor.meta, spec.name, param.name)
         kind = tensor.WhichOneof("content")
         if kind == "data":
             data = tensor.data  # copied at every access: read once
             contents[param.name] = WireContent(len(data), data)
         elif kind == "chunked_bytes":
             contents[param.name] = WireContent(tensor.chunked_bytes)
+        elif kind == "recipe":
+            recipe = decode_recipe(tensor.recipe, meta)
+            contents[param.name] = WireContent(recipe.meta.content_bytes, recipe=recipe)
         elif kind is not None:
             unsupported[param.name] = kind
     call = CallMeta(
@@ -111,6 +125,14 @@ def decode_request(spec: OpSpec, message: Any, product: Product) -> WireCall:
         product=product,
     )
     return WireCall(spec, call, _decode_options(spec, message.options), contents, unsupported)
+
+
+def decode_recipe(message: tensor_pb2.Recipe, meta: TensorMeta) -> Recipe:
+    """Decodes a recipe; whether anything can be made from it is left to `check_contents`."""
+    # One more than any generator has is enough to see that there are too many.
+    parameters = tuple(message.parameters[: MAX_PARAMETERS + 1])
+    draw = Draw(message.generator, parameters, message.repeat or 1)
+    return Recipe.of(draw, meta, message.seed, message.digest[: DIGEST_BYTES + 1])
 
 
 def decode_meta(message: tensor_pb2.TensorMeta, operator: str, operand: str) -> TensorMeta:
@@ -190,7 +212,8 @@ def check_contents(wire: WireCall, *, chunked: bool) -> None:
 
     Raises:
         MalformedTensor: A content is missing, too short or too long, or announced where none can follow.
-        RequestError: CONTENT_UNSUPPORTED: shared memory or a recipe.
+        InvalidRecipe: RECIPE_INVALID: a recipe from which nothing can be made.
+        RequestError: CONTENT_UNSUPPORTED: shared memory.
     """
     for name, meta in wire.call.inputs.items():
         if meta is None:
@@ -198,12 +221,15 @@ def check_contents(wire: WireCall, *, chunked: bool) -> None:
         if name in wire.unsupported:
             raise RequestError(
                 f"{wire.spec.name}: {name}: found content of kind "
-                f"{wire.unsupported[name]}; expected data or chunks",
+                f"{wire.unsupported[name]}; expected data, chunks or a recipe",
                 reason="CONTENT_UNSUPPORTED",
                 operator=wire.spec.name,
                 operand=name,
             )
         found = wire.contents.get(name)
+        problem = found.recipe.problem() if found is not None and found.recipe is not None else None
+        if problem:
+            raise InvalidRecipe(f"{wire.spec.name}: {name}: {problem}", operator=wire.spec.name, operand=name)
         problem = _content_problem(meta, found, chunked)
         if problem:
             raise MalformedTensor(
@@ -220,7 +246,7 @@ def _content_problem(meta: TensorMeta, found: WireContent | None, chunked: bool)
         )
     if found is None:
         return f"found no content; expected {meta.content_bytes} bytes for {meta}"
-    if found.data is None and not chunked:
+    if found.follows and not chunked:
         return "found content announced in chunks; expected it inline in a unary call"
     if found.nbytes != meta.content_bytes:
         return f"found {found.nbytes} bytes of content; expected {meta.content_bytes} for {meta}"
@@ -229,7 +255,7 @@ def _content_problem(meta: TensorMeta, found: WireContent | None, chunked: bool)
 
 def encode_request(
     wire_metas: Mapping[str, TensorMeta | None],
-    contents: Mapping[str, memoryview],
+    contents: Mapping[str, memoryview | Recipe],
     spec: OpSpec,
     attrs: Mapping[str, AttrValue],
     outputs: Mapping[str, TensorMeta | None] | None = None,
@@ -241,7 +267,7 @@ def encode_request(
 
     Args:
         wire_metas: Meta of each input, None for null.
-        contents: Content of each input that is not null; none to validate without data.
+        contents: Content, or recipe for it, of each input that is not null; none to validate without data.
         spec: The operator.
         attrs: Every attribute in its wire type, as `make_call` returns them.
         outputs: Declared outputs, None for null.
@@ -260,7 +286,9 @@ def encode_request(
         tensor = getattr(message, param.name)
         encode_meta(meta, tensor.meta)
         data = contents.get(param.name)
-        if data is not None and _set_content(tensor, data, chunk_from_bytes):
+        if isinstance(data, Recipe):
+            encode_recipe(data, tensor.recipe)
+        elif data is not None and _set_content(tensor, data, chunk_from_bytes):
             follow.append((spec.param_index(param.name), data))
     for attr in spec.attrs:
         _encode_attr(message, attr, attrs[attr.name])
@@ -278,6 +306,15 @@ def _set_content(tensor: tensor_pb2.Tensor, data: memoryview, chunk_from_bytes: 
         return True
     tensor.data = bytes(data)
     return False
+
+
+def encode_recipe(recipe: Recipe, message: tensor_pb2.Recipe) -> None:
+    """Writes a recipe into a message, its meta apart."""
+    message.generator, message.seed, message.digest = recipe.draw.generator, recipe.seed, recipe.digest
+    message.parameters.extend(recipe.draw.parameters)
+    if recipe.draw.repeat != 1:
+        message.repeat = recipe.draw.repeat
+    message.SetInParent()
 
 
 def encode_meta(meta: TensorMeta, message: tensor_pb2.TensorMeta) -> None:

@@ -5,7 +5,7 @@ NpugradError
 │   ├── ConnectError · DeadlineExceeded · Cancelled
 │   └── ServerBusy · ServerDraining · CallTooLarge
 ├── RequestError              the call is not well formed     .reason .operator .operand
-│   └── MalformedTensor · MalformedRequest · UnsafeLevels
+│   └── MalformedTensor · MalformedRequest · UnsafeLevels · InvalidRecipe · RecipeMismatch
 └── OperatorError             the operator says no            .code .operator .constraint .violations .source
     ├── NullOperand (161001) · InvalidOperand (161002) · TilingError (561002)
     ├── UnsupportedOperator (561003, 561103 for a missing operator)
@@ -122,6 +122,20 @@ ERRORS: tuple[ErrorRow, ...] = (
     ),
     ErrorRow(
         "CONTENT_UNSUPPORTED", None, "UNIMPLEMENTED", False, "The server does not take content of this kind."
+    ),
+    ErrorRow(
+        "RECIPE_INVALID",
+        None,
+        _INVALID,
+        False,
+        "No content can be made from the recipe: its generator, a parameter or the type is wrong.",
+    ),
+    ErrorRow(
+        "RECIPE_MISMATCH",
+        None,
+        _PRECONDITION,
+        False,
+        "The content that the server made from the recipe has another digest than the caller expects.",
     ),
     ErrorRow("UNSAFE_LEVELS", None, _INVALID, False, "Level sizes or starts point outside the value tensor."),
     ErrorRow("OPERATOR_UNSUPPORTED", None, "UNIMPLEMENTED", False, "The product has no such operator."),
@@ -365,6 +379,18 @@ class UnsafeLevels(RequestError):
     default_reason = "UNSAFE_LEVELS"
 
 
+class InvalidRecipe(RequestError):
+    """No content can be made from a recipe (RECIPE_INVALID)."""
+
+    default_reason = "RECIPE_INVALID"
+
+
+class RecipeMismatch(RequestError):
+    """The content made from a recipe has another digest than the caller expects (RECIPE_MISMATCH)."""
+
+    default_reason = "RECIPE_MISMATCH"
+
+
 class OperatorError(NpugradError):
     """The operator says no, with an aclnn number.
 
@@ -450,6 +476,8 @@ _CLASS_BY_REASON: dict[str, type[NpugradError]] = {
     "MALFORMED_TENSOR": MalformedTensor,
     "MALFORMED_REQUEST": MalformedRequest,
     "CONTENT_UNSUPPORTED": RequestError,
+    "RECIPE_INVALID": InvalidRecipe,
+    "RECIPE_MISMATCH": RecipeMismatch,
     "UNSAFE_LEVELS": UnsafeLevels,
     "OPERATOR_UNSUPPORTED": UnsupportedOperator,
     "UNKNOWN_OPERATOR": UnsupportedOperator,

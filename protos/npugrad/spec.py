@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from npugrad.generators import Draw
+
     Arrays = Mapping[str, "npt.NDArray[Any] | None"]
 
 INT64_MAX = 2**63 - 1
@@ -287,6 +289,8 @@ class TensorParam:
         masked_by: For an output, its index in `output_mask`; None when it is always computed.
         when_masked: What the operator wants for a masked-out output: a null pointer or an allocated tensor.
         zero_init: Whether the device memory must be zeroed before the launch.
+        draw: What a recipe for an input draws, so that calls made of recipes are like real ones; None where
+            only data makes sense.
     """
 
     name: str
@@ -299,6 +303,7 @@ class TensorParam:
     masked_by: int | None = None
     when_masked: Literal["null", "allocate"] = "null"
     zero_init: bool = False
+    draw: Draw | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

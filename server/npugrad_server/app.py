@@ -12,6 +12,7 @@ import time
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import grpc
 import grpc.aio
 
 import npugrad
@@ -29,6 +30,7 @@ from npugrad_server.rpc.register import register
 from npugrad_server.rpc.server import Facts, ServerServicer
 from npugrad_server.rpc.servicer import BackwardServicer
 from npugrad_server.rpc.validation import ValidationServicer
+from npugrad_server.tls import TlsError, read_tls
 from npugrad_server.worker.memory import keep_freed_memory
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
     from npugrad_server.config import LoadedSettings, ServerSettings
     from npugrad_server.pool import PoolSettings
+    from npugrad_server.tls import TlsFiles
 
 _FAREWELL_S = 1.0
 """Seconds that clients of health and reflection streams get to take their end."""
@@ -68,7 +71,13 @@ async def serve(loaded: LoadedSettings, announce: Callable[[Address], None]) -> 
         await until(stop.asked, app.ready())
         if not stop.asked.is_set():
             announce(app.address)
-            log.info("listening", address=str(app.address), metrics_address=str(app.metrics_address or ""))
+            metrics_address = str(app.metrics_address or "")
+            log.info(
+                "listening",
+                address=str(app.address),
+                tls=loaded.settings.tls,
+                metrics_address=metrics_address,
+            )
             await until(stop.asked, app.ended())
         finished = await app.drain(stop.at_once)
         return 0 if finished and stop.asked.is_set() else 1
@@ -121,7 +130,7 @@ class App:
         """Takes the ports, starts the workers and serves; devices become ready later.
 
         Raises:
-            StartError: A port is taken or there is no memory for the arenas.
+            StartError: A port is taken, TLS cannot be served, or there is no memory for the arenas.
         """
         started_s = time.monotonic()
         metrics = Metrics(npugrad.__version__, str(self._made.product))
@@ -129,6 +138,8 @@ class App:
             self._server = self._listen()
             self._serve_metrics(metrics)
             self.pool = await DevicePool.open(self._made, metrics)
+        except TlsError as error:
+            raise StartError(*error.problems) from None
         except (AddressError, OSError) as error:
             raise StartError(str(error)) from None
         self._resources.push_async_callback(self.pool.close)
@@ -143,6 +154,7 @@ class App:
         self._end = asyncio.create_task(self._server.wait_for_termination())
 
     def _listen(self) -> grpc.aio.Server:
+        tls = read_tls(self._settings)
         check_free(self.address)
         limit = int(self._settings.max_message_bytes)
         options = (
@@ -153,7 +165,10 @@ class App:
         )
         server = grpc.aio.server(options=options)
         try:
-            port = server.add_insecure_port(str(self.address))
+            if tls is None:
+                port = server.add_insecure_port(str(self.address))
+            else:
+                port = server.add_secure_port(str(self.address), _credentials(tls))
         except RuntimeError as error:
             raise AddressError(f"cannot listen on {self.address}: {error}") from None
         self.address = self.address.with_port(port)
@@ -232,6 +247,11 @@ class App:
                 await self._server.stop(None)
         finally:
             await self._resources.aclose()
+
+
+def _credentials(tls: TlsFiles) -> grpc.ServerCredentials:
+    pair = (tls.key, tls.certificate)
+    return grpc.ssl_server_credentials([pair], tls.client_ca, require_client_auth=tls.client_ca is not None)
 
 
 async def until(

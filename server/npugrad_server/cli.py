@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from npugrad_server.addresses import Address
 
 FAILED, USAGE = 1, 2
+_FILES = dict.fromkeys(("certificate", "key", "ca"), "FILE")
 _FILE_COLUMNS = 180
 """Width of a table that goes to a file or a pipe."""
 
@@ -116,7 +118,7 @@ def _metavar(name: str, field: FieldInfo) -> str:
     if choices and all(isinstance(choice, str) for choice in choices):
         return "|".join(choices)
     unit = name.rpartition("_")[2]
-    return {"s": "SECONDS", "bytes": "BYTES", "listen": "ADDR", "devices": "LIST"}.get(unit, "N")
+    return {"s": "SECONDS", "bytes": "BYTES", "listen": "ADDR", "devices": "LIST", **_FILES}.get(unit, "N")
 
 
 # --------------------------------------------------------------------------------------- commands
@@ -129,7 +131,7 @@ def serve(flags: dict[str, Any], config: str | None) -> None:
     loaded = _loaded(flags, config)
     close_log = logs.configure(loaded.settings.log_format, loaded.settings.log_level)
     try:
-        code = asyncio.run(serve_until_ended(loaded, _announce))
+        code = asyncio.run(serve_until_ended(loaded, partial(_announce, loaded.settings)))
     except StartError as error:
         code = FAILED
         for problem in error.problems:
@@ -234,7 +236,10 @@ def _show_steps() -> None:
         typer.echo(f"{step.number:2}  {step.key:<12} {step.title}\n    {step.about}")
 
 
-def _announce(address: Address) -> None:
+def _announce(settings: ServerSettings, address: Address) -> None:
+    if settings.tls != "off":
+        ask = f"a certificate of {settings.tls_client_ca}" if settings.tls == "mutual" else "no certificate"
+        print(f"TLS is on; callers need {ask}")
     print(f"listening on {address}", flush=True)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from npugrad.codec import MAX_CHUNK_BYTES, MAX_MESSAGE_BYTES
@@ -51,7 +52,20 @@ class ServerSettings(BaseSettings):
         description="Address to serve on: host:port (port 0 takes a free one) or unix:path.",
     )
     insecure: bool = Field(
-        default=False, description="Allow plaintext on an address that is not loopback. TLS is not there yet."
+        default=False, description="Allow plaintext on an address that is not loopback, where TLS is off."
+    )
+    tls_certificate: str | None = Field(
+        default=None,
+        description="File with the server's certificate and those that lead to its authority, in PEM; turns "
+        "TLS on.",
+    )
+    tls_key: str | None = Field(
+        default=None, description="File with the private key of that certificate, in PEM, not encrypted."
+    )
+    tls_client_ca: str | None = Field(
+        default=None,
+        description="File with the authorities of callers' certificates, in PEM: every caller must then show "
+        "a certificate of one of them (mutual TLS).",
     )
     devices: str = Field(
         default="auto",
@@ -141,6 +155,11 @@ class ServerSettings(BaseSettings):
         description="Losses in a row, with no call served between, after which a device is down.",
     )
 
+    @field_validator("tls_certificate", "tls_key", "tls_client_ca")
+    @classmethod
+    def _empty_is_none(cls, value: str | None) -> str | None:
+        return value or None
+
     @field_validator("listen")
     @classmethod
     def _listen_address_parses(cls, value: str) -> str:
@@ -162,12 +181,26 @@ class ServerSettings(BaseSettings):
     @model_validator(mode="after")
     def _plaintext_is_wanted(self) -> ServerSettings:
         address = self.listen_address
-        if not (address.is_local or self.insecure):
+        if not (address.is_local or self.insecure or self.tls_certificate):
             raise ValueError(
-                f"found {address}, which is not loopback, without --insecure; expected a loopback address or "
-                "unix:path, or --insecure to serve plaintext to the network (TLS is not there yet)"
+                f"found {address}, which is not loopback, without TLS; expected a loopback address or "
+                "unix:path, --tls-certificate and --tls-key, or --insecure to serve plaintext to the network"
             )
         return self
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> ServerSettings:
+        if self.tls_certificate and not self.tls_key:
+            raise _about("tls_certificate", "found a certificate without tls_key; expected both or neither")
+        for name in ("tls_key", "tls_client_ca"):
+            if getattr(self, name) and not self.tls_certificate:
+                raise _about(name, "found a file without tls_certificate; expected that one too, or neither")
+        return self
+
+    @property
+    def tls(self) -> Literal["off", "server", "mutual"]:
+        """Whether the server shows a certificate, or callers do as well."""
+        return "off" if not self.tls_certificate else "mutual" if self.tls_client_ca else "server"
 
     @property
     def listen_address(self) -> Address:
@@ -195,6 +228,11 @@ class ServerSettings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Arguments only: `load_settings` reads the other sources itself, to know where a value came from."""
         return (init_settings,)
+
+
+def _about(setting: str, problem: str) -> PydanticCustomError:
+    """The error of a rule over several fields, which blames one that was given."""
+    return PydanticCustomError("setting", problem, {"setting": setting})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -299,8 +337,8 @@ def _validated(values: dict[str, Any], origins: dict[str, str], problems: list[s
         wrong = set()
         for detail in error.errors(include_url=False):
             message = detail["msg"].removeprefix("Value error, ")
-            # Only the rule over several fields has no field of its own; it is about the address.
-            name = str(detail["loc"][0]) if detail["loc"] else "listen"
+            # Rules over several fields have no field of their own: the error says, or it is the address.
+            name = str(detail["loc"][0] if detail["loc"] else detail.get("ctx", {}).get("setting", "listen"))
             if not message.startswith("found "):
                 message = f"found {str(detail['input'])[:80]!r}; {message}"
             problems.append(f"{name}: {message} (from {origins[name]})")

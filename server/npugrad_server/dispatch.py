@@ -1,6 +1,6 @@
 """One request, from message to reply. Read this file first.
 
-    decode -> validate -> check contents -> plan -> admit -> write operands -> run -> encode
+    decode -> validate -> check contents -> plan -> admit -> write or make operands -> run -> encode
 
 Wire integrity comes first, then the documented constraints, then the lengths of contents; only then is
 memory reserved. A unary call carries its contents in the message; a streamed one brings them in chunks
@@ -18,6 +18,7 @@ from npugrad.codec import CHUNK_BYTES, MAX_MESSAGE_BYTES, check_contents, decode
 from npugrad.errors import CallTooLarge
 from npugrad.validation import error_from_verdict, validate_call
 from npugrad_server.pool import PlannedCall
+from npugrad_server.recipes import Maker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,7 +42,7 @@ class Request:
 
     Attributes:
         planned: The call, as the pool takes it.
-        contents: Content of each operand that is not null; those with no data yet follow in chunks.
+        contents: Content of each operand that is not null: inline, to follow in chunks, or a recipe.
     """
 
     planned: PlannedCall
@@ -49,8 +50,8 @@ class Request:
 
     @property
     def content_bytes(self) -> int:
-        """Length of all contents."""
-        return sum(content.nbytes for content in self.contents.values())
+        """Length of all contents that travel."""
+        return sum(content.nbytes for content in self.contents.values() if content.recipe is None)
 
 
 class Dispatcher:
@@ -73,6 +74,7 @@ class Dispatcher:
         """
         self.pool = pool
         self.product = product
+        self._maker = Maker()
         self._max_message_bytes = max_message_bytes
 
     def plan(
@@ -91,6 +93,7 @@ class Dispatcher:
             MalformedTensor: Types, sizes or strides are not sane, or a content does not fit its tensor.
             MalformedRequest: An attribute is missing or an option is out of range.
             OperatorError: 161001, 161002, 561002 or an unsupported operator: a constraint is broken.
+            InvalidRecipe: RECIPE_INVALID.
             RequestError: CONTENT_UNSUPPORTED.
         """
         wire = decode_request(spec, message, self.product)
@@ -110,17 +113,27 @@ class Dispatcher:
 
         Raises:
             CallTooLarge: The reply would not fit into one message, or the call into the server's memory.
+            RecipeMismatch: RECIPE_MISMATCH.
             TransportError: Overload, shutdown, deadline: see `DevicePool.admit` and `DevicePool.run`.
             OperatorError: The device refused or failed.
         """
         check_reply_fits(request.planned, self._max_message_bytes)
         with self.pool.admit(request.planned) as admission:
-            await write_inline(admission, request.contents)
+            await self.write(admission, request)
             outcome = await self.run(admission)
             response, _ = encode_response(
                 request.planned.spec, request.planned.outputs, outcome.contents, outcome.info
             )
         return response, outcome.info
+
+    async def write(self, admission: Admission, request: Request) -> None:
+        """Writes the contents that are here, and makes those that came as recipes.
+
+        Raises:
+            RecipeMismatch: RECIPE_MISMATCH.
+        """
+        await write_inline(admission, request.contents)
+        await self._maker.write(admission, request.contents)
 
     async def run(self, admission: Admission) -> Outcome:
         """Runs an admitted call whose operands are all written; errors as in `DevicePool.run`."""

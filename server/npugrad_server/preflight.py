@@ -14,6 +14,7 @@ from npugrad_server.logs import get_logger
 from npugrad_server.machine import memory_bytes
 from npugrad_server.npus import NpuReport, find_npus
 from npugrad_server.pool import DevicePool, DeviceState, PoolSettings
+from npugrad_server.tls import TlsError, read_tls
 
 if TYPE_CHECKING:
     from npugrad_server.config import ServerSettings
@@ -134,7 +135,7 @@ class Finding:
 
 async def check(settings: ServerSettings) -> list[Finding]:
     """Does all that a start does short of taking the ports: everything that is missing, at once."""
-    findings = [_free("gRPC", settings.listen_address)]
+    findings = [*_tls(settings), _free("gRPC", settings.listen_address)]
     if settings.metrics_address is not None:
         findings.append(_free("metrics", settings.metrics_address))
     report = npu_report(settings)
@@ -147,6 +148,17 @@ async def check(settings: ServerSettings) -> list[Finding]:
         # With auto it is fine to have none, but whoever expected one wants to know why.
         findings += [Finding(True, f"npu: {problem}", optional=True) for problem in report.problems]
     return findings + await _try_devices(made)
+
+
+def _tls(settings: ServerSettings) -> list[Finding]:
+    try:
+        read_tls(settings)
+    except TlsError as error:
+        return [Finding(False, problem) for problem in error.problems]
+    if settings.tls == "off":
+        return [Finding(True, "TLS: off")]
+    callers = f"one of {settings.tls_client_ca!r}" if settings.tls == "mutual" else "none"
+    return [Finding(True, f"TLS: certificate of {settings.tls_certificate!r}; callers need {callers}")]
 
 
 def _free(what: str, address: Address) -> Finding:

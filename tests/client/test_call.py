@@ -11,6 +11,7 @@ from tests.client.fake_service import INFO, group_norm
 from npugrad import OPERATORS, OpSpec, TensorMeta
 from npugrad.call import CallOptions
 from npugrad.errors import MalformedRequest
+from npugrad.recipe import Recipe
 from npugrad.validation import validate_call
 from npugrad_client._call import Answer, Prepared, finish, prepare
 
@@ -155,17 +156,27 @@ def large(**changes: Any) -> Prepared:
     return prepared(**{**group_norm(n=4, c=8, hxw=1024, group=2), **changes})
 
 
+def sent_bytes(call: Prepared) -> int:
+    return sum(content.nbytes for content in call.contents.values() if isinstance(content, memoryview))
+
+
+def test_recipes_count_as_nothing_that_is_sent() -> None:
+    found = large(input=Recipe("normal", shape=(4, 8, 1024)), output_mask=(False, True, False))
+    assert found.nbytes == sent_bytes(found) < 2 * 4 * 8 * 1024 * 4
+    assert found.contents["input"] == Recipe("normal", shape=(4, 8, 1024))
+
+
 def test_outputs_are_inferred_for_all_but_small_calls() -> None:
     assert not prepared().expected
     found = large()
     assert found.expected == validate_call(SPEC, found.call).outputs
-    assert found.nbytes == sum(c.nbytes for c in found.contents.values())
+    assert found.nbytes == sent_bytes(found)
 
 
 def test_an_expanded_call_counts_what_comes_back() -> None:
     expanded = np.broadcast_to(np.float32(1), (4, 8, 1024))
     found = large(grad_out=expanded, input=expanded)
-    assert sum(c.nbytes for c in found.contents.values()) < 1024
+    assert sent_bytes(found) < 1024
     assert found.nbytes == 4 * 8 * 1024 * 4 + 2 * 8 * 4
 
 

@@ -225,7 +225,7 @@ TENSORS: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "content_missing": (lambda tensor: tensor.ClearField("data"), MALFORMED),
     "content_twice": (_content(lambda data: data * 2), MALFORMED),
     "content_in_shared_memory": (_kind("region"), ("CONTENT_UNSUPPORTED",)),
-    "content_by_recipe": (_kind("recipe"), ("CONTENT_UNSUPPORTED",)),
+    "content_by_recipe": (_kind("recipe"), ("RECIPE_INVALID",)),
     "content_unrelated": (lambda tensor: setattr(tensor, "chunked_bytes", 2**64 - 1), MALFORMED),
     "meta_missing": (lambda tensor: tensor.ClearField("meta"), MALFORMED),
 }

@@ -74,7 +74,7 @@ def test_content_of_wrong_length_names_operand_found_and_expected(channel: grpc.
     assert f"found {length + change} bytes of content; expected {length}" in str(failure.error)
 
 
-@pytest.mark.parametrize("kind", ["none", "announced", "region", "recipe"])
+@pytest.mark.parametrize("kind", ["none", "announced", "region"])
 def test_content_that_a_unary_call_cannot_have(channel: grpc.Channel, kind: str) -> None:
     made = sample()
     message = made.message()
@@ -82,12 +82,10 @@ def test_content_that_a_unary_call_cannot_have(channel: grpc.Channel, kind: str)
         message.mean.ClearField("data")
     elif kind == "announced":
         message.mean.chunked_bytes = len(message.mean.data)
-    elif kind == "region":
-        message.mean.region.CopyFrom(tensor_pb2.SharedMemoryRegion(name="x", byte_size=48))
     else:
-        message.mean.recipe.CopyFrom(tensor_pb2.Recipe(generator="normal"))
+        message.mean.region.CopyFrom(tensor_pb2.SharedMemoryRegion(name="x", byte_size=48))
     failure = failure_of(lambda: call_unary(channel, made.spec, message))
-    if kind in ("region", "recipe"):
+    if kind == "region":
         assert failure.status is grpc.StatusCode.UNIMPLEMENTED
         assert failure.error.reason == "CONTENT_UNSUPPORTED"
         assert isinstance(failure.error, RequestError)

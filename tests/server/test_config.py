@@ -118,7 +118,7 @@ def test_byte_sizes_take_units(text: str, expected: int) -> None:
 def test_plaintext_beyond_loopback_needs_insecure(address: str) -> None:
     (problem,) = problems({"listen": address})
     assert "--insecure" in problem
-    assert "TLS is not there yet" in problem
+    assert "--tls-certificate and --tls-key" in problem
     assert load_settings({"listen": address, "insecure": True}).settings.listen == address
 
 

@@ -38,7 +38,7 @@ from typing import Any
 from npugrad.call import CallOptions, ExecutionInfo
 from npugrad.ops import OPERATORS
 from npugrad.spec import OpSpec, TensorMeta
-from npugrad_client._arrays import ArrayLike
+from npugrad_client._arrays import ArrayLike, Operand
 
 Array = Any
 """A result: a NumPy array, or a torch CPU tensor where an operand was one."""
@@ -142,7 +142,7 @@ def _result_class(spec: OpSpec) -> str:
 
 def _argument(param: Param) -> str:
     if isinstance(param, TensorParam):
-        return f"{param.name}: ArrayLike | None = None"
+        return f"{param.name}: Operand | None = None"
     kind = f"{_ATTR_TYPES[param.type]} | str" if param.choices else _ATTR_TYPES[param.type]
     return f"{param.name}: {kind}"
 
@@ -165,6 +165,7 @@ def _raises(spec: OpSpec) -> list[str]:
                 f"{constraint.code}. The server's product has no such operator."
             )
     sentences["MalformedTensor"] = "Shape, strides and content of an operand do not fit together."
+    sentences["RecipeMismatch"] = "A `Recipe` with a digest gives another content on the server."
     sentences["MalformedRequest"] = (
         "An attribute has the wrong type or is outside int64, or an option is out of range."
         if spec.attrs

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from npugrad.errors import ERRORS
+from npugrad.generators import GENERATORS
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad.spec import AttrParam, TensorParam
@@ -71,6 +72,32 @@ def _kind(param: TensorParam | AttrParam) -> str:
     return "output" if param.role == "output" else "input, may be null" if param.optional else "input"
 
 
+def generators() -> str:
+    """Every generator of recipes."""
+    rows = [
+        (f"`{name}`", ", ".join(f"{key} = {value:g}" for key, value in g.parameters.items()), g.doc)
+        for name, g in GENERATORS.items()
+    ]
+    return _table(("generator", "parameters", "what it gives"), rows)
+
+
+def draws() -> str:
+    """What the records say of each operand: what is drawn for calls that are like real ones."""
+    rows = []
+    for spec in OPERATORS.values():
+        shown = [f"`{p.name}` {_draw(p)}" for p in spec.inputs if p.draw is not None]
+        rows.append((f"`{spec.name}`", ", ".join(shown)))
+    return _table(("operator", "operands"), rows)
+
+
+def _draw(param: TensorParam) -> str:
+    draw = param.draw
+    if draw is None:
+        return ""
+    parameters = ", ".join(f"{value:g}" for value in draw.completed())
+    return f"{draw.generator}({parameters})" + (f" x {draw.repeat}" if draw.repeat > 1 else "")
+
+
 def errors() -> str:
     """The whole error table."""
     rows = [
@@ -102,6 +129,8 @@ def _default(value: object) -> str:
 _TABLES: dict[str, Callable[[], str]] = {
     "operators": operators,
     "parameters": parameters,
+    "generators": generators,
+    "draws": draws,
     "errors": errors,
     "settings": settings,
 }

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from npugrad.dtypes import DType
+from npugrad.generators import Draw
 from npugrad.ops._grid_sampler_2d_backward_rules import (
     C_NAMES,
     CONSTRAINTS,
@@ -36,8 +37,11 @@ MAX_DETERMINISTIC_CHANNELS = 2048
 """Above it the operator leaves the AI Core, and with it the deterministic mode."""
 
 
-def _input(name: str, doc: str) -> TensorParam:
-    return TensorParam(name=name, c_name=C_NAMES[name], role="input", doc=doc, dtypes=DTYPES)
+_NORMAL = Draw("normal")
+
+
+def _input(name: str, doc: str, draw: Draw = _NORMAL) -> TensorParam:
+    return TensorParam(name=name, c_name=C_NAMES[name], role="input", doc=doc, dtypes=DTYPES, draw=draw)
 
 
 def _output(index: int, name: str, doc: str, *, zero_init: bool = False) -> TensorParam:
@@ -60,7 +64,11 @@ _PARAMS = (
         "(N, C, H, W) with H and W above 0, float32, float16 or (not on the Atlas training series) bfloat16. "
         "The sampled images.",
     ),
-    _input("grid", "(N, OH, OW, 2), dtype of input. Sampling points (x, y), inside the image from -1 to 1."),
+    _input(
+        "grid",
+        "(N, OH, OW, 2), dtype of input. Sampling points (x, y), inside the image from -1 to 1.",
+        Draw("uniform", (-1.1, 1.1)),
+    ),
     AttrParam(
         name="interpolation_mode",
         c_name=C_NAMES["interpolation_mode"],

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from npugrad.dtypes import DType
+from npugrad.generators import Draw
 from npugrad.ops._group_norm_backward_layout import C_NAMES, DOCUMENT, DTYPES, OUTPUTS, build, output_metas
 from npugrad.ops._group_norm_backward_rules import CONSTRAINTS, NOT_EXPRESSIBLE
 from npugrad.products import Product
@@ -26,9 +27,12 @@ if TYPE_CHECKING:
     from npugrad.spec import Arrays
 
 
-def _input(name: str, doc: str, *, optional: bool = False) -> TensorParam:
+_NORMAL = Draw("normal")
+
+
+def _input(name: str, doc: str, *, optional: bool = False, draw: Draw = _NORMAL) -> TensorParam:
     return TensorParam(
-        name=name, c_name=C_NAMES[name], role="input", doc=doc, dtypes=DTYPES, optional=optional
+        name=name, c_name=C_NAMES[name], role="input", doc=doc, dtypes=DTYPES, optional=optional, draw=draw
     )
 
 
@@ -48,9 +52,22 @@ _LIKE_GAMMA = "Shape of gamma, (c) without gamma, dtype of grad_out."
 _PARAMS = (
     _input("grad_out", "n*c*hxw elements in any shape of rank 0 to 8. Gradient of the normalised output."),
     _input("input", f"n*c*hxw elements in any shape of {_SAME} The forward input."),
-    _input("mean", f"n*group elements, {_SAME} Mean of each group of each sample."),
-    _input("rstd", f"n*group elements, {_SAME} Reciprocal standard deviation of each group of each sample."),
-    _input("gamma", f"c elements, {_SAME} Scale of each channel, ones when null.", optional=True),
+    _input(
+        "mean",
+        f"n*group elements, {_SAME} Mean of each group of each sample.",
+        draw=Draw("normal", (0.0, 0.1)),
+    ),
+    _input(
+        "rstd",
+        f"n*group elements, {_SAME} Reciprocal standard deviation of each group of each sample.",
+        draw=Draw("uniform", (0.5, 2.0)),
+    ),
+    _input(
+        "gamma",
+        f"c elements, {_SAME} Scale of each channel, ones when null.",
+        optional=True,
+        draw=Draw("normal", (1.0, 0.25)),
+    ),
     _size("n", "Number of samples."),
     _size("c", "Number of channels, a multiple of group."),
     _size("hxw", "Elements of one channel of one sample."),

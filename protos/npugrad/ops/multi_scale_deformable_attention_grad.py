@@ -12,6 +12,7 @@ import math
 from typing import TYPE_CHECKING
 
 from npugrad.dtypes import DType, Format
+from npugrad.generators import Draw
 from npugrad.ops._multi_scale_deformable_attention_grad_data import levels_complaint, make_inputs
 from npugrad.ops._multi_scale_deformable_attention_grad_rules import (
     C_NAMES,
@@ -42,11 +43,15 @@ def _flat_heads(meta: TensorMeta) -> tuple[int, ...]:
     return (*meta.shape[:2], math.prod(meta.shape[2:]))
 
 
+_NORMAL = Draw("normal")
+
+
 def _input(
     name: str,
     doc: str,
     dtypes: tuple[DType, ...] = FLOATS,
     device_view: Callable[[TensorMeta], tuple[int, ...]] | None = None,
+    draw: Draw | None = _NORMAL,
 ) -> TensorParam:
     return TensorParam(
         name=name,
@@ -55,6 +60,7 @@ def _input(
         doc=doc,
         dtypes=dict.fromkeys(PRODUCTS, dtypes),
         device_view=device_view,
+        draw=draw,
     )
 
 
@@ -74,14 +80,19 @@ _PARAMS = (
         "value",
         "(bs, nk, nh, ch), ch a multiple of 8 up to 256, nh up to 16. The feature maps of all levels.",
     ),
-    _input("spatial_shape", "(nl, 2), nl up to 16. Height and width of each level.", INDICES),
-    _input("level_start_index", "(nl). First key of each level.", INDICES),
+    _input("spatial_shape", "(nl, 2), nl up to 16. Height and width of each level.", INDICES, draw=None),
+    _input("level_start_index", "(nl). First key of each level.", INDICES, draw=None),
     _input(
         "location",
         "(bs, nq, nh, nl, np, 2), nq below 500000, np up to 16, dtype of value. Sampling points (x, y), "
         "0 to 1 across a level.",
+        draw=Draw("uniform", (-0.15, 1.15)),  # most inside
     ),
-    _input("attn_weight", "(bs, nq, nh, nl, np), dtype of value. Attention weight of each sampling point."),
+    _input(
+        "attn_weight",
+        "(bs, nq, nh, nl, np), dtype of value. Attention weight of each sampling point.",
+        draw=Draw("uniform", (0.0, 0.125)),  # adds up to about 1 over four levels of four points
+    ),
     _input(
         "grad_output",
         "(bs, nq, nh, ch) or (bs, nq, nh*ch), dtype of value. Gradient of the forward output.",

@@ -282,27 +282,41 @@ global___SharedMemoryRegion = SharedMemoryRegion
 
 @typing.final
 class Recipe(google.protobuf.message.Message):
-    """Content made by the server itself, so that a load test can leave the network out."""
+    """Content made by the server itself, so that a load test can leave the network out. Every element
+    depends only on the recipe and its position in the content: the bits are the same on every machine.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     GENERATOR_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
+    PARAMETERS_FIELD_NUMBER: builtins.int
+    REPEAT_FIELD_NUMBER: builtins.int
     generator: builtins.str
-    """Name of the generator."""
+    """Name of the generator, such as "uniform"; an unknown one is RECIPE_INVALID and named with all others."""
     seed: builtins.int
     """Seed of the generator."""
     digest: builtins.bytes
-    """Expected digest of the content; empty for no check."""
+    """Expected SHA-256 of the content, 32 bytes; empty for no check. Another one is RECIPE_MISMATCH."""
+    repeat: builtins.int
+    """How many times in a row each drawn value stands in the content; 0 means 1."""
+    @property
+    def parameters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Parameters of the generator in the order of its documentation; those that are left out have
+        their defaults.
+        """
+
     def __init__(
         self,
         *,
         generator: builtins.str = ...,
         seed: builtins.int = ...,
         digest: builtins.bytes = ...,
+        parameters: collections.abc.Iterable[builtins.float] | None = ...,
+        repeat: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["digest", b"digest", "generator", b"generator", "seed", b"seed"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "generator", b"generator", "parameters", b"parameters", "repeat", b"repeat", "seed", b"seed"]) -> None: ...
 
 global___Recipe = Recipe
 

@@ -18,7 +18,7 @@ from npugrad.codec import CHUNK_BYTES, MAX_CHUNK_BYTES, encode_response, unwrap,
 from npugrad.errors import Cancelled, DeadlineExceeded, MalformedRequest, MalformedTensor
 from npugrad.layout import chunks
 from npugrad.v1 import backward_pb2
-from npugrad_server.dispatch import INLINE_REPLY_BYTES, Dispatcher, Request, write_inline
+from npugrad_server.dispatch import INLINE_REPLY_BYTES, Dispatcher, Request
 from npugrad_server.rpc.funnel import RpcCall, sane
 
 if TYPE_CHECKING:
@@ -50,9 +50,7 @@ class Upload:
     @classmethod
     def of(cls, request: Request) -> Upload:
         """The upload that a request announces."""
-        announced = {
-            name: content.nbytes for name, content in request.contents.items() if content.data is None
-        }
+        announced = {name: content.nbytes for name, content in request.contents.items() if content.follows}
         return cls(request.planned.spec, announced)
 
     def place(self, operand: int, offset: int, nbytes: int) -> str:
@@ -167,7 +165,7 @@ class Execute:
         request = self._plan(call, await frames.read())
         # Leaving the block, by whatever way, gives every byte back.
         with self._dispatcher.pool.admit(request.planned) as admission:
-            await write_inline(admission, request.contents)
+            await self._dispatcher.write(admission, request)
             await _receive(frames, admission, Upload.of(request))
             call.received_bytes = request.content_bytes
             outcome = await self._dispatcher.run(admission)

@@ -1,0 +1,178 @@
+"""Operands that the server makes itself from a few numbers, and their twin on the caller's side."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from operator import index
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from npugrad import layout
+from npugrad.errors import InvalidRecipe
+from npugrad.generators import GENERATORS, Draw, fill
+from npugrad.spec import TensorMeta
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import SupportsIndex
+
+    from npugrad.dtypes import DType
+    from npugrad.spec import CallMeta, OpSpec
+
+DIGEST_BYTES = 32
+"""Length of a digest, SHA-256."""
+MAX_SEED = 2**64 - 1
+_BLOCK_BYTES = 2**20
+
+
+@dataclass(frozen=True, init=False)
+class Recipe:
+    """An operand that the server makes: what is drawn, for which tensor, from which seed.
+
+    It stands where an array would, so that a load test leaves the network out, and `array` gives the same
+    bits here. Element i of the content depends only on generator, parameters, type, seed and i.
+
+    Attributes:
+        draw: Generator, its parameters and how many times in a row each value stands.
+        meta: Type, shape and layout of the tensor.
+        seed: 0 to 2^64 - 1.
+        digest: Expected SHA-256 of the content, which the server then checks; empty for no check.
+
+    Example:
+        >>> recipe = Recipe("uniform", shape=(2, 3), dtype="float16", seed=7, low=-1.0)
+        >>> recipe.array().shape
+        (2, 3)
+    """
+
+    draw: Draw
+    meta: TensorMeta
+    seed: int
+    digest: bytes
+
+    def __init__(
+        self,
+        generator: str,
+        *,
+        shape: Sequence[SupportsIndex],
+        dtype: DType | str | npt.DTypeLike = "float32",
+        seed: SupportsIndex = 0,
+        strides: Sequence[SupportsIndex] | None = None,
+        repeat: SupportsIndex = 1,
+        digest: bytes = b"",
+        **parameters: float,
+    ) -> None:
+        """Makes a recipe.
+
+        Args:
+            generator: ``"uniform"`` (low, high), ``"normal"`` (mean, std), ``"integers"`` (low, high),
+                ``"bernoulli"`` (p) or ``"constant"`` (value).
+            shape: Size of each axis.
+            dtype: Element type.
+            seed: 0 to 2^64 - 1; operands of one call should have different ones.
+            strides: Steps in elements, 0 to repeat one; None for row-major.
+            repeat: How many times in a row each value stands in the content.
+            digest: Expected SHA-256 of the content; see `with_digest`.
+            **parameters: Parameters of the generator by name; missing ones have their defaults.
+
+        Raises:
+            InvalidRecipe: RECIPE_INVALID. Nothing can be drawn like that.
+            MalformedTensor: Shape or strides are not sane.
+            TypeError: The generator has no such parameter.
+            ValueError: There is no such dtype.
+        """
+        known = GENERATORS.get(generator)
+        given = known.parameters if known else {}
+        unknown = [name for name in parameters if name not in given]
+        if known and unknown:
+            raise TypeError(f"found parameter {unknown[0]} of {generator}; expected {', '.join(given)}")
+        values = tuple(float(parameters.get(name, default)) for name, default in given.items())
+        draw = Draw(generator, values, index(repeat))
+        self._set(draw, TensorMeta(dtype, shape, strides=strides), index(seed), bytes(digest))
+        problem = self.problem()
+        if problem:
+            raise InvalidRecipe(f"recipe: {problem}")
+
+    @classmethod
+    def of(cls, draw: Draw, meta: TensorMeta, seed: int, digest: bytes = b"") -> Recipe:
+        """A recipe from its parts, which are not looked at: see `problem`."""
+        made = cls.__new__(cls)
+        made._set(draw, meta, seed, digest)
+        return made
+
+    def _set(self, draw: Draw, meta: TensorMeta, seed: int, digest: bytes) -> None:
+        for name, value in (("draw", draw), ("meta", meta), ("seed", seed), ("digest", digest)):
+            object.__setattr__(self, name, value)
+
+    def problem(self) -> str | None:
+        """What is wrong with it, as "found ...; expected ..."; None when nothing is."""
+        if not 0 <= self.seed <= MAX_SEED:
+            return f"found seed {self.seed}; expected 0 to {MAX_SEED}"
+        if len(self.digest) not in (0, DIGEST_BYTES):
+            return f"found a digest of {len(self.digest)} bytes; expected {DIGEST_BYTES}, or none"
+        return self.draw.problem(self.meta.dtype)
+
+    def fill(self, target: memoryview, offset: int = 0) -> None:
+        """Writes a part of the content.
+
+        Args:
+            target: Writable bytes, whole elements of them.
+            offset: Position of the first byte in the content, a multiple of the element's size.
+        """
+        dtype = self.meta.dtype
+        fill(np.frombuffer(target, dtype.numpy), self.draw, self.seed, offset // dtype.itemsize)
+
+    def content(self) -> memoryview:
+        """The whole content, as it would travel."""
+        made = memoryview(bytearray(self.meta.content_bytes))
+        if made.nbytes:
+            self.fill(made)
+        return made.toreadonly()
+
+    def array(self) -> npt.NDArray[Any]:
+        """The tensor: bit for bit what the server computes with. Read-only; strided as the meta says."""
+        return layout.view(self.meta, self.content())
+
+    def sha256(self) -> bytes:
+        """Digest of the content, made block by block."""
+        found = hashlib.sha256()
+        block = memoryview(bytearray(min(_BLOCK_BYTES, self.meta.content_bytes)))
+        for offset in range(0, self.meta.content_bytes, _BLOCK_BYTES):
+            part = block[: min(_BLOCK_BYTES, self.meta.content_bytes - offset)]
+            self.fill(part, offset)
+            found.update(part)
+        return found.digest()
+
+    def with_digest(self) -> Recipe:
+        """The same recipe with its digest, so that the server proves to have made the same bits."""
+        return self.of(self.draw, self.meta, self.seed, self.sha256())
+
+    def __str__(self) -> str:
+        """Such as ``uniform(low=0, high=1) as float16[2, 3], seed 7``."""
+        known = GENERATORS.get(self.draw.generator)
+        pairs = zip(known.parameters, self.draw.completed(), strict=False) if known else ()
+        given = ", ".join(f"{name}={value:g}" for name, value in pairs)
+        repeat = f", each {self.draw.repeat} times" if self.draw.repeat != 1 else ""
+        return f"{self.draw.generator}({given}) as {self.meta}{repeat}, seed {self.seed}"
+
+
+def recipes(spec: OpSpec, call: CallMeta, seed: int = 0) -> dict[str, Recipe]:
+    """Recipes for a legal call that is like a real one, from what the record says of each operand.
+
+    Args:
+        spec: The operator.
+        call: Its metas.
+        seed: Seed of the first operand; the others count on from it.
+
+    Returns:
+        A recipe for each operand that is not null and can have one. The others, such as level tables, are
+        small and travel as data.
+    """
+    made: dict[str, Recipe] = {}
+    for number, param in enumerate(spec.inputs):
+        meta = call.inputs[param.name]
+        if meta is not None and param.draw is not None:
+            made[param.name] = Recipe.of(param.draw, meta, (seed + number) & MAX_SEED)
+    return made

@@ -1,0 +1,83 @@
+"""Makes the contents of operands that came as recipes, on threads beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from npugrad.errors import RecipeMismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from npugrad.codec import WireContent
+    from npugrad.recipe import Recipe
+    from npugrad_server.pool import Admission
+
+PIECE_BYTES = 4 * 2**20
+"""What a thread makes before it looks whether anybody still waits; some milliseconds."""
+_MAX_THREADS = 4
+
+
+class Maker:
+    """Threads that write recipes into the input arena.
+
+    NumPy gives the interpreter's lock up inside each of its operations on a tile, so the loop goes on
+    meanwhile. Only the memory that the call has reserved is written, and some hundred kilobytes of a thread's
+    own.
+    """
+
+    def __init__(self) -> None:
+        """Starts no thread before the first recipe."""
+        threads = min(_MAX_THREADS, os.cpu_count() or 1)
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="recipe")
+
+    async def write(self, admission: Admission, contents: Mapping[str, WireContent]) -> None:
+        """Writes every content that has a recipe.
+
+        Args:
+            admission: The call, not started.
+            contents: Its contents; those without a recipe are left alone.
+
+        Raises:
+            RecipeMismatch: RECIPE_MISMATCH. A content has another digest than the caller expects.
+        """
+        for name, content in contents.items():
+            if content.recipe is not None:
+                await self._write(admission, name, content.recipe)
+
+    async def _write(self, admission: Admission, name: str, recipe: Recipe) -> None:
+        view, digest = admission.view(name), hashlib.sha256()
+
+        def make(start: int) -> None:
+            piece = view[start : start + PIECE_BYTES]
+            recipe.fill(piece, start)
+            if recipe.digest:
+                digest.update(piece)
+
+        for start in range(0, len(view), PIECE_BYTES):
+            await _to_its_end(asyncio.get_running_loop().run_in_executor(self._threads, make, start))
+        if recipe.digest not in (b"", digest.digest()):
+            operator = admission.planned.spec.name
+            raise RecipeMismatch(
+                f"{operator}: {name}: found content with digest {digest.hexdigest()} made from {recipe}; "
+                f"expected {recipe.digest.hex()}",
+                operator=operator,
+                operand=name,
+            )
+
+
+async def _to_its_end(work: asyncio.Future[None]) -> None:
+    """Waits for a thread even when cancelled: the memory it writes may be another call's afterwards."""
+    try:
+        await asyncio.shield(work)
+    except asyncio.CancelledError:
+        while not work.done():
+            try:
+                await asyncio.wait([work])
+            except asyncio.CancelledError:
+                continue
+        raise

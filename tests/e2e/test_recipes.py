@@ -1,0 +1,216 @@
+"""Operands that the server makes: the same results bit for bit as with the data sent, whatever the call."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+import pytest
+from tests.calls import call_execute, call_unary, failure_of, sample
+
+from npugrad import codec
+from npugrad.ops import OPERATORS, get_operator
+from npugrad.recipe import Recipe, recipes
+from npugrad.v1 import backward_pb2
+from npugrad_client import Client, InvalidRecipe, RecipeMismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from tests.fix_server import ServerProcess
+
+    from npugrad.spec import CallMeta, OpSpec
+
+each_operator = pytest.mark.parametrize("operator", OPERATORS)
+
+
+@pytest.fixture(scope="module")
+def channel(server: ServerProcess) -> Iterator[grpc.Channel]:
+    with server.channel() as opened:
+        yield opened
+
+
+def made_call(operator: str) -> tuple[OpSpec, CallMeta, dict[str, Recipe], dict[str, Any]]:
+    """A call of the record, its recipes, and the small rest as data."""
+    spec = get_operator(operator)
+    call = spec.build()
+    made = recipes(spec, call, seed=5)
+    rest = spec.make_inputs(call, np.random.default_rng(1))
+    return spec, call, made, {name: array for name, array in rest.items() if name not in made}
+
+
+def results(
+    client: Client, spec: OpSpec, inputs: Mapping[str, Any], attrs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Raw bytes of each output, by name."""
+    found = getattr(client, spec.name)(**inputs, **attrs, timeout_s=60)
+    arrays = {f.name: getattr(found, f.name) for f in fields(found) if f.name != "info"}
+    return {name: None if a is None else (str(a.dtype), a.shape, a.tobytes()) for name, a in arrays.items()}
+
+
+@each_operator
+@pytest.mark.parametrize("stream_from_bytes", [2**20, 0], ids=["unary", "execute"])
+def test_results_are_those_of_the_data(server: ServerProcess, operator: str, stream_from_bytes: int) -> None:
+    spec, call, made, rest = made_call(operator)
+    arrays = {name: recipe.array() for name, recipe in made.items()}
+    proved = {name: recipe.with_digest() for name, recipe in made.items()}
+    some = {name: proved[name] if number % 2 else arrays[name] for number, name in enumerate(made)}
+    with Client(server.address, stream_from_bytes=stream_from_bytes) as client:
+        sent = results(client, spec, {**arrays, **rest}, call.attrs)
+        assert results(client, spec, {**proved, **rest}, call.attrs) == sent
+        assert results(client, spec, {**some, **rest}, call.attrs) == sent
+    assert any(value is not None and any(value[2]) for value in sent.values())
+
+
+def test_every_type_and_layout_is_made_as_here(server: ServerProcess) -> None:
+    with Client(server.address) as client:
+        for dtype in ("float32", "float16", "bfloat16"):
+            tensor = {
+                "grad_out": Recipe("constant", shape=(2, 3, 4), dtype=dtype, value=0.5, strides=(0, 0, 0)),
+                "input": Recipe("normal", shape=(2, 3, 4), dtype=dtype, strides=(1, 2, 6), seed=1),
+                "mean": Recipe("normal", shape=(2, 1), dtype=dtype, std=0.1),
+                "rstd": Recipe("uniform", shape=(2, 1), dtype=dtype, low=0.5, high=2),
+                "gamma": Recipe("normal", shape=(3,), dtype=dtype, repeat=2),
+            }
+            attrs = {"n": 2, "c": 3, "hxw": 4, "group": 1, "output_mask": (True, True, True)}
+            spec = get_operator("group_norm_backward")
+            arrays = {name: recipe.array() for name, recipe in tensor.items()}
+            assert results(client, spec, tensor, attrs) == results(client, spec, arrays, attrs)
+
+
+@pytest.mark.slow
+def test_large_operands_cost_no_upload(server: ServerProcess) -> None:
+    """Several pieces of the maker's threads; the server proves each digest."""
+    spec = get_operator("group_norm_backward")
+    call = spec.build(n=2, c=64, hxw=64 * 1024, group=8, output_mask=(False, False, True))
+    made = {name: recipe.with_digest() for name, recipe in recipes(spec, call).items()}
+    message, follow = codec.encode_request(call.inputs, made, spec, call.attrs)
+    assert not follow
+    assert message.ByteSize() < 1000
+    assert made["input"].meta.content_bytes == 2**25
+    with Client(server.address) as client:
+        arguments: Any = {**made, **call.attrs}
+        found = client.group_norm_backward(**arguments, timeout_s=60)
+    expected = made["grad_out"].array().astype(np.float64).sum(axis=(0, 2))
+    assert np.allclose(np.asarray(found.grad_beta), expected, rtol=1e-3, atol=1e-2)
+
+
+def test_recipes_and_chunks_share_a_stream(channel: grpc.Channel) -> None:
+    made = sample()
+    recipe = Recipe("normal", shape=made.call.tensor("input").shape, seed=8)
+    frames = list(made.frames())
+    operand = made.spec.param_index("input")
+    codec.encode_recipe(recipe, frames[0].header.group_norm_backward.input.recipe)
+    kept = [f for f in frames if f.WhichOneof("frame") == "header" or f.chunk.operand != operand]
+    assert len(kept) < len(frames)
+    found = call_execute(channel, kept).contents
+    message = made.message()
+    message.input.data = bytes(recipe.content())
+    sent = call_unary(channel, made.spec, message).contents
+    assert found == {name: content.data for name, content in sent.items()}
+
+
+def test_chunk_of_an_operand_with_a_recipe_is_refused(channel: grpc.Channel) -> None:
+    made = sample()
+    frames = list(made.frames())
+    codec.encode_recipe(
+        Recipe("normal", shape=made.call.tensor("input").shape),
+        frames[0].header.group_norm_backward.input.recipe,
+    )
+    failure = failure_of(lambda: call_execute(channel, frames))
+    assert failure.error.reason == "MALFORMED_REQUEST"
+    assert "found operand 1; expected an announced one" in str(failure.error)
+
+
+# --------------------------------------------------------------------------------------------- refusals
+
+
+def call_with(server: ServerProcess, recipe: Recipe, stream_from_bytes: int = 2**20) -> None:
+    spec, call, made, rest = made_call("group_norm_backward")
+    with Client(server.address, stream_from_bytes=stream_from_bytes) as client:
+        results(client, spec, {**made, **rest, "input": recipe}, call.attrs)
+
+
+def input_recipe() -> Recipe:
+    return made_call("group_norm_backward")[2]["input"]
+
+
+@pytest.mark.parametrize("stream_from_bytes", [2**20, 0], ids=["unary", "execute"])
+def test_other_digest_is_told_with_both(server: ServerProcess, stream_from_bytes: int) -> None:
+    recipe = input_recipe()
+    other = Recipe.of(recipe.draw, recipe.meta, recipe.seed, b"\xab" * 32)
+    with pytest.raises(RecipeMismatch) as caught:
+        call_with(server, other, stream_from_bytes)
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert (error.reason, error.operand, error.operator) == (
+        "RECIPE_MISMATCH",
+        "input",
+        "group_norm_backward",
+    )
+    assert not error.retryable
+    assert f"found content with digest {recipe.sha256().hex()} made from normal(" in str(error)
+    assert f"expected {'ab' * 32}" in str(error)
+    server.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize("stream_from_bytes", [2**20, 0], ids=["unary", "execute"])
+def test_unknown_generator_is_told_with_the_known_ones(server: ServerProcess, stream_from_bytes: int) -> None:
+    recipe = input_recipe()
+    unknown = Recipe.of(type(recipe.draw)("gauss"), recipe.meta, 0)
+    with pytest.raises(InvalidRecipe) as caught:
+        call_with(server, unknown, stream_from_bytes)
+    assert (caught.value.reason, caught.value.operand) == ("RECIPE_INVALID", "input")
+    expected = "found generator 'gauss'; expected one of uniform, normal, integers, bernoulli, constant"
+    assert expected in str(caught.value)
+
+
+def test_documented_constraints_come_before_recipes(channel: grpc.Channel) -> None:
+    made = sample()
+    message = made.message()
+    message.mean.recipe.generator = "gauss"
+    message.group = 0
+    failure = failure_of(lambda: call_unary(channel, made.spec, message))
+    assert failure.error.reason == "ACLNN_ERR_PARAM_INVALID"
+
+
+def test_sizes_are_admitted_like_data(server: ServerProcess, channel: grpc.Channel) -> None:
+    """A few bytes on the wire may not become more memory than the server gives to calls."""
+    spec = get_operator("group_norm_backward")
+    call = spec.build(n=1, c=1, hxw=2**30, group=1, output_mask=(False, False, True))
+    message, _ = codec.encode_request(call.inputs, recipes(spec, call), spec, call.attrs)
+    failure = failure_of(lambda: call_unary(channel, spec, message))
+    assert failure.error.reason == "CALL_TOO_LARGE"
+    assert failure.status is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_metrics_count_what_travelled(server: ServerProcess, channel: grpc.Channel) -> None:
+    made = sample()
+    message, _ = codec.encode_request(
+        made.call.inputs, recipes(made.spec, made.call), made.spec, made.call.attrs
+    )
+    request_id = f"recipe-{os.getpid()}"
+    call_unary(channel, made.spec, message, metadata=(("x-request-id", request_id),))
+    found = server.find_log("call", request_id=request_id)
+    assert found["received_bytes"] == 0
+
+
+def test_cancelled_while_made_gives_everything_back(server: ServerProcess) -> None:
+    """The memory comes back soon, and not before the thread that writes it is done."""
+    spec = get_operator("group_norm_backward")
+    call = spec.build(n=1, c=1, hxw=2**24, group=1, output_mask=(False, False, True))
+    made = {name: Recipe.of(r.draw, r.meta, r.seed, b"x" * 32) for name, r in recipes(spec, call).items()}
+    message, _ = codec.encode_request(call.inputs, made, spec, call.attrs)
+    header = codec.wrap(backward_pb2.ExecuteHeader(), spec, message)
+    with server.channel() as channel:
+        for _ in range(10):
+            frames = iter([backward_pb2.ExecuteRequest(header=header)])
+            with pytest.raises(grpc.RpcError) as caught:
+                call_execute(channel, frames, timeout=0.02)
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            while server.info().input_arena_used_bytes:
+                pass
+    server.assert_nothing_leaked()

@@ -1,0 +1,172 @@
+"""A server with TLS on a real socket, called by plain gRPC channels: who gets in, and what they find."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from tests.calls import call_execute, call_unary, sample
+from tests.fix_server import START_TIMEOUT_S, run_server, server_command, server_environment
+
+from npugrad.v1 import server_pb2, server_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.fix_server import ServerProcess, StartServer
+    from tests.fix_tls import Certificates
+
+TIMEOUT_S = 30
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory, certificates: Certificates) -> Iterator[ServerProcess]:
+    """A server that shows a certificate and asks for none; test device, so that it starts quickly."""
+    log_path = tmp_path_factory.mktemp("secured") / "server.log"
+    with run_server(
+        log_path, *certificates.flags, devices="test:1?compute=1", credentials=certificates.credentials()
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def mutual(tmp_path_factory: pytest.TempPathFactory, certificates: Certificates) -> Iterator[ServerProcess]:
+    """A server that asks for certificates as well."""
+    log_path = tmp_path_factory.mktemp("mutual") / "server.log"
+    credentials = certificates.credentials(certificates.caller())
+    with run_server(
+        log_path, *certificates.mutual_flags, devices="test:1?compute=1", credentials=credentials
+    ) as running:
+        yield running
+
+
+def refused(channel: grpc.Channel) -> None:
+    """The connection does not come about, and not for want of a server."""
+    stub = server_pb2_grpc.ServerServiceStub(channel)
+    with channel, pytest.raises(grpc.RpcError) as caught:
+        stub.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=TIMEOUT_S)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE, caught.value
+
+
+@pytest.mark.parametrize("which", ["secured", "mutual"])
+def test_calls_of_either_kind_are_served(request: pytest.FixtureRequest, which: str) -> None:
+    server: ServerProcess = request.getfixturevalue(which)
+    made = sample()
+    with server.channel() as channel:
+        unary = call_unary(channel, made.spec, made.message())
+        streamed = call_execute(channel, made.frames())
+    assert {name: content.data for name, content in unary.contents.items()} == streamed.contents
+    assert streamed.contents == made.reference()
+
+
+@pytest.mark.parametrize("which", ["secured", "mutual"])
+def test_health_and_reflection_are_there(request: pytest.FixtureRequest, which: str) -> None:
+    server: ServerProcess = request.getfixturevalue(which)
+    with server.channel() as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        answer = health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        asked = reflection_pb2.ServerReflectionRequest(list_services="")
+        found = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+            iter([asked]), timeout=TIMEOUT_S
+        )
+        names = {service.name for service in next(found).list_services_response.service}
+        assert {"npugrad.v1.BackwardService", "grpc.health.v1.Health"} <= names
+
+
+@pytest.mark.parametrize("which", ["secured", "mutual"])
+def test_plaintext_gets_no_answer(request: pytest.FixtureRequest, which: str) -> None:
+    refused(grpc.insecure_channel(request.getfixturevalue(which).address))
+
+
+def test_caller_that_trusts_another_authority_does_not_talk(
+    secured: ServerProcess, certificates: Certificates
+) -> None:
+    refused(grpc.secure_channel(secured.address, certificates.strangers_credentials()))
+
+
+def test_mutual_tls_wants_a_certificate(mutual: ServerProcess, certificates: Certificates) -> None:
+    refused(grpc.secure_channel(mutual.address, certificates.credentials()))
+
+
+def test_mutual_tls_wants_one_of_its_authority(mutual: ServerProcess, certificates: Certificates) -> None:
+    stranger = certificates.caller(trusted=False)
+    refused(grpc.secure_channel(mutual.address, certificates.credentials(stranger)))
+
+
+def test_log_and_output_say_that_it_is_secure(
+    secured: ServerProcess, mutual: ServerProcess, server: ServerProcess
+) -> None:
+    found = [running.find_log("listening")["tls"] for running in (secured, mutual, server)]
+    assert found == ["server", "mutual", "off"]
+
+
+def test_unix_socket_can_be_secured(
+    start_server: StartServer, certificates: Certificates, tmp_path: Path
+) -> None:
+    running = start_server(
+        *certificates.flags,
+        devices="test:1",
+        listen=f"unix:{tmp_path}/s",
+        check_end=False,
+    )
+    options = (("grpc.ssl_target_name_override", "localhost"),)
+    with grpc.secure_channel(running.address, certificates.credentials(), options) as channel:
+        info = server_pb2_grpc.ServerServiceStub(channel).GetServerInfo(
+            server_pb2.GetServerInfoRequest(), timeout=TIMEOUT_S
+        )
+    assert info.product
+    running.signal()
+    assert running.wait() == 0
+
+
+def run_command(*flags: str, listen: str = "127.0.0.1:0", command: str = "serve") -> tuple[int, str, str]:
+    arguments = server_command(*flags, devices="test:1", listen=listen)
+    arguments[arguments.index("serve")] = command
+    done = subprocess.run(
+        arguments,
+        env=server_environment(),
+        capture_output=True,
+        text=True,
+        timeout=START_TIMEOUT_S,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_server_with_wrong_files_does_not_start(certificates: Certificates) -> None:
+    code, out, err = run_command("--tls-certificate", certificates.certificate, "--tls-key", "/none.key")
+    assert code == 1
+    assert "listening" not in out
+    assert "npugrad-server: tls_key: cannot read '/none.key': No such file or directory" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (("--tls-certificate", "a"), "tls_certificate: found a certificate without tls_key; expected both"),
+        (("--tls-key", "a"), "tls_key: found a file without tls_certificate; expected that one too"),
+        (("--tls-client-ca", "a"), "tls_client_ca: found a file without tls_certificate; expected that one"),
+    ],
+)
+def test_settings_that_do_not_go_together(flags: tuple[str, ...], problem: str) -> None:
+    code, _, err = run_command(*flags)
+    assert code == 2
+    assert f"npugrad-server: {problem}" in err
+    assert "(from flag)" in err
+
+
+@pytest.mark.slow
+def test_check_tells_of_tls(certificates: Certificates) -> None:
+    code, out, _ = run_command(*certificates.mutual_flags, command="check")
+    assert code == 0, out
+    assert f"TLS: certificate of {certificates.certificate!r}; callers need one of" in out
+    code, out, _ = run_command("--tls-certificate", certificates.key, "--tls-key", "none", command="check")
+    assert code == 1
+    assert "FAIL  tls_key: cannot read 'none'" in out
+    assert "FAIL  tls_certificate: found no certificate in" in out

@@ -1,0 +1,123 @@
+"""The maker of contents: off the loop, never writing into memory that was given back."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from npugrad.codec import WireContent
+from npugrad.errors import RecipeMismatch
+from npugrad.ops import get_operator
+from npugrad.recipe import Recipe
+from npugrad_server.pool import PlannedCall
+from npugrad_server.pool.admission import Admission
+from npugrad_server.recipes import PIECE_BYTES, Maker
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SPEC = get_operator("group_norm_backward")
+SIZE = 2 * PIECE_BYTES // 4 + 1000
+CALL = SPEC.build(n=1, c=1, hxw=SIZE, group=1)
+
+
+def admitted(memory: bytearray) -> Admission:
+    planned = PlannedCall(SPEC, CALL, {}, None, "r1", None)  # type: ignore[arg-type]
+    view = memoryview(memory)
+    return Admission(1, planned, {"input": 64}, lambda offset, n: view[offset : offset + n], lambda _: None)
+
+
+def content(recipe: Recipe) -> Mapping[str, WireContent]:
+    nbytes = recipe.meta.content_bytes
+    return {"grad_out": WireContent(3, b"abc"), "input": WireContent(nbytes, recipe=recipe)}
+
+
+def test_content_is_made_where_it_belongs() -> None:
+    memory = bytearray(64 + 4 * SIZE + 64)
+    recipe = Recipe("normal", shape=(SIZE,), seed=3).with_digest()
+    asyncio.run(Maker().write(admitted(memory), content(recipe)))
+    assert memory[64:-64] == bytes(recipe.content())
+    assert not any(memory[:64])
+    assert not any(memory[-64:])
+
+
+def test_other_digest_names_operand_found_and_expected() -> None:
+    recipe = Recipe("normal", shape=(SIZE,), digest=b"\0" * 32)
+    with pytest.raises(RecipeMismatch, match=f"input: found content with digest {recipe.sha256().hex()}"):
+        asyncio.run(Maker().write(admitted(bytearray(64 + 4 * SIZE)), content(recipe)))
+
+
+class Held(Recipe):
+    """A recipe whose making waits until it is let go."""
+
+    started: threading.Event
+    go: threading.Event
+
+    def fill(self, target: memoryview, offset: int = 0) -> None:
+        self.started.set()
+        assert self.go.wait(30)
+        np.frombuffer(target, np.uint8)[:] = 0xEE
+
+
+def held() -> Held:
+    made = Held("normal", shape=(SIZE,))
+    object.__setattr__(made, "started", threading.Event())
+    object.__setattr__(made, "go", threading.Event())
+    return made
+
+
+async def _cancel_twice(recipe: Held, memory: bytearray) -> bool:
+    loop = asyncio.get_running_loop()
+    with admitted(memory) as admission:
+        task = loop.create_task(Maker().write(admission, content(recipe)))
+        assert await asyncio.to_thread(recipe.started.wait, 30)
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        waited = not task.done()
+        recipe.go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return waited
+
+
+def test_cancelled_call_keeps_its_memory_until_the_thread_is_done() -> None:
+    recipe, memory = held(), bytearray(64 + 4 * SIZE)
+    assert asyncio.run(_cancel_twice(recipe, memory))
+    # The piece in hand was finished, and no other one was begun.
+    assert memory[64 : 64 + PIECE_BYTES] == b"\xee" * PIECE_BYTES
+    assert not any(memory[64 + PIECE_BYTES :])
+
+
+async def _longest_gap_s(work: Any) -> float:
+    task, longest, last = asyncio.create_task(work), 0.0, time.perf_counter()
+    while not task.done():
+        await asyncio.sleep(0)
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    await task
+    return longest
+
+
+@pytest.mark.slow
+def test_loop_turns_while_a_content_is_made() -> None:
+    """Making it on the loop would hold it up for the whole time, which is some tenths of a second."""
+    size = 2**25
+    recipe = Recipe("normal", shape=(size,))
+    call = SPEC.build(n=1, c=1, hxw=size, group=1)
+    memory = memoryview(bytearray(4 * size))
+    planned = PlannedCall(SPEC, call, {}, None, "r1", None)  # type: ignore[arg-type]
+    admission = Admission(
+        1, planned, {"input": 0}, lambda offset, n: memory[offset : offset + n], lambda _: None
+    )
+    start = time.perf_counter()
+    recipe.fill(memory)
+    alone_s = time.perf_counter() - start
+    contents = {"input": WireContent(4 * size, recipe=recipe)}
+    assert asyncio.run(_longest_gap_s(Maker().write(admission, contents))) < alone_s / 2
