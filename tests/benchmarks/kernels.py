@@ -99,17 +99,17 @@ class Roofline:
         addresses = [array.ctypes.data for array in arrays]
 
         def move() -> Mapping[str, Array]:
-            self._kernels.library.npugrad_probe_triad(self._kernels.context, *addresses, arrays[0].size, 1)
+            self._kernels.functions.npugrad_probe_triad(self._kernels.context, *addresses, arrays[0].size, 1)
             return {}
 
         return move
 
     def _multiply_adds(self, flops: float) -> Call:
-        once = float(self._kernels.library.npugrad_probe_fma(self._kernels.context, 1))
+        once = float(self._kernels.functions.npugrad_probe_fma(self._kernels.context, 1))
         repeats = max(1, round(flops / once))
 
         def compute() -> Mapping[str, Array]:
-            self._kernels.library.npugrad_probe_fma(self._kernels.context, repeats)
+            self._kernels.functions.npugrad_probe_fma(self._kernels.context, repeats)
             return {}
 
         return compute
