@@ -6,8 +6,9 @@
 #             --build-arg EXTRAS=server,npu \
 #             --build-arg PIP_EXTRA_INDEX_URL="$PYTORCH_CPU_INDEX" .
 #
-# BASE needs Python 3.10 to 3.13 with venv, awk and install. In the vendor's CANN images the chip is part of the tag
-# (910, 910b, a3) because the operators' kernels are inside. deploy/README.md says which fit and how to build offline.
+# BASE needs Python 3.10 to 3.13 with venv, awk and install, and a C++17 compiler or one of apt-get, dnf and yum. In
+# the vendor's CANN images the chip is part of the tag (910, 910b, a3) because the operators' kernels are inside.
+# deploy/README.md says which fit and how to build offline.
 
 ARG BASE=python:3.11.15-slim-bookworm
 
@@ -21,6 +22,8 @@ ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG PIP_FIND_LINKS
 ARG PIP_NO_INDEX
+# 0 leaves the compiled CPU kernels out: no compiler is needed, and CPU devices run the slow reference.
+ARG NPUGRAD_BUILD_KERNELS=1
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 
 WORKDIR /src
@@ -28,6 +31,8 @@ COPY deploy/image/ deploy/image/
 
 # The account, and the one directory it may write to. The runtime stage copies both: it needs no shell.
 RUN sh deploy/image/account.sh && install -d -o 1000 -g 1000 /home/HwHiAiUser
+
+RUN sh deploy/image/compiler.sh
 
 # A CANN base holds Python packages that CANN itself imports (attrs, decorator, psutil, scipy, ...): the server's
 # environment sees them. What is pinned here comes first.
@@ -44,7 +49,7 @@ COPY client/ client/
 RUN /opt/build/bin/pip wheel --no-build-isolation --no-deps --wheel-dir /dist . \
     && wheel="$(echo /dist/npugrad-*.whl)" \
     && /opt/npugrad/bin/pip install --constraint deploy/image/constraints-npu.txt "${wheel}[${EXTRAS}]" \
-    && /opt/npugrad/bin/npugrad-server check --devices cpu:0
+    && sh deploy/image/check.sh /opt/npugrad/bin/npugrad-server
 
 # ---------------------------------------------------------------------------------- runtime
 FROM ${BASE} AS runtime

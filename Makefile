@@ -26,6 +26,9 @@ STAMP := $(VENV)/.stamp
 STAMP_GEN := $(VENV_GEN)/.stamp
 STAMP_FLOOR := $(VENV_FLOOR)/.stamp
 STAMP_NPU := $(VENV_NPU)/.stamp
+STAMP_KERNELS := $(VENV)/.kernels
+STAMP_KERNELS_NPU := $(VENV_NPU)/.kernels
+KERNEL_SOURCES := $(wildcard server/kernels/*.cpp server/kernels/*.h) server/kernels/build.py
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # Written from the records, after the protos; each knows --check.
 RECORD_GENERATORS := $(wildcard $(TOOLS)/gen_client.py $(TOOLS)/gen_docs.py)
@@ -71,8 +74,15 @@ $(STAMP_NPU): pyproject.toml
 	    --editable '.[server,bench,dev]' '$(TORCH)' '$(TORCH_NPU)'
 	touch $@
 
+# An editable install compiles the kernels once: this is for edits and pulls. NPUGRAD_BUILD_KERNELS=0 does without.
+%/.kernels: $(KERNEL_SOURCES) | %/.stamp
+	$*/bin/python server/kernels/build.py --optional
+	touch $@
+.PRECIOUS: %/.kernels
+
 clean: ## Remove virtual environments, caches and built things
 	rm -rf $(VENV) $(VENV_GEN) $(VENV_FLOOR) $(VENV_NPU) build dist .cache .hypothesis .*_cache
+	rm -rf server/npugrad_server/backends/cpu/lib
 	find $(LIBRARY) tests -name __pycache__ -type d -prune -exec rm -rf {} +
 .PHONY: clean
 
@@ -86,18 +96,18 @@ test-kernels-asan: $(STAMP) ## The kernels' tests under AddressSanitizer and Und
 
 # ------------------------------------------------------------------------------ the main job
 
-demo: $(STAMP) ## Start the service, run all four operators on real input, print a table
+demo: $(STAMP_KERNELS) ## Start the service, run all four operators on real input, print a table
 	$(BIN)/npugrad demo $(ARGS)
 .PHONY: demo
 
 # ------------------------------------------------------------------------------------- tests
 
-test: $(STAMP) ## Run the tests
+test: $(STAMP_KERNELS) ## Run the tests
 	$(BIN)/python -m pytest $(ARGS)
-test-large: $(STAMP) ## A call of 3 GiB; skips, saying so, under 16 GiB of free memory
+test-large: $(STAMP_KERNELS) ## A call of 3 GiB; skips, saying so, under 16 GiB of free memory
 	$(BIN)/python -m pytest -m large --timeout 900 -o faulthandler_timeout=840 $(ARGS)
 
-test-npu: $(STAMP_NPU) ## The NPU path: the unmodified torch_npu on a simulated CANN; x86-64 with g++
+test-npu: $(STAMP_KERNELS_NPU) ## The NPU path: the unmodified torch_npu on a simulated CANN; x86-64 with g++
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV_NPU)/bin/python -m pytest -m npu_sim $(ARGS)
 
 # The same command as on hardware; `make test-npu` runs it too, and with faults that it must find.
@@ -111,10 +121,10 @@ test-deploy: $(STAMP) ## The image recipe and the manifests
 
 # -------------------------------------------------------------------------------- benchmarks
 
-bench: $(STAMP) ## All benchmarks: tables, JSON lines, pictures under build/bench; ARGS=--quick tries them out
+bench: $(STAMP_KERNELS) ## All benchmarks: tables, JSON lines, pictures under build/bench; ARGS=--quick tries them out
 	$(BIN)/python -m tests.benchmarks $(ARGS)
 
-bench-transport bench-service bench-client bench-kernels: $(STAMP) ## One of them
+bench-transport bench-service bench-client bench-kernels: $(STAMP_KERNELS) ## One of them
 	$(BIN)/python -m tests.benchmarks $(@:bench-%=%) $(ARGS)
 .PHONY: bench bench-transport bench-service bench-client bench-kernels
 

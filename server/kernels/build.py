@@ -24,6 +24,8 @@ from pathlib import Path
 SOURCES = Path(__file__).resolve().parent
 LIBRARIES = SOURCES.parent / "npugrad_server" / "backends" / "cpu" / "lib"
 COMPILERS = ("c++", "g++", "clang++")
+SETTING = "NPUGRAD_BUILD_KERNELS"
+"""Environment variable: ``0`` builds none where that is optional, ``1`` makes it an error to do without."""
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
@@ -63,6 +65,10 @@ class BuildError(RuntimeError):
     """The kernels cannot be built; the message says what was tried, or what the compiler said."""
 
 
+class NoCompiler(BuildError):
+    """There is nothing here to build them with; an optional build does without them."""
+
+
 @dataclass(frozen=True)
 class Built:
     """One library.
@@ -82,7 +88,8 @@ def find_compiler() -> list[str]:
     """The command of the C++ compiler: CXX, else the first of `COMPILERS` that is there.
 
     Raises:
-        BuildError: There is none.
+        NoCompiler: There is none.
+        BuildError: CXX names one that is not there.
     """
     given = os.environ.get("CXX", "")
     if given:
@@ -93,7 +100,7 @@ def find_compiler() -> list[str]:
     for name in COMPILERS:
         if shutil.which(name):
             return [name]
-    raise BuildError(f"no C++ compiler: none of CXX, {', '.join(COMPILERS)} is there")
+    raise NoCompiler(f"no C++ compiler: none of CXX, {', '.join(COMPILERS)} is there")
 
 
 def machine() -> str:
@@ -221,13 +228,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--asan", action="store_true", help="with AddressSanitizer, for tests")
     parser.add_argument("--ubsan", action="store_true", help="with UndefinedBehaviorSanitizer, for tests")
     parser.add_argument("--tsan", action="store_true", help="with ThreadSanitizer, for tests")
+    parser.add_argument(
+        "--optional", action="store_true", help=f"without a compiler, or with {SETTING}=0, do without them"
+    )
     options = parser.parse_args(arguments)
     chosen = {"address": options.asan, "undefined": options.ubsan, "thread": options.tsan}
     sanitizers = tuple(name for name, wanted in chosen.items() if wanted)
+    wanted = os.environ.get(SETTING, "").strip()
+    if options.optional and wanted == "0":
+        print(f"kernels: none built: {SETTING}=0")
+        return 0
     start = time.monotonic()
     try:
         made = build(options.out, variants=options.variant, target=options.target, sanitizers=sanitizers)
     except BuildError as error:
+        if options.optional and wanted != "1" and isinstance(error, NoCompiler):
+            print(f"kernels: none built, the CPU backend will run its reference: {error}")
+            return 0
         sys.stderr.write(f"kernels: {error}\n")
         return 1
     for one in made:

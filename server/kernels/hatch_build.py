@@ -16,7 +16,6 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SETTING = "NPUGRAD_BUILD_KERNELS"
 _PACKAGE = "server/npugrad_server/backends/cpu/lib"
 
 
@@ -25,10 +24,10 @@ class KernelsBuildHook(BuildHookInterface):  # type: ignore[type-arg, misc, unus
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Builds the libraries and makes the wheel one of this platform, for any Python 3."""
-        wanted = os.environ.get(SETTING, "").strip()
+        build = _build_module(Path(self.root) / "server" / "kernels" / "build.py")
+        wanted = os.environ.get(build.SETTING, "").strip()
         if wanted == "0" or self.target_name != "wheel":
             return
-        build = _build_module(Path(self.root) / "server" / "kernels" / "build.py")
         try:
             made = build.build(Path(self.root) / _PACKAGE)
         except build.BuildError as error:

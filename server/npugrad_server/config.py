@@ -31,8 +31,8 @@ ENV_PREFIX = "NPUGRAD_"
 CONFIG_VARIABLE = "NPUGRAD_CONFIG"
 """Environment variable that names the TOML file."""
 
-# The client, the workers and the tests share the prefix.
-_OTHERS_VARIABLES = re.compile(r"NPUGRAD_(CONFIG|TARGET|(CLIENT|WORKER|TEST|KERNEL|KERNELS|BENCH)_.*)")
+# The client, the workers, the build and the tests share the prefix.
+_OTHERS_VARIABLES = re.compile(r"NPUGRAD_(CONFIG|TARGET|(BUILD|CLIENT|WORKER|TEST|KERNEL|KERNELS|BENCH)_.*)")
 # Kubernetes puts these into every pod of a namespace that has a Service called npugrad or npugrad-*.
 _SERVICE_LINKS = re.compile(
     r"NPUGRAD_([A-Z0-9_]+_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_\d+_(TCP|UDP|SCTP)(_.*)?)?)"

@@ -6,6 +6,7 @@ input, one JSON object a line, and their answers:
     {"do": "prepare", "case": {...}}                  {"one_s", "fingerprint"}
     {"do": "time", "calls": N}                        {"median_s"}: of N calls, one after the other
     {"do": "load", "concurrency": N, "seconds": S}    {"per_call_s"}: a closed loop of N threads
+    {"do": "errors", "golden": FOLDER}                {result: max|e| / max|g|} against FOLDER/result.npy
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 _WARM_UP_CALLS = 3
 _PROJECTIONS = 3
+_BLOCK = 2**20
 
 
 class Subject(Protocol):
@@ -63,6 +66,23 @@ def difference(ours: Mapping[str, list[float]], theirs: Mapping[str, list[float]
     return max(abs(theirs - ours) / max(1.0, abs(ours)) for ours, theirs in pairs)
 
 
+def largest_error(found: npt.NDArray[Any], golden: npt.NDArray[Any]) -> float:
+    """max|e| / max|g|, in blocks: neither array is copied whole.
+
+    Args:
+        found: A result, of any type.
+        golden: What is right, in float64; of the same shape.
+    """
+    flat, right = found.reshape(-1), golden.reshape(-1)
+    error = scale = np.float64(0)
+    for start in range(0, right.size, _BLOCK):
+        block = np.asarray(right[start : start + _BLOCK])
+        # np.maximum, for max would lose a NaN.
+        error = np.maximum(error, np.abs(flat[start : start + _BLOCK].astype(np.float64) - block).max())
+        scale = np.maximum(scale, np.abs(block).max())
+    return float(error / scale if scale else error)
+
+
 class _Loop:
     """Carries out questions about the case that was prepared last."""
 
@@ -82,6 +102,12 @@ class _Loop:
 
     def time(self, calls: int) -> dict[str, float]:
         return {"median_s": statistics.median(self._seconds() for _ in range(calls))}
+
+    def errors(self, golden: str) -> dict[str, float]:
+        return {
+            name: largest_error(found, np.load(Path(golden) / f"{name}.npy", mmap_mode="r"))
+            for name, found in self._call().items()
+        }
 
     def load(self, concurrency: int, seconds: float) -> dict[str, float]:
         start = time.perf_counter()

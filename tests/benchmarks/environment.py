@@ -13,7 +13,14 @@ _VECTOR_FLAGS = re.compile(r"^(sse4_2|avx|avx2|fma|f16c|avx512\w*|avx_vnni|amx_\
 _QUIET = 0.9
 _PACKAGES = ("npugrad", "grpcio", "protobuf", "numpy", "ml_dtypes", "torch")
 _ALLOCATORS = ("tcmalloc", "jemalloc", "mimalloc")
-_SETTINGS = ("LD_PRELOAD", "GLIBC_TUNABLES", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONMALLOC")
+_SETTINGS = (
+    "LD_PRELOAD",
+    "GLIBC_TUNABLES",
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "OPENBLAS_CORETYPE",
+    "PYTHONMALLOC",
+)
 
 
 def environment() -> dict[str, str]:

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing import TextIO
 
-_TABLE_COLUMNS = 150
+_TABLE_COLUMNS = 190
 _FEWEST_REPETITIONS = 3
 _MOST_CALLS = 5000
+_SHOWN = {"s": (1e3, "ms"), "bytes": (2.0**-20, "MiB")}
 
 
 @dataclass(frozen=True)
@@ -90,23 +91,29 @@ class Result:
     Attributes:
         case: What was called.
         dtype: Element type of its data.
-        ours_s: Seconds of our calls, one figure for each repetition.
-        peers_s: The same for each peer by name.
+        ours: Seconds of our calls, one figure for each repetition; or bytes.
+        peers: The same for each peer by name.
+        unit: ``"s"`` or ``"bytes"``.
     """
 
     case: str
     dtype: str
-    ours_s: tuple[float, ...]
-    peers_s: Mapping[str, tuple[float, ...]]
+    ours: tuple[float, ...]
+    peers: Mapping[str, tuple[float, ...]]
+    unit: str = "s"
 
     def rows(self, bench: str) -> list[Row]:
         """The ratio of each peer, with its spread."""
         found = []
-        for peer, peer_s in self.peers_s.items():
-            ratios = [theirs / ours for theirs, ours in zip(peer_s, self.ours_s, strict=True)]
+        for peer in self.peers:
+            ratios = self.ratios(peer)
             spread = statistics.median(ratios), min(ratios), max(ratios)
             found.append(Row(bench, self.case, self.dtype, peer, *spread))
         return found
+
+    def ratios(self, peer: str) -> list[float]:
+        """A peer's figures over ours, one for each repetition."""
+        return [theirs / ours for theirs, ours in zip(self.peers[peer], self.ours, strict=True)]
 
 
 def in_both_orders(names: Sequence[str], repetitions: int) -> Iterator[list[str]]:
@@ -141,20 +148,23 @@ def show(bench: str, title: str, results: Sequence[Result], stream: TextIO) -> N
     console = Console(file=stream, width=_TABLE_COLUMNS, highlight=False, markup=False)
     console.print(f"\n{title}\n")
     table = Table(box=None, padding=(0, 2, 0, 0))
-    peers = list(dict.fromkeys(peer for result in results for peer in result.peers_s))
+    peers = list(dict.fromkeys(peer for result in results for peer in result.peers))
     for name in ("case", "dtype"):
         table.add_column(name)
-    table.add_column("ours, ms", justify="right")
+    table.add_column("ours", justify="right")
     for peer in peers:
         table.add_column(f"x {peer}", justify="right")
     for result in results:
         rows = {row.peer: row for row in result.rows(bench)}
         cells = [f"{r.ratio:.3g} [{r.low:.2g}, {r.high:.2g}]" if (r := rows.get(p)) else "" for p in peers]
-        ours_ms = f"{statistics.median(result.ours_s) * 1e3:.2f}"
+        factor, unit = _SHOWN[result.unit]
+        ours = f"{statistics.median(result.ours) * factor:.2f} {unit}"
         # As text: in a markup the brackets would be a style.
-        table.add_row(result.case, result.dtype, ours_ms, *(Text(cell) for cell in cells))
+        table.add_row(result.case, result.dtype, ours, *(Text(cell) for cell in cells))
     console.print(table)
-    console.print("\nx: a peer's time over ours, median [lowest, highest]; above 1 ours is faster.\n")
+    console.print(
+        "\nx: a peer's time (or bytes) over ours, median [lowest, highest]; above 1 ours is better.\n"
+    )
     for result in results:
         for row in result.rows(bench):
             stream.write(row.line() + "\n")

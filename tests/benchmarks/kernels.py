@@ -2,163 +2,276 @@
 
 What is called
     The CPU backend's kernel in a process of its own, outputs allocated inside the timed call as the peers'
-    are, against each peer of the case in another process. No service, no copies: those are in `service`.
+    are, against each peer of the case in another process. No service, no copies: those are in `service`. A
+    peer that is not installed here is looked for in the interpreters of `--peer-python`. A peer that dies in
+    a case, as torch does in some, is named and loses that case only.
 
-Roofline
-    The same bytes (operands and results once) moved by a triad with non-temporal stores on all threads, into
-    memory that is there; where a case tells its floating-point operations, those are also done on registers,
-    and the longer of both counts. Its column is the roofline's time over ours: 1 would be the limit.
+Rooflines
+    DRAM: the same bytes (operands and results once) moved by a triad with non-temporal stores on all threads,
+    into memory that is there. FMA, where a case tells its floating-point operations: those, on registers. In
+    ratios the roofline's time over ours, 1 would be the limit; as a goal its inverse, the distance.
+
+Besides
+    Largest errors against the float64 reference, of our results and of the peers'; extra memory of new
+    processes; how long a new process takes to load the kernels and make a first call.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import subprocess
 import sys
-import time
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tests.benchmarks.contestant import difference
+from tests.benchmarks.goals import Figure, at_most, figure
 from tests.benchmarks.harness import Effort, Result, compare
-from tests.benchmarks.kernel_cases import KernelCase, all_cases
-from tests.benchmarks.processes import started
-from tests.benchmarks.service import made
+from tests.benchmarks.kernel_cases import DRAM, ERROR, FMA, MEMORY, KernelCase, all_cases
+from tests.benchmarks.operands import NORM, empty_outputs, made
+from tests.benchmarks.processes import Entry, Field, LineProcess, ProcessEnded
 
 from npugrad.ops import get_operator
-from npugrad_server.backends.cpu.backend import thread_count
-from npugrad_server.backends.cpu.kernels import Kernels, KernelsUnavailable, find_library
+from npugrad_server.backends.cpu.backend import THREADS
+from npugrad_server.backends.cpu.kernels import SETTING, KernelsUnavailable, find_library
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    import numpy.typing as npt
-    from tests.benchmarks.processes import Contestant
-
-    Array = npt.NDArray[Any]
-    Call = Callable[[], Mapping[str, Array]]
+    from collections.abc import Iterator, Mapping, Sequence
 
 TITLE = "Compiled CPU kernels, each call in process"
-OURS, ROOFLINE = "npugrad", "roofline"
-_TRIAD_STREAMS, _TRIAD_ITEMSIZE = 3, 4
+OURS = "npugrad"
+PARTS = ("speed", "errors", "memory", "start")
+_SUBJECTS = "tests.benchmarks.kernel_subjects"
+_START = {"operator": NORM, "dtype": "float32", "sizes": {"n": 2, "c": 32, "hxw": 64, "group": 8}}
+_START_MS = at_most(50.0)
+_MEMORY_PEER = "torch"
+_CORETYPE = "OPENBLAS_CORETYPE"
+_FRESH_PROCESSES = 3
 
 
-def _subtitle() -> str:
+@dataclass(frozen=True)
+class Choice:
+    """What of it is measured, and with what.
+
+    Attributes:
+        operator: Part of the operator's name.
+        case: Part of the case's name.
+        dtype: Part of the data type's name.
+        parts: Of `PARTS`.
+        variant: Of the kernels; empty for the one that fits.
+        threads: For ours and as the peers' default; 0 for one for each processor.
+        peer_pythons: Interpreters of environments with peers that are not installed here.
+    """
+
+    operator: str = ""
+    case: str = ""
+    dtype: str = ""
+    parts: tuple[str, ...] = PARTS
+    variant: str = ""
+    threads: int = 0
+    peer_pythons: tuple[str, ...] = ()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of every contestant's process."""
+        threads = str(self.threads or len(os.sched_getaffinity(0)))
+        found = {THREADS: threads, "OPENBLAS_NUM_THREADS": threads}
+        return {**found, SETTING: self.variant} if self.variant else found
+
+    def has(self, case: KernelCase) -> bool:
+        """Whether a case is one of them."""
+        return self.operator in case.operator and self.case in case.name and self.dtype in case.dtype
+
+    @property
+    def bench(self) -> str:
+        """Name of the benchmark in lines and files; each variant has its own."""
+        return f"kernels-{self.variant}" if self.variant else "kernels"
+
+    def cases(self, effort: Effort) -> list[KernelCase]:
+        """Those that are measured."""
+        return [case for case in all_cases() if self.has(case)][: 1 if effort.quick else None]
+
+
+def subtitle(choice: Choice) -> str:
+    """What computes."""
     try:
-        variant = find_library().stem.rpartition("_")[2]
+        variant = choice.variant or find_library().stem.rpartition("_")[2]
     except KernelsUnavailable as error:
         return f"no kernels: {error}"
-    return f"variant {variant}, {thread_count()} threads, outputs allocated inside the call"
+    return f"variant {variant}, {choice.environment[THREADS]} threads, outputs allocated inside the call"
 
 
-SUBTITLE = _subtitle()
-
-
-class KernelCall:
-    """Our kernel, in the caller's process."""
-
-    def __init__(self) -> None:
-        """Loads the kernels that fit."""
-        self._kernels = Kernels(thread_count())
-
-    def prepare(self, case: Mapping[str, Any]) -> Call:
-        """One call into new arrays."""
-        call, operands = made(case)
-        spec = get_operator(case["operator"])
-        metas = {name: meta for name, meta in spec.infer(call).items() if meta is not None}
-
-        def in_process() -> Mapping[str, Array]:
-            outputs = {name: np.empty(meta.shape, meta.dtype.numpy) for name, meta in metas.items()}
-            self._kernels.run(spec, operands, call.attrs, outputs)
-            return outputs
-
-        return in_process
-
-
-class Roofline:
-    """As many bytes and operations as a case cannot do without."""
-
-    def __init__(self) -> None:
-        """Loads the probes."""
-        self._kernels = Kernels(thread_count())
-
-    def prepare(self, case: Mapping[str, Any]) -> Call:
-        """Moves the bytes, or does the operations, whichever takes longer."""
-        call, _ = made(case)
-        metas = [*call.inputs.values(), *get_operator(case["operator"]).infer(call).values()]
-        nbytes = sum(meta.nbytes for meta in metas if meta is not None)
-        moved = self._triad(nbytes)
-        computed = self._multiply_adds(case["flops"]) if case["flops"] else None
-        if computed is None or _seconds(moved) > _seconds(computed):
-            return moved
-        return computed
-
-    def _triad(self, nbytes: int) -> Call:
-        count = max(1, nbytes // (_TRIAD_STREAMS * _TRIAD_ITEMSIZE))
-        arrays = [np.ones(count, np.float32) for _ in range(_TRIAD_STREAMS)]
-        addresses = [array.ctypes.data for array in arrays]
-
-        def move() -> Mapping[str, Array]:
-            self._kernels.library.npugrad_probe_triad(self._kernels.context, *addresses, arrays[0].size, 1)
-            return {}
-
-        return move
-
-    def _multiply_adds(self, flops: float) -> Call:
-        once = float(self._kernels.library.npugrad_probe_fma(self._kernels.context, 1))
-        repeats = max(1, round(flops / once))
-
-        def compute() -> Mapping[str, Array]:
-            self._kernels.library.npugrad_probe_fma(self._kernels.context, repeats)
-            return {}
-
-        return compute
-
-
-def _seconds(call: Call) -> float:
-    call()
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def run(effort: Effort) -> Iterator[Result]:
-    """Measures every case; with other peers for some, the processes of all are there from the start."""
-    cases = all_cases()[: 1 if effort.quick else None]
-    with ExitStack() as stack:
-        peers = {name: subject for case in cases for name, subject in case.peers.items()}
-        subjects = {OURS: f"{__name__}:KernelCall"}
-        subjects |= {name: subject for name, subject in peers.items() if _installed(subject)}
-        subjects[ROOFLINE] = f"{__name__}:Roofline"
-        contestants = stack.enter_context(
-            started(effort, {name: {"subject": subject} for name, subject in subjects.items()})
-        )
-        for case in cases:
-            yield _measured(case, contestants, effort)
-
-
-def _installed(subject: str) -> bool:
-    """Whether there is the package that the peer's module is named after; if not, this says so."""
-    needed = subject.partition(":")[0].rpartition(".")[2].removesuffix("_peer")
-    found = importlib.util.find_spec(needed) is not None
-    if not found:
-        sys.stderr.write(f"kernels: {needed} is not installed and takes no part\n")
-    return found
-
-
-def _measured(case: KernelCase, contestants: Mapping[str, Contestant], effort: Effort) -> Result:
-    taking_part = {n: c for n, c in contestants.items() if n in (OURS, ROOFLINE) or n in case.peers}
-    question = {
-        "operator": case.operator,
-        "dtype": case.dtype,
-        "sizes": dict(case.sizes),
-        "flops": case.flops,
+def facts(choice: Choice) -> dict[str, str]:
+    """Versions of the peers, wherever they are installed, and the settings of the contestants."""
+    found, _ = _entries(all_cases(), choice)
+    versions = [
+        f"{name} {_version(entry, name)}" for name, entry in found.items() if name in _peers(all_cases())
+    ]
+    settings = ", ".join(f"{name}={value}" for name, value in choice.environment.items())
+    return {
+        "peers": ", ".join(versions) or "none",
+        "contestants' environment": settings,
+        _CORETYPE: os.environ.get(_CORETYPE, "not set"),
     }
-    for contestant in taking_part.values():
-        contestant.prepare(question)
-    for name in case.peers.keys() & taking_part.keys():
-        worst = difference(taking_part[OURS].fingerprint, taking_part[name].fingerprint)
-        if not worst <= case.tolerance:
-            raise RuntimeError(f"{case.operator} {case.name}: {name} differs from ours by about {worst:.1e}")
-    slots = {name: contestant.median_s for name, contestant in taking_part.items()}
-    return compare(f"{case.operator} {case.name}", case.dtype, slots, effort)
+
+
+def run(effort: Effort, choice: Choice) -> Iterator[Result | Figure | str]:
+    """Measures what was chosen; a text says what could not be measured."""
+    cases = choice.cases(effort)
+    entries, missing = _entries(cases, choice)
+    yield from missing
+    if {"speed", "errors"} & set(choice.parts):
+        with Field(effort, entries) as contestants:
+            for case in cases:
+                yield from _case(case, contestants, effort, choice)
+    if "memory" in choice.parts:
+        for case in cases:
+            if MEMORY in case.goals or effort.quick:
+                yield from _memory(case, entries, 1 if effort.quick else _FRESH_PROCESSES)
+    if "start" in choice.parts:
+        yield _start(entries[OURS], 1 if effort.quick else 2 * _FRESH_PROCESSES)
+
+
+# ------------------------------------------------------------------------------------ contestants
+
+
+def _peers(cases: Sequence[KernelCase]) -> dict[str, str]:
+    return {name: subject for case in cases for name, subject in case.peers.items()}
+
+
+def _entries(cases: Sequence[KernelCase], choice: Choice) -> tuple[dict[str, Entry], list[str]]:
+    """How each contestant is started, and a line for each peer that is nowhere."""
+    ours = {OURS: "KernelCall", DRAM: "DramRoofline", FMA: "FmaRoofline"}
+    found = {name: Entry(f"{_SUBJECTS}:{it}", environment=choice.environment) for name, it in ours.items()}
+    missing = []
+    for name, subject in _peers(cases).items():
+        # A peer's module is named after what it needs.
+        package = subject.partition(":")[0].rpartition(".")[2].removesuffix("_peer")
+        pythons = [python for python in (sys.executable, *choice.peer_pythons) if _has(python, package)]
+        if pythons:
+            found[name] = Entry(subject, pythons[0], choice.environment)
+        else:
+            missing.append(f"{name} takes no part: {package} is not installed, nor under --peer-python")
+    return found, missing
+
+
+def _has(python: str, package: str) -> bool:
+    if python == sys.executable:
+        return importlib.util.find_spec(package) is not None
+    program = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+    return subprocess.run([python, "-c", program, package], check=False).returncode == 0
+
+
+def _version(entry: Entry, package: str) -> str:
+    program = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
+    done = subprocess.run([entry.python, "-c", program, package], check=False, capture_output=True, text=True)
+    return done.stdout.strip() or "of an unknown version"
+
+
+# ---------------------------------------------------------------------------------- speed and errors
+
+
+def _case(
+    case: KernelCase, contestants: Field, effort: Effort, choice: Choice
+) -> Iterator[Result | Figure | str]:
+    peers: list[str] = []
+    for name in (OURS, *case.peers):
+        if name in contestants:
+            refused = _prepared(case, name, contestants)
+            if refused:
+                yield refused
+            elif name != OURS:
+                peers.append(name)
+    if "speed" in choice.parts:
+        contestants[case.roofline].prepare(case.question)
+        names = (OURS, *peers, case.roofline)
+        slots = {name: contestants[name].median_s for name in names}
+        result = compare(case.label, case.dtype, slots, effort)
+        yield result
+        yield from _reached(case, result)
+    if "errors" in choice.parts and ERROR in case.goals:
+        yield from _errors(case, [OURS, *peers], contestants)
+
+
+def _prepared(case: KernelCase, name: str, contestants: Field) -> str:
+    """Prepares a contestant; if it dies or computes something else, says so and leaves it out."""
+    place = f"{case.label} {case.dtype}: {name} takes no part"
+    try:
+        contestants[name].prepare(case.question)
+    except ProcessEnded as error:
+        if name == OURS:
+            raise
+        contestants.end(name)
+        return f"{place}: {error}"
+    worst = difference(contestants[OURS].fingerprint, contestants[name].fingerprint)
+    return "" if worst <= case.tolerance else f"{place}: its results differ from ours by about {worst:.1e}"
+
+
+def _reached(case: KernelCase, result: Result) -> Iterator[Figure]:
+    place = case.label, case.dtype
+    for peer in result.peers:
+        goal, ratios = case.goals.get(peer), result.ratios(peer)
+        if peer == case.roofline:
+            yield figure(place, f"our time over the {peer}'s", [1 / ratio for ratio in ratios], goal)
+        elif goal:
+            yield figure(place, f"{peer}'s time over ours", ratios, goal)
+
+
+def _errors(case: KernelCase, names: Sequence[str], contestants: Field) -> Iterator[Figure]:
+    """max|e| / max|g| of each result against the reference in float64, ours and the peers'."""
+    call, operands = made(case.question)
+    with tempfile.TemporaryDirectory(prefix="npugrad-bench-") as folder:
+        golden = empty_outputs(case.question, call, np.float64)
+        get_operator(case.operator).reference(operands, call.attrs, golden)
+        for result, values in golden.items():
+            np.save(Path(folder) / f"{result}.npy", values)
+        found = {name: contestants[name].errors(Path(folder)) for name in names}
+    for result, error in found.pop(OURS).items():
+        peers = {name: errors[result] for name, errors in found.items()}
+        place, what = (case.label, case.dtype), f"{ERROR} of {result}"
+        yield figure(place, what, [error], case.goals[ERROR], peers=peers)
+
+
+# ---------------------------------------------------------------------------------- new processes
+
+
+def _memory(
+    case: KernelCase, entries: Mapping[str, Entry], repetitions: int
+) -> Iterator[Result | Figure | str]:
+    if _MEMORY_PEER not in entries:
+        return
+    seen: dict[str, list[float]] = {OURS: [], _MEMORY_PEER: []}
+    for _ in range(repetitions):
+        for name, found in seen.items():
+            question = {"do": "memory", "subject": entries[name].subject, "case": case.question}
+            found.append(_fresh(entries[name], question)["extra_bytes"])
+    label = f"{case.label}, {MEMORY}"
+    result = Result(
+        label, case.dtype, tuple(seen[OURS]), {_MEMORY_PEER: tuple(seen[_MEMORY_PEER])}, unit="bytes"
+    )
+    yield result
+    what = f"{_MEMORY_PEER}'s {MEMORY} over ours"
+    yield figure((label, case.dtype), what, result.ratios(_MEMORY_PEER), case.goals.get(MEMORY))
+
+
+def _start(entry: Entry, repetitions: int) -> Figure:
+    found = [_fresh(entry, {"do": "start", "case": _START}) for _ in range(repetitions)]
+    milliseconds = [sum(each.values()) * 1e3 for each in found]
+    what = "loading and first call, over NumPy"
+    return figure(("any operator", str(_START["dtype"])), what, milliseconds, _START_MS, unit="ms")
+
+
+def _fresh(entry: Entry, question: Mapping[str, object]) -> dict[str, float]:
+    process = LineProcess(
+        "tests.benchmarks.fresh", json.dumps(question), python=entry.python, environment=entry.environment
+    )
+    try:
+        answer: dict[str, float] = process.read()
+        return answer
+    finally:
+        process.close()

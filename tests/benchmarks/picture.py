@@ -7,35 +7,52 @@ from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from tests.benchmarks.goals import Goal
     from tests.benchmarks.harness import Row
+
+    Place = tuple[str, str, str]
 
 # Told apart also by people who see colours differently (Okabe and Ito), and by shape.
 _STYLES = (("#0072B2", "circle"), ("#D55E00", "square"), ("#009E73", "diamond"), ("#CC79A7", "triangle"))
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 1000, 400, 40, 94, 46
 _STEP, _GAP, _RADIUS = 18, 14, 5
+_MUST, _STRETCH = 8, 4
 _TICKS = (1, 2, 5)
 
 
-def svg(title: str, subtitle: str, rows: Sequence[Row]) -> str:
+def svg(
+    title: str,
+    subtitle: str,
+    rows: Sequence[Row],
+    goals: Mapping[Place, Goal] | None = None,
+    axis: str = "peer's time / ours: right of 1 ours is faster",
+) -> str:
     """The picture of one benchmark.
 
     Args:
         title: Above the picture.
         subtitle: Below the title.
         rows: Its results, those of one case one behind the other.
+        goals: By case, data type and peer, what was to be reached: a long mark, and a short one for what one
+            would like to reach.
+        axis: What the axis shows.
     """
+    wanted = goals or {}
+    limits = [limit for goal in wanted.values() for limit in (goal.must, goal.stretch) if limit is not None]
     peers = list(dict.fromkeys(row.peer for row in rows))
     cases = list(dict.fromkeys((row.case, row.dtype) for row in rows))
-    axis = _Axis(min(1.0, *(row.low for row in rows)), max(1.0, *(row.high for row in rows)))
+    scale = _Axis(
+        min(1.0, *(row.low for row in rows), *limits), max(1.0, *(row.high for row in rows), *limits)
+    )
     height = _TOP + _BOTTOM + len(rows) * _STEP + len(cases) * _GAP
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
         f'height="{height}" font-family="sans-serif" font-size="13">',
         f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
-        *_heading(title, subtitle, peers),
-        *_grid(axis, height),
+        *_heading(title, subtitle, peers, bool(limits)),
+        *_grid(scale, height, axis),
     ]
     y = float(_TOP)
     for case, dtype in cases:
@@ -43,7 +60,9 @@ def svg(title: str, subtitle: str, rows: Sequence[Row]) -> str:
         y += _GAP
         parts.append(_text(_LEFT - 12, y + len(found) * _STEP / 2 + 4, f"{case}  {dtype}", "end"))
         for row in found:
-            parts += _point(axis, y + _STEP / 2, row, *_STYLES[peers.index(row.peer) % len(_STYLES)])
+            goal = wanted.get((case, dtype, row.peer))
+            parts += _marks(scale, y + _STEP / 2, goal)
+            parts += _point(scale, y + _STEP / 2, row, *_STYLES[peers.index(row.peer) % len(_STYLES)])
             y += _STEP
     return "\n".join([*parts, "</svg>\n"])
 
@@ -64,7 +83,7 @@ class _Axis:
         return _LEFT + share * (_WIDTH - _LEFT - _RIGHT)
 
 
-def _heading(title: str, subtitle: str, peers: Sequence[str]) -> Iterator[str]:
+def _heading(title: str, subtitle: str, peers: Sequence[str], limits: bool) -> Iterator[str]:
     yield _text(12, 24, title, "start", "font-weight='bold'")
     yield _text(12, 44, subtitle, "start", "fill='#444444'")
     x = 12.0
@@ -72,15 +91,33 @@ def _heading(title: str, subtitle: str, peers: Sequence[str]) -> Iterator[str]:
         yield _mark(x + _RADIUS, 68, colour, shape)
         yield _text(x + 16, 73, f"against {peer}", "start")
         x += 40 + 7.2 * len(f"against {peer}")
+    if limits:
+        yield _limit(x, 68, _MUST)
+        yield _text(x + 8, 73, "must", "start")
+        yield _limit(x + 62, 68, _STRETCH)
+        yield _text(x + 70, 73, "stretch", "start")
 
 
-def _grid(axis: _Axis, height: int) -> Iterator[str]:
+def _grid(axis: _Axis, height: int, text: str) -> Iterator[str]:
     bottom = height - _BOTTOM + 8
     for tick in axis.ticks:
         x, stroke = axis.x(tick), "black" if tick == 1 else "#dddddd"
         yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{bottom}" stroke="{stroke}"/>'
         yield _text(x, bottom + 16, f"{tick:g}", "middle")
-    yield _text(12, bottom + 16, "peer's time / ours: right of 1 ours is faster", "start")
+    yield _text(12, bottom + 16, text, "start")
+
+
+def _marks(axis: _Axis, y: float, goal: Goal | None) -> Iterator[str]:
+    if goal is not None:
+        yield _limit(axis.x(goal.must), y, _MUST)
+        if goal.stretch is not None:
+            yield _limit(axis.x(goal.stretch), y, _STRETCH)
+
+
+def _limit(x: float, y: float, half: int) -> str:
+    return (
+        f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - half}" y2="{y + half}" stroke="#555555" stroke-width="2"/>'
+    )
 
 
 def _point(axis: _Axis, y: float, row: Row, colour: str, shape: str) -> Iterator[str]:

@@ -35,9 +35,9 @@ import importlib.util
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from tests.benchmarks.contestant import difference
 from tests.benchmarks.harness import Effort, Result, compare
+from tests.benchmarks.operands import FLOYD, GRID, MSDA, NORM, empty_outputs, made
 from tests.benchmarks.processes import bare_server, started
 from tests.benchmarks.service_under_test import service
 
@@ -45,25 +45,14 @@ from npugrad.ops import get_operator
 from npugrad_client import Client
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
-    import numpy.typing as npt
+    from tests.benchmarks.operands import Array, Call
     from tests.benchmarks.processes import Contestant
-
-    from npugrad.spec import CallMeta
-
-    Array = npt.NDArray[Any]
-    Call = Callable[[], Mapping[str, Array]]
 
 TITLE = "Service on the CPU device"
 SUBTITLE = "whole round trips against computing in the caller's process; calls of 1 KiB against bare grpcio"
 OURS, REFERENCE, TORCH, GRPC = "npugrad", "reference in process", "torch backward", "grpcio, protobuf bytes"
-MSDA, GRID, NORM, FLOYD = (
-    "multi_scale_deformable_attention_grad",
-    "grid_sampler_2d_backward",
-    "group_norm_backward",
-    "fused_floyd_attention_grad",
-)
 _LEVELS = ((50, 67), (25, 34), (13, 17))
 CASES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     (NORM, "2x32x8x8 G8", "float32", {"n": 2, "c": 32, "hxw": 64, "group": 8}),
@@ -84,13 +73,6 @@ CASES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
 _CONCURRENCY = (1, 8, 32)
 _SMALL_CALL = {"nbytes": 2**10}
 TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}
-
-
-def made(case: Mapping[str, Any]) -> tuple[CallMeta, dict[str, Array | None]]:
-    """The call of a case and its operands, the same in every process."""
-    spec = get_operator(case["operator"])
-    call = spec.build(dtype=case["dtype"], **case["sizes"])
-    return call, spec.make_inputs(call, np.random.default_rng(11))
 
 
 class ServiceCall:
@@ -122,10 +104,9 @@ class ReferenceCall:
         """One call into new arrays."""
         call, operands = made(case)
         spec = get_operator(case["operator"])
-        metas = {name: meta for name, meta in spec.infer(call).items() if meta is not None}
 
         def in_process() -> Mapping[str, Array]:
-            outputs = {name: np.empty(meta.shape, meta.dtype.numpy) for name, meta in metas.items()}
+            outputs = empty_outputs(case, call)
             spec.reference(operands, call.attrs, outputs)
             return outputs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -10,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.benchmarks.contestant import difference, fingerprint
+from tests.benchmarks.contestant import difference, fingerprint, largest_error
+from tests.benchmarks.goals import at_least, at_most, figure, show_figures
 from tests.benchmarks.harness import Effort, Result, compare, in_both_orders
+from tests.benchmarks.kernel_cases import ERROR, MEMORY, all_cases
 from tests.benchmarks.picture import svg
-from tests.benchmarks.processes import ROOT
+from tests.benchmarks.processes import ROOT, Entry, Field, LineProcess, ProcessEnded
 from tests.benchmarks.service import CASES, TOLERANCE, ReferenceCall
 
+from npugrad import OPERATORS
 from npugrad_server.backends.cpu.kernels import KernelsUnavailable, find_library
 
 if TYPE_CHECKING:
@@ -47,15 +51,36 @@ def test_one_case_gives_table_lines_and_picture(bench: str, peers: set[str] | No
     command = [sys.executable, "-m", "tests.benchmarks", bench, "--quick", "--output", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    found_lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = [line for line in found_lines if "ratio" in line]
     assert all(list(line) == KEYS and line["bench"] == bench for line in lines)
     assert all(0 < line["low"] <= line["ratio"] <= line["high"] for line in lines)
     found = {line["peer"] for line in lines}
-    assert found == peers if peers else "roofline" in found
+    assert found == peers if peers else "FMA roofline" in found
     assert all(f"x {peer}" in done.stdout and "cpu: " in done.stdout for peer in found)
     drawn = ET.parse(tmp_path / f"{bench}.svg").getroot()
     assert drawn.tag.endswith("svg")
     assert json.loads((tmp_path / f"{bench}.json").read_text())["rows"]
+    if bench == "kernels":
+        figures = [line for line in found_lines if "what" in line]
+        assert all(line["verdict"] in {None, "must", "stretch", "NOT REACHED"} for line in figures)
+        assert {"largest error of dq", "loading and first call, over NumPy"} <= {f["what"] for f in figures}
+        assert ET.parse(tmp_path / "kernels-rooflines.svg").getroot().tag.endswith("svg")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--variant", "avx2"], "found --variant; expected it with the benchmark kernels alone"),
+        (["kernels", "transport", "--case", "BEV"], "found --case; expected it with the benchmark kernels"),
+        (["kernels", "--case", "no such case"], "no case is left"),
+        (["none"], "found 'none'; expected transport, service, kernels"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(arguments: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "tests.benchmarks", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, message in done.stderr) == (2, True), done.stderr
 
 
 @pytest.mark.torch
@@ -70,6 +95,83 @@ def test_torch_computes_the_same(case: tuple[str, str, str, dict[str, Any]]) -> 
     assert difference(ours, theirs) <= TOLERANCE[case[2]]
 
 
+@needs_kernels
+@pytest.mark.slow
+def test_the_memory_of_a_call_is_that_of_its_results_and_little_more() -> None:
+    sizes = {"n": 8, "c": 64, "hxw": 64 * 64, "group": 8}
+    case = {"operator": "group_norm_backward", "dtype": "float32", "sizes": sizes}
+    subject = "tests.benchmarks.kernel_subjects:KernelCall"
+    process = LineProcess(
+        "tests.benchmarks.fresh", json.dumps({"do": "memory", "subject": subject, "case": case})
+    )
+    extra = process.read()["extra_bytes"]
+    process.close()
+    result = 8 * 64 * 64 * 64 * 4
+    assert 0.9 * result <= extra < 4 * result
+
+
+def test_a_contestant_that_dies_is_named_and_started_again() -> None:
+    entries = {"it": Entry("tests.benchmarks.service:ReferenceCall")}
+    case = {"operator": CASES[0][0], "dtype": CASES[0][2], "sizes": CASES[0][3]}
+    with Field(Effort(), entries) as contestants:
+        with pytest.raises(ProcessEnded, match=r"ReferenceCall.*ended without an answer, exit code 1"):
+            contestants["it"].prepare({"operator": "none"})
+        contestants.end("it")
+        contestants["it"].prepare(case)
+        assert contestants["it"].fingerprint.keys() == {"grad_input", "grad_gamma", "grad_beta"}
+
+
+def test_errors_are_those_of_every_result(tmp_path: Path) -> None:
+    case = {"operator": CASES[0][0], "dtype": CASES[0][2], "sizes": CASES[0][3]}
+    right = ReferenceCall().prepare(case)()
+    for name, values in right.items():
+        golden = values.astype(np.float64)
+        if name == "grad_beta":
+            golden.flat[3] += np.abs(golden).max()
+        np.save(tmp_path / f"{name}.npy", golden)
+    with Field(Effort(), {"it": Entry("tests.benchmarks.service:ReferenceCall")}) as contestants:
+        contestants["it"].prepare(case)
+        errors = contestants["it"].errors(tmp_path)
+    assert errors["grad_input"] == errors["grad_gamma"] == 0
+    assert 0.4 < errors["grad_beta"] <= 1
+
+
+def test_an_error_that_is_no_number_shows() -> None:
+    golden = np.arange(5.0)
+    assert largest_error(golden.astype(np.float32), golden) == 0
+    assert largest_error(np.array([0.0, 1, 3, 3, 4]), golden) == 0.25
+    assert np.isnan(largest_error(np.array([0, np.nan, 2, 3, 4]), golden))
+
+
+def test_a_goal_says_what_was_reached() -> None:
+    more, less, one = at_least(4, 8), at_most(1.6, 1.3), at_most(50)
+    assert [more.reached(x) for x in (3.9, 4, 7.9, 8)] == ["NOT REACHED", "must", "must", "stretch"]
+    assert [less.reached(x) for x in (1.7, 1.6, 1.2)] == ["NOT REACHED", "must", "stretch"]
+    assert [one.reached(x) for x in (1.0, 51.0, float("nan"))] == ["must", "NOT REACHED", "NOT REACHED"]
+    assert at_least(1, 2).reached(float("nan")) == "NOT REACHED"
+
+
+def test_figures_are_shown_with_their_verdicts() -> None:
+    stream = io.StringIO()
+    figures = [
+        figure(("case", "float32"), "torch's time over ours", [3.0, 5.0, 4.5], at_least(4, 8)),
+        figure(("case", "float32"), "largest error of x", [1e-6], at_most(5e-7), peers={"torch": 2e-6}),
+        figure(("case", "float32"), "our time over the limit's", [3.0], None),
+    ]
+    show_figures("kernels", figures, stream)
+    lines = [json.loads(line) for line in stream.getvalue().splitlines() if line.startswith("{")]
+    assert [line["verdict"] for line in lines] == ["must", "NOT REACHED", None]
+    assert lines[0]["value"] == 4.5
+    assert lines[1]["peers"] == {"torch": 2e-6}
+    assert "1 of 2 goals not reached" in stream.getvalue()
+
+
+def test_every_goal_is_of_something_that_is_measured() -> None:
+    for case in all_cases():
+        assert case.goals.keys() <= {*case.peers, case.roofline, ERROR, MEMORY}, case.label
+        assert case.operator in OPERATORS
+
+
 def test_a_difference_shows() -> None:
     right = np.random.default_rng(0).standard_normal(1000)
     assert difference(fingerprint({"x": right}), fingerprint({"x": right})) == 0
@@ -78,7 +180,7 @@ def test_a_difference_shows() -> None:
 
 
 def test_a_ratio_is_the_median_of_those_of_each_repetition() -> None:
-    result = Result("case", "float32", ours_s=(1.0, 2.0, 4.0), peers_s={"peer": (3.0, 1.0, 4.0)})
+    result = Result("case", "float32", ours=(1.0, 2.0, 4.0), peers={"peer": (3.0, 1.0, 4.0)})
     (row,) = result.rows("bench")
     assert (row.ratio, row.low, row.high) == (1.0, 0.5, 3.0)
     assert json.loads(row.line()) == dict(
@@ -97,7 +199,7 @@ def test_slots_alternate_in_both_orders() -> None:
         "case", "", {"ours": lambda: slot("a"), "peer": lambda: slot("b")}, Effort(repetitions=4)
     )
     assert "".join(log) == "abbaabba"
-    assert result.ours_s == (1.0, 4.0, 5.0, 8.0)
+    assert result.ours == (1.0, 4.0, 5.0, 8.0)
     assert list(in_both_orders(["a", "b", "c"], 2)) == [["a", "b", "c"], ["c", "b", "a"]]
 
 
@@ -105,7 +207,7 @@ def test_a_case_ends_early_when_its_time_is_over_but_not_before_three_repetition
     result = compare(
         "case", "", {"ours": lambda: 1.0, "peer": lambda: 2.0}, Effort(repetitions=9, case_s=-1.0)
     )
-    assert result.peers_s == {"peer": (2.0, 2.0, 2.0)}
+    assert result.peers == {"peer": (2.0, 2.0, 2.0)}
 
 
 def test_the_picture_places_ratios_in_order_and_escapes_names() -> None:

@@ -1,7 +1,7 @@
 """The image's recipe: what can be known of it without building it.
 
-A build needs a base image from a registry. What these tests run for real is the linter, the script that
-makes the account, and the wheel build from exactly the files the recipe copies.
+A build needs a base image from a registry. What these tests run for real is the linter, the scripts, and the
+wheel build from exactly the files the recipe copies.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from dataclasses import dataclass
 from importlib.metadata import requires
 from pathlib import Path
+from platform import machine
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,6 +25,9 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+
+from npugrad_server.backends.cpu.kernels import LIBRARIES as LOADED
+from npugrad_server.backends.cpu.kernels import VARIANTS, usable_variants
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -37,6 +42,10 @@ IMAGE = ROOT / "deploy" / "image"
 ACCOUNT = "HwHiAiUser"
 HOME = f"/home/{ACCOUNT}"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+SETTING = "NPUGRAD_BUILD_KERNELS"
+LIBRARIES = "npugrad_server/backends/cpu/lib/"
+# As fast as a build can be: whatever `-o` names is there afterwards.
+FAST_COMPILER = '#!/bin/sh\nwhile [ $# -gt 1 ]; do [ "$1" = -o ] && : > "$2"; shift; done\nexit 0\n'
 
 
 # ------------------------------------------------------------------------------------ the recipe
@@ -166,16 +175,94 @@ def test_wheel_builds_from_the_context_alone(
     context = tmp_path / "src"
     for source in _copied(build):
         _copy(ROOT / source, context / source)
+    compiler = tmp_path / "c++"
+    compiler.write_text(FAST_COMPILER)
+    compiler.chmod(0o755)
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    # The image's base has no compiler either.
-    without = {**os.environ, "NPUGRAD_BUILD_KERNELS": "0"}
+    needed = {**os.environ, "NPUGRAD_BUILD_KERNELS": "1", "CXX": str(compiler)}
     made = subprocess.run(
-        command, cwd=context, env=without, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=context, env=needed, capture_output=True, text=True, timeout=60, check=False
     )
     assert made.returncode == 0, made.stderr
-    with zipfile.ZipFile(tmp_path / f"npugrad-{project['project']['version']}-py3-none-any.whl") as wheel:
-        packages = {name.split("/")[0] for name in wheel.namelist()}
-    assert {"npugrad", "npugrad_server", "npugrad_client"} <= packages
+    (path,) = tmp_path.glob(f"npugrad-{project['project']['version']}-py3-none-linux_*.whl")
+    with zipfile.ZipFile(path) as wheel:
+        names = wheel.namelist()
+    assert {"npugrad", "npugrad_server", "npugrad_client"} <= {name.split("/")[0] for name in names}
+    libraries = [name.rpartition("/")[2] for name in names if name.startswith(LIBRARIES)]
+    assert sorted(libraries) == sorted(f"libnpugrad_kernels_{name}.so" for name in VARIANTS[machine()])
+
+
+# ------------------------------------------------------------------------------------- the compiler
+
+
+def test_image_without_kernels_has_to_be_asked_for(build: list[Instruction]) -> None:
+    """The builder fails without a compiler, the check without kernels; one argument turns both off."""
+    assert "NPUGRAD_BUILD_KERNELS=1" in _values(build, "ARG")
+    assert f"compiler.sh: {SETTING}=0" in _installed({}, **{SETTING: "0"}).stdout
+    commands = [command.strip() for value in _values(build, "RUN") for command in value.split("&&")]
+    compiler, wheel, check = (
+        next(place for place, command in enumerate(commands) if part in command)
+        for part in ("deploy/image/compiler.sh", "pip wheel", "deploy/image/check.sh")
+    )
+    assert compiler < wheel < check == len(commands) - 1
+
+
+def test_compiler_stays_in_the_build_stage(runtime: list[Instruction]) -> None:
+    copied = [value.split()[-2] for value in _values(runtime, "COPY") if "/etc/passwd" not in value]
+    assert copied == [HOME, "/opt/npugrad"], "nothing that a package manager writes"
+
+
+def test_compiler_of_the_base_is_taken() -> None:
+    made = _installed({"clang++": "exit 0", "apt-get": "echo apt-get $*"})
+    assert (made.returncode, "apt-get" in made.stdout) == (0, False), made
+
+
+@pytest.mark.parametrize(
+    ("manager", "packages"),
+    [
+        ("apt-get", ["g++"]),
+        ("dnf", ["gcc-c++", "libstdc++-static"]),
+        ("yum", ["gcc-c++", "libstdc++-static"]),
+    ],
+)
+def test_compiler_comes_by_the_package_manager_of_the_base(manager: str, packages: list[str]) -> None:
+    made = _installed({manager: f"echo {manager} $*"})
+    assert made.returncode == 0, made.stderr
+    installs = [line for line in made.stdout.splitlines() if line.startswith(f"{manager} install ")]
+    assert [line.split()[-1] for line in installs] == packages
+    assert all("-y" in line or "--yes" in line or "--assumeyes" in line for line in installs), (
+        "nobody answers"
+    )
+
+
+def test_static_runtime_is_no_must_but_the_compiler_is() -> None:
+    no_static = 'case "$*" in *static) exit 1 ;; esac'
+    assert _installed({"dnf": no_static}).returncode == 0
+    assert _installed({"dnf": "exit 1"}).returncode == 1
+    assert _installed({"apt-get": "exit 100"}).returncode == 100
+
+
+def test_base_with_neither_compiler_nor_package_manager_fails_the_build() -> None:
+    made = _installed({})
+    assert made.returncode == 1
+    assert f"no apt-get, dnf or yum to install one with; take a base with a compiler, or {SETTING}=0" in (
+        made.stderr
+    )
+
+
+@pytest.mark.slow
+def test_check_fails_the_build_unless_kernels_load_or_nobody_asked_for_them(tmp_path: Path) -> None:
+    server = tmp_path / "npugrad-server"
+    server.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m npugrad_server "$@"\n')
+    server.chmod(0o755)
+    made = _checked(server, NPUGRAD_KERNELS_VARIANT="none")
+    assert (made.returncode, "no compiled kernels; NPUGRAD_BUILD_KERNELS=0" in made.stderr) == (1, True), made
+    made = _checked(server, NPUGRAD_KERNELS_VARIANT="none", NPUGRAD_BUILD_KERNELS="0")
+    assert (made.returncode, "cpu-reference" in made.stdout) == (0, True), made
+    made = _checked(server, NPUGRAD_DRAIN_TIMEOUT_S="soon", NPUGRAD_BUILD_KERNELS="0")
+    assert (made.returncode, "FAIL" in made.stdout) == (1, True), made
+    if usable_variants() and any(LOADED.glob("*.so")):
+        assert _checked(server).returncode == 0
 
 
 # -------------------------------------------------------------------------------------- the account
@@ -316,6 +403,28 @@ def _make_account(root: Path, passwd: str, group: str) -> subprocess.CompletedPr
     (root / "etc/group").write_text(group)
     command = ["sh", str(IMAGE / "account.sh"), str(root)]
     return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+
+
+def _installed(tools: dict[str, str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run compiler.sh where there are only these commands, each a line of shell."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, line in tools.items():
+            (Path(folder) / name).write_text(f"#!/bin/sh\n{line}\n")
+            (Path(folder) / name).chmod(0o755)
+        return _script("compiler.sh", PATH=folder, **environment)
+
+
+def _checked(server: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run check.sh with this command and no setting of ours but these."""
+    free = {name: value for name, value in os.environ.items() if not name.startswith("NPUGRAD_")}
+    listen = {"NPUGRAD_LISTEN": "127.0.0.1:0", "NPUGRAD_METRICS_LISTEN": ""}
+    return _script("check.sh", str(server), **{**free, **listen, **environment})
+
+
+def _script(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a script of the image with exactly this environment."""
+    command = ["/bin/sh", str(IMAGE / name), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
 def _read(root: Path) -> tuple[str, str]:

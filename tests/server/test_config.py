@@ -102,6 +102,7 @@ def test_service_links_of_kubernetes_and_variables_of_others_are_no_settings(
         "NPUGRAD_PORT_50051_TCP_ADDR": "10.0.0.1",
         "NPUGRAD_HEADLESS_SERVICE_HOST": "None",
         "NPUGRAD_TARGET": "localhost:50051",
+        "NPUGRAD_BUILD_KERNELS": "0",
     }.items():
         monkeypatch.setenv(name, value)
     assert load_settings().settings == ServerSettings()

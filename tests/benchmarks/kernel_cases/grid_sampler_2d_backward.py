@@ -3,8 +3,9 @@
 Limit: loads and stores at the four corners of each point, and the caches they come from; the roofline counts
 operands and results once. torch goes point by point through the channels, and takes a thread for each image.
 
-In 16 bit torch 2.13 ends with a segmentation fault on the larger maps: there it is asked only for the small
-ones.
+In 16 bit torch 2.13 computes positions in the operands' type, which do not tell the pixels of a map of 256
+apart, and ends with a segmentation fault or a broken heap there: in 16 bit it is asked for maps of 128 and
+less only. Each peer has a process of its own, so that memory it damages is its own.
 
 Expected before the first run: 4 to 9 against torch with 64 channels and more, less with 3, whose points cost
 as much as their channels.
@@ -12,7 +13,8 @@ as much as their channels.
 
 from __future__ import annotations
 
-from tests.benchmarks.kernel_cases import TORCH, KernelCase
+from tests.benchmarks.goals import Goal, at_least, at_most
+from tests.benchmarks.kernel_cases import ERROR, JAX, TORCH, KernelCase
 
 
 def _sizes(n: int, c: int, size: int) -> dict[str, int]:
@@ -25,17 +27,45 @@ _SIZES = (
     ("32x256x14x14", _sizes(32, 256, 14)),
     ("1x64x256x256", _sizes(1, 64, 256)),
 )
-_TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
-_SURVIVED = "32x256x14x14"
-CASES = tuple(
-    KernelCase(
-        "grid_sampler_2d_backward",
-        name,
-        dtype,
-        sizes,
-        peers={"torch": TORCH} if dtype == "float32" or name == _SURVIVED else {},
-        tolerance=tolerance,
-    )
-    for dtype, tolerance in _TOLERANCE.items()
-    for name, sizes in _SIZES
+_HALF_SIZES = (
+    ("4x64x128x128", _sizes(4, 64, 128)),
+    ("8x3x128x128", _sizes(8, 3, 128)),
+    ("32x256x14x14", _sizes(32, 256, 14)),
+    ("1x64x128x128", _sizes(1, 64, 128)),
+)
+_HALF_TOLERANCE = {"float16": 2e-2, "bfloat16": 1e-1}
+_PEERS = {"torch": TORCH, "jax": JAX}
+
+
+def _goal(sizes: dict[str, int]) -> Goal:
+    if sizes["c"] == 3:
+        return at_least(1.5, 3.0)
+    return at_least(3.0, 6.0) if sizes["n"] == 1 else at_least(4.0, 8.0)
+
+
+CASES = (
+    *(
+        KernelCase(
+            "grid_sampler_2d_backward",
+            name,
+            "float32",
+            sizes,
+            peers=_PEERS,
+            goals={"torch": _goal(sizes), ERROR: at_most(5e-7)},
+        )
+        for name, sizes in _SIZES
+    ),
+    *(
+        KernelCase(
+            "grid_sampler_2d_backward",
+            name,
+            dtype,
+            sizes,
+            peers=_PEERS,
+            tolerance=tolerance,
+            goals={"torch": at_least(4.0, 8.0)},
+        )
+        for dtype, tolerance in _HALF_TOLERANCE.items()
+        for name, sizes in _HALF_SIZES
+    ),
 )

@@ -21,7 +21,7 @@ F32 = np.dtype(np.float32)
 def converted(kernels: Kernels, source: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     target = np.empty(source.shape, dtype)
     numbers = [dtype_from_name(d).acl for d in (source.dtype, dtype)]
-    status = kernels.library.npugrad_probe_convert(
+    status = kernels.functions.npugrad_probe_convert(
         source.ctypes.data, numbers[0], target.ctypes.data, numbers[1], source.size
     )
     assert status == 0
@@ -87,7 +87,7 @@ def test_ends_of_any_length_touch_nothing_else(kernels: Kernels, dtype: np.dtype
     source = np.arange(1, 65, dtype=np.float32)
     target = np.full(64, 7, dtype)
     numbers = [dtype_from_name(d).acl for d in (F32, dtype)]
-    kernels.library.npugrad_probe_convert(
+    kernels.functions.npugrad_probe_convert(
         source.ctypes.data, numbers[0], target.ctypes.data, numbers[1], count
     )
     assert np.array_equal(target[:count].astype(np.float32), source[:count])

@@ -30,7 +30,7 @@ def run_tasks(
     asked = _Poll(lambda _: poll()) if poll else _Poll()
     call = _Call(None, None, None, None, 0, 0, 0, 0, asked, None)
     return int(
-        kernels.library.npugrad_probe_tasks(kernels.context, ctypes.byref(call), tasks, function, None)
+        kernels.functions.npugrad_probe_tasks(kernels.context, ctypes.byref(call), tasks, function, None)
     )
 
 
@@ -131,19 +131,19 @@ def test_concurrent_calls_give_the_bits_of_calls_alone(make_kernels: Callable[[i
 @pytest.mark.parametrize("nbytes", [1, 64, 5000, 3 * 2**20, 9 * 2**20])
 def test_scratch_memory_is_aligned_and_never_shared(kernels: Kernels, nbytes: int) -> None:
     for _ in range(3):
-        assert kernels.library.npugrad_probe_scratch(kernels.context, nbytes, 5) == OK
+        assert kernels.functions.npugrad_probe_scratch(kernels.context, nbytes, 5) == OK
 
 
 def test_scratch_memory_is_kept_up_to_its_bound(library: Path) -> None:
     kernels = Kernels(1, library, scratch_bytes=2**20)
     try:
         assert kernels.kept_bytes == 0
-        kernels.library.npugrad_probe_scratch(kernels.context, 100_000, 4)
+        kernels.functions.npugrad_probe_scratch(kernels.context, 100_000, 4)
         kept = kernels.kept_bytes
         assert 400_000 <= kept <= 2**20
-        kernels.library.npugrad_probe_scratch(kernels.context, 100_000, 4)
+        kernels.functions.npugrad_probe_scratch(kernels.context, 100_000, 4)
         assert kernels.kept_bytes == kept, "the second call reuses what the first one left"
-        kernels.library.npugrad_probe_scratch(kernels.context, 700_000, 4)
+        kernels.functions.npugrad_probe_scratch(kernels.context, 700_000, 4)
         assert 0 < kernels.kept_bytes <= 2**20
     finally:
         kernels.close()
@@ -154,10 +154,10 @@ def test_scratch_memory_is_kept_up_to_its_bound(library: Path) -> None:
 def test_small_scratch_memory_is_used_again(library: Path, nbytes: int) -> None:
     kernels = Kernels(1, library)
     try:
-        kernels.library.npugrad_probe_scratch(kernels.context, nbytes, 3)
+        kernels.functions.npugrad_probe_scratch(kernels.context, nbytes, 3)
         kept = kernels.kept_bytes
         for _ in range(20):
-            assert kernels.library.npugrad_probe_scratch(kernels.context, nbytes, 3) == OK
+            assert kernels.functions.npugrad_probe_scratch(kernels.context, nbytes, 3) == OK
         assert kernels.kept_bytes == kept
     finally:
         kernels.close()
@@ -165,7 +165,7 @@ def test_small_scratch_memory_is_used_again(library: Path, nbytes: int) -> None:
 
 def test_too_much_scratch_memory_is_an_answer(kernels: Kernels) -> None:
     no_memory = 4
-    assert kernels.library.npugrad_probe_scratch(kernels.context, 2**62, 1) == no_memory
+    assert kernels.functions.npugrad_probe_scratch(kernels.context, 2**62, 1) == no_memory
 
 
 @pytest.mark.skipif(

@@ -198,33 +198,33 @@ class Kernels:
             MemoryError: There is no memory for it.
         """
         path = library or find_library()
-        self._library = _bind(path)
-        self.variant = self._library.npugrad_variant().decode()
-        self.compiler = self._library.npugrad_compiler().decode()
+        self._functions = _bind(path)
+        self.variant = self._functions.npugrad_variant().decode()
+        self.compiler = self._functions.npugrad_compiler().decode()
         count = ctypes.c_int32()
-        table = self._library.npugrad_operators(ctypes.byref(count))
+        table = self._functions.npugrad_operators(ctypes.byref(count))
         self._bound = {
             table[i].name.decode(): _Bound(table[i].run, table[i].strided) for i in range(count.value)
         }
         self.operators = tuple(self._bound)
-        self._context: int | None = self._library.npugrad_open(max(1, threads), scratch_bytes)
+        self._context: int | None = self._functions.npugrad_open(max(1, threads), scratch_bytes)
         if self._context is None:
             raise MemoryError("no memory for the threads of the kernels")
 
     @property
     def threads(self) -> int:
         """How many compute at once, callers included."""
-        return int(self._library.npugrad_threads(self._context))
+        return int(self._functions.npugrad_threads(self._context))
 
     @property
     def kept_bytes(self) -> int:
         """Unused scratch memory that is kept now."""
-        return int(self._library.npugrad_kept_bytes(self._context))
+        return int(self._functions.npugrad_kept_bytes(self._context))
 
     @property
-    def library(self) -> Any:
+    def functions(self) -> Any:
         """The bound functions, for tests and benchmarks; `context` is what most of them take first."""
-        return self._library
+        return self._functions
 
     @property
     def context(self) -> int | None:
@@ -274,7 +274,7 @@ class Kernels:
         """Ends the threads and gives the memory back; no call runs. May be called again."""
         context, self._context = self._context, None
         if context is not None:
-            self._library.npugrad_close(context)
+            self._functions.npugrad_close(context)
 
 
 class _Polled:

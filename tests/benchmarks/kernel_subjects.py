@@ -1,0 +1,88 @@
+"""Who takes part beside the peers: our kernels, and the limits of the machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tests.benchmarks.operands import empty_outputs, made
+
+from npugrad.ops import get_operator
+from npugrad_server.backends.cpu.backend import thread_count
+from npugrad_server.backends.cpu.kernels import Kernels
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tests.benchmarks.operands import Array, Call, Operands
+
+    from npugrad.spec import CallMeta
+
+_TRIAD_STREAMS, _TRIAD_ITEMSIZE = 3, 4
+
+
+class KernelCall:
+    """Our kernel, in the caller's process."""
+
+    def __init__(self) -> None:
+        """Loads the kernels that fit."""
+        self._kernels = Kernels(thread_count())
+
+    def prepare(self, case: Mapping[str, Any]) -> Call:
+        """One call into new arrays."""
+        return self.on(case, *made(case))
+
+    def on(self, case: Mapping[str, Any], call: CallMeta, operands: Operands) -> Call:
+        """The same with operands that are there."""
+        spec = get_operator(case["operator"])
+
+        def in_process() -> Mapping[str, Array]:
+            outputs = empty_outputs(case, call)
+            self._kernels.run(spec, operands, call.attrs, outputs)
+            return outputs
+
+        return in_process
+
+
+class DramRoofline:
+    """As many bytes as a case has operands and results, by a non-temporal triad on all threads."""
+
+    def __init__(self) -> None:
+        """Loads the probes."""
+        self._kernels = Kernels(thread_count())
+
+    def prepare(self, case: Mapping[str, Any]) -> Call:
+        """Moves the bytes, between arrays that are there."""
+        call, _ = made(case)
+        metas = [*call.inputs.values(), *get_operator(case["operator"]).infer(call).values()]
+        nbytes = sum(meta.nbytes for meta in metas if meta is not None)
+        arrays = [
+            np.ones(max(1, nbytes // (_TRIAD_STREAMS * _TRIAD_ITEMSIZE)), np.float32)
+            for _ in range(_TRIAD_STREAMS)
+        ]
+        addresses = [array.ctypes.data for array in arrays]
+
+        def move() -> Mapping[str, Array]:
+            self._kernels.functions.npugrad_probe_triad(self._kernels.context, *addresses, arrays[0].size, 1)
+            return {}
+
+        return move
+
+
+class FmaRoofline:
+    """As many floating-point operations as a case needs, as multiply-adds on registers on all threads."""
+
+    def __init__(self) -> None:
+        """Loads the probes."""
+        self._kernels = Kernels(thread_count())
+
+    def prepare(self, case: Mapping[str, Any]) -> Call:
+        """Does the operations of one call."""
+        once = float(self._kernels.functions.npugrad_probe_fma(self._kernels.context, 1))
+        repeats = max(1, round(case["flops"] / once))
+
+        def compute() -> Mapping[str, Array]:
+            self._kernels.functions.npugrad_probe_fma(self._kernels.context, repeats)
+            return {}
+
+        return compute

@@ -1,0 +1,48 @@
+"""Calls and operands of a case, the same in every process; needs NumPy and the contract alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from npugrad.ops import get_operator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import numpy.typing as npt
+
+    from npugrad.spec import CallMeta
+
+    Array = npt.NDArray[Any]
+    Call = Callable[[], Mapping[str, Array]]
+    Operands = Mapping[str, Array | None]
+
+MSDA, GRID, NORM, FLOYD = (
+    "multi_scale_deformable_attention_grad",
+    "grid_sampler_2d_backward",
+    "group_norm_backward",
+    "fused_floyd_attention_grad",
+)
+
+
+def made(case: Mapping[str, Any]) -> tuple[CallMeta, dict[str, Array | None]]:
+    """The call of a case and its operands.
+
+    Args:
+        case: `operator`, `dtype`, and as `sizes` the keywords of the record's `build`.
+    """
+    spec = get_operator(case["operator"])
+    call = spec.build(dtype=case["dtype"], **case["sizes"])
+    return call, spec.make_inputs(call, np.random.default_rng(11))
+
+
+def empty_outputs(case: Mapping[str, Any], call: CallMeta, dtype: Any = None) -> dict[str, Array]:
+    """New memory for each result, of its own type unless another one is named."""
+    metas = get_operator(case["operator"]).infer(call)
+    return {
+        name: np.empty(meta.shape, dtype or meta.dtype.numpy)
+        for name, meta in metas.items()
+        if meta is not None
+    }

@@ -1,0 +1,59 @@
+"""When the commands compile the kernels again; make only prints what it would do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+BUILD = "server/kernels/build.py --optional"
+
+
+def commands(target: str, environment: Path) -> str:
+    """What make would run, with one folder as the virtual environment of every kind."""
+    done = subprocess.run(
+        ["make", "-n", target, f"VENV={environment}", f"VENV_NPU={environment}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    return done.stdout
+
+
+def touch(path: Path, seconds_ago: float) -> None:
+    """Makes a file as old as that."""
+    path.touch()
+    then = time.time() - seconds_ago
+    os.utime(path, (then, then))
+
+
+@needs_make
+@pytest.mark.parametrize("target", ["test", "demo", "bench", "bench-kernels", "test-npu"])
+def test_kernels_are_built_again_when_their_sources_are_newer(target: str, tmp_path: Path) -> None:
+    touch(tmp_path / ".stamp", 0)
+    touch(tmp_path / ".kernels", 0)
+    assert BUILD not in commands(target, tmp_path)
+    touch(tmp_path / ".kernels", 20 * 365 * 24 * 3600)
+    found = commands(target, tmp_path)
+    assert f"{tmp_path}/bin/python {BUILD}" in found
+    assert "pip install" not in found, "an edit of the kernels alone sets up no environment"
+
+
+@needs_make
+def test_a_new_environment_alone_does_not_make_the_kernels_stale(tmp_path: Path) -> None:
+    touch(tmp_path / ".kernels", 0)
+    touch(tmp_path / ".stamp", -3600)
+    assert BUILD not in commands("test", tmp_path)
+
+
+@needs_make
+def test_clean_removes_the_libraries() -> None:
+    assert "server/npugrad_server/backends/cpu/lib" in commands("clean", Path("build/none"))
