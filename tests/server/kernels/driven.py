@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -238,7 +239,8 @@ class _Driver:
     def close(self) -> None:
         """Lets it end."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         for reader in self._readers:
             reader.join(60)
         status = self._process.wait(60)
@@ -263,6 +265,9 @@ class _Driver:
 
     def _fail(self) -> NoReturn:
         self._readers[1].join(30)
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
         raise RuntimeError(f"the driver ended with {self._process.wait(30)}:\n{self._words()}")
 
     def _words(self) -> str:
@@ -270,17 +275,19 @@ class _Driver:
 
     def _read_words(self) -> None:
         assert self._process.stderr is not None
-        while part := self._process.stderr.read1(1 << 16):  # type: ignore[attr-defined]
-            self._said.append(part)
+        with self._process.stderr as words:
+            while part := words.read1(1 << 16):  # type: ignore[attr-defined]
+                self._said.append(part)
 
     def _read_answers(self) -> None:
         assert self._process.stdout is not None
-        while len(header := self._process.stdout.read(_HEADER.size)) == _HEADER.size:
-            number, kind, _, size = _HEADER.unpack(header)
-            body = self._process.stdout.read(size)
-            with self._lock:
-                answers = self._waiting[number] if kind == _ASK else self._waiting.pop(number)
-            answers.put((kind, body))
+        with self._process.stdout as frames:
+            while len(header := frames.read(_HEADER.size)) == _HEADER.size:
+                number, kind, _, size = _HEADER.unpack(header)
+                body = frames.read(size)
+                with self._lock:
+                    answers = self._waiting[number] if kind == _ASK else self._waiting.pop(number)
+                answers.put((kind, body))
         with self._lock:
             self.ended = True
             for answers in self._waiting.values():
