@@ -18,6 +18,8 @@ VENV_NPU ?= .venv-npu
 TORCH ?= torch==2.13.0
 TORCH_NPU ?= torch_npu==2.13.0
 TORCH_INDEX ?=
+VENV_ZIG ?= .venv-zig
+ZIGLANG ?= ziglang==0.17.1
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -29,6 +31,7 @@ STAMP_NPU := $(VENV_NPU)/.stamp
 STAMP_KERNELS := $(VENV)/.kernels
 STAMP_KERNELS_NPU := $(VENV_NPU)/.kernels
 KERNEL_SOURCES := $(wildcard server/kernels/*.cpp server/kernels/*.h) server/kernels/build.py
+STAMP_ZIG := $(VENV_ZIG)/.stamp
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # Written from the records, after the protos; each knows --check.
 RECORD_GENERATORS := $(wildcard $(TOOLS)/gen_client.py $(TOOLS)/gen_docs.py)
@@ -80,8 +83,14 @@ $(STAMP_NPU): pyproject.toml
 	touch $@
 .PRECIOUS: %/.kernels
 
+# A compiler for other machines, 440 MB: only what is built for aarch64 needs it.
+$(STAMP_ZIG):
+	test -x $(VENV_ZIG)/bin/python || $(PYTHON) -m venv $(VENV_ZIG)
+	$(VENV_ZIG)/bin/python $(PIP_INSTALL) '$(ZIGLANG)'
+	touch $@
+
 clean: ## Remove virtual environments, caches and built things
-	rm -rf $(VENV) $(VENV_GEN) $(VENV_FLOOR) $(VENV_NPU) build dist .cache .hypothesis .*_cache
+	rm -rf $(VENV) $(VENV_GEN) $(VENV_FLOOR) $(VENV_NPU) $(VENV_ZIG) build dist .cache .hypothesis .*_cache
 	rm -rf server/npugrad_server/backends/cpu/lib
 	find $(LIBRARY) tests -name __pycache__ -type d -prune -exec rm -rf {} +
 .PHONY: clean
@@ -91,8 +100,12 @@ clean: ## Remove virtual environments, caches and built things
 kernels: ## Build the compiled CPU kernels beside their loader; installing the package does it too
 	$(PYTHON) server/kernels/build.py
 test-kernels-asan: $(STAMP) ## The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer
-	$(BIN)/python -m tests.server.kernels.sanitized $(ARGS)
-.PHONY: kernels test-kernels-asan
+	$(BIN)/python -m tests.server.kernels.sanitized address $(ARGS)
+test-kernels-tsan: $(STAMP) ## The kernels' tests under ThreadSanitizer
+	$(BIN)/python -m tests.server.kernels.sanitized thread $(ARGS)
+test-kernels-arm: $(STAMP) $(STAMP_ZIG) ## The kernels' tests on the aarch64 build, emulated by qemu
+	ZIG='$(VENV_ZIG)/bin/python -m ziglang' $(BIN)/python -m tests.server.kernels.arm $(ARGS)
+.PHONY: kernels test-kernels-asan test-kernels-tsan test-kernels-arm
 
 # ------------------------------------------------------------------------------ the main job
 

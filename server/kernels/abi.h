@@ -40,7 +40,7 @@ enum {
 };
 
 typedef struct {
-  void* data;              // of the first element; null only when the tensor is empty
+  void* data;              // of the first element, at a multiple of its size; null only when the tensor is empty
   int32_t dtype;           // number of aclDataType
   int32_t rank;
   const int64_t* shape;    // `rank` sizes, each 0 or more

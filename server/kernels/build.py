@@ -51,12 +51,14 @@ FLAGS = (
     "-Wextra",
     "-Wno-psabi",
 )
-LINK = ("-shared", "-pthread", "-Wl,-z,defs", "-Wl,--exclude-libs,ALL")
+LINK = ("-shared", "-pthread", "-Wl,-z,defs")
+EXPORTS = SOURCES / "exports.map"
 # One C++ runtime inside: a process that has another one, such as torch's, keeps it to itself.
 STATIC = ("-static-libstdc++", "-static-libgcc", "-s")
 SANITIZERS = {
     "address": ("-fsanitize=address", "-fno-omit-frame-pointer", "-g", "-O1"),
-    "undefined": ("-fsanitize=undefined", "-fno-sanitize-recover=undefined", "-g", "-O1"),
+    # What does not fit the integer it becomes is no part of `undefined` in GCC.
+    "undefined": ("-fsanitize=undefined,float-cast-overflow", "-fno-sanitize-recover=all", "-g", "-O1"),
     "thread": ("-fsanitize=thread", "-g", "-O1"),
 }
 
@@ -166,7 +168,7 @@ class _Library:
         self._command, self._flags = command, [*FLAGS, *flags]
         self._stamp = out / f".{variant}.stamp"
         key = hashlib.sha256("\0".join([*command, version, *self._flags, *LINK, *STATIC]).encode())
-        for path in sorted(SOURCES.glob("*.h")) + sorted(SOURCES.glob("*.cpp")):
+        for path in [EXPORTS, *sorted(SOURCES.glob("*.h")), *sorted(SOURCES.glob("*.cpp"))]:
             key.update(path.name.encode() + b"\0" + path.read_bytes())
         self._key = key.hexdigest()
 
@@ -188,7 +190,8 @@ class _Library:
     def finish(self, folder: Path, *, static: bool) -> None:
         warnings = "".join(each.result() for each in self._done)
         draft = folder / self.path.name
-        link = [*self._command, *self._flags, *LINK, "-o", str(draft), *map(str, self._objects.values())]
+        link = [*self._command, *self._flags, *LINK, f"-Wl,--version-script={EXPORTS}", "-o", str(draft)]
+        link += map(str, self._objects.values())
         if not static:
             # A sanitizer's runtime comes with the process that loads the library.
             link.remove("-Wl,-z,defs")

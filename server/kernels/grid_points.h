@@ -87,7 +87,8 @@ class Axis {
       position = choose(at_start, 0.0, choose(at_end, last_, position));
       slope = choose(at_start | at_end, 0.0, slope);
     }
-    return choose(absolute(position) < 2147483648.0, position, splat_double(-100.0));
+    // No image reaches there, and pixels beside it can still be counted in 32 bits.
+    return choose(absolute(position) < 1073741824.0, position, splat_double(-100.0));
   }
 
  private:

@@ -30,6 +30,7 @@ bool is_float(int32_t dtype) {
 
 Tensor::Tensor(const npugrad_tensor* tensor) : tensor_(tensor) {
   if (!tensor) return;
+  require(reinterpret_cast<uintptr_t>(tensor->data) % itemsize(tensor->dtype) == 0);
   count_ = 1;
   bool empty = false;
   for (int i = 0; i < tensor->rank; ++i) {

@@ -11,6 +11,29 @@ from npugrad_server.backends.cpu import CpuBackend
 from npugrad_server.devices import parse_device
 
 
+def test_operands_between_elements_are_copied_first() -> None:
+    spec = OPERATORS["group_norm_backward"]
+    call = spec.build(n=2, c=6, hxw=40, group=2)
+    inputs = dict(spec.make_inputs(call, np.random.default_rng(0)))
+    memory = np.zeros(4 * 2 * 6 * 40 + 1, np.uint8)
+    moved = memory[1:].view(np.float32).reshape(call.tensor("input").shape)
+    moved[...] = inputs["input"]
+    assert not moved.flags.aligned
+    backend = CpuBackend()
+    backend.open(parse_device("cpu:0"), call.product, 1)
+    found = []
+    for one in (inputs, {**inputs, "input": moved}):
+        outputs = {
+            name: np.empty(wanted.shape, wanted.dtype.numpy)
+            for name, wanted in spec.infer(call).items()
+            if wanted is not None
+        }
+        backend.run(spec, DeviceCall(call, one, outputs, CallOptions(), 0))
+        found.append({name: array.tobytes() for name, array in outputs.items()})
+    backend.close()
+    assert found[0] == found[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", OPERATORS.values(), ids=OPERATORS)
 def test_every_operator_writes_every_element_of_its_outputs(spec: OpSpec) -> None:

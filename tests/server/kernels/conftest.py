@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.server.kernels.driven import DrivenKernels, driver_command
 
 from npugrad_server.backends.cpu.kernels import LIBRARIES, Kernels, usable_variants
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = "NPUGRAD_TEST_KERNELS"
 """Environment variable: folder of the libraries to test, such as those with a sanitizer."""
+VARIANT = "NPUGRAD_TEST_KERNELS_VARIANT"
+"""Environment variable: the variant to test, such as another machine's; without it all that run here."""
+VARIANTS = (os.environ[VARIANT],) if os.environ.get(VARIANT) else usable_variants()
 
 
 @pytest.fixture(scope="session")
@@ -47,28 +51,40 @@ def libraries(build_module: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
-@pytest.fixture(scope="session", params=usable_variants())
-def library(request: pytest.FixtureRequest, libraries: Path) -> Path:
-    """Library of each variant in turn."""
+@pytest.fixture(scope="session", params=VARIANTS)
+def tested(request: pytest.FixtureRequest, libraries: Path) -> Path:
+    """Library of each variant in turn, which only a driver may be able to load."""
     path = libraries / f"libnpugrad_kernels_{request.param}.so"
     if not path.is_file():
         pytest.skip(f"{path.name} was not built")
     return path
 
 
+@pytest.fixture
+def library(tested: Path) -> Path:
+    """Library of each variant in turn, for this process to load."""
+    if driver_command():
+        pytest.skip("loads the library itself: only for one of this process")
+    return tested
+
+
 @pytest.fixture(scope="session")
-def make_kernels(library: Path) -> Iterator[Callable[[int], Kernels]]:
+def make_kernels(tested: Path) -> Iterator[Callable[[int], Kernels]]:
     """Kernels of the variant with so many threads; the same ones for the same number."""
     made: dict[int, Kernels] = {}
 
     def make(threads: int) -> Kernels:
+        before = made.get(threads)
+        if isinstance(before, DrivenKernels) and before.ended:
+            del made[threads]  # a test that failed has said why
         if threads not in made:
-            made[threads] = Kernels(threads, library)
+            made[threads] = (DrivenKernels if driver_command() else Kernels)(threads, tested)
         return made[threads]
 
     yield make
     for kernels in made.values():
-        kernels.close()
+        if not (isinstance(kernels, DrivenKernels) and kernels.ended):
+            kernels.close()
 
 
 @pytest.fixture

@@ -144,6 +144,17 @@ def test_coordinates_without_a_place_are_taken_as_the_reference_does(
     assert_right(GRID, call, inputs, computed(kernels, GRID, call, inputs))
 
 
+@pytest.mark.parametrize("interpolation_mode", [0, 1])
+def test_no_pixel_is_counted_beyond_32_bits(kernels: Kernels, interpolation_mode: int) -> None:
+    """Points on the last pixel that 32 bits can number, and points all over an image of several windows."""
+    call = GRID.build(n=1, c=17, h=601, w=255, oh=3, ow=16, interpolation_mode=interpolation_mode)
+    inputs = _inputs(call, 12)
+    grid = inputs["grid"]
+    assert grid is not None
+    grid[0, :, ::5, 0] = 16843008  # ((x + 1) * 255 - 1) / 2 is 2^31 - 1
+    assert_right(GRID, call, inputs, computed(kernels, GRID, call, inputs))
+
+
 @pytest.mark.parametrize("product", [p for p in Product if p in GRID.products], ids=str)
 def test_every_sample_of_the_record(kernels: Kernels, product: Product) -> None:
     samples: list[Sample] = list(GRID.samples(product))

@@ -6,6 +6,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.server.kernels.driven import driver_command
 
 from npugrad import Product
 from npugrad_server.backends.cpu.backend import CpuBackend
@@ -23,6 +24,9 @@ from npugrad_server.devices import parse_device
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.skipif(
+    bool(driver_command()), reason="loads libraries itself: only for those of this process"
+)
 AVX2 = frozenset(["avx2", "fma", "f16c", "bmi1", "bmi2"])
 AVX512 = AVX2 | frozenset(["avx512f", "avx512bw", "avx512dq", "avx512vl"])
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from tests.server.kernels.compare import assert_same_bits, computed, outputs_for
+from tests.server.kernels.driven import driver_command
 
 from npugrad import OPERATORS
 from npugrad_server.backends.cpu.kernels import Kernels, _Body, _Call, _Poll
@@ -169,7 +170,8 @@ def test_too_much_scratch_memory_is_an_answer(kernels: Kernels) -> None:
 
 
 @pytest.mark.skipif(
-    "LD_PRELOAD" in os.environ, reason="a sanitizer's runtime does not survive a fork with threads"
+    "LD_PRELOAD" in os.environ or bool(driver_command()),
+    reason="neither a sanitizer's runtime nor a driver survives a fork with threads",
 )
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_child_gets_threads_of_its_own(kernels: Kernels) -> None:

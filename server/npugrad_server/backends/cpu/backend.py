@@ -97,8 +97,9 @@ class CpuBackend:
     ) -> dict[str, npt.NDArray[Any] | None]:
         return {
             name: array
-            if array is None or array.flags.c_contiguous or kernels.takes_strides(spec, name)
-            else np.ascontiguousarray(array)
+            if array is None
+            or (array.flags.aligned and (array.flags.c_contiguous or kernels.takes_strides(spec, name)))
+            else array.copy()
             for name, array in inputs.items()
         }
 

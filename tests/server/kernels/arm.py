@@ -1,0 +1,103 @@
+"""`python -m tests.server.kernels.arm`: the kernels' tests on the aarch64 library, under qemu's user mode.
+
+Zig is the compiler, which brings the headers of an old glibc and its own C++ runtime; driver and library run
+against the glibc of Debian's cross packages. What is not installed is unpacked below `build`, which needs no
+rights.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.server.kernels.conftest import FOLDER, ROOT, VARIANT
+from tests.server.kernels.driven import DRIVER, build_driver
+from tests.server.kernels.sanitized import builder
+
+OUT = ROOT / "build" / "kernels-arm"
+# As old a glibc as manylinux2014 has.
+TARGET = ["c++", "-target", "aarch64-linux-gnu.2.17"]
+ZIG = "ZIG"
+"""Environment variable: the command of Zig; the package `ziglang` of this Python without it."""
+EMULATORS = ("qemu-aarch64", "qemu-aarch64-static")
+SYSROOT = "usr/aarch64-linux-gnu"
+LOADER = "lib/ld-linux-aarch64.so.1"
+PACKAGES = ("qemu-user-static", "libc6-arm64-cross")
+
+
+class Missing(RuntimeError):
+    """There is no emulator; the message says how to get one."""
+
+
+def main(arguments: list[str]) -> int:
+    """Builds library and driver, then runs pytest, whose calls the emulated driver computes."""
+    compiler = [*shlex.split(os.environ.get(ZIG, "") or f"{sys.executable} -m ziglang"), *TARGET]
+    for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"):
+        os.environ.setdefault(name, str(OUT / "zig"))
+    try:
+        emulator = find_emulator()
+        version = subprocess.run([emulator[0], "--version"], check=True, capture_output=True, text=True)
+        print(f"arm: {version.stdout.splitlines()[0]}")
+        made = builder().build(OUT, target="aarch64", compiler=compiler)
+        driver = build_driver(OUT / "driver", compiler)
+    except RuntimeError as error:
+        sys.stderr.write(f"arm: {error}\n")
+        return 1
+    print(f"arm: {made[0].variant}: {'built' if made[0].fresh else 'up to date'}", flush=True)
+    environment = {
+        **os.environ,
+        FOLDER: str(OUT),
+        VARIANT: "neon",
+        DRIVER: shlex.join([*emulator, str(driver)]),
+    }
+    # An emulated call takes ten to fifty times as long.
+    patience = ["--timeout", "600", "-o", "faulthandler_timeout=550"]
+    command = [sys.executable, "-m", "pytest", "tests/server/kernels", *patience, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+
+
+def find_emulator() -> list[str]:
+    """The command that runs a program for aarch64: what is installed, else unpacked from Debian's packages.
+
+    Raises:
+        Missing: Neither is to be had.
+    """
+    unpacked = OUT / "root"
+    found = _emulator(None, Path("/"))
+    if found is None:
+        _unpack(unpacked)
+        found = _emulator(str(unpacked / "usr" / "bin"), unpacked)
+    if found is None:
+        raise Missing(f"no qemu for aarch64; on Debian and Ubuntu: apt-get install {' '.join(PACKAGES)}")
+    return found
+
+
+def _emulator(path: str | None, root: Path) -> list[str] | None:
+    program = next((found for name in EMULATORS if (found := shutil.which(name, path=path))), None)
+    sysroot = root / SYSROOT
+    return [program, "-L", str(sysroot)] if program and (sysroot / LOADER).exists() else None
+
+
+def _unpack(root: Path) -> None:
+    if (root / SYSROOT / LOADER).exists() or not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
+        return
+    print(f"arm: unpacking {', '.join(PACKAGES)} below build; nothing is installed", flush=True)
+    debs = OUT / "debs"
+    debs.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(["apt-get", "download", *PACKAGES], cwd=debs, check=False, capture_output=True)
+    if done.returncode:
+        raise Missing(
+            f"apt-get download {' '.join(PACKAGES)} failed; on Debian and Ubuntu try apt-get update, or "
+            f"apt-get install {' '.join(PACKAGES)}:\n{done.stderr.decode(errors='replace')}"
+        )
+    for package in sorted(debs.glob("*.deb")):
+        subprocess.run(["dpkg-deb", "-x", str(package), str(root)], check=True)
+    shutil.rmtree(debs)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
