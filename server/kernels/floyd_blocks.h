@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -60,13 +61,21 @@ NPUGRAD_INLINE Floats exp(Floats x) {
 
 // ---------------------------------------------------------------------------------------------------- packing
 
+// An element; operands need not be aligned to theirs.
+template <typename T>
+NPUGRAD_INLINE T read(const T* p) {
+  T value;
+  std::memcpy(static_cast<void*>(&value), static_cast<const void*>(p), sizeof value);
+  return value;
+}
+
 // Elements p[0], p[stride], ..., n of them, 0 beyond; n may be any number.
 template <typename T>
 NPUGRAD_INLINE Floats load_strided(const T* p, int64_t stride, int64_t n) {
   if (n <= 0) return Floats{};
   if (stride == 1) return n >= kWidth ? load(p) : load_part(p, n);
   T lanes[kWidth] = {};
-  for (int64_t i = 0; i < std::min<int64_t>(n, kWidth); ++i) lanes[i] = p[i * stride];
+  for (int64_t i = 0; i < std::min<int64_t>(n, kWidth); ++i) lanes[i] = read(p + i * stride);
   return load(lanes);
 }
 

@@ -86,13 +86,19 @@ class Schedule {
   std::vector<Meeting> order_;  // of one batch and head
 };
 
-// How many tasks the places have seen. A task waits for those before it, which other threads have begun already.
+// How many tasks the places have seen. A task waits for those before it in the order, and for no others.
+//
+// That always ends: threads take tasks from here in their order, so whatever is waited for has been begun, and the
+// first of those that run waits for nothing. A call that is given up begins no more tasks; those begun end as ever.
 class Progress {
   using Count = std::atomic<int64_t>;
 
  public:
   explicit Progress(const Schedule& schedule)
       : n_(static_cast<size_t>(schedule.n_places())), k_(static_cast<size_t>(schedule.k_places())) {}
+
+  // The next task. The pool's own numbers would do as long as it gives them out in turn; here that need not be trusted.
+  int64_t begin() { return begun_.fetch_add(1, std::memory_order_relaxed); }
 
   // While it lives, its task runs; however that ends, others no longer wait for it.
   class Turn {
@@ -121,6 +127,7 @@ class Progress {
     while (count.load(std::memory_order_acquire) < least) std::this_thread::yield();
   }
 
+  Count begun_{0};
   std::vector<Count> n_, k_;
 };
 
