@@ -15,6 +15,7 @@ VENV ?= .venv
 VENV_GEN ?= .venv-gen
 VENV_FLOOR ?= .venv-floor
 VENV_NPU ?= .venv-npu
+VENV_PEERS ?= .venv-peers
 TORCH ?= torch==2.13.0
 TORCH_NPU ?= torch_npu==2.13.0
 TORCH_INDEX ?=
@@ -28,6 +29,7 @@ STAMP := $(VENV)/.stamp
 STAMP_GEN := $(VENV_GEN)/.stamp
 STAMP_FLOOR := $(VENV_FLOOR)/.stamp
 STAMP_NPU := $(VENV_NPU)/.stamp
+STAMP_PEERS := $(VENV_PEERS)/.stamp
 STAMP_KERNELS := $(VENV)/.kernels
 STAMP_KERNELS_NPU := $(VENV_NPU)/.kernels
 KERNEL_SOURCES := $(wildcard server/kernels/*.cpp server/kernels/*.h) server/kernels/build.py
@@ -77,6 +79,17 @@ $(STAMP_NPU): pyproject.toml
 	    --editable '.[server,bench,dev]' '$(TORCH)' '$(TORCH_NPU)'
 	touch $@
 
+# Peers of bench-kernels beside torch. One is compiled against the torch that is there, which takes some minutes.
+venv-peers: $(STAMP_PEERS) ## Set up .venv-peers with torch-ms-deform-attn and JAX, which bench-kernels finds
+.PHONY: venv-peers
+
+$(STAMP_PEERS): pyproject.toml
+	test -x $(VENV_PEERS)/bin/python || $(PYTHON) -m venv $(VENV_PEERS)
+	$(VENV_PEERS)/bin/python $(PIP_INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	    '$(TORCH)' numpy ml_dtypes 'setuptools>=77' packaging wheel ninja jax
+	$(VENV_PEERS)/bin/python $(PIP_INSTALL) --no-build-isolation torch-ms-deform-attn
+	touch $@
+
 # An editable install compiles the kernels once: this is for edits and pulls. NPUGRAD_BUILD_KERNELS=0 does without.
 %/.kernels: $(KERNEL_SOURCES) | %/.stamp
 	$*/bin/python server/kernels/build.py --optional
@@ -90,7 +103,7 @@ $(STAMP_ZIG):
 	touch $@
 
 clean: ## Remove virtual environments, caches and built things
-	rm -rf $(VENV) $(VENV_GEN) $(VENV_FLOOR) $(VENV_NPU) $(VENV_ZIG) build dist .cache .hypothesis .*_cache
+	rm -rf $(VENV) $(VENV_GEN) $(VENV_FLOOR) $(VENV_NPU) $(VENV_ZIG) $(VENV_PEERS) build dist .cache .hypothesis .*_cache
 	rm -rf server/npugrad_server/backends/cpu/lib
 	find $(LIBRARY) tests -name __pycache__ -type d -prune -exec rm -rf {} +
 .PHONY: clean
@@ -137,8 +150,11 @@ test-deploy: $(STAMP) ## The image recipe and the manifests
 bench: $(STAMP_KERNELS) ## All benchmarks: tables, JSON lines, pictures under build/bench; ARGS=--quick tries them out
 	$(BIN)/python -m tests.benchmarks $(ARGS)
 
-bench-transport bench-service bench-client bench-kernels: $(STAMP_KERNELS) ## One of them
+bench-transport bench-service bench-client: $(STAMP_KERNELS) ## One of them
 	$(BIN)/python -m tests.benchmarks $(@:bench-%=%) $(ARGS)
+
+bench-kernels: $(STAMP_KERNELS) ## What was promised of the CPU kernels; ARGS="--operator group_norm --variant avx2"
+	$(BIN)/python -m tests.benchmarks kernels $(addprefix --peer-python ,$(wildcard $(VENV_PEERS)/bin/python)) $(ARGS)
 .PHONY: bench bench-transport bench-service bench-client bench-kernels
 
 # ------------------------------------------------------------------------------------ checks

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Told apart also by people who see colours differently (Okabe and Ito), and by shape.
 _STYLES = (("#0072B2", "circle"), ("#D55E00", "square"), ("#009E73", "diamond"), ("#CC79A7", "triangle"))
-_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 1000, 400, 40, 94, 46
+_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 1080, 480, 40, 94, 46
 _STEP, _GAP, _RADIUS = 18, 14, 5
 _MUST, _STRETCH = 8, 4
 _TICKS = (1, 2, 5)
