@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from npugrad_client._generated_ops import FutureOperators
 from npugrad_client._transport import Flight
@@ -13,14 +13,11 @@ from npugrad_client._transport import Flight
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from typing_extensions import ParamSpec
-
     from npugrad_client._batch import Batch
     from npugrad_client._client import Client
     from npugrad_client._transport import Transport
 
-    P = ParamSpec("P")
-
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
