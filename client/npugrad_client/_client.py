@@ -154,6 +154,8 @@ class Client(Operators):
     def server_info(self, timeout_s: float | None = None) -> ServerInfo:
         """Versions, limits, product and devices of the server, and how busy it is now.
 
+        Of one of them, where the client has several.
+
         Args:
             timeout_s: Deadline in seconds; None for the client's default.
 
