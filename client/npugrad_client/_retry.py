@@ -160,9 +160,10 @@ class Plan:
             NpugradError: There is none: how the last try ended. Tries still in flight are of no use.
         """
         if self._next_at is not None and now >= self._next_at:
-            if not self._flying or self._budget.take():
+            is_late = self.tries > 0 and self._deadline is not None and now >= self._deadline
+            if not is_late and (not self._flying or self._budget.take()):
                 return self._launch(now)
-            self._next_at = None  # no hedge without a budget
+            self._next_at = None  # nothing more after the deadline, and no hedge without a budget
         if self._error is not None and self._next_at is None and not self._flying:
             raise self._error
         return Wait(self._next_at)

@@ -107,7 +107,13 @@ class TlsError(ConnectError):
 
 _STATUS_KEY = "grpc-status-details-bin"
 
-_HANDSHAKE = ("ssl handshake failed", "tls handshake failed", "ssl_error", "hostname verification")
+_HANDSHAKE = (
+    "ssl handshake failed",
+    "tls handshake failed",
+    "ssl_error",
+    "peer certificate",
+    "hostname verification",
+)
 """What grpc says, among other things, when a handshake failed."""
 _CANCELLED_HERE = ("Channel closed!", "Locally cancelled by application!")
 """What grpc says when it was this side that cancelled."""
@@ -156,7 +162,9 @@ def _details(error: Any) -> ErrorDetails | None:
     """What the trailers say; not by `grpc_status`, which wants message and code as the server sent them."""
     trailers = error.trailing_metadata() if hasattr(error, "trailing_metadata") else None
     try:
-        return decode_status(Status.FromString(dict(trailers or ())[_STATUS_KEY]))
+        # Pair by pair: what the asynchronous side gives is no mapping that dict() reads in every release.
+        found = {key: value for key, value in trailers or ()}
+        return decode_status(Status.FromString(found[_STATUS_KEY]))
     except (KeyError, DecodeError, TypeError):  # none, or what a proxy made of them
         return None
 

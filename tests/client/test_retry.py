@@ -136,6 +136,17 @@ def test_no_wait_goes_beyond_the_deadline() -> None:
         made.next(2)
 
 
+def test_who_wakes_up_after_the_deadline_sends_nothing() -> None:
+    made = plan(timeout_s=5)
+    launch(made, 0)
+    made.failed(1, ServerBusy("full"), 4.9)
+    with pytest.raises(ServerBusy):
+        made.next(5.1)
+    hedged = plan(RetryPolicy(hedge_after_s=1), timeout_s=5, servers=2)
+    launch(hedged, 0)
+    assert hedged.next(5.1) == Wait(None)
+
+
 def test_a_try_has_a_deadline_of_its_own() -> None:
     made = plan(RetryPolicy(try_timeout_s=2, max_tries=3), timeout_s=3, servers=2)
     assert launch(made, 0).timeout_s == 2
