@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
@@ -13,6 +13,7 @@ from tests.calls import call_execute, call_unary, sample
 from tests.fix_server import START_TIMEOUT_S, run_server, server_command, server_environment
 
 from npugrad.v1 import server_pb2, server_pb2_grpc
+from npugrad_client import Client, Tls
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,6 +63,21 @@ def test_calls_of_either_kind_are_served(request: pytest.FixtureRequest, which: 
         streamed = call_execute(channel, made.frames())
     assert {name: content.data for name, content in unary.contents.items()} == streamed.contents
     assert streamed.contents == made.reference()
+
+
+@pytest.mark.parametrize("which", ["secured", "mutual"])
+@pytest.mark.parametrize("stream_from_bytes", [2**20, 0], ids=["unary", "execute"])
+def test_client_gets_in_with_what_it_needs(
+    request: pytest.FixtureRequest, certificates: Certificates, which: str, stream_from_bytes: int
+) -> None:
+    server: ServerProcess = request.getfixturevalue(which)
+    key, certificate = certificates.caller() if which == "mutual" else (None, None)
+    tls = Tls(ca=certificates.authority, certificate=certificate, key=key)
+    made = sample()
+    call: dict[str, Any] = {**made.arrays, **made.call.attrs}
+    with Client(server.address, tls=tls, stream_from_bytes=stream_from_bytes) as client:
+        found = client.group_norm_backward(**call, timeout_s=TIMEOUT_S)
+    assert found.grad_input.tobytes() == made.reference()["grad_input"]
 
 
 @pytest.mark.parametrize("which", ["secured", "mutual"])
