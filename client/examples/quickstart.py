@@ -2,7 +2,8 @@
 
     python client/examples/quickstart.py --target localhost:50051
 
-Shows a call, where it ran, and what a call that the documents refuse looks like. Needs nothing but the client.
+Shows a call, where it ran, and what a call that the documents refuse looks like.
+Needs nothing but the client.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""An encrypted connection, and a mutual one, where the client shows a certificate as well.
+r"""An encrypted connection, and a mutual one, where the client shows a certificate as well.
 
 The server is started with its certificate, and for mutual TLS with the authority of its callers:
 
-    npugrad-server serve --listen 0.0.0.0:50051 --tls-certificate server.pem --tls-key server.key \\
+    npugrad-server serve --listen 0.0.0.0:50051 --tls-certificate server.pem --tls-key server.key \
         --tls-client-ca callers.pem
 
 and this example with what the client trusts, and who it is:
 
-    python client/examples/secure_connection.py --target host:50051 --ca authority.pem \\
+    python client/examples/secure_connection.py --target host:50051 --ca authority.pem \
         --certificate client.pem --key client.key
 
 Ends with status 1 when it does not get in. The operand is made by the server from a recipe, so that no data

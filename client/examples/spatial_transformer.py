@@ -25,7 +25,7 @@ from torch.nn import functional
 from npugrad_client import Client
 
 SIDE, CLASSES = 24, 4
-STEPS, BATCH, RATE = 250, 64, 3e-3
+STEPS, BATCH, RATE = 80, 64, 3e-3
 WANTED_ACCURACY = 0.9
 
 
@@ -108,7 +108,7 @@ def train(model: SpatialTransformer, generator: torch.Generator) -> None:
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        if step % 50 == 0:
+        if step % 20 == 0:
             print(f"  step {step:3d}: loss {loss.item():.3f}", flush=True)
 
 

@@ -84,13 +84,12 @@ def test_client_gets_in_with_what_it_needs(
 def test_health_and_reflection_are_there(request: pytest.FixtureRequest, which: str) -> None:
     server: ServerProcess = request.getfixturevalue(which)
     with server.channel() as channel:
-        health = health_pb2_grpc.HealthStub(channel)
+        health: Any = health_pb2_grpc.HealthStub(channel)
         answer = health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
         asked = reflection_pb2.ServerReflectionRequest(list_services="")
-        found = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
-            iter([asked]), timeout=TIMEOUT_S
-        )
+        reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+        found = reflection.ServerReflectionInfo(iter([asked]), timeout=TIMEOUT_S)
         names = {service.name for service in next(found).list_services_response.service}
         assert {"npugrad.v1.BackwardService", "grpc.health.v1.Health"} <= names
 
