@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from npugrad.ops import get_operator
 from npugrad.validation import make_call
 from npugrad_client import _info
 from npugrad_client._async_transport import AsyncTransport
+from npugrad_client._batch import Batch, OnError
 from npugrad_client._call import finish, prepare
 from npugrad_client._channels import STREAM_FROM_BYTES, settings
 from npugrad_client._generated_ops import AsyncOperators
 from npugrad_client._retry import RETRY
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
     from types import TracebackType
 
     from npugrad.call import CallOptions, ExecutionInfo
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from npugrad_client._info import OperatorInfo, ServerInfo
     from npugrad_client._retry import RetryPolicy
     from npugrad_client._tls import Tls
+
+R = TypeVar("R")
 
 _IN_A_THREAD_FROM_BYTES = 2**20
 """Operands from here on are looked at, and packed where they must be, in a thread: a copy may be needed."""
@@ -135,6 +138,8 @@ class AsyncClient(AsyncOperators):
     async def server_info(self, timeout_s: float | None = None) -> ServerInfo:
         """Versions, limits, product and devices of the server, and how busy it is now.
 
+        Of one of them, where the client has several.
+
         Args:
             timeout_s: Deadline in seconds; None for the client's default.
 
@@ -162,6 +167,78 @@ class AsyncClient(AsyncOperators):
         return _info.decode_operators(
             await self._transport.ask("list_operators", request, self._deadline(timeout_s))
         )
+
+    @overload
+    async def run_many(
+        self,
+        method: Callable[..., Awaitable[R]],
+        calls: Iterable[Mapping[str, Any]],
+        *,
+        concurrency: int = 8,
+        on_error: Literal["raise"] = "raise",
+        progress: bool | str = False,
+    ) -> list[R]: ...
+
+    @overload
+    async def run_many(
+        self,
+        method: Callable[..., Awaitable[R]],
+        calls: Iterable[Mapping[str, Any]],
+        *,
+        concurrency: int = 8,
+        on_error: Literal["return"],
+        progress: bool | str = False,
+    ) -> list[R | Exception]: ...
+
+    async def run_many(
+        self,
+        method: Callable[..., Awaitable[R]],
+        calls: Iterable[Mapping[str, Any]],
+        *,
+        concurrency: int = 8,
+        on_error: OnError = "raise",
+        progress: bool | str = False,
+    ) -> list[Any]:
+        """Makes many calls, so many at once, and returns their results in the order of the calls.
+
+        Args:
+            method: A method of this client, such as ``client.group_norm_backward``.
+            calls: Arguments of each call by name. They are taken as calls begin, so that a generator need
+                never hold the operands of more than `concurrency` calls.
+            concurrency: Calls in flight at once.
+            on_error: "raise": the first error is raised, and calls in flight are cancelled. "return": an
+                error takes the place of its result.
+            progress: Whether to show a progress bar, or its title.
+
+        Returns:
+            Results, and with ``on_error="return"`` errors, in the order of the calls.
+
+        Raises:
+            ValueError: `concurrency` is below 1, or `on_error` is neither word.
+            NpugradError: What a call raised, with ``on_error="raise"``; what it raises otherwise, too.
+
+        Example:
+            >>> calls = ({"grad_output": g, "input": x, "grid": grid, ...} for g, x, grid in batches)
+            >>> await client.run_many(client.grid_sampler_2d_backward, calls)          # doctest: +SKIP
+        """
+        batch, workers = Batch(calls, concurrency, on_error, progress), []
+
+        async def work() -> None:
+            while (taken := batch.take()) is not None:
+                try:
+                    batch.answered(taken[0], await method(**taken[1]))
+                except Exception as error:
+                    batch.failed(taken[0], error)
+
+        with batch:
+            try:
+                workers += [asyncio.ensure_future(work()) for _ in range(concurrency)]
+                await asyncio.gather(*workers)
+            finally:
+                for worker in workers:
+                    worker.cancel()
+                await asyncio.gather(*workers, return_exceptions=True)
+        return batch.results()
 
     def _deadline(self, timeout_s: float | None) -> float | None:
         return self._timeout_s if timeout_s is None else timeout_s

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from npugrad.ops import get_operator
 from npugrad.validation import make_call
 from npugrad_client import _info
+from npugrad_client._batch import Batch, OnError
 from npugrad_client._call import finish, prepare
 from npugrad_client._channels import STREAM_FROM_BYTES, settings
+from npugrad_client._futures import Submit, Threads, run_batch
 from npugrad_client._generated_ops import Operators
 from npugrad_client._retry import RETRY
 from npugrad_client._transport import Transport
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from types import TracebackType
 
     from npugrad.call import CallOptions, ExecutionInfo
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from npugrad_client._info import OperatorInfo, ServerInfo
     from npugrad_client._retry import RetryPolicy
     from npugrad_client._tls import Tls
+
+R = TypeVar("R")
 
 
 class Client(Operators):
@@ -54,6 +58,7 @@ class Client(Operators):
         stream_from_bytes: int = STREAM_FROM_BYTES,
         retry: RetryPolicy | None = RETRY,
         tls: Tls | bool | None = None,
+        threads: int = 16,
     ) -> None:
         """Opens a client; the connection is made at the first call.
 
@@ -66,25 +71,29 @@ class Client(Operators):
             retry: When calls are tried again; None for never.
             tls: What to trust and who the client is; True to trust the system's authorities; None for a
                 connection that is not encrypted.
+            threads: Calls of `submit` in flight at once.
 
         Raises:
             TypeError: A target is no text, or `retry` or `tls` is of another type.
-            ValueError: A target is empty, there is none, or `tls` names what is no PEM.
+            ValueError: A target is empty, there is none, `tls` names what is no PEM, or `threads` is below 1.
             OSError: A file that `tls` names cannot be read.
         """
-        self._open(settings(target, stream_from_bytes, retry, tls), timeout_s)
+        if threads < 1:
+            raise ValueError(f"threads: found {threads}; expected 1 or more")
+        self._open(settings(target, stream_from_bytes, retry, tls), timeout_s, threads)
 
-    def _open(self, chosen: Settings, timeout_s: float | None) -> None:
+    def _open(self, chosen: Settings, timeout_s: float | None, threads: int) -> None:
         self.target = chosen.name
         self._timeout_s = timeout_s
-        self._settings = chosen
+        self._state = (chosen, timeout_s, threads)
         self._transport = Transport(chosen)
+        self._threads = Threads(self._transport, threads)
 
-    def __getstate__(self) -> tuple[Settings, float | None]:
+    def __getstate__(self) -> tuple[Settings, float | None, int]:
         """What another process needs to open a client of its own; with a private key, if there is one."""
-        return self._settings, self._timeout_s
+        return self._state
 
-    def __setstate__(self, state: tuple[Settings, float | None]) -> None:
+    def __setstate__(self, state: tuple[Settings, float | None, int]) -> None:
         """Opens a client like the one that was pickled."""
         self._open(*state)
 
@@ -104,6 +113,7 @@ class Client(Operators):
 
     def close(self) -> None:
         """Closes the connection; calls in flight are cancelled."""
+        self._threads.close()
         self._transport.close()
 
     def validate(
@@ -144,6 +154,8 @@ class Client(Operators):
     def server_info(self, timeout_s: float | None = None) -> ServerInfo:
         """Versions, limits, product and devices of the server, and how busy it is now.
 
+        Of one of them, where the client has several.
+
         Args:
             timeout_s: Deadline in seconds; None for the client's default.
 
@@ -171,6 +183,76 @@ class Client(Operators):
         return _info.decode_operators(
             self._transport.ask("list_operators", request, self._deadline(timeout_s))
         )
+
+    @overload
+    def run_many(
+        self,
+        method: Callable[..., R],
+        calls: Iterable[Mapping[str, Any]],
+        *,
+        concurrency: int = 8,
+        on_error: Literal["raise"] = "raise",
+        progress: bool | str = False,
+    ) -> list[R]: ...
+
+    @overload
+    def run_many(
+        self,
+        method: Callable[..., R],
+        calls: Iterable[Mapping[str, Any]],
+        *,
+        concurrency: int = 8,
+        on_error: Literal["return"],
+        progress: bool | str = False,
+    ) -> list[R | Exception]: ...
+
+    def run_many(
+        self,
+        method: Callable[..., R],
+        calls: Iterable[Mapping[str, Any]],
+        *,
+        concurrency: int = 8,
+        on_error: OnError = "raise",
+        progress: bool | str = False,
+    ) -> list[Any]:
+        """Makes many calls, so many at once, and returns their results in the order of the calls.
+
+        Args:
+            method: A method of this client, such as ``client.group_norm_backward``.
+            calls: Arguments of each call by name. They are taken as calls begin, so that a generator need
+                never hold the operands of more than `concurrency` calls.
+            concurrency: Calls in flight at once.
+            on_error: "raise": the first error is raised, and calls in flight are cancelled. "return": an
+                error takes the place of its result.
+            progress: Whether to show a progress bar, or its title.
+
+        Returns:
+            Results, and with ``on_error="return"`` errors, in the order of the calls.
+
+        Raises:
+            ValueError: `concurrency` is below 1, or `on_error` is neither word.
+            NpugradError: What a call raised, with ``on_error="raise"``; what it raises otherwise, too.
+
+        Example:
+            >>> calls = ({"grad_output": g, "input": x, "grid": grid, ...} for g, x, grid in batches)
+            >>> client.run_many(client.grid_sampler_2d_backward, calls)          # doctest: +SKIP
+        """
+        batch = Batch(calls, concurrency, on_error, progress)
+        threads = Threads(self._transport, concurrency)
+        try:
+            return run_batch(batch, method, threads, concurrency)
+        finally:
+            threads.close()
+
+    @property
+    def submit(self) -> Submit:
+        """The same methods, returning a `concurrent.futures.Future` at once.
+
+        Example:
+            >>> flying = [client.submit.group_norm_backward(**call) for call in calls]     # doctest: +SKIP
+            >>> [future.result().grad_input for future in flying]                          # doctest: +SKIP
+        """
+        return Submit(self, self._threads)
 
     def _deadline(self, timeout_s: float | None) -> float | None:
         return self._timeout_s if timeout_s is None else timeout_s

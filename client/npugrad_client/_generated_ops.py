@@ -8,12 +8,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from npugrad.call import CallOptions, ExecutionInfo
 from npugrad.ops import OPERATORS
 from npugrad.spec import OpSpec, TensorMeta
 from npugrad_client._arrays import ArrayLike, Operand
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 Array = Any
 """A result: a NumPy array, or a torch CPU tensor where an operand was one."""
@@ -773,3 +776,171 @@ class AsyncOperators(ABC):
             timeout_s=timeout_s,
         )
         return FusedFloydAttentionGradResult(**results, info=info)
+
+
+class FutureOperators(ABC):
+    """The operators as methods that return at once; a client supplies `_start`."""
+
+    @abstractmethod
+    def _start(self, operator: str, arguments: dict[str, Any]) -> Future[Any]:
+        """Starts a method of the client in a thread."""
+
+    def multi_scale_deformable_attention_grad(
+        self,
+        *,
+        value: ArrayLike | None = None,
+        spatial_shape: ArrayLike | None = None,
+        level_start_index: ArrayLike | None = None,
+        location: ArrayLike | None = None,
+        attn_weight: ArrayLike | None = None,
+        grad_output: ArrayLike | None = None,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+    ) -> Future[MultiScaleDeformableAttentionGradResult]:
+        """Starts `Client.multi_scale_deformable_attention_grad`, which tells all of it."""
+        return self._start(
+            "multi_scale_deformable_attention_grad",
+            {
+                "value": value,
+                "spatial_shape": spatial_shape,
+                "level_start_index": level_start_index,
+                "location": location,
+                "attn_weight": attn_weight,
+                "grad_output": grad_output,
+                "out": out,
+                "timeout_s": timeout_s,
+                "deterministic": deterministic,
+                "priority": priority,
+                "label": label,
+                "verify": verify,
+            },
+        )
+
+    def grid_sampler_2d_backward(
+        self,
+        *,
+        grad_output: ArrayLike | None = None,
+        input: ArrayLike | None = None,
+        grid: ArrayLike | None = None,
+        interpolation_mode: int | str,
+        padding_mode: int | str,
+        align_corners: bool,
+        output_mask: Sequence[bool] | None,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+    ) -> Future[GridSampler2DBackwardResult]:
+        """Starts `Client.grid_sampler_2d_backward`, which tells all of it."""
+        return self._start(
+            "grid_sampler_2d_backward",
+            {
+                "grad_output": grad_output,
+                "input": input,
+                "grid": grid,
+                "interpolation_mode": interpolation_mode,
+                "padding_mode": padding_mode,
+                "align_corners": align_corners,
+                "output_mask": output_mask,
+                "out": out,
+                "timeout_s": timeout_s,
+                "deterministic": deterministic,
+                "priority": priority,
+                "label": label,
+                "verify": verify,
+            },
+        )
+
+    def group_norm_backward(
+        self,
+        *,
+        grad_out: ArrayLike | None = None,
+        input: ArrayLike | None = None,
+        mean: ArrayLike | None = None,
+        rstd: ArrayLike | None = None,
+        gamma: ArrayLike | None = None,
+        n: int,
+        c: int,
+        hxw: int,
+        group: int,
+        output_mask: Sequence[bool] | None,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+    ) -> Future[GroupNormBackwardResult]:
+        """Starts `Client.group_norm_backward`, which tells all of it."""
+        return self._start(
+            "group_norm_backward",
+            {
+                "grad_out": grad_out,
+                "input": input,
+                "mean": mean,
+                "rstd": rstd,
+                "gamma": gamma,
+                "n": n,
+                "c": c,
+                "hxw": hxw,
+                "group": group,
+                "output_mask": output_mask,
+                "out": out,
+                "timeout_s": timeout_s,
+                "deterministic": deterministic,
+                "priority": priority,
+                "label": label,
+                "verify": verify,
+            },
+        )
+
+    def fused_floyd_attention_grad(
+        self,
+        *,
+        query: ArrayLike | None = None,
+        key1: ArrayLike | None = None,
+        value1: ArrayLike | None = None,
+        key2: ArrayLike | None = None,
+        value2: ArrayLike | None = None,
+        dy: ArrayLike | None = None,
+        atten_mask: ArrayLike | None = None,
+        softmax_max: ArrayLike | None = None,
+        softmax_sum: ArrayLike | None = None,
+        attention_in: ArrayLike | None = None,
+        scale_value: float,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+    ) -> Future[FusedFloydAttentionGradResult]:
+        """Starts `Client.fused_floyd_attention_grad`, which tells all of it."""
+        return self._start(
+            "fused_floyd_attention_grad",
+            {
+                "query": query,
+                "key1": key1,
+                "value1": value1,
+                "key2": key2,
+                "value2": value2,
+                "dy": dy,
+                "atten_mask": atten_mask,
+                "softmax_max": softmax_max,
+                "softmax_sum": softmax_sum,
+                "attention_in": attention_in,
+                "scale_value": scale_value,
+                "out": out,
+                "timeout_s": timeout_s,
+                "deterministic": deterministic,
+                "priority": priority,
+                "label": label,
+                "verify": verify,
+            },
+        )

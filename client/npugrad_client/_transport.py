@@ -151,6 +151,15 @@ class Transport:
         answer, tries = self._follow(prepared.spec.name, send, timeout_s)
         return cast("Answer", answer).after(tries)
 
+    @contextmanager
+    def cancellable(self, flight: Flight) -> Iterator[None]:
+        """Calls that this thread makes in the block are cancelled by `flight.cancel()`."""
+        self._scope.flight = flight
+        try:
+            yield
+        finally:
+            self._scope.flight = None
+
     def _home(self) -> _Home:
         """The channels of this process. No lock: a fork may have left it held by a thread that is gone."""
         if self._is_closed:
@@ -247,6 +256,8 @@ class Transport:
             yield
         except grpc.RpcError as error:
             raise translate(error, what, target, timeout_s) from None
+        except grpc.FutureCancelledError:
+            raise Cancelled(f"{what}: {target}: the call was cancelled") from None
         except ValueError:
             if not self._is_closed:
                 raise

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import numpy as np
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from npugrad import codec
 from npugrad.call import ExecutionInfo
@@ -58,14 +59,23 @@ def fake_service(
     execute: Execute | None = None,
     address: str = "127.0.0.1:0",
     credentials: grpc.ServerCredentials | None = None,
+    is_serving: bool | None = None,
 ) -> Iterator[Seen]:
-    """Runs a server for a block; without handlers of its own it answers with zeros."""
+    """Runs a server for a block; without handlers of its own it answers with zeros.
+
+    Its health service says what `is_serving` says; None for no health service.
+    """
     seen = Seen()
     server = grpc.server(
         futures.ThreadPoolExecutor(8),
         options=[("grpc.max_receive_message_length", -1), ("grpc.so_reuseport", 0)],
     )
     _add(server, seen, unary or zeros, execute or stream_zeros)
+    if is_serving is not None:
+        status = health_pb2.HealthCheckResponse
+        servicer = health.HealthServicer()
+        servicer.set("", status.SERVING if is_serving else status.NOT_SERVING)
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     if credentials is None:
         port = server.add_insecure_port(address)
     else:

@@ -147,6 +147,21 @@ def test_addresses_behind_one_target_share_the_calls_and_a_lost_one_loses_none(
 # ---------------------------------------------------------------------------------- servers that are made up
 
 
+def test_an_address_that_says_it_does_not_serve_gets_no_calls() -> None:
+    with fake_service(is_serving=False) as ill, fake_service(is_serving=True) as well:
+        target = f"ipv4:{ill.address},{well.address}"
+        for answers in both([target], None, UNARY, 10):
+            assert [answer.info.tries for answer in answers] == [1] * 10
+    assert (len(ill.methods), len(well.methods)) == (0, 20)
+
+
+def test_addresses_without_a_health_service_count_as_well() -> None:
+    with fake_service() as one, fake_service() as two:
+        both([f"ipv4:{one.address},{two.address}"], None, UNARY, 20)
+    assert len(one.methods) + len(two.methods) == 40
+    assert min(len(one.methods), len(two.methods)) >= 10
+
+
 def refuse(error: Exception, seen: list[str] | None = None) -> Any:
     def unary(spec: OpSpec, request: Any, context: Context) -> Any:
         abort_with(context, error)  # type: ignore[arg-type]

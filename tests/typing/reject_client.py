@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from npugrad_client import Client
+from npugrad_client import AsyncClient, Client
 
 x = np.zeros((2, 3, 4), np.float32)
 client = Client("localhost:50051")
@@ -31,3 +31,9 @@ client.grid_sampler_2d_backward(
 grads = client.multi_scale_deformable_attention_grad(value=x)
 grads.grad_values  # rejected: mypy[attr-defined] pyright[reportAttributeAccessIssue]
 grads.info = None  # rejected: mypy[misc,assignment] pyright[reportAttributeAccessIssue]
+
+Client(["localhost:50051", 50052])  # rejected: mypy[list-item] pyright[reportArgumentType]
+Client("localhost:50051", tls="ca.pem")  # rejected: mypy[arg-type] pyright[reportArgumentType]
+AsyncClient("localhost:50051", threads=4)  # rejected: mypy[call-arg] pyright[reportCallIssue]
+client.submit.group_norm_backward(values=x)  # rejected: mypy[call-arg] pyright[reportCallIssue]
+client.submit(client.server_info, timeout="1 s")  # rejected: mypy[call-arg] pyright[reportCallIssue]

@@ -33,12 +33,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from npugrad.call import CallOptions, ExecutionInfo
 from npugrad.ops import OPERATORS
 from npugrad.spec import OpSpec, TensorMeta
 from npugrad_client._arrays import ArrayLike, Operand
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 Array = Any
 """A result: a NumPy array, or a torch CPU tensor where an operand was one."""
@@ -62,6 +65,16 @@ class {name}(ABC):
         timeout_s: float | None,
     ) -> tuple[dict[str, Any], ExecutionInfo]:
         """Sends one call; results by output name and what produced them."""
+'''
+
+_FUTURES = '''
+
+class FutureOperators(ABC):
+    """The operators as methods that return at once; a client supplies `_start`."""
+
+    @abstractmethod
+    def _start(self, operator: str, arguments: dict[str, Any]) -> Future[Any]:
+        """Starts a method of the client in a thread."""
 '''
 
 _CLASSES = (
@@ -212,12 +225,29 @@ def _method(spec: OpSpec, def_: str, await_: str) -> str:
     return "\n".join(lines)
 
 
+def _future(spec: OpSpec) -> str:
+    """A method of `client.submit`: the arguments of the method it starts, and no word twice."""
+    arguments = [p for p in spec.params if not (isinstance(p, TensorParam) and p.role == "output")]
+    lines = ["", f"    def {spec.name}(", "        self,", "        *,"]
+    lines += [f"        {_argument(p)}," for p in arguments]
+    lines += [f"        {name}: {kind} = {default}," for name, kind, default, _ in _COMMON]
+    lines += [f"    ) -> Future[{_class_name(spec)}]:"]
+    lines += [f'        """Starts `Client.{spec.name}`, which tells all of it."""']
+    lines += [f'        return self._start("{spec.name}", {{']
+    lines += [
+        f'            "{name}": {name},' for name in [p.name for p in arguments] + [c[0] for c in _COMMON]
+    ]
+    lines += ["        })"]
+    return "\n".join(lines)
+
+
 def generate() -> str:
     """The whole module, formatted."""
     parts = [_HEADER, *map(_result_class, OPERATORS.values())]
     for name, kind, def_, await_ in _CLASSES:
         parts.append(_BASE.format(name=name, kind=kind, def_=def_))
         parts += [_method(spec, def_, await_) for spec in OPERATORS.values()]
+    parts += [_FUTURES, *map(_future, OPERATORS.values())]
     source = "\n".join(parts) + "\n"
     formatted = subprocess.run(
         [sys.executable, "-m", "ruff", "format", "--stdin-filename", str(TARGET), "-"],

@@ -1,0 +1,90 @@
+"""Many calls at once: what is still to do, what came back, and a progress bar; the same for both clients."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from types import TracebackType
+
+OnError = Literal["raise", "return"]
+"""What becomes of an error: raised at once, or kept in the place of its result."""
+
+
+class Batch:
+    """The calls of one `run_many`: given out in order, at most as many as are asked for; results by place.
+
+    Not thread-safe: whoever runs the calls gives out and takes back in one thread.
+    """
+
+    def __init__(
+        self, calls: Iterable[Mapping[str, Any]], concurrency: int, on_error: OnError, progress: bool | str
+    ) -> None:
+        """Refuses what cannot be meant; the calls are not looked at yet.
+
+        Raises:
+            TypeError: `calls` cannot be iterated over.
+            ValueError: `concurrency` is below 1, or `on_error` is neither word.
+        """
+        if concurrency < 1:
+            raise ValueError(f"concurrency: found {concurrency}; expected 1 or more")
+        if on_error not in ("raise", "return"):
+            raise ValueError(f'on_error: found {on_error!r}; expected "raise" or "return"')
+        self._total = len(calls) if isinstance(calls, Sized) else None
+        self._calls = iter(calls)
+        self._keeps_errors = on_error == "return"
+        self._results: dict[int, Any] = {}
+        self._given = 0
+        self._bar = _bar(progress) if progress else None
+
+    def __enter__(self) -> Batch:
+        """Shows the bar, if there is one."""
+        if self._bar is not None:
+            self._bar.start()
+            self._task = self._bar.add_task("", total=self._total)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leaves the bar as it is."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def take(self) -> tuple[int, Mapping[str, Any]] | None:
+        """Place and arguments of the next call; None after the last."""
+        call = next(self._calls, None)
+        if call is None:
+            return None
+        self._given += 1
+        return self._given - 1, call
+
+    def answered(self, place: int, result: Any) -> None:
+        """Keeps a result."""
+        self._results[place] = result
+        if self._bar is not None:
+            self._bar.advance(self._task)
+
+    def failed(self, place: int, error: Exception) -> None:
+        """Keeps an error, or raises it."""
+        if not self._keeps_errors:
+            raise error
+        self.answered(place, error)
+
+    def results(self) -> list[Any]:
+        """All results, in the order of the calls."""
+        return [self._results[place] for place in range(self._given)]
+
+
+def _bar(progress: bool | str) -> Any:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    text = progress if isinstance(progress, str) else "calls"
+    return Progress(
+        TextColumn(text, markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+    )

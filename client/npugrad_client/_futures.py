@@ -1,0 +1,150 @@
+"""Calls in threads: futures whose cancellation reaches the server, and many calls at once."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from npugrad_client._generated_ops import FutureOperators
+from npugrad_client._transport import Flight
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from npugrad_client._batch import Batch
+    from npugrad_client._client import Client
+    from npugrad_client._transport import Transport
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class CallFuture(Future[T]):
+    """The future of a call; cancelling it cancels the call, in flight or not."""
+
+    def __init__(self) -> None:
+        """A future of a call that has not begun."""
+        super().__init__()
+        self.flight = Flight()
+
+    def cancel(self) -> bool:
+        """Cancels the call.
+
+        Returns:
+            False when it is over. One that was in flight is given up by the server, and `result` raises
+            `npugrad_client.Cancelled`; one that had not begun raises `concurrent.futures.CancelledError`.
+        """
+        if super().cancel():
+            return True
+        if self.done():
+            return False
+        self.flight.cancel()
+        return True
+
+
+class Threads:
+    """A pool of threads that make calls; each process has its own.
+
+    Thread safety: `start` may be called from several threads at once.
+    """
+
+    def __init__(self, transport: Transport, size: int) -> None:
+        """A pool of at most `size` threads, of which none is started yet."""
+        self._transport, self._size = transport, size
+        self._pools: dict[int, ThreadPoolExecutor] = {}
+        self._lock = threading.Lock()
+
+    def start(self, call: Callable[[], T]) -> CallFuture[T]:
+        """Starts a call as soon as there is a thread for it."""
+        future: CallFuture[T] = CallFuture()
+        inner = self._pool().submit(self._work, future, call)
+        # Nobody cancels an inner future but a pool that is closed.
+        inner.add_done_callback(lambda ended: future.cancel() if ended.cancelled() else None)
+        return future
+
+    def _pool(self) -> ThreadPoolExecutor:
+        pool = self._pools.get(os.getpid())
+        if pool is None:  # no lock: a fork may have left it held by a thread that is gone
+            made = ThreadPoolExecutor(self._size, "npugrad")
+            pool = self._pools.setdefault(os.getpid(), made)
+        return pool
+
+    def _work(self, future: CallFuture[T], call: Callable[[], T]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            with self._transport.cancellable(future.flight):
+                result = call()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    def close(self) -> None:
+        """Starts nothing more; what had not begun is cancelled."""
+        pool = self._pools.get(os.getpid())
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+class Submit(FutureOperators):
+    """Calls that return at once: each method of the client, returning a future.
+
+    At most `Client(threads=...)` calls are in flight; the others wait for a thread. Cancelling a future
+    cancels its call, and closing the client cancels all.
+
+    Thread safety: may be shared by any number of threads.
+
+    Example:
+        >>> flying = client.submit.group_norm_backward(grad_out=grad_out, ...)     # doctest: +SKIP
+        >>> flying.result().grad_input                                             # doctest: +SKIP
+        >>> client.submit(client.validate, "group_norm_backward", inputs={...}, attrs={...})  # doctest: +SKIP
+    """
+
+    def __init__(self, client: Client, threads: Threads) -> None:
+        """The calls of one client."""
+        self._client, self._threads = client, threads
+
+    def __call__(self, method: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Starts any method of the client.
+
+        Args:
+            method: Such as ``client.validate``.
+            args: Its arguments.
+            kwargs: Its arguments by name.
+        """
+        return self._threads.start(lambda: method(*args, **kwargs))
+
+    def _start(self, operator: str, arguments: dict[str, Any]) -> Future[Any]:
+        method = getattr(self._client, operator)
+        return self._threads.start(lambda: method(**arguments))
+
+
+def run_batch(batch: Batch, method: Callable[..., T], threads: Threads, concurrency: int) -> list[Any]:
+    """Runs a batch in threads, so many calls at once; when it ends early, calls in flight are cancelled."""
+    flying: dict[CallFuture[T], int] = {}
+    try:
+        with batch:
+            while True:
+                while len(flying) < concurrency and (taken := batch.take()) is not None:
+                    flying[_start(threads, method, taken[1])] = taken[0]
+                if not flying:
+                    return batch.results()
+                for future in wait(flying, return_when=FIRST_COMPLETED).done:
+                    place = flying.pop(future)  # type: ignore[call-overload]
+                    error = future.exception()
+                    if error is None:
+                        batch.answered(place, future.result())
+                    elif isinstance(error, Exception):
+                        batch.failed(place, error)
+                    else:
+                        raise error
+    finally:
+        for future in flying:
+            future.cancel()
+
+
+def _start(threads: Threads, method: Callable[..., T], arguments: Any) -> CallFuture[T]:
+    return threads.start(lambda: method(**arguments))
