@@ -35,10 +35,17 @@ def group_norm(x: Floats) -> tuple[Floats, Floats, Floats]:
 def remote_gradient(client: Client, x: Floats, grad_out: Floats, groups: int = GROUPS) -> Any:
     """The result of the operator: gradients, and where they were computed."""
     _, mean, rstd = group_norm(x)
-    operands = {"grad_out": grad_out, "input": x, "mean": mean, "rstd": rstd}
-    single = {name: array.astype(np.float32) for name, array in operands.items()}
     return client.group_norm_backward(
-        **single, n=N, c=C, hxw=SIDE * SIDE, group=groups, output_mask=(True, True, True), timeout_s=30
+        grad_out=grad_out.astype(np.float32),
+        input=x.astype(np.float32),
+        mean=mean.astype(np.float32),
+        rstd=rstd.astype(np.float32),
+        n=N,
+        c=C,
+        hxw=SIDE * SIDE,
+        group=groups,
+        output_mask=(True, True, True),
+        timeout_s=30,
     )
 
 

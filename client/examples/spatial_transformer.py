@@ -116,7 +116,7 @@ def accuracy(model: SpatialTransformer, generator: torch.Generator) -> float:
     """Share of right answers on 1024 images that were not seen before."""
     images, labels = make_images(1024, generator)
     with torch.no_grad():
-        return (model(images).argmax(dim=1) == labels).float().mean().item()
+        return float((model(images).argmax(dim=1) == labels).float().mean())
 
 
 def main() -> int:
