@@ -454,12 +454,12 @@ class AsyncOperators(ABC):
     async def multi_scale_deformable_attention_grad(
         self,
         *,
-        value: ArrayLike | None = None,
-        spatial_shape: ArrayLike | None = None,
-        level_start_index: ArrayLike | None = None,
-        location: ArrayLike | None = None,
-        attn_weight: ArrayLike | None = None,
-        grad_output: ArrayLike | None = None,
+        value: Operand | None = None,
+        spatial_shape: Operand | None = None,
+        level_start_index: Operand | None = None,
+        location: Operand | None = None,
+        attn_weight: Operand | None = None,
+        grad_output: Operand | None = None,
         out: Out | None = None,
         timeout_s: float | None = None,
         deterministic: bool = False,
@@ -503,6 +503,7 @@ class AsyncOperators(ABC):
             InvalidOperand: 161002. An operand or attribute breaks a documented rule.
             UnsupportedOperator: 561103. The server's product has no such operator.
             MalformedTensor: Shape, strides and content of an operand do not fit together.
+            RecipeMismatch: A `Recipe` with a digest gives another content on the server.
             MalformedRequest: An option is out of range.
             UnsafeLevels: Level sizes or starts point outside the value tensor (NPU only).
             OperatorError: The device cannot honour `deterministic` for this call.
@@ -530,9 +531,9 @@ class AsyncOperators(ABC):
     async def grid_sampler_2d_backward(
         self,
         *,
-        grad_output: ArrayLike | None = None,
-        input: ArrayLike | None = None,
-        grid: ArrayLike | None = None,
+        grad_output: Operand | None = None,
+        input: Operand | None = None,
+        grid: Operand | None = None,
         interpolation_mode: int | str,
         padding_mode: int | str,
         align_corners: bool,
@@ -580,6 +581,7 @@ class AsyncOperators(ABC):
             NullOperand: 161001. A required operand or attribute is null.
             InvalidOperand: 161002. An operand or attribute breaks a documented rule.
             MalformedTensor: Shape, strides and content of an operand do not fit together.
+            RecipeMismatch: A `Recipe` with a digest gives another content on the server.
             MalformedRequest: An attribute has the wrong type or is outside int64, or an option is out of
                 range.
             OperatorError: The device cannot honour `deterministic` for this call.
@@ -605,11 +607,11 @@ class AsyncOperators(ABC):
     async def group_norm_backward(
         self,
         *,
-        grad_out: ArrayLike | None = None,
-        input: ArrayLike | None = None,
-        mean: ArrayLike | None = None,
-        rstd: ArrayLike | None = None,
-        gamma: ArrayLike | None = None,
+        grad_out: Operand | None = None,
+        input: Operand | None = None,
+        mean: Operand | None = None,
+        rstd: Operand | None = None,
+        gamma: Operand | None = None,
         n: int,
         c: int,
         hxw: int,
@@ -661,6 +663,7 @@ class AsyncOperators(ABC):
             NullOperand: 161001. A required operand or attribute is null.
             InvalidOperand: 161002. An operand or attribute breaks a documented rule.
             MalformedTensor: Shape, strides and content of an operand do not fit together.
+            RecipeMismatch: A `Recipe` with a digest gives another content on the server.
             MalformedRequest: An attribute has the wrong type or is outside int64, or an option is out of
                 range.
             OperatorError: The device cannot honour `deterministic` for this call.
@@ -681,16 +684,16 @@ class AsyncOperators(ABC):
     async def fused_floyd_attention_grad(
         self,
         *,
-        query: ArrayLike | None = None,
-        key1: ArrayLike | None = None,
-        value1: ArrayLike | None = None,
-        key2: ArrayLike | None = None,
-        value2: ArrayLike | None = None,
-        dy: ArrayLike | None = None,
-        atten_mask: ArrayLike | None = None,
-        softmax_max: ArrayLike | None = None,
-        softmax_sum: ArrayLike | None = None,
-        attention_in: ArrayLike | None = None,
+        query: Operand | None = None,
+        key1: Operand | None = None,
+        value1: Operand | None = None,
+        key2: Operand | None = None,
+        value2: Operand | None = None,
+        dy: Operand | None = None,
+        atten_mask: Operand | None = None,
+        softmax_max: Operand | None = None,
+        softmax_sum: Operand | None = None,
+        attention_in: Operand | None = None,
         scale_value: float,
         out: Out | None = None,
         timeout_s: float | None = None,
@@ -745,6 +748,7 @@ class AsyncOperators(ABC):
             TilingError: 561002. The sizes break a documented limit of the operator's tiling.
             UnsupportedOperator: 561003. The server's product has no such operator.
             MalformedTensor: Shape, strides and content of an operand do not fit together.
+            RecipeMismatch: A `Recipe` with a digest gives another content on the server.
             MalformedRequest: An attribute has the wrong type or is outside int64, or an option is out of
                 range.
             OperatorError: The device cannot honour `deterministic` for this call.
@@ -784,12 +788,12 @@ class FutureOperators(ABC):
     def multi_scale_deformable_attention_grad(
         self,
         *,
-        value: ArrayLike | None = None,
-        spatial_shape: ArrayLike | None = None,
-        level_start_index: ArrayLike | None = None,
-        location: ArrayLike | None = None,
-        attn_weight: ArrayLike | None = None,
-        grad_output: ArrayLike | None = None,
+        value: Operand | None = None,
+        spatial_shape: Operand | None = None,
+        level_start_index: Operand | None = None,
+        location: Operand | None = None,
+        attn_weight: Operand | None = None,
+        grad_output: Operand | None = None,
         out: Out | None = None,
         timeout_s: float | None = None,
         deterministic: bool = False,
@@ -819,9 +823,9 @@ class FutureOperators(ABC):
     def grid_sampler_2d_backward(
         self,
         *,
-        grad_output: ArrayLike | None = None,
-        input: ArrayLike | None = None,
-        grid: ArrayLike | None = None,
+        grad_output: Operand | None = None,
+        input: Operand | None = None,
+        grid: Operand | None = None,
         interpolation_mode: int | str,
         padding_mode: int | str,
         align_corners: bool,
@@ -856,11 +860,11 @@ class FutureOperators(ABC):
     def group_norm_backward(
         self,
         *,
-        grad_out: ArrayLike | None = None,
-        input: ArrayLike | None = None,
-        mean: ArrayLike | None = None,
-        rstd: ArrayLike | None = None,
-        gamma: ArrayLike | None = None,
+        grad_out: Operand | None = None,
+        input: Operand | None = None,
+        mean: Operand | None = None,
+        rstd: Operand | None = None,
+        gamma: Operand | None = None,
         n: int,
         c: int,
         hxw: int,
@@ -899,16 +903,16 @@ class FutureOperators(ABC):
     def fused_floyd_attention_grad(
         self,
         *,
-        query: ArrayLike | None = None,
-        key1: ArrayLike | None = None,
-        value1: ArrayLike | None = None,
-        key2: ArrayLike | None = None,
-        value2: ArrayLike | None = None,
-        dy: ArrayLike | None = None,
-        atten_mask: ArrayLike | None = None,
-        softmax_max: ArrayLike | None = None,
-        softmax_sum: ArrayLike | None = None,
-        attention_in: ArrayLike | None = None,
+        query: Operand | None = None,
+        key1: Operand | None = None,
+        value1: Operand | None = None,
+        key2: Operand | None = None,
+        value2: Operand | None = None,
+        dy: Operand | None = None,
+        atten_mask: Operand | None = None,
+        softmax_max: Operand | None = None,
+        softmax_sum: Operand | None = None,
+        attention_in: Operand | None = None,
         scale_value: float,
         out: Out | None = None,
         timeout_s: float | None = None,

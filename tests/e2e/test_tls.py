@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
@@ -13,6 +13,7 @@ from tests.calls import call_execute, call_unary, sample
 from tests.fix_server import START_TIMEOUT_S, run_server, server_command, server_environment
 
 from npugrad.v1 import server_pb2, server_pb2_grpc
+from npugrad_client import Client, Tls
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,16 +66,30 @@ def test_calls_of_either_kind_are_served(request: pytest.FixtureRequest, which: 
 
 
 @pytest.mark.parametrize("which", ["secured", "mutual"])
+@pytest.mark.parametrize("stream_from_bytes", [2**20, 0], ids=["unary", "execute"])
+def test_client_gets_in_with_what_it_needs(
+    request: pytest.FixtureRequest, certificates: Certificates, which: str, stream_from_bytes: int
+) -> None:
+    server: ServerProcess = request.getfixturevalue(which)
+    key, certificate = certificates.caller() if which == "mutual" else (None, None)
+    tls = Tls(ca=certificates.authority, certificate=certificate, key=key)
+    made = sample()
+    call: dict[str, Any] = {**made.arrays, **made.call.attrs}
+    with Client(server.address, tls=tls, stream_from_bytes=stream_from_bytes) as client:
+        found = client.group_norm_backward(**call, timeout_s=TIMEOUT_S)
+    assert found.grad_input.tobytes() == made.reference()["grad_input"]
+
+
+@pytest.mark.parametrize("which", ["secured", "mutual"])
 def test_health_and_reflection_are_there(request: pytest.FixtureRequest, which: str) -> None:
     server: ServerProcess = request.getfixturevalue(which)
     with server.channel() as channel:
-        health = health_pb2_grpc.HealthStub(channel)
+        health: Any = health_pb2_grpc.HealthStub(channel)
         answer = health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
         asked = reflection_pb2.ServerReflectionRequest(list_services="")
-        found = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
-            iter([asked]), timeout=TIMEOUT_S
-        )
+        reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+        found = reflection.ServerReflectionInfo(iter([asked]), timeout=TIMEOUT_S)
         names = {service.name for service in next(found).list_services_response.service}
         assert {"npugrad.v1.BackwardService", "grpc.health.v1.Health"} <= names
 

@@ -1,0 +1,15 @@
+"""Runs an example as its documentation says: a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "client" / "examples"
+
+
+def run_example(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs one to its end; output and errors as text."""
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
