@@ -23,7 +23,7 @@ from npugrad_client.errors import (
 )
 from npugrad_client.torch._calls import Options, verdict_of
 from npugrad_client.torch._summary import FAILED, Ledger, Summary
-from npugrad_client.torch._translation import TAKEN_APART, TRANSLATIONS, Request
+from npugrad_client.torch._translation import TAKEN_APART, TAKEN_APART_BY, TRANSLATIONS, Request
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -92,8 +92,8 @@ class Remote(ContextDecorator):
         """Runs one operator, here or there."""
         translate = TRANSLATIONS.get(func)
         if translate is None or _deciding.is_local:
-            if torch.is_grad_enabled():
-                self._notice_create_graph()
+            if func in TAKEN_APART_BY:
+                self._notice_taken_apart(func)
             return func(*args, **kwargs)
         request = translate(*args, **kwargs)
         why, nbytes = self._why_local(request), request.nbytes
@@ -167,18 +167,19 @@ class Remote(ContextDecorator):
     def _warn(self, kind: str, text: str) -> None:
         self._ledger.once(kind, lambda: warnings.warn(text, RemoteWarning, stacklevel=2))
 
-    def _notice_create_graph(self) -> None:
-        """Counts a node that autograd takes apart because its gradient shall have a gradient."""
+    def _notice_taken_apart(self, func: Any) -> None:
+        """Counts a node that autograd computes with elementary operators, which are not the service's."""
         node: Any = torch._C._current_autograd_node()  # None outside of a backward pass
         operator = TAKEN_APART.get(node.name()) if node is not None else None
-        if operator is None:
+        why = TAKEN_APART_BY[func] if not torch.is_grad_enabled() else _CREATE_GRAPH
+        if operator is None or not why or _is_recomputing():
             return
         evaluation = (torch._C._current_graph_task_id(), node._sequence_nr())
         if evaluation == self._entered.last_taken_apart:
             return
         self._entered.last_taken_apart = evaluation
-        self._ledger.add(operator, is_sent=False, why=_CREATE_GRAPH, nbytes=0, seconds=0.0)
-        self._warn(f"{operator}: {_CREATE_GRAPH}", f"{operator} runs here, as {_CREATE_GRAPH}")
+        self._ledger.add(operator, is_sent=False, why=why, nbytes=0, seconds=0.0)
+        self._warn(f"{operator}: {why}", f"{operator} runs here, as {why}")
 
 
 def remote(
@@ -202,7 +203,8 @@ def remote(
     and costs some microseconds for every operator.
 
     Under ``create_graph=True`` autograd itself takes the backward of `group_norm` apart into elementary
-    operators, which run here, with a warning; that of `grid_sample` is still sent.
+    operators, which run here, with a warning; that of `grid_sample` is still sent. So it does where mean or
+    rstd of `native_group_norm` have gradients.
 
     Inside another `remote` the inner one decides alone. Any number of threads may enter the same object, each
     for its own backward passes. It works with hooks, checkpoints of both kinds, and autocast.
@@ -283,6 +285,11 @@ def _kind(error: OperatorError) -> str:
     if first is None:
         return f"{error.code}"
     return f"{', '.join(first.operands)}: expected {first.expected}"
+
+
+def _is_recomputing() -> bool:
+    """Whether a checkpoint runs a forward pass again inside a node, which only it does with such hooks."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _require(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -146,4 +146,9 @@ TRANSLATIONS: dict[Any, Callable[..., Request]] = {
 }
 """What is looked at, by autograd's operator; everything else passes through."""
 TAKEN_APART = {"NativeGroupNormBackward0": "group_norm_backward"}
-"""Nodes that compute with elementary operators, here, when a gradient shall have a gradient of its own."""
+"""Nodes that compute with elementary operators when a gradient shall have a gradient of its own."""
+TAKEN_APART_BY = {
+    torch.ops.aten.mul.Tensor: "",
+    torch.ops.aten.reciprocal_.default: "a gradient of mean or rstd takes it apart",
+}
+"""Operators that are then seen inside such a node, and why if it is not for a gradient of the gradient."""

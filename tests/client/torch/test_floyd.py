@@ -123,7 +123,7 @@ def test_what_is_saved_is_what_the_documents_want(client: Client) -> None:
 def test_other_types_need_a_compute_dtype(client: Client, dtype: Any) -> None:
     call = operands(dtype, **SIZES)
     with pytest.raises(
-        InvalidOperand, match=r"fused_floyd_attention_grad: query: found float.*float16"
+        InvalidOperand, match=r"fused_floyd_attention_grad: query: found dtype float.*; expected float16"
     ) as refused:
         fused_floyd_attention(*call, client=client)
     assert refused.value.code == 161002

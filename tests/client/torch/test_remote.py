@@ -564,3 +564,14 @@ def _is_normalised_away(sampled: nn.Module, name: str) -> bool:
     number = int(name.split(".")[1])
     after = model[number + 1] if number + 1 < len(model) else None
     return isinstance(after, nn.GroupNorm) and after.num_groups == after.num_channels
+
+
+def test_unpacking_and_hooks_inside_a_node_are_not_taken_for_anything_else(client: Client) -> None:
+    x = torch.randn(2, 8, 5, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (t / 2, t.dtype), lambda p: (p[0] * 2).to(p[1])):
+        y = F.group_norm(x, 4)
+    y.register_hook(lambda grad: grad * 3)
+    with remote(client, min_bytes=0) as mode, Golden() as golden:
+        y.square().sum().backward()
+    assert golden.compared == mode.summary().sent == 1
+    assert mode.summary().local == 0
