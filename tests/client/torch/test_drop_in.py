@@ -123,7 +123,7 @@ def test_installed_by_hand_and_in_order(client: Client) -> None:
 
 @STYLES
 def test_types_that_the_documents_refuse(client: Client, function: Any) -> None:
-    with drop_in(client), pytest.raises(InvalidOperand, match="value: found float64") as refused:
+    with drop_in(client), pytest.raises(InvalidOperand, match="value: found dtype float64") as refused:
         step(Attention(function).double(), torch.float64)
     assert refused.value.code == 161002
 

