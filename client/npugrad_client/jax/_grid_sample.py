@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
+import jax  # pyright: ignore[reportMissingImports] - an extra
+import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
 
 from npugrad_client.jax._callback import Array, Service, require_legal
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from npugrad_client import Client
 
 OPERATOR = "grid_sampler_2d_backward"
-_MODES = {"bilinear": 0, "nearest": 1}
-_PADDINGS = {"zeros": 0, "border": 1, "reflection": 2}
+_MODES: dict[Any, Any] = {"bilinear": 0, "nearest": 1}
+_PADDINGS: dict[Any, Any] = {"zeros": 0, "border": 1, "reflection": 2}
 _FAR = -100.0  # the position given to a point that has none; no image has pixels around it
 
 
@@ -23,8 +23,8 @@ def grid_sample(
     grid: Array,
     *,
     client: Client,
-    mode: str = "bilinear",
-    padding_mode: str = "zeros",
+    mode: int | str = "bilinear",
+    padding_mode: int | str = "zeros",
     align_corners: bool = False,
     timeout_s: float | None = None,
     priority: int = 0,
@@ -62,7 +62,8 @@ def grid_sample(
     result_shape = (*input.shape[:2], *grid.shape[1:3])
     grad_output = jax.ShapeDtypeStruct(result_shape, input.dtype)
     require_legal(OPERATOR, {"grad_output": grad_output, "input": input, "grid": grid}, attrs)
-    how = _How(_MODES[mode], _PADDINGS[padding_mode], bool(align_corners))
+    # Numbers are as good as names to the documents, and so they are here.
+    how = _How(_MODES.get(mode, mode), _PADDINGS.get(padding_mode, padding_mode), bool(align_corners))
     result: Array = _grid_sample(service, how, input, grid)
     return result
 
