@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import jax  # pyright: ignore[reportMissingImports] - an extra
+import jax
 import numpy as np
 
 from npugrad.ops import get_operator

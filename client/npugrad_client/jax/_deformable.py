@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import jax  # pyright: ignore[reportMissingImports] - an extra
-import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
+import jax
+import jax.numpy as jnp
 
 from npugrad_client.jax._callback import Array, Service, require_legal, zero_tangent
 

@@ -97,7 +97,9 @@ class _DeformableAttention(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator takes ctx its name
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
         value, spatial_shape, level_start_index, location, attn_weight = ctx.saved_tensors
         grads = ctx.client.multi_scale_deformable_attention_grad(
             value=value,
@@ -105,7 +107,7 @@ class _DeformableAttention(Function):
             level_start_index=level_start_index,
             location=location,
             attn_weight=attn_weight,
-            grad_output=grad_output,
+            grad_output=grad_outputs[0],
             **ctx.options,
         )
         return grads.grad_value, None, None, grads.grad_location, grads.grad_attn_weight, None, None

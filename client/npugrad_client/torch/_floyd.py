@@ -114,7 +114,9 @@ class _FloydAttention(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator takes ctx its name
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
         query, key1, value1, key2, value2, mask, largest, total, attention = ctx.saved_tensors
         grads = ctx.client.fused_floyd_attention_grad(
             query=query,
@@ -122,7 +124,7 @@ class _FloydAttention(Function):
             value1=value1,
             key2=key2,
             value2=value2,
-            dy=dy,
+            dy=grad_outputs[0],
             atten_mask=mask,
             softmax_max=largest,
             softmax_sum=total,

@@ -6,9 +6,10 @@ import threading
 import time
 import warnings
 from contextlib import ContextDecorator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
+from torch._C import _autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from npugrad.ops import get_operator
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 
     from npugrad_client import Client
 
-MIN_BYTES = 256 * 1024
-"""Default of `min_bytes`: about where the fixed cost of a call is no longer most of its time."""
+MIN_BYTES = 512 * 1024
+"""Default of `min_bytes`: below it the fixed cost of a call is more than half of its travel (measured)."""
 _REFUSED = (NullOperand, InvalidOperand, TilingError, UnsupportedOperator)
 _SMALL = "smaller than min_bytes"
 _CREATE_GRAPH = "create_graph=True takes it apart"
@@ -169,8 +170,10 @@ class Remote(ContextDecorator):
 
     def _notice_taken_apart(self, func: Any) -> None:
         """Counts a node that autograd computes with elementary operators, which are not the service's."""
-        node: Any = torch._C._current_autograd_node()  # None outside of a backward pass
-        operator = TAKEN_APART.get(node.name()) if node is not None else None
+        node = cast("Any", torch._C._current_autograd_node())  # None outside of a backward pass
+        if node is None:
+            return
+        operator = TAKEN_APART.get(node.name())
         why = TAKEN_APART_BY[func] if not torch.is_grad_enabled() else _CREATE_GRAPH
         if operator is None or not why or _is_recomputing():
             return
@@ -289,7 +292,7 @@ def _kind(error: OperatorError) -> str:
 
 def _is_recomputing() -> bool:
     """Whether a checkpoint runs a forward pass again inside a node, which only it does with such hooks."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return _autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _require(name: str, value: str, known: tuple[str, ...]) -> None:
