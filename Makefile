@@ -16,10 +16,11 @@ VENV_GEN ?= .venv-gen
 VENV_FLOOR ?= .venv-floor
 VENV_NPU ?= .venv-npu
 VENV_PEERS ?= .venv-peers
+VENV_ZIG ?= .venv-zig
+VENV_JAX ?= .venv-jax
 TORCH ?= torch==2.13.0
 TORCH_NPU ?= torch_npu==2.13.0
 TORCH_INDEX ?=
-VENV_ZIG ?= .venv-zig
 ZIGLANG ?= ziglang==0.17.1
 ARGS ?=
 
@@ -34,6 +35,7 @@ STAMP_KERNELS := $(VENV)/.kernels
 STAMP_KERNELS_NPU := $(VENV_NPU)/.kernels
 KERNEL_SOURCES := $(wildcard server/kernels/*.cpp server/kernels/*.h) server/kernels/build.py
 STAMP_ZIG := $(VENV_ZIG)/.stamp
+STAMP_JAX := $(VENV_JAX)/.stamp
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # Written from the records, after the protos; each knows --check.
 RECORD_GENERATORS := $(wildcard $(TOOLS)/gen_client.py $(TOOLS)/gen_docs.py)
@@ -102,8 +104,13 @@ $(STAMP_ZIG):
 	$(VENV_ZIG)/bin/python $(PIP_INSTALL) '$(ZIGLANG)'
 	touch $@
 
+$(STAMP_JAX): pyproject.toml
+	test -x $(VENV_JAX)/bin/python || $(PYTHON) -m venv $(VENV_JAX)
+	$(VENV_JAX)/bin/python $(PIP_INSTALL) --editable '.[server,jax,dev]'
+	touch $@
+
 clean: ## Remove virtual environments, caches and built things
-	rm -rf $(VENV) $(VENV_GEN) $(VENV_FLOOR) $(VENV_NPU) $(VENV_ZIG) $(VENV_PEERS) build dist .cache .hypothesis .*_cache
+	rm -rf $(VENV) $(VENV_GEN) $(VENV_FLOOR) $(VENV_NPU) $(VENV_ZIG) $(VENV_PEERS) $(VENV_JAX) build dist .cache .hypothesis .*_cache
 	rm -rf server/npugrad_server/backends/cpu/lib
 	find $(LIBRARY) tests -name __pycache__ -type d -prune -exec rm -rf {} +
 .PHONY: clean
@@ -136,6 +143,9 @@ test-large: $(STAMP_KERNELS) ## A call of 3 GiB; skips, saying so, under 16 GiB 
 test-npu: $(STAMP_KERNELS_NPU) ## The NPU path: the unmodified torch_npu on a simulated CANN; x86-64 with g++
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV_NPU)/bin/python -m pytest -m npu_sim $(ARGS)
 
+test-jax: $(STAMP_JAX) ## The JAX functions, in an environment that has JAX
+	JAX_PLATFORMS=cpu $(VENV_JAX)/bin/python -m pytest tests/client/jax $(ARGS)
+
 # The same command as on hardware; `make test-npu` runs it too, and with faults that it must find.
 acceptance-sim: $(STAMP_NPU) ## The acceptance on a simulated NPU; ARGS="--steps 3" chooses
 	eval "$$($(VENV_NPU)/bin/python -m tests.cann_sim.build build/cann_sim_accepted)" && \
@@ -143,7 +153,7 @@ acceptance-sim: $(STAMP_NPU) ## The acceptance on a simulated NPU; ARGS="--steps
 
 test-deploy: $(STAMP) ## The image recipe and the manifests
 	$(BIN)/python -m pytest tests/deploy $(ARGS)
-.PHONY: test test-large test-npu acceptance-sim test-deploy
+.PHONY: test test-large test-npu test-jax acceptance-sim test-deploy
 
 # -------------------------------------------------------------------------------- benchmarks
 

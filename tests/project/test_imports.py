@@ -26,6 +26,8 @@ FORBIDDEN = [
     ("worker", "server/npugrad_server/worker/__init__.py", "import npugrad_server.config"),
     ("ctypes", "server/npugrad_server/worker/__init__.py", "import ctypes"),
     ("torch", "protos/npugrad/layout.py", "import torch"),
+    ("torch", "client/npugrad_client/_arrays.py", "import torch"),
+    ("jax", "client/npugrad_client/_arrays.py", "import jax"),
     ("tools", "client/npugrad_client/_arrays.py", "import npugrad._tools"),
 ]
 

@@ -34,7 +34,7 @@ BASE = {
     "typer",
     "rich",
 }
-HEAVY_EXTRAS = {"server", "torch", "npu", "otel", "bench", "demo"}
+HEAVY_EXTRAS = {"server", "torch", "jax", "npu", "otel", "bench", "demo"}
 
 
 @pytest.fixture(scope="module")

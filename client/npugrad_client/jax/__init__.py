@@ -1,0 +1,21 @@
+"""JAX: four functions whose gradients come from the service.
+
+The forward pass is JAX's own, and may be compiled; the gradient is a host callback, so it needs devices whose
+arrays the host can reach, and has no gradient of its own.
+
+Example:
+    >>> def loss(x, scale, bias):                                          # doctest: +SKIP
+    ...     return group_norm(x, scale, bias, groups=8, client=client).sum()
+    >>> jax.jit(jax.grad(loss))(x, scale, bias)                            # doctest: +SKIP
+
+This package imports jax; `npugrad_client` itself never does.
+"""
+
+from __future__ import annotations
+
+from npugrad_client.jax._deformable import multi_scale_deformable_attention
+from npugrad_client.jax._floyd import fused_floyd_attention
+from npugrad_client.jax._grid_sample import grid_sample
+from npugrad_client.jax._group_norm import group_norm
+
+__all__ = ["fused_floyd_attention", "grid_sample", "group_norm", "multi_scale_deformable_attention"]

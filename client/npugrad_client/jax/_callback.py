@@ -1,0 +1,95 @@
+"""The way from JAX to the service: a callback on the host that touches NumPy only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from npugrad.ops import get_operator
+from npugrad.spec import TensorMeta
+from npugrad.validation import error_from_verdict, make_call, validate_call
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from npugrad_client import Client
+
+Array = Any
+"""An array of JAX, or a tracer of one."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """A client with the options of its calls; hashable, as what JAX compiles for must be.
+
+    Attributes:
+        client: Who calls the service.
+        timeout_s: Deadline of each call in seconds; None for the client's default.
+        priority: Calls of higher priority leave the queue first; -100 to 100.
+        label: Name of the caller or experiment.
+        verify: Whether the server recomputes each call and refuses a result that differs.
+    """
+
+    client: Client
+    timeout_s: float | None = None
+    priority: int = 0
+    label: str = ""
+    verify: bool = False
+
+    def gradients(
+        self,
+        operator: str,
+        operands: Mapping[str, Array | None],
+        attrs: Mapping[str, Any],
+        results: Mapping[str, Array],
+    ) -> tuple[Array, ...]:
+        """Calls an operator when the program runs.
+
+        Args:
+            operator: Name of the operator.
+            operands: Operands by name; None for those that are not there.
+            attrs: Attributes by name.
+            results: By name of the result, in the order that is wanted, an array of its shape and type.
+        """
+        names = [name for name, value in operands.items() if value is not None]
+        method = getattr(self.client, operator)
+        options = {
+            "timeout_s": self.timeout_s,
+            "priority": self.priority,
+            "label": self.label,
+            "verify": self.verify,
+        }
+
+        def call(*values: Any) -> tuple[Any, ...]:
+            arrays = {name: np.asarray(value) for name, value in zip(names, values, strict=True)}
+            found = method(**arrays, **attrs, **options)
+            return tuple(getattr(found, name) for name in results)
+
+        shapes = tuple(jax.ShapeDtypeStruct(like.shape, like.dtype) for like in results.values())
+        given = [operands[name] for name in names]
+        return tuple(jax.pure_callback(call, shapes, *given, vmap_method="sequential"))
+
+
+def require_legal(operator: str, operands: Mapping[str, Array | None], attrs: Mapping[str, Any]) -> None:
+    """Refuses a call when it is traced, before any work is done for it.
+
+    Raises:
+        OperatorError: The documents refuse the call on the Atlas A2, which allows the most.
+        TypeError: The service knows nothing like the type of one of the operands.
+    """
+    spec = get_operator(operator)
+    metas = {
+        name: None if value is None else TensorMeta(np.dtype(value.dtype), tuple(value.shape))
+        for name, value in operands.items()
+    }
+    verdict = validate_call(spec, make_call(spec, metas, attrs))
+    if verdict.violations:
+        raise error_from_verdict(spec, verdict)
+
+
+def zero_tangent(value: Array) -> Any:
+    """The cotangent of an operand that has none, such as integers."""
+    return np.zeros(value.shape, jax.dtypes.float0)

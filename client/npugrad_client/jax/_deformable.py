@@ -1,0 +1,133 @@
+"""Multi-scale deformable attention."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from npugrad_client.jax._callback import Array, Service, require_legal, zero_tangent
+
+if TYPE_CHECKING:
+    from npugrad_client import Client
+
+OPERATOR = "multi_scale_deformable_attention_grad"
+
+
+def multi_scale_deformable_attention(
+    value: Array,
+    spatial_shape: Array,
+    level_start_index: Array,
+    location: Array,
+    attn_weight: Array,
+    *,
+    client: Client,
+    timeout_s: float | None = None,
+    priority: int = 0,
+    label: str = "",
+    verify: bool = False,
+) -> Array:
+    """Multi-scale deformable attention whose gradient the service computes.
+
+    The forward pass is computed in float32, with as much memory as all samples need: four times (bs, nq, nh,
+    nl, np, ch). Keys that a level would read outside of value are clipped, as the values of spatial_shape are
+    not known when the program is compiled.
+
+    Args:
+        value: (bs, nk, nh, ch), ch a multiple of 8 up to 256, nh up to 16. The feature maps of all levels.
+            float32, float16 or bfloat16.
+        spatial_shape: (nl, 2), nl up to 16. Height and width of each level. int32 or int64.
+        level_start_index: (nl). First key of each level. int32 or int64.
+        location: (bs, nq, nh, nl, np, 2), nq below 500000, np up to 16, dtype of value. Sampling points
+            (x, y), 0 to 1 across a level. One outside of the level, or at NaN, reads nothing.
+        attn_weight: (bs, nq, nh, nl, np), dtype of value. Attention weight of each sampling point.
+        client: Who calls the service in the backward pass.
+        timeout_s: Deadline of the call in seconds; None for the client's default.
+        priority: Calls of higher priority leave the queue first; -100 to 100.
+        label: Name of the caller or experiment.
+        verify: Have the server recompute the call and refuse a result that differs.
+
+    Returns:
+        (bs, nq, nh*ch), dtype of value.
+
+    Raises:
+        InvalidOperand: 161002. An operand breaks a documented rule; when the function is traced.
+    """
+    operands = {
+        "value": value,
+        "spatial_shape": spatial_shape,
+        "level_start_index": level_start_index,
+        "location": location,
+        "attn_weight": attn_weight,
+    }
+    shape = (*location.shape[:2], value.shape[-2] * value.shape[-1]) if value.ndim == 4 else ()
+    require_legal(OPERATOR, {**operands, "grad_output": jax.ShapeDtypeStruct(shape, value.dtype)}, {})
+    service = Service(client, timeout_s, priority, label, verify)
+    result: Array = _attention(service, *operands.values())
+    return result
+
+
+def attend(value: Array, shapes: Array, starts: Array, location: Array, weight: Array) -> Array:
+    """The attention itself; operands as above."""
+    bs, nq = location.shape[:2]
+    sizes = shapes.astype(jnp.float32)
+    # (bs, nq, nh, nl, np): position in pixels of its level.
+    x = location[..., 0].astype(jnp.float32) * sizes[:, 1, None] - 0.5
+    y = location[..., 1].astype(jnp.float32) * sizes[:, 0, None] - 0.5
+    is_near = (x > -1) & (y > -1) & (x < sizes[:, 1, None]) & (y < sizes[:, 0, None])
+    x, y = jnp.where(is_near, x, 0), jnp.where(is_near, y, 0)
+    weights = jnp.where(is_near, weight.astype(jnp.float32), 0)
+    left, top = jnp.floor(x), jnp.floor(y)
+    tx, ty = x - left, y - top
+    total = jnp.zeros((bs, nq, *value.shape[2:]), jnp.float32)
+    for down, right, share in (
+        (0, 0, (1 - tx) * (1 - ty)),
+        (0, 1, tx * (1 - ty)),
+        (1, 0, (1 - tx) * ty),
+        (1, 1, tx * ty),
+    ):
+        row, column = (top + down).astype(jnp.int32), (left + right).astype(jnp.int32)
+        height, width = shapes[:, 0, None], shapes[:, 1, None]
+        inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
+        key = jnp.clip(starts[:, None] + row * width + column, 0, max(value.shape[1] - 1, 0))
+        total += _gather(value, key, jnp.where(inside, share * weights, 0))
+    return total.reshape(bs, nq, -1).astype(value.dtype)
+
+
+def _gather(value: Array, key: Array, factor: Array) -> Array:
+    """(bs, nq, nh, ch): sum over levels and points of the value at each key times its factor."""
+
+    def head(values: Array, keys: Array, factors: Array) -> Array:  # (nk, ch), (nq, nl, np), (nq, nl, np)
+        return jnp.einsum("qlpc,qlp->qc", values[keys].astype(jnp.float32), factors)
+
+    if value.shape[1] == 0:
+        return jnp.zeros((*key.shape[:3], value.shape[3]), jnp.float32)
+    return jax.vmap(jax.vmap(head, in_axes=(1, 1, 1), out_axes=1))(value, key, factor)
+
+
+def _apply(service: Service, *operands: Array) -> Array:
+    return attend(*operands)
+
+
+def _forward(service: Service, *operands: Array) -> tuple[Array, tuple[Array, ...]]:
+    return attend(*operands), operands
+
+
+def _backward(service: Service, saved: tuple[Array, ...], grad: Array) -> Any:
+    value, shapes, starts, location, weight = saved
+    operands = {
+        "value": value,
+        "spatial_shape": shapes,
+        "level_start_index": starts,
+        "location": location,
+        "attn_weight": weight,
+        "grad_output": grad,
+    }
+    wanted = {"grad_value": value, "grad_location": location, "grad_attn_weight": weight}
+    grads = service.gradients(OPERATOR, operands, {}, wanted)
+    return grads[0], zero_tangent(shapes), zero_tangent(starts), grads[1], grads[2]
+
+
+_attention: Any = jax.custom_vjp(_apply, nondiff_argnums=(0,))
+_attention.defvjp(_forward, _backward)

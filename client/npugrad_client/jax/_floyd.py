@@ -1,0 +1,131 @@
+"""Floyd attention, query row by query row, so that the scores are never all there."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from npugrad_client.jax._callback import Array, Service, require_legal, zero_tangent
+
+if TYPE_CHECKING:
+    from npugrad_client import Client
+
+OPERATOR = "fused_floyd_attention_grad"
+_LANES = 8
+_MASKED = float(jnp.finfo(jnp.float32).min)
+
+
+def fused_floyd_attention(
+    query: Array,
+    key1: Array,
+    value1: Array,
+    key2: Array,
+    value2: Array,
+    *,
+    client: Client,
+    atten_mask: Array | None = None,
+    scale: float | None = None,
+    timeout_s: float | None = None,
+    priority: int = 0,
+    label: str = "",
+    verify: bool = False,
+) -> Array:
+    """Floyd attention, which scores and weighs two sets of keys and values together; gradient remote.
+
+    The forward pass accumulates in float32 and holds the scores of one n at a time, (B, H, M, K).
+
+    Args:
+        query: (B, H, N, M, D), float16 or bfloat16. Queries; M is a multiple of 128.
+        key1: (B, H, N, K, D), dtype of query. First keys; N is a multiple of 16, K of 128, D is 32, 64 or
+            128.
+        value1: (B, H, N, K, D), dtype of query. First values.
+        key2: (B, H, K, M, D), dtype of query. Second keys.
+        value2: (B, H, K, M, D), dtype of query. Second values.
+        client: Who calls the service in the backward pass.
+        atten_mask: (B, 1, N, 1, K), bool or uint8; None for no mask. 1 takes a key out.
+        scale: Factor of the scores; None for 1 / sqrt(D).
+        timeout_s: Deadline of the call in seconds; None for the client's default.
+        priority: Calls of higher priority leave the queue first; -100 to 100.
+        label: Name of the caller or experiment.
+        verify: Have the server recompute the call and refuse a result that differs.
+
+    Returns:
+        (B, H, N, M, D), dtype of query.
+
+    Raises:
+        InvalidOperand: 161002. A type that the documents do not allow, such as float32; when the function is
+            traced.
+        TilingError: 561002. Sizes that the documents do not allow, or that do not fit together.
+    """
+    factor = scale if scale is not None else max(query.shape[-1], 1) ** -0.5 if query.ndim else 1.0
+    operands = _operands((query, key1, value1, key2, value2), atten_mask)
+    rows = jax.ShapeDtypeStruct((*query.shape[:4], _LANES), jnp.float32)
+    given = {**operands, "dy": query, "softmax_max": rows, "softmax_sum": rows, "attention_in": query}
+    require_legal(OPERATOR, given, {"scale_value": factor})
+    service = Service(client, timeout_s, priority, label, verify)
+    result: Array = _attention(service, float(factor), query, key1, value1, key2, value2, atten_mask)
+    return result
+
+
+def _operands(tensors: tuple[Array, ...], mask: Array | None) -> dict[str, Array | None]:
+    names = ("query", "key1", "value1", "key2", "value2")
+    return {**dict(zip(names, tensors, strict=True)), "atten_mask": mask}
+
+
+def attend(
+    query: Array, key1: Array, value1: Array, key2: Array, value2: Array, mask: Array | None, scale: float
+) -> tuple[Array, Array, Array]:
+    """Attention, and the largest score and the sum of each row, (B, H, N, M) in float32."""
+    second_key, second_value = key2.astype(jnp.float32), value2.astype(jnp.float32)
+    exact = partial(jnp.einsum, precision="highest")
+
+    def row(_: None, n: tuple[Array, ...]) -> tuple[None, tuple[Array, ...]]:
+        q, k, v = (each.astype(jnp.float32) for each in n[:3])  # (B, H, M or K, D)
+        score = exact("bhmd,bhkd->bhmk", q, k) + exact("bhmd,bhkmd->bhmk", q, second_key)
+        score = jnp.where(n[3].astype(bool), _MASKED, score * scale) if len(n) > 3 else score * scale
+        largest = score.max(-1, keepdims=True)
+        weight = jnp.exp(score - largest)
+        total = weight.sum(-1, keepdims=True)
+        weight = weight / total
+        out = exact("bhmk,bhkd->bhmd", weight, v) + exact("bhmk,bhkmd->bhmd", weight, second_value)
+        return None, (out.astype(query.dtype), largest[..., 0], total[..., 0])
+
+    by_row = [query, key1, value1] if mask is None else [query, key1, value1, mask]
+    _, found = jax.lax.scan(row, None, tuple(jnp.moveaxis(each, 2, 0) for each in by_row))
+    attention, largest, total = (jnp.moveaxis(each, 0, 2) for each in found)
+    return attention, largest, total
+
+
+def _apply(service: Service, scale: float, *operands: Array) -> Array:
+    return _forward(service, scale, *operands)[0]
+
+
+def _forward(service: Service, scale: float, *operands: Array) -> tuple[Array, tuple[Array, ...]]:
+    query, key1, value1, key2, value2, mask = operands
+    attention, largest, total = attend(query, key1, value1, key2, value2, mask, scale)
+    return attention, (*operands, largest, total, attention)
+
+
+def _backward(service: Service, scale: float, saved: tuple[Array, ...], dy: Array) -> Any:
+    *tensors, mask, largest, total, attention = saved
+    operands = {
+        **_operands(tuple(tensors), mask),
+        "dy": dy,
+        "softmax_max": _repeated(largest),
+        "softmax_sum": _repeated(total),
+        "attention_in": attention,
+    }
+    wanted = dict(zip(("dq", "dk1", "dv1", "dk2", "dv2"), tensors, strict=True))
+    grads = service.gradients(OPERATOR, operands, {"scale_value": scale}, wanted)
+    return (*grads, None if mask is None else zero_tangent(mask))
+
+
+def _repeated(rows: Array) -> Array:
+    return jnp.broadcast_to(rows[..., None], (*rows.shape, _LANES))
+
+
+_attention: Any = jax.custom_vjp(_apply, nondiff_argnums=(0, 1))
+_attention.defvjp(_forward, _backward)

@@ -1,0 +1,105 @@
+"""Group normalisation."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from npugrad_client.jax._callback import Array, Service, require_legal
+
+if TYPE_CHECKING:
+    from npugrad_client import Client
+
+OPERATOR = "group_norm_backward"
+
+
+def group_norm(
+    x: Array,
+    scale: Array | None = None,
+    bias: Array | None = None,
+    *,
+    groups: int,
+    client: Client,
+    eps: float = 1e-5,
+    timeout_s: float | None = None,
+    priority: int = 0,
+    label: str = "",
+    verify: bool = False,
+) -> Array:
+    """Group normalisation whose gradient the service computes.
+
+    Args:
+        x: (N, C, *), channels second. float32, float16 or bfloat16.
+        scale: (C), dtype of x; None for ones.
+        bias: (C), dtype of x; None for zeros.
+        groups: Number of groups; C is a multiple of it.
+        client: Who calls the service in the backward pass.
+        eps: Added to the variance.
+        timeout_s: Deadline of the call in seconds; None for the client's default.
+        priority: Calls of higher priority leave the queue first; -100 to 100.
+        label: Name of the caller or experiment.
+        verify: Have the server recompute the call and refuse a result that differs.
+
+    Returns:
+        Shape and dtype of x.
+
+    Raises:
+        InvalidOperand: 161002. An operand breaks a documented rule; when the function is traced.
+    """
+    service = Service(client, timeout_s, priority, label, verify)
+    attrs = _attrs(x, groups)
+    statistics = jax.ShapeDtypeStruct((attrs["n"], max(groups, 0)), x.dtype)
+    operands = {"grad_out": x, "input": x, "mean": statistics, "rstd": statistics, "gamma": scale}
+    require_legal(OPERATOR, operands, attrs)
+    if bias is not None:  # the documents do not have it among the operands
+        require_legal(OPERATOR, {**operands, "gamma": bias}, attrs)
+    result: Array = _group_norm(service, groups, eps, x, scale, bias)
+    return result
+
+
+def _attrs(x: Array, groups: int) -> dict[str, Any]:
+    n, c = (*x.shape, 0, 0)[:2]
+    return {"n": n, "c": c, "hxw": prod(x.shape[2:]), "group": groups, "output_mask": (True, True, True)}
+
+
+def _apply(
+    service: Service, groups: int, eps: float, x: Array, scale: Array | None, bias: Array | None
+) -> Array:
+    return _forward(service, groups, eps, x, scale, bias)[0]
+
+
+def _forward(
+    service: Service, groups: int, eps: float, x: Array, scale: Array | None, bias: Array | None
+) -> tuple[Array, tuple[Array, ...]]:
+    n, c = x.shape[:2]
+    split = x.astype(jnp.float32).reshape(n, groups, -1)
+    mean = split.mean(-1)
+    rstd = jax.lax.rsqrt(split.var(-1) + eps)
+    normal = ((split - mean[..., None]) * rstd[..., None]).reshape(x.shape)
+    channel = (1, c) + (1,) * (x.ndim - 2)
+    if scale is not None:
+        normal = normal * scale.astype(jnp.float32).reshape(channel)
+    if bias is not None:
+        normal = normal + bias.astype(jnp.float32).reshape(channel)
+    return normal.astype(x.dtype), (x, mean.astype(x.dtype), rstd.astype(x.dtype), scale, bias)
+
+
+def _backward(service: Service, groups: int, eps: float, saved: tuple[Array, ...], grad: Array) -> Any:
+    x, mean, rstd, scale, bias = saved
+    operands = {"grad_out": grad, "input": x, "mean": mean, "rstd": rstd, "gamma": scale}
+    wanted = {"grad_input": x}
+    if scale is not None:
+        wanted["grad_gamma"] = scale
+    if bias is not None:
+        wanted["grad_beta"] = bias
+    attrs = _attrs(x, groups)
+    attrs["output_mask"] = tuple(name in wanted for name in ("grad_input", "grad_gamma", "grad_beta"))
+    found = dict(zip(wanted, service.gradients(OPERATOR, operands, attrs, wanted), strict=True))
+    return found["grad_input"], found.get("grad_gamma"), found.get("grad_beta")
+
+
+_group_norm: Any = jax.custom_vjp(_apply, nondiff_argnums=(0, 1, 2))
+_group_norm.defvjp(_forward, _backward)

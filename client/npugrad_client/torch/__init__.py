@@ -1,0 +1,34 @@
+"""PyTorch: backward operators of a model run elsewhere, and the model stays as it is.
+
+`remote` sends what the service knows out of any model's backward pass. `multi_scale_deformable_attention`
+and `fused_floyd_attention` are functions for models of one's own, and `drop_in` stands in for the compiled
+extension that Deformable-DETR and mmcv want.
+
+Example:
+    >>> with Client("localhost:50051") as client, remote(client) as mode:  # doctest: +SKIP
+    ...     loss.backward()
+    >>> print(mode.summary())                                              # doctest: +SKIP
+
+This package imports torch; `npugrad_client` itself never does.
+"""
+
+from __future__ import annotations
+
+from npugrad_client.torch._deformable import multi_scale_deformable_attention
+from npugrad_client.torch._drop_in import DropIn, drop_in
+from npugrad_client.torch._floyd import fused_floyd_attention
+from npugrad_client.torch._remote import MIN_BYTES, Remote, RemoteWarning, remote
+from npugrad_client.torch._summary import Summary, SummaryRow
+
+__all__ = [
+    "MIN_BYTES",
+    "DropIn",
+    "Remote",
+    "RemoteWarning",
+    "Summary",
+    "SummaryRow",
+    "drop_in",
+    "fused_floyd_attention",
+    "multi_scale_deformable_attention",
+    "remote",
+]

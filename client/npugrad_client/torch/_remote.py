@@ -1,0 +1,300 @@
+"""`remote`: while it is entered, backward operators that the service knows run there."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from contextlib import ContextDecorator
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch._C import _autograd
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from npugrad.ops import get_operator
+from npugrad.validation import error_from_verdict
+from npugrad_client.errors import (
+    InvalidOperand,
+    NpugradError,
+    NullOperand,
+    OperatorError,
+    TilingError,
+    UnsupportedOperator,
+)
+from npugrad_client.torch._calls import Options, verdict_of
+from npugrad_client.torch._summary import FAILED, Ledger, Summary
+from npugrad_client.torch._translation import TAKEN_APART, TAKEN_APART_BY, TRANSLATIONS, Request
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import TracebackType
+
+    from torch import Tensor
+
+    from npugrad_client import Client
+
+MIN_BYTES = 512 * 1024
+"""Default of `min_bytes`: below it the fixed cost of a call is more than half of its travel (measured)."""
+_REFUSED = (NullOperand, InvalidOperand, TilingError, UnsupportedOperator)
+_SMALL = "smaller than min_bytes"
+_CREATE_GRAPH = "create_graph=True takes it apart"
+
+
+class RemoteWarning(UserWarning):
+    """Something that could have been sent was not; said once for each kind by each `remote`."""
+
+
+class Remote(ContextDecorator):
+    """The context manager that `remote` makes; see there.
+
+    Thread safety: one object may be entered by any number of threads, and again inside itself; each thread
+    must enter it for its own backward passes. Counts are shared.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        min_bytes: int,
+        on_refused: Literal["local", "raise"],
+        on_error: Literal["raise", "local"],
+        options: Options,
+    ) -> None:
+        _require("on_refused", on_refused, ("local", "raise"))
+        _require("on_error", on_error, ("raise", "local"))
+        self._client = client
+        self._min_bytes = min_bytes
+        self._on_refused = on_refused
+        self._on_error = on_error
+        self._options = options
+        self._ledger = Ledger()
+        self._product = ""
+        self._entered = _Entered()
+
+    def __enter__(self) -> Remote:
+        """Starts to look at the backward operators of this thread."""
+        mode = _Mode(self)
+        mode.__enter__()  # type: ignore[no-untyped-call]
+        self._entered.modes.append(mode)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stops it."""
+        self._entered.modes.pop().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+    def summary(self) -> Summary:
+        """What went where so far, all threads together; print it for a table."""
+        return self._ledger.summary()
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs one operator, here or there."""
+        translate = TRANSLATIONS.get(func)
+        if translate is None or _deciding.is_local:
+            if func in TAKEN_APART_BY:
+                self._notice_taken_apart(func)
+            return func(*args, **kwargs)
+        request = translate(*args, **kwargs)
+        why, nbytes = self._why_local(request), request.nbytes
+        if not why:
+            started = time.perf_counter()
+            results, why = self._send(request)
+            if results is not None:
+                self._count(
+                    request, nbytes, started, is_sent=True, why="as float32" if request.is_mixed else ""
+                )
+                return results
+        started = time.perf_counter()
+        with _deciding:  # an outer `remote` must not send what this one keeps
+            local = func(*args, **kwargs)
+        self._count(request, nbytes, started, is_sent=False, why=why)
+        return local
+
+    def _count(self, request: Request, nbytes: int, started: float, *, is_sent: bool, why: str) -> None:
+        seconds = time.perf_counter() - started
+        self._ledger.add(request.operator, is_sent=is_sent, why=why, nbytes=nbytes, seconds=seconds)
+
+    def _why_local(self, request: Request) -> str:
+        """Why a call must stay here; empty when it is to be sent."""
+        if not request.is_plain:
+            return "no plain CPU tensors"
+        if request.nbytes < self._min_bytes:
+            return _SMALL
+        if request.obstacle:
+            error = InvalidOperand(f"{request.operator}: {request.obstacle}", operator=request.operator)
+            return self._refused(request, error, request.obstacle)
+        return ""
+
+    def _send(self, request: Request) -> tuple[tuple[Tensor | None, ...] | None, str]:
+        """Results in autograd's order and types; or None and why there are none."""
+        try:
+            operands = request.operands()
+            self._require_legal(request, operands)
+            method = getattr(self._client, request.operator)
+            result = method(**operands, **request.attrs, **self._options)
+        except NpugradError as error:
+            # A number is the documents' word; without one, a server of another kind may be at that address.
+            if isinstance(error, _REFUSED) and error.code is not None:
+                return None, self._refused(request, error, _kind(error))
+            if self._on_error == "raise":
+                raise
+            kind = type(error).__name__
+            self._warn(
+                f"{request.operator}: {kind}", f"{request.operator} runs here, as the service failed: {error}"
+            )
+            return None, FAILED + kind
+        tensors = ((getattr(result, name), dtype) for name, dtype in request.results.items())
+        return tuple(None if tensor is None else tensor.to(dtype) for tensor, dtype in tensors), ""
+
+    def _require_legal(self, request: Request, operands: Mapping[str, Tensor | None]) -> None:
+        if not self._product:  # two threads may both ask; they get the same answer
+            self._product = self._client.server_info(timeout_s=self._options.get("timeout_s")).product
+        verdict = verdict_of(request.operator, operands, request.attrs, self._product)
+        if verdict.violations:
+            raise error_from_verdict(get_operator(request.operator), verdict)
+
+    def _refused(self, request: Request, error: OperatorError, why: str) -> str:
+        """Raises by policy, else warns once for the kind and gives it back."""
+        if self._on_refused == "raise":
+            raise error
+        self._warn(
+            f"{request.operator}: {why}",
+            f"{request.operator} runs here, as the service does not take it: {error}",
+        )
+        return why
+
+    def _warn(self, kind: str, text: str) -> None:
+        self._ledger.once(kind, lambda: warnings.warn(text, RemoteWarning, stacklevel=2))
+
+    def _notice_taken_apart(self, func: Any) -> None:
+        """Counts a node that autograd computes with elementary operators, which are not the service's."""
+        node = cast("Any", torch._C._current_autograd_node())  # None outside of a backward pass
+        if node is None:
+            return
+        operator = TAKEN_APART.get(node.name())
+        why = TAKEN_APART_BY[func] if not torch.is_grad_enabled() else _CREATE_GRAPH
+        if operator is None or not why or _is_recomputing():
+            return
+        evaluation = (torch._C._current_graph_task_id(), node._sequence_nr())
+        if evaluation == self._entered.last_taken_apart:
+            return
+        self._entered.last_taken_apart = evaluation
+        self._ledger.add(operator, is_sent=False, why=why, nbytes=0, seconds=0.0)
+        self._warn(f"{operator}: {why}", f"{operator} runs here, as {why}")
+
+
+def remote(
+    client: Client,
+    *,
+    min_bytes: int = MIN_BYTES,
+    on_refused: Literal["local", "raise"] = "local",
+    on_error: Literal["raise", "local"] = "raise",
+    timeout_s: float | None = None,
+    deterministic: bool = False,
+    priority: int = 0,
+    label: str = "",
+    verify: bool = False,
+) -> Remote:
+    """Sends the backward operators of an unmodified model to the service while it is entered.
+
+    Sent are the backward of `grid_sample` on images (bilinear and nearest) and of `group_norm`, on CPU
+    tensors in float32, float16 and bfloat16. Where types are mixed (bfloat16 data with float32 weights,
+    which the documents refuse) the operands travel as float32 and the results are cast back. Everything
+    else runs here, as without it. Enter it around ``backward()``; around the forward pass it does no harm,
+    and costs some microseconds for every operator.
+
+    Under ``create_graph=True`` autograd itself takes the backward of `group_norm` apart into elementary
+    operators, which run here, with a warning; that of `grid_sample` is still sent. So it does where mean or
+    rstd of `native_group_norm` have gradients.
+
+    Inside another `remote` the inner one decides alone. Any number of threads may enter the same object, each
+    for its own backward passes. It works with hooks, checkpoints of both kinds, and autocast.
+
+    Args:
+        client: Who calls the service.
+        min_bytes: Calls with less in operands and results together stay here. 0 sends all.
+        on_refused: What the documents do not allow (float64, bicubic, volumes, ...): ``"local"`` runs it
+            here with one warning for each kind, ``"raise"`` raises the documented error out of backward.
+        on_error: When the service fails: ``"raise"`` raises the typed error out of backward, ``"local"``
+            runs the call here, with a warning for each class of error, and counts it.
+        timeout_s: Deadline of each call in seconds; None for the client's default.
+        deterministic: Ask for results that do not depend on the order of summation.
+        priority: Calls of higher priority leave the queue first; -100 to 100.
+        label: Name of the caller or experiment.
+        verify: Have the server recompute each call and refuse a result that differs.
+
+    Returns:
+        A context manager, and a decorator; its `summary()` tells what went where.
+
+    Raises:
+        ValueError: A policy that there is not.
+
+    Example:
+        >>> with Client("localhost:50051") as client, remote(client) as mode:  # doctest: +SKIP
+        ...     loss.backward()
+        >>> print(mode.summary())                                              # doctest: +SKIP
+    """
+    options = Options(
+        timeout_s=timeout_s, deterministic=deterministic, priority=priority, label=label, verify=verify
+    )
+    return Remote(client, min_bytes=min_bytes, on_refused=on_refused, on_error=on_error, options=options)
+
+
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """One entry of one thread; it has no state of its own, so autograd may carry it to its threads."""
+
+    def __init__(self, owner: Remote) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._owner = owner
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return self._owner._run(func, args, kwargs or {})
+
+
+class _Entered(threading.local):
+    """The entries of a thread, and the last node that was seen taken apart in it."""
+
+    def __init__(self) -> None:
+        self.modes: list[_Mode] = []
+        self.last_taken_apart: tuple[int, int] | None = None
+
+
+class _Deciding(threading.local):
+    """Whether an inner `remote` of this thread has decided that the operator stays here."""
+
+    depth = 0
+
+    @property
+    def is_local(self) -> bool:
+        return self.depth > 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+
+_deciding = _Deciding()
+
+
+def _kind(error: OperatorError) -> str:
+    """What two refusals have in common that need only one warning: the constraint, not the numbers."""
+    first = error.violations[0] if error.violations else None
+    if first is None:
+        return f"{error.code}"
+    return f"{', '.join(first.operands)}: expected {first.expected}"
+
+
+def _is_recomputing() -> bool:
+    """Whether a checkpoint runs a forward pass again inside a node, which only it does with such hooks."""
+    return _autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def _require(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"remote: {name}: found {value!r}; expected {' or '.join(map(repr, known))}")

@@ -1,0 +1,154 @@
+"""From what autograd calls to what the service offers: names, types and masks of each operator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+_CASTABLE = {torch.float32, torch.float16, torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Request:
+    """One backward call of autograd in the words of the service.
+
+    Attributes:
+        operator: Name of the operator.
+        inputs: Operands by name, of one type.
+        attrs: Attributes by name.
+        results: Names of the results in autograd's order, each with the type that autograd wants.
+        is_cast: Whether the operands had several types and were cast to float32.
+        obstacle: Why the service cannot have it at all; else empty.
+    """
+
+    operator: str
+    inputs: Mapping[str, Tensor | None]
+    attrs: Mapping[str, Any]
+    results: Mapping[str, torch.dtype]
+    obstacle: str = ""
+
+    @property
+    def _given(self) -> list[Tensor]:
+        return [tensor for tensor in self.inputs.values() if tensor is not None]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all operands are dense CPU tensors and no subclass with ideas of its own."""
+        return all(
+            type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            and tensor.device.type == "cpu"
+            and tensor.layout is torch.strided
+            for tensor in self._given
+        )
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the operands have several types, all of which the service knows."""
+        found = {tensor.dtype for tensor in self._given}
+        return len(found) > 1 and found <= _CASTABLE
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of operands and results."""
+        return sum(tensor.nbytes for tensor in self._given) + self._result_bytes
+
+    @property
+    def _result_bytes(self) -> int:
+        like = (self.inputs.get(_LIKE[name]) for name in self.results)
+        return sum(tensor.nbytes for tensor in like if tensor is not None)
+
+    def operands(self) -> dict[str, Tensor | None]:
+        """The operands in one type: mixed ones as float32."""
+        if not self.is_mixed:
+            return dict(self.inputs)
+        return {name: None if tensor is None else tensor.float() for name, tensor in self.inputs.items()}
+
+
+_LIKE = {
+    "input_grad": "input",
+    "grid_grad": "grid",
+    "grad_input": "input",
+    "grad_gamma": "gamma",
+    "grad_beta": "gamma",
+}
+"""The operand that a result has the shape and the type of."""
+
+
+def _grid_sampler_2d(
+    grad_output: Tensor,
+    input: Tensor,
+    grid: Tensor,
+    interpolation_mode: int,
+    padding_mode: int,
+    align_corners: bool,
+    output_mask: list[bool],
+) -> Request:
+    return Request(
+        "grid_sampler_2d_backward",
+        {"grad_output": grad_output, "input": input, "grid": grid},
+        {
+            "interpolation_mode": interpolation_mode,
+            "padding_mode": padding_mode,
+            "align_corners": align_corners,
+            "output_mask": tuple(output_mask),
+        },
+        {"input_grad": input.dtype, "grid_grad": grid.dtype},
+    )
+
+
+def _grid_sampler_3d(
+    grad_output: Tensor,
+    input: Tensor,
+    grid: Tensor,
+    interpolation_mode: int,
+    padding_mode: int,
+    align_corners: bool,
+    output_mask: list[bool],
+) -> Request:
+    obstacle = f"input: found rank {input.dim()}; expected 4, the service samples images and no volumes"
+    inputs = {"grad_output": grad_output, "input": input, "grid": grid}
+    results = {"input_grad": input.dtype, "grid_grad": grid.dtype}
+    return Request("grid_sampler_3d_backward", inputs, {}, results, obstacle)
+
+
+def _group_norm(
+    grad_out: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    N: int,
+    C: int,
+    HxW: int,
+    group: int,
+    output_mask: list[bool],
+) -> Request:
+    gamma = input.dtype if weight is None else weight.dtype
+    return Request(
+        "group_norm_backward",
+        {"grad_out": grad_out, "input": input, "mean": mean, "rstd": rstd, "gamma": weight},
+        {"n": int(N), "c": int(C), "hxw": int(HxW), "group": group, "output_mask": tuple(output_mask)},
+        {"grad_input": input.dtype, "grad_gamma": gamma, "grad_beta": gamma},
+    )
+
+
+TRANSLATIONS: dict[Any, Callable[..., Request]] = {
+    torch.ops.aten.grid_sampler_2d_backward.default: _grid_sampler_2d,
+    torch.ops.aten.grid_sampler_3d_backward.default: _grid_sampler_3d,
+    torch.ops.aten.native_group_norm_backward.default: _group_norm,
+}
+"""What is looked at, by autograd's operator; everything else passes through."""
+TAKEN_APART = {"NativeGroupNormBackward0": "group_norm_backward"}
+"""Nodes that compute with elementary operators when a gradient shall have a gradient of its own."""
+TAKEN_APART_BY = {
+    torch.ops.aten.mul.Tensor: "",
+    torch.ops.aten.reciprocal_.default: "a gradient of mean or rstd takes it apart",
+}
+"""Operators that are then seen inside such a node, and why if it is not for a gradient of the gradient."""

@@ -1,0 +1,342 @@
+"""The JAX functions: their own forward passes, gradients from the service, compiled and not."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from npugrad_client import Client, InvalidOperand, MalformedRequest, TilingError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.fix_server import ServerProcess
+
+jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'npugrad[jax]'")
+
+import jax.numpy as jnp  # noqa: E402
+from jax.test_util import check_grads  # noqa: E402
+
+from npugrad_client.jax import (  # noqa: E402
+    _deformable,
+    _floyd,
+    _grid_sample,
+    fused_floyd_attention,
+    grid_sample,
+    group_norm,
+    multi_scale_deformable_attention,
+)
+
+NOWHERE = "127.0.0.1:1"
+TOLERANCE: dict[Any, dict[str, float]] = {
+    jnp.float32: {"rtol": 1e-3, "atol": 1e-4},
+    jnp.float16: {"rtol": 2e-2, "atol": 2e-2},
+    jnp.bfloat16: {"rtol": 6e-2, "atol": 6e-2},
+}
+TYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: dtype.__name__)
+
+
+def eager(function: Any) -> Any:
+    """As `jax.jit`, without compiling: one test of each function does."""
+    return function
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> Iterator[Client]:
+    with Client(server.address, timeout_s=60) as opened:
+        yield opened
+
+
+@pytest.fixture
+def rng() -> Any:
+    return np.random.default_rng(5)
+
+
+def normal(rng: Any, *shape: int, dtype: Any = jnp.float32) -> Any:
+    return jnp.asarray(rng.standard_normal(shape), dtype)
+
+
+def close(got: Any, expected: Any, dtype: Any) -> None:
+    """Each array within the tolerance of its type, relative to the largest element too."""
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert one.dtype == other.dtype
+        a, b = np.asarray(one, np.float64), np.asarray(other, np.float64)
+        scale = max(1.0, float(np.abs(b).max()))
+        np.testing.assert_allclose(a / scale, b / scale, **TOLERANCE[dtype])
+
+
+def plain_group_norm(x: Any, scale: Any, bias: Any, groups: int) -> Any:
+    split = x.astype(jnp.float32).reshape(x.shape[0], groups, -1)
+    normed = (split - split.mean(-1, keepdims=True)) / jnp.sqrt(split.var(-1, keepdims=True) + 1e-5)
+    channel = (1, -1) + (1,) * (x.ndim - 2)
+    out = normed.reshape(x.shape)
+    out = out if scale is None else out * scale.astype(jnp.float32).reshape(channel)
+    out = out if bias is None else out + bias.astype(jnp.float32).reshape(channel)
+    return out.astype(x.dtype)
+
+
+def squared(out: Any) -> Any:
+    return (out.astype(jnp.float32) ** 2).sum() + jnp.sin(out.astype(jnp.float32)).sum()
+
+
+# --------------------------------------------------------------------------------------------- group_norm
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "wrap"),
+    [
+        (jnp.float32, (True, True), eager),
+        (jnp.float32, (True, False), jax.jit),
+        (jnp.float32, (False, True), jax.jit),
+        (jnp.float32, (False, False), jax.jit),
+        (jnp.float16, (True, True), jax.jit),
+        (jnp.bfloat16, (True, True), jax.jit),
+    ],
+)
+def test_group_norm(client: Client, rng: Any, dtype: Any, given: Any, wrap: Any) -> None:
+    x = normal(rng, 2, 8, 5, 4, dtype=dtype)
+    scale, bias = (normal(rng, 8, dtype=dtype) if wanted else None for wanted in given)
+
+    def loss(x: Any, scale: Any, bias: Any) -> Any:
+        return squared(group_norm(x, scale, bias, groups=4, client=client))
+
+    def plain(x: Any, scale: Any, bias: Any) -> Any:
+        return squared(plain_group_norm(x, scale, bias, 4))
+
+    got = wrap(jax.value_and_grad(loss, argnums=(0, 1, 2)))(x, scale, bias)
+    expected = jax.jit(jax.value_and_grad(plain, argnums=(0, 1, 2)))(x, scale, bias)
+    np.testing.assert_allclose(got[0], expected[0], rtol=2e-2)
+    close(got[1], expected[1], dtype)
+
+
+def test_group_norm_by_differences(client: Client, rng: Any) -> None:
+    operands = (normal(rng, 2, 4, 6), normal(rng, 4), normal(rng, 4))
+    check_grads(
+        lambda *o: group_norm(*o, groups=2, client=client),
+        operands,
+        1,
+        ["rev"],
+        eps=1e-2,
+        atol=2e-2,
+        rtol=2e-2,
+    )
+
+
+# -------------------------------------------------------------------------------------------- grid_sample
+
+
+def points(rng: Any, n: int, height: int, width: int, *shape: int) -> Any:
+    """Grid points inside cells of an image, and of its mirrors, near no kink."""
+    cells = rng.uniform(0.2, 0.8, (n, *shape, 2)) + rng.integers(-2, [width + 1, height + 1], (n, *shape, 2))
+    return jnp.asarray((2 * cells + 1) / np.array([width, height]) - 1, jnp.float32)
+
+
+@pytest.mark.parametrize("align_corners", [False, True])
+@pytest.mark.parametrize("padding_mode", ["zeros", "border", "reflection"])
+@pytest.mark.parametrize("mode", ["bilinear", "nearest"])
+def test_grid_sample(client: Client, rng: Any, mode: str, padding_mode: str, align_corners: bool) -> None:
+    image, grid = normal(rng, 2, 3, 5, 7), points(rng, 2, 5, 7, 4, 3)
+    if align_corners:  # the same cells, in the other way of counting
+        grid = ((grid + 1) * np.array([7, 5]) - 1) / np.array([6, 4]) - 1
+        grid = grid.astype(jnp.float32)
+    how = {"mode": mode, "padding_mode": padding_mode, "align_corners": align_corners}
+
+    def loss(image: Any, grid: Any) -> Any:
+        return squared(grid_sample(image, grid, client=client, **how))
+
+    def plain(image: Any, grid: Any) -> Any:
+        numbers = (_grid_sample._MODES[mode], _grid_sample._PADDINGS[padding_mode], align_corners)
+        return squared(_grid_sample.sample(image, grid, *numbers))
+
+    got = jax.jit(jax.grad(loss, argnums=(0, 1)))(image, grid)
+    close(got, jax.jit(jax.grad(plain, argnums=(0, 1)))(image, grid), jnp.float32)
+
+
+@pytest.mark.parametrize("align_corners", [False, True])
+@pytest.mark.parametrize("padding_mode", ["zeros", "border", "reflection"])
+@pytest.mark.parametrize("mode", ["bilinear", "nearest"])
+def test_sampling_is_that_of_pytorch(rng: Any, mode: str, padding_mode: str, align_corners: bool) -> None:
+    torch = pytest.importorskip("torch")
+    image = rng.standard_normal((2, 3, 5, 7)).astype(np.float32)
+    grid = rng.uniform(-3, 3, (2, 6, 5, 2)).astype(np.float32)
+    grid[0, 0, 0] = np.inf
+    numbers = (_grid_sample._MODES[mode], _grid_sample._PADDINGS[padding_mode], align_corners)
+    got = _grid_sample.sample(jnp.asarray(image), jnp.asarray(grid), *numbers)
+    grid[0, 0, 0] = 40.5 if padding_mode != "border" else 1e6
+    expected = torch.nn.functional.grid_sample(
+        torch.tensor(image), torch.tensor(grid), mode, padding_mode, align_corners
+    ).numpy()
+    got, expected = np.array(got), np.array(expected)
+    if padding_mode == "reflection":  # an infinite point has no reflection and reads nothing
+        assert not got[0, :, 0, 0].any()
+        got[0, :, 0, 0] = expected[0, :, 0, 0]
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@TYPES
+def test_grid_sample_in_every_type(client: Client, rng: Any, dtype: Any) -> None:
+    image, grid = normal(rng, 1, 2, 4, 4, dtype=dtype), points(rng, 1, 4, 4, 3, 2).astype(dtype)
+    got = jax.grad(lambda *o: squared(grid_sample(*o, client=client)), argnums=(0, 1))(image, grid)
+    plain = jax.grad(lambda *o: squared(_grid_sample.sample(*o, 0, 0, False)), argnums=(0, 1))
+    close(got, jax.jit(plain)(image, grid), dtype)
+
+
+# -------------------------------------------------------------------------------- deformable attention
+
+
+def deformable(rng: Any, dtype: Any = jnp.float32) -> tuple[Any, ...]:
+    shapes = np.array([[5, 7], [3, 4]], np.int32)
+    starts = np.array([0, 35], np.int32)
+    cells = rng.uniform(0.2, 0.8, (2, 6, 2, 2, 3, 2)) + rng.integers(-1, 4, (2, 6, 2, 2, 3, 2)) - 0.5
+    where = (cells + 0.5) / shapes[:, None, ::-1]
+    floats = (rng.standard_normal((2, 47, 2, 8)), where, rng.uniform(size=(2, 6, 2, 2, 3)))
+    value, location, weight = (jnp.asarray(each, dtype) for each in floats)
+    return value, jnp.asarray(shapes), jnp.asarray(starts), location, weight
+
+
+@TYPES
+def test_deformable_attention(client: Client, rng: Any, dtype: Any) -> None:
+    wrap = eager if dtype is jnp.float32 else jax.jit
+    call = deformable(rng, dtype)
+
+    def loss(*operands: Any) -> Any:
+        return squared(multi_scale_deformable_attention(*operands, client=client))
+
+    def plain(*operands: Any) -> Any:
+        return squared(_deformable.attend(*operands))
+
+    got = wrap(jax.grad(loss, argnums=(0, 3, 4)))(*call)
+    close(got, jax.jit(jax.grad(plain, argnums=(0, 3, 4)))(*call), dtype)
+
+
+def test_deformable_attention_is_that_of_its_definition(rng: Any) -> None:
+    """Level by level and point by point, with grid sampling of each."""
+    value, shapes, starts, location, weight = deformable(rng)
+    location = location.at[0, 0, 0, 0, 0].set(jnp.nan).at[1, 0, 0, 1, 0].set(1e9)
+    got = _deformable.attend(value, shapes, starts, location, weight)
+    expected = np.zeros((2, 6, 2, 8))
+    for level, ((h, w), start) in enumerate(zip(shapes.tolist(), starts.tolist(), strict=True)):
+        for head in range(2):
+            maps = value[:, start : start + h * w, head].reshape(2, h, w, 8).transpose(0, 3, 1, 2)
+            read = _grid_sample.sample(maps, 2 * location[:, :, head, level] - 1, 0, 0, False)
+            expected[:, :, head] += np.einsum("bcqp,bqp->bqc", read, weight[:, :, head, level])
+    np.testing.assert_allclose(got, expected.reshape(2, 6, 16), rtol=1e-4, atol=1e-5)
+
+
+# --------------------------------------------------------------------------------------------- floyd
+
+
+def floyd(rng: Any, dtype: Any) -> tuple[Any, ...]:
+    b, h, n, m, k, d = 1, 2, 16, 128, 128, 32
+    shapes = ((b, h, n, m, d), (b, h, n, k, d), (b, h, n, k, d), (b, h, k, m, d), (b, h, k, m, d))
+    return tuple(normal(rng, *shape, dtype=dtype) for shape in shapes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "masked", "wrap"), [(jnp.float16, False, eager), (jnp.bfloat16, True, jax.jit)]
+)
+def test_floyd_attention(client: Client, rng: Any, dtype: Any, masked: bool, wrap: Any) -> None:
+    call = floyd(rng, dtype)
+    mask = jnp.asarray(rng.uniform(size=(1, 1, 16, 1, 128)) < 0.3) if masked else None
+
+    def loss(*operands: Any) -> Any:
+        return squared(fused_floyd_attention(*operands, client=client, atten_mask=mask))
+
+    def plain(*operands: Any) -> Any:
+        return squared(_floyd.attend(*operands, mask, 32**-0.5)[0])
+
+    got = wrap(jax.grad(loss, argnums=range(5)))(*call)
+    close(got, jax.jit(jax.grad(plain, argnums=range(5)))(*call), dtype)
+
+
+def test_floyd_forward_is_that_of_its_definition(rng: Any) -> None:
+    shapes = ((2, 1, 3, 4, 2), (2, 1, 3, 5, 2), (2, 1, 3, 5, 2), (2, 1, 5, 4, 2), (2, 1, 5, 4, 2))
+    q, k1, v1, k2, v2 = (rng.standard_normal(shape) for shape in shapes)
+    mask = rng.uniform(size=(2, 1, 3, 1, 5)) < 0.4
+    mask[0, 0, 1] = True
+    score = 0.7 * (np.einsum("bhnmd,bhnkd->bhnmk", q, k1) + np.einsum("bhnmd,bhkmd->bhnmk", q, k2))
+    score = np.where(mask, np.finfo(np.float32).min, score)
+    weight = np.exp(score - score.max(-1, keepdims=True))
+    total = weight.sum(-1)
+    weight /= total[..., None]
+    out = np.einsum("bhnmk,bhnkd->bhnmd", weight, v1) + np.einsum("bhnmk,bhkmd->bhnmd", weight, v2)
+    operands = (jnp.asarray(each, jnp.float32) for each in (q, k1, v1, k2, v2))
+    got = _floyd.attend(*operands, jnp.asarray(mask), 0.7)
+    for one, other in zip(got, (out, score.max(-1), total), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------ transforms and errors
+
+
+def test_vmap_calls_for_each(client: Client, rng: Any) -> None:
+    x, scale = normal(rng, 3, 2, 8, 5), normal(rng, 8)
+
+    def loss(x: Any) -> Any:
+        return squared(group_norm(x, scale, groups=4, client=client))
+
+    together = jax.jit(jax.vmap(jax.grad(loss)))(x)
+    close(together, jnp.stack([jax.grad(loss)(each) for each in x]), jnp.float32)
+
+
+def test_large_arrays_in_a_compiled_loop_in_several_threads(client: Client, rng: Any) -> None:
+    """A callback that waits for JAX would hang here, where every thread of its pool may be taken."""
+    x = normal(rng, 2, 32, 128, 128)
+    failures: list[BaseException] = []
+
+    @jax.jit
+    def train(x: Any) -> Any:
+        def step(x: Any, _: Any) -> Any:
+            grad = jax.grad(lambda x: squared(group_norm(x, groups=8, client=client)))(x)
+            return x - 0.1 * grad, (grad @ grad.swapaxes(-1, -2)).sum()
+
+        return jax.lax.scan(step, x, None, length=3)
+
+    def work() -> None:
+        try:
+            assert np.isfinite(np.asarray(train(x)[1])).all()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(90)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not failures
+
+
+def test_refusals_come_when_the_function_is_traced(rng: Any) -> None:
+    with Client(NOWHERE, timeout_s=5) as dead:
+        x = normal(rng, 2, 8, 5)
+        with pytest.raises(
+            InvalidOperand, match="group: found c 8, group 3; expected c divisible"
+        ) as refused:
+            jax.jit(lambda x: group_norm(x, groups=3, client=dead))(x)
+        assert refused.value.code == 161002
+        with pytest.raises(InvalidOperand, match="gamma: found"):
+            group_norm(x, None, normal(rng, 7), groups=4, client=dead)
+        with pytest.raises(MalformedRequest, match="padding_mode: found 'wrap'"):
+            grid_sample(normal(rng, 1, 1, 2, 2), normal(rng, 1, 2, 2, 2), client=dead, padding_mode="wrap")
+        with pytest.raises(InvalidOperand, match="interpolation_mode: found 2"):
+            grid_sample(normal(rng, 1, 1, 2, 2), normal(rng, 1, 2, 2, 2), client=dead, mode=2)
+        with pytest.raises(InvalidOperand, match="query: found dtype float32"):
+            fused_floyd_attention(*floyd(rng, jnp.float32), client=dead)
+        with pytest.raises(TilingError, match="found"):
+            fused_floyd_attention(*(each[:, :, :15] for each in floyd(rng, jnp.float16)), client=dead)
+        value, *rest = deformable(rng)
+        with pytest.raises(InvalidOperand, match="value: found"):
+            multi_scale_deformable_attention(value[..., :5], *rest, client=dead)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_failure_of_the_service_names_its_class(rng: Any) -> None:
+    """JAX has one exception for all that goes wrong in a callback; ours is in its text."""
+    x = normal(rng, 2, 8, 5)
+    with Client(NOWHERE, timeout_s=5) as dead, pytest.raises(Exception, match=r"ConnectError.*cannot reach"):
+        jax.block_until_ready(jax.jit(jax.grad(lambda x: squared(group_norm(x, groups=4, client=dead))))(x))

@@ -1,0 +1,63 @@
+"""Gradients against float64: each backward operator's results, and whole tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from npugrad import OPERATORS, tolerance
+from npugrad_client import _arrays
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_GROUP_NORM = torch.ops.aten.native_group_norm_backward.default
+_COMPARED = {_GROUP_NORM, torch.ops.aten.grid_sampler_2d_backward.default}
+
+
+def assert_close(got: Tensor, golden: Tensor, what: str = "gradient", extra: float = 0.0) -> None:
+    """A gradient is within the project's tolerance of float64."""
+    assert got.shape == golden.shape
+    found = tolerance.compare(to_numpy(golden.double()), to_numpy(got), extra)
+    assert found.ok, f"{what}: {found}"
+
+
+def to_numpy(tensor: Tensor) -> Any:
+    return _arrays.to_numpy(tensor, "test", "tensor")
+
+
+class Golden(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs each backward operator in float64 as well, on the very same operands, and compares.
+
+    Enter it inside a `remote`, whose results it then sees.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.compared = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        got = func(*args, **(kwargs or {}))
+        if func in _COMPARED:
+            with _disable_current_modes():  # type: ignore[no-untyped-call]
+                self._compare(func, args, got)
+            self.compared += 1
+        return got
+
+    def _compare(self, func: Any, args: Any, got: Any) -> None:
+        double = [a.detach().double() if isinstance(a, torch.Tensor) else a for a in args]
+        for number, (one, golden) in enumerate(zip(got, func(*double), strict=True)):
+            if one is not None:  # PyTorch computes some gradients that nobody wants
+                extra = _cancellation(args) if func is _GROUP_NORM and number == 0 else 0.0
+                assert_close(one.detach(), golden, f"{func}, result {number}", extra)
+
+
+def _cancellation(args: Any) -> float:
+    """What the record of group_norm_backward adds for its grad_input, from the type of the data."""
+    grad_out, _, _, rstd, weight, n, c, _, group, _ = args
+    inputs = {"grad_out": grad_out, "rstd": rstd, "gamma": weight}
+    arrays = {name: None if t is None else to_numpy(t.detach()) for name, t in inputs.items()}
+    attrs = {"n": n, "c": c, "group": group}
+    return OPERATORS["group_norm_backward"].extra_tolerance(arrays, attrs, "grad_input")

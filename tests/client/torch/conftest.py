@@ -1,0 +1,28 @@
+"""A client of the shared server, and seeds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from npugrad_client import Client
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.fix_server import ServerProcess
+
+
+@pytest.fixture(scope="session")
+def client(server: ServerProcess) -> Iterator[Client]:
+    """A client of the server on cpu:0."""
+    with Client(server.address, timeout_s=60) as opened:
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Draw the same values whatever the order of the tests."""
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(7)

@@ -1,0 +1,211 @@
+"""Multi-scale deformable attention as a function: forward here, in blocks, and gradient from the service."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from tests.client.torch.agreement import assert_close  # noqa: E402
+
+from npugrad_client import Client, ConnectError, InvalidOperand, NullOperand, UnsafeLevels  # noqa: E402
+from npugrad_client.torch import _deformable, multi_scale_deformable_attention  # noqa: E402
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+pytestmark = pytest.mark.torch
+LEVELS = ((5, 7), (3, 4), (1, 1))
+FLOAT32_IS_MEANT = pytest.mark.filterwarnings("ignore:Input #. requires gradient and is not a double")
+
+
+def operands(
+    dtype: Any = torch.float32, *, bs: int = 2, nq: int = 6, nh: int = 2, ch: int = 8, points: int = 3
+) -> Any:
+    """Operands whose points are near no kink: inside cells of every level, and some far outside."""
+    shapes = torch.tensor(LEVELS)
+    sizes = shapes.prod(1)
+    starts = torch.cat((sizes.new_zeros(1), sizes.cumsum(0)[:-1]))
+    value = torch.randn(bs, int(sizes.sum()), nh, ch)
+    cells = torch.rand(bs, nq, nh, len(LEVELS), points, 2) * 0.7 + 0.15
+    cells = cells + torch.randint(-1, 7, cells.shape) % shapes.flip(1)[:, None] - 0.5
+    location = (cells + torch.rand(()) * 0 + 0.5) / shapes.flip(1)[:, None]
+    location[0, 0, 0, 0, 0] = 7.5
+    weight = torch.rand(bs, nq, nh, len(LEVELS), points)
+    floats = [t.to(dtype).requires_grad_() for t in (value, location, weight)]
+    return floats[0], shapes, starts, floats[1], floats[2]
+
+
+def composed(value: Tensor, shapes: Tensor, starts: Tensor, location: Tensor, weight: Tensor) -> Tensor:
+    """The plain composition of `grid_sample`, as the papers' own code has it, in the operands' type."""
+    bs, _, nh, ch = value.shape
+    nq, points = location.shape[1], location.shape[4]
+    sampled = []
+    for level, ((h, w), start) in enumerate(zip(shapes.tolist(), starts.tolist(), strict=True)):
+        maps = value[:, start : start + h * w].permute(0, 2, 3, 1).reshape(bs * nh, ch, h, w)
+        grid = (2 * location[:, :, :, level] - 1).transpose(1, 2).reshape(bs * nh, nq, points, 2)
+        sampled.append(F.grid_sample(maps, grid, align_corners=False))
+    weights = weight.permute(0, 2, 1, 3, 4).reshape(bs * nh, 1, nq, -1)
+    out = (torch.cat(sampled, -1) * weights).sum(-1)
+    return out.reshape(bs, nh * ch, nq).transpose(1, 2)
+
+
+def in_float64(call: Any) -> Any:
+    """The same values in float64."""
+    return [t.detach().double().requires_grad_() if t.is_floating_point() else t for t in call]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_forward_and_gradients_against_float64(client: Client, dtype: Any) -> None:
+    call = operands(dtype)
+    got = multi_scale_deformable_attention(*call, client=client)
+    golden_call = in_float64(call)
+    golden = composed(*golden_call)
+    assert got.dtype is dtype
+    assert_close(got.detach(), golden.detach(), "forward")
+    grad = torch.randn(got.shape).to(dtype)
+    got.backward(grad)
+    golden.backward(grad.double())
+    for number in (0, 3, 4):
+        assert call[number].grad.dtype is dtype
+        assert_close(call[number].grad, golden_call[number].grad, f"gradient {number}")
+
+
+def test_blocks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = operands(nq=23)
+    whole = _deformable.forward(*call)
+    monkeypatch.setattr(_deformable, "_BLOCK_BYTES", 5 * 4 * 8 * 2 * 3)  # five queries
+    torch.testing.assert_close(_deformable.forward(*call), whole, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("wild", [float("nan"), float("inf"), -float("inf"), 1e30, -1e30, 100.0])
+def test_a_point_outside_reads_nothing(wild: float) -> None:
+    value, shapes, starts, location, weight = operands()
+    with torch.no_grad():
+        location[1, 2, 1, 0, 1, 0] = wild
+        without = weight.clone()
+        without[1, 2, 1, 0, 1] = 0
+    expected = _deformable.forward(
+        value, shapes, starts, operands()[3] * 0 + location.nan_to_num(9, 9, 9), without
+    )
+    assert torch.equal(_deformable.forward(value, shapes, starts, location, weight), expected)
+
+
+def test_int32_levels_with_gaps_between_them(client: Client) -> None:
+    value, shapes, starts, location, weight = operands()
+    spread = torch.zeros(2, value.shape[1] + 9, 2, 8)
+    moved = starts + torch.tensor([2, 5, 9])
+    for (h, w), old, new in zip(LEVELS, starts.tolist(), moved.tolist(), strict=True):
+        spread[:, new : new + h * w] = value.detach()[:, old : old + h * w]
+    spread.requires_grad_()
+    got = multi_scale_deformable_attention(spread, shapes.int(), moved.int(), location, weight, client=client)
+    torch.testing.assert_close(got, composed(value, shapes, starts, location, weight), rtol=1e-4, atol=1e-5)
+    got.sum().backward()
+    assert not spread.grad[:, :2].any()
+
+
+@FLOAT32_IS_MEANT
+def test_gradcheck(client: Client) -> None:
+    value, shapes, starts, location, weight = operands(bs=1, nq=2, points=2)
+
+    def attention(*floats: Tensor) -> Any:
+        return multi_scale_deformable_attention(floats[0], shapes, starts, *floats[1:], client=client)
+
+    floats = (value, location, weight)
+    # A step of 1e-2 in location is at most 0.07 of a cell here, and points lie 0.15 inside of theirs.
+    assert torch.autograd.gradcheck(attention, floats, eps=1e-2, atol=5e-3, rtol=2e-2, fast_mode=True)
+
+
+def test_only_wanted_gradients(client: Client) -> None:
+    value, shapes, starts, location, weight = operands()
+    location.requires_grad_(False)
+    multi_scale_deformable_attention(value, shapes, starts, location, weight, client=client).sum().backward()
+    assert location.grad is None
+    assert value.grad is not None
+    with torch.no_grad(), Client("127.0.0.1:1", timeout_s=10) as dead:
+        out = multi_scale_deformable_attention(value, shapes, starts, location, weight, client=dead)
+    assert not out.requires_grad
+
+
+def test_compute_dtype_takes_other_and_mixed_types(client: Client) -> None:
+    value, shapes, starts, location, weight = operands()
+    mixed = (
+        value.detach().double().requires_grad_(),
+        shapes,
+        starts,
+        location,
+        weight.detach().half().requires_grad_(),
+    )
+    with pytest.raises(InvalidOperand, match="multi_scale_deformable_attention_grad: ") as refused:
+        multi_scale_deformable_attention(*mixed, client=client)
+    assert refused.value.code == 161002
+    out = multi_scale_deformable_attention(*mixed, client=client, compute_dtype=torch.float32)
+    out.sum().backward()
+    assert (out.dtype, mixed[0].grad.dtype, mixed[4].grad.dtype) == (
+        torch.float64,
+        torch.float64,
+        torch.float16,
+    )
+    golden = in_float64(mixed)
+    composed(*golden).sum().backward()
+    assert_close(mixed[0].grad.float(), golden[0].grad)
+
+
+def test_autocast_computes_in_the_types_given(client: Client) -> None:
+    call = operands()
+    expected = multi_scale_deformable_attention(*call, client=client)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = multi_scale_deformable_attention(*call, client=client)
+    assert torch.equal(got, expected)
+
+
+def test_the_gradient_has_no_gradient(client: Client) -> None:
+    call = operands()
+    out = multi_scale_deformable_attention(*call, client=client)
+    (first,) = torch.autograd.grad(out.square().sum(), call[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+BROKEN = {
+    "channels": (lambda c: (c[0][..., :5], *c[1:]), InvalidOperand, r"value: found .*5.*; expected"),
+    "rank": (lambda c: (c[0][0], *c[1:]), InvalidOperand, r"value: found .*; expected"),
+    "points": (lambda c: (*c[:4], c[4][..., :1]), InvalidOperand, r"attn_weight.*: found .*; expected"),
+    "level type": (
+        lambda c: (c[0], c[1].float(), *c[2:]),
+        InvalidOperand,
+        r"spatial_shape: found dtype float32",
+    ),
+    "batch": (lambda c: (c[0][:1], *c[1:]), InvalidOperand, r": found .*; expected"),
+}
+
+
+@pytest.mark.parametrize(("change", "cls", "message"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_call_is_refused_before_anything_is_done(change: Any, cls: Any, message: str) -> None:
+    call = change(operands())
+    with (
+        Client("127.0.0.1:1", timeout_s=10) as dead,
+        pytest.raises(cls, match=f"^multi_scale_deformable_attention_grad: .*{message}") as refused,
+    ):
+        multi_scale_deformable_attention(*call, client=dead)
+    assert refused.value.code == 161002
+    assert not isinstance(refused.value, NullOperand)
+
+
+def test_a_level_outside_of_value() -> None:
+    value, shapes, starts, location, weight = operands()
+    with pytest.raises(
+        UnsafeLevels, match=r"spatial_shape: found level 2 of 1 x 1 from key 47; .* has 47 keys"
+    ):
+        _deformable.forward(value[:, :47], shapes, starts, location, weight)
+
+
+def test_a_failure_comes_out_of_backward() -> None:
+    call = operands()
+    with Client("127.0.0.1:1", timeout_s=10) as dead:
+        out = multi_scale_deformable_attention(*call, client=dead)
+        with pytest.raises(ConnectError):
+            out.sum().backward()

@@ -1,0 +1,185 @@
+"""Floyd attention as a function: forward here, in blocks, and gradient from the service."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.client.torch.agreement import assert_close  # noqa: E402
+
+from npugrad_client import Client, InvalidOperand, TilingError  # noqa: E402
+from npugrad_client.torch import _floyd, fused_floyd_attention  # noqa: E402
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+pytestmark = pytest.mark.torch
+SIZES = {"b": 1, "h": 2, "n": 16, "m": 128, "k": 128, "d": 32}
+
+
+def operands(dtype: Any = torch.float16, *, b: int, h: int, n: int, m: int, k: int, d: int) -> list[Tensor]:
+    shapes = ((b, h, n, m, d), (b, h, n, k, d), (b, h, n, k, d), (b, h, k, m, d), (b, h, k, m, d))
+    return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+
+
+def composed(q: Tensor, k1: Tensor, v1: Tensor, k2: Tensor, v2: Tensor, mask: Any, scale: float) -> Any:
+    """The plain composition, with every score in memory: attention, largest score and sum of each row."""
+    score = torch.einsum("bhnmd,bhnkd->bhnmk", q, k1) + torch.einsum("bhnmd,bhkmd->bhnmk", q, k2)
+    score = score * scale
+    if mask is not None:
+        score = score.masked_fill(mask.bool(), torch.finfo(torch.float32).min)
+    largest = score.amax(-1)
+    total = (score - largest[..., None]).exp().sum(-1)
+    weight = score.softmax(-1)
+    out = torch.einsum("bhnmk,bhnkd->bhnmd", weight, v1) + torch.einsum("bhnmk,bhkmd->bhnmd", weight, v2)
+    return out, largest, total
+
+
+def doubled(tensors: list[Tensor]) -> list[Tensor]:
+    return [t.detach().double().requires_grad_() for t in tensors]
+
+
+@pytest.mark.parametrize(
+    "block_bytes", [4, 4 * 6 * 5, 4 * 6 * 5 * 2, 2**20], ids=["row", "m", "two", "whole"]
+)
+@pytest.mark.parametrize("masked", [False, True])
+def test_forward_in_blocks_against_float64(masked: bool, block_bytes: int) -> None:
+    call = operands(torch.float32, b=2, h=2, n=4, m=5, k=6, d=3)
+    mask = torch.rand(2, 1, 4, 1, 6) < 0.4 if masked else None
+    if mask is not None:
+        mask[1, 0, 2] = True  # a row without any key: all its scores are the same
+    got = _floyd.forward(*call, mask, 0.7, block_bytes)
+    golden = composed(*doubled(call), mask, 0.7)
+    for name, one, other in zip(("attention", "largest", "total"), vars(got).values(), golden, strict=True):
+        assert_close(one.detach(), other.detach(), name)
+
+
+def test_no_block_of_scores_is_larger_than_was_asked_for() -> None:
+    for n, m, k, limit in ((16, 128, 128, 2**16), (3, 7, 5, 64), (2, 2, 100, 8)):
+        blocks = list(_floyd._blocks(n, m, k, limit))
+        covered = {(i, j) for rows, cols in blocks for i in range(n)[rows] for j in range(m)[cols]}
+        assert len(covered) == n * m
+        largest = max(len(range(n)[rows]) * len(range(m)[cols]) * k * 4 for rows, cols in blocks)
+        assert largest <= max(limit, 4 * k)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_against_local_autograd_in_float64(client: Client, dtype: Any, masked: bool) -> None:
+    call = operands(dtype, **SIZES)
+    mask = torch.rand(1, 1, 16, 1, 128) < 0.3 if masked else None
+    got = fused_floyd_attention(*call, atten_mask=mask, client=client)
+    golden_call = doubled(call)
+    golden = composed(*golden_call, mask, 1 / math.sqrt(32))[0]
+    assert_close(got.detach(), golden.detach(), "forward")
+    grad = torch.randn(got.shape).to(dtype)
+    got.backward(grad)
+    golden.backward(grad.double())
+    # The attention that is saved is rounded to the type, and so is its product with the gradient.
+    eps = torch.finfo(dtype).eps
+    for name, one, other in zip(("q", "k1", "v1", "k2", "v2"), call, golden_call, strict=True):
+        assert one.grad.dtype is dtype
+        assert_close(one.grad, other.grad, name, extra=eps * float(other.grad.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_against_local_autograd_in_the_type(client: Client, dtype: Any) -> None:
+    """As exact as the plain composition in this type is, or better."""
+    call, plain = operands(dtype, **SIZES), []
+    plain = [t.detach().clone().requires_grad_() for t in call]
+    golden = doubled(call)
+    fused_floyd_attention(*call, client=client).float().square().sum().backward()
+    composed(*plain, None, 32**-0.5)[0].float().square().sum().backward()
+    composed(*golden, None, 32**-0.5)[0].square().sum().backward()
+    for one, other, true in zip(call, plain, golden, strict=True):
+        error = (one.grad.double() - true.grad).norm() / true.grad.norm()
+        assert error <= (other.grad.double() - true.grad).norm() / true.grad.norm() * 1.05
+
+
+def test_what_is_saved_is_what_the_documents_want(client: Client) -> None:
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    call = operands(**SIZES)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = fused_floyd_attention(*call, client=client, scale=0.2)
+    _, largest, total = composed(*doubled(call), None, 0.2)
+    lanes = [t for t in saved if t.dtype is torch.float32]
+    assert [tuple(t.shape) for t in lanes] == [(1, 2, 16, 128, 8)] * 2
+    assert all(t.untyped_storage().nbytes() == 2 * 16 * 128 * 4 for t in lanes)
+    for got, golden in zip(lanes, (largest, total), strict=True):
+        assert_close(got[..., 7].detach(), golden.detach())
+    assert any(torch.equal(t, out) for t in saved if t.shape == out.shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_other_types_need_a_compute_dtype(client: Client, dtype: Any) -> None:
+    call = operands(dtype, **SIZES)
+    with pytest.raises(
+        InvalidOperand, match=r"fused_floyd_attention_grad: query: found dtype float.*; expected float16"
+    ) as refused:
+        fused_floyd_attention(*call, client=client)
+    assert refused.value.code == 161002
+    out = fused_floyd_attention(*call, client=client, compute_dtype=torch.bfloat16)
+    assert out.dtype is dtype
+    out.sum().backward()
+    assert {t.grad.dtype for t in call} == {dtype}
+    golden = doubled([t.bfloat16() for t in call])
+    composed(*golden, None, 32**-0.5)[0].sum().backward()
+    assert_close(call[2].grad.bfloat16(), golden[2].grad, extra=2**-7 * float(golden[2].grad.abs().max()))
+
+
+def test_scale_is_what_is_given(client: Client) -> None:
+    call = operands(**SIZES)
+    got = fused_floyd_attention(*call, client=client, scale=0.0)
+    golden = composed(*doubled(call), None, 0.0)[0]
+    assert_close(got.detach(), golden.detach())
+
+
+def test_autocast_computes_as_without(client: Client) -> None:
+    call = operands(**SIZES)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = fused_floyd_attention(*call, client=client)
+    assert torch.equal(got, fused_floyd_attention(*call, client=client))
+
+
+BROKEN = {
+    "n": (lambda c: [t[:, :, :15] if i < 3 else t for i, t in enumerate(c)], TilingError, 561002),
+    "k of key2": (lambda c: [*c[:3], c[3][:, :, :64], c[4]], TilingError, 561002),
+    "rank": (lambda c: [c[0][0], *c[1:]], (TilingError, InvalidOperand), None),
+    "types": (lambda c: [c[0].bfloat16(), *c[1:]], InvalidOperand, 161002),
+    "d": (lambda c: [t[..., :16] for t in c], TilingError, 561002),
+}
+
+
+@pytest.mark.parametrize(("change", "cls", "code"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_call_is_refused_before_anything_is_done(change: Any, cls: Any, code: Any) -> None:
+    call = change(operands(**SIZES))
+    with (
+        Client("127.0.0.1:1", timeout_s=10) as dead,
+        pytest.raises(cls, match=r"^fused_floyd_attention_grad: .*: found .*; expected") as refused,
+    ):
+        fused_floyd_attention(*call, client=dead)
+    assert code in (None, refused.value.code)
+
+
+def test_a_mask_of_the_wrong_shape_is_refused(client: Client) -> None:
+    with pytest.raises(TilingError, match="atten_mask: found"):
+        fused_floyd_attention(
+            *operands(**SIZES), atten_mask=torch.zeros(1, 1, 16, 128, dtype=torch.bool), client=client
+        )
+
+
+def test_the_gradient_has_no_gradient(client: Client) -> None:
+    call = operands(**SIZES)
+    out = fused_floyd_attention(*call, client=client)
+    (first,) = torch.autograd.grad(out.float().square().sum(), call[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
