@@ -10,10 +10,9 @@ import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from npugrad.dtypes import dtype_from_name
-from npugrad.spec import AttrParam, TensorParam
+from npugrad_server.backends.cpu.calls import Layout, address_of, described
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from npugrad.spec import OpSpec
+    from npugrad_server.backends.cpu.calls import Arrays
 
 ABI_VERSION = 1
 SETTING = "NPUGRAD_KERNELS_VARIANT"
@@ -51,22 +51,12 @@ class KernelUnsupported(Exception):
     """The kernel does not compute such a call; nothing was written."""
 
 
-class _Tensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("dtype", ctypes.c_int32),
-        ("rank", ctypes.c_int32),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-    )
-
-
 _Poll = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)
 
 
 class _Call(ctypes.Structure):
     _fields_ = (
-        ("tensors", ctypes.POINTER(ctypes.POINTER(_Tensor))),
+        ("tensors", ctypes.c_void_p),
         ("integers", ctypes.POINTER(ctypes.c_int64)),
         ("reals", ctypes.POINTER(ctypes.c_double)),
         ("bools", ctypes.POINTER(ctypes.c_uint8)),
@@ -79,7 +69,7 @@ class _Call(ctypes.Structure):
     )
 
 
-_Run = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(_Call))
+_Run = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p)
 
 
 class _Operator(ctypes.Structure):
@@ -207,6 +197,7 @@ class Kernels:
             table[i].name.decode(): _Bound(table[i].run, table[i].strided) for i in range(count.value)
         }
         self.operators = tuple(self._bound)
+        self._layouts: dict[str, Layout] = {}
         self._context: int | None = self._functions.npugrad_open(max(1, threads), scratch_bytes)
         if self._context is None:
             raise MemoryError("no memory for the threads of the kernels")
@@ -233,13 +224,18 @@ class Kernels:
 
     def takes_strides(self, spec: OpSpec, name: str) -> bool:
         """Whether the operator's kernel takes an operand as it lies, whatever its strides."""
-        index = [param.name for param in _tensors(spec)].index(name)
-        return bool(self._bound[spec.name].strided >> index & 1)
+        return bool(self._bound[spec.name].strided >> self._layout(spec).tensors.index(name) & 1)
+
+    def _layout(self, spec: OpSpec) -> Layout:
+        found = self._layouts.get(spec.name)
+        if found is None or found.spec is not spec:
+            self._layouts[spec.name] = found = Layout(spec)
+        return found
 
     def run(
         self,
         spec: OpSpec,
-        inputs: Mapping[str, npt.NDArray[Any] | None],
+        inputs: Arrays,
         attrs: Mapping[str, Any],
         outputs: Mapping[str, npt.NDArray[Any]],
         check_wanted: Callable[[], None] | None = None,
@@ -259,10 +255,15 @@ class Kernels:
             MemoryError: There is no scratch memory.
             RuntimeError: The kernel has a bug, or operands do not fit each other.
         """
-        poll = _Polled(check_wanted)
-        marshalled = _Marshalled(spec, inputs, attrs, outputs, poll)
-        status = self._bound[spec.name].run(self._context, ctypes.byref(marshalled.call))
-        poll.raise_what_it_met()
+        layout = self._layout(spec)
+        arrays = layout.arrays(inputs, outputs)  # alive until the kernel has returned
+        call = described(layout, arrays, attrs, _ASK_ADDRESS if check_wanted else 0)
+        run, address = self._bound[spec.name].run, address_of(call)
+        if check_wanted is None:
+            status = run(self._context, address)
+        else:
+            with _Polled(address, check_wanted):
+                status = run(self._context, address)
         if status == _UNSUPPORTED:
             raise KernelUnsupported(f"{spec.name}: no kernel for such operands")
         if status == _NO_MEMORY:
@@ -280,66 +281,35 @@ class Kernels:
 class _Polled:
     """`check_wanted` as C calls it: what it raises is kept until the kernel has returned."""
 
-    def __init__(self, check_wanted: Callable[[], None] | None) -> None:
-        self._check_wanted = check_wanted
+    _running: ClassVar[dict[int, _Polled]] = {}
+    """Those of the calls that run, by the address of the call."""
+
+    def __init__(self, address: int, check_wanted: Callable[[], None]) -> None:
+        self._address, self._check_wanted = address, check_wanted
         self._error: BaseException | None = None
-        self.function = _Poll(self._ask) if check_wanted else _Poll()
 
-    def _ask(self, _: int | None) -> int:
-        try:
-            if self._check_wanted:
-                self._check_wanted()
-        except BaseException as error:
-            self._error = error
-            return 1
-        return 0
+    def __enter__(self) -> None:
+        self._running[self._address] = self
 
-    def raise_what_it_met(self) -> None:
+    def __exit__(self, *_: object) -> None:
+        del self._running[self._address]
         if self._error is not None:
             raise self._error
 
-
-class _Marshalled:
-    """The C description of a call; keeps everything alive that it points to."""
-
-    def __init__(
-        self,
-        spec: OpSpec,
-        inputs: Mapping[str, npt.NDArray[Any] | None],
-        attrs: Mapping[str, Any],
-        outputs: Mapping[str, npt.NDArray[Any]],
-        poll: _Polled,
-    ) -> None:
-        arrays = [(inputs if param.role == "input" else outputs).get(param.name) for param in _tensors(spec)]
-        self._kept = [None if array is None else _described(array) for array in arrays]
-        pointers = (ctypes.POINTER(_Tensor) * len(arrays))(
-            *(ctypes.POINTER(_Tensor)() if kept is None else ctypes.pointer(kept[0]) for kept in self._kept)
-        )
-        values: dict[str, list[Any]] = {"int64": [], "double": [], "bool": []}
-        for param in spec.params:
-            if isinstance(param, AttrParam):
-                given = attrs[param.name]
-                kind = "bool" if param.type == "bool_array" else param.type
-                values[kind] += given or () if param.type == "bool_array" else [given]
-        integers = (ctypes.c_int64 * len(values["int64"]))(*values["int64"])
-        reals = (ctypes.c_double * len(values["double"]))(*values["double"])
-        bools = (ctypes.c_uint8 * len(values["bool"]))(*values["bool"])
-        counts = len(arrays), len(integers), len(reals), len(bools)
-        self.call = _Call(pointers, integers, reals, bools, *counts, poll.function, None)
+    @classmethod
+    def ask(cls, address: int) -> int:
+        """Whether the call at that address is to be given up."""
+        polled = cls._running[address]
+        try:
+            polled._check_wanted()
+        except BaseException as error:
+            polled._error = error
+            return 1
+        return 0
 
 
-def _tensors(spec: OpSpec) -> list[TensorParam]:
-    return [param for param in spec.params if isinstance(param, TensorParam)]
-
-
-def _described(array: npt.NDArray[Any]) -> tuple[Any, ...]:
-    itemsize = array.itemsize
-    if any(step < 0 or step % itemsize for step in array.strides):
-        raise ValueError("found strides that are negative or no multiple of an element")
-    sizes = (ctypes.c_int64 * array.ndim)(*array.shape)
-    steps = (ctypes.c_int64 * array.ndim)(*(step // itemsize for step in array.strides))
-    dtype = dtype_from_name(array.dtype)
-    return _Tensor(array.ctypes.data, dtype.acl, array.ndim, sizes, steps), array
+_ASK = _Poll(_Polled.ask)
+_ASK_ADDRESS = ctypes.cast(_ASK, ctypes.c_void_p).value or 0
 
 
 def _bind(path: Path) -> Any:

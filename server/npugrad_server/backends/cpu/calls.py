@@ -1,0 +1,138 @@
+"""Calls of CPU kernels as C takes them: `npugrad_call` and all that it points to, in one block of memory.
+
+A ctypes object for each tensor would take longer than a small kernel. A block belongs to one call: any thread
+makes its own, also while it is in another call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import TYPE_CHECKING, Any
+
+from npugrad.dtypes import DATA_DTYPES, dtype_from_name
+from npugrad.spec import AttrParam, TensorParam
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from npugrad.spec import OpSpec
+
+    Arrays = Mapping[str, npt.NDArray[Any] | None]
+
+# Words of 64 bits of a call and of a tensor; two numbers of 32 bits share one, the first in its lower half as
+# on every machine that there are kernels for.
+_WORD, _CALL_WORDS, _TENSOR_WORDS = 8, 8, 4
+
+
+class Layout:
+    """What all calls of an operator have alike: names in the record's order, each kind for itself.
+
+    Attributes:
+        spec: The operator's record.
+        tensors: Names of its tensors, inputs and outputs.
+    """
+
+    def __init__(self, spec: OpSpec) -> None:
+        """Sorts the record's parameters."""
+        self.spec = spec
+        tensors = [param for param in spec.params if isinstance(param, TensorParam)]
+        attrs = [param for param in spec.params if isinstance(param, AttrParam)]
+        self.tensors = tuple(param.name for param in tensors)
+        self._is_input = tuple((param.name, param.role == "input") for param in tensors)
+        self._integers = tuple(param.name for param in attrs if param.type == "int64")
+        self._reals = tuple(param.name for param in attrs if param.type == "double")
+        self._bools = tuple(
+            (p.name, p.type == "bool_array") for p in attrs if p.type in ("bool", "bool_array")
+        )
+
+    def arrays(self, inputs: Arrays, outputs: Arrays) -> list[npt.NDArray[Any] | None]:
+        """Operands and results; None for null and for what is not wanted."""
+        return [(inputs if is_input else outputs).get(name) for name, is_input in self._is_input]
+
+    def integers(self, attrs: Mapping[str, Any]) -> list[int]:
+        """Attributes of type int64_t."""
+        return [attrs[name] for name in self._integers]
+
+    def reals(self, attrs: Mapping[str, Any]) -> list[float]:
+        """Attributes of type double."""
+        return [attrs[name] for name in self._reals]
+
+    def bools(self, attrs: Mapping[str, Any]) -> bytes:
+        """Attributes of type bool, a byte each, and aclBoolArray, as many as it has."""
+        return bytes(
+            bool(one)
+            for name, several in self._bools
+            for one in ((attrs[name] or ()) if several else (attrs[name],))
+        )
+
+
+def described(
+    layout: Layout, arrays: Sequence[npt.NDArray[Any] | None], attrs: Mapping[str, Any], ask: int
+) -> bytearray:
+    """A call with all that it points to but the arrays' elements, which the caller keeps alive.
+
+    In the block's order: the call, pointers to the tensors, tensors, attributes, shapes and strides.
+
+    Args:
+        layout: Of the operator.
+        arrays: As `layout.arrays` orders them, None for null.
+        attrs: Attributes by name.
+        ask: Address of the C function that polls, which gets the address of the call; 0 for none.
+
+    Raises:
+        ValueError: Strides are negative or no multiple of an element.
+    """
+    integers, reals, bools = layout.integers(attrs), layout.reals(attrs), layout.bools(attrs)
+    axes = sum(array.ndim for array in arrays if array is not None)
+    attributes = _CALL_WORDS + (1 + _TENSOR_WORDS) * len(arrays)
+    sizes = attributes + len(integers) + len(reals) + -(-len(bools) // _WORD)
+    call = bytearray(_WORD * (sizes + 2 * axes))
+    start = address_of(call)
+    tensor, size = start + _WORD * (_CALL_WORDS + len(arrays)), start + _WORD * sizes
+    pointers: list[int] = []
+    tensors: list[int] = []
+    steps: list[int] = []
+    for array in arrays:
+        pointers.append(0 if array is None else tensor)
+        tensor += _WORD * _TENSOR_WORDS
+        if array is None:
+            tensors += (0,) * _TENSOR_WORDS
+            continue
+        rank = array.ndim
+        tensors += (array.ctypes.data, _acl(array.dtype) | rank << 32, size, size + _WORD * rank)
+        size += 2 * _WORD * rank
+        steps += array.shape
+        steps += _steps(array)
+    first = start + _WORD * attributes
+    values = first, first + _WORD * len(integers), first + _WORD * (len(integers) + len(reals))
+    counts = len(arrays) | len(integers) << 32, len(reals) | len(bools) << 32
+    words = (start + _WORD * _CALL_WORDS, *values, *counts, ask, start, *pointers, *tensors, *integers)
+    struct.pack_into(f"{len(words)}q{len(reals)}d{len(bools)}B", call, 0, *words, *reals, *bools)
+    struct.pack_into(f"{len(steps)}q", call, _WORD * sizes, *steps)
+    return call
+
+
+def address_of(block: bytearray) -> int:
+    """Where a block lies."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(block))
+
+
+def _steps(array: npt.NDArray[Any]) -> Sequence[int]:
+    """Strides in elements."""
+    itemsize = array.itemsize
+    steps = [step // itemsize for step in array.strides]
+    if any(step < 0 or step * itemsize != given for step, given in zip(steps, array.strides, strict=True)):
+        raise ValueError("found strides that are negative or no multiple of an element")
+    return steps
+
+
+_ACL = {dtype.numpy: dtype.acl for dtype in DATA_DTYPES}
+
+
+def _acl(dtype: np.dtype[Any]) -> int:
+    found = _ACL.get(dtype)
+    return dtype_from_name(dtype).acl if found is None else found

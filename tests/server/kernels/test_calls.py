@@ -1,0 +1,81 @@
+"""How calls are handed to C."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from tests.server.kernels.compare import assert_right, assert_same_bits, computed, outputs_for
+
+from npugrad import OPERATORS
+from npugrad.dtypes import DType
+
+if TYPE_CHECKING:
+    from npugrad.spec import CallMeta
+    from npugrad_server.backends.cpu.kernels import Kernels
+
+NORM = OPERATORS["group_norm_backward"]
+
+
+def _made(dtype: DType = DType.FLOAT32, seed: int = 1) -> tuple[CallMeta, dict[str, Any]]:
+    call = NORM.build(dtype=dtype, n=2, c=6, hxw=300, group=3)
+    return call, NORM.make_inputs(call, np.random.default_rng(seed))
+
+
+def test_a_call_may_start_another_while_it_is_polled(kernels: Kernels) -> None:
+    call, inputs = _made()
+    inner_call, inner_inputs = _made(DType.BFLOAT16, seed=2)
+    found: list[dict[str, Any]] = []
+
+    def asked() -> None:
+        if not found:
+            found.append(computed(kernels, NORM, inner_call, inner_inputs))
+
+    outputs = outputs_for(NORM, call)
+    kernels.run(NORM, inputs, call.attrs, outputs, asked)
+    assert_right(NORM, call, inputs, outputs)
+    assert_right(NORM, inner_call, inner_inputs, found[0])
+
+
+def test_calls_at_once_are_polled_by_their_own_function(kernels: Kernels) -> None:
+    call, inputs = _made()
+    both = threading.Barrier(2, timeout=20)
+    met: dict[str, BaseException] = {}
+
+    def run(name: str) -> None:
+        def asked() -> None:
+            both.wait()
+            raise KeyError(name)
+
+        try:
+            kernels.run(NORM, inputs, call.attrs, outputs_for(NORM, call), asked)
+        except KeyError as error:
+            met[name] = error
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {name: error.args for name, error in met.items()} == {"a": ("a",), "b": ("b",)}
+
+
+def test_an_operand_inside_another_array_is_found_there(kernels: Kernels) -> None:
+    call, inputs = _made()
+    wide = np.full((4, *inputs["input"].shape), np.nan, np.float32)
+    wide[2] = inputs["input"]
+    assert_same_bits(
+        computed(kernels, NORM, call, {**inputs, "input": wide[2]}), computed(kernels, NORM, call, inputs)
+    )
+
+
+def test_strides_that_c_cannot_take_are_refused(kernels: Kernels) -> None:
+    call, inputs = _made()
+    outputs = outputs_for(NORM, call)
+    packed = np.zeros(inputs["input"].size * 6 + 6, np.uint8)
+    odd = np.ndarray(inputs["input"].shape, np.float32, packed, 0, (1800 * 6, 300 * 6, 6))
+    for array in (inputs["input"][..., ::-1], odd):
+        with pytest.raises(ValueError, match="found strides that are negative or no multiple"):
+            kernels.run(NORM, {**inputs, "input": array}, call.attrs, outputs)
