@@ -6,17 +6,36 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from hypothesis import HealthCheck, settings
 
+from npugrad.dtypes import DType
 from npugrad.tolerance import compare
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from npugrad.spec import CallMeta, OpSpec
     from npugrad_server.backends.cpu.kernels import Kernels
 
     Array = npt.NDArray[Any]
     Arrays = Mapping[str, Array | None]
+    Inputs = dict[str, Array | None]
+
+DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
+
+
+def examples(count: int) -> settings:
+    """So many examples for hypothesis, of kernels that all of them share."""
+    return settings(
+        max_examples=count, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    )
+
+
+def given_array(inputs: Arrays, name: str) -> Array:
+    """An operand that is not null."""
+    array = inputs[name]
+    assert array is not None
+    return array
 
 
 def outputs_for(spec: OpSpec, call: CallMeta, pattern: int = 0xA5) -> dict[str, Array]:
@@ -63,3 +82,48 @@ def assert_same_bits(found: Mapping[str, Array], other: Mapping[str, Array]) -> 
 def largest_error(found: Array, expected: Array) -> float:
     """max|e| / max|g|, as accuracy tables show it."""
     return float(np.abs(found.astype(np.float64) - expected).max() / np.abs(expected).max())
+
+
+def assert_errors_below(kernels: Kernels, spec: OpSpec, call: CallMeta, inputs: Arrays, limit: float) -> None:
+    """The largest error of each output is below a limit; an output of zeros is exact."""
+    found = computed(kernels, spec, call, inputs)
+    for name, values in golden(spec, call, inputs).items():
+        error = largest_error(found[name], values) if values.any() else float(found[name].any())
+        assert error < limit, (name, error)
+
+
+def assert_any_threads_give_the_same(
+    make_kernels: Callable[[int], Kernels],
+    spec: OpSpec,
+    call: CallMeta,
+    inputs: Arrays,
+    threads: tuple[int, ...] = (2, 3),
+) -> None:
+    """The bits of one thread are those of more, and right."""
+    one = computed(make_kernels(1), spec, call, inputs)
+    for count in threads:
+        assert_same_bits(computed(make_kernels(count), spec, call, inputs), one)
+    assert_right(spec, call, inputs, one)
+
+
+def assert_not_finite_alike(found: Mapping[str, Array], expected: Mapping[str, Array]) -> None:
+    """Infinities and NaNs are where the reference, rounded to the output's type, has them."""
+    for name, values in expected.items():
+        with np.errstate(all="ignore"):
+            cast = values.astype(np.float32).astype(found[name].dtype).astype(np.float32)
+        got = found[name].astype(np.float32)
+        odd = ~np.isfinite(cast)
+        assert np.array_equal(got[odd], cast[odd], equal_nan=True), name
+        assert np.isfinite(got[~odd]).all(), name
+
+
+def contents(outputs: Mapping[str, Array]) -> dict[str, bytes]:
+    """What the outputs hold, to see whether it is written to."""
+    return {name: array.tobytes() for name, array in outputs.items()}
+
+
+def every_second(array: Array) -> Array:
+    """The same elements, each second place of the last axis left out."""
+    wide = np.full((*array.shape[:-1], array.shape[-1] * 2), 7, array.dtype)
+    wide[..., ::2] = array
+    return wide[..., ::2]

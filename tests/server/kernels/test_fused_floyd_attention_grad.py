@@ -5,18 +5,23 @@ from __future__ import annotations
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.server.kernels.compare import (
+    DTYPES,
+    assert_any_threads_give_the_same,
+    assert_errors_below,
     assert_right,
     assert_same_bits,
     computed,
-    golden,
-    largest_error,
+    contents,
+    every_second,
+    examples,
+    given_array,
     outputs_for,
 )
 from tests.server.kernels.conftest import ROOT
@@ -29,17 +34,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    import numpy.typing as npt
+    from tests.server.kernels.compare import Array, Inputs
 
     from npugrad.spec import CallMeta, Sample
 
-    Array = npt.NDArray[Any]
-    Inputs = dict[str, Array | None]
 
 FLOYD = OPERATORS["fused_floyd_attention_grad"]
-DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 OPERANDS = ("query", "key1", "value1", "key2", "value2", "dy", "attention_in", "softmax_max", "softmax_sum")
-few = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = examples(60)
 
 
 def made(call: CallMeta, seed: int = 0, *, consistent: bool = True) -> Inputs:
@@ -55,15 +57,9 @@ def made(call: CallMeta, seed: int = 0, *, consistent: bool = True) -> Inputs:
     else:
         inputs = FLOYD.make_inputs(call, rng)
     if not consistent:
-        attention = operand(inputs, "attention_in")
+        attention = given_array(inputs, "attention_in")
         inputs["attention_in"] = rng.standard_normal(attention.shape, np.float32).astype(attention.dtype)
     return inputs
-
-
-def operand(inputs: Inputs, name: str) -> Array:
-    array = inputs[name]
-    assert array is not None
-    return array
 
 
 @few
@@ -135,10 +131,7 @@ def test_bits_do_not_depend_on_threads(
 ) -> None:
     call = FLOYD.build(dtype=dtype, with_mask=True, **sizes)
     inputs = made(call, 2)
-    one = computed(make_kernels(1), FLOYD, call, inputs)
-    for threads in (2, 3, 5):
-        assert_same_bits(computed(make_kernels(threads), FLOYD, call, inputs), one)
-    assert_right(FLOYD, call, inputs, one)
+    assert_any_threads_give_the_same(make_kernels, FLOYD, call, inputs, (2, 3, 5))
 
 
 def test_calls_at_once_give_the_bits_of_calls_alone(make_kernels: Callable[[int], Kernels]) -> None:
@@ -157,9 +150,7 @@ def _relaid(array: Array, layout: str) -> Array:
     if layout == "elements_first":
         return np.ascontiguousarray(array.transpose(4, 3, 2, 1, 0)).transpose(4, 3, 2, 1, 0)
     if layout == "every_second":
-        wide = np.zeros((*array.shape[:-1], array.shape[-1] * 2), array.dtype)
-        wide[..., ::2] = array
-        return wide[..., ::2]
+        return every_second(array)
     return np.ascontiguousarray(array.swapaxes(2, 3)).swapaxes(2, 3)
 
 
@@ -169,7 +160,7 @@ def _relaid(array: Array, layout: str) -> Array:
 def test_strides_change_no_bit(kernels: Kernels, dtype: DType, layout: str, n: int, m: int) -> None:
     call = FLOYD.build(dtype=dtype, b=2, h=3, n=n, m=m, k=35, d=40, with_mask=True)
     inputs = made(call, 3)
-    strided: Inputs = {name: _relaid(operand(inputs, name), layout) for name in inputs}
+    strided: Inputs = {name: _relaid(given_array(inputs, name), layout) for name in inputs}
     assert all(kernels.takes_strides(FLOYD, name) for name in inputs)
     expected = computed(kernels, FLOYD, call, inputs)
     assert_same_bits(computed(kernels, FLOYD, call, strided), expected)
@@ -179,7 +170,7 @@ def test_expanded_operands_are_read_where_they_lie(kernels: Kernels) -> None:
     call = FLOYD.build(n=32, m=40, k=33, d=32, h=2, with_mask=True)
     inputs = made(call, 4)
     for name in ("dy", "value2", "atten_mask", "softmax_sum"):
-        array = operand(inputs, name)
+        array = given_array(inputs, name)
         inputs[name] = np.broadcast_to(array[:1, :1, :1, :1, :1], array.shape)
     assert_right(FLOYD, call, inputs, computed(kernels, FLOYD, call, inputs))
 
@@ -191,9 +182,9 @@ def test_a_row_without_keys_passes_its_gradient_through_the_mask(
 ) -> None:
     call = FLOYD.build(dtype=dtype, b=2, h=2, n=n, m=m, k=40, d=32, with_mask=True)
     inputs = made(call, 5)
-    mask = operand(inputs, "atten_mask")
+    mask = given_array(inputs, "atten_mask")
     mask[0, 0, 3], mask[1] = True, True
-    rows = operand(inputs, "softmax_max"), operand(inputs, "softmax_sum")
+    rows = given_array(inputs, "softmax_max"), given_array(inputs, "softmax_sum")
     for statistics, value in zip(rows, (np.finfo(np.float32).min, 40), strict=True):
         statistics[0, :, 3], statistics[1] = value, value
     found = computed(kernels, FLOYD, call, inputs)
@@ -209,9 +200,9 @@ def test_values_that_are_not_finite_spread_as_in_the_reference(
     call = FLOYD.build(dtype=DType.BFLOAT16, n=34, m=20, k=37, d=16)
     inputs = made(call, 6)
     if name.startswith("softmax"):
-        operand(inputs, name)[0, 0, 7, 5] = value
+        given_array(inputs, name)[0, 0, 7, 5] = value
     else:
-        operand(inputs, name)[0, 0, 7, 5, 3] = value
+        given_array(inputs, name)[0, 0, 7, 5, 3] = value
     assert_right(FLOYD, call, inputs, computed(kernels, FLOYD, call, inputs))
 
 
@@ -231,9 +222,7 @@ def test_gradients_beyond_float16_are_infinite(kernels: Kernels) -> None:
 def test_errors_stay_below_two_millionths(kernels: Kernels, sizes: dict[str, int]) -> None:
     call = FLOYD.build(dtype=DType.FLOAT32, **sizes)
     inputs = made(call, 7)
-    found, expected = computed(kernels, FLOYD, call, inputs), golden(FLOYD, call, inputs)
-    errors = {name: largest_error(found[name], expected[name]) for name in expected}
-    assert max(errors.values()) < 2e-6, errors
+    assert_errors_below(kernels, FLOYD, call, inputs, 2e-6)
 
 
 def test_a_call_nobody_wants_ends_between_tasks(make_kernels: Callable[[int], Kernels]) -> None:
@@ -410,9 +399,9 @@ def test_what_the_kernel_does_not_take_is_said_and_nothing_written(kernels: Kern
     call = FLOYD.build(dtype=DType.FLOAT32, n=4, m=4, k=4, d=4, with_mask=True)
     inputs = made(call, 9)
     outputs = outputs_for(FLOYD, call)
-    before = {name: array.tobytes() for name, array in outputs.items()}
+    before = contents(outputs)
     for name, dtype in (("key2", np.float16), ("atten_mask", np.float32), ("softmax_max", np.float16)):
-        other = {**inputs, name: np.ones(operand(inputs, name).shape, dtype)}
+        other = {**inputs, name: np.ones(given_array(inputs, name).shape, dtype)}
         with pytest.raises(KernelUnsupported):
             kernels.run(FLOYD, other, call.attrs, outputs)
     for name in FLOYD.infer(call).keys() | inputs.keys():
@@ -426,7 +415,7 @@ def test_what_the_kernel_does_not_take_is_said_and_nothing_written(kernels: Kern
                 call.attrs,
                 {n: shorter if n == name else a for n, a in outputs.items()},
             )
-    assert before == {name: array.tobytes() for name, array in outputs.items()}
+    assert contents(outputs) == before
 
 
 def test_outputs_nobody_wants_are_not_written(kernels: Kernels) -> None:

@@ -7,47 +7,51 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.server.kernels.compare import (
+    DTYPES,
+    assert_any_threads_give_the_same,
+    assert_errors_below,
+    assert_not_finite_alike,
     assert_right,
     assert_same_bits,
     computed,
+    contents,
+    every_second,
+    examples,
+    given_array,
     golden,
-    largest_error,
     outputs_for,
 )
 
 from npugrad import OPERATORS, Product
-from npugrad.dtypes import DType
 from npugrad_server.backends.cpu.kernels import Kernels, KernelUnsupported
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy.typing as npt
+    from tests.server.kernels.compare import Array, Inputs
 
+    from npugrad.dtypes import DType
     from npugrad.spec import CallMeta, Sample
 
-    Array = npt.NDArray[Any]
-    Arrays = dict[str, Array | None]
 
 GRID = OPERATORS["grid_sampler_2d_backward"]
-DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 LARGEST_ERROR = 5e-7
 SIZES = st.sampled_from([1, 2, 3, 5, 7, 11, 16, 17, 23, 31, 37])
 MODES = [
     dict(zip(("interpolation_mode", "padding_mode", "align_corners"), modes, strict=True))
     for modes in itertools.product((0, 1), (0, 1, 2), (False, True))
 ]
-few = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = examples(80)
 
 
 def _name(modes: dict[str, Any]) -> str:
     return "-".join(str(int(value)) for value in modes.values())
 
 
-def _inputs(call: CallMeta, seed: int) -> Arrays:
+def _inputs(call: CallMeta, seed: int) -> Inputs:
     return dict(GRID.make_inputs(call, np.random.default_rng(seed)))
 
 
@@ -107,12 +111,7 @@ def test_it_computes_what_the_reference_does(
 def test_errors_stay_below_half_a_millionth(kernels: Kernels, modes: dict[str, Any], c: int) -> None:
     call = GRID.build(n=2, c=c, h=37, w=40, oh=29, ow=31, **modes)
     inputs = _inputs(call, c)
-    found, expected = computed(kernels, GRID, call, inputs), golden(GRID, call, inputs)
-    for name, values in expected.items():
-        if values.any():
-            assert largest_error(found[name], values) < LARGEST_ERROR, name
-        else:
-            assert not found[name].any()
+    assert_errors_below(kernels, GRID, call, inputs, LARGEST_ERROR)
 
 
 @pytest.mark.parametrize("modes", MODES, ids=_name)
@@ -135,8 +134,7 @@ def test_coordinates_without_a_place_are_taken_as_the_reference_does(
 ) -> None:
     call = GRID.build(n=1, c=5, h=7, w=6, oh=5, ow=20, **modes)
     inputs = _inputs(call, 3)
-    grid = inputs["grid"]
-    assert grid is not None
+    grid = given_array(inputs, "grid")
     odd = [np.nan, np.inf, -np.inf, 1e9, -1e9, 3e38, -3e38, 1e-38, 4.1e15, -6.1e8, 3e16, 7.7e30, -0.0]
     for index, value in enumerate(odd):
         grid[0, index % 5, index, index % 2] = value
@@ -195,10 +193,7 @@ def test_bits_do_not_depend_on_threads(
     inputs = _inputs(call, 4)
     if turned:
         inputs["grid"] = _turned(call)
-    one, two, three = (computed(make_kernels(threads), GRID, call, inputs) for threads in (1, 2, 3))
-    assert_same_bits(one, two)
-    assert_same_bits(one, three)
-    assert_right(GRID, call, inputs, two)
+    assert_any_threads_give_the_same(make_kernels, GRID, call, inputs)
 
 
 @pytest.mark.parametrize("interpolation_mode", [0, 1])
@@ -237,9 +232,7 @@ def _relaid(array: Array, layout: str) -> Array:
     if layout == "channels_last":
         return np.ascontiguousarray(np.moveaxis(array, 1, -1)).transpose(0, 3, 1, 2)
     if layout == "every_second":
-        wide = np.full((*array.shape[:-1], array.shape[-1] * 2), 7, array.dtype)
-        wide[..., ::2] = array
-        return wide[..., ::2]
+        return every_second(array)
     if layout == "transposed":
         return np.ascontiguousarray(array.transpose(3, 2, 1, 0)).transpose(3, 2, 1, 0)
     wide = np.full((array.shape[0], array.shape[1] + 3, array.shape[2], array.shape[3] + 5), 7, array.dtype)
@@ -255,7 +248,7 @@ def test_strides_change_no_bit(kernels: Kernels, dtype: DType, layout: str, c: i
     call = GRID.build(dtype=dtype, n=2, c=c, h=9, w=21, oh=7, ow=19)
     inputs = _inputs(call, 6)
     expected = computed(kernels, GRID, call, inputs)
-    strided: Arrays = {}
+    strided: Inputs = {}
     for name, array in inputs.items():
         assert array is not None
         strided[name] = relaid = _relaid(array, layout)
@@ -279,8 +272,7 @@ def test_values_that_are_not_finite_spread_as_in_the_reference(
     """Also over zeros, which infinity makes no number of, and not over points outside."""
     call = GRID.build(dtype=dtype, n=2, c=c, h=5, w=6, oh=6, ow=7)
     inputs = _inputs(call, 8)
-    grid = inputs["grid"]
-    assert grid is not None
+    grid = given_array(inputs, "grid")
     grid[:, ::2] = _lattice(call, 9)[:, ::2]
     array, other = inputs[operand], inputs["input" if operand == "grad_output" else "grad_output"]
     assert array is not None
@@ -289,13 +281,7 @@ def test_values_that_are_not_finite_spread_as_in_the_reference(
     other.reshape(-1)[::3] = 0
     found, expected = computed(kernels, GRID, call, inputs), golden(GRID, call, inputs)
     assert not np.isfinite(expected["grid_grad"]).all()
-    for name, values in expected.items():
-        with np.errstate(all="ignore"):
-            cast = values.astype(np.float32).astype(found[name].dtype).astype(np.float32)
-        got = found[name].astype(np.float32)
-        odd = ~np.isfinite(cast)
-        assert np.array_equal(got[odd], cast[odd], equal_nan=True), name
-        assert np.isfinite(got[~odd]).all(), name
+    assert_not_finite_alike(found, expected)
 
 
 @pytest.mark.parametrize("scale", [1e-18, 1e18, 3e30])
@@ -303,8 +289,7 @@ def test_products_beyond_float32_are_computed_like_any(kernels: Kernels, scale: 
     call = GRID.build(n=1, c=18, h=5, w=6, oh=6, ow=7)
     inputs = _inputs(call, 10)
     for name, factor in (("input", scale), ("grad_output", 1e3 / scale)):
-        array = inputs[name]
-        assert array is not None
+        array = given_array(inputs, name)
         inputs[name] = (array * factor).astype(np.float32)
     assert_right(GRID, call, inputs, computed(kernels, GRID, call, inputs))
 
@@ -313,13 +298,12 @@ def test_what_the_kernel_does_not_take_is_said_and_nothing_written(kernels: Kern
     call = GRID.build(n=2, c=6, h=4, w=3)
     inputs = _inputs(call, 11)
     outputs = outputs_for(GRID, call)
-    before = {name: array.tobytes() for name, array in outputs.items()}
-    grid = inputs["grid"]
-    assert grid is not None
+    before = contents(outputs)
+    grid = given_array(inputs, "grid")
     with pytest.raises(KernelUnsupported):
         kernels.run(GRID, {**inputs, "grid": grid.astype(np.float16)}, call.attrs, outputs)
     with pytest.raises(RuntimeError, match="status 3"):
         kernels.run(GRID, {**inputs, "grid": grid[:1]}, call.attrs, outputs)
     with pytest.raises(RuntimeError, match="status 3"):
         kernels.run(GRID, inputs, {**call.attrs, "padding_mode": 3}, outputs)
-    assert before == {name: array.tobytes() for name, array in outputs.items()}
+    assert contents(outputs) == before

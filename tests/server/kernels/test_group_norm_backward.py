@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.server.kernels.compare import (
+    DTYPES,
+    assert_any_threads_give_the_same,
+    assert_errors_below,
+    assert_not_finite_alike,
     assert_right,
     assert_same_bits,
     computed,
+    contents,
+    every_second,
+    examples,
+    given_array,
     golden,
-    largest_error,
     outputs_for,
 )
 
@@ -24,16 +31,15 @@ from npugrad_server.backends.cpu.kernels import Kernels, KernelUnsupported
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy.typing as npt
+    from tests.server.kernels.compare import Array, Inputs
 
     from npugrad.spec import Sample
 
 NORM = OPERATORS["group_norm_backward"]
-DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 SIZES = st.sampled_from([0, 1, 2, 3, 5, 7, 11])
 PIXELS = st.sampled_from([0, 1, 2, 3, 7, 13, 16, 17, 31, 64, 67, 129, 509, 2048, 2053])
 MASKS = st.tuples(st.booleans(), st.booleans(), st.booleans())
-few = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = examples(60)
 
 
 @few
@@ -95,21 +101,16 @@ def test_bits_do_not_depend_on_threads(
 ) -> None:
     call = NORM.build(dtype=dtype, **sizes)
     inputs = NORM.make_inputs(call, np.random.default_rng(2))
-    one, two, three = (computed(make_kernels(threads), NORM, call, inputs) for threads in (1, 2, 3))
-    assert_same_bits(one, two)
-    assert_same_bits(one, three)
-    assert_right(NORM, call, inputs, two)
+    assert_any_threads_give_the_same(make_kernels, NORM, call, inputs)
 
 
-def _relaid(array: npt.NDArray[Any], layout: str) -> npt.NDArray[Any]:
+def _relaid(array: Array, layout: str) -> Array:
     if layout == "channels_last":
         return np.ascontiguousarray(np.moveaxis(array, 1, -1)).transpose(
             0, array.ndim - 1, *range(1, array.ndim - 1)
         )
     if layout == "every_second":
-        wide = np.zeros((*array.shape[:-1], array.shape[-1] * 2), array.dtype)
-        wide[..., ::2] = array
-        return wide[..., ::2]
+        return every_second(array)
     wide = np.zeros((array.shape[0], array.shape[1] + 3, *array.shape[2:]), array.dtype)
     wide[:, 1 : 1 + array.shape[1]] = array
     return wide[:, 1 : 1 + array.shape[1]]
@@ -123,10 +124,9 @@ def test_strides_change_no_bit(kernels: Kernels, dtype: DType, layout: str, shap
     call = NORM.build(dtype=dtype, n=n, c=c, hxw=int(np.prod(image)), group=2, shape=shape)
     inputs = NORM.make_inputs(call, np.random.default_rng(3))
     expected = computed(kernels, NORM, call, inputs)
-    strided: dict[str, npt.NDArray[Any] | None] = dict(inputs)
+    strided: Inputs = dict(inputs)
     for name in ("grad_out", "input"):
-        array = inputs[name]
-        assert array is not None
+        array = given_array(inputs, name)
         strided[name] = relaid = _relaid(array, layout)
         assert np.array_equal(relaid.astype(np.float32), array.astype(np.float32))
     assert_same_bits(computed(kernels, NORM, call, strided), expected)
@@ -149,17 +149,10 @@ def test_values_that_are_not_finite_spread_as_in_the_reference(
 ) -> None:
     call = NORM.build(dtype=dtype, n=2, c=6, hxw=hxw, group=2)
     inputs = NORM.make_inputs(call, np.random.default_rng(5))
-    array = inputs[operand]
-    assert array is not None
+    array = given_array(inputs, operand)
     array.reshape(-1)[array.size // 2] = value
     found, expected = computed(kernels, NORM, call, inputs), golden(NORM, call, inputs)
-    for name, values in expected.items():
-        with np.errstate(all="ignore"):
-            cast = values.astype(np.float32).astype(found[name].dtype).astype(np.float32)
-        got = found[name].astype(np.float32)
-        odd = ~np.isfinite(cast)
-        assert np.array_equal(got[odd], cast[odd], equal_nan=True), name
-        assert np.isfinite(got[~odd]).all(), name
+    assert_not_finite_alike(found, expected)
 
 
 @pytest.mark.parametrize("scale", [1e-18, 1e18, 1e30])
@@ -168,8 +161,7 @@ def test_numbers_at_the_ends_of_float32_are_computed_like_any(kernels: Kernels, 
     call = NORM.build(n=2, c=4, hxw=300, group=2)
     inputs = NORM.make_inputs(call, np.random.default_rng(6))
     for name, factor in (("input", scale), ("mean", scale), ("rstd", 1 / scale), ("grad_out", scale)):
-        array = inputs[name]
-        assert array is not None
+        array = given_array(inputs, name)
         inputs[name] = (array * factor).astype(np.float32)
     assert_right(NORM, call, inputs, computed(kernels, NORM, call, inputs))
 
@@ -177,8 +169,7 @@ def test_numbers_at_the_ends_of_float32_are_computed_like_any(kernels: Kernels, 
 def test_errors_stay_below_a_millionth(kernels: Kernels) -> None:
     call = NORM.build(n=2, c=8, hxw=512 * 128, group=2)
     inputs = NORM.make_inputs(call, np.random.default_rng(7))
-    found, expected = computed(kernels, NORM, call, inputs), golden(NORM, call, inputs)
-    assert all(largest_error(found[name], expected[name]) < 1e-6 for name in expected)
+    assert_errors_below(kernels, NORM, call, inputs, 1e-6)
 
 
 def test_statistics_of_another_dtype_are_taken(kernels: Kernels) -> None:
@@ -187,8 +178,7 @@ def test_statistics_of_another_dtype_are_taken(kernels: Kernels) -> None:
     inputs = NORM.make_inputs(call, np.random.default_rng(8))
     outputs = outputs_for(NORM, call)
     for name in ("mean", "rstd", "gamma"):
-        array = inputs[name]
-        assert array is not None
+        array = given_array(inputs, name)
         inputs[name] = array.astype(np.float32)
     outputs["grad_gamma"] = np.empty(6, np.float32)
     kernels.run(NORM, inputs, call.attrs, outputs)
@@ -199,11 +189,10 @@ def test_what_the_kernel_does_not_take_is_said_and_nothing_written(kernels: Kern
     call = NORM.build(n=2, c=6, hxw=4, group=2)
     inputs = NORM.make_inputs(call, np.random.default_rng(9))
     outputs = outputs_for(NORM, call)
-    before = {name: array.tobytes() for name, array in outputs.items()}
-    array = inputs["input"]
-    assert array is not None
+    before = contents(outputs)
+    array = given_array(inputs, "input")
     with pytest.raises(KernelUnsupported):
         kernels.run(NORM, {**inputs, "input": array.astype(np.float16)}, call.attrs, outputs)
     with pytest.raises(RuntimeError, match="status 3"):
         kernels.run(NORM, inputs, {**call.attrs, "n": 3}, outputs)
-    assert before == {name: array.tobytes() for name, array in outputs.items()}
+    assert contents(outputs) == before

@@ -6,14 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.server.kernels.compare import (
+    DTYPES,
+    assert_any_threads_give_the_same,
+    assert_errors_below,
+    assert_not_finite_alike,
     assert_right,
     assert_same_bits,
     computed,
+    contents,
+    examples,
+    given_array,
     golden,
-    largest_error,
     outputs_for,
 )
 
@@ -24,26 +30,18 @@ from npugrad_server.backends.cpu.kernels import Kernels, KernelUnsupported
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy.typing as npt
+    from tests.server.kernels.compare import Inputs
 
     from npugrad.spec import CallMeta, Sample
 
-    Inputs = dict[str, npt.NDArray[Any] | None]
     Levels = tuple[tuple[int, int], ...]
 
 MSDA = OPERATORS["multi_scale_deformable_attention_grad"]
-DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 INDICES = (DType.INT32, DType.INT64)
 SIZES = st.sampled_from([1, 1, 2, 3, 5, 7, 16, 31])
 LEVELS = st.lists(st.tuples(SIZES, SIZES), min_size=1, max_size=4).map(tuple)
 CHANNELS = st.sampled_from([1, 3, 8, 16, 17, 24, 32, 40, 64, 104, 128])
-few = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-def _given(inputs: Inputs, name: str) -> npt.NDArray[Any]:
-    array = inputs[name]
-    assert array is not None
-    return array
+few = examples(60)
 
 
 def _inputs(call: CallMeta, levels: Levels, seed: int) -> Inputs:
@@ -51,9 +49,9 @@ def _inputs(call: CallMeta, levels: Levels, seed: int) -> Inputs:
     rng = np.random.default_rng(seed)
     inputs = MSDA.make_inputs(call, rng)
     starts = np.cumsum([0, *(height * width for height, width in levels)])[:-1]
-    _given(inputs, "spatial_shape")[...] = np.reshape(levels, (-1, 2))
-    _given(inputs, "level_start_index")[...] = starts
-    location = _given(inputs, "location")
+    given_array(inputs, "spatial_shape")[...] = np.reshape(levels, (-1, 2))
+    given_array(inputs, "level_start_index")[...] = starts
+    location = given_array(inputs, "location")
     special = rng.choice([0.0, 0.5, 1.0, -0.5, 1.5, 1e-7, 6e4, -6e4, np.inf, -np.inf, np.nan], location.shape)
     sizes = np.reshape(levels, (1, 1, 1, -1, 1, 2))[..., ::-1]
     on_pixels = (rng.integers(-1, 40, location.shape) + 0.5) / np.maximum(sizes, 1)
@@ -133,8 +131,8 @@ def test_whatever_the_levels_say(
     table = np.array(sizes, np.int64)
     if index_dtype is DType.INT32:
         table = table.astype(np.int32)
-    _given(inputs, "spatial_shape")[...] = table[:, :2]
-    _given(inputs, "level_start_index")[...] = table[:, 2]
+    given_array(inputs, "spatial_shape")[...] = table[:, :2]
+    given_array(inputs, "level_start_index")[...] = table[:, 2]
     assert_right(MSDA, call, inputs, computed(kernels, MSDA, call, inputs))
 
 
@@ -155,8 +153,8 @@ def test_levels_may_overlap_leave_gaps_or_the_keys(
 ) -> None:
     call = MSDA.build(nq=50, ch=24, levels=((4, 4), (1, 1)), points=4)
     inputs = MSDA.make_inputs(call, np.random.default_rng(2))
-    _given(inputs, "spatial_shape")[...] = levels
-    _given(inputs, "level_start_index")[...] = starts
+    given_array(inputs, "spatial_shape")[...] = levels
+    given_array(inputs, "level_start_index")[...] = starts
     assert_right(MSDA, call, inputs, computed(kernels, MSDA, call, inputs))
 
 
@@ -193,15 +191,12 @@ def test_bits_do_not_depend_on_threads(
 ) -> None:
     call = MSDA.build(dtype=dtype, **sizes)
     inputs = _inputs(call, sizes["levels"], 3)
-    one, two, three = (computed(make_kernels(threads), MSDA, call, inputs) for threads in (1, 2, 3))
-    assert_same_bits(one, two)
-    assert_same_bits(one, three)
-    assert_right(MSDA, call, inputs, two)
+    assert_any_threads_give_the_same(make_kernels, MSDA, call, inputs)
 
 
 def _slab(inputs: Inputs, batch: int, head: int) -> Inputs:
     parts = {
-        name: _given(inputs, name)[batch : batch + 1, :, head : head + 1]
+        name: given_array(inputs, name)[batch : batch + 1, :, head : head + 1]
         for name in ("value", "location", "attn_weight", "grad_output")
     }
     return {name: np.ascontiguousarray(parts.get(name, array)) for name, array in inputs.items()}
@@ -227,16 +222,10 @@ def test_values_that_are_not_finite_spread_as_in_the_reference(
 ) -> None:
     call = MSDA.build(dtype=dtype, nq=30, ch=24, levels=levels, points=3)
     inputs = MSDA.make_inputs(call, np.random.default_rng(5))
-    array = _given(inputs, operand)
+    array = given_array(inputs, operand)
     array.reshape(-1)[array.size // 2] = value
     found, expected = computed(kernels, MSDA, call, inputs), golden(MSDA, call, inputs)
-    for name, values in expected.items():
-        with np.errstate(all="ignore"):
-            cast = values.astype(np.float32).astype(found[name].dtype).astype(np.float32)
-        got = found[name].astype(np.float32)
-        odd = ~np.isfinite(cast)
-        assert np.array_equal(got[odd], cast[odd], equal_nan=True), name
-        assert np.isfinite(got[~odd]).all(), name
+    assert_not_finite_alike(found, expected)
 
 
 @pytest.mark.parametrize(("value", "gradient"), [(1e30, 1e-25), (1e-25, 1e30), (3e38, 1e-30), (1e25, 1e12)])
@@ -246,8 +235,8 @@ def test_sums_that_leave_float32_on_their_way_are_right(
     call = MSDA.build(nq=40, ch=32, levels=((4, 5), (1, 1)), points=4)
     inputs = MSDA.make_inputs(call, np.random.default_rng(6))
     for name, factor in (("value", value), ("grad_output", gradient)):
-        inputs[name] = np.clip(_given(inputs, name), -1, 1) * np.float32(factor)
-    weight = _given(inputs, "attn_weight")
+        inputs[name] = np.clip(given_array(inputs, name), -1, 1) * np.float32(factor)
+    weight = given_array(inputs, "attn_weight")
     weight *= np.float32(1e-3)
     assert_right(MSDA, call, inputs, computed(kernels, MSDA, call, inputs))
 
@@ -265,10 +254,8 @@ def test_errors_stay_below_half_a_millionth(kernels: Kernels, sizes: dict[str, A
     call = MSDA.build(**sizes)
     inputs = MSDA.make_inputs(call, np.random.default_rng(7))
     if sizes["nq"] > 10000:
-        inputs["grad_output"] = np.abs(_given(inputs, "grad_output"))
-    found, expected = computed(kernels, MSDA, call, inputs), golden(MSDA, call, inputs)
-    errors = {name: largest_error(found[name], expected[name]) for name in expected}
-    assert max(errors.values()) < 5e-7, errors
+        inputs["grad_output"] = np.abs(given_array(inputs, "grad_output"))
+    assert_errors_below(kernels, MSDA, call, inputs, 5e-7)
 
 
 def test_only_wanted_outputs_are_computed(kernels: Kernels) -> None:
@@ -277,7 +264,7 @@ def test_only_wanted_outputs_are_computed(kernels: Kernels) -> None:
     expected = computed(kernels, MSDA, call, inputs)
     for table in (None, [0, 3]):
         if table:
-            _given(inputs, "level_start_index")[...] = table
+            given_array(inputs, "level_start_index")[...] = table
             expected = computed(kernels, MSDA, call, inputs)
         for name in expected:
             outputs = {name: outputs_for(MSDA, call)[name]}
@@ -294,8 +281,8 @@ def test_it_ends_between_tasks_when_nobody_wants_it(kernels: Kernels, starts: li
     # Long enough to be asked again, ten milliseconds after the first time.
     call = MSDA.build(bs=1, nh=1, nq=100_000, ch=64, levels=((6, 7), (3, 4)), points=16)
     inputs = MSDA.make_inputs(call, np.random.default_rng(9))
-    _given(inputs, "spatial_shape")[...] = ((6, 7), (3, 4))
-    _given(inputs, "level_start_index")[...] = starts
+    given_array(inputs, "spatial_shape")[...] = ((6, 7), (3, 4))
+    given_array(inputs, "level_start_index")[...] = starts
     asked = 0
 
     def check_wanted() -> None:
@@ -313,11 +300,11 @@ def test_what_the_kernel_does_not_take_is_said_and_nothing_written(kernels: Kern
     call = MSDA.build(nq=5, ch=8)
     inputs = MSDA.make_inputs(call, np.random.default_rng(10))
     outputs = outputs_for(MSDA, call)
-    before = {name: array.tobytes() for name, array in outputs.items()}
-    mixed = {**inputs, "location": _given(inputs, "location").astype(np.float16)}
+    before = contents(outputs)
+    mixed = {**inputs, "location": given_array(inputs, "location").astype(np.float16)}
     with pytest.raises(KernelUnsupported):
         kernels.run(MSDA, mixed, call.attrs, outputs)
-    shorter = {**inputs, "attn_weight": np.ascontiguousarray(_given(inputs, "attn_weight")[:, :-1])}
+    shorter = {**inputs, "attn_weight": np.ascontiguousarray(given_array(inputs, "attn_weight")[:, :-1])}
     with pytest.raises(RuntimeError, match="status 3"):
         kernels.run(MSDA, shorter, call.attrs, outputs)
-    assert before == {name: array.tobytes() for name, array in outputs.items()}
+    assert contents(outputs) == before
