@@ -21,10 +21,9 @@ class Request:
 
     Attributes:
         operator: Name of the operator.
-        inputs: Operands by name, of one type.
+        inputs: Operands by name, in the types that autograd has them in.
         attrs: Attributes by name.
         results: Names of the results in autograd's order, each with the type that autograd wants.
-        is_cast: Whether the operands had several types and were cast to float32.
         obstacle: Why the service cannot have it at all; else empty.
     """
 

@@ -176,6 +176,13 @@ def test_sampling_is_that_of_pytorch(rng: Any, mode: str, padding_mode: str, ali
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_modes_by_number_are_those_by_name(client: Client, rng: Any) -> None:
+    image, grid = normal(rng, 1, 2, 4, 4), points(rng, 1, 4, 4, 3, 2)
+    by_name = grid_sample(image, grid, client=client, mode="nearest", padding_mode="border")
+    by_number = grid_sample(image, grid, client=client, mode=1, padding_mode=1)
+    np.testing.assert_array_equal(by_number, by_name)
+
+
 @TYPES
 def test_grid_sample_in_every_type(client: Client, rng: Any, dtype: Any) -> None:
     image, grid = normal(rng, 1, 2, 4, 4, dtype=dtype), points(rng, 1, 4, 4, 3, 2).astype(dtype)

@@ -41,7 +41,7 @@ class Golden(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         got = func(*args, **(kwargs or {}))
         if func in _COMPARED:
-            with _disable_current_modes():  # type: ignore[no-untyped-call]
+            with _disable_current_modes():
                 self._compare(func, args, got)
             self.compared += 1
         return got
