@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
 from dataclasses import fields
@@ -16,7 +17,7 @@ from npugrad import codec
 from npugrad.ops import OPERATORS, get_operator
 from npugrad.recipe import Recipe, recipes
 from npugrad.v1 import backward_pb2
-from npugrad_client import Client, InvalidRecipe, RecipeMismatch
+from npugrad_client import AsyncClient, Client, InvalidRecipe, RecipeMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -64,6 +65,19 @@ def test_results_are_those_of_the_data(server: ServerProcess, operator: str, str
         assert results(client, spec, {**proved, **rest}, call.attrs) == sent
         assert results(client, spec, {**some, **rest}, call.attrs) == sent
     assert any(value is not None and any(value[2]) for value in sent.values())
+
+
+def test_asynchronous_client_takes_recipes(server: ServerProcess) -> None:
+    _, call, made, _ = made_call("grid_sampler_2d_backward")
+    arguments: dict[str, Any] = {**made, **call.attrs}
+
+    async def ask() -> Any:
+        async with AsyncClient(server.address) as client:
+            return await client.grid_sampler_2d_backward(**arguments)
+
+    with Client(server.address) as client:
+        expected = client.grid_sampler_2d_backward(**arguments)
+    assert asyncio.run(ask()).grid_grad.tobytes() == expected.grid_grad.tobytes()
 
 
 def test_every_type_and_layout_is_made_as_here(server: ServerProcess) -> None:
