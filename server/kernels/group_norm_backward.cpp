@@ -6,12 +6,13 @@
 //   grad_input = rstd * (grad_out * gamma - c1 - xh * c2)
 //
 // The limit is memory: both passes over a group follow each other while it is in the cache, so its operands are read
-// from memory once. Elements are computed in float32. Sums are float32 over a block of pixels, float64 beyond, in an
-// order that shapes alone fix. Where float32 leaves the finite numbers, a block is computed again in float64, term by
-// term as the reference does: what overflows or is no number follows from the operands alone.
+// from memory once; the next group's are fetched meanwhile where both fit. Elements are computed in float32. Sums are
+// float32 over a block of pixels, float64 beyond, in an order that shapes alone fix. Where float32 leaves the finite
+// numbers, a block is computed again in float64, term by term as the reference does: what overflows or is no number
+// follows from the operands alone.
 #include <algorithm>
-#include <cmath>
 
+#include "group_norm_blocks.h"
 #include "runtime.h"
 
 namespace npugrad {
@@ -20,105 +21,13 @@ namespace {
 constexpr int64_t kBlock = 128 * kWidth;     // pixels of a float32 sum: 32 additions in each lane
 constexpr int64_t kChunk = 16 * kBlock;      // pixels of a row that one task takes
 constexpr int64_t kTask = 1 << 14;           // elements a task has at least, where there are as many
+constexpr int64_t kLargeTask = 1 << 18;      // elements a task of whole groups has in a large call
+constexpr int64_t kTasks = 16;               // tasks of whole groups, where that leaves enough for each
 constexpr int64_t kAlone = 1 << 13;          // elements below which other threads are not worth waking
-constexpr int64_t kStreamBytes = 64 << 20;   // size of grad_input from which it bypasses the cache
+constexpr int64_t kStreamBytes = 32 << 20;   // size of grad_input from which it bypasses the cache
+constexpr int64_t kAheadBytes = 256 << 10;   // size of a group's operand up to which the next group's is fetched ahead
 
 enum { kGradOut, kInput, kMean, kRstd, kGamma, kGradInput, kGradGamma, kGradBeta };
-
-// Over the pixels of a channel of a sample.
-struct Sums {
-  double grad = 0, product = 0;
-  void operator+=(const Sums& other) {
-    grad += other.grad;
-    product += other.product;
-  }
-};
-
-// What is the same for all pixels of a channel of a sample.
-struct Row {
-  double mean, rstd, gamma, c1, c2;
-};
-
-template <typename T>
-Sums sums_again(const T* grad, const T* input, int64_t count, const Row& row) {
-  Sums found;
-  for (int64_t i = 0; i < count; ++i) {
-    const double g = to_float(grad[i]);
-    found.grad += g;
-    if (input) found.product += g * ((to_float(input[i]) - row.mean) * row.rstd);
-  }
-  return found;
-}
-
-// Sums of at most kBlock pixels; without `input` only those of grad_out.
-template <typename T>
-Sums sums_of_block(const T* grad, const T* input, int64_t count, const Row& row) {
-  constexpr int kLanes = 4;
-  const Floats mean = splat(static_cast<float>(row.mean)), rstd = splat(static_cast<float>(row.rstd));
-  Floats grads[kLanes] = {}, products[kLanes] = {};
-  int64_t i = 0;
-  if (input) {
-    for (; i + kLanes * kWidth <= count; i += kLanes * kWidth)
-#pragma GCC unroll 4
-      for (int k = 0; k < kLanes; ++k) {
-        const Floats g = load(grad + i + k * kWidth);
-        grads[k] += g;
-        products[k] += g * ((load(input + i + k * kWidth) - mean) * rstd);
-      }
-    for (; i < count; i += kWidth) {
-      const int64_t left = count - i;
-      const Floats g = left >= kWidth ? load(grad + i) : load_part(grad + i, left);
-      // Lanes beyond the end read 0 from grad_out, but 0 times infinity is no number.
-      const Floats x = left >= kWidth ? load(input + i) : load_part(input + i, left);
-      grads[0] += g;
-      products[0] += g * ((x - mean) * rstd);
-    }
-  } else {
-    for (; i + kWidth <= count; i += kWidth) grads[0] += load(grad + i);
-    if (i < count) grads[0] += load_part(grad + i, count - i);
-  }
-  Sums found;
-  found.grad = sum((grads[0] + grads[1]) + (grads[2] + grads[3]));
-  if (input) found.product = sum((products[0] + products[1]) + (products[2] + products[3]));
-  if (!std::isfinite(found.grad) || !std::isfinite(found.product)) return sums_again(grad, input, count, row);
-  return found;
-}
-
-template <typename T>
-void grad_input_again(const T* grad, const T* input, T* out, int64_t count, const Row& row) {
-  for (int64_t i = 0; i < count; ++i) {
-    const double xh = (to_float(input[i]) - row.mean) * row.rstd;
-    out[i] = from_double<T>(((to_float(grad[i]) * row.gamma - row.c1) - xh * row.c2) * row.rstd);
-  }
-}
-
-template <bool Stream, typename T>
-void grad_input_of_block(const T* grad, const T* input, T* out, int64_t count, const Row& row) {
-  const Floats mean = splat(static_cast<float>(row.mean)), rstd = splat(static_cast<float>(row.rstd));
-  const Floats a = splat(static_cast<float>(row.rstd * row.gamma));
-  const Floats b = splat(static_cast<float>(row.rstd * row.c2)), c = splat(static_cast<float>(row.rstd * row.c1));
-  Floats zero = {};  // becomes NaN with the first result that is not finite
-  const auto compute = [&](Floats g, Floats x) {
-    const Floats found = a * g - (b * ((x - mean) * rstd) + c);
-    zero += found * 0.0f;
-    return found;
-  };
-  const auto part = [&](int64_t i, int64_t n) {
-    store_part(out + i, compute(load_part(grad + i, n), load_part(input + i, n)), n);
-  };
-  int64_t i = Stream ? std::min(aligned_start(out), count) : 0;
-  if (i) part(0, i);
-  for (; i + kWidth <= count; i += kWidth) {
-    const Floats found = compute(load(grad + i), load(input + i));
-    if constexpr (Stream) {
-      stream(out + i, found);
-    } else {
-      store(out + i, found);
-    }
-  }
-  if (i < count) part(i, count - i);
-  if (!all_finite(zero)) grad_input_again(grad, input, out, count, row);
-}
 
 // A call with data of type T.
 template <typename T>
@@ -180,23 +89,26 @@ class GroupNorm {
     return found;
   }
 
-  template <bool Stream>
-  void write_pixels(int64_t index, const Row& row, int64_t from, int64_t to) const {
+  // grad_input of the pixels `from` to `to` of row `index`. What lies `ahead` elements further is fetched meanwhile.
+  void write_row(int64_t index, const Row& row, int64_t from, int64_t to, int64_t ahead, ResultPages& pages) const {
     alignas(64) T grads[kBlock], inputs[kBlock];
+    T* const result = grad_input_.data<T>();
     for (int64_t pixel = from; pixel < to; pixel += kBlock) {
       const int64_t start = index * l_ + pixel, count = std::min(kBlock, to - pixel);
-      grad_input_of_block<Stream>(
-          grad_out_.run<T>(start, count, grads), input_.run<T>(start, count, inputs),
-          grad_input_.data<T>() + start, count, row);
+      const T* grad = grad_out_.run<T>(start, count, grads);
+      const T* input = input_.run<T>(start, count, inputs);
+      T* const out = result + start;
+      if (pages.streams(reinterpret_cast<char*>(out), count * static_cast<int64_t>(sizeof(T)))) {
+        grad_input_of_block<true>(grad, input, out, count, row, ahead);
+      } else {
+        grad_input_of_block<false>(grad, input, out, count, row, ahead);
+      }
     }
   }
-  void write_row(int64_t index, const Row& row, int64_t from, int64_t to) const {
-    const bool whole_lines = l_ >= kBlock && grad_input_.count() >= kStreamBytes / static_cast<int64_t>(sizeof(T));
-    if (whole_lines) {
-      write_pixels<true>(index, row, from, to);
-    } else {
-      write_pixels<false>(index, row, from, to);
-    }
+  // Pages of rows whose last element is before element `end` of grad_input.
+  ResultPages pages_until(int64_t end) const {
+    const bool large = l_ >= kBlock && grad_input_.count() >= kStreamBytes / static_cast<int64_t>(sizeof(T));
+    return {reinterpret_cast<char*>(grad_input_.data<T>() + end), large};
   }
 
   // c1 and c2 of a group whose sums are there.
@@ -214,15 +126,17 @@ class GroupNorm {
   }
 
   void whole_groups(int64_t groups, int64_t elements) {
-    const int64_t at_once = elements <= kAlone ? groups : ceil_div(kTask, d_ * l_);
-    call_.parallel(ceil_div(groups, at_once), [&](int64_t task, int) {
-      const Span span(task, at_once, groups);
-      for (int64_t group = span.begin; group < span.end; ++group) whole_group(group);
+    const int64_t wanted = std::max(kTask, std::min(kLargeTask, elements / kTasks));
+    const int64_t at_once = elements <= kAlone ? groups : ceil_div(wanted, d_ * l_), tasks = ceil_div(groups, at_once);
+    // From the last to the first: see ResultPages.
+    call_.parallel(tasks, [&](int64_t task, int) {
+      const Span span(tasks - 1 - task, at_once, groups);
+      for (int64_t group = span.end; group-- > span.begin;) whole_group(group, group > span.begin);
       stream_fence();
     });
   }
 
-  void whole_group(int64_t group) const {
+  void whole_group(int64_t group, bool more) const {
     for (int64_t d = 0; d < d_; ++d) {
       const int64_t index = group * d_ + d;
       sums_[index] = row_sums(index, row(group, first_channel(group) + d));
@@ -230,11 +144,15 @@ class GroupNorm {
     if (!grad_input_.given()) return;
     double c1, c2;
     group_means(group, c1, c2);
+    const bool fetches = more && grad_out_.contiguous() && input_.contiguous() &&
+                         d_ * l_ <= kAheadBytes / static_cast<int64_t>(sizeof(T));
+    const int64_t ahead = fetches ? -d_ * l_ : 0;
+    ResultPages pages = pages_until((group + 1) * d_ * l_);
     for (int64_t d = 0; d < d_; ++d) {
       Row one = row(group, first_channel(group) + d);
       one.c1 = c1;
       one.c2 = c2;
-      write_row(group * d_ + d, one, 0, l_);
+      write_row(group * d_ + d, one, 0, l_, ahead, pages);
     }
   }
 
@@ -264,7 +182,8 @@ class GroupNorm {
       each(task, [&](int64_t d, Row one, const Span& pixels) {
         one.c1 = c1;
         one.c2 = c2;
-        write_row(group * d_ + d, one, pixels.begin, pixels.end);
+        ResultPages pages = pages_until((group * d_ + d) * l_ + pixels.end);
+        write_row(group * d_ + d, one, pixels.begin, pixels.end, 0, pages);
       });
       stream_fence();
     });

@@ -16,6 +16,7 @@ from tests.benchmarks.kernel_cases import DRAM, ERROR, JAX, TORCH, KernelCase
 _SIZES = (
     ("8x320x64x64 G32", {"n": 8, "c": 320, "hxw": 64 * 64, "group": 32}),
     ("2x128x512x512 G32", {"n": 2, "c": 128, "hxw": 512 * 512, "group": 32}),
+    ("64x64x8x8 G32", {"n": 64, "c": 64, "hxw": 8 * 8, "group": 32}),
     ("64x64x8x8 G8", {"n": 64, "c": 64, "hxw": 8 * 8, "group": 8}),
     ("1x64x512x512 G1", {"n": 1, "c": 64, "hxw": 512 * 512, "group": 1}),
 )
