@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 from npugrad import OPERATORS
-from npugrad_server.backends.cpu.kernels import ABI_VERSION, SCRATCH_BYTES, Kernels, _Bound, _tensors
+from npugrad_server.backends.cpu.calls import Layout
+from npugrad_server.backends.cpu.kernels import ABI_VERSION, SCRATCH_BYTES, Kernels, _Bound
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from npugrad_server.backends.cpu.kernels import _Call
 
 SOURCE = Path(__file__).with_name("driver.cpp")
 DRIVER = "NPUGRAD_TEST_KERNELS_DRIVER"
@@ -39,6 +38,35 @@ _HEADER = struct.Struct("=QIIQ")
 _PAGE = 4096
 _ITEMSIZES = {0: 4, 1: 2, 2: 1, 3: 4, 4: 1, 6: 2, 7: 2, 8: 4, 9: 8, 10: 8, 11: 8, 12: 1, 27: 2}
 """Bytes of an element by the number of aclDataType."""
+
+
+class _Tensor(ctypes.Structure):
+    """`npugrad_tensor` of `abi.h`."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("dtype", ctypes.c_int32),
+        ("rank", ctypes.c_int32),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+    )
+
+
+class _Call(ctypes.Structure):
+    """`npugrad_call` of `abi.h`."""
+
+    _fields_ = (
+        ("tensors", ctypes.POINTER(ctypes.POINTER(_Tensor))),
+        ("integers", ctypes.POINTER(ctypes.c_int64)),
+        ("reals", ctypes.POINTER(ctypes.c_double)),
+        ("bools", ctypes.POINTER(ctypes.c_uint8)),
+        ("tensor_count", ctypes.c_int32),
+        ("integer_count", ctypes.c_int32),
+        ("real_count", ctypes.c_int32),
+        ("bool_count", ctypes.c_int32),
+        ("poll", ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)),
+        ("user", ctypes.c_void_p),
+    )
 
 
 def driver_command() -> list[str]:
@@ -103,7 +131,8 @@ class DrivenKernels(Kernels):
             name: _Bound(functools.partial(self._compute, place, name), strided[place])
             for place, name in enumerate(names)
         }
-        self._library = _Probes(self._driver, self._threads)
+        self._layouts = {}
+        self._functions = _Probes(self._driver, self._threads)
         self._context: int | None = 1
 
     @property
@@ -111,9 +140,10 @@ class DrivenKernels(Kernels):
         """Whether the driver is gone, which no call survives."""
         return self._driver.ended
 
-    def _compute(self, place: int, name: str, _: int | None, reference: Any) -> int:
-        call: _Call = reference._obj
-        roles = [_INPUT if param.role == "input" else _OUTPUT for param in _tensors(OPERATORS[name])]
+    def _compute(self, place: int, name: str, _: int | None, address: int) -> int:
+        call = _Call.from_address(address)
+        inputs = {param.name for param in OPERATORS[name].inputs}
+        roles = [_INPUT if tensor in inputs else _OUTPUT for tensor in Layout(OPERATORS[name]).tensors]
         outputs: list[tuple[int, int]] = []
         body = bytearray(struct.pack("=ii", place, bool(call.poll)))
         body += struct.pack("=4i", call.tensor_count, call.integer_count, call.real_count, call.bool_count)
@@ -122,7 +152,7 @@ class DrivenKernels(Kernels):
         body += struct.pack(f"={call.integer_count}q", *call.integers[: call.integer_count])
         body += struct.pack(f"={call.real_count}d", *call.reals[: call.real_count])
         body += struct.pack(f"={call.bool_count}B", *call.bools[: call.bool_count])
-        status, answer = self._driver.computed(_CALL, body, (lambda: call.poll(None)) if call.poll else None)
+        status, answer = self._driver.computed(_CALL, body, (lambda: call.poll(call.user)) if call.poll else None)
         start = 0
         for address, size in outputs:
             ctypes.memmove(address, answer[start : start + size], size)

@@ -22,6 +22,7 @@ from tests.server.kernels.compare import (
     every_second,
     examples,
     given_array,
+    golden,
     outputs_for,
 )
 from tests.server.kernels.conftest import ROOT
@@ -350,7 +351,7 @@ def test_memory_aligned_to_elements_alone_changes_no_bit(
     expected = computed(kernels, FLOYD, call, inputs)
     moved: Inputs = {}
     for name in inputs:
-        array = operand(inputs, name)
+        array = given_array(inputs, name)
         moved[name] = _moved(array, elements * array.itemsize)
     outputs = {name: _moved(array, elements * array.itemsize) for name, array in expected.items()}
     for array in outputs.values():
@@ -365,7 +366,7 @@ def test_operands_at_odd_addresses_change_no_bit(kernels: Kernels, dtype: DType)
     call = FLOYD.build(dtype=dtype, n=35, m=37, k=34, d=32, with_mask=True)
     inputs = made(call, 13)
     expected = computed(kernels, FLOYD, call, inputs)
-    moved: Inputs = {name: _moved(operand(inputs, name), 1) for name in inputs}
+    moved: Inputs = {name: _moved(given_array(inputs, name), 1) for name in inputs}
     assert_same_bits(computed(kernels, FLOYD, call, moved), expected)
 
 
@@ -375,7 +376,7 @@ def test_operands_without_a_finite_number(kernels: Kernels, dtype: DType, value:
     call = FLOYD.build(dtype=dtype, n=34, m=33, k=35, d=9, with_mask=True)
     inputs = made(call, 14)
     for name in OPERANDS:
-        operand(inputs, name)[...] = value
+        given_array(inputs, name)[...] = value
     assert_right(FLOYD, call, inputs, computed(kernels, FLOYD, call, inputs))
 
 
@@ -384,7 +385,7 @@ def test_operands_without_a_finite_number(kernels: Kernels, dtype: DType, value:
 def test_statistics_of_no_forward_pass(kernels: Kernels, total: float, largest: float) -> None:
     call = FLOYD.build(dtype=DType.BFLOAT16, n=34, m=33, k=35, d=8)
     inputs = made(call, 15)
-    operand(inputs, "softmax_sum")[0, 0, 3], operand(inputs, "softmax_max")[0, 0, 4] = total, largest
+    given_array(inputs, "softmax_sum")[0, 0, 3], given_array(inputs, "softmax_max")[0, 0, 4] = total, largest
     found = computed(kernels, FLOYD, call, inputs)
     again = computed(kernels, FLOYD, call, inputs)
     assert_same_bits(found, again)
