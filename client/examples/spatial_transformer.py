@@ -41,7 +41,9 @@ class RemoteGridSample(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_output: Tensor
+    ) -> tuple[None, Tensor | None, Tensor | None]:
         """Asks the service for what is needed: the gradient of the image, of the grid, or both."""
         image, grid = ctx.saved_tensors
         grads = ctx.client.grid_sampler_2d_backward(

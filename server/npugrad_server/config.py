@@ -232,7 +232,7 @@ class ServerSettings(BaseSettings):
 
 def _about(setting: str, problem: str) -> PydanticCustomError:
     """The error of a rule over several fields, which blames one that was given."""
-    return PydanticCustomError("setting", problem, {"setting": setting})
+    return PydanticCustomError("setting", "{problem}", {"setting": setting, "problem": problem})
 
 
 @dataclass(frozen=True)
