@@ -152,7 +152,9 @@ class DrivenKernels(Kernels):
         body += struct.pack(f"={call.integer_count}q", *call.integers[: call.integer_count])
         body += struct.pack(f"={call.real_count}d", *call.reals[: call.real_count])
         body += struct.pack(f"={call.bool_count}B", *call.bools[: call.bool_count])
-        status, answer = self._driver.computed(_CALL, body, (lambda: call.poll(call.user)) if call.poll else None)
+        status, answer = self._driver.computed(
+            _CALL, body, (lambda: call.poll(call.user)) if call.poll else None
+        )
         start = 0
         for address, size in outputs:
             ctypes.memmove(address, answer[start : start + size], size)
