@@ -76,7 +76,7 @@ def _operands(tensors: tuple[Array, ...], mask: Array | None) -> dict[str, Array
 
 
 def attend(
-    query: Array, key1: Array, value1: Array, key2: Array, value2: Array, mask: Array | None, scale: float
+    query: Array, key1: Array, value1: Array, key2: Array, value2: Array, *, mask: Array | None, scale: float
 ) -> tuple[Array, Array, Array]:
     """Attention, and the largest score and the sum of each row, (B, H, N, M) in float32."""
     second_key, second_value = key2.astype(jnp.float32), value2.astype(jnp.float32)
@@ -105,7 +105,7 @@ def _apply(service: Service, scale: float, *operands: Array) -> Array:
 
 def _forward(service: Service, scale: float, *operands: Array) -> tuple[Array, tuple[Array, ...]]:
     query, key1, value1, key2, value2, mask = operands
-    attention, largest, total = attend(query, key1, value1, key2, value2, mask, scale)
+    attention, largest, total = attend(query, key1, value1, key2, value2, mask=mask, scale=scale)
     return attention, (*operands, largest, total, attention)
 
 

@@ -104,7 +104,7 @@ class _FloydAttention(Function):
         query, key1, value1, key2, value2, mask, ctx.scale, ctx.client, ctx.options = arguments
         operands = (query, key1, value1, key2, value2)
         _require_legal(operands, mask, ctx.scale)
-        result = forward(query, key1, value1, key2, value2, mask, ctx.scale)
+        result = forward(query, key1, value1, key2, value2, mask=mask, scale=ctx.scale)
         # Repeated without memory of their own: on the wire too each value travels once.
         largest, total = (
             rows.unsqueeze(-1).expand(*rows.shape, LANES) for rows in (result.largest, result.total)
@@ -176,6 +176,7 @@ def forward(
     value1: Tensor,
     key2: Tensor,
     value2: Tensor,
+    *,
     mask: Tensor | None,
     scale: float,
     block_bytes: int = _BLOCK_BYTES,

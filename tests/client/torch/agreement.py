@@ -28,14 +28,14 @@ def to_numpy(tensor: Tensor) -> Any:
     return _arrays.to_numpy(tensor, "test", "tensor")
 
 
-class Golden(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Golden(TorchDispatchMode):
     """Runs each backward operator in float64 as well, on the very same operands, and compares.
 
     Enter it inside a `remote`, whose results it then sees.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.compared = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -14,10 +14,8 @@ from tests.client.torch.agreement import assert_close  # noqa: E402
 from npugrad_client import Client, InvalidOperand, TilingError  # noqa: E402
 from npugrad_client.torch import _floyd, fused_floyd_attention  # noqa: E402
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 pytestmark = pytest.mark.torch
+Tensor = Any  # with its own type, each `grad` would have to be shown not to be None
 SIZES = {"b": 1, "h": 2, "n": 16, "m": 128, "k": 128, "d": 32}
 
 
@@ -26,7 +24,7 @@ def operands(dtype: Any = torch.float16, *, b: int, h: int, n: int, m: int, k: i
     return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
 
 
-def composed(q: Tensor, k1: Tensor, v1: Tensor, k2: Tensor, v2: Tensor, mask: Any, scale: float) -> Any:
+def composed(q: Tensor, k1: Tensor, v1: Tensor, k2: Tensor, v2: Tensor, *, mask: Any, scale: float) -> Any:
     """The plain composition, with every score in memory: attention, largest score and sum of each row."""
     score = torch.einsum("bhnmd,bhnkd->bhnmk", q, k1) + torch.einsum("bhnmd,bhkmd->bhnmk", q, k2)
     score = score * scale
@@ -52,8 +50,8 @@ def test_forward_in_blocks_against_float64(masked: bool, block_bytes: int) -> No
     mask = torch.rand(2, 1, 4, 1, 6) < 0.4 if masked else None
     if mask is not None:
         mask[1, 0, 2] = True  # a row without any key: all its scores are the same
-    got = _floyd.forward(*call, mask, 0.7, block_bytes)
-    golden = composed(*doubled(call), mask, 0.7)
+    got = _floyd.forward(*call, mask=mask, scale=0.7, block_bytes=block_bytes)
+    golden = composed(*doubled(call), mask=mask, scale=0.7)
     for name, one, other in zip(("attention", "largest", "total"), vars(got).values(), golden, strict=True):
         assert_close(one.detach(), other.detach(), name)
 
@@ -74,7 +72,7 @@ def test_gradients_against_local_autograd_in_float64(client: Client, dtype: Any,
     mask = torch.rand(1, 1, 16, 1, 128) < 0.3 if masked else None
     got = fused_floyd_attention(*call, atten_mask=mask, client=client)
     golden_call = doubled(call)
-    golden = composed(*golden_call, mask, 1 / math.sqrt(32))[0]
+    golden = composed(*golden_call, mask=mask, scale=1 / math.sqrt(32))[0]
     assert_close(got.detach(), golden.detach(), "forward")
     grad = torch.randn(got.shape).to(dtype)
     got.backward(grad)
@@ -89,12 +87,12 @@ def test_gradients_against_local_autograd_in_float64(client: Client, dtype: Any,
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gradients_against_local_autograd_in_the_type(client: Client, dtype: Any) -> None:
     """As exact as the plain composition in this type is, or better."""
-    call, plain = operands(dtype, **SIZES), []
+    call = operands(dtype, **SIZES)
     plain = [t.detach().clone().requires_grad_() for t in call]
     golden = doubled(call)
     fused_floyd_attention(*call, client=client).float().square().sum().backward()
-    composed(*plain, None, 32**-0.5)[0].float().square().sum().backward()
-    composed(*golden, None, 32**-0.5)[0].square().sum().backward()
+    composed(*plain, mask=None, scale=32**-0.5)[0].float().square().sum().backward()
+    composed(*golden, mask=None, scale=32**-0.5)[0].square().sum().backward()
     for one, other, true in zip(call, plain, golden, strict=True):
         error = (one.grad.double() - true.grad).norm() / true.grad.norm()
         assert error <= (other.grad.double() - true.grad).norm() / true.grad.norm() * 1.05
@@ -110,7 +108,7 @@ def test_what_is_saved_is_what_the_documents_want(client: Client) -> None:
     call = operands(**SIZES)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         out = fused_floyd_attention(*call, client=client, scale=0.2)
-    _, largest, total = composed(*doubled(call), None, 0.2)
+    _, largest, total = composed(*doubled(call), mask=None, scale=0.2)
     lanes = [t for t in saved if t.dtype is torch.float32]
     assert [tuple(t.shape) for t in lanes] == [(1, 2, 16, 128, 8)] * 2
     assert all(t.untyped_storage().nbytes() == 2 * 16 * 128 * 4 for t in lanes)
@@ -132,14 +130,14 @@ def test_other_types_need_a_compute_dtype(client: Client, dtype: Any) -> None:
     out.sum().backward()
     assert {t.grad.dtype for t in call} == {dtype}
     golden = doubled([t.bfloat16() for t in call])
-    composed(*golden, None, 32**-0.5)[0].sum().backward()
+    composed(*golden, mask=None, scale=32**-0.5)[0].sum().backward()
     assert_close(call[2].grad.bfloat16(), golden[2].grad, extra=2**-7 * float(golden[2].grad.abs().max()))
 
 
 def test_scale_is_what_is_given(client: Client) -> None:
     call = operands(**SIZES)
     got = fused_floyd_attention(*call, client=client, scale=0.0)
-    golden = composed(*doubled(call), None, 0.0)[0]
+    golden = composed(*doubled(call), mask=None, scale=0.0)[0]
     assert_close(got.detach(), golden.detach())
 
 

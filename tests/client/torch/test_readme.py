@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def block(page: str, imported: str) -> str:
     """The Python of a page that imports something."""
     text = (ROOT / page).read_text("utf-8")
+    found: str
     (found,) = [code for code in re.findall(r"^```python\n(.*?)^```", text, re.S | re.M) if imported in code]
     return found
 

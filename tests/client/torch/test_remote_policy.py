@@ -1,0 +1,215 @@
+"""`remote`: types, what stays here and why, and what happens when the service fails."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from tests.client.torch.agreement import Golden  # noqa: E402
+from tests.client.torch.models import (  # noqa: E402
+    Transformer,
+    loss_of_grid_sample,
+    loss_of_group_norm,
+)
+
+from npugrad_client import Client, ConnectError, DeadlineExceeded, InvalidOperand  # noqa: E402
+from npugrad_client.torch import RemoteWarning, remote  # noqa: E402
+
+pytestmark = pytest.mark.torch
+Tensor = Any  # with its own type, each `grad` would have to be shown not to be None
+NOWHERE = "127.0.0.1:1"
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_mixed_types_travel_as_float32_and_come_back(client: Client, low: Any) -> None:
+    x = torch.randn(2, 8, 6, dtype=low, requires_grad=True)
+    w, b = torch.randn(8, requires_grad=True), torch.randn(8, requires_grad=True)
+    with remote(client, min_bytes=0) as mode, Golden() as golden:
+        F.group_norm(x, 4, w, b).float().square().sum().backward()
+    assert (x.grad.dtype, w.grad.dtype, b.grad.dtype) == (low, torch.float32, torch.float32)
+    assert golden.compared == mode.summary().as_float32 == mode.summary().sent == 1
+
+
+def test_autocast(client: Client) -> None:
+    model, x = Transformer(), torch.randn(2, 3, 9, 7)
+    out: list[Any] = []
+    for context in (remote(client, min_bytes=2**40), remote(client, min_bytes=0)):
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(x).float().square().sum()
+        with context as mode, Golden() as golden:
+            loss.backward()
+        out.append([parameter.grad for parameter in model.parameters()])
+    assert golden.compared == mode.summary().sent == 3
+    assert mode.summary().as_float32 >= 1
+    for one, other in zip(*out, strict=True):
+        torch.testing.assert_close(one, other, rtol=5e-2, atol=5e-2)
+
+
+def test_autocast_around_backward_too(client: Client) -> None:
+    model, x = Transformer(), torch.randn(2, 3, 9, 7)
+    with torch.autocast("cpu", dtype=torch.bfloat16), remote(client, min_bytes=0) as mode, Golden() as golden:
+        model(x).float().square().sum().backward()
+    assert golden.compared == mode.summary().sent == 3
+
+
+REFUSED = {
+    "double norm": (lambda: loss_of_group_norm(torch.float64), "group_norm_backward"),
+    "double grid": (lambda: loss_of_grid_sample(torch.float64), "grid_sampler_2d_backward"),
+    "bicubic": (lambda: loss_of_grid_sample(mode="bicubic"), "grid_sampler_2d_backward"),
+    "volume": (
+        lambda: (
+            x := torch.randn(1, 2, 3, 4, 5, requires_grad=True),
+            F.grid_sample(x, torch.rand(1, 2, 2, 2, 3), align_corners=False).square().sum(),
+        ),
+        "grid_sampler_3d_backward",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "operator"), REFUSED.values(), ids=REFUSED)
+def test_what_the_documents_refuse_runs_here_with_one_warning(
+    client: Client, make: Any, operator: str
+) -> None:
+    mode = remote(client, min_bytes=0)
+    x, loss = make()
+    expected = torch.autograd.grad(loss, x, retain_graph=True)[0]
+    with mode, pytest.warns(RemoteWarning, match=f"^{operator} runs here, .* does not take it: ") as said:
+        [each.backward() for each in (loss, make()[1])]
+    assert len(said) == 1
+    assert torch.equal(x.grad, expected)
+    (row,) = mode.summary().rows
+    assert (row.operator, row.is_sent, row.calls) == (operator, False, 2)
+    assert "expected" in row.why
+
+
+@pytest.mark.parametrize(("make", "operator"), REFUSED.values(), ids=REFUSED)
+def test_or_raises_the_documented_error_out_of_backward(client: Client, make: Any, operator: str) -> None:
+    with remote(client, min_bytes=0, on_refused="raise") as mode:
+        with pytest.raises(InvalidOperand, match=f"^{operator}: "):
+            make()[1].backward()
+        loss_of_group_norm()[1].backward()  # and goes on
+    assert mode.summary().sent == 1
+
+
+def test_subclasses_of_tensors_stay_here(client: Client) -> None:
+    base: Any = torch.Tensor
+
+    class Mine(base):  # type: ignore[misc]
+        pass
+
+    x = torch.randn(2, 8, 5).as_subclass(Mine).requires_grad_()
+    with remote(client, min_bytes=0) as mode:
+        F.group_norm(x, 4).square().sum().backward()
+    assert x.grad is not None
+    assert [row.why for row in mode.summary().rows if not row.is_sent] in ([], ["no plain CPU tensors"])
+
+
+# ------------------------------------------------------------------------------------- gradients of gradients
+
+
+@pytest.mark.parametrize("name", ["norm", "grid"])
+def test_create_graph_keeps_values_right(client: Client, name: str) -> None:
+    w = torch.randn(8)
+    grid = torch.rand(2, 4, 3, 2) - 0.5
+
+    def second(x: Tensor, context: Any) -> tuple[Any, Any]:
+        x = x.requires_grad_()
+        y = F.group_norm(x, 4, w) if name == "norm" else F.grid_sample(x, grid, align_corners=False)
+        with context:
+            (first,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+            (again,) = torch.autograd.grad(first.pow(2).sum(), x)
+        return first, again
+
+    x = torch.randn(2, 8, 5, 4)
+    expected = second(x.clone(), warnings.catch_warnings())
+    mode = remote(client, min_bytes=0)
+    if name == "norm":
+        with pytest.warns(RemoteWarning, match="group_norm_backward runs here, as ") as said:
+            got = second(x.clone(), mode)
+        # The gradient's own gradient goes through mean and rstd, which autograd takes apart once more.
+        whys = ["a gradient of mean or rstd takes it apart", "create_graph=True takes it apart"]
+        assert [(row.is_sent, row.why, row.calls) for row in mode.summary().rows] == [
+            (False, w, 1) for w in whys
+        ]
+        assert len(said) == 2
+    else:
+        got = second(x.clone(), mode)
+        assert mode.summary().sent >= 1
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------ policy
+
+
+def test_small_calls_stay_here_without_a_word(client: Client) -> None:
+    with remote(client) as mode:
+        loss_of_group_norm()[1].backward()
+        loss_of_grid_sample(torch.float64)[1].backward()
+        x = torch.randn(2, 32, 64, 64, requires_grad=True)
+        F.group_norm(x, 4).square().sum().backward()
+    assert [(r.is_sent, r.why, r.calls) for r in mode.summary().rows] == [
+        (False, "smaller than min_bytes", 1),
+        (True, "", 1),
+        (False, "smaller than min_bytes", 1),
+    ]
+
+
+def test_a_failure_of_the_service_comes_out_of_backward() -> None:
+    with Client(NOWHERE, timeout_s=20) as dead:
+        x, loss = loss_of_group_norm()
+        with remote(dead, min_bytes=0), pytest.raises(ConnectError, match="cannot reach"):
+            loss.backward()
+    assert x.grad is None
+    loss_of_group_norm()[1].backward()  # autograd is as it was
+
+
+def test_or_the_call_runs_here_and_is_counted() -> None:
+    x, loss = loss_of_group_norm()
+    (expected,) = torch.autograd.grad(loss, x, retain_graph=True)
+    with Client(NOWHERE, timeout_s=20) as dead:
+        mode = remote(dead, min_bytes=0, on_error="local")
+        with mode, pytest.warns(RemoteWarning, match="as the service failed: .*cannot reach") as said:
+            [each.backward() for each in (loss, loss_of_group_norm()[1])]
+    assert len(said) == 1
+    assert torch.equal(x.grad, expected)
+    assert (mode.summary().sent, mode.summary().failed) == (0, 2)
+    assert mode.summary().rows[0].why == "service failed: ConnectError"
+
+
+def test_options_reach_the_service(client: Client) -> None:
+    with remote(client, min_bytes=0, verify=True, priority=3, label="run", deterministic=True) as mode:
+        loss_of_group_norm()[1].backward()
+    assert mode.summary().sent == 1
+    with remote(client, min_bytes=0, timeout_s=1e-9), pytest.raises(DeadlineExceeded):
+        loss_of_group_norm()[1].backward()
+
+
+@pytest.mark.parametrize("policy", [{"on_refused": "warn"}, {"on_error": "ignore"}])
+def test_a_policy_that_there_is_not(client: Client, policy: dict[str, Any]) -> None:
+    (name,) = policy
+    with pytest.raises(ValueError, match=f"^remote: {name}: found '.*'; expected '.*' or '"):
+        remote(client, **policy)
+
+
+def test_the_summary_is_a_table(client: Client) -> None:
+    with remote(client, min_bytes=0) as mode:
+        loss_of_group_norm()[1].backward()
+        F.group_norm(
+            torch.randn(1, 4, 4, dtype=torch.bfloat16, requires_grad=True), 2, torch.ones(4)
+        ).sum().backward()
+    lines = str(mode.summary()).splitlines()
+    assert lines[0].split() == ["operator", "where", "why", "calls", "MiB", "seconds"]
+    assert [line.split()[:4] for line in lines[1:]] == [
+        ["group_norm_backward", "sent", "-", "1"],
+        ["group_norm_backward", "sent", "as", "float32"],
+    ]
+    row = mode.summary().rows[0]
+    assert row.bytes >= 3 * 320 * 4
+    assert row.seconds > 0
