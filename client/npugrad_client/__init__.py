@@ -11,6 +11,7 @@ from __future__ import annotations
 from npugrad.call import ExecutionInfo
 from npugrad.errors import Violation
 from npugrad.spec import TensorMeta, Verdict
+from npugrad_client._async_client import AsyncClient
 from npugrad_client._client import Client
 from npugrad_client._generated_ops import (
     FusedFloydAttentionGradResult,
@@ -50,6 +51,7 @@ from npugrad_client.errors import (
 )
 
 __all__ = [
+    "AsyncClient",
     "CallTooLarge",
     "Cancelled",
     "Client",

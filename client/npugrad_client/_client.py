@@ -8,8 +8,9 @@ from npugrad.ops import get_operator
 from npugrad.validation import make_call
 from npugrad_client import _info
 from npugrad_client._call import finish, prepare
+from npugrad_client._channels import STREAM_FROM_BYTES
 from npugrad_client._generated_ops import Operators
-from npugrad_client._transport import STREAM_FROM_BYTES, Transport
+from npugrad_client._transport import Transport
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,8 +12,9 @@ from npugrad.v1 import backward_pb2
 from npugrad_client._call import Answer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 
+    from npugrad.call import ExecutionInfo
     from npugrad.spec import OpSpec, TensorMeta
     from npugrad_client._call import Array, Prepared
 
@@ -36,11 +37,32 @@ def request_frames(
         is_answered: Asked once, after the header of a call that the local record refuses; may wait. True
             ends the stream there, so that a call that is bound to be refused costs no upload.
     """
+    header, follow = open_call(prepared)
+    yield header
+    if not (prepared.is_refused and is_answered()):
+        yield from chunk_frames(follow)
+
+
+async def request_frames_async(
+    prepared: Prepared, is_answered: Callable[[], Awaitable[bool]]
+) -> AsyncIterator[backward_pb2.ExecuteRequest]:
+    """As `request_frames`, for an event loop: no step is longer than the copy of one chunk."""
+    header, follow = open_call(prepared)
+    yield header
+    if not (prepared.is_refused and await is_answered()):
+        for frame in chunk_frames(follow):
+            yield frame
+
+
+def open_call(prepared: Prepared) -> tuple[backward_pb2.ExecuteRequest, list[tuple[int, memoryview]]]:
+    """The first frame of a streamed call, and (parameter index, content) of what follows in chunks."""
     message, follow = _encode(prepared, CHUNKED_FROM_BYTES)
     header = codec.wrap(backward_pb2.ExecuteHeader(), prepared.spec, message)
-    yield backward_pb2.ExecuteRequest(header=header)
-    if prepared.is_refused and is_answered():
-        return
+    return backward_pb2.ExecuteRequest(header=header), follow
+
+
+def chunk_frames(follow: Iterable[tuple[int, memoryview]]) -> Iterator[backward_pb2.ExecuteRequest]:
+    """The chunks of a streamed call, one copied at a time."""
     for operand, data in follow:
         for offset, piece in layout.chunks(data, codec.CHUNK_BYTES):
             chunk = backward_pb2.Chunk(operand=operand, offset=offset, data=bytes(piece))
@@ -76,38 +98,77 @@ def read_response(prepared: Prepared, response: Any) -> Answer:
     return Answer(arrays, result.info)
 
 
-def read_frames(prepared: Prepared, frames: Iterator[backward_pb2.ExecuteResponse]) -> Answer:
+def read_frames(prepared: Prepared, frames: Iterable[backward_pb2.ExecuteResponse]) -> Answer:
     """Results of a streamed call.
 
     Raises:
         NpugradError: The reply is malformed, incomplete, or no answer to this call.
     """
-    spec = prepared.spec
-    result = _decode(prepared, _header(spec, next(frames, None)))
-    arrays: dict[str, Array | None] = dict.fromkeys(result.metas)
-    pending: dict[int, _Sink] = {}
-    for name, meta in result.metas.items():
-        if meta is None:
-            continue
-        found = result.contents[name]
-        if found.data is None:
-            array = arrays[name] = _destination(prepared, name, meta)
-            pending[spec.param_index(name)] = _Sink(name, array)
-        else:
-            arrays[name] = _copied(prepared, name, meta, found)
+    reply = Reply(prepared)
     for frame in frames:
-        _store(spec, frame, pending)
-    for sink in pending.values():
-        if sink.filled != sink.array.nbytes:
-            raise broken(
-                spec, f"found {sink.filled} bytes of {sink.name} at its end; expected {sink.array.nbytes}"
-            )
-    return Answer(arrays, result.info)
+        reply.feed(frame)
+    return reply.end()
 
 
-def _header(spec: OpSpec, frame: backward_pb2.ExecuteResponse | None) -> Any:
-    kind = "nothing" if frame is None else frame.WhichOneof("frame") or "an empty frame"
-    if frame is None or kind != "header":
+async def read_frames_async(
+    prepared: Prepared, frames: AsyncIterable[backward_pb2.ExecuteResponse]
+) -> Answer:
+    """As `read_frames`, for an event loop: no step is longer than the copy of one chunk."""
+    reply = Reply(prepared)
+    async for frame in frames:
+        reply.feed(frame)
+    return reply.end()
+
+
+class Reply:
+    """The reply to a streamed call as it arrives, frame by frame; what is fed lands in its array."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        """A reply of which nothing has arrived."""
+        self._prepared = prepared
+        self._info: ExecutionInfo | None = None
+        self._arrays: dict[str, Array | None] = {}
+        self._pending: dict[int, _Sink] = {}
+
+    def feed(self, frame: backward_pb2.ExecuteResponse) -> None:
+        """Takes the next frame; raises `NpugradError` when it does not belong there."""
+        if self._info is None:
+            self._open(frame)
+        else:
+            _store(self._prepared.spec, frame, self._pending)
+
+    def _open(self, frame: backward_pb2.ExecuteResponse) -> None:
+        prepared = self._prepared
+        result = _decode(prepared, _header(prepared.spec, frame))
+        self._arrays = dict.fromkeys(result.metas)
+        for name, meta in result.metas.items():
+            if meta is None:
+                continue
+            found = result.contents[name]
+            if found.data is None:
+                array = self._arrays[name] = _destination(prepared, name, meta)
+                self._pending[prepared.spec.param_index(name)] = _Sink(name, array)
+            else:
+                self._arrays[name] = _copied(prepared, name, meta, found)
+        self._info = result.info
+
+    def end(self) -> Answer:
+        """The results, after the last frame; raises `NpugradError` when something is missing."""
+        spec = self._prepared.spec
+        if self._info is None:
+            raise broken(spec, "found nothing as its first frame; expected a header")
+        for sink in self._pending.values():
+            if sink.filled != sink.array.nbytes:
+                raise broken(
+                    spec,
+                    f"found {sink.filled} bytes of {sink.name} at its end; expected {sink.array.nbytes}",
+                )
+        return Answer(self._arrays, self._info)
+
+
+def _header(spec: OpSpec, frame: backward_pb2.ExecuteResponse) -> Any:
+    kind = frame.WhichOneof("frame") or "an empty frame"
+    if kind != "header":
         raise broken(spec, f"found {kind} as its first frame; expected a header")
     answered = frame.header.WhichOneof("call")
     if answered != spec.name:

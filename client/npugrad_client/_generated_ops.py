@@ -427,3 +427,341 @@ class Operators(ABC):
             timeout_s=timeout_s,
         )
         return FusedFloydAttentionGradResult(**results, info=info)
+
+
+class AsyncOperators(ABC):
+    """The operators as coroutines; a client supplies `_run`."""
+
+    @abstractmethod
+    async def _run(
+        self,
+        spec: OpSpec,
+        inputs: Mapping[str, Any],
+        attrs: Mapping[str, Any],
+        out: Mapping[str, Any] | None,
+        options: CallOptions,
+        timeout_s: float | None,
+    ) -> tuple[dict[str, Any], ExecutionInfo]:
+        """Sends one call; results by output name and what produced them."""
+
+    async def multi_scale_deformable_attention_grad(
+        self,
+        *,
+        value: ArrayLike | None = None,
+        spatial_shape: ArrayLike | None = None,
+        level_start_index: ArrayLike | None = None,
+        location: ArrayLike | None = None,
+        attn_weight: ArrayLike | None = None,
+        grad_output: ArrayLike | None = None,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+    ) -> MultiScaleDeformableAttentionGradResult:
+        """Gradients of multi-scale deformable attention with respect to values, locations and weights.
+
+        Official page: aclnnMultiScaleDeformableAttentionGrad. Its 54 constraints in full: `npugrad explain
+        multi_scale_deformable_attention_grad`.
+
+        Args:
+            value: (bs, nk, nh, ch), ch a multiple of 8 up to 256, nh up to 16. The feature maps of all
+                levels. float32, float16 or bfloat16.
+            spatial_shape: (nl, 2), nl up to 16. Height and width of each level. int32 or int64.
+            level_start_index: (nl). First key of each level. int32 or int64.
+            location: (bs, nq, nh, nl, np, 2), nq below 500000, np up to 16, dtype of value. Sampling points
+                (x, y), 0 to 1 across a level.
+            attn_weight: (bs, nq, nh, nl, np), dtype of value. Attention weight of each sampling point.
+            grad_output: (bs, nq, nh, ch) or (bs, nq, nh*ch), dtype of value. Gradient of the forward output.
+            out: Declared outputs by name, which the documents check as well: a TensorMeta, None for a null
+                pointer, or a writable NumPy array or torch CPU tensor, which is filled in place and returned;
+                what it holds after an error is undefined. Missing ones are inferred.
+            timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for
+                none.
+            deterministic: Ask for results that do not depend on the order of summation.
+            priority: Calls of higher priority leave the queue first; -100 to 100.
+            label: Name of the caller or experiment; labels share the devices fairly.
+            verify: Have the server recompute the call with its float64 reference and refuse a result that
+                differs.
+
+        Returns:
+            grad_value: (bs, nk, nh, ch), dtype of value. Gradient of value.
+            grad_location: (bs, nq, nh, nl, np, 2), dtype of value. Gradient of location.
+            grad_attn_weight: (bs, nq, nh, nl, np), dtype of value. Gradient of attn_weight.
+            info: What produced the results and how long each stage took.
+
+        Raises:
+            NullOperand: 161001. A required operand or attribute is null.
+            InvalidOperand: 161002. An operand or attribute breaks a documented rule.
+            UnsupportedOperator: 561103. The server's product has no such operator.
+            MalformedTensor: Shape, strides and content of an operand do not fit together.
+            MalformedRequest: An option is out of range.
+            UnsafeLevels: Level sizes or starts point outside the value tensor (NPU only).
+            OperatorError: The device cannot honour `deterministic` for this call.
+            DeviceError: The device failed, or `verify` found a result that differs.
+            TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
+            TypeError: An operand is no array, or a name or None is given that the operator does not know.
+        """
+        results, info = await self._run(
+            OPERATORS["multi_scale_deformable_attention_grad"],
+            inputs={
+                "value": value,
+                "spatial_shape": spatial_shape,
+                "level_start_index": level_start_index,
+                "location": location,
+                "attn_weight": attn_weight,
+                "grad_output": grad_output,
+            },
+            attrs={},
+            out=out,
+            options=CallOptions(deterministic, priority, label, verify),
+            timeout_s=timeout_s,
+        )
+        return MultiScaleDeformableAttentionGradResult(**results, info=info)
+
+    async def grid_sampler_2d_backward(
+        self,
+        *,
+        grad_output: ArrayLike | None = None,
+        input: ArrayLike | None = None,
+        grid: ArrayLike | None = None,
+        interpolation_mode: int | str,
+        padding_mode: int | str,
+        align_corners: bool,
+        output_mask: Sequence[bool] | None,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+    ) -> GridSampler2DBackwardResult:
+        """Gradients of two-dimensional grid sampling with respect to the sampled images and the grid.
+
+        Official page: aclnnGridSampler2DBackward. Its 28 constraints in full: `npugrad explain
+        grid_sampler_2d_backward`.
+
+        Args:
+            grad_output: (N, C, OH, OW), dtype of input. Gradient of the sampled output.
+            input: (N, C, H, W) with H and W above 0, float32, float16 or (not on the Atlas training series)
+                bfloat16. The sampled images.
+            grid: (N, OH, OW, 2), dtype of input. Sampling points (x, y), inside the image from -1 to 1.
+            interpolation_mode: 0 bilinear, 1 nearest. Or by name: "bilinear" or "nearest".
+            padding_mode: What a point outside the image reads: 0 zeros, 1 border, 2 reflection. Or by name:
+                "zeros", "border" or "reflection".
+            align_corners: True: -1 and 1 are the centres of the corner pixels; False: their outer edges.
+            output_mask: Two bools: compute input_grad, grid_grad. None: nothing is checked and nothing
+                computed.
+            out: Declared outputs by name, which the documents check as well: a TensorMeta, None for a null
+                pointer, or a writable NumPy array or torch CPU tensor, which is filled in place and returned;
+                what it holds after an error is undefined. Missing ones are inferred.
+            timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for
+                none.
+            deterministic: Ask for results that do not depend on the order of summation.
+            priority: Calls of higher priority leave the queue first; -100 to 100.
+            label: Name of the caller or experiment; labels share the devices fairly.
+            verify: Have the server recompute the call with its float64 reference and refuse a result that
+                differs.
+
+        Returns:
+            input_grad: (N, C, H, W), dtype of input. Gradient of input.
+            grid_grad: (N, OH, OW, 2), dtype of input. Gradient of grid.
+            info: What produced the results and how long each stage took.
+
+        Raises:
+            NullOperand: 161001. A required operand or attribute is null.
+            InvalidOperand: 161002. An operand or attribute breaks a documented rule.
+            MalformedTensor: Shape, strides and content of an operand do not fit together.
+            MalformedRequest: An attribute has the wrong type or is outside int64, or an option is out of
+                range.
+            OperatorError: The device cannot honour `deterministic` for this call.
+            DeviceError: The device failed, or `verify` found a result that differs.
+            TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
+            TypeError: An operand is no array, or a name or None is given that the operator does not know.
+        """
+        results, info = await self._run(
+            OPERATORS["grid_sampler_2d_backward"],
+            inputs={"grad_output": grad_output, "input": input, "grid": grid},
+            attrs={
+                "interpolation_mode": interpolation_mode,
+                "padding_mode": padding_mode,
+                "align_corners": align_corners,
+                "output_mask": output_mask,
+            },
+            out=out,
+            options=CallOptions(deterministic, priority, label, verify),
+            timeout_s=timeout_s,
+        )
+        return GridSampler2DBackwardResult(**results, info=info)
+
+    async def group_norm_backward(
+        self,
+        *,
+        grad_out: ArrayLike | None = None,
+        input: ArrayLike | None = None,
+        mean: ArrayLike | None = None,
+        rstd: ArrayLike | None = None,
+        gamma: ArrayLike | None = None,
+        n: int,
+        c: int,
+        hxw: int,
+        group: int,
+        output_mask: Sequence[bool] | None,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+    ) -> GroupNormBackwardResult:
+        """Gradients of group normalisation with respect to its input, scale and shift.
+
+        Official page: aclnnGroupNormBackward. Its 37 constraints in full: `npugrad explain
+        group_norm_backward`.
+
+        Args:
+            grad_out: n*c*hxw elements in any shape of rank 0 to 8. Gradient of the normalised output.
+                float32, float16 or bfloat16.
+            input: n*c*hxw elements in any shape of rank 0 to 8, dtype of grad_out. The forward input.
+            mean: n*group elements, rank 0 to 8, dtype of grad_out. Mean of each group of each sample.
+            rstd: n*group elements, rank 0 to 8, dtype of grad_out. Reciprocal standard deviation of each
+                group of each sample.
+            gamma: c elements, rank 0 to 8, dtype of grad_out. Scale of each channel, ones when null.
+            n: Number of samples.
+            c: Number of channels, a multiple of group.
+            hxw: Elements of one channel of one sample.
+            group: Number of groups, above 0.
+            output_mask: Three bools: compute grad_input, grad_gamma, grad_beta.
+            out: Declared outputs by name, which the documents check as well: a TensorMeta, None for a null
+                pointer, or a writable NumPy array or torch CPU tensor, which is filled in place and returned;
+                what it holds after an error is undefined. Missing ones are inferred.
+            timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for
+                none.
+            deterministic: Ask for results that do not depend on the order of summation.
+            priority: Calls of higher priority leave the queue first; -100 to 100.
+            label: Name of the caller or experiment; labels share the devices fairly.
+            verify: Have the server recompute the call with its float64 reference and refuse a result that
+                differs.
+
+        Returns:
+            grad_input: Shape of input, dtype of grad_out. Gradient of input.
+            grad_gamma: Shape of gamma, (c) without gamma, dtype of grad_out. Gradient of gamma.
+            grad_beta: Shape of gamma, (c) without gamma, dtype of grad_out. Gradient of beta.
+            info: What produced the results and how long each stage took.
+
+        Raises:
+            NullOperand: 161001. A required operand or attribute is null.
+            InvalidOperand: 161002. An operand or attribute breaks a documented rule.
+            MalformedTensor: Shape, strides and content of an operand do not fit together.
+            MalformedRequest: An attribute has the wrong type or is outside int64, or an option is out of
+                range.
+            OperatorError: The device cannot honour `deterministic` for this call.
+            DeviceError: The device failed, or `verify` found a result that differs.
+            TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
+            TypeError: An operand is no array, or a name or None is given that the operator does not know.
+        """
+        results, info = await self._run(
+            OPERATORS["group_norm_backward"],
+            inputs={"grad_out": grad_out, "input": input, "mean": mean, "rstd": rstd, "gamma": gamma},
+            attrs={"n": n, "c": c, "hxw": hxw, "group": group, "output_mask": output_mask},
+            out=out,
+            options=CallOptions(deterministic, priority, label, verify),
+            timeout_s=timeout_s,
+        )
+        return GroupNormBackwardResult(**results, info=info)
+
+    async def fused_floyd_attention_grad(
+        self,
+        *,
+        query: ArrayLike | None = None,
+        key1: ArrayLike | None = None,
+        value1: ArrayLike | None = None,
+        key2: ArrayLike | None = None,
+        value2: ArrayLike | None = None,
+        dy: ArrayLike | None = None,
+        atten_mask: ArrayLike | None = None,
+        softmax_max: ArrayLike | None = None,
+        softmax_sum: ArrayLike | None = None,
+        attention_in: ArrayLike | None = None,
+        scale_value: float,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+    ) -> FusedFloydAttentionGradResult:
+        """Gradients of Floyd attention, which scores and weighs two sets of keys and values together.
+
+        Official page: aclnnFusedFloydAttentionGrad. Its 85 constraints in full: `npugrad explain
+        fused_floyd_attention_grad`.
+
+        Args:
+            query: (B, H, N, M, D), float16 or bfloat16. Queries; M is a multiple of 128.
+            key1: (B, H, N, K, D), dtype of query. First keys; N is a multiple of 16, K of 128, D is 32, 64 or
+                128.
+            value1: (B, H, N, K, D), dtype of query. First values.
+            key2: (B, H, K, M, D), dtype of query. Second keys.
+            value2: (B, H, K, M, D), dtype of query. Second values.
+            dy: (B, H, N, M, D), dtype of query. Gradient of the attention.
+            atten_mask: (B, 1, N, 1, K), bool or uint8; None for no mask. 1 takes a key out, for all heads and
+                all of M.
+            softmax_max: (B, H, N, M, 8), float32. Largest score of each row of the forward pass, repeated 8
+                times.
+            softmax_sum: (B, H, N, M, 8), float32. Sum of exp(score - softmax_max) of each row, repeated 8
+                times.
+            attention_in: (B, H, N, M, D), dtype of query. Attention, the result of the forward pass.
+            scale_value: Factor of the scores, usually 1 / sqrt(D); nothing else scales them.
+            out: Declared outputs by name, which the documents check as well: a TensorMeta, None for a null
+                pointer, or a writable NumPy array or torch CPU tensor, which is filled in place and returned;
+                what it holds after an error is undefined. Missing ones are inferred.
+            timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for
+                none.
+            deterministic: Ask for results that do not depend on the order of summation.
+            priority: Calls of higher priority leave the queue first; -100 to 100.
+            label: Name of the caller or experiment; labels share the devices fairly.
+            verify: Have the server recompute the call with its float64 reference and refuse a result that
+                differs.
+
+        Returns:
+            dq: (B, H, N, M, D), dtype of query. Gradient of query.
+            dk1: (B, H, N, K, D), dtype of query. Gradient of key1.
+            dv1: (B, H, N, K, D), dtype of query. Gradient of value1.
+            dk2: (B, H, K, M, D), dtype of query. Gradient of key2.
+            dv2: (B, H, K, M, D), dtype of query. Gradient of value2.
+            info: What produced the results and how long each stage took.
+
+        Raises:
+            NullOperand: 161001. A required operand or attribute is null.
+            InvalidOperand: 161002. An operand or attribute breaks a documented rule.
+            TilingError: 561002. The sizes break a documented limit of the operator's tiling.
+            UnsupportedOperator: 561003. The server's product has no such operator.
+            MalformedTensor: Shape, strides and content of an operand do not fit together.
+            MalformedRequest: An attribute has the wrong type or is outside int64, or an option is out of
+                range.
+            OperatorError: The device cannot honour `deterministic` for this call.
+            DeviceError: The device failed, or `verify` found a result that differs.
+            TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
+            TypeError: An operand is no array, or a name or None is given that the operator does not know.
+        """
+        results, info = await self._run(
+            OPERATORS["fused_floyd_attention_grad"],
+            inputs={
+                "query": query,
+                "key1": key1,
+                "value1": value1,
+                "key2": key2,
+                "value2": value2,
+                "dy": dy,
+                "atten_mask": atten_mask,
+                "softmax_max": softmax_max,
+                "softmax_sum": softmax_sum,
+                "attention_in": attention_in,
+            },
+            attrs={"scale_value": scale_value},
+            out=out,
+            options=CallOptions(deterministic, priority, label, verify),
+            timeout_s=timeout_s,
+        )
+        return FusedFloydAttentionGradResult(**results, info=info)

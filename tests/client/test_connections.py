@@ -26,7 +26,8 @@ from tests.client.fake_service import (
 )
 
 from npugrad_client import Cancelled, Client, ConnectError, NpugradError, TransportError
-from npugrad_client._transport import _OPEN, _channel_options
+from npugrad_client._channels import channel_options
+from npugrad_client._transport import _OPEN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -229,7 +230,7 @@ def test_loopback_is_never_asked_of_a_proxy(closed_port: str, monkeypatch: pytes
     ],
 )
 def test_other_hosts_may_be_behind_one(target: str, is_direct: bool) -> None:
-    assert (("grpc.enable_http_proxy", 0) in _channel_options(target)) is is_direct
+    assert (("grpc.enable_http_proxy", 0) in channel_options(target)) is is_direct
 
 
 def test_a_service_of_another_kind_is_named() -> None:

@@ -48,11 +48,11 @@ Out = Mapping[str, TensorMeta | ArrayLike | None]
 
 _BASE = '''
 
-class Operators(ABC):
-    """The operators as methods; a client supplies `_run`."""
+class {name}(ABC):
+    """The operators as {kind}; a client supplies `_run`."""
 
     @abstractmethod
-    def _run(
+    {def_} _run(
         self,
         spec: OpSpec,
         inputs: Mapping[str, Any],
@@ -63,6 +63,12 @@ class Operators(ABC):
     ) -> tuple[dict[str, Any], ExecutionInfo]:
         """Sends one call; results by output name and what produced them."""
 '''
+
+_CLASSES = (
+    ("Operators", "methods", "def", ""),
+    ("AsyncOperators", "coroutines", "async def", "await "),
+)
+"""The classes of methods: name, what the methods are, and how they are defined and call."""
 
 CLASS_BY_CODE = {code: cls for cls in (NullOperand, InvalidOperand, TilingError) for code in cls.codes}
 _ATTR_TYPES = {"int64": "int", "double": "float", "bool": "bool", "bool_array": "Sequence[bool] | None"}
@@ -175,9 +181,9 @@ def _raises(spec: OpSpec) -> list[str]:
     return [_wrap(sentence, 12, f"{name}: ") for name, sentence in sentences.items()]
 
 
-def _method(spec: OpSpec) -> str:
+def _method(spec: OpSpec, def_: str, await_: str) -> str:
     arguments = [p for p in spec.params if not (isinstance(p, TensorParam) and p.role == "output")]
-    lines = ["", f"    def {spec.name}(", "        self,", "        *,"]
+    lines = ["", f"    {def_} {spec.name}(", "        self,", "        *,"]
     lines += [f"        {_argument(p)}," for p in arguments]
     lines += [f"        {name}: {kind} = {default}," for name, kind, default, _ in _COMMON]
     lines += [f"    ) -> {_class_name(spec)}:", _wrap(spec.summary, 8, '"""'), ""]
@@ -194,7 +200,7 @@ def _method(spec: OpSpec) -> str:
         _wrap("What produced the results and how long each stage took.", 12, "info: "),
     ]
     lines += ["", "        Raises:", *_raises(spec), '        """']
-    lines += ["        results, info = self._run("]
+    lines += [f"        results, info = {await_}self._run("]
     lines += [f'            OPERATORS["{spec.name}"],']
     lines += ["            inputs={" + ", ".join(f'"{p.name}": {p.name}' for p in spec.inputs) + "},"]
     lines += ["            attrs={" + ", ".join(f'"{p.name}": {p.name}' for p in spec.attrs) + "},"]
@@ -207,7 +213,10 @@ def _method(spec: OpSpec) -> str:
 
 def generate() -> str:
     """The whole module, formatted."""
-    parts = [_HEADER, *map(_result_class, OPERATORS.values()), _BASE, *map(_method, OPERATORS.values())]
+    parts = [_HEADER, *map(_result_class, OPERATORS.values())]
+    for name, kind, def_, await_ in _CLASSES:
+        parts.append(_BASE.format(name=name, kind=kind, def_=def_))
+        parts += [_method(spec, def_, await_) for spec in OPERATORS.values()]
     source = "\n".join(parts) + "\n"
     formatted = subprocess.run(
         [sys.executable, "-m", "ruff", "format", "--stdin-filename", str(TARGET), "-"],

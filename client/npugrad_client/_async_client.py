@@ -1,0 +1,174 @@
+"""The client for asyncio: the methods of `Client` as coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from npugrad.ops import get_operator
+from npugrad.validation import make_call
+from npugrad_client import _info
+from npugrad_client._async_transport import AsyncTransport
+from npugrad_client._call import finish, prepare
+from npugrad_client._channels import STREAM_FROM_BYTES
+from npugrad_client._generated_ops import AsyncOperators
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import TracebackType
+
+    from npugrad.call import CallOptions, ExecutionInfo
+    from npugrad.products import Product
+    from npugrad.spec import OpSpec, TensorMeta, Verdict
+    from npugrad_client._info import OperatorInfo, ServerInfo
+
+_IN_A_THREAD_FROM_BYTES = 2**20
+"""Operands from here on are looked at, and packed where they must be, in a thread: a copy may be needed."""
+
+
+class AsyncClient(AsyncOperators):
+    """Calls one npugrad server from an event loop.
+
+    Cancelling the task that awaits a call cancels the call, and the server gives it up. Any number of
+    calls may be in flight; operands of a call must not be written to until it is answered.
+
+    Concurrency: one client serves the tasks of one loop. After that loop has ended it may be used in
+    another one.
+
+    Example:
+        >>> async with AsyncClient("localhost:50051") as client:          # doctest: +SKIP
+        ...     first, second = await asyncio.gather(
+        ...         client.group_norm_backward(grad_out=grad_out, ...),
+        ...         client.grid_sampler_2d_backward(grad_output=grad_output, ...))
+        ...     first.grad_input
+    """
+
+    def __init__(
+        self, target: str, *, timeout_s: float | None = None, stream_from_bytes: int = STREAM_FROM_BYTES
+    ) -> None:
+        """Opens a client; the connection is made at the first call.
+
+        Args:
+            target: ``host:port``, ``unix:path`` or ``dns:///service:port``.
+            timeout_s: Deadline of every call in seconds unless the call says otherwise; None for none. A
+                server that cannot be reached is an error at once, with or without a deadline.
+            stream_from_bytes: Calls with this much data in either direction are streamed.
+
+        Raises:
+            TypeError: The target is no text.
+            ValueError: The target is empty.
+        """
+        self.target = target
+        self._timeout_s = timeout_s
+        self._transport = AsyncTransport(target, stream_from_bytes)
+
+    async def __aenter__(self) -> AsyncClient:
+        """The client itself."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes the client."""
+        await self.close()
+
+    def __repr__(self) -> str:
+        """Such as ``AsyncClient('localhost:50051')``."""
+        return f"AsyncClient({self.target!r})"
+
+    async def close(self) -> None:
+        """Closes the connection; calls in flight are cancelled."""
+        await self._transport.close()
+
+    async def validate(
+        self,
+        operator: str,
+        *,
+        inputs: Mapping[str, TensorMeta | None],
+        attrs: Mapping[str, Any],
+        outputs: Mapping[str, TensorMeta | None] | None = None,
+        product: Product | str | None = None,
+        timeout_s: float | None = None,
+    ) -> Verdict:
+        """Asks the server which documented constraints a call breaks; no data travels.
+
+        Args:
+            operator: Name such as ``"group_norm_backward"``.
+            inputs: Input metas by name; a missing one is null.
+            attrs: Attributes by name.
+            outputs: Declared outputs by name, None for null; missing ones are inferred.
+            product: Product to validate for; None for the server's own.
+            timeout_s: Deadline in seconds; None for the client's default.
+
+        Returns:
+            Status, every violation and the inferred outputs, as `npugrad.validate` gives them locally.
+
+        Raises:
+            UnsupportedOperator: There is no operator of this name.
+            MalformedRequest: An attribute is missing, has the wrong type or is outside int64.
+            TypeError: A name that the operator does not have, or an operand that is no `TensorMeta`.
+            ValueError: There is no such product.
+            TransportError: Nothing usable came back.
+        """
+        spec = get_operator(operator)
+        call = make_call(spec, inputs, attrs, outputs)
+        request = _info.encode_validation(spec, call, product)
+        return _info.decode_verdict(await self._transport.ask("validate", request, self._deadline(timeout_s)))
+
+    async def server_info(self, timeout_s: float | None = None) -> ServerInfo:
+        """Versions, limits, product and devices of the server, and how busy it is now.
+
+        Args:
+            timeout_s: Deadline in seconds; None for the client's default.
+
+        Raises:
+            TransportError: Nothing usable came back.
+        """
+        return _info.decode_server_info(
+            await self._transport.ask("server_info", _info.SERVER_INFO_REQUEST, self._deadline(timeout_s))
+        )
+
+    async def list_operators(
+        self, product: Product | str | None = None, timeout_s: float | None = None
+    ) -> tuple[OperatorInfo, ...]:
+        """The operators as the server describes them, with parameters and constraints.
+
+        Args:
+            product: Product to describe; None for the server's own.
+            timeout_s: Deadline in seconds; None for the client's default.
+
+        Raises:
+            ValueError: There is no such product.
+            TransportError: Nothing usable came back.
+        """
+        request = _info.encode_list(product)
+        return _info.decode_operators(
+            await self._transport.ask("list_operators", request, self._deadline(timeout_s))
+        )
+
+    def _deadline(self, timeout_s: float | None) -> float | None:
+        return self._timeout_s if timeout_s is None else timeout_s
+
+    async def _run(
+        self,
+        spec: OpSpec,
+        inputs: Mapping[str, Any],
+        attrs: Mapping[str, Any],
+        out: Mapping[str, Any] | None,
+        options: CallOptions,
+        timeout_s: float | None,
+    ) -> tuple[dict[str, Any], ExecutionInfo]:
+        """Sends one call; results by output name and what produced them."""
+        if _nbytes(inputs) < _IN_A_THREAD_FROM_BYTES:
+            prepared = prepare(spec, inputs, attrs, out, options)
+        else:
+            prepared = await asyncio.to_thread(prepare, spec, inputs, attrs, out, options)
+        answer = await self._transport.run(prepared, self._deadline(timeout_s))
+        if prepared.targets and prepared.nbytes >= _IN_A_THREAD_FROM_BYTES:
+            return await asyncio.to_thread(finish, prepared, answer, inputs, out), answer.info
+        return finish(prepared, answer, inputs, out), answer.info
+
+
+def _nbytes(inputs: Mapping[str, Any]) -> int:
+    """Bytes of the operands, as far as they tell."""
+    return sum(size for value in inputs.values() if isinstance(size := getattr(value, "nbytes", None), int))
