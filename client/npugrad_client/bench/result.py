@@ -44,12 +44,12 @@ class Result:
     @property
     def is_closed(self) -> bool:
         """Whether each call waited for the answer to the one before."""
-        return self.scenario["arrival"] == "closed"
+        return bool(self.scenario["arrival"] == "closed")
 
     @property
     def duration_s(self) -> float:
         """Seconds that count for rates: as planned, or until the end where that came first."""
-        planned = sum(stage[2] for stage in self.scenario["load"])
+        planned = float(sum(stage[2] for stage in self.scenario["load"]))
         return min(planned, self.elapsed_s) if self.elapsed_s > 0 else planned
 
     @property

@@ -164,7 +164,7 @@ def at_key(key: str, parse: Callable[[Any], Any], value: Any) -> Any:
 def _mapping(value: Any, key: str, known: Sequence[str]) -> Mapping[str, Any]:
     found = _of_kind(value, key, dict)
     unknown = [name for name in found if name not in known]
-    check(not unknown, key, *(unknown[:1] or [""]), f"one of {', '.join(known)}")
+    check(not unknown, key, unknown[0] if unknown else "", f"one of {', '.join(known)}")
     return dict(found)
 
 

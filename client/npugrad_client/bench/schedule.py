@@ -38,7 +38,8 @@ def schedule(scenario: Scenario, worker: int = 0) -> Iterator[tuple[float, int]]
     first = 0
     for starts, workloads in _blocks(scenario):
         if scenario.max_calls:
-            starts, workloads = (each[: scenario.max_calls - first] for each in (starts, workloads))
+            starts = starts[: scenario.max_calls - first]
+            workloads = workloads[: scenario.max_calls - first]
         mine = slice((worker - first) % scenario.workers, None, scenario.workers)
         yield from zip(starts[mine].tolist(), workloads[mine].tolist(), strict=True)
         first += len(starts)

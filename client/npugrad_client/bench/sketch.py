@@ -92,12 +92,12 @@ class Sketch:
         return self.counts.total() if hasattr(self.counts, "total") else sum(self.counts.values())
 
     def percentile_s(self, percentile: float) -> float:
-        """A percentile in seconds within 1 %, 100 for the maximum; 0 when empty."""
+        """A percentile in seconds within 1 %, 100 for the maximum; 0 when empty or below 1 us."""
         rank, seen = max(math.ceil(self.count * percentile / 100 - 1e-9), 1), 0
         for index in sorted(self.counts):
             seen += self.counts[index]
             if seen >= rank:
-                return bucket_s(index)
+                return bucket_s(index) if index else 0.0
         return 0.0
 
     def as_list(self) -> list[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,7 +76,7 @@ def test_the_seed_fixes_everything() -> None:
 def test_workers_share_one_schedule(
     workers: int, arrival: str, stages: list[Stage], max_calls: int, warm_up_s: float
 ) -> None:
-    common = {
+    common: dict[str, Any] = {
         "stages": tuple(stages),
         "workloads": (GRID, NORM),
         "max_calls": max_calls,
