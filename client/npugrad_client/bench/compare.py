@@ -105,7 +105,8 @@ class Comparison:
         """The verdict: the worst of the figures that decide."""
         found = {each.judgement for each in self.differences if each.decides}
         order: tuple[Judgement, ...] = ("slower", "inconclusive", "faster")
-        return next((each for each in order if each in found), "no difference")
+        worst: Judgement | None = next((each for each in order if each in found), None)
+        return worst or "no difference"
 
     def __str__(self) -> str:
         """The verdict in a line."""

@@ -71,15 +71,16 @@ def test_the_throughput_of_known_devices_is_theirs(start_server: StartServer) ->
 @_TIMEOUT
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_the_search_finds_the_capacity_of_known_devices(devices: int, start_server: StartServer) -> None:
-    running = start_server(devices=f"test:{devices}?ms=20")
+    """Of 50 ms, so that the millisecond which the service itself takes between two calls is no matter."""
+    running = start_server(devices=f"test:{devices}?ms=50")
     made = scenario(duration_s=5, warm_up_s=0.5)
 
     def measure(rate: float) -> Trial:
         return judge(run(at_rate(made, rate), running.address), rate, UNLIMITED)
 
-    found = Search(measure).run(devices * 30.0)
+    found = Search(measure).run(devices * 15.0)
     assert found.is_settled
-    assert found.rate == pytest.approx(devices / 0.02, rel=0.05), str(found)
+    assert found.rate == pytest.approx(devices / 0.05, rel=0.05), str(found)
 
 
 @_TIMEOUT
