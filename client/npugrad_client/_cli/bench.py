@@ -183,8 +183,8 @@ def _load(base: Scenario, given: dict[str, Any]) -> dict[str, Any]:
         return {}
     if len(base.stages) > 1 or base.arrival == "trace":
         raise ScenarioError("--duration: found a scenario whose file says it; expected --rate beside it")
-    stages = tuple(replace(stage, duration_s=duration_s) for stage in base.stages)
-    return {"stages": stages, "window_s": 0.0}
+    longer = tuple(replace(stage, duration_s=duration_s) for stage in base.stages)
+    return {"stages": longer, "window_s": 0.0}
 
 
 def _ends(text: str) -> tuple[float, float]:
