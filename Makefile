@@ -153,7 +153,10 @@ acceptance-sim: $(STAMP_NPU) ## The acceptance on a simulated NPU; ARGS="--steps
 
 test-deploy: $(STAMP) ## The image recipe and the manifests
 	$(BIN)/python -m pytest tests/deploy $(ARGS)
-.PHONY: test test-large test-npu test-jax acceptance-sim test-deploy
+
+test-bench-stats: $(STAMP) ## What the load test claims, on devices of known speed: 20 pairs of runs, capacities; minutes
+	NPUGRAD_BENCH_STATS=1 $(BIN)/python -m pytest -rA tests/client/bench/test_proofs.py $(ARGS)
+.PHONY: test test-large test-npu test-jax acceptance-sim test-deploy test-bench-stats
 
 # -------------------------------------------------------------------------------- benchmarks
 

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 import npugrad
-from npugrad import OPERATORS, NpugradError
+from npugrad import OPERATORS
 from npugrad.products import Product, product_from_name
-from npugrad_client import Client, ConnectError, OperatorError, _arrays
-from npugrad_client._cli import files, show
-from npugrad_client._cli.explain import UnknownSubject, nearest
+from npugrad_client import Client, _arrays
+from npugrad_client._cli import bench, files, show
 from npugrad_client._cli.explain import explain as print_explanation
+from npugrad_client._cli.terminal import DEFAULT_TARGET, Target, Timeout, find_spec, out, reporting
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from npugrad.spec import OpSpec, TensorMeta
 
@@ -33,24 +29,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-_PIPED_WIDTH = 200
-"""Width where no terminal tells one: wide, so that a line is a line for grep."""
+app.add_typer(bench.app, name="bench")
 
-
-def _console(*, stderr: bool = False) -> Console:
-    is_told = "COLUMNS" in os.environ or (sys.stderr if stderr else sys.stdout).isatty()
-    width = None if is_told else _PIPED_WIDTH
-    return Console(stderr=stderr, highlight=False, markup=False, emoji=False, width=width)
-
-
-out, err = _console(), _console(stderr=True)
-
-Target = Annotated[
-    str,
-    typer.Option(envvar="NPUGRAD_TARGET", help="Server: host:port, unix:path or dns:///name:port."),
-]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
-Timeout = Annotated[float, typer.Option("--timeout", help="Deadline of the call in seconds.")]
 Attr = Annotated[
     list[str] | None,
     typer.Option(
@@ -65,8 +46,6 @@ OperatorName = Annotated[
     str, typer.Argument(metavar="OPERATOR", help=f"One of {', '.join(OPERATORS)}.", show_default=False)
 ]
 _META_FORM = "NAME=DTYPE[SIZES]"
-
-DEFAULT_TARGET = "127.0.0.1:50051"
 
 
 def _version(wanted: bool) -> None:
@@ -84,34 +63,6 @@ def _common(
     pass
 
 
-def _fail(message: str, status: int = 1) -> NoReturn:
-    err.print(message, soft_wrap=True)
-    raise typer.Exit(status)
-
-
-@contextmanager
-def _reporting() -> Iterator[None]:
-    """Turns errors that a user can act on into one line and a status."""
-    try:
-        yield
-    except (files.FileError, UnknownSubject) as error:
-        _fail(str(error), 2)
-    except ConnectError as error:
-        _fail(f"{error}\nIs a server listening there? Start one with: npugrad-server serve")
-    except NpugradError as error:
-        number = f" {error.code}" if isinstance(error, OperatorError) and error.code is not None else ""
-        request = f" (request {error.request_id})" if error.request_id else ""
-        _fail(f"{error.reason}{number}: {error}{request}")
-    except (TypeError, ValueError) as error:  # a name or a value that the client itself does not take
-        _fail(str(error), 2)
-
-
-def _spec(name: str) -> OpSpec:
-    if name not in OPERATORS:
-        raise UnknownSubject(f"OPERATOR: {nearest(name, OPERATORS, ', '.join(OPERATORS))}")
-    return OPERATORS[name]
-
-
 def _product(name: str | None) -> Product | None:
     try:
         return None if name is None else product_from_name(name)
@@ -122,7 +73,7 @@ def _product(name: str | None) -> Product | None:
 @app.command()
 def info(target: Target = DEFAULT_TARGET, timeout: Timeout = 10.0, as_json: Json = False) -> None:
     """Show a server: version, product, devices, limits."""
-    with _reporting(), Client(target, timeout_s=timeout) as client:
+    with reporting(), Client(target, timeout_s=timeout) as client:
         found = client.server_info()
         if as_json:
             out.print_json(json.dumps(asdict(found)))
@@ -140,7 +91,7 @@ def ops(
     as_json: Json = False,
 ) -> None:
     """List the operators of a server."""
-    with _reporting(), Client(target, timeout_s=timeout) as client:
+    with reporting(), Client(target, timeout_s=timeout) as client:
         listed = client.list_operators(_product(product))
         if as_json:
             out.print_json(json.dumps([asdict(o) for o in listed]))
@@ -176,8 +127,8 @@ def validate(
 
     Exit status 0: the call is legal; 1: it is not, or the server failed; 2: wrong usage.
     """
-    with _reporting():
-        spec, chosen = _spec(operator), _product(product)
+    with reporting():
+        spec, chosen = find_spec(operator), _product(product)
         asked = _described(spec, file, meta or (), output or (), attr or (), dtype or ())
         if local:
             verdict = npugrad.validate(operator, **asked, product=chosen or Product.ATLAS_A2)
@@ -238,8 +189,8 @@ def call(
 
     NumPy's files have no bfloat16: a key such as input:bfloat16 holds the bits as uint16.
     """
-    with _reporting(), Client(target, timeout_s=timeout) as client:
-        spec, path = _spec(operator), files.results_path(output)
+    with reporting(), Client(target, timeout_s=timeout) as client:
+        spec, path = find_spec(operator), files.results_path(output)
         operands, attrs = files.read_call(spec, file, dtype or ())
         attrs |= files.parse_attrs(spec, attr or ())
         files.check_complete(spec, attrs)
@@ -265,7 +216,7 @@ def explain(
     ] = None,
 ) -> None:
     """Print what the documents say: codes, operators, constraints; needs no server."""
-    with _reporting():
+    with reporting():
         print_explanation(out, subject, constraint)
 
 
@@ -278,32 +229,8 @@ def demo(
     """Run the main job: every operator on real input, checked against the reference."""
     from npugrad_client.demo import run_demo  # here, because it needs the extra `demo`
 
-    with _reporting():
+    with reporting():
         raise typer.Exit(run_demo(target, folder, quick))
-
-
-@app.command()
-def bench(
-    operator: Annotated[str, typer.Option(help=f"One of {', '.join(OPERATORS)}.")] = "group_norm_backward",
-    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Calls in flight.")] = 1,
-    duration: Annotated[float, typer.Option(min=0.1, max=86400, help="Seconds to measure.")] = 10.0,
-    calls: Annotated[int, typer.Option(min=1, help="Stop after this many calls.")] = 10_000_000,
-    size: Annotated[str, typer.Option(help="small, medium or large.")] = "small",
-    dtype: Annotated[str, typer.Option(help="Element type; the operator's first one by default.")] = "",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report as JSON.")] = None,
-    target: Target = DEFAULT_TARGET,
-    timeout: Timeout = 60.0,
-) -> None:
-    """Measure a server: closed loop, a fixed number of calls in flight."""
-    from npugrad_client._cli import bench as loop  # here, because it needs the extra `bench`
-
-    with _reporting():
-        plan = loop.make_plan(_spec(operator), dtype, size, concurrency, duration, calls)
-        report = loop.measure(plan, target, timeout)
-        loop.show(out, report)
-        if json_file is not None:
-            files.write_text(json_file, json.dumps(report.as_dict(), indent=2) + "\n")
-    raise typer.Exit(0 if report.succeeded else 1)
 
 
 def main() -> None:

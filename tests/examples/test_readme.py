@@ -60,7 +60,7 @@ def test_shell_example_runs(
     monkeypatch.chdir(tmp_path)
     arguments = shlex.split(command)[1:]
     if arguments[0] == "bench":
-        arguments += ["--duration", "0.1"]
+        arguments += ["--duration", "0.3s", "--allow-client-bound"]
     result = CliRunner().invoke(app, arguments, env={"NPUGRAD_TARGET": server.address})
     # The validated call is one that breaks rules, so that there is something to see.
     assert result.exit_code == (1 if arguments[0] == "validate" else 0), result.output

@@ -16,7 +16,7 @@ import pytest
 import npugrad_client
 from npugrad import OPERATORS
 from npugrad.v1 import backward_pb2, operators_pb2
-from npugrad_client._cli.bench import SIZES
+from npugrad_client.bench.sizes import SIZES
 from npugrad_client.demo import _cases
 from npugrad_server.rpc.servicer import UNARY_RPCS
 
@@ -78,7 +78,7 @@ def test_step_5_the_client_exports_the_result_of_every_operator(spec: OpSpec) ->
 
 
 def test_step_6_bench_knows_sizes_that_make_legal_calls(spec: OpSpec) -> None:
-    assert spec.name in SIZES, "client/npugrad_client/_cli/bench.py"
+    assert spec.name in SIZES, "client/npugrad_client/bench/sizes.py"
     assert spec.build(**SIZES[spec.name]["small"]).inputs.keys() == {param.name for param in spec.inputs}
 
 

@@ -1,281 +1,337 @@
-"""`npugrad bench`: a closed loop of a fixed number of calls in flight.
+"""`npugrad bench`: options in, a scenario out; then run, judge, report, and say it with the exit status.
 
-A closed loop tells what the callers of such a loop see. It hides queueing that callers with a schedule of
-their own would see, because a slow answer delays the next call; the report says so.
+Exit status: 0 all is well; 1 the run failed, or calls of it did; 2 wrong usage; 3 an objective was missed, or
+the second of two runs is slower; 4 no valid measurement: the client was the bottleneck, or nothing could be
+told.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import Counter
-from dataclasses import dataclass, field
-from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+import json
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path  # noqa: TC003 - typer looks at the annotations
+from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
-from rich.table import Table
+import typer
 
-from npugrad.products import Product
-from npugrad_client import Client
-from npugrad_client._cli.files import FileError
+from npugrad import OPERATORS
+from npugrad_client._cli import files
+from npugrad_client._cli.terminal import DEFAULT_TARGET, Target, err, fail, find_spec, out, reporting
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-    from hdrh.histogram import HdrHistogram
-    from rich.console import Console
+    from collections.abc import Iterator
 
-    from npugrad.spec import OpSpec
+    from npugrad_client.bench.capacity import Capacity
+    from npugrad_client.bench.result import Result
+    from npugrad_client.bench.scenario import Scenario
 
-PERCENTILES = (50.0, 90.0, 99.0, 99.9)
-_LOWEST_US, _HIGHEST_US, _DIGITS = 1, 3_600_000_000, 3
-_SHOWN = ("latency_s", "server_mean_s")
-_STAGES = ("queued_s", "copy_in_s", "run_s", "copy_out_s")
+app = typer.Typer(help="Measure a server, find its capacity, compare two measurements.")
 
-SIZES: dict[str, dict[str, dict[str, Any]]] = {
-    "multi_scale_deformable_attention_grad": {
-        "small": {"bs": 1, "nq": 32, "nh": 2, "ch": 8, "levels": ((8, 8), (4, 4)), "points": 4},
-        "medium": {
-            "bs": 2,
-            "nq": 300,
-            "nh": 8,
-            "ch": 32,
-            "levels": ((50, 67), (25, 34), (13, 17)),
-            "points": 4,
-        },
-        "large": {
-            "bs": 2,
-            "nq": 4484,
-            "nh": 8,
-            "ch": 32,
-            "levels": ((50, 67), (25, 34), (13, 17)),
-            "points": 4,
-        },
-    },
-    "grid_sampler_2d_backward": {
-        "small": {"n": 1, "c": 3, "h": 16, "w": 16, "oh": 16, "ow": 16},
-        "medium": {"n": 4, "c": 3, "h": 128, "w": 128, "oh": 128, "ow": 128},
-        "large": {"n": 4, "c": 64, "h": 128, "w": 128, "oh": 128, "ow": 128},
-    },
-    "group_norm_backward": {
-        "small": {"n": 2, "c": 32, "hxw": 64, "group": 8},
-        "medium": {"n": 2, "c": 128, "hxw": 1024, "group": 32},
-        "large": {"n": 8, "c": 320, "hxw": 4096, "group": 32},
-    },
-    "fused_floyd_attention_grad": {
-        "small": {"b": 1, "h": 1, "n": 16, "m": 128, "k": 128, "d": 32},
-        "medium": {"b": 1, "h": 1, "n": 64, "m": 128, "k": 128, "d": 32},
-        "large": {"b": 1, "h": 1, "n": 128, "m": 128, "k": 128, "d": 64},
-    },
-}
-"""Sizes of the measured calls, by operator."""
+FAILED, USAGE, MISSED, INVALID = 1, 2, 3, 4
+_EXTRA = "the extra `bench`: pip install 'npugrad[bench]'"
+_DEFAULT_OPERATOR = "group_norm_backward"
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is measured: one call of one operator, so many at a time, for so long or so often."""
+@app.callback(invoke_without_command=True)
+def bench(
+    context: typer.Context,
+    scenario: Annotated[
+        str, typer.Option(help="YAML file, or a shipped scenario (`npugrad bench scenarios` lists them).")
+    ] = "",
+    operator: Annotated[
+        str, typer.Option(help=f"One of {', '.join(OPERATORS)}; {_DEFAULT_OPERATOR} by default.")
+    ] = "",
+    size: Annotated[str, typer.Option(help="small, medium or large; small by default.")] = "",
+    dtype: Annotated[str, typer.Option(help="Element type; the operator's first one by default.")] = "",
+    label: Annotated[str, typer.Option(help="Label of the calls: the tenant; bench by default.")] = "",
+    priority: Annotated[int | None, typer.Option(help="Priority of the calls, -100 to 100.")] = None,
+    rate: Annotated[
+        str, typer.Option(metavar="R[:R]", help="Open loop: calls a second, or a ramp such as 50:200.")
+    ] = "",
+    poisson: Annotated[bool, typer.Option("--poisson", help="Random arrivals, not equal intervals.")] = False,
+    concurrency: Annotated[
+        str, typer.Option(metavar="N[:N]", help="Closed loop: calls in flight, or a ramp; 1 by default.")
+    ] = "",
+    duration: Annotated[str, typer.Option(help="Time to measure, such as 30s or 2m; 10s by default.")] = "",
+    calls: Annotated[int | None, typer.Option(min=1, help="Stop after this many calls.")] = None,
+    warm_up: Annotated[str, typer.Option(help="Time before it that is not measured, such as 5s.")] = "",
+    workers: Annotated[int | None, typer.Option(help="Processes that send.")] = None,
+    max_in_flight: Annotated[
+        int | None, typer.Option(help="Open loop: calls in flight at most; others are dropped and counted.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of operands, random arrivals and the mix.")] = None,
+    slo: Annotated[str, typer.Option(help="Objectives, such as p99=50ms,errors=0.1%.")] = "",
+    find_capacity: Annotated[
+        bool, typer.Option("--find-capacity", help="Search the highest rate that keeps the objectives.")
+    ] = False,
+    precision: Annotated[float, typer.Option(help="Of --find-capacity, relative.")] = 0.02,
+    allow_client_bound: Annotated[
+        bool, typer.Option("--allow-client-bound", help="Report even where the client was the bottleneck.")
+    ] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report as JSON.")] = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write a line for each time window.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write the report as a page.")] = None,
+    target: Target = DEFAULT_TARGET,
+    timeout: Annotated[str, typer.Option(help="Deadline of each call, such as 10s; 60s by default.")] = "",
+) -> None:
+    """Measure a server.
 
-    spec: OpSpec
-    dtype: str
-    size: str
-    operands: dict[str, npt.NDArray[Any] | None]
-    attrs: dict[str, Any]
-    concurrency: int
-    duration_s: float
-    max_calls: int
+    With --rate calls are sent on a schedule whatever the answers do, and latency counts from when a call was
+    meant to start. With --concurrency each of N callers waits for its answer.
 
-
-def make_plan(
-    spec: OpSpec, dtype: str, size: str, concurrency: int, duration_s: float, max_calls: int
-) -> Plan:
-    """Makes the operands of a measurement.
-
-    Args:
-        spec: The operator.
-        dtype: Element type; empty for the operator's first one.
-        size: ``"small"``, ``"medium"`` or ``"large"``.
-        concurrency: Calls in flight.
-        duration_s: Seconds to measure.
-        max_calls: Calls after which to stop in any case.
-
-    Raises:
-        FileError: There is no such size or type, or none that the operator takes.
+    Exit status 0: all is well; 1: calls failed; 2: wrong usage; 3: an objective was missed; 4: the client was
+    the bottleneck, so there is no report.
     """
-    sizes = SIZES[spec.name]
-    if size not in sizes:
-        raise FileError(f"--size: found {size!r}; expected {', '.join(sizes)}")
-    supported = [str(d) for d in spec.inputs[0].dtypes[Product.ATLAS_A2]]
-    wanted = dtype or supported[0]
-    if wanted not in supported:
-        raise FileError(f"--dtype: found {wanted!r}; expected {', '.join(supported)}")
-    call = spec.build(dtype=wanted, **sizes[size])
-    operands = spec.make_inputs(call, np.random.default_rng(7))
-    return Plan(spec, wanted, size, operands, dict(call.attrs), concurrency, duration_s, max_calls)
-
-
-@dataclass
-class Report:
-    """What was measured.
-
-    Attributes:
-        plan: What was asked for.
-        elapsed_s: Seconds from the first start to the last answer.
-        latency: Round-trip times in microseconds.
-        is_interrupted: Whether it was ended before its time.
-        stages: Sums of the server's stages in seconds, over all answers.
-        errors: Failed calls by reason.
-        devices: Answers by device and backend.
-    """
-
-    plan: Plan
-    elapsed_s: float
-    latency: HdrHistogram
-    is_interrupted: bool = False
-    stages: Counter[str] = field(default_factory=Counter)
-    errors: Counter[str] = field(default_factory=Counter)
-    devices: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def answered(self) -> int:
-        """Calls that came back right."""
-        return int(self.latency.get_total_count())
-
-    @property
-    def succeeded(self) -> bool:
-        """Whether something was measured and nothing failed."""
-        return self.answered > 0 and not self.errors
-
-    def as_dict(self) -> dict[str, Any]:
-        """The report for scripts; latencies and stages in seconds."""
-        count = max(self.answered, 1)
-        return {
-            "loop": "closed",
-            "operator": self.plan.spec.name,
-            "dtype": self.plan.dtype,
-            "size": self.plan.size,
-            "concurrency": self.plan.concurrency,
-            "elapsed_s": self.elapsed_s,
-            "interrupted": self.is_interrupted,
-            "answered": self.answered,
-            "errors": dict(self.errors),
-            "throughput_per_s": self.answered / self.elapsed_s if self.elapsed_s else 0.0,
-            "latency_s": {f"p{p:g}": self.latency.get_value_at_percentile(p) / 1e6 for p in PERCENTILES}
-            | {"max": self.latency.get_max_value() / 1e6, "mean": self.latency.get_mean_value() / 1e6},
-            "server_mean_s": {stage: self.stages[stage] / count for stage in _STAGES},
-            "devices": dict(self.devices),
-        }
-
-
-def measure(plan: Plan, target: str, timeout_s: float) -> Report:
-    """Runs the loop; an interrupt ends it early and keeps what was measured.
-
-    Args:
-        plan: What to measure.
-        target: Address of the server.
-        timeout_s: Deadline of each call in seconds.
-
-    Raises:
-        NpugradError: The first call failed, so there is nothing to measure.
-        FileError: The extra `bench` is not installed.
-    """
-    try:
-        from hdrh.histogram import HdrHistogram
-    except ImportError:
-        raise FileError("npugrad bench needs the extra `bench`: pip install 'npugrad[bench]'") from None
-
-    report = Report(plan, 0.0, HdrHistogram(_LOWEST_US, _HIGHEST_US, _DIGITS))
-    with Client(target, timeout_s=timeout_s) as client:
-        _call(client, plan)  # connects and warms up; not counted
-        loop = _Loop(client, plan, report)
-        report.elapsed_s = loop.run()
-    return report
-
-
-def _call(client: Client, plan: Plan) -> Any:
-    return getattr(client, plan.spec.name)(**plan.operands, **plan.attrs, label="bench")
-
-
-class _Loop:
-    """`concurrency` threads, each with one call in flight, until time or count is up."""
-
-    def __init__(self, client: Client, plan: Plan, report: Report) -> None:
-        self._client, self._plan, self._report = client, plan, report
-        self._lock = threading.Lock()
-        self._left = plan.max_calls
-        self._end_s = 0.0
-        self._stop, self._ended = threading.Event(), threading.Event()
-        self._working = plan.concurrency
-
-    def run(self) -> float:
-        """Runs to the end; seconds it took."""
-        start = time.perf_counter()
-        self._end_s = start + self._plan.duration_s
-        for _ in range(self._plan.concurrency):
-            threading.Thread(target=self._work, daemon=True).start()
-        # Not Thread.join: interrupted, it takes a running thread for ended (CPython before 3.13).
-        try:
-            self._ended.wait()
-        except KeyboardInterrupt:
-            self._report.is_interrupted = True
-            self._stop.set()
-            self._ended.wait()  # calls in flight end as they would; a second interrupt gives them up
-        return time.perf_counter() - start
-
-    def _work(self) -> None:
-        try:
-            while self._take():
-                self._measure_one()
-        finally:
-            with self._lock:
-                self._working -= 1
-                if not self._working:
-                    self._ended.set()
-
-    def _take(self) -> bool:
-        with self._lock:
-            if self._stop.is_set() or self._left == 0 or time.perf_counter() >= self._end_s:
-                return False
-            self._left -= 1
-            return True
-
-    def _measure_one(self) -> None:
-        start = time.perf_counter()
-        try:
-            answer = _call(self._client, self._plan)
-        except Exception as error:  # counted, whatever it is: a thread that died would hide it
-            with self._lock:
-                self._report.errors[getattr(error, "reason", type(error).__name__)] += 1
+    if context.invoked_subcommand is not None:
+        return
+    given: dict[str, Any] = {
+        "operator": operator,
+        "size": size,
+        "dtype": dtype,
+        "label": label,
+        "priority": priority,
+        "rate": rate,
+        "poisson": poisson,
+        "concurrency": concurrency,
+        "duration": duration,
+        "max_calls": calls,
+        "warm_up_s": warm_up,
+        "workers": workers,
+        "max_in_flight": max_in_flight,
+        "seed": seed,
+        "slo": slo,
+        "timeout_s": timeout,
+    }
+    with reporting(), _needing_extra():
+        made = _scenario(scenario, given)
+        if find_capacity:
+            status = _find_capacity(made, target, precision, json_file, allow_client_bound)
         else:
-            self._record(time.perf_counter() - start, answer.info)
-
-    def _record(self, seconds: float, info: Any) -> None:
-        with self._lock:
-            self._report.latency.record_value(max(_LOWEST_US, int(seconds * 1e6)))
-            self._report.devices[f"{info.device} ({info.backend})"] += 1
-            for stage in _STAGES:
-                self._report.stages[stage] += getattr(info, stage)
+            status = _measure(made, target, (json_file, csv_file, html_file), allow_client_bound)
+    raise typer.Exit(status)
 
 
-def show(console: Console, report: Report) -> None:
-    """Prints the report for a person."""
-    plan, values = report.plan, report.as_dict()
-    console.print(
-        f"{plan.spec.name} {plan.dtype} {plan.size}, {plan.concurrency} in flight (closed loop), "
-        f"{report.elapsed_s:.1f} s: {report.answered} answers, {values['throughput_per_s']:.1f} per second",
-        soft_wrap=True,
-    )
-    table = Table(box=None, padding=(0, 3, 0, 0))
-    for name in ("latency", "ms", "server stage, mean", "ms"):
-        table.add_column(name, justify="right" if name == "ms" else "left")
-    latency, stages = ([(n, f"{s * 1e3:.3f}") for n, s in values[key].items()] for key in _SHOWN)
-    for left, right in zip_longest(latency, stages, fillvalue=("", "")):
-        table.add_row(*left, *right)
-    console.print(table)
-    for reason, count in report.errors.most_common():
-        console.print(f"failed: {count} x {reason}")
-    if report.is_interrupted:
-        console.print("Interrupted: this is what was measured until then.")
-    console.print(
-        "A closed loop waits for each answer, so it hides the queueing that callers on a schedule would see.",
-        soft_wrap=True,
-    )
+@contextmanager
+def _needing_extra() -> Iterator[None]:
+    """Tells of a missing extra in one line."""
+    try:
+        yield
+    except ImportError:
+        raise files.FileError(f"npugrad bench needs {_EXTRA}") from None
+
+
+# --------------------------------------------------------------------------------- the scenario
+
+
+def _scenario(name: str, given: dict[str, Any]) -> Scenario:
+    """The scenario of a file with what flags change of it, or one made of flags alone."""
+    from npugrad_client.bench.scenario import Scenario, ScenarioError, Stage
+    from npugrad_client.bench.scenario_file import at_key, load_scenario
+    from npugrad_client.bench.slo import Slo
+    from npugrad_client.bench.units import parse_duration
+
+    if name:
+        named = [key for key in ("operator", "size", "dtype", "label", "priority") if given[key]]
+        if named:
+            raise ScenarioError(f"--{named[0]}: found it beside --scenario; expected it in the file")
+        base = load_scenario(name)
+    else:
+        base = Scenario((_workload(given),), (Stage(1, 1, 10.0),), arrival="closed")
+    changes: dict[str, Any] = {
+        key: given[key] for key in ("max_calls", "workers", "max_in_flight", "seed") if given[key] is not None
+    }
+    for key in ("warm_up_s", "timeout_s"):
+        if given[key]:
+            flag = f"--{key.removesuffix('_s').replace('_', '-')}"
+            changes[key] = at_key(flag, parse_duration, given[key])
+    if given["slo"]:
+        changes["slo"] = Slo.parse(given["slo"])
+    return replace(base, **_load(base, given), **changes)
+
+
+def _workload(given: dict[str, Any]) -> Any:
+    from npugrad_client.bench.scenario import ScenarioError, Workload
+
+    spec = find_spec(given["operator"] or _DEFAULT_OPERATOR)
+    names = {"dtype": given["dtype"], "size": given["size"] or "small"}
+    try:
+        return Workload(spec.name, **names, label=given["label"] or "bench", priority=given["priority"] or 0)
+    except ScenarioError as error:
+        raise ScenarioError(f"--{error}") from None
+
+
+def _load(base: Scenario, given: dict[str, Any]) -> dict[str, Any]:
+    """Arrival and stages as the flags say; nothing where they say nothing."""
+    from npugrad_client.bench.scenario import ScenarioError, Stage
+    from npugrad_client.bench.scenario_file import at_key
+    from npugrad_client.bench.units import parse_duration
+
+    if given["rate"] and given["concurrency"]:
+        raise ScenarioError("--concurrency: found it beside --rate; expected one of them")
+    duration_s = at_key("--duration", parse_duration, given["duration"]) if given["duration"] else None
+    if given["rate"] or given["concurrency"]:
+        flag = "rate" if given["rate"] else "concurrency"
+        start, end = at_key(f"--{flag}", _ends, given[flag])
+        arrival = "closed" if flag == "concurrency" else "poisson" if given["poisson"] else "constant"
+        stages = (Stage(start, end, duration_s or base.duration_s),)
+        return {"arrival": arrival, "stages": stages, "trace": (), "window_s": 0.0}
+    if given["poisson"]:
+        raise ScenarioError("--poisson: found no --rate; expected one")
+    if duration_s is None:
+        return {}
+    if len(base.stages) > 1 or base.arrival == "trace":
+        raise ScenarioError("--duration: found a scenario whose file says it; expected --rate beside it")
+    longer = tuple(replace(stage, duration_s=duration_s) for stage in base.stages)
+    return {"stages": longer, "window_s": 0.0}
+
+
+def _ends(text: str) -> tuple[float, float]:
+    first, _, last = text.partition(":")
+    try:
+        return float(first), float(last or first)
+    except ValueError:
+        raise ValueError(f"found {text!r}; expected a number, or two for a ramp such as 50:200") from None
+
+
+# -------------------------------------------------------------------------------- the commands
+
+
+def _measure(
+    scenario: Scenario, target: str, paths: tuple[Path | None, Path | None, Path | None], is_allowed: bool
+) -> int:
+    from npugrad_client.bench import show
+    from npugrad_client.bench.bottleneck import client_bound
+    from npugrad_client.bench.live import live_view
+    from npugrad_client.bench.run import run
+
+    with live_view(err, scenario) as on_progress:
+        result = run(scenario, target, on_progress)
+    reasons = client_bound(result)
+    if reasons and not is_allowed:
+        fail(show.refusal(reasons), INVALID)
+    outcomes = scenario.slo.judge(result) if scenario.slo else ()
+    show.show_result(out, result, outcomes)
+    for reason in reasons:
+        out.print(f"The client was the bottleneck: {reason}", soft_wrap=True)
+    _write(result, *paths)
+    if not result.answered:
+        return FAILED
+    if outcomes:
+        return 0 if all(outcome.is_met for outcome in outcomes) else MISSED
+    return 0 if result.succeeded else FAILED
+
+
+def _write(result: Result, json_file: Path | None, csv_file: Path | None, html_file: Path | None) -> None:
+    from npugrad_client.bench.report_html import page
+
+    for path, make in (
+        (json_file, result.as_json),
+        (csv_file, result.as_csv),
+        (html_file, lambda: page(result)),
+    ):
+        if path is not None:
+            files.write_text(path, make())
+
+
+def _find_capacity(
+    scenario: Scenario, target: str, precision: float, json_file: Path | None, is_allowed: bool
+) -> int:
+    from npugrad_client.bench import capacity, show
+    from npugrad_client.bench.run import run
+    from npugrad_client.bench.scenario import ScenarioError
+
+    slo = scenario.slo or capacity.UNLIMITED
+    if scenario.arrival == "trace" or len(scenario.stages) > 1:
+        raise ScenarioError("--find-capacity: found a trace or several stages; expected one stage to scale")
+
+    def measure(rate: float) -> capacity.Trial:
+        trial = capacity.judge(run(capacity.at_rate(open_loop, rate), target), rate, slo)
+        if is_allowed:
+            trial = replace(trial, client_bound=())
+        show.show_trial(out, trial)
+        return trial
+
+    open_loop, start = _first_rate(scenario, target)
+    found = capacity.Search(measure, precision).run(start)
+    show.show_capacity(out, found)
+    if json_file is not None:
+        files.write_text(json_file, json.dumps(found.as_dict(), indent=2) + "\n")
+    return _capacity_status(found)
+
+
+def _first_rate(scenario: Scenario, target: str) -> tuple[Scenario, float]:
+    """The scenario as an open loop, and the first rate: as asked for, else what a closed loop reaches."""
+    from npugrad_client import Client
+    from npugrad_client.bench.capacity import first_guess
+    from npugrad_client.bench.run import run
+
+    if not scenario.is_closed:
+        return scenario, scenario.top_level
+    with Client(target, timeout_s=scenario.timeout_s) as client:
+        devices = len(client.server_info().devices)
+    guess = run(first_guess(scenario, max(4, 3 * devices)), target)
+    out.print(f"a closed loop reaches {guess.throughput_per_s:.1f}/s")
+    return replace(scenario, arrival="constant"), max(guess.throughput_per_s, 0.1)
+
+
+def _capacity_status(found: Capacity) -> int:
+    if not found.rate:
+        return INVALID if found.is_client_limited else MISSED
+    return 0 if found.is_settled and not found.is_client_limited else INVALID
+
+
+@app.command()
+def scenarios() -> None:
+    """List the scenarios that come with the package."""
+    from npugrad_client.bench.scenario_file import load_scenario, shipped_scenarios
+
+    with reporting(), _needing_extra():
+        for name, path in shipped_scenarios().items():
+            made = load_scenario(name)
+            comment = takewhile(lambda line: line.startswith("#"), path.read_text("utf-8").splitlines())
+            told = " ".join(line.removeprefix("#").strip() for line in comment)
+            out.print(f"{name}: {made.arrival}, {made.duration_s:g} s. {told}", soft_wrap=True)
+
+
+@app.command()
+def report(
+    file: Annotated[Path, typer.Argument(metavar="A.json", help="JSON of a run.", show_default=False)],
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write the report as a page.")] = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write a line for each window.")] = None,
+) -> None:
+    """Show a run again, or make other reports of it."""
+    from npugrad_client.bench.result import load_result
+    from npugrad_client.bench.show import show_result
+
+    with reporting(), _needing_extra():
+        result = load_result(file)
+        show_result(out, result)
+        _write(result, None, csv_file, html_file)
+
+
+@app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A.json", help="JSON of the first run.", show_default=False)],
+    b: Annotated[Path, typer.Argument(metavar="B.json", help="JSON of the second one.", show_default=False)],
+    margin: Annotated[float, typer.Option(help="Relative change of no interest.")] = 0.05,
+    confidence: Annotated[float, typer.Option(help="Of the intervals, all together.")] = 0.95,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
+) -> None:
+    """Tell whether a second run differs from a first one.
+
+    Exit status 0: no difference, or faster; 1: failed; 2: wrong usage; 3: slower, or more errors; 4: the runs
+    are too short or too unsteady to tell.
+    """
+    from npugrad_client.bench.compare import compare as held_against
+    from npugrad_client.bench.result import load_result
+    from npugrad_client.bench.show import show_comparison
+
+    with reporting(), _needing_extra():
+        found = held_against(load_result(a), load_result(b), margin, confidence)
+        if as_json:
+            out.print_json(json.dumps(found.as_dict()))
+        else:
+            show_comparison(out, found)
+    raise typer.Exit({"slower": MISSED, "inconclusive": INVALID}.get(found.judgement, 0))

@@ -1,8 +1,7 @@
-"""`npugrad bench`: counts are kept, failures counted, an interrupt keeps what was measured."""
+"""`npugrad bench`: real runs in processes of their own, counted whole, judged, written, and refused."""
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import os
@@ -13,145 +12,151 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from rich.console import Console
+from tests.client.bench.made import result
+from tests.client.cli.command import NOWHERE, failed, process, run
 from tests.client.fake_service import Context, abort_with, fake_service, zeros
 
 from npugrad import OPERATORS, OpSpec
 from npugrad.errors import ServerBusy
-from npugrad.products import Product
-from npugrad.validation import validate_call
-from npugrad_client import ConnectError
-from npugrad_client._cli import bench
-from npugrad_client._cli.files import FileError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.fix_server import ServerProcess
+    from typer.testing import Result
 
-NORM = OPERATORS["group_norm_backward"]
-
-
-def plan(concurrency: int = 2, duration_s: float = 60.0, max_calls: int = 20) -> bench.Plan:
-    return bench.make_plan(NORM, "", "small", concurrency, duration_s, max_calls)
+ALL_THE_SAME = "--allow-client-bound"
+"""These tests share a machine with others, and count calls: who was the bottleneck does not matter."""
 
 
-def shown(report: bench.Report) -> str:
-    file = io.StringIO()
-    bench.show(Console(file=file, width=200), report)
-    return file.getvalue()
-
-
-@pytest.mark.parametrize("size", ["small", "medium", "large"])
+@pytest.mark.slow
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_every_size_is_a_legal_call_of_each_type(operator: str, size: str) -> None:
-    spec = OPERATORS[operator]
-    for dtype in spec.inputs[0].dtypes[Product.ATLAS_A2]:
-        call = spec.build(dtype=dtype, **bench.SIZES[operator][size])
-        assert validate_call(spec, call).status == 0
+def test_small_calls_of_each_operator_are_measured(
+    operator: str, server: ServerProcess, tmp_path: Path
+) -> None:
+    path = tmp_path / "report.json"
+    flags = ["--operator", operator, "--dtype", "bfloat16", "--concurrency", "2", "--calls", "6"]
+    done = run("bench", *flags, ALL_THE_SAME, "--json", str(path), target=server.address)
+    assert done.exit_code == 0, done.output
+    report = json.loads(path.read_text("utf-8"))
+    assert report["loop"] == "closed"
+    assert report["scenario"]["workloads"][0]["dtype"] == "bfloat16"
+    summary = report["summary"]
+    assert (summary["intended"], summary["answered"]) == (6, 6)
+    assert sum(summary["devices"].values()) == 6
+    assert report["environment"]["server"]["devices"][0]["name"] == "cpu:0"
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_small_calls_of_each_operator_are_measured(server: ServerProcess, operator: str) -> None:
-    made = bench.make_plan(OPERATORS[operator], "bfloat16", "small", 2, 60.0, 6)
-    report = bench.measure(made, server.address, 60)
-    assert report.answered == 6
-    assert report.succeeded
-    assert sum(report.devices.values()) == 6
-    assert report.as_dict()["dtype"] == "bfloat16"
-
-
-def test_the_number_of_calls_is_kept_and_the_report_adds_up() -> None:
+@pytest.mark.slow
+def test_the_design_s_own_command_writes_every_report(tmp_path: Path) -> None:
+    paths = {kind: tmp_path / f"report.{kind}" for kind in ("json", "csv", "html")}
+    flags = list(itertools.chain(*((f"--{kind}", str(path)) for kind, path in paths.items())))
     with fake_service() as service:
-        report = bench.measure(plan(concurrency=4, max_calls=50), service.address, 20)
-    assert len(service.methods) == 51, "50 and the one that warms up"
-    values = report.as_dict()
-    assert values["answered"] == 50
-    assert values["errors"] == {}
-    assert values["devices"] == {"test:0 (test)": 50}
-    assert values["throughput_per_s"] == pytest.approx(50 / values["elapsed_s"])
-    latency = values["latency_s"]
-    assert list(latency) == ["p50", "p90", "p99", "p99.9", "max", "mean"]
-    assert 0 < latency["p50"] <= latency["p90"] <= latency["p99"] <= latency["p99.9"] <= latency["max"]
-    assert 0 < latency["mean"] <= latency["max"]
-    assert json.loads(json.dumps(values)) == values
+        load = ["--operator", "grid_sampler_2d_backward", "--rate", "40", "--duration", "1s"]
+        done = run("bench", *load, *flags, ALL_THE_SAME, "--target", service.address)
+    assert done.exit_code == 0, done.output
+    assert "40 a second (open loop, constant), 1.0 s: 40 answers, " in done.stdout
+    assert len(service.methods) == 41, "40 and the one that warms up"
+    assert json.loads(paths["json"].read_text("utf-8"))["summary"]["answered"] == 40
+    assert paths["csv"].read_text("utf-8").startswith("start_s,is_warm_up,intended,")
+    assert paths["html"].read_text("utf-8").startswith("<!DOCTYPE html>")
+    again = run("bench", "report", str(paths["json"]), "--html", str(tmp_path / "again.html"))
+    assert again.exit_code == 0, again.output
+    assert (tmp_path / "again.html").read_text("utf-8") == paths["html"].read_text("utf-8")
 
 
-def test_the_time_is_kept() -> None:
-    with fake_service() as service:
-        report = bench.measure(plan(duration_s=0.2, max_calls=10**9), service.address, 20)
-    assert report.answered > 0
-    assert report.elapsed_s >= 0.2
-
-
-def test_no_more_calls_are_in_flight_than_asked_for() -> None:
-    flying, most, lock = itertools.count(), [0], threading.Lock()
-    inside: set[int] = set()
-
-    def count(spec: OpSpec, request: Any, context: Context) -> Any:
-        with lock:
-            number = next(flying)
-            inside.add(number)
-            most[0] = max(most[0], len(inside))
-        answer = zeros(spec, request, context)
-        with lock:
-            inside.discard(number)
-        return answer
-
-    with fake_service(count) as service:
-        bench.measure(plan(concurrency=3, max_calls=60), service.address, 20)
-    assert 1 <= most[0] <= 3
-
-
-def test_failures_are_counted_by_reason_and_fail_the_run() -> None:
+def _busy_every_third(*slo: str) -> Result:
+    """30 calls, of which the server refuses 10."""
     calls = itertools.count()
 
-    def busy_every_third(spec: OpSpec, request: Any, context: Context) -> Any:
+    def answer(spec: OpSpec, request: Any, context: Context) -> Any:
         if next(calls) % 3 == 2:
             abort_with(context, ServerBusy("busy", operator=spec.name))
         return zeros(spec, request, context)
 
-    with fake_service(busy_every_third) as service:
-        report = bench.measure(plan(concurrency=1, max_calls=30), service.address, 20)
-    assert report.errors == {"QUEUE_FULL": 10}
-    assert report.answered == 20
-    assert not report.succeeded
-    assert "failed: 10 x QUEUE_FULL" in shown(report)
+    with fake_service(answer) as service:
+        load = ["--concurrency", "1", "--calls", "30", ALL_THE_SAME]
+        return run("bench", *load, *(f"--slo={each}" for each in slo), target=service.address)
 
 
-def test_a_run_where_all_fails_has_a_report_as_well() -> None:
-    calls = itertools.count()
-
-    def first_only(spec: OpSpec, request: Any, context: Context) -> Any:
-        if next(calls):
-            abort_with(context, ServerBusy("busy", operator=spec.name))
-        return zeros(spec, request, context)
-
-    with fake_service(first_only) as service:
-        report = bench.measure(plan(max_calls=4), service.address, 20)
-    assert report.as_dict()["answered"] == 0
-    assert report.as_dict()["latency_s"]["mean"] == 0
-    assert not report.succeeded
-    assert "0 answers" in shown(report)
+@pytest.mark.slow
+def test_objectives_decide_the_exit_status() -> None:
+    plain, kept, missed = (_busy_every_third(*flags) for flags in ((), ("errors=50%",), ("p99=1h",)))
+    assert plain.exit_code == 1
+    assert "failed: 10 x QUEUE_FULL" in plain.stdout
+    assert kept.exit_code == 0, kept.output
+    assert missed.exit_code == 3
+    assert "MISSED: errors: found 33.3 %; promised at most 0 %" in missed.stdout
+    assert "met: p99: found" in missed.stdout
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_there_is_no_measurement() -> None:
-    with pytest.raises(ConnectError):
-        bench.measure(plan(), "unix:/nonexistent/npugrad.sock", 5)
+    done = run("bench", "--duration", "1s", "--timeout", "5s")
+    assert f"cannot reach {NOWHERE}" in failed(done, 1)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("flags", "message"),
     [
-        ({"size": "huge"}, "--size: found 'huge'; expected small, medium, large"),
-        ({"dtype": "int8"}, "--dtype: found 'int8'; expected float32, float16, bfloat16"),
-        ({"dtype": "x"}, "--dtype: found 'x'; expected float32"),
+        ("--size huge", "size: found 'huge'; expected small, medium, large"),
+        ("--dtype int8", "dtype: found 'int8'; expected float32, float16, bfloat16"),
+        ("--operator relu", "OPERATOR: "),
+        ("--rate 5 --concurrency 2", "--concurrency: found it beside --rate; expected one of them"),
+        ("--rate fast", "--rate: found 'fast'; expected a number, or two for a ramp such as 50:200"),
+        ("--rate 0", "rate: found 0.0; expected above 0 somewhere in the stage"),
+        ("--concurrency nan", "concurrency: found nan; expected 0 to 65536"),
+        ("--poisson", "--poisson: found no --rate; expected one"),
+        ("--duration soon", "--duration: found 'soon'; expected a duration such as 50ms, 30s or 2m"),
+        ("--warm-up x", "--warm-up: found 'x'; expected a duration"),
+        ("--timeout 0", "timeout: found 0.0; expected above 0 s"),
+        ("--slo fast", "slo: found 'fast'; expected p99=50ms"),
+        ("--workers 0", "workers: found 0; expected 1 to 64"),
+        ("--scenario smoke --size small", "--size: found it beside --scenario; expected it in the file"),
+        ("--scenario mixed-tenants --duration 1s", "--duration: found a scenario whose file says it"),
+        ("--scenario nowhere.yaml", "nowhere.yaml: found No such file or directory"),
+        ("--scenario mixed-tenants --find-capacity", "--find-capacity: found a trace or several stages"),
+        ("compare nowhere.json nowhere.json", "nowhere.json: found No such file or directory"),
     ],
 )
-def test_what_cannot_be_measured_is_told(change: dict[str, str], message: str) -> None:
-    arguments: dict[str, Any] = {"dtype": "", "size": "small", **change}
-    with pytest.raises(FileError, match=message):
-        bench.make_plan(NORM, **arguments, concurrency=1, duration_s=1, max_calls=1)
+def test_what_cannot_be_measured_is_told(flags: str, message: str) -> None:
+    assert message in failed(run("bench", *flags.split()), 2)
+
+
+def test_the_shipped_scenarios_are_listed() -> None:
+    done = run("bench", "scenarios")
+    assert done.exit_code == 0
+    assert "mixed-tenants: poisson, 60 s. Three tenants share a server" in done.stdout
+
+
+def test_comparisons_decide_the_exit_status(tmp_path: Path) -> None:
+    paths = {}
+    runs = {"a": result(0.02, seed=1), "b": result(0.02, seed=2), "slow": result(0.025, seed=3)}
+    runs["short"] = result(0.02, duration_s=0.5)
+    for name, made in runs.items():
+        paths[name] = str(tmp_path / f"{name}.json")
+        (tmp_path / f"{name}.json").write_text(made.as_json(), "utf-8")
+    same = run("bench", "compare", paths["a"], paths["b"])
+    assert (same.exit_code, same.stdout.splitlines()[0]) == (0, "no difference beyond 5 % was found")
+    slower = run("bench", "compare", paths["a"], paths["slow"], "--json")
+    assert slower.exit_code == 3
+    assert json.loads(slower.stdout)["verdict"] == "slower"
+    assert run("bench", "compare", paths["slow"], paths["a"]).exit_code == 0
+    assert "load: found" in failed(run("bench", "compare", paths["a"], paths["short"]), 2)
+
+
+@pytest.mark.slow
+def test_a_client_that_is_the_bottleneck_does_not_report(tmp_path: Path) -> None:
+    """More calls a second than one Python process can make, whatever the machine."""
+    path = tmp_path / "report.json"
+    load = ["--rate", "20000", "--duration", "500ms", "--max-in-flight", "64", "--json", str(path)]
+    with fake_service() as service:
+        done = run("bench", *load, target=service.address)
+    told = failed(done, 4)
+    assert told.startswith("No report: the client was the bottleneck")
+    assert "calls were sent late: p50 found" in told
+    assert "Use more --workers" in told
+    assert not path.exists()
 
 
 @pytest.mark.slow
@@ -167,34 +172,31 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
 
     report_file = tmp_path / "report.json"
     with fake_service(counted) as service:
-        command = [sys.executable, "-m", "npugrad_client.cli", "bench", "--duration", "300"]
+        command = [sys.executable, "-m", "npugrad_client.cli", "bench", "--duration", "300s", ALL_THE_SAME]
         command += ["--concurrency", "2", "--json", str(report_file), "--target", service.address]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
             assert some.wait(60), "no calls came"
-            process.send_signal(signal.SIGINT)
-            output, errors = process.communicate(timeout=60)
+            running.send_signal(signal.SIGINT)
+            output, errors = running.communicate(timeout=60)
         finally:
-            process.kill()
-            process.wait()
-    assert process.returncode == 0, errors
+            running.kill()
+            running.wait()
+    assert running.returncode == 0, errors
     assert "Interrupted: this is what was measured until then." in output
     assert "Traceback" not in errors
     report = json.loads(report_file.read_text("utf-8"))
     assert report["interrupted"]
-    assert report["answered"] >= 5
+    assert report["summary"]["answered"] >= 5
 
 
 @pytest.mark.slow
-def test_a_missing_histogram_library_is_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("library", ["hdrh", "yaml"])
+def test_a_missing_library_is_one_line(library: str, tmp_path: Path) -> None:
     """The library is blocked in a process of its own; the message names the extra that brings it."""
-    (tmp_path / "hdrh").mkdir()
-    (tmp_path / "hdrh" / "__init__.py").write_text("raise ImportError('not installed')\n")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
-    }
-    command = [sys.executable, "-m", "npugrad_client.cli", "bench"]
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    (tmp_path / library).mkdir()
+    (tmp_path / library / "__init__.py").write_text("raise ImportError('not installed')\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    ran = process("bench", "--scenario", "smoke", PYTHONPATH=path)
     assert ran.returncode == 2
     assert ran.stderr == "npugrad bench needs the extra `bench`: pip install 'npugrad[bench]'\n"

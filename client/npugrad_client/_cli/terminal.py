@@ -1,0 +1,74 @@
+"""What every command shares: the consoles, common options, and errors as one line and a status."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from npugrad import OPERATORS, NpugradError
+from npugrad_client import ConnectError, OperatorError
+from npugrad_client._cli import files
+from npugrad_client._cli.explain import UnknownSubject, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from npugrad.spec import OpSpec
+
+_PIPED_WIDTH = 200
+"""Width where no terminal tells one: wide, so that a line is a line for grep."""
+DEFAULT_TARGET = "127.0.0.1:50051"
+
+
+def _console(*, stderr: bool = False) -> Console:
+    is_told = "COLUMNS" in os.environ or (sys.stderr if stderr else sys.stdout).isatty()
+    width = None if is_told else _PIPED_WIDTH
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False, width=width)
+
+
+out, err = _console(), _console(stderr=True)
+
+Target = Annotated[
+    str,
+    typer.Option(envvar="NPUGRAD_TARGET", help="Server: host:port, unix:path or dns:///name:port."),
+]
+Timeout = Annotated[float, typer.Option("--timeout", help="Deadline of the call in seconds.")]
+
+
+def fail(message: str, status: int = 1) -> NoReturn:
+    """Ends the command with a message on standard error."""
+    err.print(message, soft_wrap=True)
+    raise typer.Exit(status)
+
+
+@contextmanager
+def reporting() -> Iterator[None]:
+    """Turns errors that a user can act on into one line and a status."""
+    try:
+        yield
+    except (files.FileError, UnknownSubject) as error:
+        fail(str(error), 2)
+    except ConnectError as error:
+        fail(f"{error}\nIs a server listening there? Start one with: npugrad-server serve")
+    except NpugradError as error:
+        number = f" {error.code}" if isinstance(error, OperatorError) and error.code is not None else ""
+        request = f" (request {error.request_id})" if error.request_id else ""
+        fail(f"{error.reason}{number}: {error}{request}")
+    except (TypeError, ValueError) as error:  # a name or a value that the client itself does not take
+        fail(str(error), 2)
+
+
+def find_spec(name: str) -> OpSpec:
+    """The operator of this name.
+
+    Raises:
+        UnknownSubject: There is none; the message suggests the nearest one.
+    """
+    if name not in OPERATORS:
+        raise UnknownSubject(f"OPERATOR: {nearest(name, OPERATORS, ', '.join(OPERATORS))}")
+    return OPERATORS[name]

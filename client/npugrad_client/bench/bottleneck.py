@@ -1,0 +1,46 @@
+"""Whether a run measured the client instead of the server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from npugrad_client.bench.units import format_seconds, format_share
+
+if TYPE_CHECKING:
+    from npugrad_client.bench.result import Result
+
+_MEDIAN_SHARE, _TAIL_SHARE = 0.1, 0.25
+_SLACK_S = 0.002
+"""Late by less than this is what any machine is."""
+_LOOP_SHARE = 0.9
+
+
+def client_bound(result: Result) -> tuple[str, ...]:
+    """Reasons to think that the client, and not the server, set the figures; empty when there is none.
+
+    Calls that were sent late are part of their latencies: they may be late by a tenth of the median, and at
+    the 99th percentile by a quarter of it. Nor may a worker's event loop be busy nearly all the time.
+    """
+    reasons = []
+    for percentile, share in ((50.0, _MEDIAN_SHARE), (99.0, _TAIL_SHARE)):
+        latency = result.record.latency.percentile_s(percentile)
+        for what, late in (
+            ("calls were sent", result.record.lateness),
+            ("answers were read", result.record.loop_lag),
+        ):
+            late_s, limit_s = late.percentile_s(percentile), max(share * latency, _SLACK_S)
+            if late_s > limit_s:
+                reasons.append(
+                    f"{what} late: p{percentile:g} found {format_seconds(late_s)}; "
+                    f"expected at most {format_seconds(limit_s)}"
+                )
+    for worker, cpu in enumerate(result.cpus):
+        if cpu.loop_share > _LOOP_SHARE:
+            reasons.append(
+                f"worker {worker} was busy: found {format_share(cpu.loop_share)} of the time; "
+                f"expected at most {format_share(_LOOP_SHARE)}"
+            )
+    return tuple(reasons)
+
+
+ADVICE = "Use more --workers, fewer or smaller calls, or a machine of its own for the client."

@@ -1,0 +1,266 @@
+"""Searches the highest rate at which a server keeps its objectives: bracket, halve, confirm."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from npugrad_client.bench.bottleneck import client_bound
+from npugrad_client.bench.scenario import Stage, check
+from npugrad_client.bench.slo import Slo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from npugrad_client.bench.result import Result
+    from npugrad_client.bench.scenario import Scenario
+
+PRECISION = 0.02
+CONFIRM = 3
+MOST_TRIALS = 40
+_GROWTH = 0.01
+"""Part of the calls by which those in flight may grow while a server keeps up."""
+_LEAST_GROWTH = 3
+_FIRST_STEP = 1.15
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of the search.
+
+    Attributes:
+        rate: Calls a second that were to be sent.
+        complaints: Why it is no rate that the server can carry; empty when it is.
+        client_bound: Why the client is to blame, if it is.
+        throughput_per_s: Right answers a second.
+    """
+
+    rate: float
+    complaints: tuple[str, ...] = ()
+    client_bound: tuple[str, ...] = ()
+    throughput_per_s: float = 0.0
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the server carried it."""
+        return not self.complaints
+
+
+def judge(result: Result, rate: float, slo: Slo) -> Trial:
+    """Holds one run against the objectives, and against a queue that grows."""
+    complaints = [str(outcome) for outcome in slo.judge(result) if not outcome.is_met]
+    grown, allowed = backlog_growth(result), _allowed_growth(result)
+    if grown > allowed:
+        complaints.append(f"queue: found {grown} more calls at the end; expected at most {allowed:.0f} more")
+    return Trial(rate, tuple(complaints), client_bound(result), result.throughput_per_s)
+
+
+def backlog_growth(result: Result) -> int:
+    """By how many the calls in flight grew over the measured part."""
+    last = result.duration_s / result.record.window_s - 1e-9
+    windows = [w for number, w in result.record.windows.items() if 0 <= number < last]
+    ended = sum(w.completed + sum(w.tally.failed.values()) + w.tally.dropped for w in windows)
+    return sum(w.tally.intended for w in windows) - ended
+
+
+def _allowed_growth(result: Result) -> float:
+    steady = max(_GROWTH * result.intended, _LEAST_GROWTH)
+    # Calls in flight are those of one service time, which may all have begun in the measured part.
+    steady += result.throughput_per_s * result.record.service.percentile_s(1.0)
+    return steady + (2 * math.sqrt(result.intended) if result.scenario["arrival"] == "poisson" else 0.0)
+
+
+@dataclass
+class Capacity:
+    """What the search found.
+
+    Attributes:
+        trials: All runs in order.
+        precision: Relative distance of the two rates that the search stopped at.
+        is_client_limited: Whether the client could not send enough to find the end.
+        is_settled: Whether the search came to its end within its trials.
+    """
+
+    trials: list[Trial] = field(default_factory=list)
+    precision: float = PRECISION
+    is_client_limited: bool = False
+    is_settled: bool = True
+
+    def _counts(self) -> tuple[Counter[float], Counter[float]]:
+        """Trials that were met, and missed, by rate."""
+        met, missed = (Counter(t.rate for t in self.trials if t.is_met is kind) for kind in (True, False))
+        return met, missed
+
+    def holds(self, rate: float) -> bool:
+        """Whether most trials at this rate were met."""
+        met, missed = self._counts()
+        return met[rate] > missed[rate]
+
+    @property
+    def rate(self) -> float:
+        """The highest rate that held, in calls a second; 0 when none did."""
+        return max((trial.rate for trial in self.trials if self.holds(trial.rate)), default=0.0)
+
+    @property
+    def above(self) -> float:
+        """The lowest rate above it that did not hold; infinite when none was found."""
+        return min((t.rate for t in self.trials if t.rate > self.rate), default=math.inf)
+
+    def tried(self, rate: float) -> tuple[int, int]:
+        """Trials met, and all trials, at a rate."""
+        met, missed = self._counts()
+        return met[rate], met[rate] + missed[rate]
+
+    @property
+    def least_share_met(self) -> float:
+        """With 95 % confidence, the share of trials at the capacity that are met at least: 0.05^(1/n)."""
+        met, all_trials = self.tried(self.rate)
+        return 0.05 ** (1 / met) if met and met == all_trials else 0.0
+
+    def __str__(self) -> str:
+        """The finding, and how sure it is."""
+        if not self.rate:
+            return "No rate was found that keeps the objectives."
+        met, tried = self.tried(self.rate)
+        text = f"capacity {self.rate:.4g}/s: kept in {met} of {tried} trials"
+        if self.least_share_met:
+            text += f" (95 % confidence: in at least {self.least_share_met:.0%} of them)"
+        if math.isfinite(self.above) and not self.is_client_limited:
+            missed = self.tried(self.above)
+            text += f"; at {self.above:.4g}/s missed in {missed[1] - missed[0]} of {missed[1]}"
+        if self.is_client_limited:
+            text += "; the client cannot send more, so the server's capacity is at least that"
+        if not self.is_settled:
+            text += "; not settled: the server is too unsteady, or the trials too short"
+        return text
+
+    def as_dict(self) -> dict[str, Any]:
+        """The finding for scripts."""
+        return {
+            "capacity_per_s": self.rate,
+            "above_per_s": self.above if math.isfinite(self.above) else None,
+            "met_of_trials": list(self.tried(self.rate)),
+            "least_share_met": self.least_share_met,
+            "client_limited": self.is_client_limited,
+            "settled": self.is_settled,
+            "trials": [
+                {
+                    "rate": trial.rate,
+                    "met": trial.is_met,
+                    "throughput_per_s": trial.throughput_per_s,
+                    "complaints": list(trial.complaints),
+                    "client_bound": list(trial.client_bound),
+                }
+                for trial in self.trials
+            ],
+        }
+
+
+class ClientLimited(Exception):
+    """The client cannot send at the rate that is to be tried."""
+
+
+class TrialsUsedUp(Exception):
+    """The search has had all its trials."""
+
+
+class Search:
+    """The search.
+
+    Args:
+        measure: Runs one trial at a rate.
+        precision: Relative distance of the rate that holds and the one that does not.
+        confirm: Trials that the capacity must have been met in, and more than half of them in all.
+        most_trials: Trials after which the search ends unsettled.
+    """
+
+    def __init__(
+        self,
+        measure: Callable[[float], Trial],
+        precision: float = PRECISION,
+        confirm: int = CONFIRM,
+        most_trials: int = MOST_TRIALS,
+    ) -> None:
+        check(0.001 <= precision <= 0.5, "precision", precision, "0.001 to 0.5")
+        check(1 <= confirm <= 100, "confirm", confirm, "1 to 100")
+        self._measure, self._precision, self._confirm = measure, precision, confirm
+        self._most_trials = most_trials
+        self.found = Capacity(precision=precision)
+
+    def run(self, start: float) -> Capacity:
+        """Searches from a first rate, in calls a second."""
+        try:
+            low, high = self._bracket(start)
+            while low > 0:
+                low, high = self._halve(low, high)
+                if self._is_confirmed(low):
+                    break
+                # One that was met by luck: below it is another bracket.
+                low, high = self._below(low), low
+        except ClientLimited:
+            self.found.is_client_limited = True
+        except TrialsUsedUp:
+            self.found.is_settled = False
+        return self.found
+
+    def _try(self, rate: float) -> bool:
+        if len(self.found.trials) >= self._most_trials:
+            raise TrialsUsedUp
+        trial = self._measure(rate)
+        if trial.client_bound:  # once more: something else may have had the machine for a moment
+            trial = self._measure(rate)
+        if trial.client_bound:
+            raise ClientLimited
+        self.found.trials.append(trial)
+        return trial.is_met
+
+    def _bracket(self, start: float) -> tuple[float, float]:
+        """A rate that was met and one that was not; 0 for the first when none was."""
+        rate, step = start, _FIRST_STEP
+        if self._try(rate):
+            while self._try(rate * step):
+                rate, step = rate * step, min(step * step, 2.0)
+            return rate, rate * step
+        return self._below(rate), rate
+
+    def _below(self, high: float) -> float:
+        """A rate below one that was missed, which is met; 0 where there is none to be found."""
+        step = _FIRST_STEP
+        while high > 1e-3:
+            high, step = high / step, min(step * step, 2.0)
+            if self.found.holds(high) or self._try(high):
+                return high
+        return 0.0
+
+    def _halve(self, low: float, high: float) -> tuple[float, float]:
+        while high / low > 1 + self._precision:
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if self._try(middle) else (low, middle)
+        return low, high
+
+    def _is_confirmed(self, rate: float) -> bool:
+        """Repeats a rate until it was met often enough, or missed as often."""
+        while True:
+            met, tried = self.found.tried(rate)
+            if met >= self._confirm and met > tried - met:
+                return True
+            if tried - met >= max(met, 1) and tried > 1:
+                return False
+            self._try(rate)
+
+
+def at_rate(scenario: Scenario, rate: float) -> Scenario:
+    """A scenario at a constant rate, as long as it was."""
+    return replace(scenario, stages=(Stage(rate, rate, scenario.duration_s),))
+
+
+def first_guess(scenario: Scenario, in_flight: int) -> Scenario:
+    """A closed loop whose throughput is about what the server can do."""
+    duration_s = max(1.0, scenario.duration_s / 2)
+    return replace(scenario, arrival="closed", stages=(Stage(in_flight, in_flight, duration_s),), max_calls=0)
+
+
+UNLIMITED = Slo.parse("errors=0")
+"""What rates are held against when nothing was promised: all is answered, and the queue does not grow."""

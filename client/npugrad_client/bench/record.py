@@ -1,0 +1,272 @@
+"""What was measured: one record in each worker, merged into one for the run, and kept as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from npugrad_client.bench.sketch import Distribution, Sketch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from npugrad.call import ExecutionInfo
+
+STAGES = ("queued", "copy_in", "run", "copy_out", "elsewhere")
+"""What a call's time goes to: the server's stages, and all else between client and worker and back."""
+DEADLINE_REASON = "DEADLINE_EXCEEDED"
+
+
+@dataclass
+class Tally:
+    """Counts of calls of one kind.
+
+    Attributes:
+        intended: Calls that were to be sent.
+        answered: Calls that came back right.
+        dropped: Calls not sent, because too many were in flight.
+        failed: Calls that came back wrong, by reason.
+    """
+
+    intended: int = 0
+    answered: int = 0
+    dropped: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+
+    def merge(self, other: Tally) -> None:
+        """Adds the other's counts."""
+        self.intended += other.intended
+        self.answered += other.answered
+        self.dropped += other.dropped
+        self.failed.update(other.failed)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The counts as JSON."""
+        return {**vars(self), "failed": dict(self.failed)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Tally:
+        """What `as_dict` wrote."""
+        counts = {name: int(values[name]) for name in ("intended", "answered", "dropped")}
+        return cls(**counts, failed=Counter(values["failed"]))
+
+
+@dataclass
+class Window:
+    """A span of time, that of the intended start; `completed` counts by the time of the answer.
+
+    Attributes:
+        tally: Calls meant to start in it.
+        completed: Right answers that came in it.
+        latency: Latencies from the intended start, of calls meant to start in it.
+        stages: Seconds by stage, summed over them.
+    """
+
+    tally: Tally = field(default_factory=Tally)
+    completed: int = 0
+    latency: Sketch = field(default_factory=Sketch)
+    stages: list[float] = field(default_factory=lambda: [0.0] * len(STAGES))
+
+    def merge(self, other: Window) -> None:
+        """Adds the other's counts."""
+        self.tally.merge(other.tally)
+        self.completed += other.completed
+        self.latency.merge(other.latency)
+        self.stages = [a + b for a, b in zip(self.stages, other.stages, strict=True)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The window as JSON."""
+        return {
+            **self.tally.as_dict(),
+            "completed": self.completed,
+            "latency": self.latency.as_list(),
+            "stages_s": self.stages,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Window:
+        """What `as_dict` wrote."""
+        stages = [float(each) for each in values["stages_s"]]
+        return cls(
+            Tally.from_dict(values), int(values["completed"]), Sketch.from_list(values["latency"]), stages
+        )
+
+
+@dataclass
+class Part:
+    """The calls of one workload, or of one device.
+
+    Attributes:
+        tally: Their counts; of a device only the answers.
+        latency: Latencies from the intended start.
+        run_s: Seconds the operator ran, summed.
+    """
+
+    tally: Tally = field(default_factory=Tally)
+    latency: Sketch = field(default_factory=Sketch)
+    run_s: float = 0.0
+
+    def merge(self, other: Part) -> None:
+        """Adds the other's counts."""
+        self.tally.merge(other.tally)
+        self.latency.merge(other.latency)
+        self.run_s += other.run_s
+
+    def as_dict(self) -> dict[str, Any]:
+        """The part as JSON."""
+        return {**self.tally.as_dict(), "latency": self.latency.as_list(), "run_s": self.run_s}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Part:
+        """What `as_dict` wrote."""
+        return cls(Tally.from_dict(values), Sketch.from_list(values["latency"]), float(values["run_s"]))
+
+
+_DISTRIBUTIONS = ("latency", "service", "lateness", "loop_lag")
+
+
+class Record:
+    """Everything that is kept of a run's calls. Times are seconds from the start of the measured part.
+
+    Attributes:
+        window_s: Length of a window; the warm-up has those with negative numbers.
+        total: Counts of the measured part.
+        latency: From the intended start to the answer, of right answers.
+        service: From the actual start to the answer.
+        lateness: From the intended start to the actual one, of all calls that were sent.
+        loop_lag: How late the event loop of a worker ran what was due.
+        stages: Distribution of each stage.
+        stage_sums: Seconds by stage, summed.
+        windows: Windows by number.
+        workloads: Parts by workload.
+        devices: Parts by device.
+    """
+
+    def __init__(self, window_s: float) -> None:
+        self.window_s = window_s
+        self.total = Tally()
+        self.latency, self.service = Distribution(), Distribution()
+        self.lateness, self.loop_lag = Distribution(), Distribution()
+        self.stages = {stage: Sketch() for stage in STAGES}
+        self.stage_sums = dict.fromkeys(STAGES, 0.0)
+        self.windows: dict[int, Window] = {}
+        self.workloads: dict[str, Part] = {}
+        self.devices: dict[str, Part] = {}
+
+    def window(self, at_s: float) -> Window:
+        """The window of a time."""
+        return self.windows.setdefault(math.floor(at_s / self.window_s), Window())
+
+    def _part(self, workload: str) -> Part:
+        return self.workloads.setdefault(workload, Part())
+
+    def intended(self, workload: str, at_s: float) -> None:
+        """Counts a call that is to be sent at this time."""
+        self.window(at_s).tally.intended += 1
+        if at_s >= 0:
+            self.total.intended += 1
+            self._part(workload).tally.intended += 1
+
+    def dropped(self, workload: str, at_s: float) -> None:
+        """Counts one that is not sent, because too many are in flight."""
+        self.window(at_s).tally.dropped += 1
+        if at_s >= 0:
+            self.total.dropped += 1
+            self._part(workload).tally.dropped += 1
+
+    def sent(self, at_s: float, started_s: float) -> None:
+        """Counts how late a call was sent."""
+        if at_s >= 0:
+            self.lateness.add(started_s - at_s)
+
+    def failed(self, workload: str, at_s: float, reason: str) -> None:
+        """Counts one that came back wrong."""
+        self.window(at_s).tally.failed[reason] += 1
+        if at_s >= 0:
+            self.total.failed[reason] += 1
+            self._part(workload).tally.failed[reason] += 1
+
+    def answered(
+        self, workload: str, at_s: float, started_s: float, ended_s: float, info: ExecutionInfo
+    ) -> None:
+        """Counts one that came back right.
+
+        Args:
+            workload: Its workload's name.
+            at_s: When it was meant to start.
+            started_s: When it did.
+            ended_s: When its answer was there.
+            info: What the server says of it.
+        """
+        times = [info.queued_s, info.copy_in_s, info.run_s, info.copy_out_s]
+        times.append(max(0.0, ended_s - started_s - sum(times)))
+        window = self.window(at_s)
+        window.tally.answered += 1
+        window.latency.add(ended_s - at_s)
+        for index, seconds in enumerate(times):
+            window.stages[index] += seconds
+        self.window(ended_s).completed += 1
+        if at_s >= 0:
+            self._measured(workload, ended_s - at_s, ended_s - started_s, times, info)
+
+    def _measured(
+        self, workload: str, latency_s: float, service_s: float, times: list[float], info: ExecutionInfo
+    ) -> None:
+        self.total.answered += 1
+        self.latency.add(latency_s)
+        self.service.add(service_s)
+        for stage, seconds in zip(STAGES, times, strict=True):
+            self.stages[stage].add(seconds)
+            self.stage_sums[stage] += seconds
+        device = self.devices.setdefault(f"{info.device} ({info.backend})", Part())
+        for part in (self._part(workload), device):
+            part.tally.answered += 1
+            part.latency.add(latency_s)
+            part.run_s += info.run_s
+
+    def merge(self, other: Record) -> None:
+        """Adds another worker's record."""
+        self.total.merge(other.total)
+        for name in _DISTRIBUTIONS:
+            getattr(self, name).merge(getattr(other, name))
+        for stage in STAGES:
+            self.stages[stage].merge(other.stages[stage])
+            self.stage_sums[stage] += other.stage_sums[stage]
+        for number, window in other.windows.items():
+            self.windows.setdefault(number, Window()).merge(window)
+        for mine, theirs in ((self.workloads, other.workloads), (self.devices, other.devices)):
+            for name, part in theirs.items():
+                mine.setdefault(name, Part()).merge(part)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record as JSON."""
+        return {
+            "window_s": self.window_s,
+            "total": self.total.as_dict(),
+            **{name: getattr(self, name).encode() for name in _DISTRIBUTIONS},
+            "stages": {stage: sketch.as_list() for stage, sketch in self.stages.items()},
+            "stage_sums_s": self.stage_sums,
+            "windows": {str(number): self.windows[number].as_dict() for number in sorted(self.windows)},
+            "workloads": {name: part.as_dict() for name, part in sorted(self.workloads.items())},
+            "devices": {name: part.as_dict() for name, part in sorted(self.devices.items())},
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Record:
+        """What `as_dict` wrote.
+
+        Raises:
+            KeyError, TypeError, ValueError: It is something else.
+        """
+        record = cls(float(values["window_s"]))
+        record.total = Tally.from_dict(values["total"])
+        for name in _DISTRIBUTIONS:
+            setattr(record, name, Distribution.decode(values[name]))
+        record.stages = {stage: Sketch.from_list(values["stages"][stage]) for stage in STAGES}
+        record.stage_sums = {stage: float(values["stage_sums_s"][stage]) for stage in STAGES}
+        record.windows = {int(n): Window.from_dict(each) for n, each in values["windows"].items()}
+        record.workloads = {name: Part.from_dict(each) for name, each in values["workloads"].items()}
+        record.devices = {name: Part.from_dict(each) for name, each in values["devices"].items()}
+        return record

@@ -1,0 +1,287 @@
+"""The report of a run as one HTML page: no script, no font and no picture comes from anywhere else."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+from typing import TYPE_CHECKING
+
+from npugrad_client.bench.bottleneck import client_bound
+from npugrad_client.bench.charts import Series, bar_chart, line_chart, stack_chart
+from npugrad_client.bench.record import STAGES
+from npugrad_client.bench.slo import Slo
+from npugrad_client.bench.stylesheet import CSS
+from npugrad_client.bench.units import format_seconds, format_share
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from npugrad_client.bench.record import Part, Window
+    from npugrad_client.bench.result import Result
+
+STAGE_NAMES = {
+    "queued": "queued",
+    "copy_in": "copy in",
+    "run": "run",
+    "copy_out": "copy out",
+    "elsewhere": "network, front, client",
+}
+_CURVE = (0, 10, 25, 50, 75, 90, 95, 98, 99, 99.5, 99.8, 99.9, 99.95, 99.98, 99.99)
+
+
+def page(result: Result) -> str:
+    """The whole page."""
+    name = result.scenario["name"] or "load test"
+    sections = [
+        _heading(result, name),
+        _tiles(result),
+        _over_time(result),
+        _distribution(result),
+        _stages(result),
+        _parts("Devices", "device", result.record.devices, result),
+        _parts("Workloads", "workload", result.record.workloads, result),
+        _errors(result),
+        _facts(result),
+    ]
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(name)} - npugrad bench</title><style>{CSS}</style></head>"
+        f"<body><main>{''.join(sections)}</main></body></html>\n"
+    )
+
+
+def _heading(result: Result, name: str) -> str:
+    loop = "closed loop" if result.is_closed else f"open loop, {result.scenario['arrival']} arrivals"
+    server = result.environment.get("server", {})
+    devices = ", ".join(d["name"] for d in server.get("devices", ())) or "unknown devices"
+    simulated = any(d["simulated"] for d in server.get("devices", ()))
+    lines = [
+        f"<h1>{escape(name)}</h1>",
+        f'<p class="faint">{loop}, {result.duration_s:.4g} s measured on {escape(devices)}'
+        f"{', simulated' if simulated else ''}; {escape(str(result.environment.get('time', '')))}</p>",
+        _verdict(result),
+    ]
+    reasons = client_bound(result)
+    if reasons:
+        text = "; ".join(reasons)
+        lines.append(f'<p class="bad"><b>The client was the bottleneck:</b> {escape(text)}.</p>')
+    if result.is_interrupted:
+        lines.append('<p class="bad">Interrupted: this is what was measured until then.</p>')
+    return "".join(lines)
+
+
+def _verdict(result: Result) -> str:
+    if not result.scenario["slo"]:
+        return ""
+    outcomes = Slo.parse(result.scenario["slo"]).judge(result)
+    is_met = all(outcome.is_met for outcome in outcomes)
+    items = "".join(f'<li class="{"good" if o.is_met else "bad"}">{escape(str(o))}</li>' for o in outcomes)
+    text, kind = ("Objectives met", "good") if is_met else ("Objectives missed", "bad")
+    return f'<p class="verdict {kind}">{text}</p><ul>{items}</ul>'
+
+
+def _tiles(result: Result) -> str:
+    latency = result.record.latency
+    tiles = [("answers a second", f"{result.throughput_per_s:.1f}")]
+    tiles += [(f"p{p:g}", format_seconds(latency.percentile_s(p))) for p in (50.0, 90.0, 99.0, 99.9)]
+    tiles += [
+        ("max", format_seconds(latency.percentile_s(100.0))),
+        ("not served", format_share(result.error_share)),
+    ]
+    shown = "".join(f'<div class="tile"><b>{escape(v)}</b><span>{escape(n)}</span></div>' for n, v in tiles)
+    return f'<div class="tiles">{shown}</div>'
+
+
+def _windows(result: Result) -> list[tuple[float, Window]]:
+    """Windows with the time of their start in seconds, up to the end of what was measured."""
+    last = result.duration_s / result.record.window_s - 1e-9
+    found = sorted((number, window) for number, window in result.record.windows.items() if number < last)
+    return [(number * result.record.window_s, window) for number, window in found]
+
+
+def _over_time(result: Result) -> str:
+    windows, width_s = _windows(result), result.record.window_s
+    xs = [at_s for at_s, _ in windows]
+    begin = 0.0 if result.scenario["warm_up_s"] else None
+    lines = [
+        Series(
+            name, [1e3 * w.latency.percentile_s(p) if w.latency.count else None for _, w in windows], color
+        )
+        for name, p, color in (("max", 100.0, 4), ("p99", 99.0, 1), ("p50", 50.0, 0))
+    ]
+    rates = [
+        Series("intended", [w.tally.intended / width_s for _, w in windows], 4, dashed=True),
+        Series("answered", [w.completed / width_s for _, w in windows], 0),
+        Series("failed", [sum(w.tally.failed.values()) / width_s for _, w in windows], 5),
+        Series("dropped", [w.tally.dropped / width_s for _, w in windows], 3),
+    ]
+    kept = [each for each in rates if any(each.ys) or each.name == "answered"]
+    latencies = line_chart(
+        "Latency by intended start, ms",
+        "seconds",
+        xs,
+        lines,
+        shade_below=begin,
+        limit=_limit(result),
+        is_log=True,
+    )
+    return (
+        f"<h2>Over time</h2>{latencies}{line_chart('Calls a second', 'seconds', xs, kept, shade_below=begin)}"
+    )
+
+
+def _limit(result: Result) -> tuple[str, float] | None:
+    """The promise about the highest percentile, in milliseconds."""
+    if not result.scenario["slo"]:
+        return None
+    objectives = [o for o in Slo.parse(result.scenario["slo"]).objectives if o.name.startswith("p")]
+    best = max(objectives, key=lambda o: float(o.name[1:]), default=None)
+    return (f"{best.name} promised", best.limit * 1e3) if best else None
+
+
+def _distribution(result: Result) -> str:
+    """Percentiles over a scale on which each nine takes as much room as the one before."""
+    points = [p for p in _CURVE if (100 - p) / 100 * result.answered >= 1]
+    xs = [-math.log10(1 - p / 100) for p in points]
+    wanted = {0: "0", 50: "50", 90: "90", 99: "99", 99.9: "99.9", 99.99: "99.99"}
+    record = result.record
+    series = [Series("from the intended start", [1e3 * record.latency.percentile_s(p) for p in points], 0)]
+    if not result.is_closed:
+        actual = [1e3 * record.service.percentile_s(p) for p in points]
+        series.append(Series("from the actual start", actual, 1, dashed=True))
+    marks = [(x, wanted[p]) for x, p in zip(xs, points, strict=True) if p in wanted]
+    chart = line_chart(
+        "Latency by percentile, ms",
+        "percent of the calls",
+        xs,
+        series,
+        x_ticks=marks,
+        is_log=True,
+        describe=lambda x: f"p{100 * (1 - 10**-x):.4g}",
+    )
+    rows = [
+        (
+            name,
+            *(format_seconds(d.percentile_s(p)) for p in (50.0, 90.0, 99.0, 99.9, 100.0)),
+            format_seconds(d.mean_s),
+        )
+        for name, d in (
+            ("from the intended start", record.latency),
+            ("from the actual start", record.service),
+            ("sent late by", record.lateness),
+        )
+    ]
+    return f"<h2>Latency</h2>{chart}{_table(('', 'p50', 'p90', 'p99', 'p99.9', 'max', 'mean'), rows)}"
+
+
+def _stages(result: Result) -> str:
+    windows = _windows(result)
+    layers = [
+        Series(
+            STAGE_NAMES[stage],
+            [1e3 * w.stages[index] / w.tally.answered if w.tally.answered else None for _, w in windows],
+            index,
+        )
+        for index, stage in enumerate(STAGES)
+    ]
+    begin = 0.0 if result.scenario["warm_up_s"] else None
+    chart = stack_chart(
+        "Mean time of a call by stage, ms",
+        "seconds",
+        [at_s for at_s, _ in windows],
+        layers,
+        shade_below=begin,
+    )
+    means = result.stage_means_s
+    whole = sum(means.values()) or 1.0
+    rows = [
+        (
+            STAGE_NAMES[stage],
+            format_seconds(means[stage]),
+            f"{means[stage] / whole:.1%}",
+            *(format_seconds(result.record.stages[stage].percentile_s(p)) for p in (50.0, 99.0)),
+        )
+        for stage in STAGES
+    ]
+    return (
+        f"<h2>Stages, as the server tells them</h2>{chart}{_table(('', 'mean', 'share', 'p50', 'p99'), rows)}"
+    )
+
+
+def _parts(title: str, what: str, parts: dict[str, Part], result: Result) -> str:
+    if not parts:
+        return ""
+    seconds = max(result.duration_s, 1e-9)
+    bars = [
+        (name, part.tally.answered / seconds, f"{part.tally.answered / seconds:.1f}/s")
+        for name, part in sorted(parts.items())
+    ]
+    rows = [
+        (
+            name,
+            str(part.tally.answered),
+            f"{part.run_s / seconds:.1%}",
+            *(format_seconds(part.latency.percentile_s(p)) for p in (50.0, 99.0, 100.0)),
+        )
+        for name, part in sorted(parts.items())
+    ]
+    table = _table((what, "answers", "of a device", "p50", "p99", "max"), rows)
+    return f"<h2>{title}</h2>{bar_chart(f'Answers a second by {what}', bars)}{table}"
+
+
+def _errors(result: Result) -> str:
+    counts = [*result.record.total.failed.most_common()]
+    if result.dropped:
+        counts.append((f"dropped: {result.scenario['max_in_flight']} in flight already", result.dropped))
+    if not counts:
+        return '<h2>Errors</h2><p class="good">None: every call was sent and answered.</p>'
+    rows = [(reason, str(count), format_share(count / max(result.intended, 1))) for reason, count in counts]
+    return f"<h2>Errors</h2>{_table(('reason', 'calls', 'share'), rows)}"
+
+
+def _facts(result: Result) -> str:
+    scenario, environment = result.scenario, result.environment
+    level = "in flight" if result.is_closed else "a second"
+    load = "; ".join(
+        f"{a:g} {level} for {s:g} s" if a == b else f"{a:g} to {b:g} {level} in {s:g} s"
+        for a, b, s in scenario["load"]
+    )
+    workloads = "; ".join(
+        f"{w['weight']:g} x {w['name']} ({w['request_bytes']:,} bytes there, {w['response_bytes']:,} back)"
+        for w in scenario["workloads"]
+    )
+    busy = ", ".join(f"{cpu.loop_share:.0%}" for cpu in result.cpus)
+    rows = [
+        ("load", load),
+        ("warm-up", f"{scenario['warm_up_s']:g} s"),
+        ("mix", workloads),
+        ("deadline of a call", f"{scenario['timeout_s']:g} s"),
+        ("most in flight", str(scenario["max_in_flight"]) if not result.is_closed else "as the load says"),
+        ("seed", str(scenario["seed"])),
+        ("client", f"{scenario['workers']} worker(s), event loop busy {busy}; {_versions(environment)}"),
+        ("server", f"{environment.get('target', '')} {environment.get('server', {}).get('version', '')}"),
+    ]
+    cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in rows)
+    return f"<h2>What was sent</h2><table>{cells}</table>"
+
+
+def _versions(environment: object) -> str:
+    if not isinstance(environment, dict):
+        return ""
+    keys = ("npugrad", "python", "machine", "cpus")
+    return ", ".join(f"{key} {environment[key]}" for key in keys if key in environment)
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """First column text, the others figures."""
+    head = "".join(f"<th{_kind(index)}>{escape(each)}</th>" for index, each in enumerate(heads))
+    body = "".join(
+        "<tr>" + "".join(f"<td{_kind(index)}>{escape(each)}</td>" for index, each in enumerate(row)) + "</tr>"
+        for row in rows
+    )
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _kind(index: int) -> str:
+    return ' class="n"' if index else ""

@@ -1,0 +1,210 @@
+"""The result of a run, in memory and as JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from npugrad_client.bench.engine import Cpu
+from npugrad_client.bench.record import DEADLINE_REASON, STAGES, Record
+from npugrad_client.bench.scenario import ScenarioError
+from npugrad_client.bench.scenario_file import read_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+FORMAT = "npugrad-bench/1"
+PERCENTILES = (50.0, 90.0, 99.0, 99.9)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run measured.
+
+    Attributes:
+        scenario: What was sent, as `Scenario.as_dict` gives it.
+        record: What came of it.
+        elapsed_s: Seconds of the measured part until the last call was sent and answered, or stopped.
+        cpus: Time of the processor of each worker.
+        is_interrupted: Whether it was ended before its time.
+        environment: Versions, host and server, by name.
+    """
+
+    scenario: Mapping[str, Any]
+    record: Record
+    elapsed_s: float
+    cpus: tuple[Cpu, ...] = ()
+    is_interrupted: bool = False
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether each call waited for the answer to the one before."""
+        return bool(self.scenario["arrival"] == "closed")
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds that count for rates: as planned, or until the end where that came first."""
+        planned = float(sum(stage[2] for stage in self.scenario["load"]))
+        return min(planned, self.elapsed_s) if self.elapsed_s > 0 else planned
+
+    @property
+    def intended(self) -> int:
+        """Calls that were to be sent in the measured part."""
+        return self.record.total.intended
+
+    @property
+    def answered(self) -> int:
+        """Calls that came back right."""
+        return self.record.total.answered
+
+    @property
+    def failed(self) -> int:
+        """Calls that came back wrong."""
+        return sum(self.record.total.failed.values())
+
+    @property
+    def dropped(self) -> int:
+        """Calls not sent, because too many were in flight."""
+        return self.record.total.dropped
+
+    @property
+    def error_share(self) -> float:
+        """Failed and dropped calls among those intended; 1 where there was none."""
+        return (self.failed + self.dropped) / self.intended if self.intended else 1.0
+
+    @property
+    def deadline_miss_share(self) -> float:
+        """Calls whose deadline passed, among those intended."""
+        return self.record.total.failed[DEADLINE_REASON] / self.intended if self.intended else 0.0
+
+    @property
+    def completed(self) -> int:
+        """Right answers that came within the measured part, whenever their calls started."""
+        last = self.duration_s / self.record.window_s
+        return sum(w.completed for number, w in self.record.windows.items() if 0 <= number < last - 1e-9)
+
+    @property
+    def throughput_per_s(self) -> float:
+        """Right answers a second."""
+        return self.completed / self.duration_s if self.duration_s > 0 else 0.0
+
+    @property
+    def offered_per_s(self) -> float:
+        """Calls a second that were to be sent."""
+        return self.intended / self.duration_s if self.duration_s > 0 else 0.0
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether something was measured, and nothing failed or was dropped."""
+        return self.answered > 0 and not self.failed and not self.dropped
+
+    @property
+    def stage_means_s(self) -> dict[str, float]:
+        """Mean seconds by stage."""
+        return {stage: self.record.stage_sums[stage] / max(self.answered, 1) for stage in STAGES}
+
+    def summary(self) -> dict[str, Any]:
+        """The figures most people want; times in seconds."""
+        record = self.record
+        return {
+            "intended": self.intended,
+            "answered": self.answered,
+            "failed": dict(record.total.failed),
+            "dropped": self.dropped,
+            "error_share": self.error_share,
+            "deadline_misses": record.total.failed[DEADLINE_REASON],
+            "offered_per_s": self.offered_per_s,
+            "throughput_per_s": self.throughput_per_s,
+            "latency_s": _figures(record.latency),
+            "service_s": _figures(record.service),
+            "lateness_s": _figures(record.lateness),
+            "stages_mean_s": self.stage_means_s,
+            "devices": {name: part.tally.answered for name, part in sorted(record.devices.items())},
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as JSON; `from_dict` reads it."""
+        return {
+            "format": FORMAT,
+            "loop": "closed" if self.is_closed else "open",
+            "elapsed_s": self.elapsed_s,
+            "interrupted": self.is_interrupted,
+            "scenario": dict(self.scenario),
+            "summary": self.summary(),
+            "workers": [asdict(cpu) for cpu in self.cpus],
+            "environment": dict(self.environment),
+            "record": self.record.as_dict(),
+        }
+
+    def as_json(self) -> str:
+        """`as_dict` as text."""
+        return json.dumps(self.as_dict(), separators=(",", ":")) + "\n"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Result:
+        """What `as_dict` wrote.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        if not isinstance(values, dict) or values.get("format") != FORMAT:
+            found = values.get("format") if isinstance(values, dict) else type(values).__name__
+            raise ValueError(f"found format {found!r}; expected {FORMAT!r}")
+        try:
+            return cls(
+                scenario=values["scenario"],
+                record=Record.from_dict(values["record"]),
+                elapsed_s=float(values["elapsed_s"]),
+                cpus=tuple(Cpu(**each) for each in values["workers"]),
+                is_interrupted=bool(values["interrupted"]),
+                environment=values["environment"],
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"found {type(error).__name__} {error} in it; expected a whole report") from None
+
+    def as_csv(self) -> str:
+        """A line for each window: what a spreadsheet wants."""
+        file = io.StringIO()
+        writer = csv.writer(file, lineterminator="\n")
+        names = [f"p{p:g}_s" for p in PERCENTILES]
+        stages = [f"{stage}_mean_s" for stage in STAGES]
+        counts = ["intended", "answered", "failed", "dropped", "completed"]
+        writer.writerow(["start_s", "is_warm_up", *counts, *names, *stages])
+        for number in sorted(self.record.windows):
+            window = self.record.windows[number]
+            tally, answered = window.tally, max(window.tally.answered, 1)
+            row: list[Any] = [f"{number * self.record.window_s:.6g}", int(number < 0)]
+            row += [
+                tally.intended,
+                tally.answered,
+                sum(tally.failed.values()),
+                tally.dropped,
+                window.completed,
+            ]
+            row += [f"{window.latency.percentile_s(p):.6g}" for p in PERCENTILES]
+            row += [f"{seconds / answered:.6g}" for seconds in window.stages]
+            writer.writerow(row)
+        return file.getvalue()
+
+
+def _figures(distribution: Any) -> dict[str, float]:
+    values = {f"p{p:g}": distribution.percentile_s(p) for p in PERCENTILES}
+    return {**values, "max": distribution.percentile_s(100.0), "mean": distribution.mean_s}
+
+
+def load_result(path: Path) -> Result:
+    """Reads the JSON of a run.
+
+    Raises:
+        ScenarioError: It cannot be read, or holds something else.
+    """
+    text = read_text(path, "the JSON of a run")
+    try:
+        return Result.from_dict(json.loads(text))
+    except ValueError as error:
+        raise ScenarioError(f"{path}: {error}") from None

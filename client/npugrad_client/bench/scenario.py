@@ -1,0 +1,283 @@
+"""What a measurement sends, when, and for how long: frozen records that check themselves."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from npugrad.call import CallOptions
+from npugrad.ops import OPERATORS
+from npugrad.products import Product
+from npugrad.validation import validate_call
+from npugrad_client.bench.sizes import SIZES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy.typing as npt
+
+    from npugrad.spec import CallMeta
+    from npugrad_client.bench.slo import Slo
+
+Arrival = Literal["constant", "poisson", "trace", "closed"]
+ARRIVALS: tuple[Arrival, ...] = ("constant", "poisson", "trace", "closed")
+MAX_WORKERS = 64
+MAX_RATE = 1e6
+MAX_CONCURRENCY = 65536
+_NOT_SIZES = ("dtype", "product")
+
+
+class ScenarioError(ValueError):
+    """A scenario that cannot be run; the message names the key, what was found and what is expected."""
+
+
+def check(holds: bool, key: str, found: object, expected: str) -> None:
+    """Raises ScenarioError unless it holds."""
+    if not holds:
+        raise ScenarioError(f"{key}: found {found!r}; expected {expected}")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One kind of call, and how much of the mix it is.
+
+    Attributes:
+        operator: Name such as ``"group_norm_backward"``.
+        dtype: Element type; empty for the operator's first one.
+        size: One of the named sizes; not looked at where `sizes` are given.
+        sizes: Keywords of the operator's `build`; empty for those of `size`.
+        label: Label of the calls: the tenant, for a server that shares its devices fairly.
+        priority: Priority of the calls, -100 to 100.
+        weight: Share of the mix, relative to the other workloads.
+        deterministic: Whether the calls ask for results that do not depend on the order of summation.
+        name: What reports call it; made from the operator, the type and the size by default.
+    """
+
+    operator: str
+    dtype: str = ""
+    size: str = "small"
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    label: str = "bench"
+    priority: int = 0
+    weight: float = 1.0
+    deterministic: bool = False
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        """Checks it and fills in what was left out.
+
+        Raises:
+            ScenarioError: A value is not allowed, or the call is not a legal one.
+        """
+        check(self.operator in OPERATORS, "operator", self.operator, ", ".join(OPERATORS))
+        spec = OPERATORS[self.operator]
+        supported = [str(each) for each in spec.inputs[0].dtypes[Product.ATLAS_A2]]
+        object.__setattr__(self, "dtype", self.dtype or supported[0])
+        check(self.dtype in supported, "dtype", self.dtype, ", ".join(supported))
+        check(math.isfinite(self.weight) and self.weight > 0, "weight", self.weight, "a number above 0")
+        problem = CallOptions(priority=self.priority, label=self.label).problem()
+        if problem is not None:
+            raise ScenarioError(f"{problem[0]}: {problem[1]}")
+        self._check_sizes()
+        if not self.name:
+            shown = (
+                self.size if not self.sizes else " ".join(f"{k}={_short(v)}" for k, v in self.sizes.items())
+            )
+            object.__setattr__(self, "name", f"{self.operator} {self.dtype} {shown}")
+
+    def _check_sizes(self) -> None:
+        named = SIZES[self.operator]
+        check(bool(self.sizes) or self.size in named, "size", self.size, ", ".join(named))
+        known = [
+            n for n in inspect.signature(OPERATORS[self.operator].build).parameters if n not in _NOT_SIZES
+        ]
+        for key in self.sizes:
+            check(key in known, f"sizes.{key}", key, f"one of {', '.join(known)}")
+        verdict = validate_call(OPERATORS[self.operator], self.call())
+        if verdict.violations:
+            first = verdict.violations[0]
+            raise ScenarioError(
+                f"sizes: {', '.join(first.operands)}: found {first.found}; expected {first.expected}"
+            )
+
+    def call(self) -> CallMeta:
+        """Metas and attributes of its calls.
+
+        Raises:
+            ScenarioError: The sizes do not make a call.
+        """
+        sizes = dict(self.sizes) or SIZES[self.operator][self.size]
+        try:
+            return OPERATORS[self.operator].build(dtype=self.dtype, **sizes)
+        except (TypeError, ValueError, ArithmeticError, LookupError) as error:
+            raise ScenarioError(f"sizes: found {sizes}, which make no call: {error}") from None
+
+    def arguments(self, seed: int) -> dict[str, Any]:
+        """Keyword arguments for a client's method: operands from a generator with this seed, and the rest."""
+        call = self.call()
+        operands: dict[str, npt.NDArray[Any] | None] = OPERATORS[self.operator].make_inputs(
+            call, np.random.default_rng(seed)
+        )
+        options = {"label": self.label, "priority": self.priority, "deterministic": self.deterministic}
+        return {**operands, **call.attrs, **options}
+
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes of the operands and of the results."""
+        call = self.call()
+        outputs = OPERATORS[self.operator].infer(call)
+        return (
+            sum(meta.nbytes for meta in call.inputs.values() if meta is not None),
+            sum(meta.nbytes for meta in outputs.values() if meta is not None),
+        )
+
+
+def _short(value: Any) -> str:
+    return str(value).replace(" ", "")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the load: a level, or a ramp between two.
+
+    Attributes:
+        start: Level at its start: calls per second, or calls in flight in a closed loop.
+        end: Level at its end; the same for a constant one.
+        duration_s: Seconds it lasts.
+    """
+
+    start: float
+    end: float
+    duration_s: float
+
+    def level(self, t: float) -> float:
+        """Level after t seconds."""
+        return self.start + (self.end - self.start) * (t / self.duration_s)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One measurement, completely.
+
+    Attributes:
+        workloads: The mix.
+        stages: The load over time, without the warm-up; one stage for a trace, which lasts as long as it.
+        arrival: Open loop (``"constant"``, ``"poisson"``, ``"trace"``) or ``"closed"``.
+        trace: Intended starts in seconds, ascending, of a trace; with each one the index of its workload, or
+            -1 for one drawn from the mix.
+        warm_up_s: Seconds at the first stage's level whose calls are not measured.
+        max_calls: Calls, the warm-up's included, after which the run ends in any case; 0 for no such end.
+        timeout_s: Deadline of each call in seconds.
+        max_in_flight: Calls that an open loop has under way at most; what would exceed it is dropped and
+            counted.
+        workers: Processes that send.
+        seed: Of the operands, the intervals and the order of the mix.
+        window_s: Length of the time windows that results are kept for.
+        slo: What the results are held against; None for nothing.
+        name: What reports call it.
+    """
+
+    workloads: tuple[Workload, ...]
+    stages: tuple[Stage, ...]
+    arrival: Arrival = "constant"
+    trace: tuple[tuple[float, int], ...] = ()
+    warm_up_s: float = 0.0
+    max_calls: int = 0
+    timeout_s: float = 60.0
+    max_in_flight: int = 1024
+    workers: int = 1
+    seed: int = 7
+    window_s: float = 0.0
+    slo: Slo | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        """Checks it and fills in what was left out.
+
+        Raises:
+            ScenarioError: A value is not allowed.
+        """
+        check(self.arrival in ARRIVALS, "arrival", self.arrival, ", ".join(ARRIVALS))
+        check(bool(self.workloads), "workloads", [], "at least one")
+        check(bool(self.stages), "load", [], "at least one stage")
+        check(1 <= self.workers <= MAX_WORKERS, "workers", self.workers, f"1 to {MAX_WORKERS}")
+        check(self.max_in_flight >= self.workers, "max_in_flight", self.max_in_flight, "one for each worker")
+        check(0 < self.timeout_s <= 86400, "timeout", self.timeout_s, "above 0 s and up to a day")
+        check(self.warm_up_s >= 0, "warm_up", self.warm_up_s, "0 s or more")
+        check(self.max_calls >= 0, "calls", self.max_calls, "0 or more")
+        check(self.seed >= 0, "seed", self.seed, "0 or more")
+        for stage in self.stages:
+            self._check_stage(stage)
+        if not self.window_s:
+            object.__setattr__(self, "window_s", _window_s(self.duration_s))
+
+    def _check_stage(self, stage: Stage) -> None:
+        check(0 < stage.duration_s <= 7 * 86400, "duration", stage.duration_s, "above 0 s and up to a week")
+        key, most = ("concurrency", MAX_CONCURRENCY) if self.is_closed else ("rate", MAX_RATE)
+        for level in (stage.start, stage.end):
+            check(math.isfinite(level) and 0 <= level <= most, key, level, f"0 to {most:g}")
+        check(max(stage.start, stage.end) > 0, key, stage.start, "above 0 somewhere in the stage")
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether each call waits for the answer to the one before."""
+        return self.arrival == "closed"
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds that are measured."""
+        return sum(stage.duration_s for stage in self.stages)
+
+    def level(self, t: float) -> float:
+        """The load at t seconds, which are negative in the warm-up; 0 after the end."""
+        if t < 0:
+            return self.stages[0].start or self.stages[0].end
+        for stage in self.stages:
+            if t < stage.duration_s:
+                return stage.level(t)
+            t -= stage.duration_s
+        return 0.0
+
+    @property
+    def top_level(self) -> float:
+        """The highest load."""
+        return max(max(stage.start, stage.end) for stage in self.stages)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The scenario for reports."""
+        return {
+            "name": self.name,
+            "arrival": self.arrival,
+            "workloads": [
+                {
+                    "name": each.name,
+                    "operator": each.operator,
+                    "dtype": each.dtype,
+                    "label": each.label,
+                    "priority": each.priority,
+                    "weight": each.weight,
+                    "request_bytes": each.nbytes[0],
+                    "response_bytes": each.nbytes[1],
+                }
+                for each in self.workloads
+            ],
+            "load": [[each.start, each.end, each.duration_s] for each in self.stages],
+            "warm_up_s": self.warm_up_s,
+            "max_calls": self.max_calls,
+            "timeout_s": self.timeout_s,
+            "max_in_flight": self.max_in_flight,
+            "workers": self.workers,
+            "seed": self.seed,
+            "window_s": self.window_s,
+            "slo": str(self.slo) if self.slo else "",
+        }
+
+
+def _window_s(duration_s: float) -> float:
+    """About 120 windows of a round length, of 0.1 s at least."""
+    wanted = duration_s / 120
+    return next((w for w in (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0) if w >= wanted), 3600.0)

@@ -1,0 +1,105 @@
+"""Results on a terminal."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from npugrad_client.bench.bottleneck import ADVICE
+from npugrad_client.bench.report_html import STAGE_NAMES
+from npugrad_client.bench.units import format_seconds, format_share
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from npugrad_client.bench.capacity import Capacity, Trial
+    from npugrad_client.bench.compare import Comparison
+    from npugrad_client.bench.result import Result
+    from npugrad_client.bench.slo import Outcome
+
+
+def show_result(console: Console, result: Result, outcomes: Sequence[Outcome] = ()) -> None:
+    """Prints a run and how it kept its objectives."""
+    values = result.summary()
+    console.print(
+        f"{_load(result)}, {result.duration_s:.1f} s: {result.answered} answers, "
+        f"{result.throughput_per_s:.1f} per second",
+        soft_wrap=True,
+    )
+    table = Table(box=None, padding=(0, 3, 0, 0))
+    for name in ("latency", "ms", "stage, mean", "ms"):
+        table.add_column(name, justify="right" if name == "ms" else "left")
+    latency = [(name, f"{seconds * 1e3:.3f}") for name, seconds in values["latency_s"].items()]
+    stages = [(STAGE_NAMES[name], f"{s * 1e3:.3f}") for name, s in values["stages_mean_s"].items()]
+    for left, right in zip_longest(latency, stages, fillvalue=("", "")):
+        table.add_row(*left, *right)
+    console.print(table)
+    for name, part in sorted(result.record.workloads.items()):
+        if len(result.record.workloads) > 1:
+            p50, p99 = (format_seconds(part.latency.percentile_s(p)) for p in (50.0, 99.0))
+            console.print(f"{name}: {part.tally.answered} answers, p50 {p50}, p99 {p99}", soft_wrap=True)
+    _show_notes(console, result, outcomes)
+
+
+def _load(result: Result) -> str:
+    scenario = result.scenario
+    what = ", ".join(each["name"] for each in scenario["workloads"])
+    levels = [level for stage in scenario["load"] for level in stage[:2]]
+    low, high = min(levels), max(levels)
+    level = f"{high:g}" if low == high else f"{low:g} to {high:g}"
+    if result.is_closed:
+        return f"{what}: {level} in flight (closed loop)"
+    return f"{what}: {level} a second (open loop, {scenario['arrival']})"
+
+
+def _show_notes(console: Console, result: Result, outcomes: Sequence[Outcome]) -> None:
+    for reason, count in result.record.total.failed.most_common():
+        console.print(f"failed: {count} x {reason}")
+    if result.dropped:
+        console.print(f"dropped: {result.dropped}, with {result.scenario['max_in_flight']} in flight already")
+    if result.is_interrupted:
+        console.print("Interrupted: this is what was measured until then.")
+    if result.is_closed:
+        console.print(
+            "A closed loop waits for each answer, so it hides queueing that callers on a schedule would see.",
+            soft_wrap=True,
+        )
+    for outcome in outcomes:
+        console.print(f"{'met' if outcome.is_met else 'MISSED'}: {outcome}", soft_wrap=True)
+
+
+def refusal(reasons: Sequence[str]) -> str:
+    """What is said instead of figures when the client was the bottleneck."""
+    return (
+        "No report: the client was the bottleneck, so these would not be the server's figures.\n"
+        + "".join(f"  {reason}\n" for reason in reasons)
+        + f"{ADVICE} --allow-client-bound reports all the same."
+    )
+
+
+def show_trial(console: Console, trial: Trial) -> None:
+    """Prints one run of a search."""
+    said = "kept" if trial.is_met else f"missed: {'; '.join(trial.complaints)}"
+    console.print(f"{trial.rate:8.4g}/s  {trial.throughput_per_s:8.1f}/s answered  {said}", soft_wrap=True)
+
+
+def show_capacity(console: Console, capacity: Capacity) -> None:
+    """Prints what a search found."""
+    console.print(str(capacity), soft_wrap=True)
+
+
+def show_comparison(console: Console, comparison: Comparison) -> None:
+    """Prints a comparison, the verdict first."""
+    console.print(str(comparison), soft_wrap=True)
+    for difference in comparison.differences:
+        note = "" if difference.decides else "; shown only, does not decide"
+        console.print(f"  {difference}{note}", soft_wrap=True)
+    console.print(
+        f"{format_share(comparison.confidence)} confidence over the figures that decide; "
+        f"what is within {format_share(comparison.margin)} counts as no difference.",
+        soft_wrap=True,
+    )

@@ -1,0 +1,120 @@
+"""Distributions of times: HDR histograms for totals, and sparse buckets for each of many windows."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from hdrh.histogram import HdrHistogram
+
+LOWEST_US, HIGHEST_US, DIGITS = 1, 86_400_000_000, 3
+_GROWTH = math.log(1.01)
+"""A bucket of a sketch is 1 % wide."""
+
+
+class Distribution:
+    """An HDR histogram of seconds: 1 us to a day, three digits."""
+
+    def __init__(self, histogram: HdrHistogram | None = None) -> None:
+        from hdrh.histogram import HdrHistogram  # here, because it comes with the extra `bench`
+
+        self._histogram = histogram or HdrHistogram(LOWEST_US, HIGHEST_US, DIGITS)
+
+    def add(self, seconds: float) -> None:
+        """Counts one value; what is outside the range is counted at its end."""
+        self._histogram.record_value(min(max(LOWEST_US, int(seconds * 1e6)), HIGHEST_US))
+
+    def merge(self, other: Distribution) -> None:
+        """Counts all of the other's values as well."""
+        self._histogram.add(other._histogram)
+
+    @property
+    def count(self) -> int:
+        """How many values there are."""
+        return int(self._histogram.get_total_count())
+
+    @property
+    def mean_s(self) -> float:
+        """Mean in seconds; 0 when empty."""
+        return float(self._histogram.get_mean_value()) / 1e6 if self.count else 0.0
+
+    def percentile_s(self, percentile: float) -> float:
+        """A percentile in seconds, 100 for the maximum; 0 when empty."""
+        if not self.count:
+            return 0.0
+        # The library rounds to the nearest rank; the rank that covers the percentile is the next whole one.
+        rank = max(math.ceil(self.count * percentile / 100 - 1e-9), 1)
+        return float(self._histogram.get_value_at_percentile(rank * 100 / self.count)) / 1e6
+
+    def encode(self) -> str:
+        """Compressed, in the V2 format that HDR tools of other languages read, as base64."""
+        encoded: bytes = self._histogram.encode()
+        return encoded.decode("ascii")
+
+    @classmethod
+    def decode(cls, text: str) -> Distribution:
+        """What `encode` wrote.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        from hdrh.histogram import HdrHistogram
+
+        try:
+            base64.b64decode(text, validate=True)
+            return cls(HdrHistogram.decode(text.encode("ascii")))
+        except Exception as error:  # the library raises whatever its parts do
+            raise ValueError(f"found no HDR histogram: {type(error).__name__}") from None
+
+
+class Sketch:
+    """Counts of times in buckets that are 1 % wide; only those that occur take room."""
+
+    def __init__(self, counts: Mapping[int, int] | None = None) -> None:
+        self.counts: Counter[int] = Counter(counts or {})
+
+    def add(self, seconds: float) -> None:
+        """Counts one value."""
+        self.counts[bucket(seconds)] += 1
+
+    def merge(self, other: Sketch) -> None:
+        """Counts all of the other's values as well."""
+        self.counts.update(other.counts)
+
+    @property
+    def count(self) -> int:
+        """How many values there are."""
+        return self.counts.total() if hasattr(self.counts, "total") else sum(self.counts.values())
+
+    def percentile_s(self, percentile: float) -> float:
+        """A percentile in seconds within 1 %, 100 for the maximum; 0 when empty or below 1 us."""
+        rank, seen = max(math.ceil(self.count * percentile / 100 - 1e-9), 1), 0
+        for index in sorted(self.counts):
+            seen += self.counts[index]
+            if seen >= rank:
+                return bucket_s(index) if index else 0.0
+        return 0.0
+
+    def as_list(self) -> list[list[int]]:
+        """Bucket and count, ascending."""
+        return [[index, self.counts[index]] for index in sorted(self.counts)]
+
+    @classmethod
+    def from_list(cls, pairs: Iterable[Any]) -> Sketch:
+        """What `as_list` wrote."""
+        return cls({int(index): int(count) for index, count in pairs})
+
+
+def bucket(seconds: float) -> int:
+    """Which bucket a time falls into; times below 1 us are in bucket 0."""
+    return round(math.log(max(seconds * 1e6, 1.0)) / _GROWTH)
+
+
+def bucket_s(index: int) -> float:
+    """The middle of a bucket in seconds."""
+    return math.exp(index * _GROWTH) / 1e6

@@ -1,0 +1,142 @@
+"""Service level objectives: what was promised, held against what was measured."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from npugrad_client.bench.units import format_seconds, format_share, parse_duration, parse_rate, parse_share
+
+if TYPE_CHECKING:
+    from npugrad_client.bench.result import Result
+
+_PERCENTILE = re.compile(r"p(\d{1,2}(\.\d+)?)", re.ASCII)
+_LATENCIES = ("mean", "max")
+_SHARES = ("errors", "deadline_misses")
+_EXPECTED = "p99=50ms, mean=20ms, max=1s, errors=0.1%, deadline_misses=0 or throughput=95/s"
+
+
+@dataclass(frozen=True)
+class Objective:
+    """One promise.
+
+    Attributes:
+        name: ``"p99"`` or another percentile, ``"mean"``, ``"max"``, ``"errors"``, ``"deadline_misses"`` or
+            ``"throughput"``.
+        limit: Seconds, share from 0 to 1, or calls per second.
+    """
+
+    name: str
+    limit: float
+
+    @property
+    def is_latency(self) -> bool:
+        """Whether the limit is in seconds."""
+        return self.name in _LATENCIES or _PERCENTILE.fullmatch(self.name) is not None
+
+    def measured(self, result: Result) -> float:
+        """What the run shows, in the limit's unit; infinite for a latency where nothing was answered."""
+        if self.name == "throughput":
+            return result.throughput_per_s
+        if self.name == "errors":
+            return result.error_share
+        if self.name == "deadline_misses":
+            return result.deadline_miss_share
+        if not result.answered:
+            return math.inf
+        if self.name == "mean":
+            return result.record.latency.mean_s
+        return result.record.latency.percentile_s(100.0 if self.name == "max" else float(self.name[1:]))
+
+    def format(self, value: float) -> str:
+        """A value of its unit for people."""
+        if self.is_latency:
+            return format_seconds(value)
+        return f"{value:.1f}/s" if self.name == "throughput" else format_share(value)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """An objective held against a run.
+
+    Attributes:
+        objective: What was promised.
+        measured: What was found, in its unit.
+        is_met: Whether the promise was kept.
+    """
+
+    objective: Objective
+    measured: float
+    is_met: bool
+
+    def __str__(self) -> str:
+        """Such as ``p99: found 61.2 ms; promised at most 50.0 ms``."""
+        bound = "at least" if self.objective.name == "throughput" else "at most"
+        found, limit = (self.objective.format(v) for v in (self.measured, self.objective.limit))
+        return f"{self.objective.name}: found {found}; promised {bound} {limit}"
+
+
+@dataclass(frozen=True)
+class Slo:
+    """Some promises, all of which must be kept.
+
+    Attributes:
+        objectives: The promises.
+    """
+
+    objectives: tuple[Objective, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Slo:
+        """Reads ``"p99=50ms,errors=0.1%"``; errors must be 0 where it does not name them.
+
+        Raises:
+            ValueError: It names something else, a value is not of its unit, or something stands twice.
+        """
+        found: dict[str, Objective] = {}
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            name, _, value = (piece.strip() for piece in part.partition("="))
+            if name in found:
+                raise ValueError(f"slo: found {name} more than once; expected each once")
+            found[name] = Objective(name, _limit(name, value, part))
+        if not found:
+            raise ValueError(f"slo: found nothing; expected {_EXPECTED}")
+        found.setdefault("errors", Objective("errors", 0.0))
+        return cls(tuple(found.values()))
+
+    def judge(self, result: Result) -> tuple[Outcome, ...]:
+        """Holds every objective against a run."""
+        outcomes = []
+        for objective in self.objectives:
+            measured = objective.measured(result)
+            at_least = objective.name == "throughput"
+            is_met = measured >= objective.limit if at_least else measured <= objective.limit
+            outcomes.append(Outcome(objective, measured, is_met))
+        return tuple(outcomes)
+
+    def __str__(self) -> str:
+        """As `parse` reads it."""
+        return ",".join(f"{each.name}={_written(each)}" for each in self.objectives)
+
+
+def _written(objective: Objective) -> str:
+    if objective.is_latency:
+        return f"{objective.limit * 1e3:.10g}ms"
+    if objective.name == "throughput":
+        return f"{objective.limit:.10g}/s"
+    return f"{objective.limit * 100:.10g}%"
+
+
+def _limit(name: str, value: str, part: str) -> float:
+    try:
+        if name in _SHARES:
+            return parse_share(value)
+        if name == "throughput":
+            return parse_rate(value)
+        if name in _LATENCIES or _PERCENTILE.fullmatch(name):
+            return parse_duration(value)
+    except ValueError as error:
+        raise ValueError(f"slo: {name}: {error}") from None
+    raise ValueError(f"slo: found {part!r}; expected {_EXPECTED}")

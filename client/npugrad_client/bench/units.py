@@ -1,0 +1,75 @@
+"""Durations, shares and rates as people write them, and back."""
+
+from __future__ import annotations
+
+import math
+import re
+
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
+_DURATION = re.compile(r"(?P<number>\d+(\.\d+)?|\.\d+)\s*(?P<unit>us|ms|s|m|h|)", re.ASCII)
+_SHARE = re.compile(r"(?P<number>\d+(\.\d+)?|\.\d+)\s*(?P<percent>%?)", re.ASCII)
+_RATE = re.compile(r"(?P<number>\d+(\.\d+)?|\.\d+)\s*(/s)?", re.ASCII)
+
+
+def parse_duration(value: object) -> float:
+    """Seconds of ``"50ms"``, ``"30s"``, ``"2m"``, or of a number, which is seconds.
+
+    Raises:
+        ValueError: It is no duration.
+    """
+    if (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and value >= 0
+    ):
+        return float(value)
+    match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(f"found {value!r}; expected a duration such as 50ms, 30s or 2m")
+    return float(match["number"]) * _SECONDS[match["unit"]]
+
+
+def parse_share(value: str) -> float:
+    """A share from 0 to 1: ``"0.1%"`` or ``"0.001"``.
+
+    Raises:
+        ValueError: It is no share, or above 1.
+    """
+    match = _SHARE.fullmatch(value.strip())
+    share = math.nan if match is None else float(match["number"]) / (100 if match["percent"] else 1)
+    if not 0 <= share <= 1:
+        raise ValueError(f"found {value!r}; expected a share such as 0.1% or 0.001")
+    return share
+
+
+def parse_rate(value: str) -> float:
+    """Calls per second: ``"95/s"`` or ``"95"``.
+
+    Raises:
+        ValueError: It is no rate above 0.
+    """
+    match = _RATE.fullmatch(value.strip())
+    if match is None or float(match["number"]) <= 0:
+        raise ValueError(f"found {value!r}; expected a rate above 0 such as 95/s")
+    return float(match["number"])
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration for people, with three significant digits."""
+    if not math.isfinite(seconds):
+        return str(seconds)
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= size:
+            return f"{_digits(seconds / size)} {unit}"
+    return f"{_digits(seconds * 1e6)} us"
+
+
+def format_share(share: float) -> str:
+    """A share in percent."""
+    return f"{share * 100:.3g} %"
+
+
+def _digits(value: float) -> str:
+    whole = len(str(int(abs(value))))
+    return f"{value:.{max(0, 3 - whole)}f}"

@@ -1,0 +1,141 @@
+"""The search: finds the edge of a server that the test invents, through noise, and says how sure it is."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.client.bench.made import GRID, result, scenario
+
+from npugrad_client.bench.capacity import (
+    UNLIMITED,
+    Capacity,
+    Search,
+    Trial,
+    at_rate,
+    backlog_growth,
+    first_guess,
+    judge,
+)
+from npugrad_client.bench.scenario import ScenarioError
+from npugrad_client.bench.slo import Slo
+
+
+def trial(rate: float, is_met: bool) -> Trial:
+    return Trial(rate, () if is_met else ("p99: found too much",), throughput_per_s=rate)
+
+
+@settings(max_examples=100, deadline=None)
+@given(edge=st.floats(0.5, 5000), start=st.floats(0.5, 5000))
+def test_a_sharp_edge_is_found_from_anywhere(edge: float, start: float) -> None:
+    found = Search(lambda rate: trial(rate, rate <= edge)).run(start)
+    assert found.is_settled
+    assert edge / 1.021 <= found.rate <= edge
+    assert edge < found.above <= found.rate * 1.021
+    assert found.tried(found.rate) == (3, 3)
+
+
+def test_it_says_how_sure_it_is() -> None:
+    found = Search(lambda rate: trial(rate, rate <= 100)).run(90)
+    text = str(found)
+    assert text.startswith(f"capacity {found.rate:.4g}/s: kept in 3 of 3 trials")
+    assert "(95 % confidence: in at least 37% of them)" in text
+    assert f"at {found.above:.4g}/s missed in 1 of 1" in text
+    assert json.loads(json.dumps(found.as_dict()))["met_of_trials"] == [3, 3]
+
+
+def test_a_noisy_edge_is_found_within_its_noise() -> None:
+    """Near the edge, a trial is met by chance; repeats see through it."""
+    rates = []
+    for seed in range(20):
+        random = np.random.default_rng(seed)
+        found = Search(lambda rate, r=random: trial(rate, r.normal(100, 3) > rate)).run(60)  # type: ignore[misc]
+        assert found.is_settled
+        rates.append(found.rate)
+    assert np.mean(rates) == pytest.approx(98, abs=4)
+    assert max(abs(rate - 100) for rate in rates) < 12
+
+
+def test_no_rate_at_all() -> None:
+    found = Search(lambda rate: trial(rate, False)).run(10)
+    assert found.rate == 0
+    assert str(found) == "No rate was found that keeps the objectives."
+
+
+def test_a_client_that_cannot_send_more_is_told() -> None:
+    def measure(rate: float) -> Trial:
+        return Trial(rate, (), ("worker 0 was busy",) if rate > 150 else ())
+
+    found = Search(measure).run(100)
+    assert found.is_client_limited
+    assert 100 <= found.rate <= 150
+    assert "the client cannot send more, so the server's capacity is at least that" in str(found)
+
+
+def test_a_moment_of_a_busy_client_is_tried_again() -> None:
+    busy = [True]
+
+    def measure(rate: float) -> Trial:
+        was_busy, busy[0] = busy[0], False
+        return Trial(rate, () if rate <= 100 else ("too much",), ("busy",) if was_busy else ())
+
+    found = Search(measure).run(90)
+    assert not found.is_client_limited
+    assert found.rate == pytest.approx(99, abs=2)
+
+
+def test_it_ends_where_nothing_is_steady() -> None:
+    met = iter([True, False] * 100)
+    found = Search(lambda rate: trial(rate, next(met)), most_trials=12).run(100)
+    assert len(found.trials) <= 12
+
+
+@pytest.mark.parametrize("change", [{"precision": 0.0}, {"confirm": 0}])
+def test_settings_are_checked(change: dict[str, float]) -> None:
+    with pytest.raises(ScenarioError, match="found 0"):
+        Search(lambda rate: trial(rate, True), **change)  # type: ignore[arg-type]
+
+
+def test_a_queue_that_grows_is_no_rate_to_carry() -> None:
+    steady = result(0.02, rate=100, duration_s=10)
+    assert backlog_growth(steady) <= 5
+    assert judge(steady, 100, UNLIMITED).is_met
+    growing = result(0.02, rate=100, duration_s=10)
+    for window in growing.record.windows.values():
+        window.completed = round(window.completed * 0.9)
+    told = judge(growing, 100, UNLIMITED)
+    assert not told.is_met
+    assert told.complaints[0].startswith("queue: found ")
+
+
+def test_objectives_are_part_of_the_judgement() -> None:
+    assert (
+        judge(result(0.02), 100, Slo.parse("p50=10ms"))
+        .complaints[0]
+        .startswith("p50: found 19.9 ms; promised at most 10.0 ms")
+    )
+    failing = result(0.02)
+    failing.record.intended(GRID.name, 0.0)
+    failing.record.failed(GRID.name, 0.0, "QUEUE_FULL")
+    assert judge(failing, 100, UNLIMITED).complaints == ("errors: found 0.05 %; promised at most 0 %",)
+
+
+def test_trials_keep_all_of_the_scenario_but_the_rate() -> None:
+    made = scenario("poisson", 50, 4.0, workers=2, seed=9)
+    tried = at_rate(made, 77)
+    assert (tried.level(1), tried.arrival, tried.duration_s, tried.workers, tried.seed) == (
+        77,
+        "poisson",
+        4,
+        2,
+        9,
+    )
+    guess = first_guess(made, 6)
+    assert (guess.is_closed, guess.level(1), guess.duration_s) == (True, 6, 2)
+
+
+def test_an_empty_search_is_nothing() -> None:
+    assert Capacity().rate == 0

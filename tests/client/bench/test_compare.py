@@ -1,0 +1,92 @@
+"""Comparisons: alike stays alike, slower is found, and what cannot be told is not told."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tests.client.bench.made import GRID, result
+
+from npugrad_client.bench.compare import compare
+from npugrad_client.bench.scenario import ScenarioError
+
+
+def test_runs_alike_are_no_difference() -> None:
+    found = [compare(result(seed=seed), result(seed=seed + 100)).judgement for seed in range(8)]
+    assert found == ["no difference"] * 8
+
+
+def test_a_fifth_slower_is_found_with_its_interval() -> None:
+    covered = 0
+    for seed in range(8):
+        found = compare(result(0.02, seed=seed), result(0.024, seed=seed + 100))
+        assert found.judgement == "slower"
+        p50 = found.differences[0]
+        assert p50.metric == "p50"
+        covered += p50.low < 0.2 < p50.high
+        assert 0.12 < p50.low < p50.change < p50.high < 0.28
+    assert covered >= 6
+    assert str(found).startswith("slower: p50: ")
+    assert ", slower by " in str(found)
+
+
+def test_a_sixth_faster_is_found() -> None:
+    assert compare(result(0.024, seed=1), result(0.02, seed=2)).judgement == "faster"
+
+
+def test_what_is_within_the_margin_is_no_difference_however_sure() -> None:
+    found = compare(result(0.02, spread=0.01, seed=1), result(0.0204, spread=0.01, seed=2))
+    assert found.judgement == "no difference"
+    assert found.differences[0].low > 0, "it is surely slower, by too little to care"
+    assert compare(result(0.02, spread=0.01), result(0.0204, spread=0.01), margin=0.005).judgement == "slower"
+
+
+def test_a_longer_tail_is_shown_and_decides_nothing() -> None:
+    slow = result(seed=2)
+    for at_s in range(19):
+        for _ in range(2):
+            slow.record.window(float(at_s)).latency.add(1.0)
+    p99 = next(d for d in compare(result(seed=1), slow).differences if d.metric == "p99")
+    assert p99.change > 1
+    assert not p99.decides
+
+
+def test_more_errors_are_worse() -> None:
+    failing = result(seed=2)
+    for index in range(200):
+        failing.record.intended(GRID.name, index / 10)
+        failing.record.failed(GRID.name, index / 10, "QUEUE_FULL")
+    found = compare(result(seed=1), failing)
+    assert found.judgement == "slower"
+    assert "errors: 0 % to 9.09 %, more by 9.1 %" in str(found)
+
+
+def test_a_closed_loop_is_held_against_its_throughput() -> None:
+    """As many calls are made as answers allow, so a slower server shows in how many there are."""
+    fast, slow = result(seed=1, arrival="closed"), result(seed=2, arrival="closed")
+    for window in slow.record.windows.values():
+        window.completed = round(window.completed * 0.8)
+    throughput = next(d for d in compare(fast, slow).differences if d.metric == "throughput")
+    assert throughput.change == pytest.approx(0.25, abs=0.02), "what took 4 takes 5"
+    assert throughput.judgement == "slower"
+
+
+def test_unsteady_runs_are_inconclusive() -> None:
+    found = compare(result(spread=2.5, rate=10, seed=1), result(spread=2.5, rate=10, seed=2))
+    assert found.judgement == "inconclusive"
+
+
+@pytest.mark.parametrize(("change", "key"), [({"rate": 50.0}, "load"), ({"arrival": "poisson"}, "arrival")])
+def test_only_the_same_load_is_compared(change: dict[str, object], key: str) -> None:
+    with pytest.raises(ScenarioError, match=f"B: {key}: found .*; expected that of A"):
+        compare(result(), result(**change))  # type: ignore[arg-type]
+
+
+def test_a_run_too_short_is_refused() -> None:
+    with pytest.raises(ScenarioError, match="A: windows with answers: found 5; expected 10 or more"):
+        compare(result(duration_s=0.5), result(duration_s=0.5))
+
+
+def test_the_same_two_runs_give_the_same_verdict() -> None:
+    a, b = result(seed=1), result(seed=2)
+    assert json.dumps(compare(a, b).as_dict()) == json.dumps(compare(a, b).as_dict())

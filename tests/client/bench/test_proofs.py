@@ -1,0 +1,96 @@
+"""What the load test claims, on servers of known service time; `make test-bench-stats` shows more of it.
+
+A simulated device takes its time by a timer, so c devices of s seconds answer c / s calls a second at most.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.client.bench.made import GRID, scenario
+
+from npugrad_client.bench.capacity import UNLIMITED, Search, Trial, at_rate, judge
+from npugrad_client.bench.compare import compare
+from npugrad_client.bench.run import run
+
+if TYPE_CHECKING:
+    from tests.fix_server import ServerProcess, StartServer
+
+    from npugrad_client.bench.engine import Progress
+    from npugrad_client.bench.result import Result
+    from npugrad_client.bench.scenario import Scenario
+
+pytestmark = pytest.mark.slow
+IS_LONG = os.environ.get("NPUGRAD_BENCH_STATS") == "1"
+PAIRS, MOST_WRONG = (20, 2) if IS_LONG else (3, 1)
+STALL_S = 1.0
+_IN_LONG = pytest.mark.skipif(not IS_LONG, reason="takes minutes: `make test-bench-stats`")
+_TIMEOUT = pytest.mark.timeout(1500 if IS_LONG else 300)
+
+
+def stalled(made: Scenario, server: ServerProcess) -> Result:
+    """A run in whose first half the whole front process stands still for a second."""
+    timers: list[threading.Timer] = []
+
+    def on_progress(at_s: float, progress: Progress) -> None:
+        if at_s > 1.0 and not timers:
+            server.signal(signal.SIGSTOP)
+            timers.append(threading.Timer(STALL_S, server.signal, [signal.SIGCONT]))
+            timers[0].start()
+
+    try:
+        return run(made, server.address, on_progress)
+    finally:
+        server.signal(signal.SIGCONT)
+
+
+@_TIMEOUT
+def test_a_stall_shows_in_an_open_loop_and_not_in_a_naive_one(start_server: StartServer) -> None:
+    running = start_server(devices="test:1?ms=2")
+    opened = stalled(scenario(level=40, duration_s=6), running)
+    closed = stalled(scenario("closed", level=1, duration_s=90, max_calls=2500), running)
+    tail, naive = (each.record.latency.percentile_s(99.9) for each in (opened, closed))
+    assert opened.answered == 240
+    assert tail > 0.8 * STALL_S, f"a sixth of the calls met the stall; found p99.9 {tail} s"
+    assert closed.record.latency.percentile_s(100) > 0.8 * STALL_S, "one call of the closed loop met it too"
+    assert naive < tail / 2, f"the closed loop hides it; found p99.9 {naive} s"
+
+
+@_TIMEOUT
+def test_the_throughput_of_known_devices_is_theirs(start_server: StartServer) -> None:
+    running = start_server(devices="test:2?ms=100")
+    found = run(scenario("closed", level=12, duration_s=6, warm_up_s=1), running.address)
+    assert found.throughput_per_s == pytest.approx(2 / 0.1, rel=0.05)
+
+
+@_IN_LONG
+@_TIMEOUT
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_the_search_finds_the_capacity_of_known_devices(devices: int, start_server: StartServer) -> None:
+    """Of 50 ms, so that the millisecond which the service itself takes between two calls is no matter."""
+    running = start_server(devices=f"test:{devices}?ms=50")
+    made = scenario(duration_s=5, warm_up_s=0.5)
+
+    def measure(rate: float) -> Trial:
+        return judge(run(at_rate(made, rate), running.address), rate, UNLIMITED)
+
+    found = Search(measure).run(devices * 15.0)
+    assert found.is_settled
+    assert found.rate == pytest.approx(devices / 0.05, rel=0.05), str(found)
+
+
+@_TIMEOUT
+def test_runs_alike_are_told_from_a_fifth_slower(start_server: StartServer) -> None:
+    usual, slow = (start_server(devices=f"test:2?ms={ms}") for ms in (50, 60))
+    made: dict[str, Any] = {"level": 20, "duration_s": 4, "warm_up_s": 0.5, "workloads": (GRID,)}
+    alike, slower = [], []
+    for _ in range(PAIRS):
+        first, second, third = (run(scenario(**made), each.address) for each in (usual, usual, slow))
+        alike.append(compare(first, second))
+        slower.append(compare(second, third))
+    assert sum(each.judgement != "no difference" for each in alike) <= MOST_WRONG, [str(e) for e in alike]
+    assert sum(each.judgement != "slower" for each in slower) <= MOST_WRONG, [str(e) for e in slower]

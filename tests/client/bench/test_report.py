@@ -1,0 +1,192 @@
+"""The page, the charts, the live view and the terminal: whole, right, and from nothing outside."""
+
+from __future__ import annotations
+
+import io
+import re
+from html.parser import HTMLParser
+
+import pytest
+from rich.console import Console
+from tests.client.bench.made import GRID, result, scenario
+
+from npugrad_client.bench.charts import Series, bar_chart, line_chart, number, stack_chart, ticks
+from npugrad_client.bench.compare import compare
+from npugrad_client.bench.engine import Progress
+from npugrad_client.bench.live import Recent, live_view
+from npugrad_client.bench.record import Record
+from npugrad_client.bench.report_html import page
+from npugrad_client.bench.result import Result
+from npugrad_client.bench.scenario import Workload
+from npugrad_client.bench.show import show_comparison, show_result
+from npugrad_client.bench.slo import Slo
+
+VOID = {"meta", "br"}
+
+
+class Whole(HTMLParser):
+    """Sees that every element is closed in order, and keeps the text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+        self.found: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.add(tag)
+        if tag not in VOID and not (self.get_starttag_text() or "").endswith("/>"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.add(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def parsed(text: str) -> Whole:
+    reader = Whole()
+    reader.feed(text)
+    assert reader.open == []
+    return reader
+
+
+def test_a_page_is_whole_and_takes_nothing_from_outside() -> None:
+    made = result(warm_up_s=2.0, slo=Slo.parse("p99=10ms,errors=1%"))
+    text = page(made)
+    reader = parsed(text)
+    assert not {"script", "link", "img", "iframe"} & reader.found
+    assert not re.search(r"https?://|src=|@import|url\(", text)
+    assert text.count("<svg") == 6, "latency, rate, percentiles, stages, devices, workloads"
+    for word in ("Objectives missed", "p99: found", "test:1 (test)", "network, front, client", GRID.name):
+        assert word in reader.text
+    assert len(text) < 400_000
+
+
+def test_a_page_of_what_went_wrong() -> None:
+    made = result()
+    made.record.intended(GRID.name, 1.0)
+    made.record.failed(GRID.name, 1.0, "<b>QUEUE_FULL</b>")
+    made.record.intended(GRID.name, 1.0)
+    made.record.dropped(GRID.name, 1.0)
+    for _ in range(10_000):
+        made.record.lateness.add(0.5)
+    told = Result(made.scenario, made.record, made.elapsed_s, made.cpus, is_interrupted=True)
+    reader = parsed(page(told))
+    for word in (
+        "<b>QUEUE_FULL</b>",
+        "dropped: 1024 in flight already",
+        "Interrupted",
+        "The client was the bottleneck",
+    ):
+        assert word in reader.text
+
+
+def test_a_page_of_nothing() -> None:
+    empty = Result(result().scenario, Record(0.2), 0.0)
+    assert "too little was measured for a picture" in parsed(page(empty)).text
+
+
+def test_lines_lie_where_their_values_are() -> None:
+    text = line_chart("t", "s", [0.0, 1.0, 2.0], [Series("a", [0.0, 10.0, None], 0)])
+    (points,) = re.findall(r'points="([^"]+)"', text)
+    (x0, y0), (x1, y1) = (map(float, pair.split(",")) for pair in points.split())
+    assert x0 < x1
+    assert y0 > y1, "up is more"
+    assert "a, 1: 10" in text
+    parsed(text)
+
+
+def test_layers_lie_on_each_other() -> None:
+    text = stack_chart("t", "s", [0.0, 1.0], [Series("a", [1.0, 1.0], 0), Series("b", [1.0, None], 1)])
+    below, above = (
+        [p.split(",")[1] for p in points.split()] for points in re.findall(r'points="([^"]+)"', text)
+    )
+    assert above[-1] == below[0], "the second begins where the first ends"
+    parsed(text)
+
+
+def test_bars_are_as_long_as_their_values() -> None:
+    text = bar_chart("t", [("a" * 100, 2.0, "2"), ("b", 1.0, "1")])
+    widths = [float(w) for w in re.findall(r'<rect class="fill s0"[^>]* width="([\d.]+)"', text)]
+    assert widths[0] == pytest.approx(2 * widths[1], rel=0.01)
+    assert "…" in text
+    assert bar_chart("t", []) == ""
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 0.003), (-5, 60), (0, 0), (0, 12345)])
+def test_ticks_are_round_and_cover(low: float, high: float) -> None:
+    found = ticks(low, high, 5)
+    assert found[0] <= low
+    assert found[-1] >= high
+    assert 2 <= len(found) <= 8
+
+
+def test_numbers_for_people() -> None:
+    assert [number(v) for v in (0, 0.5, 12.3456, 1234567, 0.00012)] == [
+        "0",
+        "0.5",
+        "12.35",
+        "1,234,567",
+        "1.20e-04",
+    ]
+
+
+def shown(made: Result, slo: str = "") -> str:
+    file = io.StringIO()
+    outcomes = Slo.parse(slo).judge(made) if slo else ()
+    show_result(Console(file=file, width=200), made, outcomes)
+    return file.getvalue()
+
+
+def test_the_terminal_says_what_matters() -> None:
+    two = (GRID, Workload("group_norm_backward"))
+    text = shown(result(workloads=two), "p50=1s,p99=1ms")
+    assert "100 a second (open loop, constant), 20.0 s: 2000 answers, 9" in text
+    assert "network, front, client" in text
+    assert "met: p50: found 19.9 ms" in text
+    assert "MISSED: p99: found" in text
+    assert "closed loop waits" not in text
+    assert "A closed loop waits for each answer" in shown(result(arrival="closed"))
+
+
+def test_the_terminal_tells_the_verdict_first() -> None:
+    file = io.StringIO()
+    show_comparison(Console(file=file, width=300), compare(result(0.02), result(0.03, seed=2)))
+    assert file.getvalue().startswith("slower: p50: ")
+    assert "p99: " in file.getvalue()
+
+
+def test_the_live_view_tells_of_the_last_seconds() -> None:
+    recent = Recent(scenario(duration_s=60, warm_up_s=2.0, workers=2))
+    for tenth in range(-20, 100, 5):
+        progress = Progress(intended=50, answered=45, failed=2, dropped=3, in_flight=4)
+        progress.latency.add(0.02)
+        recent.add(tenth / 10, progress)
+        recent.add(tenth / 10, progress)
+    file = io.StringIO()
+    Console(file=file, width=120).print(recent.view())
+    text = file.getvalue()
+    assert "10 of 60 s" in text
+    assert "p50 19.9 ms, p99 19.9 ms in the last 5 s" in text
+    assert re.search(r"in flight +8 *\n", text)
+    assert "96 failed, 144 dropped of 2400" in text
+    assert "█" in text
+
+
+def test_the_live_view_is_there_before_anything_was_said() -> None:
+    Console(file=io.StringIO()).print(Recent(scenario()).view())
+
+
+def test_no_terminal_no_live_view() -> None:
+    with live_view(Console(file=io.StringIO()), scenario()) as on_progress:
+        assert on_progress is None
+    file = io.StringIO()
+    with live_view(Console(file=file, force_terminal=True), scenario()) as on_progress:
+        assert on_progress is not None
+        on_progress(0.5, Progress(intended=1))
+    assert "rate" in file.getvalue()

@@ -1,0 +1,252 @@
+"""Scenarios: what is legal, what is told of what is not, and the ones that are shipped."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+from tests.client.bench.made import GRID, scenario
+
+from npugrad import OPERATORS
+from npugrad.products import Product
+from npugrad.validation import validate_call
+from npugrad_client.bench.scenario import Scenario, ScenarioError, Stage, Workload
+from npugrad_client.bench.scenario_file import load_scenario, scenario_from, shipped_scenarios
+from npugrad_client.bench.sizes import SIZES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WHOLE = """
+name: both
+workloads:
+  - operator: multi_scale_deformable_attention_grad
+    sizes: {bs: 1, nq: 32, nh: 2, ch: 8, levels: [[8, 8], [4, 4]], points: 4}
+    dtype: bfloat16
+    label: training
+    priority: 10
+    weight: 3
+  - {operator: group_norm_backward, size: medium, deterministic: true, name: norms}
+arrival: poisson
+load:
+  - {rate: 50, duration: 30s}
+  - {rate: [50, 200], duration: 1m}
+warm_up: 500ms
+calls: 1000
+timeout: 10s
+max_in_flight: 64
+workers: 2
+seed: 3
+window: 2
+slo: p99=50ms,errors=0.1%
+"""
+
+
+def written(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "scenario.yaml"
+    path.write_text(textwrap.dedent(text), "utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize("size", ["small", "medium", "large"])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_every_size_is_a_legal_call_of_each_type(operator: str, size: str) -> None:
+    spec = OPERATORS[operator]
+    assert set(SIZES[operator]) == {"small", "medium", "large"}
+    for dtype in spec.inputs[0].dtypes[Product.ATLAS_A2]:
+        assert validate_call(spec, Workload(operator, str(dtype), size).call()).status == 0
+
+
+@pytest.mark.parametrize("name", shipped_scenarios())
+def test_shipped_scenarios_are_legal(name: str) -> None:
+    made = load_scenario(name)
+    assert made.name == name
+    assert made.duration_s > 0
+    for workload in made.workloads:
+        assert max(workload.nbytes) < 64 * 2**20, "a load test sends it many times"
+
+
+def test_shipped_scenarios_cover_the_operators() -> None:
+    covered = {each.operator for name in shipped_scenarios() for each in load_scenario(name).workloads}
+    assert covered == set(OPERATORS)
+
+
+def test_a_file_says_everything(tmp_path: Path) -> None:
+    made = load_scenario(written(tmp_path, WHOLE))
+    first, second = made.workloads
+    assert (first.operator, first.dtype, first.label) == (
+        "multi_scale_deformable_attention_grad",
+        "bfloat16",
+        "training",
+    )
+    assert (first.priority, first.weight, second.name) == (10, 3, "norms")
+    assert second.arguments(1)["deterministic"] is True
+    assert made.stages == (Stage(50, 50, 30), Stage(50, 200, 60))
+    assert (made.arrival, made.warm_up_s, made.max_calls, made.timeout_s) == ("poisson", 0.5, 1000, 10)
+    assert (made.max_in_flight, made.workers, made.seed, made.window_s) == (64, 2, 3, 2)
+    assert str(made.slo) == "p99=50ms,errors=0.1%"
+    assert made.duration_s == 90
+    assert [made.level(t) for t in (-1, 0, 30, 60, 95)] == [50, 50, 50, 125, 0]
+
+
+def test_operands_come_from_the_seed() -> None:
+    first, again, other = (GRID.arguments(seed)["input"] for seed in (1, 1, 2))
+    assert (first == again).all()
+    assert (first != other).any()
+
+
+BROKEN: list[tuple[dict[str, Any], str]] = [
+    ({"workloads": []}, "workloads: found []; expected at least one"),
+    ({"workloads": 3}, "workloads: found 3; expected a list"),
+    ({"workloads": [{}]}, r"workloads[0]: found []; expected a key `operator`"),
+    ({"workloads": ["x"]}, "workloads[0]: found 'x'; expected a mapping"),
+    (
+        {"workloads": [{"operator": "relu"}]},
+        "workloads[0].operator: found 'relu'; expected multi_scale_deformable_attention_grad, ",
+    ),
+    ({"workloads": [{"operator": 5}]}, "workloads[0].operator: found 5; expected text"),
+    (
+        {"workloads": [{"operator": "group_norm_backward", "dtype": "int8"}]},
+        "workloads[0].dtype: found 'int8'; expected float32, float16, bfloat16",
+    ),
+    (
+        {"workloads": [{"operator": "group_norm_backward", "size": "huge"}]},
+        "workloads[0].size: found 'huge'; expected small, medium, large",
+    ),
+    (
+        {"workloads": [{"operator": "group_norm_backward", "sizes": {"d": 1}}]},
+        "workloads[0].sizes.d: found 'd'; expected one of n, c, hxw, group",
+    ),
+    (
+        {"workloads": [{"operator": "group_norm_backward", "sizes": {"c": 10, "group": 3}}]},
+        "workloads[0].sizes: c, group: found",
+    ),
+    (
+        {"workloads": [{"operator": "group_norm_backward", "sizes": {"c": "many"}}]},
+        "workloads[0].sizes: found {'c': 'many'}, which make no call",
+    ),
+    (
+        {"workloads": [{"operator": "group_norm_backward", "weight": 0}]},
+        "workloads[0].weight: found 0; expected a number above 0",
+    ),
+    (
+        {"workloads": [{"operator": "group_norm_backward", "priority": 101}]},
+        "workloads[0].priority: found 101; expected -100 to 100",
+    ),
+    (
+        {"workloads": [{"operator": "group_norm_backward", "label": "x" * 65}]},
+        "workloads[0].label: found 65 characters; expected at most 64",
+    ),
+    (
+        {"workloads": [{"operator": "group_norm_backward", "size": True}]},
+        "workloads[0].size: found True; expected text",
+    ),
+    (
+        {"arrival": "random"},
+        "arrival: found 'random'; expected constant, poisson, closed, or a mapping with a key",
+    ),
+    ({"arrival": {"speed": 1}}, "arrival: found ['speed']; expected a key `trace`"),
+    ({"load": []}, "load: found []; expected at least one stage"),
+    ({"load": [{"duration": "1s"}]}, "load[0]: found ['duration']; expected a key `rate`"),
+    (
+        {"load": [{"rate": 1, "duration": "soon"}]},
+        "load[0].duration: found 'soon'; expected a duration such as",
+    ),
+    ({"load": [{"rate": 1, "duration": 0}]}, "duration: found 0.0; expected above 0 s"),
+    (
+        {"load": [{"rate": [1, 2, 3], "duration": 1}]},
+        "load[0].rate: found [1, 2, 3]; expected a number, or two",
+    ),
+    ({"load": [{"rate": 0, "duration": 1}]}, "rate: found 0.0; expected above 0 somewhere in the stage"),
+    ({"load": [{"rate": -1, "duration": 1}]}, "rate: found -1.0; expected 0 to 1e+06"),
+    (
+        {"load": [{"concurrency": 1, "duration": 1}]},
+        "load[0]: found 'concurrency'; expected one of rate, duration",
+    ),
+    ({"warm_up": "-1s"}, "warm_up: found '-1s'; expected a duration"),
+    ({"timeout": 0}, "timeout: found 0.0; expected above 0 s"),
+    ({"workers": 0}, "workers: found 0; expected 1 to 64"),
+    ({"workers": 2.5}, "workers: found 2.5; expected a whole number"),
+    ({"seed": -1}, "seed: found -1; expected 0 or more"),
+    ({"slo": "p99"}, "slo: p99: found ''; expected a duration"),
+    ({"slo": 5}, "slo: found 5; expected text"),
+    ({"rate": 5}, "scenario: found 'rate'; expected one of name, workloads, arrival, load"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BROKEN, ids=lambda value: str(value)[:40])
+def test_what_is_wrong_is_told_with_its_key(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    document = {**yaml.safe_load(WHOLE), **change}
+    with pytest.raises(ScenarioError) as caught:
+        scenario_from(document, tmp_path)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "found no YAML: while parsing"),
+        ("- 1", "scenario: found [1]; expected a mapping"),
+        ("", "scenario: found None; expected a mapping"),
+    ],
+)
+def test_files_that_are_none(text: str, message: str, tmp_path: Path) -> None:
+    name = written(tmp_path, text)
+    with pytest.raises(ScenarioError) as caught:
+        load_scenario(name)
+    assert str(caught.value).startswith(f"{name}: {message}")
+
+
+def test_a_name_that_is_none_lists_what_there_is() -> None:
+    with pytest.raises(
+        ScenarioError, match="found No such file or directory; expected the name of a file, or one of "
+    ):
+        load_scenario("nonexistent")
+
+
+TRACED = "workloads: [{operator: grid_sampler_2d_backward, name: a}]\narrival: {trace: t.csv, speed: 2}\n"
+
+
+def test_a_trace_stands_beside_its_scenario(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("# seconds, workload\n0\n1.0, a\n\n4.0  # last\n", "utf-8")
+    made = load_scenario(written(tmp_path, TRACED))
+    assert made.trace == ((0.0, -1), (0.5, 0), (2.0, -1))
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("x", "t.csv:1: found 'x'; expected seconds, ascending from 0"),
+        ("1\n0.5", "t.csv:2: found '0.5'; expected seconds, ascending from 0"),
+        ("nan", "t.csv:1: found 'nan'; expected seconds"),
+        ("-1", "t.csv:1: found '-1'; expected seconds"),
+        ("1, b", "t.csv:1: found 'b'; expected one of a"),
+        ("# nothing", "found 'no call'; expected one a line"),
+    ],
+)
+def test_traces_that_are_none(lines: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(lines, "utf-8")
+    with pytest.raises(ScenarioError) as caught:
+        load_scenario(written(tmp_path, TRACED))
+    assert message in str(caught.value)
+
+
+def test_a_trace_has_no_load_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("0\n1\n", "utf-8")
+    with pytest.raises(ScenarioError, match="warm_up: found '1s'; expected nothing beside a trace"):
+        load_scenario(written(tmp_path, TRACED + "warm_up: 1s\n"))
+
+
+def test_windows_have_a_round_length() -> None:
+    lengths = [scenario(duration_s=d).window_s for d in (1, 20, 60, 600, 86400)]
+    assert lengths == [0.1, 0.2, 0.5, 5.0, 3600.0]
+
+
+def test_a_scenario_needs_no_file() -> None:
+    made = Scenario((GRID,), (Stage(4, 4, 1.0),), arrival="closed")
+    assert made.is_closed
+    assert made.as_dict()["workloads"][0]["request_bytes"] == sum(
+        meta.nbytes for meta in GRID.call().inputs.values() if meta is not None
+    )
