@@ -31,11 +31,25 @@ def made(case: Mapping[str, Any]) -> tuple[CallMeta, dict[str, Array | None]]:
     """The call of a case and its operands.
 
     Args:
-        case: `operator`, `dtype`, and as `sizes` the keywords of the record's `build`.
+        case: `operator`, `dtype`, and as `sizes` the keywords of the record's `build`. `pattern` is
+            ``"turned"`` for the grid of a turned image; else operands are drawn as those of samples are.
     """
     spec = get_operator(case["operator"])
     call = spec.build(dtype=case["dtype"], **case["sizes"])
-    return call, spec.make_inputs(call, np.random.default_rng(11))
+    operands = spec.make_inputs(call, np.random.default_rng(11))
+    if case.get("pattern") == "turned":
+        operands["grid"] = _turned(call)
+    return call, operands
+
+
+def _turned(call: CallMeta, angle: float = 0.3, jitter_pixels: float = 1.0) -> Array:
+    """Sampling points of a turned image, each moved a little: neighbours stay near each other."""
+    meta = call.tensor("grid")
+    _, height, width, _ = meta.shape
+    y, x = np.meshgrid(np.linspace(-1, 1, height), np.linspace(-1, 1, width), indexing="ij")
+    points = np.stack([np.cos(angle) * x - np.sin(angle) * y, np.sin(angle) * x + np.cos(angle) * y], -1)
+    moved = np.random.default_rng(12).uniform(-1, 1, meta.shape) * jitter_pixels / np.array([width, height])
+    return np.asarray(points + moved).astype(meta.dtype.numpy)
 
 
 def empty_outputs(case: Mapping[str, Any], call: CallMeta, dtype: Any = None) -> dict[str, Array]:

@@ -27,6 +27,7 @@ class KernelCase:
         name: Sizes, for a person.
         dtype: Element type of the data.
         sizes: Keywords of the record's `build`.
+        pattern: How operands lie that are not drawn as samples are; see `tests.benchmarks.operands`.
         peers: By name, the subject ("module:class") that makes the same call in a process of its own.
         flops: Floating-point operations that the formula needs; 0 where memory is the limit.
         tolerance: How far a peer's result may be from ours; see `tests.benchmarks.contestant.difference`.
@@ -39,6 +40,7 @@ class KernelCase:
     name: str
     dtype: str
     sizes: Mapping[str, Any]
+    pattern: str = ""
     peers: Mapping[str, str] = field(default_factory=lambda: {"torch": TORCH})
     flops: float = 0.0
     tolerance: float = 1e-3
@@ -61,6 +63,7 @@ class KernelCase:
             "operator": self.operator,
             "dtype": self.dtype,
             "sizes": dict(self.sizes),
+            "pattern": self.pattern,
             "flops": self.flops,
         }
 
