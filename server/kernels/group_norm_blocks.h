@@ -170,7 +170,8 @@ NPUGRAD_INLINE void grad_input_of_block(
   int64_t i = Stream ? std::min(aligned_start(out), count) : 0;
   if (i) part(0, i);
   i = ahead ? pairs(i, std::true_type()) : pairs(i, std::false_type());
-  for (; i < count; i += kWidth) part(i, std::min<int64_t>(kWidth, count - i));
+  for (; i + kWidth <= count; i += kWidth) store(out + i, compute(load(grad + i), load(input + i), zero.a));
+  if (i < count) part(i, count - i);
   if (any_nan(zero.a + zero.b)) grad_input_again(grad, input, out, count, row);
 }
 
