@@ -74,7 +74,7 @@ def test_one_case_gives_table_lines_and_picture(bench: str, peers: set[str] | No
         (["--variant", "avx2"], "found --variant; expected it with the benchmark kernels alone"),
         (["kernels", "transport", "--case", "BEV"], "found --case; expected it with the benchmark kernels"),
         (["kernels", "--case", "no such case"], "no case is left"),
-        (["none"], "found 'none'; expected transport, service, kernels"),
+        (["none"], "found 'none'; expected transport, service, client, kernels"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(arguments: list[str], message: str) -> None:
