@@ -361,16 +361,6 @@ def test_memory_aligned_to_elements_alone_changes_no_bit(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_operands_at_odd_addresses_change_no_bit(kernels: Kernels, dtype: DType) -> None:
-    """As parts of a message may lie."""
-    call = FLOYD.build(dtype=dtype, n=35, m=37, k=34, d=32, with_mask=True)
-    inputs = made(call, 13)
-    expected = computed(kernels, FLOYD, call, inputs)
-    moved: Inputs = {name: _moved(given_array(inputs, name), 1) for name in inputs}
-    assert_same_bits(computed(kernels, FLOYD, call, moved), expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan], ids=str)
 def test_operands_without_a_finite_number(kernels: Kernels, dtype: DType, value: float) -> None:
     call = FLOYD.build(dtype=dtype, n=34, m=33, k=35, d=9, with_mask=True)
