@@ -187,19 +187,26 @@ class Plan:
         server, started = self._flying.pop(number)
         self._picker.ended(server, started, now, None)
         self._budget.refill()
+        for other, since in self._flying.values():
+            if since < started:  # a hedge was sent for want of its answer, and was quicker
+                self._picker.ended(other, since, now, DeadlineExceeded("found no answer before the hedge's"))
+            else:
+                self._picker.ended(other, since, now, None, is_abandoned=True)
+        self._flying.clear()
 
-    def failed(self, number: int, error: NpugradError, now: float) -> None:
-        """A try has failed."""
+    def failed(self, number: int, error: NpugradError, now: float) -> bool:
+        """A try has failed; whether that is the end of the call, with tries in flight or not."""
         server, started = self._flying.pop(number)
         self._picker.ended(server, started, now, error)
         error.tries = self.tries
         self._error = error
         if not self._may_retry(error, now):
             self.abandon(now)
-        elif not self._flying:
+            return True
+        if not self._flying:
             delay = self._delay(error, now)
             self._next_at = None if delay is None else now + delay
-        # else another try is in flight, and may be followed by a hedge: wait for it
+        return False  # where another try is in flight, and may be followed by a hedge, it is waited for
 
     def abandon(self, now: float) -> None:
         """The call is over for other reasons; tries in flight are not waited for."""

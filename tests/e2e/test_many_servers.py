@@ -27,7 +27,7 @@ from tests.client.fake_service import (
 
 from npugrad import OPERATORS
 from npugrad.errors import ServerBusy
-from npugrad_client import AsyncClient, Client, ConnectError, RetryPolicy, ServerDraining
+from npugrad_client import AsyncClient, Client, ConnectError, DeadlineExceeded, RetryPolicy, ServerDraining
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -125,6 +125,32 @@ def test_a_server_that_drains_loses_no_call_and_gets_no_new_ones(start_server: S
         assert all(is_right(chosen[n % 4], future.result(60)) for n, future in enumerate(flying))
         assert first.wait() == 0
         assert is_right(chosen[0], client.group_norm_backward(**given(chosen[0])))
+
+
+def test_a_server_that_stands_still_costs_the_calls_that_wait_for_it_and_no_others(
+    start_server: StartServer,
+) -> None:
+    """A stopped process: its connections stay open, and nothing is ever answered."""
+    first, second = start_server(check_end=False), start_server()
+    call = calls(2)[1]
+    with Client([first.address, second.address], timeout_s=0.5, retry=None) as client:
+        for _ in range(4):
+            client.group_norm_backward(**given(call), timeout_s=60)
+        first.signal(signal.SIGSTOP)
+        late = 0
+        for _ in range(40):
+            try:
+                assert is_right(call, client.group_norm_backward(**given(call)))
+            except DeadlineExceeded:
+                late += 1
+        assert 1 <= late <= 4
+        first.signal(signal.SIGCONT)
+        before = first.info().accepted_calls
+        for _ in range(3000):
+            client.group_norm_backward(**given(call), timeout_s=60)
+            if first.info().accepted_calls > before:
+                return
+        pytest.fail("the server got no calls again")
 
 
 def test_addresses_behind_one_target_share_the_calls_and_a_lost_one_loses_none(
