@@ -116,16 +116,18 @@ _HANDSHAKE = (
     "security handshaker",
 )
 """What grpc says, among other things, when a handshake failed."""
+_OTHER_NAME = "the server's certificate has another name than the target; Tls(server_name=...) tells which"
+_NOT_TRUSTED = (
+    "the server's certificate is of an authority that is not trusted; Tls(ca=...) tells which to trust"
+)
 _HINTS = {
     "security handshaker": "ca, certificate or key cannot be used, or the key is of another certificate",
-    "hostname verification": "the server's certificate has another name than the target; Tls(server_name=...) "
-    "tells which to expect",
-    "not in peer certificate": "the server's certificate has another name than the target; "
-    "Tls(server_name=...) tells which to expect",
+    "hostname verification": _OTHER_NAME,
+    "not in peer certificate": _OTHER_NAME,
     "has expired": "the server's certificate has expired",
-    "local issuer": "the server's certificate is of an authority that Tls(ca=...) does not hold",
-    "self signed": "the server's certificate is of an authority that Tls(ca=...) does not hold",
-    "self-signed": "the server's certificate is of an authority that Tls(ca=...) does not hold",
+    "local issuer": _NOT_TRUSTED,
+    "self signed": _NOT_TRUSTED,
+    "self-signed": _NOT_TRUSTED,
     "wrong_version_number": "the server does not speak TLS",
 }
 """What it means, for a person."""
@@ -211,9 +213,9 @@ def _without_details(
     if cls is ConnectError and any(word in said.lower() for word in _HANDSHAKE):
         cls = TlsError
     if cls is TlsError:
-        text = f"no encrypted connection to {target}: {_hint(said)}{said}"
+        text = f"no encrypted connection to {target}: {_hint(said)}"
     elif cls is ConnectError:
-        text = f"cannot reach {target}: {_closed_hint(said, is_encrypted)}{said}"
+        text = f"cannot reach {target}: {_closed_hint(said, is_encrypted)}"
     elif cls is DeadlineExceeded and timeout_s is not None:
         text = f"found no answer from {target} within {round(timeout_s, 3):g} s"
     else:
@@ -222,11 +224,12 @@ def _without_details(
 
 
 def _hint(said: str) -> str:
-    return next((f"{hint}: " for word, hint in _HINTS.items() if word in said.lower()), "")
+    found = next((hint for word, hint in _HINTS.items() if word in said.lower()), None)
+    return f"{found} (gRPC: {said})" if found else said
 
 
 def _closed_hint(said: str, is_encrypted: bool) -> str:
     """Only where no connection came about: one that is lost later has other reasons."""
     text = said.lower()
     is_new = "failed to connect" in text and any(word in text for word in _CLOSED)
-    return f"{_CLOSED_HINTS[is_encrypted]}: " if is_new else ""
+    return f"{_CLOSED_HINTS[is_encrypted]} (gRPC: {said})" if is_new else said
