@@ -2,7 +2,7 @@
 
     python client/examples/several_servers.py
 
-Starts both servers on loopback, calls them from several threads, kills one half-way with SIGKILL, and tells how
+Starts both on loopback, calls them from several threads, kills one half-way with SIGKILL, and tells how
 many calls were sent a second time. With `--targets host1:50051 host2:50051` it calls running servers and
 kills none: kill one yourself. Needs the server package for the servers it starts.
 """
