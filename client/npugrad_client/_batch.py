@@ -58,6 +58,8 @@ class Batch:
         try:
             call = next(self._calls)
         except StopIteration:
+            if self._bar is not None:
+                self._bar.update(self._task, total=self._given)  # known by now
             return None
         self._given += 1
         return self._given - 1, call
