@@ -15,6 +15,7 @@ from concurrent.futures import CancelledError, ProcessPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 import grpc
+import numpy as np
 import pytest
 from tests.client.fake_service import (
     STREAMED,
@@ -270,6 +271,27 @@ def test_a_retry_sends_the_operands_as_they_were_though_results_go_into_one_of_t
     assert sent[1] == before, "the retry sent what the first reply had left behind"
     assert grads.grad_input is call["grad_out"]
     assert not grads.grad_input.any()
+
+
+def test_nothing_is_written_into_the_callers_array_after_a_cancelled_call_has_ended() -> None:
+    call = group_norm(n=2, c=64, hxw=65_536)  # 32 MiB: filled in a thread, slowly, because of its strides
+    mine = np.full((65_536, 64, 2), 9, np.float32).transpose()
+
+    async def work(address: str) -> None:
+        async with AsyncClient(address, timeout_s=30) as client:
+            task = asyncio.ensure_future(client.group_norm_backward(**call, out={"grad_input": mine}))
+
+            def until_begun() -> None:
+                while mine[0, 0, 0] == 9 and not task.done():
+                    os.sched_yield()
+
+            await asyncio.to_thread(until_begun)
+            task.cancel()
+            await asyncio.wait([task])
+            assert not mine.any(), "the call has ended, and its array is still being filled"
+
+    with fake_service() as service:
+        asyncio.run(asyncio.wait_for(work(service.address), 60))
 
 
 # ----------------------------------------------------------------------------------------- where calls run
