@@ -41,7 +41,8 @@ class RetryPolicy:
         try_timeout_s: Deadline of each try in seconds, within that of the call; None for none. A try that
             passes it is tried again.
         hedge_after_s: Seconds without an answer after which a call is sent a second time, to another server
-            if there is one; the first answer counts and the other call is cancelled. None for never.
+            if there is one, and again after as long until `max_tries` are spent; the first answer counts and
+            the other calls are cancelled. None for never.
         budget: Retries and hedges that may be spent at once, by all calls of a client. Sending a call to
             another server because its own was lost costs nothing, everything else one.
         budget_refill: What each answered call gives back, up to `budget`. So in the long run, the load of
