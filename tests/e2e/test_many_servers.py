@@ -291,7 +291,7 @@ def test_a_slow_try_is_hedged_and_the_loser_is_cancelled(way: int) -> None:
 
     with fake_service(unary, execute) as slow, fake_service() as quick:
         targets = [slow.address, quick.address]
-        for answers in both(targets, RetryPolicy(hedge_after_s=0.05), way):
+        for answers in both(targets, RetryPolicy(hedge_after_s=0.05, max_tries=2), way):
             assert answers[0].info.tries == 2
         assert [event.wait(20) for event in given_up] == [True, True], "a loser went on"
 
@@ -306,7 +306,7 @@ def test_a_hedged_call_fills_the_callers_array_once_and_at_its_end() -> None:
     call = group_norm()
     mine = call["input"] * 0 + 9
     with fake_service(unary) as slow, fake_service() as quick:
-        policy = RetryPolicy(hedge_after_s=0.02)
+        policy = RetryPolicy(hedge_after_s=0.02, max_tries=2)
         with Client([slow.address, quick.address], timeout_s=20, retry=policy) as client:
             grads = client.group_norm_backward(**call, out={"grad_input": mine})
             assert grads.grad_input is mine
