@@ -259,7 +259,12 @@ class AsyncClient(AsyncOperators):
             prepared = await asyncio.to_thread(prepare, spec, inputs, attrs, out, options)
         answer = await self._transport.run(prepared, self._deadline(timeout_s))
         if prepared.targets and prepared.nbytes >= _IN_A_THREAD_FROM_BYTES:
-            return await asyncio.to_thread(finish, prepared, answer, inputs, out), answer.info
+            filling = asyncio.ensure_future(asyncio.to_thread(finish, prepared, answer, inputs, out))
+            try:
+                return await asyncio.shield(filling), answer.info
+            except asyncio.CancelledError:
+                await asyncio.wait([filling])  # nobody may write into the caller's arrays afterwards
+                raise
         return finish(prepared, answer, inputs, out), answer.info
 
 

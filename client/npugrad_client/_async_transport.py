@@ -10,7 +10,7 @@ import asyncio
 import os
 import time
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import grpc
@@ -41,6 +41,7 @@ class _Home:
         self.process, self.loop = os.getpid(), loop
         self._settings = settings
         self._stubs: dict[int, tuple[Any, Stubs]] = {}
+        self.closing = asyncio.Event()
 
     def stubs(self, server: int) -> Stubs:
         """The stubs of a server's channel, opened at the first call."""
@@ -59,6 +60,7 @@ class _Home:
         return found[1]
 
     async def close(self) -> None:
+        self.closing.set()
         stubs, self._stubs = self._stubs, {}
         for channel, _ in stubs.values():
             await channel.close(grace=None)
@@ -155,7 +157,7 @@ class AsyncTransport:
         while True:
             step = plan.next(time.monotonic())
             if not isinstance(step, Launch):
-                await self._pause(what, step.until)
+                await self._pause(home, what, step.until)
                 continue
             try:
                 answer = await self._try(home, step, what, send)
@@ -165,8 +167,10 @@ class AsyncTransport:
                 plan.answered(step.number, time.monotonic())
                 return answer
 
-    async def _pause(self, what: str, until: float | None) -> None:
-        await asyncio.sleep(max(0.0, (until or 0.0) - time.monotonic()))
+    async def _pause(self, home: _Home, what: str, until: float | None) -> None:
+        pause_s = max(0.0, (until or 0.0) - time.monotonic())
+        with suppress(asyncio.TimeoutError):  # the builtin one from Python 3.11 on
+            await asyncio.wait_for(home.closing.wait(), pause_s)
         if self._was_closed():
             raise Cancelled(f"{what}: {self._settings.name}: the client was closed before the next try")
 
@@ -180,11 +184,11 @@ class AsyncTransport:
                     flying[asyncio.ensure_future(self._try(home, step, what, send))] = step.number
                     continue
                 if not flying:
-                    await self._pause(what, step.until)
+                    await self._pause(home, what, step.until)
                     continue
                 wait_s = None if step.until is None else max(0.0, step.until - time.monotonic())
                 ended, _ = await asyncio.wait(flying, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-                for task in ended:
+                for task in sorted(ended, key=_is_failed):  # an answer counts, whoever failed beside it
                     number = flying.pop(task)
                     error = task.exception()
                     if error is None:
@@ -192,7 +196,8 @@ class AsyncTransport:
                         return task.result()
                     if not isinstance(error, NpugradError):
                         raise error
-                    plan.failed(number, error, time.monotonic())
+                    if plan.failed(number, error, time.monotonic()):
+                        break
         finally:
             for task in flying:
                 task.cancel()
@@ -211,7 +216,8 @@ class AsyncTransport:
         try:
             yield
         except grpc.RpcError as error:
-            raise translate(error, what, target, timeout_s) from None
+            is_encrypted = self._settings.credentials is not None
+            raise translate(error, what, target, timeout_s, is_encrypted=is_encrypted) from None
         except asyncio.CancelledError:
             if self._was_closed() and not _is_cancelled():
                 raise Cancelled(f"{what}: {target}: the client was closed") from None
@@ -234,6 +240,10 @@ async def _streamed(stubs: Stubs, prepared: Prepared, timeout_s: float | None) -
         return await read_frames_async(prepared, stream)
     finally:
         stream.cancel()  # no effect after a complete answer; frees the stream when ours was refused
+
+
+def _is_failed(task: asyncio.Task[Any]) -> bool:
+    return task.cancelled() or task.exception() is not None
 
 
 def _is_cancelled() -> bool:

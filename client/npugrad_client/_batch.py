@@ -55,8 +55,11 @@ class Batch:
 
     def take(self) -> tuple[int, Mapping[str, Any]] | None:
         """Place and arguments of the next call; None after the last."""
-        call = next(self._calls, None)
-        if call is None:
+        try:
+            call = next(self._calls)
+        except StopIteration:
+            if self._bar is not None:
+                self._bar.update(self._task, total=self._given)  # known by now
             return None
         self._given += 1
         return self._given - 1, call

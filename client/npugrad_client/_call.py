@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from npugrad.errors import MalformedRequest
 from npugrad.products import Product
 from npugrad.spec import TensorMeta
@@ -12,7 +14,7 @@ from npugrad.validation import make_call, validate_call
 from npugrad_client import _arrays
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     import numpy.typing as npt
 
@@ -39,7 +41,7 @@ class Prepared:
         is_refused: Whether the local record refuses the call, whatever the product.
         targets: Arrays of the caller that are to be filled, by output.
         is_apart: Whether results must not land in `targets` as they arrive, because the call may be sent
-            twice at once.
+            twice at once, or because they share memory with operands.
     """
 
     spec: OpSpec
@@ -99,7 +101,17 @@ def prepare(
     if sum(meta.nbytes for meta, _ in packed.values()) >= _INFER_FROM_BYTES:
         expected = _infer(spec, call)
     contents = {n: data for n, (_, data) in packed.items() if data is not None}
-    return Prepared(spec, call, contents, options, expected or {}, expected is None, targets)
+    is_apart = _overlap(contents.values(), targets.values())
+    return Prepared(spec, call, contents, options, expected or {}, expected is None, targets, is_apart)
+
+
+def _overlap(contents: Iterable[memoryview | Recipe], targets: Collection[Array]) -> bool:
+    """Whether results that land in an array of the caller would change an operand.
+
+    It is sent again when the call is.
+    """
+    sent = [np.frombuffer(data, np.uint8) for data in contents if isinstance(data, memoryview)]
+    return any(np.may_share_memory(data, target) for target in targets for data in sent)
 
 
 def _infer(spec: OpSpec, call: CallMeta) -> Mapping[str, TensorMeta | None] | None:

@@ -37,6 +37,8 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_timeout_ms", 20_000),
     # A server that comes back is found again within seconds, not grpc's two minutes.
     ("grpc.max_reconnect_backoff_ms", 5_000),
+    # How long a host may be silent that a connection is opened to; grpc's default is 20 s.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     # A connection of its own: one that is shared with a parent's, from before a fork, is broken.
     ("grpc.use_local_subchannel_pool", 1),
 )

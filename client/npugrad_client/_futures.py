@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-import threading
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from npugrad_client._channels import closed
 from npugrad_client._generated_ops import FutureOperators
 from npugrad_client._transport import Flight
+from npugrad_client.errors import Cancelled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,12 +38,7 @@ class CallFuture(Future[T]):
             False when it is over. One that was in flight is given up by the server, and `result` raises
             `npugrad_client.Cancelled`; one that had not begun raises `concurrent.futures.CancelledError`.
         """
-        if super().cancel():
-            return True
-        if self.done():
-            return False
-        self.flight.cancel()
-        return True
+        return super().cancel() or self.flight.cancel()
 
 
 class Threads:
@@ -54,14 +51,15 @@ class Threads:
         """A pool of at most `size` threads, of which none is started yet."""
         self._transport, self._size = transport, size
         self._pools: dict[int, ThreadPoolExecutor] = {}
-        self._lock = threading.Lock()
+        self._is_closed = False
 
     def start(self, call: Callable[[], T]) -> CallFuture[T]:
         """Starts a call as soon as there is a thread for it."""
         future: CallFuture[T] = CallFuture()
-        inner = self._pool().submit(self._work, future, call)
-        # Nobody cancels an inner future but a pool that is closed.
-        inner.add_done_callback(lambda ended: future.cancel() if ended.cancelled() else None)
+        if self._is_closed:
+            raise closed(self._transport.name)
+        inner = self._pool().submit(copy_context().run, self._work, future, call)
+        inner.add_done_callback(lambda ended: _give_up(future) if ended.cancelled() else None)
         return future
 
     def _pool(self) -> ThreadPoolExecutor:
@@ -78,22 +76,33 @@ class Threads:
             with self._transport.cancellable(future.flight):
                 result = call()
         except BaseException as error:
+            future.flight.end()
             future.set_exception(error)
+            return
+        if future.flight.end():
+            future.set_exception(Cancelled(f"{self._transport.name}: the call was cancelled as it ended"))
         else:
             future.set_result(result)
 
     def close(self) -> None:
         """Starts nothing more; what had not begun is cancelled."""
+        self._is_closed = True
         pool = self._pools.get(os.getpid())
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _give_up(future: CallFuture[Any]) -> None:
+    """Ends the future of a call that its pool will not begin, as only a pool that is closed does."""
+    if Future.cancel(future):
+        future.set_running_or_notify_cancel()  # else whoever waits for it would never hear of it
 
 
 class Submit(FutureOperators):
     """Calls that return at once: each method of the client, returning a future.
 
     At most `Client(threads=...)` calls are in flight; the others wait for a thread. Cancelling a future
-    cancels its call, and closing the client cancels all.
+    cancels its call, and closing the client cancels all. A call sees the context variables of who starts it.
 
     Thread safety: may be shared by any number of threads.
 

@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from npugrad.errors import ConnectError, ServerBusy, ServerDraining
+from npugrad.errors import Cancelled, ConnectError, DeadlineExceeded, ServerBusy, ServerDraining
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -30,24 +30,34 @@ class _Server:
         flying: Tries in flight.
         losses: How often in a row it was found lost.
         lost_at: When it was last found lost.
+        answered_at: When it last answered, be it with an error.
         rests_until: Until when it gets calls only if there is no other.
     """
 
     flying: int = 0
     losses: int = 0
     lost_at: float = float("-inf")
+    answered_at: float = float("-inf")
     rests_until: float = float("-inf")
 
     def is_ready(self, now: float) -> bool:
         """Whether it may be given a call: it does not rest, and one that was lost gets a single one first."""
         return now >= self.rests_until and (self.losses == 0 or self.flying == 0)
 
+    def is_lost_by(self, error: NpugradError | None, started: float) -> bool:
+        """Whether a try that was sent then and ended so shows that it is lost."""
+        if isinstance(error, DeadlineExceeded) and not error.request_id:
+            return self.answered_at < started  # silent for so long; else it was but this call that took long
+        is_gone = isinstance(error, (ConnectError, ServerDraining))
+        return is_gone or (error is not None and error.reason == _NO_DEVICE)
+
 
 class Picker:
     """Chooses servers: the one with the fewest calls in flight, in turn where several have.
 
-    A server that cannot be reached, drains or has no device rests for a while, longer each time, and is then
-    tried with one call. A full one rests for as long as it asks. When all rest, the one that rested longest
+    A server that cannot be reached, drains, has no device, or answered nothing at all while a call waited for
+    it beyond its deadline or its hedge, rests for a while, longer each time, and is then tried with one call.
+    A full one rests for as long as it asks. When all rest, the one that rested longest
     is tried: a picker never refuses.
 
     Thread safety: every method may be called from several threads at once.
@@ -71,7 +81,8 @@ class Picker:
         server = self._servers[index]
         is_ready = server.is_ready(now)
         turn = (index - self._turn) % len(self._servers)
-        return not is_ready, index in avoid, 0.0 if is_ready else server.rests_until, server.flying, turn
+        rest = 0.0 if is_ready else max(0.0, server.rests_until - now)
+        return not is_ready, index in avoid, rest, server.flying, turn
 
     def has_other(self, now: float, tried: Collection[int]) -> bool:
         """Whether there is a server that was not tried and takes calls now."""
@@ -99,15 +110,19 @@ class Picker:
         with self._lock:
             server = self._servers[index]
             server.flying -= 1
-            if is_abandoned:
+            if is_abandoned or isinstance(error, Cancelled):
                 return
-            if isinstance(error, (ConnectError, ServerDraining)) or (error and error.reason == _NO_DEVICE):
+            if server.is_lost_by(error, started):
                 if started >= server.lost_at:  # else it is the same loss, seen by a call of before
                     server.losses += 1
                     server.lost_at = now
                     rest = min(_LONGEST_REST_S, _FIRST_REST_S * 2.0 ** (server.losses - 1))
                     server.rests_until = now + rest * (1 - 0.5 * random.random())  # jitter
-            elif isinstance(error, ServerBusy):
+                return
+            if isinstance(error, DeadlineExceeded) and not error.request_id:
+                return
+            server.answered_at = now
+            if isinstance(error, ServerBusy):
                 server.rests_until = now + min(_LONGEST_REST_S, error.retry_after_s or _BUSY_REST_S)
             elif started >= server.lost_at:
                 server.losses = 0

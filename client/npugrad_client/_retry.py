@@ -41,7 +41,8 @@ class RetryPolicy:
         try_timeout_s: Deadline of each try in seconds, within that of the call; None for none. A try that
             passes it is tried again.
         hedge_after_s: Seconds without an answer after which a call is sent a second time, to another server
-            if there is one; the first answer counts and the other call is cancelled. None for never.
+            if there is one, and again after as long until `max_tries` are spent; the first answer counts and
+            the other calls are cancelled. None for never.
         budget: Retries and hedges that may be spent at once, by all calls of a client. Sending a call to
             another server because its own was lost costs nothing, everything else one.
         budget_refill: What each answered call gives back, up to `budget`. So in the long run, the load of
@@ -187,19 +188,26 @@ class Plan:
         server, started = self._flying.pop(number)
         self._picker.ended(server, started, now, None)
         self._budget.refill()
+        for other, since in self._flying.values():
+            if since < started:  # a hedge was sent for want of its answer, and was quicker
+                self._picker.ended(other, since, now, DeadlineExceeded("found no answer before the hedge's"))
+            else:
+                self._picker.ended(other, since, now, None, is_abandoned=True)
+        self._flying.clear()
 
-    def failed(self, number: int, error: NpugradError, now: float) -> None:
-        """A try has failed."""
+    def failed(self, number: int, error: NpugradError, now: float) -> bool:
+        """A try has failed; whether that is the end of the call, with tries in flight or not."""
         server, started = self._flying.pop(number)
         self._picker.ended(server, started, now, error)
         error.tries = self.tries
         self._error = error
         if not self._may_retry(error, now):
             self.abandon(now)
-        elif not self._flying:
+            return True
+        if not self._flying:
             delay = self._delay(error, now)
             self._next_at = None if delay is None else now + delay
-        # else another try is in flight, and may be followed by a hedge: wait for it
+        return False  # where another try is in flight, and may be followed by a hedge, it is waited for
 
     def abandon(self, now: float) -> None:
         """The call is over for other reasons; tries in flight are not waited for."""

@@ -38,24 +38,49 @@ class Flight:
         """Nothing is sent yet."""
         self._lock = threading.Lock()
         self._calls: list[Any] = []
-        self.cancelled = threading.Event()
+        self._is_over = False
+        self._is_cancelled = False
 
     def attach(self, call: Any) -> Any:
         """Tells which call of grpc's it is; cancelled at once when that was asked for already."""
         with self._lock:
             self._calls.append(call)
-            is_late = self.cancelled.is_set()
+            is_late = self._is_cancelled
         if is_late:
             call.cancel()
         return call
 
-    def cancel(self) -> None:
-        """Cancels the call."""
+    def cancel(self) -> bool:
+        """Cancels the call; False when it is over."""
         with self._lock:
-            self.cancelled.set()
+            if self._is_over:
+                return False
+            self._is_cancelled = True
             calls = list(self._calls)
         for call in calls:
             call.cancel()
+        return True
+
+    def end(self) -> bool:
+        """The call is over, and cannot be cancelled any more; whether it was."""
+        with self._lock:
+            self._is_over = True
+            self._calls.clear()
+            return self._is_cancelled
+
+
+class _Alarm:
+    """Ends a pause before its time: when the call is cancelled, or the client closed."""
+
+    def __init__(self) -> None:
+        self._rings = threading.Event()
+
+    def cancel(self) -> bool:
+        self._rings.set()
+        return True
+
+    def wait(self, pause_s: float) -> bool:
+        return self._rings.wait(pause_s)
 
 
 Send: TypeAlias = "Callable[[Stubs, float | None, Flight | None], Any]"
@@ -71,14 +96,15 @@ class _Home:
         self._stubs: dict[int, tuple[Any, Stubs]] = {}
         self.picker = Picker(len(settings.targets))
         self.budget = RetryBudget(settings.retry)
-        self.closing = threading.Event()
+        self._is_closing = False
+        self._alarms: set[_Alarm] = set()
 
     def stubs(self, server: int) -> Stubs:
         """The stubs of a server's channel, opened at the first call."""
         found = self._stubs.get(server)
         if found is None:
             with self._lock:
-                if self.closing.is_set():
+                if self._is_closing:
                     raise closed(self._settings.name)
                 found = self._stubs.get(server) or self._open(server)
         return found[1]
@@ -95,9 +121,26 @@ class _Home:
         found = self._stubs[server] = (channel, Stubs(channel))
         return found
 
+    @contextmanager
+    def alarm(self) -> Iterator[_Alarm]:
+        """An alarm that rings when the channels are closed."""
+        made = _Alarm()
+        with self._lock:
+            self._alarms.add(made)
+            if self._is_closing:
+                made.cancel()
+        try:
+            yield made
+        finally:
+            with self._lock:
+                self._alarms.discard(made)
+
     def close(self) -> None:
         with self._lock:
-            self.closing.set()
+            self._is_closing = True
+            alarms = list(self._alarms)
+        for alarm in alarms:
+            alarm.cancel()
         for channel, _ in self._stubs.values():
             channel.close()
 
@@ -116,6 +159,11 @@ class Transport:
         self._homes: dict[int, _Home] = {}
         self._is_closed = False
         self._scope = threading.local()
+
+    @property
+    def name(self) -> str:
+        """The targets, for messages."""
+        return self._settings.name
 
     def close(self) -> None:
         """Closes the channels; calls in flight are cancelled."""
@@ -201,9 +249,11 @@ class Transport:
 
     def _pause(self, home: _Home, what: str, step: Wait, flight: Flight | None) -> None:
         pause_s = max(0.0, (step.until or 0.0) - time.monotonic())
-        woken = home.closing if flight is None else flight.cancelled
-        woken.wait(pause_s)
-        if self._is_closed or woken.is_set():
+        with home.alarm() as alarm:
+            if flight is not None:
+                flight.attach(alarm)
+            is_woken = alarm.wait(pause_s)
+        if is_woken or self._is_closed:
             raise Cancelled(f"{what}: {self._settings.name}: the call was cancelled before its next try")
 
     def _race(self, home: _Home, plan: Plan, what: str, send: Send, outer: Flight) -> Any:
@@ -255,7 +305,8 @@ class Transport:
         try:
             yield
         except grpc.RpcError as error:
-            raise translate(error, what, target, timeout_s) from None
+            is_encrypted = self._settings.credentials is not None
+            raise translate(error, what, target, timeout_s, is_encrypted=is_encrypted) from None
         except grpc.FutureCancelledError:
             raise Cancelled(f"{what}: {target}: the call was cancelled") from None
         except ValueError:

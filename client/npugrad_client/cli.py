@@ -12,10 +12,20 @@ import typer
 import npugrad
 from npugrad import OPERATORS
 from npugrad.products import Product, product_from_name
-from npugrad_client import Client, _arrays
+from npugrad_client import _arrays
 from npugrad_client._cli import bench, files, show
+from npugrad_client._cli.connection import (
+    DEFAULT_TARGETS,
+    Authority,
+    Certificate,
+    Encrypted,
+    Key,
+    Targets,
+    connect,
+    tls,
+)
 from npugrad_client._cli.explain import explain as print_explanation
-from npugrad_client._cli.terminal import DEFAULT_TARGET, Target, Timeout, find_spec, out, reporting
+from npugrad_client._cli.terminal import Timeout, find_spec, out, reporting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,19 +81,32 @@ def _product(name: str | None) -> Product | None:
 
 
 @app.command()
-def info(target: Target = DEFAULT_TARGET, timeout: Timeout = 10.0, as_json: Json = False) -> None:
+def info(
+    target: Targets = DEFAULT_TARGETS,
+    encrypted: Encrypted = False,
+    tls_ca: Authority = None,
+    tls_certificate: Certificate = None,
+    tls_key: Key = None,
+    timeout: Timeout = 10.0,
+    as_json: Json = False,
+) -> None:
     """Show a server: version, product, devices, limits."""
-    with reporting(), Client(target, timeout_s=timeout) as client:
+    how = (encrypted, tls_ca, tls_certificate, tls_key)
+    with reporting(), connect(target, timeout, tls(*how)) as client:
         found = client.server_info()
         if as_json:
             out.print_json(json.dumps(asdict(found)))
         else:
-            show.server(out, target, found)
+            show.server(out, client.target, found)
 
 
 @app.command()
 def ops(
-    target: Target = DEFAULT_TARGET,
+    target: Targets = DEFAULT_TARGETS,
+    encrypted: Encrypted = False,
+    tls_ca: Authority = None,
+    tls_certificate: Certificate = None,
+    tls_key: Key = None,
     product: Annotated[
         str | None, typer.Option(help="Product to describe; the server's own by default.")
     ] = None,
@@ -91,7 +114,8 @@ def ops(
     as_json: Json = False,
 ) -> None:
     """List the operators of a server."""
-    with reporting(), Client(target, timeout_s=timeout) as client:
+    how = (encrypted, tls_ca, tls_certificate, tls_key)
+    with reporting(), connect(target, timeout, tls(*how)) as client:
         listed = client.list_operators(_product(product))
         if as_json:
             out.print_json(json.dumps([asdict(o) for o in listed]))
@@ -119,7 +143,11 @@ def validate(
     product: Annotated[
         str | None, typer.Option(help="Product; the server's own, or atlas-a2 with --local.")
     ] = None,
-    target: Target = DEFAULT_TARGET,
+    target: Targets = DEFAULT_TARGETS,
+    encrypted: Encrypted = False,
+    tls_ca: Authority = None,
+    tls_certificate: Certificate = None,
+    tls_key: Key = None,
     timeout: Timeout = 10.0,
     as_json: Json = False,
 ) -> None:
@@ -133,7 +161,8 @@ def validate(
         if local:
             verdict = npugrad.validate(operator, **asked, product=chosen or Product.ATLAS_A2)
         else:
-            with Client(target, timeout_s=timeout) as client:
+            how = tls(encrypted, tls_ca, tls_certificate, tls_key)
+            with connect(target, timeout, how) as client:
                 verdict = client.validate(operator, **asked, product=chosen)
         if as_json:
             out.print_json(json.dumps(show.verdict_as_dict(verdict)))
@@ -180,7 +209,11 @@ def call(
     verify: Annotated[
         bool, typer.Option("--verify", help="Have the server check the results against the reference.")
     ] = False,
-    target: Target = DEFAULT_TARGET,
+    target: Targets = DEFAULT_TARGETS,
+    encrypted: Encrypted = False,
+    tls_ca: Authority = None,
+    tls_certificate: Certificate = None,
+    tls_key: Key = None,
     timeout: Timeout = 600.0,
 ) -> None:
     """Run an operator on the operands of a file and write the results to another.
@@ -189,7 +222,8 @@ def call(
 
     NumPy's files have no bfloat16: a key such as input:bfloat16 holds the bits as uint16.
     """
-    with reporting(), Client(target, timeout_s=timeout) as client:
+    how = (encrypted, tls_ca, tls_certificate, tls_key)
+    with reporting(), connect(target, timeout, tls(*how)) as client:
         spec, path = find_spec(operator), files.results_path(output)
         operands, attrs = files.read_call(spec, file, dtype or ())
         attrs |= files.parse_attrs(spec, attr or ())

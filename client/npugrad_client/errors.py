@@ -113,8 +113,30 @@ _HANDSHAKE = (
     "ssl_error",
     "peer certificate",
     "hostname verification",
+    "security handshaker",
 )
 """What grpc says, among other things, when a handshake failed."""
+_OTHER_NAME = "the server's certificate has another name than the target; Tls(server_name=...) tells which"
+_NOT_TRUSTED = (
+    "the server's certificate is of an authority that is not trusted; Tls(ca=...) tells which to trust"
+)
+_HINTS = {
+    "security handshaker": "ca, certificate or key cannot be used, or the key is of another certificate",
+    "hostname verification": _OTHER_NAME,
+    "not in peer certificate": _OTHER_NAME,
+    "has expired": "the server's certificate has expired",
+    "local issuer": _NOT_TRUSTED,
+    "self signed": _NOT_TRUSTED,
+    "self-signed": _NOT_TRUSTED,
+    "wrong_version_number": "the server does not speak TLS",
+}
+"""What it means, for a person."""
+_CLOSED = ("socket closed", "connection reset")
+_CLOSED_HINTS = {
+    True: "it closed the connection, as a server does that wants a certificate of the client, or another one",
+    False: "it closed the connection, as a server does that speaks TLS only",
+}
+"""By whether the client speaks TLS: with TLS 1.3 a client that is not let in learns nothing more."""
 _CANCELLED_HERE = ("Channel closed!", "Locally cancelled by application!")
 """What grpc says when it was this side that cancelled."""
 
@@ -139,7 +161,14 @@ STATUS_CLASSES: dict[grpc.StatusCode, type[NpugradError]] = {
 """Classes for statuses without details of ours: made by grpc itself, a proxy or another service."""
 
 
-def translate(error: grpc.RpcError, what: str, target: str, timeout_s: float | None = None) -> NpugradError:
+def translate(
+    error: grpc.RpcError,
+    what: str,
+    target: str,
+    timeout_s: float | None = None,
+    *,
+    is_encrypted: bool = False,
+) -> NpugradError:
     """The exception for a failed RPC: from the service's details when there are some, else from the status.
 
     Args:
@@ -147,12 +176,13 @@ def translate(error: grpc.RpcError, what: str, target: str, timeout_s: float | N
         what: Operator or service that was called.
         target: Address of the server.
         timeout_s: Deadline of the call in seconds.
+        is_encrypted: Whether the client speaks TLS.
     """
     details = _details(error)
     if details is not None:
         translated = error_from_details(details)
     else:
-        translated = _without_details(error, what, target, timeout_s)
+        translated = _without_details(error, what, target, timeout_s, is_encrypted)
     # Without its traceback, whose frames would hold the operands for as long as anyone holds the error.
     translated.cause = error.with_traceback(None)
     return translated
@@ -169,7 +199,9 @@ def _details(error: Any) -> ErrorDetails | None:
         return None
 
 
-def _without_details(error: Any, what: str, target: str, timeout_s: float | None) -> NpugradError:
+def _without_details(
+    error: Any, what: str, target: str, timeout_s: float | None, is_encrypted: bool
+) -> NpugradError:
     # What a stub raises is both an RpcError and a Call, which the stubs' types do not say.
     code = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
     said = (error.details() if hasattr(error, "details") else str(error)) or "no details"
@@ -181,11 +213,23 @@ def _without_details(error: Any, what: str, target: str, timeout_s: float | None
     if cls is ConnectError and any(word in said.lower() for word in _HANDSHAKE):
         cls = TlsError
     if cls is TlsError:
-        text = f"no encrypted connection to {target}: {said}"
+        text = f"no encrypted connection to {target}: {_hint(said)}"
     elif cls is ConnectError:
-        text = f"cannot reach {target}: {said}"
+        text = f"cannot reach {target}: {_closed_hint(said, is_encrypted)}"
     elif cls is DeadlineExceeded and timeout_s is not None:
         text = f"found no answer from {target} within {round(timeout_s, 3):g} s"
     else:
         text = f"{target}: {code.name}: {said}"
     return cls(f"{what}: {text}", operator=what if what in OPERATORS else "")
+
+
+def _hint(said: str) -> str:
+    found = next((hint for word, hint in _HINTS.items() if word in said.lower()), None)
+    return f"{found} (gRPC: {said})" if found else said
+
+
+def _closed_hint(said: str, is_encrypted: bool) -> str:
+    """Only where no connection came about: one that is lost later has other reasons."""
+    text = said.lower()
+    is_new = "failed to connect" in text and any(word in text for word in _CLOSED)
+    return f"{_CLOSED_HINTS[is_encrypted]} (gRPC: {said})" if is_new else said

@@ -29,7 +29,7 @@ from npugrad.errors import ServerBusy
 from npugrad_client import AsyncClient, Cancelled, Client, InvalidOperand, NpugradError, RetryPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tests.fix_server import ServerProcess
 
@@ -290,9 +290,12 @@ def test_what_cannot_be_meant_is_refused(is_async: bool, options: dict[str, Any]
 
 
 @BOTH
-def test_a_bar_shows_how_many_are_done(is_async: bool, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kind", [list, iter], ids=["list", "generator"])
+def test_a_bar_shows_how_many_are_done(
+    is_async: bool, kind: Callable[[Any], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     with fake_service() as service:
-        many(service.address, [group_norm()] * 5, is_async, progress="gradients")
+        many(service.address, kind([group_norm()] * 5), is_async, progress="gradients")
     said = capsys.readouterr().out
     assert "gradients" in said
     assert "5/5" in said

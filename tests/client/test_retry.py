@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from npugrad.errors import ERRORS, InvalidOperand, TransportError, WorkerLost
 from npugrad_client import (
+    Cancelled,
     ConnectError,
     DeadlineExceeded,
     NpugradError,
@@ -274,6 +275,60 @@ def test_a_draining_server_stays_at_rest_when_its_last_calls_are_answered() -> N
     picker.ended(0, 0.5, 1, ServerDraining("ends"))
     picker.ended(0, 0, 1.1, None)
     assert picker.pick(1.2) == 1
+
+
+def test_a_server_that_answers_nothing_is_lost_and_one_that_is_slow_is_not() -> None:
+    for answers, expected in ((False, 1), (True, 0)):
+        picker = Picker(2)
+        assert [picker.pick(0), picker.pick(0), picker.pick(0)] == [0, 1, 0]
+        if answers:
+            picker.ended(0, 0, 1, InvalidOperand("no", code=161002))
+        picker.ended(1, 0, 1, None)
+        picker.ended(0, 0, 3, DeadlineExceeded("late"))
+        picker.pick(3)
+        picker.ended(1, 3, 3, None)
+        assert [picker.pick(3.1) for _ in range(2)].count(0) == 1 - expected
+
+
+def test_a_deadline_that_the_server_itself_tells_of_is_no_loss() -> None:
+    picker = Picker(2)
+    picker.pick(0)
+    picker.ended(0, 0, 3, DeadlineExceeded("late", request_id="abc"))
+    assert sorted([picker.pick(3), picker.pick(3)]) == [0, 1]
+
+
+def test_a_call_that_its_caller_cancels_tells_nothing_of_a_lost_server() -> None:
+    picker = Picker(2)
+    picker.pick(0)
+    picker.ended(0, 0, 0, ConnectError("gone"))
+    assert picker.pick(0.6) == 1
+    assert picker.pick(0.6) == 0
+    picker.ended(0, 0.6, 0.7, Cancelled("no more"))
+    assert picker.pick(0.7) == 0
+    assert [picker.pick(0.7) for _ in range(3)] == [1, 1, 1], "still one call at a time for the lost one"
+
+
+def test_calls_are_spread_where_all_servers_are_being_probed() -> None:
+    picker = Picker(2)
+    for server in (0, 1):
+        assert picker.pick(0) == server
+    for server in (0, 1):
+        picker.ended(server, 0, 0, ConnectError("gone"))
+    assert sorted(picker.pick(100) for _ in range(10)) == [0] * 5 + [1] * 5
+
+
+def test_a_server_that_hedges_had_to_be_sent_for_rests() -> None:
+    picker, policy = Picker(2), RetryPolicy(hedge_after_s=1)
+    made = plan(policy, picker=picker)
+    assert launch(made, 0).server == 0
+    assert launch(made, 1).server == 1
+    made.answered(2, 1.5)
+    made.abandon(1.5)
+    for now in (1.5, 1.6):
+        other = plan(policy, picker=picker)
+        assert launch(other, now).server == 1
+        other.answered(1, now)
+    assert picker.pick(2.5) == 0, "the loser was not counted as ended"
 
 
 def test_when_all_rest_the_first_to_be_awake_is_tried() -> None:

@@ -27,7 +27,7 @@ from tests.client.fake_service import (
 
 from npugrad import OPERATORS
 from npugrad.errors import ServerBusy
-from npugrad_client import AsyncClient, Client, ConnectError, RetryPolicy, ServerDraining
+from npugrad_client import AsyncClient, Client, ConnectError, DeadlineExceeded, RetryPolicy, ServerDraining
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -125,6 +125,32 @@ def test_a_server_that_drains_loses_no_call_and_gets_no_new_ones(start_server: S
         assert all(is_right(chosen[n % 4], future.result(60)) for n, future in enumerate(flying))
         assert first.wait() == 0
         assert is_right(chosen[0], client.group_norm_backward(**given(chosen[0])))
+
+
+def test_a_server_that_stands_still_costs_the_calls_that_wait_for_it_and_no_others(
+    start_server: StartServer,
+) -> None:
+    """A stopped process: its connections stay open, and nothing is ever answered."""
+    first, second = start_server(check_end=False), start_server()
+    call = calls(2)[1]
+    with Client([first.address, second.address], timeout_s=0.5, retry=None) as client:
+        for _ in range(4):
+            client.group_norm_backward(**given(call), timeout_s=60)
+        first.signal(signal.SIGSTOP)
+        late = 0
+        for _ in range(40):
+            try:
+                assert is_right(call, client.group_norm_backward(**given(call)))
+            except DeadlineExceeded:
+                late += 1
+        assert 1 <= late <= 4
+        first.signal(signal.SIGCONT)
+        before = first.info().accepted_calls
+        for _ in range(3000):
+            client.group_norm_backward(**given(call), timeout_s=60)
+            if first.info().accepted_calls > before:
+                return
+        pytest.fail("the server got no calls again")
 
 
 def test_addresses_behind_one_target_share_the_calls_and_a_lost_one_loses_none(
@@ -265,7 +291,7 @@ def test_a_slow_try_is_hedged_and_the_loser_is_cancelled(way: int) -> None:
 
     with fake_service(unary, execute) as slow, fake_service() as quick:
         targets = [slow.address, quick.address]
-        for answers in both(targets, RetryPolicy(hedge_after_s=0.05), way):
+        for answers in both(targets, RetryPolicy(hedge_after_s=0.05, max_tries=2), way):
             assert answers[0].info.tries == 2
         assert [event.wait(20) for event in given_up] == [True, True], "a loser went on"
 
@@ -280,7 +306,7 @@ def test_a_hedged_call_fills_the_callers_array_once_and_at_its_end() -> None:
     call = group_norm()
     mine = call["input"] * 0 + 9
     with fake_service(unary) as slow, fake_service() as quick:
-        policy = RetryPolicy(hedge_after_s=0.02)
+        policy = RetryPolicy(hedge_after_s=0.02, max_tries=2)
         with Client([slow.address, quick.address], timeout_s=20, retry=policy) as client:
             grads = client.group_norm_backward(**call, out={"grad_input": mine})
             assert grads.grad_input is mine

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from npugrad import OPERATORS, NpugradError
-from npugrad_client import ConnectError, OperatorError
+from npugrad_client import ConnectError, OperatorError, TlsError
 from npugrad_client._cli import files
 from npugrad_client._cli.explain import UnknownSubject, nearest
 
@@ -53,6 +53,8 @@ def reporting() -> Iterator[None]:
         yield
     except (files.FileError, UnknownSubject) as error:
         fail(str(error), 2)
+    except TlsError as error:
+        fail(str(error))
     except ConnectError as error:
         fail(f"{error}\nIs a server listening there? Start one with: npugrad-server serve")
     except NpugradError as error:

@@ -1,0 +1,82 @@
+"""Which servers a command talks to, and how: the options of all of them, and the client that they make."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from npugrad_client import Client, Tls
+from npugrad_client._cli.files import FileError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+DEFAULT_TARGETS = ["127.0.0.1:50051"]
+
+Targets = Annotated[
+    list[str],
+    typer.Option(
+        "--target",
+        envvar="NPUGRAD_TARGET",
+        help="Server: host:port, unix:path or dns:///name:port; several, or commas, share the calls.",
+    ),
+]
+Encrypted = Annotated[
+    bool,
+    typer.Option(
+        "--tls", envvar="NPUGRAD_CLIENT_TLS", help="Encrypt; trust the system's authorities, or --tls-ca."
+    ),
+]
+Authority = Annotated[
+    str | None,
+    typer.Option("--tls-ca", envvar="NPUGRAD_CLIENT_TLS_CA", help="PEM file of the server's authority."),
+]
+Certificate = Annotated[
+    str | None,
+    typer.Option(
+        "--tls-certificate",
+        envvar="NPUGRAD_CLIENT_TLS_CERTIFICATE",
+        help="PEM file of the certificate to show, for mutual TLS.",
+    ),
+]
+Key = Annotated[
+    str | None,
+    typer.Option("--tls-key", envvar="NPUGRAD_CLIENT_TLS_KEY", help="PEM file of its private key."),
+]
+
+
+def addresses(targets: Sequence[str]) -> list[str]:
+    """One address of each server; ``ipv4:`` and ``ipv6:`` have commas of their own."""
+    found: list[str] = []
+    for target in targets:
+        is_whole = target.lower().startswith(("ipv4:", "ipv6:"))
+        found += [target] if is_whole else [part.strip() for part in target.split(",")]
+    return found
+
+
+def tls(encrypted: bool, ca: str | None, certificate: str | None, key: str | None) -> Tls | None:
+    """How to encrypt; None for not at all.
+
+    Raises:
+        FileError: A certificate without a key, or the other way round.
+    """
+    if not (encrypted or ca or certificate or key):
+        return None
+    if bool(certificate) != bool(key):
+        found, lacking = ("certificate", "key") if certificate else ("key", "certificate")
+        raise FileError(f"--tls-{found}: found it without --tls-{lacking}; expected both or neither")
+    return Tls(ca=ca or None, certificate=certificate or None, key=key or None)
+
+
+def connect(targets: Sequence[str], timeout_s: float | None, how: Tls | None) -> Client:
+    """The client of a command.
+
+    Raises:
+        FileError: A file of `how` cannot be read.
+        ValueError: A target is empty, or a file is no PEM.
+    """
+    try:
+        return Client(addresses(targets), timeout_s=timeout_s, tls=how)
+    except OSError as error:
+        raise FileError(f"--tls: cannot read {error.filename!r}: {error.strerror}") from None

@@ -1,0 +1,144 @@
+"""The options that say which servers, and how: several targets, certificates, their variables, mistakes."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from tests.client.cli.command import failed, run
+from tests.client.fake_service import fake_service, group_norm
+from tests.fix_server import run_server
+
+from npugrad_client import Tls
+from npugrad_client._cli.connection import addresses, connect, tls
+from npugrad_client._cli.files import FileError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.fix_server import ServerProcess
+    from tests.fix_tls import Certificates
+
+VALIDATE = ("validate", "group_norm_backward", "--attr", "n=1", "--attr", "c=1", "--attr", "hxw=1")
+ATTRS = ("--attr", "group=0", "--attr", "output_mask=true,true,true")
+
+
+@pytest.fixture(scope="module")
+def mutual(tmp_path_factory: pytest.TempPathFactory, certificates: Certificates) -> Iterator[ServerProcess]:
+    credentials = certificates.credentials(certificates.caller())
+    log_path = tmp_path_factory.mktemp("mutual") / "server.log"
+    with run_server(
+        log_path, *certificates.mutual_flags, devices="cpu:0", credentials=credentials
+    ) as running:
+        yield running
+
+
+@pytest.fixture
+def files(certificates: Certificates, tmp_path: Path) -> dict[str, str]:
+    """What a caller of `mutual` needs, by option."""
+    key, certificate = certificates.caller()
+    (tmp_path / "key").write_bytes(key)
+    (tmp_path / "certificate").write_bytes(certificate)
+    return {
+        "--tls-ca": certificates.authority,
+        "--tls-certificate": str(tmp_path / "certificate"),
+        "--tls-key": str(tmp_path / "key"),
+    }
+
+
+def flat(options: dict[str, str]) -> list[str]:
+    return [text for pair in options.items() for text in pair]
+
+
+def save(path: Path) -> None:
+    arrays: dict[str, Any] = group_norm()
+    np.savez(path, **arrays)
+
+
+def test_targets_may_be_repeated_or_have_commas() -> None:
+    assert addresses(["a:1, b:2", "unix:/c"]) == ["a:1", "b:2", "unix:/c"]
+    assert addresses(["ipv4:127.0.0.1:1,127.0.0.2:1"]) == ["ipv4:127.0.0.1:1,127.0.0.2:1"]
+
+
+@pytest.mark.parametrize("is_repeated", [True, False], ids=["repeated", "commas"])
+def test_a_lost_server_among_several_fails_no_command(
+    server: ServerProcess, is_repeated: bool, tmp_path: Path
+) -> None:
+    lost = "unix:/nonexistent/npugrad.sock"
+    targets = ["--target", lost, "--target", server.address] if is_repeated else []
+    target = "" if is_repeated else f"{lost},{server.address}"
+    save(tmp_path / "in.npz")
+    for command, status in (
+        (("info", "--json"), 0),
+        (("ops", "--json"), 0),
+        ((*VALIDATE, *ATTRS, "--json"), 1),
+        (("call", "group_norm_backward", str(tmp_path / "in.npz"), "-o", str(tmp_path / "out.npz")), 0),
+    ):
+        result = run(*command, *targets, target=target)
+        assert result.exit_code == status, result.output
+    assert run("info", *targets, target=target).stdout.startswith("npugrad ")
+
+
+def test_every_command_gets_in_with_certificates(
+    mutual: ServerProcess, files: dict[str, str], tmp_path: Path
+) -> None:
+    save(tmp_path / "in.npz")
+    how = flat(files)
+    assert json.loads(run("info", "--json", *how, target=mutual.address).stdout)["product"] == "atlas-a2"
+    assert len(json.loads(run("ops", "--json", *how, target=mutual.address).stdout)) == 4
+    assert run(*VALIDATE, *ATTRS, *how, target=mutual.address).exit_code == 1
+    done = run(
+        *("call", "group_norm_backward", str(tmp_path / "in.npz"), "-o", str(tmp_path / "out.npz")),
+        *how,
+        target=mutual.address,
+    )
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "out.npz").exists()
+
+
+def test_variables_do_as_well_as_options(
+    mutual: ServerProcess, files: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for option, path in files.items():
+        monkeypatch.setenv(f"NPUGRAD_CLIENT_{option[2:].replace('-', '_').upper()}", path)
+    assert run("info", target=mutual.address).exit_code == 0
+
+
+def test_who_is_not_let_in_reads_why_and_is_not_told_to_start_a_server(
+    mutual: ServerProcess, files: dict[str, str], certificates: Certificates
+) -> None:
+    message = failed(run("info", "--tls-ca", certificates.client_ca, target=mutual.address), 1)
+    assert "the server's certificate is of an authority that is not trusted" in message
+    assert "npugrad-server serve" not in message
+    message = failed(run("info", "--tls-ca", files["--tls-ca"], target=mutual.address), 1)
+    assert "wants a certificate of the client" in message
+    message = failed(run("info", "--tls", target=mutual.address), 1)
+    assert "the server's certificate is of an authority that is not trusted" in message
+
+
+def test_mistakes_are_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("nonsense")
+    for options, said in (
+        (("--tls-ca", "/none"), "--tls: cannot read '/none': No such file or directory"),
+        (
+            ("--tls-key", "/none"),
+            "--tls-key: found it without --tls-certificate; expected both or neither",
+        ),
+        (("--tls-ca", str(tmp_path / "x")), f"tls: ca: found no PEM block in {tmp_path}/x; expected"),
+        (("--target", "a:1,"), "target: found empty text; expected host:port"),
+    ):
+        message = failed(run("info", *options), 2)
+        assert message.startswith(said)
+        assert message.count("\n") == 1
+
+
+def test_nothing_said_is_a_plain_connection() -> None:
+    assert tls(False, None, "", None) is None
+    assert tls(True, None, None, None) == Tls()
+    with pytest.raises(FileError, match="--tls-certificate: found it without --tls-key"):
+        tls(True, None, "c", None)
+    with fake_service() as seen, connect([seen.address], 20.0, None) as client:
+        assert client.group_norm_backward(**group_norm()).info.device == "test:0"

@@ -1,0 +1,130 @@
+"""What a person reads whose connection does not come about: our client against our server, both ways."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import trustme
+from tests.fix_server import run_server
+
+from npugrad_client import AsyncClient, Client, ConnectError, Tls, TlsError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.fix_server import ServerProcess
+    from tests.fix_tls import Certificates
+
+_PAST = {
+    "not_before": datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc),
+    "not_after": datetime.datetime(2021, 1, 1, tzinfo=datetime.timezone.utc),
+}
+_WANTS_ANOTHER = "as a server does that wants a certificate of the client, or another one (gRPC: "
+
+
+@pytest.fixture(scope="module")
+def mutual(tmp_path_factory: pytest.TempPathFactory, certificates: Certificates) -> Iterator[ServerProcess]:
+    """A server that asks for certificates."""
+    credentials = certificates.credentials(certificates.caller())
+    log_path = tmp_path_factory.mktemp("mutual") / "server.log"
+    with run_server(
+        log_path, *certificates.mutual_flags, devices="test:1", credentials=credentials
+    ) as running:
+        yield running
+
+
+def read(address: str, tls: Tls | None) -> list[ConnectError]:
+    """How both clients fail; neither takes long over it."""
+
+    async def work() -> None:
+        async with AsyncClient(address, tls=tls) as client:
+            await client.server_info()
+
+    started, found = time.monotonic(), []
+    with Client(address, tls=tls) as client, pytest.raises(ConnectError) as caught:
+        client.server_info()
+    found.append(caught.value)
+    with pytest.raises(ConnectError) as caught:
+        asyncio.run(asyncio.wait_for(work(), 30))
+    found.append(caught.value)
+    assert time.monotonic() - started < 10
+    return found
+
+
+def refusal(address: str, tls: Tls | None, text: str) -> None:
+    """Not a TLS error, because nothing tells that it is one; retried for fractions of a second."""
+    for error in read(address, tls):
+        assert str(error).startswith(f"server_info: cannot reach {address}: it closed the connection, {text}")
+
+
+def failure(address: str, tls: Tls, text: str) -> None:
+    """An error that no retry changes."""
+    for error in read(address, tls):
+        assert isinstance(error, TlsError)
+        assert error.tries == 1
+        assert str(error).startswith(f"server_info: no encrypted connection to {address}: {text} (gRPC: ")
+
+
+def test_a_client_without_the_right_certificate_reads_why(
+    mutual: ServerProcess, certificates: Certificates
+) -> None:
+    ca = certificates.authority
+    key, certificate = certificates.caller(trusted=False)
+    refusal(mutual.address, Tls(ca=ca), _WANTS_ANOTHER)
+    refusal(mutual.address, Tls(ca=ca, certificate=certificate, key=key), _WANTS_ANOTHER)
+
+
+def test_a_plain_client_reads_that_the_server_is_encrypted(mutual: ServerProcess) -> None:
+    refusal(mutual.address, None, "as a server does that speaks TLS only (gRPC: ")
+
+
+def test_an_encrypted_client_reads_that_the_server_is_plain(
+    server: ServerProcess, certificates: Certificates
+) -> None:
+    failure(server.address, Tls(ca=certificates.authority), "the server does not speak TLS")
+
+
+def test_a_client_that_trusts_another_authority_reads_it(
+    mutual: ServerProcess, certificates: Certificates
+) -> None:
+    said = "the server's certificate is of an authority that is not trusted; Tls(ca=...) tells which to trust"
+    failure(mutual.address, Tls(ca=certificates.client_ca), said)
+
+
+def test_a_client_that_expects_another_name_reads_it(
+    mutual: ServerProcess, certificates: Certificates
+) -> None:
+    key, certificate = certificates.caller()
+    tls = Tls(
+        ca=certificates.authority, certificate=certificate, key=key, server_name="elsewhere.example.org"
+    )
+    said = "the server's certificate has another name than the target; Tls(server_name=...) tells which"
+    failure(mutual.address, tls, said)
+
+
+@pytest.mark.parametrize("wrong", ["ca", "key"])
+def test_a_client_with_files_that_do_not_fit_reads_it(
+    mutual: ServerProcess, certificates: Certificates, wrong: str
+) -> None:
+    (key, certificate), (other, _) = certificates.caller(), certificates.caller()
+    parts: dict[str, Any] = {"ca": certificates.authority, "certificate": certificate, "key": key}
+    parts[wrong] = (
+        other if wrong == "key" else b"-----BEGIN CERTIFICATE-----\nxx\n-----END CERTIFICATE-----\n"
+    )
+    said = "ca, certificate or key cannot be used, or the key is of another certificate"
+    failure(mutual.address, Tls(**parts), said)
+
+
+def test_a_client_reads_that_the_servers_certificate_has_expired(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1", **_PAST)  # type: ignore[arg-type]
+    issued.private_key_pem.write_to_path(str(tmp_path / "key"))
+    issued.cert_chain_pems[0].write_to_path(str(tmp_path / "certificate"))
+    flags = ("--tls-certificate", str(tmp_path / "certificate"), "--tls-key", str(tmp_path / "key"))
+    with run_server(tmp_path / "log", *flags, devices="test:1", check_end=False) as running:
+        failure(running.address, Tls(ca=authority.cert_pem.bytes()), "the server's certificate has expired")
