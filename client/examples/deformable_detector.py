@@ -23,7 +23,7 @@ import math
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -259,13 +259,17 @@ def fine_tune(detector: Detector, client: Client, generator: torch.Generator) ->
     """Adam on fresh pictures at every step; the backbone moves at a tenth of the rate."""
     attend, mode = remote_attention(client), remote(client, min_bytes=0)  # everything, however small
     head = [value for name, value in detector.named_parameters() if not name.startswith("backbone")]
-    groups = [{"params": head}, {"params": [*detector.backbone.parameters()], "lr": RATE / 10}]
+    groups: list[dict[str, Any]] = [
+        {"params": head},
+        {"params": [*detector.backbone.parameters()], "lr": RATE / 10},
+    ]
     optimizer = torch.optim.Adam(groups, RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, [RATE, RATE / 10], STEPS)
     started = time.perf_counter()
     for step in range(1, STEPS + 1):
         scene = draw(BATCH, generator)
-        loss = detection_loss(*detector(scene.images, attend), scene)
+        boxes, scores = detector(scene.images, attend)
+        loss = detection_loss(boxes, scores, scene)
         optimizer.zero_grad()
         with mode:
             loss.backward()  # type: ignore[no-untyped-call]
@@ -295,7 +299,8 @@ def worst_difference(detector: Detector, client: Client, scene: Scene) -> float:
 
     def gradients(attend: Attention) -> list[Tensor]:
         detector.zero_grad()
-        detection_loss(*detector(scene.images, attend), scene).backward()  # type: ignore[no-untyped-call]
+        boxes, scores = detector(scene.images, attend)
+        detection_loss(boxes, scores, scene).backward()  # type: ignore[no-untyped-call]
         return [value.grad.clone() for value in detector.parameters() if value.grad is not None]
 
     local = gradients(plain_attention)
