@@ -2,9 +2,8 @@
 
 Images of a bar are turned by a random angle; a classifier has to tell in which of four places of the bar a
 notch is. In front of it a localisation network chooses an affine map of the plane, by which the image is
-sampled again (Jaderberg et al., "Spatial Transformer Networks"). Sampling is done here, on the CPU; its
-backward pass is one call of `grid_sampler_2d_backward`, from a `torch.autograd.Function` of twenty lines.
-Everything else is PyTorch.
+sampled again (Jaderberg et al., "Spatial Transformer Networks"). The model is plain PyTorch and knows of no
+service; one line around `backward` sends the gradient of the sampling to it.
 
     python client/examples/spatial_transformer.py --target localhost:50051
 
@@ -16,55 +15,24 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from npugrad_client import Client
+from npugrad_client.torch import Remote, remote
 
 SIDE, CLASSES = 24, 4
 STEPS, BATCH, RATE = 80, 64, 3e-3
 WANTED_ACCURACY = 0.9
 
 
-class RemoteGridSample(torch.autograd.Function):
-    """Bilinear `grid_sample` with zeros outside; the forward pass here, the backward pass on the service."""
-
-    @staticmethod
-    def forward(ctx: Any, client: Client, image: Tensor, grid: Tensor) -> Tensor:
-        """Samples image (N, C, H, W) at grid (N, OH, OW, 2)."""
-        ctx.client = client
-        ctx.save_for_backward(image, grid)
-        return functional.grid_sample(image, grid, align_corners=False)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad_output: Tensor
-    ) -> tuple[None, Tensor | None, Tensor | None]:
-        """Asks the service for what is needed: the gradient of the image, of the grid, or both."""
-        image, grid = ctx.saved_tensors
-        grads = ctx.client.grid_sampler_2d_backward(
-            grad_output=grad_output,
-            input=image,
-            grid=grid,
-            interpolation_mode="bilinear",
-            padding_mode="zeros",
-            align_corners=False,
-            output_mask=(ctx.needs_input_grad[1], ctx.needs_input_grad[2]),
-            label="spatial_transformer",
-        )
-        return None, grads.input_grad, grads.grid_grad
-
-
 class SpatialTransformer(nn.Module):
     """Straightens its input by an affine map that it learns, then classifies it."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.client = client
         self.localisation = nn.Sequential(
             nn.Conv2d(1, 8, 5, stride=2), nn.ReLU(), nn.Conv2d(8, 16, 5, stride=2), nn.ReLU(), nn.Flatten(),
             nn.Linear(16 * 3 * 3, 32), nn.ReLU(), nn.Linear(32, 6),
@@ -82,8 +50,7 @@ class SpatialTransformer(nn.Module):
         """Scores (N, CLASSES) of images (N, 1, H, W)."""
         theta = self.localisation(image).view(-1, 2, 3)
         grid = functional.affine_grid(theta, list(image.shape), align_corners=False)
-        straight: Tensor = RemoteGridSample.apply(self.client, image, grid)  # type: ignore[no-untyped-call]
-        scores: Tensor = self.classifier(straight)
+        scores: Tensor = self.classifier(functional.grid_sample(image, grid, align_corners=False))
         return scores
 
 
@@ -101,14 +68,15 @@ def make_images(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]
     return (bar * (1 - notch))[:, None], labels
 
 
-def train(model: SpatialTransformer, generator: torch.Generator) -> None:
+def train(model: SpatialTransformer, mode: Remote, generator: torch.Generator) -> None:
     """Adam on fresh images at every step."""
     optimizer = torch.optim.Adam(model.parameters(), RATE)
     for step in range(1, STEPS + 1):
         images, labels = make_images(BATCH, generator)
         loss = functional.cross_entropy(model(images), labels)
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        with mode:
+            loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if step % 20 == 0:
             print(f"  step {step:3d}: loss {loss.item():.3f}", flush=True)
@@ -129,10 +97,12 @@ def main() -> int:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     with Client(options.target, timeout_s=60) as client:
-        model = SpatialTransformer(client)
+        mode = remote(client, min_bytes=0, label="spatial_transformer")  # 0: however small, as here
+        model = SpatialTransformer()
         before = accuracy(model, generator)
-        train(model, generator)
+        train(model, mode, generator)
         after = accuracy(model, generator)
+    print(mode.summary())
     print(f"accuracy {before:.3f} before, {after:.3f} after {STEPS} steps")
     return 0 if after >= WANTED_ACCURACY else 1
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from npugrad.ops import get_operator
 from npugrad.spec import TensorMeta
 from npugrad.validation import error_from_verdict, make_call, validate_call
-from npugrad_client import _arrays
+from npugrad_client import Client, _arrays
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,6 +33,16 @@ class Options(TypedDict, total=False):
     priority: int
     label: str
     verify: bool
+
+
+def require_client(name: str, client: Client) -> None:
+    """Refuses what is no client while the caller's own line is on top of the traceback.
+
+    Raises:
+        TypeError: It is something else, such as an address or an `AsyncClient`, which backward cannot await.
+    """
+    if not isinstance(client, Client):
+        raise TypeError(f"{name}: client: found {type(client).__name__}; expected a Client")
 
 
 def metas(operator: str, inputs: Mapping[str, Tensor | None]) -> dict[str, TensorMeta | None]:

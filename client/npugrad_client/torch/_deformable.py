@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import grid_sample
 
 from npugrad_client.errors import UnsafeLevels
-from npugrad_client.torch._calls import Options, require_legal
+from npugrad_client.torch._calls import Options, require_client, require_legal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,13 +69,14 @@ def multi_scale_deformable_attention(
     Raises:
         InvalidOperand: 161002. An operand breaks a documented rule; from here, before anything is computed.
         UnsafeLevels: A level reaches outside of value.
-        TypeError: An operand is no dense CPU tensor.
+        TypeError: An operand is no dense CPU tensor, or the client no `Client`.
 
     Example:
         >>> out = multi_scale_deformable_attention(                        # doctest: +SKIP
         ...     value, spatial_shape, level_start_index, location, attn_weight, client=client)
         >>> out.sum().backward()                                           # doctest: +SKIP
     """
+    require_client("multi_scale_deformable_attention", client)
     options = Options(
         timeout_s=timeout_s, deterministic=deterministic, priority=priority, label=label, verify=verify
     )

@@ -7,7 +7,7 @@ import threading
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from npugrad_client.torch._calls import Options
+from npugrad_client.torch._calls import Options, require_client
 from npugrad_client.torch._deformable import forward
 
 if TYPE_CHECKING:
@@ -124,12 +124,16 @@ def drop_in(
     Returns:
         A context manager that installs and removes it; or call `install()` and `remove()`.
 
+    Raises:
+        TypeError: The client is no `Client`.
+
     Example:
         >>> with drop_in(client):                                      # doctest: +SKIP
         ...     from models.ops.modules import MSDeformAttn
         ...     model = build_model()
         ...     loss(model(images)).backward()
     """
+    require_client("drop_in", client)
     options = Options(
         timeout_s=timeout_s, deterministic=deterministic, priority=priority, label=label, verify=verify
     )

@@ -18,7 +18,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from npugrad_client.torch._calls import Options, require_legal
+from npugrad_client.torch._calls import Options, require_client, require_legal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,12 +81,13 @@ def fused_floyd_attention(
         InvalidOperand: 161002. A type that the documents do not allow; from here, before anything is
             computed.
         TilingError: 561002. Sizes that the documents do not allow, or that do not fit together.
-        TypeError: An operand is no dense CPU tensor.
+        TypeError: An operand is no dense CPU tensor, or the client no `Client`.
 
     Example:
         >>> out = fused_floyd_attention(query, key1, value1, key2, value2, client=client)  # doctest: +SKIP
         >>> out.float().sum().backward()                                                   # doctest: +SKIP
     """
+    require_client("fused_floyd_attention", client)
     options = Options(timeout_s=timeout_s, priority=priority, label=label, verify=verify)
     operands: tuple[Tensor, ...] = (query, key1, value1, key2, value2)
     if compute_dtype is not None:

@@ -22,7 +22,7 @@ from npugrad_client.errors import (
     TilingError,
     UnsupportedOperator,
 )
-from npugrad_client.torch._calls import Options, verdict_of
+from npugrad_client.torch._calls import Options, require_client, verdict_of
 from npugrad_client.torch._summary import FAILED, Ledger, Summary
 from npugrad_client.torch._translation import TAKEN_APART, TAKEN_APART_BY, TRANSLATIONS, Request
 
@@ -61,6 +61,9 @@ class Remote(ContextDecorator):
         on_error: Literal["raise", "local"],
         options: Options,
     ) -> None:
+        require_client("remote", client)
+        if min_bytes < 0:
+            raise ValueError(f"remote: min_bytes: found {min_bytes}; expected 0 or more")
         _require("on_refused", on_refused, ("local", "raise"))
         _require("on_error", on_error, ("raise", "local"))
         self._client = client
@@ -206,8 +209,8 @@ def remote(
     and costs some microseconds for every operator.
 
     Under ``create_graph=True`` autograd itself takes the backward of `group_norm` apart into elementary
-    operators, which run here, with a warning; that of `grid_sample` is still sent. So it does where mean or
-    rstd of `native_group_norm` have gradients.
+    operators, which run here, with a warning; that of `grid_sample` is still sent. So it does under the
+    transforms of `torch.func`, and where mean or rstd of `native_group_norm` have gradients.
 
     Inside another `remote` the inner one decides alone. Any number of threads may enter the same object, each
     for its own backward passes. It works with hooks, checkpoints of both kinds, and autocast.
@@ -229,7 +232,8 @@ def remote(
         A context manager, and a decorator; its `summary()` tells what went where.
 
     Raises:
-        ValueError: A policy that there is not.
+        TypeError: The client is no `Client`.
+        ValueError: A policy that there is not, or a negative `min_bytes`.
 
     Example:
         >>> with Client("localhost:50051") as client, remote(client) as mode:  # doctest: +SKIP
