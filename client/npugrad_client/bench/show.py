@@ -42,6 +42,13 @@ def show_result(console: Console, result: Result, outcomes: Sequence[Outcome] = 
         if len(result.record.workloads) > 1:
             p50, p99 = (format_seconds(part.latency.percentile_s(p)) for p in (50.0, 99.0))
             console.print(f"{name}: {part.tally.answered} answers, p50 {p50}, p99 {p99}", soft_wrap=True)
+    for name, part in sorted(result.record.servers.items()):
+        p50, p99 = (format_seconds(part.latency.percentile_s(p)) for p in (50.0, 99.0))
+        text = f"{name}: {part.tally.answered} answers to {part.tally.intended} calls, p50 {p50}, p99 {p99}"
+        console.print(text, soft_wrap=True)
+    made = [each["name"] for each in result.scenario["workloads"] if each["inputs"] == "recipe"]
+    if made:
+        console.print(f"operands made by the server, none of them sent: {', '.join(made)}", soft_wrap=True)
     _show_notes(console, result, outcomes)
 
 
