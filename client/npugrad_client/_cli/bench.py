@@ -2,7 +2,7 @@
 
 Exit status: 0 all is well; 1 the run failed, or calls of it did; 2 wrong usage; 3 an objective was missed, or
 the second of two runs is slower; 4 no valid measurement: the client was the bottleneck, or nothing could be
-told.
+told; 130 given up at an interrupt.
 """
 
 from __future__ import annotations
@@ -282,6 +282,8 @@ def _find_capacity(
     from npugrad_client.bench.scenario import ScenarioError
 
     slo = scenario.slo or capacity.UNLIMITED
+    if scenario.max_calls:
+        raise ScenarioError("--find-capacity: found a number of calls; expected trials that end by time")
     if scenario.arrival == "trace" or len(scenario.stages) > 1:
         raise ScenarioError("--find-capacity: found a trace or several stages; expected one stage to scale")
 

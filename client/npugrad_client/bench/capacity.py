@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from npugrad_client.bench.bottleneck import client_bound
-from npugrad_client.bench.scenario import Stage, check
+from npugrad_client.bench.scenario import MAX_RATE, Stage, check
 from npugrad_client.bench.slo import Slo
 
 if TYPE_CHECKING:
@@ -221,6 +221,8 @@ class Search:
     def _try(self, rate: float) -> bool:
         if len(self.found.trials) >= self._most_trials:
             raise TrialsUsedUp
+        if rate > MAX_RATE:
+            raise ClientLimited
         trial = self._measure(rate)
         if trial.client_bound:  # once more: something else may have had the machine for a moment
             trial = self._measure(rate)

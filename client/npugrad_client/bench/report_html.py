@@ -225,12 +225,13 @@ def _parts(title: str, what: str, parts: dict[str, Part], result: Result) -> str
         (
             name,
             str(part.tally.answered),
+            str(sum(part.tally.failed.values()) + part.tally.dropped),
             f"{part.run_s / seconds:.1%}",
             *(format_seconds(part.latency.percentile_s(p)) for p in (50.0, 99.0, 100.0)),
         )
         for name, part in sorted(parts.items())
     ]
-    table = _table((what, "answers", "of a device", "p50", "p99", "max"), rows)
+    table = _table((what, "answers", "not served", "of a device", "p50", "p99", "max"), rows)
     return f"<h2>{title}</h2>{bar_chart(f'Answers a second by {what}', bars)}{table}"
 
 

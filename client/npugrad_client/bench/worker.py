@@ -154,8 +154,8 @@ async def _measure(connection: Connection, engine: Engine) -> None:
     loop = asyncio.get_running_loop()
 
     def on_order() -> None:
-        loop.remove_reader(connection.fileno())
         if isinstance(_received(connection), Gone):
+            loop.remove_reader(connection.fileno())
             engine.abandon()
         else:
             engine.stop()

@@ -19,7 +19,7 @@ from npugrad_client.bench.live import Recent, live_view
 from npugrad_client.bench.record import Record
 from npugrad_client.bench.report_html import page
 from npugrad_client.bench.result import Result
-from npugrad_client.bench.scenario import Workload
+from npugrad_client.bench.scenario import Stage, Workload
 from npugrad_client.bench.show import show_comparison, show_result
 from npugrad_client.bench.slo import Slo
 
@@ -239,6 +239,7 @@ def test_reports_of_a_run_without_success() -> None:
     assert sum(int(row["failed"]) for row in rows) == 50
     assert "QUEUE_FULL" in parsed(page(made)).text
     assert "failed: 50 x QUEUE_FULL" in shown(made)
+    assert "p50" not in shown(made), "no latency of nothing"
     assert [o.is_met for o in Slo.parse("p99=1s,errors=100%").judge(made)] == [False, True]
 
 
@@ -256,3 +257,8 @@ def test_a_report_that_lacks_something_is_told(key: str) -> None:
     del values["scenario"][key]
     with pytest.raises(ValueError, match=f"scenario: found no {key}; expected a whole report"):
         Result.from_dict(values)
+
+
+def test_a_ramp_is_told_in_its_direction() -> None:
+    down = result(stages=(Stage(100, 20, 20.0),))
+    assert "100 to 20 a second (open loop, constant)" in shown(down)

@@ -123,6 +123,10 @@ def test_a_server_that_is_not_there_is_no_measurement() -> None:
             "--find-capacity --html x.html",
             "--html: found it beside --find-capacity; expected --json, or neither",
         ),
+        (
+            "--find-capacity --calls 5",
+            "--find-capacity: found a number of calls; expected trials that end by",
+        ),
         ("--find-capacity --precision nan", "--precision: found nan; expected 0.001 to 0.5"),
         ("--duration soon", "--duration: found 'soon'; expected a duration such as 50ms, 30s or 2m"),
         ("--warm-up x", "--warm-up: found 'x'; expected a duration"),
@@ -323,6 +327,40 @@ def test_an_interrupt_ends_a_whole_search() -> None:
         )
     assert status == 4, errors
     assert output == "interrupted before a rate was found that keeps the objectives\n"
+    assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nobody_is_left_behind_with_calls_in_flight(number: signal.Signals) -> None:
+    """A first interrupt waits for the calls in flight; a second one, or the end of the parent, does not."""
+    seen, freed = threading.Event(), threading.Event()
+    calls = itertools.count()
+
+    def stall(spec: OpSpec, request: Any, context: Context) -> Any:
+        if next(calls) >= 2:
+            seen.set()
+            freed.wait(60)
+        return zeros(spec, request, context)
+
+    with fake_service(stall) as service:
+        command = [sys.executable, "-m", "npugrad_client.cli", "bench", "--rate", "20", "--duration", "300s"]
+        command += ["--workers", "2", "--target", service.address]
+        running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        try:
+            assert seen.wait(60), "no calls came"
+            if number == signal.SIGINT:
+                os.killpg(running.pid, number)
+                with pytest.raises(subprocess.TimeoutExpired):
+                    running.wait(1.5)
+            os.kill(running.pid, number)
+            _, errors = running.communicate(timeout=8)
+            assert _is_gone(running.pid)
+        finally:
+            freed.set()
+            running.kill()
+            running.wait()
+    assert running.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
     assert "Traceback" not in errors
 
 
