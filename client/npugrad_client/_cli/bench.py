@@ -2,7 +2,7 @@
 
 Exit status: 0 all is well; 1 the run failed, or calls of it did; 2 wrong usage; 3 an objective was missed, or
 the second of two runs is slower; 4 no valid measurement: the client was the bottleneck, or nothing could be
-told.
+told; 130 given up at an interrupt.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import typer
 
 from npugrad import OPERATORS
 from npugrad_client._cli import files
-from npugrad_client._cli.terminal import DEFAULT_TARGET, Target, err, fail, find_spec, out, reporting
+from npugrad_client._cli.servers import Servers, Targets, TlsCa, TlsCertificate, TlsKey, servers_of
+from npugrad_client._cli.terminal import err, fail, find_spec, out, reporting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,6 +32,7 @@ app = typer.Typer(help="Measure a server, find its capacity, compare two measure
 
 FAILED, USAGE, MISSED, INVALID = 1, 2, 3, 4
 _EXTRA = "the extra `bench`: pip install 'npugrad[bench]'"
+_INFO_S = 10.0
 _DEFAULT_OPERATOR = "group_norm_backward"
 
 
@@ -62,6 +64,16 @@ def bench(
         int | None, typer.Option(help="Open loop: calls in flight at most; others are dropped and counted.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of operands, random arrivals and the mix.")] = None,
+    inputs: Annotated[
+        str,
+        typer.Option(
+            metavar="data|recipe",
+            help="Operands travel with each call, or the server makes them; above what a scenario says.",
+        ),
+    ] = "",
+    digest: Annotated[
+        bool, typer.Option("--digest", help="With recipes: the server proves that it made the same bits.")
+    ] = False,
     slo: Annotated[str, typer.Option(help="Objectives, such as p99=50ms,errors=0.1%.")] = "",
     find_capacity: Annotated[
         bool, typer.Option("--find-capacity", help="Search the highest rate that keeps the objectives.")
@@ -73,7 +85,10 @@ def bench(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report as JSON.")] = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Write a line for each time window.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write the report as a page.")] = None,
-    target: Target = DEFAULT_TARGET,
+    target: Targets = None,
+    tls_ca: TlsCa = None,
+    tls_certificate: TlsCertificate = None,
+    tls_key: TlsKey = None,
     timeout: Annotated[str, typer.Option(help="Deadline of each call, such as 10s; 60s by default.")] = "",
 ) -> None:
     """Measure a server.
@@ -103,13 +118,17 @@ def bench(
         "seed": seed,
         "slo": slo,
         "timeout_s": timeout,
+        "inputs": inputs,
+        "digest": digest,
     }
     with reporting(), _needing_extra():
         made = _scenario(scenario, given)
+        server = servers_of(target, tls_ca, tls_certificate, tls_key)
         if find_capacity:
-            status = _find_capacity(made, target, precision, json_file, allow_client_bound)
+            _check_search(precision, csv_file, html_file)
+            status = _find_capacity(made, server, precision, json_file, allow_client_bound)
         else:
-            status = _measure(made, target, (json_file, csv_file, html_file), allow_client_bound)
+            status = _measure(made, server, (json_file, csv_file, html_file), allow_client_bound)
     raise typer.Exit(status)
 
 
@@ -133,10 +152,11 @@ def _scenario(name: str, given: dict[str, Any]) -> Scenario:
     from npugrad_client.bench.units import parse_duration
 
     if name:
-        named = [key for key in ("operator", "size", "dtype", "label", "priority") if given[key]]
+        keys = ("operator", "size", "dtype", "label", "priority")
+        named = [key for key in keys if given[key] not in ("", None)]
         if named:
             raise ScenarioError(f"--{named[0]}: found it beside --scenario; expected it in the file")
-        base = load_scenario(name)
+        base = _with_inputs(load_scenario(name), given["inputs"], given["digest"])
     else:
         base = Scenario((_workload(given),), (Stage(1, 1, 10.0),), arrival="closed")
     changes: dict[str, Any] = {
@@ -151,13 +171,32 @@ def _scenario(name: str, given: dict[str, Any]) -> Scenario:
     return replace(base, **_load(base, given), **changes)
 
 
+def _with_inputs(scenario: Scenario, inputs: str, has_digest: bool) -> Scenario:
+    """The scenario with operands from elsewhere than its file says."""
+    from npugrad_client.bench.scenario import ScenarioError
+
+    changes: dict[str, Any] = {"inputs": inputs} if inputs else {}
+    if has_digest or inputs:
+        changes["digest"] = has_digest
+    try:
+        workloads = tuple(each.changed(**changes) for each in scenario.workloads)
+    except ScenarioError as error:
+        raise ScenarioError(f"--{error}") from None
+    return replace(scenario, workloads=workloads)
+
+
 def _workload(given: dict[str, Any]) -> Any:
-    from npugrad_client.bench.scenario import ScenarioError, Workload
+    from npugrad_client.bench.scenario import DEFAULT_LABEL, ScenarioError, Workload
 
     spec = find_spec(given["operator"] or _DEFAULT_OPERATOR)
-    names = {"dtype": given["dtype"], "size": given["size"] or "small"}
+    names = {
+        "dtype": given["dtype"],
+        "size": given["size"] or "small",
+        "label": given["label"] or DEFAULT_LABEL,
+        "inputs": given["inputs"] or "data",
+    }
     try:
-        return Workload(spec.name, **names, label=given["label"] or "bench", priority=given["priority"] or 0)
+        return Workload(spec.name, **names, priority=given["priority"] or 0, digest=given["digest"])
     except ScenarioError as error:
         raise ScenarioError(f"--{error}") from None
 
@@ -170,15 +209,15 @@ def _load(base: Scenario, given: dict[str, Any]) -> dict[str, Any]:
 
     if given["rate"] and given["concurrency"]:
         raise ScenarioError("--concurrency: found it beside --rate; expected one of them")
+    if given["poisson"] and not given["rate"]:
+        raise ScenarioError("--poisson: found no --rate; expected one")
     duration_s = at_key("--duration", parse_duration, given["duration"]) if given["duration"] else None
     if given["rate"] or given["concurrency"]:
         flag = "rate" if given["rate"] else "concurrency"
         start, end = at_key(f"--{flag}", _ends, given[flag])
         arrival = "closed" if flag == "concurrency" else "poisson" if given["poisson"] else "constant"
-        stages = (Stage(start, end, duration_s or base.duration_s),)
+        stages = (Stage(start, end, base.duration_s if duration_s is None else duration_s),)
         return {"arrival": arrival, "stages": stages, "trace": (), "window_s": 0.0}
-    if given["poisson"]:
-        raise ScenarioError("--poisson: found no --rate; expected one")
     if duration_s is None:
         return {}
     if len(base.stages) > 1 or base.arrival == "trace":
@@ -199,7 +238,7 @@ def _ends(text: str) -> tuple[float, float]:
 
 
 def _measure(
-    scenario: Scenario, target: str, paths: tuple[Path | None, Path | None, Path | None], is_allowed: bool
+    scenario: Scenario, server: Servers, paths: tuple[Path | None, Path | None, Path | None], is_allowed: bool
 ) -> int:
     from npugrad_client.bench import show
     from npugrad_client.bench.bottleneck import client_bound
@@ -207,7 +246,7 @@ def _measure(
     from npugrad_client.bench.run import run
 
     with live_view(err, scenario) as on_progress:
-        result = run(scenario, target, on_progress)
+        result = run(scenario, server.targets, on_progress, server.tls)
     reasons = client_bound(result)
     if reasons and not is_allowed:
         fail(show.refusal(reasons), INVALID)
@@ -236,24 +275,29 @@ def _write(result: Result, json_file: Path | None, csv_file: Path | None, html_f
 
 
 def _find_capacity(
-    scenario: Scenario, target: str, precision: float, json_file: Path | None, is_allowed: bool
+    scenario: Scenario, server: Servers, precision: float, json_file: Path | None, is_allowed: bool
 ) -> int:
     from npugrad_client.bench import capacity, show
     from npugrad_client.bench.run import run
     from npugrad_client.bench.scenario import ScenarioError
 
     slo = scenario.slo or capacity.UNLIMITED
+    if scenario.max_calls:
+        raise ScenarioError("--find-capacity: found a number of calls; expected trials that end by time")
     if scenario.arrival == "trace" or len(scenario.stages) > 1:
         raise ScenarioError("--find-capacity: found a trace or several stages; expected one stage to scale")
 
     def measure(rate: float) -> capacity.Trial:
-        trial = capacity.judge(run(capacity.at_rate(open_loop, rate), target), rate, slo)
+        result = run(capacity.at_rate(open_loop, rate), server.targets, tls=server.tls)
+        if result.is_interrupted:
+            raise capacity.Interrupted
+        trial = capacity.judge(result, rate, slo)
         if is_allowed:
             trial = replace(trial, client_bound=())
         show.show_trial(out, trial)
         return trial
 
-    open_loop, start = _first_rate(scenario, target)
+    open_loop, start = _first_rate(scenario, server)
     found = capacity.Search(measure, precision).run(start)
     show.show_capacity(out, found)
     if json_file is not None:
@@ -261,7 +305,21 @@ def _find_capacity(
     return _capacity_status(found)
 
 
-def _first_rate(scenario: Scenario, target: str) -> tuple[Scenario, float]:
+def _check_search(precision: float, csv_file: Path | None, html_file: Path | None) -> None:
+    """Says what a search does not do before it takes its minutes."""
+    from npugrad_client.bench.capacity import check_precision
+    from npugrad_client.bench.scenario import ScenarioError
+
+    for name, path in (("csv", csv_file), ("html", html_file)):
+        if path is not None:
+            raise ScenarioError(f"--{name}: found it beside --find-capacity; expected --json, or neither")
+    try:
+        check_precision(precision)
+    except ScenarioError as error:
+        raise ScenarioError(f"--{error}") from None
+
+
+def _first_rate(scenario: Scenario, server: Servers) -> tuple[Scenario, float]:
     """The scenario as an open loop, and the first rate: as asked for, else what a closed loop reaches."""
     from npugrad_client import Client
     from npugrad_client.bench.capacity import first_guess
@@ -269,16 +327,20 @@ def _first_rate(scenario: Scenario, target: str) -> tuple[Scenario, float]:
 
     if not scenario.is_closed:
         return scenario, scenario.top_level
-    with Client(target, timeout_s=scenario.timeout_s) as client:
-        devices = len(client.server_info().devices)
-    guess = run(first_guess(scenario, max(4, 3 * devices)), target)
+    devices = 0
+    for target in server.targets:
+        with Client(target, timeout_s=_INFO_S, tls=server.tls) as client:
+            devices += len(client.server_info().devices)
+    guess = run(first_guess(scenario, max(4, 3 * devices)), server.targets, tls=server.tls)
+    if guess.is_interrupted:
+        raise KeyboardInterrupt
     out.print(f"a closed loop reaches {guess.throughput_per_s:.1f}/s")
     return replace(scenario, arrival="constant"), max(guess.throughput_per_s, 0.1)
 
 
 def _capacity_status(found: Capacity) -> int:
     if not found.rate:
-        return INVALID if found.is_client_limited else MISSED
+        return INVALID if found.is_client_limited or found.is_interrupted else MISSED
     return 0 if found.is_settled and not found.is_client_limited else INVALID
 
 

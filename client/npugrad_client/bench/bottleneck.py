@@ -19,10 +19,16 @@ def client_bound(result: Result) -> tuple[str, ...]:
     """Reasons to think that the client, and not the server, set the figures; empty when there is none.
 
     Calls that were sent late are part of their latencies: they may be late by a tenth of the median, and at
-    the 99th percentile by a quarter of it. Nor may a worker's event loop be busy nearly all the time.
+    the 99th percentile by a quarter of it; without answers there is nothing to hold them against. Nor may a
+    worker's event loop be busy nearly all the time.
     """
     reasons = []
-    for percentile, share in ((50.0, _MEDIAN_SHARE), (99.0, _TAIL_SHARE)):
+    if result.record.unsent_s:
+        reasons.append(
+            f"not all calls were sent: found a worker {format_seconds(result.record.unsent_s)} behind its "
+            "schedule at the end; expected none"
+        )
+    for percentile, share in ((50.0, _MEDIAN_SHARE), (99.0, _TAIL_SHARE)) if result.answered else ():
         latency = result.record.latency.percentile_s(percentile)
         for what, late in (
             ("calls were sent", result.record.lateness),

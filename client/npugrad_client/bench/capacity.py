@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from npugrad_client.bench.bottleneck import client_bound
-from npugrad_client.bench.scenario import Stage, check
+from npugrad_client.bench.scenario import MAX_RATE, Stage, check
 from npugrad_client.bench.slo import Slo
 
 if TYPE_CHECKING:
@@ -81,12 +81,14 @@ class Capacity:
         precision: Relative distance of the two rates that the search stopped at.
         is_client_limited: Whether the client could not send enough to find the end.
         is_settled: Whether the search came to its end within its trials.
+        is_interrupted: Whether it was ended before.
     """
 
     trials: list[Trial] = field(default_factory=list)
     precision: float = PRECISION
     is_client_limited: bool = False
     is_settled: bool = True
+    is_interrupted: bool = False
 
     def _counts(self) -> tuple[Counter[float], Counter[float]]:
         """Trials that were met, and missed, by rate."""
@@ -121,6 +123,8 @@ class Capacity:
 
     def __str__(self) -> str:
         """The finding, and how sure it is."""
+        if not self.rate and self.is_interrupted:
+            return "interrupted before a rate was found that keeps the objectives"
         if not self.rate:
             return "No rate was found that keeps the objectives."
         met, tried = self.tried(self.rate)
@@ -132,7 +136,9 @@ class Capacity:
             text += f"; at {self.above:.4g}/s missed in {missed[1] - missed[0]} of {missed[1]}"
         if self.is_client_limited:
             text += "; the client cannot send more, so the server's capacity is at least that"
-        if not self.is_settled:
+        if self.is_interrupted:
+            text += "; interrupted: the capacity may be higher, and was not confirmed"
+        elif not self.is_settled:
             text += "; not settled: the server is too unsteady, or the trials too short"
         return text
 
@@ -145,6 +151,7 @@ class Capacity:
             "least_share_met": self.least_share_met,
             "client_limited": self.is_client_limited,
             "settled": self.is_settled,
+            "interrupted": self.is_interrupted,
             "trials": [
                 {
                     "rate": trial.rate,
@@ -160,6 +167,10 @@ class Capacity:
 
 class ClientLimited(Exception):
     """The client cannot send at the rate that is to be tried."""
+
+
+class Interrupted(Exception):
+    """The search is to end; raised by what measures."""
 
 
 class TrialsUsedUp(Exception):
@@ -183,7 +194,7 @@ class Search:
         confirm: int = CONFIRM,
         most_trials: int = MOST_TRIALS,
     ) -> None:
-        check(0.001 <= precision <= 0.5, "precision", precision, "0.001 to 0.5")
+        check_precision(precision)
         check(1 <= confirm <= 100, "confirm", confirm, "1 to 100")
         self._measure, self._precision, self._confirm = measure, precision, confirm
         self._most_trials = most_trials
@@ -203,11 +214,15 @@ class Search:
             self.found.is_client_limited = True
         except TrialsUsedUp:
             self.found.is_settled = False
+        except Interrupted:
+            self.found.is_settled, self.found.is_interrupted = False, True
         return self.found
 
     def _try(self, rate: float) -> bool:
         if len(self.found.trials) >= self._most_trials:
             raise TrialsUsedUp
+        if rate > MAX_RATE:
+            raise ClientLimited
         trial = self._measure(rate)
         if trial.client_bound:  # once more: something else may have had the machine for a moment
             trial = self._measure(rate)
@@ -249,6 +264,11 @@ class Search:
             if tried - met >= max(met, 1) and tried > 1:
                 return False
             self._try(rate)
+
+
+def check_precision(precision: float) -> None:
+    """Raises ScenarioError for one that is not to be reached, or none at all."""
+    check(0.001 <= precision <= 0.5, "precision", precision, "0.001 to 0.5")
 
 
 def at_rate(scenario: Scenario, rate: float) -> Scenario:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from npugrad_client.bench.scenario import ScenarioError, check
+from npugrad_client.bench.scenario import ScenarioError, check, shown
 from npugrad_client.bench.sketch import bucket_s
 from npugrad_client.bench.units import format_seconds, format_share
 
@@ -121,8 +121,13 @@ class Comparison:
             "verdict": self.judgement,
             "margin": self.margin,
             "confidence": self.confidence,
-            "differences": [asdict(each) for each in self.differences],
+            "differences": [_as_json(asdict(each)) for each in self.differences],
         }
+
+
+def _as_json(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity: None stands for it."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def compare(a: Result, b: Result, margin: float = MARGIN, confidence: float = CONFIDENCE) -> Comparison:
@@ -150,8 +155,18 @@ def compare(a: Result, b: Result, margin: float = MARGIN, confidence: float = CO
 
 def _check_same(a: Result, b: Result) -> None:
     for key in _SAME:
-        if a.scenario[key] != b.scenario[key]:
-            raise ScenarioError(f"B: {key}: found {b.scenario[key]}; expected that of A, {a.scenario[key]}")
+        _check_value(key, a.scenario[key], b.scenario[key])
+
+
+def _check_value(key: str, a: Any, b: Any) -> None:
+    """Names which workload differs in what, and does not show all of them."""
+    if key == "workloads" and len(a) == len(b):
+        for index, (one, other) in enumerate(zip(a, b, strict=True)):
+            # Names and sizes follow from the others, which say what differs.
+            for name in sorted(one, key=lambda name: name in ("name", "request_bytes", "response_bytes")):
+                _check_value(f"{key}[{index}].{name}", one[name], other.get(name))
+    elif a != b:
+        raise ScenarioError(f"B: {key}: found {shown(b)}; expected that of A, {shown(a)}")
 
 
 class _Run:

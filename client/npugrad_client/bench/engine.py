@@ -7,6 +7,7 @@ not hide the calls that would have been made meanwhile.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import time
 from dataclasses import dataclass, field
@@ -16,17 +17,19 @@ from npugrad_client.bench.schedule import closed_mix, schedule
 from npugrad_client.bench.sketch import Sketch
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from npugrad.call import ExecutionInfo
     from npugrad_client.bench.record import Record
     from npugrad_client.bench.scenario import Scenario
 
-    Send = Callable[[int], Awaitable[ExecutionInfo]]
+    Send = Callable[[int, int], Awaitable[ExecutionInfo]]
 
 _HEARTBEAT_S = 0.02
 _NAP_S = 0.25
 """How long a sleeping sender does not notice that it is to stop."""
+_LEAST_GRACE_S, _GRACE = 1.0, 0.1
+"""How far beyond its end, in seconds and in parts of the duration, a sender that is behind goes on."""
 _IDLE_S = 0.02
 """How often a caller of a closed loop looks whether its turn has come."""
 
@@ -78,9 +81,10 @@ class Engine:
     Args:
         scenario: What is sent.
         worker: Which of its workers.
-        send: Sends one call of a workload, by its index, and returns what the server says of it.
+        send: Sends one call of a workload to a server, by their indices, and returns what that says of it.
         record: Where calls are counted.
         epoch_s: When the measured part starts, on the monotonic clock.
+        servers: Names of the servers, which calls go to in turn.
 
     Attributes:
         record: Where calls are counted.
@@ -88,9 +92,20 @@ class Engine:
         ended_s: When the last call was answered, in seconds from the start of the measured part.
     """
 
-    def __init__(self, scenario: Scenario, worker: int, send: Send, record: Record, epoch_s: float) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        worker: int,
+        send: Send,
+        record: Record,
+        epoch_s: float,
+        servers: Sequence[str] = ("",),
+    ) -> None:
         self._scenario, self._worker, self._send = scenario, worker, send
         self.record, self._epoch_s = record, epoch_s
+        # A name is kept with a call only where it tells something.
+        self._servers = tuple(servers) if len(servers) > 1 else ("",)
+        self._turns = itertools.count(worker)
         self._names = [each.name for each in scenario.workloads]
         self._limit = _part(scenario.max_in_flight, worker, scenario.workers)
         self._calls_left = _part(scenario.max_calls, worker, scenario.workers)
@@ -104,6 +119,12 @@ class Engine:
     def stop(self) -> None:
         """Sends no more calls; those in flight end as they would."""
         self._stopped.set()
+
+    def abandon(self) -> None:
+        """Sends no more calls, and gives up those in flight."""
+        self.stop()
+        for task in self._tasks:
+            task.cancel()
 
     def take_progress(self) -> Progress:
         """What happened since the last time."""
@@ -132,12 +153,17 @@ class Engine:
     # ---------------------------------------------------------------------------- open loop
 
     async def _open(self) -> None:
+        duration_s = self._scenario.duration_s
+        last_s = duration_s + max(_LEAST_GRACE_S, _GRACE * duration_s)
         for at_s, workload in schedule(self._scenario, self._worker):
             if at_s > self._now():
                 await self._sleep_until(at_s)
             else:
                 await asyncio.sleep(0)  # behind: answers must be read all the same
             if self._stopped.is_set():
+                return
+            if (now := self._now()) > last_s:  # never to catch up; the record says so
+                self.record.unsent_s = now - at_s
                 return
             self._start(at_s, workload)
         if not self._scenario.max_calls:
@@ -184,18 +210,20 @@ class Engine:
     async def _call(self, at_s: float, workload: int) -> None:
         started_s = self._now()
         name, record = self._names[workload], self.record
-        record.sent(at_s, started_s)
+        turn = next(self._turns) % len(self._servers)
+        server = self._servers[turn]
+        record.sent(at_s, started_s, server)
         self._in_flight += 1
         try:
-            info = await self._send(workload)
+            info = await self._send(workload, turn)
         except Exception as error:  # counted, whatever it is: a task that died would hide it
-            record.failed(name, at_s, getattr(error, "reason", "") or type(error).__name__)
+            record.failed(name, at_s, getattr(error, "reason", "") or type(error).__name__, server)
             self._progress.failed += 1
             return
         finally:
             self._in_flight -= 1
         ended_s = self._now()
-        record.answered(name, at_s, started_s, ended_s, info)
+        record.answered(name, at_s, started_s, ended_s, info, server)
         self._progress.answered += 1
         self._progress.latency.add(ended_s - at_s)
 

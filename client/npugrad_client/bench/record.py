@@ -96,10 +96,10 @@ class Window:
 
 @dataclass
 class Part:
-    """The calls of one workload, or of one device.
+    """The calls of one workload, server or device.
 
     Attributes:
-        tally: Their counts; of a device only the answers.
+        tally: Their counts; of a device only the answers, of a server without what was dropped.
         latency: Latencies from the intended start.
         run_s: Seconds the operator ran, summed.
     """
@@ -124,6 +124,7 @@ class Part:
         return cls(Tally.from_dict(values), Sketch.from_list(values["latency"]), float(values["run_s"]))
 
 
+_PARTS = ("workloads", "servers", "devices")
 _DISTRIBUTIONS = ("latency", "service", "lateness", "loop_lag")
 
 
@@ -141,7 +142,9 @@ class Record:
         stage_sums: Seconds by stage, summed.
         windows: Windows by number.
         workloads: Parts by workload.
-        devices: Parts by device.
+        devices: Parts by device; with its server, where there are several.
+        servers: Parts by server; empty where there is one.
+        unsent_s: How far behind its schedule a worker was that gave up; 0 where none did.
     """
 
     def __init__(self, window_s: float) -> None:
@@ -154,6 +157,8 @@ class Record:
         self.windows: dict[int, Window] = {}
         self.workloads: dict[str, Part] = {}
         self.devices: dict[str, Part] = {}
+        self.servers: dict[str, Part] = {}
+        self.unsent_s = 0.0
 
     def window(self, at_s: float) -> Window:
         """The window of a time."""
@@ -176,20 +181,30 @@ class Record:
             self.total.dropped += 1
             self._part(workload).tally.dropped += 1
 
-    def sent(self, at_s: float, started_s: float) -> None:
-        """Counts how late a call was sent."""
+    def sent(self, at_s: float, started_s: float, server: str = "") -> None:
+        """Counts a call that is sent, and how late; `server` is named where there are several."""
         if at_s >= 0:
             self.lateness.add(started_s - at_s)
+            if server:
+                self.servers.setdefault(server, Part()).tally.intended += 1
 
-    def failed(self, workload: str, at_s: float, reason: str) -> None:
+    def failed(self, workload: str, at_s: float, reason: str, server: str = "") -> None:
         """Counts one that came back wrong."""
         self.window(at_s).tally.failed[reason] += 1
         if at_s >= 0:
             self.total.failed[reason] += 1
             self._part(workload).tally.failed[reason] += 1
+            if server:
+                self.servers.setdefault(server, Part()).tally.failed[reason] += 1
 
     def answered(
-        self, workload: str, at_s: float, started_s: float, ended_s: float, info: ExecutionInfo
+        self,
+        workload: str,
+        at_s: float,
+        started_s: float,
+        ended_s: float,
+        info: ExecutionInfo,
+        server: str = "",
     ) -> None:
         """Counts one that came back right.
 
@@ -199,6 +214,7 @@ class Record:
             started_s: When it did.
             ended_s: When its answer was there.
             info: What the server says of it.
+            server: Which server, where there are several.
         """
         times = [info.queued_s, info.copy_in_s, info.run_s, info.copy_out_s]
         times.append(max(0.0, ended_s - started_s - sum(times)))
@@ -209,22 +225,23 @@ class Record:
             window.stages[index] += seconds
         self.window(ended_s).completed += 1
         if at_s >= 0:
-            self._measured(workload, ended_s - at_s, ended_s - started_s, times, info)
+            self._measured(ended_s - at_s, ended_s - started_s, times)
+            device = f"{server} {info.device} ({info.backend})".strip()
+            parts = [self._part(workload), self.devices.setdefault(device, Part())]
+            if server:
+                parts.append(self.servers.setdefault(server, Part()))
+            for part in parts:
+                part.tally.answered += 1
+                part.latency.add(ended_s - at_s)
+                part.run_s += info.run_s
 
-    def _measured(
-        self, workload: str, latency_s: float, service_s: float, times: list[float], info: ExecutionInfo
-    ) -> None:
+    def _measured(self, latency_s: float, service_s: float, times: list[float]) -> None:
         self.total.answered += 1
         self.latency.add(latency_s)
         self.service.add(service_s)
         for stage, seconds in zip(STAGES, times, strict=True):
             self.stages[stage].add(seconds)
             self.stage_sums[stage] += seconds
-        device = self.devices.setdefault(f"{info.device} ({info.backend})", Part())
-        for part in (self._part(workload), device):
-            part.tally.answered += 1
-            part.latency.add(latency_s)
-            part.run_s += info.run_s
 
     def merge(self, other: Record) -> None:
         """Adds another worker's record."""
@@ -236,9 +253,11 @@ class Record:
             self.stage_sums[stage] += other.stage_sums[stage]
         for number, window in other.windows.items():
             self.windows.setdefault(number, Window()).merge(window)
-        for mine, theirs in ((self.workloads, other.workloads), (self.devices, other.devices)):
-            for name, part in theirs.items():
+        for kind in _PARTS:
+            mine = getattr(self, kind)
+            for name, part in getattr(other, kind).items():
                 mine.setdefault(name, Part()).merge(part)
+        self.unsent_s = max(self.unsent_s, other.unsent_s)
 
     def as_dict(self) -> dict[str, Any]:
         """The record as JSON."""
@@ -249,8 +268,11 @@ class Record:
             "stages": {stage: sketch.as_list() for stage, sketch in self.stages.items()},
             "stage_sums_s": self.stage_sums,
             "windows": {str(number): self.windows[number].as_dict() for number in sorted(self.windows)},
-            "workloads": {name: part.as_dict() for name, part in sorted(self.workloads.items())},
-            "devices": {name: part.as_dict() for name, part in sorted(self.devices.items())},
+            **{
+                kind: {n: part.as_dict() for n, part in sorted(getattr(self, kind).items())}
+                for kind in _PARTS
+            },
+            "unsent_s": self.unsent_s,
         }
 
     @classmethod
@@ -267,6 +289,7 @@ class Record:
         record.stages = {stage: Sketch.from_list(values["stages"][stage]) for stage in STAGES}
         record.stage_sums = {stage: float(values["stage_sums_s"][stage]) for stage in STAGES}
         record.windows = {int(n): Window.from_dict(each) for n, each in values["windows"].items()}
-        record.workloads = {name: Part.from_dict(each) for name, each in values["workloads"].items()}
-        record.devices = {name: Part.from_dict(each) for name, each in values["devices"].items()}
+        for kind in _PARTS:
+            setattr(record, kind, {name: Part.from_dict(each) for name, each in values[kind].items()})
+        record.unsent_s = float(values["unsent_s"])
         return record

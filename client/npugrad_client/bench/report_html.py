@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from npugrad_client.bench.bottleneck import client_bound
 from npugrad_client.bench.charts import Series, bar_chart, line_chart, stack_chart
@@ -14,7 +14,7 @@ from npugrad_client.bench.stylesheet import CSS
 from npugrad_client.bench.units import format_seconds, format_share
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from npugrad_client.bench.record import Part, Window
     from npugrad_client.bench.result import Result
@@ -39,6 +39,7 @@ def page(result: Result) -> str:
         _distribution(result),
         _stages(result),
         _parts("Devices", "device", result.record.devices, result),
+        _parts("Servers", "server", result.record.servers, result),
         _parts("Workloads", "workload", result.record.workloads, result),
         _errors(result),
         _facts(result),
@@ -53,9 +54,12 @@ def page(result: Result) -> str:
 
 def _heading(result: Result, name: str) -> str:
     loop = "closed loop" if result.is_closed else f"open loop, {result.scenario['arrival']} arrivals"
-    server = result.environment.get("server", {})
-    devices = ", ".join(d["name"] for d in server.get("devices", ())) or "unknown devices"
-    simulated = any(d["simulated"] for d in server.get("devices", ()))
+    servers = result.environment.get("servers", ())
+    listed = [device for server in servers for device in server["devices"]]
+    devices = ", ".join(str(device["name"]) for device in listed) or "unknown devices"
+    if len(servers) > 1:
+        devices = f"{devices} of {len(servers)} servers"
+    simulated = any(device["simulated"] for device in listed)
     lines = [
         f"<h1>{escape(name)}</h1>",
         f'<p class="faint">{loop}, {result.duration_s:.4g} s measured on {escape(devices)}'
@@ -221,12 +225,13 @@ def _parts(title: str, what: str, parts: dict[str, Part], result: Result) -> str
         (
             name,
             str(part.tally.answered),
+            str(sum(part.tally.failed.values()) + part.tally.dropped),
             f"{part.run_s / seconds:.1%}",
             *(format_seconds(part.latency.percentile_s(p)) for p in (50.0, 99.0, 100.0)),
         )
         for name, part in sorted(parts.items())
     ]
-    table = _table((what, "answers", "of a device", "p50", "p99", "max"), rows)
+    table = _table((what, "answers", "not served", "of a device", "p50", "p99", "max"), rows)
     return f"<h2>{title}</h2>{bar_chart(f'Answers a second by {what}', bars)}{table}"
 
 
@@ -260,10 +265,19 @@ def _facts(result: Result) -> str:
         ("most in flight", str(scenario["max_in_flight"]) if not result.is_closed else "as the load says"),
         ("seed", str(scenario["seed"])),
         ("client", f"{scenario['workers']} worker(s), event loop busy {busy}; {_versions(environment)}"),
-        ("server", f"{environment.get('target', '')} {environment.get('server', {}).get('version', '')}"),
+        ("inputs", "; ".join(dict.fromkeys(told_inputs(w) for w in scenario["workloads"]))),
+        ("server", "; ".join(f"{s['target']} {s['version']}" for s in environment.get("servers", ()))),
+        ("connection", "encrypted" if environment.get("is_encrypted") else "not encrypted"),
     ]
     cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in rows)
     return f"<h2>What was sent</h2><table>{cells}</table>"
+
+
+def told_inputs(workload: Mapping[str, Any]) -> str:
+    """Where the operands of a workload come from, for people."""
+    if workload["inputs"] == "data":
+        return "operands travel"
+    return f"operands are made by the server{', which checks their digests' if workload['digest'] else ''}"
 
 
 def _versions(environment: object) -> str:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from npugrad_client.bench.engine import Cpu
-from npugrad_client.bench.record import DEADLINE_REASON, STAGES, Record
+from npugrad_client.bench.record import DEADLINE_REASON, STAGES, Part, Record
 from npugrad_client.bench.scenario import ScenarioError
 from npugrad_client.bench.scenario_file import read_text
 
@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FORMAT = "npugrad-bench/1"
+_SCENARIO_KEYS = (
+    *("name", "arrival", "workloads", "load", "warm_up_s", "max_calls"),
+    *("timeout_s", "max_in_flight", "workers", "seed", "window_s", "slo"),
+)
+_WORKLOAD_KEYS = ("name", "weight", "inputs", "digest", "request_bytes", "response_bytes")
 PERCENTILES = (50.0, 90.0, 99.0, 99.9)
 
 
@@ -125,6 +130,7 @@ class Result:
             "lateness_s": _figures(record.lateness),
             "stages_mean_s": self.stage_means_s,
             "devices": {name: part.tally.answered for name, part in sorted(record.devices.items())},
+            "servers": {name: _server_figures(part) for name, part in sorted(record.servers.items())},
         }
 
     def as_dict(self) -> dict[str, Any]:
@@ -157,14 +163,14 @@ class Result:
             raise ValueError(f"found format {found!r}; expected {FORMAT!r}")
         try:
             return cls(
-                scenario=values["scenario"],
+                scenario=_check_scenario(values["scenario"]),
                 record=Record.from_dict(values["record"]),
                 elapsed_s=float(values["elapsed_s"]),
                 cpus=tuple(Cpu(**each) for each in values["workers"]),
                 is_interrupted=bool(values["interrupted"]),
                 environment=values["environment"],
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
             raise ValueError(f"found {type(error).__name__} {error} in it; expected a whole report") from None
 
     def as_csv(self) -> str:
@@ -190,6 +196,29 @@ class Result:
             row += [f"{seconds / answered:.6g}" for seconds in window.stages]
             writer.writerow(row)
         return file.getvalue()
+
+
+def _server_figures(part: Part) -> dict[str, Any]:
+    latency = {f"p{p:g}": part.latency.percentile_s(p) for p in PERCENTILES}
+    tally = part.tally
+    return {
+        "sent": tally.intended,
+        "answered": tally.answered,
+        "failed": dict(tally.failed),
+        "latency_s": latency,
+    }
+
+
+def _check_scenario(scenario: Any) -> Any:
+    """The scenario of a report, in which nothing is missing that reports show."""
+    missing = [key for key in _SCENARIO_KEYS if key not in scenario]
+    if missing:
+        raise ValueError(f"scenario: found no {missing[0]}; expected a whole report")
+    for workload in scenario["workloads"]:
+        missing = [key for key in _WORKLOAD_KEYS if key not in workload]
+        if missing:
+            raise ValueError(f"scenario.workloads: found no {missing[0]}; expected a whole report")
+    return scenario
 
 
 def _figures(distribution: Any) -> dict[str, float]:

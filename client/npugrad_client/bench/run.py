@@ -6,8 +6,10 @@ import contextlib
 import multiprocessing
 import os
 import platform
+import signal
+import threading
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
@@ -18,12 +20,13 @@ from npugrad_client import Client
 from npugrad_client.bench.engine import Cpu, Progress
 from npugrad_client.bench.record import Record
 from npugrad_client.bench.result import Result
-from npugrad_client.bench.worker import Done, Failed, Ready, Start, Stop, work
+from npugrad_client.bench.worker import Done, Failed, Ready, Servers, Start, Stop, work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from multiprocessing.connection import Connection
 
+    from npugrad_client import Tls
     from npugrad_client.bench.scenario import Scenario
 
     OnProgress = Callable[[float, Progress], None]
@@ -31,62 +34,96 @@ if TYPE_CHECKING:
 _LEAD_S = 0.2
 """From the order to start to the first call: time for every worker to hear it."""
 _END_S = 10.0
+"""How long workers may take to end once nobody listens to them."""
+_INFO_S = 10.0
 
 
 class WorkerDied(NpugradError):
     """A worker process of the load test ended before it was done."""
 
 
-def run(scenario: Scenario, target: str, on_progress: OnProgress | None = None) -> Result:
-    """Measures a server.
+def run(
+    scenario: Scenario,
+    target: str | Sequence[str],
+    on_progress: OnProgress | None = None,
+    tls: Tls | None = None,
+) -> Result:
+    """Measures a server, or several, which calls go to in turn.
+
+    An interrupt ends the sending, and what was measured until then is the result. A second one gives up.
 
     Args:
         scenario: What is sent.
-        target: Address of the server.
+        target: Address of the server, or one of each.
         on_progress: Called about twice a second for each worker, with the time in seconds since the measured
             part began (negative in the warm-up) and what happened since its last one.
+        tls: How to encrypt; None for connections that are not.
 
     Raises:
         NpugradError: A first call failed, so there is nothing to measure, or a worker died.
         ImportError: The extra `bench` is not installed.
     """
     Record(scenario.window_s)  # says that the extra is missing before anything is started
-    context = multiprocessing.get_context("spawn")
-    with ExitStack() as stack:
-        connections = []
-        for worker in range(scenario.workers):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=work, args=(theirs, scenario, worker, target), daemon=True)
-            stack.enter_context(_ended(process, ours))
-            process.start()
-            theirs.close()
-            connections.append(ours)
+    servers = Servers((target,) if isinstance(target, str) else tuple(target), tls)
+    for one in servers.targets:  # says what is wrong with an address or a certificate, likewise
+        Client(one, tls=tls).close()
+    with _workers(scenario, servers) as connections:
         for connection in connections:
-            _expect_ready(connection, scenario.timeout_s)
-        return _measured(scenario, connections, on_progress, _environment(target, scenario.timeout_s))
+            _expect_ready(connection)
+        return _measured(scenario, connections, on_progress, _environment(servers))
 
 
 @contextmanager
-def _ended(process: Any, connection: Connection) -> Iterator[None]:
-    """Sees that a worker has gone, however the block ends: it ends when its connection does."""
+def _workers(scenario: Scenario, servers: Servers) -> Iterator[list[Connection]]:
+    """Starts the workers, and sees that they have gone, however the block ends."""
+    context = multiprocessing.get_context("spawn")
+    processes: list[Any] = []
+    connections: list[Connection] = []
     try:
-        yield
+        for worker in range(scenario.workers):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=work, args=(theirs, scenario, worker, servers), daemon=True)
+            connections.append(ours)
+            with _interrupts_later():
+                process.start()
+                processes.append(process)
+            theirs.close()
+        yield connections
     finally:
-        connection.close()
-        if process.pid is not None:
-            process.join(_END_S)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        for connection in connections:  # a worker ends when its connection does
+            connection.close()
+        _end(processes)
+
+
+def _end(processes: Sequence[Any]) -> None:
+    last_s = time.monotonic() + _END_S
+    for process in processes:
+        process.join(max(0.0, last_s - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
         process.close()
 
 
-def _expect_ready(connection: Connection, timeout_s: float) -> None:
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Holds interrupts back; what is started meanwhile never has one, even before it could say so itself."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _expect_ready(connection: Connection) -> None:
     message = _receive(connection)
     if isinstance(message, Failed):
         raise message.error
     if not isinstance(message, Ready):
-        raise WorkerDied(f"a worker said {type(message).__name__}; expected Ready within {timeout_s:g} s")
+        raise WorkerDied(f"a worker said {type(message).__name__}; expected Ready")
 
 
 def _receive(connection: Connection) -> Any:
@@ -106,19 +143,32 @@ def _measured(
     for connection in connections:
         connection.send(Start(epoch_s))
     follower = _Follower(connections, epoch_s, on_progress)
-    is_interrupted = False
-    try:
-        follower.follow()
-    except KeyboardInterrupt:
-        is_interrupted = True
-        follower.stop()
-        follower.follow()  # calls in flight end as they would; a second interrupt gives them up
+    with _on_interrupt(follower.stop):
+        follower.follow()  # calls in flight end as they would, even after an interrupt
     elapsed_s = max(0.0, *(done.ended_s for done in follower.done))
     record = Record(scenario.window_s)
     for done in follower.done:
         record.merge(Record.from_dict(done.record))
     cpus: tuple[Cpu, ...] = tuple(done.cpu for done in follower.done)
-    return Result(scenario.as_dict(), record, elapsed_s, cpus, is_interrupted, environment)
+    return Result(scenario.as_dict(), record, elapsed_s, cpus, follower.is_stopped, environment)
+
+
+@contextmanager
+def _on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
+    """Has the first interrupt call `stop`, whatever is being read at that time; a second one is as usual."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def on_signal(number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        stop()
+
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _Follower:
@@ -127,6 +177,7 @@ class _Follower:
     def __init__(self, connections: list[Connection], epoch_s: float, on_progress: OnProgress | None) -> None:
         self._open, self._epoch_s, self._on_progress = list(connections), epoch_s, on_progress
         self.done: list[Done] = []
+        self.is_stopped = False
 
     def follow(self) -> None:
         while self._open:
@@ -141,12 +192,13 @@ class _Follower:
                     self._on_progress(time.monotonic() - self._epoch_s, message)
 
     def stop(self) -> None:
+        self.is_stopped = True
         for connection in self._open:
             with contextlib.suppress(OSError):  # it has just ended by itself
                 connection.send(Stop())
 
 
-def _environment(target: str, timeout_s: float) -> dict[str, Any]:
+def _environment(servers: Servers) -> dict[str, Any]:
     """What the figures belong to."""
     found: dict[str, Any] = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -154,13 +206,21 @@ def _environment(target: str, timeout_s: float) -> dict[str, Any]:
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "target": target,
+        "is_encrypted": servers.tls is not None,
+        "servers": [_server(target, servers.tls) for target in servers.targets],
     }
-    with contextlib.suppress(NpugradError), Client(target, timeout_s=timeout_s) as client:
+    return found
+
+
+def _server(target: str, tls: Tls | None) -> dict[str, Any]:
+    """What a server says of itself; only its address where it says nothing."""
+    with contextlib.suppress(NpugradError), Client(target, timeout_s=_INFO_S, tls=tls, retry=None) as client:
         info = client.server_info()
-        found["server"] = {
+        devices = [asdict(device) for device in info.devices]
+        return {
+            "target": target,
             "version": info.version,
             "product": str(info.product),
-            "devices": [asdict(device) for device in info.devices],
+            "devices": devices,
         }
-    return found
+    return {"target": target, "version": "", "product": "", "devices": []}

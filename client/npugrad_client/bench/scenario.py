@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import dataclass, field
+import reprlib
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from npugrad.call import CallOptions
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
+from npugrad.recipe import recipes
 from npugrad.validation import validate_call
 from npugrad_client.bench.sizes import SIZES
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from npugrad.recipe import Recipe
     from npugrad.spec import CallMeta
     from npugrad_client.bench.slo import Slo
 
@@ -28,6 +31,13 @@ ARRIVALS: tuple[Arrival, ...] = ("constant", "poisson", "trace", "closed")
 MAX_WORKERS = 64
 MAX_RATE = 1e6
 MAX_CONCURRENCY = 65536
+DEFAULT_LABEL = "bench"
+MAX_WINDOWS = 100_000
+MAX_OPERAND_BYTES = 2**31 - 1
+"""Operands of a workload that travel; no message holds more."""
+Inputs = Literal["data", "recipe"]
+INPUTS: tuple[Inputs, ...] = ("data", "recipe")
+_WEEK_S = 7 * 86400
 _NOT_SIZES = ("dtype", "product")
 
 
@@ -35,10 +45,19 @@ class ScenarioError(ValueError):
     """A scenario that cannot be run; the message names the key, what was found and what is expected."""
 
 
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 80, 80
+
+
 def check(holds: bool, key: str, found: object, expected: str) -> None:
-    """Raises ScenarioError unless it holds."""
+    """Raises ScenarioError unless it holds; of a value without end, the message shows the beginning."""
     if not holds:
-        raise ScenarioError(f"{key}: found {found!r}; expected {expected}")
+        raise ScenarioError(f"{key}: found {shown(found)}; expected {expected}")
+
+
+def shown(value: object) -> str:
+    """A value in a message: the beginning of one that is long or deep."""
+    return _SHORT.repr(value)
 
 
 @dataclass(frozen=True)
@@ -54,17 +73,22 @@ class Workload:
         priority: Priority of the calls, -100 to 100.
         weight: Share of the mix, relative to the other workloads.
         deterministic: Whether the calls ask for results that do not depend on the order of summation.
-        name: What reports call it; made from the operator, the type and the size by default.
+        inputs: ``"data"``: operands travel with each call. ``"recipe"``: the server makes them from a few
+            numbers, so that no operand travels.
+        digest: Whether each recipe has its digest, so that the server proves to have made the same bits.
+        name: What reports call it; made of the operator, the type, the size and what is not usual by default.
     """
 
     operator: str
     dtype: str = ""
     size: str = "small"
     sizes: Mapping[str, Any] = field(default_factory=dict)
-    label: str = "bench"
+    label: str = DEFAULT_LABEL
     priority: int = 0
     weight: float = 1.0
     deterministic: bool = False
+    inputs: Inputs = "data"
+    digest: bool = False
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -79,15 +103,26 @@ class Workload:
         object.__setattr__(self, "dtype", self.dtype or supported[0])
         check(self.dtype in supported, "dtype", self.dtype, ", ".join(supported))
         check(math.isfinite(self.weight) and self.weight > 0, "weight", self.weight, "a number above 0")
+        check(self.inputs in INPUTS, "inputs", self.inputs, ", ".join(INPUTS))
+        check(not self.digest or self.inputs == "recipe", "inputs", self.inputs, "recipe, beside a digest")
         problem = CallOptions(priority=self.priority, label=self.label).problem()
         if problem is not None:
             raise ScenarioError(f"{problem[0]}: {problem[1]}")
         self._check_sizes()
         if not self.name:
-            shown = (
-                self.size if not self.sizes else " ".join(f"{k}={_short(v)}" for k, v in self.sizes.items())
-            )
-            object.__setattr__(self, "name", f"{self.operator} {self.dtype} {shown}")
+            sizes = " ".join(f"{k}={_short(v)}" for k, v in self.sizes.items()) or self.size
+            parts = [self.operator, self.dtype, sizes, "recipe" if self.inputs == "recipe" else ""]
+            parts.append(self.label if self.label != DEFAULT_LABEL else "")
+            object.__setattr__(self, "name", " ".join(filter(None, parts)))
+
+    def changed(self, **changes: Any) -> Workload:
+        """The same but for some fields; a name that was made is made anew.
+
+        Raises:
+            ScenarioError: A value is not allowed.
+        """
+        name = "" if self.name == replace(self, name="").name else self.name
+        return replace(self, name=name, **changes)
 
     def _check_sizes(self) -> None:
         named = SIZES[self.operator]
@@ -103,6 +138,8 @@ class Workload:
             raise ScenarioError(
                 f"sizes: {', '.join(first.operands)}: found {first.found}; expected {first.expected}"
             )
+        sent, most = self.nbytes[0], MAX_OPERAND_BYTES
+        check(sent <= most, "sizes", f"{sent} bytes of operands", f"at most {most}, or `inputs: recipe`")
 
     def call(self) -> CallMeta:
         """Metas and attributes of its calls.
@@ -114,24 +151,29 @@ class Workload:
         try:
             return OPERATORS[self.operator].build(dtype=self.dtype, **sizes)
         except (TypeError, ValueError, ArithmeticError, LookupError) as error:
-            raise ScenarioError(f"sizes: found {sizes}, which make no call: {error}") from None
+            raise ScenarioError(f"sizes: found {shown(sizes)}, which make no call: {error}") from None
 
     def arguments(self, seed: int) -> dict[str, Any]:
-        """Keyword arguments for a client's method: operands from a generator with this seed, and the rest."""
-        call = self.call()
-        operands: dict[str, npt.NDArray[Any] | None] = OPERATORS[self.operator].make_inputs(
-            call, np.random.default_rng(seed)
-        )
+        """Keyword arguments for a client's method: operands or recipes of this seed, and the rest."""
+        call, spec = self.call(), OPERATORS[self.operator]
+        made = recipes(spec, call, seed) if self.inputs == "recipe" else {}
+        if self.digest:
+            made = {name: recipe.with_digest() for name, recipe in made.items()}
+        operands: dict[str, npt.NDArray[Any] | Recipe | None] = dict.fromkeys(call.inputs)
+        if any(meta is not None and name not in made for name, meta in call.inputs.items()):
+            operands.update(spec.make_inputs(call, np.random.default_rng(seed)))
+        operands.update(made)
         options = {"label": self.label, "priority": self.priority, "deterministic": self.deterministic}
         return {**operands, **call.attrs, **options}
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """Bytes of the operands and of the results."""
-        call = self.call()
-        outputs = OPERATORS[self.operator].infer(call)
+        """Bytes of the operands that travel, and of the results."""
+        call, spec = self.call(), OPERATORS[self.operator]
+        outputs = spec.infer(call)
+        made = recipes(spec, call) if self.inputs == "recipe" else {}
         return (
-            sum(meta.nbytes for meta in call.inputs.values() if meta is not None),
+            sum(meta.nbytes for name, meta in call.inputs.items() if meta is not None and name not in made),
             sum(meta.nbytes for meta in outputs.values() if meta is not None),
         )
 
@@ -205,21 +247,36 @@ class Scenario:
         check(bool(self.workloads), "workloads", [], "at least one")
         check(bool(self.stages), "load", [], "at least one stage")
         check(1 <= self.workers <= MAX_WORKERS, "workers", self.workers, f"1 to {MAX_WORKERS}")
-        check(self.max_in_flight >= self.workers, "max_in_flight", self.max_in_flight, "one for each worker")
+        check(
+            self.max_in_flight >= self.workers,
+            "max_in_flight",
+            self.max_in_flight,
+            f"{self.workers} or more, one for each worker",
+        )
         check(0 < self.timeout_s <= 86400, "timeout", self.timeout_s, "above 0 s and up to a day")
-        check(self.warm_up_s >= 0, "warm_up", self.warm_up_s, "0 s or more")
+        check(0 <= self.warm_up_s <= _WEEK_S, "warm_up", self.warm_up_s, "0 s and up to a week")
         check(self.max_calls >= 0, "calls", self.max_calls, "0 or more")
         check(self.seed >= 0, "seed", self.seed, "0 or more")
         for stage in self.stages:
             self._check_stage(stage)
+        self._check_names()
         if not self.window_s:
             object.__setattr__(self, "window_s", _window_s(self.duration_s))
+        least_s = max(1e-3, (self.warm_up_s + self.duration_s) / MAX_WINDOWS)
+        check(least_s <= self.window_s <= _WEEK_S, "window", self.window_s, f"{least_s:g} s and up to a week")
+
+    def _check_names(self) -> None:
+        """Reports tell workloads apart by their names."""
+        names = [each.name for each in self.workloads]
+        for index, name in enumerate(names):
+            check(name not in names[:index], f"workloads[{index}].name", name, "another than those before it")
 
     def _check_stage(self, stage: Stage) -> None:
-        check(0 < stage.duration_s <= 7 * 86400, "duration", stage.duration_s, "above 0 s and up to a week")
+        check(0 < stage.duration_s <= _WEEK_S, "duration", stage.duration_s, "above 0 s and up to a week")
         key, most = ("concurrency", MAX_CONCURRENCY) if self.is_closed else ("rate", MAX_RATE)
         for level in (stage.start, stage.end):
             check(math.isfinite(level) and 0 <= level <= most, key, level, f"0 to {most:g}")
+            check(not self.is_closed or level == int(level), key, level, "a whole number of calls")
         check(max(stage.start, stage.end) > 0, key, stage.start, "above 0 somewhere in the stage")
 
     @property
@@ -260,6 +317,8 @@ class Scenario:
                     "label": each.label,
                     "priority": each.priority,
                     "weight": each.weight,
+                    "inputs": each.inputs,
+                    "digest": each.digest,
                     "request_bytes": each.nbytes[0],
                     "response_bytes": each.nbytes[1],
                 }

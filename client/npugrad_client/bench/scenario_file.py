@@ -8,12 +8,16 @@
         label: training
         priority: 10
         weight: 3
+        inputs: recipe             # the server makes the operands; `data`, which travels, by default
+        digest: true               # and proves to have made the same bits
     arrival: poisson               # constant, poisson, closed, or {trace: FILE.csv, speed: 2}
     load:
       - {rate: 50, duration: 30s}
       - {rate: [50, 200], duration: 1m}          # a ramp; in a closed loop `concurrency`
     warm_up: 5s
     slo: p99=50ms,errors=0.1%
+
+`inputs` and `digest` beside `workloads` hold for each workload that does not say them itself.
 
 A trace is a text file of one call a line: seconds from its start, ascending, and after a comma, if the calls
 are not to be drawn from the mix, the name of a workload.
@@ -34,6 +38,7 @@ from npugrad_client.bench.scenario import (
     Stage,
     Workload,
     check,
+    shown,
 )
 from npugrad_client.bench.slo import Slo
 from npugrad_client.bench.units import parse_duration
@@ -51,6 +56,8 @@ _WORKLOAD_KEYS: dict[str, type | tuple[type, ...]] = {
     "priority": int,
     "weight": (int, float),
     "deterministic": bool,
+    "inputs": str,
+    "digest": bool,
     "name": str,
 }
 _SCENARIO_KEYS = (
@@ -58,6 +65,8 @@ _SCENARIO_KEYS = (
     "workloads",
     "arrival",
     "load",
+    "inputs",
+    "digest",
     "warm_up",
     "calls",
     "timeout",
@@ -88,14 +97,14 @@ def load_scenario(name: str) -> Scenario:
         ScenarioError: There is no such file, or it does not describe a scenario.
         ImportError: PyYAML is not installed.
     """
-    import yaml  # here, because it comes with the extra `bench`
+    from npugrad_client.bench.strict_yaml import read_yaml  # here: PyYAML comes with the extra `bench`
 
     path = shipped_scenarios().get(name, Path(name))
     text = read_text(path, f"the name of a file, or one of {', '.join(shipped_scenarios())}")
     try:
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ScenarioError(f"{path}: found no YAML: {' '.join(str(error).split())}") from None
+        document = read_yaml(text)
+    except ValueError as error:
+        raise ScenarioError(f"{path}: {error}") from None
     try:
         return scenario_from(document, path.parent, default_name=path.stem)
     except ScenarioError as error:
@@ -129,8 +138,9 @@ def scenario_from(document: Any, folder: Path, default_name: str = "") -> Scenar
         ScenarioError: A key is missing, unknown or of the wrong kind, or a value is not allowed.
     """
     given = _mapping(document, "scenario", _SCENARIO_KEYS)
+    common = {key: given[key] for key in ("inputs", "digest") if key in given}
     workloads = tuple(
-        _workload(entry, f"workloads[{index}]")
+        _workload(entry, f"workloads[{index}]", common)
         for index, entry in enumerate(_of_kind(given.get("workloads", []), "workloads", list))
     )
     fields: dict[str, Any] = {"name": _of_kind(given.get("name", default_name), "name", str)}
@@ -172,12 +182,14 @@ def _of_kind(value: Any, key: str, kind: type | tuple[type, ...]) -> Any:
     is_bool = isinstance(value, bool) and kind is not bool
     if is_bool or not isinstance(value, kind):
         expected = _KIND_NAMES.get(kind, "a number") if isinstance(kind, type) else "a number"
-        raise ScenarioError(f"{key}: found {value!r}; expected {expected}")
+        raise ScenarioError(f"{key}: found {shown(value)}; expected {expected}")
     return value
 
 
-def _workload(entry: Any, key: str) -> Workload:
-    given = _mapping(entry, key, tuple(_WORKLOAD_KEYS))
+def _workload(entry: Any, key: str, common: Mapping[str, Any]) -> Workload:
+    given = {**common, **_mapping(entry, key, tuple(_WORKLOAD_KEYS))}
+    if given.get("inputs") != "recipe" and not (isinstance(entry, dict) and "digest" in entry):
+        given.pop("digest", None)  # what holds for all is of no matter where operands travel
     check("operator" in given, key, sorted(given), "a key `operator`")
     values = {name: _of_kind(value, f"{key}.{name}", _WORKLOAD_KEYS[name]) for name, value in given.items()}
     if "sizes" in values:
@@ -257,7 +269,9 @@ def read_trace(path: Path, names: Sequence[str], speed: float = 1.0) -> tuple[tu
 
 def trace_stage(trace: Sequence[tuple[float, int]]) -> Stage:
     """The stage of a trace: as long as it is, at its mean rate."""
-    duration_s = max(trace[-1][0] * len(trace) / max(len(trace) - 1, 1), 0.1)
+    last_s, intervals = trace[-1][0], len(trace) - 1
+    # Longer than the last start, which has an interval too.
+    duration_s = max(last_s * len(trace) / intervals if intervals else last_s + 0.1, 0.1)
     rate = len(trace) / duration_s
     return Stage(rate, rate, duration_s)
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from npugrad_client.bench.capacity import Capacity, Trial
     from npugrad_client.bench.compare import Comparison
+    from npugrad_client.bench.record import Part
     from npugrad_client.bench.result import Result
     from npugrad_client.bench.slo import Outcome
 
@@ -37,20 +38,33 @@ def show_result(console: Console, result: Result, outcomes: Sequence[Outcome] = 
     stages = [(STAGE_NAMES[name], f"{s * 1e3:.3f}") for name, s in values["stages_mean_s"].items()]
     for left, right in zip_longest(latency, stages, fillvalue=("", "")):
         table.add_row(*left, *right)
-    console.print(table)
+    if result.answered:
+        console.print(table)
     for name, part in sorted(result.record.workloads.items()):
         if len(result.record.workloads) > 1:
-            p50, p99 = (format_seconds(part.latency.percentile_s(p)) for p in (50.0, 99.0))
-            console.print(f"{name}: {part.tally.answered} answers, p50 {p50}, p99 {p99}", soft_wrap=True)
+            console.print(f"{name}: {part.tally.answered} answers{_times(part)}", soft_wrap=True)
+    for name, part in sorted(result.record.servers.items()):
+        text = f"{name}: {part.tally.answered} answers to {part.tally.intended} calls{_times(part)}"
+        console.print(text, soft_wrap=True)
+    made = [each["name"] for each in result.scenario["workloads"] if each["inputs"] == "recipe"]
+    if made:
+        console.print(f"operands made by the server, none of them sent: {', '.join(made)}", soft_wrap=True)
     _show_notes(console, result, outcomes)
+
+
+def _times(part: Part) -> str:
+    if not part.tally.answered:
+        return ""
+    return "".join(f", p{p:g} {format_seconds(part.latency.percentile_s(p))}" for p in (50.0, 99.0))
 
 
 def _load(result: Result) -> str:
     scenario = result.scenario
     what = ", ".join(each["name"] for each in scenario["workloads"])
     levels = [level for stage in scenario["load"] for level in stage[:2]]
-    low, high = min(levels), max(levels)
-    level = f"{high:g}" if low == high else f"{low:g} to {high:g}"
+    # One ramp from its start to its end, which may be downwards; of several stages the range.
+    first, last = levels if len(levels) == 2 else (min(levels), max(levels))
+    level = f"{last:g}" if first == last else f"{first:g} to {last:g}"
     if result.is_closed:
         return f"{what}: {level} in flight (closed loop)"
     return f"{what}: {level} a second (open loop, {scenario['arrival']})"

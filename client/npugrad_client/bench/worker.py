@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import selectors
 import signal
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +17,16 @@ from npugrad_client.bench.engine import Cpu, Engine, Progress
 from npugrad_client.bench.record import Record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
 
     from npugrad.call import ExecutionInfo
+    from npugrad_client import Tls
     from npugrad_client.bench.scenario import Scenario
 
 PROGRESS_S = 0.5
+_CONNECT_S = 10.0
+"""The least deadline of the calls that connect."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,11 @@ class Stop:
 
 
 @dataclass(frozen=True)
+class Gone:
+    """Nobody is there to hear of the calls: the parent has closed its end, or died."""
+
+
+@dataclass(frozen=True)
 class Done:
     """Everything was sent and answered.
 
@@ -66,34 +76,55 @@ class Done:
 Message = Ready | Failed | Progress | Done
 
 
-def work(connection: Connection, scenario: Scenario, worker: int, target: str) -> None:
+@dataclass(frozen=True)
+class Servers:
+    """Where calls go.
+
+    Attributes:
+        targets: Addresses, one of each server.
+        tls: How to encrypt; None for connections that are not.
+    """
+
+    targets: tuple[str, ...]
+    tls: Tls | None = None
+
+
+def work(connection: Connection, scenario: Scenario, worker: int, servers: Servers) -> None:
     """Runs one worker to its end; the parent's end of the connection closing ends it as well.
 
     Args:
         connection: To the parent.
         scenario: What is sent.
         worker: Which of its workers.
-        target: Address of the server.
+        servers: Where its calls go.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent has it too, and says when to stop
     # Not epoll: asyncio rounds its waits up to whole milliseconds, and every call would be late by that.
     loop = asyncio.SelectorEventLoop(selectors.SelectSelector())
     try:
         asyncio.set_event_loop(loop)
-        loop.run_until_complete(_work(connection, scenario, worker, target))
-    except (NpugradError, ValueError, TypeError) as error:
+        loop.run_until_complete(_work(connection, scenario, worker, servers))
+    except (NpugradError, ValueError, TypeError, OSError) as error:
         _tell(connection, Failed(error))
+    except MemoryError:
+        _tell(connection, Failed(ValueError("the operands do not fit into memory; expected smaller ones")))
     finally:
         loop.close()
         connection.close()
 
 
-async def _work(connection: Connection, scenario: Scenario, worker: int, target: str) -> None:
+async def _work(connection: Connection, scenario: Scenario, worker: int, servers: Servers) -> None:
     # Without retries: a load test counts what went wrong, and sends no call that its schedule does not have.
-    async with AsyncClient(target, timeout_s=scenario.timeout_s, retry=None) as client:
-        send = _sender(client, scenario)
-        for workload in range(len(scenario.workloads)):
-            await send(workload)  # connects and warms up; not counted
+    # A client for each server, and not one for all, so that each has its share whatever the others do.
+    async with AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(AsyncClient(target, retry=None, tls=servers.tls))
+            for target in servers.targets
+        ]
+        send = _sender(clients, scenario)
+        for workload, server in itertools.product(range(len(scenario.workloads)), range(len(clients))):
+            # Connects and warms up, which may take longer than a call; not counted.
+            await send(workload, server, max(scenario.timeout_s, _CONNECT_S))
         gc.collect()
         gc.freeze()  # what is there now stays: no collection needs to look at it
         _tell(connection, Ready())
@@ -101,18 +132,19 @@ async def _work(connection: Connection, scenario: Scenario, worker: int, target:
         order = _received(connection)
         if isinstance(order, Start):
             record = Record(scenario.window_s)
-            await _measure(connection, Engine(scenario, worker, send, record, order.epoch_s))
+            engine = Engine(scenario, worker, send, record, order.epoch_s, servers.targets)
+            await _measure(connection, engine)
 
 
-def _sender(client: AsyncClient, scenario: Scenario) -> Callable[[int], Any]:
+def _sender(clients: Sequence[AsyncClient], scenario: Scenario) -> Callable[..., Any]:
     calls = [
-        (getattr(client, each.operator), each.arguments(scenario.seed + index))
+        ([getattr(client, each.operator) for client in clients], each.arguments(scenario.seed + index))
         for index, each in enumerate(scenario.workloads)
     ]
 
-    async def send(workload: int) -> ExecutionInfo:
-        method, arguments = calls[workload]
-        info: ExecutionInfo = (await method(**arguments)).info
+    async def send(workload: int, server: int, timeout_s: float = scenario.timeout_s) -> ExecutionInfo:
+        methods, arguments = calls[workload]
+        info: ExecutionInfo = (await methods[server](**arguments, timeout_s=timeout_s)).info
         return info
 
     return send
@@ -122,9 +154,11 @@ async def _measure(connection: Connection, engine: Engine) -> None:
     loop = asyncio.get_running_loop()
 
     def on_order() -> None:
-        loop.remove_reader(connection.fileno())
-        _received(connection)  # Stop, or the parent has gone
-        engine.stop()
+        if isinstance(_received(connection), Gone):
+            loop.remove_reader(connection.fileno())
+            engine.abandon()
+        else:
+            engine.stop()
 
     loop.add_reader(connection.fileno(), on_order)
     telling = asyncio.create_task(_tell_progress(connection, engine))
@@ -148,11 +182,11 @@ def _tell(connection: Connection, message: Message) -> None:
         return
 
 
-def _received(connection: Connection) -> Start | Stop:
+def _received(connection: Connection) -> Start | Stop | Gone:
     try:
         order = connection.recv()
     except (EOFError, OSError):
-        return Stop()
+        return Gone()
     return order if isinstance(order, Start) else Stop()
 
 

@@ -13,6 +13,7 @@ from tests.client.bench.made import GRID, result, scenario
 from npugrad_client.bench.capacity import (
     UNLIMITED,
     Capacity,
+    Interrupted,
     Search,
     Trial,
     at_rate,
@@ -20,7 +21,7 @@ from npugrad_client.bench.capacity import (
     first_guess,
     judge,
 )
-from npugrad_client.bench.scenario import ScenarioError
+from npugrad_client.bench.scenario import MAX_RATE, ScenarioError
 from npugrad_client.bench.slo import Slo
 
 
@@ -139,3 +140,23 @@ def test_trials_keep_all_of_the_scenario_but_the_rate() -> None:
 
 def test_an_empty_search_is_nothing() -> None:
     assert Capacity().rate == 0
+
+
+def test_an_interrupt_ends_the_search_with_what_it_has() -> None:
+    def measure(rate: float) -> Trial:
+        if rate > 150:
+            raise Interrupted
+        return trial(rate, True)
+
+    found = Search(measure).run(100)
+    assert found.is_interrupted
+    assert not found.is_settled
+    assert 100 <= found.rate <= 150
+    assert str(found).endswith("; interrupted: the capacity may be higher, and was not confirmed")
+    assert found.as_dict()["interrupted"] is True
+
+
+def test_a_server_without_end_is_searched_up_to_what_can_be_asked_for() -> None:
+    found = Search(lambda rate: trial(rate, True)).run(1000)
+    assert found.is_client_limited
+    assert MAX_RATE / 2 <= found.rate <= MAX_RATE

@@ -8,7 +8,7 @@ import pytest
 from tests.client.bench.made import GRID, result
 
 from npugrad_client.bench.compare import compare
-from npugrad_client.bench.scenario import ScenarioError
+from npugrad_client.bench.scenario import ScenarioError, Workload
 
 
 def test_runs_alike_are_no_difference() -> None:
@@ -90,3 +90,27 @@ def test_a_run_too_short_is_refused() -> None:
 def test_the_same_two_runs_give_the_same_verdict() -> None:
     a, b = result(seed=1), result(seed=2)
     assert json.dumps(compare(a, b).as_dict()) == json.dumps(compare(a, b).as_dict())
+
+
+def test_runs_of_other_inputs_are_not_compared() -> None:
+    """What travels and what the server makes are two tests, and the message says no more than that."""
+    made = Workload(GRID.operator, inputs="recipe", name="both")
+    sent = Workload(GRID.operator, name="both")
+    proven = Workload(GRID.operator, inputs="recipe", digest=True, name="both")
+    a, b, c = (result(workloads=(each,)) for each in (sent, made, proven))
+    with pytest.raises(ScenarioError) as caught:
+        compare(a, b)
+    assert str(caught.value) == "B: workloads[0].inputs: found 'recipe'; expected that of A, 'data'"
+    with pytest.raises(
+        ScenarioError, match=r"B: workloads\[0\].digest: found True; expected that of A, False"
+    ):
+        compare(b, c)
+
+
+def test_a_comparison_without_bounds_is_json_all_the_same() -> None:
+    a, b = result(seed=1, arrival="closed"), result(seed=2, arrival="closed")
+    for window in b.record.windows.values():
+        window.completed = 0
+    text = json.dumps(compare(a, b).as_dict(), allow_nan=False)
+    throughput = next(d for d in json.loads(text)["differences"] if d["metric"] == "throughput")
+    assert throughput["change"] is None

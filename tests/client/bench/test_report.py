@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import io
+import json
 import re
 from html.parser import HTMLParser
 
 import pytest
 from rich.console import Console
-from tests.client.bench.made import GRID, result, scenario
+from tests.client.bench.made import GRID, answer, result, scenario
 
 from npugrad_client.bench.charts import Series, bar_chart, line_chart, number, stack_chart, ticks
 from npugrad_client.bench.compare import compare
@@ -17,7 +19,7 @@ from npugrad_client.bench.live import Recent, live_view
 from npugrad_client.bench.record import Record
 from npugrad_client.bench.report_html import page
 from npugrad_client.bench.result import Result
-from npugrad_client.bench.scenario import Workload
+from npugrad_client.bench.scenario import Stage, Workload
 from npugrad_client.bench.show import show_comparison, show_result
 from npugrad_client.bench.slo import Slo
 
@@ -190,3 +192,73 @@ def test_no_terminal_no_live_view() -> None:
         assert on_progress is not None
         on_progress(0.5, Progress(intended=1))
     assert "rate" in file.getvalue()
+
+
+HOSTILE = "\"><script>alert(1)</script><img src=x onerror=alert(1)>&amp;'</title></svg>\u202e"
+
+
+def test_names_that_are_markup_stay_text() -> None:
+    """Wherever a name can come from: scenario, workload, label, server, device, address, error."""
+    named = Workload(GRID.operator, name=HOSTILE)
+    made = result(workloads=(named,), slo=Slo.parse("p99=10ms"), name=HOSTILE)
+    info = answer(0.01, HOSTILE)
+    made.record.sent(1.0, 1.0, HOSTILE)
+    made.record.answered(HOSTILE, 1.0, 1.0, 1.1, info, HOSTILE)
+    made.record.intended(HOSTILE, 1.0)
+    made.record.failed(HOSTILE, 1.0, HOSTILE, HOSTILE)
+    device = {"name": HOSTILE, "simulated": True}
+    environment = {
+        "time": HOSTILE,
+        "npugrad": HOSTILE,
+        "servers": [{"target": HOSTILE, "version": HOSTILE, "devices": [device]}],
+    }
+    told = Result(made.scenario, made.record, made.elapsed_s, made.cpus, environment=environment)
+    text = page(told)
+    reader = parsed(text)
+    assert not {"script", "img"} & reader.found
+    assert "onerror=alert(1)>" not in text
+    assert reader.text.count(HOSTILE) > 10
+    assert HOSTILE in shown(told)
+
+
+def test_reports_of_a_run_without_success() -> None:
+    """Everything failed: there are no latencies, and every report says so without a number that is none."""
+    record = Record(0.2)
+    for index in range(50):
+        record.intended(GRID.name, index / 10)
+        record.sent(index / 10, index / 10, "a:1")
+        record.failed(GRID.name, index / 10, "QUEUE_FULL", "a:1")
+    made = Result(result().scenario, record, 5.0)
+    values = json.loads(json.dumps(made.as_dict(), allow_nan=False))
+    assert (values["summary"]["answered"], values["summary"]["error_share"]) == (0, 1.0)
+    assert values["summary"]["throughput_per_s"] == 0
+    assert values["summary"]["servers"]["a:1"]["failed"] == {"QUEUE_FULL": 50}
+    rows = list(csv.DictReader(io.StringIO(made.as_csv())))
+    assert len(rows) == 25
+    assert {row["p99_s"] for row in rows} == {"0"}
+    assert sum(int(row["failed"]) for row in rows) == 50
+    assert "QUEUE_FULL" in parsed(page(made)).text
+    assert "failed: 50 x QUEUE_FULL" in shown(made)
+    assert "p50" not in shown(made), "no latency of nothing"
+    assert [o.is_met for o in Slo.parse("p99=1s,errors=100%").judge(made)] == [False, True]
+
+
+def test_reports_say_who_made_the_operands() -> None:
+    made = result(workloads=(Workload(GRID.operator, inputs="recipe", digest=True),))
+    assert "operands are made by the server, which checks their digests" in parsed(page(made)).text
+    assert "operands made by the server, none of them sent: grid_sampler_2d_backward" in shown(made)
+    assert "operands travel" in parsed(page(result())).text
+    assert "made by the server" not in shown(result())
+
+
+@pytest.mark.parametrize("key", ["load", "workloads", "arrival", "slo", "seed"])
+def test_a_report_that_lacks_something_is_told(key: str) -> None:
+    values = result().as_dict()
+    del values["scenario"][key]
+    with pytest.raises(ValueError, match=f"scenario: found no {key}; expected a whole report"):
+        Result.from_dict(values)
+
+
+def test_a_ramp_is_told_in_its_direction() -> None:
+    down = result(stages=(Stage(100, 20, 20.0),))
+    assert "100 to 20 a second (open loop, constant)" in shown(down)

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import itertools
+import json
 import multiprocessing
+import os
+import signal
+import sys
 import threading
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.client.bench.made import GRID, scenario
 from tests.client.fake_service import Context, abort_with, fake_service, zeros
 
-from npugrad.errors import ServerBusy
-from npugrad_client import ConnectError
-from npugrad_client.bench.run import run
-from npugrad_client.bench.scenario import Stage, Workload
+from npugrad import OPERATORS
+from npugrad.errors import NpugradError, ServerBusy
+from npugrad_client import Client, ConnectError, Recipe
+from npugrad_client.bench.bottleneck import client_bound
+from npugrad_client.bench.result import Result
+from npugrad_client.bench.run import WorkerDied, run
+from npugrad_client.bench.scenario import ScenarioError, Stage, Workload
 
 if TYPE_CHECKING:
+    from tests.fix_server import ServerProcess, StartServer
+
     from npugrad import OpSpec
     from npugrad_client.bench.engine import Progress
 
@@ -151,3 +162,197 @@ def test_a_refused_call_is_no_measurement() -> None:
     with fake_service(refuse) as service, pytest.raises(ServerBusy):
         run(scenario(workloads=(GRID,), workers=2), service.address)
     assert multiprocessing.active_children() == []
+
+
+# ------------------------------------------------------------------------------ several servers, recipes
+
+
+def test_several_servers_are_sent_to_in_turn_and_told_apart() -> None:
+    """One of them refuses what comes after the call that connects: its share fails, the other's does not."""
+    calls = itertools.count()
+
+    def refuse(spec: OpSpec, request: Any, context: Context) -> Any:
+        if next(calls) >= 2:  # each worker connects with one
+            abort_with(context, ServerBusy("busy", operator=spec.name))
+        return zeros(spec, request, context)
+
+    with fake_service() as good, fake_service(refuse) as bad:
+        made = scenario(level=40, duration_s=1, workers=2)
+        result = run(made, [good.address, bad.address])
+    assert len(good.methods) == len(bad.methods) == 22
+    servers = result.record.servers
+    assert servers[good.address].tally.answered == servers[good.address].tally.intended == 20
+    assert servers[bad.address].tally.failed == {"QUEUE_FULL": 20}
+    assert servers[bad.address].latency.count == 0
+    assert set(result.record.devices) == {f"{good.address} test:0 (test)"}
+    assert [each["target"] for each in result.environment["servers"]] == [good.address, bad.address]
+    assert result.summary()["servers"][bad.address]["failed"] == {"QUEUE_FULL": 20}
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("digest", [False, True])
+def test_operands_are_made_by_the_server(operator: str, digest: bool, server: ServerProcess) -> None:
+    data, recipe = Workload(operator), Workload(operator, inputs="recipe", digest=digest)
+    made = scenario("closed", level=1, duration_s=60, max_calls=6, workloads=(data, recipe))
+    result = run(made, server.address)
+    assert result.record.total.failed == {}
+    sent = {each["inputs"]: each["request_bytes"] for each in made.as_dict()["workloads"]}
+    assert sent["recipe"] < 100 < sent["data"], "level tables at most"
+    assert set(result.record.workloads) <= {data.name, recipe.name}
+    assert result.answered == 6
+
+
+def test_a_digest_that_is_wrong_is_refused_by_the_server(server: ServerProcess) -> None:
+    """So that a digest is not just carried along."""
+    arguments = Workload("group_norm_backward", inputs="recipe", digest=True).arguments(3)
+    right = arguments["grad_out"]
+    assert right.digest == right.sha256()
+    wrong = Recipe.of(right.draw, right.meta, right.seed + 1, right.digest)
+    with Client(server.address) as client, pytest.raises(NpugradError, match="digest"):
+        client.group_norm_backward(**{**arguments, "grad_out": wrong})
+
+
+# ------------------------------------------------------------------------------------- what goes wrong
+
+
+def test_a_deadline_that_no_call_keeps_is_counted_and_not_taken_for_the_connection() -> None:
+    freed = threading.Event()
+    calls = itertools.count()
+
+    def slow(spec: OpSpec, request: Any, context: Context) -> Any:
+        if next(calls):
+            freed.wait(20)
+        return zeros(spec, request, context)
+
+    with fake_service(slow) as service:
+        result = run(scenario(level=20, duration_s=0.5, timeout_s=0.001), service.address)
+        freed.set()
+    assert result.answered == 0
+    assert result.record.total.failed == {"DEADLINE_EXCEEDED": 10}
+    assert client_bound(result) == (), "nothing was answered, so nothing is late"
+
+
+def test_more_calls_than_can_be_sent_end_in_time_and_are_told() -> None:
+    """A million a second: the sender gives up soon after the end, and the report is refused."""
+    with fake_service() as service:
+        begin_s = time.monotonic()
+        result = run(scenario(level=1e6, duration_s=3, max_in_flight=4), service.address)
+        took_s = time.monotonic() - begin_s
+    assert took_s < 30
+    assert result.elapsed_s < 10
+    assert result.record.unsent_s > 0
+    assert client_bound(result)[0].startswith("not all calls were sent: found a worker ")
+    assert Result.from_dict(json.loads(result.as_json())).record.unsent_s == result.record.unsent_s
+
+
+def test_a_server_that_dies_midway_leaves_a_report(start_server: StartServer) -> None:
+    running = start_server(check_end=False)
+    killed = threading.Event()
+
+    def on_progress(at_s: float, progress: Progress) -> None:
+        if at_s > 0.7 and not killed.is_set():
+            killed.set()
+            running.process.kill()
+
+    result = run(scenario(level=40, duration_s=2), running.address, on_progress)
+    assert result.answered >= 20
+    assert result.failed >= 20
+    assert result.answered + result.failed == result.intended == 80
+    assert multiprocessing.active_children() == []
+
+
+def test_a_server_that_drains_answers_what_it_has(start_server: StartServer) -> None:
+    running = start_server(devices="test:1?ms=20", check_end=False)
+    told = threading.Event()
+
+    def on_progress(at_s: float, progress: Progress) -> None:
+        if at_s > 0.7 and not told.is_set():
+            told.set()
+            running.signal(signal.SIGTERM)
+
+    result = run(scenario(level=20, duration_s=2), running.address, on_progress)
+    running.process.wait(30)
+    assert result.answered >= 10
+    assert result.failed >= 10
+    assert set(result.record.total.failed) <= {"DRAINING", "UNAVAILABLE", "CANCELLED"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_worker_that_dies_ends_the_run(number: signal.Signals) -> None:
+    def on_progress(at_s: float, progress: Progress) -> None:
+        workers = multiprocessing.active_children()
+        if workers and workers[0].pid is not None:
+            os.kill(workers[0].pid, number)
+
+    with fake_service() as service, pytest.raises(WorkerDied, match="a worker process of the load test died"):
+        run(scenario(level=20, duration_s=30, workers=2), service.address, on_progress)
+    assert multiprocessing.active_children() == []
+
+
+def test_an_error_ends_calls_in_flight_at_once() -> None:
+    """What is raised in the parent, such as a second interrupt, does not wait for deadlines."""
+    freed = threading.Event()
+    calls = itertools.count()
+
+    def stall(spec: OpSpec, request: Any, context: Context) -> Any:
+        if next(calls) >= 3:
+            freed.wait(60)
+        return zeros(spec, request, context)
+
+    class Enough(Exception):
+        pass
+
+    def on_progress(at_s: float, progress: Progress) -> None:
+        if progress.in_flight >= 2:
+            raise Enough
+
+    with fake_service(stall) as service:
+        with pytest.raises(Enough):
+            run(scenario(level=30, duration_s=30, workers=3), service.address, on_progress)
+        ended_s = time.monotonic()
+        freed.set()
+    assert multiprocessing.active_children() == []
+    assert time.monotonic() - ended_s < 5
+
+
+def test_operands_too_large_for_memory_are_told() -> None:
+    with pytest.raises(ScenarioError, match=r"sizes: found '\d+ bytes of operands'; expected at most"):
+        Workload("group_norm_backward", sizes={"n": 1024, "c": 1024, "hxw": 4096, "group": 1})
+    huge = Workload(
+        "group_norm_backward", sizes={"n": 1024, "c": 1024, "hxw": 4096, "group": 1}, inputs="recipe"
+    )
+    assert huge.nbytes[0] == 0
+
+
+def test_answers_that_are_wrong_are_failures() -> None:
+    calls = itertools.count()
+
+    def lie(spec: OpSpec, request: Any, context: Context) -> Any:
+        answer = zeros(spec, request, context)
+        if next(calls) % 2:
+            answer.ClearField("grad_input")
+        return answer
+
+    with fake_service(lie) as service:
+        result = run(scenario("closed", level=1, duration_s=60, max_calls=10), service.address)
+    assert (result.answered, result.failed) == (5, 5)
+    (reason,) = result.record.total.failed
+    assert reason == "INTERNAL"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_an_interrupt_of_a_terminal_reaches_no_worker() -> None:
+    """Not even one that has just started: it is born with the signal held back."""
+    blocked: set[bool] = set()
+
+    def on_progress(at_s: float, progress: Progress) -> None:
+        for worker in multiprocessing.active_children():
+            text = Path(f"/proc/{worker.pid}/status").read_text("ascii")
+            mask = next(line.split()[1] for line in text.splitlines() if line.startswith("SigBlk:"))
+            blocked.add(bool(int(mask, 16) >> (signal.SIGINT - 1) & 1))
+
+    with fake_service() as service:
+        run(scenario(level=10, duration_s=1.2, workers=2), service.address, on_progress)
+    assert blocked == {True}
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -11,9 +11,11 @@ from tests.client.bench.made import GRID, scenario
 
 from npugrad import OPERATORS
 from npugrad.products import Product
+from npugrad.recipe import recipes
 from npugrad.validation import validate_call
 from npugrad_client.bench.scenario import Scenario, ScenarioError, Stage, Workload
 from npugrad_client.bench.scenario_file import load_scenario, scenario_from, shipped_scenarios
+from npugrad_client.bench.schedule import schedule
 from npugrad_client.bench.sizes import SIZES
 
 if TYPE_CHECKING:
@@ -250,3 +252,67 @@ def test_a_scenario_needs_no_file() -> None:
     assert made.as_dict()["workloads"][0]["request_bytes"] == sum(
         meta.nbytes for meta in GRID.call().inputs.values() if meta is not None
     )
+
+
+def test_inputs_hold_for_all_workloads_and_for_each(tmp_path: Path) -> None:
+    text = """
+    inputs: recipe
+    digest: true
+    workloads:
+      - {operator: grid_sampler_2d_backward}
+      - {operator: group_norm_backward, inputs: data}
+      - {operator: group_norm_backward, digest: false}
+    load: [{rate: 1, duration: 1s}]
+    """
+    first, second, third = load_scenario(written(tmp_path, text)).workloads
+    assert [(each.inputs, each.digest) for each in (first, second, third)] == [
+        ("recipe", True),
+        ("data", False),
+        ("recipe", False),
+    ]
+    assert second.name != third.name
+
+
+def test_recipes_are_those_of_the_seed_and_have_digests_by_choice() -> None:
+    plain, proven = (Workload(GRID.operator, inputs="recipe", digest=each) for each in (False, True))
+    recipe = plain.arguments(5)["input"]
+    assert recipe == recipes(OPERATORS[GRID.operator], plain.call(), 5)["input"]
+    assert recipe.digest == b""
+    assert proven.arguments(5)["input"].digest == recipe.sha256()
+
+
+def test_tenants_of_one_shape_are_told_apart_by_their_labels() -> None:
+    tenants = tuple(Workload(GRID.operator, label=label) for label in ("live", "batch"))
+    assert scenario(workloads=tenants).workloads == tenants
+    with pytest.raises(ScenarioError, match=r"workloads\[1\].name: found '.*'; expected another than those"):
+        scenario(workloads=(GRID, Workload(GRID.operator, priority=5)))
+
+
+def test_a_trace_of_one_call_lasts_longer_than_to_it(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("5\n", "utf-8")
+    assert load_scenario(written(tmp_path, TRACED)).duration_s > 2.5, "twice as fast as recorded"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"arrival": "closed", "level": 2.5}, "concurrency: found 2.5; expected a whole number of calls"),
+        ({"warm_up_s": 1e9}, "warm_up: found 1000000000.0; expected 0 s and up to a week"),
+        ({"window_s": 1e-9}, "window: found 1e-09; expected 0.001 s and up to a week"),
+        ({"duration_s": 86400.0, "window_s": 0.1}, "window: found 0.1; expected 0.864 s and up to a week"),
+        ({"level": 1e9}, "rate: found 1000000000.0; expected 0 to 1e+06"),
+        ({"level": float("nan")}, "rate: found nan; expected 0 to 1e+06"),
+        (
+            {"workers": 4, "max_in_flight": 3},
+            "max_in_flight: found 3; expected 4 or more, one for each worker",
+        ),
+    ],
+)
+def test_values_without_sense_are_told(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ScenarioError) as caught:
+        scenario(**change)
+    assert message in str(caught.value)
+
+
+def test_huge_numbers_of_calls_are_no_matter() -> None:
+    assert len(list(schedule(scenario(level=50, duration_s=1, max_calls=10**30)))) == 50

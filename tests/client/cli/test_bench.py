@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,7 +23,8 @@ from npugrad.errors import ServerBusy
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.fix_server import ServerProcess
+    from tests.fix_server import ServerProcess, StartServer
+    from tests.fix_tls import Certificates
     from typer.testing import Result
 
 ALL_THE_SAME = "--allow-client-bound"
@@ -44,7 +46,7 @@ def test_small_calls_of_each_operator_are_measured(
     summary = report["summary"]
     assert (summary["intended"], summary["answered"]) == (6, 6)
     assert sum(summary["devices"].values()) == 6
-    assert report["environment"]["server"]["devices"][0]["name"] == "cpu:0"
+    assert report["environment"]["servers"][0]["devices"][0]["name"] == "cpu:0"
 
 
 @pytest.mark.slow
@@ -107,6 +109,25 @@ def test_a_server_that_is_not_there_is_no_measurement() -> None:
         ("--rate 0", "rate: found 0.0; expected above 0 somewhere in the stage"),
         ("--concurrency nan", "concurrency: found nan; expected 0 to 65536"),
         ("--poisson", "--poisson: found no --rate; expected one"),
+        ("--poisson --concurrency 2", "--poisson: found no --rate; expected one"),
+        ("--rate 5 --duration 0", "duration: found 0.0; expected above 0 s"),
+        ("--concurrency 0.4", "concurrency: found 0.4; expected a whole number of calls"),
+        ("--inputs bits", "--inputs: found 'bits'; expected data, recipe"),
+        ("--digest", "--inputs: found 'data'; expected recipe, beside a digest"),
+        ("--scenario smoke --digest", "--inputs: found 'data'; expected recipe, beside a digest"),
+        ("--scenario smoke --priority 0", "--priority: found it beside --scenario; expected it in the file"),
+        ("--target ,", "--target: found ','; expected addresses with commas between them"),
+        ("--tls-ca nowhere.pem", "--tls: found No such file or directory: nowhere.pem; expected a PEM file"),
+        ("--tls-key nowhere.pem", "--tls: found a key without a certificate; expected both or neither"),
+        (
+            "--find-capacity --html x.html",
+            "--html: found it beside --find-capacity; expected --json, or neither",
+        ),
+        (
+            "--find-capacity --calls 5",
+            "--find-capacity: found a number of calls; expected trials that end by",
+        ),
+        ("--find-capacity --precision nan", "--precision: found nan; expected 0.001 to 0.5"),
         ("--duration soon", "--duration: found 'soon'; expected a duration such as 50ms, 30s or 2m"),
         ("--warm-up x", "--warm-up: found 'x'; expected a duration"),
         ("--timeout 0", "timeout: found 0.0; expected above 0 s"),
@@ -200,3 +221,152 @@ def test_a_missing_library_is_one_line(library: str, tmp_path: Path) -> None:
     ran = process("bench", "--scenario", "smoke", PYTHONPATH=path)
     assert ran.returncode == 2
     assert ran.stderr == "npugrad bench needs the extra `bench`: pip install 'npugrad[bench]'\n"
+
+
+@pytest.mark.slow
+def test_operands_are_made_by_the_server_by_a_flag(server: ServerProcess, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    flags = ["--inputs", "recipe", "--digest", "--concurrency", "1", "--calls", "4", "--json", str(path)]
+    done = run("bench", *flags, ALL_THE_SAME, target=server.address)
+    assert done.exit_code == 0, done.output
+    assert "operands made by the server, none of them sent: group_norm_backward" in done.stdout
+    (workload,) = json.loads(path.read_text("utf-8"))["scenario"]["workloads"]
+    assert (workload["inputs"], workload["digest"], workload["request_bytes"]) == ("recipe", True, 0)
+
+
+@pytest.mark.slow
+def test_a_scenario_s_operands_can_be_made_by_the_server(server: ServerProcess, tmp_path: Path) -> None:
+    scenario = tmp_path / "s.yaml"
+    scenario.write_text(
+        "workloads: [{operator: grid_sampler_2d_backward}]\narrival: closed\n"
+        "load: [{concurrency: 1, duration: 60s}]\ncalls: 4\n",
+        "utf-8",
+    )
+    done = run(
+        "bench", "--scenario", str(scenario), "--inputs", "recipe", ALL_THE_SAME, target=server.address
+    )
+    assert done.exit_code == 0, done.output
+    assert "none of them sent: grid_sampler_2d_backward float32 small recipe" in done.stdout
+
+
+@pytest.mark.slow
+def test_several_targets_are_sent_to_in_turn() -> None:
+    with fake_service() as one, fake_service() as other:
+        flags = ["--concurrency", "1", "--calls", "10", ALL_THE_SAME]
+        by_commas = run("bench", *flags, target=f"{one.address}, {other.address}")
+        again = run("bench", *flags, "--target", one.address, "--target", other.address)
+    assert len(one.methods) == len(other.methods) == 2 * (5 + 1)
+    for done in (by_commas, again):
+        assert done.exit_code == 0, done.output
+        assert f"{one.address}: 5 answers to 5 calls, p50" in done.stdout
+
+
+@pytest.mark.slow
+def test_an_encrypted_server_is_measured(
+    start_server: StartServer, certificates: Certificates, tmp_path: Path
+) -> None:
+    key, certificate = certificates.caller()
+    (tmp_path / "client.key").write_bytes(key)
+    (tmp_path / "client.pem").write_bytes(certificate)
+    running = start_server(
+        *certificates.mutual_flags, credentials=certificates.credentials(certificates.caller())
+    )
+    flags = ["--concurrency", "1", "--calls", "4", ALL_THE_SAME, "--tls-ca", certificates.authority]
+    mutual = ["--tls-certificate", str(tmp_path / "client.pem"), "--tls-key", str(tmp_path / "client.key")]
+    done = run("bench", *flags, *mutual, target=running.address)
+    assert done.exit_code == 0, done.output
+    refused = run("bench", *flags, "--timeout", "5s", target=running.address)
+    assert f"cannot reach {running.address}" in failed(refused, 1)
+
+
+def _is_gone(group: int) -> bool:
+    """Whether nobody of a process group is left; Python's own tracker of resources takes a moment."""
+    for _ in range(500):
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def _interrupted(service: Any, seen: threading.Event, *flags: str) -> tuple[int, str, str]:
+    """A search or a run in a process group of its own, which is interrupted as by a terminal."""
+    command = [sys.executable, "-m", "npugrad_client.cli", "bench", ALL_THE_SAME, *flags]
+    running = subprocess.Popen(
+        [*command, "--target", service.address],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert seen.wait(60), "no calls came"
+        os.killpg(running.pid, signal.SIGINT)
+        output, errors = running.communicate(timeout=60)
+        assert _is_gone(running.pid)
+    finally:
+        running.kill()
+        running.wait()
+    return running.returncode, output, errors
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_a_whole_search() -> None:
+    seen = threading.Event()
+    calls = itertools.count()
+
+    def counted(spec: OpSpec, request: Any, context: Context) -> Any:
+        if next(calls) == 30:
+            seen.set()
+        return zeros(spec, request, context)
+
+    with fake_service(counted) as service:
+        status, output, errors = _interrupted(
+            service, seen, "--find-capacity", "--rate", "20", "--duration", "60s", "--workers", "2"
+        )
+    assert status == 4, errors
+    assert output == "interrupted before a rate was found that keeps the objectives\n"
+    assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nobody_is_left_behind_with_calls_in_flight(number: signal.Signals) -> None:
+    """A first interrupt waits for the calls in flight; a second one, or the end of the parent, does not."""
+    seen, freed = threading.Event(), threading.Event()
+    calls = itertools.count()
+
+    def stall(spec: OpSpec, request: Any, context: Context) -> Any:
+        if next(calls) >= 2:
+            seen.set()
+            freed.wait(60)
+        return zeros(spec, request, context)
+
+    with fake_service(stall) as service:
+        command = [sys.executable, "-m", "npugrad_client.cli", "bench", "--rate", "20", "--duration", "300s"]
+        command += ["--workers", "2", "--target", service.address]
+        running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        try:
+            assert seen.wait(60), "no calls came"
+            if number == signal.SIGINT:
+                os.killpg(running.pid, number)
+                with pytest.raises(subprocess.TimeoutExpired):
+                    running.wait(1.5)
+            os.kill(running.pid, number)
+            _, errors = running.communicate(timeout=8)
+            assert _is_gone(running.pid)
+        finally:
+            freed.set()
+            running.kill()
+            running.wait()
+    assert running.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
+    assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+def test_the_client_does_without_what_only_a_load_test_needs() -> None:
+    named = ("yaml", "hdrh", "rich", "typer", "npugrad_client.bench")
+    code = f"import npugrad_client, sys; print([m for m in {named} if m in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert ran.stdout == "[]\n"

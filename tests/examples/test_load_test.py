@@ -1,0 +1,48 @@
+"""The example measures a server of known service time, and its status says whether promises were kept."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.examples.run import run_example
+from tests.fix_server import run_server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.fix_server import ServerProcess
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Each call takes 60 ms by a timer, whatever else the machine does."""
+    with run_server(tmp_path_factory.mktemp("known") / "server.log", devices="test:2?ms=60") as running:
+        yield running
+
+
+def test_promises_that_are_kept(known: ServerProcess, tmp_path: Path) -> None:
+    load = ["--rate", "10", "--duration", "3s", "--shared", "--slo", "p50=1s,errors=0.1%"]
+    done = run_example("load_test.py", "--target", known.address, "--out", str(tmp_path), *load)
+    assert done.stdout.count("met: p50: found") == 3, done.stdout + done.stderr
+    assert "none of them sent: grid_sampler_2d_backward float32 medium recipe" in done.stdout
+    assert (tmp_path / "report.html").read_text("utf-8").startswith("<!DOCTYPE html>")
+    verdicts = {0: "no difference", 3: "slower", 4: "inconclusive"}  # the machine is shared
+    assert verdicts[done.returncode] in done.stdout or "faster" in done.stdout
+
+
+def test_a_promise_that_is_broken_ends_it(known: ServerProcess, tmp_path: Path) -> None:
+    load = ["--rate", "10", "--duration", "1s", "--shared", "--slo", "p50=30ms"]
+    done = run_example("load_test.py", "--target", known.address, "--out", str(tmp_path), *load)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert done.stdout.count("$ npugrad bench") == 1
+    assert "MISSED: p50: found" in done.stdout
+
+
+def test_nobody_there(tmp_path: Path) -> None:
+    done = run_example("load_test.py", "--target", f"unix:{tmp_path}/none.sock", "--out", str(tmp_path))
+    assert done.returncode == 1
+    assert "cannot reach" in done.stderr
