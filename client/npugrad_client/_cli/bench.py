@@ -18,7 +18,17 @@ import typer
 
 from npugrad import OPERATORS
 from npugrad_client._cli import files
-from npugrad_client._cli.servers import Servers, Targets, TlsCa, TlsCertificate, TlsKey, servers_of
+from npugrad_client._cli.connection import (
+    DEFAULT_TARGETS,
+    Authority,
+    Certificate,
+    Encrypted,
+    Key,
+    Servers,
+    Targets,
+    servers_of,
+    tls,
+)
 from npugrad_client._cli.terminal import err, fail, find_spec, out, reporting
 
 if TYPE_CHECKING:
@@ -85,10 +95,11 @@ def bench(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report as JSON.")] = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Write a line for each time window.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write the report as a page.")] = None,
-    target: Targets = None,
-    tls_ca: TlsCa = None,
-    tls_certificate: TlsCertificate = None,
-    tls_key: TlsKey = None,
+    target: Targets = DEFAULT_TARGETS,
+    encrypted: Encrypted = False,
+    tls_ca: Authority = None,
+    tls_certificate: Certificate = None,
+    tls_key: Key = None,
     timeout: Annotated[str, typer.Option(help="Deadline of each call, such as 10s; 60s by default.")] = "",
 ) -> None:
     """Measure a server.
@@ -123,7 +134,7 @@ def bench(
     }
     with reporting(), _needing_extra():
         made = _scenario(scenario, given)
-        server = servers_of(target, tls_ca, tls_certificate, tls_key)
+        server = servers_of(target, tls(encrypted, tls_ca, tls_certificate, tls_key))
         if find_capacity:
             _check_search(precision, csv_file, html_file)
             status = _find_capacity(made, server, precision, json_file, allow_client_bound)

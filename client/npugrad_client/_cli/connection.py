@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -80,3 +81,31 @@ def connect(targets: Sequence[str], timeout_s: float | None, how: Tls | None) ->
         return Client(addresses(targets), timeout_s=timeout_s, tls=how)
     except OSError as error:
         raise FileError(f"--tls: cannot read {error.filename!r}: {error.strerror}") from None
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Addresses of servers that are each talked to alone, and how to encrypt; None for not at all."""
+
+    targets: tuple[str, ...]
+    tls: Tls | None
+
+
+def servers_of(targets: Sequence[str], how: Tls | None) -> Servers:
+    """The servers of a command that has a client for each; an address that stands twice is one.
+
+    Raises:
+        FileError: A file of `how` cannot be read.
+        ValueError: There is no address, or a file is no PEM.
+    """
+    found = [address for address in addresses(targets) if address]
+    if not found:
+        raise ValueError(
+            f"--target: found {' '.join(targets)!r}; expected addresses with commas between them"
+        )
+    if how is not None:
+        try:
+            how.read()
+        except OSError as error:
+            raise FileError(f"--tls: cannot read {error.filename!r}: {error.strerror}") from None
+    return Servers(tuple(dict.fromkeys(found)), how)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 _PIPED_WIDTH = 200
 """Width where no terminal tells one: wide, so that a line is a line for grep."""
-DEFAULT_TARGET = "127.0.0.1:50051"
 
 
 def _console(*, stderr: bool = False) -> Console:
@@ -33,10 +32,6 @@ def _console(*, stderr: bool = False) -> Console:
 
 out, err = _console(), _console(stderr=True)
 
-Target = Annotated[
-    str,
-    typer.Option(envvar="NPUGRAD_TARGET", help="Server: host:port, unix:path or dns:///name:port."),
-]
 Timeout = Annotated[float, typer.Option("--timeout", help="Deadline of the call in seconds.")]
 
 

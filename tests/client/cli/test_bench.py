@@ -117,8 +117,8 @@ def test_a_server_that_is_not_there_is_no_measurement() -> None:
         ("--scenario smoke --digest", "--inputs: found 'data'; expected recipe, beside a digest"),
         ("--scenario smoke --priority 0", "--priority: found it beside --scenario; expected it in the file"),
         ("--target ,", "--target: found ','; expected addresses with commas between them"),
-        ("--tls-ca nowhere.pem", "--tls: found No such file or directory: nowhere.pem; expected a PEM file"),
-        ("--tls-key nowhere.pem", "--tls: found a key without a certificate; expected both or neither"),
+        ("--tls-ca nowhere.pem", "--tls: cannot read 'nowhere.pem': No such file or directory"),
+        ("--tls-key nowhere.pem", "--tls-key: found it without --tls-certificate; expected both or neither"),
         (
             "--find-capacity --html x.html",
             "--html: found it beside --find-capacity; expected --json, or neither",
