@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 Send: TypeAlias = "Callable[[Stubs, float | None], Awaitable[Any]]"
 """Sends a call over a channel, with a timeout as grpc takes it; what it returns is the answer."""
 
+_WRITE_ENDED = "Internal error from Core"
 _OPEN: weakref.WeakSet[_Home] = weakref.WeakSet()
 """Homes with open channels: a fork that inherits one cannot use asynchronous channels."""
 
@@ -213,15 +214,39 @@ class AsyncTransport:
     @contextmanager
     def _calling(self, what: str, target: str, timeout_s: float | None) -> Iterator[None]:
         """Turns what grpc raises into errors of ours."""
+        start = time.monotonic()
         try:
             yield
         except grpc.RpcError as error:
             is_encrypted = self._settings.credentials is not None
-            raise translate(error, what, target, timeout_s, is_encrypted=is_encrypted) from None
+            is_late = timeout_s is not None and time.monotonic() - start >= timeout_s
+            found = _WriteEnded(is_late) if _is_write_ended(error) else error
+            raise translate(found, what, target, timeout_s, is_encrypted=is_encrypted) from None
         except asyncio.CancelledError:
             if self._was_closed() and not _is_cancelled():
                 raise Cancelled(f"{what}: {target}: the client was closed") from None
             raise
+
+
+class _WriteEnded(grpc.RpcError):
+    """What ended a stream that was being written, told apart by the clock.
+
+    When a stream ends under a write, grpc.aio reports an internal error of its own in the place of the
+    status.
+    """
+
+    def __init__(self, is_late: bool) -> None:
+        self._is_late = is_late
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.DEADLINE_EXCEEDED if self._is_late else grpc.StatusCode.UNAVAILABLE
+
+    def details(self) -> str:
+        return "the stream ended while operands were being sent"
+
+
+def _is_write_ended(error: Any) -> bool:
+    return error.code() is grpc.StatusCode.INTERNAL and error.details() == _WRITE_ENDED
 
 
 async def _streamed(stubs: Stubs, prepared: Prepared, timeout_s: float | None) -> Answer:
