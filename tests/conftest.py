@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from importlib.metadata import PackageNotFoundError, version
 
 pytest_plugins = ["tests.fix_server", "tests.fix_tls", "tests.cann_sim.fixtures", "tests.fix_npu"]
+
+
+def pytest_configure() -> None:
+    """Take interrupts as a terminal's processes do: what a shell runs in the background ignores them."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header() -> str:
