@@ -15,10 +15,10 @@ needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="there is n
 BUILD = "server/kernels/build.py --optional"
 
 
-def commands(target: str, environment: Path) -> str:
+def commands(target: str, environment: Path, *options: str) -> str:
     """What make would run, with one folder as the virtual environment of every kind."""
     done = subprocess.run(
-        ["make", "-n", target, f"VENV={environment}", f"VENV_NPU={environment}"],
+        ["make", "-n", *options, target, f"VENV={environment}", f"VENV_NPU={environment}"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -45,6 +45,16 @@ def test_kernels_are_built_again_when_their_sources_are_newer(target: str, tmp_p
     found = commands(target, tmp_path)
     assert f"{tmp_path}/bin/python {BUILD}" in found
     assert "pip install" not in found, "an edit of the kernels alone sets up no environment"
+
+
+@needs_make
+def test_every_file_that_the_builder_looks_at_counts_as_a_source(tmp_path: Path) -> None:
+    touch(tmp_path / ".stamp", 0)
+    touch(tmp_path / ".kernels", -3600)
+    sources = [path for end in ("h", "cpp", "map") for path in ROOT.glob(f"server/kernels/*.{end}")]
+    for path in [*sources, ROOT / "server" / "kernels" / "build.py"]:
+        edited = str(path.relative_to(ROOT))
+        assert BUILD in commands("test", tmp_path, "-W", edited), edited
 
 
 @needs_make
