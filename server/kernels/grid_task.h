@@ -1,0 +1,315 @@
+// One task of grid_sampler_2d_backward: points by window and by block of channels.
+#ifndef NPUGRAD_GRID_TASK_H
+#define NPUGRAD_GRID_TASK_H
+
+#include <cstring>
+#include <vector>
+
+#include "grid_corners.h"
+#include "grid_sampler.h"
+#include "interleave.h"
+
+namespace npugrad {
+
+constexpr int64_t kPrefetchBytes = 512 << 10;   // size of a window from which it pays
+constexpr int64_t kAhead = 3;                   // groups that grad_output is fetched ahead
+constexpr int64_t kRowsAhead = 3;               // rows of input that are fetched ahead
+constexpr int64_t kSoonBytes = 32 << 10;        // planes of a block that are fetched a block ahead
+
+template <int Write, typename T>
+NPUGRAD_INLINE void prefetch_rows(const T* from, int64_t plane, int channels, int64_t count) {
+  constexpr auto kLine = static_cast<int64_t>(64 / sizeof(T));
+  for (int c = 0; c < channels; ++c)
+    for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(from + c * plane + i, Write);
+}
+
+// An image and a span of its blocks of channels.
+template <typename T>
+class GridSampler<T>::Task {
+ public:
+  Task(GridSampler& whole, Slot& slot, int64_t image, int64_t span)
+      : whole_(whole), slot_(slot), n_(image), span_(span), begin_(whole.blocks_ * span / whole.spans_),
+        end_(whole.blocks_ * (span + 1) / whole.spans_), groups_(whole.grid_.groups()),
+        has_table_(end_ - begin_ > 1 || whole.near_.count() > 1), windows_(&whole.near_) {}
+
+  void run() {
+    has_table_ &= groups_ <= kTableGroups;
+    if (has_table_ && !slot_.table.get()) slot_.table = whole_.call_.template scratch<Group>(groups_);
+    choose_windows();
+    allocate();
+    for (int64_t index = 0; index < windows_->count(); ++index) run_window(index);
+    if (whole_.gather_ && whole_.spans_ == 1 && !direct_) whole_.finish_sums(n_, 0, groups_, partial_, 1);
+  }
+
+  // One band of rows, with the groups that were listed for it.
+  void run_band(int64_t band) {
+    has_table_ = false;
+    windows_ = &whole_.bands_;
+    banded_ = &whole_.listed_[static_cast<size_t>(n_)];
+    allocate();
+    run_window(band);
+  }
+
+ private:
+  void run_window(int64_t index) {
+    const Window window = (*windows_)[index];
+    for (int64_t block = begin_; block < end_; ++block) {
+      const int channels = static_cast<int>(std::min(whole_.block_, whole_.c_ - block * whole_.block_));
+      switch (lanes(channels)) {
+        case 4: with_channels<4>(index, window, block, channels); break;
+        case 8: with_channels<8>(index, window, block, channels); break;
+        default: with_channels<kBlock>(index, window, block, channels);
+      }
+    }
+  }
+
+  // Windows that stay in the cache if points next to each other lie next to each other in the image too.
+  void choose_windows() {
+    listed_ = whole_.near_.count() > 1 && list_groups(whole_.near_, kScattered);
+    if (!listed_) {
+      windows_ = &whole_.far_;
+      listed_ = windows_->count() > 1 && list_groups(*windows_, HUGE_VAL);
+    }
+    direct_ = whole_.spans_ == 1 && whole_.blocks_ == 1 && windows_->count() == 1;
+  }
+  bool list_groups(const Windows& windows, double most) {
+    return slot_.listing.fill(windows, groups_, whole_.sampling_.nearest, most, [&](int64_t group) -> const Group& {
+      Slopes slopes;
+      return located(group, true, slopes);
+    });
+  }
+
+  void allocate() {
+    const int64_t floats = windows_->largest() * lanes(static_cast<int>(std::min(whole_.c_, whole_.block_)));
+    if (slot_.floats < floats) {
+      slot_.floats = floats;
+      if (whole_.gather_) slot_.image = whole_.call_.template scratch<float>(floats);
+      if (whole_.scatter_) {
+        slot_.sums = whole_.call_.template scratch<float>(floats);
+        std::memset(slot_.sums.get(), 0, static_cast<size_t>(floats) * sizeof(float));
+      }
+    }
+    if (!whole_.gather_ || direct_ || banded_) return;
+    const int64_t size = whole_.sums_size();
+    if (whole_.spans_ > 1) {
+      partial_ = whole_.partial_.get() + (n_ * whole_.spans_ + span_) * size;
+    } else {
+      if (!slot_.partial.get()) slot_.partial = whole_.call_.template scratch<double>(size);
+      partial_ = slot_.partial.get();
+    }
+    std::memset(partial_, 0, static_cast<size_t>(size) * sizeof(double));
+  }
+
+  // Where a group lies: from the table, which is filled the first time, or computed.
+  const Group& located(int64_t group, bool first, Slopes& slopes) {
+    Group& found = has_table_ ? slot_.table[group] : group_;
+    if (first || !has_table_) whole_.grid_.locate(n_, group, found, slopes);
+    return found;
+  }
+
+  template <int L>
+  void with_channels(int64_t index, const Window& window, int64_t block, int channels) {
+    if (whole_.gather_) read_image<L>(window, block, channels);
+    if (whole_.sampling_.nearest) {
+      pass<L, true, false, true>(index, window, block, channels);
+    } else if (!whole_.gather_) {
+      pass<L, true, false, false>(index, window, block, channels);
+    } else if (!whole_.scatter_) {
+      pass<L, false, true, false>(index, window, block, channels);
+    } else {
+      pass<L, true, true, false>(index, window, block, channels);
+    }
+    if (whole_.scatter_) write_image<L>(window, block, channels);
+  }
+
+  template <int L>
+  void read_image(const Window& window, int64_t block, int channels) {
+    const Tensor& input = whole_.input_;
+    const T* from = input.data<const T>() + n_ * input.stride(0) + block * whole_.block_ * input.stride(1) +
+                    window.row * input.stride(2) + window.column * input.stride(3);
+    float* image = slot_.image.get();
+    const int64_t pitch = window.pitch();
+    std::fill_n(image, (pitch + 1) * L, 0.0f);
+    for (int64_t row = 0; row < window.rows; ++row) {
+      float* to = image + ((row + 1) * pitch + 1) * L;
+      if (row + kRowsAhead < window.rows && input.stride(3) == 1)
+        prefetch_rows<0>(from + (row + kRowsAhead) * input.stride(2), input.stride(1), channels, window.columns);
+      to_pixels<L>(
+          from + row * input.stride(2), input.stride(1), input.stride(3), channels, window.columns, to);
+      std::fill_n(to + window.columns * L, L, 0.0f);
+    }
+    std::fill_n(image + window.outside() * L, (2 * pitch + 1) * L, 0.0f);
+  }
+
+  template <int L>
+  void write_image(const Window& window, int64_t block, int channels) {
+    T* to = whole_.input_grad_.template data<T>() + (n_ * whole_.c_ + block * whole_.block_) * whole_.h_ * whole_.w_ +
+            window.row * whole_.w_ + window.column;
+    float* sums = slot_.sums.get();
+    const int64_t pitch = window.pitch();
+    for (int64_t row = 0; row < window.rows; ++row) {
+      float* from = sums + ((row + 1) * pitch + 1) * L;
+      if (row + 1 < window.rows)
+        prefetch_rows<1>(to + (row + 1) * whole_.w_, whole_.h_ * whole_.w_, channels, window.columns);
+      from_pixels<L>(from, window.columns, to + row * whole_.w_, whole_.h_ * whole_.w_, channels);
+      std::fill_n(from + window.columns * L, L, 0.0f);
+    }
+    std::fill_n(sums, (pitch + 1) * L, 0.0f);
+    std::fill_n(sums + window.outside() * L, (2 * pitch + 1) * L, 0.0f);
+  }
+
+  void prefetch_grad(int64_t group, int64_t block, int channels) const {
+    const Tensor& grad = whole_.grad_output_;
+    const int64_t columns = grad.shape(3), start = group * kGroup;
+    const T* from = grad.data<const T>() + n_ * grad.stride(0) + block * whole_.block_ * grad.stride(1) +
+                    start / columns * grad.stride(2) + start % columns * grad.stride(3);
+    for (int c = 0; c < channels; ++c) __builtin_prefetch(from + c * grad.stride(1));
+  }
+  template <int L>
+  void read_grad(int64_t group, int64_t block, int channels, float* to) const {
+    const Tensor& grad = whole_.grad_output_;
+    const T* from = grad.data<const T>() + n_ * grad.stride(0) + block * whole_.block_ * grad.stride(1);
+    const int64_t columns = grad.shape(3), plane = grad.stride(1), pixel = grad.stride(3);
+    const int64_t start = group * kGroup;
+    const int count = whole_.grid_.count(group);
+    if (grad.stride(2) == columns * pixel) {
+      to_pixels<L>(from + start * pixel, plane, pixel, channels, count, to);
+    } else {
+      int64_t row = start / columns, column = start % columns;
+      for (int64_t done = 0; done < count; ++row, column = 0) {
+        const int64_t run = std::min(count - done, columns - column);
+        to_pixels<L>(from + row * grad.stride(2) + column * pixel, plane, pixel, channels, run, to + done * L);
+        done += run;
+      }
+    }
+    // Nothing but numbers where there is no point.
+    std::fill(to + count * L, to + kGroup * L, 0.0f);
+  }
+
+  template <int L, bool Scatter, bool Gather>
+  void prepare(int64_t group, const Window& window, bool first, Ready& ready) {
+    const Group& found = located(group, first, ready.slopes);
+    const Words row = splat(static_cast<uint32_t>(window.row - 1));
+    const Words last_row = splat(static_cast<uint32_t>(window.rows));
+    const Words column = splat(static_cast<uint32_t>(window.column - 1));
+    const Words last_column = splat(static_cast<uint32_t>(window.columns));
+    const Words pitch = splat(static_cast<uint32_t>(window.pitch()));
+    const Words outside = splat(static_cast<uint32_t>(window.outside()));
+    for (int i = 0; i < kGroup; i += kWidth) {
+      const Words rows = load_raw<uint32_t>(found.row + i) - row;
+      const Words columns = load_raw<uint32_t>(found.column + i) - column;
+      const Ints inside = (rows <= last_row) & (columns <= last_column);
+      store_raw<uint32_t>(ready.pixel + i, select(inside, rows * pitch + columns, outside));
+      const Floats left = load(found.left + i), right = load(found.right + i);
+      const Floats top = load(found.top + i), bottom = load(found.bottom + i);
+      store(ready.weight[0] + i, left * top);
+      store(ready.weight[1] + i, right * top);
+      store(ready.weight[2] + i, left * bottom);
+      store(ready.weight[3] + i, right * bottom);
+      store(ready.left + i, left);
+      store(ready.right + i, right);
+      store(ready.top + i, top);
+      store(ready.bottom + i, bottom);
+    }
+    if (window.pixels() * L * static_cast<int64_t>(sizeof(float)) < kPrefetchBytes) return;
+    const int64_t step = window.pitch() * L;
+    for (int j = 0; j < kGroup; ++j) {
+      const int64_t at = int64_t{ready.pixel[j]} * L;
+      if constexpr (Scatter) {
+        __builtin_prefetch(slot_.sums.get() + at, 1);
+        __builtin_prefetch(slot_.sums.get() + at + step, 1);
+      }
+      if constexpr (Gather) {
+        __builtin_prefetch(slot_.image.get() + at);
+        __builtin_prefetch(slot_.image.get() + at + step);
+      }
+    }
+  }
+
+  // Memory that is needed soon.
+  struct Soon {
+    const char* from = nullptr;
+    int64_t bytes = 0;
+    // Part `index` of `parts`.
+    template <int Write>
+    NPUGRAD_INLINE void prefetch(int64_t index, int64_t parts) const {
+      const int64_t end = bytes * (index + 1) / parts;
+      for (int64_t i = bytes * index / parts; i < end; i += 64) __builtin_prefetch(from + i, Write, 2);
+    }
+  };
+  // A block's planes, if they lie in a row and are small: short rows are read from so many places that the processor
+  // does not see what comes next.
+  Soon small_block(const Tensor& tensor, int64_t block) const {
+    const int64_t plane = tensor.shape(2) * tensor.shape(3), from = block * whole_.block_;
+    const int64_t bytes = std::min(whole_.block_, whole_.c_ - from) * plane * static_cast<int64_t>(sizeof(T));
+    const bool in_a_row = tensor.stride(3) == 1 && tensor.stride(2) == tensor.shape(3) && tensor.stride(1) == plane;
+    if (from >= whole_.c_ || bytes > kSoonBytes || !in_a_row) return {};
+    return {reinterpret_cast<const char*>(tensor.data<const T>() + n_ * tensor.stride(0) + from * plane), bytes};
+  }
+
+  // All points that touch a window, with the channels of a block.
+  template <int L, bool Scatter, bool Gather, bool Nearest>
+  void pass(int64_t index, const Window& window, int64_t block, int channels) {
+    const bool first = !listed_ && block == begin_;
+    const std::vector<int64_t>* list = listed_ ? &slot_.listing.groups(index) : nullptr;
+    const std::vector<Bands::Entry>* entries = banded_ ? &banded_->bands.entries(index) : nullptr;
+    const auto count = static_cast<int64_t>(
+        entries ? entries->size() : list ? list->size() : static_cast<size_t>(groups_));
+    alignas(64) float grad[(kGroup + kWidth) * L];
+    alignas(64) float by_x[kGroup], by_y[kGroup];
+    Ready ready[2];
+    const auto group_at = [&](int64_t i) {
+      const auto at = static_cast<size_t>(i);
+      return entries ? (*entries)[at].group : list ? (*list)[at] : i;
+    };
+    const Soon grads = small_block(whole_.grad_output_, block + 1);
+    const Soon image = Gather ? small_block(whole_.input_, block + 1) : Soon{};
+    const Soon result = Scatter ? small_block(whole_.input_grad_, block) : Soon{};
+    if (count) prepare<L, Scatter, Gather>(group_at(0), window, first, ready[0]);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t group = group_at(i);
+      if (i + 1 < count) prepare<L, Scatter, Gather>(group_at(i + 1), window, first, ready[(i + 1) & 1]);
+      grads.template prefetch<0>(i, count);
+      image.template prefetch<0>(i, count);
+      result.template prefetch<1>(i, count);
+      prefetch_grad(group_at(std::min(i + kAhead, count - 1)), block, channels);
+      read_grad<L>(group, block, channels, grad);
+      const Points<L, Scatter, Gather> points{
+          slot_.image.get(), slot_.sums.get(), grad, ready[i & 1], window.pitch() * L};
+      if constexpr (Nearest) {
+        points.run_nearest();
+      } else {
+        points.run(by_x, by_y);
+      }
+      if constexpr (Gather) {
+        const int64_t share = entries ? (*entries)[static_cast<size_t>(i)].share : -1;
+        if (share >= 0) {
+          double* sums = whole_.share_of(*banded_, span_, share);
+          std::copy_n(by_x, kGroup, sums);
+          std::copy_n(by_y, kGroup, sums + kGroup);
+        } else if (direct_ || entries) {
+          double x[kGroup], y[kGroup];
+          std::copy_n(by_x, kGroup, x);
+          std::copy_n(by_y, kGroup, y);
+          whole_.finish(n_, group, x, y, ready[i & 1].slopes);
+        } else {
+          double* sums = partial_ + 2 * kGroup * group;
+          for (int j = 0; j < kGroup; ++j) sums[j] += by_x[j];
+          for (int j = 0; j < kGroup; ++j) sums[kGroup + j] += by_y[j];
+        }
+      }
+    }
+  }
+
+  GridSampler& whole_;
+  Slot& slot_;
+  const int64_t n_, span_, begin_, end_, groups_;
+  bool has_table_, listed_ = false, direct_ = false;
+  const Windows* windows_;
+  const Banded* banded_ = nullptr;
+  double* partial_ = nullptr;
+  Group group_;
+};
+
+}  // namespace npugrad
+#endif
