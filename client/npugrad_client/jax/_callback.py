@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from npugrad.ops import get_operator
 from npugrad.spec import TensorMeta
-from npugrad.validation import error_from_verdict, make_call, validate_call
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -73,21 +71,12 @@ class Service:
         return tuple(jax.pure_callback(call, shapes, *given, vmap_method="sequential"))
 
 
-def require_legal(operator: str, operands: Mapping[str, Array | None], attrs: Mapping[str, Any]) -> None:
-    """Refuses a call when it is traced, before any work is done for it.
-
-    Raises:
-        OperatorError: The documents refuse the call on the Atlas A2, which allows the most.
-        TypeError: The service knows nothing like the type of one of the operands.
-    """
-    spec = get_operator(operator)
-    metas = {
+def metas(operands: Mapping[str, Array | None]) -> dict[str, TensorMeta | None]:
+    """Type and shape of each operand, which are known when a function is traced."""
+    return {
         name: None if value is None else TensorMeta(np.dtype(value.dtype), tuple(value.shape))
         for name, value in operands.items()
     }
-    verdict = validate_call(spec, make_call(spec, metas, attrs))
-    if verdict.violations:
-        raise error_from_verdict(spec, verdict)
 
 
 def zero_tangent(value: Array) -> Any:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from npugrad_client.jax._callback import Array, Service, require_legal, zero_tangent
+from npugrad_client._legality import DEFORMABLE_ATTENTION as OPERATOR
+from npugrad_client._legality import require_client, require_legal_deformable_attention
+from npugrad_client.jax._callback import Array, Service, metas, zero_tangent
 
 if TYPE_CHECKING:
     from npugrad_client import Client
-
-OPERATOR = "multi_scale_deformable_attention_grad"
 
 
 def multi_scale_deformable_attention(
@@ -53,7 +53,9 @@ def multi_scale_deformable_attention(
 
     Raises:
         InvalidOperand: 161002. An operand breaks a documented rule; when the function is traced.
+        TypeError: The client is no `Client`.
     """
+    require_client("multi_scale_deformable_attention", client)
     operands = {
         "value": value,
         "spatial_shape": spatial_shape,
@@ -61,8 +63,7 @@ def multi_scale_deformable_attention(
         "location": location,
         "attn_weight": attn_weight,
     }
-    shape = (*location.shape[:2], value.shape[-2] * value.shape[-1]) if value.ndim == 4 else ()
-    require_legal(OPERATOR, {**operands, "grad_output": jax.ShapeDtypeStruct(shape, value.dtype)}, {})
+    require_legal_deformable_attention(metas(operands))
     service = Service(client, timeout_s, priority, label, verify)
     result: Array = _attention(service, *operands.values())
     return result

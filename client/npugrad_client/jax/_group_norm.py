@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from npugrad_client.jax._callback import Array, Service, require_legal
+from npugrad_client._legality import require_client, require_legal
+from npugrad_client.jax._callback import Array, Service, metas
 
 if TYPE_CHECKING:
     from npugrad_client import Client
@@ -48,14 +49,16 @@ def group_norm(
 
     Raises:
         InvalidOperand: 161002. An operand breaks a documented rule; when the function is traced.
+        TypeError: The client is no `Client`.
     """
+    require_client("group_norm", client)
     service = Service(client, timeout_s, priority, label, verify)
     attrs = _attrs(x, groups)
     statistics = jax.ShapeDtypeStruct((attrs["n"], max(groups, 0)), x.dtype)
     operands = {"grad_out": x, "input": x, "mean": statistics, "rstd": statistics, "gamma": scale}
-    require_legal(OPERATOR, operands, attrs)
+    require_legal(OPERATOR, metas(operands), attrs)
     if bias is not None:  # the documents do not have it among the operands
-        require_legal(OPERATOR, {**operands, "gamma": bias}, attrs)
+        require_legal(OPERATOR, metas({**operands, "gamma": bias}), attrs)
     result: Array = _group_norm(service, groups, eps, x, scale, bias)
     return result
 

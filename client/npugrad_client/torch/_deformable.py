@@ -9,17 +9,18 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import grid_sample
 
+from npugrad_client._legality import DEFORMABLE_ATTENTION as OPERATOR
+from npugrad_client._legality import require_client, require_legal_deformable_attention
 from npugrad_client.errors import UnsafeLevels
-from npugrad_client.torch._calls import Options, require_client, require_legal
+from npugrad_client.torch._calls import Options, metas
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-    from npugrad_client import Client
+    from npugrad_client import Client, MultiScaleDeformableAttentionGradResult
 
-OPERATOR = "multi_scale_deformable_attention_grad"
 _BLOCK_BYTES = 32 * 2**20
 """Samples of one block of queries, in float32."""
 _OUTSIDE = 4.0
@@ -101,17 +102,25 @@ class _DeformableAttention(Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator takes ctx its name
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
-        value, spatial_shape, level_start_index, location, attn_weight = ctx.saved_tensors
-        grads = ctx.client.multi_scale_deformable_attention_grad(
-            value=value,
-            spatial_shape=spatial_shape,
-            level_start_index=level_start_index,
-            location=location,
-            attn_weight=attn_weight,
-            grad_output=grad_outputs[0],
-            **ctx.options,
-        )
+        grads = gradients(ctx.client, ctx.options, *ctx.saved_tensors, *grad_outputs)
         return grads.grad_value, None, None, grads.grad_location, grads.grad_attn_weight, None, None
+
+
+def gradients(
+    client: Client, options: Options, *operands: Tensor, out: dict[str, Tensor] | None = None
+) -> MultiScaleDeformableAttentionGradResult:
+    """Calls the service with the six operands in the order of the documents."""
+    value, spatial_shape, level_start_index, location, attn_weight, grad_output = operands
+    return client.multi_scale_deformable_attention_grad(
+        value=value,
+        spatial_shape=spatial_shape,
+        level_start_index=level_start_index,
+        location=location,
+        attn_weight=attn_weight,
+        grad_output=grad_output,
+        out=out,
+        **options,
+    )
 
 
 def forward(
@@ -125,8 +134,7 @@ def forward(
         "location": location,
         "attn_weight": attn_weight,
     }
-    shape = (*location.shape[:2], value.shape[-2] * value.shape[-1]) if value.dim() == 4 else ()
-    require_legal(OPERATOR, {**operands, "grad_output": value.new_empty(()).expand(shape)}, {})
+    require_legal_deformable_attention(metas(OPERATOR, operands))
     levels = list(_levels(spatial_shape, level_start_index, value.shape[1]))
     bs, nq = location.shape[:2]
     _, _, nh, ch = value.shape

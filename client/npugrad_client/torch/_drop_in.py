@@ -7,16 +7,16 @@ import threading
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from npugrad_client.torch._calls import Options, require_client
-from npugrad_client.torch._deformable import forward
+from npugrad_client._legality import require_client
+from npugrad_client.torch._calls import Options
+from npugrad_client.torch._deformable import forward, gradients
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from torch import Tensor
 
-    from npugrad_client import Client
-    from npugrad_client import MultiScaleDeformableAttentionGradResult as Grads
+    from npugrad_client import Client, MultiScaleDeformableAttentionGradResult
 
 DEFORMABLE_DETR = "MultiScaleDeformableAttention"
 MMCV = "mmcv._ext"
@@ -77,19 +77,11 @@ class DropIn:
                 for stand_in in _STAND_INS.values():
                     stand_in.original = None
 
-    def grads(self, *operands: Tensor, out: dict[str, Tensor] | None = None) -> Grads:
+    def grads(
+        self, *operands: Tensor, out: dict[str, Tensor] | None = None
+    ) -> MultiScaleDeformableAttentionGradResult:
         """Calls the service with the six operands in the order of the documents."""
-        value, spatial_shape, level_start_index, location, attn_weight, grad_output = operands
-        return self._client.multi_scale_deformable_attention_grad(
-            value=value,
-            spatial_shape=spatial_shape,
-            level_start_index=level_start_index,
-            location=location,
-            attn_weight=attn_weight,
-            grad_output=grad_output,
-            out=out,
-            **self._options,
-        )
+        return gradients(self._client, self._options, *operands, out=out)
 
 
 def drop_in(

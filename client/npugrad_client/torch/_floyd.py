@@ -18,7 +18,9 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from npugrad_client.torch._calls import Options, require_client, require_legal
+from npugrad_client._legality import FLOYD_ATTENTION as OPERATOR
+from npugrad_client._legality import LANES, require_client, require_legal_floyd_attention
+from npugrad_client.torch._calls import Options, metas
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,9 +29,6 @@ if TYPE_CHECKING:
 
     from npugrad_client import Client
 
-OPERATOR = "fused_floyd_attention_grad"
-LANES = 8
-"""How often the documents want the statistics of a row repeated."""
 _BLOCK_BYTES = 32 * 2**20
 """Scores of one block, in float32; some three such blocks live at a time."""
 _MASKED = torch.finfo(torch.float32).min
@@ -104,7 +103,9 @@ class _FloydAttention(Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         query, key1, value1, key2, value2, mask, ctx.scale, ctx.client, ctx.options = arguments
         operands = (query, key1, value1, key2, value2)
-        _require_legal(operands, mask, ctx.scale)
+        names = ("query", "key1", "value1", "key2", "value2", "atten_mask")
+        given = dict(zip(names, (*operands, mask), strict=True))
+        require_legal_floyd_attention(metas(OPERATOR, given), ctx.scale)
         result = forward(query, key1, value1, key2, value2, mask=mask, scale=ctx.scale)
         # Repeated without memory of their own: on the wire too each value travels once.
         largest, total = (
@@ -134,26 +135,6 @@ class _FloydAttention(Function):
             **ctx.options,
         )
         return grads.dq, grads.dk1, grads.dv1, grads.dk2, grads.dv2, None, None, None, None
-
-
-def _require_legal(operands: tuple[Tensor, ...], mask: Tensor | None, scale: float) -> None:
-    """Refuses what the service would refuse in the backward pass, with what that one will have."""
-    query, key1, value1, key2, value2 = operands
-    like_query = query.new_empty(()).expand(query.shape)
-    rows = torch.empty(()).expand((*query.shape[:4], LANES))
-    inputs = {
-        "query": query,
-        "key1": key1,
-        "value1": value1,
-        "key2": key2,
-        "value2": value2,
-        "dy": like_query,
-        "atten_mask": mask,
-        "softmax_max": rows,
-        "softmax_sum": rows,
-        "attention_in": like_query,
-    }
-    require_legal(OPERATOR, inputs, {"scale_value": scale})
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ import torch
 from torch._C import _autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from npugrad.ops import get_operator
-from npugrad.validation import error_from_verdict
+from npugrad_client._legality import require_client, require_legal
 from npugrad_client.errors import (
     InvalidOperand,
     NpugradError,
@@ -22,7 +21,7 @@ from npugrad_client.errors import (
     TilingError,
     UnsupportedOperator,
 )
-from npugrad_client.torch._calls import Options, require_client, verdict_of
+from npugrad_client.torch._calls import Options, metas
 from npugrad_client.torch._summary import FAILED, Ledger, Summary
 from npugrad_client.torch._translation import TAKEN_APART, TAKEN_APART_BY, TRANSLATIONS, Request
 
@@ -154,9 +153,8 @@ class Remote(ContextDecorator):
     def _require_legal(self, request: Request, operands: Mapping[str, Tensor | None]) -> None:
         if not self._product:  # two threads may both ask; they get the same answer
             self._product = self._client.server_info(timeout_s=self._options.get("timeout_s")).product
-        verdict = verdict_of(request.operator, operands, request.attrs, self._product)
-        if verdict.violations:
-            raise error_from_verdict(get_operator(request.operator), verdict)
+        given = metas(request.operator, operands)
+        require_legal(request.operator, given, request.attrs, self._product)
 
     def _refused(self, request: Request, error: OperatorError, why: str) -> str:
         """Raises by policy, else warns once for the kind and gives it back."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from npugrad_client import Client, InvalidOperand, MalformedRequest, TilingError
+from npugrad_client import AsyncClient, Client, InvalidOperand, MalformedRequest, NullOperand, TilingError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -339,6 +339,24 @@ def test_refusals_come_when_the_function_is_traced(rng: Any) -> None:
         value, *rest = deformable(rng)
         with pytest.raises(InvalidOperand, match="value: found"):
             multi_scale_deformable_attention(value[..., :5], *rest, client=dead)
+        with pytest.raises(NullOperand, match="spatial_shape: found null"):
+            multi_scale_deformable_attention(value, None, *rest[1:], client=dead)
+
+
+@pytest.mark.parametrize(
+    ("function", "operands", "how"),
+    [
+        (fused_floyd_attention, 5, {}),
+        (grid_sample, 2, {}),
+        (group_norm, 3, {"groups": 1}),
+        (multi_scale_deformable_attention, 5, {}),
+    ],
+)
+def test_a_wrong_client_is_told_before_anything_is_traced(function: Any, operands: int, how: Any) -> None:
+    for wrong in (NOWHERE, AsyncClient(NOWHERE)):
+        expected = f"^{function.__name__}: client: found {type(wrong).__name__}; expected a Client$"
+        with pytest.raises(TypeError, match=expected):
+            function(*[None] * operands, client=wrong, **how)
 
 
 @pytest.mark.filterwarnings("default")
