@@ -71,12 +71,23 @@ class Service:
         return tuple(jax.pure_callback(call, shapes, *given, vmap_method="sequential"))
 
 
-def metas(operands: Mapping[str, Array | None]) -> dict[str, TensorMeta | None]:
-    """Type and shape of each operand, which are known when a function is traced."""
-    return {
-        name: None if value is None else TensorMeta(np.dtype(value.dtype), tuple(value.shape))
-        for name, value in operands.items()
-    }
+def metas(operator: str, operands: Mapping[str, Array | None]) -> dict[str, TensorMeta | None]:
+    """Type and shape of each operand, which are known when a function is traced.
+
+    Raises:
+        TypeError: The service knows nothing like the type of one of them.
+    """
+    return {name: None if value is None else _meta(operator, name, value) for name, value in operands.items()}
+
+
+def _meta(operator: str, name: str, value: Array) -> TensorMeta:
+    try:
+        return TensorMeta(np.dtype(value.dtype), value.shape)
+    except (TypeError, ValueError):  # a key of JAX's generators; one of its narrow floats
+        raise TypeError(
+            f"{operator}: {name}: found {value.dtype}; expected float32, float16, bfloat16, float64, an "
+            "integer type or bool"
+        ) from None
 
 
 def zero_tangent(value: Array) -> Any:

@@ -63,7 +63,7 @@ def multi_scale_deformable_attention(
         "location": location,
         "attn_weight": attn_weight,
     }
-    require_legal_deformable_attention(metas(operands))
+    require_legal_deformable_attention(metas(OPERATOR, operands))
     service = Service(client, timeout_s, priority, label, verify)
     result: Array = _attention(service, *operands.values())
     return result
@@ -78,7 +78,7 @@ def attend(value: Array, shapes: Array, starts: Array, location: Array, weight: 
     y = location[..., 1].astype(jnp.float32) * sizes[:, 0, None] - 0.5
     is_near = (x > -1) & (y > -1) & (x < sizes[:, 1, None]) & (y < sizes[:, 0, None])
     x, y = jnp.where(is_near, x, 0), jnp.where(is_near, y, 0)
-    weights = jnp.where(is_near, weight.astype(jnp.float32), 0)
+    weights = weight.astype(jnp.float32)
     left, top = jnp.floor(x), jnp.floor(y)
     tx, ty = x - left, y - top
     total = jnp.zeros((bs, nq, *value.shape[2:]), jnp.float32)
@@ -90,17 +90,19 @@ def attend(value: Array, shapes: Array, starts: Array, location: Array, weight: 
     ):
         row, column = (top + down).astype(jnp.int32), (left + right).astype(jnp.int32)
         height, width = shapes[:, 0, None], shapes[:, 1, None]
-        inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
+        inside = is_near & (row >= 0) & (row < height) & (column >= 0) & (column < width)
         key = jnp.clip(starts[:, None] + row * width + column, 0, max(value.shape[1] - 1, 0))
+        key = jnp.where(inside, key, value.shape[1])  # which is no key: 0 is read, and not 0 times a value
         total += _gather(value, key, jnp.where(inside, share * weights, 0))
-    return total.reshape(bs, nq, -1).astype(value.dtype)
+    return total.reshape(bs, nq, value.shape[2] * value.shape[3]).astype(value.dtype)
 
 
 def _gather(value: Array, key: Array, factor: Array) -> Array:
-    """(bs, nq, nh, ch): sum over levels and points of the value at each key times its factor."""
+    """(bs, nq, nh, ch): sum over levels and points of the value at each key, 0 at none, times its factor."""
 
     def head(values: Array, keys: Array, factors: Array) -> Array:  # (nk, ch), (nq, nl, np), (nq, nl, np)
-        return jnp.einsum("qlpc,qlp->qc", values[keys].astype(jnp.float32), factors)
+        read = values.at[keys].get(mode="fill", fill_value=0)
+        return jnp.einsum("qlpc,qlp->qc", read.astype(jnp.float32), factors)
 
     if value.shape[1] == 0:
         return jnp.zeros((*key.shape[:3], value.shape[3]), jnp.float32)

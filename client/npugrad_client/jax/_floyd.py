@@ -64,7 +64,7 @@ def fused_floyd_attention(
     require_client("fused_floyd_attention", client)
     factor = scale if scale is not None else max(query.shape[-1], 1) ** -0.5 if query.ndim else 1.0
     operands = _operands((query, key1, value1, key2, value2), atten_mask)
-    require_legal_floyd_attention(metas(operands), factor)
+    require_legal_floyd_attention(metas(OPERATOR, operands), factor)
     service = Service(client, timeout_s, priority, label, verify)
     result: Array = _attention(service, float(factor), query, key1, value1, key2, value2, atten_mask)
     return result

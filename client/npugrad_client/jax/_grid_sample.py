@@ -64,8 +64,8 @@ def grid_sample(
     }
     result_shape = (*input.shape[:2], *grid.shape[1:3])
     grad_output = jax.ShapeDtypeStruct(result_shape, input.dtype)
-    operands = {"grad_output": grad_output, "input": input, "grid": grid}
-    require_legal(OPERATOR, metas(operands), attrs)
+    operands = {"input": input, "grid": grid, "grad_output": grad_output}
+    require_legal(OPERATOR, metas(OPERATOR, operands), attrs)
     # Numbers are as good as names to the documents, and so they are here.
     how = _How(_MODES.get(mode, mode), _PADDINGS.get(padding_mode, padding_mode), bool(align_corners))
     result: Array = _grid_sample(service, how, input, grid)

@@ -55,10 +55,10 @@ def group_norm(
     service = Service(client, timeout_s, priority, label, verify)
     attrs = _attrs(x, groups)
     statistics = jax.ShapeDtypeStruct((attrs["n"], max(groups, 0)), x.dtype)
-    operands = {"grad_out": x, "input": x, "mean": statistics, "rstd": statistics, "gamma": scale}
-    require_legal(OPERATOR, metas(operands), attrs)
+    operands = {"input": x, "grad_out": x, "mean": statistics, "rstd": statistics, "gamma": scale}
+    require_legal(OPERATOR, metas(OPERATOR, operands), attrs)
     if bias is not None:  # the documents do not have it among the operands
-        require_legal(OPERATOR, metas({**operands, "gamma": bias}), attrs)
+        require_legal(OPERATOR, metas(OPERATOR, {**operands, "gamma": bias}), attrs)
     result: Array = _group_norm(service, groups, eps, x, scale, bias)
     return result
 
@@ -78,7 +78,7 @@ def _forward(
     service: Service, groups: int, eps: float, x: Array, scale: Array | None, bias: Array | None
 ) -> tuple[Array, tuple[Array, ...]]:
     n, c = x.shape[:2]
-    split = x.astype(jnp.float32).reshape(n, groups, -1)
+    split = x.astype(jnp.float32).reshape(n, groups, c // groups * prod(x.shape[2:]))
     mean = split.mean(-1)
     rstd = jax.lax.rsqrt(split.var(-1) + eps)
     normal = ((split - mean[..., None]) * rstd[..., None]).reshape(x.shape)
