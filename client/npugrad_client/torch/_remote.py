@@ -95,9 +95,11 @@ class Remote(ContextDecorator):
         """Runs one operator, here or there."""
         translate = TRANSLATIONS.get(func)
         if translate is None or _deciding.is_local:
-            if func in TAKEN_APART_BY:
-                self._notice_taken_apart(func)
-            return func(*args, **kwargs)
+            if func not in TAKEN_APART_BY or _deciding.is_local:
+                return func(*args, **kwargs)
+            self._notice_taken_apart(func)
+            with _deciding:  # an outer `remote` must not tell of it as well
+                return func(*args, **kwargs)
         request = translate(*args, **kwargs)
         why, nbytes = self._why_local(request), request.nbytes
         if not why:
