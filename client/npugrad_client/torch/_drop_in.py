@@ -54,7 +54,8 @@ class DropIn:
                 raise RuntimeError("drop_in: found it installed; expected it not to be")
             self._replaced = {name: sys.modules.get(name) for name in _STAND_INS}
             for name, stand_in in _STAND_INS.items():
-                stand_in.original = stand_in.original or _other_than(stand_in, self._replaced[name])
+                if self._replaced[name] is not stand_in:
+                    stand_in.original = self._replaced[name]
                 sys.modules[name] = stand_in
             _active.append(self)
 
@@ -73,9 +74,6 @@ class DropIn:
                     sys.modules.pop(name, None)
                 else:
                     sys.modules[name] = module
-            if not _active:
-                for stand_in in _STAND_INS.values():
-                    stand_in.original = None
 
     def grads(
         self, *operands: Tensor, out: dict[str, Tensor] | None = None
@@ -133,7 +131,7 @@ def drop_in(
 
 
 class _StandIn(ModuleType):
-    """A module in the place of another one; what it lacks comes from that."""
+    """A module in the place of another one; what it lacks comes from that, also to who kept it for longer."""
 
     original: ModuleType | None = None
 
@@ -152,10 +150,6 @@ class _StandIn(ModuleType):
             raise NotImplementedError(f"{self.__name__}.{name}: the drop-in has deformable attention only")
 
         return missing
-
-
-def _other_than(stand_in: ModuleType, module: ModuleType | None) -> ModuleType | None:
-    return None if module is stand_in else module
 
 
 def _last() -> DropIn:
