@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypedDict
 
+from torch import Tensor
+
 from npugrad.spec import TensorMeta
 from npugrad_client import _arrays
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from torch import Tensor
 
 
 class Options(TypedDict, total=False):
@@ -29,6 +29,19 @@ class Options(TypedDict, total=False):
     priority: int
     label: str
     verify: bool
+
+
+def require_tensors(operator: str, operands: Mapping[str, Tensor | None]) -> None:
+    """Refuses what the service would read and PyTorch would not, such as an array of NumPy.
+
+    Raises:
+        TypeError: An operand is neither a tensor nor None.
+    """
+    for name, operand in operands.items():
+        if operand is not None and not isinstance(operand, Tensor):
+            raise TypeError(
+                f"{operator}: {name}: found {type(operand).__name__}; expected a torch CPU tensor"
+            )
 
 
 def metas(operator: str, inputs: Mapping[str, Tensor | None]) -> dict[str, TensorMeta | None]:
