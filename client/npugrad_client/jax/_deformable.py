@@ -54,6 +54,12 @@ def multi_scale_deformable_attention(
     Raises:
         InvalidOperand: 161002. An operand breaks a documented rule; when the function is traced.
         TypeError: The client is no `Client`.
+
+    Example:
+        >>> def loss(*operands):                                       # doctest: +SKIP
+        ...     return multi_scale_deformable_attention(*operands, client=client).sum()
+        >>> jax.jit(jax.grad(loss, argnums=(0, 3, 4)))(                # doctest: +SKIP
+        ...     value, spatial_shape, level_start_index, location, attn_weight)
     """
     require_client("multi_scale_deformable_attention", client)
     operands = {

@@ -60,6 +60,12 @@ def fused_floyd_attention(
             traced.
         TilingError: 561002. Sizes that the documents do not allow, or that do not fit together.
         TypeError: The client is no `Client`.
+
+    Example:
+        >>> def loss(*operands):                                       # doctest: +SKIP
+        ...     return fused_floyd_attention(*operands, client=client).astype("float32").sum()
+        >>> jax.jit(jax.grad(loss, argnums=range(5)))(                 # doctest: +SKIP
+        ...     query, key1, value1, key2, value2)
     """
     require_client("fused_floyd_attention", client)
     factor = scale if scale is not None else max(query.shape[-1], 1) ** -0.5 if query.ndim else 1.0

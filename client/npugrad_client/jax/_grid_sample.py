@@ -53,6 +53,11 @@ def grid_sample(
         InvalidOperand: 161002. An operand breaks a documented rule; when the function is traced.
         MalformedRequest: There is no such mode or padding.
         TypeError: The client is no `Client`.
+
+    Example:
+        >>> def loss(input, grid):                                     # doctest: +SKIP
+        ...     return grid_sample(input, grid, client=client, padding_mode="border").sum()
+        >>> jax.jit(jax.grad(loss, argnums=(0, 1)))(input, grid)       # doctest: +SKIP
     """
     require_client("grid_sample", client)
     service = Service(client, timeout_s, priority, label, verify)

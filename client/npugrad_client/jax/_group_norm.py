@@ -50,6 +50,11 @@ def group_norm(
     Raises:
         InvalidOperand: 161002. An operand breaks a documented rule; when the function is traced.
         TypeError: The client is no `Client`.
+
+    Example:
+        >>> def loss(x):                                               # doctest: +SKIP
+        ...     return group_norm(x, groups=8, client=client).sum()
+        >>> jax.jit(jax.grad(loss))(x)                                 # doctest: +SKIP
     """
     require_client("group_norm", client)
     service = Service(client, timeout_s, priority, label, verify)

@@ -25,7 +25,14 @@ _active: list[DropIn] = []
 
 
 class DropIn:
-    """What `drop_in` makes; see there."""
+    """What `drop_in` makes; see there.
+
+    Example:
+        >>> stand_in = drop_in(client)                                 # doctest: +SKIP
+        >>> stand_in.install()                                         # doctest: +SKIP
+        >>> loss(model(images)).backward()                             # doctest: +SKIP
+        >>> stand_in.remove()                                          # doctest: +SKIP
+    """
 
     def __init__(self, client: Client, options: Options) -> None:
         self._client = client

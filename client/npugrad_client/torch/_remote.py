@@ -41,7 +41,13 @@ _CREATE_GRAPH = "create_graph=True takes it apart"
 
 
 class RemoteWarning(UserWarning):
-    """Something that could have been sent was not; said once for each kind by each `remote`."""
+    """Something that could have been sent was not; said once for each kind by each `remote`.
+
+    Example:
+        >>> warnings.simplefilter("error", RemoteWarning)              # doctest: +SKIP
+        >>> with remote(client):                                       # doctest: +SKIP
+        ...     loss.backward()  # raises where it would have warned
+    """
 
 
 class Remote(ContextDecorator):
@@ -49,6 +55,14 @@ class Remote(ContextDecorator):
 
     Thread safety: one object may be entered by any number of threads, and again inside itself; each thread
     must enter it for its own backward passes. Counts are shared.
+
+    Example:
+        >>> mode = remote(client)                                      # doctest: +SKIP
+        >>> @mode                                                      # doctest: +SKIP
+        ... def step(x):
+        ...     model(x).sum().backward()
+        >>> step(x)                                                    # doctest: +SKIP
+        >>> mode.summary().sent                                        # doctest: +SKIP
     """
 
     def __init__(
