@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from npugrad.ops import get_operator
 from npugrad.spec import TensorMeta
-from npugrad.validation import error_from_verdict, make_call, validate_call
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -73,21 +71,23 @@ class Service:
         return tuple(jax.pure_callback(call, shapes, *given, vmap_method="sequential"))
 
 
-def require_legal(operator: str, operands: Mapping[str, Array | None], attrs: Mapping[str, Any]) -> None:
-    """Refuses a call when it is traced, before any work is done for it.
+def metas(operator: str, operands: Mapping[str, Array | None]) -> dict[str, TensorMeta | None]:
+    """Type and shape of each operand, which are known when a function is traced.
 
     Raises:
-        OperatorError: The documents refuse the call on the Atlas A2, which allows the most.
-        TypeError: The service knows nothing like the type of one of the operands.
+        TypeError: The service knows nothing like the type of one of them.
     """
-    spec = get_operator(operator)
-    metas = {
-        name: None if value is None else TensorMeta(np.dtype(value.dtype), tuple(value.shape))
-        for name, value in operands.items()
-    }
-    verdict = validate_call(spec, make_call(spec, metas, attrs))
-    if verdict.violations:
-        raise error_from_verdict(spec, verdict)
+    return {name: None if value is None else _meta(operator, name, value) for name, value in operands.items()}
+
+
+def _meta(operator: str, name: str, value: Array) -> TensorMeta:
+    try:
+        return TensorMeta(np.dtype(value.dtype), value.shape)
+    except (TypeError, ValueError):  # a key of JAX's generators; one of its narrow floats
+        raise TypeError(
+            f"{operator}: {name}: found {value.dtype}; expected float32, float16, bfloat16, float64, an "
+            "integer type or bool"
+        ) from None
 
 
 def zero_tangent(value: Array) -> Any:

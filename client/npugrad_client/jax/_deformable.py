@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from npugrad_client.jax._callback import Array, Service, require_legal, zero_tangent
+from npugrad_client._legality import DEFORMABLE_ATTENTION as OPERATOR
+from npugrad_client._legality import require_client, require_legal_deformable_attention
+from npugrad_client.jax._callback import Array, Service, metas, zero_tangent
 
 if TYPE_CHECKING:
     from npugrad_client import Client
-
-OPERATOR = "multi_scale_deformable_attention_grad"
 
 
 def multi_scale_deformable_attention(
@@ -53,7 +53,15 @@ def multi_scale_deformable_attention(
 
     Raises:
         InvalidOperand: 161002. An operand breaks a documented rule; when the function is traced.
+        TypeError: The client is no `Client`.
+
+    Example:
+        >>> def loss(*operands):                                       # doctest: +SKIP
+        ...     return multi_scale_deformable_attention(*operands, client=client).sum()
+        >>> jax.jit(jax.grad(loss, argnums=(0, 3, 4)))(                # doctest: +SKIP
+        ...     value, spatial_shape, level_start_index, location, attn_weight)
     """
+    require_client("multi_scale_deformable_attention", client)
     operands = {
         "value": value,
         "spatial_shape": spatial_shape,
@@ -61,8 +69,7 @@ def multi_scale_deformable_attention(
         "location": location,
         "attn_weight": attn_weight,
     }
-    shape = (*location.shape[:2], value.shape[-2] * value.shape[-1]) if value.ndim == 4 else ()
-    require_legal(OPERATOR, {**operands, "grad_output": jax.ShapeDtypeStruct(shape, value.dtype)}, {})
+    require_legal_deformable_attention(metas(OPERATOR, operands))
     service = Service(client, timeout_s, priority, label, verify)
     result: Array = _attention(service, *operands.values())
     return result
@@ -77,7 +84,7 @@ def attend(value: Array, shapes: Array, starts: Array, location: Array, weight: 
     y = location[..., 1].astype(jnp.float32) * sizes[:, 0, None] - 0.5
     is_near = (x > -1) & (y > -1) & (x < sizes[:, 1, None]) & (y < sizes[:, 0, None])
     x, y = jnp.where(is_near, x, 0), jnp.where(is_near, y, 0)
-    weights = jnp.where(is_near, weight.astype(jnp.float32), 0)
+    weights = weight.astype(jnp.float32)
     left, top = jnp.floor(x), jnp.floor(y)
     tx, ty = x - left, y - top
     total = jnp.zeros((bs, nq, *value.shape[2:]), jnp.float32)
@@ -89,17 +96,19 @@ def attend(value: Array, shapes: Array, starts: Array, location: Array, weight: 
     ):
         row, column = (top + down).astype(jnp.int32), (left + right).astype(jnp.int32)
         height, width = shapes[:, 0, None], shapes[:, 1, None]
-        inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
+        inside = is_near & (row >= 0) & (row < height) & (column >= 0) & (column < width)
         key = jnp.clip(starts[:, None] + row * width + column, 0, max(value.shape[1] - 1, 0))
+        key = jnp.where(inside, key, value.shape[1])  # which is no key: 0 is read, and not 0 times a value
         total += _gather(value, key, jnp.where(inside, share * weights, 0))
-    return total.reshape(bs, nq, -1).astype(value.dtype)
+    return total.reshape(bs, nq, value.shape[2] * value.shape[3]).astype(value.dtype)
 
 
 def _gather(value: Array, key: Array, factor: Array) -> Array:
-    """(bs, nq, nh, ch): sum over levels and points of the value at each key times its factor."""
+    """(bs, nq, nh, ch): sum over levels and points of the value at each key, 0 at none, times its factor."""
 
     def head(values: Array, keys: Array, factors: Array) -> Array:  # (nk, ch), (nq, nl, np), (nq, nl, np)
-        return jnp.einsum("qlpc,qlp->qc", values[keys].astype(jnp.float32), factors)
+        read = values.at[keys].get(mode="fill", fill_value=0)
+        return jnp.einsum("qlpc,qlp->qc", read.astype(jnp.float32), factors)
 
     if value.shape[1] == 0:
         return jnp.zeros((*key.shape[:3], value.shape[3]), jnp.float32)

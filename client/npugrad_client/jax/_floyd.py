@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from npugrad_client.jax._callback import Array, Service, require_legal, zero_tangent
+from npugrad_client._legality import FLOYD_ATTENTION as OPERATOR
+from npugrad_client._legality import LANES, require_client, require_legal_floyd_attention
+from npugrad_client.jax._callback import Array, Service, metas, zero_tangent
 
 if TYPE_CHECKING:
     from npugrad_client import Client
 
-OPERATOR = "fused_floyd_attention_grad"
-_LANES = 8
 _MASKED = float(jnp.finfo(jnp.float32).min)
 
 
@@ -59,12 +59,18 @@ def fused_floyd_attention(
         InvalidOperand: 161002. A type that the documents do not allow, such as float32; when the function is
             traced.
         TilingError: 561002. Sizes that the documents do not allow, or that do not fit together.
+        TypeError: The client is no `Client`.
+
+    Example:
+        >>> def loss(*operands):                                       # doctest: +SKIP
+        ...     return fused_floyd_attention(*operands, client=client).astype("float32").sum()
+        >>> jax.jit(jax.grad(loss, argnums=range(5)))(                 # doctest: +SKIP
+        ...     query, key1, value1, key2, value2)
     """
+    require_client("fused_floyd_attention", client)
     factor = scale if scale is not None else max(query.shape[-1], 1) ** -0.5 if query.ndim else 1.0
     operands = _operands((query, key1, value1, key2, value2), atten_mask)
-    rows = jax.ShapeDtypeStruct((*query.shape[:4], _LANES), jnp.float32)
-    given = {**operands, "dy": query, "softmax_max": rows, "softmax_sum": rows, "attention_in": query}
-    require_legal(OPERATOR, given, {"scale_value": factor})
+    require_legal_floyd_attention(metas(OPERATOR, operands), factor)
     service = Service(client, timeout_s, priority, label, verify)
     result: Array = _attention(service, float(factor), query, key1, value1, key2, value2, atten_mask)
     return result
@@ -124,7 +130,7 @@ def _backward(service: Service, scale: float, saved: tuple[Array, ...], dy: Arra
 
 
 def _repeated(rows: Array) -> Array:
-    return jnp.broadcast_to(rows[..., None], (*rows.shape, _LANES))
+    return jnp.broadcast_to(rows[..., None], (*rows.shape, LANES))
 
 
 _attention: Any = jax.custom_vjp(_apply, nondiff_argnums=(0, 1))

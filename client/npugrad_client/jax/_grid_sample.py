@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from npugrad_client.jax._callback import Array, Service, require_legal
+from npugrad_client._legality import require_client, require_legal
+from npugrad_client.jax._callback import Array, Service, metas
 
 if TYPE_CHECKING:
     from npugrad_client import Client
@@ -51,7 +52,14 @@ def grid_sample(
     Raises:
         InvalidOperand: 161002. An operand breaks a documented rule; when the function is traced.
         MalformedRequest: There is no such mode or padding.
+        TypeError: The client is no `Client`.
+
+    Example:
+        >>> def loss(input, grid):                                     # doctest: +SKIP
+        ...     return grid_sample(input, grid, client=client, padding_mode="border").sum()
+        >>> jax.jit(jax.grad(loss, argnums=(0, 1)))(input, grid)       # doctest: +SKIP
     """
+    require_client("grid_sample", client)
     service = Service(client, timeout_s, priority, label, verify)
     attrs = {
         "interpolation_mode": mode,
@@ -61,7 +69,8 @@ def grid_sample(
     }
     result_shape = (*input.shape[:2], *grid.shape[1:3])
     grad_output = jax.ShapeDtypeStruct(result_shape, input.dtype)
-    require_legal(OPERATOR, {"grad_output": grad_output, "input": input, "grid": grid}, attrs)
+    operands = {"input": input, "grid": grid, "grad_output": grad_output}
+    require_legal(OPERATOR, metas(OPERATOR, operands), attrs)
     # Numbers are as good as names to the documents, and so they are here.
     how = _How(_MODES.get(mode, mode), _PADDINGS.get(padding_mode, padding_mode), bool(align_corners))
     result: Array = _grid_sample(service, how, input, grid)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from npugrad_client.jax._callback import Array, Service, require_legal
+from npugrad_client._legality import require_client, require_legal
+from npugrad_client.jax._callback import Array, Service, metas
 
 if TYPE_CHECKING:
     from npugrad_client import Client
@@ -48,14 +49,21 @@ def group_norm(
 
     Raises:
         InvalidOperand: 161002. An operand breaks a documented rule; when the function is traced.
+        TypeError: The client is no `Client`.
+
+    Example:
+        >>> def loss(x):                                               # doctest: +SKIP
+        ...     return group_norm(x, groups=8, client=client).sum()
+        >>> jax.jit(jax.grad(loss))(x)                                 # doctest: +SKIP
     """
+    require_client("group_norm", client)
     service = Service(client, timeout_s, priority, label, verify)
     attrs = _attrs(x, groups)
     statistics = jax.ShapeDtypeStruct((attrs["n"], max(groups, 0)), x.dtype)
-    operands = {"grad_out": x, "input": x, "mean": statistics, "rstd": statistics, "gamma": scale}
-    require_legal(OPERATOR, operands, attrs)
+    operands = {"input": x, "grad_out": x, "mean": statistics, "rstd": statistics, "gamma": scale}
+    require_legal(OPERATOR, metas(OPERATOR, operands), attrs)
     if bias is not None:  # the documents do not have it among the operands
-        require_legal(OPERATOR, {**operands, "gamma": bias}, attrs)
+        require_legal(OPERATOR, metas(OPERATOR, {**operands, "gamma": bias}), attrs)
     result: Array = _group_norm(service, groups, eps, x, scale, bias)
     return result
 
@@ -75,7 +83,7 @@ def _forward(
     service: Service, groups: int, eps: float, x: Array, scale: Array | None, bias: Array | None
 ) -> tuple[Array, tuple[Array, ...]]:
     n, c = x.shape[:2]
-    split = x.astype(jnp.float32).reshape(n, groups, -1)
+    split = x.astype(jnp.float32).reshape(n, groups, c // groups * prod(x.shape[2:]))
     mean = split.mean(-1)
     rstd = jax.lax.rsqrt(split.var(-1) + eps)
     normal = ((split - mean[..., None]) * rstd[..., None]).reshape(x.shape)

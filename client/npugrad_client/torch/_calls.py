@@ -1,20 +1,16 @@
-"""What the functions of this package share: shapes and types for the validator, options of a call."""
+"""What the functions of this package share: options of a call, types and shapes for the validator."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
-from npugrad.ops import get_operator
+from torch import Tensor
+
 from npugrad.spec import TensorMeta
-from npugrad.validation import error_from_verdict, make_call, validate_call
-from npugrad_client import Client, _arrays
+from npugrad_client import _arrays
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from torch import Tensor
-
-    from npugrad.spec import Verdict
 
 
 class Options(TypedDict, total=False):
@@ -35,18 +31,21 @@ class Options(TypedDict, total=False):
     verify: bool
 
 
-def require_client(name: str, client: Client) -> None:
-    """Refuses what is no client while the caller's own line is on top of the traceback.
+def require_tensors(operator: str, operands: Mapping[str, Tensor | None]) -> None:
+    """Refuses what the service would read and PyTorch would not, such as an array of NumPy.
 
     Raises:
-        TypeError: It is something else, such as an address or an `AsyncClient`, which backward cannot await.
+        TypeError: An operand is neither a tensor nor None.
     """
-    if not isinstance(client, Client):
-        raise TypeError(f"{name}: client: found {type(client).__name__}; expected a Client")
+    for name, operand in operands.items():
+        if operand is not None and not isinstance(operand, Tensor):
+            raise TypeError(
+                f"{operator}: {name}: found {type(operand).__name__}; expected a torch CPU tensor"
+            )
 
 
 def metas(operator: str, inputs: Mapping[str, Tensor | None]) -> dict[str, TensorMeta | None]:
-    """Shape and type of each tensor; of its data nothing is touched.
+    """Type and shape of each tensor; of its data nothing is touched.
 
     Raises:
         TypeError: The service knows nothing like it.
@@ -59,27 +58,3 @@ def metas(operator: str, inputs: Mapping[str, Tensor | None]) -> dict[str, Tenso
 def _meta(operator: str, name: str, tensor: Tensor) -> TensorMeta:
     array = _arrays.to_numpy(tensor, operator, name)
     return TensorMeta(array.dtype, array.shape)
-
-
-def verdict_of(
-    operator: str, inputs: Mapping[str, Tensor | None], attrs: Mapping[str, Any], product: str
-) -> Verdict:
-    """What the documents say of a call on a product.
-
-    Raises:
-        TypeError: The service knows nothing like one of the operands.
-    """
-    spec = get_operator(operator)
-    return validate_call(spec, make_call(spec, metas(operator, inputs), attrs, product=product))
-
-
-def require_legal(operator: str, inputs: Mapping[str, Tensor | None], attrs: Mapping[str, Any]) -> None:
-    """Refuses a call before any work is done for it, as the service would.
-
-    Raises:
-        OperatorError: The documents refuse the call on the Atlas A2, which allows the most.
-        TypeError: The service knows nothing like one of the operands.
-    """
-    verdict = verdict_of(operator, inputs, attrs, "atlas-a2")
-    if verdict.violations:
-        raise error_from_verdict(get_operator(operator), verdict)

@@ -9,17 +9,19 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import grid_sample
 
+from npugrad_client._legality import DEFORMABLE_ATTENTION as OPERATOR
+from npugrad_client._legality import require_client, require_legal_deformable_attention
 from npugrad_client.errors import UnsafeLevels
-from npugrad_client.torch._calls import Options, require_client, require_legal
+from npugrad_client.torch._calls import Options, metas, require_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-    from npugrad_client import Client
+    from npugrad_client import Client, MultiScaleDeformableAttentionGradResult
 
-OPERATOR = "multi_scale_deformable_attention_grad"
+_NAMES = ("value", "spatial_shape", "level_start_index", "location", "attn_weight")
 _BLOCK_BYTES = 32 * 2**20
 """Samples of one block of queries, in float32."""
 _OUTSIDE = 4.0
@@ -80,6 +82,8 @@ def multi_scale_deformable_attention(
     options = Options(
         timeout_s=timeout_s, deterministic=deterministic, priority=priority, label=label, verify=verify
     )
+    given = (value, spatial_shape, level_start_index, location, attn_weight)
+    require_tensors(OPERATOR, dict(zip(_NAMES, given, strict=True)))
     floats = (value, location, attn_weight)
     if compute_dtype is not None:
         floats = (value.to(compute_dtype), location.to(compute_dtype), attn_weight.to(compute_dtype))
@@ -101,37 +105,38 @@ class _DeformableAttention(Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator takes ctx its name
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
-        value, spatial_shape, level_start_index, location, attn_weight = ctx.saved_tensors
-        grads = ctx.client.multi_scale_deformable_attention_grad(
-            value=value,
-            spatial_shape=spatial_shape,
-            level_start_index=level_start_index,
-            location=location,
-            attn_weight=attn_weight,
-            grad_output=grad_outputs[0],
-            **ctx.options,
-        )
+        grads = gradients(ctx.client, ctx.options, *ctx.saved_tensors, *grad_outputs)
         return grads.grad_value, None, None, grads.grad_location, grads.grad_attn_weight, None, None
+
+
+def gradients(
+    client: Client, options: Options, *operands: Tensor, out: dict[str, Tensor] | None = None
+) -> MultiScaleDeformableAttentionGradResult:
+    """Calls the service with the six operands in the order of the documents."""
+    value, spatial_shape, level_start_index, location, attn_weight, grad_output = operands
+    return client.multi_scale_deformable_attention_grad(
+        value=value,
+        spatial_shape=spatial_shape,
+        level_start_index=level_start_index,
+        location=location,
+        attn_weight=attn_weight,
+        grad_output=grad_output,
+        out=out,
+        **options,
+    )
 
 
 def forward(
     value: Tensor, spatial_shape: Tensor, level_start_index: Tensor, location: Tensor, attn_weight: Tensor
 ) -> Tensor:
     """The attention itself, (bs, nq, nh*ch) in the type of value; operands and errors as above."""
-    operands = {
-        "value": value,
-        "spatial_shape": spatial_shape,
-        "level_start_index": level_start_index,
-        "location": location,
-        "attn_weight": attn_weight,
-    }
-    shape = (*location.shape[:2], value.shape[-2] * value.shape[-1]) if value.dim() == 4 else ()
-    require_legal(OPERATOR, {**operands, "grad_output": value.new_empty(()).expand(shape)}, {})
+    operands = (value, spatial_shape, level_start_index, location, attn_weight)
+    require_legal_deformable_attention(metas(OPERATOR, dict(zip(_NAMES, operands, strict=True))))
     levels = list(_levels(spatial_shape, level_start_index, value.shape[1]))
     bs, nq = location.shape[:2]
     _, _, nh, ch = value.shape
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        result = torch.zeros((bs, nq, nh, ch))
+        result = value.new_zeros((bs, nq, nh, ch), dtype=torch.float32)
         for sample in range(bs):
             for number, (start, height, width) in enumerate(levels):
                 keys = value[sample, start : start + height * width]

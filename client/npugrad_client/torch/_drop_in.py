@@ -7,16 +7,16 @@ import threading
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from npugrad_client.torch._calls import Options, require_client
-from npugrad_client.torch._deformable import forward
+from npugrad_client._legality import require_client
+from npugrad_client.torch._calls import Options
+from npugrad_client.torch._deformable import forward, gradients
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from torch import Tensor
 
-    from npugrad_client import Client
-    from npugrad_client import MultiScaleDeformableAttentionGradResult as Grads
+    from npugrad_client import Client, MultiScaleDeformableAttentionGradResult
 
 DEFORMABLE_DETR = "MultiScaleDeformableAttention"
 MMCV = "mmcv._ext"
@@ -25,7 +25,14 @@ _active: list[DropIn] = []
 
 
 class DropIn:
-    """What `drop_in` makes; see there."""
+    """What `drop_in` makes; see there.
+
+    Example:
+        >>> stand_in = drop_in(client)                                 # doctest: +SKIP
+        >>> stand_in.install()                                         # doctest: +SKIP
+        >>> loss(model(images)).backward()                             # doctest: +SKIP
+        >>> stand_in.remove()                                          # doctest: +SKIP
+    """
 
     def __init__(self, client: Client, options: Options) -> None:
         self._client = client
@@ -54,7 +61,8 @@ class DropIn:
                 raise RuntimeError("drop_in: found it installed; expected it not to be")
             self._replaced = {name: sys.modules.get(name) for name in _STAND_INS}
             for name, stand_in in _STAND_INS.items():
-                stand_in.original = stand_in.original or _other_than(stand_in, self._replaced[name])
+                if self._replaced[name] is not stand_in:
+                    stand_in.original = self._replaced[name]
                 sys.modules[name] = stand_in
             _active.append(self)
 
@@ -73,23 +81,12 @@ class DropIn:
                     sys.modules.pop(name, None)
                 else:
                     sys.modules[name] = module
-            if not _active:
-                for stand_in in _STAND_INS.values():
-                    stand_in.original = None
 
-    def grads(self, *operands: Tensor, out: dict[str, Tensor] | None = None) -> Grads:
+    def grads(
+        self, *operands: Tensor, out: dict[str, Tensor] | None = None
+    ) -> MultiScaleDeformableAttentionGradResult:
         """Calls the service with the six operands in the order of the documents."""
-        value, spatial_shape, level_start_index, location, attn_weight, grad_output = operands
-        return self._client.multi_scale_deformable_attention_grad(
-            value=value,
-            spatial_shape=spatial_shape,
-            level_start_index=level_start_index,
-            location=location,
-            attn_weight=attn_weight,
-            grad_output=grad_output,
-            out=out,
-            **self._options,
-        )
+        return gradients(self._client, self._options, *operands, out=out)
 
 
 def drop_in(
@@ -141,7 +138,7 @@ def drop_in(
 
 
 class _StandIn(ModuleType):
-    """A module in the place of another one; what it lacks comes from that."""
+    """A module in the place of another one; what it lacks comes from that, also to who kept it for longer."""
 
     original: ModuleType | None = None
 
@@ -160,10 +157,6 @@ class _StandIn(ModuleType):
             raise NotImplementedError(f"{self.__name__}.{name}: the drop-in has deformable attention only")
 
         return missing
-
-
-def _other_than(stand_in: ModuleType, module: ModuleType | None) -> ModuleType | None:
-    return None if module is stand_in else module
 
 
 def _last() -> DropIn:

@@ -18,7 +18,9 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from npugrad_client.torch._calls import Options, require_client, require_legal
+from npugrad_client._legality import FLOYD_ATTENTION as OPERATOR
+from npugrad_client._legality import LANES, require_client, require_legal_floyd_attention
+from npugrad_client.torch._calls import Options, metas, require_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,9 +29,7 @@ if TYPE_CHECKING:
 
     from npugrad_client import Client
 
-OPERATOR = "fused_floyd_attention_grad"
-LANES = 8
-"""How often the documents want the statistics of a row repeated."""
+_NAMES = ("query", "key1", "value1", "key2", "value2", "atten_mask")
 _BLOCK_BYTES = 32 * 2**20
 """Scores of one block, in float32; some three such blocks live at a time."""
 _MASKED = torch.finfo(torch.float32).min
@@ -90,6 +90,7 @@ def fused_floyd_attention(
     require_client("fused_floyd_attention", client)
     options = Options(timeout_s=timeout_s, priority=priority, label=label, verify=verify)
     operands: tuple[Tensor, ...] = (query, key1, value1, key2, value2)
+    require_tensors(OPERATOR, dict(zip(_NAMES, (*operands, atten_mask), strict=True)))
     if compute_dtype is not None:
         operands = tuple(tensor.to(compute_dtype) for tensor in operands)
     factor = query.shape[-1] ** -0.5 if scale is None and query.dim() and query.shape[-1] else scale or 0.0
@@ -104,7 +105,8 @@ class _FloydAttention(Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         query, key1, value1, key2, value2, mask, ctx.scale, ctx.client, ctx.options = arguments
         operands = (query, key1, value1, key2, value2)
-        _require_legal(operands, mask, ctx.scale)
+        given = dict(zip(_NAMES, (*operands, mask), strict=True))
+        require_legal_floyd_attention(metas(OPERATOR, given), ctx.scale)
         result = forward(query, key1, value1, key2, value2, mask=mask, scale=ctx.scale)
         # Repeated without memory of their own: on the wire too each value travels once.
         largest, total = (
@@ -136,26 +138,6 @@ class _FloydAttention(Function):
         return grads.dq, grads.dk1, grads.dv1, grads.dk2, grads.dv2, None, None, None, None
 
 
-def _require_legal(operands: tuple[Tensor, ...], mask: Tensor | None, scale: float) -> None:
-    """Refuses what the service would refuse in the backward pass, with what that one will have."""
-    query, key1, value1, key2, value2 = operands
-    like_query = query.new_empty(()).expand(query.shape)
-    rows = torch.empty(()).expand((*query.shape[:4], LANES))
-    inputs = {
-        "query": query,
-        "key1": key1,
-        "value1": value1,
-        "key2": key2,
-        "value2": value2,
-        "dy": like_query,
-        "atten_mask": mask,
-        "softmax_max": rows,
-        "softmax_sum": rows,
-        "attention_in": like_query,
-    }
-    require_legal(OPERATOR, inputs, {"scale_value": scale})
-
-
 @dataclass(frozen=True)
 class Forward:
     """Results of the forward pass.
@@ -185,7 +167,8 @@ def forward(
     """The attention itself, of any sizes and types; operands as above."""
     b, h, n, m, _ = query.shape
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        result = Forward(torch.empty_like(query), torch.empty((b, h, n, m)), torch.empty((b, h, n, m)))
+        largest = query.new_empty((b, h, n, m), dtype=torch.float32)
+        result = Forward(torch.empty_like(query), largest, torch.empty_like(largest))
         for batch in range(b):
             for head in range(h):
                 tensors = (query, key1, value1, key2, value2)

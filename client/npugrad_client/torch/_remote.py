@@ -12,8 +12,7 @@ import torch
 from torch._C import _autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from npugrad.ops import get_operator
-from npugrad.validation import error_from_verdict
+from npugrad_client._legality import require_client, require_legal
 from npugrad_client.errors import (
     InvalidOperand,
     NpugradError,
@@ -22,7 +21,7 @@ from npugrad_client.errors import (
     TilingError,
     UnsupportedOperator,
 )
-from npugrad_client.torch._calls import Options, require_client, verdict_of
+from npugrad_client.torch._calls import Options, metas
 from npugrad_client.torch._summary import FAILED, Ledger, Summary
 from npugrad_client.torch._translation import TAKEN_APART, TAKEN_APART_BY, TRANSLATIONS, Request
 
@@ -42,7 +41,13 @@ _CREATE_GRAPH = "create_graph=True takes it apart"
 
 
 class RemoteWarning(UserWarning):
-    """Something that could have been sent was not; said once for each kind by each `remote`."""
+    """Something that could have been sent was not; said once for each kind by each `remote`.
+
+    Example:
+        >>> warnings.simplefilter("error", RemoteWarning)              # doctest: +SKIP
+        >>> with remote(client):                                       # doctest: +SKIP
+        ...     loss.backward()  # raises where it would have warned
+    """
 
 
 class Remote(ContextDecorator):
@@ -50,6 +55,14 @@ class Remote(ContextDecorator):
 
     Thread safety: one object may be entered by any number of threads, and again inside itself; each thread
     must enter it for its own backward passes. Counts are shared.
+
+    Example:
+        >>> mode = remote(client)                                      # doctest: +SKIP
+        >>> @mode                                                      # doctest: +SKIP
+        ... def step(x):
+        ...     model(x).sum().backward()
+        >>> step(x)                                                    # doctest: +SKIP
+        >>> mode.summary().sent                                        # doctest: +SKIP
     """
 
     def __init__(
@@ -96,9 +109,11 @@ class Remote(ContextDecorator):
         """Runs one operator, here or there."""
         translate = TRANSLATIONS.get(func)
         if translate is None or _deciding.is_local:
-            if func in TAKEN_APART_BY:
-                self._notice_taken_apart(func)
-            return func(*args, **kwargs)
+            if func not in TAKEN_APART_BY or _deciding.is_local:
+                return func(*args, **kwargs)
+            self._notice_taken_apart(func)
+            with _deciding:  # an outer `remote` must not tell of it as well
+                return func(*args, **kwargs)
         request = translate(*args, **kwargs)
         why, nbytes = self._why_local(request), request.nbytes
         if not why:
@@ -154,9 +169,8 @@ class Remote(ContextDecorator):
     def _require_legal(self, request: Request, operands: Mapping[str, Tensor | None]) -> None:
         if not self._product:  # two threads may both ask; they get the same answer
             self._product = self._client.server_info(timeout_s=self._options.get("timeout_s")).product
-        verdict = verdict_of(request.operator, operands, request.attrs, self._product)
-        if verdict.violations:
-            raise error_from_verdict(get_operator(request.operator), verdict)
+        given = metas(request.operator, operands)
+        require_legal(request.operator, given, request.attrs, self._product)
 
     def _refused(self, request: Request, error: OperatorError, why: str) -> str:
         """Raises by policy, else warns once for the kind and gives it back."""

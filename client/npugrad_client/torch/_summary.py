@@ -23,6 +23,11 @@ class SummaryRow:
         calls: How many.
         bytes: Bytes of their operands and results, whether or not they travelled.
         seconds: Time they took, travel included.
+
+    Example:
+        >>> row = SummaryRow("group_norm_backward", is_sent=True, why="", calls=2, bytes=2**20, seconds=0.5)
+        >>> row.bytes // row.calls
+        524288
     """
 
     operator: str
@@ -39,6 +44,14 @@ class Summary:
 
     Attributes:
         rows: By operator, what was sent first.
+
+    Example:
+        >>> row = SummaryRow("group_norm_backward", is_sent=True, why="", calls=2, bytes=2**20, seconds=0.5)
+        >>> print(Summary((row,)))
+        operator             where  why  calls   MiB  seconds
+        group_norm_backward  sent   -        2  1.00    0.500
+        >>> Summary((row,)).sent
+        2
     """
 
     rows: tuple[SummaryRow, ...]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from npugrad_client import Client, InvalidOperand, MalformedRequest, TilingError
+from npugrad_client import AsyncClient, Client, InvalidOperand, MalformedRequest, NullOperand, TilingError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -110,6 +110,15 @@ def test_group_norm(client: Client, rng: Any, dtype: Any, given: Any, wrap: Any)
     expected = jax.jit(jax.value_and_grad(plain, argnums=(0, 1, 2)))(x, scale, bias)
     np.testing.assert_allclose(got[0], expected[0], rtol=2e-2)
     close(got[1], expected[1], dtype)
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 5), (2, 8, 0), (2, 0, 5)])
+def test_group_norm_of_nothing(client: Client, shape: Any) -> None:
+    operands = (jnp.ones(shape), jnp.ones(shape[1]), jnp.ones(shape[1]))
+    out, back = jax.vjp(lambda *o: group_norm(*o, groups=4, client=client), *operands)
+    assert out.shape == shape
+    for grad, operand in zip(back(out), operands, strict=True):
+        np.testing.assert_array_equal(grad, jnp.zeros_like(operand))
 
 
 def test_group_norm_by_differences(client: Client, rng: Any) -> None:
@@ -233,6 +242,29 @@ def test_deformable_attention_is_that_of_its_definition(rng: Any) -> None:
     np.testing.assert_allclose(got, expected.reshape(2, 6, 16), rtol=1e-4, atol=1e-5)
 
 
+def test_a_point_outside_reads_nothing_not_even_what_is_not_finite(rng: Any) -> None:
+    value, shapes, starts, location, weight = deformable(rng)
+    value = value.at[:, 0].set(jnp.inf).at[:, -1].set(jnp.nan)
+    got = _deformable.attend(value, shapes, starts, jnp.full_like(location, -3), weight)
+    np.testing.assert_array_equal(got, np.zeros((2, 6, 16)))
+
+
+@pytest.mark.parametrize(("bs", "nq", "nk"), [(0, 6, 47), (2, 0, 47), (2, 6, 0)])
+def test_deformable_attention_of_nothing(client: Client, rng: Any, bs: int, nq: int, nk: int) -> None:
+    value, shapes, starts, location, weight = deformable(rng)
+    if not nk:
+        shapes, starts = jnp.zeros_like(shapes), jnp.zeros_like(starts)
+    floats = (value[:bs, :nk], location[:bs, :nq], weight[:bs, :nq])
+
+    def attention(value: Any, location: Any, weight: Any) -> Any:
+        return multi_scale_deformable_attention(value, shapes, starts, location, weight, client=client)
+
+    out, back = jax.vjp(attention, *floats)
+    np.testing.assert_array_equal(out, np.zeros((bs, nq, 16)))
+    for grad, operand in zip(back(out), floats, strict=True):
+        np.testing.assert_array_equal(grad, jnp.zeros_like(operand))
+
+
 # --------------------------------------------------------------------------------------------- floyd
 
 
@@ -339,6 +371,28 @@ def test_refusals_come_when_the_function_is_traced(rng: Any) -> None:
         value, *rest = deformable(rng)
         with pytest.raises(InvalidOperand, match="value: found"):
             multi_scale_deformable_attention(value[..., :5], *rest, client=dead)
+        with pytest.raises(NullOperand, match="spatial_shape: found null"):
+            multi_scale_deformable_attention(value, None, *rest[1:], client=dead)
+        with pytest.raises(TypeError, match=r"group_norm_backward: gamma: found .*key.*; expected"):
+            group_norm(x, jax.random.split(jax.random.key(0), 8), groups=4, client=dead)
+        with pytest.raises(TypeError, match=r"grid_sampler_2d_backward: input: found float8_e4m3b11fnuz"):
+            grid_sample(x[None].astype(jnp.float8_e4m3b11fnuz), normal(rng, 1, 2, 2, 2), client=dead)
+
+
+@pytest.mark.parametrize(
+    ("function", "operands", "how"),
+    [
+        (fused_floyd_attention, 5, {}),
+        (grid_sample, 2, {}),
+        (group_norm, 3, {"groups": 1}),
+        (multi_scale_deformable_attention, 5, {}),
+    ],
+)
+def test_a_wrong_client_is_told_before_anything_is_traced(function: Any, operands: int, how: Any) -> None:
+    for wrong in (NOWHERE, AsyncClient(NOWHERE)):
+        expected = f"^{function.__name__}: client: found {type(wrong).__name__}; expected a Client$"
+        with pytest.raises(TypeError, match=expected):
+            function(*[None] * operands, client=wrong, **how)
 
 
 @pytest.mark.filterwarnings("default")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -26,3 +26,12 @@ def seeded() -> None:
     """Draw the same values whatever the order of the tests."""
     torch = pytest.importorskip("torch")
     torch.manual_seed(7)
+
+
+@pytest.fixture
+def default_dtype() -> Iterator[Any]:
+    """`torch.set_default_dtype`, undone after the test."""
+    torch = pytest.importorskip("torch")
+    before = torch.get_default_dtype()
+    yield torch.set_default_dtype
+    torch.set_default_dtype(before)

@@ -79,6 +79,14 @@ def test_blocks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> Non
     torch.testing.assert_close(_deformable.forward(*call), whole, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_pytorchs_default_type_changes_nothing(default_dtype: Any, default: Any) -> None:
+    call = operands()
+    expected = _deformable.forward(*call)
+    default_dtype(default)
+    assert torch.equal(_deformable.forward(*call), expected)
+
+
 @pytest.mark.parametrize("wild", [float("nan"), float("inf"), -float("inf"), 1e30, -1e30, 100.0])
 def test_a_point_outside_reads_nothing(wild: float) -> None:
     value, shapes, starts, location, weight = operands()
@@ -191,6 +199,17 @@ def test_a_broken_call_is_refused_before_anything_is_done(change: Any, cls: Any,
         multi_scale_deformable_attention(*call, client=dead)
     assert refused.value.code == 161002
     assert not isinstance(refused.value, NullOperand)
+
+
+@pytest.mark.parametrize("position", range(5))
+@pytest.mark.parametrize("compute_dtype", [None, torch.float32])
+def test_what_is_no_tensor_is_named(client: Client, position: int, compute_dtype: Any) -> None:
+    call = list(operands())
+    call[position] = call[position].detach().numpy()
+    name = ("value", "spatial_shape", "level_start_index", "location", "attn_weight")[position]
+    expected = f"^multi_scale_deformable_attention_grad: {name}: found ndarray; expected a torch CPU tensor$"
+    with pytest.raises(TypeError, match=expected):
+        multi_scale_deformable_attention(*call, client=client, compute_dtype=compute_dtype)
 
 
 def test_a_level_outside_of_value() -> None:

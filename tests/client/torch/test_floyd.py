@@ -148,6 +148,29 @@ def test_autocast_computes_as_without(client: Client) -> None:
     assert torch.equal(got, fused_floyd_attention(*call, client=client))
 
 
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_pytorchs_default_type_changes_nothing(client: Client, default_dtype: Any, default: Any) -> None:
+    call = operands(**SIZES)
+    expected = fused_floyd_attention(*call, client=client)
+    (gradient,) = torch.autograd.grad(expected.sum(), call[0])
+    default_dtype(default)
+    got = fused_floyd_attention(*call, client=client)
+    assert torch.equal(got, expected)
+    assert torch.equal(torch.autograd.grad(got.sum(), call[0])[0], gradient)
+
+
+@pytest.mark.parametrize("name", ["query", "value2", "atten_mask"])
+@pytest.mark.parametrize("compute_dtype", [None, torch.float16])
+def test_what_is_no_tensor_is_named(client: Client, name: str, compute_dtype: Any) -> None:
+    names = ("query", "key1", "value1", "key2", "value2")
+    call = dict(zip(names, operands(**SIZES), strict=True))
+    call["atten_mask"] = torch.zeros((1, 1, 16, 1, 128), dtype=torch.bool)
+    call[name] = call[name].detach().numpy()
+    expected = f"^fused_floyd_attention_grad: {name}: found ndarray; expected a torch CPU tensor$"
+    with pytest.raises(TypeError, match=expected):
+        fused_floyd_attention(**call, client=client, compute_dtype=compute_dtype)
+
+
 BROKEN = {
     "n": (lambda c: [t[:, :, :15] if i < 3 else t for i, t in enumerate(c)], TilingError, 561002),
     "k of key2": (lambda c: [*c[:3], c[3][:, :, :64], c[4]], TilingError, 561002),

@@ -1,0 +1,69 @@
+"""Calls refused before any work is done for them, as the service would: what the adapters share.
+
+The adapters of PyTorch and JAX compute a forward pass first and call the service later, when it is too late
+to say that a shape is wrong. They know of each tensor its type and shape, and that is all this needs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from npugrad.ops import get_operator
+from npugrad.products import Product
+from npugrad.spec import TensorMeta
+from npugrad.validation import error_from_verdict, make_call, validate_call
+from npugrad_client._client import Client
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+DEFORMABLE_ATTENTION = "multi_scale_deformable_attention_grad"
+FLOYD_ATTENTION = "fused_floyd_attention_grad"
+LANES = 8
+"""How often the documents of Floyd attention want the statistics of a row repeated."""
+
+
+def require_client(name: str, client: object) -> None:
+    """Refuses what is no client while the caller's own line is on top of the traceback.
+
+    Raises:
+        TypeError: It is something else, such as an address or an `AsyncClient`, which backward cannot await.
+    """
+    if not isinstance(client, Client):
+        raise TypeError(f"{name}: client: found {type(client).__name__}; expected a Client")
+
+
+def require_legal(
+    operator: str,
+    metas: Mapping[str, TensorMeta | None],
+    attrs: Mapping[str, Any],
+    product: Product | str = Product.ATLAS_A2,
+) -> None:
+    """Refuses what a product does not take; what the Atlas A2, which allows the most, does not, none takes.
+
+    Raises:
+        OperatorError: The documents refuse the call.
+        MalformedRequest: An attribute is none that the operator has, such as a mode that there is not.
+    """
+    spec = get_operator(operator)
+    verdict = validate_call(spec, make_call(spec, metas, attrs, product=product))
+    if verdict.violations:
+        raise error_from_verdict(spec, verdict)
+
+
+def require_legal_deformable_attention(metas: Mapping[str, TensorMeta | None]) -> None:
+    """Refuses five operands of a forward pass whose gradient the service would refuse; errors as above."""
+    value, location = metas["value"], metas["location"]
+    grad_output = None
+    if value is not None and location is not None:
+        shape = (*location.shape[:2], value.shape[-2] * value.shape[-1]) if value.rank == 4 else ()
+        grad_output = TensorMeta(value.dtype, shape)
+    require_legal(DEFORMABLE_ATTENTION, {**metas, "grad_output": grad_output}, {})
+
+
+def require_legal_floyd_attention(metas: Mapping[str, TensorMeta | None], scale: float) -> None:
+    """The same for the five tensors of Floyd attention and its mask."""
+    query = metas["query"]
+    rows = None if query is None else TensorMeta("float32", (*query.shape[:4], LANES))
+    saved = {"dy": query, "softmax_max": rows, "softmax_sum": rows, "attention_in": query}
+    require_legal(FLOYD_ATTENTION, {**metas, **saved}, {"scale_value": scale})
