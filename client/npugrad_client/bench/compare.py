@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from npugrad_client.bench.record import Window
 from npugrad_client.bench.scenario import ScenarioError, check, shown
 from npugrad_client.bench.sketch import bucket_s
 from npugrad_client.bench.units import format_seconds, format_share
@@ -35,6 +36,7 @@ _ERROR_MARGIN = 0.001
 _WIDEST = 1.5
 """Where an interval spans more than this factor, the runs are too short or too unsteady to tell."""
 _REPLICATES = 2000
+_MOST_WINDOWS = 5000
 _SAME = ("arrival", "workloads", "load", "workers", "timeout_s", "max_in_flight")
 
 
@@ -173,9 +175,7 @@ class _Run:
     """One run as matrices, a row for each window, and what draws its windows again."""
 
     def __init__(self, result: Result, name: str) -> None:
-        last = math.floor(result.duration_s / result.record.window_s + 1e-9)
-        windows = [result.record.windows.get(number) for number in range(last)]
-        kept = [window for window in windows if window is not None and window.tally.intended]
+        kept, self.window_s = _windows(result)
         answered = sum(1 for window in kept if window.tally.answered)
         check(
             answered >= LEAST_WINDOWS, f"{name}: windows with answers", answered, f"{LEAST_WINDOWS} or more"
@@ -187,14 +187,15 @@ class _Run:
         self.intended = np.array([window.tally.intended for window in kept], np.float64)
         self.wrong = self.intended - np.array([window.tally.answered for window in kept], np.float64)
         self.completed = np.array([window.completed for window in kept], np.float64)
-        self.window_s = result.record.window_s
         self.once: Floats = np.ones((1, len(kept)))
-        self.drawn = _redrawn(len(kept), np.random.default_rng(len(kept)))
+        begun = int(np.count_nonzero(self.intended))
+        self.drawn = _redrawn(len(kept), begun, np.random.default_rng(len(kept)))
 
     def value(self, metric: str, weights: Floats) -> Floats:
         """The figure for each row of weights of the windows."""
         if metric == "errors":
-            shares: Floats = (weights @ self.wrong) / (weights @ self.intended)
+            # Replicates of no calls at all have no errors; only runs of few calls have such ones.
+            shares: Floats = (weights @ self.wrong) / np.maximum(weights @ self.intended, 1.0)
             return shares
         if metric == "throughput":
             rates: Floats = (weights @ self.completed) / (weights.sum(axis=1) * self.window_s)
@@ -202,9 +203,29 @@ class _Run:
         return _percentiles(weights @ self.counts, self.buckets, _PERCENTILES[metric])
 
 
-def _redrawn(windows: int, random: np.random.Generator) -> Floats:
-    """How often each window is taken, by replicate: blocks of neighbours, the end joined to the start."""
-    length = max(1, round(windows ** (1 / 3)))
+def _windows(result: Result) -> tuple[list[Window], float]:
+    """The whole windows of the measured part, and their seconds.
+
+    Those too in which nothing started: a closed loop that waits has them, and their time passed. Neighbours
+    are joined where they are so many that drawing them again would take gigabytes.
+    """
+    window_s = result.record.window_s
+    whole = math.floor(result.duration_s / window_s + 1e-9)
+    joined = math.ceil(whole / _MOST_WINDOWS) or 1
+    kept = [Window() for _ in range(whole // joined)]
+    for number, window in result.record.windows.items():
+        if 0 <= number < len(kept) * joined:
+            kept[number // joined].merge(window)
+    return kept, window_s * joined
+
+
+def _redrawn(windows: int, begun: int, random: np.random.Generator) -> Floats:
+    """How often each window is taken, by replicate: blocks of neighbours, the end joined to the start.
+
+    A block is as long as the cube root of the windows in which calls began takes: shorter ones, of windows
+    that are mostly empty, would tear apart calls that depend on each other.
+    """
+    length = max(1, round(windows / begun ** (2 / 3)))
     blocks = math.ceil(windows / length)
     starts = random.integers(0, windows, (_REPLICATES, blocks))
     taken = ((starts[:, :, None] + np.arange(length)) % windows).reshape(_REPLICATES, -1)[:, :windows]

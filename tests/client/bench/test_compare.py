@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
+import tracemalloc
 
+import numpy as np
 import pytest
-from tests.client.bench.made import GRID, result
+from tests.client.bench.made import GRID, answer, result, scenario
 
 from npugrad_client.bench.compare import compare
+from npugrad_client.bench.record import Record
+from npugrad_client.bench.result import Result
 from npugrad_client.bench.scenario import ScenarioError, Workload
 
 
@@ -69,6 +74,56 @@ def test_a_closed_loop_is_held_against_its_throughput() -> None:
     throughput = next(d for d in compare(fast, slow).differences if d.metric == "throughput")
     assert throughput.change == pytest.approx(0.25, abs=0.02), "what took 4 takes 5"
     assert throughput.judgement == "slower"
+
+
+def test_time_in_which_nothing_starts_is_part_of_the_throughput() -> None:
+    """Calls longer than a window leave windows without a start, and so does a server that stands still."""
+    a, b = (
+        result(0.02, rate=rate, duration_s=60.0, seed=rate, arrival="closed", window_s=0.1) for rate in (5, 4)
+    )
+    b.scenario["load"][0][:] = a.scenario["load"][0]  # of a closed loop these are callers, as many in both
+    throughput = next(d for d in compare(a, b).differences if d.metric == "throughput")
+    assert (throughput.a, throughput.b) == (pytest.approx(5), pytest.approx(4))
+    assert throughput.judgement == "slower"
+
+
+def test_windows_shorter_than_the_time_between_calls_do_not_make_it_surer() -> None:
+    """Latencies that drift: calls of the same seconds are alike, in windows of whatever length."""
+
+    def width(window_s: float, seed: int) -> float:
+        p50 = compare(drifting(window_s, seed), drifting(window_s, seed + 100)).differences[0]
+        return p50.high - p50.low
+
+    usual, short = (sum(width(window_s, seed) for seed in range(3)) for window_s in (0.5, 0.1))
+    assert short == pytest.approx(usual, rel=0.15)
+
+
+def drifting(window_s: float, seed: int) -> Result:
+    """Two calls a second, each about as long as the one before."""
+    made = scenario("constant", 2, 60.0, window_s=window_s)
+    random, record, drift = np.random.default_rng(seed), Record(window_s), 0.0
+    for at_s in np.arange(0.0, 60.0, 0.5).tolist():
+        drift = 0.9 * drift + random.normal(0.0, 0.1)
+        record.intended(GRID.name, at_s)
+        record.answered(GRID.name, at_s, at_s, at_s + 0.02 * math.exp(drift), answer(0.01))
+    return Result(made.as_dict(), record, 60.0)
+
+
+def test_very_many_windows_take_no_gigabytes() -> None:
+    few, many = (
+        [result(seed=seed, rate=10, duration_s=20, window_s=window_s) for seed in (1, 2)]
+        for window_s in (0.2, 0.001)
+    )
+    told = compare(*few)
+    tracemalloc.start()
+    try:
+        same = compare(*many)
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < 500 * 2**20
+    assert [d.judgement for d in told.differences] == [d.judgement for d in same.differences]
+    assert [d.a for d in told.differences] == pytest.approx([d.a for d in same.differences])
 
 
 def test_unsteady_runs_are_inconclusive() -> None:
