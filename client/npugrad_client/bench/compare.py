@@ -37,6 +37,8 @@ _WIDEST = 1.5
 """Where an interval spans more than this factor, the runs are too short or too unsteady to tell."""
 _REPLICATES = 2000
 _MOST_WINDOWS = 5000
+_FOLLOWING = ("name", "request_bytes", "response_bytes")
+"""What of a workload follows from all else of it, which says better what differs."""
 _SAME = ("arrival", "workloads", "load", "workers", "timeout_s", "max_in_flight")
 
 
@@ -161,12 +163,14 @@ def _check_same(a: Result, b: Result) -> None:
 
 
 def _check_value(key: str, a: Any, b: Any) -> None:
-    """Names which workload differs in what, and does not show all of them."""
+    """Names what differs in which workload, and does not show all of them."""
     if key == "workloads" and len(a) == len(b):
         for index, (one, other) in enumerate(zip(a, b, strict=True)):
-            # Names and sizes follow from the others, which say what differs.
-            for name in sorted(one, key=lambda name: name in ("name", "request_bytes", "response_bytes")):
-                _check_value(f"{key}[{index}].{name}", one[name], other.get(name))
+            _check_value(f"{key}[{index}]", one, other)
+    elif isinstance(a, dict) and isinstance(b, dict):
+        # What only one has, such as a report of another version, differs too.
+        for name in sorted({**a, **b}, key=_FOLLOWING.__contains__):
+            _check_value(f"{key}.{name}", a.get(name), b.get(name))
     elif a != b:
         raise ScenarioError(f"B: {key}: found {shown(b)}; expected that of A, {shown(a)}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from npugrad_client.bench.compare import compare
 from npugrad_client.bench.record import Record
 from npugrad_client.bench.result import Result
 from npugrad_client.bench.scenario import ScenarioError, Workload
+from npugrad_client.bench.sizes import SIZES
 
 
 def test_runs_alike_are_no_difference() -> None:
@@ -160,6 +162,32 @@ def test_runs_of_other_inputs_are_not_compared() -> None:
         ScenarioError, match=r"B: workloads\[0\].digest: found True; expected that of A, False"
     ):
         compare(b, c)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"deterministic": True}, "deterministic"),
+        ({"sizes": {**SIZES[GRID.operator]["small"], "align_corners": True}}, r"sizes\.align_corners"),
+    ],
+)
+def test_runs_of_calls_that_differ_in_no_byte_are_not_compared(change: dict[str, Any], key: str) -> None:
+    """As many bytes, and a name of their own: the calls are others all the same."""
+    usual, other = (
+        result(workloads=(Workload(GRID.operator, name="grid", **each),)) for each in ({}, change)
+    )
+    assert compare(usual, usual).judgement == "no difference"
+    with pytest.raises(ScenarioError, match=rf"B: workloads\[0\].{key}: found .*; expected that of A"):
+        compare(usual, other)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_report_that_does_not_say_what_it_sent_is_not_compared(is_first: bool) -> None:
+    """As one of a version that kept less."""
+    whole, less = result(seed=1), result(seed=2)
+    del less.scenario["workloads"][0]["sizes"]
+    with pytest.raises(ScenarioError, match=r"B: workloads\[0\]\.sizes: found "):
+        compare(*((less, whole) if is_first else (whole, less)))
 
 
 def test_a_comparison_without_bounds_is_json_all_the_same() -> None:
