@@ -365,6 +365,30 @@ def test_nobody_is_left_behind_with_calls_in_flight(number: signal.Signals) -> N
 
 
 @pytest.mark.slow
+def test_nobody_is_left_behind_while_connecting() -> None:
+    """A worker whose first call is not answered goes with its parent, and not at a deadline of an hour."""
+    seen, freed = threading.Event(), threading.Event()
+
+    def stall(spec: OpSpec, request: Any, context: Context) -> Any:
+        seen.set()
+        freed.wait(60)
+        return zeros(spec, request, context)
+
+    with fake_service(stall) as service:
+        command = [sys.executable, "-m", "npugrad_client.cli", "bench", "--rate", "20", "--timeout", "1h"]
+        running = subprocess.Popen([*command, "--target", service.address], start_new_session=True)
+        try:
+            assert seen.wait(60), "no calls came"
+            running.kill()
+            running.wait()
+            assert _is_gone(running.pid)
+        finally:
+            freed.set()
+            running.kill()
+            running.wait()
+
+
+@pytest.mark.slow
 def test_the_client_does_without_what_only_a_load_test_needs() -> None:
     named = ("yaml", "hdrh", "rich", "typer", "npugrad_client.bench")
     code = f"import npugrad_client, sys; print([m for m in {named} if m in sys.modules])"
