@@ -263,8 +263,6 @@ def _measure(
         fail(show.refusal(reasons), INVALID)
     outcomes = scenario.slo.judge(result) if scenario.slo else ()
     show.show_result(out, result, outcomes)
-    for reason in reasons:
-        out.print(f"The client was the bottleneck: {reason}", soft_wrap=True)
     _write(result, *paths)
     if not result.answered:
         return FAILED
@@ -313,7 +311,7 @@ def _find_capacity(
     show.show_capacity(out, found)
     if json_file is not None:
         files.write_text(json_file, json.dumps(found.as_dict(), indent=2) + "\n")
-    return _capacity_status(found)
+    return capacity_status(found)
 
 
 def _check_search(precision: float, csv_file: Path | None, html_file: Path | None) -> None:
@@ -349,10 +347,11 @@ def _first_rate(scenario: Scenario, server: Servers) -> tuple[Scenario, float]:
     return replace(scenario, arrival="constant"), max(guess.throughput_per_s, 0.1)
 
 
-def _capacity_status(found: Capacity) -> int:
-    if not found.rate:
-        return INVALID if found.is_client_limited or found.is_interrupted else MISSED
-    return 0 if found.is_settled and not found.is_client_limited else INVALID
+def capacity_status(found: Capacity) -> int:
+    """The exit status of a search: what it says of the server counts only where it was sure."""
+    if found.is_client_limited or not found.is_settled:
+        return INVALID
+    return 0 if found.rate else MISSED
 
 
 @app.command()
@@ -377,10 +376,12 @@ def report(
     """Show a run again, or make other reports of it."""
     from npugrad_client.bench.result import load_result
     from npugrad_client.bench.show import show_result
+    from npugrad_client.bench.slo import Slo
 
     with reporting(), _needing_extra():
         result = load_result(file)
-        show_result(out, result)
+        slo = result.scenario["slo"]
+        show_result(out, result, Slo.parse(slo).judge(result) if slo else ())
         _write(result, None, csv_file, html_file)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from npugrad_client.bench.bottleneck import ADVICE
+from npugrad_client.bench.bottleneck import ADVICE, client_bound
 from npugrad_client.bench.report_html import STAGE_NAMES
 from npugrad_client.bench.units import format_seconds, format_share
 
@@ -82,6 +82,8 @@ def _show_notes(console: Console, result: Result, outcomes: Sequence[Outcome]) -
             "A closed loop waits for each answer, so it hides queueing that callers on a schedule would see.",
             soft_wrap=True,
         )
+    for reason in client_bound(result):
+        console.print(f"The client was the bottleneck: {reason}", soft_wrap=True)
     for outcome in outcomes:
         console.print(f"{'met' if outcome.is_met else 'MISSED'}: {outcome}", soft_wrap=True)
 
@@ -98,6 +100,8 @@ def refusal(reasons: Sequence[str]) -> str:
 def show_trial(console: Console, trial: Trial) -> None:
     """Prints one run of a search."""
     said = "kept" if trial.is_met else f"missed: {'; '.join(trial.complaints)}"
+    if trial.client_bound:
+        said = f"no trial, the client was the bottleneck: {'; '.join(trial.client_bound)}"
     console.print(f"{trial.rate:8.4g}/s  {trial.throughput_per_s:8.1f}/s answered  {said}", soft_wrap=True)
 
 
