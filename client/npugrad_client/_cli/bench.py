@@ -8,6 +8,7 @@ told; 130 given up at an interrupt.
 from __future__ import annotations
 
 import json
+import os
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import takewhile
@@ -107,8 +108,9 @@ def bench(
     With --rate calls are sent on a schedule whatever the answers do, and latency counts from when a call was
     meant to start. With --concurrency each of N callers waits for its answer.
 
-    Exit status 0: all is well; 1: calls failed; 2: wrong usage; 3: an objective was missed; 4: the client was
-    the bottleneck, so there is no report.
+    Exit status 0: all is well; 1: nothing was answered, or calls failed and no objective says how many may;
+    2: wrong usage; 3: an objective was missed; 4: the client was the bottleneck, so there is no report, or a
+    search found nothing sure; 130: given up at an interrupt.
     """
     if context.invoked_subcommand is not None:
         return
@@ -134,6 +136,7 @@ def bench(
     }
     with reporting(), _needing_extra():
         made = scenario_of(scenario, given)
+        _check_paths(json_file, csv_file, html_file)
         server = servers_of(target, tls(encrypted, tls_ca, tls_certificate, tls_key))
         if find_capacity:
             _check_search(precision, csv_file, html_file)
@@ -176,6 +179,14 @@ def _measure(
     if outcomes:
         return 0 if all(outcome.is_met for outcome in outcomes) else MISSED
     return 0 if result.succeeded else FAILED
+
+
+def _check_paths(*paths: Path | None) -> None:
+    """Says that a report cannot be written before the run that it is to be of, and not after."""
+    for path in filter(None, paths):
+        is_there = path.parent.is_dir() and not path.is_dir()
+        if not is_there or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise files.FileError(f"{path}: cannot be written: expected a file that may be written")
 
 
 def _write(result: Result, json_file: Path | None, csv_file: Path | None, html_file: Path | None) -> None:
