@@ -266,6 +266,8 @@ class Scenario:
         )
         check(0 < self.timeout_s <= 86400, "timeout", self.timeout_s, "above 0 s and up to a day")
         check(0 <= self.warm_up_s <= _WEEK_S, "warm_up", self.warm_up_s, "0 s and up to a week")
+        is_paced = self.arrival == "trace" and self.warm_up_s > 0
+        check(not is_paced, "warm_up", self.warm_up_s, "nothing beside a trace, which says when calls start")
         check(self.max_calls >= 0, "calls", self.max_calls, "0 or more")
         check(self.seed >= 0, "seed", self.seed, "0 or more")
         for stage in self.stages:
