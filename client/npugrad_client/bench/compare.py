@@ -32,7 +32,8 @@ LEAST_WINDOWS = 10
 _PERCENTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
 _SHOWN_ONLY = ("p99",)
 """Tails of two runs of the same build differ too much for a verdict; their intervals are shown."""
-_ERROR_MARGIN = 0.001
+ERROR_MARGIN = 0.001
+"""As `MARGIN`, for the difference of the shares of calls that were not served."""
 _WIDEST = 1.5
 """Where an interval spans more than this factor, the runs are too short or too unsteady to tell."""
 _REPLICATES = 2000
@@ -140,7 +141,7 @@ def compare(a: Result, b: Result, margin: float = MARGIN, confidence: float = CO
     Args:
         a: The first run, such as that of the last release.
         b: The second.
-        margin: Relative change that is of no interest.
+        margin: Relative change that is of no interest; of errors, `ERROR_MARGIN` is.
         confidence: Of the intervals that decide, all together.
 
     Raises:
@@ -258,7 +259,7 @@ def _difference(metric: str, runs: list[_Run], tail: float, margin: float) -> Di
     decides = metric not in _SHOWN_ONLY
     if metric == "errors":
         low, high = (float(each) for each in np.quantile(drawn[1] - drawn[0], [tail, 1 - tail]))
-        return Difference(metric, a, b, b - a, low, high, _judge(low, high, _ERROR_MARGIN, math.inf), decides)
+        return Difference(metric, a, b, b - a, low, high, _judge(low, high, ERROR_MARGIN, math.inf), decides)
     worse = (a / b if b else math.inf, drawn[0] / np.maximum(drawn[1], 1e-12))
     ratio, ratios = worse if metric == "throughput" else (b / a, drawn[1] / drawn[0])
     low, high = (float(each) - 1 for each in np.quantile(ratios, [tail, 1 - tail]))

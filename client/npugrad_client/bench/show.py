@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from npugrad_client.bench.bottleneck import ADVICE, client_bound
+from npugrad_client.bench.compare import ERROR_MARGIN
 from npugrad_client.bench.report_html import STAGE_NAMES
 from npugrad_client.bench.units import format_seconds, format_share
 
@@ -118,6 +119,7 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
         console.print(f"  {difference}{note}", soft_wrap=True)
     console.print(
         f"{format_share(comparison.confidence)} confidence over the figures that decide; "
-        f"what is within {format_share(comparison.margin)} counts as no difference.",
+        f"what is within {format_share(comparison.margin)}, and errors within {format_share(ERROR_MARGIN)} "
+        "of the calls, count as no difference.",
         soft_wrap=True,
     )
