@@ -8,6 +8,7 @@ told; 130 given up at an interrupt.
 from __future__ import annotations
 
 import json
+import os
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import takewhile
@@ -18,6 +19,7 @@ import typer
 
 from npugrad import OPERATORS
 from npugrad_client._cli import files
+from npugrad_client._cli.bench_scenario import DEFAULT_OPERATOR, scenario_of
 from npugrad_client._cli.connection import (
     DEFAULT_TARGETS,
     Authority,
@@ -29,7 +31,7 @@ from npugrad_client._cli.connection import (
     servers_of,
     tls,
 )
-from npugrad_client._cli.terminal import err, fail, find_spec, out, reporting
+from npugrad_client._cli.terminal import err, fail, out, reporting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,7 +45,6 @@ app = typer.Typer(help="Measure a server, find its capacity, compare two measure
 FAILED, USAGE, MISSED, INVALID = 1, 2, 3, 4
 _EXTRA = "the extra `bench`: pip install 'npugrad[bench]'"
 _INFO_S = 10.0
-_DEFAULT_OPERATOR = "group_norm_backward"
 
 
 @app.callback(invoke_without_command=True)
@@ -53,7 +54,7 @@ def bench(
         str, typer.Option(help="YAML file, or a shipped scenario (`npugrad bench scenarios` lists them).")
     ] = "",
     operator: Annotated[
-        str, typer.Option(help=f"One of {', '.join(OPERATORS)}; {_DEFAULT_OPERATOR} by default.")
+        str, typer.Option(help=f"One of {', '.join(OPERATORS)}; {DEFAULT_OPERATOR} by default.")
     ] = "",
     size: Annotated[str, typer.Option(help="small, medium or large; small by default.")] = "",
     dtype: Annotated[str, typer.Option(help="Element type; the operator's first one by default.")] = "",
@@ -107,8 +108,9 @@ def bench(
     With --rate calls are sent on a schedule whatever the answers do, and latency counts from when a call was
     meant to start. With --concurrency each of N callers waits for its answer.
 
-    Exit status 0: all is well; 1: calls failed; 2: wrong usage; 3: an objective was missed; 4: the client was
-    the bottleneck, so there is no report.
+    Exit status 0: all is well; 1: nothing was answered, or calls failed and no objective says how many may;
+    2: wrong usage; 3: an objective was missed; 4: the client was the bottleneck, so there is no report, or a
+    search found nothing sure; 130: given up at an interrupt.
     """
     if context.invoked_subcommand is not None:
         return
@@ -133,7 +135,8 @@ def bench(
         "digest": digest,
     }
     with reporting(), _needing_extra():
-        made = _scenario(scenario, given)
+        made = scenario_of(scenario, given)
+        _check_paths(json_file, csv_file, html_file)
         server = servers_of(target, tls(encrypted, tls_ca, tls_certificate, tls_key))
         if find_capacity:
             _check_search(precision, csv_file, html_file)
@@ -150,99 +153,6 @@ def _needing_extra() -> Iterator[None]:
         yield
     except ImportError:
         raise files.FileError(f"npugrad bench needs {_EXTRA}") from None
-
-
-# --------------------------------------------------------------------------------- the scenario
-
-
-def _scenario(name: str, given: dict[str, Any]) -> Scenario:
-    """The scenario of a file with what flags change of it, or one made of flags alone."""
-    from npugrad_client.bench.scenario import Scenario, ScenarioError, Stage
-    from npugrad_client.bench.scenario_file import at_key, load_scenario
-    from npugrad_client.bench.slo import Slo
-    from npugrad_client.bench.units import parse_duration
-
-    if name:
-        keys = ("operator", "size", "dtype", "label", "priority")
-        named = [key for key in keys if given[key] not in ("", None)]
-        if named:
-            raise ScenarioError(f"--{named[0]}: found it beside --scenario; expected it in the file")
-        base = _with_inputs(load_scenario(name), given["inputs"], given["digest"])
-    else:
-        base = Scenario((_workload(given),), (Stage(1, 1, 10.0),), arrival="closed")
-    changes: dict[str, Any] = {
-        key: given[key] for key in ("max_calls", "workers", "max_in_flight", "seed") if given[key] is not None
-    }
-    for key in ("warm_up_s", "timeout_s"):
-        if given[key]:
-            flag = f"--{key.removesuffix('_s').replace('_', '-')}"
-            changes[key] = at_key(flag, parse_duration, given[key])
-    if given["slo"]:
-        changes["slo"] = Slo.parse(given["slo"])
-    return replace(base, **_load(base, given), **changes)
-
-
-def _with_inputs(scenario: Scenario, inputs: str, has_digest: bool) -> Scenario:
-    """The scenario with operands from elsewhere than its file says."""
-    from npugrad_client.bench.scenario import ScenarioError
-
-    changes: dict[str, Any] = {"inputs": inputs} if inputs else {}
-    if has_digest or inputs:
-        changes["digest"] = has_digest
-    try:
-        workloads = tuple(each.changed(**changes) for each in scenario.workloads)
-    except ScenarioError as error:
-        raise ScenarioError(f"--{error}") from None
-    return replace(scenario, workloads=workloads)
-
-
-def _workload(given: dict[str, Any]) -> Any:
-    from npugrad_client.bench.scenario import DEFAULT_LABEL, ScenarioError, Workload
-
-    spec = find_spec(given["operator"] or _DEFAULT_OPERATOR)
-    names = {
-        "dtype": given["dtype"],
-        "size": given["size"] or "small",
-        "label": given["label"] or DEFAULT_LABEL,
-        "inputs": given["inputs"] or "data",
-    }
-    try:
-        return Workload(spec.name, **names, priority=given["priority"] or 0, digest=given["digest"])
-    except ScenarioError as error:
-        raise ScenarioError(f"--{error}") from None
-
-
-def _load(base: Scenario, given: dict[str, Any]) -> dict[str, Any]:
-    """Arrival and stages as the flags say; nothing where they say nothing."""
-    from npugrad_client.bench.scenario import ScenarioError, Stage
-    from npugrad_client.bench.scenario_file import at_key
-    from npugrad_client.bench.units import parse_duration
-
-    if given["rate"] and given["concurrency"]:
-        raise ScenarioError("--concurrency: found it beside --rate; expected one of them")
-    if given["poisson"] and not given["rate"]:
-        raise ScenarioError("--poisson: found no --rate; expected one")
-    duration_s = at_key("--duration", parse_duration, given["duration"]) if given["duration"] else None
-    if given["rate"] or given["concurrency"]:
-        flag = "rate" if given["rate"] else "concurrency"
-        start, end = at_key(f"--{flag}", _ends, given[flag])
-        arrival = "closed" if flag == "concurrency" else "poisson" if given["poisson"] else "constant"
-        stages = (Stage(start, end, base.duration_s if duration_s is None else duration_s),)
-        return {"arrival": arrival, "stages": stages, "trace": (), "window_s": 0.0}
-    if duration_s is None:
-        return {}
-    if len(base.stages) > 1 or base.arrival == "trace":
-        raise ScenarioError("--duration: found a scenario whose file says it; expected --rate beside it")
-    longer = tuple(replace(stage, duration_s=duration_s) for stage in base.stages)
-    return {"stages": longer, "window_s": 0.0}
-
-
-def _ends(text: str) -> tuple[float, float]:
-    first, _, last = text.partition(":")
-    try:
-        return float(first), float(last or first)
-    except ValueError:
-        raise ValueError(f"found {text!r}; expected a number, or two for a ramp such as 50:200") from None
 
 
 # -------------------------------------------------------------------------------- the commands
@@ -263,14 +173,20 @@ def _measure(
         fail(show.refusal(reasons), INVALID)
     outcomes = scenario.slo.judge(result) if scenario.slo else ()
     show.show_result(out, result, outcomes)
-    for reason in reasons:
-        out.print(f"The client was the bottleneck: {reason}", soft_wrap=True)
     _write(result, *paths)
     if not result.answered:
         return FAILED
     if outcomes:
         return 0 if all(outcome.is_met for outcome in outcomes) else MISSED
     return 0 if result.succeeded else FAILED
+
+
+def _check_paths(*paths: Path | None) -> None:
+    """Says that a report cannot be written before the run that it is to be of, and not after."""
+    for path in filter(None, paths):
+        is_there = path.parent.is_dir() and not path.is_dir()
+        if not is_there or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise files.FileError(f"{path}: cannot be written: expected a file that may be written")
 
 
 def _write(result: Result, json_file: Path | None, csv_file: Path | None, html_file: Path | None) -> None:
@@ -313,7 +229,7 @@ def _find_capacity(
     show.show_capacity(out, found)
     if json_file is not None:
         files.write_text(json_file, json.dumps(found.as_dict(), indent=2) + "\n")
-    return _capacity_status(found)
+    return capacity_status(found)
 
 
 def _check_search(precision: float, csv_file: Path | None, html_file: Path | None) -> None:
@@ -349,10 +265,11 @@ def _first_rate(scenario: Scenario, server: Servers) -> tuple[Scenario, float]:
     return replace(scenario, arrival="constant"), max(guess.throughput_per_s, 0.1)
 
 
-def _capacity_status(found: Capacity) -> int:
-    if not found.rate:
-        return INVALID if found.is_client_limited or found.is_interrupted else MISSED
-    return 0 if found.is_settled and not found.is_client_limited else INVALID
+def capacity_status(found: Capacity) -> int:
+    """The exit status of a search: what it says of the server counts only where it was sure."""
+    if found.is_client_limited or not found.is_settled:
+        return INVALID
+    return 0 if found.rate else MISSED
 
 
 @app.command()
@@ -377,10 +294,12 @@ def report(
     """Show a run again, or make other reports of it."""
     from npugrad_client.bench.result import load_result
     from npugrad_client.bench.show import show_result
+    from npugrad_client.bench.slo import Slo
 
     with reporting(), _needing_extra():
         result = load_result(file)
-        show_result(out, result)
+        slo = result.scenario["slo"]
+        show_result(out, result, Slo.parse(slo).judge(result) if slo else ())
         _write(result, None, csv_file, html_file)
 
 

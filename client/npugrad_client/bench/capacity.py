@@ -125,6 +125,10 @@ class Capacity:
         """The finding, and how sure it is."""
         if not self.rate and self.is_interrupted:
             return "interrupted before a rate was found that keeps the objectives"
+        if not self.rate and self.is_client_limited:
+            return "No rate was found: the client cannot send what was to be tried."
+        if not self.rate and not self.is_settled:
+            return "No rate was found: the server is too unsteady, or the trials too short."
         if not self.rate:
             return "No rate was found that keeps the objectives."
         met, tried = self.tried(self.rate)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from npugrad_client.bench.record import Window
 from npugrad_client.bench.scenario import ScenarioError, check, shown
 from npugrad_client.bench.sketch import bucket_s
 from npugrad_client.bench.units import format_seconds, format_share
@@ -31,10 +32,14 @@ LEAST_WINDOWS = 10
 _PERCENTILES = {"p50": 50.0, "p90": 90.0, "p99": 99.0}
 _SHOWN_ONLY = ("p99",)
 """Tails of two runs of the same build differ too much for a verdict; their intervals are shown."""
-_ERROR_MARGIN = 0.001
+ERROR_MARGIN = 0.001
+"""As `MARGIN`, for the difference of the shares of calls that were not served."""
 _WIDEST = 1.5
 """Where an interval spans more than this factor, the runs are too short or too unsteady to tell."""
 _REPLICATES = 2000
+_MOST_WINDOWS = 5000
+_FOLLOWING = ("name", "request_bytes", "response_bytes")
+"""What of a workload follows from all else of it, which says better what differs."""
 _SAME = ("arrival", "workloads", "load", "workers", "timeout_s", "max_in_flight")
 
 
@@ -136,7 +141,7 @@ def compare(a: Result, b: Result, margin: float = MARGIN, confidence: float = CO
     Args:
         a: The first run, such as that of the last release.
         b: The second.
-        margin: Relative change that is of no interest.
+        margin: Relative change that is of no interest; of errors, `ERROR_MARGIN` is.
         confidence: Of the intervals that decide, all together.
 
     Raises:
@@ -159,12 +164,14 @@ def _check_same(a: Result, b: Result) -> None:
 
 
 def _check_value(key: str, a: Any, b: Any) -> None:
-    """Names which workload differs in what, and does not show all of them."""
+    """Names what differs in which workload, and does not show all of them."""
     if key == "workloads" and len(a) == len(b):
         for index, (one, other) in enumerate(zip(a, b, strict=True)):
-            # Names and sizes follow from the others, which say what differs.
-            for name in sorted(one, key=lambda name: name in ("name", "request_bytes", "response_bytes")):
-                _check_value(f"{key}[{index}].{name}", one[name], other.get(name))
+            _check_value(f"{key}[{index}]", one, other)
+    elif isinstance(a, dict) and isinstance(b, dict):
+        # What only one has, such as a report of another version, differs too.
+        for name in sorted({**a, **b}, key=_FOLLOWING.__contains__):
+            _check_value(f"{key}.{name}", a.get(name), b.get(name))
     elif a != b:
         raise ScenarioError(f"B: {key}: found {shown(b)}; expected that of A, {shown(a)}")
 
@@ -173,9 +180,7 @@ class _Run:
     """One run as matrices, a row for each window, and what draws its windows again."""
 
     def __init__(self, result: Result, name: str) -> None:
-        last = math.floor(result.duration_s / result.record.window_s + 1e-9)
-        windows = [result.record.windows.get(number) for number in range(last)]
-        kept = [window for window in windows if window is not None and window.tally.intended]
+        kept, self.window_s = _windows(result)
         answered = sum(1 for window in kept if window.tally.answered)
         check(
             answered >= LEAST_WINDOWS, f"{name}: windows with answers", answered, f"{LEAST_WINDOWS} or more"
@@ -187,14 +192,15 @@ class _Run:
         self.intended = np.array([window.tally.intended for window in kept], np.float64)
         self.wrong = self.intended - np.array([window.tally.answered for window in kept], np.float64)
         self.completed = np.array([window.completed for window in kept], np.float64)
-        self.window_s = result.record.window_s
         self.once: Floats = np.ones((1, len(kept)))
-        self.drawn = _redrawn(len(kept), np.random.default_rng(len(kept)))
+        begun = int(np.count_nonzero(self.intended))
+        self.drawn = _redrawn(len(kept), begun, np.random.default_rng(len(kept)))
 
     def value(self, metric: str, weights: Floats) -> Floats:
         """The figure for each row of weights of the windows."""
         if metric == "errors":
-            shares: Floats = (weights @ self.wrong) / (weights @ self.intended)
+            # Replicates of no calls at all have no errors; only runs of few calls have such ones.
+            shares: Floats = (weights @ self.wrong) / np.maximum(weights @ self.intended, 1.0)
             return shares
         if metric == "throughput":
             rates: Floats = (weights @ self.completed) / (weights.sum(axis=1) * self.window_s)
@@ -202,9 +208,29 @@ class _Run:
         return _percentiles(weights @ self.counts, self.buckets, _PERCENTILES[metric])
 
 
-def _redrawn(windows: int, random: np.random.Generator) -> Floats:
-    """How often each window is taken, by replicate: blocks of neighbours, the end joined to the start."""
-    length = max(1, round(windows ** (1 / 3)))
+def _windows(result: Result) -> tuple[list[Window], float]:
+    """The whole windows of the measured part, and their seconds.
+
+    Those too in which nothing started: a closed loop that waits has them, and their time passed. Neighbours
+    are joined where they are so many that drawing them again would take gigabytes.
+    """
+    window_s = result.record.window_s
+    whole = math.floor(result.duration_s / window_s + 1e-9)
+    joined = math.ceil(whole / _MOST_WINDOWS) or 1
+    kept = [Window() for _ in range(whole // joined)]
+    for number, window in result.record.windows.items():
+        if 0 <= number < len(kept) * joined:
+            kept[number // joined].merge(window)
+    return kept, window_s * joined
+
+
+def _redrawn(windows: int, begun: int, random: np.random.Generator) -> Floats:
+    """How often each window is taken, by replicate: blocks of neighbours, the end joined to the start.
+
+    A block is as long as the cube root of the windows in which calls began takes: shorter ones, of windows
+    that are mostly empty, would tear apart calls that depend on each other.
+    """
+    length = max(1, round(windows / begun ** (2 / 3)))
     blocks = math.ceil(windows / length)
     starts = random.integers(0, windows, (_REPLICATES, blocks))
     taken = ((starts[:, :, None] + np.arange(length)) % windows).reshape(_REPLICATES, -1)[:, :windows]
@@ -233,7 +259,7 @@ def _difference(metric: str, runs: list[_Run], tail: float, margin: float) -> Di
     decides = metric not in _SHOWN_ONLY
     if metric == "errors":
         low, high = (float(each) for each in np.quantile(drawn[1] - drawn[0], [tail, 1 - tail]))
-        return Difference(metric, a, b, b - a, low, high, _judge(low, high, _ERROR_MARGIN, math.inf), decides)
+        return Difference(metric, a, b, b - a, low, high, _judge(low, high, ERROR_MARGIN, math.inf), decides)
     worse = (a / b if b else math.inf, drawn[0] / np.maximum(drawn[1], 1e-12))
     ratio, ratios = worse if metric == "throughput" else (b / a, drawn[1] / drawn[0])
     low, high = (float(each) - 1 for each in np.quantile(ratios, [tail, 1 - tail]))

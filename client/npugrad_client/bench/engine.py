@@ -108,7 +108,11 @@ class Engine:
         self._turns = itertools.count(worker)
         self._names = [each.name for each in scenario.workloads]
         self._limit = _part(scenario.max_in_flight, worker, scenario.workers)
-        self._calls_left = _part(scenario.max_calls, worker, scenario.workers)
+        # A closed loop may have fewer callers than workers; those without one send nothing.
+        senders = (
+            min(scenario.workers, math.ceil(scenario.top_level)) if scenario.is_closed else scenario.workers
+        )
+        self._calls_left = _part(scenario.max_calls, worker, senders)
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped = asyncio.Event()
         self._progress = Progress()

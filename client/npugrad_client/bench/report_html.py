@@ -62,7 +62,7 @@ def _heading(result: Result, name: str) -> str:
     simulated = any(device["simulated"] for device in listed)
     lines = [
         f"<h1>{escape(name)}</h1>",
-        f'<p class="faint">{loop}, {result.duration_s:.4g} s measured on {escape(devices)}'
+        f'<p class="faint">{escape(loop)}, {result.duration_s:.4g} s measured on {escape(devices)}'
         f"{', simulated' if simulated else ''}; {escape(str(result.environment.get('time', '')))}</p>",
         _verdict(result),
     ]

@@ -141,17 +141,21 @@ class Workload:
         sent, most = self.nbytes[0], MAX_OPERAND_BYTES
         check(sent <= most, "sizes", f"{sent} bytes of operands", f"at most {most}, or `inputs: recipe`")
 
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """What the operator's `build` is given beside the type."""
+        return dict(self.sizes) or SIZES[self.operator][self.size]
+
     def call(self) -> CallMeta:
         """Metas and attributes of its calls.
 
         Raises:
             ScenarioError: The sizes do not make a call.
         """
-        sizes = dict(self.sizes) or SIZES[self.operator][self.size]
         try:
-            return OPERATORS[self.operator].build(dtype=self.dtype, **sizes)
+            return OPERATORS[self.operator].build(dtype=self.dtype, **self.keywords)
         except (TypeError, ValueError, ArithmeticError, LookupError) as error:
-            raise ScenarioError(f"sizes: found {shown(sizes)}, which make no call: {error}") from None
+            raise ScenarioError(f"sizes: found {shown(self.keywords)}, which make no call: {error}") from None
 
     def arguments(self, seed: int) -> dict[str, Any]:
         """Keyword arguments for a client's method: operands or recipes of this seed, and the rest."""
@@ -176,6 +180,13 @@ class Workload:
             sum(meta.nbytes for name, meta in call.inputs.items() if meta is not None and name not in made),
             sum(meta.nbytes for meta in outputs.values() if meta is not None),
         )
+
+
+def _listed(value: Any) -> Any:
+    """As JSON gives it back."""
+    if isinstance(value, dict):
+        return {key: _listed(each) for key, each in value.items()}
+    return [_listed(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def _short(value: Any) -> str:
@@ -255,6 +266,8 @@ class Scenario:
         )
         check(0 < self.timeout_s <= 86400, "timeout", self.timeout_s, "above 0 s and up to a day")
         check(0 <= self.warm_up_s <= _WEEK_S, "warm_up", self.warm_up_s, "0 s and up to a week")
+        is_paced = self.arrival == "trace" and self.warm_up_s > 0
+        check(not is_paced, "warm_up", self.warm_up_s, "nothing beside a trace, which says when calls start")
         check(self.max_calls >= 0, "calls", self.max_calls, "0 or more")
         check(self.seed >= 0, "seed", self.seed, "0 or more")
         for stage in self.stages:
@@ -314,6 +327,8 @@ class Scenario:
                     "name": each.name,
                     "operator": each.operator,
                     "dtype": each.dtype,
+                    "sizes": _listed(each.keywords),
+                    "deterministic": each.deterministic,
                     "label": each.label,
                     "priority": each.priority,
                     "weight": each.weight,

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from npugrad_client.bench.bottleneck import ADVICE
+from npugrad_client.bench.bottleneck import ADVICE, client_bound
+from npugrad_client.bench.compare import ERROR_MARGIN
 from npugrad_client.bench.report_html import STAGE_NAMES
 from npugrad_client.bench.units import format_seconds, format_share
 
@@ -82,6 +83,8 @@ def _show_notes(console: Console, result: Result, outcomes: Sequence[Outcome]) -
             "A closed loop waits for each answer, so it hides queueing that callers on a schedule would see.",
             soft_wrap=True,
         )
+    for reason in client_bound(result):
+        console.print(f"The client was the bottleneck: {reason}", soft_wrap=True)
     for outcome in outcomes:
         console.print(f"{'met' if outcome.is_met else 'MISSED'}: {outcome}", soft_wrap=True)
 
@@ -98,6 +101,8 @@ def refusal(reasons: Sequence[str]) -> str:
 def show_trial(console: Console, trial: Trial) -> None:
     """Prints one run of a search."""
     said = "kept" if trial.is_met else f"missed: {'; '.join(trial.complaints)}"
+    if trial.client_bound:
+        said = f"no trial, the client was the bottleneck: {'; '.join(trial.client_bound)}"
     console.print(f"{trial.rate:8.4g}/s  {trial.throughput_per_s:8.1f}/s answered  {said}", soft_wrap=True)
 
 
@@ -114,6 +119,7 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
         console.print(f"  {difference}{note}", soft_wrap=True)
     console.print(
         f"{format_share(comparison.confidence)} confidence over the figures that decide; "
-        f"what is within {format_share(comparison.margin)} counts as no difference.",
+        f"what is within {format_share(comparison.margin)}, and errors within {format_share(ERROR_MARGIN)} "
+        "of the calls, count as no difference.",
         soft_wrap=True,
     )

@@ -17,7 +17,7 @@ from npugrad_client.bench.engine import Cpu, Engine, Progress
 from npugrad_client.bench.record import Record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
     from multiprocessing.connection import Connection
 
     from npugrad.call import ExecutionInfo
@@ -122,9 +122,8 @@ async def _work(connection: Connection, scenario: Scenario, worker: int, servers
             for target in servers.targets
         ]
         send = _sender(clients, scenario)
-        for workload, server in itertools.product(range(len(scenario.workloads)), range(len(clients))):
-            # Connects and warms up, which may take longer than a call; not counted.
-            await send(workload, server, max(scenario.timeout_s, _CONNECT_S))
+        if not await _unless_gone(connection, _connect(send, scenario, len(clients))):
+            return
         gc.collect()
         gc.freeze()  # what is there now stays: no collection needs to look at it
         _tell(connection, Ready())
@@ -134,6 +133,26 @@ async def _work(connection: Connection, scenario: Scenario, worker: int, servers
             record = Record(scenario.window_s)
             engine = Engine(scenario, worker, send, record, order.epoch_s, servers.targets)
             await _measure(connection, engine)
+
+
+async def _connect(send: Callable[..., Any], scenario: Scenario, servers: int) -> None:
+    """Connects and warms up, which may take longer than a call; not counted."""
+    for workload, server in itertools.product(range(len(scenario.workloads)), range(servers)):
+        await send(workload, server, max(scenario.timeout_s, _CONNECT_S))
+
+
+async def _unless_gone(connection: Connection, work: Coroutine[Any, Any, None]) -> bool:
+    """Whether it was done before the parent went, who says nothing until it is."""
+    working, gone = asyncio.create_task(work), asyncio.create_task(_readable(connection))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()  # raises what it did
+        return working.done()
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
 
 
 def _sender(clients: Sequence[AsyncClient], scenario: Scenario) -> Callable[..., Any]:

@@ -76,6 +76,12 @@ def test_a_client_that_cannot_send_more_is_told() -> None:
     assert "the client cannot send more, so the server's capacity is at least that" in str(found)
 
 
+def test_a_client_that_cannot_send_at_all_is_told_and_not_the_server() -> None:
+    found = Search(lambda rate: Trial(rate, (), ("worker 0 was busy",))).run(100)
+    assert found.is_client_limited
+    assert str(found) == "No rate was found: the client cannot send what was to be tried."
+
+
 def test_a_moment_of_a_busy_client_is_tried_again() -> None:
     busy = [True]
 
@@ -92,6 +98,12 @@ def test_it_ends_where_nothing_is_steady() -> None:
     met = iter([True, False] * 100)
     found = Search(lambda rate: trial(rate, next(met)), most_trials=12).run(100)
     assert len(found.trials) <= 12
+
+
+def test_a_search_that_did_not_settle_says_nothing_of_the_server() -> None:
+    found = Search(lambda rate: trial(rate, False), most_trials=3).run(100)
+    assert (found.rate, found.is_settled) == (0, False)
+    assert str(found) == "No rate was found: the server is too unsteady, or the trials too short."
 
 
 @pytest.mark.parametrize("change", [{"precision": 0.0}, {"confirm": 0}])

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+import tracemalloc
+from typing import Any
 
+import numpy as np
 import pytest
-from tests.client.bench.made import GRID, result
+from tests.client.bench.made import GRID, answer, result, scenario
 
 from npugrad_client.bench.compare import compare
+from npugrad_client.bench.record import Record
+from npugrad_client.bench.result import Result
 from npugrad_client.bench.scenario import ScenarioError, Workload
+from npugrad_client.bench.sizes import SIZES
 
 
 def test_runs_alike_are_no_difference() -> None:
@@ -71,6 +78,57 @@ def test_a_closed_loop_is_held_against_its_throughput() -> None:
     assert throughput.judgement == "slower"
 
 
+def test_time_in_which_nothing_starts_is_part_of_the_throughput() -> None:
+    """Calls longer than a window leave windows without a start, and so does a server that stands still."""
+    a, b = (
+        result(0.02, rate=rate, duration_s=60.0, seed=rate, arrival="closed", window_s=0.1) for rate in (5, 4)
+    )
+    b.scenario["load"][0][:] = a.scenario["load"][0]  # of a closed loop these are callers, as many in both
+    throughput = next(d for d in compare(a, b).differences if d.metric == "throughput")
+    assert [throughput.a, throughput.b] == pytest.approx([5, 4])
+    assert throughput.judgement == "slower"
+
+
+def test_windows_shorter_than_the_time_between_calls_do_not_make_it_surer() -> None:
+    """Latencies that drift: calls of the same seconds are alike, in windows of whatever length."""
+
+    def width(window_s: float, seed: int) -> float:
+        p50 = compare(drifting(window_s, seed), drifting(window_s, seed + 100)).differences[0]
+        return p50.high - p50.low
+
+    usual, short = (sum(width(window_s, seed) for seed in range(3)) for window_s in (0.5, 0.1))
+    assert short == pytest.approx(usual, rel=0.15)
+
+
+def drifting(window_s: float, seed: int) -> Result:
+    """Two calls a second, each about as long as the one before."""
+    made = scenario("constant", 2, 60.0, window_s=window_s)
+    random, record, drift = np.random.default_rng(seed), Record(window_s), 0.0
+    for at_s in np.arange(0.0, 60.0, 0.5).tolist():
+        drift = 0.9 * drift + random.normal(0.0, 0.1)
+        record.intended(GRID.name, at_s)
+        record.answered(GRID.name, at_s, at_s, at_s + 0.02 * math.exp(drift), answer(0.01))
+    return Result(made.as_dict(), record, 60.0)
+
+
+def test_very_many_windows_take_no_gigabytes() -> None:
+    a, b, many_a, many_b = (
+        result(seed=seed, rate=10, duration_s=20, window_s=window_s)
+        for window_s in (0.2, 0.001)
+        for seed in (1, 2)
+    )
+    told = compare(a, b)
+    tracemalloc.start()
+    try:
+        same = compare(many_a, many_b)
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < 500 * 2**20
+    assert [d.judgement for d in told.differences] == [d.judgement for d in same.differences]
+    assert [d.a for d in told.differences] == pytest.approx([d.a for d in same.differences])
+
+
 def test_unsteady_runs_are_inconclusive() -> None:
     found = compare(result(spread=2.5, rate=10, seed=1), result(spread=2.5, rate=10, seed=2))
     assert found.judgement == "inconclusive"
@@ -105,6 +163,32 @@ def test_runs_of_other_inputs_are_not_compared() -> None:
         ScenarioError, match=r"B: workloads\[0\].digest: found True; expected that of A, False"
     ):
         compare(b, c)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"deterministic": True}, "deterministic"),
+        ({"sizes": {**SIZES[GRID.operator]["small"], "align_corners": True}}, r"sizes\.align_corners"),
+    ],
+)
+def test_runs_of_calls_that_differ_in_no_byte_are_not_compared(change: dict[str, Any], key: str) -> None:
+    """As many bytes, and a name of their own: the calls are others all the same."""
+    usual, other = (
+        result(workloads=(Workload(GRID.operator, name="grid", **each),)) for each in ({}, change)
+    )
+    assert compare(usual, usual).judgement == "no difference"
+    with pytest.raises(ScenarioError, match=rf"B: workloads\[0\].{key}: found .*; expected that of A"):
+        compare(usual, other)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_report_that_does_not_say_what_it_sent_is_not_compared(is_first: bool) -> None:
+    """As one of a version that kept less."""
+    whole, less = result(seed=1), result(seed=2)
+    del less.scenario["workloads"][0]["sizes"]
+    with pytest.raises(ScenarioError, match=r"B: workloads\[0\]\.sizes: found "):
+        compare(*((less, whole) if is_first else (whole, less)))
 
 
 def test_a_comparison_without_bounds_is_json_all_the_same() -> None:

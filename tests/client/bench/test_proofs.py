@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -54,6 +55,7 @@ def test_a_stall_shows_in_an_open_loop_and_not_in_a_naive_one(start_server: Star
     opened = stalled(scenario(level=40, duration_s=6), running)
     closed = stalled(scenario("closed", level=1, duration_s=90, max_calls=2500), running)
     tail, naive = (each.record.latency.percentile_s(99.9) for each in (opened, closed))
+    print(f"p99.9 in a run with a stall of {STALL_S:g} s: open loop {tail:.3f} s, closed loop {naive:.3f} s")
     assert opened.answered == 240
     assert tail > 0.8 * STALL_S, f"a sixth of the calls met the stall; found p99.9 {tail} s"
     assert closed.record.latency.percentile_s(100) > 0.8 * STALL_S, "one call of the closed loop met it too"
@@ -64,6 +66,7 @@ def test_a_stall_shows_in_an_open_loop_and_not_in_a_naive_one(start_server: Star
 def test_the_throughput_of_known_devices_is_theirs(start_server: StartServer) -> None:
     running = start_server(devices="test:2?ms=100")
     found = run(scenario("closed", level=12, duration_s=6, warm_up_s=1), running.address)
+    print(f"2 devices of 100 ms: {found.throughput_per_s:.1f}/s of 20")
     assert found.throughput_per_s == pytest.approx(2 / 0.1, rel=0.05)
 
 
@@ -79,6 +82,7 @@ def test_the_search_finds_the_capacity_of_known_devices(devices: int, start_serv
         return judge(run(at_rate(made, rate), running.address), rate, UNLIMITED)
 
     found = Search(measure).run(devices * 15.0)
+    print(f"{devices} devices of 50 ms: {found}; {len(found.trials)} trials")
     assert found.is_settled
     assert found.rate == pytest.approx(devices / 0.05, rel=0.05), str(found)
 
@@ -92,5 +96,7 @@ def test_runs_alike_are_told_from_a_fifth_slower(start_server: StartServer) -> N
         first, second, third = (run(scenario(**made), each.address) for each in (usual, usual, slow))
         alike.append(compare(first, second))
         slower.append(compare(second, third))
+    for what, verdicts in (("the same build", alike), ("a fifth slower", slower)):
+        print(f"{what}: {dict(Counter(each.judgement for each in verdicts))} of {PAIRS}")
     assert sum(each.judgement != "no difference" for each in alike) <= MOST_WRONG, [str(e) for e in alike]
     assert sum(each.judgement != "slower" for each in slower) <= MOST_WRONG, [str(e) for e in slower]

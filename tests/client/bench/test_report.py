@@ -161,6 +161,9 @@ def test_the_terminal_tells_the_verdict_first() -> None:
     show_comparison(Console(file=file, width=300), compare(result(0.02), result(0.03, seed=2)))
     assert file.getvalue().startswith("slower: p50: ")
     assert "p99: " in file.getvalue()
+    assert (
+        "what is within 5 %, and errors within 0.1 % of the calls, count as no difference." in file.getvalue()
+    )
 
 
 def test_the_live_view_tells_of_the_last_seconds() -> None:
@@ -198,7 +201,7 @@ HOSTILE = "\"><script>alert(1)</script><img src=x onerror=alert(1)>&amp;'</title
 
 
 def test_names_that_are_markup_stay_text() -> None:
-    """Wherever a name can come from: scenario, workload, label, server, device, address, error."""
+    """Wherever a name can come from: scenario, arrival, workload, label, server, device, address, error."""
     named = Workload(GRID.operator, name=HOSTILE)
     made = result(workloads=(named,), slo=Slo.parse("p99=10ms"), name=HOSTILE)
     info = answer(0.01, HOSTILE)
@@ -212,7 +215,8 @@ def test_names_that_are_markup_stay_text() -> None:
         "npugrad": HOSTILE,
         "servers": [{"target": HOSTILE, "version": HOSTILE, "devices": [device]}],
     }
-    told = Result(made.scenario, made.record, made.elapsed_s, made.cpus, environment=environment)
+    named_too = {**made.scenario, "arrival": HOSTILE}
+    told = Result(named_too, made.record, made.elapsed_s, made.cpus, environment=environment)
     text = page(told)
     reader = parsed(text)
     assert not {"script", "img"} & reader.found

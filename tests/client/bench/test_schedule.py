@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.client.bench.made import GRID, scenario
 
-from npugrad_client.bench.scenario import Scenario, Stage, Workload
+from npugrad_client.bench.scenario import Scenario, ScenarioError, Stage, Workload
 from npugrad_client.bench.scenario_file import trace_stage
 from npugrad_client.bench.schedule import closed_mix, schedule
 
@@ -99,6 +99,13 @@ def test_the_mix_has_the_weights() -> None:
     caller = np.array(list(itertools.islice(closed_mix(made, 3), 20000)))
     assert caller.mean() == pytest.approx(0.75, abs=0.02)
     assert caller.tolist() != list(itertools.islice(closed_mix(made, 4), 20000)), "each caller its own order"
+
+
+def test_a_trace_has_no_warm_up() -> None:
+    """Nothing would be sent in it: the trace says when calls start."""
+    trace = ((0.0, 0), (1.0, 0))
+    with pytest.raises(ScenarioError, match=r"warm_up: found 5\.0; expected nothing beside a trace"):
+        scenario("trace", stages=(trace_stage(trace),), trace=trace, warm_up_s=5.0)
 
 
 def test_a_trace_is_sent_as_it_is() -> None:

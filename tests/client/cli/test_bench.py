@@ -19,6 +19,9 @@ from tests.client.fake_service import Context, abort_with, fake_service, zeros
 
 from npugrad import OPERATORS, OpSpec
 from npugrad.errors import ServerBusy
+from npugrad_client._cli.bench import capacity_status
+from npugrad_client.bench.capacity import Capacity, Trial
+from npugrad_client.bench.slo import Slo
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,6 +95,35 @@ def test_objectives_decide_the_exit_status() -> None:
     assert "met: p99: found" in missed.stdout
 
 
+@pytest.mark.parametrize(
+    ("found", "status"),
+    [
+        (Capacity([Trial(10)]), 0),
+        (Capacity([Trial(10, ("p99: found too much",))]), 3),
+        (Capacity([Trial(10)], is_client_limited=True), 4),
+        (Capacity(is_client_limited=True), 4),
+        (Capacity([Trial(10)], is_settled=False), 4),
+        (Capacity([Trial(10, ("p99: found too much",))], is_settled=False), 4),
+        (Capacity(is_settled=False, is_interrupted=True), 4),
+    ],
+)
+def test_a_search_that_found_nothing_sure_is_no_missed_objective(found: Capacity, status: int) -> None:
+    assert capacity_status(found) == status
+
+
+@pytest.mark.slow
+def test_a_search_whose_client_is_the_bottleneck_says_so() -> None:
+    """More calls a second than one Python process can make, whatever the machine."""
+    load = ["--rate", "20000", "--duration", "500ms", "--max-in-flight", "64", "--find-capacity"]
+    with fake_service() as service:
+        done = run("bench", *load, target=service.address)
+    assert done.exit_code == 4, done.output
+    *trials, verdict = done.stdout.splitlines()
+    assert len(trials) == 2, "a moment of a busy client is tried again"
+    assert all("/s answered  no trial, the client was the bottleneck: " in each for each in trials)
+    assert verdict == "No rate was found: the client cannot send what was to be tried."
+
+
 @pytest.mark.slow
 def test_a_server_that_is_not_there_is_no_measurement() -> None:
     done = run("bench", "--duration", "1s", "--timeout", "5s")
@@ -137,6 +169,9 @@ def test_a_server_that_is_not_there_is_no_measurement() -> None:
         ("--scenario mixed-tenants --duration 1s", "--duration: found a scenario whose file says it"),
         ("--scenario nowhere.yaml", "nowhere.yaml: found No such file or directory"),
         ("--scenario mixed-tenants --find-capacity", "--find-capacity: found a trace or several stages"),
+        ("--json /nonexistent/a.json", "/nonexistent/a.json: cannot be written: expected a file that may be"),
+        ("--html .", ".: cannot be written: expected a file that may be written"),
+        ("--find-capacity --json /dev/null/a", "/dev/null/a: cannot be written: expected a file that may be"),
         ("compare nowhere.json nowhere.json", "nowhere.json: found No such file or directory"),
     ],
 )
@@ -164,6 +199,16 @@ def test_comparisons_decide_the_exit_status(tmp_path: Path) -> None:
     assert json.loads(slower.stdout)["verdict"] == "slower"
     assert run("bench", "compare", paths["slow"], paths["a"]).exit_code == 0
     assert "load: found" in failed(run("bench", "compare", paths["a"], paths["short"]), 2)
+
+
+def test_a_report_shown_again_says_all_that_the_run_said(tmp_path: Path) -> None:
+    """Also what takes the worth from its figures."""
+    path = tmp_path / "a.json"
+    path.write_text(result(late_s=0.1, slo=Slo.parse("p50=1ms")).as_json(), "utf-8")
+    done = run("bench", "report", str(path))
+    assert done.exit_code == 0, done.output
+    assert "The client was the bottleneck: calls were sent late: p50 found 100 ms" in done.stdout
+    assert "MISSED: p50: found 19.9 ms; promised at most 1.00 ms" in done.stdout
 
 
 @pytest.mark.slow
@@ -362,6 +407,30 @@ def test_nobody_is_left_behind_with_calls_in_flight(number: signal.Signals) -> N
             running.wait()
     assert running.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
     assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+def test_nobody_is_left_behind_while_connecting() -> None:
+    """A worker whose first call is not answered goes with its parent, and not at a deadline of an hour."""
+    seen, freed = threading.Event(), threading.Event()
+
+    def stall(spec: OpSpec, request: Any, context: Context) -> Any:
+        seen.set()
+        freed.wait(60)
+        return zeros(spec, request, context)
+
+    with fake_service(stall) as service:
+        command = [sys.executable, "-m", "npugrad_client.cli", "bench", "--rate", "20", "--timeout", "1h"]
+        running = subprocess.Popen([*command, "--target", service.address], start_new_session=True)
+        try:
+            assert seen.wait(60), "no calls came"
+            running.kill()
+            running.wait()
+            assert _is_gone(running.pid)
+        finally:
+            freed.set()
+            running.kill()
+            running.wait()
 
 
 @pytest.mark.slow

@@ -1,0 +1,106 @@
+"""The scenario that the options of `npugrad bench` describe.
+
+The modules of the load test are imported by who needs them: they need the extra `bench`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from npugrad_client._cli.terminal import find_spec
+
+if TYPE_CHECKING:
+    from npugrad_client.bench.scenario import Scenario
+
+DEFAULT_OPERATOR = "group_norm_backward"
+
+
+def scenario_of(name: str, given: dict[str, Any]) -> Scenario:
+    """The scenario of a file with what flags change of it, or one made of flags alone."""
+    from npugrad_client.bench.scenario import Scenario, ScenarioError, Stage
+    from npugrad_client.bench.scenario_file import at_key, load_scenario
+    from npugrad_client.bench.slo import Slo
+    from npugrad_client.bench.units import parse_duration
+
+    if name:
+        keys = ("operator", "size", "dtype", "label", "priority")
+        named = [key for key in keys if given[key] not in ("", None)]
+        if named:
+            raise ScenarioError(f"--{named[0]}: found it beside --scenario; expected it in the file")
+        base = _with_inputs(load_scenario(name), given["inputs"], given["digest"])
+    else:
+        base = Scenario((_workload(given),), (Stage(1, 1, 10.0),), arrival="closed")
+    changes: dict[str, Any] = {
+        key: given[key] for key in ("max_calls", "workers", "max_in_flight", "seed") if given[key] is not None
+    }
+    for key in ("warm_up_s", "timeout_s"):
+        if given[key]:
+            flag = f"--{key.removesuffix('_s').replace('_', '-')}"
+            changes[key] = at_key(flag, parse_duration, given[key])
+    if given["slo"]:
+        changes["slo"] = Slo.parse(given["slo"])
+    return replace(base, **_load(base, given), **changes)
+
+
+def _with_inputs(scenario: Scenario, inputs: str, has_digest: bool) -> Scenario:
+    """The scenario with operands from elsewhere than its file says."""
+    from npugrad_client.bench.scenario import ScenarioError
+
+    changes: dict[str, Any] = {"inputs": inputs} if inputs else {}
+    if has_digest or inputs:
+        changes["digest"] = has_digest
+    try:
+        workloads = tuple(each.changed(**changes) for each in scenario.workloads)
+    except ScenarioError as error:
+        raise ScenarioError(f"--{error}") from None
+    return replace(scenario, workloads=workloads)
+
+
+def _workload(given: dict[str, Any]) -> Any:
+    from npugrad_client.bench.scenario import DEFAULT_LABEL, ScenarioError, Workload
+
+    spec = find_spec(given["operator"] or DEFAULT_OPERATOR)
+    names = {
+        "dtype": given["dtype"],
+        "size": given["size"] or "small",
+        "label": given["label"] or DEFAULT_LABEL,
+        "inputs": given["inputs"] or "data",
+    }
+    try:
+        return Workload(spec.name, **names, priority=given["priority"] or 0, digest=given["digest"])
+    except ScenarioError as error:
+        raise ScenarioError(f"--{error}") from None
+
+
+def _load(base: Scenario, given: dict[str, Any]) -> dict[str, Any]:
+    """Arrival and stages as the flags say; nothing where they say nothing."""
+    from npugrad_client.bench.scenario import ScenarioError, Stage
+    from npugrad_client.bench.scenario_file import at_key
+    from npugrad_client.bench.units import parse_duration
+
+    if given["rate"] and given["concurrency"]:
+        raise ScenarioError("--concurrency: found it beside --rate; expected one of them")
+    if given["poisson"] and not given["rate"]:
+        raise ScenarioError("--poisson: found no --rate; expected one")
+    duration_s = at_key("--duration", parse_duration, given["duration"]) if given["duration"] else None
+    if given["rate"] or given["concurrency"]:
+        flag = "rate" if given["rate"] else "concurrency"
+        start, end = at_key(f"--{flag}", _ends, given[flag])
+        arrival = "closed" if flag == "concurrency" else "poisson" if given["poisson"] else "constant"
+        stages = (Stage(start, end, base.duration_s if duration_s is None else duration_s),)
+        return {"arrival": arrival, "stages": stages, "trace": (), "window_s": 0.0}
+    if duration_s is None:
+        return {}
+    if len(base.stages) > 1 or base.arrival == "trace":
+        raise ScenarioError("--duration: found a scenario whose file says it; expected --rate beside it")
+    longer = tuple(replace(stage, duration_s=duration_s) for stage in base.stages)
+    return {"stages": longer, "window_s": 0.0}
+
+
+def _ends(text: str) -> tuple[float, float]:
+    first, _, last = text.partition(":")
+    try:
+        return float(first), float(last or first)
+    except ValueError:
+        raise ValueError(f"found {text!r}; expected a number, or two for a ramp such as 50:200") from None
