@@ -162,7 +162,7 @@ class Operators(ABC):
             UnsupportedOperator: 561103. The server's product has no such operator.
             MalformedTensor: Shape, strides and content of an operand do not fit together.
             RecipeMismatch: A `Recipe` with a digest gives another content on the server.
-            MalformedRequest: An option is out of range.
+            MalformedRequest: An option has the wrong type or is out of range.
             UnsafeLevels: Level sizes or starts point outside the value tensor (NPU only).
             OperatorError: The device cannot honour `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a result that differs.
@@ -240,8 +240,7 @@ class Operators(ABC):
             InvalidOperand: 161002. An operand or attribute breaks a documented rule.
             MalformedTensor: Shape, strides and content of an operand do not fit together.
             RecipeMismatch: A `Recipe` with a digest gives another content on the server.
-            MalformedRequest: An attribute has the wrong type or is outside int64, or an option is out of
-                range.
+            MalformedRequest: An attribute or option has the wrong type or is out of range.
             OperatorError: The device cannot honour `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a result that differs.
             TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
@@ -322,8 +321,7 @@ class Operators(ABC):
             InvalidOperand: 161002. An operand or attribute breaks a documented rule.
             MalformedTensor: Shape, strides and content of an operand do not fit together.
             RecipeMismatch: A `Recipe` with a digest gives another content on the server.
-            MalformedRequest: An attribute has the wrong type or is outside int64, or an option is out of
-                range.
+            MalformedRequest: An attribute or option has the wrong type or is out of range.
             OperatorError: The device cannot honour `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a result that differs.
             TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
@@ -407,8 +405,7 @@ class Operators(ABC):
             UnsupportedOperator: 561003. The server's product has no such operator.
             MalformedTensor: Shape, strides and content of an operand do not fit together.
             RecipeMismatch: A `Recipe` with a digest gives another content on the server.
-            MalformedRequest: An attribute has the wrong type or is outside int64, or an option is out of
-                range.
+            MalformedRequest: An attribute or option has the wrong type or is out of range.
             OperatorError: The device cannot honour `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a result that differs.
             TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
@@ -504,7 +501,7 @@ class AsyncOperators(ABC):
             UnsupportedOperator: 561103. The server's product has no such operator.
             MalformedTensor: Shape, strides and content of an operand do not fit together.
             RecipeMismatch: A `Recipe` with a digest gives another content on the server.
-            MalformedRequest: An option is out of range.
+            MalformedRequest: An option has the wrong type or is out of range.
             UnsafeLevels: Level sizes or starts point outside the value tensor (NPU only).
             OperatorError: The device cannot honour `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a result that differs.
@@ -582,8 +579,7 @@ class AsyncOperators(ABC):
             InvalidOperand: 161002. An operand or attribute breaks a documented rule.
             MalformedTensor: Shape, strides and content of an operand do not fit together.
             RecipeMismatch: A `Recipe` with a digest gives another content on the server.
-            MalformedRequest: An attribute has the wrong type or is outside int64, or an option is out of
-                range.
+            MalformedRequest: An attribute or option has the wrong type or is out of range.
             OperatorError: The device cannot honour `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a result that differs.
             TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
@@ -664,8 +660,7 @@ class AsyncOperators(ABC):
             InvalidOperand: 161002. An operand or attribute breaks a documented rule.
             MalformedTensor: Shape, strides and content of an operand do not fit together.
             RecipeMismatch: A `Recipe` with a digest gives another content on the server.
-            MalformedRequest: An attribute has the wrong type or is outside int64, or an option is out of
-                range.
+            MalformedRequest: An attribute or option has the wrong type or is out of range.
             OperatorError: The device cannot honour `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a result that differs.
             TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
@@ -749,8 +744,7 @@ class AsyncOperators(ABC):
             UnsupportedOperator: 561003. The server's product has no such operator.
             MalformedTensor: Shape, strides and content of an operand do not fit together.
             RecipeMismatch: A `Recipe` with a digest gives another content on the server.
-            MalformedRequest: An attribute has the wrong type or is outside int64, or an option is out of
-                range.
+            MalformedRequest: An attribute or option has the wrong type or is out of range.
             OperatorError: The device cannot honour `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a result that differs.
             TransportError: Connection, deadline, overload or shutdown; see `.retryable`.

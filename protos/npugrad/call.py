@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsIndex
+
+import numpy as np
 
 if TYPE_CHECKING:
     from npugrad.products import Product
@@ -33,6 +35,15 @@ class CallOptions:
 
     def problem(self) -> tuple[str, str] | None:
         """Name of a bad option and what is wrong with it; None when all are fine."""
+        for name, is_of_type, wanted in (
+            ("deterministic", _is_flag, "True or False"),
+            ("priority", _is_integer, f"an integer from {PRIORITIES[0]} to {PRIORITIES[-1]}"),
+            ("label", _is_text, f"text of at most {MAX_LABEL} printable ASCII characters"),
+            ("verify", _is_flag, "True or False"),
+        ):
+            value = getattr(self, name)
+            if not is_of_type(value):
+                return name, f"found {repr(value)[:80]}; expected {wanted}"
         if self.priority not in PRIORITIES:
             return "priority", f"found {self.priority}; expected {PRIORITIES[0]} to {PRIORITIES[-1]}"
         if len(self.label) > MAX_LABEL or not (self.label.isascii() and self.label.isprintable()):
@@ -41,6 +52,18 @@ class CallOptions:
                 f"found {len(self.label)} characters; expected at most {MAX_LABEL} printable ASCII ones",
             )
         return None
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, (bool, np.bool_)) or (_is_integer(value) and value in (0, 1))
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, SupportsIndex) and not isinstance(value, (bool, np.bool_, np.ndarray))
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 @dataclass(frozen=True)

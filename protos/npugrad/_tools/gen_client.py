@@ -179,11 +179,8 @@ def _raises(spec: OpSpec) -> list[str]:
             )
     sentences["MalformedTensor"] = "Shape, strides and content of an operand do not fit together."
     sentences["RecipeMismatch"] = "A `Recipe` with a digest gives another content on the server."
-    sentences["MalformedRequest"] = (
-        "An attribute has the wrong type or is outside int64, or an option is out of range."
-        if spec.attrs
-        else "An option is out of range."
-    )
+    what = "An attribute or option" if spec.attrs else "An option"
+    sentences["MalformedRequest"] = f"{what} has the wrong type or is out of range."
     if spec.data_check is not None:
         sentences["UnsafeLevels"] = "Level sizes or starts point outside the value tensor (NPU only)."
     sentences["OperatorError"] = "The device cannot honour `deterministic` for this call."
