@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -59,7 +59,7 @@ def _is_flag(value: object) -> bool:
 
 
 def _is_integer(value: object) -> bool:
-    return isinstance(value, SupportsIndex) and not isinstance(value, (bool, np.bool_, np.ndarray))
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def _is_text(value: object) -> bool:
