@@ -22,6 +22,10 @@ SERVER_INFO_REQUEST = server_pb2.GetServerInfoRequest()
 class DeviceInfo:
     """One device of a server.
 
+    Example:
+        >>> [d.name for d in client.server_info().devices if d.state == "ready"]  # doctest: +SKIP
+        ['cpu:0']
+
     Attributes:
         name: Such as ``"cpu:0"``.
         backend: ``"cpu"``, ``"cpu-reference"``, ``"npu"`` or ``"test"``.
@@ -43,7 +47,12 @@ class DeviceInfo:
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Limits of a server, in bytes but for `max_queue_depth`, which counts calls."""
+    """Limits of a server, in bytes but for `max_queue_depth`, which counts calls.
+
+    Example:
+        >>> limits = client.server_info().limits              # doctest: +SKIP
+        >>> limits.max_queue_depth, limits.input_arena_bytes  # doctest: +SKIP
+    """
 
     max_message_bytes: int
     max_chunk_bytes: int
@@ -56,6 +65,10 @@ class ServerLimits:
 @dataclass(frozen=True)
 class ServerInfo:
     """Description of a server.
+
+    Example:
+        >>> info = client.server_info()                                                    # doctest: +SKIP
+        >>> f"{info.product}: {info.queue_depth} calls wait, {info.accepted_calls} taken"  # doctest: +SKIP
 
     Attributes:
         version: Version of the server.
@@ -90,6 +103,11 @@ class ServerInfo:
 class ParameterInfo:
     """One parameter of an operator, as a server describes it.
 
+    Example:
+        >>> floyd = client.list_operators()[-1]               # doctest: +SKIP
+        >>> [p.name for p in floyd.parameters if p.optional]  # doctest: +SKIP
+        ['atten_mask']
+
     Attributes:
         name: Name on the wire and in Python.
         c_name: Name in the C signature.
@@ -111,6 +129,10 @@ class ParameterInfo:
 class ConstraintInfo:
     """One constraint of an operator.
 
+    Example:
+        >>> floyd = client.list_operators()[-1]                      # doctest: +SKIP
+        >>> [c.text for c in floyd.constraints if c.code == 161001]  # doctest: +SKIP
+
     Attributes:
         id: Stable identifier.
         code: aclnn number when violated.
@@ -131,6 +153,9 @@ class ConstraintInfo:
 @dataclass(frozen=True)
 class OperatorInfo:
     """One operator, as a server describes it.
+
+    Example:
+        >>> [o.name for o in client.list_operators() if o.supported]  # doctest: +SKIP
 
     Attributes:
         name: Such as ``"group_norm_backward"``.

@@ -70,6 +70,10 @@ def _is_text(value: object) -> bool:
 class ExecutionInfo:
     """What produced a result and how long each stage took.
 
+    Example:
+        >>> info = client.group_norm_backward(**call).info                        # doctest: +SKIP
+        >>> f"{info.device}: {info.run_s * 1e3:.1f} ms, sent {info.tries} times"  # doctest: +SKIP
+
     Attributes:
         backend: ``"cpu"`` (compiled kernels), ``"cpu-reference"`` (NumPy), ``"npu"`` or ``"test"``.
         device: Device that ran it, such as ``"cpu:0"``.
