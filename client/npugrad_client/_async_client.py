@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from npugrad.ops import get_operator
-from npugrad.validation import make_call
 from npugrad_client import _info
 from npugrad_client._async_transport import AsyncTransport
 from npugrad_client._batch import Batch, OnError
@@ -143,9 +141,7 @@ class AsyncClient(AsyncOperators):
             >>> [violation.id for violation in verdict.violations]  # doctest: +SKIP
             ['grad_out.not_null', 'mean.not_null', 'rstd.not_null']
         """
-        spec = get_operator(operator)
-        call = make_call(spec, inputs, attrs, outputs)
-        request = _info.encode_validation(spec, call, product)
+        request = _info.encode_validation(operator, inputs, attrs, outputs, product)
         return _info.decode_verdict(await self._transport.ask("validate", request, self._deadline(timeout_s)))
 
     async def server_info(self, timeout_s: float | None = None) -> ServerInfo:

@@ -19,6 +19,7 @@ from npugrad_client._channels import REFUSAL_WAIT_S, Stubs, check_fork, closed, 
 from npugrad_client._frames import read_frames_async, read_response, request_frames_async, unary_request
 from npugrad_client._picker import Picker
 from npugrad_client._retry import Launch, Plan, RetryBudget
+from npugrad_client._transport import open_channel
 from npugrad_client.errors import Cancelled, NpugradError, translate
 
 if TYPE_CHECKING:
@@ -55,15 +56,7 @@ class _Home:
         """The stubs of a server's channel, opened at the first call."""
         found = self._stubs.get(server)
         if found is None:
-            settings = self._settings
-            target, options = settings.targets[server], settings.options(settings.targets[server])
-            if settings.credentials is None:
-                channel = grpc.aio.insecure_channel(target, options=options)
-            else:
-                ca, certificate, key = settings.credentials
-                credentials = grpc.ssl_channel_credentials(ca, key, certificate)
-                channel = grpc.aio.secure_channel(target, credentials, options=options)
-            found = self._stubs[server] = (channel, Stubs(channel))
+            found = self._stubs[server] = open_channel(grpc.aio, self._settings, server)
             _OPEN.add(self)
         return found[1]
 

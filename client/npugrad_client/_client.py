@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from npugrad.ops import get_operator
-from npugrad.validation import make_call
 from npugrad_client import _info
 from npugrad_client._batch import Batch, OnError
 from npugrad_client._call import finish, prepare
@@ -160,9 +158,7 @@ class Client(Operators):
             >>> [violation.id for violation in verdict.violations]  # doctest: +SKIP
             ['grad_out.not_null', 'mean.not_null', 'rstd.not_null']
         """
-        spec = get_operator(operator)
-        call = make_call(spec, inputs, attrs, outputs)
-        request = _info.encode_validation(spec, call, product)
+        request = _info.encode_validation(operator, inputs, attrs, outputs, product)
         return _info.decode_verdict(self._transport.ask("validate", request, self._deadline(timeout_s)))
 
     def server_info(self, timeout_s: float | None = None) -> ServerInfo:

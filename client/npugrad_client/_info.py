@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 from npugrad import codec
 from npugrad.dtypes import DType, dtype_from_wire
 from npugrad.errors import NpugradError, RequestError, Source, Violation
+from npugrad.ops import get_operator
 from npugrad.products import Product, product_from_name, product_from_wire
-from npugrad.spec import CallMeta, OpSpec, TensorMeta, Verdict
+from npugrad.spec import TensorMeta, Verdict
 from npugrad.v1 import backward_pb2, server_pb2, validation_pb2
+from npugrad.validation import make_call
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -182,9 +184,15 @@ def product_number(product: Product | str | None) -> Any:
 
 
 def encode_validation(
-    spec: OpSpec, call: CallMeta, product: Product | str | None
+    operator: str,
+    inputs: Mapping[str, TensorMeta | None],
+    attrs: Mapping[str, Any],
+    outputs: Mapping[str, TensorMeta | None] | None,
+    product: Product | str | None,
 ) -> validation_pb2.ValidateRequest:
-    """The request that validates a call without data."""
+    """The request that validates a call without data; errors as in `Client.validate`."""
+    spec = get_operator(operator)
+    call = make_call(spec, inputs, attrs, outputs)
     message, _ = codec.encode_request(call.inputs, {}, spec, call.attrs, call.outputs)
     header = codec.wrap(backward_pb2.ExecuteHeader(), spec, message)
     return validation_pb2.ValidateRequest(call=header, product=product_number(product))
