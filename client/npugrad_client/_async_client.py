@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from npugrad.ops import get_operator
-from npugrad.validation import make_call
 from npugrad_client import _info
 from npugrad_client._async_transport import AsyncTransport
 from npugrad_client._batch import Batch, OnError
@@ -46,8 +44,7 @@ class AsyncClient(AsyncOperators):
     Example:
         >>> async with AsyncClient("localhost:50051") as client:          # doctest: +SKIP
         ...     first, second = await asyncio.gather(
-        ...         client.group_norm_backward(grad_out=grad_out, ...),
-        ...         client.grid_sampler_2d_backward(grad_output=grad_output, ...))
+        ...         client.group_norm_backward(**call), client.group_norm_backward(**call, label="second"))
         ...     first.grad_input
     """
 
@@ -97,7 +94,15 @@ class AsyncClient(AsyncOperators):
         return f"AsyncClient({self.target!r})"
 
     async def close(self) -> None:
-        """Closes the connection; calls in flight are cancelled."""
+        """Closes the connection; calls in flight are cancelled.
+
+        Example:
+            >>> client = AsyncClient("localhost:50051")  # doctest: +SKIP
+            >>> try:                                     # doctest: +SKIP
+            ...     print(await client.server_info())
+            ... finally:
+            ...     await client.close()
+        """
         await self._transport.close()
 
     async def validate(
@@ -129,10 +134,14 @@ class AsyncClient(AsyncOperators):
             TypeError: A name that the operator does not have, or an operand that is no `TensorMeta`.
             ValueError: There is no such product.
             TransportError: Nothing usable came back.
+
+        Example:
+            >>> verdict = await client.validate(                    # doctest: +SKIP
+            ...     "group_norm_backward", inputs={"input": TensorMeta("float32", (2, 6, 4))}, attrs=attrs)
+            >>> [violation.id for violation in verdict.violations]  # doctest: +SKIP
+            ['grad_out.not_null', 'mean.not_null', 'rstd.not_null']
         """
-        spec = get_operator(operator)
-        call = make_call(spec, inputs, attrs, outputs)
-        request = _info.encode_validation(spec, call, product)
+        request = _info.encode_validation(operator, inputs, attrs, outputs, product)
         return _info.decode_verdict(await self._transport.ask("validate", request, self._deadline(timeout_s)))
 
     async def server_info(self, timeout_s: float | None = None) -> ServerInfo:
@@ -145,6 +154,10 @@ class AsyncClient(AsyncOperators):
 
         Raises:
             TransportError: Nothing usable came back.
+
+        Example:
+            >>> info = await client.server_info(timeout_s=5)                          # doctest: +SKIP
+            >>> info.version, info.product, [device.name for device in info.devices]  # doctest: +SKIP
         """
         return _info.decode_server_info(
             await self._transport.ask("server_info", _info.SERVER_INFO_REQUEST, self._deadline(timeout_s))
@@ -162,6 +175,10 @@ class AsyncClient(AsyncOperators):
         Raises:
             ValueError: There is no such product.
             TransportError: Nothing usable came back.
+
+        Example:
+            >>> operators = await client.list_operators()                        # doctest: +SKIP
+            >>> [operator.name for operator in operators if operator.supported]  # doctest: +SKIP
         """
         request = _info.encode_list(product)
         return _info.decode_operators(
@@ -218,8 +235,8 @@ class AsyncClient(AsyncOperators):
             NpugradError: What a call raised, with ``on_error="raise"``; what it raises otherwise, too.
 
         Example:
-            >>> calls = ({"grad_output": g, "input": x, "grid": grid, ...} for g, x, grid in batches)
-            >>> await client.run_many(client.grid_sampler_2d_backward, calls)          # doctest: +SKIP
+            >>> calls = ({**call, "grad_output": gradient} for gradient in gradients)   # doctest: +SKIP
+            >>> grads = await client.run_many(client.grid_sampler_2d_backward, calls)   # doctest: +SKIP
         """
         batch, workers = Batch(calls, concurrency, on_error, progress), []
 

@@ -10,7 +10,7 @@ import asyncio
 import os
 import time
 import weakref
-from contextlib import contextmanager, suppress
+from contextlib import aclosing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import grpc
@@ -19,11 +19,13 @@ from npugrad_client._channels import REFUSAL_WAIT_S, Stubs, check_fork, closed, 
 from npugrad_client._frames import read_frames_async, read_response, request_frames_async, unary_request
 from npugrad_client._picker import Picker
 from npugrad_client._retry import Launch, Plan, RetryBudget
+from npugrad_client._transport import open_channel
 from npugrad_client.errors import Cancelled, NpugradError, translate
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 
+    from npugrad.v1.backward_pb2 import ExecuteResponse
     from npugrad_client._call import Answer, Prepared
     from npugrad_client._channels import Settings
 
@@ -31,6 +33,12 @@ Send: TypeAlias = "Callable[[Stubs, float | None], Awaitable[Any]]"
 """Sends a call over a channel, with a timeout as grpc takes it; what it returns is the answer."""
 
 _WRITE_ENDED = "Internal error from Core"
+_STATUS_WAITS, _STATUS_WAIT_S = 10, 0.5
+"""How often, and how long each time, the status of a stream is waited for that is known to have ended.
+
+grpc's core holds it then: it takes the loop some turns, a few milliseconds in all. There is an end lest a
+fault of grpc's keep a call forever; in several waits, as a loop that stands still uses up no more than one.
+"""
 _OPEN: weakref.WeakSet[_Home] = weakref.WeakSet()
 """Homes with open channels: a fork that inherits one cannot use asynchronous channels."""
 
@@ -48,15 +56,7 @@ class _Home:
         """The stubs of a server's channel, opened at the first call."""
         found = self._stubs.get(server)
         if found is None:
-            settings = self._settings
-            target, options = settings.targets[server], settings.options(settings.targets[server])
-            if settings.credentials is None:
-                channel = grpc.aio.insecure_channel(target, options=options)
-            else:
-                ca, certificate, key = settings.credentials
-                credentials = grpc.ssl_channel_credentials(ca, key, certificate)
-                channel = grpc.aio.secure_channel(target, credentials, options=options)
-            found = self._stubs[server] = (channel, Stubs(channel))
+            found = self._stubs[server] = open_channel(grpc.aio, self._settings, server)
             _OPEN.add(self)
         return found[1]
 
@@ -214,55 +214,89 @@ class AsyncTransport:
     @contextmanager
     def _calling(self, what: str, target: str, timeout_s: float | None) -> Iterator[None]:
         """Turns what grpc raises into errors of ours."""
-        start = time.monotonic()
         try:
             yield
         except grpc.RpcError as error:
             is_encrypted = self._settings.credentials is not None
-            is_late = timeout_s is not None and time.monotonic() - start >= timeout_s
-            found = _WriteEnded(is_late) if _is_write_ended(error) else error
-            raise translate(found, what, target, timeout_s, is_encrypted=is_encrypted) from None
+            raise translate(error, what, target, timeout_s, is_encrypted=is_encrypted) from None
         except asyncio.CancelledError:
             if self._was_closed() and not _is_cancelled():
                 raise Cancelled(f"{what}: {target}: the client was closed") from None
             raise
 
 
-class _WriteEnded(grpc.RpcError):
-    """What ended a stream that was being written, told apart by the clock.
+class _Stream:
+    """The replies of a stream, and how it ended by the server's own word.
 
-    When a stream ends under a write, grpc.aio reports an internal error of its own in the place of the
-    status.
+    Where a stream ends while it is being written, grpc.aio puts an internal error of its own in the place of
+    the status, sometimes before that arrives and sometimes after: a refusal would look like a lost server.
+    Each of the two calls the callbacks, so that they see both.
     """
 
-    def __init__(self, is_late: bool) -> None:
-        self._is_late = is_late
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._status: grpc.aio.AioRpcError | None = None
+        self.ended, self._told = asyncio.Event(), asyncio.Event()
+        stream.add_done_callback(self._note)
 
-    def code(self) -> grpc.StatusCode:
-        return grpc.StatusCode.DEADLINE_EXCEEDED if self._is_late else grpc.StatusCode.UNAVAILABLE
+    def _note(self, stream: Any) -> None:
+        self.ended.set()
+        parts = (stream.code(), stream.initial_metadata(), stream.trailing_metadata(), stream.details())
+        status = grpc.aio.AioRpcError(*(_at_once(part) for part in parts))
+        if not _is_write_ended(status):
+            self._status = status
+            self._told.set()
 
-    def details(self) -> str:
-        return "the stream ended while operands were being sent"
+    async def replies(self) -> AsyncGenerator[ExecuteResponse, None]:
+        """The frames; raises `grpc.RpcError` unless the server ended the stream well."""
+        try:
+            async for frame in self._stream:
+                yield frame
+        except grpc.aio.AioRpcError as error:
+            if _is_write_ended(error):
+                await self._wait_for_status()
+            status = self._status or error
+        else:
+            return
+        if status.code() is not grpc.StatusCode.OK:
+            raise status
+
+    async def _wait_for_status(self) -> None:
+        for _ in range(_STATUS_WAITS):
+            with suppress(asyncio.TimeoutError):  # the builtin one from Python 3.11 on
+                await asyncio.wait_for(self._told.wait(), _STATUS_WAIT_S)
+                return
+
+    def cancel(self) -> None:
+        self._stream.cancel()
 
 
-def _is_write_ended(error: Any) -> bool:
+def _at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """What a coroutine returns that has nothing to wait for; grpc has no other way to the status."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        return stop.value
+    coroutine.close()
+    raise RuntimeError("found a status that has to be waited for; expected the one of an ended stream")
+
+
+def _is_write_ended(error: grpc.aio.AioRpcError) -> bool:
     return error.code() is grpc.StatusCode.INTERNAL and error.details() == _WRITE_ENDED
 
 
 async def _streamed(stubs: Stubs, prepared: Prepared, timeout_s: float | None) -> Answer:
-    ended = asyncio.Event()
-
     async def is_answered() -> bool:
         try:
-            await asyncio.wait_for(ended.wait(), REFUSAL_WAIT_S)
+            await asyncio.wait_for(stream.ended.wait(), REFUSAL_WAIT_S)
         except asyncio.TimeoutError:  # the builtin one from Python 3.11 on
             return False
         return True
 
-    stream = stubs.execute(request_frames_async(prepared, is_answered), timeout=timeout_s)
-    stream.add_done_callback(lambda _: ended.set())
+    stream = _Stream(stubs.execute(request_frames_async(prepared, is_answered), timeout=timeout_s))
     try:
-        return await read_frames_async(prepared, stream)
+        async with aclosing(stream.replies()) as replies:
+            return await read_frames_async(prepared, replies)
     finally:
         stream.cancel()  # no effect after a complete answer; frees the stream when ours was refused
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from npugrad.validation import make_call, validate_call
 from npugrad_client import _arrays
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable
 
     import numpy.typing as npt
 
@@ -125,6 +126,10 @@ def _infer(spec: OpSpec, call: CallMeta) -> Mapping[str, TensorMeta | None] | No
 
 def _declare(spec: OpSpec, out: Mapping[str, Any]) -> tuple[dict[str, TensorMeta | None], dict[str, Array]]:
     """Splits `out` into metas to declare and arrays to fill."""
+    if not isinstance(out, Mapping):
+        raise TypeError(
+            f"{spec.name}: out: found {type(out).__name__}; expected a mapping of outputs by name"
+        )
     declared: dict[str, TensorMeta | None] = {}
     targets: dict[str, Array] = {}
     for name, value in out.items():

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from npugrad import codec
 from npugrad.errors import DeadlineExceeded
@@ -178,6 +178,8 @@ def grpc_timeout(timeout_s: float | None, what: str) -> float | None:
     """The timeout as grpc takes it, which reads 0 as none and refuses infinity."""
     if timeout_s is None:
         return None
+    if not isinstance(timeout_s, (float, int, SupportsFloat)):
+        raise TypeError(f"{what}: timeout_s: found {type(timeout_s).__name__}; expected seconds or None")
     if math.isnan(timeout_s):
         raise ValueError(f"{what}: timeout_s: found nan; expected seconds or None")
     if timeout_s <= 0:

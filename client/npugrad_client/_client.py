@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from npugrad.ops import get_operator
-from npugrad.validation import make_call
 from npugrad_client import _info
 from npugrad_client._batch import Batch, OnError
 from npugrad_client._call import finish, prepare
@@ -46,7 +44,7 @@ class Client(Operators):
         >>> with Client("localhost:50051") as client:          # doctest: +SKIP
         ...     grads = client.group_norm_backward(
         ...         grad_out=grad_out, input=x, mean=mean, rstd=rstd, gamma=weight,
-        ...         n=2, c=32, hxw=4096, group=8, output_mask=(True, True, True))
+        ...         n=2, c=6, hxw=4, group=3, output_mask=(True, True, True))
         ...     grads.grad_input, grads.info.device
     """
 
@@ -112,7 +110,15 @@ class Client(Operators):
         return f"Client({self.target!r})"
 
     def close(self) -> None:
-        """Closes the connection; calls in flight are cancelled."""
+        """Closes the connection; calls in flight are cancelled.
+
+        Example:
+            >>> client = Client("localhost:50051")  # doctest: +SKIP
+            >>> try:                                # doctest: +SKIP
+            ...     print(client.server_info())
+            ... finally:
+            ...     client.close()
+        """
         self._threads.close()
         self._transport.close()
 
@@ -145,10 +151,14 @@ class Client(Operators):
             TypeError: A name that the operator does not have, or an operand that is no `TensorMeta`.
             ValueError: There is no such product.
             TransportError: Nothing usable came back.
+
+        Example:
+            >>> verdict = client.validate(                          # doctest: +SKIP
+            ...     "group_norm_backward", inputs={"input": TensorMeta("float32", (2, 6, 4))}, attrs=attrs)
+            >>> [violation.id for violation in verdict.violations]  # doctest: +SKIP
+            ['grad_out.not_null', 'mean.not_null', 'rstd.not_null']
         """
-        spec = get_operator(operator)
-        call = make_call(spec, inputs, attrs, outputs)
-        request = _info.encode_validation(spec, call, product)
+        request = _info.encode_validation(operator, inputs, attrs, outputs, product)
         return _info.decode_verdict(self._transport.ask("validate", request, self._deadline(timeout_s)))
 
     def server_info(self, timeout_s: float | None = None) -> ServerInfo:
@@ -161,6 +171,10 @@ class Client(Operators):
 
         Raises:
             TransportError: Nothing usable came back.
+
+        Example:
+            >>> info = client.server_info(timeout_s=5)                                # doctest: +SKIP
+            >>> info.version, info.product, [device.name for device in info.devices]  # doctest: +SKIP
         """
         return _info.decode_server_info(
             self._transport.ask("server_info", _info.SERVER_INFO_REQUEST, self._deadline(timeout_s))
@@ -178,6 +192,10 @@ class Client(Operators):
         Raises:
             ValueError: There is no such product.
             TransportError: Nothing usable came back.
+
+        Example:
+            >>> operators = client.list_operators()                              # doctest: +SKIP
+            >>> [operator.name for operator in operators if operator.supported]  # doctest: +SKIP
         """
         request = _info.encode_list(product)
         return _info.decode_operators(
@@ -234,8 +252,8 @@ class Client(Operators):
             NpugradError: What a call raised, with ``on_error="raise"``; what it raises otherwise, too.
 
         Example:
-            >>> calls = ({"grad_output": g, "input": x, "grid": grid, ...} for g, x, grid in batches)
-            >>> client.run_many(client.grid_sampler_2d_backward, calls)          # doctest: +SKIP
+            >>> calls = ({**call, "grad_output": gradient} for gradient in gradients)  # doctest: +SKIP
+            >>> grads = client.run_many(client.grid_sampler_2d_backward, calls)        # doctest: +SKIP
         """
         batch = Batch(calls, concurrency, on_error, progress)
         threads = Threads(self._transport, concurrency)

@@ -107,9 +107,9 @@ class Submit(FutureOperators):
     Thread safety: may be shared by any number of threads.
 
     Example:
-        >>> flying = client.submit.group_norm_backward(grad_out=grad_out, ...)     # doctest: +SKIP
-        >>> flying.result().grad_input                                             # doctest: +SKIP
-        >>> client.submit(client.validate, "group_norm_backward", inputs={...}, attrs={...})  # doctest: +SKIP
+        >>> flying = client.submit.group_norm_backward(**call)                             # doctest: +SKIP
+        >>> flying.result().grad_input                                                     # doctest: +SKIP
+        >>> client.submit(client.list_operators, timeout_s=5).result()                     # doctest: +SKIP
     """
 
     def __init__(self, client: Client, threads: Threads) -> None:

@@ -28,6 +28,10 @@ Out = Mapping[str, TensorMeta | ArrayLike | None]
 class MultiScaleDeformableAttentionGradResult:
     """Results of `multi_scale_deformable_attention_grad`.
 
+    Example:
+        >>> grads = client.multi_scale_deformable_attention_grad(**call)  # doctest: +SKIP
+        >>> grads.grad_value.shape, grads.info.device                     # doctest: +SKIP
+
     Attributes:
         grad_value: (bs, nk, nh, ch), dtype of value. Gradient of value.
         grad_location: (bs, nq, nh, nl, np, 2), dtype of value. Gradient of location.
@@ -45,6 +49,10 @@ class MultiScaleDeformableAttentionGradResult:
 class GridSampler2DBackwardResult:
     """Results of `grid_sampler_2d_backward`; masked-out ones are None.
 
+    Example:
+        >>> grads = client.grid_sampler_2d_backward(**call)  # doctest: +SKIP
+        >>> grads.input_grad.shape, grads.info.device        # doctest: +SKIP
+
     Attributes:
         input_grad: (N, C, H, W), dtype of input. Gradient of input.
         grid_grad: (N, OH, OW, 2), dtype of input. Gradient of grid.
@@ -59,6 +67,10 @@ class GridSampler2DBackwardResult:
 @dataclass(frozen=True, eq=False)
 class GroupNormBackwardResult:
     """Results of `group_norm_backward`; masked-out ones are None.
+
+    Example:
+        >>> grads = client.group_norm_backward(**call)  # doctest: +SKIP
+        >>> grads.grad_input.shape, grads.info.device   # doctest: +SKIP
 
     Attributes:
         grad_input: Shape of input, dtype of grad_out. Gradient of input.
@@ -76,6 +88,10 @@ class GroupNormBackwardResult:
 @dataclass(frozen=True, eq=False)
 class FusedFloydAttentionGradResult:
     """Results of `fused_floyd_attention_grad`.
+
+    Example:
+        >>> grads = client.fused_floyd_attention_grad(**call)  # doctest: +SKIP
+        >>> grads.dq.shape, grads.info.device                  # doctest: +SKIP
 
     Attributes:
         dq: (B, H, N, M, D), dtype of query. Gradient of query.
@@ -162,12 +178,18 @@ class Operators(ABC):
             UnsupportedOperator: 561103. The server's product has no such operator.
             MalformedTensor: Shape, strides and content of an operand do not fit together.
             RecipeMismatch: A `Recipe` with a digest gives another content on the server.
-            MalformedRequest: An option is out of range.
+            MalformedRequest: An option has the wrong type or is out of range.
             UnsafeLevels: Level sizes or starts point outside the value tensor (NPU only).
             OperatorError: The device cannot honour `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a result that differs.
             TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
             TypeError: An operand is no array, or a name or None is given that the operator does not know.
+
+        Example:
+            >>> grads = client.multi_scale_deformable_attention_grad(  # doctest: +SKIP
+            ...     value=value, spatial_shape=spatial_shape, level_start_index=level_start_index,
+            ...     location=location, attn_weight=attn_weight, grad_output=grad_output)
+            >>> grads.grad_value.shape, grads.info.device              # doctest: +SKIP
         """
         results, info = self._run(
             OPERATORS["multi_scale_deformable_attention_grad"],
@@ -240,12 +262,17 @@ class Operators(ABC):
             InvalidOperand: 161002. An operand or attribute breaks a documented rule.
             MalformedTensor: Shape, strides and content of an operand do not fit together.
             RecipeMismatch: A `Recipe` with a digest gives another content on the server.
-            MalformedRequest: An attribute has the wrong type or is outside int64, or an option is out of
-                range.
+            MalformedRequest: An attribute or option has the wrong type or is out of range.
             OperatorError: The device cannot honour `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a result that differs.
             TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
             TypeError: An operand is no array, or a name or None is given that the operator does not know.
+
+        Example:
+            >>> grads = client.grid_sampler_2d_backward(   # doctest: +SKIP
+            ...     grad_output=grad_output, input=input, grid=grid, interpolation_mode="bilinear",
+            ...     padding_mode="zeros", align_corners=False, output_mask=(True, True))
+            >>> grads.input_grad.shape, grads.info.device  # doctest: +SKIP
         """
         results, info = self._run(
             OPERATORS["grid_sampler_2d_backward"],
@@ -322,12 +349,17 @@ class Operators(ABC):
             InvalidOperand: 161002. An operand or attribute breaks a documented rule.
             MalformedTensor: Shape, strides and content of an operand do not fit together.
             RecipeMismatch: A `Recipe` with a digest gives another content on the server.
-            MalformedRequest: An attribute has the wrong type or is outside int64, or an option is out of
-                range.
+            MalformedRequest: An attribute or option has the wrong type or is out of range.
             OperatorError: The device cannot honour `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a result that differs.
             TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
             TypeError: An operand is no array, or a name or None is given that the operator does not know.
+
+        Example:
+            >>> grads = client.group_norm_backward(        # doctest: +SKIP
+            ...     grad_out=grad_out, input=input, mean=mean, rstd=rstd, gamma=gamma, n=2, c=6, hxw=4,
+            ...     group=3, output_mask=(True, True, True))
+            >>> grads.grad_input.shape, grads.info.device  # doctest: +SKIP
         """
         results, info = self._run(
             OPERATORS["group_norm_backward"],
@@ -407,12 +439,18 @@ class Operators(ABC):
             UnsupportedOperator: 561003. The server's product has no such operator.
             MalformedTensor: Shape, strides and content of an operand do not fit together.
             RecipeMismatch: A `Recipe` with a digest gives another content on the server.
-            MalformedRequest: An attribute has the wrong type or is outside int64, or an option is out of
-                range.
+            MalformedRequest: An attribute or option has the wrong type or is out of range.
             OperatorError: The device cannot honour `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a result that differs.
             TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
             TypeError: An operand is no array, or a name or None is given that the operator does not know.
+
+        Example:
+            >>> grads = client.fused_floyd_attention_grad(  # doctest: +SKIP
+            ...     query=query, key1=key1, value1=value1, key2=key2, value2=value2, dy=dy,
+            ...     softmax_max=softmax_max, softmax_sum=softmax_sum, attention_in=attention_in,
+            ...     scale_value=0.177)
+            >>> grads.dq.shape, grads.info.device           # doctest: +SKIP
         """
         results, info = self._run(
             OPERATORS["fused_floyd_attention_grad"],
@@ -504,12 +542,18 @@ class AsyncOperators(ABC):
             UnsupportedOperator: 561103. The server's product has no such operator.
             MalformedTensor: Shape, strides and content of an operand do not fit together.
             RecipeMismatch: A `Recipe` with a digest gives another content on the server.
-            MalformedRequest: An option is out of range.
+            MalformedRequest: An option has the wrong type or is out of range.
             UnsafeLevels: Level sizes or starts point outside the value tensor (NPU only).
             OperatorError: The device cannot honour `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a result that differs.
             TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
             TypeError: An operand is no array, or a name or None is given that the operator does not know.
+
+        Example:
+            >>> grads = await client.multi_scale_deformable_attention_grad(  # doctest: +SKIP
+            ...     value=value, spatial_shape=spatial_shape, level_start_index=level_start_index,
+            ...     location=location, attn_weight=attn_weight, grad_output=grad_output)
+            >>> grads.grad_value.shape, grads.info.device                    # doctest: +SKIP
         """
         results, info = await self._run(
             OPERATORS["multi_scale_deformable_attention_grad"],
@@ -582,12 +626,17 @@ class AsyncOperators(ABC):
             InvalidOperand: 161002. An operand or attribute breaks a documented rule.
             MalformedTensor: Shape, strides and content of an operand do not fit together.
             RecipeMismatch: A `Recipe` with a digest gives another content on the server.
-            MalformedRequest: An attribute has the wrong type or is outside int64, or an option is out of
-                range.
+            MalformedRequest: An attribute or option has the wrong type or is out of range.
             OperatorError: The device cannot honour `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a result that differs.
             TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
             TypeError: An operand is no array, or a name or None is given that the operator does not know.
+
+        Example:
+            >>> grads = await client.grid_sampler_2d_backward(  # doctest: +SKIP
+            ...     grad_output=grad_output, input=input, grid=grid, interpolation_mode="bilinear",
+            ...     padding_mode="zeros", align_corners=False, output_mask=(True, True))
+            >>> grads.input_grad.shape, grads.info.device       # doctest: +SKIP
         """
         results, info = await self._run(
             OPERATORS["grid_sampler_2d_backward"],
@@ -664,12 +713,17 @@ class AsyncOperators(ABC):
             InvalidOperand: 161002. An operand or attribute breaks a documented rule.
             MalformedTensor: Shape, strides and content of an operand do not fit together.
             RecipeMismatch: A `Recipe` with a digest gives another content on the server.
-            MalformedRequest: An attribute has the wrong type or is outside int64, or an option is out of
-                range.
+            MalformedRequest: An attribute or option has the wrong type or is out of range.
             OperatorError: The device cannot honour `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a result that differs.
             TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
             TypeError: An operand is no array, or a name or None is given that the operator does not know.
+
+        Example:
+            >>> grads = await client.group_norm_backward(  # doctest: +SKIP
+            ...     grad_out=grad_out, input=input, mean=mean, rstd=rstd, gamma=gamma, n=2, c=6, hxw=4,
+            ...     group=3, output_mask=(True, True, True))
+            >>> grads.grad_input.shape, grads.info.device  # doctest: +SKIP
         """
         results, info = await self._run(
             OPERATORS["group_norm_backward"],
@@ -749,12 +803,18 @@ class AsyncOperators(ABC):
             UnsupportedOperator: 561003. The server's product has no such operator.
             MalformedTensor: Shape, strides and content of an operand do not fit together.
             RecipeMismatch: A `Recipe` with a digest gives another content on the server.
-            MalformedRequest: An attribute has the wrong type or is outside int64, or an option is out of
-                range.
+            MalformedRequest: An attribute or option has the wrong type or is out of range.
             OperatorError: The device cannot honour `deterministic` for this call.
             DeviceError: The device failed, or `verify` found a result that differs.
             TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
             TypeError: An operand is no array, or a name or None is given that the operator does not know.
+
+        Example:
+            >>> grads = await client.fused_floyd_attention_grad(  # doctest: +SKIP
+            ...     query=query, key1=key1, value1=value1, key2=key2, value2=value2, dy=dy,
+            ...     softmax_max=softmax_max, softmax_sum=softmax_sum, attention_in=attention_in,
+            ...     scale_value=0.177)
+            >>> grads.dq.shape, grads.info.device                 # doctest: +SKIP
         """
         results, info = await self._run(
             OPERATORS["fused_floyd_attention_grad"],

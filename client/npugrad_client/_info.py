@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 from npugrad import codec
 from npugrad.dtypes import DType, dtype_from_wire
 from npugrad.errors import NpugradError, RequestError, Source, Violation
+from npugrad.ops import get_operator
 from npugrad.products import Product, product_from_name, product_from_wire
-from npugrad.spec import CallMeta, OpSpec, TensorMeta, Verdict
+from npugrad.spec import TensorMeta, Verdict
 from npugrad.v1 import backward_pb2, server_pb2, validation_pb2
+from npugrad.validation import make_call
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,6 +23,10 @@ SERVER_INFO_REQUEST = server_pb2.GetServerInfoRequest()
 @dataclass(frozen=True)
 class DeviceInfo:
     """One device of a server.
+
+    Example:
+        >>> [d.name for d in client.server_info().devices if d.state == "ready"]  # doctest: +SKIP
+        ['cpu:0']
 
     Attributes:
         name: Such as ``"cpu:0"``.
@@ -43,7 +49,12 @@ class DeviceInfo:
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Limits of a server, in bytes but for `max_queue_depth`, which counts calls."""
+    """Limits of a server, in bytes but for `max_queue_depth`, which counts calls.
+
+    Example:
+        >>> limits = client.server_info().limits              # doctest: +SKIP
+        >>> limits.max_queue_depth, limits.input_arena_bytes  # doctest: +SKIP
+    """
 
     max_message_bytes: int
     max_chunk_bytes: int
@@ -56,6 +67,10 @@ class ServerLimits:
 @dataclass(frozen=True)
 class ServerInfo:
     """Description of a server.
+
+    Example:
+        >>> info = client.server_info()                                                    # doctest: +SKIP
+        >>> f"{info.product}: {info.queue_depth} calls wait, {info.accepted_calls} taken"  # doctest: +SKIP
 
     Attributes:
         version: Version of the server.
@@ -90,6 +105,11 @@ class ServerInfo:
 class ParameterInfo:
     """One parameter of an operator, as a server describes it.
 
+    Example:
+        >>> floyd = client.list_operators()[-1]               # doctest: +SKIP
+        >>> [p.name for p in floyd.parameters if p.optional]  # doctest: +SKIP
+        ['atten_mask']
+
     Attributes:
         name: Name on the wire and in Python.
         c_name: Name in the C signature.
@@ -111,6 +131,10 @@ class ParameterInfo:
 class ConstraintInfo:
     """One constraint of an operator.
 
+    Example:
+        >>> floyd = client.list_operators()[-1]                      # doctest: +SKIP
+        >>> [c.text for c in floyd.constraints if c.code == 161001]  # doctest: +SKIP
+
     Attributes:
         id: Stable identifier.
         code: aclnn number when violated.
@@ -131,6 +155,9 @@ class ConstraintInfo:
 @dataclass(frozen=True)
 class OperatorInfo:
     """One operator, as a server describes it.
+
+    Example:
+        >>> [o.name for o in client.list_operators() if o.supported]  # doctest: +SKIP
 
     Attributes:
         name: Such as ``"group_norm_backward"``.
@@ -157,9 +184,15 @@ def product_number(product: Product | str | None) -> Any:
 
 
 def encode_validation(
-    spec: OpSpec, call: CallMeta, product: Product | str | None
+    operator: str,
+    inputs: Mapping[str, TensorMeta | None],
+    attrs: Mapping[str, Any],
+    outputs: Mapping[str, TensorMeta | None] | None,
+    product: Product | str | None,
 ) -> validation_pb2.ValidateRequest:
-    """The request that validates a call without data."""
+    """The request that validates a call without data; errors as in `Client.validate`."""
+    spec = get_operator(operator)
+    call = make_call(spec, inputs, attrs, outputs)
     message, _ = codec.encode_request(call.inputs, {}, spec, call.attrs, call.outputs)
     header = codec.wrap(backward_pb2.ExecuteHeader(), spec, message)
     return validation_pb2.ValidateRequest(call=header, product=product_number(product))

@@ -87,6 +87,19 @@ Send: TypeAlias = "Callable[[Stubs, float | None, Flight | None], Any]"
 """Sends a call over a channel, with a timeout as grpc takes it; what it returns is the answer."""
 
 
+def open_channel(kind: Any, settings: Settings, server: int) -> tuple[Any, Stubs]:
+    """The channel to one of the targets, and its stubs; `kind` is the module `grpc` or `grpc.aio`."""
+    target = settings.targets[server]
+    options = settings.options(target)
+    if settings.credentials is None:
+        channel = kind.insecure_channel(target, options=options)
+    else:
+        ca, certificate, key = settings.credentials
+        credentials = grpc.ssl_channel_credentials(ca, key, certificate)
+        channel = kind.secure_channel(target, credentials, options=options)
+    return channel, Stubs(channel)
+
+
 class _Home:
     """The channels of one process: a fork leaves them to the parent, and the child opens its own."""
 
@@ -106,20 +119,10 @@ class _Home:
             with self._lock:
                 if self._is_closing:
                     raise closed(self._settings.name)
-                found = self._stubs.get(server) or self._open(server)
+                found = self._stubs.get(server)
+                if found is None:
+                    found = self._stubs[server] = open_channel(grpc, self._settings, server)
         return found[1]
-
-    def _open(self, server: int) -> tuple[Any, Stubs]:
-        settings = self._settings
-        target, options = settings.targets[server], settings.options(settings.targets[server])
-        if settings.credentials is None:
-            channel = grpc.insecure_channel(target, options=options)
-        else:
-            ca, certificate, key = settings.credentials
-            credentials = grpc.ssl_channel_credentials(ca, key, certificate)
-            channel = grpc.secure_channel(target, credentials, options=options)
-        found = self._stubs[server] = (channel, Stubs(channel))
-        return found
 
     @contextmanager
     def alarm(self) -> Iterator[_Alarm]:

@@ -97,6 +97,11 @@ class TlsError(ConnectError):
     """No encrypted connection: a certificate is missing, not trusted or of another name, or a side is plain.
 
     Not retried: it takes another certificate or another setting.
+
+    Example:
+        >>> Client("localhost:50051", tls=True, retry=None).server_info()  # doctest: +SKIP
+        Traceback (most recent call last):
+        npugrad_client.errors.TlsError: server_info: no encrypted connection to localhost:50051: ...
     """
 
     @property

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from npugrad.products import Product
 
@@ -33,6 +35,15 @@ class CallOptions:
 
     def problem(self) -> tuple[str, str] | None:
         """Name of a bad option and what is wrong with it; None when all are fine."""
+        for name, is_of_type, wanted in (
+            ("deterministic", _is_flag, "True or False"),
+            ("priority", _is_integer, f"an integer from {PRIORITIES[0]} to {PRIORITIES[-1]}"),
+            ("label", _is_text, f"text of at most {MAX_LABEL} printable ASCII characters"),
+            ("verify", _is_flag, "True or False"),
+        ):
+            value = getattr(self, name)
+            if not is_of_type(value):
+                return name, f"found {repr(value)[:80]}; expected {wanted}"
         if self.priority not in PRIORITIES:
             return "priority", f"found {self.priority}; expected {PRIORITIES[0]} to {PRIORITIES[-1]}"
         if len(self.label) > MAX_LABEL or not (self.label.isascii() and self.label.isprintable()):
@@ -43,9 +54,25 @@ class CallOptions:
         return None
 
 
+def _is_flag(value: object) -> bool:
+    return isinstance(value, (bool, np.bool_)) or (_is_integer(value) and value in (0, 1))
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
 @dataclass(frozen=True)
 class ExecutionInfo:
     """What produced a result and how long each stage took.
+
+    Example:
+        >>> info = client.group_norm_backward(**call).info                        # doctest: +SKIP
+        >>> f"{info.device}: {info.run_s * 1e3:.1f} ms, sent {info.tries} times"  # doctest: +SKIP
 
     Attributes:
         backend: ``"cpu"`` (compiled kernels), ``"cpu-reference"`` (NumPy), ``"npu"`` or ``"test"``.

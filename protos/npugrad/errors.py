@@ -224,6 +224,10 @@ class Source:
 class Violation:
     """One violated constraint of a call.
 
+    Example:
+        >>> for violation in verdict.violations:  # doctest: +SKIP
+        ...     print(violation.code, violation.message("group_norm_backward"))
+
     Attributes:
         id: Stable identifier of the constraint.
         code: Its aclnn number.
@@ -249,6 +253,12 @@ class Violation:
 
 class NpugradError(Exception):
     """Base of every error of the service.
+
+    Example:
+        >>> try:  # doctest: +SKIP
+        ...     client.group_norm_backward(**call)
+        ... except NpugradError as error:
+        ...     print(error.reason, error.request_id, "again" if error.retryable else "never again")
 
     Attributes:
         reason: `ErrorInfo.reason`, a row of `ERRORS`.
@@ -302,6 +312,12 @@ def _rebuild(cls: type[NpugradError], args: tuple[Any, ...], state: dict[str, An
 class TransportError(NpugradError):
     """Nothing usable came back: connection, deadline, overload or shutdown.
 
+    Example:
+        >>> try:  # doctest: +SKIP
+        ...     client.group_norm_backward(**call)
+        ... except TransportError as error:
+        ...     print(f"{error.tries} tries; the server asks to wait {error.retry_after_s} s")
+
     Attributes:
         retry_after_s: Seconds the server asks to wait before a retry; None when it did not say.
     """
@@ -315,41 +331,88 @@ class TransportError(NpugradError):
 
 
 class ConnectError(TransportError):
-    """The server cannot be reached (UNAVAILABLE)."""
+    """The server cannot be reached (UNAVAILABLE).
+
+    Example:
+        >>> Client("localhost:1", retry=None).server_info()  # doctest: +SKIP
+        Traceback (most recent call last):
+        npugrad.errors.ConnectError: server_info: cannot reach localhost:1: ...
+    """
 
 
 class DeadlineExceeded(TransportError):
-    """The deadline passed before the result was there (DEADLINE_EXCEEDED)."""
+    """The deadline passed before the result was there (DEADLINE_EXCEEDED).
+
+    Example:
+        >>> try:  # doctest: +SKIP
+        ...     client.group_norm_backward(**call, timeout_s=0.001)
+        ... except DeadlineExceeded as error:
+        ...     print(error)
+    """
 
     default_reason = "DEADLINE_EXCEEDED"
 
 
 class Cancelled(TransportError):
-    """The caller cancelled the call (CANCELLED)."""
+    """The caller cancelled the call (CANCELLED).
+
+    Example:
+        >>> try:  # doctest: +SKIP
+        ...     client.group_norm_backward(**call)
+        ... except Cancelled:
+        ...     print("the client was closed")
+    """
 
     default_reason = "CANCELLED"
 
 
 class ServerBusy(TransportError):
-    """Queue, operand memory or device memory is full now, or no device is ready; safe to retry."""
+    """Queue, operand memory or device memory is full now, or no device is ready; safe to retry.
+
+    Example:
+        >>> try:  # doctest: +SKIP
+        ...     client.group_norm_backward(**call)
+        ... except ServerBusy as error:
+        ...     time.sleep(error.retry_after_s or 1.0)
+    """
 
     default_reason = "QUEUE_FULL"
 
 
 class ServerDraining(TransportError):
-    """The server is shutting down (DRAINING); safe to retry elsewhere."""
+    """The server is shutting down (DRAINING); safe to retry elsewhere.
+
+    Example:
+        >>> try:  # doctest: +SKIP
+        ...     client.group_norm_backward(**call)
+        ... except ServerDraining:
+        ...     grads = other.group_norm_backward(**call)
+    """
 
     default_reason = "DRAINING"
 
 
 class CallTooLarge(TransportError):
-    """The call can never fit into the server's memory (CALL_TOO_LARGE)."""
+    """The call can never fit into the server's memory (CALL_TOO_LARGE).
+
+    Example:
+        >>> try:  # doctest: +SKIP
+        ...     client.group_norm_backward(**call)
+        ... except CallTooLarge as error:
+        ...     print(f"fewer samples at once: {error}")
+    """
 
     default_reason = "CALL_TOO_LARGE"
 
 
 class RequestError(NpugradError, ValueError):
     """The call is not well formed; no aclnn number fits.
+
+    Example:
+        >>> try:  # doctest: +SKIP
+        ...     client.group_norm_backward(**call)
+        ... except RequestError as error:
+        ...     print(error.operator, error.operand, error)
 
     Attributes:
         operand: Operand or attribute it is about; empty when it is about none.
@@ -364,35 +427,73 @@ class RequestError(NpugradError, ValueError):
 
 
 class MalformedRequest(RequestError):
-    """An attribute is missing or a stream is out of order (MALFORMED_REQUEST)."""
+    """An attribute is missing or a stream is out of order (MALFORMED_REQUEST).
+
+    Example:
+        >>> client.group_norm_backward(**call, priority=101)  # doctest: +SKIP
+        Traceback (most recent call last):
+        npugrad.errors.MalformedRequest: group_norm_backward: priority: found 101; expected -100 to 100
+    """
 
 
 class MalformedTensor(RequestError):
-    """Shape, strides, type and content of a tensor do not fit together (MALFORMED_TENSOR)."""
+    """Shape, strides, type and content of a tensor do not fit together (MALFORMED_TENSOR).
+
+    Example:
+        >>> TensorMeta("float32", (2, -3))  # doctest: +SKIP
+        Traceback (most recent call last):
+        npugrad.errors.MalformedTensor: found shape [2, -3]; expected sizes of 0 or more
+    """
 
     default_reason = "MALFORMED_TENSOR"
 
 
 class UnsafeLevels(RequestError):
-    """Level sizes or starts point outside the value tensor (UNSAFE_LEVELS, NPU only)."""
+    """Level sizes or starts point outside the value tensor (UNSAFE_LEVELS, NPU only).
+
+    Example:
+        >>> try:  # doctest: +SKIP
+        ...     client.multi_scale_deformable_attention_grad(**call)
+        ... except UnsafeLevels as error:
+        ...     print(error.operand)
+    """
 
     default_reason = "UNSAFE_LEVELS"
 
 
 class InvalidRecipe(RequestError):
-    """No content can be made from a recipe (RECIPE_INVALID)."""
+    """No content can be made from a recipe (RECIPE_INVALID).
+
+    Example:
+        >>> Recipe("uniform", shape=(2, 3), seed=-1)  # doctest: +SKIP
+        Traceback (most recent call last):
+        npugrad.errors.InvalidRecipe: recipe: found seed -1; expected 0 to 18446744073709551615
+    """
 
     default_reason = "RECIPE_INVALID"
 
 
 class RecipeMismatch(RequestError):
-    """The content made from a recipe has another digest than the caller expects (RECIPE_MISMATCH)."""
+    """The content made from a recipe has another digest than the caller expects (RECIPE_MISMATCH).
+
+    Example:
+        >>> made = Recipe("normal", shape=input.shape, digest=bytes(32))  # doctest: +SKIP
+        >>> client.group_norm_backward(**{**call, "input": made})         # doctest: +SKIP
+        Traceback (most recent call last):
+        npugrad.errors.RecipeMismatch: group_norm_backward: input: found content with digest ...
+    """
 
     default_reason = "RECIPE_MISMATCH"
 
 
 class OperatorError(NpugradError):
     """The operator says no, with an aclnn number.
+
+    Example:
+        >>> try:  # doctest: +SKIP
+        ...     client.group_norm_backward(**call)
+        ... except OperatorError as error:
+        ...     print(error.code, [violation.id for violation in error.violations])
 
     Attributes:
         code: aclnn number; None for a reason of our own.
@@ -428,43 +529,88 @@ class OperatorError(NpugradError):
 
 
 class NullOperand(OperatorError):
-    """161001: a required operand or attribute is null."""
+    """161001: a required operand or attribute is null.
+
+    Example:
+        >>> client.group_norm_backward(**{**call, "rstd": None})  # doctest: +SKIP
+        Traceback (most recent call last):
+        npugrad.errors.NullOperand: group_norm_backward: rstd: found null; expected a tensor
+    """
 
     codes = (PARAM_NULLPTR,)
 
 
 class InvalidOperand(OperatorError):
-    """161002: an operand or attribute breaks a documented rule."""
+    """161002: an operand or attribute breaks a documented rule.
+
+    Example:
+        >>> client.group_norm_backward(**{**call, "group": 0})  # doctest: +SKIP
+        Traceback (most recent call last):
+        npugrad.errors.InvalidOperand: group_norm_backward: group: found 0; expected above 0
+    """
 
     codes = (PARAM_INVALID,)
 
 
 class TilingError(OperatorError):
-    """561002: the sizes break a documented limit of the operator's tiling."""
+    """561002: the sizes break a documented limit of the operator's tiling.
+
+    Example:
+        >>> client.fused_floyd_attention_grad(**{**call, "query": query[0]})  # doctest: +SKIP
+        Traceback (most recent call last):
+        npugrad.errors.TilingError: fused_floyd_attention_grad: query: found rank 4, ...; expected rank 5
+    """
 
     codes = (TILING_ERROR,)
 
 
 class UnsupportedOperator(OperatorError):
-    """The product or the server has no such operator (OPERATOR_UNSUPPORTED, UNKNOWN_OPERATOR)."""
+    """The product or the server has no such operator (OPERATOR_UNSUPPORTED, UNKNOWN_OPERATOR).
+
+    Example:
+        >>> client.validate("gelu_backward", inputs={}, attrs={})  # doctest: +SKIP
+        Traceback (most recent call last):
+        npugrad.errors.UnsupportedOperator: unknown operator 'gelu_backward'; known are ...
+    """
 
     default_reason = "OPERATOR_UNSUPPORTED"
 
 
 class DeviceError(OperatorError):
-    """A device failed; `code` is the vendor's number when there is one."""
+    """A device failed; `code` is the vendor's number when there is one.
+
+    Example:
+        >>> try:  # doctest: +SKIP
+        ...     client.group_norm_backward(**call)
+        ... except DeviceError as error:
+        ...     print(error.code, error.source, error)
+    """
 
     default_reason = "ACLNN_ERR_RUNTIME_ERROR"
 
 
 class DeviceOutOfMemory(DeviceError):
-    """The device has no memory for the call now (DEVICE_OUT_OF_MEMORY); safe to retry later."""
+    """The device has no memory for the call now (DEVICE_OUT_OF_MEMORY); safe to retry later.
+
+    Example:
+        >>> try:  # doctest: +SKIP
+        ...     client.group_norm_backward(**call)
+        ... except DeviceOutOfMemory:
+        ...     grads = other.group_norm_backward(**call)
+    """
 
     default_reason = "DEVICE_OUT_OF_MEMORY"
 
 
 class WorkerLost(DeviceError):
-    """The worker died under the call every time it was tried (WORKER_LOST)."""
+    """The worker died under the call every time it was tried (WORKER_LOST).
+
+    Example:
+        >>> try:  # doctest: +SKIP
+        ...     client.group_norm_backward(**call)
+        ... except WorkerLost as error:
+        ...     print(f"the server's log has it under {error.request_id}")
+    """
 
     default_reason = "WORKER_LOST"
 

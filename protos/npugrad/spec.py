@@ -37,6 +37,13 @@ AttrValue = int | float | bool | tuple[bool, ...] | None
 class TensorMeta:
     """What is known of a tensor without its data.
 
+    Example:
+        >>> TensorMeta("bfloat16", (2, 3)).nbytes
+        12
+        >>> expanded = TensorMeta("float32", (2, 3), strides=(0, 0))
+        >>> expanded.content_bytes
+        4
+
     Attributes:
         dtype: Element type; a name is accepted and becomes a `DType`.
         shape: Size of each axis.
@@ -467,6 +474,11 @@ def _is_wanted(output: TensorParam, call: CallMeta) -> bool:
 @dataclass(frozen=True)
 class Verdict:
     """What `validate` found.
+
+    Example:
+        >>> verdict = npugrad.validate("group_norm_backward", inputs={}, attrs=attrs)  # doctest: +SKIP
+        >>> verdict.status, len(verdict.violations)                                    # doctest: +SKIP
+        (161001, 4)
 
     Attributes:
         status: aclnn status: 0 or the code the documented order gives.

@@ -190,6 +190,18 @@ class Gate:
         """Returns when a call is held."""
         self._arrived.get(timeout=30)
 
+    def unary(self, spec: OpSpec, request: Any, context: Context) -> Any:
+        """A handler that is held, and answers with zeros."""
+        self.hold()
+        return zeros(spec, request, context)
+
+    def execute(
+        self, frames: Iterator[backward_pb2.ExecuteRequest], context: Context
+    ) -> Iterator[backward_pb2.ExecuteResponse]:
+        """The same for streams."""
+        self.hold()
+        yield from stream_zeros(frames, context)
+
     def open(self) -> None:
         """Lets all calls go."""
         self._open.set()

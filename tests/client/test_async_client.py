@@ -179,20 +179,12 @@ def test_what_grpc_raises_is_translated(stream_from_bytes: int) -> None:
 def test_a_deadline_ends_a_call(stream_from_bytes: int) -> None:
     gate = Gate()
 
-    def unary(spec: OpSpec, request: Any, context: Context) -> Any:
-        gate.hold()
-        return zeros(spec, request, context)
-
-    def execute(frames: Any, context: Context) -> Iterator[Any]:
-        gate.hold()
-        yield from stream_zeros(frames, context)
-
     async def work(address: str) -> None:
         async with AsyncClient(address, stream_from_bytes=stream_from_bytes) as client:
             with pytest.raises(DeadlineExceeded, match=r"within 0\.2 s"):
                 await client.group_norm_backward(**group_norm(), timeout_s=0.2)
 
-    with fake_service(unary, execute) as service:
+    with fake_service(gate.unary, gate.execute) as service:
         run(work(service.address))
         gate.open()
 
@@ -296,14 +288,6 @@ def test_a_server_gives_cancelled_calls_up(start_server: StartServer) -> None:
 def test_closing_cancels_calls_in_flight(stream_from_bytes: int) -> None:
     gate = Gate()
 
-    def unary(spec: OpSpec, request: Any, context: Context) -> Any:
-        gate.hold()
-        return zeros(spec, request, context)
-
-    def execute(frames: Any, context: Context) -> Iterator[Any]:
-        gate.hold()
-        yield from stream_zeros(frames, context)
-
     async def work(address: str) -> None:
         client = AsyncClient(address, timeout_s=30, stream_from_bytes=stream_from_bytes)
         task = asyncio.ensure_future(client.group_norm_backward(**group_norm()))
@@ -316,7 +300,7 @@ def test_closing_cancels_calls_in_flight(stream_from_bytes: int) -> None:
             with pytest.raises(RuntimeError, match=f"found the client for {address} closed"):
                 await act()
 
-    with fake_service(unary, execute) as service:
+    with fake_service(gate.unary, gate.execute) as service:
         run(work(service.address))
         gate.open()
 

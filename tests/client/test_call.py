@@ -13,6 +13,7 @@ from npugrad.call import CallOptions
 from npugrad.errors import MalformedRequest
 from npugrad.recipe import Recipe
 from npugrad.validation import validate_call
+from npugrad_client import Client
 from npugrad_client._call import Answer, Prepared, finish, prepare
 
 SPEC = OPERATORS["group_norm_backward"]
@@ -119,6 +120,59 @@ def test_options_out_of_range_are_malformed_before_anything_is_sent(
     inputs, attrs = split(SPEC, group_norm())
     with pytest.raises(MalformedRequest, match=f"^group_norm_backward: {message}"):
         prepare(SPEC, inputs, attrs, None, options)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "found"),
+    [
+        ("label", 3, "3"),
+        ("label", b"me", "b'me'"),
+        ("label", None, "None"),
+        ("priority", "3", "'3'"),
+        ("priority", 1.0, "1.0"),
+        ("priority", True, "True"),
+        ("priority", None, "None"),
+        ("deterministic", "yes", "'yes'"),
+        ("verify", None, "None"),
+        ("verify", 3, "3"),
+    ],
+)
+def test_an_option_of_another_type_is_named_with_what_is_expected(name: str, value: Any, found: str) -> None:
+    wanted = {
+        "label": "text of at most 64 printable ASCII characters",
+        "priority": "an integer from -100 to 100",
+    }
+    message = f"group_norm_backward: {name}: found {found}; expected {wanted.get(name, 'True or False')}"
+    client = Client("localhost:1", retry=None)
+    with pytest.raises(MalformedRequest) as caught:
+        client.group_norm_backward(**group_norm(), **{name: value})
+    assert str(caught.value) == message
+    assert (caught.value.operator, caught.value.operand) == ("group_norm_backward", name)
+
+
+def test_options_may_be_numbers_of_numpy() -> None:
+    inputs, attrs = split(SPEC, group_norm())
+    options = CallOptions(np.True_, np.int64(-100), "me", np.False_)  # type: ignore[arg-type]
+    assert prepare(SPEC, inputs, attrs, None, options).options == options
+
+
+@pytest.mark.parametrize("out", [3, ["grad_input"], "grad_input"])
+def test_declared_outputs_are_a_mapping(out: Any) -> None:
+    inputs, attrs = split(SPEC, group_norm())
+    message = (
+        rf"^group_norm_backward: out: found {type(out).__name__}; expected a mapping of outputs by name$"
+    )
+    with pytest.raises(TypeError, match=message):
+        prepare(SPEC, inputs, attrs, out, CallOptions())
+
+
+@pytest.mark.parametrize("timeout_s", ["3", [3.0]])
+def test_a_timeout_is_a_number(timeout_s: Any) -> None:
+    found = type(timeout_s).__name__
+    message = rf"^group_norm_backward: timeout_s: found {found}; expected seconds or None$"
+    client = Client("localhost:1", retry=None)
+    with pytest.raises(TypeError, match=message):
+        client.group_norm_backward(**group_norm(), timeout_s=timeout_s)
 
 
 # ------------------------------------------------------------------------------------ declared outputs

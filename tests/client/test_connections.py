@@ -13,12 +13,9 @@ import pytest
 from tests.client.fake_service import (
     STREAMED,
     UNARY,
-    Context,
     Gate,
     fake_service,
     group_norm,
-    stream_zeros,
-    zeros,
 )
 
 from npugrad_client import Cancelled, Client, ConnectError, NpugradError, TransportError
@@ -28,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from npugrad.spec import OpSpec
 
 WAYS = pytest.mark.parametrize("stream_from_bytes", [UNARY, STREAMED], ids=["unary", "streamed"])
 
@@ -51,16 +47,7 @@ def test_a_closed_client_says_so(stream_from_bytes: int) -> None:
 @WAYS
 def test_closing_cancels_calls_in_flight(stream_from_bytes: int) -> None:
     gate = Gate()
-
-    def unary(spec: OpSpec, request: Any, context: Context) -> Any:
-        gate.hold()
-        return zeros(spec, request, context)
-
-    def execute(frames: Any, context: Context) -> Iterator[Any]:
-        gate.hold()
-        yield from stream_zeros(frames, context)
-
-    with fake_service(unary, execute) as service, ThreadPoolExecutor(1) as pool:
+    with fake_service(gate.unary, gate.execute) as service, ThreadPoolExecutor(1) as pool:
         client = Client(service.address, timeout_s=30, stream_from_bytes=stream_from_bytes)
         flying = pool.submit(client.group_norm_backward, **group_norm())
         gate.wait_for_call()

@@ -100,12 +100,7 @@ def test_closing_ends_tasks_that_wait_for_their_next_try(policy: RetryPolicy) ->
 
 def test_who_waits_for_futures_hears_of_those_that_a_closed_client_never_began() -> None:
     gate = Gate()
-
-    def hold(spec: OpSpec, request: Any, context: Context) -> Any:
-        gate.hold()
-        return zeros(spec, request, context)
-
-    with fake_service(hold) as service:
+    with fake_service(gate.unary) as service:
         client = Client(service.address, timeout_s=30, threads=1)
         flying = [client.submit.group_norm_backward(**group_norm()) for _ in range(4)]
         gate.wait_for_call()

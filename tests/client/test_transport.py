@@ -191,17 +191,13 @@ def test_a_refusal_at_the_header_ends_the_upload_and_frees_its_memory() -> None:
 def test_a_deadline_ends_a_call_that_stalls(stream_from_bytes: int) -> None:
     gate = Gate()
 
-    def unary(spec: OpSpec, request: Any, context: Context) -> Any:
-        gate.hold()
-        return zeros(spec, request, context)
-
     def execute(frames: Any, context: Context) -> Iterator[Any]:
         replies = stream_zeros(frames, context)
         yield next(replies)  # the header came, and then nothing
         gate.hold()
 
     with (
-        fake_service(unary, execute) as service,
+        fake_service(gate.unary, execute) as service,
         Client(service.address, stream_from_bytes=stream_from_bytes) as client,
     ):
         with pytest.raises(DeadlineExceeded) as caught:
@@ -238,12 +234,7 @@ def test_nan_is_no_deadline() -> None:
 
 def test_the_clients_deadline_holds_where_a_call_has_none() -> None:
     gate = Gate()
-
-    def unary(spec: OpSpec, request: Any, context: Context) -> Any:
-        gate.hold()
-        return zeros(spec, request, context)
-
-    with fake_service(unary) as service, Client(service.address, timeout_s=0.2) as client:
+    with fake_service(gate.unary) as service, Client(service.address, timeout_s=0.2) as client:
         with pytest.raises(DeadlineExceeded, match=r"within 0\.2 s"):
             client.group_norm_backward(**group_norm())
         gate.open()

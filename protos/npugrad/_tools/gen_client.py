@@ -83,6 +83,8 @@ _CLASSES = (
 )
 """The classes of methods: name, what the methods are, and how they are defined and call."""
 
+_SKIP = "# doctest: +SKIP"
+"""What an example says that needs a server."""
 CLASS_BY_CODE = {code: cls for cls in (NullOperand, InvalidOperand, TilingError) for code in cls.codes}
 _ATTR_TYPES = {"int64": "int", "double": "float", "bool": "bool", "bool_array": "Sequence[bool] | None"}
 _COMMON = (
@@ -145,7 +147,8 @@ def _result_class(spec: OpSpec) -> str:
     lines = ["", "", "@dataclass(frozen=True, eq=False)", f"class {_class_name(spec)}:"]
     masked = any(p.masked_by is not None for p in spec.outputs)
     note = "; masked-out ones are None" if masked else ""
-    lines += [f'    """Results of `{spec.name}`{note}.', "", "    Attributes:"]
+    lines += [f'    """Results of `{spec.name}`{note}.', "", "    Example:"]
+    lines += [*_example(spec, "(**call)", 8), "", "    Attributes:"]
     lines += [_wrap(_tensor_doc(p), 8, f"{p.name}: ") for p in spec.outputs]
     lines += [_wrap("What produced the results and how long each stage took.", 8, "info: "), '    """', ""]
     lines += [f"    {p.name}: Array" for p in spec.outputs]
@@ -179,11 +182,8 @@ def _raises(spec: OpSpec) -> list[str]:
             )
     sentences["MalformedTensor"] = "Shape, strides and content of an operand do not fit together."
     sentences["RecipeMismatch"] = "A `Recipe` with a digest gives another content on the server."
-    sentences["MalformedRequest"] = (
-        "An attribute has the wrong type or is outside int64, or an option is out of range."
-        if spec.attrs
-        else "An option is out of range."
-    )
+    what = "An attribute or option" if spec.attrs else "An option"
+    sentences["MalformedRequest"] = f"{what} has the wrong type or is out of range."
     if spec.data_check is not None:
         sentences["UnsafeLevels"] = "Level sizes or starts point outside the value tensor (NPU only)."
     sentences["OperatorError"] = "The device cannot honour `deterministic` for this call."
@@ -193,6 +193,31 @@ def _raises(spec: OpSpec) -> list[str]:
         "An operand is no array, or a name or None is given that the operator does not know."
     )
     return [_wrap(sentence, 12, f"{name}: ") for name, sentence in sentences.items()]
+
+
+def _example(spec: OpSpec, arguments: str, indent: int, await_: str = "") -> list[str]:
+    """A call of the operator and a look at its results; `arguments` come in brackets, on one line or more."""
+    first, *more = arguments.split("\n")
+    call = f">>> grads = {await_}client.{spec.name}{first}"
+    look = f">>> grads.{spec.outputs[0].name}.shape, grads.info.device"
+    width = max(len(call), len(look))
+    lines = [f"{call:{width}}  {_SKIP}", *(f"...     {line}" for line in more), f"{look:{width}}  {_SKIP}"]
+    return [" " * indent + line for line in lines]
+
+
+def _example_arguments(spec: OpSpec) -> str:
+    """Operands by their own names, attributes as in the record's plain call."""
+    call = spec.build()
+    given = [f"{p.name}={p.name}" for p in spec.inputs if call.inputs[p.name] is not None]
+    for param in spec.attrs:
+        value = call.attrs[param.name]
+        named = next((name for name, number in param.choices.items() if number == value), value)
+        given.append(f"{param.name}={f'{named:.3g}' if isinstance(named, float) else _quoted(named)}")
+    return f"(\n{textwrap.fill(', '.join(given), 85, break_on_hyphens=False)})"
+
+
+def _quoted(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def _method(spec: OpSpec, def_: str, await_: str) -> str:
@@ -213,7 +238,8 @@ def _method(spec: OpSpec, def_: str, await_: str) -> str:
         *(_wrap(_tensor_doc(p), 12, f"{p.name}: ") for p in spec.outputs),
         _wrap("What produced the results and how long each stage took.", 12, "info: "),
     ]
-    lines += ["", "        Raises:", *_raises(spec), '        """']
+    lines += ["", "        Raises:", *_raises(spec), "", "        Example:"]
+    lines += [*_example(spec, _example_arguments(spec), 12, await_), '        """']
     lines += [f"        results, info = {await_}self._run("]
     lines += [f'            OPERATORS["{spec.name}"],']
     lines += ["            inputs={" + ", ".join(f'"{p.name}": {p.name}' for p in spec.inputs) + "},"]
