@@ -271,14 +271,17 @@ def test_cancelled_while_made_gives_everything_back(server: ServerProcess, strea
     made = {name: Recipe.of(r.draw, r.meta, r.seed, b"x" * 32) for name, r in recipes(spec, call).items()}
     message, _ = codec.encode_request(call.inputs, made, spec, call.attrs)
     header = codec.wrap(backward_pb2.ExecuteHeader(), spec, message)
+
+    def ask(channel: grpc.Channel) -> None:
+        if stream_from_bytes:
+            call_unary(channel, spec, message, timeout=0.02)
+        else:
+            call_execute(channel, [backward_pb2.ExecuteRequest(header=header)], timeout=0.02)
+
     with server.channel() as channel:
         for _ in range(10):
-            frames = [backward_pb2.ExecuteRequest(header=header)]
             with pytest.raises(grpc.RpcError) as caught:
-                if stream_from_bytes:
-                    call_unary(channel, spec, message, timeout=0.02)
-                else:
-                    call_execute(channel, frames, timeout=0.02)
+                ask(channel)
             assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             while server.info().input_arena_used_bytes:
                 pass
