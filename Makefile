@@ -54,6 +54,9 @@ help: ## List the commands
 venv: $(STAMP) ## Set up .venv with everything for development
 .PHONY: venv
 
+environments: $(STAMP) $(STAMP_GEN) $(STAMP_FLOOR) $(STAMP_NPU) $(STAMP_JAX) ## Set up those of all checks and tests
+.PHONY: environments
+
 # torch is pinned: any other version would pull gigabytes of libraries that a CPU host cannot use.
 $(STAMP): pyproject.toml
 	@echo "make: setting up $(VENV) (some minutes the first time)"
@@ -183,11 +186,14 @@ lint: $(STAMP) ## Style and spelling
 	$(BIN)/codespell
 .PHONY: format lint
 
-types: $(STAMP) ## mypy strict for each Python version, pyright on the packages
+types: types-strict $(WHEEL_PYTHONS:%=types-%) types-pyright ## mypy strict for each Python version, pyright on the packages
+types-strict: $(STAMP)
 	$(BIN)/mypy
-	for version in $(WHEEL_PYTHONS); do $(BIN)/mypy $(MYPY_OTHER) --python-version $$version $(LIBRARY); done
+$(WHEEL_PYTHONS:%=types-%): types-%: $(STAMP)
+	$(BIN)/mypy $(MYPY_OTHER) --python-version $* $(LIBRARY)
+types-pyright: $(STAMP)
 	$(BIN)/pyright --pythonpath $(BIN)/python
-.PHONY: types
+.PHONY: types types-strict $(WHEEL_PYTHONS:%=types-%) types-pyright
 
 imports: $(STAMP) ## Who may import whom
 	$(BIN)/lint-imports --no-cache

@@ -101,8 +101,8 @@ class Generator:
 
 
 def _number_problem(draw: Draw, dtype: DType) -> str | None:
-    """Whether a parameter is not finite or further from zero than the type reaches."""
-    most = _largest(dtype)
+    """Whether a parameter is not finite, or beyond what floats reach or where whole numbers are exact."""
+    most = _largest(dtype) if dtype in _FLOATS else float(_EXACT)
     for name, value in zip(GENERATORS[draw.generator].parameters, draw.completed(), strict=True):
         if not math.isfinite(value) or abs(value) > most:
             return f"found {name} {value:g} of {draw.generator}; expected at most {most:g} for {dtype}"
@@ -110,11 +110,18 @@ def _number_problem(draw: Draw, dtype: DType) -> str | None:
 
 
 def _largest(dtype: DType) -> float:
-    if dtype in _FLOATS:
-        # float32 is what floats are computed in, and the difference of two bounds has to be finite in it.
-        most = float(ml_dtypes.finfo(dtype.numpy).max)  # type: ignore[no-untyped-call]
-        return min(most, float(np.finfo(np.float32).max) / 2)
-    return float(_EXACT) if dtype is DType.BOOL else float(min(np.iinfo(dtype.numpy).max, _EXACT))
+    """The largest number of a float type that is drawn."""
+    # float32 is what floats are computed in, and the difference of two bounds has to be finite in it.
+    most = float(ml_dtypes.finfo(dtype.numpy).max)  # type: ignore[no-untyped-call]
+    return min(most, float(np.finfo(np.float32).max) / 2)
+
+
+def _whole_numbers(dtype: DType) -> range:
+    """The whole numbers that a type holds that is no float."""
+    if dtype is DType.BOOL:
+        return range(2)
+    held = np.iinfo(dtype.numpy)
+    return range(int(held.min), int(held.max) + 1)
 
 
 # ------------------------------------------------------------------------------------ from words to values
@@ -172,8 +179,16 @@ def _integers_problem(parameters: tuple[float, ...], dtype: DType) -> str | None
         return "found integers for dtype bool; expected another type, or the generator bernoulli"
     if low % 1 or high % 1 or not 1 <= high - low <= 2**32:
         return f"found integers from {low:g} to below {high:g}; expected whole numbers, 1 to 2^32 of them"
-    least = -_largest(dtype) if dtype in _FLOATS else float(np.iinfo(dtype.numpy).min)
-    return None if low >= least else f"found low {low:g} of integers; expected at least {least:g} for {dtype}"
+    if dtype in _FLOATS:
+        return None  # whose reach is looked at for every generator
+    held = _whole_numbers(dtype)
+    if low < held.start:
+        return f"found low {low:.0f} of integers; expected at least {held.start} for {dtype}"
+    return (
+        None
+        if high <= held.stop
+        else f"found high {high:.0f} of integers; expected at most {held.stop} for {dtype}"
+    )
 
 
 def _integers(words: Words, parameters: tuple[float, ...], dtype: DType) -> Array:
@@ -196,8 +211,7 @@ def _constant_problem(parameters: tuple[float, ...], dtype: DType) -> str | None
     (value,) = parameters
     if dtype in _FLOATS:
         return None
-    least = 0.0 if dtype is DType.BOOL else float(np.iinfo(dtype.numpy).min)
-    if value % 1 or value < least or (dtype is DType.BOOL and value > 1):
+    if value % 1 or int(value) not in _whole_numbers(dtype):
         return f"found value {value:g} of constant; expected a whole number that {dtype} holds"
     return None
 
@@ -303,10 +317,11 @@ def fill(target: Array, draw: Draw, seed: int, first: int = 0) -> None:
         first: Position of the first of them in the content.
     """
     dtype = dtype_from_name(target.dtype)
-    parameters = draw.completed()
     if draw.generator == "constant":
-        target.fill(parameters[0])
+        target.fill(draw.completed()[0])
         return
+    # A zero has no sign here: -0.0 and 0.0 are one key of the cached tables.
+    parameters = tuple(value + 0.0 for value in draw.completed())
     narrow = dtype.itemsize <= 2
     tile = TILE_WORDS * 2 if narrow else TILE_WORDS
     done = 0

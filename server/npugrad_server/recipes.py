@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from npugrad.errors import RecipeMismatch
+from npugrad_server.machine import cpu_count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,8 +32,7 @@ class Maker:
 
     def __init__(self) -> None:
         """Starts no thread before the first recipe."""
-        threads = min(_MAX_THREADS, os.cpu_count() or 1)
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="recipe")
+        self._threads = ThreadPoolExecutor(min(_MAX_THREADS, cpu_count()), thread_name_prefix="recipe")
 
     async def write(self, admission: Admission, contents: Mapping[str, WireContent]) -> None:
         """Writes every content that has a recipe.

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from npugrad_server.config import ServerSettings
 
-_MISMATCH = "KEY_VALUES_MISMATCH"
-"""What OpenSSL says of a key that belongs to another certificate."""
+_MISMATCHES = frozenset({"KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED"})
+"""What OpenSSL says of a key that belongs to another certificate, of the same kind or of another one."""
 
 
 class TlsError(ValueError):
@@ -86,7 +86,7 @@ def _check_key(certificate: str, key: str, problems: list[str]) -> None:
         # Without a password of ours OpenSSL would ask for one on the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
     except (ssl.SSLError, OSError) as error:
-        if getattr(error, "reason", None) == _MISMATCH:
+        if getattr(error, "reason", None) in _MISMATCHES:
             problems.append(
                 f"tls_key: found in {key!r} the key of another certificate; expected that of {certificate!r}"
             )

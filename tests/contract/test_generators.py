@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from npugrad import generators
 from npugrad.dtypes import DType, dtype_from_name
 from npugrad.generators import GENERATORS, TILE_WORDS, Draw, fill, words
 
@@ -220,6 +221,31 @@ def test_normal_is_nearly_normal(dtype: DType, seed: int) -> None:
         assert abs((np.abs(found) > reach).mean() - share) < 0.01
 
 
+@pytest.mark.parametrize(
+    "dtype", [d for d in DATA if d.itemsize <= 4 and d not in FLOATS and d is not DType.BOOL]
+)
+def test_integers_reach_both_ends_of_a_type(dtype: DType) -> None:
+    held = np.iinfo(dtype.numpy)
+    for low, high in ((held.min, held.min + 2), (held.max - 1, held.max + 1), (held.min, held.max + 1)):
+        draw = Draw("integers", (float(low), float(high)))
+        assert draw.problem(dtype) is None
+        found = make(draw, dtype, 1000)
+        assert low <= found.min() < found.max() < high
+    for end in (held.min, held.max):
+        assert Draw("constant", (float(end),)).problem(dtype) is None
+        assert set(make(Draw("constant", (float(end),)), dtype, 3).tolist()) == {end}
+
+
+@pytest.mark.parametrize("zeros", [(-0.0, 0.0), (0.0, -0.0), (-0.0, -0.0)])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_bits_do_not_depend_on_what_was_drawn_before(dtype: DType, zeros: tuple[float, float]) -> None:
+    """Zeros of either sign are equal, and the tables of small types are kept under their parameters."""
+    expected = make(Draw("normal", (0.0, 0.0)), dtype, 100).tobytes()
+    generators._table.cache_clear()
+    for parameters in (zeros, (0.0, 0.0)):
+        assert make(Draw("normal", parameters), dtype, 100).tobytes() == expected
+
+
 def test_normal_is_scaled_and_shifted() -> None:
     plain = make(Draw("normal"), "float32", 1000)
     found = make(Draw("normal", (2.0, 0.5)), "float32", 1000)
@@ -277,7 +303,14 @@ def test_every_bit_of_words_is_even_and_neighbours_are_not_alike() -> None:
         (Draw("integers", (0.5, 3)), "int32", "found integers from 0.5 to below 3; expected whole numbers"),
         (Draw("integers", (3, 3)), "int32", "found integers from 3 to below 3; expected whole numbers, 1 to"),
         (Draw("integers", (-1, 3)), "uint8", "found low -1 of integers; expected at least 0 for uint8"),
-        (Draw("integers", (0, 300)), "uint8", "found high 300 of integers; expected at most 255 for uint8"),
+        (Draw("integers", (0, 300)), "uint8", "found high 300 of integers; expected at most 256 for uint8"),
+        (Draw("integers", (-129, 0)), "int8", "found low -129 of integers; expected at least -128 for int8"),
+        (Draw("integers", (2.0**54 - 2, 2.0**54)), "int64", "found low 1.80144e+16 of integers; expected at"),
+        (
+            Draw("constant", (256,)),
+            "uint8",
+            "found value 256 of constant; expected a whole number that uint8",
+        ),
         (Draw("bernoulli", (1.5,)), "float32", "found p 1.5 of bernoulli; expected 0 to 1"),
         (
             Draw("constant", (2,)),

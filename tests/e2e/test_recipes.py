@@ -12,9 +12,12 @@ import grpc
 import numpy as np
 import pytest
 from tests.calls import call_execute, call_unary, failure_of, sample
+from tests.client.fake_service import abort_with, fake_service, stream_zeros, zeros
 
 from npugrad import codec
+from npugrad.errors import ServerBusy
 from npugrad.ops import OPERATORS, get_operator
+from npugrad.products import Product
 from npugrad.recipe import Recipe, recipes
 from npugrad.v1 import backward_pb2
 from npugrad_client import AsyncClient, Client, InvalidRecipe, RecipeMismatch
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from npugrad.spec import CallMeta, OpSpec
 
 each_operator = pytest.mark.parametrize("operator", OPERATORS)
+each_way = pytest.mark.parametrize("stream_from_bytes", [2**20, 0], ids=["unary", "execute"])
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +52,17 @@ def results(
     client: Client, spec: OpSpec, inputs: Mapping[str, Any], attrs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Raw bytes of each output, by name."""
-    found = getattr(client, spec.name)(**inputs, **attrs, timeout_s=60)
+    return raw(getattr(client, spec.name)(**inputs, **attrs, timeout_s=60))
+
+
+def raw(found: Any) -> dict[str, Any]:
+    """Type, shape and bytes of each output, by name; None where it is masked out."""
     arrays = {f.name: getattr(found, f.name) for f in fields(found) if f.name != "info"}
     return {name: None if a is None else (str(a.dtype), a.shape, a.tobytes()) for name, a in arrays.items()}
 
 
 @each_operator
-@pytest.mark.parametrize("stream_from_bytes", [2**20, 0], ids=["unary", "execute"])
+@each_way
 def test_results_are_those_of_the_data(server: ServerProcess, operator: str, stream_from_bytes: int) -> None:
     spec, call, made, rest = made_call(operator)
     arrays = {name: recipe.array() for name, recipe in made.items()}
@@ -67,17 +75,60 @@ def test_results_are_those_of_the_data(server: ServerProcess, operator: str, str
     assert any(value is not None and any(value[2]) for value in sent.values())
 
 
-def test_asynchronous_client_takes_recipes(server: ServerProcess) -> None:
-    _, call, made, _ = made_call("grid_sampler_2d_backward")
-    arguments: dict[str, Any] = {**made, **call.attrs}
+@each_operator
+@each_way
+def test_asynchronous_client_takes_recipes(
+    server: ServerProcess, operator: str, stream_from_bytes: int
+) -> None:
+    spec, call, made, rest = made_call(operator)
+    arrays = {name: recipe.array() for name, recipe in made.items()}
 
     async def ask() -> Any:
-        async with AsyncClient(server.address) as client:
-            return await client.grid_sampler_2d_backward(**arguments)
+        async with AsyncClient(server.address, stream_from_bytes=stream_from_bytes) as client:
+            return await getattr(client, operator)(**made, **rest, **call.attrs, timeout_s=60)
 
     with Client(server.address) as client:
-        expected = client.grid_sampler_2d_backward(**arguments)
-    assert asyncio.run(ask()).grid_grad.tobytes() == expected.grid_grad.tobytes()
+        expected = results(client, spec, {**arrays, **rest}, call.attrs)
+    assert raw(asyncio.run(ask())) == expected
+
+
+@each_way
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_retry_sends_the_recipes_again(stream_from_bytes: int, asynchronous: bool) -> None:
+    """The first try is refused once it was read; the second is the same request."""
+    spec, call, made, rest = made_call("group_norm_backward")
+    arguments: dict[str, Any] = {**made, **rest, **call.attrs}
+    requests: list[Any] = []
+
+    def once(message: Any, context: grpc.ServicerContext) -> None:
+        requests.append(message)
+        if len(requests) == 1:
+            abort_with(context, ServerBusy("full", reason="QUEUE_FULL"))
+
+    def unary(spec: OpSpec, request: Any, context: grpc.ServicerContext) -> Any:
+        once(request, context)
+        return zeros(spec, request, context)
+
+    def execute(frames: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+        header, *others = frames
+        once(codec.unwrap(header.header)[1], context)
+        yield from stream_zeros(iter([header, *others]), context)
+
+    with fake_service(unary, execute) as service:
+        if asynchronous:
+
+            async def ask() -> Any:
+                async with AsyncClient(service.address, stream_from_bytes=stream_from_bytes) as client:
+                    return await client.group_norm_backward(**arguments)
+
+            found = asyncio.run(ask())
+        else:
+            with Client(service.address, stream_from_bytes=stream_from_bytes) as client:
+                found = client.group_norm_backward(**arguments)
+    assert found.info.tries == 2
+    first, second = (codec.decode_request(spec, message, Product.ATLAS_A2).contents for message in requests)
+    assert first == second
+    assert {name: content.recipe for name, content in second.items()} == made
 
 
 def test_every_type_and_layout_is_made_as_here(server: ServerProcess) -> None:
@@ -153,7 +204,7 @@ def input_recipe() -> Recipe:
     return made_call("group_norm_backward")[2]["input"]
 
 
-@pytest.mark.parametrize("stream_from_bytes", [2**20, 0], ids=["unary", "execute"])
+@each_way
 def test_other_digest_is_told_with_both(server: ServerProcess, stream_from_bytes: int) -> None:
     recipe = input_recipe()
     other = Recipe.of(recipe.draw, recipe.meta, recipe.seed, b"\xab" * 32)
@@ -171,7 +222,7 @@ def test_other_digest_is_told_with_both(server: ServerProcess, stream_from_bytes
     server.assert_nothing_leaked()
 
 
-@pytest.mark.parametrize("stream_from_bytes", [2**20, 0], ids=["unary", "execute"])
+@each_way
 def test_unknown_generator_is_told_with_the_known_ones(server: ServerProcess, stream_from_bytes: int) -> None:
     recipe = input_recipe()
     unknown = Recipe.of(type(recipe.draw)("gauss"), recipe.meta, 0)
@@ -212,18 +263,25 @@ def test_metrics_count_what_travelled(server: ServerProcess, channel: grpc.Chann
     assert found["received_bytes"] == 0
 
 
-def test_cancelled_while_made_gives_everything_back(server: ServerProcess) -> None:
+@each_way
+def test_cancelled_while_made_gives_everything_back(server: ServerProcess, stream_from_bytes: int) -> None:
     """The memory comes back soon, and not before the thread that writes it is done."""
     spec = get_operator("group_norm_backward")
     call = spec.build(n=1, c=1, hxw=2**24, group=1, output_mask=(False, False, True))
     made = {name: Recipe.of(r.draw, r.meta, r.seed, b"x" * 32) for name, r in recipes(spec, call).items()}
     message, _ = codec.encode_request(call.inputs, made, spec, call.attrs)
     header = codec.wrap(backward_pb2.ExecuteHeader(), spec, message)
+
+    def ask(channel: grpc.Channel) -> None:
+        if stream_from_bytes:
+            call_unary(channel, spec, message, timeout=0.02)
+        else:
+            call_execute(channel, [backward_pb2.ExecuteRequest(header=header)], timeout=0.02)
+
     with server.channel() as channel:
         for _ in range(10):
-            frames = iter([backward_pb2.ExecuteRequest(header=header)])
             with pytest.raises(grpc.RpcError) as caught:
-                call_execute(channel, frames, timeout=0.02)
+                ask(channel)
             assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             while server.info().input_arena_used_bytes:
                 pass

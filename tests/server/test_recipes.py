@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -93,6 +94,33 @@ def test_cancelled_call_keeps_its_memory_until_the_thread_is_done() -> None:
     # The piece in hand was finished, and no other one was begun.
     assert memory[64 : 64 + PIECE_BYTES] == b"\xee" * PIECE_BYTES
     assert not any(memory[64 + PIECE_BYTES :])
+
+
+async def _threads_of_two_recipes() -> int:
+    """How many threads make two contents that are asked for at once."""
+    before, made = set(threading.enumerate()), (held(), held())
+    maker, loop = Maker(), asyncio.get_running_loop()
+    with admitted(bytearray(64 + 4 * SIZE)) as first, admitted(bytearray(64 + 4 * SIZE)) as second:
+        tasks = [
+            loop.create_task(maker.write(admission, content(recipe)))
+            for admission, recipe in zip((first, second), made, strict=True)
+        ]
+        assert await asyncio.to_thread(made[0].started.wait, 30)
+        found = {t for t in set(threading.enumerate()) - before if t.name.startswith("recipe")}
+        for recipe in made:
+            recipe.go.set()
+        await asyncio.gather(*tasks)
+    return len(found)
+
+
+def test_no_more_threads_than_the_process_may_use_processors() -> None:
+    """A process that is pinned to one processor has one, however many its host has."""
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        assert asyncio.run(_threads_of_two_recipes()) == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 async def _longest_gap_s(work: Any) -> float:

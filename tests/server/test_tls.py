@@ -59,9 +59,12 @@ def test_directory_is_not_a_file(certificates: Certificates, tmp_path: Path) -> 
     assert problem == f"tls_key: cannot read {str(tmp_path)!r}: Is a directory"
 
 
-def test_key_of_another_certificate(certificates: Certificates, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", trustme.KeyType)
+def test_key_of_another_certificate(
+    certificates: Certificates, tmp_path: Path, kind: trustme.KeyType
+) -> None:
     other = tmp_path / "other.key"
-    trustme.CA().issue_cert("localhost").private_key_pem.write_to_path(other)
+    trustme.CA().issue_cert("localhost", key_type=kind).private_key_pem.write_to_path(other)
     (problem,) = problems(settings(certificates, tls_key=str(other)))
     assert problem == (
         f"tls_key: found in {str(other)!r} the key of another certificate; "
