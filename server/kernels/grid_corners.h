@@ -76,27 +76,10 @@ struct Points {
         x = add_pairs(xs[0], xs[1]);
         y = add_pairs(ys[0], ys[1]);
       } else {
-        x = joined(xs[0], xs[1]);
-        y = joined(ys[0], ys[1]);
+        x = joined<float, kLanesOf<Count / 2>>(xs[0], xs[1]);
+        y = joined<float, kLanesOf<Count / 2>>(ys[0], ys[1]);
       }
     }
-  }
-
-  template <typename V>
-  static NPUGRAD_INLINE auto joined(V a, V b) {
-    constexpr int kHalf = sizeof(V) / sizeof(float);
-    Vec<float, 2 * kHalf> found;
-#if defined(__clang__) || __GNUC__ >= 12
-    if constexpr (kHalf == 4) {
-      found = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7);
-    } else {
-      found = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    }
-#else
-    std::memcpy(&found, &a, sizeof a);
-    std::memcpy(reinterpret_cast<char*>(&found) + sizeof a, &b, sizeof b);
-#endif
-    return found;
   }
 
   // All points of the group; sums over the channels of their terms.

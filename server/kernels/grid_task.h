@@ -12,7 +12,8 @@
 namespace npugrad {
 
 constexpr int64_t kPrefetchBytes = 512 << 10;   // size of a window from which it pays
-constexpr int64_t kAhead = 3;                   // groups that grad_output is fetched ahead
+constexpr int64_t kAhead = 12;                  // groups whose operands and grid_grad are fetched ahead
+constexpr int64_t kReady = 4, kReadyAhead = 2;  // groups that are placed, and how far ahead
 constexpr int64_t kRowsAhead = 3;               // rows of input that are fetched ahead
 constexpr int64_t kSoonBytes = 32 << 10;        // planes of a block that are fetched a block ahead
 
@@ -158,21 +159,44 @@ class GridSampler<T>::Task {
     std::fill_n(sums + window.outside() * L, (2 * pitch + 1) * L, 0.0f);
   }
 
-  void prefetch_grad(int64_t group, int64_t block, int channels) const {
+  // Elements of a plane of grad_output before the point `start`, where its rows lie one behind the other.
+  bool grad_in_a_row() const {
+    return whole_.grad_output_.stride(2) == whole_.grad_output_.shape(3) * whole_.grad_output_.stride(3);
+  }
+  __attribute__((noinline)) int64_t grad_offset(int64_t start) const {
     const Tensor& grad = whole_.grad_output_;
-    const int64_t columns = grad.shape(3), start = group * kGroup;
+    return start / grad.shape(3) * grad.stride(2) + start % grad.shape(3) * grad.stride(3);
+  }
+  // What a group reads from far away, and what it writes.
+  template <bool Gather>
+  NPUGRAD_INLINE void prefetch_group(int64_t group, int64_t block, int channels, bool in_a_row) const {
+    const Tensor& grad = whole_.grad_output_;
+    const int64_t start = group * kGroup;
     const T* from = grad.data<const T>() + n_ * grad.stride(0) + block * whole_.block_ * grad.stride(1) +
-                    start / columns * grad.stride(2) + start % columns * grad.stride(3);
+                    (in_a_row ? start * grad.stride(3) : grad_offset(start));
     for (int c = 0; c < channels; ++c) __builtin_prefetch(from + c * grad.stride(1));
+    if (!has_table_) whole_.grid_.prefetch(n_, group);
+    if (Gather && direct_) whole_.prefetch_result(n_, group);
   }
   template <int L>
-  void read_grad(int64_t group, int64_t block, int channels, float* to) const {
+  NPUGRAD_INLINE void read_grad(int64_t group, int64_t block, int channels, bool in_a_row, float* to) const {
     const Tensor& grad = whole_.grad_output_;
+    const int64_t start = group * kGroup, plane = grad.stride(1);
     const T* from = grad.data<const T>() + n_ * grad.stride(0) + block * whole_.block_ * grad.stride(1);
+    if (!in_a_row || grad.stride(3) != 1 || whole_.grid_.count(group) < kGroup) {
+      read_any_grad<L>(from, start, whole_.grid_.count(group), channels, to);
+    } else if (channels == L) {
+      pixels_of_rows<L, true>(from + start, plane, channels, kGroup, to);
+    } else {
+      pixels_of_rows<L, false>(from + start, plane, channels, kGroup, to);
+    }
+  }
+  template <int L>
+  __attribute__((noinline)) void read_any_grad(
+      const T* from, int64_t start, int64_t count, int channels, float* to) const {
+    const Tensor& grad = whole_.grad_output_;
     const int64_t columns = grad.shape(3), plane = grad.stride(1), pixel = grad.stride(3);
-    const int64_t start = group * kGroup;
-    const int count = whole_.grid_.count(group);
-    if (grad.stride(2) == columns * pixel) {
+    if (grad_in_a_row()) {
       to_pixels<L>(from + start * pixel, plane, pixel, channels, count, to);
     } else {
       int64_t row = start / columns, column = start % columns;
@@ -257,7 +281,8 @@ class GridSampler<T>::Task {
         entries ? entries->size() : list ? list->size() : static_cast<size_t>(groups_));
     alignas(64) float grad[(kGroup + kWidth) * L];
     alignas(64) float by_x[kGroup], by_y[kGroup];
-    Ready ready[2];
+    Ready ready[kReady];
+    const bool in_a_row = grad_in_a_row();
     const auto group_at = [&](int64_t i) {
       const auto at = static_cast<size_t>(i);
       return entries ? (*entries)[at].group : list ? (*list)[at] : i;
@@ -265,17 +290,19 @@ class GridSampler<T>::Task {
     const Soon grads = small_block(whole_.grad_output_, block + 1);
     const Soon image = Gather ? small_block(whole_.input_, block + 1) : Soon{};
     const Soon result = Scatter ? small_block(whole_.input_grad_, block) : Soon{};
-    if (count) prepare<L, Scatter, Gather>(group_at(0), window, first, ready[0]);
+    for (int64_t i = 0; i < std::min(count, kReadyAhead); ++i)
+      prepare<L, Scatter, Gather>(group_at(i), window, first, ready[i]);
     for (int64_t i = 0; i < count; ++i) {
       const int64_t group = group_at(i);
-      if (i + 1 < count) prepare<L, Scatter, Gather>(group_at(i + 1), window, first, ready[(i + 1) & 1]);
+      const int64_t next = i + kReadyAhead;
+      if (next < count) prepare<L, Scatter, Gather>(group_at(next), window, first, ready[next % kReady]);
       grads.template prefetch<0>(i, count);
       image.template prefetch<0>(i, count);
       result.template prefetch<1>(i, count);
-      prefetch_grad(group_at(std::min(i + kAhead, count - 1)), block, channels);
-      read_grad<L>(group, block, channels, grad);
+      prefetch_group<Gather>(group_at(std::min(i + kAhead, count - 1)), block, channels, in_a_row);
+      read_grad<L>(group, block, channels, in_a_row, grad);
       const Points<L, Scatter, Gather> points{
-          slot_.image.get(), slot_.sums.get(), grad, ready[i & 1], window.pitch() * L};
+          slot_.image.get(), slot_.sums.get(), grad, ready[i % kReady], window.pitch() * L};
       if constexpr (Nearest) {
         points.run_nearest();
       } else {
@@ -288,10 +315,7 @@ class GridSampler<T>::Task {
           std::copy_n(by_x, kGroup, sums);
           std::copy_n(by_y, kGroup, sums + kGroup);
         } else if (direct_ || entries) {
-          double x[kGroup], y[kGroup];
-          std::copy_n(by_x, kGroup, x);
-          std::copy_n(by_y, kGroup, y);
-          whole_.finish(n_, group, x, y, ready[i & 1].slopes);
+          whole_.finish(n_, group, by_x, by_y, ready[i % kReady].slopes);
         } else {
           double* sums = partial_ + 2 * kGroup * group;
           for (int j = 0; j < kGroup; ++j) sums[j] += by_x[j];
