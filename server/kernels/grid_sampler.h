@@ -144,7 +144,7 @@ class GridSampler {
       store_first(to + 2 * j, merge_first(by_x, by_y), left - 2 * j);
       store_first(to + 2 * j + kWidth, merge_second(by_x, by_y), left - 2 * j - kWidth);
     }
-    if (!all_finite(wrong)) finish_again(image, group, x, y, slopes);
+    if (any_set(wrong != wrong)) finish_again(image, group, x, y, slopes);
   }
   NPUGRAD_INLINE void prefetch_result(int64_t image, int64_t group) const {
     const T* to = grid_grad_.template data<T>() + 2 * (image * grid_.points() + group * kGroup);

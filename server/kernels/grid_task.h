@@ -81,11 +81,13 @@ class GridSampler<T>::Task {
   }
 
   void allocate() {
-    const int64_t floats = windows_->largest() * lanes(static_cast<int>(std::min(whole_.c_, whole_.block_)));
+    const int most = static_cast<int>(std::min(whole_.c_, whole_.block_));
+    const int64_t floats = windows_->largest() * lanes(most);
     if (slot_.floats < floats) {
       slot_.floats = floats;
-      if (whole_.gather_) slot_.image = whole_.call_.template scratch<float>(floats);
-      if (whole_.scatter_) {
+      const bool together = whole_.gather_ && whole_.scatter_ && lanes(most) <= 8;
+      if (whole_.gather_) slot_.image = whole_.call_.template scratch<float>(together ? 2 * floats : floats);
+      if (whole_.scatter_ && !together) {
         slot_.sums = whole_.call_.template scratch<float>(floats);
         std::memset(slot_.sums.get(), 0, static_cast<size_t>(floats) * sizeof(float));
       }
@@ -110,7 +112,12 @@ class GridSampler<T>::Task {
 
   template <int L>
   void with_channels(int64_t index, const Window& window, int64_t block, int channels) {
-    if (whole_.gather_) read_image<L>(window, block, channels);
+    const bool together = whole_.gather_ && whole_.scatter_;
+    if (together) {
+      read_image<kPixel<L, true, true>>(window, block, channels);
+    } else if (whole_.gather_) {
+      read_image<L>(window, block, channels);
+    }
     if (whole_.sampling_.nearest) {
       pass<L, true, false, true>(index, window, block, channels);
     } else if (!whole_.gather_) {
@@ -120,7 +127,11 @@ class GridSampler<T>::Task {
     } else {
       pass<L, true, true, false>(index, window, block, channels);
     }
-    if (whole_.scatter_) write_image<L>(window, block, channels);
+    if (together && kPixel<L, true, true> > L) {
+      write_sums<kPixel<L, true, true>>(window, block, channels);
+    } else if (whole_.scatter_) {
+      write_image<L>(window, block, channels);
+    }
   }
 
   template <int L>
@@ -157,6 +168,19 @@ class GridSampler<T>::Task {
     }
     std::fill_n(sums, (pitch + 1) * L, 0.0f);
     std::fill_n(sums + window.outside() * L, (2 * pitch + 1) * L, 0.0f);
+  }
+
+  // The same of sums that lie beside the image; nothing is left to be 0.
+  template <int Pixel>
+  void write_sums(const Window& window, int64_t block, int channels) {
+    const int64_t plane = whole_.h_ * whole_.w_, pitch = window.pitch();
+    T* to = whole_.input_grad_.template data<T>() + (n_ * whole_.c_ + block * whole_.block_) * plane +
+            window.row * whole_.w_ + window.column;
+    for (int64_t row = 0; row < window.rows; ++row, to += whole_.w_) {
+      if (row + 1 < window.rows) prefetch_rows<1>(to + whole_.w_, plane, channels, window.columns);
+      const float* from = slot_.image.get() + ((row + 1) * pitch + 1) * Pixel;
+      from_second_halves<Pixel>(from, window.columns, to, plane, channels);
+    }
   }
 
   // Elements of a plane of grad_output before the point `start`, where its rows lie one behind the other.
@@ -236,9 +260,18 @@ class GridSampler<T>::Task {
       store(ready.bottom + i, bottom);
     }
     if (window.pixels() * L * static_cast<int64_t>(sizeof(float)) < kPrefetchBytes) return;
-    const int64_t step = window.pitch() * L;
+    constexpr int kStride = kPixel<L, Scatter, Gather>;
+    const int64_t step = window.pitch() * kStride;
     for (int j = 0; j < kGroup; ++j) {
-      const int64_t at = int64_t{ready.pixel[j]} * L;
+      const int64_t at = int64_t{ready.pixel[j]} * kStride;
+      if constexpr (kStride > L) {
+        const float* corner = slot_.image.get() + at;
+        __builtin_prefetch(corner, 1);
+        __builtin_prefetch(corner + kStride, 1);
+        __builtin_prefetch(corner + step, 1);
+        __builtin_prefetch(corner + step + kStride, 1);
+        continue;
+      }
       if constexpr (Scatter) {
         __builtin_prefetch(slot_.sums.get() + at, 1);
         __builtin_prefetch(slot_.sums.get() + at + step, 1);
@@ -257,6 +290,7 @@ class GridSampler<T>::Task {
     // Part `index` of `parts`.
     template <int Write>
     NPUGRAD_INLINE void prefetch(int64_t index, int64_t parts) const {
+      if (!bytes) return;  // before the divisions
       const int64_t end = bytes * (index + 1) / parts;
       for (int64_t i = bytes * index / parts; i < end; i += 64) __builtin_prefetch(from + i, Write, 2);
     }
@@ -282,6 +316,8 @@ class GridSampler<T>::Task {
     alignas(64) float grad[(kGroup + kWidth) * L];
     alignas(64) float by_x[kGroup], by_y[kGroup];
     Ready ready[kReady];
+    constexpr int kStride = kPixel<L, Scatter, Gather>;
+    float* sums = kStride > L ? slot_.image.get() + L : slot_.sums.get();
     const bool in_a_row = grad_in_a_row();
     const auto group_at = [&](int64_t i) {
       const auto at = static_cast<size_t>(i);
@@ -302,7 +338,7 @@ class GridSampler<T>::Task {
       prefetch_group<Gather>(group_at(std::min(i + kAhead, count - 1)), block, channels, in_a_row);
       read_grad<L>(group, block, channels, in_a_row, grad);
       const Points<L, Scatter, Gather> points{
-          slot_.image.get(), slot_.sums.get(), grad, ready[i % kReady], window.pitch() * L};
+          slot_.image.get(), sums, grad, ready[i % kReady], window.pitch() * kStride};
       if constexpr (Nearest) {
         points.run_nearest();
       } else {

@@ -172,5 +172,25 @@ inline void from_pixels(float* from, int64_t count, T* to, int64_t plane, int ch
     if (c < channels) store_part(to + c * plane + i, v[c], count - i);
 }
 
+// The same of the second half of each pixel of L floats, which stays as it is.
+template <int L, typename T>
+inline void from_second_halves(const float* from, int64_t count, T* to, int64_t plane, int channels) {
+  for (int64_t i = 0; i < count; i += kWidth) {
+    Floats v[L];
+#pragma GCC unroll 16
+    for (int c = 0; c < L; ++c) v[c] = load(from + i * L + c * kWidth);
+    deinterleave<L>(v);
+#pragma GCC unroll 8
+    for (int c = 0; c < L / 2; ++c) {
+      if (c >= channels) continue;
+      if (count - i >= kWidth) {
+        store(to + c * plane + i, v[L / 2 + c]);
+      } else {
+        store_part(to + c * plane + i, v[L / 2 + c], count - i);
+      }
+    }
+  }
+}
+
 }  // namespace npugrad
 #endif
