@@ -56,7 +56,7 @@ NPUGRAD_INLINE bool any(Longs mask) {
   return found;
 }
 
-constexpr double kWholeLimit = 1125899906842624.0;  // 2^50
+constexpr double kWholeLimit = 1125899906842624.0;  // 2^50: below, every variant finds whole numbers
 
 // To nearest even, and down; for numbers below kWholeLimit.
 #if defined(__AVX512F__)

@@ -127,11 +127,9 @@ class GridSampler<T>::Task {
     } else {
       pass<L, true, true, false>(index, window, block, channels);
     }
-    if (together && kPixel<L, true, true> > L) {
-      write_sums<kPixel<L, true, true>>(window, block, channels);
-    } else if (whole_.scatter_) {
-      write_image<L>(window, block, channels);
-    }
+    if constexpr (kPixel<L, true, true> > L)
+      if (together) return write_sums<kPixel<L, true, true>>(window, block, channels);
+    if (whole_.scatter_) write_image<L>(window, block, channels);
   }
 
   template <int L>
@@ -183,7 +181,7 @@ class GridSampler<T>::Task {
     }
   }
 
-  // Elements of a plane of grad_output before the point `start`, where its rows lie one behind the other.
+  // Whether the rows of grad_output lie one behind the other: a division takes as long as two points.
   bool grad_in_a_row() const {
     return whole_.grad_output_.stride(2) == whole_.grad_output_.shape(3) * whole_.grad_output_.stride(3);
   }
