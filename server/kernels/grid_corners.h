@@ -23,9 +23,15 @@ NPUGRAD_INLINE void store_lanes(float* p, Vec<float, M> v) {
   *reinterpret_cast<typename VectorOf<float, M>::unaligned*>(p) = v;
 }
 
+// Floats from a pixel to the next: of few channels, input and sums lie side by side, which makes half as many lines
+// of the cache that a point touches.
+template <int L, bool Scatter, bool Gather>
+constexpr int kPixel = Scatter && Gather && L <= 8 ? 2 * L : L;
+
 // What the points of a group do with L channels.
 template <int L, bool Scatter, bool Gather>
 struct Points {
+  static constexpr int kStride = kPixel<L, Scatter, Gather>;
   static constexpr int kLanes = L < kWidth ? L : kWidth, kParts = L / kLanes;
   using Part = Vec<float, kLanes>;
 
@@ -37,7 +43,7 @@ struct Points {
 
   // Adds a point to input_grad; its terms of the gradient by x and by y, channels side by side.
   NPUGRAD_INLINE void point(int j, Part& x, Part& y) const {
-    const int64_t at = static_cast<int64_t>(ready.pixel[j]) * L;
+    const int64_t at = static_cast<int64_t>(ready.pixel[j]) * kStride;
     x = y = Part{};
 #pragma GCC unroll 4
     for (int k = 0; k < kParts; ++k) {
@@ -46,14 +52,14 @@ struct Points {
       if constexpr (Scatter) {
 #pragma GCC unroll 4
         for (int corner = 0; corner < 4; ++corner) {
-          float* p = sums + at + shift + (corner & 1) * L + (corner >> 1) * step;
+          float* p = sums + at + shift + (corner & 1) * kStride + (corner >> 1) * step;
           store_lanes<kLanes>(p, load_lanes<kLanes>(p) + ready.weight[corner][j] * g);
         }
       }
       if constexpr (Gather) {
         const float* p = image + at + shift;
-        const Part top_left = load_lanes<kLanes>(p), top_right = load_lanes<kLanes>(p + L);
-        const Part bottom_left = load_lanes<kLanes>(p + step), bottom_right = load_lanes<kLanes>(p + step + L);
+        const Part top_left = load_lanes<kLanes>(p), top_right = load_lanes<kLanes>(p + kStride);
+        const Part bottom_left = load_lanes<kLanes>(p + step), bottom_right = load_lanes<kLanes>(p + step + kStride);
         x += ((top_right - top_left) * ready.top[j] + (bottom_right - bottom_left) * ready.bottom[j]) * g;
         y += ((bottom_left - top_left) * ready.left[j] + (bottom_right - top_right) * ready.right[j]) * g;
       }
@@ -76,27 +82,10 @@ struct Points {
         x = add_pairs(xs[0], xs[1]);
         y = add_pairs(ys[0], ys[1]);
       } else {
-        x = joined(xs[0], xs[1]);
-        y = joined(ys[0], ys[1]);
+        x = joined<float, kLanesOf<Count / 2>>(xs[0], xs[1]);
+        y = joined<float, kLanesOf<Count / 2>>(ys[0], ys[1]);
       }
     }
-  }
-
-  template <typename V>
-  static NPUGRAD_INLINE auto joined(V a, V b) {
-    constexpr int kHalf = sizeof(V) / sizeof(float);
-    Vec<float, 2 * kHalf> found;
-#if defined(__clang__) || __GNUC__ >= 12
-    if constexpr (kHalf == 4) {
-      found = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7);
-    } else {
-      found = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    }
-#else
-    std::memcpy(&found, &a, sizeof a);
-    std::memcpy(reinterpret_cast<char*>(&found) + sizeof a, &b, sizeof b);
-#endif
-    return found;
   }
 
   // All points of the group; sums over the channels of their terms.

@@ -27,9 +27,10 @@ struct Group {
   int32_t column[kGroup];
   float left[kGroup], right[kGroup], top[kGroup], bottom[kGroup];
 };
-// Derivatives of positions by coordinates.
+// Derivatives of positions by coordinates: halves of whole numbers.
 struct Slopes {
-  double x[kGroup], y[kGroup];
+  alignas(64) float x[kGroup];
+  float y[kGroup];
 };
 
 // A product that is rounded before it is added to: keeps the compiler from fusing them.
@@ -55,15 +56,34 @@ NPUGRAD_INLINE bool any(Longs mask) {
   return found;
 }
 
-constexpr double kWhole = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to whole numbers
-constexpr double kWholeLimit = 1125899906842624.0;  // 2^50: below, that works
+constexpr double kWholeLimit = 1125899906842624.0;  // 2^50: below, every variant finds whole numbers
 
 // To nearest even, and down; for numbers below kWholeLimit.
+#if defined(__AVX512F__)
+NPUGRAD_INLINE HalfDoubles nearest_whole(HalfDoubles v) {
+  return (HalfDoubles)_mm512_maskz_roundscale_pd(0xff, (__m512d)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+NPUGRAD_INLINE HalfDoubles floor_whole(HalfDoubles v) {
+  return (HalfDoubles)_mm512_maskz_roundscale_pd(0xff, (__m512d)v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+}
+#elif defined(__AVX2__)
+NPUGRAD_INLINE HalfDoubles nearest_whole(HalfDoubles v) {
+  return (HalfDoubles)_mm256_round_pd((__m256d)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+NPUGRAD_INLINE HalfDoubles floor_whole(HalfDoubles v) {
+  return (HalfDoubles)_mm256_round_pd((__m256d)v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+}
+#elif defined(__aarch64__)
+NPUGRAD_INLINE HalfDoubles nearest_whole(HalfDoubles v) { return (HalfDoubles)vrndnq_f64((float64x2_t)v); }
+NPUGRAD_INLINE HalfDoubles floor_whole(HalfDoubles v) { return (HalfDoubles)vrndmq_f64((float64x2_t)v); }
+#else
+constexpr double kWhole = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to whole numbers
 NPUGRAD_INLINE HalfDoubles nearest_whole(HalfDoubles v) { return rounded(v + kWhole) - kWhole; }
 NPUGRAD_INLINE HalfDoubles floor_whole(HalfDoubles v) {
   const HalfDoubles near = nearest_whole(v);
   return near - choose(near > v, 1.0, HalfDoubles{});
 }
+#endif
 
 // One axis of the images.
 class Axis {
@@ -157,29 +177,42 @@ class Grid {
   __attribute__((noinline)) void locate(int64_t image, int64_t group, Group& found, Slopes& slopes) const {
     alignas(64) float x[kGroup], y[kGroup];
     read(image, group, x, y);
-    constexpr int kStep = kWidth / 2;
-    for (int i = 0; i < kGroup; i += kStep) {
-      place(x_, x + i, found.column + i, found.left + i, found.right + i, slopes.x + i);
-      place(y_, y + i, found.row + i, found.top + i, found.bottom + i, slopes.y + i);
+    for (int i = 0; i < kGroup; i += kWidth) {
+      place(x_, load(x + i), found.column + i, found.left + i, found.right + i, slopes.x + i);
+      place(y_, load(y + i), found.row + i, found.top + i, found.bottom + i, slopes.y + i);
     }
   }
 
+  // Reads ahead; of points that lie in a row.
+  NPUGRAD_INLINE void prefetch(int64_t image, int64_t group) const {
+    if (!tensor_.contiguous()) return;
+    const T* from = tensor_.data<const T>() + 2 * (image * points_ + group * kGroup);
+    for (int64_t i = 0; i < 2 * kGroup; i += 64 / int64_t{sizeof(T)}) __builtin_prefetch(from + i);
+  }
+
  private:
+  // Whole vectors are stored: what reads them next would wait for halves.
   NPUGRAD_INLINE void place(
-      const Axis& axis, const float* from, int32_t* pixel, float* before, float* after, double* slopes) const {
-    HalfFloats narrow;
-    std::memcpy(&narrow, from, sizeof narrow);
-    HalfDoubles slope;
-    const HalfDoubles position = axis.locate(__builtin_convertvector(narrow, HalfDoubles), slope);
-    const HalfDoubles whole = sampling_.nearest ? nearest_whole(position) : floor_whole(position);
-    const HalfDoubles rest = position - whole;
-    const auto pixels = __builtin_convertvector(whole, VecOfHalf);
-    const HalfFloats first = __builtin_convertvector(1.0 - rest, HalfFloats);
-    const HalfFloats second = __builtin_convertvector(rest, HalfFloats);
-    std::memcpy(pixel, &pixels, sizeof pixels);
-    std::memcpy(before, &first, sizeof first);
-    std::memcpy(after, &second, sizeof second);
-    std::memcpy(slopes, &slope, sizeof slope);
+      const Axis& axis, Floats coordinates, int32_t* pixel, float* before, float* after, float* slopes) const {
+    using PixelsOfHalf = Vec<int32_t, kWidth / 2>;
+    PixelsOfHalf pixels[2];
+    HalfFloats first[2], second[2], slope[2];
+#pragma GCC unroll 2
+    for (int k = 0; k < 2; ++k) {
+      HalfDoubles exact;
+      const HalfDoubles position =
+          axis.locate(__builtin_convertvector(half_of(coordinates, k == 1), HalfDoubles), exact);
+      const HalfDoubles whole = sampling_.nearest ? nearest_whole(position) : floor_whole(position);
+      const HalfDoubles rest = position - whole;
+      pixels[k] = __builtin_convertvector(whole, PixelsOfHalf);
+      first[k] = __builtin_convertvector(1.0 - rest, HalfFloats);
+      second[k] = __builtin_convertvector(rest, HalfFloats);
+      slope[k] = __builtin_convertvector(exact, HalfFloats);
+    }
+    store_raw<int32_t>(pixel, joined<int32_t, kWidth / 2>(pixels[0], pixels[1]));
+    store(before, joined<float, kWidth / 2>(first[0], first[1]));
+    store(after, joined<float, kWidth / 2>(second[0], second[1]));
+    store(slopes, joined<float, kWidth / 2>(slope[0], slope[1]));
   }
 
   void read(int64_t image, int64_t group, float* x, float* y) const {
@@ -206,7 +239,6 @@ class Grid {
     }
   }
 
-  using VecOfHalf = Vec<int32_t, kWidth / 2>;
   const Tensor tensor_;
   const int64_t points_;
   const Sampling sampling_;

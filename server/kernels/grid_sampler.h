@@ -132,8 +132,36 @@ class GridSampler {
     if (wrong != 0) finish_again(image, group, x, y, slopes);
   }
 
+  // The same from sums over one block.
+  NPUGRAD_INLINE void finish(int64_t image, int64_t group, const float* x, const float* y, const Slopes& slopes) const {
+    const int64_t left = 2 * int64_t{grid_.count(group)};
+    T* to = grid_grad_.template data<T>() + 2 * (image * grid_.points() + group * kGroup);
+    Floats wrong = {};
+    for (int j = 0; j < kGroup; j += kWidth) {
+      const Floats sum_x = load(x + j), sum_y = load(y + j);
+      const Floats by_x = sum_x * load(slopes.x + j), by_y = sum_y * load(slopes.y + j);
+      wrong += (by_x - by_x) + (by_y - by_y);
+      store_first(to + 2 * j, merge_first(by_x, by_y), left - 2 * j);
+      store_first(to + 2 * j + kWidth, merge_second(by_x, by_y), left - 2 * j - kWidth);
+    }
+    if (any_set(wrong != wrong)) finish_again(image, group, x, y, slopes);
+  }
+  NPUGRAD_INLINE void prefetch_result(int64_t image, int64_t group) const {
+    const T* to = grid_grad_.template data<T>() + 2 * (image * grid_.points() + group * kGroup);
+    for (int64_t i = 0; i < 2 * kGroup; i += 64 / int64_t{sizeof(T)}) __builtin_prefetch(to + i, 1);
+  }
+  static NPUGRAD_INLINE void store_first(T* to, Floats v, int64_t count) {
+    if (count >= kWidth) {
+      store(to, v);
+    } else if (count > 0) {
+      store_part(to, v, count);
+    }
+  }
+
   // The same for points whose sums are not finite, as the reference computes them.
-  void finish_again(int64_t image, int64_t group, const double* x, const double* y, const Slopes& slopes) const {
+  template <typename Sum>
+  __attribute__((noinline)) void finish_again(
+      int64_t image, int64_t group, const Sum* x, const Sum* y, const Slopes& slopes) const {
     Group found;
     Slopes same;
     grid_.locate(image, group, found, same);
@@ -143,8 +171,8 @@ class GridSampler {
       double dots[4] = {};
       corner_products(image, group * kGroup + j, found.row[j], found.column[j], dots);
       const double left = found.left[j], right = found.right[j], top = found.top[j], bottom = found.bottom[j];
-      to[2 * j] = from_double<T>(((dots[1] - dots[0]) * top + (dots[3] - dots[2]) * bottom) * slopes.x[j]);
-      to[2 * j + 1] = from_double<T>(((dots[2] - dots[0]) * left + (dots[3] - dots[1]) * right) * slopes.y[j]);
+      to[2 * j] = from_double<T>(((dots[1] - dots[0]) * top + (dots[3] - dots[2]) * bottom) * double{slopes.x[j]});
+      to[2 * j + 1] = from_double<T>(((dots[2] - dots[0]) * left + (dots[3] - dots[1]) * right) * double{slopes.y[j]});
     }
   }
 
@@ -164,8 +192,6 @@ class GridSampler {
 
   // grid_grad of some groups from what the spans of channels have added up.
   void finish_sums(int64_t image, int64_t begin, int64_t end, const double* partial, int64_t spans) const {
-    Group found;
-    Slopes slopes;
     for (int64_t group = begin; group < end; ++group) {
       double sums[2 * kGroup];
       std::copy_n(partial + 2 * kGroup * group, 2 * kGroup, sums);
@@ -173,9 +199,14 @@ class GridSampler {
         const double* more = partial + span * sums_size() + 2 * kGroup * group;
         for (int j = 0; j < 2 * kGroup; ++j) sums[j] += more[j];
       }
-      grid_.locate(image, group, found, slopes);
-      finish(image, group, sums, sums + kGroup, slopes);
+      finish_sums_of(image, group, sums);
     }
+  }
+  void finish_sums_of(int64_t image, int64_t group, const double* sums) const {
+    Group found;
+    Slopes slopes;
+    grid_.locate(image, group, found, slopes);
+    finish(image, group, sums, sums + kGroup, slopes);
   }
 
   void add_spans() {
@@ -208,10 +239,7 @@ class GridSampler {
         const double* more = share_of(banded, span, parted.first + share);
         for (int j = 0; j < 2 * kGroup; ++j) sums[j] += more[j];
       }
-    Group found;
-    Slopes slopes;
-    grid_.locate(image, parted.group, found, slopes);
-    finish(image, parted.group, sums, sums + kGroup, slopes);
+    finish_sums_of(image, parted.group, sums);
   }
 
   Call& call_;

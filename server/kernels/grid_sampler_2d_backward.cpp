@@ -5,9 +5,10 @@
 //
 // The limits are the loads and stores at the corners. Up to 16 channels of an image are laid side by side, so that a
 // corner is one cache line: input once more in scratch memory, input_grad as sums in scratch memory, each with a border
-// of one pixel. Corners outside fall on the border, which is 0 in the one and never read in the other: no point needs a
-// branch. An image too large for that is cut into windows, and each window goes through the groups of points that touch
-// it.
+// of one pixel; of up to 8 channels, the sums of a pixel beside its input. Corners outside fall on the border, which is
+// 0 in the one and never read in the other: no point needs a branch. An image too large for that is cut into windows,
+// and each window goes through the groups of points that touch it. With few channels a point waits for memory longer
+// than it computes: whatever it reads or writes is fetched groups ahead.
 //
 // A task is an image and some of its blocks of channels; where these are few, one band of rows of them (grid_bands.h).
 // Sums of grid_grad are float32 over a block, float64 over blocks, in order. Where one is not finite it is computed again

@@ -12,7 +12,8 @@
 namespace npugrad {
 
 constexpr int64_t kPrefetchBytes = 512 << 10;   // size of a window from which it pays
-constexpr int64_t kAhead = 3;                   // groups that grad_output is fetched ahead
+constexpr int64_t kAhead = 12;                  // groups whose operands and grid_grad are fetched ahead
+constexpr int64_t kReady = 4, kReadyAhead = 2;  // groups that are placed, and how far ahead
 constexpr int64_t kRowsAhead = 3;               // rows of input that are fetched ahead
 constexpr int64_t kSoonBytes = 32 << 10;        // planes of a block that are fetched a block ahead
 
@@ -80,11 +81,13 @@ class GridSampler<T>::Task {
   }
 
   void allocate() {
-    const int64_t floats = windows_->largest() * lanes(static_cast<int>(std::min(whole_.c_, whole_.block_)));
+    const int most = static_cast<int>(std::min(whole_.c_, whole_.block_));
+    const int64_t floats = windows_->largest() * lanes(most);
     if (slot_.floats < floats) {
       slot_.floats = floats;
-      if (whole_.gather_) slot_.image = whole_.call_.template scratch<float>(floats);
-      if (whole_.scatter_) {
+      const bool together = whole_.gather_ && whole_.scatter_ && lanes(most) <= 8;
+      if (whole_.gather_) slot_.image = whole_.call_.template scratch<float>(together ? 2 * floats : floats);
+      if (whole_.scatter_ && !together) {
         slot_.sums = whole_.call_.template scratch<float>(floats);
         std::memset(slot_.sums.get(), 0, static_cast<size_t>(floats) * sizeof(float));
       }
@@ -109,7 +112,12 @@ class GridSampler<T>::Task {
 
   template <int L>
   void with_channels(int64_t index, const Window& window, int64_t block, int channels) {
-    if (whole_.gather_) read_image<L>(window, block, channels);
+    const bool together = whole_.gather_ && whole_.scatter_;
+    if (together) {
+      read_image<kPixel<L, true, true>>(window, block, channels);
+    } else if (whole_.gather_) {
+      read_image<L>(window, block, channels);
+    }
     if (whole_.sampling_.nearest) {
       pass<L, true, false, true>(index, window, block, channels);
     } else if (!whole_.gather_) {
@@ -119,6 +127,8 @@ class GridSampler<T>::Task {
     } else {
       pass<L, true, true, false>(index, window, block, channels);
     }
+    if constexpr (kPixel<L, true, true> > L)
+      if (together) return write_sums<kPixel<L, true, true>>(window, block, channels);
     if (whole_.scatter_) write_image<L>(window, block, channels);
   }
 
@@ -158,21 +168,57 @@ class GridSampler<T>::Task {
     std::fill_n(sums + window.outside() * L, (2 * pitch + 1) * L, 0.0f);
   }
 
-  void prefetch_grad(int64_t group, int64_t block, int channels) const {
+  // The same of sums that lie beside the image; nothing is left to be 0.
+  template <int Pixel>
+  void write_sums(const Window& window, int64_t block, int channels) {
+    const int64_t plane = whole_.h_ * whole_.w_, pitch = window.pitch();
+    T* to = whole_.input_grad_.template data<T>() + (n_ * whole_.c_ + block * whole_.block_) * plane +
+            window.row * whole_.w_ + window.column;
+    for (int64_t row = 0; row < window.rows; ++row, to += whole_.w_) {
+      if (row + 1 < window.rows) prefetch_rows<1>(to + whole_.w_, plane, channels, window.columns);
+      const float* from = slot_.image.get() + ((row + 1) * pitch + 1) * Pixel;
+      from_second_halves<Pixel>(from, window.columns, to, plane, channels);
+    }
+  }
+
+  // Whether the rows of grad_output lie one behind the other: a division takes as long as two points.
+  bool grad_in_a_row() const {
+    return whole_.grad_output_.stride(2) == whole_.grad_output_.shape(3) * whole_.grad_output_.stride(3);
+  }
+  __attribute__((noinline)) int64_t grad_offset(int64_t start) const {
     const Tensor& grad = whole_.grad_output_;
-    const int64_t columns = grad.shape(3), start = group * kGroup;
+    return start / grad.shape(3) * grad.stride(2) + start % grad.shape(3) * grad.stride(3);
+  }
+  // What a group reads from far away, and what it writes.
+  template <bool Gather>
+  NPUGRAD_INLINE void prefetch_group(int64_t group, int64_t block, int channels, bool in_a_row) const {
+    const Tensor& grad = whole_.grad_output_;
+    const int64_t start = group * kGroup;
     const T* from = grad.data<const T>() + n_ * grad.stride(0) + block * whole_.block_ * grad.stride(1) +
-                    start / columns * grad.stride(2) + start % columns * grad.stride(3);
+                    (in_a_row ? start * grad.stride(3) : grad_offset(start));
     for (int c = 0; c < channels; ++c) __builtin_prefetch(from + c * grad.stride(1));
+    if (!has_table_) whole_.grid_.prefetch(n_, group);
+    if (Gather && direct_) whole_.prefetch_result(n_, group);
   }
   template <int L>
-  void read_grad(int64_t group, int64_t block, int channels, float* to) const {
+  NPUGRAD_INLINE void read_grad(int64_t group, int64_t block, int channels, bool in_a_row, float* to) const {
     const Tensor& grad = whole_.grad_output_;
+    const int64_t start = group * kGroup, plane = grad.stride(1);
     const T* from = grad.data<const T>() + n_ * grad.stride(0) + block * whole_.block_ * grad.stride(1);
+    if (!in_a_row || grad.stride(3) != 1 || whole_.grid_.count(group) < kGroup) {
+      read_any_grad<L>(from, start, whole_.grid_.count(group), channels, to);
+    } else if (channels == L) {
+      pixels_of_rows<L, true>(from + start, plane, channels, kGroup, to);
+    } else {
+      pixels_of_rows<L, false>(from + start, plane, channels, kGroup, to);
+    }
+  }
+  template <int L>
+  __attribute__((noinline)) void read_any_grad(
+      const T* from, int64_t start, int64_t count, int channels, float* to) const {
+    const Tensor& grad = whole_.grad_output_;
     const int64_t columns = grad.shape(3), plane = grad.stride(1), pixel = grad.stride(3);
-    const int64_t start = group * kGroup;
-    const int count = whole_.grid_.count(group);
-    if (grad.stride(2) == columns * pixel) {
+    if (grad_in_a_row()) {
       to_pixels<L>(from + start * pixel, plane, pixel, channels, count, to);
     } else {
       int64_t row = start / columns, column = start % columns;
@@ -212,9 +258,18 @@ class GridSampler<T>::Task {
       store(ready.bottom + i, bottom);
     }
     if (window.pixels() * L * static_cast<int64_t>(sizeof(float)) < kPrefetchBytes) return;
-    const int64_t step = window.pitch() * L;
+    constexpr int kStride = kPixel<L, Scatter, Gather>;
+    const int64_t step = window.pitch() * kStride;
     for (int j = 0; j < kGroup; ++j) {
-      const int64_t at = int64_t{ready.pixel[j]} * L;
+      const int64_t at = int64_t{ready.pixel[j]} * kStride;
+      if constexpr (kStride > L) {
+        const float* corner = slot_.image.get() + at;
+        __builtin_prefetch(corner, 1);
+        __builtin_prefetch(corner + kStride, 1);
+        __builtin_prefetch(corner + step, 1);
+        __builtin_prefetch(corner + step + kStride, 1);
+        continue;
+      }
       if constexpr (Scatter) {
         __builtin_prefetch(slot_.sums.get() + at, 1);
         __builtin_prefetch(slot_.sums.get() + at + step, 1);
@@ -233,6 +288,7 @@ class GridSampler<T>::Task {
     // Part `index` of `parts`.
     template <int Write>
     NPUGRAD_INLINE void prefetch(int64_t index, int64_t parts) const {
+      if (!bytes) return;  // before the divisions
       const int64_t end = bytes * (index + 1) / parts;
       for (int64_t i = bytes * index / parts; i < end; i += 64) __builtin_prefetch(from + i, Write, 2);
     }
@@ -257,7 +313,10 @@ class GridSampler<T>::Task {
         entries ? entries->size() : list ? list->size() : static_cast<size_t>(groups_));
     alignas(64) float grad[(kGroup + kWidth) * L];
     alignas(64) float by_x[kGroup], by_y[kGroup];
-    Ready ready[2];
+    Ready ready[kReady];
+    constexpr int kStride = kPixel<L, Scatter, Gather>;
+    float* sums = kStride > L ? slot_.image.get() + L : slot_.sums.get();
+    const bool in_a_row = grad_in_a_row();
     const auto group_at = [&](int64_t i) {
       const auto at = static_cast<size_t>(i);
       return entries ? (*entries)[at].group : list ? (*list)[at] : i;
@@ -265,17 +324,19 @@ class GridSampler<T>::Task {
     const Soon grads = small_block(whole_.grad_output_, block + 1);
     const Soon image = Gather ? small_block(whole_.input_, block + 1) : Soon{};
     const Soon result = Scatter ? small_block(whole_.input_grad_, block) : Soon{};
-    if (count) prepare<L, Scatter, Gather>(group_at(0), window, first, ready[0]);
+    for (int64_t i = 0; i < std::min(count, kReadyAhead); ++i)
+      prepare<L, Scatter, Gather>(group_at(i), window, first, ready[i]);
     for (int64_t i = 0; i < count; ++i) {
       const int64_t group = group_at(i);
-      if (i + 1 < count) prepare<L, Scatter, Gather>(group_at(i + 1), window, first, ready[(i + 1) & 1]);
+      const int64_t next = i + kReadyAhead;
+      if (next < count) prepare<L, Scatter, Gather>(group_at(next), window, first, ready[next % kReady]);
       grads.template prefetch<0>(i, count);
       image.template prefetch<0>(i, count);
       result.template prefetch<1>(i, count);
-      prefetch_grad(group_at(std::min(i + kAhead, count - 1)), block, channels);
-      read_grad<L>(group, block, channels, grad);
+      prefetch_group<Gather>(group_at(std::min(i + kAhead, count - 1)), block, channels, in_a_row);
+      read_grad<L>(group, block, channels, in_a_row, grad);
       const Points<L, Scatter, Gather> points{
-          slot_.image.get(), slot_.sums.get(), grad, ready[i & 1], window.pitch() * L};
+          slot_.image.get(), sums, grad, ready[i % kReady], window.pitch() * kStride};
       if constexpr (Nearest) {
         points.run_nearest();
       } else {
@@ -288,10 +349,7 @@ class GridSampler<T>::Task {
           std::copy_n(by_x, kGroup, sums);
           std::copy_n(by_y, kGroup, sums + kGroup);
         } else if (direct_ || entries) {
-          double x[kGroup], y[kGroup];
-          std::copy_n(by_x, kGroup, x);
-          std::copy_n(by_y, kGroup, y);
-          whole_.finish(n_, group, x, y, ready[i & 1].slopes);
+          whole_.finish(n_, group, by_x, by_y, ready[i % kReady].slopes);
         } else {
           double* sums = partial_ + 2 * kGroup * group;
           for (int j = 0; j < kGroup; ++j) sums[j] += by_x[j];

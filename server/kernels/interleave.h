@@ -40,6 +40,36 @@ NPUGRAD_INLINE Floats pick_odd(Floats a, Floats b) { return picked(a, b, Lanes{}
 // Sums of neighbours of two vectors in a row.
 NPUGRAD_INLINE Floats add_pairs(Floats a, Floats b) { return pick_even(a, b) + pick_odd(a, b); }
 
+// Two vectors as one of twice the width, and its halves.
+template <typename T, int N, int... I>
+NPUGRAD_INLINE Vec<T, 2 * N> joined(Vec<T, N> a, Vec<T, N> b, std::integer_sequence<int, I...>) {
+#if defined(__clang__) || __GNUC__ >= 12
+  return __builtin_shufflevector(a, b, I...);
+#else
+  Vec<T, 2 * N> found;
+  std::memcpy(&found, &a, sizeof a);
+  std::memcpy(reinterpret_cast<char*>(&found) + sizeof a, &b, sizeof b);
+  return found;
+#endif
+}
+template <typename T, int N>
+NPUGRAD_INLINE Vec<T, 2 * N> joined(Vec<T, N> a, Vec<T, N> b) {
+  return joined<T, N>(a, b, std::make_integer_sequence<int, 2 * N>{});
+}
+template <int... I>
+NPUGRAD_INLINE HalfFloats half_of(Floats v, bool second, std::integer_sequence<int, I...>) {
+#if defined(__clang__) || __GNUC__ >= 12
+  return second ? __builtin_shufflevector(v, v, (kWidth / 2 + I)...) : __builtin_shufflevector(v, v, I...);
+#else
+  HalfFloats halves[2];
+  std::memcpy(halves, &v, sizeof v);
+  return halves[second];
+#endif
+}
+NPUGRAD_INLINE HalfFloats half_of(Floats v, bool second) {
+  return half_of(v, second, std::make_integer_sequence<int, kWidth / 2>{});
+}
+
 template <int L, int Stage = 1>
 NPUGRAD_INLINE void interleave(Floats (&v)[L]) {
   if constexpr (Stage < L) {
@@ -140,6 +170,26 @@ inline void from_pixels(float* from, int64_t count, T* to, int64_t plane, int ch
 #pragma GCC unroll 16
   for (int c = 0; c < L; ++c)
     if (c < channels) store_part(to + c * plane + i, v[c], count - i);
+}
+
+// The same of the second half of each pixel of L floats, which stays as it is.
+template <int L, typename T>
+inline void from_second_halves(const float* from, int64_t count, T* to, int64_t plane, int channels) {
+  for (int64_t i = 0; i < count; i += kWidth) {
+    Floats v[L];
+#pragma GCC unroll 16
+    for (int c = 0; c < L; ++c) v[c] = load(from + i * L + c * kWidth);
+    deinterleave<L>(v);
+#pragma GCC unroll 8
+    for (int c = 0; c < L / 2; ++c) {
+      if (c >= channels) continue;
+      if (count - i >= kWidth) {
+        store(to + c * plane + i, v[L / 2 + c]);
+      } else {
+        store_part(to + c * plane + i, v[L / 2 + c], count - i);
+      }
+    }
+  }
 }
 
 }  // namespace npugrad

@@ -259,6 +259,23 @@ NPUGRAD_INLINE bool all_finite(Floats v) {
   return bad == 0;
 }
 
+// Whether any lane of a mask is set.
+NPUGRAD_INLINE bool any_set(Ints mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_epi8((__m256i)mask) != 0;
+#elif defined(__x86_64__)
+  return _mm_movemask_epi8((__m128i)mask) != 0;
+#elif defined(__aarch64__)
+  return vmaxvq_u32((uint32x4_t)mask) != 0;
+#else
+  bool found = false;
+  for (int i = 0; i < kWidth; ++i) found |= mask[i] != 0;
+  return found;
+#endif
+}
+
 // ------------------------------------------------------------------------------------------- single elements
 
 NPUGRAD_INLINE float to_float(float v) { return v; }

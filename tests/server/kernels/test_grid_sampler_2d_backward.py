@@ -198,11 +198,12 @@ def test_bits_do_not_depend_on_threads(
 
 @pytest.mark.parametrize("interpolation_mode", [0, 1])
 @pytest.mark.parametrize("turned", [True, False], ids=["turned", "scattered"])
+@pytest.mark.parametrize(("c", "h", "w"), [(9, 601, 1031), (17, 601, 1031), (5, 901, 897)])
 def test_an_image_too_large_for_one_window_is_cut(
-    kernels: Kernels, interpolation_mode: int, turned: bool
+    kernels: Kernels, interpolation_mode: int, turned: bool, c: int, h: int, w: int
 ) -> None:
-    """24 MiB of scratch memory hold 0.4 million pixels with 16 channels."""
-    call = GRID.build(n=1, c=9, h=601, w=1031, oh=53, ow=59, interpolation_mode=interpolation_mode)
+    """24 MiB of scratch memory hold 0.4 million pixels with 16 channels, 0.8 million with 8."""
+    call = GRID.build(n=1, c=c, h=h, w=w, oh=53, ow=59, interpolation_mode=interpolation_mode)
     inputs = _inputs(call, 5)
     if turned:
         inputs["grid"] = _turned(call)
