@@ -24,7 +24,7 @@ constexpr int64_t kTask = 1 << 14;           // elements a task has at least, wh
 constexpr int64_t kLargeTask = 1 << 18;      // elements a task of whole groups has in a large call
 constexpr int64_t kTasks = 16;               // tasks of whole groups, where that leaves enough for each
 constexpr int64_t kAlone = 1 << 13;          // elements below which other threads are not worth waking
-constexpr int64_t kStreamBytes = 32 << 20;   // size of grad_input from which it bypasses the cache
+constexpr int64_t kStreamBytes = 16 << 20;   // size of grad_input from which it bypasses the cache
 constexpr int64_t kAheadBytes = 256 << 10;   // size of a group's operand up to which the next group's is fetched ahead
 
 enum { kGradOut, kInput, kMean, kRstd, kGamma, kGradInput, kGradGamma, kGradBeta };
