@@ -24,7 +24,7 @@ constexpr int64_t kTask = 1 << 14;           // elements a task has at least, wh
 constexpr int64_t kLargeTask = 1 << 18;      // elements a task of whole groups has in a large call
 constexpr int64_t kTasks = 16;               // tasks of whole groups, where that leaves enough for each
 constexpr int64_t kAlone = 1 << 13;          // elements below which other threads are not worth waking
-constexpr int64_t kStreamBytes = 32 << 20;   // size of grad_input from which it bypasses the cache
+constexpr int64_t kStreamBytes = 16 << 20;   // size of grad_input from which it bypasses the cache
 constexpr int64_t kAheadBytes = 256 << 10;   // size of a group's operand up to which the next group's is fetched ahead
 
 enum { kGradOut, kInput, kMean, kRstd, kGamma, kGradInput, kGradGamma, kGradBeta };
@@ -83,10 +83,35 @@ class GroupNorm {
     return found;
   }
   Sums row_sums(int64_t index, const Row& row) const {
+    if (l_ <= kChunk) return chunk_sums(index, row, 0, l_);
     Sums found;
     for (int64_t pixel = 0; pixel < l_; pixel += kChunk)
       found += chunk_sums(index, row, pixel, std::min(l_, pixel + kChunk));
     return found;
+  }
+
+  // Rows that are less than a block each, of operands that lie as their shape says: nothing between block and block.
+  bool short_rows() const { return l_ < kBlock && grad_out_.contiguous() && input_.contiguous(); }
+  void short_group(int64_t group) const {
+    const int64_t channel = first_channel(group), start = group * d_;
+    const T *const grad = grad_out_.data<T>() + start * l_, *const input = input_.data<T>() + start * l_;
+    const double elements = static_cast<double>(d_ * l_);
+    Row row{means_[group], rstds_[group], 0, 0, 0};
+    double c1 = 0, c2 = 0;
+    for (int64_t d = 0; d < d_; ++d) {
+      const Sums sums = sums_of_block(grad + d * l_, wants_products() ? input + d * l_ : nullptr, l_, row);
+      c1 += sums.grad * gammas_[channel + d];
+      c2 += sums.product * gammas_[channel + d];
+      sums_[start + d] = sums;
+    }
+    if (!grad_input_.given()) return;
+    row.c1 = c1 / elements;
+    row.c2 = c2 / elements;
+    T* const out = grad_input_.data<T>() + start * l_;
+    for (int64_t d = 0; d < d_; ++d) {
+      row.gamma = gammas_[channel + d];
+      grad_input_of_block<false>(grad + d * l_, input + d * l_, out + d * l_, l_, row, 0);
+    }
   }
 
   // grad_input of the pixels `from` to `to` of row `index`. What lies `ahead` elements further is fetched meanwhile.
@@ -131,6 +156,10 @@ class GroupNorm {
     // From the last to the first: see ResultPages.
     call_.parallel(tasks, [&](int64_t task, int) {
       const Span span(tasks - 1 - task, at_once, groups);
+      if (short_rows()) {
+        for (int64_t group = span.begin; group < span.end; ++group) short_group(group);
+        return;
+      }
       for (int64_t group = span.end; group-- > span.begin;) whole_group(group, group > span.begin);
       stream_fence();
     });

@@ -45,15 +45,15 @@ template <bool Stream>
 NPUGRAD_INLINE void store_pair(bfloat16* p, Pair v) {
   const Words w = bfloat16_pair(v);
 #if defined(__x86_64__)
-  if constexpr (Stream) {
-    Halves halves[2];
-    std::memcpy(halves, &w, sizeof w);
-    stream_raw<sizeof(Halves)>(p, halves[0]);
-    stream_raw<sizeof(Halves)>(p + kWidth, halves[1]);
-    return;
-  }
+  if constexpr (Stream) return stream_raw<sizeof w>(p, w);
 #endif
   store_raw<uint32_t>(p, w);
+}
+
+// Elements before the first one at the start of a line of the cache.
+template <typename T>
+NPUGRAD_INLINE int64_t line_start(const T* p) {
+  return static_cast<int64_t>(-reinterpret_cast<uintptr_t>(p) % 64 / sizeof(T));
 }
 
 // Of a vector of zeros and NaNs.
@@ -167,8 +167,12 @@ NPUGRAD_INLINE void grad_input_of_block(
     }
     return i;
   };
-  int64_t i = Stream ? std::min(aligned_start(out), count) : 0;
-  if (i) part(0, i);
+  // Pairs that bypass the cache go to whole lines: halves of lines, written one after the other, take half as long again.
+  const int64_t start = Stream ? std::min(line_start(out), count) : 0;
+  int64_t i = 0;
+  for (; i + kWidth <= start; i += kWidth) store(out + i, compute(load(grad + i), load(input + i), zero.a));
+  if (i < start) part(i, start - i);
+  i = start;
   i = ahead ? pairs(i, std::true_type()) : pairs(i, std::false_type());
   for (; i + kWidth <= count; i += kWidth) store(out + i, compute(load(grad + i), load(input + i), zero.a));
   if (i < count) part(i, count - i);

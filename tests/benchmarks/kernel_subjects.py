@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import mmap
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tests.benchmarks.operands import empty_outputs, made
 
+from npugrad.layout import view
 from npugrad.ops import get_operator
 from npugrad_server.backends.cpu.backend import thread_count
 from npugrad_server.backends.cpu.kernels import Kernels
+from npugrad_server.pool.arena import OutputArena
+from npugrad_server.pool.regions import RegionAllocator, aligned
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,8 +26,8 @@ if TYPE_CHECKING:
 _TRIAD_STREAMS, _TRIAD_ITEMSIZE = 3, 4
 
 
-class KernelCall:
-    """Our kernel, in the caller's process."""
+class FreshKernelCall:
+    """Our kernel, in the caller's process; results are new arrays of NumPy's."""
 
     def __init__(self) -> None:
         """Loads the kernels that fit."""
@@ -39,6 +44,48 @@ class KernelCall:
         def in_process() -> Mapping[str, Array]:
             outputs = empty_outputs(case, call)
             self._kernels.run(spec, operands, call.attrs, outputs)
+            return outputs
+
+        return in_process
+
+
+class KernelCall:
+    """Our kernel, in the caller's process; results lie in an output arena, as those of the service do.
+
+    A call takes a region, computes into it and gives it back, for the next call to find its memory there.
+    """
+
+    def __init__(self) -> None:
+        """Loads the kernels that fit."""
+        self._kernels = Kernels(thread_count())
+
+    def prepare(self, case: Mapping[str, Any]) -> Call:
+        """One call into the arena."""
+        return self.on(case, *made(case))
+
+    def on(self, case: Mapping[str, Any], call: CallMeta, operands: Operands) -> Call:
+        """The same with operands that are there."""
+        spec = get_operator(case["operator"])
+        metas = {name: meta for name, meta in spec.infer(call).items() if meta is not None}
+        offsets, nbytes = {}, 0
+        for name, meta in metas.items():
+            offsets[name] = nbytes
+            nbytes += aligned(meta.nbytes)
+        arena = OutputArena(nbytes)
+        regions = RegionAllocator(arena.nbytes)
+        memory = mmap.mmap(arena.fd, arena.nbytes, flags=mmap.MAP_SHARED)  # as a worker maps it
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        arena.close()  # the mapping keeps the memory
+
+        def in_process() -> Mapping[str, Array]:
+            region = regions.allocate(nbytes)
+            assert region is not None
+            outputs = {
+                name: view(meta, memory, region.offset + offsets[name]) for name, meta in metas.items()
+            }
+            self._kernels.run(spec, operands, call.attrs, outputs)
+            regions.free(region)
             return outputs
 
         return in_process

@@ -1,10 +1,12 @@
 """The compiled kernels against what a user has otherwise on a CPU, and against the limits of the machine.
 
 What is called
-    The CPU backend's kernel in a process of its own, outputs allocated inside the timed call as the peers'
-    are, against each peer of the case in another process. No service, no copies: those are in `service`. A
-    peer that is not installed here is looked for in the interpreters of `--peer-python`. A peer that dies in
-    a case, as torch does in some, is named and loses that case only.
+    The CPU backend's kernel in a process of its own against each peer of the case in another process, outputs
+    allocated inside the timed call: ours from an output arena, as a call of the service does it, which finds
+    the memory of the call before. Both other sides of that are shown: ours into new arrays (`FRESH`), and
+    torch with a malloc that keeps what is freed for the next call (`KEPT`). No service, no copies: those are
+    in `service`. A peer that is not installed here is looked for in the interpreters of `--peer-python`. A
+    peer that dies in a case, as torch does in some, is named and loses that case only.
 
 Rooflines
     DRAM: the same bytes (operands and results once) moved by a triad with non-temporal stores on all threads,
@@ -45,13 +47,17 @@ if TYPE_CHECKING:
 
 TITLE = "Compiled CPU kernels, each call in process"
 OURS = "npugrad"
+FRESH = "npugrad, fresh memory"
+KEPT = "torch, memory kept"
 PARTS = ("speed", "errors", "memory", "start")
 _SUBJECTS = "tests.benchmarks.kernel_subjects"
 _START = {"operator": NORM, "dtype": "float32", "sizes": {"n": 2, "c": 32, "hxw": 64, "group": 8}}
 _START_MS = at_most(50.0)
-_MEMORY_PEER = "torch"
+_TORCH = "torch"
 _CORETYPE = "OPENBLAS_CORETYPE"
 _FRESH_PROCESSES = 3
+# glibc's malloc then takes blocks of any size from its heap, and gives nothing of that back.
+_KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**62), "MALLOC_TOP_PAD_": str(2**26)}
 
 
 @dataclass(frozen=True)
@@ -146,7 +152,7 @@ def _peers(cases: Sequence[KernelCase]) -> dict[str, str]:
 
 def _entries(cases: Sequence[KernelCase], choice: Choice) -> tuple[dict[str, Entry], list[str]]:
     """How each contestant is started, and a line for each peer that is nowhere."""
-    ours = {OURS: "KernelCall", DRAM: "DramRoofline", FMA: "FmaRoofline"}
+    ours = {OURS: "KernelCall", FRESH: "FreshKernelCall", DRAM: "DramRoofline", FMA: "FmaRoofline"}
     found = {name: Entry(f"{_SUBJECTS}:{it}", environment=choice.environment) for name, it in ours.items()}
     missing = []
     for name, subject in _peers(cases).items():
@@ -157,6 +163,9 @@ def _entries(cases: Sequence[KernelCase], choice: Choice) -> tuple[dict[str, Ent
             found[name] = Entry(subject, pythons[0], choice.environment)
         else:
             missing.append(f"{name} takes no part: {package} is not installed, nor under --peer-python")
+    if _TORCH in found:
+        torch = found[_TORCH]
+        found[KEPT] = Entry(torch.subject, torch.python, {**torch.environment, **_KEEPING})
     return found, missing
 
 
@@ -180,7 +189,7 @@ def _case(
     case: KernelCase, contestants: Field, effort: Effort, choice: Choice
 ) -> Iterator[Result | Figure | str]:
     peers: list[str] = []
-    for name in (OURS, *case.peers):
+    for name in (OURS, FRESH, *case.peers, *([KEPT] if _TORCH in case.peers else [])):
         if name in contestants:
             refused = _prepared(case, name, contestants)
             if refused:
@@ -195,7 +204,7 @@ def _case(
         yield result
         yield from _reached(case, result)
     if "errors" in choice.parts and ERROR in case.goals:
-        yield from _errors(case, [OURS, *peers], contestants)
+        yield from _errors(case, [OURS, *(name for name in peers if name in case.peers)], contestants)
 
 
 def _prepared(case: KernelCase, name: str, contestants: Field) -> str:
@@ -218,8 +227,11 @@ def _reached(case: KernelCase, result: Result) -> Iterator[Figure]:
         goal, ratios = case.goals.get(peer), result.ratios(peer)
         if peer == case.roofline:
             yield figure(place, f"our time over the {peer}'s", [1 / ratio for ratio in ratios], goal)
-        elif goal:
+        elif goal or peer == KEPT:
             yield figure(place, f"{peer}'s time over ours", ratios, goal)
+        if peer == _TORCH and FRESH in result.peers:
+            fresh = [t / f for t, f in zip(result.peers[peer], result.peers[FRESH], strict=True)]
+            yield figure(place, f"{peer}'s time over ours in fresh memory", fresh, None)
 
 
 def _errors(case: KernelCase, names: Sequence[str], contestants: Field) -> Iterator[Figure]:
@@ -243,20 +255,18 @@ def _errors(case: KernelCase, names: Sequence[str], contestants: Field) -> Itera
 def _memory(
     case: KernelCase, entries: Mapping[str, Entry], repetitions: int
 ) -> Iterator[Result | Figure | str]:
-    if _MEMORY_PEER not in entries:
+    if _TORCH not in entries:
         return
-    seen: dict[str, list[float]] = {OURS: [], _MEMORY_PEER: []}
+    seen: dict[str, list[float]] = {OURS: [], _TORCH: []}
     for _ in range(repetitions):
         for name, found in seen.items():
             question = {"do": "memory", "subject": entries[name].subject, "case": case.question}
             found.append(_fresh(entries[name], question)["extra_bytes"])
     label = f"{case.label}, {MEMORY}"
-    result = Result(
-        label, case.dtype, tuple(seen[OURS]), {_MEMORY_PEER: tuple(seen[_MEMORY_PEER])}, unit="bytes"
-    )
+    result = Result(label, case.dtype, tuple(seen[OURS]), {_TORCH: tuple(seen[_TORCH])}, unit="bytes")
     yield result
-    what = f"{_MEMORY_PEER}'s {MEMORY} over ours"
-    yield figure((label, case.dtype), what, result.ratios(_MEMORY_PEER), case.goals.get(MEMORY))
+    what = f"{_TORCH}'s {MEMORY} over ours"
+    yield figure((label, case.dtype), what, result.ratios(_TORCH), case.goals.get(MEMORY))
 
 
 def _start(entry: Entry, repetitions: int) -> Figure:

@@ -1,8 +1,8 @@
 """Cases of group_norm_backward: maps of a diffusion model, some larger than any cache, a small one.
 
 Limit: memory. Both operands are read and one result is written once, which the roofline does with as many
-bytes; torch reads the operands twice and writes intermediate sums. In each call the result is fresh memory,
-whose pages the operating system clears first, for us and for torch alike.
+bytes; torch reads the operands twice and writes intermediate sums. Where the result is fresh memory, the
+operating system clears its pages first: torch's large ones always are, unless its malloc keeps them.
 
 Expected before the first run: 4 to 5 against torch in float32, more in 16 bit, whose sums torch rounds on
 its way; 0.6 to 0.8 of the roofline, which writes into memory that is there.

@@ -155,6 +155,29 @@ def test_values_that_are_not_finite_spread_as_in_the_reference(
     assert_not_finite_alike(found, expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_results_have_the_bits_of_small_ones(kernels: Kernels, dtype: DType) -> None:
+    """Those bypass the cache where their memory is there, in whole lines from wherever they start."""
+    hxw, nbytes = 2**19 + 37, 33 * 2**20
+    small = NORM.build(dtype=dtype, n=1, c=2, hxw=hxw, group=2)
+    inputs = NORM.make_inputs(small, np.random.default_rng(10))
+    expected = computed(kernels, NORM, small, inputs)["grad_input"]
+    n = -(-nbytes // expected.nbytes)
+    large = NORM.build(dtype=dtype, n=n, c=2, hxw=hxw, group=2)
+    repeated = {
+        name: values if values is None or name == "gamma" else np.repeat(values, n, axis=0)
+        for name, values in inputs.items()
+    }
+    outputs = outputs_for(NORM, large)
+    memory = np.ones(n * expected.size + 64, expected.dtype)
+    for start in (0, 1, 13):
+        found = memory[start : start + n * expected.size].reshape(n, *expected.shape[1:])
+        outputs["grad_input"] = found
+        found[...] = 1
+        kernels.run(NORM, repeated, large.attrs, outputs)
+        assert all(one.tobytes() == expected.tobytes() for one in found)
+
+
 @pytest.mark.parametrize("scale", [1e-18, 1e18, 1e30])
 def test_numbers_at_the_ends_of_float32_are_computed_like_any(kernels: Kernels, scale: float) -> None:
     """Products overflow or vanish in float32 though the results do not."""
