@@ -13,15 +13,15 @@ namespace npugrad {
 template <typename T>
 class Collector {
  public:
+  // The next entry of a chain, and how many follow in its block.
+  struct Place {
+    const Entry* next;
+    int32_t left, step;
+    const Block* block;
+  };
   // What one chunk after the other has in a slot.
   struct Slot {
     Buffer<float> grads;
-    // The next entry of a chain, and how many follow in its block.
-    struct Place {
-      const Entry* next;
-      int32_t left, step;
-      const Block* block;
-    };
     std::vector<Place> places;
   };
 
@@ -33,7 +33,7 @@ class Collector {
     const int64_t row = 3 * samples;  // x and y of each sample, then their weights
     if (!slot.grads.get()) slot.grads = call_.template scratch<float>(kRows * row + kWidth);
     start_places(chunk, slot);
-    Slot::Place* places = slot.places.data();
+    Place* places = slot.places.data();
     const uint16_t* bands = chunk.bands.get();
     // Some rows at once: a vector that is read while its elements are on their way to the cache waits for them.
     for (int64_t query = queries.begin; query < queries.end; query += kRows) {
@@ -42,7 +42,7 @@ class Collector {
         fetch_outputs(slab, query + r);
         float* grads = slot.grads.get() + r * row;
         for (int64_t i = 0; i < samples; ++i) {
-          Slot::Place& place = places[*bands++];
+          Place& place = places[*bands++];
           EntryGrads found;
           std::memcpy(&found, place.next, sizeof found);
           __builtin_prefetch(place.next + 4 * kFetch);
@@ -75,7 +75,7 @@ class Collector {
     }
     slot.places.push_back({&kNothing, 1, 0, nullptr});
   }
-  static void next_block(Slot::Place& place) {
+  static void next_block(Place& place) {
     place.block = place.block->next;
     if (place.block) {
       place.next = place.block->entries;
