@@ -21,8 +21,10 @@ class Deformable {
         columns_(ceil_div(sizes.channels, kWidth) * kWidth), adder_(entries_adder(columns_)) {}
 
   void run() {
-    if (!bands_.cut(of_.levels, sizes_.keys, columns_)) return run_exact();
     const int64_t samples = sizes_.samples();
+    // Fewer samples than keys: the time is that of writing grad_value.
+    const bool few = product({sizes_.queries, samples}) <= sizes_.keys;
+    if (!bands_.cut(of_.levels, sizes_.keys, columns_, few ? kFewBytes : Bands::kBytes)) return run_exact();
     // Not a few samples for each of many bands: their blocks would be empty.
     const int64_t chunk = std::max(kChunk, kBlockFill * static_cast<int64_t>(bands_.bands.size()));
     chunk_queries_ = std::max<int64_t>(1, chunk / samples);
@@ -33,13 +35,15 @@ class Deformable {
     slots_.resize(static_cast<size_t>(call_.threads()));
     const int64_t work = product({sizes_.queries, samples, columns_}), slabs = sizes_.slabs();
     const int threads = call_.threads();
-    // Both ways give the same bits.
+    // Each way gives the same bits.
     const bool alone = work <= kAlone / slabs;
-    if (alone || (work <= kWholeSlab && (slabs >= 4 * threads || slabs % threads == 0))) {
+    if (few && !alone && rounds() == 1 && heads_scratch() <= kHeadsScratch) {
+      split_slabs(0, slabs, true);
+    } else if (alone || (work <= kWholeSlab && (slabs >= 4 * threads || slabs % threads == 0))) {
       whole_slabs(alone ? slabs : 1);
     } else {
       for (int64_t first = 0; first < slabs; first += threads)
-        split_slabs(first, std::min(first + threads, slabs));
+        split_slabs(first, std::min(first + threads, slabs), false);
     }
   }
 
@@ -51,6 +55,9 @@ class Deformable {
   static constexpr int64_t kWholeSlab = 1 << 25;   // floats that samples touch, above which a slab is no task
   static constexpr int64_t kSumsOf = 64;           // samples for each key until sums move on to float64
   static constexpr int64_t kZeroBytes = 1 << 20;   // of a task that only clears
+  static constexpr int64_t kFewBytes = 128 << 10;  // of a band with its gradient, where there are few samples
+  static constexpr int64_t kHeadsScratch = 1 << 20;  // floats, above which heads are not computed together
+  static constexpr int64_t kStagger = 5 * 16;      // floats
 
   // A slab in work.
   struct Slab {
@@ -86,7 +93,8 @@ class Deformable {
     });
   }
 
-  void split_slabs(int64_t first, int64_t end) {
+  // `by_rows`: a task of the second pass is a band of all heads.
+  void split_slabs(int64_t first, int64_t end, bool by_rows) {
     if (works_.empty()) works_.resize(static_cast<size_t>(end - first));
     const int64_t slabs = end - first;
     for (int64_t round = 0; round < rounds(); ++round) {
@@ -100,7 +108,13 @@ class Deformable {
       };
       const size_t chunks = works_[0].chunks.size();
       pass(chunks, [&](auto& work, int64_t slab, size_t i, Slot& slot) { place(work, slab, round, i, slot); });
-      pass(bands_.bands.size(), [&](auto& work, int64_t slab, size_t i, Slot& slot) { add(work, slab, round, i, slot); });
+      if (by_rows) {
+        add_rows();
+      } else {
+        pass(bands_.bands.size(), [&](auto& work, int64_t slab, size_t i, Slot& slot) {
+          add(work, slab, round, i, slot);
+        });
+      }
       pass(chunks, [&](auto& work, int64_t slab, size_t i, Slot& slot) { collect(work, slab, round, i, slot); });
     }
   }
@@ -158,21 +172,10 @@ class Deformable {
 
   void add(Slab& work, int64_t slab, int64_t round, size_t index, Slot& slot) {
     const Band& band = bands_.bands[index];
-    const Level& level = of_.levels[static_cast<size_t>(band.level)];
-    int64_t entries = 0, stubs = 0;
-    for (const Chunk& chunk : work.chunks) {
-      entries += chunk.entries[index].count();
-      stubs += chunk.stubs[index].count();
-    }
+    const Level& level = level_of(band);
     const bool last = round == rounds() - 1;
-    if (!entries && !stubs && rounds() == 1) return keys_.write_zeros(slab, level, band);
-    if (!slot.grad.get()) {
-      slot.value = call_.template scratch<float>(bands_.scratch_keys * columns_);
-      slot.grad = call_.template scratch<float>(bands_.scratch_keys * columns_);
-    }
-    // A band with few samples gets only the keys that they read.
-    const bool few = entries < band.size / 8;
-    if (!few) keys_.copy(slab, level, band.first, band.first + band.size + level.halo(), slot.value.get());
+    if (rounds() == 1 && is_empty(work, index)) return keys_.write_zeros(slab, level, band);
+    if (!slot.grad.get()) slot.grad = call_.template scratch<float>(bands_.scratch_keys * columns_);
     float* grad = slot.grad.get();
     const int64_t owned = band.size * columns_;
     float* carry = rounds() > 1 ? work.carry.get() + carried(band) * columns_ : nullptr;
@@ -181,6 +184,56 @@ class Deformable {
     } else {
       std::memset(grad, 0, static_cast<size_t>(owned) * sizeof(float));
     }
+    add_samples(work, slab, index, slot, grad);
+    if (!last) {
+      std::memcpy(carry, grad, static_cast<size_t>(owned) * sizeof(float));
+    } else if (of_.wants_grad_value() && !keys_.write(slab, level, band, grad)) {
+      keys_.write_exact(slab, level, band, sums_of(slot));
+    }
+  }
+
+  // All heads of each band, so that rows of grad_value are written whole and one behind the other. Tasks that follow each
+  // other lie far apart: threads that come to the same fresh page would both clear it.
+  void add_rows() {
+    const auto bands = static_cast<int64_t>(bands_.bands.size());
+    const int64_t parts = std::min(bands, ceil_div(call_.threads(), sizes_.batches)), each = ceil_div(bands, parts);
+    call_.parallel(sizes_.batches * parts * each, [&](int64_t task, int number) {
+      const int64_t batch = task % sizes_.batches, rest = task / sizes_.batches;
+      const int64_t band = rest % parts * each + rest / parts;
+      if (band < bands) add_rows(batch, static_cast<size_t>(band), slots_[static_cast<size_t>(number)]);
+    });
+  }
+
+  void add_rows(int64_t batch, size_t index, Slot& slot) {
+    const Band& band = bands_.bands[index];
+    const Level& level = level_of(band);
+    const int64_t first = batch * sizes_.heads, step = heads_step();
+    if (!slot.grad.get()) slot.grad = call_.template scratch<float>(sizes_.heads * step);
+    for (int64_t head = 0; head < sizes_.heads; ++head) {
+      Slab& work = works_[static_cast<size_t>(first + head)];
+      float* grad = slot.grad.get() + head * step;
+      std::memset(grad, 0, static_cast<size_t>(band.size * columns_) * sizeof(float));
+      if (!is_empty(work, index)) add_samples(work, first + head, index, slot, grad);
+    }
+    if (!of_.wants_grad_value() || keys_.write_rows(batch, level, band, slot.grad.get(), step)) return;
+    for (int64_t head = 0; head < sizes_.heads; ++head)
+      if (!keys_.write(first + head, level, band, slot.grad.get() + head * step))
+        keys_.write_exact(first + head, level, band, sums_of(slot));
+  }
+
+  // Floats from head to head: whole lines, not all at the same place in their pages.
+  int64_t heads_step() const { return bands_.scratch_keys * columns_ + kStagger; }
+  int64_t heads_scratch() const { return product({sizes_.heads, heads_step()}); }
+
+  // Adds to the gradient of a band, with what lies behind it as scratch memory.
+  void add_samples(Slab& work, int64_t slab, size_t index, Slot& slot, float* grad) {
+    const Band& band = bands_.bands[index];
+    const Level& level = level_of(band);
+    if (!slot.value.get()) slot.value = call_.template scratch<float>(bands_.scratch_keys * columns_);
+    const int64_t entries = entries_of(work, index), stubs = stubs_of(work, index), owned = band.size * columns_;
+    // A band with few samples gets only the keys that they read.
+    const bool few = entries < band.size / 8;
+    if (!few) keys_.copy(slab, level, band.first, band.first + band.size + level.halo(), slot.value.get());
     std::memset(grad + owned, 0, static_cast<size_t>(level.halo() * columns_) * sizeof(float));
     double* sums = nullptr;
     if (entries + stubs > kSumsOf * band.size) {
@@ -207,16 +260,23 @@ class Deformable {
         sum_up(count);
       });
     }
-    if (sums) {
-      move_sums(grad, sums, owned);
-      for (int64_t i = 0; i < owned; ++i) grad[i] = static_cast<float>(sums[i]);
-    }
-    if (!last) {
-      std::memcpy(carry, grad, static_cast<size_t>(owned) * sizeof(float));
-    } else if (of_.wants_grad_value() && !keys_.write(slab, level, band, grad)) {
-      keys_.write_exact(slab, level, band, sums_of(slot));
-    }
+    if (!sums) return;
+    move_sums(grad, sums, owned);
+    for (int64_t i = 0; i < owned; ++i) grad[i] = static_cast<float>(sums[i]);
   }
+
+  const Level& level_of(const Band& band) const { return of_.levels[static_cast<size_t>(band.level)]; }
+  static int64_t entries_of(const Slab& work, size_t index) {
+    int64_t found = 0;
+    for (const Chunk& chunk : work.chunks) found += chunk.entries[index].count();
+    return found;
+  }
+  static int64_t stubs_of(const Slab& work, size_t index) {
+    int64_t found = 0;
+    for (const Chunk& chunk : work.chunks) found += chunk.stubs[index].count();
+    return found;
+  }
+  static bool is_empty(const Slab& work, size_t index) { return !entries_of(work, index) && !stubs_of(work, index); }
 
   int64_t carried(const Band& band) const {
     int64_t before = band.first;

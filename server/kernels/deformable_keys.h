@@ -2,6 +2,8 @@
 #ifndef NPUGRAD_DEFORMABLE_KEYS_H
 #define NPUGRAD_DEFORMABLE_KEYS_H
 
+#include <sys/mman.h>
+
 #include <cstring>
 
 #include "deformable_band.h"
@@ -33,8 +35,7 @@ class BandKeys {
   }
 
   void copy_corners(
-      int64_t slab, const Level& level, const Band& band, const Block* block, int count,
-      float* rows) const {
+      int64_t slab, const Level& level, const Band& band, const Block* block, int count, float* rows) const {
     constexpr int kGroup = 16;
     const T* sources[kGroup][4];
     for (int first = 0; first < count; first += kGroup) {
@@ -63,16 +64,22 @@ class BandKeys {
       const float* source = grad + local * columns_;
       for (int64_t i = 0; i < keys; ++i, source += columns_, target += step) {
         if (i + kAhead < keys) fetch<true>(target + kAhead * step, sizes_.channels * static_cast<int64_t>(sizeof(T)));
-        for (int64_t k = 0; k < sizes_.channels; k += kWidth) {
-          const Floats found = load(source + k);
-          zero += found * 0.0f;
-          if (sizes_.channels - k >= kWidth) {
-            store(target + k, found);
-          } else {
-            store_part(target + k, found, sizes_.channels - k);
-          }
-        }
+        zero += write_row(source, target);
       }
+    });
+    return all_finite(zero);
+  }
+
+  // The same for all heads of a batch, whose gradients lie `step` floats apart.
+  bool write_rows(int64_t batch, const Level& level, const Band& band, const float* grads, int64_t step) const {
+    Floats zero = {};
+    const int64_t heads = sizes_.heads, channels = sizes_.channels;
+    const Span owned = keys_of(level, band);
+    if (owned.size()) make_pages(of_.grad_value(batch * heads, owned.begin), owned.size() * heads * channels);
+    each_owned(batch * heads, level, band, [&](int64_t local, T* target, int64_t keys) {
+      for (int64_t number = local; number < local + keys; ++number)
+        for (int64_t head = 0; head < heads; ++head, target += channels)
+          zero += write_row(grads + head * step + number * columns_, target);
     });
     return all_finite(zero);
   }
@@ -88,15 +95,8 @@ class BandKeys {
 
   // A band's gradient in full, from all queries of the call; `sums` has room for its keys.
   void write_exact(int64_t slab, const Level& level, const Band& band, double* sums) const {
-    int64_t begin = -1, end = -1;  // keys
-    each_run(
-        level, band.first, band.first + band.size,
-        [&](int64_t, int64_t y, int64_t x, int64_t keys) {
-          end = level.start + y * level.width + x + keys;
-          if (begin < 0) begin = end - keys;
-        },
-        [](int64_t, int64_t) {});
-    if (begin < 0) return;
+    const Span owned = keys_of(level, band);
+    const int64_t begin = owned.begin, end = owned.end;
     std::fill_n(sums, (end - begin) * sizes_.channels, 0.0);
     for (int64_t query = 0; query < sizes_.queries; ++query)
       for (int64_t i = band.level * sizes_.points; i < (band.level + 1) * sizes_.points; ++i)
@@ -105,7 +105,39 @@ class BandKeys {
   }
 
  private:
+  static constexpr uintptr_t kHuge = uintptr_t{1} << 21;
+
+  // Linux clears a fresh huge page towards the place first touched: from a place near its end in rising order, which is
+  // twice as fast as in falling order. That end may be another task's, so nothing is stored there.
+  void make_pages(T* target, int64_t count) const {
+#if defined(__linux__)
+    constexpr int kPopulateWrite = 23;  // since Linux 5.14; refused before
+    constexpr uintptr_t kPage = 4096;
+    T* const all = of_.grad_value(0, 0);
+    const auto last = reinterpret_cast<uintptr_t>(all + product({sizes_.slabs(), sizes_.keys, sizes_.channels})) - 1;
+    const auto begin = reinterpret_cast<uintptr_t>(target), end = reinterpret_cast<uintptr_t>(target + count);
+    if (last - reinterpret_cast<uintptr_t>(all) < 2 * kHuge) return;
+    for (uintptr_t page = begin / kHuge * kHuge; page < end; page += kHuge)
+      madvise(reinterpret_cast<void*>(std::min(page + kHuge - 1, last) / kPage * kPage), kPage, kPopulateWrite);
+#endif
+  }
+
   static constexpr int64_t kAhead = 6;  // keys that are fetched before their turn
+
+  // Not zero in lanes where something is not finite.
+  NPUGRAD_INLINE Floats write_row(const float* from, T* to) const {
+    Floats zero = {};
+    for (int64_t k = 0; k < sizes_.channels; k += kWidth) {
+      const Floats found = load(from + k);
+      zero += found * 0.0f;
+      if (sizes_.channels - k >= kWidth) {
+        store(to + k, found);
+      } else {
+        store_part(to + k, found, sizes_.channels - k);
+      }
+    }
+    return zero;
+  }
 
   // Fetches the keys of a sample's corners, null for those on the border.
   void find_corners(int64_t slab, const Level& level, int64_t number, const T* (&sources)[4]) const {
@@ -117,6 +149,20 @@ class BandKeys {
       sources[corner] = of_.value(slab, level.start + y * level.width + x);
       fetch(sources[corner], sizes_.channels * static_cast<int64_t>(sizeof(T)));
     }
+  }
+
+  // The keys of a band, which follow each other.
+  static Span keys_of(const Level& level, const Band& band) {
+    Span found(0, 0, 0);
+    each_run(
+        level, band.first, band.first + band.size,
+        [&](int64_t, int64_t y, int64_t x, int64_t keys) {
+          const int64_t key = level.start + y * level.width + x;
+          if (!found.size()) found.begin = key;
+          found.end = key + keys;
+        },
+        [](int64_t, int64_t) {});
+    return found;
   }
 
   // Calls body(number from the band's first one, where its gradient goes, keys) for the runs of keys of a band.

@@ -9,7 +9,8 @@
 //   collect chunk by chunk: each sample's gradients taken from its band's chain
 //
 // A band is added to by its own samples alone, chunk after chunk: corners that lie in another band are put there as
-// stubs. So a slab can be one task or many, and the bits are the same.
+// stubs. So a slab can be one task or many, and the bits are the same. With fewer samples than keys the time is that of
+// writing gradients: then a band of all heads is one task of the second pass, and its rows are written whole.
 //
 // Sums are float32, in float64 from time to time where many samples meet. Where float32 leaves the finite numbers, a
 // sample or a band is computed again in float64, term by term as the reference does. Levels that overlap or leave the
