@@ -38,7 +38,9 @@ class Deformable {
     // Each way gives the same bits.
     const bool alone = work <= kAlone / slabs;
     if (few && !alone && rounds() == 1 && heads_scratch() <= kHeadsScratch) {
-      split_slabs(0, slabs, true);
+      const int64_t together = std::max<int64_t>(1, kTogether / sizes_.heads) * sizes_.heads;
+      for (int64_t first = 0; first < slabs; first += together)
+        split_slabs(first, std::min(first + together, slabs), true);
     } else if (alone || (work <= kWholeSlab && (slabs >= 4 * threads || slabs % threads == 0))) {
       whole_slabs(alone ? slabs : 1);
     } else {
@@ -57,6 +59,7 @@ class Deformable {
   static constexpr int64_t kZeroBytes = 1 << 20;   // of a task that only clears
   static constexpr int64_t kFewBytes = 128 << 10;  // of a band with its gradient, where there are few samples
   static constexpr int64_t kHeadsScratch = 1 << 20;  // floats, above which heads are not computed together
+  static constexpr int64_t kTogether = 64;         // slabs, for which samples are sorted before rows are written
   static constexpr int64_t kStagger = 5 * 16;      // floats
 
   // A slab in work.
@@ -109,7 +112,7 @@ class Deformable {
       const size_t chunks = works_[0].chunks.size();
       pass(chunks, [&](auto& work, int64_t slab, size_t i, Slot& slot) { place(work, slab, round, i, slot); });
       if (by_rows) {
-        add_rows();
+        add_rows(first, end);
       } else {
         pass(bands_.bands.size(), [&](auto& work, int64_t slab, size_t i, Slot& slot) {
           add(work, slab, round, i, slot);
@@ -192,30 +195,34 @@ class Deformable {
     }
   }
 
-  // All heads of each band, so that rows of grad_value are written whole and one behind the other. Tasks that follow each
-  // other lie far apart: threads that come to the same fresh page would both clear it.
-  void add_rows() {
+  // All heads of each band, so that rows of grad_value are written whole and one behind the other. Tasks that follow
+  // each other lie far apart: threads that come to the same fresh page would both clear it.
+  void add_rows(int64_t first, int64_t end) {
+    const int64_t batches = (end - first) / sizes_.heads;
     const auto bands = static_cast<int64_t>(bands_.bands.size());
-    const int64_t parts = std::min(bands, ceil_div(call_.threads(), sizes_.batches)), each = ceil_div(bands, parts);
-    call_.parallel(sizes_.batches * parts * each, [&](int64_t task, int number) {
-      const int64_t batch = task % sizes_.batches, rest = task / sizes_.batches;
+    const int64_t parts = std::min(bands, ceil_div(call_.threads(), batches)), each = ceil_div(bands, parts);
+    call_.parallel(batches * parts * each, [&](int64_t task, int number) {
+      const int64_t heads = task % batches * sizes_.heads, rest = task / batches;
       const int64_t band = rest % parts * each + rest / parts;
-      if (band < bands) add_rows(batch, static_cast<size_t>(band), slots_[static_cast<size_t>(number)]);
+      if (band >= bands) return;
+      add_rows(&works_[static_cast<size_t>(heads)], first + heads, static_cast<size_t>(band),
+               slots_[static_cast<size_t>(number)]);
     });
   }
 
-  void add_rows(int64_t batch, size_t index, Slot& slot) {
+  // `first`: the first head's slab, of the first of `works`.
+  void add_rows(Slab* works, int64_t first, size_t index, Slot& slot) {
     const Band& band = bands_.bands[index];
     const Level& level = level_of(band);
-    const int64_t first = batch * sizes_.heads, step = heads_step();
+    const int64_t step = heads_step();
     if (!slot.grad.get()) slot.grad = call_.template scratch<float>(sizes_.heads * step);
     for (int64_t head = 0; head < sizes_.heads; ++head) {
-      Slab& work = works_[static_cast<size_t>(first + head)];
+      Slab& work = works[head];
       float* grad = slot.grad.get() + head * step;
       std::memset(grad, 0, static_cast<size_t>(band.size * columns_) * sizeof(float));
       if (!is_empty(work, index)) add_samples(work, first + head, index, slot, grad);
     }
-    if (!of_.wants_grad_value() || keys_.write_rows(batch, level, band, slot.grad.get(), step)) return;
+    if (!of_.wants_grad_value() || keys_.write_rows(first, level, band, slot.grad.get(), step)) return;
     for (int64_t head = 0; head < sizes_.heads; ++head)
       if (!keys_.write(first + head, level, band, slot.grad.get() + head * step))
         keys_.write_exact(first + head, level, band, sums_of(slot));

@@ -70,13 +70,13 @@ class BandKeys {
     return all_finite(zero);
   }
 
-  // The same for all heads of a batch, whose gradients lie `step` floats apart.
-  bool write_rows(int64_t batch, const Level& level, const Band& band, const float* grads, int64_t step) const {
+  // The same for all heads of a batch, from its first slab on; their gradients lie `step` floats apart.
+  bool write_rows(int64_t slab, const Level& level, const Band& band, const float* grads, int64_t step) const {
     Floats zero = {};
     const int64_t heads = sizes_.heads, channels = sizes_.channels;
     const Span owned = keys_of(level, band);
-    if (owned.size()) make_pages(of_.grad_value(batch * heads, owned.begin), owned.size() * heads * channels);
-    each_owned(batch * heads, level, band, [&](int64_t local, T* target, int64_t keys) {
+    if (owned.size()) make_pages(of_.grad_value(slab, owned.begin), owned.size() * heads * channels);
+    each_owned(slab, level, band, [&](int64_t local, T* target, int64_t keys) {
       for (int64_t number = local; number < local + keys; ++number)
         for (int64_t head = 0; head < heads; ++head, target += channels)
           zero += write_row(grads + head * step + number * columns_, target);

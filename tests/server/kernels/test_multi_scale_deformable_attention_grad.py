@@ -182,6 +182,7 @@ BOUNDS: list[dict[str, Any]] = [
     dict(bs=1, nq=4200, nh=1, ch=8, levels=((6, 7),) * 16, points=16),
     dict(bs=5, nq=3000, nh=1, ch=64, levels=((9, 9),), points=1),
     dict(bs=2, nq=60, nh=3, ch=40, levels=((60, 70), (9, 9)), points=4),
+    dict(bs=11, nq=30, nh=9, ch=8, levels=((21, 30),), points=4),
     dict(bs=1, nq=50, nh=8, ch=24, levels=((70, 3), (1, 900), (40, 41)), points=2),
 ]
 
