@@ -59,11 +59,11 @@ class Bands {
   static constexpr int64_t kMaxKeys = int64_t{1} << 28;  // numbers fit int32
   static constexpr size_t kMaxBands = 60000;             // band numbers fit 16 bits
 
-  // `columns`: floats of a key in scratch memory. False if the levels overlap, leave the keys, or are too wide: then
+  // `columns`: floats of a key in scratch memory; `bytes`: of a band with its gradient, or more. False if the levels overlap, leave the keys, or are too wide: then
   // there are no bands.
-  bool cut(std::vector<Level>& levels, int64_t keys, int64_t columns) {
+  bool cut(std::vector<Level>& levels, int64_t keys, int64_t columns, int64_t bytes) {
     if (keys > kMaxKeys || columns > (1 << 20) || !disjoint(levels, keys)) return false;
-    for (int64_t bytes = kBytes;; bytes *= 2) {
+    for (;; bytes *= 2) {
       bands.clear();
       if (!cut_all(levels, bytes, columns * 2 * static_cast<int64_t>(sizeof(float)))) return false;
       if (bands.size() <= kMaxBands) return true;

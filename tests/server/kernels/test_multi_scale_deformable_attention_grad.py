@@ -181,6 +181,9 @@ BOUNDS: list[dict[str, Any]] = [
     dict(bs=1, nq=200, nh=1, ch=8, levels=((3, 30000), (4000, 1)), points=2),
     dict(bs=1, nq=4200, nh=1, ch=8, levels=((6, 7),) * 16, points=16),
     dict(bs=5, nq=3000, nh=1, ch=64, levels=((9, 9),), points=1),
+    dict(bs=2, nq=60, nh=3, ch=40, levels=((60, 70), (9, 9)), points=4),
+    dict(bs=11, nq=30, nh=9, ch=8, levels=((21, 30),), points=4),
+    dict(bs=1, nq=50, nh=8, ch=24, levels=((70, 3), (1, 900), (40, 41)), points=2),
 ]
 
 
@@ -202,9 +205,10 @@ def _slab(inputs: Inputs, batch: int, head: int) -> Inputs:
     return {name: np.ascontiguousarray(parts.get(name, array)) for name, array in inputs.items()}
 
 
-def test_a_slab_has_the_same_bits_alone(kernels: Kernels) -> None:
-    """One task for each batch and head, or all threads on one: the same sums in the same order."""
-    sizes: dict[str, Any] = dict(ch=32, nq=700, levels=((60, 70), (31, 34)), points=4)
+@pytest.mark.parametrize("queries", [80, 700], ids=["fewer samples than keys", "more"])
+def test_a_slab_has_the_same_bits_alone(kernels: Kernels, queries: int) -> None:
+    """A slab as a task, a band of all heads, or all threads on one slab: the same sums in the same order."""
+    sizes: dict[str, Any] = dict(ch=32, nq=queries, levels=((60, 70), (31, 34)), points=4)
     inputs = _inputs(call := MSDA.build(bs=2, nh=4, **sizes), sizes["levels"], 4)
     whole = computed(kernels, MSDA, call, inputs)
     alone = MSDA.build(bs=1, nh=1, **sizes)
@@ -216,11 +220,19 @@ def test_a_slab_has_the_same_bits_alone(kernels: Kernels) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan], ids=str)
 @pytest.mark.parametrize("operand", ["value", "attn_weight", "grad_output", "location"])
-@pytest.mark.parametrize("levels", [((5, 7), (2, 3)), ((60, 90), (1, 1))], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(nq=30, levels=((5, 7), (2, 3))),
+        dict(nq=30, levels=((60, 90), (1, 1))),
+        dict(nq=40, levels=((40, 30), (9, 9)), bs=2, nh=8),
+    ],
+    ids=str,
+)
 def test_values_that_are_not_finite_spread_as_in_the_reference(
-    kernels: Kernels, dtype: DType, value: float, operand: str, levels: Levels
+    kernels: Kernels, dtype: DType, value: float, operand: str, sizes: dict[str, Any]
 ) -> None:
-    call = MSDA.build(dtype=dtype, nq=30, ch=24, levels=levels, points=3)
+    call = MSDA.build(dtype=dtype, ch=24, points=3, **sizes)
     inputs = MSDA.make_inputs(call, np.random.default_rng(5))
     array = given_array(inputs, operand)
     array.reshape(-1)[array.size // 2] = value
@@ -256,6 +268,16 @@ def test_errors_stay_below_half_a_millionth(kernels: Kernels, sizes: dict[str, A
     if sizes["nq"] > 10000:
         inputs["grad_output"] = np.abs(given_array(inputs, "grad_output"))
     assert_errors_below(kernels, MSDA, call, inputs, 5e-7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_few_samples_in_many_keys_are_right(kernels: Kernels, dtype: DType) -> None:
+    """A result of several large pages, keys of no level among it; most of its rows are zero."""
+    levels = ((100, 134), (40, 31))
+    call = MSDA.build(dtype=dtype, bs=2, nq=20, nh=8, ch=32, levels=levels, points=4)
+    inputs = _inputs(call, levels, 11)
+    given_array(inputs, "spatial_shape")[0] = (99, 134)
+    assert_right(MSDA, call, inputs, computed(kernels, MSDA, call, inputs))
 
 
 def test_only_wanted_outputs_are_computed(kernels: Kernels) -> None:
