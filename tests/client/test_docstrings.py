@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 PACKAGES = {
     "npugrad_client": ("Client", "AsyncClient"),
+    "npugrad_client.torch": (),
+    "npugrad_client.jax": (),
 }
 """Packages whose public names have an example each, and their classes of which the methods have one, too."""
 

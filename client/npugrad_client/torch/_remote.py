@@ -34,7 +34,12 @@ if TYPE_CHECKING:
     from npugrad_client import Client
 
 MIN_BYTES = 512 * 1024
-"""Default of `min_bytes`: below it the fixed cost of a call is more than half of its travel (measured)."""
+"""Default of `min_bytes`: below it the fixed cost of a call is more than half of its travel (measured).
+
+Example:
+    >>> with remote(client, min_bytes=4 * MIN_BYTES):           # doctest: +SKIP
+    ...     loss.backward()
+"""
 _REFUSED = (NullOperand, InvalidOperand, TilingError, UnsupportedOperator)
 _SMALL = "smaller than min_bytes"
 _CREATE_GRAPH = "create_graph=True takes it apart"
