@@ -26,19 +26,27 @@ if TYPE_CHECKING:
 _TRIAD_STREAMS, _TRIAD_ITEMSIZE = 3, 4
 
 
-class FreshKernelCall:
-    """Our kernel, in the caller's process; results are new arrays of NumPy's."""
+class _InProcess:
+    """Our kernel, in the caller's process."""
 
     def __init__(self) -> None:
         """Loads the kernels that fit."""
         self._kernels = Kernels(thread_count())
 
     def prepare(self, case: Mapping[str, Any]) -> Call:
-        """One call into new arrays."""
+        """One call, of operands made here."""
         return self.on(case, *made(case))
 
     def on(self, case: Mapping[str, Any], call: CallMeta, operands: Operands) -> Call:
-        """The same with operands that are there."""
+        """One call, of operands that are there."""
+        raise NotImplementedError
+
+
+class FreshKernelCall(_InProcess):
+    """Our kernel; results are new arrays of NumPy's."""
+
+    def on(self, case: Mapping[str, Any], call: CallMeta, operands: Operands) -> Call:
+        """One call into new arrays."""
         spec = get_operator(case["operator"])
 
         def in_process() -> Mapping[str, Array]:
@@ -49,22 +57,14 @@ class FreshKernelCall:
         return in_process
 
 
-class KernelCall:
-    """Our kernel, in the caller's process; results lie in an output arena, as those of the service do.
+class KernelCall(_InProcess):
+    """Our kernel; results lie in an output arena, as those of the service do.
 
     A call takes a region, computes into it and gives it back, for the next call to find its memory there.
     """
 
-    def __init__(self) -> None:
-        """Loads the kernels that fit."""
-        self._kernels = Kernels(thread_count())
-
-    def prepare(self, case: Mapping[str, Any]) -> Call:
-        """One call into the arena."""
-        return self.on(case, *made(case))
-
     def on(self, case: Mapping[str, Any], call: CallMeta, operands: Operands) -> Call:
-        """The same with operands that are there."""
+        """One call into the arena."""
         spec = get_operator(case["operator"])
         metas = {name: meta for name, meta in spec.infer(call).items() if meta is not None}
         offsets, nbytes = {}, 0
@@ -77,12 +77,13 @@ class KernelCall:
         with suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
         arena.close()  # the mapping keeps the memory
+        buffer = memoryview(memory)
 
         def in_process() -> Mapping[str, Array]:
             region = regions.allocate(nbytes)
             assert region is not None
             outputs = {
-                name: view(meta, memory, region.offset + offsets[name]) for name, meta in metas.items()
+                name: view(meta, buffer, region.offset + offsets[name]) for name, meta in metas.items()
             }
             self._kernels.run(spec, operands, call.attrs, outputs)
             regions.free(region)
