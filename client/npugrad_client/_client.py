@@ -34,7 +34,7 @@ class Client(Operators):
     Thread safety: one client may be shared by any number of threads.
 
     Processes: one that is forked may use a client of its parent; it opens connections of its own at its first
-    call. Calls that were in flight stay the parent's. With ``GRPC_ENABLE_FORK_SUPPORT=0`` in the environment
+    call. A fork waits up to 5 s for the calls of other threads, and those stay the parent's. With ``GRPC_ENABLE_FORK_SUPPORT=0`` in the environment
     gRPC would hang there, and a call is an error that says so. Where processes are spawned, a client can be
     pickled; the copy opens connections of its own.
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import grpc
 
 from npugrad_client._channels import REFUSAL_WAIT_S, Stubs, check_fork, closed, grpc_timeout
+from npugrad_client._forks import GATE
 from npugrad_client._frames import read_frames, read_response, request_frames, unary_request
 from npugrad_client._picker import Picker
 from npugrad_client._retry import Launch, Plan, RetryBudget, Wait
@@ -298,8 +299,8 @@ class Transport:
 
     def _try(self, home: _Home, step: Launch, what: str, send: Send, flight: Flight | None) -> Any:
         target = self._settings.targets[step.server]
-        stubs = home.stubs(step.server)
-        with self._calling(what, target, step.timeout_s):
+        with GATE, self._calling(what, target, step.timeout_s):
+            stubs = home.stubs(step.server)
             return send(stubs, grpc_timeout(step.timeout_s, what), flight)
 
     @contextmanager
