@@ -34,9 +34,9 @@ class Client(Operators):
     Thread safety: one client may be shared by any number of threads.
 
     Processes: one that is forked may use a client of its parent; it opens connections of its own at its first
-    call. A fork waits up to 5 s for the calls of other threads, and those stay the parent's. With ``GRPC_ENABLE_FORK_SUPPORT=0`` in the environment
-    gRPC would hang there, and a call is an error that says so. Where processes are spawned, a client can be
-    pickled; the copy opens connections of its own.
+    call. A fork waits up to 5 s for the calls of other threads, and those stay the parent's. With
+    ``GRPC_ENABLE_FORK_SUPPORT=0`` in the environment gRPC would hang there, and a call is an error that says
+    so. Where processes are spawned, a client can be pickled; the copy opens connections of its own.
 
     Event loops: a call blocks the loop that makes it (as a cell of a notebook does); see `AsyncClient`.
 
