@@ -105,7 +105,7 @@ class _FloydAttention(Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         query, key1, value1, key2, value2, mask, ctx.scale, ctx.client, ctx.options = arguments
         operands = (query, key1, value1, key2, value2)
-        given = dict(zip(_NAMES, (*operands, mask), strict=True))
+        given: dict[str, Tensor | None] = dict(zip(_NAMES, (*operands, mask), strict=True))
         require_legal_floyd_attention(metas(OPERATOR, given), ctx.scale)
         result = forward(query, key1, value1, key2, value2, mask=mask, scale=ctx.scale)
         # Repeated without memory of their own: on the wire too each value travels once.
