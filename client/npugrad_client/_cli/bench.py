@@ -8,7 +8,6 @@ told; 130 given up at an interrupt.
 from __future__ import annotations
 
 import json
-import os
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import takewhile
@@ -136,7 +135,8 @@ def bench(
     }
     with reporting(), _needing_extra():
         made = scenario_of(scenario, given)
-        _check_paths(json_file, csv_file, html_file)
+        for path in filter(None, (json_file, csv_file, html_file)):  # before the run and not after it
+            files.check_writable(path)
         server = servers_of(target, tls(encrypted, tls_ca, tls_certificate, tls_key))
         if find_capacity:
             _check_search(precision, csv_file, html_file)
@@ -179,14 +179,6 @@ def _measure(
     if outcomes:
         return 0 if all(outcome.is_met for outcome in outcomes) else MISSED
     return 0 if result.succeeded else FAILED
-
-
-def _check_paths(*paths: Path | None) -> None:
-    """Says that a report cannot be written before the run that it is to be of, and not after."""
-    for path in filter(None, paths):
-        is_there = path.parent.is_dir() and not path.is_dir()
-        if not is_there or not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise files.FileError(f"{path}: cannot be written: expected a file that may be written")
 
 
 def _write(result: Result, json_file: Path | None, csv_file: Path | None, html_file: Path | None) -> None:

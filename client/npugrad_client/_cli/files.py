@@ -6,6 +6,7 @@ results; arrays that NumPy itself saved from ml_dtypes (void of 2 bytes) need `-
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import zipfile
@@ -224,6 +225,19 @@ def write_results(path: Path, results: Mapping[str, npt.NDArray[Any] | None]) ->
         np.savez(path, **arrays)
     except OSError as error:
         raise FileError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def check_writable(path: Path) -> None:
+    """Raises FileError where `write_text` would, before there is a text; creates nothing."""
+    number = 0
+    if path.is_dir():
+        number = errno.EISDIR
+    elif not path.parent.is_dir():
+        number = errno.ENOTDIR if path.parent.exists() else errno.ENOENT
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        number = errno.EACCES
+    if number:
+        raise FileError(f"{path}: cannot be written: {os.strerror(number)}")
 
 
 def write_text(path: Path, text: str) -> None:

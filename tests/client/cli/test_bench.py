@@ -169,9 +169,9 @@ def test_a_server_that_is_not_there_is_no_measurement() -> None:
         ("--scenario mixed-tenants --duration 1s", "--duration: found a scenario whose file says it"),
         ("--scenario nowhere.yaml", "nowhere.yaml: found No such file or directory"),
         ("--scenario mixed-tenants --find-capacity", "--find-capacity: found a trace or several stages"),
-        ("--json /nonexistent/a.json", "/nonexistent/a.json: cannot be written: expected a file that may be"),
-        ("--html .", ".: cannot be written: expected a file that may be written"),
-        ("--find-capacity --json /dev/null/a", "/dev/null/a: cannot be written: expected a file that may be"),
+        ("--json /nonexistent/a.json", "/nonexistent/a.json: cannot be written: No such file"),
+        ("--html .", ".: cannot be written: Is a directory"),
+        ("--find-capacity --json /dev/null/a", "/dev/null/a: cannot be written: Not a directory"),
         ("compare nowhere.json nowhere.json", "nowhere.json: found No such file or directory"),
     ],
 )
