@@ -55,7 +55,7 @@ class Deformable {
   static constexpr int64_t kRound = 1 << 20;       // samples of a slab that are sorted at once
   static constexpr int64_t kAlone = 1 << 16;       // floats that samples touch, below which one thread does all
   static constexpr int64_t kWholeSlab = 1 << 25;   // floats that samples touch, above which a slab is no task
-  static constexpr int64_t kSumsOf = 64;           // samples for each key until sums move on to float64
+  static constexpr int64_t kSumsOf = 16;           // samples for each key until sums move on to float64
   static constexpr int64_t kZeroBytes = 1 << 20;   // of a task that only clears
   static constexpr int64_t kFewBytes = 128 << 10;  // of a band with its gradient, where there are few samples
   static constexpr int64_t kHeadsScratch = 1 << 20;  // floats, above which heads are not computed together

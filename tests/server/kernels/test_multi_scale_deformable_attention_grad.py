@@ -256,6 +256,8 @@ def test_sums_that_leave_float32_on_their_way_are_right(
 ACCURACY: list[dict[str, Any]] = [
     dict(bs=1, nq=2000, nh=2, ch=32, levels=((40, 50), (20, 25), (10, 13)), points=4),
     dict(bs=1, nq=300, nh=1, ch=256, levels=((40, 50),), points=4),
+    # Some tens and hundreds of samples meet in each key, as in the small levels of an encoder.
+    dict(bs=2, nq=5000, nh=8, ch=32, levels=((25, 34), (13, 17)), points=4),
     # Thousands of samples meet in each key, all of one sign.
     dict(bs=1, nq=40000, nh=1, ch=8, levels=((1, 1), (2, 2)), points=4),
 ]
