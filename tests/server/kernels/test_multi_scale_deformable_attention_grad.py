@@ -256,8 +256,6 @@ def test_sums_that_leave_float32_on_their_way_are_right(
 ACCURACY: list[dict[str, Any]] = [
     dict(bs=1, nq=2000, nh=2, ch=32, levels=((40, 50), (20, 25), (10, 13)), points=4),
     dict(bs=1, nq=300, nh=1, ch=256, levels=((40, 50),), points=4),
-    # Some tens and hundreds of samples meet in each key, as in the small levels of an encoder.
-    dict(bs=2, nq=5000, nh=8, ch=32, levels=((25, 34), (13, 17)), points=4),
     # Thousands of samples meet in each key, all of one sign.
     dict(bs=1, nq=40000, nh=1, ch=8, levels=((1, 1), (2, 2)), points=4),
 ]
@@ -270,6 +268,13 @@ def test_errors_stay_below_half_a_millionth(kernels: Kernels, sizes: dict[str, A
     if sizes["nq"] > 10000:
         inputs["grad_output"] = np.abs(given_array(inputs, "grad_output"))
     assert_errors_below(kernels, MSDA, call, inputs, 5e-7)
+
+
+def test_errors_of_keys_that_many_samples_reach(kernels: Kernels) -> None:
+    """As in the small levels of an encoder; with 64 samples a key in float32 the error here is 4.8e-7."""
+    call = MSDA.build(bs=2, nq=5000, nh=8, ch=32, levels=((25, 34), (13, 17)), points=4)
+    inputs = MSDA.make_inputs(call, np.random.default_rng(7))
+    assert_errors_below(kernels, MSDA, call, inputs, 3.5e-7)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
