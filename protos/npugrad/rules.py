@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from npugrad.errors import PARAM_INVALID, PARAM_NULLPTR, Source
+from npugrad.error_table import PARAM_INVALID, PARAM_NULLPTR
+from npugrad.errors import Source
 from npugrad.products import Product
 from npugrad.spec import Constraint, Finding, NotExpressible
 

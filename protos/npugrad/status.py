@@ -12,16 +12,8 @@ from typing import TYPE_CHECKING
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from npugrad.errors import (
-    BY_REASON,
-    DOMAIN,
-    ErrorDetails,
-    NpugradError,
-    OperatorError,
-    RequestError,
-    TransportError,
-    Violation,
-)
+from npugrad.error_table import BY_REASON, DOMAIN
+from npugrad.errors import ErrorDetails, NpugradError, OperatorError, RequestError, TransportError, Violation
 from npugrad.ops import OPERATORS
 
 if TYPE_CHECKING:

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from npugrad.errors import (
+from npugrad.error_table import (
     BY_CODE,
     FIND_KERNEL_ERROR,
     INNER_NULLPTR,
     PARAM_INVALID,
     PARAM_NULLPTR,
     TILING_ERROR,
+)
+from npugrad.errors import (
     InvalidOperand,
     MalformedRequest,
     NullOperand,

@@ -24,8 +24,8 @@ from tests.client.fake_service import (
 import npugrad_client
 import npugrad_client.errors
 from npugrad import errors
+from npugrad.error_table import BY_REASON, ERRORS, ErrorRow
 from npugrad.errors import (
-    ERRORS,
     CallTooLarge,
     ConnectError,
     DeadlineExceeded,
@@ -105,7 +105,7 @@ ErrorOf = Callable[[End], NpugradError]
 
 def made(reason: str, source: str) -> NpugradError:
     """An error of a row as the server raises it."""
-    cls, row = error_class(reason, source), errors.BY_REASON[reason]
+    cls, row = error_class(reason, source), BY_REASON[reason]
     common: dict[str, Any] = {"reason": reason, "operator": SPEC.name}
     if issubclass(cls, OperatorError):
         common |= {"code": row.code, "source": source}
@@ -139,7 +139,7 @@ CLASSES_OF_CODES = {161001: NullOperand, 161002: InvalidOperand, 561002: TilingE
 
 
 @pytest.mark.parametrize("row", ERRORS, ids=lambda row: row.reason)
-def test_every_class_of_the_table_is_public(row: errors.ErrorRow) -> None:
+def test_every_class_of_the_table_is_public(row: ErrorRow) -> None:
     for source in ("validator", "device"):
         cls = error_class(row.reason, source)
         assert getattr(npugrad_client, cls.__name__) is cls

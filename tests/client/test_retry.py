@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npugrad.errors import ERRORS, InvalidOperand, TransportError, WorkerLost
+from npugrad.error_table import ERRORS
+from npugrad.errors import InvalidOperand, TransportError, WorkerLost
 from npugrad_client import (
     Cancelled,
     ConnectError,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from npugrad.dtypes import DType
-from npugrad.errors import BY_CODE, PARAM_INVALID, PARAM_NULLPTR, TILING_ERROR
+from npugrad.error_table import BY_CODE, PARAM_INVALID, PARAM_NULLPTR, TILING_ERROR
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad.spec import CallMeta, Constraint, OpSpec, Sample, TensorMeta, TensorParam

@@ -14,13 +14,10 @@ import grpc
 import pytest
 
 from npugrad import errors
+from npugrad.error_table import BY_CODE, BY_REASON, ERRORS, ErrorRow
 from npugrad.errors import (
-    BY_CODE,
-    BY_REASON,
-    ERRORS,
     DeviceError,
     ErrorDetails,
-    ErrorRow,
     InvalidOperand,
     MalformedTensor,
     NpugradError,
@@ -212,7 +209,7 @@ def test_a_violation_reads_as_one_line() -> None:
 
 # Numbers of the vendor are written once for callers, and once for what the worker does about them. Prose may
 # mention them: docstrings, picks, help texts.
-WRITTEN_IN = {"protos/npugrad/errors.py", "server/npugrad_server/acl/faults.py"}
+WRITTEN_IN = {"protos/npugrad/error_table.py", "server/npugrad_server/acl/faults.py"}
 GENERATORS = "_tools"
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from npugrad import CallMeta, DType, Format, Product, TensorMeta
 from npugrad import rules as r
-from npugrad.errors import FIND_KERNEL_ERROR
+from npugrad.error_table import FIND_KERNEL_ERROR
 
 if TYPE_CHECKING:
     from npugrad.rules import Check

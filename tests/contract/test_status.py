@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
+from npugrad.error_table import ERRORS, ErrorRow
 from npugrad.errors import (
-    ERRORS,
     ConnectError,
     DeviceError,
-    ErrorRow,
     InvalidOperand,
     MalformedTensor,
     NpugradError,

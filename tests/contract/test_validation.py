@@ -13,12 +13,8 @@ import pytest
 
 import npugrad
 from npugrad import TensorMeta, Verdict
+from npugrad.error_table import FIND_KERNEL_ERROR, INNER_NULLPTR, PARAM_INVALID, PARAM_NULLPTR, TILING_ERROR
 from npugrad.errors import (
-    FIND_KERNEL_ERROR,
-    INNER_NULLPTR,
-    PARAM_INVALID,
-    PARAM_NULLPTR,
-    TILING_ERROR,
     InvalidOperand,
     MalformedRequest,
     NullOperand,

@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from npugrad.dtypes import DType, Format
-from npugrad.errors import BY_CODE, MalformedTensor
+from npugrad.error_table import BY_CODE
+from npugrad.errors import MalformedTensor
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad.spec import AttrParam, CallMeta, OpSpec, TensorMeta

@@ -19,7 +19,8 @@ from tests.e2e.harness import CALL_TIMEOUT_S, Wire, header
 from tests.fix_server import run_server
 
 from npugrad import codec
-from npugrad.errors import BY_REASON, DOMAIN, OperatorError, error_class
+from npugrad.error_table import BY_REASON, DOMAIN
+from npugrad.errors import OperatorError, error_class
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad.status import MAX_STATUS_BYTES

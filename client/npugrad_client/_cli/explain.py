@@ -9,7 +9,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from npugrad.errors import BY_CODE, BY_REASON, ErrorRow
+from npugrad.error_table import BY_CODE, BY_REASON, ErrorRow
 from npugrad.ops import OPERATORS
 from npugrad.spec import AttrParam, Constraint, OpSpec, TensorParam
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from npugrad.dtypes import DType
-from npugrad.errors import BY_CODE, InvalidOperand, NullOperand, TilingError
+from npugrad.error_table import BY_CODE
+from npugrad.errors import InvalidOperand, NullOperand, TilingError
 from npugrad.ops import OPERATORS
 from npugrad.spec import AttrParam, TensorParam
 

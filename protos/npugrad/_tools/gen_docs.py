@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from npugrad.errors import ERRORS
+from npugrad.error_table import ERRORS
 from npugrad.generators import GENERATORS
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
@@ -23,7 +23,7 @@ from npugrad_server.config import ENV_PREFIX, ServerSettings
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from npugrad.errors import ErrorRow
+    from npugrad.error_table import ErrorRow
     from npugrad.spec import OpSpec
 
 ROOT = Path(__file__).resolve().parents[3]

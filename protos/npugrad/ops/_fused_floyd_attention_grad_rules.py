@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from npugrad.dtypes import Format
-from npugrad.errors import FIND_KERNEL_ERROR, PARAM_INVALID, PARAM_NULLPTR, TILING_ERROR
+from npugrad.error_table import FIND_KERNEL_ERROR, PARAM_INVALID, PARAM_NULLPTR, TILING_ERROR
 from npugrad.ops._fused_floyd_attention_grad_layout import (
     C_NAMES,
     CITE,

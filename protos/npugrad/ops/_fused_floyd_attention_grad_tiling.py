@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from npugrad.errors import TILING_ERROR
+from npugrad.error_table import TILING_ERROR
 from npugrad.ops._fused_floyd_attention_grad_layout import (
     C_NAMES,
     CITE,

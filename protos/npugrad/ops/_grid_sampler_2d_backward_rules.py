@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from npugrad.dtypes import DType
-from npugrad.errors import PARAM_INVALID, PARAM_NULLPTR
+from npugrad.error_table import PARAM_INVALID, PARAM_NULLPTR
 from npugrad.products import Product
 from npugrad.rules import (
     Citations,

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from npugrad.dtypes import DType
-from npugrad.errors import PARAM_INVALID, PARAM_NULLPTR
+from npugrad.error_table import PARAM_INVALID, PARAM_NULLPTR
 from npugrad.ops._group_norm_backward_layout import (
     C_NAMES,
     DOCUMENT,

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from npugrad.dtypes import DType, Format
-from npugrad.errors import INNER_NULLPTR, PARAM_INVALID, PARAM_NULLPTR, Source
+from npugrad.error_table import INNER_NULLPTR, PARAM_INVALID, PARAM_NULLPTR
 from npugrad.products import Product
 from npugrad.rules import (
     Citations,
@@ -38,6 +38,7 @@ from npugrad.spec import Finding, NotExpressible, TensorMeta
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from npugrad.errors import Source
     from npugrad.rules import Check, Violate
     from npugrad.spec import CallMeta, Constraint
 

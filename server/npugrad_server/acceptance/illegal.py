@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from npugrad.errors import PARAM_INVALID, MalformedTensor
+from npugrad.error_table import PARAM_INVALID
+from npugrad.errors import MalformedTensor
 from npugrad.spec import TensorMeta, TensorParam
 from npugrad_server.acl.layout import arrange
 from npugrad_server.backends.npu.trials.exchange import Case

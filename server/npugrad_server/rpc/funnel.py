@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import grpc
 import grpc.aio
 
-from npugrad.errors import RUNTIME_ERROR, MalformedRequest, NpugradError, OperatorError
+from npugrad.error_table import RUNTIME_ERROR
+from npugrad.errors import MalformedRequest, NpugradError, OperatorError
 from npugrad.status import encode_status, grpc_status_name
 from npugrad_server.logs import get_logger
 from npugrad_server.rpc.register import Garbage

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from npugrad import OPERATORS, OpSpec
-from npugrad.errors import BY_CODE, ERRORS, ErrorRow
+from npugrad.error_table import BY_CODE, ERRORS, ErrorRow
 from npugrad_client._cli.explain import UnknownSubject, explain, nearest
 
 SPECS = pytest.mark.parametrize("spec", OPERATORS.values(), ids=list(OPERATORS))

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npugrad.dtypes import DType, Format
-from npugrad.errors import INNER_NULLPTR, PARAM_INVALID, PARAM_NULLPTR, UnsupportedOperator
+from npugrad.error_table import INNER_NULLPTR, PARAM_INVALID, PARAM_NULLPTR
+from npugrad.errors import UnsupportedOperator
 from npugrad.ops._multi_scale_deformable_attention_grad_data import level_sizes, level_starts
 from npugrad.ops.multi_scale_deformable_attention_grad import (
     MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD as SPEC,

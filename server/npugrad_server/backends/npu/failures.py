@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from npugrad.errors import BY_CODE, INNER, DeviceError, DeviceOutOfMemory
+from npugrad.error_table import BY_CODE, INNER
+from npugrad.errors import DeviceError, DeviceOutOfMemory
 from npugrad_server.acl.faults import Action
 from npugrad_server.backends.base import Comeback, DeviceLost
 

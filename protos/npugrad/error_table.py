@@ -1,0 +1,185 @@
+"""Every error of the contract in one table: numbers of the vendor, reasons of our own, and what each means.
+
+Numbers are those of the vendor's page "aclnn return codes"; our own reasons have none. gRPC statuses are
+named by strings, so that the contract does not need grpc.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DOMAIN = "npugrad"
+"""`ErrorInfo.domain` of every error of this service."""
+
+PARAM_NULLPTR = 161001
+PARAM_INVALID = 161002
+RUNTIME_ERROR = 361001
+INNER = 561000
+TILING_ERROR = 561002
+FIND_KERNEL_ERROR = 561003
+INNER_NULLPTR = 561103
+
+
+@dataclass(frozen=True)
+class ErrorRow:
+    """One row of the error table.
+
+    Attributes:
+        reason: `ErrorInfo.reason`, stable.
+        code: aclnn number, None for a reason of our own.
+        grpc_status: gRPC status when our own side finds it; of numbers that only a device returns, that one.
+        retryable: Whether the same call may succeed later or elsewhere.
+        sentence: What it means, for a person.
+        device_grpc_status: gRPC status when a device returns it after our validator passed.
+    """
+
+    reason: str
+    code: int | None
+    grpc_status: str
+    retryable: bool
+    sentence: str
+    device_grpc_status: str = "INTERNAL"
+
+
+_INVALID, _INTERNAL, _PRECONDITION = "INVALID_ARGUMENT", "INTERNAL", "FAILED_PRECONDITION"
+
+
+def _inner(code: int, name: str, sentence: str, grpc_status: str = _INTERNAL) -> ErrorRow:
+    """A number that only a device returns; a missing operator has the reason OPERATOR_UNSUPPORTED."""
+    return ErrorRow(f"ACLNN_ERR_INNER{name}", code, grpc_status, False, sentence, grpc_status)
+
+
+ERRORS: tuple[ErrorRow, ...] = (
+    ErrorRow("ACLNN_ERR_PARAM_NULLPTR", 161001, _INVALID, False, "A required operand or attribute is null."),
+    ErrorRow(
+        "ACLNN_ERR_PARAM_INVALID",
+        161002,
+        _INVALID,
+        False,
+        "An operand or attribute breaks a documented rule.",
+    ),
+    ErrorRow("ACLNN_ERR_RUNTIME_ERROR", 361001, _INTERNAL, False, "A call of the NPU runtime failed."),
+    _inner(561000, "", "The operator library failed internally."),
+    _inner(561001, "_INFERSHAPE_ERROR", "The operator library could not infer the output shapes."),
+    ErrorRow(
+        "ACLNN_ERR_INNER_TILING_ERROR",
+        561002,
+        _INVALID,
+        False,
+        "The sizes break a documented limit of the operator's tiling.",
+    ),
+    _inner(561003, "_FIND_KERNEL_ERROR", "The device has no kernel for this operator.", _PRECONDITION),
+    _inner(561101, "_CREATE_EXECUTOR", "The executor could not be created."),
+    _inner(561102, "_NOT_TRANS_EXECUTOR", "The executor was not released to the caller."),
+    _inner(561103, "_NULLPTR", "The operator library met a null of its own."),
+    _inner(561104, "_WRONG_ATTR_INFO_SIZE", "The operator library counted its attributes wrongly."),
+    _inner(561105, "_KEY_CONFLICT", "Two kernels have one key."),
+    _inner(561106, "_INVALID_IMPL_MODE", "The implementation mode is invalid."),
+    _inner(561107, "_OPP_PATH_NOT_FOUND", "ASCEND_OPP_PATH is not set on the server.", _PRECONDITION),
+    _inner(561108, "_LOAD_JSON_FAILED", "The operator information file was not loaded.", _PRECONDITION),
+    _inner(561109, "_JSON_VALUE_NOT_FOUND", "A field of the operator information file is missing."),
+    _inner(561110, "_JSON_FORMAT_INVALID", "The operator information file has a bad format entry."),
+    _inner(561111, "_JSON_DTYPE_INVALID", "The operator information file has a bad dtype entry."),
+    _inner(
+        561112, "_OPP_KERNEL_PKG_NOT_FOUND", "The kernel package is not loaded on the server.", _PRECONDITION
+    ),
+    _inner(561113, "_OP_FILE_INVALID", "A field of the operator file is wrong."),
+    _inner(561114, "_ATTR_NUM_OUT_OF_BOUND", "There are more attributes than the operator describes."),
+    _inner(561115, "_ATTR_LEN_NOT_ENOUGH", "There are fewer attributes than the operator describes."),
+    _inner(561116, "_INPUT_NUM_IN_JSON_TOO_LARGE", "The operator describes more than 32 inputs."),
+    _inner(561117, "_INPUT_JSON_IS_NULL", "The description of an input is missing."),
+    _inner(561118, "_STATIC_WORKSPACE_INVALID", "A static kernel has a bad workspace size."),
+    _inner(561119, "_STATIC_BLOCK_DIM_INVALID", "A static kernel has a bad core count."),
+    ErrorRow(
+        "MALFORMED_TENSOR",
+        None,
+        _INVALID,
+        False,
+        "Shape, strides, type and content of a tensor do not fit together.",
+    ),
+    ErrorRow(
+        "MALFORMED_REQUEST",
+        None,
+        _INVALID,
+        False,
+        "The request lacks an attribute or breaks the order of a stream.",
+    ),
+    ErrorRow(
+        "CONTENT_UNSUPPORTED", None, "UNIMPLEMENTED", False, "The server does not take content of this kind."
+    ),
+    ErrorRow(
+        "RECIPE_INVALID",
+        None,
+        _INVALID,
+        False,
+        "No content can be made from the recipe: its generator, a parameter or the type is wrong.",
+    ),
+    ErrorRow(
+        "RECIPE_MISMATCH",
+        None,
+        _PRECONDITION,
+        False,
+        "The content that the server made from the recipe has another digest than the caller expects.",
+    ),
+    ErrorRow("UNSAFE_LEVELS", None, _INVALID, False, "Level sizes or starts point outside the value tensor."),
+    ErrorRow("OPERATOR_UNSUPPORTED", None, "UNIMPLEMENTED", False, "The product has no such operator."),
+    ErrorRow("UNKNOWN_OPERATOR", None, "UNIMPLEMENTED", False, "There is no operator of this name."),
+    ErrorRow(
+        "DETERMINISM_UNSUPPORTED",
+        None,
+        _PRECONDITION,
+        False,
+        "The operator cannot run deterministically on this device.",
+    ),
+    ErrorRow(
+        "VERIFICATION_FAILED",
+        None,
+        "DATA_LOSS",
+        False,
+        "The device's result differs from the reference by more than the tolerance.",
+    ),
+    ErrorRow(
+        "CALL_TOO_LARGE",
+        None,
+        "RESOURCE_EXHAUSTED",
+        False,
+        "The call can never fit into the server's memory.",
+    ),
+    ErrorRow(
+        "QUEUE_FULL", None, "RESOURCE_EXHAUSTED", True, "The queue or the memory for operands is full now."
+    ),
+    ErrorRow(
+        "DEVICE_OUT_OF_MEMORY", None, "RESOURCE_EXHAUSTED", True, "The device has no memory for the call now."
+    ),
+    ErrorRow(
+        "DEVICE_BUSY", None, "UNAVAILABLE", True, "The device has no stream, event or task for the call now."
+    ),
+    ErrorRow(
+        "DEVICE_ERROR",
+        None,
+        _INTERNAL,
+        False,
+        "A call of the device's runtime failed; the message has its function, number and text.",
+    ),
+    ErrorRow(
+        "DEADLINE_EXCEEDED",
+        None,
+        "DEADLINE_EXCEEDED",
+        False,
+        "The deadline passed before the result was there.",
+    ),
+    ErrorRow("CANCELLED", None, "CANCELLED", False, "The caller cancelled the call."),
+    ErrorRow("DRAINING", None, "UNAVAILABLE", True, "The server is shutting down and takes no new calls."),
+    ErrorRow("NO_DEVICE", None, "UNAVAILABLE", True, "No device is ready."),
+    ErrorRow(
+        "WORKER_LOST", None, "UNAVAILABLE", False, "The worker died under the call every time it was tried."
+    ),
+    ErrorRow("UNAVAILABLE", None, "UNAVAILABLE", True, "The server cannot be reached."),
+    ErrorRow(
+        "INTERNAL", None, _INTERNAL, False, "The server failed; its log has the details under the request id."
+    ),
+)
+"""The whole table, in documented order, our own reasons last."""
+
+BY_CODE: dict[int, ErrorRow] = {row.code: row for row in ERRORS if row.code is not None}
+BY_REASON: dict[str, ErrorRow] = {row.reason: row for row in ERRORS}
