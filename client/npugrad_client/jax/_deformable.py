@@ -52,6 +52,7 @@ def multi_scale_deformable_attention(
         (bs, nq, nh*ch), dtype of value.
 
     Raises:
+        NullOperand: 161001. An operand is None.
         InvalidOperand: 161002. An operand breaks a documented rule; when the function is traced.
         TypeError: The client is no `Client`.
 

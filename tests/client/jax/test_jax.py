@@ -379,6 +379,18 @@ def test_refusals_come_when_the_function_is_traced(rng: Any) -> None:
             grid_sample(x[None].astype(jnp.float8_e4m3b11fnuz), normal(rng, 1, 2, 2, 2), client=dead)
 
 
+@pytest.mark.parametrize("position", range(5))
+@pytest.mark.parametrize("scale", [None, 0.2])
+def test_a_missing_operand_of_floyd_attention_is_null(rng: Any, position: int, scale: Any) -> None:
+    call: list[Any] = list(floyd(rng, jnp.float16))
+    call[position] = None
+    name = ("query", "key1", "value1", "key2", "value2")[position]
+    expected = f"^fused_floyd_attention_grad: {name}: found null; expected"
+    with Client(NOWHERE, timeout_s=5) as dead, pytest.raises(NullOperand, match=expected) as refused:
+        fused_floyd_attention(*call, scale=scale, client=dead)
+    assert refused.value.code == 161001
+
+
 @pytest.mark.parametrize(
     ("function", "operands", "how"),
     [
