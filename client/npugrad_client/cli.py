@@ -272,8 +272,8 @@ def demo(
 ) -> None:
     """Run the main job: every operator on real input, checked against the reference.
 
-    TLS is for the servers that --target names; a service that is started here is plain, whatever the variables
-    say.
+    TLS is for the servers that --target names; a service that is started here is plain, whatever the
+    variables say.
     """
     from npugrad_client.demo import run_demo  # here, because it needs the extra `demo`
 
