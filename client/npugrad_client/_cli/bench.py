@@ -220,7 +220,9 @@ def _find_capacity(
     found = capacity.Search(measure, precision).run(start)
     show.show_capacity(out, found)
     if json_file is not None:
-        files.write_text(json_file, json.dumps(found.as_dict(), indent=2) + "\n")
+        first = capacity.at_rate(open_loop, start)  # the other trials differ in their rate only
+        values = {"scenario": first.as_dict(), **found.as_dict()}
+        files.write_text(json_file, json.dumps(values, indent=2) + "\n")
     return capacity_status(found)
 
 

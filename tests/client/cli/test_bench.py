@@ -125,6 +125,20 @@ def test_a_search_whose_client_is_the_bottleneck_says_so() -> None:
 
 
 @pytest.mark.slow
+def test_a_search_writes_what_was_sent_as_a_run_does(tmp_path: Path) -> None:
+    """One that ends at once, as its client is the bottleneck; and a run of the same flags."""
+    load = ["--rate", "20000", "--duration", "500ms", "--max-in-flight", "64", "--label", "team-a", "--seed=7"]
+    found = {}
+    with fake_service() as service:
+        for how in ("--find-capacity", ALL_THE_SAME):
+            path = tmp_path / f"{how}.json"
+            run("bench", *load, how, "--json", str(path), target=service.address)
+            found[how] = json.loads(path.read_text("utf-8"))
+    assert found["--find-capacity"]["capacity_per_s"] == 0
+    assert found["--find-capacity"]["scenario"] == found[ALL_THE_SAME]["scenario"]
+
+
+@pytest.mark.slow
 def test_a_server_that_is_not_there_is_no_measurement() -> None:
     done = run("bench", "--duration", "1s", "--timeout", "5s")
     assert f"cannot reach {NOWHERE}" in failed(done, 1)
