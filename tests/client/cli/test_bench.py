@@ -127,7 +127,7 @@ def test_a_search_whose_client_is_the_bottleneck_says_so() -> None:
 @pytest.mark.slow
 def test_a_search_writes_what_was_sent_as_a_run_does(tmp_path: Path) -> None:
     """One that ends at once, as its client is the bottleneck; and a run of the same flags."""
-    load = ["--rate", "20000", "--duration", "500ms", "--max-in-flight", "64", "--label", "team-a", "--seed=7"]
+    load = ["--rate", "20000", "--duration", "500ms", "--max-in-flight", "64", "--label", "tenant"]
     found = {}
     with fake_service() as service:
         for how in ("--find-capacity", ALL_THE_SAME):
