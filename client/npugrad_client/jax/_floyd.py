@@ -72,7 +72,7 @@ def fused_floyd_attention(
     factor = _default_scale(query) if scale is None else scale
     operands = _operands((query, key1, value1, key2, value2), atten_mask)
     require_legal_floyd_attention(metas(OPERATOR, operands), factor)
-    service = Service(client, timeout_s, priority, label, verify)
+    service = Service(client, timeout_s, priority=priority, label=label, verify=verify)
     result: Array = _attention(service, float(factor), query, key1, value1, key2, value2, atten_mask)
     return result
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.client.fake_service import UNARY, fake_service
 
 from npugrad_client import AsyncClient, Client, InvalidOperand, MalformedRequest, NullOperand, TilingError
 
@@ -348,6 +350,25 @@ def test_large_arrays_in_a_compiled_loop_in_several_threads(client: Client, rng:
         thread.join(90)
     assert not any(thread.is_alive() for thread in threads)
     assert not failures
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["group_norm", "grid_sample", "multi_scale_deformable_attention"])
+def test_options_reach_the_service(rng: Any, name: str, deterministic: bool) -> None:
+    how = {"deterministic": deterministic, "priority": 3, "label": "run", "verify": True}
+    calls: dict[str, Any] = {
+        "group_norm": (partial(group_norm, groups=4), (normal(rng, 2, 8, 5),)),
+        "grid_sample": (grid_sample, (normal(rng, 1, 1, 2, 2), normal(rng, 1, 2, 2, 2))),
+        "multi_scale_deformable_attention": (multi_scale_deformable_attention, deformable(rng)),
+    }
+    function, call = calls[name]
+    with fake_service() as seen, Client(seen.address, timeout_s=20, stream_from_bytes=UNARY) as client:
+        gradient = jax.grad(lambda first: function(first, *call[1:], client=client, **how).sum())
+        jax.block_until_ready(gradient(call[0]))
+    (request,) = seen.headers
+    options = request.options
+    assert (options.deterministic, options.priority) == (deterministic, 3)
+    assert (options.label, options.verify) == ("run", True)
 
 
 def test_refusals_come_when_the_function_is_traced(rng: Any) -> None:
