@@ -67,7 +67,10 @@ def bench(
         str, typer.Option(metavar="N[:N]", help="Closed loop: calls in flight, or a ramp; 1 by default.")
     ] = "",
     duration: Annotated[str, typer.Option(help="Time to measure, such as 30s or 2m; 10s by default.")] = "",
-    calls: Annotated[int | None, typer.Option(min=1, help="Stop after this many calls.")] = None,
+    calls: Annotated[
+        int | None,
+        typer.Option(min=1, help="Stop after this many calls of all workers together, with the warm-up's."),
+    ] = None,
     warm_up: Annotated[str, typer.Option(help="Time before it that is not measured, such as 5s.")] = "",
     workers: Annotated[int | None, typer.Option(help="Processes that send.")] = None,
     max_in_flight: Annotated[
