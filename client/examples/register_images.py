@@ -24,7 +24,7 @@ import numpy as np
 import skimage
 from skimage import io
 
-from npugrad_client import Client
+from npugrad_client import Client, Tls
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -197,10 +197,16 @@ def register(client: Client, out: Path) -> tuple[float, float]:
 def main() -> int:
     """Command line; the exit status tells whether the error at least halved."""
     parser = argparse.ArgumentParser(description="Register two photographs with gradients from the service.")
-    parser.add_argument("--target", default="localhost:50051", help="address of the server")
+    parser.add_argument("--target", action="append", help="address of the server; again for another one")
+    parser.add_argument("--tls", action="store_true", help="encrypt")
+    parser.add_argument("--tls-ca", help="PEM file of the server's authority; the system's by default")
+    parser.add_argument("--tls-certificate", help="PEM file of the certificate to show, for mutual TLS")
+    parser.add_argument("--tls-key", help="PEM file of its private key")
     parser.add_argument("--out", type=Path, default=Path("build/registration.png"), help="picture to write")
     options = parser.parse_args()
-    with Client(options.target) as client:
+    files = {name: getattr(options, f"tls_{name}") for name in ("ca", "certificate", "key")}
+    how = Tls(**files) if options.tls or any(files.values()) else None
+    with Client(options.target or ["localhost:50051"], tls=how) as client:
         before, after = register(client, options.out)
     halved = after <= before / 2
     print(f"mean squared error {before:.5f} before, {after:.5f} after ({before / after:.1f} times smaller)")

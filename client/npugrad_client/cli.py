@@ -21,7 +21,9 @@ from npugrad_client._cli.connection import (
     Encrypted,
     Key,
     Targets,
+    addresses,
     connect,
+    refuse_tls_without_target,
     tls,
 )
 from npugrad_client._cli.explain import explain as print_explanation
@@ -256,15 +258,32 @@ def explain(
 
 @app.command()
 def demo(
-    target: Annotated[str | None, typer.Option(help="A running server; by default one is started.")] = None,
+    context: typer.Context,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(help="A running server, or several, with commas too; by default one is started."),
+    ] = None,
+    encrypted: Encrypted = False,
+    tls_ca: Authority = None,
+    tls_certificate: Certificate = None,
+    tls_key: Key = None,
     folder: Annotated[Path, typer.Option("--out", help="Folder for the picture.")] = Path("build/demo"),
     quick: Annotated[bool, typer.Option("--quick", help="Leave out the largest shapes.")] = False,
 ) -> None:
-    """Run the main job: every operator on real input, checked against the reference."""
+    """Run the main job: every operator on real input, checked against the reference.
+
+    TLS is for the servers that --target names; a service that is started here is plain, whatever the
+    variables say.
+    """
     from npugrad_client.demo import run_demo  # here, because it needs the extra `demo`
 
     with reporting():
-        raise typer.Exit(run_demo(target, folder, quick))
+        if not target:
+            refuse_tls_without_target(context)
+            raise typer.Exit(run_demo(None, folder, quick))
+        how = tls(encrypted, tls_ca, tls_certificate, tls_key)
+        connect(target, None, how).close()  # what is wrong with an address or a file is told before anything
+        raise typer.Exit(run_demo(addresses(target), folder, quick, how))
 
 
 def main() -> None:

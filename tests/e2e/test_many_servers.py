@@ -297,15 +297,9 @@ def test_a_slow_try_is_hedged_and_the_loser_is_cancelled(way: int) -> None:
 
 
 def test_a_hedged_call_fills_the_callers_array_once_and_at_its_end() -> None:
-    gate = Gate()
-
-    def unary(spec: OpSpec, request: Any, context: Context) -> Any:
-        gate.hold()
-        return zeros(spec, request, context)
-
-    call = group_norm()
+    gate, call = Gate(), group_norm()
     mine = call["input"] * 0 + 9
-    with fake_service(unary) as slow, fake_service() as quick:
+    with fake_service(gate.unary) as slow, fake_service() as quick:
         policy = RetryPolicy(hedge_after_s=0.02, max_tries=2)
         with Client([slow.address, quick.address], timeout_s=20, retry=policy) as client:
             grads = client.group_norm_backward(**call, out={"grad_input": mine})
@@ -318,12 +312,7 @@ def test_a_hedged_call_fills_the_callers_array_once_and_at_its_end() -> None:
 
 def test_a_try_that_passes_its_own_deadline_is_sent_elsewhere() -> None:
     gate = Gate()
-
-    def unary(spec: OpSpec, request: Any, context: Context) -> Any:
-        gate.hold()
-        return zeros(spec, request, context)
-
-    with fake_service(unary) as stuck, fake_service() as good:
+    with fake_service(gate.unary) as stuck, fake_service() as good:
         for answers in both([stuck.address, good.address], RetryPolicy(try_timeout_s=0.3), UNARY):
             assert answers[0].info.tries == 2
         gate.open()

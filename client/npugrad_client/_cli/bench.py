@@ -67,7 +67,10 @@ def bench(
         str, typer.Option(metavar="N[:N]", help="Closed loop: calls in flight, or a ramp; 1 by default.")
     ] = "",
     duration: Annotated[str, typer.Option(help="Time to measure, such as 30s or 2m; 10s by default.")] = "",
-    calls: Annotated[int | None, typer.Option(min=1, help="Stop after this many calls.")] = None,
+    calls: Annotated[
+        int | None,
+        typer.Option(min=1, help="Stop after this many calls of all workers together, with the warm-up's."),
+    ] = None,
     warm_up: Annotated[str, typer.Option(help="Time before it that is not measured, such as 5s.")] = "",
     workers: Annotated[int | None, typer.Option(help="Processes that send.")] = None,
     max_in_flight: Annotated[
@@ -220,7 +223,9 @@ def _find_capacity(
     found = capacity.Search(measure, precision).run(start)
     show.show_capacity(out, found)
     if json_file is not None:
-        files.write_text(json_file, json.dumps(found.as_dict(), indent=2) + "\n")
+        first = capacity.at_rate(open_loop, start)  # the other trials differ in their rate only
+        values = {"scenario": first.as_dict(), **found.as_dict()}
+        files.write_text(json_file, json.dumps(values, indent=2) + "\n")
     return capacity_status(found)
 
 

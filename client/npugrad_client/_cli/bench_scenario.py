@@ -38,9 +38,14 @@ def scenario_of(name: str, given: dict[str, Any]) -> Scenario:
         if given[key]:
             flag = f"--{key.removesuffix('_s').replace('_', '-')}"
             changes[key] = at_key(flag, parse_duration, given[key])
-    if given["slo"]:
-        changes["slo"] = Slo.parse(given["slo"])
-    return replace(base, **_load(base, given), **changes)
+    changes |= _load(base, given)
+    try:
+        if given["slo"]:
+            changes["slo"] = Slo.parse(given["slo"])
+        return replace(base, **changes)
+    except ValueError as error:  # the base was right, so a flag is not
+        key, colon, said = str(error).partition(":")
+        raise ScenarioError(f"--{key.replace('_', '-')}{colon}{said}") from None
 
 
 def _with_inputs(scenario: Scenario, inputs: str, has_digest: bool) -> Scenario:

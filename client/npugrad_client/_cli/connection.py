@@ -70,6 +70,23 @@ def tls(encrypted: bool, ca: str | None, certificate: str | None, key: str | Non
     return Tls(ca=ca or None, certificate=certificate or None, key=key or None)
 
 
+def refuse_tls_without_target(context: typer.Context) -> None:
+    """Of a command that starts a service of its own, which is plain: no option may ask for encryption.
+
+    A variable may, as it is meant for every other command of the shell.
+
+    Raises:
+        FileError: An option of TLS stands on the command line.
+    """
+    for name in ("encrypted", "tls_ca", "tls_certificate", "tls_key"):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = "--tls" if name == "encrypted" else f"--{name.replace('_', '-')}"
+            raise FileError(
+                f"{option}: found it without --target; expected both, as the demo's own service is plain"
+            )
+
+
 def connect(targets: Sequence[str], timeout_s: float | None, how: Tls | None) -> Client:
     """The client of a command.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _PICK_MARK = " *"
+_PROPOSED = 5
+"""Names that a slip is answered with at most."""
 
 
 class UnknownSubject(Exception):
@@ -39,7 +42,8 @@ def explain(console: Console, subject: str, constraint: str | None = None) -> No
     spec = _operator(subject)
     if constraint is not None:
         if spec is None:
-            raise UnknownSubject(nearest(subject, _operators(), "an operator before a constraint"))
+            expected = f"an operator before a constraint; {_operators_told()}"
+            raise UnknownSubject(nearest(subject, _operators(), expected))
         console.print(_one(spec, constraint))
     elif spec is not None:
         console.print(_operator_text(spec))
@@ -48,7 +52,7 @@ def explain(console: Console, subject: str, constraint: str | None = None) -> No
     else:
         found = [(s, c) for s in OPERATORS.values() for c in s.constraints if c.id == subject]
         if not found:
-            expected = "an operator, an aclnn number, a reason or a constraint"
+            expected = f"an operator, an aclnn number, a reason or a constraint; {_operators_told()}"
             raise UnknownSubject(nearest(subject, _subjects(), expected))
         console.print(Group(*_spaced([_constraint_text(owner, match) for owner, match in found])))
 
@@ -61,12 +65,28 @@ def nearest(found: str, known: Iterable[str], expected: str) -> str:
         known: All names there are.
         expected: What they are, for when none comes near.
     """
-    names = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(found.lower(), names, n=5, cutoff=0.5)
-    near += [n for n in names if found.lower() in n and n not in near][: 5 - len(near)]
+    asked = _plain(found)
+    names = {_plain(name): name for name in known}
+    near = [text for text, name in names.items() if asked in text or _is_short_for(asked, name)]
+    near = near or difflib.get_close_matches(asked, names, n=_PROPOSED, cutoff=0.5)
     if near:
-        return f"found {found!r}; did you mean {', '.join(names[n] for n in near)}?"
+        return f"found {found!r}; did you mean {', '.join(names[text] for text in near[:_PROPOSED])}?"
     return f"found {found!r}; expected {expected}"
+
+
+def _plain(name: str) -> str:
+    """The name in the way that every spelling of it has in common: group_norm, GroupNorm, groupnorm."""
+    return name.lower().replace("_", "")
+
+
+def _is_short_for(asked: str, name: str) -> bool:
+    """Whether the name's words begin with these letters."""
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name.removeprefix("aclnn"))
+    return len(asked) > 2 and "".join(word[0] for word in words).lower().startswith(asked)
+
+
+def _operators_told() -> str:
+    return "operators: " + ", ".join(f"{spec.name} ({spec.aclnn_name})" for spec in OPERATORS.values())
 
 
 def _operators() -> list[str]:

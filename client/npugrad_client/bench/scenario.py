@@ -275,8 +275,18 @@ class Scenario:
         self._check_names()
         if not self.window_s:
             object.__setattr__(self, "window_s", _window_s(self.duration_s))
-        least_s = max(1e-3, (self.warm_up_s + self.duration_s) / MAX_WINDOWS)
+        self._check_windows()
+
+    def _check_windows(self) -> None:
+        """Results are kept by windows, so that there must not be too many of them."""
+        least_s = max(1e-3, self.duration_s / MAX_WINDOWS)
         check(least_s <= self.window_s <= _WEEK_S, "window", self.window_s, f"{least_s:g} s and up to a week")
+        most_s = MAX_WINDOWS * self.window_s - self.duration_s
+        expected = (
+            f"at most {most_s:.6g} s beside a duration of {self.duration_s:g} s, as results have at most "
+            f"{MAX_WINDOWS} windows of {self.window_s:g} s"
+        )
+        check(self.warm_up_s <= most_s, "warm_up", self.warm_up_s, expected)
 
     def _check_names(self) -> None:
         """Reports tell workloads apart by their names."""

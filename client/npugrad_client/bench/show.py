@@ -76,6 +76,13 @@ def _show_notes(console: Console, result: Result, outcomes: Sequence[Outcome]) -
         console.print(f"failed: {count} x {reason}")
     if result.dropped:
         console.print(f"dropped: {result.dropped}, with {result.scenario['max_in_flight']} in flight already")
+    calls, warm_up_s = result.scenario["max_calls"], result.scenario["warm_up_s"]
+    if calls and not result.intended and not result.is_interrupted:
+        console.print(
+            f"--calls: found {calls}, all of them sent in the warm-up; expected more, or a --warm-up "
+            f"that is shorter than {warm_up_s:g} s",
+            soft_wrap=True,
+        )
     if result.is_interrupted:
         console.print("Interrupted: this is what was measured until then.")
     if result.is_closed:

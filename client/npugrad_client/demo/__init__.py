@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,33 +17,38 @@ from npugrad_client.demo._report import Row, run_case, tables
 from npugrad_client.demo._service import local_service
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterator, Sequence
+
+    from npugrad_client import Tls
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "register_images.py"
 
 
-def run_demo(target: str | None = None, out: Path = Path("build/demo"), quick: bool = False) -> int:
+def run_demo(
+    targets: Sequence[str] | None = None,
+    out: Path = Path("build/demo"),
+    quick: bool = False,
+    tls: Tls | None = None,
+) -> int:
     """Runs the demo and prints its table.
 
     Args:
-        target: Address of a running service; None starts one on loopback and stops it at the end.
+        targets: Addresses of running services; None starts one on loopback and stops it at the end.
         out: Folder for the registration's picture.
         quick: Leave out the largest shapes.
+        tls: How to encrypt, by paths of files; None for not at all.
 
     Returns:
         0 when every result is right and the registration succeeded, else 1.
     """
     console = Console(width=None if sys.stdout.isatty() else 200)
-    service: AbstractContextManager[str] = (
-        local_service("--metrics-listen", "") if target is None else nullcontext(target)
-    )
     started = time.monotonic()
-    if target is None:
+    if targets is None:
         console.print("Starting the service on loopback ...")
-    with service as address, Client(address) as client:
+    with _services(targets) as found, Client(found, tls=tls) as client:
         _introduce(console, client)
         rows = _run_all(console, client, quick)
-        is_registered = _register(console, address, out / "registration.png")
+        is_registered = _register(console, found, tls, out / "registration.png")
     for table in tables(rows):
         console.print(table)
     _explain(console, rows)
@@ -51,6 +56,16 @@ def run_demo(target: str | None = None, out: Path = Path("build/demo"), quick: b
     right = sum(row.is_right for row in rows)
     console.print(f"{right} of {len(rows)} calls right, {time.monotonic() - started:.0f} s in all.")
     return 0 if is_right else 1
+
+
+@contextmanager
+def _services(targets: Sequence[str] | None) -> Iterator[list[str]]:
+    """Addresses of the services: those given, or that of one that ends with this."""
+    if targets is not None:
+        yield list(targets)
+        return
+    with local_service("--metrics-listen", "") as address:
+        yield [address]
 
 
 def _introduce(console: Console, client: Client) -> None:
@@ -74,15 +89,25 @@ def _run_all(console: Console, client: Client, quick: bool) -> list[Row]:
     return rows
 
 
-def _register(console: Console, address: str, picture: Path) -> bool:
+def _register(console: Console, targets: Sequence[str], tls: Tls | None, picture: Path) -> bool:
     if not EXAMPLE.exists():
         console.print(
             "Registration of two photographs: skipped, the example is part of the source tree only."
         )
         return True
     console.print("Registering two photographs with gradients from the service:")
-    command = [sys.executable, str(EXAMPLE), "--target", address, "--out", str(picture)]
+    command = [sys.executable, str(EXAMPLE), *_connection(targets, tls), "--out", str(picture)]
     return subprocess.run(command, check=False).returncode == 0
+
+
+def _connection(targets: Sequence[str], tls: Tls | None) -> list[str]:
+    """The options of the example that make the same client."""
+    options = [text for target in targets for text in ("--target", target)]
+    if tls is not None:
+        options.append("--tls")
+        for name, path in (("ca", tls.ca), ("certificate", tls.certificate), ("key", tls.key)):
+            options += [f"--tls-{name}", str(path)] if path is not None else []
+    return options
 
 
 def _explain(console: Console, rows: list[Row]) -> None:

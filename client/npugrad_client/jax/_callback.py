@@ -26,6 +26,7 @@ class Service:
     Attributes:
         client: Who calls the service.
         timeout_s: Deadline of each call in seconds; None for the client's default.
+        deterministic: Whether results must not depend on the order of summation.
         priority: Calls of higher priority leave the queue first; -100 to 100.
         label: Name of the caller or experiment.
         verify: Whether the server recomputes each call and refuses a result that differs.
@@ -33,6 +34,7 @@ class Service:
 
     client: Client
     timeout_s: float | None = None
+    deterministic: bool = False
     priority: int = 0
     label: str = ""
     verify: bool = False
@@ -56,6 +58,7 @@ class Service:
         method = getattr(self.client, operator)
         options = {
             "timeout_s": self.timeout_s,
+            "deterministic": self.deterministic,
             "priority": self.priority,
             "label": self.label,
             "verify": self.verify,

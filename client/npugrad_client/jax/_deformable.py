@@ -24,6 +24,7 @@ def multi_scale_deformable_attention(
     *,
     client: Client,
     timeout_s: float | None = None,
+    deterministic: bool = False,
     priority: int = 0,
     label: str = "",
     verify: bool = False,
@@ -44,6 +45,7 @@ def multi_scale_deformable_attention(
         attn_weight: (bs, nq, nh, nl, np), dtype of value. Attention weight of each sampling point.
         client: Who calls the service in the backward pass.
         timeout_s: Deadline of the call in seconds; None for the client's default.
+        deterministic: Ask for results that do not depend on the order of summation.
         priority: Calls of higher priority leave the queue first; -100 to 100.
         label: Name of the caller or experiment.
         verify: Have the server recompute the call and refuse a result that differs.
@@ -52,6 +54,7 @@ def multi_scale_deformable_attention(
         (bs, nq, nh*ch), dtype of value.
 
     Raises:
+        NullOperand: 161001. An operand is None.
         InvalidOperand: 161002. An operand breaks a documented rule; when the function is traced.
         TypeError: The client is no `Client`.
 
@@ -70,7 +73,7 @@ def multi_scale_deformable_attention(
         "attn_weight": attn_weight,
     }
     require_legal_deformable_attention(metas(OPERATOR, operands))
-    service = Service(client, timeout_s, priority, label, verify)
+    service = Service(client, timeout_s, deterministic, priority, label, verify)
     result: Array = _attention(service, *operands.values())
     return result
 

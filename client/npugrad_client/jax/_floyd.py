@@ -56,6 +56,7 @@ def fused_floyd_attention(
         (B, H, N, M, D), dtype of query.
 
     Raises:
+        NullOperand: 161001. An operand other than the mask is None.
         InvalidOperand: 161002. A type that the documents do not allow, such as float32; when the function is
             traced.
         TilingError: 561002. Sizes that the documents do not allow, or that do not fit together.
@@ -68,12 +69,17 @@ def fused_floyd_attention(
         ...     query, key1, value1, key2, value2)
     """
     require_client("fused_floyd_attention", client)
-    factor = scale if scale is not None else max(query.shape[-1], 1) ** -0.5 if query.ndim else 1.0
+    factor = _default_scale(query) if scale is None else scale
     operands = _operands((query, key1, value1, key2, value2), atten_mask)
     require_legal_floyd_attention(metas(OPERATOR, operands), factor)
-    service = Service(client, timeout_s, priority, label, verify)
+    service = Service(client, timeout_s, priority=priority, label=label, verify=verify)
     result: Array = _attention(service, float(factor), query, key1, value1, key2, value2, atten_mask)
     return result
+
+
+def _default_scale(query: Array | None) -> float:
+    """1 / sqrt(D); 1 where there is no D, as such a call is refused for it."""
+    return 1.0 if query is None or not query.ndim else float(max(query.shape[-1], 1) ** -0.5)
 
 
 def _operands(tensors: tuple[Array, ...], mask: Array | None) -> dict[str, Array | None]:

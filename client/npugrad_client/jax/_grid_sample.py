@@ -28,6 +28,7 @@ def grid_sample(
     padding_mode: int | str = "zeros",
     align_corners: bool = False,
     timeout_s: float | None = None,
+    deterministic: bool = False,
     priority: int = 0,
     label: str = "",
     verify: bool = False,
@@ -42,6 +43,7 @@ def grid_sample(
         padding_mode: What a point outside the image reads: ``"zeros"``, ``"border"`` or ``"reflection"``.
         align_corners: True: -1 and 1 are the centres of the corner pixels; False: their outer edges.
         timeout_s: Deadline of the call in seconds; None for the client's default.
+        deterministic: Ask for results that do not depend on the order of summation.
         priority: Calls of higher priority leave the queue first; -100 to 100.
         label: Name of the caller or experiment.
         verify: Have the server recompute the call and refuse a result that differs.
@@ -60,7 +62,7 @@ def grid_sample(
         >>> jax.jit(jax.grad(loss, argnums=(0, 1)))(input, grid)       # doctest: +SKIP
     """
     require_client("grid_sample", client)
-    service = Service(client, timeout_s, priority, label, verify)
+    service = Service(client, timeout_s, deterministic, priority, label, verify)
     attrs = {
         "interpolation_mode": mode,
         "padding_mode": padding_mode,

@@ -26,6 +26,7 @@ def group_norm(
     client: Client,
     eps: float = 1e-5,
     timeout_s: float | None = None,
+    deterministic: bool = False,
     priority: int = 0,
     label: str = "",
     verify: bool = False,
@@ -40,6 +41,7 @@ def group_norm(
         client: Who calls the service in the backward pass.
         eps: Added to the variance.
         timeout_s: Deadline of the call in seconds; None for the client's default.
+        deterministic: Ask for results that do not depend on the order of summation.
         priority: Calls of higher priority leave the queue first; -100 to 100.
         label: Name of the caller or experiment.
         verify: Have the server recompute the call and refuse a result that differs.
@@ -57,7 +59,7 @@ def group_norm(
         >>> jax.jit(jax.grad(loss))(x)                                 # doctest: +SKIP
     """
     require_client("group_norm", client)
-    service = Service(client, timeout_s, priority, label, verify)
+    service = Service(client, timeout_s, deterministic, priority, label, verify)
     attrs = _attrs(x, groups)
     statistics = jax.ShapeDtypeStruct((attrs["n"], max(groups, 0)), x.dtype)
     operands = {"input": x, "grad_out": x, "mean": statistics, "rstd": statistics, "gamma": scale}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, TypedDict, cast
 
 from torch import Tensor
 
@@ -11,6 +11,8 @@ from npugrad_client import _arrays
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import torch
 
 
 class Options(TypedDict, total=False):
@@ -42,6 +44,12 @@ def require_tensors(operator: str, operands: Mapping[str, Tensor | None]) -> Non
             raise TypeError(
                 f"{operator}: {name}: found {type(operand).__name__}; expected a torch CPU tensor"
             )
+
+
+def cast_given(operands: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The operands in another type; None stays, which `metas` and the validator then call null."""
+    given: tuple[Tensor | None, ...] = operands
+    return tuple(cast("Tensor", None if tensor is None else tensor.to(dtype)) for tensor in given)
 
 
 def metas(operator: str, inputs: Mapping[str, Tensor | None]) -> dict[str, TensorMeta | None]:

@@ -12,7 +12,7 @@ from torch.nn.functional import grid_sample
 from npugrad_client._legality import DEFORMABLE_ATTENTION as OPERATOR
 from npugrad_client._legality import require_client, require_legal_deformable_attention
 from npugrad_client.errors import UnsafeLevels
-from npugrad_client.torch._calls import Options, metas, require_tensors
+from npugrad_client.torch._calls import Options, cast_given, metas, require_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,6 +69,7 @@ def multi_scale_deformable_attention(
         (bs, nq, nh*ch), dtype of value.
 
     Raises:
+        NullOperand: 161001. An operand is None.
         InvalidOperand: 161002. An operand breaks a documented rule; from here, before anything is computed.
         UnsafeLevels: A level reaches outside of value.
         TypeError: An operand is no dense CPU tensor, or the client no `Client`.
@@ -84,9 +85,9 @@ def multi_scale_deformable_attention(
     )
     given = (value, spatial_shape, level_start_index, location, attn_weight)
     require_tensors(OPERATOR, dict(zip(_NAMES, given, strict=True)))
-    floats = (value, location, attn_weight)
+    floats: tuple[Tensor, ...] = (value, location, attn_weight)
     if compute_dtype is not None:
-        floats = (value.to(compute_dtype), location.to(compute_dtype), attn_weight.to(compute_dtype))
+        floats = cast_given(floats, compute_dtype)
     operands = (floats[0], spatial_shape, level_start_index, *floats[1:])
     result: Tensor = _DeformableAttention.apply(*operands, client, options)  # type: ignore[no-untyped-call]
     return result.to(value.dtype)

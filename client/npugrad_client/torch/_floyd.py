@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from npugrad_client._legality import FLOYD_ATTENTION as OPERATOR
 from npugrad_client._legality import LANES, require_client, require_legal_floyd_attention
-from npugrad_client.torch._calls import Options, metas, require_tensors
+from npugrad_client.torch._calls import Options, cast_given, metas, require_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,6 +78,7 @@ def fused_floyd_attention(
         (B, H, N, M, D), dtype of query.
 
     Raises:
+        NullOperand: 161001. An operand other than the mask is None.
         InvalidOperand: 161002. A type that the documents do not allow; from here, before anything is
             computed.
         TilingError: 561002. Sizes that the documents do not allow, or that do not fit together.
@@ -92,12 +93,18 @@ def fused_floyd_attention(
     operands: tuple[Tensor, ...] = (query, key1, value1, key2, value2)
     require_tensors(OPERATOR, dict(zip(_NAMES, (*operands, atten_mask), strict=True)))
     if compute_dtype is not None:
-        operands = tuple(tensor.to(compute_dtype) for tensor in operands)
-    factor = query.shape[-1] ** -0.5 if scale is None and query.dim() and query.shape[-1] else scale or 0.0
+        operands = cast_given(operands, compute_dtype)
     result: Tensor = _FloydAttention.apply(  # type: ignore[no-untyped-call]
-        *operands, atten_mask, factor, client, options
+        *operands, atten_mask, _default_scale(query) if scale is None else scale, client, options
     )
     return result.to(query.dtype)
+
+
+def _default_scale(query: Tensor | None) -> float:
+    """1 / sqrt(D); 0 where there is no D, as such a call is refused for it."""
+    if query is None or query.dim() == 0 or query.shape[-1] == 0:
+        return 0.0
+    return float(query.shape[-1] ** -0.5)
 
 
 class _FloydAttention(Function):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 import warnings
@@ -12,6 +14,7 @@ import torch
 from torch._C import _autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import npugrad_client
 from npugrad_client._legality import require_client, require_legal
 from npugrad_client.errors import (
     InvalidOperand,
@@ -41,6 +44,8 @@ Example:
     ...     loss.backward()
 """
 _REFUSED = (NullOperand, InvalidOperand, TilingError, UnsupportedOperator)
+_NOT_THE_CALLERS = tuple(package.__path__[0] + os.sep for package in (npugrad_client, torch))
+"""Folders whose lines tell nobody which call of `backward` a warning is about."""
 _SMALL = "smaller than min_bytes"
 _CREATE_GRAPH = "create_graph=True takes it apart"
 
@@ -188,7 +193,7 @@ class Remote(ContextDecorator):
         return why
 
     def _warn(self, kind: str, text: str) -> None:
-        self._ledger.once(kind, lambda: warnings.warn(text, RemoteWarning, stacklevel=2))
+        self._ledger.once(kind, lambda: _warn_caller(text))
 
     def _notice_taken_apart(self, func: Any) -> None:
         """Counts a node that autograd computes with elementary operators, which are not the service's."""
@@ -303,6 +308,18 @@ class _Deciding(threading.local):
 
 
 _deciding = _Deciding()
+
+
+def _warn_caller(text: str) -> None:
+    """Warns with the caller's line: that of `backward()`, below which are frames of PyTorch and of ours."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_CALLERS):
+        frame = frame.f_back
+    known = frame.f_globals
+    registry = known.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(
+        text, RemoteWarning, frame.f_code.co_filename, frame.f_lineno, known.get("__name__"), registry
+    )
 
 
 def _kind(error: OperatorError) -> str:

@@ -47,7 +47,8 @@ def error_from_verdict(
 
     Args:
         planned: The call.
-        reason: CALL_TOO_LARGE, DEADLINE_EXCEEDED, NO_DEVICE, OPERATOR_UNSUPPORTED or WORKER_LOST.
+        reason: CALL_TOO_LARGE, DEADLINE_EXCEEDED, OPERATOR_UNSUPPORTED or WORKER_LOST; NO_DEVICE is
+            `error_without_device`.
         detail: What happened.
         code: The vendor's number, when a device failed.
     """
@@ -59,20 +60,17 @@ def error_from_verdict(
         return CallTooLarge(message, operator=operator, request_id=request_id)
     if reason == "OPERATOR_UNSUPPORTED":
         return UnsupportedOperator(message, operator=operator, request_id=request_id)
-    if reason == "WORKER_LOST":
-        return WorkerLost(message, code=code, source="device", operator=operator, request_id=request_id)
-    return ServerBusy(
-        message, reason=reason, retry_after_s=RETRY_NO_DEVICE_S, operator=operator, request_id=request_id
-    )
+    return WorkerLost(message, code=code, source="device", operator=operator, request_id=request_id)
 
 
-def error_without_device(devices: Sequence[DeviceStatus], operator: str = "") -> ServerBusy:
+def error_without_device(devices: Sequence[DeviceStatus], planned: PlannedCall | None = None) -> ServerBusy:
     """The exception when no device is ready; it says why, device by device, as far as a status has room.
 
     Args:
         devices: Every device.
-        operator: What was called, if anything was.
+        planned: The call, if there is one.
     """
+    operator = planned.spec.name if planned is not None else ""
     found: dict[str, list[str]] = {}
     for device in devices:
         found.setdefault(f"{device.state}, {device.reason}", []).append(device.name)
@@ -83,6 +81,7 @@ def error_without_device(devices: Sequence[DeviceStatus], operator: str = "") ->
         reason="NO_DEVICE",
         retry_after_s=RETRY_NO_DEVICE_S,
         operator=operator,
+        request_id=planned.request_id if planned is not None else "",
     )
 
 

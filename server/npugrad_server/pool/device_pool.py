@@ -71,7 +71,7 @@ class DevicePool:
         self.on_change: list[Callable[[], None]] = []
         self._settings = settings
         self._observer = observer or PoolObserver()
-        self._replies = Replies(self._observer)
+        self._replies = Replies(self._observer, self.devices)
         self._loop = asyncio.get_running_loop()
         devices = [parse_device(name) for name in settings.devices]
         self._inputs = InputArena(settings.input_arena_bytes)
@@ -131,7 +131,7 @@ class DevicePool:
                 operator=operator,
             )
         if self._scheduler.all_down:
-            raise error_without_device(self.devices(), operator)
+            raise error_without_device(self.devices(), planned)
         missing = self.unavailable(operator)
         if missing:
             raise UnsupportedOperator(f"{operator}: no device has it: {missing}", operator=operator)

@@ -7,15 +7,17 @@ import time
 from typing import TYPE_CHECKING
 
 from npugrad.errors import NpugradError
-from npugrad_server.pool.answers import error_from_verdict
+from npugrad_server.pool.answers import error_from_verdict, error_without_device
 from npugrad_server.worker.protocol import CallFailed
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from npugrad.call import ExecutionInfo
     from npugrad_server.pool.commands import FailCall
     from npugrad_server.pool.entry import Entry
     from npugrad_server.pool.fleet import Device
-    from npugrad_server.pool.types import PoolObserver
+    from npugrad_server.pool.types import DeviceStatus, PoolObserver
     from npugrad_server.worker.protocol import CallDone
 
 _log = logging.getLogger(__name__)
@@ -28,12 +30,14 @@ class Replies:
         count: Calls with an answer, good or bad.
     """
 
-    def __init__(self, observer: PoolObserver) -> None:
+    def __init__(self, observer: PoolObserver, devices: Callable[[], Sequence[DeviceStatus]]) -> None:
         """Starts with none.
 
         Args:
             observer: Who counts.
+            devices: Tells how every device stands.
         """
+        self._devices = devices
         self.count = 0
         self._observer = observer
 
@@ -58,10 +62,13 @@ class Replies:
 
     def fail(self, entry: Entry, command: FailCall) -> None:
         """The scheduler's verdict goes to the caller."""
+        planned = entry.planned
         if command.reason == "WORKER_LOST":
-            planned = entry.planned
             _log.error("request %s: %s is suspect: %s", planned.request_id, planned.spec.name, command.detail)
-        self.finish(entry, error_from_verdict(entry.planned, command.reason, command.detail, command.code))
+        if command.reason == "NO_DEVICE":
+            self.finish(entry, error_without_device(self._devices(), planned))
+        else:
+            self.finish(entry, error_from_verdict(planned, command.reason, command.detail, command.code))
 
     def finish(self, entry: Entry, error: NpugradError) -> None:
         """An error goes to the caller."""

@@ -125,6 +125,20 @@ def test_a_search_whose_client_is_the_bottleneck_says_so() -> None:
 
 
 @pytest.mark.slow
+def test_a_search_writes_what_was_sent_as_a_run_does(tmp_path: Path) -> None:
+    """One that ends at once, as its client is the bottleneck; and a run of the same flags."""
+    load = ["--rate", "20000", "--duration", "500ms", "--max-in-flight", "64", "--label", "tenant"]
+    found = {}
+    with fake_service() as service:
+        for how in ("--find-capacity", ALL_THE_SAME):
+            path = tmp_path / f"{how}.json"
+            run("bench", *load, how, "--json", str(path), target=service.address)
+            found[how] = json.loads(path.read_text("utf-8"))
+    assert found["--find-capacity"]["capacity_per_s"] == 0
+    assert found["--find-capacity"]["scenario"] == found[ALL_THE_SAME]["scenario"]
+
+
+@pytest.mark.slow
 def test_a_server_that_is_not_there_is_no_measurement() -> None:
     done = run("bench", "--duration", "1s", "--timeout", "5s")
     assert f"cannot reach {NOWHERE}" in failed(done, 1)
@@ -138,12 +152,12 @@ def test_a_server_that_is_not_there_is_no_measurement() -> None:
         ("--operator relu", "OPERATOR: "),
         ("--rate 5 --concurrency 2", "--concurrency: found it beside --rate; expected one of them"),
         ("--rate fast", "--rate: found 'fast'; expected a number, or two for a ramp such as 50:200"),
-        ("--rate 0", "rate: found 0.0; expected above 0 somewhere in the stage"),
-        ("--concurrency nan", "concurrency: found nan; expected 0 to 65536"),
+        ("--rate 0", "--rate: found 0.0; expected above 0 somewhere in the stage"),
+        ("--concurrency nan", "--concurrency: found nan; expected 0 to 65536"),
         ("--poisson", "--poisson: found no --rate; expected one"),
         ("--poisson --concurrency 2", "--poisson: found no --rate; expected one"),
-        ("--rate 5 --duration 0", "duration: found 0.0; expected above 0 s"),
-        ("--concurrency 0.4", "concurrency: found 0.4; expected a whole number of calls"),
+        ("--rate 5 --duration 0", "--duration: found 0.0; expected above 0 s"),
+        ("--concurrency 0.4", "--concurrency: found 0.4; expected a whole number of calls"),
         ("--inputs bits", "--inputs: found 'bits'; expected data, recipe"),
         ("--digest", "--inputs: found 'data'; expected recipe, beside a digest"),
         ("--scenario smoke --digest", "--inputs: found 'data'; expected recipe, beside a digest"),
@@ -162,9 +176,16 @@ def test_a_server_that_is_not_there_is_no_measurement() -> None:
         ("--find-capacity --precision nan", "--precision: found nan; expected 0.001 to 0.5"),
         ("--duration soon", "--duration: found 'soon'; expected a duration such as 50ms, 30s or 2m"),
         ("--warm-up x", "--warm-up: found 'x'; expected a duration"),
-        ("--timeout 0", "timeout: found 0.0; expected above 0 s"),
-        ("--slo fast", "slo: found 'fast'; expected p99=50ms"),
-        ("--workers 0", "workers: found 0; expected 1 to 64"),
+        (
+            "--warm-up 24h --duration 10s",
+            "--warm-up: found 86400.0; expected at most 9990 s beside a duration of 10 s, as results have at "
+            "most 100000 windows of 0.1 s",
+        ),
+        ("--warm-up 1000h", "--warm-up: found 3600000.0; expected 0 s and up to a week"),
+        ("--scenario mixed-tenants --warm-up 1000h", "--warm-up: found 3600000.0; expected 0 s and"),
+        ("--timeout 0", "--timeout: found 0.0; expected above 0 s"),
+        ("--slo fast", "--slo: found 'fast'; expected p99=50ms"),
+        ("--workers 0", "--workers: found 0; expected 1 to 64"),
         ("--scenario smoke --size small", "--size: found it beside --scenario; expected it in the file"),
         ("--scenario mixed-tenants --duration 1s", "--duration: found a scenario whose file says it"),
         ("--scenario nowhere.yaml", "nowhere.yaml: found No such file or directory"),
@@ -177,6 +198,18 @@ def test_a_server_that_is_not_there_is_no_measurement() -> None:
 )
 def test_what_cannot_be_measured_is_told(flags: str, message: str) -> None:
     assert message in failed(run("bench", *flags.split()), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("load", ["--rate=100", "--concurrency=2"])
+def test_calls_that_the_warm_up_took_all_are_told(load: str) -> None:
+    """Those of all workers and of the warm-up count together."""
+    with fake_service() as service:
+        flags = ["--workers", "2", "--calls", "5", "--warm-up", "1s", "--duration", "100ms"]
+        done = run("bench", load, *flags, ALL_THE_SAME, target=service.address)
+    assert done.exit_code == 1
+    assert len(service.methods) == 5 + 2, "5 and one with which each worker connects"
+    assert "--calls: found 5, all of them sent in the warm-up; expected more, or a --warm-up" in done.stdout
 
 
 def test_the_shipped_scenarios_are_listed() -> None:

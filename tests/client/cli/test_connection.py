@@ -11,9 +11,10 @@ from tests.client.cli.command import failed, run
 from tests.client.fake_service import fake_service, group_norm
 from tests.fix_server import run_server
 
-from npugrad_client import Tls
+from npugrad_client import Tls, demo
 from npugrad_client._cli.connection import addresses, connect, tls
 from npugrad_client._cli.files import FileError
+from npugrad_client.demo._cases import official_cases
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,6 +48,15 @@ def files(certificates: Certificates, tmp_path: Path) -> dict[str, str]:
         "--tls-certificate": str(tmp_path / "certificate"),
         "--tls-key": str(tmp_path / "key"),
     }
+
+
+@pytest.fixture
+def short_demo(monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many calls the demo makes with the fewest; all of them take half a minute."""
+    cases = [case for case in official_cases() if case.operator == "group_norm_backward"]
+    monkeypatch.setattr(demo, "official_cases", lambda: cases)
+    monkeypatch.setattr(demo, "realistic_cases", lambda _: [])
+    return len(cases)
 
 
 def flat(options: dict[str, str]) -> list[str]:
@@ -97,6 +107,48 @@ def test_every_command_gets_in_with_certificates(
     )
     assert done.exit_code == 0, done.output
     assert (tmp_path / "out.npz").exists()
+
+
+@pytest.mark.slow
+def test_the_demo_and_its_example_get_in_with_certificates(
+    mutual: ServerProcess, files: dict[str, str], tmp_path: Path, short_demo: int
+) -> None:
+    told = ("--target", mutual.address, "--out", str(tmp_path))
+    done = run("demo", *flat(files), *told)
+    assert done.exit_code == 0, done.output
+    assert f"at {mutual.address}, validating for atlas-a2" in done.stdout
+    assert f"{short_demo} of {short_demo} calls right" in done.stdout
+    assert (tmp_path / "registration.png").exists()
+
+
+def test_who_is_not_let_in_reads_why_of_the_demo_too(
+    mutual: ServerProcess, files: dict[str, str], certificates: Certificates
+) -> None:
+    for authority, said in (
+        (files["--tls-ca"], "wants a certificate of the client"),
+        (certificates.client_ca, "the server's certificate is of an authority that is not trusted"),
+    ):
+        message = failed(run("demo", "--tls-ca", authority, "--target", mutual.address), 1)
+        assert said in message
+
+
+@pytest.mark.parametrize("option", ["--tls", "--tls-ca=x", "--tls-certificate=x", "--tls-key=x"])
+def test_the_demos_own_service_is_plain(option: str) -> None:
+    name = option.partition("=")[0]
+    expected = f"{name}: found it without --target; expected both, as the demo's own service is plain\n"
+    assert failed(run("demo", option), 2) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short_demo")
+def test_variables_of_certificates_are_not_for_the_demos_own_service(
+    files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "EXAMPLE", tmp_path / "none")
+    monkeypatch.setenv("NPUGRAD_CLIENT_TLS_CA", files["--tls-ca"])
+    done = run("demo", "--out", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("Starting the service on loopback ...\n")
 
 
 def test_variables_do_as_well_as_options(

@@ -137,6 +137,9 @@ def test_a_constraint_alone_shows_every_operator_that_has_it() -> None:
 # -------------------------------------------------------------------------------------------------- slips
 
 
+BOTH = "multi_scale_deformable_attention_grad, aclnnMultiScaleDeformableAttentionGrad"
+
+
 @pytest.mark.parametrize(
     ("subject", "constraint", "message"),
     [
@@ -146,15 +149,32 @@ def test_a_constraint_alone_shows_every_operator_that_has_it() -> None:
         ("queuefull", None, "did you mean QUEUE_FULL"),
         ("floyd", None, "did you mean .*fused_floyd_attention_grad"),
         ("per_group", None, r"did you mean .*c\.per_group"),
+        ("deformable", None, rf"found 'deformable'; did you mean {BOTH}\?$"),
+        ("msda", None, rf"found 'msda'; did you mean {BOTH}\?$"),
+        ("MSDA", None, rf"found 'MSDA'; did you mean {BOTH}\?$"),
+        (
+            "GridSampler",
+            None,
+            r"found 'GridSampler'; did you mean grid_sampler_2d_backward, aclnnGridSampler2DBackward\?$",
+        ),
         ("zzz", None, "found 'zzz'; expected an operator, an aclnn number, a reason or a constraint"),
         ("group_norm_backward", "c.pergroup", r"found 'c\.pergroup'; did you mean c\.per_group"),
         ("group_norm_backward", "zzz", "found 'zzz'; expected a constraint of group_norm_backward"),
         ("161002", "c.per_group", "found '161002'; expected an operator before a constraint"),
+        ("msda", "c.per_group", rf"found 'msda'; did you mean {BOTH}\?$"),
     ],
 )
 def test_a_slip_is_told_what_comes_near(subject: str, constraint: str | None, message: str) -> None:
     with pytest.raises(UnknownSubject, match=message):
         said(subject, constraint)
+
+
+@pytest.mark.parametrize("constraint", [None, "c.per_group"])
+def test_where_nothing_comes_near_both_names_of_every_operator_are_told(constraint: str | None) -> None:
+    with pytest.raises(UnknownSubject) as refused:
+        said("zzz", constraint)
+    for spec in OPERATORS.values():
+        assert f"{spec.name} ({spec.aclnn_name})" in str(refused.value)
 
 
 def test_at_most_five_names_are_proposed() -> None:

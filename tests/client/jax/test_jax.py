@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.client.fake_service import UNARY, fake_service
 
 from npugrad_client import AsyncClient, Client, InvalidOperand, MalformedRequest, NullOperand, TilingError
 
@@ -350,6 +352,25 @@ def test_large_arrays_in_a_compiled_loop_in_several_threads(client: Client, rng:
     assert not failures
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["group_norm", "grid_sample", "multi_scale_deformable_attention"])
+def test_options_reach_the_service(rng: Any, name: str, deterministic: bool) -> None:
+    how = {"deterministic": deterministic, "priority": 3, "label": "run", "verify": True}
+    calls: dict[str, Any] = {
+        "group_norm": (partial(group_norm, groups=4), (normal(rng, 2, 8, 5),)),
+        "grid_sample": (grid_sample, (normal(rng, 1, 1, 2, 2), normal(rng, 1, 2, 2, 2))),
+        "multi_scale_deformable_attention": (multi_scale_deformable_attention, deformable(rng)),
+    }
+    function, call = calls[name]
+    with fake_service() as seen, Client(seen.address, timeout_s=20, stream_from_bytes=UNARY) as client:
+        gradient = jax.grad(lambda first: function(first, *call[1:], client=client, **how).sum())
+        jax.block_until_ready(gradient(call[0]))
+    (request,) = seen.headers
+    options = request.options
+    assert (options.deterministic, options.priority) == (deterministic, 3)
+    assert (options.label, options.verify) == ("run", True)
+
+
 def test_refusals_come_when_the_function_is_traced(rng: Any) -> None:
     with Client(NOWHERE, timeout_s=5) as dead:
         x = normal(rng, 2, 8, 5)
@@ -377,6 +398,18 @@ def test_refusals_come_when_the_function_is_traced(rng: Any) -> None:
             group_norm(x, jax.random.split(jax.random.key(0), 8), groups=4, client=dead)
         with pytest.raises(TypeError, match=r"grid_sampler_2d_backward: input: found float8_e4m3b11fnuz"):
             grid_sample(x[None].astype(jnp.float8_e4m3b11fnuz), normal(rng, 1, 2, 2, 2), client=dead)
+
+
+@pytest.mark.parametrize("position", range(5))
+@pytest.mark.parametrize("scale", [None, 0.2])
+def test_a_missing_operand_of_floyd_attention_is_null(rng: Any, position: int, scale: Any) -> None:
+    call: list[Any] = list(floyd(rng, jnp.float16))
+    call[position] = None
+    name = ("query", "key1", "value1", "key2", "value2")[position]
+    expected = f"^fused_floyd_attention_grad: {name}: found null; expected"
+    with Client(NOWHERE, timeout_s=5) as dead, pytest.raises(NullOperand, match=expected) as refused:
+        fused_floyd_attention(*call, scale=scale, client=dead)
+    assert refused.value.code == 161001
 
 
 @pytest.mark.parametrize(

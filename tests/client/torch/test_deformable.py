@@ -212,6 +212,18 @@ def test_what_is_no_tensor_is_named(client: Client, position: int, compute_dtype
         multi_scale_deformable_attention(*call, client=client, compute_dtype=compute_dtype)
 
 
+@pytest.mark.parametrize("position", range(5))
+@pytest.mark.parametrize("compute_dtype", [None, torch.float32])
+def test_a_missing_operand_is_null(position: int, compute_dtype: Any) -> None:
+    call = list(operands())
+    call[position] = None
+    name = ("value", "spatial_shape", "level_start_index", "location", "attn_weight")[position]
+    expected = f"^multi_scale_deformable_attention_grad: {name}: found null; expected"
+    with Client("127.0.0.1:1", timeout_s=10) as dead, pytest.raises(NullOperand, match=expected) as refused:
+        multi_scale_deformable_attention(*call, compute_dtype=compute_dtype, client=dead)
+    assert refused.value.code == 161001
+
+
 def test_a_level_outside_of_value() -> None:
     value, shapes, starts, location, weight = operands()
     with pytest.raises(

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from tests.client.torch.agreement import assert_close  # noqa: E402
 
-from npugrad_client import Client, InvalidOperand, TilingError  # noqa: E402
+from npugrad_client import Client, InvalidOperand, NullOperand, TilingError  # noqa: E402
 from npugrad_client.torch import _floyd, fused_floyd_attention  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -169,6 +169,19 @@ def test_what_is_no_tensor_is_named(client: Client, name: str, compute_dtype: An
     expected = f"^fused_floyd_attention_grad: {name}: found ndarray; expected a torch CPU tensor$"
     with pytest.raises(TypeError, match=expected):
         fused_floyd_attention(**call, client=client, compute_dtype=compute_dtype)
+
+
+@pytest.mark.parametrize("position", range(5))
+@pytest.mark.parametrize("scale", [None, 0.2])
+@pytest.mark.parametrize("compute_dtype", [None, torch.float16])
+def test_a_missing_operand_is_null(position: int, scale: Any, compute_dtype: Any) -> None:
+    call = operands(**SIZES)
+    call[position] = None
+    name = ("query", "key1", "value1", "key2", "value2")[position]
+    expected = f"^fused_floyd_attention_grad: {name}: found null; expected"
+    with Client("127.0.0.1:1", timeout_s=10) as dead, pytest.raises(NullOperand, match=expected) as refused:
+        fused_floyd_attention(*call, scale=scale, compute_dtype=compute_dtype, client=dead)
+    assert refused.value.code == 161001
 
 
 BROKEN = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import linecache
+import re
 import warnings
 from typing import Any
 
@@ -16,6 +18,7 @@ from tests.client.torch.models import (  # noqa: E402
     loss_of_grid_sample,
     loss_of_group_norm,
 )
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from npugrad_client import Client, ConnectError, DeadlineExceeded, InvalidOperand  # noqa: E402
 from npugrad_client.torch import RemoteWarning, remote  # noqa: E402
@@ -152,6 +155,86 @@ def test_what_is_taken_apart_is_told_by_the_inner_one_alone(client: Client) -> N
         torch.autograd.grad(F.group_norm(x, 4).pow(3).sum(), x, create_graph=True)
     assert len(said) == 1
     assert (outer.summary().local, inner.summary().local) == (0, 1)
+
+
+# ---------------------------------------------------------------------------------- the line of a warning
+
+
+def _backward(mode: Any, make: Any) -> None:
+    loss = make()[1]
+    with mode:
+        loss.backward()
+
+
+def _decorated(mode: Any, make: Any) -> None:
+    @mode  # type: ignore[untyped-decorator, unused-ignore]
+    def step() -> None:
+        make()[1].backward()
+
+    step()
+
+
+def _create_graph(mode: Any, make: Any) -> None:
+    x, loss = make()
+    with mode:
+        torch.autograd.grad(loss.square(), x, create_graph=True)[0].sum().backward()
+
+
+def _statistics(mode: Any, make: Any) -> None:
+    x = make()[0]
+    mean = torch.native_group_norm(x, None, None, 2, 8, 20, 4, 1e-5)[1]
+    with mode:
+        mean.sum().backward()
+
+
+def _checkpointed(mode: Any, make: Any) -> None:
+    x = make()[0]
+    loss = checkpoint(lambda x: F.group_norm(x, 4).square().sum(), x, use_reentrant=True)
+    with mode:
+        loss.backward()
+
+
+def _direct(mode: Any, make: Any) -> None:
+    grad, mask = make()[0].detach(), [True, False, False]
+    with mode:
+        torch.ops.aten.native_group_norm_backward(  # as no backward() does
+            grad, grad, grad[0, :2, 0], grad[0, :2, 0], None, 2, 8, 20, 4, mask
+        )
+
+
+WARNED = {
+    **{name: (_backward, make) for name, (make, _) in REFUSED.items()},
+    "decorated": (_decorated, REFUSED["bicubic"][0]),
+    "checkpointed": (_checkpointed, REFUSED["double norm"][0]),
+    "direct": (_direct, REFUSED["double norm"][0]),
+    "create_graph": (_create_graph, loss_of_group_norm),
+    "statistics": (_statistics, loss_of_group_norm),
+    "service failed": (_backward, loss_of_group_norm),
+}
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_a_warning_names_the_line_of_the_caller(client: Client, name: str) -> None:
+    run, make = WARNED[name]
+    with (
+        Client(NOWHERE, timeout_s=20) as dead,
+        warnings.catch_warnings(record=True) as said,
+    ):
+        warnings.simplefilter("always")
+        run(remote(dead if name == "service failed" else client, min_bytes=0, on_error="local"), make)
+    told = [each for each in said if each.category is RemoteWarning]
+    assert told
+    for each in told:
+        assert each.filename == __file__
+        assert "backward(" in linecache.getline(each.filename, each.lineno), each.lineno
+
+
+def test_a_warning_is_told_by_the_filter_of_the_callers_module(client: Client) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", category=RemoteWarning, module=re.escape(__name__))
+        with pytest.raises(RemoteWarning, match="does not take it"):
+            _backward(remote(client, min_bytes=0), REFUSED["bicubic"][0])
 
 
 # ------------------------------------------------------------------------------------------------ policy

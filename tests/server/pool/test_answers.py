@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from npugrad import OPERATORS
 from npugrad.errors import (
     CallTooLarge,
     DeadlineExceeded,
@@ -52,7 +54,6 @@ def test_a_workers_answer_becomes_the_exception_of_its_reason(
     [
         ("CALL_TOO_LARGE", CallTooLarge),
         ("DEADLINE_EXCEEDED", DeadlineExceeded),
-        ("NO_DEVICE", ServerBusy),
         ("OPERATOR_UNSUPPORTED", UnsupportedOperator),
         ("WORKER_LOST", WorkerLost),
     ],
@@ -62,21 +63,21 @@ def test_a_verdict_becomes_an_exception(job: Any, reason: str, expected: type[Np
     assert type(error) is expected
     assert (str(error), error.reason) == ("group_norm_backward: it happened", reason)
     assert error.request_id == "request-0"
-    if isinstance(error, ServerBusy):
-        assert error.retry_after_s
 
 
 def down(index: int, reason: str, state: DeviceState = DeviceState.DOWN) -> DeviceStatus:
     return DeviceStatus(f"npu:{index}", "npu", "", True, state, 0, reason)
 
 
-def test_without_a_device_the_caller_is_told_why_device_by_device() -> None:
+def test_without_a_device_the_caller_is_told_why_device_by_device(job: Any) -> None:
     devices = [down(0, "quarantined"), down(1, "no driver"), down(2, "quarantined")]
-    error = error_without_device(devices, "group_norm_backward")
+    error = error_without_device(devices, job().planned)
+    assert type(error) is ServerBusy
     assert str(error) == (
         "group_norm_backward: no device is ready: npu:0, npu:2: down, quarantined; npu:1: down, no driver"
     )
     assert (error.reason, error.operator) == ("NO_DEVICE", "group_norm_backward")
+    assert error.request_id == "request-0"
     assert error.retry_after_s
     starting = [down(0, "its first worker starts", DeviceState.STARTING)]
     assert str(error_without_device(starting)) == (
@@ -84,9 +85,9 @@ def test_without_a_device_the_caller_is_told_why_device_by_device() -> None:
     )
 
 
-def test_a_long_reason_of_one_device_does_not_hide_that_of_another() -> None:
+def test_a_long_reason_of_one_device_does_not_hide_that_of_another(job: Any) -> None:
     devices = [down(0, "a" * 1000), down(1, "no driver"), down(2, "b" * 1000)]
-    words = str(error_without_device(devices, "group_norm_backward"))
+    words = str(error_without_device(devices, job().planned))
     assert len(words) <= MAX_MESSAGE_BYTES
     assert ascii_message(words) == words
     for part in ("npu:0: down, aaaa", "...; npu:1: down, no driver; ", "npu:2: down, bbbb"):
@@ -95,9 +96,10 @@ def test_a_long_reason_of_one_device_does_not_hide_that_of_another() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 7, 64, 500])
 @pytest.mark.parametrize("length", [0, 1, 60, 600])
-def test_the_reasons_always_fit_a_status(count: int, length: int) -> None:
+def test_the_reasons_always_fit_a_status(job: Any, count: int, length: int) -> None:
     devices = [down(index, f"{index}" + "x" * length) for index in range(count)]
-    words = str(error_without_device(devices, "multi_scale_deformable_attention_grad"))
+    planned = replace(job().planned, spec=OPERATORS["multi_scale_deformable_attention_grad"])
+    words = str(error_without_device(devices, planned))
     assert words.startswith("multi_scale_deformable_attention_grad: no device is ready: ")
     assert len(words) <= MAX_MESSAGE_BYTES
     whole = sum(len(f"npu:{index}: down, {device.reason}; ") for index, device in enumerate(devices))

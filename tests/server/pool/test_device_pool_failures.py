@@ -240,13 +240,14 @@ def test_a_device_that_never_opens_is_marked_down_and_says_why(run_pool: Any, jo
         with pytest.raises(ServerBusy, match="test:0: down, RuntimeError: test:0: does not open") as caught:
             await pool.wait_ready(30)
         assert caught.value.reason == "NO_DEVICE"
-        with pytest.raises(ServerBusy) as caught:
+        words = "group_norm_backward: no device is ready: test:0: down, RuntimeError: test:0: does not open"
+        with pytest.raises(ServerBusy, match=f"^{words}") as caught:
             await waiting
-        assert caught.value.reason == "NO_DEVICE"
-        words = "no device is ready: test:0: down, RuntimeError: test:0: does not open"
-        with pytest.raises(ServerBusy, match=words) as caught:
+        assert (caught.value.reason, caught.value.request_id) == ("NO_DEVICE", "request-0")
+        assert caught.value.retry_after_s
+        with pytest.raises(ServerBusy, match=f"^{words}") as caught:
             pool.admit(job().planned)
-        assert caught.value.reason == "NO_DEVICE"
+        assert (caught.value.reason, caught.value.request_id) == ("NO_DEVICE", "request-0")
         (status,) = pool.devices()
         assert (status.state, status.restarts, status.pid) == (DeviceState.DOWN, 1, None)
 
