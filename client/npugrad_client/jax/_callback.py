@@ -11,7 +11,7 @@ import numpy as np
 from npugrad.spec import TensorMeta
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from npugrad_client import Client
 
@@ -72,6 +72,11 @@ class Service:
         shapes = tuple(jax.ShapeDtypeStruct(like.shape, like.dtype) for like in results.values())
         given = [operands[name] for name in names]
         return tuple(jax.pure_callback(call, shapes, *given, vmap_method="sequential"))
+
+
+def like(shape: Sequence[int], value: Array | None) -> jax.ShapeDtypeStruct:
+    """An operand of the backward pass only, of the type of `value`; None is what is refused, not this."""
+    return jax.ShapeDtypeStruct(tuple(shape), np.float32 if value is None else value.dtype)
 
 
 def metas(operator: str, operands: Mapping[str, Array | None]) -> dict[str, TensorMeta | None]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from npugrad_client._legality import require_client, require_legal
-from npugrad_client.jax._callback import Array, Service, metas
+from npugrad_client.jax._callback import Array, Service, like, metas
 
 if TYPE_CHECKING:
     from npugrad_client import Client
@@ -52,6 +52,7 @@ def grid_sample(
         (N, C, OH, OW), dtype of input.
 
     Raises:
+        NullOperand: 161001. input or grid is None.
         InvalidOperand: 161002. An operand breaks a documented rule; when the function is traced.
         MalformedRequest: There is no such mode or padding.
         TypeError: The client is no `Client`.
@@ -69,8 +70,8 @@ def grid_sample(
         "align_corners": align_corners,
         "output_mask": (True, True),
     }
-    result_shape = (*input.shape[:2], *grid.shape[1:3])
-    grad_output = jax.ShapeDtypeStruct(result_shape, input.dtype)
+    missing = input is None or grid is None
+    grad_output = like(() if missing else (*input.shape[:2], *grid.shape[1:3]), input)
     operands = {"input": input, "grid": grid, "grad_output": grad_output}
     require_legal(OPERATOR, metas(OPERATOR, operands), attrs)
     # Numbers are as good as names to the documents, and so they are here.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from npugrad_client._legality import require_client, require_legal
-from npugrad_client.jax._callback import Array, Service, metas
+from npugrad_client.jax._callback import Array, Service, like, metas
 
 if TYPE_CHECKING:
     from npugrad_client import Client
@@ -50,6 +50,7 @@ def group_norm(
         Shape and dtype of x.
 
     Raises:
+        NullOperand: 161001. x is None.
         InvalidOperand: 161002. An operand breaks a documented rule; when the function is traced.
         TypeError: The client is no `Client`.
 
@@ -61,8 +62,14 @@ def group_norm(
     require_client("group_norm", client)
     service = Service(client, timeout_s, deterministic, priority, label, verify)
     attrs = _attrs(x, groups)
-    statistics = jax.ShapeDtypeStruct((attrs["n"], max(groups, 0)), x.dtype)
-    operands = {"input": x, "grad_out": x, "mean": statistics, "rstd": statistics, "gamma": scale}
+    statistics = like((attrs["n"], max(groups, 0)), x)
+    operands = {
+        "input": x,
+        "grad_out": like(() if x is None else x.shape, x),
+        "mean": statistics,
+        "rstd": statistics,
+        "gamma": scale,
+    }
     require_legal(OPERATOR, metas(OPERATOR, operands), attrs)
     if bias is not None:  # the documents do not have it among the operands
         require_legal(OPERATOR, metas(OPERATOR, {**operands, "gamma": bias}), attrs)
@@ -70,9 +77,10 @@ def group_norm(
     return result
 
 
-def _attrs(x: Array, groups: int) -> dict[str, Any]:
-    n, c = (*x.shape, 0, 0)[:2]
-    return {"n": n, "c": c, "hxw": prod(x.shape[2:]), "group": groups, "output_mask": (True, True, True)}
+def _attrs(x: Array | None, groups: int) -> dict[str, Any]:
+    shape = () if x is None else x.shape
+    n, c = (*shape, 0, 0)[:2]
+    return {"n": n, "c": c, "hxw": prod(shape[2:]), "group": groups, "output_mask": (True, True, True)}
 
 
 def _apply(

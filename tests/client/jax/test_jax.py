@@ -434,3 +434,21 @@ def test_a_failure_of_the_service_names_its_class(rng: Any) -> None:
     x = normal(rng, 2, 8, 5)
     with Client(NOWHERE, timeout_s=5) as dead, pytest.raises(Exception, match=r"ConnectError.*cannot reach"):
         jax.block_until_ready(jax.jit(jax.grad(lambda x: squared(group_norm(x, groups=4, client=dead))))(x))
+
+
+@pytest.mark.parametrize(
+    ("function", "operands", "missing"),
+    [(group_norm, (None,), "input"), (grid_sample, (None, 1), "input"), (grid_sample, (1, None), "grid")],
+    ids=["group_norm", "grid_sample input", "grid_sample grid"],
+)
+def test_what_is_missing_is_the_callers_operand(
+    rng: Any, function: Any, operands: tuple[int | None, ...], missing: str
+) -> None:
+    given = (None if each is None else normal(rng, 1, 2, 2, 2) for each in operands)
+    options = {"groups": 1} if function is group_norm else {}
+    with (
+        Client(NOWHERE, timeout_s=5) as dead,
+        pytest.raises(NullOperand, match=f": {missing}: found null") as refused,
+    ):
+        function(*given, client=dead, **options)
+    assert refused.value.code == 161001
