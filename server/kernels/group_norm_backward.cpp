@@ -11,6 +11,7 @@
 // numbers, a block is computed again in float64, term by term as the reference does: what overflows or is no number
 // follows from the operands alone.
 #include <algorithm>
+#include <vector>
 
 #include "group_norm_blocks.h"
 #include "runtime.h"
@@ -129,8 +130,10 @@ class GroupNorm {
       }
     }
   }
-  ResultPages result_pages() const {
-    return ResultPages(l_ >= kBlock && grad_input_.count() >= kStreamBytes / static_cast<int64_t>(sizeof(T)));
+  // For each slot: what one task asked, the next one knows.
+  std::vector<ResultPages> result_pages() const {
+    const bool large = l_ >= kBlock && grad_input_.count() >= kStreamBytes / static_cast<int64_t>(sizeof(T));
+    return std::vector<ResultPages>(static_cast<size_t>(call_.threads()), ResultPages(large));
   }
   // Address of an element of grad_input.
   char* place(int64_t element) const { return reinterpret_cast<char*>(grad_input_.data<T>() + element); }
@@ -152,15 +155,16 @@ class GroupNorm {
   void whole_groups(int64_t groups, int64_t elements) {
     const int64_t wanted = std::max(kTask, std::min(kLargeTask, elements / kTasks));
     const int64_t at_once = elements <= kAlone ? groups : ceil_div(wanted, d_ * l_), tasks = ceil_div(groups, at_once);
+    auto pages = result_pages();
     // From the last to the first: see ResultPages.
-    call_.parallel(tasks, [&](int64_t task, int) {
+    call_.parallel(tasks, [&](int64_t task, int slot) {
       const Span span(tasks - 1 - task, at_once, groups);
       if (short_rows()) {
         for (int64_t group = span.begin; group < span.end; ++group) short_group(group);
         return;
       }
-      ResultPages pages = result_pages();
-      for (int64_t group = span.end; group-- > span.begin;) whole_group(group, group > span.begin, pages);
+      for (int64_t group = span.end; group-- > span.begin;)
+        whole_group(group, group > span.begin, pages[static_cast<size_t>(slot)]);
       stream_fence();
     });
   }
@@ -207,13 +211,15 @@ class GroupNorm {
     if (!grad_input_.given()) return;
     double c1, c2;
     group_means(group, c1, c2);
-    call_.parallel(tasks, [&](int64_t task, int) {
-      ResultPages pages = result_pages();
-      each(task, [&](int64_t d, Row one, const Span& pixels) {
+    auto pages = result_pages();
+    // From the last to the first: see ResultPages.
+    call_.parallel(tasks, [&](int64_t task, int slot) {
+      ResultPages& own = pages[static_cast<size_t>(slot)];
+      each(tasks - 1 - task, [&](int64_t d, Row one, const Span& pixels) {
         one.c1 = c1;
         one.c2 = c2;
-        pages.begin(place((group * d_ + d) * l_ + pixels.end));
-        write_row(group * d_ + d, one, pixels.begin, pixels.end, 0, pages);
+        own.begin(place((group * d_ + d) * l_ + pixels.end));
+        write_row(group * d_ + d, one, pixels.begin, pixels.end, 0, own);
       });
       stream_fence();
     });

@@ -22,13 +22,19 @@ namespace npugrad {
 struct Pair {
   Floats a, b;
 };
+// As it lies in memory, which for bfloat16 is one register, and what it stands for.
 template <typename T>
-NPUGRAD_INLINE Pair load_pair(const T* p) {
+NPUGRAD_INLINE Pair load_packed(const T* p) {
   return {load(p), load(p + kWidth)};
 }
-NPUGRAD_INLINE Pair load_pair(const bfloat16* p) {
-  const Words w = load_raw<uint32_t>(p);
-  return {(Floats)(w << 16), (Floats)(w & 0xffff0000u)};
+NPUGRAD_INLINE Words load_packed(const bfloat16* p) { return load_raw<uint32_t>(p); }
+NPUGRAD_INLINE Pair unpack(Pair v) { return v; }
+NPUGRAD_INLINE Pair unpack(Words w) { return {(Floats)(w << 16), (Floats)(w & 0xffff0000u)}; }
+template <typename T>
+using Packed = decltype(load_packed(static_cast<const T*>(nullptr)));
+template <typename T>
+NPUGRAD_INLINE Pair load_pair(const T* p) {
+  return unpack(load_packed(p));
 }
 // Of numbers that are finite; others give anything.
 NPUGRAD_INLINE Words bfloat16_pair(Pair v) {
@@ -103,20 +109,21 @@ NPUGRAD_INLINE Sums sums_of_block(const T* grad, const T* input, int64_t count, 
   constexpr int kPairs = 2;
   const Floats mean = splat(static_cast<float>(row.mean)), rstd = splat(static_cast<float>(row.rstd));
   constexpr int64_t kStep = kPairs * 2 * kWidth;
-  Pair grads[kPairs] = {}, products[kPairs] = {}, next[kPairs] = {};
+  Pair grads[kPairs] = {}, products[kPairs] = {};
+  Packed<T> next[kPairs] = {};
   const auto load_next = [&](int64_t at) {
 #pragma GCC unroll 2
-    for (int k = 0; k < kPairs; ++k) next[k] = load_pair(grad + at + k * 2 * kWidth);
+    for (int k = 0; k < kPairs; ++k) next[k] = load_packed(grad + at + k * 2 * kWidth);
   };
   int64_t i = 0;
   if (input) {
     if (kStep <= count) load_next(0);
     for (; i + kStep <= count; i += kStep) {
-      const Pair now[kPairs] = {next[0], next[1]};
+      const Packed<T> now[kPairs] = {next[0], next[1]};
       if (i + 2 * kStep <= count) load_next(i + kStep);  // see "Lines" above
 #pragma GCC unroll 2
       for (int k = 0; k < kPairs; ++k) {
-        const Pair g = now[k], x = load_pair(input + i + k * 2 * kWidth);
+        const Pair g = unpack(now[k]), x = load_pair(input + i + k * 2 * kWidth);
         grads[k].a += g.a;
         grads[k].b += g.b;
         products[k].a += g.a * ((x.a - mean) * rstd);
@@ -167,8 +174,8 @@ NPUGRAD_INLINE void grad_input_of_block(
     store_part(out + i, compute(load_part(grad + i, n), load_part(input + i, n), zero.a), n);
   };
   const auto pairs = [&](int64_t i, auto fetch) {
-    Pair next = {};
-    if (i + 2 * kWidth <= count) next = load_pair(grad + i);
+    Packed<T> next = {};
+    if (i + 2 * kWidth <= count) next = load_packed(grad + i);
     for (; i + 2 * kWidth <= count; i += 2 * kWidth) {
       if constexpr (fetch) {
         constexpr int kLine = 64 / sizeof(T);
@@ -178,8 +185,8 @@ NPUGRAD_INLINE void grad_input_of_block(
           __builtin_prefetch(input + ahead + i + k, 0, 2);
         }
       }
-      const Pair g = next;
-      if (i + 4 * kWidth <= count) next = load_pair(grad + i + 2 * kWidth);  // see "Lines" above
+      const Pair g = unpack(next);
+      if (i + 4 * kWidth <= count) next = load_packed(grad + i + 2 * kWidth);  // see "Lines" above
       const Pair x = load_pair(input + i);
       store_pair<Stream>(out + i, {compute(g.a, x.a, zero.a), compute(g.b, x.b, zero.b)});
     }
@@ -202,8 +209,8 @@ NPUGRAD_INLINE void grad_input_of_block(
 // Linux clears a fresh huge page towards the place first touched: from a place near its end in rising order, which is
 // twice as fast as in falling order. So the first store goes to the end of what a group has of each page. Over pages
 // that were cleared just now and are still in the cache, ordinary stores are faster than non-temporal ones. Asking the
-// system takes 2 us: where small groups share a page that is there, a task asks once.
-class ResultPages {
+// system takes 2 us: not again where the page was found there last.
+class alignas(64) ResultPages {
  public:
   explicit ResultPages(bool large) : large_(large) {}
 
