@@ -80,8 +80,8 @@ def test_every_sample_of_the_record(kernels: Kernels, product: Product) -> None:
         assert_right(NORM, sample.call, inputs, computed(kernels, NORM, sample.call, inputs))
 
 
-# Sizes around every bound of the kernel: parts of a vector, a block, a chunk, whole groups or split ones, a result
-# of a split one that bypasses the cache.
+# Sizes around every bound of the kernel: parts of a vector, a block, a chunk, whole groups or split ones, and
+# split ones whose result bypasses the cache.
 BOUNDS = [
     dict(n=1, c=1, hxw=1, group=1),
     dict(n=64, c=64, hxw=64, group=8),
