@@ -11,6 +11,7 @@
 // numbers, a block is computed again in float64, term by term as the reference does: what overflows or is no number
 // follows from the operands alone.
 #include <algorithm>
+#include <vector>
 
 #include "group_norm_blocks.h"
 #include "runtime.h"
@@ -25,7 +26,7 @@ constexpr int64_t kLargeTask = 1 << 18;      // elements a task of whole groups 
 constexpr int64_t kTasks = 16;               // tasks of whole groups, where that leaves enough for each
 constexpr int64_t kAlone = 1 << 13;          // elements below which other threads are not worth waking
 constexpr int64_t kStreamBytes = 16 << 20;   // size of grad_input from which it bypasses the cache
-constexpr int64_t kAheadBytes = 256 << 10;   // size of a group's operand up to which the next group's is fetched ahead
+constexpr int64_t kAheadBytes = 128 << 10;   // size of a group's operand up to which the next group's is fetched ahead
 
 enum { kGradOut, kInput, kMean, kRstd, kGamma, kGradInput, kGradGamma, kGradBeta };
 
@@ -117,24 +118,25 @@ class GroupNorm {
   // grad_input of the pixels `from` to `to` of row `index`. What lies `ahead` elements further is fetched meanwhile.
   void write_row(int64_t index, const Row& row, int64_t from, int64_t to, int64_t ahead, ResultPages& pages) const {
     alignas(64) T grads[kBlock], inputs[kBlock];
-    T* const result = grad_input_.data<T>();
     for (int64_t pixel = from; pixel < to; pixel += kBlock) {
       const int64_t start = index * l_ + pixel, count = std::min(kBlock, to - pixel);
       const T* grad = grad_out_.run<T>(start, count, grads);
       const T* input = input_.run<T>(start, count, inputs);
-      T* const out = result + start;
-      if (pages.streams(reinterpret_cast<char*>(out), count * static_cast<int64_t>(sizeof(T)))) {
+      T* const out = grad_input_.data<T>() + start;
+      if (pages.streams(place(start), count * static_cast<int64_t>(sizeof(T)))) {
         grad_input_of_block<true>(grad, input, out, count, row, ahead);
       } else {
         grad_input_of_block<false>(grad, input, out, count, row, ahead);
       }
     }
   }
-  // Pages of rows whose last element is before element `end` of grad_input.
-  ResultPages pages_until(int64_t end) const {
+  // For each slot: what one task asked, the next one knows.
+  std::vector<ResultPages> result_pages() const {
     const bool large = l_ >= kBlock && grad_input_.count() >= kStreamBytes / static_cast<int64_t>(sizeof(T));
-    return {reinterpret_cast<char*>(grad_input_.data<T>() + end), large};
+    return std::vector<ResultPages>(static_cast<size_t>(call_.threads()), ResultPages(large));
   }
+  // Address of an element of grad_input.
+  char* place(int64_t element) const { return reinterpret_cast<char*>(grad_input_.data<T>() + element); }
 
   // c1 and c2 of a group whose sums are there.
   void group_means(int64_t group, double& c1, double& c2) const {
@@ -153,19 +155,21 @@ class GroupNorm {
   void whole_groups(int64_t groups, int64_t elements) {
     const int64_t wanted = std::max(kTask, std::min(kLargeTask, elements / kTasks));
     const int64_t at_once = elements <= kAlone ? groups : ceil_div(wanted, d_ * l_), tasks = ceil_div(groups, at_once);
+    auto pages = result_pages();
     // From the last to the first: see ResultPages.
-    call_.parallel(tasks, [&](int64_t task, int) {
+    call_.parallel(tasks, [&](int64_t task, int slot) {
       const Span span(tasks - 1 - task, at_once, groups);
       if (short_rows()) {
         for (int64_t group = span.begin; group < span.end; ++group) short_group(group);
         return;
       }
-      for (int64_t group = span.end; group-- > span.begin;) whole_group(group, group > span.begin);
+      for (int64_t group = span.end; group-- > span.begin;)
+        whole_group(group, group > span.begin, pages[static_cast<size_t>(slot)]);
       stream_fence();
     });
   }
 
-  void whole_group(int64_t group, bool more) const {
+  void whole_group(int64_t group, bool more, ResultPages& pages) const {
     for (int64_t d = 0; d < d_; ++d) {
       const int64_t index = group * d_ + d;
       sums_[index] = row_sums(index, row(group, first_channel(group) + d));
@@ -176,7 +180,7 @@ class GroupNorm {
     const bool fetches = more && grad_out_.contiguous() && input_.contiguous() &&
                          d_ * l_ <= kAheadBytes / static_cast<int64_t>(sizeof(T));
     const int64_t ahead = fetches ? -d_ * l_ : 0;
-    ResultPages pages = pages_until((group + 1) * d_ * l_);
+    pages.begin(place((group + 1) * d_ * l_));
     for (int64_t d = 0; d < d_; ++d) {
       Row one = row(group, first_channel(group) + d);
       one.c1 = c1;
@@ -207,12 +211,15 @@ class GroupNorm {
     if (!grad_input_.given()) return;
     double c1, c2;
     group_means(group, c1, c2);
-    call_.parallel(tasks, [&](int64_t task, int) {
-      each(task, [&](int64_t d, Row one, const Span& pixels) {
+    auto pages = result_pages();
+    // From the last to the first: see ResultPages.
+    call_.parallel(tasks, [&](int64_t task, int slot) {
+      ResultPages& own = pages[static_cast<size_t>(slot)];
+      each(tasks - 1 - task, [&](int64_t d, Row one, const Span& pixels) {
         one.c1 = c1;
         one.c2 = c2;
-        ResultPages pages = pages_until((group * d_ + d) * l_ + pixels.end);
-        write_row(group * d_ + d, one, pixels.begin, pixels.end, 0, pages);
+        own.begin(place((group * d_ + d) * l_ + pixels.end));
+        write_row(group * d_ + d, one, pixels.begin, pixels.end, 0, own);
       });
       stream_fence();
     });

@@ -1,4 +1,9 @@
 // Parts of group_norm_backward: the sums and the gradient of one block of pixels, and the pages of the result.
+//
+// Lines: where the distance of grad_out and input is a sum of the right powers of 2, such as 2^27 + 4096 bytes on Zen 4,
+// which is how NumPy lays arrays of 128 MiB, the first-level cache holds a line of the one or that of the other, not
+// both. Loads that cross lines come to each line twice, so grad_out is loaded one step before the input that belongs to
+// it: between the two times nobody comes to the line's counterpart.
 #ifndef NPUGRAD_GROUP_NORM_BLOCKS_H
 #define NPUGRAD_GROUP_NORM_BLOCKS_H
 
@@ -17,13 +22,19 @@ namespace npugrad {
 struct Pair {
   Floats a, b;
 };
+// As it lies in memory, which for bfloat16 is one register, and what it stands for.
 template <typename T>
-NPUGRAD_INLINE Pair load_pair(const T* p) {
+NPUGRAD_INLINE Pair load_packed(const T* p) {
   return {load(p), load(p + kWidth)};
 }
-NPUGRAD_INLINE Pair load_pair(const bfloat16* p) {
-  const Words w = load_raw<uint32_t>(p);
-  return {(Floats)(w << 16), (Floats)(w & 0xffff0000u)};
+NPUGRAD_INLINE Words load_packed(const bfloat16* p) { return load_raw<uint32_t>(p); }
+NPUGRAD_INLINE Pair unpack(Pair v) { return v; }
+NPUGRAD_INLINE Pair unpack(Words w) { return {(Floats)(w << 16), (Floats)(w & 0xffff0000u)}; }
+template <typename T>
+using Packed = decltype(load_packed(static_cast<const T*>(nullptr)));
+template <typename T>
+NPUGRAD_INLINE Pair load_pair(const T* p) {
+  return unpack(load_packed(p));
 }
 // Of numbers that are finite; others give anything.
 NPUGRAD_INLINE Words bfloat16_pair(Pair v) {
@@ -97,18 +108,28 @@ template <typename T>
 NPUGRAD_INLINE Sums sums_of_block(const T* grad, const T* input, int64_t count, const Row& row) {
   constexpr int kPairs = 2;
   const Floats mean = splat(static_cast<float>(row.mean)), rstd = splat(static_cast<float>(row.rstd));
+  constexpr int64_t kStep = kPairs * 2 * kWidth;
   Pair grads[kPairs] = {}, products[kPairs] = {};
+  Packed<T> next[kPairs] = {};
+  const auto load_next = [&](int64_t at) {
+#pragma GCC unroll 2
+    for (int k = 0; k < kPairs; ++k) next[k] = load_packed(grad + at + k * 2 * kWidth);
+  };
   int64_t i = 0;
   if (input) {
-    for (; i + kPairs * 2 * kWidth <= count; i += kPairs * 2 * kWidth)
+    if (kStep <= count) load_next(0);
+    for (; i + kStep <= count; i += kStep) {
+      const Packed<T> now[kPairs] = {next[0], next[1]};
+      if (i + 2 * kStep <= count) load_next(i + kStep);  // see "Lines" above
 #pragma GCC unroll 2
       for (int k = 0; k < kPairs; ++k) {
-        const Pair g = load_pair(grad + i + k * 2 * kWidth), x = load_pair(input + i + k * 2 * kWidth);
+        const Pair g = unpack(now[k]), x = load_pair(input + i + k * 2 * kWidth);
         grads[k].a += g.a;
         grads[k].b += g.b;
         products[k].a += g.a * ((x.a - mean) * rstd);
         products[k].b += g.b * ((x.b - mean) * rstd);
       }
+    }
     for (; i < count; i += kWidth) {
       const int64_t left = count - i;
       const Floats g = left >= kWidth ? load(grad + i) : load_part(grad + i, left);
@@ -153,6 +174,8 @@ NPUGRAD_INLINE void grad_input_of_block(
     store_part(out + i, compute(load_part(grad + i, n), load_part(input + i, n), zero.a), n);
   };
   const auto pairs = [&](int64_t i, auto fetch) {
+    Packed<T> next = {};
+    if (i + 2 * kWidth <= count) next = load_packed(grad + i);
     for (; i + 2 * kWidth <= count; i += 2 * kWidth) {
       if constexpr (fetch) {
         constexpr int kLine = 64 / sizeof(T);
@@ -162,7 +185,9 @@ NPUGRAD_INLINE void grad_input_of_block(
           __builtin_prefetch(input + ahead + i + k, 0, 2);
         }
       }
-      const Pair g = load_pair(grad + i), x = load_pair(input + i);
+      const Pair g = unpack(next);
+      if (i + 4 * kWidth <= count) next = load_packed(grad + i + 2 * kWidth);  // see "Lines" above
+      const Pair x = load_pair(input + i);
       store_pair<Stream>(out + i, {compute(g.a, x.a, zero.a), compute(g.b, x.b, zero.b)});
     }
     return i;
@@ -179,24 +204,33 @@ NPUGRAD_INLINE void grad_input_of_block(
   if (any_nan(zero.a + zero.b)) grad_input_again(grad, input, out, count, row);
 }
 
-// Memory that a large result lies in, as a task comes to it in rising order.
+// Memory that a large result lies in, as a task comes to it: group by group, in rising order within each.
 //
 // Linux clears a fresh huge page towards the place first touched: from a place near its end in rising order, which is
-// twice as fast as in falling order. So the first store goes to the end of what the task has of each page. Over pages
-// that were cleared just now and are still in the cache, ordinary stores are faster than non-temporal ones.
-class ResultPages {
+// twice as fast as in falling order. So the first store goes to the end of what a group has of each page. Over pages
+// that were cleared just now and are still in the cache, ordinary stores are faster than non-temporal ones. Asking the
+// system takes 2 us: not again where the page was found there last.
+class alignas(64) ResultPages {
  public:
-  ResultPages(char* end, bool large) : end_(end), large_(large) {}
+  explicit ResultPages(bool large) : large_(large) {}
 
+  // What follows ends before `end`.
+  void begin(char* end) {
+    end_ = end;
+    ready_ = nullptr;
+  }
   // Before `bytes` from `p` on are written; true if they had better bypass the cache.
   bool streams(char* p, int64_t bytes) {
     if (!large_) return false;
     while (p + bytes > ready_) {
-      const auto at = reinterpret_cast<uintptr_t>(std::max(p, ready_));
-      char* const until = reinterpret_cast<char*>((at / kHuge + 1) * kHuge);
-      ready_ = std::min(until, end_);
-      fresh_ = !resident(ready_ - 1);
-      if (fresh_) ready_[-1] = 0;
+      const uintptr_t page = reinterpret_cast<uintptr_t>(std::max(p, ready_)) / kHuge;
+      ready_ = std::min(reinterpret_cast<char*>((page + 1) * kHuge), end_);
+      fresh_ = page != there_ && !resident(ready_ - 1);
+      if (fresh_) {
+        ready_[-1] = 0;
+      } else {
+        there_ = page;
+      }
     }
     return !fresh_;
   }
@@ -211,9 +245,9 @@ class ResultPages {
     return mincore(start, 1, &found) != 0 || (found & 1);
   }
 
-  char* ready_ = nullptr;
-  char* const end_;
   const bool large_;
+  char *end_ = nullptr, *ready_ = nullptr;
+  uintptr_t there_ = 0;  // the last page that was there
   bool fresh_ = false;
 };
 

@@ -80,7 +80,8 @@ def test_every_sample_of_the_record(kernels: Kernels, product: Product) -> None:
         assert_right(NORM, sample.call, inputs, computed(kernels, NORM, sample.call, inputs))
 
 
-# Sizes around every bound of the kernel: parts of a vector, a block, a chunk, whole groups or split ones.
+# Sizes around every bound of the kernel: parts of a vector, a block, a chunk, whole groups or split ones, and
+# split ones whose result bypasses the cache.
 BOUNDS = [
     dict(n=1, c=1, hxw=1, group=1),
     dict(n=64, c=64, hxw=64, group=8),
@@ -91,6 +92,7 @@ BOUNDS = [
     dict(n=7, c=30, hxw=257, group=5),
     dict(n=3, c=6, hxw=2047, group=3),
     dict(n=1000, c=3, hxw=2, group=3),
+    dict(n=1, c=4, hxw=2**21 + 5, group=1),
 ]
 
 
@@ -156,26 +158,28 @@ def test_values_that_are_not_finite_spread_as_in_the_reference(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_large_results_have_the_bits_of_small_ones(kernels: Kernels, dtype: DType) -> None:
+@pytest.mark.parametrize(("c", "hxw"), [(2, 2**19 + 37), (8, 2053)], ids=["group_of_pages", "page_of_groups"])
+def test_large_results_have_the_bits_of_small_ones(kernels: Kernels, dtype: DType, c: int, hxw: int) -> None:
     """Those bypass the cache where their memory is there, in whole lines from wherever they start."""
-    hxw, nbytes = 2**19 + 37, 33 * 2**20
-    small = NORM.build(dtype=dtype, n=1, c=2, hxw=hxw, group=2)
+    nbytes = 33 * 2**20
+    small = NORM.build(dtype=dtype, n=1, c=c, hxw=hxw, group=2)
     inputs = NORM.make_inputs(small, np.random.default_rng(10))
     expected = computed(kernels, NORM, small, inputs)["grad_input"]
     n = -(-nbytes // expected.nbytes)
-    large = NORM.build(dtype=dtype, n=n, c=2, hxw=hxw, group=2)
+    large = NORM.build(dtype=dtype, n=n, c=c, hxw=hxw, group=2)
     repeated = {
         name: values if values is None or name == "gamma" else np.repeat(values, n, axis=0)
         for name, values in inputs.items()
     }
     outputs = outputs_for(NORM, large)
-    memory = np.ones(n * expected.size + 64, expected.dtype)
-    for start in (0, 1, 13):
-        found = memory[start : start + n * expected.size].reshape(n, *expected.shape[1:])
-        outputs["grad_input"] = found
-        found[...] = 1
+    fresh, there = (np.empty(n * expected.size + 64, expected.dtype) for _ in range(2))
+    there.fill(1)
+    for memory, start in ((fresh, 0), (there, 0), (there, 1), (there, 13)):
+        outputs["grad_input"] = memory[start : start + n * expected.size].reshape(n, *expected.shape[1:])
+        if memory is there:
+            memory.fill(1)
         kernels.run(NORM, repeated, large.attrs, outputs)
-        assert all(one.tobytes() == expected.tobytes() for one in found)
+        assert all(one.tobytes() == expected.tobytes() for one in outputs["grad_input"])
 
 
 @pytest.mark.parametrize("scale", [1e-18, 1e18, 1e30])
