@@ -61,6 +61,12 @@ def require_legal_deformable_attention(metas: Mapping[str, TensorMeta | None]) -
     require_legal(DEFORMABLE_ATTENTION, {**metas, "grad_output": grad_output}, {})
 
 
+def default_floyd_scale(query: Any) -> float:
+    """1 / sqrt(D) of query, (B, H, N, M, D); 1 where it is None or has no D, as such a call is refused."""
+    depth = query.shape[-1] if query is not None and query.shape else 0
+    return float(depth**-0.5) if depth else 1.0
+
+
 def require_legal_floyd_attention(metas: Mapping[str, TensorMeta | None], scale: float) -> None:
     """The same for the five tensors of Floyd attention and its mask."""
     query = metas["query"]

@@ -1,9 +1,9 @@
 // Parts of group_norm_backward: the sums and the gradient of one block of pixels, and the pages of the result.
 //
-// Lines: where the distance of grad_out and input is a sum of the right powers of 2, such as 2^27 + 4096 bytes on Zen 4,
-// which is how NumPy lays arrays of 128 MiB, the first-level cache holds a line of the one or that of the other, not
-// both. Loads that cross lines come to each line twice, so grad_out is loaded one step before the input that belongs to
-// it: between the two times nobody comes to the line's counterpart.
+// Lines: where grad_out and input are 2^27 + 4096 bytes apart, which is how NumPy lays arrays of 128 MiB, loads that cross
+// lines are slow on Zen 4, as if its first-level cache held a line of the one or its counterpart of the other, not both.
+// Such loads come to each line twice, so grad_out is loaded one step before the input that belongs to it: between the
+// two times nobody comes to the counterpart.
 #ifndef NPUGRAD_GROUP_NORM_BLOCKS_H
 #define NPUGRAD_GROUP_NORM_BLOCKS_H
 

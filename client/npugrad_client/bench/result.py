@@ -63,6 +63,11 @@ class Result:
         return self.record.total.intended
 
     @property
+    def warmed_up(self) -> int:
+        """Calls that were to be sent in the warm-up."""
+        return sum(w.tally.intended for number, w in self.record.windows.items() if number < 0)
+
+    @property
     def answered(self) -> int:
         """Calls that came back right."""
         return self.record.total.answered

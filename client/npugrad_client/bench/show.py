@@ -77,7 +77,7 @@ def _show_notes(console: Console, result: Result, outcomes: Sequence[Outcome]) -
     if result.dropped:
         console.print(f"dropped: {result.dropped}, with {result.scenario['max_in_flight']} in flight already")
     calls, warm_up_s = result.scenario["max_calls"], result.scenario["warm_up_s"]
-    if calls and not result.intended and not result.is_interrupted:
+    if calls and result.warmed_up == calls:
         console.print(
             f"--calls: found {calls}, all of them sent in the warm-up; expected more, or a --warm-up "
             f"that is shorter than {warm_up_s:g} s",

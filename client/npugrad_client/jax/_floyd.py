@@ -9,7 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from npugrad_client._legality import FLOYD_ATTENTION as OPERATOR
-from npugrad_client._legality import LANES, require_client, require_legal_floyd_attention
+from npugrad_client._legality import (
+    LANES,
+    default_floyd_scale,
+    require_client,
+    require_legal_floyd_attention,
+)
 from npugrad_client.jax._callback import Array, Service, metas, zero_tangent
 
 if TYPE_CHECKING:
@@ -69,17 +74,12 @@ def fused_floyd_attention(
         ...     query, key1, value1, key2, value2)
     """
     require_client("fused_floyd_attention", client)
-    factor = _default_scale(query) if scale is None else scale
+    factor = default_floyd_scale(query) if scale is None else scale
     operands = _operands((query, key1, value1, key2, value2), atten_mask)
     require_legal_floyd_attention(metas(OPERATOR, operands), factor)
     service = Service(client, timeout_s, priority=priority, label=label, verify=verify)
     result: Array = _attention(service, float(factor), query, key1, value1, key2, value2, atten_mask)
     return result
-
-
-def _default_scale(query: Array | None) -> float:
-    """1 / sqrt(D); 1 where there is no D, as such a call is refused for it."""
-    return 1.0 if query is None or not query.ndim else float(max(query.shape[-1], 1) ** -0.5)
 
 
 def _operands(tensors: tuple[Array, ...], mask: Array | None) -> dict[str, Array | None]:

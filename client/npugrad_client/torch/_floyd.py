@@ -19,7 +19,12 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from npugrad_client._legality import FLOYD_ATTENTION as OPERATOR
-from npugrad_client._legality import LANES, require_client, require_legal_floyd_attention
+from npugrad_client._legality import (
+    LANES,
+    default_floyd_scale,
+    require_client,
+    require_legal_floyd_attention,
+)
 from npugrad_client.torch._calls import Options, cast_given, metas, require_tensors
 
 if TYPE_CHECKING:
@@ -94,17 +99,11 @@ def fused_floyd_attention(
     require_tensors(OPERATOR, dict(zip(_NAMES, (*operands, atten_mask), strict=True)))
     if compute_dtype is not None:
         operands = cast_given(operands, compute_dtype)
+    factor = default_floyd_scale(query) if scale is None else scale
     result: Tensor = _FloydAttention.apply(  # type: ignore[no-untyped-call]
-        *operands, atten_mask, _default_scale(query) if scale is None else scale, client, options
+        *operands, atten_mask, factor, client, options
     )
     return result.to(query.dtype)
-
-
-def _default_scale(query: Tensor | None) -> float:
-    """1 / sqrt(D); 0 where there is no D, as such a call is refused for it."""
-    if query is None or query.dim() == 0 or query.shape[-1] == 0:
-        return 0.0
-    return float(query.shape[-1] ** -0.5)
 
 
 class _FloydAttention(Function):

@@ -212,6 +212,17 @@ def test_calls_that_the_warm_up_took_all_are_told(load: str) -> None:
     assert "--calls: found 5, all of them sent in the warm-up; expected more, or a --warm-up" in done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("warm_up", ["--warm-up=", "--warm-up=200ms"])
+def test_calls_that_were_never_due_are_not_told_as_the_warm_ups(warm_up: str) -> None:
+    with fake_service() as service:
+        flags = ["--rate", "0.001", "--poisson", "--calls", "5", "--duration", "200ms", warm_up]
+        done = run("bench", *flags, ALL_THE_SAME, target=service.address)
+    assert done.exit_code == 1
+    assert "0 answers" in done.stdout
+    assert "--calls" not in done.stdout
+
+
 def test_the_shipped_scenarios_are_listed() -> None:
     done = run("bench", "scenarios")
     assert done.exit_code == 0
