@@ -196,7 +196,7 @@ class App:
             descriptor = module.DESCRIPTOR.services_by_name[service]
             register(self._server, descriptor, servicer.handlers(self._funnel))
             names.append(str(descriptor.full_name))
-        self._health = Health(names)
+        self._health = Health(names, settings.liveness_down_limit_s)
         names.append(register_health(self._server, self._health))
         register_reflection(self._server, names)
 

@@ -154,6 +154,12 @@ class ServerSettings(BaseSettings):
         ge=0,
         description="Losses in a row, with no call served between, after which a device is down.",
     )
+    liveness_down_limit_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="Seconds without any device that is ready after which the liveness probe fails, so that "
+        "Kubernetes starts the server anew; longer than a worker's start takes. Default: never.",
+    )
 
     @field_validator("tls_certificate", "tls_key", "tls_client_ca")
     @classmethod
