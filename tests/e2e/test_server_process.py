@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 from tests.calls import TIMEOUT_S, call_execute, call_unary, failure_of, sample
-from tests.e2e.harness import Wire
-from tests.e2e.test_server_lifecycle import SERVING, health_of
+from tests.e2e.harness import Wire, workers_of
+from tests.e2e.test_server_lifecycle import NOT_SERVING, SERVING, health_of, watch_health
 from tests.fix_server import ServerProcess, server_command, server_environment
 
-from npugrad.v1 import backward_pb2, server_pb2, validation_pb2
+from npugrad.v1 import backward_pb2, backward_pb2_grpc, server_pb2, validation_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,6 +62,29 @@ def test_a_server_whose_standard_error_nobody_reads_answers_and_ends(
     assert running.wait() == 0
     with os.fdopen(os.dup(unread), "rb") as pipe:
         assert len(pipe.read()) > _PIPE_BYTES // 2, "the pipe was never full"
+
+
+# ------------------------------------------------------------------------------------- hung processes
+
+
+def test_workers_that_were_all_stopped_are_replaced(start_server: StartServer) -> None:
+    """Nobody has a deadline, so only the server can notice. It is not serving meanwhile."""
+    hung = start_server("--heartbeat-timeout-s", "2", devices="test:2?compute=1")
+    made = sample()
+    with hung.channel() as channel:
+        watch = watch_health(channel)
+        assert next(watch).status == SERVING
+        for pid in workers_of(hung.process.pid):
+            os.kill(pid, signal.SIGSTOP)
+        stub = backward_pb2_grpc.BackwardServiceStub(channel)
+        call = stub.GroupNormBackward.future(made.message())
+        assert next(watch).status == NOT_SERVING
+        assert next(watch).status == SERVING
+        assert call.result(TIMEOUT_S).info.attempts == 2
+        watch.cancel()
+    (first, second) = hung.info().devices
+    assert first.restarts == second.restarts == 1
+    assert len(hung.log_lines("test:0: its worker is ended: the worker did not answer for 2 s")) == 1
 
 
 # --------------------------------------------------------------------------------------- descriptors
