@@ -128,7 +128,12 @@ class ServerSettings(BaseSettings):
     run_limit_s: float = Field(
         default=600.0,
         gt=0,
-        description="Seconds a call may run on an NPU, whatever its deadline, before the NPU counts as hung.",
+        description="Seconds a call may run, whatever its deadline, before its device counts as hung.",
+    )
+    heartbeat_timeout_s: float = Field(
+        default=30.0,
+        gt=0,
+        description="Seconds a worker may give no sign of life, whatever it runs, before it is replaced.",
     )
     worker_start_timeout_s: float = Field(
         default=120.0, gt=0, description="Seconds a worker has to open its device."

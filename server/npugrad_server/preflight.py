@@ -63,6 +63,7 @@ def pool_settings(settings: ServerSettings, report: NpuReport) -> PoolSettings:
         drain_timeout_s=settings.drain_timeout_s,
         hang_grace_s=settings.hang_grace_s,
         run_limit_s=settings.run_limit_s,
+        heartbeat_timeout_s=settings.heartbeat_timeout_s,
         worker_start_timeout_s=settings.worker_start_timeout_s,
         respawn_backoff_s=settings.respawn_backoff_s,
         respawn_backoff_max_s=settings.respawn_backoff_max_s,

@@ -12,6 +12,8 @@
                        <-     CallPlanned, CallFailed, or DeviceFailed and the end
     AskMemory          ->
                        <-     MemoryFound, CallFailed, or DeviceFailed and the end
+    Ping               ->     at any time
+                       <-     Pong, whatever runs
 
 Tensors are not in the messages; they lie in the arenas, where the messages say.
 """
@@ -133,6 +135,16 @@ class RunCall:
     output_offsets: Mapping[str, int]
     deadline_s: float | None = None
     workspace_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Ping:
+    """Say that you listen."""
+
+
+@dataclass(frozen=True)
+class Pong:
+    """The process listens."""
 
 
 @dataclass(frozen=True)
@@ -287,13 +299,13 @@ class CallDeferred:
 
 
 Order: TypeAlias = (
-    "OpenDevice | RunCall | PlanCall | AskMemory | AbandonCall | WorkspaceGranted | WorkspaceRefused"
+    "OpenDevice | RunCall | PlanCall | AskMemory | AbandonCall | WorkspaceGranted | WorkspaceRefused | Ping"
 )
 """What the pool says."""
 Answer: TypeAlias = "CallDone | CallFailed | CallDeferred"
 """What a worker says when it is done with a call."""
 Report: TypeAlias = (
-    "DeviceReady | OpenFailed | DeviceFailed | CallPlanned | MemoryFound | NeedWorkspace | Answer"
+    "DeviceReady | OpenFailed | DeviceFailed | CallPlanned | MemoryFound | NeedWorkspace | Pong | Answer"
 )
 """What a worker says."""
 Message: TypeAlias = "Order | Report"
@@ -306,6 +318,8 @@ _PLAIN = {
         DeviceFailed,
         AskMemory,
         MemoryFound,
+        Ping,
+        Pong,
         AbandonCall,
         NeedWorkspace,
         WorkspaceGranted,
