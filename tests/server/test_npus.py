@@ -222,10 +222,23 @@ def test_what_a_library_prints_is_no_part_of_the_answer(tmp_path: Path) -> None:
 def test_check_names_operators_that_the_node_lacks(
     install_cann_sim: Callable[..., Installation], torch_npu: Path, tmp_path: Path
 ) -> None:
-    """One that its CANN is too old for is fine, and told."""
+    """One that its CANN is too old for is fine, and told, and so is the release."""
     old = npu_environment(install_cann_sim("split", "8.5.0"), tmp_path / "old")
     code, lines = check("--devices", "npu:0", env=old)
     assert (code, sum(line.startswith("ok    no ") for line in lines)) == (0, 1)
     assert "aclnnFusedFloydAttentionGradGetWorkspaceSize is not in libopapi_nn.so" in lines[-1]
     assert lines[-1].startswith("ok    no fused_floyd_attention_grad: ")
     assert lines[-1].endswith("expected CANN 9.0 or newer")
+
+
+@pytest.mark.npu_sim
+@pytest.mark.slow
+@pytest.mark.parametrize("cann", ["8.0.RC3", "8.3.RC1"])
+def test_check_names_the_release_of_cann(
+    install_cann_sim: Callable[..., Installation], torch_npu: Path, tmp_path: Path, cann: str
+) -> None:
+    """The first has no function that tells it, the second another than later ones."""
+    node = npu_environment(install_cann_sim("split", cann), tmp_path)
+    code, lines = check("--devices", "npu:0", env=node)
+    assert any(f"SIMULATED Ascend910B2, CANN {cann}, torch_npu 2.13.0" in line for line in lines), lines
+    assert code == 0
