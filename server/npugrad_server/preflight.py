@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from npugrad.errors import NpugradError
 from npugrad.ops import OPERATORS
-from npugrad.products import Product, product_from_soc
+from npugrad.products import Product, chip_kind, product_from_soc
 from npugrad_server import devices
 from npugrad_server.addresses import Address, AddressError, check_free
 from npugrad_server.logs import get_logger
@@ -107,7 +107,10 @@ def _product(wanted: Product | None, names: tuple[str, ...], report: NpuReport) 
         return wanted or Product.ATLAS_A2
     found = product_from_soc(report.soc)
     if found is None:
-        raise StartError(f"product: found NPU {report.soc!r}; expected one of {', '.join(Product)}")
+        raise StartError(
+            f"product: found NPU {report.soc!r}, which is {chip_kind(report.soc)}; expected one of "
+            f"{', '.join(Product)}"
+        )
     if wanted not in (None, found):
         raise StartError(f"product: found {wanted}; expected {found} or auto, as the NPU is {report.soc}")
     return found

@@ -63,7 +63,7 @@ def test_npus_that_cannot_be_used_are_an_error_with_all_the_reasons() -> None:
 
 
 @pytest.mark.parametrize(
-    ("soc", "product"), [("Ascend910_9391", Product.ATLAS_A3), ("Ascend910A", Product.ATLAS_TRAINING)]
+    ("soc", "product"), [("Ascend910_9391", Product.ATLAS_A3), ("Ascend910B", Product.ATLAS_TRAINING)]
 )
 def test_the_product_is_that_of_the_chip(soc: str, product: Product) -> None:
     report = NpuReport(count=1, soc=soc)
@@ -73,9 +73,17 @@ def test_the_product_is_that_of_the_chip(soc: str, product: Product) -> None:
     assert problem == f"product: found atlas-a2; expected {product} or auto, as the NPU is {soc}"
 
 
-def test_a_chip_without_documents_is_refused() -> None:
-    (problem,) = problems(NpuReport(count=1, soc="Ascend310P3"), devices="npu:0")
-    assert problem.startswith("product: found NPU 'Ascend310P3'; expected one of atlas-training")
+@pytest.mark.parametrize(
+    ("soc", "kind"),
+    [
+        ("Ascend310P3", "of no known product"),
+        ("Ascend950PR_9579", "of the Ascend 950 family, which is not supported"),
+    ],
+)
+def test_a_chip_of_no_product_is_refused(soc: str, kind: str) -> None:
+    (problem,) = problems(NpuReport(count=1, soc=soc), devices="npu:0")
+    expected = f"product: found NPU '{soc}', which is {kind}; expected one of atlas-training"
+    assert problem.startswith(expected)
 
 
 # ----------------------------------------------------------------------------------- the command, for real

@@ -17,7 +17,8 @@ namespace cann_sim {
 Product product() {
   const std::string& soc = settings()->soc;
   if (soc.rfind("Ascend910_93", 0) == 0) return Product::A3;
-  return soc.rfind("Ascend910B", 0) == 0 ? Product::A2 : Product::Training;
+  const std::string a2 = "Ascend910B";  // with a digit behind it: the bare name is of the first generation
+  return soc.rfind(a2, 0) == 0 && soc.size() > a2.size() ? Product::A2 : Product::Training;
 }
 
 PhaseOne::PhaseOne(const char* op) : op_(op), injected_(enter((op_ + "GetWorkspaceSize").c_str())) {
