@@ -12,7 +12,7 @@ from npugrad_server import devices
 from npugrad_server.addresses import Address, AddressError, check_free
 from npugrad_server.logs import get_logger
 from npugrad_server.machine import memory_bytes
-from npugrad_server.npus import NpuReport, find_npus
+from npugrad_server.npus import NpuReport, find_npus, op_init_problem
 from npugrad_server.pool import DevicePool, DeviceState, PoolSettings
 from npugrad_server.tls import TlsError, read_tls
 
@@ -147,7 +147,11 @@ async def check(settings: ServerSettings) -> list[Finding]:
         made = replace(pool_settings(settings, report), max_respawns=0)
     except StartError as error:
         return findings + [Finding(False, problem) for problem in error.problems]
-    if not made.devices[0].startswith("npu:"):
+    if made.devices[0].startswith("npu:"):
+        findings += [
+            Finding(True, f"npu: {problem}", optional=True) for problem in (op_init_problem(),) if problem
+        ]
+    else:
         # With auto it is fine to have none, but whoever expected one wants to know why.
         findings += [Finding(True, f"npu: {problem}", optional=True) for problem in report.problems]
     return findings + await _try_devices(made)

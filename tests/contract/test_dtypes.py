@@ -168,7 +168,9 @@ def test_a_chip_of_the_950_family_is_of_no_product_and_is_named(soc: str) -> Non
     assert chip_kind(soc) == "of the Ascend 950 family, which is not supported"
 
 
-@pytest.mark.parametrize("soc", ["Ascend310P3", "Ascend910", "Ascend910B9", "Ascend910_93", "ascend910b2", ""])
+@pytest.mark.parametrize(
+    "soc", ["Ascend310P3", "Ascend910", "Ascend910B9", "Ascend910_93", "ascend910b2", ""]
+)
 def test_another_chip_is_of_no_known_product(soc: str) -> None:
     assert product_from_soc(soc) is None
     assert chip_kind(soc) == "of no known product"
