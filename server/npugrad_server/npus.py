@@ -114,7 +114,7 @@ def op_init_mode(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def op_init_problem(environment: Mapping[str, str] = os.environ) -> str:
-    """Packages that the graph engine and TBE lack to start with torch_npu; empty when they do not, or none is.
+    """Packages that the graph engine and TBE lack to start with torch_npu; empty when it is not to start.
 
     torch_npu then fails with 500001 and hardly a reason.
     """
@@ -124,8 +124,8 @@ def op_init_problem(environment: Mapping[str, str] = os.environ) -> str:
     if not missing or (number is not None and int(number[1]) != 0):
         return ""
     return (
-        f"{OP_INIT_MODE}={mode} has torch_npu start CANN's graph engine, which needs {', '.join(missing)}: not "
-        f"installed; expected them, or {OP_INIT_MODE} not set"
+        f"{OP_INIT_MODE}={mode} has torch_npu start CANN's graph engine, which needs {', '.join(missing)}: "
+        f"not installed; expected them, or {OP_INIT_MODE} not set"
     )
 
 

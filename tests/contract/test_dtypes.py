@@ -143,9 +143,9 @@ def test_members_are_found_by_name_and_by_number_and_read_as_their_names(
         by_name("nothing")
 
 
-_ATLAS_TRAINING = "A B ProA ProB PremiumA".split()
-_ATLAS_A2 = "B1 B2 B2C B3 B4 B4-1".split()
-_ATLAS_A3 = "_9361 _9362 _9372 _9381 _9382 _9391 _9392".split()
+_ATLAS_TRAINING = ["A", "B", "ProA", "ProB", "PremiumA"]
+_ATLAS_A2 = ["B1", "B2", "B2C", "B3", "B4", "B4-1"]
+_ATLAS_A3 = ["_9361", "_9362", "_9372", "_9381", "_9382", "_9391", "_9392"]
 
 
 @pytest.mark.parametrize(

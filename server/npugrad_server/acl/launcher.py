@@ -5,8 +5,8 @@
 
 Guarantees
     - Arguments follow the order of `OpSpec.params`; nothing depends on an operator's name.
-    - Phase 2 is called at most once for an executor; if it is not called, the executor is destroyed, also when
-      phase 1 refused: generated interfaces hand one out before their checks.
+    - Phase 2 is called at most once for an executor; if it is not called, the executor is destroyed, also
+      when phase 1 refused: generated interfaces hand one out before their checks.
     - Handles live until phase 2 has returned, and not longer.
 Both phases, and leaving the block, belong to one thread.
 """
