@@ -339,7 +339,7 @@ def test_an_operator_that_cann_lacks_is_not_advertised(
 
 
 @pytest.mark.parametrize(
-    ("soc", "product"), [("Ascend910_9391", Product.ATLAS_A3), ("Ascend910A", Product.ATLAS_TRAINING)]
+    ("soc", "product"), [("Ascend910_9391", Product.ATLAS_A3), ("Ascend910B", Product.ATLAS_TRAINING)]
 )
 def test_the_chip_tells_the_product(start_npu_server: StartNpuServer, soc: str, product: Product) -> None:
     running = start_npu_server(devices="auto", plan=f"soc={soc}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from tests.fix_npu import npu_environment
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad_server.config import ServerSettings
-from npugrad_server.npus import NpuReport
+from npugrad_server.npus import NpuReport, op_init_problem
 from npugrad_server.preflight import StartError, pool_settings
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def test_npus_that_cannot_be_used_are_an_error_with_all_the_reasons() -> None:
 
 
 @pytest.mark.parametrize(
-    ("soc", "product"), [("Ascend910_9391", Product.ATLAS_A3), ("Ascend910A", Product.ATLAS_TRAINING)]
+    ("soc", "product"), [("Ascend910_9391", Product.ATLAS_A3), ("Ascend910B", Product.ATLAS_TRAINING)]
 )
 def test_the_product_is_that_of_the_chip(soc: str, product: Product) -> None:
     report = NpuReport(count=1, soc=soc)
@@ -73,9 +74,34 @@ def test_the_product_is_that_of_the_chip(soc: str, product: Product) -> None:
     assert problem == f"product: found atlas-a2; expected {product} or auto, as the NPU is {soc}"
 
 
-def test_a_chip_without_documents_is_refused() -> None:
-    (problem,) = problems(NpuReport(count=1, soc="Ascend310P3"), devices="npu:0")
-    assert problem.startswith("product: found NPU 'Ascend310P3'; expected one of atlas-training")
+@pytest.mark.parametrize(
+    ("soc", "kind"),
+    [
+        ("Ascend310P3", "of no known product"),
+        ("Ascend950PR_9579", "of the Ascend 950 family, which is not supported"),
+    ],
+)
+def test_a_chip_of_no_product_is_refused(soc: str, kind: str) -> None:
+    (problem,) = problems(NpuReport(count=1, soc=soc), devices="npu:0")
+    expected = f"product: found NPU '{soc}', which is {kind}; expected one of atlas-training"
+    assert problem.startswith(expected)
+
+
+def test_who_starts_the_graph_engine_is_told_which_packages_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    problem = op_init_problem({"ACL_OP_INIT_MODE": "0"})
+    assert problem.startswith("ACL_OP_INIT_MODE=0 has torch_npu start CANN's graph engine, which needs ")
+    assert " decorator, " in problem
+    assert "numpy" not in problem  # it is imported
+    assert op_init_problem({"ACL_OP_INIT_MODE": "often"})
+    (tmp_path / "decorator.py").touch()
+    importlib.invalidate_caches()
+    assert " decorator, " not in op_init_problem({"ACL_OP_INIT_MODE": "0"})
+    for mode in ("1", "2", ""):
+        assert op_init_problem({"ACL_OP_INIT_MODE": mode}) == ""
+    assert op_init_problem({}) == ""
 
 
 # ----------------------------------------------------------------------------------- the command, for real
@@ -122,6 +148,25 @@ def test_check_sees_packages_that_do_not_belong_together(tmp_path: Path) -> None
     _, lines = check("--devices", "npu:0", env={"PYTHONPATH": path})
     expected = "found torch 2.12.1+cpu and torch_npu 2.13.0.post1; expected the same major and minor version"
     assert any(expected in line for line in lines), lines
+
+
+@pytest.mark.npu_sim
+@pytest.mark.slow
+def test_check_names_what_the_graph_engine_lacks(
+    cann_sim: Installation, torch_npu: Path, tmp_path: Path
+) -> None:
+    """As where torch_npu starts it at once and its TBE cannot import a module."""
+    assert importlib.util.find_spec("decorator") is None, "this test needs an environment without it"
+    plan = "aclSetCompileopt:*:500001"
+    variables = {**npu_environment(cann_sim, tmp_path, plan), "ACL_OP_INIT_MODE": "0"}
+    code, lines = check("--devices", "npu:0", env=variables)
+    assert code == 1
+    needs = "ACL_OP_INIT_MODE=0 has torch_npu start CANN's graph engine, which needs "
+    (note,) = (line for line in lines if line.startswith(f"note  npu: {needs}"))
+    assert "decorator" in note
+    (failed,) = (line for line in lines if line.startswith("FAIL  npu:0: "))
+    assert "returned 500001" in failed
+    assert needs in failed
 
 
 @pytest.mark.npu_sim

@@ -12,7 +12,7 @@ import numpy as np
 from npugrad.call import CallOptions
 from npugrad.errors import NpugradError, OperatorError, UnsupportedOperator
 from npugrad.ops import OPERATORS
-from npugrad.products import product_from_soc
+from npugrad.products import chip_kind, product_from_soc
 from npugrad_server.acl.faults import Action, fault_of
 from npugrad_server.acl.launcher import Launcher
 from npugrad_server.acl.libraries import Cann, LibraryError
@@ -89,9 +89,7 @@ class NpuBackend:
         soc = self._runtime.soc_name()
         found = product_from_soc(soc)
         if found is not product and not (may_be_unknown and not soc):
-            raise DeviceUnusable(
-                f"found chip {soc!r}, which is {found or 'no known product'}; expected {product}"
-            )
+            raise DeviceUnusable(f"found chip {soc!r}, which is {chip_kind(soc)}; expected {product}")
         return soc
 
     def _describe(self, soc: str) -> None:
