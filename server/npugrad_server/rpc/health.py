@@ -72,6 +72,16 @@ class Health:
         """Whether calls are served now."""
         return self._status[""] == _SERVING
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether the server is about to end."""
+        return self._draining
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process works."""
+        return self._status[LIVENESS] == _SERVING
+
     def _set(self, status: Any) -> None:
         for name in self._status:
             if name != LIVENESS and self._status[name] != status:
