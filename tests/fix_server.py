@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from contextlib import ExitStack, contextmanager
+from http.client import HTTPConnection
 from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
@@ -24,6 +25,7 @@ from npugrad.v1 import server_pb2, server_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from http.client import HTTPMessage
     from pathlib import Path
 
 SERVER_PYTHON = os.environ.get("NPUGRAD_TEST_SERVER_PYTHON", sys.executable)
@@ -126,9 +128,13 @@ class ServerProcess:
         pytest.fail(f"no line {event!r} with {fields}; the log:\n{self.log_text()}")
 
     @property
-    def metrics_url(self) -> str:
-        """The metrics page of a server that was started with ``--metrics-listen 127.0.0.1:0``."""
-        return f"http://{self.find_log('listening')['metrics_address']}/metrics"
+    def metrics_address(self) -> str:
+        """Where the pages of a server are that was started with ``--metrics-listen 127.0.0.1:0``."""
+        return str(self.find_log("listening")["metrics_address"])
+
+    def page(self, path: str) -> tuple[int, str]:
+        """Status and text of one of them, such as ``"/readyz"``."""
+        return fetch_page(self.metrics_address, path)[:2]
 
     def assert_nothing_leaked(self) -> None:
         """No arena byte is in use and no call waits. Call it when no call is in progress."""
@@ -173,6 +179,17 @@ class StartServer(Protocol):
         credentials: grpc.ChannelCredentials | None = None,
     ) -> ServerProcess:
         """The running server, ready to be called."""
+
+
+def fetch_page(address: str, path: str, method: str = "GET") -> tuple[int, str, HTTPMessage]:
+    """Status, text and headers of a page."""
+    connection = HTTPConnection(address, timeout=30)
+    try:
+        connection.request(method, path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode(), answer.headers
+    finally:
+        connection.close()
 
 
 def server_command(*flags: str, devices: str = "cpu:0", listen: str = "127.0.0.1:0") -> list[str]:

@@ -19,8 +19,9 @@ from npugrad_server.addresses import AddressError
 from npugrad_server.dispatch import Dispatcher
 from npugrad_server.logs import get_logger
 from npugrad_server.metrics import Metrics
+from npugrad_server.pages import Pages, serve_pages
 from npugrad_server.pool import DevicePool
-from npugrad_server.preflight import READY_MARGIN_S, StartError, npu_report, pool_settings
+from npugrad_server.preflight import StartError, npu_report, pool_settings, start_limit_s
 from npugrad_server.rpc.funnel import Funnel
 from npugrad_server.rpc.health import Health, register_health, register_reflection
 from npugrad_server.rpc.register import register
@@ -108,7 +109,7 @@ class App:
 
     Attributes:
         address: Where it listens, with the port that was bound.
-        metrics_address: Where its metrics page is; None when it is off.
+        metrics_address: Where its metrics page and those of the probes are; None when they are off.
     """
 
     def __init__(self, settings: ServerSettings, made: PoolSettings) -> None:
@@ -134,7 +135,7 @@ class App:
         metrics = Metrics(npugrad.__version__, str(self._made.product))
         try:
             self._server, self.address = open_server(self._settings)
-            self._serve_metrics(metrics)
+            self._serve_pages(metrics)
             self.pool = await DevicePool.open(self._made, metrics)
         except TlsError as error:
             raise StartError(*error.problems) from None
@@ -151,10 +152,11 @@ class App:
         await self._server.start()
         self._end = asyncio.create_task(self._server.wait_for_termination())
 
-    def _serve_metrics(self, metrics: Metrics) -> None:
+    def _serve_pages(self, metrics: Metrics) -> None:
+        self._pages = Pages(metrics.registry, asyncio.get_running_loop())
         if self._settings.metrics_address is not None:
-            self.metrics_address, close = metrics.serve(self._settings.metrics_address)
-            # The page asks the loop for figures, so the loop may not wait for the page.
+            self.metrics_address, close = serve_pages(self._pages, self._settings.metrics_address)
+            # The pages ask the loop, so the loop may not wait for the pages.
             self._resources.push_async_callback(asyncio.to_thread, close)
 
     def _register(self) -> None:
@@ -174,6 +176,7 @@ class App:
             register(self._server, descriptor, servicer.handlers(self._funnel))
             names.append(str(descriptor.full_name))
         self._health = Health(names, settings.liveness_down_limit_s)
+        self._pages.show_state(self._health, self.pool)
         names.append(register_health(self._server, self._health))
         register_reflection(self._server, names)
 
@@ -187,7 +190,7 @@ class App:
             StartError: None is ready; every device's reason.
         """
         try:
-            await self.pool.wait_ready(self._made.worker_start_timeout_s + READY_MARGIN_S)
+            await self.pool.wait_ready(start_limit_s(self._made))
         except NpugradError:
             raise StartError(*(f"{d.name}: {d.state}, {d.reason}" for d in self.pool.devices())) from None
         self._device_changed()
@@ -218,7 +221,7 @@ class App:
         return True
 
     async def close(self) -> None:
-        """Ends whatever still runs: server, workers, metrics page."""
+        """Ends whatever still runs: server, workers, pages."""
         try:
             if hasattr(self, "_server"):
                 await self._server.stop(None)

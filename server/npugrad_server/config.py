@@ -76,7 +76,8 @@ class ServerSettings(BaseSettings):
         description="Product whose documented limits hold; auto asks the NPU, and is atlas-a2 on CPUs.",
     )
     metrics_listen: str = Field(
-        default="127.0.0.1:9464", description="host:port of the Prometheus page /metrics; empty turns it off."
+        default="127.0.0.1:9464",
+        description="host:port of the pages /metrics, /livez and /readyz; empty turns them off.",
     )
     log_format: Literal["auto", "json", "console"] = Field(
         default="auto",
@@ -220,7 +221,7 @@ class ServerSettings(BaseSettings):
 
     @property
     def metrics_address(self) -> Address | None:
-        """Where the metrics page is; None when it is off."""
+        """Where the metrics page and those of the probes are; None when they are off."""
         return parse_metrics_listen(self.metrics_listen) if self.metrics_listen else None
 
     @property

@@ -1,4 +1,4 @@
-"""What the server counts, and the Prometheus page that shows it.
+"""What the server counts, for the Prometheus page that shows it.
 
 Every name starts with ``npugrad_`` and carries its unit. Labels take few values: operators, devices,
 reasons and statuses come from our own tables, never from a caller.
@@ -7,13 +7,13 @@ reasons and statuses come from our own tables, never from a caller.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Protocol
+import concurrent.futures
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from npugrad_server.addresses import Address, AddressError
 from npugrad_server.pool import DeviceState, PoolObserver
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ SNAPSHOT_TIMEOUT_S = 5.0
 
 # From a tiny CPU call to a large NPU one, three steps a decade.
 _SECONDS = (*(round(m * 10.0**e, 6) for e in range(-4, 2) for m in (1, 2.5, 5)), 100.0)
+_T = TypeVar("_T")
 _STAGES = ("queued", "copy_in", "run", "copy_out")
 
 
@@ -235,30 +236,28 @@ class Metrics(PoolObserver):
             self._rerun.labels(device.name)
         self.registry.register(_PoolCollector(pool, loop))
 
-    def serve(self, address: Address) -> tuple[Address, Callable[[], None]]:
-        """Serves the page from a thread.
 
-        Args:
-            address: Where; port 0 takes a free one.
+def ask(loop: asyncio.AbstractEventLoop, question: Callable[[], _T], timeout_s: float) -> _T:
+    """Asks something on the event loop, from another thread.
 
-        Returns:
-            The bound address, and what ends the page.
+    Args:
+        loop: The loop.
+        question: What to call on it.
+        timeout_s: Seconds the loop has for the answer.
 
-        Raises:
-            AddressError: The address cannot be taken.
-        """
-        try:
-            server, thread = start_http_server(address.port, address.host, self.registry)
-        except OSError as error:
-            reason = error.strerror or error
-            raise AddressError(f"cannot serve metrics on {address}: {reason}") from None
+    Raises:
+        TimeoutError: It took longer.
+    """
 
-        def close() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join()
+    async def answer() -> _T:
+        return question()
 
-        return address.with_port(server.server_port), close
+    waiting = asyncio.run_coroutine_threadsafe(answer(), loop)
+    try:
+        return waiting.result(timeout_s)
+    except concurrent.futures.TimeoutError:
+        waiting.cancel()
+        raise TimeoutError(f"the event loop did not answer within {timeout_s:g} s") from None
 
 
 class _PoolCollector(Collector):
@@ -273,9 +272,7 @@ class _PoolCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The gauges, from figures taken at one moment on the pool's loop."""
-        stats, devices = asyncio.run_coroutine_threadsafe(self._snapshot(), self._loop).result(
-            SNAPSHOT_TIMEOUT_S
-        )
+        stats, devices = ask(self._loop, self._snapshot, SNAPSHOT_TIMEOUT_S)
         for name, text, value in (
             ("npugrad_queue_depth", "Calls that wait for a device.", stats.queue_depth),
             ("npugrad_running_calls", "Calls that run on a device.", stats.running),
@@ -313,5 +310,5 @@ class _PoolCollector(Collector):
                 states.add_metric((device.name, str(state)), float(state == device.state))
         yield from (states, restarts, memory, used)
 
-    async def _snapshot(self) -> tuple[PoolStats, tuple[DeviceStatus, ...]]:
+    def _snapshot(self) -> tuple[PoolStats, tuple[DeviceStatus, ...]]:
         return self._pool.stats(), self._pool.devices()

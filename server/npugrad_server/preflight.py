@@ -79,6 +79,11 @@ def pool_settings(settings: ServerSettings, report: NpuReport) -> PoolSettings:
     return made
 
 
+def start_limit_s(made: PoolSettings) -> float:
+    """Seconds from the opening of the pool until a server without a ready device gives up."""
+    return made.worker_start_timeout_s + READY_MARGIN_S
+
+
 def _resolved(text: str, report: NpuReport) -> tuple[str, ...]:
     """The devices of a list.
 
@@ -183,7 +188,7 @@ async def _try_devices(settings: PoolSettings) -> list[Finding]:
     except OSError as error:
         return [Finding(False, f"memory: cannot make the arenas: {error}")]
     try:
-        await pool.wait_ready(settings.worker_start_timeout_s + READY_MARGIN_S)
+        await pool.wait_ready(start_limit_s(settings))
     except NpugradError:
         pass  # what each device says tells more
     finally:

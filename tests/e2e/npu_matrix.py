@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import threading
 import time
-import urllib.request
 from collections import Counter
 from contextlib import suppress
 from functools import partial
@@ -235,8 +234,7 @@ class Site:
         return not used and not figures["running_calls"] and not figures["uploads"]
 
     def _page(self) -> str:
-        with urllib.request.urlopen(self._server.metrics_url, timeout=30) as page:
-            return str(page.read().decode())
+        return self._server.page("/metrics")[1]
 
 
 def _is_from(device: str, answer: Answer) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -56,9 +55,8 @@ def together(running: NpuServer, calls: int) -> list[Any]:
 
 def metrics_of(running: NpuServer) -> dict[str, float]:
     """Figures of the one device by name, and by answer where there is one."""
-    with urllib.request.urlopen(running.process.metrics_url, timeout=30) as page:
-        families = text_string_to_metric_families(page.read().decode())
-        samples = [found for family in families for found in family.samples]
+    families = text_string_to_metric_families(running.process.page("/metrics")[1])
+    samples = [found for family in families for found in family.samples]
     shown = ("npugrad_workspaces", "npugrad_calls_postponed", "npugrad_attempts", "npugrad_device_memory")
     return {
         " ".join([found.name.removeprefix("npugrad_"), found.labels.get("answer", "")]).strip(): found.value

@@ -4,7 +4,6 @@ import re
 import signal
 import subprocess
 import threading
-import urllib.request
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -76,7 +75,7 @@ def test_taken_port_is_told_before_anything_is_started(server: ServerProcess) ->
 
 
 def test_taken_metrics_port_is_told(server: ServerProcess) -> None:
-    taken = server.metrics_url.removeprefix("http://").removesuffix("/metrics")
+    taken = server.metrics_address
     ended = subprocess.run(
         server_command("--metrics-listen", taken), capture_output=True, text=True, timeout=60, check=False
     )
@@ -143,7 +142,7 @@ def test_check_finds_nothing_wrong_with_a_server_that_could_start(tmp_path: Path
 def test_check_lists_everything_that_is_missing_at_once(server: ServerProcess, tmp_path: Path) -> None:
     config = tmp_path / "npugrad.toml"
     config.write_text("max_quue_depth = 9\ndrain_timeout_s = -1\n")
-    taken = server.metrics_url.removeprefix("http://").removesuffix("/metrics")
+    taken = server.metrics_address
     ended = run_command(
         "check", "--config", str(config), "--listen", server.address, "--metrics-listen", taken,
         "--devices", "test:2?open=fail",
@@ -207,6 +206,29 @@ def test_health_follows_the_devices(start_server: StartServer) -> None:
         (device,) = fragile.info().devices
         assert device.restarts >= 1
         assert device.state == server_pb2.DEVICE_STATE_READY
+
+
+def test_probe_pages_follow_the_devices(start_server: StartServer) -> None:
+    """What an HTTP probe is told is what health says, with the reason."""
+    fragile = start_server(
+        "--metrics-listen", "127.0.0.1:0", "--respawn-backoff-s", "60", "--respawn-backoff-max-s", "60",
+        devices="test:1?crash=die",
+        check_end=False,
+    )  # fmt: skip
+    made = sample()
+    assert [fragile.page(path)[0] for path in ("/livez", "/readyz", "/")] == [200, 200, 404]
+    with fragile.channel() as channel:
+        watch = watch_health(channel)
+        assert next(watch).status == SERVING
+        call = backward_pb2_grpc.BackwardServiceStub(channel).GroupNormBackward.future(
+            made.message(label="die"), timeout=TIMEOUT_S
+        )
+        assert next(watch).status == NOT_SERVING
+        status, told = fragile.page("/readyz")
+        assert (status, told.startswith("no device is ready: test:0 ")) == (503, True), told
+        assert fragile.page("/livez")[0] == 200
+        call.cancel()
+        watch.cancel()
 
 
 def test_watch_of_an_unknown_service_says_so_and_goes_on(server: ServerProcess) -> None:
@@ -280,9 +302,10 @@ def test_operators_are_listed_for_a_product(server: ServerProcess, product: Prod
 
 
 def metrics_of(server: ServerProcess) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    with urllib.request.urlopen(server.metrics_url, timeout=30) as page:
-        families = text_string_to_metric_families(page.read().decode())
-        return {(s.name, frozenset(s.labels.items())): s.value for f in families for s in f.samples}
+    status, page = server.page("/metrics")
+    assert status == 200
+    families = text_string_to_metric_families(page)
+    return {(s.name, frozenset(s.labels.items())): s.value for f in families for s in f.samples}
 
 
 def test_metrics_count_calls_bytes_stages_and_show_the_pool(start_server: StartServer) -> None:
@@ -357,7 +380,9 @@ def wait_accepted(server: ServerProcess, count: int) -> None:
 
 def test_drain_lets_accepted_calls_finish_and_refuses_others(start_server: StartServer) -> None:
     """One call runs, one waits, one is still uploading when the signal comes."""
-    draining = start_server(devices="test:1?ms=300&compute=1", check_end=False)
+    draining = start_server(
+        "--metrics-listen", "127.0.0.1:0", devices="test:1?ms=300&compute=1", check_end=False
+    )
     made, gate = sample(), threading.Event()
     with draining.channel() as channel:
         stub = backward_pb2_grpc.BackwardServiceStub(channel)
@@ -370,6 +395,8 @@ def test_drain_lets_accepted_calls_finish_and_refuses_others(start_server: Start
         assert next(watch).status == NOT_SERVING
         assert health_of(channel) == health_of(channel, "npugrad.v1.BackwardService") == NOT_SERVING
         assert health_of(channel, "liveness") == SERVING
+        assert draining.page("/readyz") == (503, "draining\n")
+        assert draining.page("/livez")[0] == 200
         for act in (
             lambda: call_unary(channel, made.spec, made.message()),
             lambda: call_execute(channel, made.frames()),

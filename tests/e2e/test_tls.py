@@ -41,9 +41,17 @@ def mutual(tmp_path_factory: pytest.TempPathFactory, certificates: Certificates)
     log_path = tmp_path_factory.mktemp("mutual") / "server.log"
     credentials = certificates.credentials(certificates.caller())
     with run_server(
-        log_path, *certificates.mutual_flags, devices="test:1?compute=1", credentials=credentials
+        log_path,
+        *("--metrics-listen", "127.0.0.1:0", *certificates.mutual_flags),
+        devices="test:1?compute=1",
+        credentials=credentials,
     ) as running:
         yield running
+
+
+def test_http_probes_need_no_certificate(mutual: ServerProcess) -> None:
+    """Kubernetes' gRPC probe speaks no TLS, so these are what it can use."""
+    assert [mutual.page(path) for path in ("/livez", "/readyz")] == [(200, "ok\n")] * 2
 
 
 def refused(channel: grpc.Channel) -> None:

@@ -83,6 +83,11 @@ class Health:
         return self._status[""] == _SERVING
 
     @property
+    def is_draining(self) -> bool:
+        """Whether the server is about to end."""
+        return self._draining
+
+    @property
     def is_alive(self) -> bool:
         """Whether the process is worth keeping: no more than the limit has passed without a ready device."""
         return self._status[LIVENESS] == _SERVING

@@ -20,9 +20,7 @@ def device(state: DeviceState) -> DeviceStatus:
     return DeviceStatus("cpu:0", "cpu", "", False, state, 0, "")
 
 
-def with_health(
-    act: Callable[[Health, Any], Awaitable[None]], down_limit_s: float | None = None
-) -> None:
+def with_health(act: Callable[[Health, Any], Awaitable[None]], down_limit_s: float | None = None) -> None:
     """Runs a test against a Health behind a real socket, on one loop."""
 
     async def run() -> None:

@@ -1,0 +1,207 @@
+"""The pages of the metrics port: ``/metrics`` for Prometheus, ``/livez`` and ``/readyz`` for HTTP probes.
+
+A probe page answers 200, or 503 with one line that says why. Threads serve the pages, but each of them asks
+the event loop: a server whose loop hangs fails its probes, whatever its threads still do.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import time
+from functools import partial
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Any, Protocol
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import make_wsgi_app
+
+from npugrad_server.addresses import Address, AddressError
+from npugrad_server.logs import get_logger
+from npugrad_server.metrics import PoolFigures, ask
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Iterable
+
+    from _typeshed.wsgi import StartResponse, WSGIEnvironment
+    from prometheus_client import CollectorRegistry
+
+PROBE_TIMEOUT_S = 2.0
+"""Seconds a probe waits for the event loop. Less than a prober waits, so that it is told why."""
+_CALLER_TIMEOUT_S = 10.0
+"""Seconds a caller may leave its connection idle before it is closed."""
+_MAX_CALLERS = 64
+"""Callers that are answered at once; more are turned away, so that they cannot take all memory and files."""
+_TEXT = ("Content-Type", "text/plain; charset=utf-8")
+
+
+class Condition(Protocol):
+    """The state of the server that probes ask for."""
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether calls are served now."""
+        ...
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the server is about to end."""
+        ...
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether a restart would not help."""
+        ...
+
+
+class Pages:
+    """What the metrics port shows.
+
+    Thread safety: made and changed on the event loop, called as a WSGI application from any thread.
+    """
+
+    def __init__(
+        self, registry: CollectorRegistry, loop: asyncio.AbstractEventLoop, timeout_s: float = PROBE_TIMEOUT_S
+    ) -> None:
+        """Shows a server that is alive and not ready.
+
+        Args:
+            registry: What ``/metrics`` shows.
+            loop: The server's event loop.
+            timeout_s: Seconds a probe waits for it.
+        """
+        self._loop, self._timeout_s = loop, timeout_s
+        self._state: tuple[Condition, PoolFigures] | None = None
+        self._pages: dict[str, Callable[..., Iterable[bytes]]] = {
+            "/metrics": make_wsgi_app(registry),
+            "/livez": partial(self._probe, self._why_not_alive),
+            "/readyz": partial(self._probe, self._why_not_ready),
+        }
+
+    def show_state(self, condition: Condition, pool: PoolFigures) -> None:
+        """Answers probes by the state of the server from now on."""
+        self._state = condition, pool
+
+    def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        """Answers GET and HEAD of a page that there is."""
+        method, page = environ["REQUEST_METHOD"], self._pages.get(environ["PATH_INFO"])
+        if page is None:
+            return _say(start_response, "404 Not Found", f"the pages are {', '.join(self._pages)}")
+        if method not in ("GET", "HEAD"):
+            found = f"found {method}; expected GET or HEAD"
+            return _say(start_response, "405 Method Not Allowed", found, ("Allow", "GET, HEAD"))
+        answers: list[tuple[Any, ...]] = []
+        try:
+            body = b"".join(
+                page({**environ, "REQUEST_METHOD": "GET"}, lambda *answer: answers.append(answer))
+            )
+        except TimeoutError as error:
+            return _say(start_response, "503 Service Unavailable", str(error))
+        status, headers = answers[0]
+        start_response(status, [*headers, ("Content-Length", str(len(body)))])
+        return [body] if method == "GET" else []
+
+    def _probe(self, why_not: Callable[[], str], _: WSGIEnvironment, respond: StartResponse) -> list[bytes]:
+        problem = ask(self._loop, why_not, self._timeout_s)
+        return _say(respond, "503 Service Unavailable" if problem else "200 OK", problem or "ok")
+
+    def _why_not_ready(self) -> str:
+        if self._state is None:
+            return "starting"
+        condition, pool = self._state
+        if condition.is_serving:
+            return ""
+        return "draining" if condition.is_draining else f"no device is ready: {_devices(pool)}"
+
+    def _why_not_alive(self) -> str:
+        if self._state is None or self._state[0].is_alive:
+            return ""
+        return f"no device has been ready for too long: {_devices(self._state[1])}"
+
+
+def serve_pages(pages: Pages, address: Address) -> tuple[Address, Callable[[], None]]:
+    """Serves the pages from threads.
+
+    Args:
+        pages: What to show.
+        address: Where; port 0 takes a free one.
+
+    Returns:
+        The bound address, and what ends the pages.
+
+    Raises:
+        AddressError: The address cannot be taken.
+    """
+    try:
+        server = _Server(address)
+    except OSError as error:
+        raise AddressError(f"cannot serve metrics on {address}: {error.strerror or error}") from None
+    server.set_app(pages)
+    thread = threading.Thread(target=server.serve_forever, name="pages", daemon=True)
+    thread.start()
+
+    def close() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return address.with_port(server.server_port), close
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _CALLER_TIMEOUT_S
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing: a probe every few seconds is no event."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    request_queue_size = _MAX_CALLERS
+
+    def __init__(self, address: Address) -> None:
+        found = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        self.address_family = found[0][0]
+        self._room = threading.BoundedSemaphore(_MAX_CALLERS)
+        super().__init__((str(found[0][4][0]), address.port), _Handler)
+
+    def get_request(self) -> Any:
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(0.1)  # out of files: the caller waits on, and asking again at once would take a core
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._room.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._room.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Callers that break off or say nothing; the library would print a traceback."""
+        get_logger().debug("metrics caller", peer=str(client_address), error=repr(sys.exc_info()[1]))
+
+
+def _say(respond: StartResponse, status: str, text: str, *headers: tuple[str, str]) -> list[bytes]:
+    respond(status, [_TEXT, *headers])
+    return [f"{text}\n".encode()]
+
+
+def _devices(pool: PoolFigures) -> str:
+    """Every device's state, and the reason for it where there is one."""
+    return "; ".join(f"{d.name} {d.state}" + (f", {d.reason}" if d.reason else "") for d in pool.devices())
