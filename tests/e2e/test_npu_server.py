@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tests.calls import Sample, call_execute, call_unary, failure_of, fill
 from tests.e2e.harness import wire_layout
+from tests.operators import FLOYD, GRID_SAMPLER, GROUP_NORM, MSDA
 
 from npugrad import codec
 from npugrad.dtypes import DType
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.npu_sim, pytest.mark.slow]
 
-MSDA, GRID_SAMPLER, GROUP_NORM, FLOYD = OPERATORS.values()
 FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 BITS = (True, False)
 LAYOUTS = ("contiguous", "offset", "reversed", "gaps", "expanded")

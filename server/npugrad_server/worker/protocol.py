@@ -257,13 +257,17 @@ class MemoryFound:
 
 @dataclass(frozen=True)
 class CallDone:
-    """The results lie in the arena; the attributes are those of `npugrad_server.backends.base.Timings`."""
+    """The results lie in the arena; the attributes are those of `npugrad_server.backends.base.Timings`.
+
+    The backend is always named.
+    """
 
     call: int
     copy_in_s: float
     run_s: float
     copy_out_s: float
     workspace_bytes: int
+    backend: str
 
 
 @dataclass(frozen=True)

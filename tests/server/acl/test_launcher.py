@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from tests.operators import FLOYD, GRID_SAMPLER, GROUP_NORM
 
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from npugrad.spec import CallMeta, OpSpec
 
 pytestmark = pytest.mark.npu_sim
-
-MSDA, GRID_SAMPLER, GROUP_NORM, FLOYD = OPERATORS.values()
 
 
 def run(bench: Bench, spec: OpSpec, call: CallMeta) -> dict[str, bytes]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.operators import GRID_SAMPLER, GROUP_NORM
 
 from npugrad.ops import OPERATORS
 from npugrad_server.worker.protocol import CallFailed, DeviceReady, OpenFailed
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.npu_sim, pytest.mark.slow]
 
-MSDA, GRID_SAMPLER, GROUP_NORM, FLOYD = OPERATORS.values()
 NORM = GROUP_NORM.build(n=2, c=6, hxw=64, group=2)
 PLAN_NORM, RUN_NORM = "aclnnGroupNormBackwardGetWorkspaceSize", "aclnnGroupNormBackward"
 
