@@ -210,7 +210,7 @@ class App:
             StartError: None is ready; every device's reason.
         """
         try:
-            await self.pool.wait_ready(self._made.worker_start_timeout_s + READY_MARGIN_S)
+            await self.pool.wait_ready(self._made.start_limit_s + READY_MARGIN_S)
         except NpugradError:
             raise StartError(*(f"{d.name}: {d.state}, {d.reason}" for d in self.pool.devices())) from None
         self._device_changed()

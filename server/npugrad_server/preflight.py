@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from npugrad_server.config import ServerSettings
 
 READY_MARGIN_S = 5.0
-"""Seconds beyond `worker_start_timeout_s` in which the pool tells what became of a device."""
+"""Seconds beyond `PoolSettings.start_limit_s` in which the pool tells what became of a device."""
 
 
 class StartError(Exception):
@@ -175,7 +175,7 @@ async def _try_devices(settings: PoolSettings) -> list[Finding]:
     except OSError as error:
         return [Finding(False, f"memory: cannot make the arenas: {error}")]
     try:
-        await pool.wait_ready(settings.worker_start_timeout_s + READY_MARGIN_S)
+        await pool.wait_ready(settings.start_limit_s + READY_MARGIN_S)
     except NpugradError:
         pass  # what each device says tells more
     finally:
