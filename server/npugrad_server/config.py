@@ -127,9 +127,12 @@ class ServerSettings(BaseSettings):
         description="Seconds past its deadline after which a running call's worker is ended.",
     )
     run_limit_s: float = Field(
-        default=600.0,
+        # torch_npu has CANN end an operator after 547 s, with a number that speaks of a device that failed:
+        # the call would run again on another NPU. The server's own limit comes first, and blames the call.
+        default=540.0,
         gt=0,
-        description="Seconds a call may run, whatever its deadline, before its device counts as hung.",
+        description="Seconds a call may run, whatever its deadline, before its device counts as hung; "
+        "below the 547 after which torch_npu has CANN end an operator.",
     )
     heartbeat_timeout_s: float = Field(
         default=30.0,
@@ -137,7 +140,11 @@ class ServerSettings(BaseSettings):
         description="Seconds a worker may give no sign of life, whatever it runs, before it is replaced.",
     )
     worker_start_timeout_s: float = Field(
-        default=120.0, gt=0, description="Seconds a worker has to open its device."
+        default=180.0,
+        gt=0,
+        description="Seconds a worker that opens its device may stay at one stage (import, device, each "
+        "operator's first call); three times as long in all. Doubled after a start that took longer, twice "
+        "at most.",
     )
     upload_idle_timeout_s: float = Field(
         default=60.0,
@@ -154,11 +161,17 @@ class ServerSettings(BaseSettings):
         ge=0,
         description="Seconds before a lost worker is replaced; doubles with each loss in a row.",
     )
-    respawn_backoff_max_s: float = Field(default=30.0, ge=0, description="Longest such wait in seconds.")
+    respawn_backoff_max_s: float = Field(
+        default=2.0,
+        ge=0,
+        description="Longest such wait in seconds; a device that fails by itself again and again waits "
+        "longer, up to 60 s.",
+    )
     max_respawns: int = Field(
         default=10,
         ge=0,
-        description="Losses in a row, with no call served between, after which a device is down.",
+        description="Losses in a row, with no call served between, after which a device is down: calls do "
+        "not wait for it, but it is tried again.",
     )
     liveness_down_limit_s: float | None = Field(
         default=None,

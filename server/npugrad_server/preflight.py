@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from npugrad_server.config import ServerSettings
 
 READY_MARGIN_S = 5.0
-"""Seconds beyond `worker_start_timeout_s` in which the pool tells what became of a device."""
+"""Seconds beyond `PoolSettings.start_limit_s` in which the pool tells what became of a device."""
 
 
 class StartError(Exception):
@@ -81,7 +81,7 @@ def pool_settings(settings: ServerSettings, report: NpuReport) -> PoolSettings:
 
 def start_limit_s(made: PoolSettings) -> float:
     """Seconds from the opening of the pool until a server without a ready device gives up."""
-    return made.worker_start_timeout_s + READY_MARGIN_S
+    return made.start_limit_s + READY_MARGIN_S
 
 
 def _resolved(text: str, report: NpuReport) -> tuple[str, ...]:

@@ -83,7 +83,7 @@ class BenchSettings:
     streams: int = 2
     soak_s: float = 600.0
     simulated: bool = False
-    run_limit_s: float = 600.0
+    run_limit_s: float = 540.0
     hang_grace_s: float = 10.0
     start_timeout_s: float = 180.0
     arena_bytes: int = _ARENA_BYTES
@@ -154,7 +154,7 @@ class Bench:
         settings, self._changes = self.settings.pool_settings(**changes), changes
         self._link = WorkerLink(self._loop, self._inputs, settings, next(self._incarnations))
         try:
-            self._ready = self._link.wait_ready(settings.worker_start_timeout_s)
+            self._ready = self._link.wait_ready(settings.start_limit_s)
         except BaseException:
             self.stop(kill=True)
             raise

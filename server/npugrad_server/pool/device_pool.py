@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from npugrad.spec import CallMeta, OpSpec
     from npugrad_server.pool.commands import Command, Failure
+    from npugrad_server.pool.ledger import WorkerRecord
     from npugrad_server.pool.types import PlannedCall, PoolSettings
     from npugrad_server.worker.protocol import (
         CallDeferred,
@@ -58,7 +59,8 @@ class DevicePool:
         - No method holds the loop for longer than it takes to send a message.
 
     Attributes:
-        on_change: Called, with nothing, whenever a device went into another state.
+        on_change: Called, with nothing, whenever a device went into another state, or its start to another
+            stage.
     """
 
     def __init__(self, settings: PoolSettings, observer: PoolObserver | None = None) -> None:
@@ -92,6 +94,7 @@ class DevicePool:
         self._questions = Questions(self._fleet, self._scheduler, self._numbers)
         self._unclosed = self._uploads = self._accepted = 0
         self._draining = self._closing = False
+        self._states: dict[int, DeviceState] = {}
         self._alarm: asyncio.TimerHandle | None = None
         self._progress = asyncio.Event()
 
@@ -261,12 +264,16 @@ class DevicePool:
         """A process has said that its device failed, or did not open, and ends."""
         self._apply(self._scheduler.failing(worker, incarnation, failure, time.monotonic()))
 
-    def worker_lost(self, worker: int, incarnation: int, reason: str) -> None:
-        """A process has ended, or could not be started."""
+    def worker_opening(self, worker: int, incarnation: int, stage: str) -> None:
+        """A process has come to another stage of opening its device."""
+        self._apply(self._scheduler.progress(worker, incarnation, stage, time.monotonic()))
+
+    def worker_lost(self, worker: int, incarnation: int, reason: str, *, host: bool = False) -> None:
+        """A process has ended, or, where the host is to blame, could not be started."""
         self._questions.lost(worker, incarnation)
         if not self._closing:
             self._observer.worker_lost(self._fleet.name(worker), reason)
-        self._apply(self._scheduler.lost(worker, incarnation, reason, time.monotonic()))
+        self._apply(self._scheduler.lost(worker, incarnation, reason, time.monotonic(), host=host))
 
     # --------------------------------------------------------------------------- what the scheduler decides
 
@@ -285,7 +292,9 @@ class DevicePool:
             return  # its end is no news
         status = self._status(command.worker)
         _log.info("%s: %s%s", status.name, status.state, f", {status.reason}" if status.reason else "")
-        self._observer.device_changed(status)
+        if status.state is not self._states.get(command.worker):
+            self._states[command.worker] = status.state
+            self._observer.device_changed(status)
         for callback in self.on_change:
             callback()
         self._signal()
@@ -325,6 +334,7 @@ class DevicePool:
             pid=device.process.pid if device.process else None,
             memory_bytes=record.memory_bytes,
             memory_used_bytes=record.memory_used_bytes,
+            next_try_s=_next_try_s(record),
         )
 
     def stats(self) -> PoolStats:
@@ -397,6 +407,13 @@ class DevicePool:
                 self._apply(self._scheduler.cancel(number, time.monotonic()))
         await self._fleet.close()
         self._inputs.close()
+
+
+def _next_try_s(worker: WorkerRecord) -> float | None:
+    """Seconds until a device that is down is tried again; 0 while it is."""
+    if worker.state is not DeviceState.DOWN or worker.gone:
+        return None
+    return 0.0 if worker.alive or worker.alarm is None else max(0.0, worker.alarm - time.monotonic())
 
 
 def _shut_down(planned: PlannedCall) -> ServerDraining:

@@ -62,7 +62,11 @@ class WorkerProcess:
         self._last_words = ""
         self._loop: asyncio.AbstractEventLoop | None = None
         self.outputs = OutputArena(output_arena_bytes)
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except BaseException:
+            self.outputs.close()
+            raise
         self._control.setblocking(False)
         try:
             self._process = self._spawn(theirs, threads)
@@ -101,6 +105,9 @@ class WorkerProcess:
         Args:
             on_message: Called with every message.
             on_exit: Called at the end with how the process ended, for a person.
+
+        Raises:
+            RuntimeError: No thread is left to wait for the process.
         """
         self._loop = asyncio.get_running_loop()
         self._on_message, self._on_exit = on_message, on_exit
@@ -137,6 +144,13 @@ class WorkerProcess:
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)
+
+    def discard(self) -> None:
+        """Ends a process that `attach` failed for, and waits for it; `on_exit` does not follow."""
+        self.hang_up()
+        self.kill()
+        self._process.wait()
+        self.outputs.close()
 
     def hang_up(self) -> None:
         """Closes our end of the socket, which ends it in its own time; `on_exit` follows. Idempotent."""

@@ -24,6 +24,7 @@ from npugrad_server.worker.protocol import (
     AbandonCall,
     AskMemory,
     DeviceFailed,
+    DeviceOpening,
     DeviceReady,
     OpenDevice,
     OpenFailed,
@@ -97,12 +98,15 @@ class Worker:
         backend.close()
         return 0
 
-    @staticmethod
-    def _open(opening: OpenDevice) -> Backend:
+    def _open(self, opening: OpenDevice) -> Backend:
         device = parse_device(opening.device)
         backend = make_backend(device.kind)
-        backend.open(device, product_from_name(opening.product), opening.streams)
+        self._say_stage("opening the device")
+        backend.open(device, product_from_name(opening.product), opening.streams, self._say_stage)
         return backend
+
+    def _say_stage(self, stage: str) -> None:
+        self._send(DeviceOpening(stage))
 
     def _stream(self, backend: Backend, arenas: Arenas, index: int) -> None:
         while isinstance(order := self._orders.get(), (Conversation, PlanCall, AskMemory)):
