@@ -20,7 +20,7 @@ from npugrad_server.dispatch import Dispatcher
 from npugrad_server.logs import get_logger
 from npugrad_server.metrics import Metrics
 from npugrad_server.pages import Pages, serve_pages
-from npugrad_server.pool import DevicePool
+from npugrad_server.pool import DevicePool, keep_reaping
 from npugrad_server.preflight import StartError, npu_report, pool_settings, start_limit_s
 from npugrad_server.rpc.funnel import Funnel
 from npugrad_server.rpc.health import Health, register_health, register_reflection
@@ -142,6 +142,8 @@ class App:
         except (AddressError, OSError) as error:
             raise StartError(str(error)) from None
         self._resources.push_async_callback(self.pool.close)
+        reaping = asyncio.create_task(keep_reaping())
+        self._resources.callback(reaping.cancel)
         metrics.show_pool(self.pool, asyncio.get_running_loop())
         self._funnel = Funnel(metrics)
         self._info = ServerServicer(

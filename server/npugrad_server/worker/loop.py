@@ -18,6 +18,7 @@ from npugrad_server.backends import make_backend
 from npugrad_server.backends.base import DeviceLost, DeviceUnusable
 from npugrad_server.devices import parse_device
 from npugrad_server.worker.conversation import Conversation
+from npugrad_server.worker.descendants import leave
 from npugrad_server.worker.execute import Arenas, execute, memory, plan
 from npugrad_server.worker.protocol import (
     MAX_MESSAGE_BYTES,
@@ -150,7 +151,7 @@ class Worker:
         if idle:
             self._orders.put(None)
             threading.Event().wait(_CLOSE_S)
-        os._exit(0)
+        leave(0)
 
     def _take(self, message: Message) -> None:
         if isinstance(message, OpenDevice):
@@ -177,7 +178,7 @@ class Worker:
         try:
             self._control.send(encode(message))
         except OSError:
-            os._exit(0)  # the pool is gone
+            leave(0)  # the pool is gone
 
 
 def _ready(backend: Backend) -> DeviceReady:

@@ -11,15 +11,17 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from npugrad.errors import DeadlineExceeded, DeviceError, DeviceOutOfMemory, ServerBusy, WorkerLost
 from npugrad_server.pool import DeviceState, PoolObserver
+from npugrad_server.worker.descendants import processes
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from npugrad_server.pool import DevicePool, DeviceStatus, PlannedCall
 
@@ -78,6 +80,63 @@ def test_a_worker_killed_in_mid_call_is_replaced_and_the_call_runs_again(run_poo
     run_pool(scenario, "test:1?ms=50&compute=1", observer=losses)
     assert losses.requeued == [("", "test:0")]
     assert losses.lost == [("test:0", "the worker process was killed by signal 9 (SIGKILL)")]
+
+
+def _alive(pids: Iterable[int]) -> list[int]:
+    return [process.pid for process in processes() if process.pid in {*pids} and process.state != "Z"]
+
+
+def _is_program(pid: int) -> bool:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep")
+
+
+def _held(pid: int) -> list[str]:
+    """What the descriptors of a process are."""
+    return [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+
+
+def _children(pid: int) -> list[int]:
+    return [process.pid for process in processes() if process.parent == pid]
+
+
+@pytest.mark.parametrize("end", ["killed", "by itself", "closed"])
+def test_what_a_worker_started_ends_with_it(
+    run_pool: Any, job: Any, eventually: Callable[..., Awaitable[None]], end: str
+) -> None:
+    """Forked children keep its memory, its socket and the device; one is in a session of its own."""
+    left: list[int] = []
+
+    async def scenario(pool: DevicePool) -> None:
+        await pool.wait_ready(30)
+        left.extend(_children(_pid(pool, 0)))
+        assert len(left) == 3
+        if end == "closed":
+            return
+        if end == "killed":
+            os.kill(_pid(pool, 0), signal.SIGKILL)
+        else:
+            with pytest.raises(DeviceError):
+                await job(label="lost").run(pool)
+        await eventually(lambda: pool.devices()[0].restarts > 0)
+        assert _alive(left) == []  # before there is another one
+
+    try:
+        run_pool(scenario, "test:1?children=1&fault=lost")
+        assert _alive(left) == []
+    finally:
+        for pid in _alive(left):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_program_that_a_worker_starts_gets_nothing_of_the_pool(run_pool: Any) -> None:
+    async def scenario(pool: DevicePool) -> None:
+        await pool.wait_ready(30)
+        held = [_held(pid) for pid in _children(_pid(pool, 0)) if _is_program(pid)]
+        assert [
+            [link for link in links if link.startswith(("/memfd:npugrad", "socket:"))] for links in held
+        ] == [[]]
+
+    run_pool(scenario, "test:1?children=1")
 
 
 def test_a_call_moves_to_another_device_without_its_operands_being_sent_again(

@@ -70,6 +70,7 @@ void parse_setting(const std::string& entry, Settings& settings) {
       {"trace", {&settings.trace, "1", "0"}},
       {"jitter", {&settings.jitter, "1", "0"}},
       {"accumulate", {&settings.accumulate, "1", "0"}},
+      {"helpers", {&settings.helpers, "1", "0"}},
       {"threads", {&settings.strict_threads, "strict", "real"}},
       {"poisoned", {&settings.strict_poison, "abort", "code"}},
       {"pageable", {&settings.strict_pageable, "abort", "block"}},

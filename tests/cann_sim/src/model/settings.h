@@ -34,6 +34,7 @@ struct Settings {
   bool trace = false;           // write every call of an interface function there
   bool jitter = false;          // results of non-deterministic kernels differ in the last bit from run to run
   bool accumulate = false;      // kernels add to what lies in outputs that some kernels expect to be zeroed
+  bool helpers = false;         // aclrtSetDevice forks processes that keep the device
   bool strict_threads = false;  // threads=strict: one thread for both phases, and for all work of a stream
   bool strict_poison = true;    // poisoned=code: only return the error code again
   bool strict_pageable = false;    // pageable=abort: a queued copy must use pinned memory
