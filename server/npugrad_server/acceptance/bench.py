@@ -76,6 +76,8 @@ class BenchSettings:
         hang_grace_s: Seconds a launched call may outlive its deadline.
         start_timeout_s: Seconds a worker has to open the device.
         arena_bytes: Most bytes of operands, and of results, of the calls in flight.
+        rung_limit_s: Seconds that each rung of the ladder may take; a first start of CANN takes minutes.
+        quick: Whether to leave out what takes long.
     """
 
     device: str
@@ -87,6 +89,8 @@ class BenchSettings:
     hang_grace_s: float = 10.0
     start_timeout_s: float = 180.0
     arena_bytes: int = _ARENA_BYTES
+    rung_limit_s: float = 180.0
+    quick: bool = False
 
     @property
     def index(self) -> int:
@@ -164,6 +168,11 @@ class Bench:
         """Ends the worker and waits for it; returns how it ended, for a person; empty when there was none."""
         link, self._link = self._link, None
         return "" if link is None else link.close(kill=kill)
+
+    def abandon(self) -> None:
+        """Has the worker killed, and waits for nothing; for handlers of signals."""
+        if self._link is not None:
+            self._link.abandon()
 
     def restart(self, **changes: Any) -> float:
         """`stop`, then `start` with the changes; seconds of the start."""

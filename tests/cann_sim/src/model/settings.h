@@ -6,7 +6,7 @@
 //   setting   name=value                               kernel_ms=50
 //   fault     target:when:action[:option]...           aclrtMalloc:3:207001   kernel:1:hang:dev=1
 //   when      3 | 2-5 | 4+ | *                         counted over matching calls of this process
-//   action    a code | hang | kill | stale | null | corrupt | overrun | slow=MS
+//   action    a code | hang | kill | crash | stale | null | corrupt | overrun | slow=MS
 //   option    dev=N | total | last=CODE | poison | msg=TEXT
 //
 // The README explains each word. The file is read again whenever it changes, so a test can inject a fault
@@ -43,7 +43,7 @@ struct Settings {
   bool free_checks_queue = true;   // free_check=execution: find freed memory only when the task runs
 };
 
-enum class Action { None, Code, Hang, Kill, Stale, Null, Corrupt, Overrun, Slow };
+enum class Action { None, Code, Hang, Kill, Crash, Stale, Null, Corrupt, Overrun, Slow };
 
 struct Fault {
   std::string text;    // the entry as written; its identity
