@@ -167,7 +167,13 @@ class ConnectError(TransportError):
         >>> Client("localhost:1", retry=None).server_info()  # doctest: +SKIP
         Traceback (most recent call last):
         npugrad.errors.ConnectError: server_info: cannot reach localhost:1: ...
+
+    Attributes:
+        is_misaddressed: Whether the address itself looks wrong: its name cannot be resolved, or what listens
+            there is no gRPC server.
     """
+
+    is_misaddressed: bool = False
 
 
 class DeadlineExceeded(TransportError):
