@@ -44,7 +44,7 @@ class Attempt:
         return self.sent_bytes < self.upload_bytes
 
     def late_text(self) -> str:
-        """What happened where the deadline has passed: whether it was the upload or the answer that took long."""
+        """What happened where the deadline has passed: the upload took too long, or the answer."""
         deadline = f"{round(self.timeout_s or 0.0, 3):g} s"
         if not self.is_uploading:
             return f"found no answer from {self.target} within {deadline}"

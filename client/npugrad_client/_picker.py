@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 _FIRST_REST_S = 0.5
 """How long a server that was lost gets no calls, at first; doubled each time it is found lost again."""
 _LONGEST_REST_S = 10.0
+_MOST_DOUBLINGS = 60
+"""Of a rest, which has long been the longest then; floats end at 1024."""
 _BUSY_REST_S = 0.05
 """How long a full server comes last, unless it says for how long."""
 _NEWS_EVERY_S = 30.0
@@ -131,7 +133,8 @@ class Picker:
                 if started >= server.lost_at:  # else it is the same loss, seen by a call of before
                     server.losses += 1
                     server.lost_at = now
-                    rest = min(_LONGEST_REST_S, _FIRST_REST_S * 2.0 ** (server.losses - 1))
+                    doublings = min(server.losses - 1, _MOST_DOUBLINGS)
+                    rest = min(_LONGEST_REST_S, _FIRST_REST_S * 2.0**doublings)
                     server.rests_until = now + rest * (1 - 0.5 * random.random())  # jitter
                 return
             if isinstance(error, DeadlineExceeded) and not error.request_id:

@@ -24,7 +24,7 @@ _QUIET_S = 1.0
 _LEAST_WAIT_S = 0.02
 """Between two tries of a call at a lost server, whatever the policy says: no host is to be flooded."""
 _MOST_DOUBLINGS = 60
-"""Of a wait; floats end at 1024."""
+"""Of a wait, which has long been the longest then; floats end at 1024."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class RetryPolicy:
       tries go on for ``retry_for_s``, however many they are. After a second of that the logger
       ``npugrad_client`` warns.
     - Every other failure: the server is full now or has no device. Such tries are counted by ``max_tries``,
-      and each waits at least as long as the server asks for. A name that cannot be resolved and an address
-      where no gRPC server listens belong here until the server was reached once: they are mistakes more
-      often than restarts.
+      and each waits at least as long as the server asks for. What looks like a mistake
+      (`ConnectError.is_misconfigured`, such as a name that cannot be resolved) belongs here until the
+      server was reached once.
 
     Example:
         >>> patient = RetryPolicy(retry_for_s=300.0)
@@ -248,7 +248,7 @@ class Plan:
 
     def _is_lost_by(self, error: NpugradError, server: int) -> bool:
         """Whether a try ended because its server is gone or going."""
-        if isinstance(error, ConnectError) and error.is_misaddressed:
+        if isinstance(error, ConnectError) and error.is_misconfigured:
             return self._picker.was_reached(server)
         return isinstance(error, (ConnectError, ServerDraining))
 

@@ -241,7 +241,7 @@ def _without_details(error: Any, attempt: Attempt, is_ours: bool) -> NpugradErro
         text = f"{target}: {code.name}: {said}"
     made = cls(f"{attempt.what}: {text}", operator=attempt.what if attempt.what in OPERATORS else "")
     if isinstance(made, ConnectError):
-        made.is_misaddressed = bool(_UNRESOLVED.search(said) or _NO_HTTP2.search(said))
+        made.is_misconfigured = bool(_UNRESOLVED.search(said) or _NO_HTTP2.search(said) or _is_hung_up(said))
     return made
 
 
@@ -263,8 +263,12 @@ def _hint(said: str) -> str:
 
 def _connect_hint(said: str, is_encrypted: bool) -> str:
     """Only where no connection came about: one that is lost later has other reasons."""
-    text = said.lower()
     if _NO_HTTP2.search(said):
         return f"{_NO_GRPC} (gRPC: {said})"
-    is_new = "failed to connect" in text and any(word in text for word in _CLOSED)
-    return f"{_CLOSED_HINTS[is_encrypted]} (gRPC: {said})" if is_new else said
+    return f"{_CLOSED_HINTS[is_encrypted]} (gRPC: {said})" if _is_hung_up(said) else said
+
+
+def _is_hung_up(said: str) -> bool:
+    """Whether somebody took the connection and closed it before there was one of gRPC's."""
+    text = said.lower()
+    return "failed to connect" in text and any(word in text for word in _CLOSED)

@@ -169,11 +169,12 @@ class ConnectError(TransportError):
         npugrad.errors.ConnectError: server_info: cannot reach localhost:1: ...
 
     Attributes:
-        is_misaddressed: Whether the address itself looks wrong: its name cannot be resolved, or what listens
-            there is no gRPC server.
+        is_misconfigured: Whether the client's settings look wrong, rather than the server away: a name that
+            cannot be resolved, a port where no gRPC server listens, a connection that is closed at once, as
+            where only one side speaks TLS.
     """
 
-    is_misaddressed: bool = False
+    is_misconfigured: bool = False
 
 
 class DeadlineExceeded(TransportError):
