@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import Enum
 
 
@@ -47,18 +48,36 @@ def product_from_name(name: Product | str) -> Product:
     return _BY_NAME[name]
 
 
-# Longer prefixes first. Chips of a later generation, of which no document kept here speaks, fit none.
-_SOC_PREFIXES: tuple[tuple[str, Product | None], ...] = (
-    ("Ascend910B", Product.ATLAS_A2),
-    ("Ascend910_93", Product.ATLAS_A3),
-    ("Ascend910_95", None),
-    ("Ascend910", Product.ATLAS_TRAINING),
-)
+# Exact names, as in CANN's and torch_npu's own tables: a bare Ascend910B is of the first generation, while
+# Ascend910B1 to B4-1 are Atlas A2.
+_CHIPS: dict[str, Product] = {
+    **dict.fromkeys(
+        ("Ascend910A", "Ascend910B", "Ascend910ProA", "Ascend910ProB", "Ascend910PremiumA"),
+        Product.ATLAS_TRAINING,
+    ),
+    **dict.fromkeys(
+        ("Ascend910B1", "Ascend910B2", "Ascend910B2C", "Ascend910B3", "Ascend910B4", "Ascend910B4-1"),
+        Product.ATLAS_A2,
+    ),
+}
+_ATLAS_A3_CHIP = re.compile(r"Ascend910_93\d\d")
+# Older releases of CANN call them Ascend910_95xx.
+_ASCEND_950_CHIP = re.compile(r"Ascend(910_95|950)\w*")
 
 
 def product_from_soc(name: str) -> Product | None:
-    """The product of a chip such as ``"Ascend910B2"``; None when the documents know none."""
-    return next((product for prefix, product in _SOC_PREFIXES if name.startswith(prefix)), None)
+    """The product of a chip such as ``"Ascend910B2"``; None when it is of no product served here."""
+    return Product.ATLAS_A3 if _ATLAS_A3_CHIP.fullmatch(name) else _CHIPS.get(name)
+
+
+def chip_kind(name: str) -> str:
+    """What a chip is, for messages: ``"atlas-a2"``, or why it is of no product served here."""
+    product = product_from_soc(name)
+    if product is not None:
+        return str(product)
+    if _ASCEND_950_CHIP.fullmatch(name):
+        return "of the Ascend 950 family, which is not supported"
+    return "of no known product"
 
 
 def product_from_wire(number: int) -> Product | None:

@@ -12,13 +12,10 @@ import time
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import grpc
-import grpc.aio
-
 import npugrad
 from npugrad.errors import NpugradError
 from npugrad.v1 import backward_pb2, server_pb2, validation_pb2
-from npugrad_server.addresses import Address, AddressError, check_free
+from npugrad_server.addresses import AddressError
 from npugrad_server.dispatch import Dispatcher
 from npugrad_server.logs import get_logger
 from npugrad_server.metrics import Metrics
@@ -30,16 +27,17 @@ from npugrad_server.rpc.health import Health, register_health, register_reflecti
 from npugrad_server.rpc.register import register
 from npugrad_server.rpc.server import Facts, ServerServicer
 from npugrad_server.rpc.servicer import BackwardServicer
+from npugrad_server.rpc.transport import open_server
 from npugrad_server.rpc.validation import ValidationServicer
-from npugrad_server.tls import TlsError, read_tls
+from npugrad_server.tls import TlsError
 from npugrad_server.worker.memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
+    from npugrad_server.addresses import Address
     from npugrad_server.config import LoadedSettings, ServerSettings
     from npugrad_server.pool import PoolSettings
-    from npugrad_server.tls import TlsFiles
 
 _FAREWELL_S = 1.0
 """Seconds that clients of health and reflection streams get to take their end."""
@@ -136,7 +134,7 @@ class App:
         started_s = time.monotonic()
         metrics = Metrics(npugrad.__version__, str(self._made.product))
         try:
-            self._server = self._listen()
+            self._server, self.address = open_server(self._settings)
             self._serve_pages(metrics)
             self.pool = await DevicePool.open(self._made, metrics)
         except TlsError as error:
@@ -153,27 +151,6 @@ class App:
         self.pool.on_change.append(self._device_changed)
         await self._server.start()
         self._end = asyncio.create_task(self._server.wait_for_termination())
-
-    def _listen(self) -> grpc.aio.Server:
-        tls = read_tls(self._settings)
-        check_free(self.address)
-        limit = int(self._settings.max_message_bytes)
-        options = (
-            # Two servers on one port would share its calls without anybody noticing.
-            ("grpc.so_reuseport", 0),
-            ("grpc.max_receive_message_length", limit),
-            ("grpc.max_send_message_length", limit),
-        )
-        server = grpc.aio.server(options=options)
-        try:
-            if tls is None:
-                port = server.add_insecure_port(str(self.address))
-            else:
-                port = server.add_secure_port(str(self.address), _credentials(tls))
-        except RuntimeError as error:
-            raise AddressError(f"cannot listen on {self.address}: {error}") from None
-        self.address = self.address.with_port(port)
-        return server
 
     def _serve_pages(self, metrics: Metrics) -> None:
         self._pages = Pages(metrics.registry, asyncio.get_running_loop())
@@ -198,7 +175,7 @@ class App:
             descriptor = module.DESCRIPTOR.services_by_name[service]
             register(self._server, descriptor, servicer.handlers(self._funnel))
             names.append(str(descriptor.full_name))
-        self._health = Health(names)
+        self._health = Health(names, settings.liveness_down_limit_s)
         self._pages.show_state(self._health, self.pool)
         names.append(register_health(self._server, self._health))
         register_reflection(self._server, names)
@@ -250,11 +227,6 @@ class App:
                 await self._server.stop(None)
         finally:
             await self._resources.aclose()
-
-
-def _credentials(tls: TlsFiles) -> grpc.ServerCredentials:
-    pair = (tls.key, tls.certificate)
-    return grpc.ssl_server_credentials([pair], tls.client_ca, require_client_auth=tls.client_ca is not None)
 
 
 async def until(

@@ -129,7 +129,12 @@ class ServerSettings(BaseSettings):
     run_limit_s: float = Field(
         default=600.0,
         gt=0,
-        description="Seconds a call may run on an NPU, whatever its deadline, before the NPU counts as hung.",
+        description="Seconds a call may run, whatever its deadline, before its device counts as hung.",
+    )
+    heartbeat_timeout_s: float = Field(
+        default=30.0,
+        gt=0,
+        description="Seconds a worker may give no sign of life, whatever it runs, before it is replaced.",
     )
     worker_start_timeout_s: float = Field(
         default=120.0, gt=0, description="Seconds a worker has to open its device."
@@ -154,6 +159,12 @@ class ServerSettings(BaseSettings):
         default=10,
         ge=0,
         description="Losses in a row, with no call served between, after which a device is down.",
+    )
+    liveness_down_limit_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="Seconds without any device that is ready after which the liveness probe fails, so that "
+        "Kubernetes starts the server anew; longer than a worker's start takes. Default: never.",
     )
 
     @field_validator("tls_certificate", "tls_key", "tls_client_ca")

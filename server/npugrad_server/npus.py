@@ -6,14 +6,40 @@ The front process asks before it starts workers: how many there are, and which p
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 PROBE_TIMEOUT_S = 60.0
 """Seconds after which a driver that does not answer counts as broken."""
 _MAX_WORDS = 500
+
+OP_INIT_MODE = "ACL_OP_INIT_MODE"
+"""Variable that tells torch_npu when to start CANN's graph engine and TBE: 0 at once, 1 when an operator of
+theirs is first called, 2 never. Nothing here calls one, so workers set it to `DEFAULT_OP_INIT_MODE`."""
+DEFAULT_OP_INIT_MODE = "1"
+_TBE_MODULES = {
+    "absl": "absl-py",
+    "attr": "attrs",
+    "cffi": "cffi",
+    "decorator": "decorator",
+    "google.protobuf": "protobuf",
+    "numpy": "numpy",
+    "psutil": "psutil",
+    "requests": "requests",
+    "scipy": "scipy",
+    "sympy": "sympy",
+    "yaml": "PyYAML",
+}
+"""What TBE imports, as CANN's installation guide lists it: module to package."""
 
 
 @dataclass(frozen=True)
@@ -80,3 +106,31 @@ def find_npus(timeout_s: float = PROBE_TIMEOUT_S, device_folder: Path = Path("/d
 def device_nodes(folder: Path = Path("/dev")) -> tuple[str, ...]:
     """Paths of the NPU driver's device files, sorted."""
     return tuple(sorted(str(path) for path in folder.glob("davinci*")))
+
+
+def op_init_mode(environment: Mapping[str, str] = os.environ) -> str:
+    """What to set `OP_INIT_MODE` to: the user's choice, else the default."""
+    return environment.get(OP_INIT_MODE) or DEFAULT_OP_INIT_MODE
+
+
+def op_init_problem(environment: Mapping[str, str] = os.environ) -> str:
+    """Packages that the graph engine and TBE lack to start with torch_npu; empty when it is not to start.
+
+    torch_npu then fails with 500001 and hardly a reason.
+    """
+    mode = op_init_mode(environment)
+    number = re.match(r"\s*([+-]?\d+)", mode)  # torch_npu takes what is no number for 0
+    missing = [package for module, package in _TBE_MODULES.items() if not _is_there(module)]
+    if not missing or (number is not None and int(number[1]) != 0):
+        return ""
+    return (
+        f"{OP_INIT_MODE}={mode} has torch_npu start CANN's graph engine, which needs {', '.join(missing)}: "
+        f"not installed; expected them, or {OP_INIT_MODE} not set"
+    )
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):  # the package that it would be in is missing, or half imported
+        return False

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from npugrad.errors import NpugradError
 from npugrad.ops import OPERATORS
-from npugrad.products import Product, product_from_soc
+from npugrad.products import Product, chip_kind, product_from_soc
 from npugrad_server import devices
 from npugrad_server.addresses import Address, AddressError, check_free
 from npugrad_server.logs import get_logger
 from npugrad_server.machine import memory_bytes
-from npugrad_server.npus import NpuReport, find_npus
+from npugrad_server.npus import NpuReport, find_npus, op_init_problem
 from npugrad_server.pool import DevicePool, DeviceState, PoolSettings
 from npugrad_server.tls import TlsError, read_tls
 
@@ -63,6 +63,7 @@ def pool_settings(settings: ServerSettings, report: NpuReport) -> PoolSettings:
         drain_timeout_s=settings.drain_timeout_s,
         hang_grace_s=settings.hang_grace_s,
         run_limit_s=settings.run_limit_s,
+        heartbeat_timeout_s=settings.heartbeat_timeout_s,
         worker_start_timeout_s=settings.worker_start_timeout_s,
         respawn_backoff_s=settings.respawn_backoff_s,
         respawn_backoff_max_s=settings.respawn_backoff_max_s,
@@ -112,7 +113,10 @@ def _product(wanted: Product | None, names: tuple[str, ...], report: NpuReport) 
         return wanted or Product.ATLAS_A2
     found = product_from_soc(report.soc)
     if found is None:
-        raise StartError(f"product: found NPU {report.soc!r}; expected one of {', '.join(Product)}")
+        raise StartError(
+            f"product: found NPU {report.soc!r}, which is {chip_kind(report.soc)}; expected one of "
+            f"{', '.join(Product)}"
+        )
     if wanted not in (None, found):
         raise StartError(f"product: found {wanted}; expected {found} or auto, as the NPU is {report.soc}")
     return found
@@ -149,7 +153,11 @@ async def check(settings: ServerSettings) -> list[Finding]:
         made = replace(pool_settings(settings, report), max_respawns=0)
     except StartError as error:
         return findings + [Finding(False, problem) for problem in error.problems]
-    if not made.devices[0].startswith("npu:"):
+    if made.devices[0].startswith("npu:"):
+        findings += [
+            Finding(True, f"npu: {problem}", optional=True) for problem in (op_init_problem(),) if problem
+        ]
+    else:
         # With auto it is fine to have none, but whoever expected one wants to know why.
         findings += [Finding(True, f"npu: {problem}", optional=True) for problem in report.problems]
     return findings + await _try_devices(made)

@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
+from npugrad.releases import CannRelease
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -26,7 +29,12 @@ Layout = Literal["split", "single", "both"]
 
 SOURCES = Path(__file__).parent / "src"
 DEFAULT_CANN = "9.1.0"
-FIRST_CANN_WITH_FLOYD = (9, 0)
+FIRST_CANN_WITH_FLOYD = CannRelease.parse("9.0.0-beta.1")
+FIRST_CANN_WITH = {
+    "CANN_SIM_HAS_CANN_VERSION": CannRelease.parse("8.1.RC1"),
+    "CANN_SIM_HAS_VERSION_STR": CannRelease.parse("8.5.0.alpha001"),
+}
+"""Releases from which on the runtime has a function, by what the build defines to have it."""
 JOBS = 2
 _FLAGS = ("-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-pthread")
 
@@ -83,7 +91,7 @@ def build(
     Args:
         out: Folder of the installation; what lies there of an older one is replaced.
         layout: `split` has libopapi_nn, _cv and _transformer, `single` has libopapi alone, `both` has all.
-        cann: Version it plays; before 9.0 the Floyd operator is missing, as in the real ones.
+        cann: Release it plays; functions that it does not have yet are missing, as in the real one.
         torch_npu: Folder of the installed package whose undefined functions become traps; None finds it in
             this interpreter, and leaves traps out if it is not there.
         objects: Folder of compiled files, to share between installations; None keeps them in `out`.
@@ -124,7 +132,10 @@ def _build_runtime(compiler: _Compiler, cann: str, torch_npu: Path | None) -> No
     ascendcl = [path for path in _sources("ascendcl") if path.stem != "op_compiler_api"]
     op_compiler = [SOURCES / "ascendcl" / "op_compiler_api.cpp"]
     nnopbase = _sources("nnopbase")
-    defines = {"version": [f'-DCANN_SIM_VERSION="{cann}"']}
+    defines = {
+        "version": [f'-DCANN_SIM_VERSION="{cann}"'],
+        "version_api": [f"-D{name}" for name, first in FIRST_CANN_WITH.items() if _is_since(cann, first)],
+    }
     built = compiler.compile([*model, *ascendcl, *op_compiler, *nnopbase], defines)
     wanted = vendor_functions(torch_npu) if torch_npu else set()
     modelled = set().union(*(_symbols(path, "--defined-only") for path in built.values()))
@@ -139,7 +150,7 @@ def _build_runtime(compiler: _Compiler, cann: str, torch_npu: Path | None) -> No
 
 def _build_operators(compiler: _Compiler, layout: Layout, cann: str) -> None:
     built = compiler.compile(_sources("opapi"))
-    has_floyd = tuple(int(part) for part in cann.split(".")[:2]) >= FIRST_CANN_WITH_FLOYD
+    has_floyd = _is_since(cann, FIRST_CANN_WITH_FLOYD)
     sets = {
         name: [
             built[SOURCES / "opapi" / f"{stem}.cpp"] for stem in stems if has_floyd or name != "transformer"
@@ -173,10 +184,20 @@ def _write_traps(folder: Path, names: Iterable[str]) -> Path:
     return path
 
 
+def _is_since(cann: str, first: CannRelease) -> bool:
+    return CannRelease.parse(cann) >= first
+
+
 def _write_version_files(out: Path, cann: str) -> None:
+    """As installers write them: components have numbers of their own beside the release."""
     for folder in ("opp", "runtime", "compiler"):
         (out / folder).mkdir(parents=True, exist_ok=True)
-        (out / folder / "version.info").write_text(f"Version={cann}\n")
+        (out / folder / "version.info").write_text(f"Version=7.7.0.1.238\nversion_dir={cann}\n")
+    toolkit = out / f"{platform.machine()}-linux"
+    toolkit.mkdir(exist_ok=True)
+    (toolkit / "ascend_toolkit_install.info").write_text(
+        f"package_name=Ascend-cann-toolkit\nversion={cann}\narch={platform.machine()}\nos=linux\n"
+    )
 
 
 class _Compiler:
@@ -232,7 +253,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("out", type=Path, help="folder of the installation")
     parser.add_argument("--layout", choices=get_args(Layout), default="split")
-    parser.add_argument("--cann", default=DEFAULT_CANN, help="version to play; before 9.0 there is no Floyd")
+    parser.add_argument("--cann", default=DEFAULT_CANN, help="release to play, with the functions it has")
     parser.add_argument("--torch-npu", type=Path, help="folder of an installed torch_npu, for the traps")
     options = parser.parse_args(arguments)
     made = build(options.out.resolve(), layout=options.layout, cann=options.cann, torch_npu=options.torch_npu)

@@ -98,7 +98,10 @@ _ASCENDCL: dict[str, list[Any]] = {
     "aclrtPeekAtLastError": [c_int],
     "aclrtGetLastError": [c_int],
     "aclsysGetVersionStr": [c_char_p, c_char_p],
+    "aclsysGetCANNVersion": [c_int, c_char_p],
 }
+_BY_RELEASE = ("aclsysGetVersionStr", "aclsysGetCANNVersion")
+"""What older releases lack."""
 _NNOPBASE: dict[str, list[Any]] = {
     "aclDestroyTensor": [c_void_p],
     "aclDestroyBoolArray": [c_void_p],
@@ -149,6 +152,8 @@ class Runtime:
     def _bind(self, library: Path, signatures: dict[str, list[Any]]) -> None:
         loaded = ctypes.CDLL(str(library))
         for name, argtypes in signatures.items():
+            if name in _BY_RELEASE and not hasattr(loaded, name):
+                continue
             function = getattr(loaded, name)
             function.argtypes, function.restype = argtypes, c_int32
             self._functions[name] = function
@@ -182,7 +187,7 @@ class Runtime:
         self.marker: int = ascendcl.cann_sim_marker()
 
     def has(self, function: str) -> bool:
-        """Whether this installation has an operator."""
+        """Whether this installation has an operator, or a function that older releases lack."""
         return function in self._functions
 
     def status(self, function: str, *arguments: Any) -> int:
@@ -205,9 +210,12 @@ class Runtime:
         return str(self._soc_name().decode())
 
     def version(self) -> str:
-        """Version of CANN that is played."""
-        text = ctypes.create_string_buffer(128)
-        self.call("aclsysGetVersionStr", b"runtime", text)
+        """Version of CANN that is played; empty where it has no function that tells it."""
+        text = ctypes.create_string_buffer(512)
+        for function, package in (("aclsysGetVersionStr", b"runtime"), ("aclsysGetCANNVersion", 0)):
+            if self.has(function):
+                self.call(function, package, text)
+                break
         return text.value.decode()
 
     def counter(self, name: str) -> int:

@@ -75,7 +75,7 @@ def test_every_constraint_of_every_record(
 def plan_status(runtime: Runtime, op: str, *arguments: Any) -> int:
     size, executor = c_uint64(), c_void_p()
     code = runtime.status(f"{op}GetWorkspaceSize", *arguments, byref(size), byref(executor))
-    if not code:
+    if executor:
         runtime.call("aclDestroyAclOpExecutor", executor)
     return code
 
@@ -89,10 +89,13 @@ def test_the_results_of_phase_1_must_not_be_null(
 ) -> None:
     spec = get_operator(name)
     arguments = Arguments(runtime, spec, spec.build(), block)
-    results = [byref(c_uint64()), byref(c_void_p())]
+    executor = c_void_p()
+    results = [byref(c_uint64()), byref(executor)]
     results[missing == "executor"] = None  # type: ignore[call-overload]
     with arguments.handles:
         assert runtime.status(f"{spec.aclnn_name}GetWorkspaceSize", *arguments.values(), *results) == NULL
+    if executor:
+        runtime.call("aclDestroyAclOpExecutor", executor)
 
 
 def test_group_norm_takes_a_mask_of_another_length_for_invalid(runtime: Runtime, block: int) -> None:

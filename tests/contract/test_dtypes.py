@@ -18,7 +18,7 @@ from npugrad.dtypes import (
     format_from_name,
     format_from_wire,
 )
-from npugrad.products import Product, product_from_name, product_from_soc, product_from_wire
+from npugrad.products import Product, chip_kind, product_from_name, product_from_soc, product_from_wire
 from npugrad.v1 import tensor_pb2
 
 if TYPE_CHECKING:
@@ -143,21 +143,37 @@ def test_members_are_found_by_name_and_by_number_and_read_as_their_names(
         by_name("nothing")
 
 
+_ATLAS_TRAINING = ["A", "B", "ProA", "ProB", "PremiumA"]
+_ATLAS_A2 = ["B1", "B2", "B2C", "B3", "B4", "B4-1"]
+_ATLAS_A3 = ["_9361", "_9362", "_9372", "_9381", "_9382", "_9391", "_9392"]
+
+
 @pytest.mark.parametrize(
     ("soc", "product"),
     [
-        ("Ascend910B2", Product.ATLAS_A2),
-        ("Ascend910B4-1", Product.ATLAS_A2),
-        ("Ascend910_9392", Product.ATLAS_A3),
-        ("Ascend910A", Product.ATLAS_TRAINING),
-        ("Ascend910ProB", Product.ATLAS_TRAINING),
-        ("Ascend910_9589", None),
-        ("Ascend310P3", None),
-        ("", None),
+        *((f"Ascend910{suffix}", Product.ATLAS_TRAINING) for suffix in _ATLAS_TRAINING),
+        *((f"Ascend910{suffix}", Product.ATLAS_A2) for suffix in _ATLAS_A2),
+        *((f"Ascend910{suffix}", Product.ATLAS_A3) for suffix in _ATLAS_A3),
     ],
 )
-def test_the_chip_tells_the_product(soc: str, product: Product | None) -> None:
+def test_the_chip_tells_the_product(soc: str, product: Product) -> None:
+    """The names of torch_npu's NpuVariables.cpp and of CANN's runtime, whose bare 910B is no Atlas A2."""
     assert product_from_soc(soc) is product
+    assert chip_kind(soc) == product.value
+
+
+@pytest.mark.parametrize("soc", ["Ascend950PR_9579", "Ascend950DT_950x", "Ascend910_9589", "Ascend950"])
+def test_a_chip_of_the_950_family_is_of_no_product_and_is_named(soc: str) -> None:
+    assert product_from_soc(soc) is None
+    assert chip_kind(soc) == "of the Ascend 950 family, which is not supported"
+
+
+@pytest.mark.parametrize(
+    "soc", ["Ascend310P3", "Ascend910", "Ascend910B9", "Ascend910_93", "ascend910b2", ""]
+)
+def test_another_chip_is_of_no_known_product(soc: str) -> None:
+    assert product_from_soc(soc) is None
+    assert chip_kind(soc) == "of no known product"
 
 
 def test_what_is_not_set_on_the_wire() -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests import operators
 from tests.calls import call_execute, call_unary, chunk, cpu_results, failure_of
 
 from npugrad import codec, layout
@@ -34,7 +35,12 @@ if TYPE_CHECKING:
     Frames = Iterable[backward_pb2.ExecuteRequest]
 
 SPECS = list(OPERATORS.values())
-MSDA, GRID_SAMPLER, GROUP_NORM, FLOYD = SPECS
+MSDA, GRID_SAMPLER, GROUP_NORM, FLOYD = (
+    operators.MSDA,
+    operators.GRID_SAMPLER,
+    operators.GROUP_NORM,
+    operators.FLOYD,
+)
 each_operator = pytest.mark.parametrize("spec", SPECS, ids=list(OPERATORS))
 CALL_TIMEOUT_S = 60.0
 _PAUSE_S = 0.02

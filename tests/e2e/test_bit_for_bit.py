@@ -35,6 +35,7 @@ from tests.e2e.harness import (
     workers_of,
 )
 from tests.fix_server import ServerProcess, run_server
+from tests.operators import FLOYD, GRID_SAMPLER, GROUP_NORM, MSDA
 
 from npugrad import codec
 from npugrad.dtypes import DType
@@ -51,12 +52,6 @@ if TYPE_CHECKING:
 
     from npugrad.spec import CallMeta, OpSpec
 
-MSDA, GRID_SAMPLER, GROUP_NORM, FLOYD = (
-    OPERATORS["multi_scale_deformable_attention_grad"],
-    OPERATORS["grid_sampler_2d_backward"],
-    OPERATORS["group_norm_backward"],
-    OPERATORS["fused_floyd_attention_grad"],
-)
 FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 INDICES = (DType.INT32, DType.INT64)
 TCP, UNIX = "tcp", "unix"

@@ -14,6 +14,7 @@ import grpc
 import pytest
 from tests.calls import TIMEOUT_S, call_execute, fill
 from tests.e2e.harness import FLOYD, GROUP_NORM, MSDA, eventually
+from tests.http2 import PREFACE, frame, literal, message, start_call
 
 from npugrad.v1 import backward_pb2_grpc
 from npugrad_client import Client
@@ -238,37 +239,6 @@ def test_a_vanished_client_leaves_its_neighbours_alone(victim: ServerProcess, la
 
 # ----------------------------------------------------------------------------------- bytes that are no gRPC
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-
-
-def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """An HTTP/2 frame."""
-    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
-
-
-def _literal(name: bytes, value: bytes) -> bytes:
-    """A header field, literal, in the way HPACK writes what it does not want to remember."""
-    return b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value
-
-
-def _call(path: bytes) -> bytes:
-    """A connection's start and the headers of one gRPC call on stream 1."""
-    fields = (
-        (b":method", b"POST"),
-        (b":scheme", b"http"),
-        (b":path", path),
-        (b":authority", b"test"),
-        (b"te", b"trailers"),
-        (b"content-type", b"application/grpc"),
-    )
-    return PREFACE + _frame(4, 0, 0) + _frame(1, 4, 1, b"".join(_literal(*field) for field in fields))
-
-
-def _message(announced: int, data: bytes, compressed: int = 0) -> bytes:
-    """A gRPC message that says how long it is."""
-    return struct.pack(">BI", compressed, announced) + data
-
-
 UNARY = f"/npugrad.v1.BackwardService/{GROUP_NORM.rpc}".encode()
 EXECUTE = b"/npugrad.v1.BackwardService/Execute"
 GARBAGE = {
@@ -280,22 +250,22 @@ GARBAGE = {
     "half_preface": PREFACE[:11],
     "preface_and_random": PREFACE + random.Random(3).randbytes(2**14),
     "frame_too_long": PREFACE + b"\xff\xff\xff\0\0\0\0\0\1" + bytes(2**16),
-    "unknown_frames": PREFACE + _frame(4, 0, 0) + _frame(0xEE, 0xFF, 7, b"x" * 99) * 100,
-    "data_without_headers": PREFACE + _frame(4, 0, 0) + _frame(0, 1, 1, b"hello"),
-    "broken_header_block": PREFACE + _frame(4, 0, 0) + _frame(1, 5, 1, b"\xff" * 200),
-    "even_stream": PREFACE + _frame(4, 0, 0) + _frame(1, 5, 2, _literal(b":path", b"/")),
-    "window_overflow": PREFACE + _frame(4, 0, 0) + _frame(8, 0, 0, b"\x7f\xff\xff\xff") * 3,
-    "pings": PREFACE + _frame(4, 0, 0) + _frame(6, 0, 0, bytes(8)) * 2000,
-    "settings": PREFACE + _frame(4, 0, 0, b"\0\3\0\0\0\1") * 2000,
-    "resets": PREFACE + _frame(4, 0, 0) + b"".join(_frame(3, 0, i, bytes(4)) for i in range(1, 999, 2)),
-    "message_cut": _call(UNARY) + _frame(0, 0, 1, _message(1000, b"abc")),
-    "message_huge": _call(UNARY) + _frame(0, 0, 1, _message(2**32 - 1, b"abc")),
-    "message_2_gib": _call(UNARY) + _frame(0, 0, 1, _message(2**31 - 1, b"abc")),
-    "message_compressed": _call(UNARY) + _frame(0, 1, 1, _message(3, b"abc", compressed=1)),
-    "message_flags": _call(UNARY) + _frame(0, 1, 1, _message(3, b"abc", compressed=0xFF)),
-    "message_twice": _call(UNARY) + _frame(0, 1, 1, _message(0, b"") * 2),
-    "stream_cut": _call(EXECUTE) + _frame(0, 0, 1, _message(2**20, b"\n\0")),
-    "stream_2_gib": _call(EXECUTE) + _frame(0, 0, 1, _message(2**31 - 1, b"\n\0")),
+    "unknown_frames": PREFACE + frame(4, 0, 0) + frame(0xEE, 0xFF, 7, b"x" * 99) * 100,
+    "data_without_headers": PREFACE + frame(4, 0, 0) + frame(0, 1, 1, b"hello"),
+    "broken_header_block": PREFACE + frame(4, 0, 0) + frame(1, 5, 1, b"\xff" * 200),
+    "even_stream": PREFACE + frame(4, 0, 0) + frame(1, 5, 2, literal(b":path", b"/")),
+    "window_overflow": PREFACE + frame(4, 0, 0) + frame(8, 0, 0, b"\x7f\xff\xff\xff") * 3,
+    "pings": PREFACE + frame(4, 0, 0) + frame(6, 0, 0, bytes(8)) * 2000,
+    "settings": PREFACE + frame(4, 0, 0, b"\0\3\0\0\0\1") * 2000,
+    "resets": PREFACE + frame(4, 0, 0) + b"".join(frame(3, 0, i, bytes(4)) for i in range(1, 999, 2)),
+    "message_cut": start_call(UNARY) + frame(0, 0, 1, message(1000, b"abc")),
+    "message_huge": start_call(UNARY) + frame(0, 0, 1, message(2**32 - 1, b"abc")),
+    "message_2_gib": start_call(UNARY) + frame(0, 0, 1, message(2**31 - 1, b"abc")),
+    "message_compressed": start_call(UNARY) + frame(0, 1, 1, message(3, b"abc", compressed=1)),
+    "message_flags": start_call(UNARY) + frame(0, 1, 1, message(3, b"abc", compressed=0xFF)),
+    "message_twice": start_call(UNARY) + frame(0, 1, 1, message(0, b"") * 2),
+    "stream_cut": start_call(EXECUTE) + frame(0, 0, 1, message(2**20, b"\n\0")),
+    "stream_2_gib": start_call(EXECUTE) + frame(0, 0, 1, message(2**31 - 1, b"\n\0")),
 }
 
 

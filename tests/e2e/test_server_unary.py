@@ -4,8 +4,18 @@ from typing import TYPE_CHECKING
 
 import grpc
 import pytest
-from tests.calls import TIMEOUT_S, call_unary, failure_of, fill, named_sample, named_samples, sample
+from tests.calls import (
+    TIMEOUT_S,
+    call_unary,
+    cpu_backend,
+    failure_of,
+    fill,
+    named_sample,
+    named_samples,
+    sample,
+)
 from tests.fix_server import run_server
+from tests.operators import GRID_SAMPLER, GROUP_NORM
 
 from npugrad.errors import CallTooLarge, MalformedRequest, MalformedTensor, RequestError
 from npugrad.ops import OPERATORS, get_operator
@@ -13,6 +23,7 @@ from npugrad.v1 import backward_pb2_grpc, tensor_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.fix_server import ServerProcess, StartServer
 
@@ -45,6 +56,39 @@ def test_info_says_who_made_the_result_and_carries_the_request_id(channel: grpc.
     assert info.backend.startswith("cpu")
     assert info.request_id == "my-call.7"
     assert info.run_s > 0
+
+
+WITHOUT_ONE = """
+from npugrad_server.backends.cpu.kernels import Kernels
+
+made = Kernels.__init__
+
+
+def without_one(self, *given):
+    made(self, *given)
+    self.operators = tuple(name for name in self.operators if name != "grid_sampler_2d_backward")
+
+
+Kernels.__init__ = without_one
+"""
+
+
+def test_each_call_says_what_computed_it_where_kernels_are_not_for_all(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    if cpu_backend().name != "cpu":
+        pytest.skip("no compiled kernels here")
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_ONE)
+    running = start_server(env={"PYTHONPATH": str(tmp_path)})
+    with running.channel() as channel:
+        for spec, backend in ((GROUP_NORM, "cpu"), (GRID_SAMPLER, "cpu-reference")):
+            made = fill(spec, spec.build())
+            info = call_unary(channel, spec, made.message()).info
+            assert (info.backend, info.device) == (backend, "cpu:0")
+            assert running.find_log("call", operator=spec.name)["backend"] == backend
+    (device,) = running.info().devices
+    assert device.backend == "cpu"
+    assert device.description.endswith("NumPy reference in float64 for grid_sampler_2d_backward")
 
 
 def test_request_id_comes_back_in_the_trailers_and_is_made_when_missing(channel: grpc.Channel) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,3 +92,19 @@ def test_step_6_the_demo_shows_the_documents_example_and_a_real_shape(spec: OpSp
 def test_step_7_the_changelog_tells_of_every_operator(spec: OpSpec) -> None:
     text = (ROOT / "CHANGELOG.md").read_text("utf-8")
     assert re.search(rf"\b{spec.name}\b", text), "CHANGELOG.md"
+
+
+FIFTH = """
+import dataclasses, sys, pytest
+from npugrad import OPERATORS
+
+OPERATORS["a_fifth"] = dataclasses.replace(OPERATORS["group_norm_backward"], name="a_fifth")
+sys.exit(pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", *sys.argv[1:]]))
+"""
+
+
+def test_a_fifth_record_leaves_the_tests_of_the_others_standing() -> None:
+    folders = ("tests/e2e", "tests/congruence", "tests/server/acl", "tests/server/backends")
+    command = [sys.executable, "-c", FIFTH, *folders]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert made.returncode == 0, made.stdout + made.stderr

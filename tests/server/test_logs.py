@@ -3,7 +3,9 @@ from __future__ import annotations
 import io
 import json
 import logging
-from typing import TYPE_CHECKING
+import os
+import threading
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import structlog
@@ -94,3 +96,33 @@ def test_backlog_drops_lines_and_counts_them_instead_of_waiting() -> None:
     for _ in range(logs.MAX_BACKLOG_LINES + 7):
         backlog.enqueue(record)
     assert backlog.dropped_lines == 7
+
+
+def test_dropped_lines_are_told_once_somebody_reads_again() -> None:
+    """A pipe that nobody reads holds up neither those who log nor the end; then it is read."""
+    ours, theirs = os.pipe()
+    with open(ours, "rb") as read, open(theirs, "w") as stream:
+        close = logs.configure("json", "info", stream)
+        log = logs.get_logger()
+        count = logs.MAX_BACKLOG_LINES + 5000  # more than fit the backlog and the pipe
+        for number in range(count):
+            log.info("line", number=number)
+        found: list[dict[str, Any]] = []
+        while not found or found[-1]["event"] != "log lines dropped":
+            found.append(json.loads(read.readline()))
+        close()
+    assert found[-1]["lines"] == count - (len(found) - 1) > 0
+
+
+def test_the_end_does_not_wait_for_a_reader_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "FAREWELL_S", 0.1)
+    ours, theirs = os.pipe()
+    with open(theirs, "w") as stream:
+        close = logs.configure("json", "info", stream)
+        for _ in range(logs.MAX_BACKLOG_LINES + 5000):
+            logs.get_logger().info("line")
+        close()
+        (left,) = [thread for thread in threading.enumerate() if thread.name == "log"]
+        os.close(ours)
+        left.join(30)
+        assert not left.is_alive()

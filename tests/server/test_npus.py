@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from tests.fix_npu import npu_environment
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad_server.config import ServerSettings
-from npugrad_server.npus import NpuReport
+from npugrad_server.npus import NpuReport, op_init_problem
 from npugrad_server.preflight import StartError, pool_settings
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def test_npus_that_cannot_be_used_are_an_error_with_all_the_reasons() -> None:
 
 
 @pytest.mark.parametrize(
-    ("soc", "product"), [("Ascend910_9391", Product.ATLAS_A3), ("Ascend910A", Product.ATLAS_TRAINING)]
+    ("soc", "product"), [("Ascend910_9391", Product.ATLAS_A3), ("Ascend910B", Product.ATLAS_TRAINING)]
 )
 def test_the_product_is_that_of_the_chip(soc: str, product: Product) -> None:
     report = NpuReport(count=1, soc=soc)
@@ -73,9 +74,34 @@ def test_the_product_is_that_of_the_chip(soc: str, product: Product) -> None:
     assert problem == f"product: found atlas-a2; expected {product} or auto, as the NPU is {soc}"
 
 
-def test_a_chip_without_documents_is_refused() -> None:
-    (problem,) = problems(NpuReport(count=1, soc="Ascend310P3"), devices="npu:0")
-    assert problem.startswith("product: found NPU 'Ascend310P3'; expected one of atlas-training")
+@pytest.mark.parametrize(
+    ("soc", "kind"),
+    [
+        ("Ascend310P3", "of no known product"),
+        ("Ascend950PR_9579", "of the Ascend 950 family, which is not supported"),
+    ],
+)
+def test_a_chip_of_no_product_is_refused(soc: str, kind: str) -> None:
+    (problem,) = problems(NpuReport(count=1, soc=soc), devices="npu:0")
+    expected = f"product: found NPU '{soc}', which is {kind}; expected one of atlas-training"
+    assert problem.startswith(expected)
+
+
+def test_who_starts_the_graph_engine_is_told_which_packages_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    problem = op_init_problem({"ACL_OP_INIT_MODE": "0"})
+    assert problem.startswith("ACL_OP_INIT_MODE=0 has torch_npu start CANN's graph engine, which needs ")
+    assert " decorator, " in problem
+    assert "numpy" not in problem  # it is imported
+    assert op_init_problem({"ACL_OP_INIT_MODE": "often"})
+    (tmp_path / "decorator.py").touch()
+    importlib.invalidate_caches()
+    assert " decorator, " not in op_init_problem({"ACL_OP_INIT_MODE": "0"})
+    for mode in ("1", "2", ""):
+        assert op_init_problem({"ACL_OP_INIT_MODE": mode}) == ""
+    assert op_init_problem({}) == ""
 
 
 # ----------------------------------------------------------------------------------- the command, for real
@@ -122,6 +148,25 @@ def test_check_sees_packages_that_do_not_belong_together(tmp_path: Path) -> None
     _, lines = check("--devices", "npu:0", env={"PYTHONPATH": path})
     expected = "found torch 2.12.1+cpu and torch_npu 2.13.0.post1; expected the same major and minor version"
     assert any(expected in line for line in lines), lines
+
+
+@pytest.mark.npu_sim
+@pytest.mark.slow
+def test_check_names_what_the_graph_engine_lacks(
+    cann_sim: Installation, torch_npu: Path, tmp_path: Path
+) -> None:
+    """As where torch_npu starts it at once and its TBE cannot import a module."""
+    assert importlib.util.find_spec("decorator") is None, "this test needs an environment without it"
+    plan = "aclSetCompileopt:*:500001"
+    variables = {**npu_environment(cann_sim, tmp_path, plan), "ACL_OP_INIT_MODE": "0"}
+    code, lines = check("--devices", "npu:0", env=variables)
+    assert code == 1
+    needs = "ACL_OP_INIT_MODE=0 has torch_npu start CANN's graph engine, which needs "
+    (note,) = (line for line in lines if line.startswith(f"note  npu: {needs}"))
+    assert "decorator" in note
+    (failed,) = (line for line in lines if line.startswith("FAIL  npu:0: "))
+    assert "returned 500001" in failed
+    assert needs in failed
 
 
 @pytest.mark.npu_sim
@@ -222,10 +267,23 @@ def test_what_a_library_prints_is_no_part_of_the_answer(tmp_path: Path) -> None:
 def test_check_names_operators_that_the_node_lacks(
     install_cann_sim: Callable[..., Installation], torch_npu: Path, tmp_path: Path
 ) -> None:
-    """One that its CANN is too old for is fine, and told."""
+    """One that its CANN is too old for is fine, and told, and so is the release."""
     old = npu_environment(install_cann_sim("split", "8.5.0"), tmp_path / "old")
     code, lines = check("--devices", "npu:0", env=old)
     assert (code, sum(line.startswith("ok    no ") for line in lines)) == (0, 1)
     assert "aclnnFusedFloydAttentionGradGetWorkspaceSize is not in libopapi_nn.so" in lines[-1]
     assert lines[-1].startswith("ok    no fused_floyd_attention_grad: ")
     assert lines[-1].endswith("expected CANN 9.0 or newer")
+
+
+@pytest.mark.npu_sim
+@pytest.mark.slow
+@pytest.mark.parametrize("cann", ["8.0.RC3", "8.3.RC1"])
+def test_check_names_the_release_of_cann(
+    install_cann_sim: Callable[..., Installation], torch_npu: Path, tmp_path: Path, cann: str
+) -> None:
+    """The first has no function that tells it, the second another than later ones."""
+    node = npu_environment(install_cann_sim("split", cann), tmp_path)
+    code, lines = check("--devices", "npu:0", env=node)
+    assert any(f"SIMULATED Ascend910B2, CANN {cann}, torch_npu 2.13.0" in line for line in lines), lines
+    assert code == 0

@@ -5,28 +5,28 @@ from __future__ import annotations
 import math
 import re
 
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
-_DURATION = re.compile(r"(?P<number>\d+(\.\d+)?|\.\d+)\s*(?P<unit>us|ms|s|m|h|)", re.ASCII)
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"(?P<number>\d+(\.\d+)?|\.\d+)\s*(?P<unit>us|ms|s|m|h)", re.ASCII)
+_NUMBER = re.compile(r"\d+(\.\d+)?|\.\d+", re.ASCII)
 _SHARE = re.compile(r"(?P<number>\d+(\.\d+)?|\.\d+)\s*(?P<percent>%?)", re.ASCII)
 _RATE = re.compile(r"(?P<number>\d+(\.\d+)?|\.\d+)\s*(/s)?", re.ASCII)
 
 
 def parse_duration(value: object) -> float:
-    """Seconds of ``"50ms"``, ``"30s"``, ``"2m"``, or of a number, which is seconds.
+    """Seconds of ``"50ms"``, ``"30s"`` or ``"2m"``.
+
+    A number alone is refused, 0 as well: one reader takes it for seconds, another for milliseconds.
 
     Raises:
         ValueError: It is no duration.
     """
-    if (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and value >= 0
-    ):
-        return float(value)
-    match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
+    text = value.strip() if isinstance(value, str) else "" if isinstance(value, bool) else str(value)
+    match = _DURATION.fullmatch(text) if isinstance(value, str) else None
     if match is None:
-        raise ValueError(f"found {value!r}; expected a duration such as 50ms, 30s or 2m")
+        expected = "a duration such as 50ms, 30s or 2m"
+        if _NUMBER.fullmatch(text):
+            expected = f"a duration with its unit, such as {text}ms or {text}s"
+        raise ValueError(f"found {value!r}; expected {expected}")
     return float(match["number"]) * _SECONDS[match["unit"]]
 
 

@@ -5,7 +5,8 @@
 
 Guarantees
     - Arguments follow the order of `OpSpec.params`; nothing depends on an operator's name.
-    - Phase 2 is called at most once for an executor; if it is not called, the executor is destroyed.
+    - Phase 2 is called at most once for an executor; if it is not called, the executor is destroyed, also
+      when phase 1 refused: generated interfaces hand one out before their checks.
     - Handles live until phase 2 has returned, and not longer.
 Both phases, and leaving the block, belong to one thread.
 """
@@ -13,7 +14,8 @@ Both phases, and leaving the block, belong to one thread.
 from __future__ import annotations
 
 import ctypes
-from contextlib import contextmanager, suppress
+import logging
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from npugrad.spec import TensorParam
@@ -23,12 +25,14 @@ from npugrad_server.acl.symbols import operator_symbols
 from npugrad_server.acl.tensor import Handles
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from npugrad.spec import AttrValue, OpSpec
     from npugrad_server.acl.libraries import Cann
     from npugrad_server.acl.runtime import Runtime
     from npugrad_server.acl.tensor import DeviceTensor
+
+_LOG = logging.getLogger(__name__)
 
 
 class Launcher:
@@ -39,6 +43,7 @@ class Launcher:
         self._cann = cann
         self._runtime = runtime
         self._phases: dict[str, tuple[Any, Any]] = {}
+        self._complained = False
 
     def missing(self, spec: OpSpec) -> str:
         """Why an operator cannot be launched: a function that no library has; empty when it can."""
@@ -69,35 +74,57 @@ class Launcher:
             SymbolMissing: No library has the operator.
         """
         first, second = self.phases(spec)
-        workspace_bytes, executor = ctypes.c_uint64(), ctypes.c_void_p()
         with Handles(self._runtime, self._cann.tensors) as handles:
             arguments = _arguments(spec, attrs, tensors, handles)
+            plan = Plan(self._runtime, second)
             self._runtime.forget_errors()  # a copy that was queued all right may have left a text
-            self._runtime.call(first, *arguments, workspace_bytes, executor)
-            plan = Plan(self._runtime, second, workspace_bytes.value, executor.value)
-            destroy = self._cann.tensors["aclDestroyAclOpExecutor"]
             try:
+                plan.make(first, arguments)
                 yield plan
-            except BaseException:
-                with suppress(AclError):  # what went wrong first is what the caller has to know
-                    plan.abandon(destroy)
-                raise
-            plan.abandon(destroy)
+            finally:
+                self._destroy(spec, plan.take_executor())
+
+    def _destroy(self, spec: OpSpec, executor: int | None) -> None:
+        """Destroys an executor; a failure, which CANN has for strided operands (561000), is only logged.
+
+        It says nothing about the call, and the first one is told for all.
+        """
+        if executor is None:
+            return
+        try:
+            self._runtime.call(self._cann.tensors["aclDestroyAclOpExecutor"], executor)
+        except AclError as error:
+            if not self._complained:
+                self._complained = True
+                _LOG.warning("%s: an executor may be leaked: %s; told once", spec.name, error)
 
 
 class Plan:
-    """What the first phase made.
+    """What the first phase made."""
 
-    Attributes:
-        workspace_bytes: Device memory that the launch needs, 0 for none.
-    """
-
-    def __init__(self, runtime: Runtime, launch: Any, workspace_bytes: int, executor: int | None) -> None:
+    def __init__(self, runtime: Runtime, launch: Any) -> None:
         """Made by `Launcher.plan`."""
-        self.workspace_bytes = workspace_bytes
         self._runtime = runtime
         self._launch = launch
-        self._executor = executor
+        self._workspace_bytes, self._executor = ctypes.c_uint64(), ctypes.c_void_p()
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Device memory that the launch needs, 0 for none."""
+        return self._workspace_bytes.value
+
+    def make(self, plan: Any, arguments: Sequence[Any]) -> None:
+        """Runs the first phase; for `Launcher.plan`.
+
+        Raises:
+            AclError: CANN refused; there may be an executor all the same.
+        """
+        self._runtime.call(plan, *arguments, self._workspace_bytes, self._executor)
+
+    def take_executor(self) -> int | None:
+        """The executor, which from now on is the caller's; None when there is none, or no longer."""
+        executor, self._executor = self._executor.value, ctypes.c_void_p()
+        return executor
 
     def launch(self, workspace: int, stream: int) -> None:
         """Runs the second phase, which queues the work; once.
@@ -110,18 +137,12 @@ class Plan:
             AclError: CANN refused; the executor is used up all the same.
             RuntimeError: There is no executor, or no longer.
         """
-        executor, self._executor = self._executor, None
+        executor = self.take_executor()
         if executor is None:
             raise RuntimeError("found no executor; expected one from the first phase, not yet launched")
         address = workspace if self.workspace_bytes else None
         self._runtime.forget_errors()
         self._runtime.call(self._launch, address, self.workspace_bytes, executor, stream)
-
-    def abandon(self, destroy: Any) -> None:
-        """Destroys the executor unless a launch has used it up."""
-        executor, self._executor = self._executor, None
-        if executor is not None:
-            self._runtime.call(destroy, executor)
 
 
 def _arguments(

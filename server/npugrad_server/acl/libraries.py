@@ -146,8 +146,13 @@ class Loader:
 
 def cann_folders() -> tuple[Path, ...]:
     """The library folders of the CANN installations that the environment names."""
+    return tuple(home / "lib64" for home in cann_homes())
+
+
+def cann_homes() -> tuple[Path, ...]:
+    """The CANN installations that the environment names."""
     homes = dict.fromkeys(os.environ[name] for name in _HOMES if os.environ.get(name))
-    return tuple(Path(home) / "lib64" for home in homes)
+    return tuple(Path(home) for home in homes)
 
 
 class Cann:

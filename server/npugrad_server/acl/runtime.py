@@ -32,7 +32,10 @@ _THREAD_LEVEL = 0
 _MOST_MESSAGES = 32
 """Error texts fetched at once; a library that never stops talking must not hold the call up."""
 _MOST_MS = 2**31 - 1
-_VERSION_BYTES = 256
+_VERSION_BYTES = 512
+"""An aclCANNPackageVersion; the version, as text, comes first in it."""
+_CANN_PACKAGE = 0
+"""ACL_PKG_NAME_CANN."""
 
 
 class AclError(Exception):
@@ -216,13 +219,14 @@ class Runtime:
         self.call(self._functions["aclrtGetDeviceCount"], count)
         return count.value
 
-    def version(self) -> str:
-        """CANN's version, such as ``"9.1.0"``; empty when it does not say, as before 8.5."""
-        if not self._functions.has("aclsysGetVersionStr"):
-            return ""
-        text = ctypes.create_string_buffer(_VERSION_BYTES)
-        code: int = self._functions["aclsysGetVersionStr"](b"runtime", text)
-        return "" if code else text.value.decode("ascii", "replace")
+    def versions(self) -> Iterator[str]:
+        """CANN's version by each function that tells it, such as ``"9.1.0"``; none before 8.1."""
+        for name, package in (("aclsysGetVersionStr", b"runtime"), ("aclsysGetCANNVersion", _CANN_PACKAGE)):
+            if self._functions.has(name):
+                text = ctypes.create_string_buffer(_VERSION_BYTES)
+                code: int = self._functions[name](package, text)
+                if not code:
+                    yield text.value.decode("ascii", "replace")
 
     def initialize(self) -> None:
         """Initializes the process; for a process without torch_npu, which does it itself."""

@@ -74,6 +74,7 @@ RUNTIME: tuple[Symbol, ...] = (
     Symbol("aclrtPeekAtLastError", _CODE, (c_int,), optional=True),
     Symbol("aclrtGetLastError", _CODE, (c_int,), optional=True),
     Symbol("aclsysGetVersionStr", _CODE, (c_char_p, c_char_p), since="8.5", optional=True),
+    Symbol("aclsysGetCANNVersion", _CODE, (c_int, c_char_p), since="8.1", optional=True),
 )
 """Functions of libascendcl: devices, copies, streams, events, errors."""
 

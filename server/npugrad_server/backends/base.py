@@ -66,12 +66,15 @@ class Timings:
         run_s: Seconds the operator ran.
         copy_out_s: Seconds spent copying results from the device.
         workspace_bytes: Workspace the operator asked for.
+        backend: What ran the operator, where it is not the backend itself: ``"cpu-reference"`` on a CPU
+            device whose kernels do not compute the call.
     """
 
     copy_in_s: float = 0.0
     run_s: float = 0.0
     copy_out_s: float = 0.0
     workspace_bytes: int = 0
+    backend: str = ""
 
 
 class Comeback(str, Enum):
@@ -149,7 +152,8 @@ class Backend(Protocol):
     """Drives one device, in a process of its own.
 
     Attributes:
-        name: ``"cpu"``, ``"cpu-reference"``, ``"npu"`` or ``"test"``, as results report it.
+        name: ``"cpu"``, ``"cpu-reference"``, ``"npu"`` or ``"test"``, as results report it
+            unless `Timings` names another.
         description: What the device is, for a person; final once open.
         simulated: Whether results come from a simulation.
         one_mode: Whether calls of different deterministic modes must not overlap on the device.

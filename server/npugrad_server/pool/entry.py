@@ -120,7 +120,7 @@ class Entry:
         if not isinstance(answer, CallDone) or start is None:
             raise RuntimeError(f"{self.planned.spec.name}: completed without a result")
         return ExecutionInfo(
-            backend=ready.backend,
+            backend=answer.backend,
             device=device,
             product=self.planned.call.product,
             simulated=ready.simulated,

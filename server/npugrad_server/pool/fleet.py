@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from npugrad_server.backends.base import Comeback
 from npugrad_server.machine import cpu_count
 from npugrad_server.pool.commands import Failure
+from npugrad_server.pool.heartbeat import Heartbeat
 from npugrad_server.pool.process import WorkerProcess
 from npugrad_server.worker.protocol import (
     CallDeferred,
@@ -107,6 +108,7 @@ class Fleet:
         self._executor = ThreadPoolExecutor(2, "npugrad-pool")
         hosted = sum(device.name.kind != "npu" for device in self.devices)
         self._threads = max(1, cpu_count() // max(1, hosted))
+        self._heartbeat = Heartbeat(settings.heartbeat_timeout_s, self._silent)
 
     # ------------------------------------------------------------------------------------------ start and end
 
@@ -195,8 +197,11 @@ class Fleet:
     # -------------------------------------------------------------------------------------- what workers say
 
     def _received(self, worker: int, process: WorkerProcess, message: Message) -> None:
+        self._heartbeat.heard(process)
         if isinstance(message, DeviceReady):
             self.devices[worker].info = message
+            if not self._closing:
+                self._heartbeat.watch(process)
             self._events.worker_ready(worker, process.incarnation, message)
         elif isinstance(message, (CallDone, CallFailed)):
             self._events.worker_answered(worker, process.incarnation, message)
@@ -209,9 +214,15 @@ class Fleet:
         elif isinstance(message, (OpenFailed, DeviceFailed)):
             self._events.worker_failing(worker, process.incarnation, _failure(message))
 
+    def _silent(self, process: WorkerProcess) -> None:
+        worker = next(i for i, device in enumerate(self.devices) if device.process is process)
+        reason = f"the worker did not answer for {self._settings.heartbeat_timeout_s:g} s"
+        self._events.worker_failing(worker, process.incarnation, Failure(reason))
+
     def _exited(self, worker: int, process: WorkerProcess, reason: str) -> None:
         device = self.devices[worker]
         device.process = None
+        self._heartbeat.forget(process)
         if not self._closing:
             _log.warning("%s: %s", device.name.name, reason)
         self._events.worker_lost(worker, process.incarnation, reason)
@@ -223,6 +234,7 @@ class Fleet:
         """Ends every process, first by hanging up, and waits for processes and threads."""
         self._closing = True
         self._stop.set()
+        self._heartbeat.stop()
         await asyncio.gather(
             *(d.spawning for d in self.devices if d.spawning is not None), return_exceptions=True
         )

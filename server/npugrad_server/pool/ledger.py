@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
@@ -37,7 +38,7 @@ class CallRecord:
         closed: Whether the caller is done with operands and results.
         attempts: How often it was started.
         overtaken: How many calls behind it started while it could not.
-        kill_at: When its worker is ended if it still runs; None while it is not void.
+        kill_at: When its worker is ended if it still runs.
         region: Its outputs.
         arena: Allocator the region is from; that of a dead worker once the worker died.
         device_bytes: What it holds of its worker's own memory.
@@ -59,7 +60,7 @@ class CallRecord:
     closed: bool = False
     attempts: int = 0
     overtaken: int = 0
-    kill_at: float | None = None
+    kill_at: float = math.inf
     region: Region = EMPTY
     arena: RegionAllocator | None = None
     device_bytes: int = 0

@@ -6,6 +6,7 @@ driver carries the commands out in order.
 Guarantees
     - A call gets exactly one `CompleteCall` or `FailCall`, unless the caller cancelled or closed it first.
     - `ReleaseCall` comes exactly once for every call, after it was closed and no worker touches its memory.
+    - A call that runs for longer than `run_limit_s` and its grace costs its worker, and is not tried again.
     - A call starts at most `max_attempts` times, never past its deadline, never on a device that lacks its
       operator, and alone once a worker died under it; no more after `attempts.SUSPECT_ATTEMPTS` such deaths
       once a device failed under it.
@@ -327,6 +328,9 @@ class Scheduler:
     def _launch(self, call: CallRecord, worker: WorkerRecord, now: float, out: list[Command]) -> None:
         self._queue.take(call)
         call.stage, call.attempts = Stage.RUNNING, call.attempts + 1
+        # Later than a worker that can tell by itself, whose report has the vendor's number.
+        call.kill_at = now + self._settings.run_limit_s + self._settings.hang_grace_s
+        self._alarms.set(call.kill_at, call.id, len(self._calls))
         waited = max(0.0, now - call.submitted_s)
         out.append(
             StartCall(
@@ -349,7 +353,7 @@ class Scheduler:
             self._settle(call, out)
         elif call.stage is Stage.RUNNING and not call.void:
             call.void = True
-            call.kill_at = now + self._settings.hang_grace_s
+            call.kill_at = min(call.kill_at, now + self._settings.hang_grace_s)
             self._alarms.set(call.kill_at, call.id, len(self._calls))
             worker = self._worker_of(call)
             out.append(TellWorker(worker.index, worker.incarnation, AbandonCall(call.id)))
@@ -427,8 +431,8 @@ class Scheduler:
     def _overdue(self, call: CallRecord, now: float, out: list[Command]) -> None:
         """An alarm of a call has come: its deadline, or the end of its grace."""
         deadline = call.request.deadline_s
-        if call.stage is Stage.RUNNING and call.kill_at is not None and call.kill_at <= now:
-            self._end_for(call, out)
+        if call.stage is Stage.RUNNING and call.kill_at <= now:
+            self._end_for(call, now, out)
         elif call.void or deadline is None or deadline > now:
             return
         elif call.stage is Stage.QUEUED:
@@ -437,14 +441,22 @@ class Scheduler:
             out.append(FailCall(call.id, "DEADLINE_EXCEEDED", "the deadline passed while the call ran"))
             self._void(call, deadline, out)
 
-    def _end_for(self, call: CallRecord, out: list[Command]) -> None:
-        worker = self._worker_of(call)
+    def _end_for(self, call: CallRecord, now: float, out: list[Command]) -> None:
+        """Ends the worker of a call that runs too long."""
+        grace = self._settings.hang_grace_s
+        if now > call.kill_at + grace:
+            # Nobody looked for so long: the server stood still, and its workers may have as well.
+            call.kill_at = now + grace
+            self._alarms.set(call.kill_at, call.id, len(self._calls))
+            return
+        why = f"a call ran on for {grace:g} s after nobody waited for it"
+        if not call.void:
+            why = f"a call ran for more than {self._settings.run_limit_s:g} s, the limit of the server"
+            out.append(FailCall(call.id, "DEADLINE_EXCEEDED", why))
+            call.void = True
         # An impatient caller must not bring a slow device down: if the device really hangs, opening it
         # again fails, and that counts.
-        grace = self._settings.hang_grace_s
-        self._lifecycle.kill(
-            worker, f"a call ran on for {grace:g} s after nobody waited for it", out, blameless=True
-        )
+        self._lifecycle.kill(self._worker_of(call), why, out, blameless=True)
 
     def _is_live(self, call: int) -> bool:
         record = self._calls.get(call)

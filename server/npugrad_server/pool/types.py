@@ -40,7 +40,8 @@ class PoolSettings:
         device_memory_bytes: Host memory for what workers make of operands (strided ones are made contiguous),
             for all together. None takes half of the machine's or the container's limit. What a device has of
             its own it says itself.
-        run_limit_s: Seconds a call may run on an NPU, whatever its deadline, before its worker is ended.
+        run_limit_s: Seconds a call may run, whatever its deadline, before its worker is ended.
+        heartbeat_timeout_s: Seconds a ready worker may be silent, though asked, before it is ended.
     """
 
     devices: tuple[str, ...]
@@ -59,6 +60,7 @@ class PoolSettings:
     max_attempts: int = 3
     device_memory_bytes: int | None = None
     run_limit_s: float = 600.0
+    heartbeat_timeout_s: float = 30.0
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """grpc.health.v1 and reflection.
 
 ``""`` and every npugrad service are SERVING when some device is ready and the server does not drain;
-``"liveness"`` is SERVING as long as the event loop answers, because restarting a process heals no device.
+``"liveness"`` is SERVING as long as the event loop answers and, where there is a limit, unless no device has
+been ready for longer: then whoever watches the process may start it anew.
 The servicer is ours and not the library's: that one writes to a watcher while it holds the lock that a
 change of status needs, so one client that does not read could hold up a drain, and its watchers never end.
 """
@@ -41,13 +42,18 @@ class Health:
     Thread safety: everything on the event loop.
     """
 
-    def __init__(self, services: Iterable[str]) -> None:
+    def __init__(self, services: Iterable[str], down_limit_s: float | None = None) -> None:
         """Starts as not serving, but alive.
 
         Args:
             services: Full names of the services that need a device.
+            down_limit_s: Seconds without a device that is ready after which the process is not alive; counted
+                from the first time that one was, as the start has limits of its own. None for never.
         """
         self._status = dict.fromkeys(("", *services), _NOT_SERVING) | {LIVENESS: _SERVING}
+        self._down_limit_s = down_limit_s
+        self._was_ready = False
+        self._expiry: asyncio.TimerHandle | None = None
         self._draining = False
         self._closed = False
         self._changed = asyncio.Event()
@@ -55,16 +61,20 @@ class Health:
     def update(self, devices: Iterable[DeviceStatus]) -> None:
         """Takes the states of the devices."""
         ready = any(device.state is DeviceState.READY for device in devices)
+        self._was_ready = self._was_ready or ready
         self._set(_SERVING if ready and not self._draining else _NOT_SERVING)
+        self._limit(ready)
 
     def start_draining(self) -> None:
-        """Is not serving from now on, whatever the devices do; stays alive."""
+        """Is not serving from now on, whatever the devices do; stays as alive as it is."""
         self._draining = True
         self._set(_NOT_SERVING)
+        self._stop_waiting()
 
     def close(self) -> None:
         """Ends all watchers."""
         self._closed = True
+        self._stop_waiting()
         self._wake()
 
     @property
@@ -79,12 +89,32 @@ class Health:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process works."""
+        """Whether the process is worth keeping: no more than the limit has passed without a ready device."""
         return self._status[LIVENESS] == _SERVING
 
+    def _limit(self, ready: bool) -> None:
+        """Starts or stops the time without a device that is ready."""
+        if ready:
+            self._stop_waiting()
+            self._set_alive(_SERVING)
+        elif self._was_ready and self._down_limit_s is not None and not (self._expiry or self._draining):
+            loop = asyncio.get_running_loop()
+            self._expiry = loop.call_later(self._down_limit_s, self._set_alive, _NOT_SERVING)
+
+    def _stop_waiting(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+
     def _set(self, status: Any) -> None:
-        for name in self._status:
-            if name != LIVENESS and self._status[name] != status:
+        self._change([name for name in self._status if name != LIVENESS], status)
+
+    def _set_alive(self, status: Any) -> None:
+        self._change([LIVENESS], status)
+
+    def _change(self, names: Iterable[str], status: Any) -> None:
+        for name in names:
+            if self._status[name] != status:
                 self._status[name] = status
                 self._wake()
 

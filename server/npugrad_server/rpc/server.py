@@ -45,6 +45,7 @@ class ServerServicer:
 
     def __init__(self, pool: DevicePool, facts: Facts) -> None:
         self._pool, self._facts = pool, facts
+        self._versions = versions()  # read from files, which a call must not need
         self._draining = False
 
     def start_draining(self) -> None:
@@ -68,7 +69,7 @@ class ServerServicer:
             product=settings.product.wire,  # type: ignore[arg-type]
             devices=[_device(status) for status in self._pool.devices()],
             limits=_limits(self._facts),
-            versions=versions(),
+            versions=self._versions,
             operators=[
                 name
                 for name, spec in OPERATORS.items()

@@ -123,7 +123,7 @@ def _execute(spec: OpSpec, backend: Backend, arenas: Arenas, talk: Conversation,
     if all(meta is None for meta in order.outputs.values()):
         # Nothing is wanted. An operator may accept such a call before it looks at anything else, so the
         # operands may be anything and are not looked at here either.
-        return CallDone(order.call, 0.0, 0.0, 0.0, 0)
+        return CallDone(order.call, 0.0, 0.0, 0.0, 0, backend.name)
     inputs = _operands(order, arenas, backend.strided)
     meta = order.meta if backend.strided else _contiguous(order.meta)
     outputs = {
@@ -152,6 +152,7 @@ def _execute(spec: OpSpec, backend: Backend, arenas: Arenas, talk: Conversation,
         timings.run_s,
         timings.copy_out_s,
         timings.workspace_bytes,
+        timings.backend or backend.name,
     )
 
 

@@ -27,7 +27,9 @@ from npugrad_server.worker.protocol import (
     DeviceReady,
     OpenDevice,
     OpenFailed,
+    Ping,
     PlanCall,
+    Pong,
     RunCall,
     WorkspaceGranted,
     WorkspaceRefused,
@@ -159,6 +161,8 @@ class Worker:
             with self._lock:
                 self._in_hand += 1
             self._orders.put(message)
+        elif isinstance(message, Ping):
+            self._send(Pong())
         elif isinstance(message, (AbandonCall, WorkspaceGranted, WorkspaceRefused)):
             with self._lock:
                 found = self._talks.get(message.call)

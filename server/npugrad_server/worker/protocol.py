@@ -12,6 +12,8 @@
                        <-     CallPlanned, CallFailed, or DeviceFailed and the end
     AskMemory          ->
                        <-     MemoryFound, CallFailed, or DeviceFailed and the end
+    Ping               ->     at any time
+                       <-     Pong, whatever runs
 
 Tensors are not in the messages; they lie in the arenas, where the messages say.
 """
@@ -136,6 +138,16 @@ class RunCall:
 
 
 @dataclass(frozen=True)
+class Ping:
+    """Say that you listen."""
+
+
+@dataclass(frozen=True)
+class Pong:
+    """The process listens."""
+
+
+@dataclass(frozen=True)
 class AbandonCall:
     """Nobody waits for a call any more: it need not be run, but it is answered all the same.
 
@@ -245,13 +257,17 @@ class MemoryFound:
 
 @dataclass(frozen=True)
 class CallDone:
-    """The results lie in the arena; the attributes are those of `npugrad_server.backends.base.Timings`."""
+    """The results lie in the arena; the attributes are those of `npugrad_server.backends.base.Timings`.
+
+    The backend is always named.
+    """
 
     call: int
     copy_in_s: float
     run_s: float
     copy_out_s: float
     workspace_bytes: int
+    backend: str
 
 
 @dataclass(frozen=True)
@@ -287,13 +303,13 @@ class CallDeferred:
 
 
 Order: TypeAlias = (
-    "OpenDevice | RunCall | PlanCall | AskMemory | AbandonCall | WorkspaceGranted | WorkspaceRefused"
+    "OpenDevice | RunCall | PlanCall | AskMemory | AbandonCall | WorkspaceGranted | WorkspaceRefused | Ping"
 )
 """What the pool says."""
 Answer: TypeAlias = "CallDone | CallFailed | CallDeferred"
 """What a worker says when it is done with a call."""
 Report: TypeAlias = (
-    "DeviceReady | OpenFailed | DeviceFailed | CallPlanned | MemoryFound | NeedWorkspace | Answer"
+    "DeviceReady | OpenFailed | DeviceFailed | CallPlanned | MemoryFound | NeedWorkspace | Pong | Answer"
 )
 """What a worker says."""
 Message: TypeAlias = "Order | Report"
@@ -306,6 +322,8 @@ _PLAIN = {
         DeviceFailed,
         AskMemory,
         MemoryFound,
+        Ping,
+        Pong,
         AbandonCall,
         NeedWorkspace,
         WorkspaceGranted,

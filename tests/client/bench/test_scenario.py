@@ -41,7 +41,7 @@ timeout: 10s
 max_in_flight: 64
 workers: 2
 seed: 3
-window: 2
+window: 2s
 slo: p99=50ms,errors=0.1%
 """
 
@@ -156,22 +156,30 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         {"load": [{"rate": 1, "duration": "soon"}]},
         "load[0].duration: found 'soon'; expected a duration such as",
     ),
-    ({"load": [{"rate": 1, "duration": 0}]}, "duration: found 0.0; expected above 0 s"),
+    ({"load": [{"rate": 1, "duration": "0s"}]}, "duration: found 0.0; expected above 0 s"),
     (
-        {"load": [{"rate": [1, 2, 3], "duration": 1}]},
+        {"load": [{"rate": [1, 2, 3], "duration": "1s"}]},
         "load[0].rate: found [1, 2, 3]; expected a number, or two",
     ),
-    ({"load": [{"rate": 0, "duration": 1}]}, "rate: found 0.0; expected above 0 somewhere in the stage"),
-    ({"load": [{"rate": -1, "duration": 1}]}, "rate: found -1.0; expected 0 to 1e+06"),
+    ({"load": [{"rate": 0, "duration": "1s"}]}, "rate: found 0.0; expected above 0 somewhere in the stage"),
+    ({"load": [{"rate": -1, "duration": "1s"}]}, "rate: found -1.0; expected 0 to 1e+06"),
     (
-        {"load": [{"concurrency": 1, "duration": 1}]},
+        {"load": [{"concurrency": 1, "duration": "1s"}]},
         "load[0]: found 'concurrency'; expected one of rate, duration",
     ),
     ({"warm_up": "-1s"}, "warm_up: found '-1s'; expected a duration"),
-    ({"timeout": 0}, "timeout: found 0.0; expected above 0 s"),
+    ({"timeout": "0s"}, "timeout: found 0.0; expected above 0 s"),
     ({"workers": 0}, "workers: found 0; expected 1 to 64"),
     ({"workers": 2.5}, "workers: found 2.5; expected a whole number"),
     ({"seed": -1}, "seed: found -1; expected 0 or more"),
+    (
+        {"load": [{"rate": 1, "duration": 30}]},
+        "load[0].duration: found 30; expected a duration with its unit, such as 30ms or 30s",
+    ),
+    ({"warm_up": 5}, "warm_up: found 5; expected a duration with its unit, such as 5ms or 5s"),
+    ({"timeout": "10"}, "timeout: found '10'; expected a duration with its unit, such as 10ms or 10s"),
+    ({"window": 0.5}, "window: found 0.5; expected a duration with its unit, such as 0.5ms or 0.5s"),
+    ({"slo": "max=50"}, "slo: max: found '50'; expected a duration with its unit, such as 50ms or 50s"),
     ({"slo": "p99"}, "slo: p99: found ''; expected a duration"),
     ({"slo": 5}, "slo: found 5; expected text"),
     ({"rate": 5}, "scenario: found 'rate'; expected one of name, workloads, arrival, load"),

@@ -21,21 +21,30 @@ from npugrad_client.bench.units import (
         ("2m", 120),
         ("1h", 3600),
         ("250 us", 0.00025),
-        ("1.5", 1.5),
-        (3, 3),
-        (0.5, 0.5),
+        ("1.5 s", 1.5),
+        ("0s", 0),
     ],
 )
-def test_durations(text: object, seconds: float) -> None:
+def test_durations(text: str, seconds: float) -> None:
     assert parse_duration(text) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "5 days", "-1s", "ms", "1s 2ms", True, None, [1], float("nan"), -1, "1e3"]
+    "text", ["", "5 days", "-1s", "ms", "1s 2ms", True, None, [1], float("nan"), -1, "1e3", "inf"]
 )
 def test_what_is_no_duration(text: object) -> None:
     with pytest.raises(ValueError, match="expected a duration such as 50ms, 30s or 2m"):
         parse_duration(text)
+
+
+@pytest.mark.parametrize(
+    ("value", "number"), [("50", "50"), (50, "50"), (" 0.5 ", "0.5"), (0.5, "0.5"), ("0", "0"), (0, "0")]
+)
+def test_a_number_without_a_unit_is_refused(value: object, number: str) -> None:
+    with pytest.raises(ValueError, match="found") as caught:
+        parse_duration(value)
+    expected = f"expected a duration with its unit, such as {number}ms or {number}s"
+    assert str(caught.value) == f"found {value!r}; {expected}"
 
 
 def test_shares() -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from npugrad_server.acceptance.job import Job
 
 SPEC = get_operator("group_norm_backward")
-DONE = CallDone(1, 0.0, 0.0, 0.0, 0)
+DONE = CallDone(1, 0.0, 0.0, 0.0, 0, "test")
 
 
 def reference(job: Job) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from tests.operators import FLOYD, GRID_SAMPLER, GROUP_NORM
 
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from npugrad.spec import CallMeta, OpSpec
 
 pytestmark = pytest.mark.npu_sim
-
-MSDA, GRID_SAMPLER, GROUP_NORM, FLOYD = OPERATORS.values()
 
 
 def run(bench: Bench, spec: OpSpec, call: CallMeta) -> dict[str, bytes]:
@@ -152,6 +151,46 @@ def test_a_refusal_has_number_function_and_text(bench: Bench) -> None:
         pass
     assert "GetWorkspaceSize returned 561101 (the operator library failed" in str(caught.value)
     assert caught.value.fault.action is Action.INTERNAL
+
+
+@pytest.mark.parametrize("plan", ["", "aclnnFusedFloydAttentionGradGetWorkspaceSize:1:561002"])
+def test_the_executor_of_a_refusal_is_destroyed(bench: Bench, plan: str) -> None:
+    """Generated interfaces hand one out before they check anything."""
+    call = FLOYD.build()
+    tensors = bench.tensors(FLOYD, call)
+    if not plan:
+        tensors["query"] = None
+    bench.sim.set_plan(plan)
+    destroyed = bench.sim.counter("calls.aclDestroyAclOpExecutor")
+    with (
+        pytest.raises(AclError, match="561002" if plan else "query is null"),
+        bench.launcher.plan(FLOYD, call.attrs, tensors),
+    ):
+        pytest.fail("phase 1 refused, yet the block was run")
+    assert bench.sim.counter("calls.aclDestroyAclOpExecutor") == destroyed + 1
+    assert bench.host_objects() == [0, 0, 0]
+
+
+def test_an_executor_that_cannot_be_destroyed_is_told_once_and_disturbs_nobody(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    call = GROUP_NORM.build()
+    tensors = bench.tensors(GROUP_NORM, call)
+    bench.sim.set_plan("aclDestroyAclOpExecutor:1-2:561000")
+    leaked = []
+    with bench.launcher.plan(GROUP_NORM, call.attrs, tensors) as plan:
+        leaked.append(plan._executor.value)
+    with (
+        pytest.raises(MemoryError, match="no workspace"),
+        bench.launcher.plan(GROUP_NORM, call.attrs, tensors) as plan,
+    ):
+        leaked.append(plan._executor.value)
+        raise MemoryError("no workspace")
+    (record,) = caplog.records
+    assert "an executor may be leaked: aclDestroyAclOpExecutor returned 561000" in record.message
+    assert bench.host_objects() == [0, 0, 2]  # the simulator refused to destroy them
+    for handle in leaked:
+        bench.sim.call("aclDestroyAclOpExecutor", handle)
 
 
 def test_what_no_library_has_is_named_with_the_release_that_brings_it(

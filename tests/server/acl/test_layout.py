@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tests.operators import GRID_SAMPLER, GROUP_NORM, MSDA
 
 from npugrad.dtypes import DType, Format
 from npugrad.ops import OPERATORS
@@ -18,8 +19,6 @@ from npugrad_server.acl.layout import Slot, arrange, view_strides
 
 if TYPE_CHECKING:
     from npugrad.spec import CallMeta, OpSpec
-
-MSDA, GRID_SAMPLER, GROUP_NORM, FLOYD = OPERATORS.values()
 
 
 @st.composite

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from tests.cann_sim.build import Installation
 from tests.cann_sim.runtime import Runtime as Simulator
+from tests.operators import FLOYD, GRID_SAMPLER, GROUP_NORM
 
 from npugrad.call import CallOptions
 from npugrad.errors import DeadlineExceeded, DeviceOutOfMemory, OperatorError
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
     Scenario = Callable[[], Any]
 
-MSDA, GRID_SAMPLER, GROUP_NORM, FLOYD = OPERATORS.values()
 NORM = GROUP_NORM.build(n=2, c=6, hxw=64, group=2)
 LAUNCH = "calls.aclnnGroupNormBackward"
 HELD = (

@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.operators import GROUP_NORM
 
 from npugrad.call import CallOptions
 from npugrad.ops import OPERATORS
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.npu_sim, pytest.mark.slow]
 
-MSDA, GRID_SAMPLER, GROUP_NORM, FLOYD = OPERATORS.values()
 NORM = GROUP_NORM.build(n=2, c=6, hxw=64, group=2)
 EXPANDED = NORM.with_inputs(grad_out=TensorMeta("float32", (2, 6, 64), strides=(0, 0, 0)))
 PLAN_NORM, RUN_NORM = "aclnnGroupNormBackwardGetWorkspaceSize", "aclnnGroupNormBackward"

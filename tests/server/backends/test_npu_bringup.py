@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.operators import GRID_SAMPLER, GROUP_NORM
 
 from npugrad.ops import OPERATORS
 from npugrad_server.worker.protocol import CallFailed, DeviceReady, OpenFailed
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.npu_sim, pytest.mark.slow]
 
-MSDA, GRID_SAMPLER, GROUP_NORM, FLOYD = OPERATORS.values()
 NORM = GROUP_NORM.build(n=2, c=6, hxw=64, group=2)
 PLAN_NORM, RUN_NORM = "aclnnGroupNormBackwardGetWorkspaceSize", "aclnnGroupNormBackward"
 
@@ -32,7 +32,18 @@ PLAN_NORM, RUN_NORM = "aclnnGroupNormBackwardGetWorkspaceSize", "aclnnGroupNormB
         ("aclrtSetDevice:*:507033:msg=driver", {}, "[Error]: Failed to start the device. EE9999: ", "slowly"),
         ("aclrtSetDevice:*:507033:msg=driver", {}, "aclrtSetDevice: driver", "slowly"),
         ("ndev=1", {"device": "npu:3"}, "found 1 NPU for torch_npu; expected one that is npu:3", "slowly"),
-        ("soc=Ascend910_9589", {}, "found chip 'Ascend910_9589', which is no known product", "never"),
+        (
+            "soc=Ascend910_9589",
+            {},
+            "'Ascend910_9589', which is of the Ascend 950 family, which is not",
+            "never",
+        ),
+        (
+            "soc=Ascend910B",
+            {},
+            "found chip 'Ascend910B', which is atlas-training; expected atlas-a2",
+            "never",
+        ),
         ("soc=Ascend910_9391", {}, "which is atlas-a3; expected atlas-a2", "never"),
         ("kernel:*:507015", {}, "returned 507015", "soon"),
         (f"{PLAN_NORM}:*:207005", {}, f"group_norm_backward: {PLAN_NORM} returned 207005", "slowly"),
@@ -101,3 +112,14 @@ def test_a_torch_npu_that_does_not_load_is_told(
     assert "torch_npu cannot be imported" in said.message
     assert "ASCEND_OPP_PATH=/nonexistent" in said.message
     assert said.comeback == "never"
+
+
+@pytest.mark.parametrize(("mode", "starts"), [("", False), ("1", False), ("0", True)])
+def test_the_graph_engine_is_not_started_unless_the_user_says_so(
+    start_npu_worker: StartNpuWorker, mode: str, starts: bool
+) -> None:
+    """torch_npu by itself starts it on this chip; it then sets options of the operator compiler."""
+    worker = start_npu_worker(
+        "soc=Ascend910A", product="atlas-training", env={"ACL_OP_INIT_MODE": mode} if mode else {}
+    )
+    assert (worker.report.counters()["calls.aclSetCompileopt"] > 0) is starts

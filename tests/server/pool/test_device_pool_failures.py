@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
+STARTED = (DeviceState.STARTING, DeviceState.READY)
+
 
 class Losses(PoolObserver):
     """Writes down what went wrong."""
@@ -152,6 +154,59 @@ def test_a_hanging_call_is_cut_off_at_its_deadline_and_its_worker_after_the_grac
     run_pool(scenario, "test:1?hang=stuck&compute=1", observer=losses)
     assert losses.requeued == []
     assert [device for device, _ in losses.lost] == ["test:0"]
+
+
+def test_a_call_without_a_deadline_ends_with_the_run_limit_and_is_not_tried_again(
+    run_pool: Any, job: Any
+) -> None:
+    losses = Losses()
+
+    async def scenario(pool: DevicePool) -> None:
+        await pool.wait_ready(30)
+        with pytest.raises(DeadlineExceeded, match=r"ran for more than 0\.2 s, the limit of the server"):
+            await job(label="stuck").run(pool)
+        await job(label="next").check(pool)
+        (status,) = pool.devices()
+        assert (status.state, status.restarts) == (DeviceState.READY, 1)
+
+    run_pool(scenario, "test:1?hang=stuck&compute=1", observer=losses, run_limit_s=0.2)
+    assert losses.requeued == []
+    assert losses.attempts == [1, 1]
+
+
+def test_a_worker_that_says_nothing_is_replaced_and_its_call_runs_again(run_pool: Any, job: Any) -> None:
+    losses = Losses()
+
+    async def scenario(pool: DevicePool) -> None:
+        await pool.wait_ready(30)
+        os.kill(_pid(pool, 0), signal.SIGSTOP)
+        states: list[DeviceState] = []
+        pool.on_change.append(lambda: states.append(pool.devices()[0].state))
+        outcome = await job().check(pool)
+        assert outcome.info.attempts == 2
+        assert states == [DeviceState.RESTARTING, DeviceState.RESTARTING, *STARTED]
+        assert losses.lost[0][1] == "the worker process was killed by signal 9 (SIGKILL)"
+
+    run_pool(scenario, "cpu:0", observer=losses, heartbeat_timeout_s=1.5)
+    assert len(losses.requeued) == 1
+
+
+def test_a_worker_is_not_to_blame_when_the_whole_server_stood_still(run_pool: Any, job: Any) -> None:
+    """A suspended machine, a stopped group: the worker is silent for longer than it may, as the pool is."""
+
+    async def scenario(pool: DevicePool) -> None:
+        await pool.wait_ready(30)
+        call = asyncio.ensure_future(job(label="slow").check(pool))
+        await asyncio.sleep(0)
+        for _ in range(2):
+            os.kill(_pid(pool, 0), signal.SIGSTOP)
+            time.sleep(1.0)  # noqa: ASYNC251 - the event loop stands still
+            os.kill(_pid(pool, 0), signal.SIGCONT)
+            await asyncio.sleep(0.3)
+        assert (await call).info.attempts == 1
+        assert pool.devices()[0].restarts == 0
+
+    run_pool(scenario, "test:1?ms=2500&compute=1", heartbeat_timeout_s=0.8)
 
 
 def test_a_hanging_call_that_was_cancelled_does_not_hold_the_device_for_ever(run_pool: Any, job: Any) -> None:

@@ -24,6 +24,9 @@ from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.pool.types import DeviceState
 from npugrad_server.worker.protocol import AbandonCall
 
+RUN_LIMIT_S = SETTINGS.run_limit_s + SETTINGS.hang_grace_s
+"""From the start of a call until its worker is ended for it."""
+
 
 def test_a_call_starts_completes_and_is_released_once() -> None:
     scheduler = open_scheduler()
@@ -69,7 +72,7 @@ def test_a_deadline_passes_in_the_queue() -> None:
     assert scheduler.tick(4.9) == []
     (failed,) = of(FailCall, scheduler.tick(5.0))
     assert (failed.call, failed.reason) == (2, "DEADLINE_EXCEEDED")
-    assert scheduler.next_alarm() is None
+    assert scheduler.next_alarm() == RUN_LIMIT_S  # of the one that runs
 
 
 def test_a_call_past_its_deadline_is_not_launched() -> None:
@@ -96,6 +99,28 @@ def test_a_running_call_fails_at_its_deadline_and_its_worker_ends_after_the_grac
     assert of(ReleaseCall, commands) == [ReleaseCall(1)]
     assert of(RequeueCall, commands) == []
     assert scheduler.output_used_bytes == 0
+
+
+def test_a_call_beyond_the_run_limit_fails_with_its_worker_and_is_not_tried_again() -> None:
+    scheduler = open_scheduler(streams=2)
+    for call in (1, 2):
+        scheduler.submit(CallRequest(call), call)
+    assert scheduler.tick(RUN_LIMIT_S) == []
+    commands = scheduler.tick(RUN_LIMIT_S + 1)
+    (failed,) = of(FailCall, commands)
+    assert (failed.call, failed.reason) == (1, "DEADLINE_EXCEEDED")
+    assert len(of(KillWorker, commands)) == 1
+    assert [call.call for call in of(RequeueCall, scheduler.lost(0, 1, "killed", RUN_LIMIT_S + 1))] == [2]
+    assert scheduler.workers[0].failures == 0
+
+
+def test_a_server_that_stood_still_gives_its_calls_their_grace_again() -> None:
+    """A suspended machine: the limit passed long ago, and nobody ran meanwhile."""
+    scheduler = open_scheduler()
+    scheduler.submit(CallRequest(1), 0)
+    assert scheduler.tick(5000) == []
+    assert scheduler.next_alarm() == 5000 + SETTINGS.hang_grace_s
+    assert len(of(KillWorker, scheduler.tick(5000 + SETTINGS.hang_grace_s))) == 1
 
 
 def test_a_call_that_ends_within_the_grace_spares_its_worker() -> None:

@@ -104,7 +104,7 @@ def test_a_damaged_device_is_not_tried_again() -> None:
     assert scheduler.workers[start.worker].reason == "quarantined: words"
     (again,) = of(StartCall, ended)
     assert again.worker != start.worker
-    assert scheduler.next_alarm() is None
+    assert scheduler.workers[start.worker].alarm is None
 
 
 def test_a_device_that_needs_time_gets_more_of_it_each_time() -> None:

@@ -20,11 +20,11 @@ def device(state: DeviceState) -> DeviceStatus:
     return DeviceStatus("cpu:0", "cpu", "", False, state, 0, "")
 
 
-def with_health(act: Callable[[Health, Any], Awaitable[None]]) -> None:
+def with_health(act: Callable[[Health, Any], Awaitable[None]], down_limit_s: float | None = None) -> None:
     """Runs a test against a Health behind a real socket, on one loop."""
 
     async def run() -> None:
-        health = Health(["npugrad.v1.BackwardService"])
+        health = Health(["npugrad.v1.BackwardService"], down_limit_s)
         server = grpc.aio.server()
         register_health(server, health)
         port = server.add_insecure_port("127.0.0.1:0")
@@ -111,3 +111,49 @@ def test_a_watcher_that_does_not_read_holds_up_nobody() -> None:
             answers.cancel()
 
     with_health(act)
+
+
+def test_liveness_ends_when_no_device_has_been_ready_for_too_long_and_comes_back_with_one() -> None:
+    async def run() -> None:
+        health = Health([], down_limit_s=0.01)
+        health.update([device(DeviceState.STARTING)])
+        await asyncio.sleep(0.05)
+        assert health.is_alive  # the start has limits of its own
+        health.update([device(DeviceState.READY), device(DeviceState.DOWN)])
+        for state in (DeviceState.RESTARTING, DeviceState.DOWN):
+            health.update([device(state)])
+        changed = health._changed
+        assert health.is_alive
+        await asyncio.wait_for(changed.wait(), 30)
+        assert not health.is_alive
+        health.update([device(DeviceState.READY)])
+        assert health.is_alive
+
+    asyncio.run(run())
+
+
+def test_liveness_never_ends_without_a_limit_nor_while_the_server_drains() -> None:
+    async def run() -> None:
+        unlimited, draining = Health([]), Health([], down_limit_s=0.01)
+        for health in (unlimited, draining):
+            health.update([device(DeviceState.READY)])
+        draining.start_draining()
+        for health in (unlimited, draining):
+            health.update([device(DeviceState.DOWN)])
+        await asyncio.sleep(0.05)
+        assert unlimited.is_alive
+        assert draining.is_alive
+
+    asyncio.run(run())
+
+
+def test_whoever_watches_liveness_hears_of_its_end() -> None:
+    async def act(health: Health, channel: Any) -> None:
+        answers = watch(channel, LIVENESS)
+        assert (await answers.read()).status == SERVING
+        health.update([device(DeviceState.READY)])
+        health.update([device(DeviceState.DOWN)])
+        assert (await answers.read()).status == NOT_SERVING
+        health.close()
+
+    with_health(act, down_limit_s=0.01)

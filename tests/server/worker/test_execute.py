@@ -100,6 +100,7 @@ def test_a_backend_gets_contiguous_operands_it_cannot_write_and_the_wanted_outpu
     done = execute(backend, arenas[0], turned, stream=3)
     assert isinstance(done, CallDone)
     assert (done.copy_in_s > 1.0, done.run_s, done.copy_out_s, done.workspace_bytes) == (True, 2.0, 3.0, 4)
+    assert done.backend == "recorder"
     (call,) = backend.calls
     assert call.stream == 3
     assert call.inputs["gamma"] is None
@@ -209,7 +210,7 @@ def test_a_call_of_which_nothing_is_wanted_is_done_whatever_its_operands(
     backend, run = Recorder(), order()
     operands = run.meta.with_inputs(input=None, mean=TensorMeta("hifloat8", (2, 3)))
     done = execute(backend, arenas[0], replace(run, meta=operands, outputs=dict.fromkeys(run.outputs)), 0)
-    assert done == CallDone(1, 0.0, 0.0, 0.0, 0)
+    assert done == CallDone(1, 0.0, 0.0, 0.0, 0, "recorder")
     assert backend.calls == []
 
 

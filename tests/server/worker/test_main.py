@@ -36,7 +36,9 @@ from npugrad_server.worker.protocol import (
     NeedWorkspace,
     OpenDevice,
     OpenFailed,
+    Ping,
     PlanCall,
+    Pong,
     RunCall,
     WorkspaceGranted,
     WorkspaceRefused,
@@ -147,6 +149,14 @@ def test_the_end_of_the_socket_ends_a_worker_that_hangs() -> None:
         one.send(order(label="x"))
         one.control.close()
         assert one.process.wait(10) == 0
+
+
+def test_a_worker_answers_while_a_call_runs() -> None:
+    with worker("test:0?hang=x") as one:
+        assert isinstance(one.receive(), DeviceReady)
+        one.send(order(label="x"))
+        one.send(Ping())
+        assert one.receive() == Pong()
 
 
 def test_signals_meant_for_the_server_do_not_end_a_worker() -> None:

@@ -97,7 +97,7 @@ def test_every_double_survives(value: float) -> None:
         OpenFailed("why \N{SNOWMAN}"),
         OpenFailed("why", "never"),
         DeviceFailed(7, "aclrtSynchronizeStreamWithTimeout returned 507015", 507015, "soon", True, False),
-        CallDone(7, 0.1, 1e-9, 0.0, 2**40),
+        CallDone(7, 0.1, 1e-9, 0.0, 2**40, "cpu-reference"),
         CallPlanned(7, 2**40),
         CallPlanned(7, None),
         CallDeferred(7, 2**40),
@@ -146,4 +146,4 @@ def test_a_message_above_the_limit_is_refused_here_and_not_by_the_kernel() -> No
 
 
 def test_a_message_is_one_line_of_json() -> None:
-    assert json.loads(encode(CallDone(1, 0, 0, 0, 0)))[0] == "CallDone"
+    assert json.loads(encode(CallDone(1, 0, 0, 0, 0, "cpu")))[0] == "CallDone"

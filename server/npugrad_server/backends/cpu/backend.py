@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 THREADS = "OMP_NUM_THREADS"
 """Environment variable that says how many threads compute; the pool sets it, NumPy's libraries read it."""
+REFERENCE = "cpu-reference"
+"""What a call names as its backend when the NumPy reference computed it."""
 
 
 def thread_count() -> int:
@@ -43,7 +45,7 @@ class CpuBackend:
 
     def __init__(self) -> None:
         """Makes it; `open` loads the kernels."""
-        self.name = "cpu-reference"
+        self.name = REFERENCE
         self.description = "host CPU"
         self.unavailable: Mapping[str, str] = {}
         self._kernels: Kernels | None = None
@@ -89,7 +91,7 @@ class CpuBackend:
         }
         packed = time.perf_counter()
         spec.reference(inputs, call.meta.attrs, call.outputs)
-        return Timings(copy_in_s=packed - start, run_s=time.perf_counter() - packed)
+        return Timings(packed - start, time.perf_counter() - packed, backend=REFERENCE)
 
     @staticmethod
     def _packed(

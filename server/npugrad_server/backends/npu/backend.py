@@ -12,10 +12,11 @@ import numpy as np
 from npugrad.call import CallOptions
 from npugrad.errors import NpugradError, OperatorError, UnsupportedOperator
 from npugrad.ops import OPERATORS
-from npugrad.products import product_from_soc
+from npugrad.products import chip_kind, product_from_soc
 from npugrad_server.acl.faults import Action, fault_of
 from npugrad_server.acl.launcher import Launcher
 from npugrad_server.acl.libraries import Cann, LibraryError
+from npugrad_server.acl.release import installed_release
 from npugrad_server.acl.runtime import AclError, Runtime
 from npugrad_server.backends.base import Comeback, DeviceCall, DeviceUnusable, Timings
 from npugrad_server.backends.npu.bringup import NpuDevice, check_packages
@@ -64,6 +65,7 @@ class NpuBackend:
         except LibraryError as error:
             raise DeviceUnusable(str(error)) from None
         self._runtime = Runtime(self._cann.runtime)
+        self._release = installed_release(self._runtime)
         self._launcher = Launcher(self._cann, self._runtime)
         # Told before torch_npu, which has words of its own for a chip it does not know.
         self._check_chip(product, may_be_unknown=True)
@@ -87,14 +89,12 @@ class NpuBackend:
         soc = self._runtime.soc_name()
         found = product_from_soc(soc)
         if found is not product and not (may_be_unknown and not soc):
-            raise DeviceUnusable(
-                f"found chip {soc!r}, which is {found or 'no known product'}; expected {product}"
-            )
+            raise DeviceUnusable(f"found chip {soc!r}, which is {chip_kind(soc)}; expected {product}")
         return soc
 
     def _describe(self, soc: str) -> None:
         versions = self._device.versions
-        cann = self._runtime.version() or "of unknown version"
+        cann = self._release or "of unknown release"
         self.simulated = self._cann.simulated
         marked = "SIMULATED " if self.simulated else ""
         self.description = f"{marked}{soc}, CANN {cann}, torch_npu {versions['torch_npu']}"

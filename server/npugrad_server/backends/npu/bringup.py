@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from npugrad_server.acl.faults import Action
 from npugrad_server.acl.runtime import AclError
 from npugrad_server.backends.base import Comeback, DeviceUnusable
+from npugrad_server.npus import OP_INIT_MODE, op_init_mode, op_init_problem
 
 if TYPE_CHECKING:
     import numpy as np
@@ -191,6 +192,7 @@ def check_packages() -> dict[str, str]:
 
 def _import(streams: int) -> tuple[Any, Any]:
     os.environ.update(_ENVIRONMENT)
+    os.environ[OP_INIT_MODE] = op_init_mode()
     if streams <= _POOLED_STREAMS:
         os.environ.setdefault("STREAMS_PER_DEVICE", str(_POOLED_STREAMS))
     try:
@@ -212,7 +214,8 @@ def _not_taken(error: Exception) -> DeviceUnusable:
     # No wait brings a damaged device back, or a function that this CANN lacks.
     hopeless = numbered.fault.action is Action.QUARANTINE or _LACKS_FUNCTION in numbered.text
     comeback = Comeback.NEVER if hopeless else Comeback.SLOWLY
-    return DeviceUnusable(f"cannot be taken: {numbered}", comeback)
+    problem = op_init_problem()
+    return DeviceUnusable(f"cannot be taken: {numbered}{'; ' if problem else ''}{problem}", comeback)
 
 
 def _numbered(error: Exception) -> AclError:

@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 from npugrad_server.acl.libraries import Cann, LibraryError
+from npugrad_server.acl.release import installed_release
 from npugrad_server.acl.runtime import AclError, Runtime
 from npugrad_server.backends.base import DeviceUnusable
 from npugrad_server.backends.npu.bringup import check_packages
@@ -43,7 +44,7 @@ def probe() -> dict[str, Any]:
 
 
 def _ask(runtime: Runtime, found: dict[str, Any]) -> None:
-    found["cann"] = runtime.version()
+    found["cann"] = str(installed_release(runtime) or "")
     try:
         runtime.initialize()
         found["count"] = runtime.device_count()

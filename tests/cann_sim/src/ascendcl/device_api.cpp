@@ -1,7 +1,5 @@
-// libascendcl: initialisation, devices, contexts, versions and error texts.
+// libascendcl: initialisation, devices, contexts and error texts.
 #include <atomic>
-#include <cstdio>
-#include <cstring>
 #include <map>
 
 #include "../model/api.h"
@@ -15,8 +13,6 @@
 using namespace cann_sim;
 
 namespace {
-
-constexpr char kDriverVersion[] = "25.5.0";
 
 std::atomic<bool> initialised{false};
 
@@ -178,21 +174,6 @@ aclError aclrtSetOpExecuteTimeOut(uint32_t) {
 aclError aclGetDeviceCapability(uint32_t, int, int64_t* value) {
   if (const int code = enter("aclGetDeviceCapability")) return code;
   *value = 24;  // cores of a kind; what only sizes launches, and none is sized here
-  return acl::kSuccess;
-}
-
-aclError aclsysGetVersionStr(char* package, char* version) {
-  if (const int code = enter("aclsysGetVersionStr")) return code;
-  std::strcpy(version, package && !std::strcmp(package, "driver") ? kDriverVersion : cann_version());
-  return acl::kSuccess;
-}
-
-aclError aclsysGetCANNVersion(int package, acl::PackageVersion* version) {
-  if (const int code = enter("aclsysGetCANNVersion")) return code;
-  const char* const text = package == acl::kPackageDriver ? kDriverVersion : cann_version();
-  std::memset(version, 0, sizeof *version);
-  std::snprintf(version->version, sizeof version->version, "%s", text);
-  std::sscanf(text, "%63[^.].%63[^.].%63s", version->major, version->minor, version->release);
   return acl::kSuccess;
 }
 

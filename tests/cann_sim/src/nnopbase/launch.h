@@ -18,6 +18,9 @@ struct aclOpExecutor;
 
 namespace cann_sim {
 
+struct Context;
+struct Executor;
+
 namespace aclnn {
 constexpr int kSuccess = 0;
 constexpr int kNullptr = 161001;
@@ -63,6 +66,8 @@ class PhaseOne {
   // The operator gives the same bits each time under the deterministic option.
   void can_be_deterministic() { honours_option_ = true; }
   void checks_workspace_size() { checks_workspace_size_ = true; }
+  // Whoever calls gets an executor to destroy also when the checks refuse: generated interfaces make it first.
+  void makes_executor_first() { makes_executor_first_ = true; }
 
   // Makes the executor, or reports the error. `check` is not asked when the fault plan had its say.
   int finish(const std::function<Verdict()>& check, uint64_t workspace,
@@ -70,11 +75,13 @@ class PhaseOne {
 
  private:
   Argument& add(const char* name);
+  std::shared_ptr<Executor> make_executor(const std::shared_ptr<Context>& context) const;
 
   std::string op_;
   int injected_;
   bool honours_option_ = false;
   bool checks_workspace_size_ = false;
+  bool makes_executor_first_ = false;
   std::vector<Argument> arguments_;
   std::vector<std::shared_ptr<void>> kept_;
 };

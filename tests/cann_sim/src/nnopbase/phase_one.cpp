@@ -17,7 +17,8 @@ namespace cann_sim {
 Product product() {
   const std::string& soc = settings()->soc;
   if (soc.rfind("Ascend910_93", 0) == 0) return Product::A3;
-  return soc.rfind("Ascend910B", 0) == 0 ? Product::A2 : Product::Training;
+  const std::string a2 = "Ascend910B";  // with a digit behind it: the bare name is of the first generation
+  return soc.rfind(a2, 0) == 0 && soc.size() > a2.size() ? Product::A2 : Product::Training;
 }
 
 PhaseOne::PhaseOne(const char* op) : op_(op), injected_(enter((op_ + "GetWorkspaceSize").c_str())) {
@@ -76,31 +77,36 @@ void PhaseOne::leave_unwritten(const char* name) {
   }
 }
 
+std::shared_ptr<Executor> PhaseOne::make_executor(const std::shared_ptr<Context>& context) const {
+  auto made = std::make_shared<Executor>();
+  made->op = op_;
+  made->context = context;
+  made->deterministic = context && determinism_of(*context) > 0;
+  made->jitters = settings()->jitter && !(made->deterministic && honours_option_);
+  made->checks_workspace_size = checks_workspace_size_;
+  made->thread = std::this_thread::get_id();
+  made->arguments = arguments_;
+  return made;
+}
+
 int PhaseOne::finish(const std::function<Verdict()>& check, uint64_t workspace,
                      std::function<void(KernelRun&)> kernel, uint64_t* workspace_size,
                      aclOpExecutor** executor) {
   const auto context = this_thread().context;
-  const bool deterministic = context && determinism_of(*context) > 0;
   const Verdict verdict = injected_ ? Verdict{injected_, "", false} : check();
   if (verdict.code) {
     if (!injected_) {
       add_message(op_.c_str(), format("%s (error code %d)", verdict.text.c_str(), verdict.code));
     }
+    if (makes_executor_first_ && executor) *executor = add_executor(make_executor(context));
     count("plans.refused");
     record_plan(op_, arguments_, verdict.code, 0, nullptr, context.get());
     return verdict.code;
   }
   if (!context) violation("no-context", op_ + ": phase 1 without a device");
-  auto made = std::make_shared<Executor>();
-  made->op = op_;
-  made->context = context;
-  made->deterministic = deterministic;
-  made->jitters = settings()->jitter && !(deterministic && honours_option_);
-  made->checks_workspace_size = checks_workspace_size_;
-  made->thread = std::this_thread::get_id();
+  const auto made = make_executor(context);
   made->skips = verdict.skips;
   made->workspace = verdict.skips ? 0 : workspace + (static_cast<uint64_t>(settings()->workspace_mb) << 20);
-  made->arguments = arguments_;
   made->kernel = std::move(kernel);
   *workspace_size = made->workspace;
   *executor = add_executor(made);

@@ -290,6 +290,7 @@ int aclnnFusedFloydAttentionGradGetWorkspaceSize(
   const bool has_sizes = call.query && call.key1 && call.query->rank() == 5 && call.key1->rank() == 5;
   const Sizes sizes = has_sizes ? sizes_of(call) : Sizes{};
   const double scale = static_cast<float>(scale_value);  // the interface narrows it
+  phase.makes_executor_first();
   return phase.finish([&] { return check(call); }, workspace_bytes(call),
                       [sizes, scale](KernelRun& run) { kernel(run, sizes, scale); }, workspace_size,
                       executor);

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from npugrad.ops import OPERATORS
 from npugrad_server.acl.launcher import Launcher
 from npugrad_server.acl.libraries import Cann, Functions, LibraryError, Missing, origin
+from npugrad_server.acl.release import installed_release
 from npugrad_server.acl.runtime import Runtime
 from npugrad_server.acl.symbols import operator_symbols
 from npugrad_server.backends.base import DeviceUnusable
@@ -61,7 +62,7 @@ def _cann(cann: Cann) -> dict[str, Any]:
         "simulated": cann.simulated,
         "layout": cann.layout,
         "libraries": sorted(cann.libraries),
-        "cann": runtime.version(),
+        "cann": str(installed_release(runtime) or ""),
         "soc": runtime.soc_name(),
         "functions": [*_functions(cann.runtime), *_functions(cann.tensors), *_operators(cann, runtime)],
     }

@@ -1,0 +1,72 @@
+"""Asks workers again and again whether they still listen; one that does not is hung, whatever it runs.
+
+A worker's listening thread answers while its streams run operators, so silence means that the process was
+stopped, or is stuck with the interpreter's lock. Silence is counted in questions and not in seconds: when
+the whole server stood still, on a suspended machine or under a debugger, its workers did as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from npugrad_server.worker.protocol import Ping
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from npugrad_server.pool.process import WorkerProcess
+
+QUESTIONS = 6
+"""Questions in a row without a word before a worker counts as hung."""
+
+
+class Heartbeat:
+    """Watches the workers that are ready. On the pool's event loop."""
+
+    def __init__(self, timeout_s: float, on_silence: Callable[[WorkerProcess], None]) -> None:
+        """Watches none yet.
+
+        Args:
+            timeout_s: Seconds of silence after which a worker counts as hung.
+            on_silence: Called once with a worker that does; it is not watched any more.
+        """
+        self._pause_s = timeout_s / QUESTIONS
+        self._on_silence = on_silence
+        self._unanswered: dict[WorkerProcess, int] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self, process: WorkerProcess) -> None:
+        """Begins to ask a worker."""
+        self._unanswered[process] = 0
+        if self._timer is None:
+            self._wait()
+
+    def heard(self, process: WorkerProcess) -> None:
+        """A worker has said something."""
+        if process in self._unanswered:
+            self._unanswered[process] = 0
+
+    def forget(self, process: WorkerProcess) -> None:
+        """A worker has ended."""
+        self._unanswered.pop(process, None)
+
+    def stop(self) -> None:
+        """Asks nobody any more."""
+        self._unanswered.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _wait(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._pause_s, self._ask)
+
+    def _ask(self) -> None:
+        # The loop hands out what workers have said before it comes here, however late that is.
+        for process, count in list(self._unanswered.items()):
+            if count == QUESTIONS:
+                self.forget(process)
+                self._on_silence(process)
+            else:
+                self._unanswered[process] = count + 1
+                process.send(Ping())
+        self._wait()

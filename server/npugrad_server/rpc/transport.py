@@ -1,0 +1,79 @@
+"""The gRPC server itself: its address, TLS, and what it lets a connection do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import grpc
+import grpc.aio
+
+from npugrad_server.addresses import Address, AddressError, check_free
+from npugrad_server.tls import read_tls
+
+if TYPE_CHECKING:
+    from npugrad_server.config import ServerSettings
+    from npugrad_server.tls import TlsFiles
+
+    Options = tuple[tuple[str, int], ...]
+
+LEAST_PING_INTERVAL_S = 30.0
+"""A connection may be pinged this often. grpc's own limit of 300 s ends every call that says nothing for so
+long, because clients ping once a minute to learn that the server is still there."""
+_MAX_PING_STRIKES = 2
+"""Pings that may come earlier; the next one ends the connection, so that pings are no way to keep us busy."""
+
+
+def open_server(settings: ServerSettings) -> tuple[grpc.aio.Server, Address]:
+    """Takes the port; nothing is served yet.
+
+    Returns:
+        The server, and its address with the port that was bound.
+
+    Raises:
+        TlsError: The files for TLS are not there or do not belong together.
+        AddressError: The address cannot be listened on.
+    """
+    tls, address = read_tls(settings), settings.listen_address
+    check_free(address)
+    server = grpc.aio.server(options=server_options(settings))
+    try:
+        if tls is None:
+            port = server.add_insecure_port(str(address))
+        else:
+            port = server.add_secure_port(str(address), _credentials(tls))
+    except RuntimeError as error:
+        raise AddressError(f"cannot listen on {address}: {error}") from None
+    return server, address.with_port(port)
+
+
+def server_options(settings: ServerSettings) -> Options:
+    """What grpc is told about the port, messages and connections."""
+    limit = int(settings.max_message_bytes)
+    return (
+        # Two servers on one port would share its calls without anybody noticing.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", limit),
+        ("grpc.max_send_message_length", limit),
+        *ping_options(),
+    )
+
+
+def ping_options(least_interval_s: float = LEAST_PING_INTERVAL_S) -> Options:
+    """How often a client may ping, whether or not it has a call in progress.
+
+    Args:
+        least_interval_s: Seconds between two pings of a connection that are not held against it.
+    """
+    return (
+        # The value of GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS in grpc's C core has no "recv",
+        # and grpc ignores names that it does not know.
+        ("grpc.http2.min_ping_interval_without_data_ms", round(least_interval_s * 1000)),
+        ("grpc.http2.max_ping_strikes", _MAX_PING_STRIKES),
+        # Else a connection without calls may be pinged once in two hours only, and proxies ping those.
+        ("grpc.keepalive_permit_without_calls", 1),
+    )
+
+
+def _credentials(tls: TlsFiles) -> grpc.ServerCredentials:
+    pair = (tls.key, tls.certificate)
+    return grpc.ssl_server_credentials([pair], tls.client_ca, require_client_auth=tls.client_ca is not None)

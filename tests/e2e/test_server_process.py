@@ -1,0 +1,123 @@
+"""The server as a process among others: its standard error, its descriptors, its children."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import signal
+import subprocess
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+from tests.calls import TIMEOUT_S, call_execute, call_unary, failure_of, sample
+from tests.e2e.harness import Wire, workers_of
+from tests.e2e.test_server_lifecycle import NOT_SERVING, SERVING, health_of, watch_health
+from tests.fix_server import ServerProcess, server_command, server_environment
+
+from npugrad.v1 import backward_pb2, backward_pb2_grpc, server_pb2, validation_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.fix_server import StartServer
+
+_F_SETPIPE_SZ = getattr(fcntl, "F_SETPIPE_SZ", 1031)  # `fcntl` names it from Python 3.10 on
+_PIPE_BYTES = 4096
+
+
+# ------------------------------------------------------------------------------------ standard error
+
+
+@pytest.fixture
+def unread_server(tmp_path: Path) -> Iterator[tuple[ServerProcess, int]]:
+    """A server whose standard error is a small pipe that nobody reads; the pipe's other end."""
+    ours, theirs = os.pipe()
+    fcntl.fcntl(theirs, _F_SETPIPE_SZ, _PIPE_BYTES)
+    command = server_command("--log-level", "debug", "--drain-timeout-s", "5")
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=theirs, text=True, env=server_environment()
+    )
+    os.close(theirs)
+    running = ServerProcess(process, tmp_path / "no.log")
+    try:
+        yield running, ours
+    finally:
+        running.kill()
+        os.close(ours)
+
+
+def test_a_server_whose_standard_error_nobody_reads_answers_and_ends(
+    unread_server: tuple[ServerProcess, int],
+) -> None:
+    running, unread = unread_server
+    running.wait_ready()
+    made = sample()
+    with running.channel() as channel:
+        for _ in range(40):
+            call_unary(channel, made.spec, made.message())
+    running.signal(signal.SIGTERM)
+    assert running.wait() == 0
+    with os.fdopen(os.dup(unread), "rb") as pipe:
+        assert len(pipe.read()) > _PIPE_BYTES // 2, "the pipe was never full"
+
+
+# ------------------------------------------------------------------------------------- hung processes
+
+
+def test_workers_that_were_all_stopped_are_replaced(start_server: StartServer) -> None:
+    """Nobody has a deadline, so only the server can notice. It is not serving meanwhile."""
+    hung = start_server("--heartbeat-timeout-s", "2", devices="test:2?compute=1")
+    made = sample()
+    with hung.channel() as channel:
+        watch = watch_health(channel)
+        assert next(watch).status == SERVING
+        for pid in workers_of(hung.process.pid):
+            os.kill(pid, signal.SIGSTOP)
+        stub = backward_pb2_grpc.BackwardServiceStub(channel)
+        call = stub.GroupNormBackward.future(made.message())
+        assert next(watch).status == NOT_SERVING
+        assert next(watch).status == SERVING
+        assert call.result(TIMEOUT_S).info.attempts == 2
+        watch.cancel()
+    (first, second) = hung.info().devices
+    assert first.restarts == second.restarts == 1
+    assert len(hung.log_lines("test:0: its worker is ended: the worker did not answer for 2 s")) == 1
+
+
+# --------------------------------------------------------------------------------------- descriptors
+
+
+def _use_up_descriptors(pid: int) -> None:
+    """Lets a process open no descriptor any more; those that it has stay."""
+    taken = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+    lowest_free = next(number for number in range(len(taken) + 1) if number not in taken)
+    _, most = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest_free, most))
+
+
+def test_no_call_opens_a_descriptor(start_server: StartServer) -> None:
+    """A server that has none left goes on serving the connections that it has."""
+    full = start_server(check_end=False)
+    made = sample()
+    header = backward_pb2.ExecuteHeader(group_norm_backward=made.message())
+    with full.channel() as channel:
+        grpc.channel_ready_future(channel).result(TIMEOUT_S)
+        _use_up_descriptors(full.process.pid)
+        wire = Wire.of(channel)
+        assert wire.info().version
+        assert call_execute(channel, made.frames()).contents == made.reference()
+        assert call_unary(channel, made.spec, made.message()).info.attempts == 1
+        listed = wire.server.ListOperators(server_pb2.ListOperatorsRequest(), timeout=TIMEOUT_S)
+        assert listed.operators
+        request = validation_pb2.ValidateRequest(call=header)
+        assert wire.validation.Validate(request, timeout=TIMEOUT_S).status == 0
+        bad = made.message()
+        bad.group = 0
+        assert failure_of(lambda: call_unary(channel, made.spec, bad)).error.reason
+        assert health_of(channel) == SERVING
+    full.signal(signal.SIGTERM)
+    assert full.wait() == 0
+    assert "Traceback" not in full.log_text()

@@ -1,0 +1,40 @@
+"""HTTP/2 by hand: what a client sends that is not grpc's, byte for byte."""
+
+from __future__ import annotations
+
+import struct
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+HEADERS, SETTINGS, PING, GOAWAY = 1, 4, 6, 7
+"""Types of frames."""
+ACK, END_HEADERS = 1, 4
+"""Flags of frames."""
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """An HTTP/2 frame."""
+    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
+
+
+def literal(name: bytes, value: bytes) -> bytes:
+    """A header field, literal, in the way HPACK writes what it does not want to remember."""
+    return b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value
+
+
+def start_call(path: bytes) -> bytes:
+    """A connection's start and the headers of one gRPC call on stream 1."""
+    fields = (
+        (b":method", b"POST"),
+        (b":scheme", b"http"),
+        (b":path", path),
+        (b":authority", b"test"),
+        (b"te", b"trailers"),
+        (b"content-type", b"application/grpc"),
+    )
+    block = b"".join(literal(*field) for field in fields)
+    return PREFACE + frame(SETTINGS, 0, 0) + frame(HEADERS, END_HEADERS, 1, block)
+
+
+def message(announced: int, data: bytes, compressed: int = 0) -> bytes:
+    """A gRPC message that says how long it is."""
+    return struct.pack(">BI", compressed, announced) + data

@@ -1,0 +1,89 @@
+"""What connections may do, seen by a client that speaks HTTP/2 by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import grpc.aio
+import pytest
+from tests.http2 import ACK, GOAWAY, PING, PREFACE, SETTINGS, frame, message, start_call
+
+from npugrad_server.config import ServerSettings
+from npugrad_server.rpc.transport import ping_options, server_options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+TIMEOUT_S = 30
+PATH = b"/test/Wait"
+CALL = start_call(PATH) + frame(0, 1, 1, message(0, b""))
+"""A connection with a call that is never answered."""
+NO_CALL = PREFACE + frame(SETTINGS, 0, 0)
+
+
+async def answered_pings(options: Iterable[tuple[str, int]], start: bytes, number: int, gap_s: float) -> Any:
+    """Pings a server, each time after the last answer and a gap.
+
+    Returns:
+        How many were answered, and what the server said when it ended the connection, or nothing.
+    """
+
+    async def wait(request: bytes, context: Any) -> bytes:
+        await asyncio.Event().wait()
+        return b""
+
+    server = grpc.aio.server(options=tuple(options))
+    methods: Any = {"Wait": grpc.unary_unary_rpc_method_handler(wait)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", methods),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(start)
+        for done in range(number):
+            writer.write(frame(PING, 0, 0, bytes(8)))
+            goodbye = await _answer(reader)
+            if goodbye:
+                return done, goodbye
+            await asyncio.sleep(gap_s)  # the time between pings is what this is about
+        return number, b""
+    finally:
+        writer.close()
+        await server.stop(None)
+
+
+async def _answer(reader: asyncio.StreamReader) -> bytes:
+    """Reads until a ping is answered; what the server said if it ends the connection instead."""
+    while True:
+        head = await reader.readexactly(9)
+        payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
+        if head[3] == PING and head[4] & ACK:
+            return b""
+        if head[3] == GOAWAY:
+            return payload[8:]
+
+
+def ping(*arguments: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(answered_pings(*arguments), TIMEOUT_S))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [CALL, NO_CALL], ids=["quiet call", "no call"])
+def test_a_quiet_connection_may_be_pinged_for_ever_at_the_interval(start: bytes) -> None:
+    """Scaled down: twelve pings, 0.15 s apart, where one in 0.1 s is allowed."""
+    assert ping(ping_options(0.1), start, 12, 0.15) == (12, b"")
+
+
+@pytest.mark.parametrize("start", [CALL, NO_CALL], ids=["quiet call", "no call"])
+def test_pings_that_come_too_early_end_the_connection(start: bytes) -> None:
+    options = server_options(ServerSettings())
+    count, goodbye = ping(options, start, 20, 0)
+    # What the server sends of its own at the start forgives the pings before it.
+    assert 3 <= count <= 6
+    assert goodbye == b"too_many_pings"
+
+
+def test_a_ping_in_half_a_minute_is_allowed() -> None:
+    options = server_options(ServerSettings())
+    assert set(ping_options(30)) < set(options)
