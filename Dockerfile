@@ -35,12 +35,12 @@ RUN sh deploy/image/account.sh && install -d -o 1000 -g 1000 /home/HwHiAiUser
 RUN sh deploy/image/compiler.sh
 
 # A CANN base holds Python packages that CANN itself imports (attrs, decorator, psutil, scipy, ...): the server's
-# environment sees them. What is pinned here comes first.
-RUN python3 -m venv /opt/build && python3 -m venv --system-site-packages /opt/npugrad
+# environment sees them. What is pinned here comes first. It has no pip of its own: what installs stays behind.
+RUN python3 -m venv /opt/build && python3 -m venv --system-site-packages --without-pip /opt/npugrad
 
 # Before the sources, so that an edit of the code does not fetch anything again.
 RUN /opt/build/bin/pip install --require-hashes -r deploy/image/requirements-build.txt \
-    && /opt/npugrad/bin/pip install --require-hashes -r deploy/image/requirements-server.txt
+    && /opt/build/bin/pip --python /opt/npugrad install --require-hashes -r deploy/image/requirements-server.txt
 
 COPY pyproject.toml README.md LICENSE ./
 COPY protos/ protos/
@@ -48,7 +48,8 @@ COPY server/ server/
 COPY client/ client/
 RUN /opt/build/bin/pip wheel --no-build-isolation --no-deps --wheel-dir /dist . \
     && wheel="$(echo /dist/npugrad-*.whl)" \
-    && /opt/npugrad/bin/pip install --constraint deploy/image/constraints-npu.txt "${wheel}[${EXTRAS}]" \
+    && /opt/build/bin/pip --python /opt/npugrad install --constraint deploy/image/constraints-npu.txt \
+        "${wheel}[${EXTRAS}]" \
     && sh deploy/image/check.sh /opt/npugrad/bin/npugrad-server
 
 # ---------------------------------------------------------------------------------- runtime

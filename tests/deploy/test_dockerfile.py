@@ -1,7 +1,7 @@
 """The image's recipe: what can be known of it without building it.
 
-A build needs a base image from a registry. What these tests run for real is the linter, the scripts, and the
-wheel build from exactly the files the recipe copies.
+A build takes minutes, root and packages: `make test-image` (image.py) does it for real. What these tests run is
+the linter, the scripts, and the wheel build from exactly the files the recipe copies.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -126,8 +127,23 @@ def test_every_install_is_pinned(build: list[Instruction]) -> None:
     ]
     installs = [command for command in commands if " install " in command and "/pip " in command]
     assert len(installs) == 3
+    assert all(command.startswith("/opt/build/bin/pip ") for command in installs), installs
     assert all("--require-hashes" in command or "--constraint" in command for command in installs), installs
     assert not any(re.search(r"\b(apt|apt-get|yum|dnf|curl|wget)\b", command) for command in commands)
+
+
+def test_environment_of_the_image_gets_no_installer(build: list[Instruction]) -> None:
+    """What installs is in the build stage, pinned, and recent enough to install into another environment."""
+    (made,) = (
+        command
+        for value in _values(build, "RUN")
+        for command in value.split("&&")
+        if "-m venv" in command and "/opt/npugrad" in command
+    )
+    assert "--without-pip" in made
+    (pip,) = (pin for pin, _ in _pins("requirements-build.txt") if pin.name == "pip")
+    assert Version(str(pip.specifier).removeprefix("==")) >= Version("22.3")
+    assert "pip" not in {pin.name for pin, _ in _pins("requirements-server.txt")}
 
 
 def test_image_runs_as_the_account_that_owns_ascend_devices(runtime: list[Instruction]) -> None:
@@ -251,10 +267,19 @@ def test_base_with_neither_compiler_nor_package_manager_fails_the_build() -> Non
 
 
 @pytest.mark.slow
+def test_check_does_without_the_ports_of_the_host(tmp_path: Path) -> None:
+    """A build shares them with whatever runs there, at times with a server of ours."""
+    server = _server(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = "{}:{}".format(*taken.getsockname())
+        listen = {"NPUGRAD_LISTEN": address, "NPUGRAD_METRICS_LISTEN": address}
+        made = _checked(server, NPUGRAD_BUILD_KERNELS="0", **listen)
+    assert (made.returncode, "FAIL" in made.stdout) == (0, False), made
+
+
+@pytest.mark.slow
 def test_check_fails_the_build_unless_kernels_load_or_nobody_asked_for_them(tmp_path: Path) -> None:
-    server = tmp_path / "npugrad-server"
-    server.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m npugrad_server "$@"\n')
-    server.chmod(0o755)
+    server = _server(tmp_path)
     made = _checked(server, NPUGRAD_KERNELS_VARIANT="none")
     assert (made.returncode, "no compiled kernels; NPUGRAD_BUILD_KERNELS=0" in made.stderr) == (1, True), made
     made = _checked(server, NPUGRAD_KERNELS_VARIANT="none", NPUGRAD_BUILD_KERNELS="0")
@@ -414,11 +439,18 @@ def _installed(tools: dict[str, str], **environment: str) -> subprocess.Complete
         return _script("compiler.sh", PATH=folder, **environment)
 
 
+def _server(folder: Path) -> Path:
+    """Return a command npugrad-server that runs this checkout."""
+    server = folder / "npugrad-server"
+    server.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m npugrad_server "$@"\n')
+    server.chmod(0o755)
+    return server
+
+
 def _checked(server: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run check.sh with this command and no setting of ours but these."""
     free = {name: value for name, value in os.environ.items() if not name.startswith("NPUGRAD_")}
-    listen = {"NPUGRAD_LISTEN": "127.0.0.1:0", "NPUGRAD_METRICS_LISTEN": ""}
-    return _script("check.sh", str(server), **{**free, **listen, **environment})
+    return _script("check.sh", str(server), **{**free, **environment})
 
 
 def _script(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
