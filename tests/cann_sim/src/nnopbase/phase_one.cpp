@@ -80,7 +80,6 @@ int PhaseOne::finish(const std::function<Verdict()>& check, uint64_t workspace,
                      std::function<void(KernelRun&)> kernel, uint64_t* workspace_size,
                      aclOpExecutor** executor) {
   const auto context = this_thread().context;
-  const bool deterministic = context && determinism_of(*context) > 0;
   const Verdict verdict = injected_ ? Verdict{injected_, "", false} : check();
   if (verdict.code) {
     if (!injected_) {
@@ -94,8 +93,8 @@ int PhaseOne::finish(const std::function<Verdict()>& check, uint64_t workspace,
   auto made = std::make_shared<Executor>();
   made->op = op_;
   made->context = context;
-  made->deterministic = deterministic;
-  made->jitters = settings()->jitter && !(deterministic && honours_option_);
+  load_kernel(*context);
+  made->sums_in_order = settings()->ordered_sums || (honours_option_ && plans_deterministic(*context));
   made->checks_workspace_size = checks_workspace_size_;
   made->thread = std::this_thread::get_id();
   made->skips = verdict.skips;
