@@ -68,7 +68,7 @@ void parse_setting(const std::string& entry, Settings& settings) {
   const std::map<std::string, Switch> switches = {
       {"record", {&settings.record, "1", "0"}},
       {"trace", {&settings.trace, "1", "0"}},
-      {"jitter", {&settings.jitter, "1", "0"}},
+      {"sums", {&settings.ordered_sums, "ordered", "free"}},
       {"accumulate", {&settings.accumulate, "1", "0"}},
       {"helpers", {&settings.helpers, "1", "0"}},
       {"threads", {&settings.strict_threads, "strict", "real"}},

@@ -32,7 +32,7 @@ struct Settings {
   int64_t workspace_mb = 0;     // what phase 1 demands on top of its own figure
   bool record = false;          // write phase-1 arguments and launches to the report folder
   bool trace = false;           // write every call of an interface function there
-  bool jitter = false;          // results of non-deterministic kernels differ in the last bit from run to run
+  bool ordered_sums = false;    // sums=ordered: kernels sum in the same order also without the option
   bool accumulate = false;      // kernels add to what lies in outputs that some kernels expect to be zeroed
   bool helpers = false;         // aclrtSetDevice forks processes that keep the device
   bool strict_threads = false;  // threads=strict: one thread for both phases, and for all work of a stream
