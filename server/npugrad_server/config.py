@@ -117,8 +117,16 @@ class ServerSettings(BaseSettings):
     streams_per_device: int = Field(
         default=1, ge=1, le=16, description="Calls that run at once on one device."
     )
+    drain_delay_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="Seconds that everything is still served after SIGTERM, while health says NOT_SERVING: "
+        "load balancers then send new calls elsewhere first. SIGINT does not wait.",
+    )
     drain_timeout_s: float = Field(
-        default=120.0, ge=0, description="Seconds that accepted calls have to finish after SIGTERM or SIGINT."
+        default=120.0,
+        ge=0,
+        description="Seconds that calls in progress then have to finish, after SIGTERM or SIGINT.",
     )
     hang_grace_s: float = Field(
         default=10.0,

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 RETRY_NO_DEVICE_S = 5.0
 """What a caller is asked to wait when no device is ready: about the time a pod needs to be replaced."""
-RETRY_DRAINING_S = 1.0
-"""What a caller is asked to wait when the server shuts down: about the time to find another one."""
 
 
 def error_from_answer(planned: PlannedCall, answer: CallFailed) -> NpugradError:

@@ -23,8 +23,14 @@ _MAX_PING_STRIKES = 2
 """Pings that may come earlier; the next one ends the connection, so that pings are no way to keep us busy."""
 
 
-def open_server(settings: ServerSettings) -> tuple[grpc.aio.Server, Address]:
+def open_server(
+    settings: ServerSettings, *interceptors: grpc.aio.ServerInterceptor
+) -> tuple[grpc.aio.Server, Address]:
     """Takes the port; nothing is served yet.
+
+    Args:
+        settings: Address, TLS and limits.
+        interceptors: Who sees calls before their handlers do.
 
     Returns:
         The server, and its address with the port that was bound.
@@ -35,7 +41,7 @@ def open_server(settings: ServerSettings) -> tuple[grpc.aio.Server, Address]:
     """
     tls, address = read_tls(settings), settings.listen_address
     check_free(address)
-    server = grpc.aio.server(options=server_options(settings))
+    server = grpc.aio.server(options=server_options(settings), interceptors=interceptors)
     try:
         if tls is None:
             port = server.add_insecure_port(str(address))
