@@ -106,3 +106,20 @@ def test_a_server_that_ends_costs_plain_callers_no_more_than_what_is_on_the_wire
     # grpc refuses, by itself and with CANCELLED, what reaches a server after it began to end.
     assert sum(callers.failures.values()) <= CALLERS, callers.outcomes
     assert set(callers.failures) <= {"CANCELLED: CANCELLED"}
+
+
+def test_a_new_server_gets_calls_once_connections_reach_their_age(start_server: StartServer) -> None:
+    """And none is lost: not those in progress when a connection is told to go, however long they take."""
+    flags = ("--max-connection-age-s", "1", *STREAMS)
+    first = start_server(*flags, devices=DEVICES)
+    made, gate = sample(), threading.Event()
+    with service_address(first) as front, plain_channel(front.address) as channel:
+        held = held_upload(channel, made, gate, 2)
+        with Callers(channel, made) as callers:
+            eventually(lambda: accepted(first) > 20, "the first server gets calls", first)
+            second = start_server(*flags, devices=DEVICES)
+            front.servers = (second, first)
+            eventually(lambda: accepted(second) > 50, "the new server gets calls", second)
+            gate.set()
+            assert kinds(held) == ["header"]
+    assert callers.failures == {}

@@ -61,6 +61,7 @@ def server_options(settings: ServerSettings) -> Options:
         ("grpc.max_receive_message_length", limit),
         ("grpc.max_send_message_length", limit),
         *ping_options(),
+        *_age_options(settings),
     )
 
 
@@ -78,6 +79,11 @@ def ping_options(least_interval_s: float = LEAST_PING_INTERVAL_S) -> Options:
         # Else a connection without calls may be pinged once in two hours only, and proxies ping those.
         ("grpc.keepalive_permit_without_calls", 1),
     )
+
+
+def _age_options(settings: ServerSettings) -> Options:
+    ages = {"age": settings.max_connection_age_s, "age_grace": settings.max_connection_age_grace_s}
+    return tuple((f"grpc.max_connection_{k}_ms", round(s * 1000)) for k, s in ages.items() if s is not None)
 
 
 def _credentials(tls: TlsFiles) -> grpc.ServerCredentials:
