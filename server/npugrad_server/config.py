@@ -37,6 +37,8 @@ _OTHERS_VARIABLES = re.compile(r"NPUGRAD_(CONFIG|TARGET|(BUILD|CLIENT|WORKER|TES
 _SERVICE_LINKS = re.compile(
     r"NPUGRAD_([A-Z0-9_]+_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_\d+_(TCP|UDP|SCTP)(_.*)?)?)"
 )
+_LONGEST_S = 2e6
+"""grpc counts some times in milliseconds, in 32 bits."""
 
 
 class ServerSettings(BaseSettings):
@@ -118,8 +120,30 @@ class ServerSettings(BaseSettings):
     streams_per_device: int = Field(
         default=1, ge=1, le=16, description="Calls that run at once on one device."
     )
+    drain_delay_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="Seconds that everything is still served after SIGTERM, while health says NOT_SERVING: "
+        "load balancers then send new calls elsewhere first. SIGINT does not wait.",
+    )
     drain_timeout_s: float = Field(
-        default=120.0, ge=0, description="Seconds that accepted calls have to finish after SIGTERM or SIGINT."
+        default=120.0,
+        ge=0,
+        description="Seconds that calls in progress then have to finish, after SIGTERM or SIGINT.",
+    )
+    max_connection_age_s: float | None = Field(
+        default=None,
+        ge=1,
+        le=_LONGEST_S,
+        description="Seconds, a tenth more or less, after which a connection is told to go, so that callers "
+        "look up the server's name again and find new servers. Default: never.",
+    )
+    max_connection_age_grace_s: float | None = Field(
+        default=None,
+        gt=0,
+        le=_LONGEST_S,
+        description="Seconds that calls on such a connection then have to finish before they are cut off. "
+        "Default: as long as they take.",
     )
     hang_grace_s: float = Field(
         default=10.0,
@@ -220,6 +244,15 @@ class ServerSettings(BaseSettings):
         for name in ("tls_key", "tls_client_ca"):
             if getattr(self, name) and not self.tls_certificate:
                 raise _about(name, "found a file without tls_certificate; expected that one too, or neither")
+        return self
+
+    @model_validator(mode="after")
+    def _age_has_its_grace(self) -> ServerSettings:
+        if self.max_connection_age_grace_s is not None and self.max_connection_age_s is None:
+            raise _about(
+                "max_connection_age_grace_s",
+                "found a grace without max_connection_age_s; expected that one too, or neither",
+            )
         return self
 
     @property

@@ -60,7 +60,6 @@ def pool_settings(settings: ServerSettings, report: NpuReport) -> PoolSettings:
         prefault_bytes=int(settings.prefault_bytes),
         max_queue_depth=settings.max_queue_depth,
         streams_per_device=settings.streams_per_device,
-        drain_timeout_s=settings.drain_timeout_s,
         hang_grace_s=settings.hang_grace_s,
         run_limit_s=settings.run_limit_s,
         heartbeat_timeout_s=settings.heartbeat_timeout_s,

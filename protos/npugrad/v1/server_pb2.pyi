@@ -185,7 +185,7 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     product: npugrad.v1.operators_pb2.Product.ValueType
     """Product it serves."""
     draining: builtins.bool
-    """True while it drains: accepted calls finish, others are refused."""
+    """True from the signal that ends it on: calls in progress finish, others should go elsewhere."""
     uptime_s: builtins.float
     """Seconds since it started."""
     queue_depth: builtins.int

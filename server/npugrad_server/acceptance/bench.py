@@ -107,7 +107,6 @@ class BenchSettings:
             prefault_bytes=0,
             max_queue_depth=1024,
             streams_per_device=self.streams,
-            drain_timeout_s=60.0,
             hang_grace_s=self.hang_grace_s,
             worker_start_timeout_s=self.start_timeout_s,
             respawn_backoff_s=0.1,

@@ -29,8 +29,6 @@ RETRY_NO_DEVICE_S = 5.0
 pod needs to be replaced."""
 _LEAST_RETRY_S = 1.0
 """The shortest such wait: about what opening a device takes."""
-RETRY_DRAINING_S = 1.0
-"""What a caller is asked to wait when the server shuts down: about the time to find another one."""
 
 
 def error_from_answer(planned: PlannedCall, answer: CallFailed) -> NpugradError:

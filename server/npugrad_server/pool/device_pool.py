@@ -15,7 +15,7 @@ from npugrad.errors import ServerDraining, UnsupportedOperator
 from npugrad_server.devices import parse_device
 from npugrad_server.machine import memory_bytes
 from npugrad_server.pool.admission import Admission
-from npugrad_server.pool.answers import RETRY_DRAINING_S, error_without_device
+from npugrad_server.pool.answers import error_without_device
 from npugrad_server.pool.arena import InputArena
 from npugrad_server.pool.commands import DeviceChanged, ReleaseCall, WorkerSpec
 from npugrad_server.pool.device_memory import budget
@@ -92,8 +92,8 @@ class DevicePool:
         )
         self._numbers = itertools.count(1)
         self._questions = Questions(self._fleet, self._scheduler, self._numbers)
-        self._unclosed = self._uploads = self._accepted = 0
-        self._draining = self._closing = False
+        self._uploads = self._accepted = 0
+        self._closing = False
         self._states: dict[int, DeviceState] = {}
         self._alarm: asyncio.TimerHandle | None = None
         self._progress = asyncio.Event()
@@ -123,16 +123,12 @@ class DevicePool:
         Raises:
             CallTooLarge: It can never fit.
             ServerBusy: QUEUE_FULL, queue or operand memory are full now; NO_DEVICE, all devices are down.
-            ServerDraining: The pool drains.
+            ServerDraining: The pool was closed, or its calls were abandoned.
             UnsupportedOperator: No device can run the operator.
         """
         operator = planned.spec.name
-        if self._draining:
-            raise ServerDraining(
-                f"{operator}: the server shuts down and takes no new calls",
-                retry_after_s=RETRY_DRAINING_S,
-                operator=operator,
-            )
+        if self._closing:
+            raise _shut_down(planned)
         if self._scheduler.all_down:
             raise error_without_device(self.devices(), planned)
         missing = self.unavailable(operator)
@@ -150,7 +146,6 @@ class DevicePool:
             self._closed,
         )
         self._entries[admission.number] = Entry(admission, demand, region)
-        self._unclosed += 1
         self._uploads += 1
         self._accepted += 1
         self._observer.call_accepted(planned)
@@ -201,7 +196,6 @@ class DevicePool:
 
     def _closed(self, admission: Admission) -> None:
         """An admission was closed: its memory goes back now, or when its worker is done with it."""
-        self._unclosed -= 1
         entry = self._entries[admission.number]
         if entry.held is not None:
             self._fleet.let_go(entry.held)
@@ -211,7 +205,6 @@ class DevicePool:
         else:
             self._uploads -= 1
             self._release(admission.number)
-        self._signal()
 
     def _release(self, number: int) -> None:
         self._gate.operands.free(self._entries.pop(number).operands)
@@ -381,30 +374,18 @@ class DevicePool:
 
     # -------------------------------------------------------------------------------------------- how it ends
 
-    def start_draining(self) -> None:
-        """Refuses every later call; those admitted go on, uploads included."""
-        self._draining = True
-
-    async def drained(self, timeout_s: float | None = None) -> bool:
-        """Waits until every admission was closed.
-
-        Args:
-            timeout_s: Seconds to wait; `drain_timeout_s` of the settings by default.
-
-        Returns:
-            Whether it came to that in time.
-        """
-        limit = self._settings.drain_timeout_s if timeout_s is None else timeout_s
-        return await self._until(lambda: not self._unclosed, limit)
-
-    async def close(self) -> None:
-        """Ends all workers and waits for them; calls still inside get `ServerDraining`. Idempotent."""
-        self._draining = self._closing = True
+    def abandon(self) -> None:
+        """Answers calls inside, and every later one, with `ServerDraining`; workers stay. Idempotent."""
+        self._closing = True
         self._set_alarm()
         for number, entry in list(self._entries.items()):
             if entry.future is not None and not entry.future.done():
                 self._replies.finish(entry, _shut_down(entry.planned))
                 self._apply(self._scheduler.cancel(number, time.monotonic()))
+
+    async def close(self) -> None:
+        """Abandons what is inside, ends all workers and waits for them. Idempotent."""
+        self.abandon()
         await self._fleet.close()
         self._inputs.close()
 

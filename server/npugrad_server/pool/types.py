@@ -34,7 +34,6 @@ class PoolSettings:
         prefault_bytes: How much of each arena is backed by memory at the start.
         max_queue_depth: Admitted calls that have not started, uploads included.
         streams_per_device: Calls that run at once on one device.
-        drain_timeout_s: How long `DevicePool.drained` waits unless told otherwise.
         hang_grace_s: Seconds a launched call may outlive its deadline before its worker is ended.
         worker_start_timeout_s: Seconds that a worker's start may stand still, from one stage to the next.
         respawn_backoff_s: Delay before a worker that failed once is started again; it doubles each time.
@@ -55,7 +54,6 @@ class PoolSettings:
     prefault_bytes: int
     max_queue_depth: int
     streams_per_device: int
-    drain_timeout_s: float
     hang_grace_s: float
     worker_start_timeout_s: float
     respawn_backoff_s: float

@@ -423,7 +423,7 @@ from npugrad_server.pool import DevicePool, PoolSettings
 
 async def main():
     devices, mib = ("cpu:0", "cpu:1"), 1 << 20
-    settings = PoolSettings(devices, Product.ATLAS_A2, mib, mib, 0, 9, 1, 1, 1, 30, 1, 1, 1)
+    settings = PoolSettings(devices, Product.ATLAS_A2, mib, mib, 0, 9, 1, 1, 30, 1, 1, 1)
     pool = await DevicePool.open(settings)
     await pool.wait_ready(30)
     print(*(status.pid for status in pool.devices()), flush=True)

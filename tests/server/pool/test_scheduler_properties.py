@@ -253,7 +253,6 @@ class SchedulerWorld(RuleBasedStateMachine):
             0,
             99,
             streams,
-            1,
             5.0,
             20.0,
             1.0,

@@ -22,6 +22,7 @@ from npugrad_server.acl.bare import BareDevice
 from npugrad_server.acl.launcher import Launcher
 from npugrad_server.acl.layout import arrange
 from npugrad_server.acl.libraries import RUNTIME_LIBRARY, Cann, LibraryError, Loader
+from npugrad_server.acl.release import installed_release
 from npugrad_server.acl.runtime import AclError, Runtime
 from npugrad_server.acl.tensor import DeviceTensor
 from npugrad_server.backends.npu.trials.exchange import (
@@ -99,7 +100,7 @@ class Ladder:
 
     def _initialize(self) -> str:
         self._runtime.initialize()
-        return f"CANN {self._runtime.version() or 'of unknown version'}"
+        return f"CANN {installed_release(self._runtime) or 'of unknown release'}"
 
     def _count(self) -> str:
         count = self._runtime.device_count()
