@@ -12,6 +12,7 @@ from tests.calls import (
     chunk,
     chunk_frames,
     failure_of,
+    gated,
     named_sample,
     named_samples,
     sample,
@@ -345,6 +346,39 @@ def test_upload_that_stands_still_is_ended(start_server: StartServer) -> None:
         made = sample()
         assert call_execute(channel, made.frames()).contents == made.reference()
     assert "InvalidStateError" not in strict.log_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["late", "cancelled"])
+def test_upload_that_nobody_waits_for_any_more_is_no_malformed_call(server: ServerProcess, way: str) -> None:
+    """grpc reads the end of a dead call as that of a stream; the bytes that came are counted."""
+    made = sample(n=1, c=16, hxw=2**16, group=4)
+    sent, gate = 7 * 2**18, threading.Event()
+    with server.channel() as channel:
+        stub = backward_pb2_grpc.BackwardServiceStub(channel)
+        calls = [
+            stub.Execute(
+                gated(made.frames(chunk_bytes=2**18), gate, 8),
+                timeout=1 if way == "late" else TIMEOUT_S,
+                metadata=(("x-request-id", f"{way}-{number}"),),
+            )
+            for number in range(6)
+        ]
+        if way == "cancelled":
+            wait_for(server, in_use=True)
+            for call in calls:
+                call.cancel()
+        for call in calls:
+            with pytest.raises(grpc.RpcError):
+                list(call)
+        gate.set()
+    lines = [server.find_log("call", request_id=f"{way}-{number}") for number in range(6)]
+    assert {line["reason"] for line in lines} <= {"DEADLINE_EXCEEDED", "CANCELLED"}
+    received = [line["received_bytes"] for line in lines if line.get("operator")]
+    assert max(received, default=0) <= sent
+    if way == "late":
+        assert received
+        assert min(received) > 0
 
 
 def test_deadline_that_passes_during_the_upload_leaks_nothing(server: ServerProcess, large: Sample) -> None:

@@ -93,7 +93,8 @@ def test_all_wrong_values_are_told_at_once_and_the_others_stay_usable(toml: Path
 
 
 def test_a_grace_goes_with_an_age() -> None:
-    assert load_settings({"max_connection_age_s": "60", "max_connection_age_grace_s": "9"})
+    both = load_settings({"max_connection_age_s": "60", "max_connection_age_grace_s": "9"}).settings
+    assert (both.max_connection_age_s, both.max_connection_age_grace_s) == (60, 9)
     with pytest.raises(SettingsError) as caught:
         load_settings({"max_connection_age_grace_s": "9"})
     assert caught.value.problems == (

@@ -45,6 +45,7 @@ STATUS_KEY = "grpc-status-details-bin"
 _SANE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 _SUMMARY_CHARACTERS = 512
 _OURS = "/npugrad."
+_LATENCY_S = 5e-3
 _OUR_FAULT = frozenset({"INTERNAL", "UNKNOWN", "DATA_LOSS"})
 
 
@@ -59,7 +60,7 @@ class RpcCall:
         operator: Operator, once known.
         operands: Types, shapes and attributes, once known; never contents.
         info: What produced the result, once there.
-        received_bytes: Content bytes that came.
+        received_bytes: Content bytes that have come so far.
         sent_bytes: Content bytes that go.
     """
 
@@ -73,6 +74,10 @@ class RpcCall:
     sent_bytes: int = 0
     started_s: float = field(default_factory=time.monotonic)
 
+    def __post_init__(self) -> None:
+        """Remembers how long the client will wait."""
+        self._granted_s = self.timeout_s or 0.0
+
     @property
     def timeout_s(self) -> float | None:
         """Seconds until the client's deadline; None when it set none."""
@@ -81,9 +86,13 @@ class RpcCall:
 
     @property
     def is_late(self) -> bool:
-        """Whether the client's deadline has passed; a millisecond is left for clocks to differ."""
+        """Whether the client's deadline has passed, by its own clock.
+
+        It reaches us rounded up by as much as a hundredth, and with the time it took to come: when the client
+        gives up, some of it is left here.
+        """
         remaining = self.timeout_s
-        return remaining is not None and remaining < 1e-3
+        return remaining is not None and remaining < _LATENCY_S + self._granted_s / 100
 
     def describe(self, call: CallMeta) -> None:
         """Notes types, shapes and attributes for the log."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 
 from npugrad.codec import CHUNK_BYTES, MAX_CHUNK_BYTES, encode_response, unwrap, wrap
-from npugrad.errors import Cancelled, DeadlineExceeded, MalformedRequest, MalformedTensor
+from npugrad.errors import DeadlineExceeded, MalformedRequest, MalformedTensor
 from npugrad.layout import chunks
 from npugrad.v1 import backward_pb2
 from npugrad_server.dispatch import INLINE_REPLY_BYTES, Dispatcher, Request
@@ -112,7 +112,7 @@ class Frames:
         Raises:
             DeadlineExceeded: The client sent nothing for `upload_idle_timeout_s`.
             MalformedRequest: The bytes are no frame.
-            Cancelled: The client is gone.
+            asyncio.CancelledError: The client is gone, or its deadline has passed.
         """
         context = self._call.context
         frame = await self._within(
@@ -120,12 +120,26 @@ class Frames:
         )
         return None if frame is grpc.aio.EOF else sane(frame)
 
+    async def confirm_end(self) -> None:
+        """Makes sure that it was the client that ended its side: grpc reads the end from a dead call, too.
+
+        Raises:
+            asyncio.CancelledError: The client is gone, or its deadline has passed.
+        """
+        # A call that is alive can be sent its metadata, of which nothing will be seen but that it is early.
+        await self._within(
+            lambda: self._call.context.send_initial_metadata(()),
+            self._reply_idle_timeout_s,
+            "no room for metadata",
+            "the client to read",
+        )
+
     async def write(self, frame: backward_pb2.ExecuteResponse) -> None:
         """Sends a frame.
 
         Raises:
             DeadlineExceeded: The client took nothing for `reply_idle_timeout_s`.
-            Cancelled: The client is gone.
+            asyncio.CancelledError: The client is gone, or its deadline has passed.
         """
         context = self._call.context
         await self._within(
@@ -144,10 +158,8 @@ class Frames:
             text = f"execute: stream: found {found} for {timeout_s:g} s; expected {expected} before that"
             raise DeadlineExceeded(text, operator=self._call.operator) from None
         except (grpc.aio.BaseError, grpc.RpcError) as error:
-            # The transport fails before it tells us that the client is gone.
-            raise Cancelled(
-                f"execute: stream: found it closed: {error}", operator=self._call.operator
-            ) from None
+            # The transport fails before it cancels the task of a call that is dead.
+            raise asyncio.CancelledError(f"execute: stream: found it closed: {error}") from None
 
 
 class Execute:
@@ -162,12 +174,16 @@ class Execute:
     async def __call__(self, call: RpcCall) -> None:
         """Takes one call from its header to the last chunk of its reply; errors as in `Dispatcher`."""
         frames = Frames(call, *self._timeouts)
-        request = self._plan(call, await frames.read())
+        header = await frames.read()
+        if header is None:
+            await frames.confirm_end()
+        request = self._plan(call, header)
+        upload = Upload.of(request)
+        call.received_bytes = request.content_bytes - upload.missing_bytes
         # Leaving the block, by whatever way, gives every byte back.
         with self._dispatcher.pool.admit(request.planned) as admission:
             await self._dispatcher.write(admission, request)
-            await _receive(frames, admission, Upload.of(request))
-            call.received_bytes = request.content_bytes
+            await _receive(call, frames, admission, upload)
             outcome = await self._dispatcher.run(admission)
             call.info = outcome.info
             for frame in _reply(request, outcome):
@@ -187,7 +203,7 @@ class Execute:
         return request
 
 
-async def _receive(frames: Frames, admission: Admission, upload: Upload) -> None:
+async def _receive(call: RpcCall, frames: Frames, admission: Admission, upload: Upload) -> None:
     operator = admission.planned.spec.name
     views = {}
     while (frame := await frames.read()) is not None:
@@ -205,6 +221,9 @@ async def _receive(frames: Frames, admission: Admission, upload: Upload) -> None
         if name not in views:
             views[name] = admission.view(name)
         views[name][frame.chunk.offset : frame.chunk.offset + len(data)] = data
+        call.received_bytes += len(data)
+    if upload.missing_bytes:
+        await frames.confirm_end()
     upload.finish()
 
 
