@@ -136,8 +136,8 @@ class Callers:
         self._route, self._targets = route, targets
         self._count = count
         self._is_over = threading.Event()
-        works = [*((self._call, (way,)) for way in (UNARY, STREAMED)), (self._call_all, ())]
-        self._threads = [threading.Thread(target=work, args=args) for work, args in works]
+        self._threads = [threading.Thread(target=self._call, args=(way,)) for way in (UNARY, STREAMED)]
+        self._threads.append(threading.Thread(target=self._call_all))
         for thread in self._threads:
             thread.start()
 
