@@ -75,7 +75,8 @@ class Client(Operators):
 
         Raises:
             TypeError: A target is no text, or `retry` or `tls` is of another type.
-            ValueError: A target is empty or a URL, there is none, `tls` names what is no PEM, or `threads` is below 1.
+            ValueError: A target is empty or a URL, there is none, `tls` names what is no PEM, or `threads` is
+                below 1.
             OSError: A file that `tls` names cannot be read.
         """
         if threads < 1:
