@@ -162,7 +162,10 @@ test-bench-stats: $(STAMP) ## What the load test claims, on devices of known spe
 
 prove-long-call: $(STAMP_KERNELS) ## A unary and a streamed call of 420 s, over a connection that says nothing meanwhile
 	$(BIN)/python -m tests.proofs.long_call $(ARGS)
-.PHONY: test test-large test-npu test-jax acceptance-sim test-deploy test-bench-stats prove-long-call
+
+prove-restarts: $(STAMP_KERNELS) ## 20 rolling restarts of two servers under 12,000 calls and more, none of which may be lost
+	$(BIN)/python -m tests.proofs.restarts $(ARGS)
+.PHONY: test test-large test-npu test-jax acceptance-sim test-deploy test-bench-stats prove-long-call prove-restarts
 
 # -------------------------------------------------------------------------------- benchmarks
 

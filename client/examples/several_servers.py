@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from npugrad_client import Client, RetryPolicy
+from npugrad_client import Client
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,7 +82,7 @@ def load(targets: list[str], number: int, victim: subprocess.Popen[str] | None) 
             victim.kill()
             print(f"killed {targets[0]} after {number // 2} answers")
 
-    with Client(targets, timeout_s=60.0, retry=RetryPolicy(max_tries=6)) as client:
+    with Client(targets, timeout_s=60.0) as client:
         killer = threading.Thread(target=kill, daemon=True)
         killer.start()
         found = client.run_many(one, ({"seed": seed} for seed in range(number)), concurrency=8)

@@ -62,9 +62,11 @@ class Client(Operators):
 
         Args:
             target: ``host:port``, ``unix:path`` or ``dns:///service:port``; or a list of them, one of each
-                server, which share the calls. Behind ``dns:///`` all addresses share them.
+                server, which share the calls. Behind ``dns:///`` all addresses share them. A host without a
+                port is asked on 50051.
             timeout_s: Deadline of every call in seconds unless the call says otherwise, retries included;
-                None for none. A server that cannot be reached is soon an error, with or without a deadline.
+                None for none. A server that cannot be reached is an error after ``retry.retry_for_s``, with
+                or without a deadline.
             stream_from_bytes: Calls with this much data in either direction are streamed.
             retry: When calls are tried again; None for never.
             tls: What to trust and who the client is; True to trust the system's authorities; None for a
@@ -73,7 +75,8 @@ class Client(Operators):
 
         Raises:
             TypeError: A target is no text, or `retry` or `tls` is of another type.
-            ValueError: A target is empty, there is none, `tls` names what is no PEM, or `threads` is below 1.
+            ValueError: A target is empty or a URL, there is none, `tls` names what is no PEM, or `threads` is
+                below 1.
             OSError: A file that `tls` names cannot be read.
         """
         if threads < 1:

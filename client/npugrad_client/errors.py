@@ -156,7 +156,7 @@ _UNRESOLVED = re.compile(r"errors resolving|dns resolution failed", re.I)
 _NO_HTTP2 = re.compile(r"failed parsing http/2|http1\.x server", re.I)
 """What gRPC says of bytes that begin no HTTP/2 connection."""
 _BROKEN_OFF = re.compile(
-    r"received rst_stream with error code [02578]\b|stream removed|no status received", re.I
+    r"received rst_stream with error code [02578]\b|stream removed(?! \(rst_stream)|no status received", re.I
 )
 """What gRPC says, as INTERNAL or UNKNOWN, of a stream that a proxy ended for a server that it had lost.
 
@@ -196,13 +196,10 @@ def translate(error: grpc.RpcError, attempt: Attempt, *, is_ours: bool = False) 
         is_ours: Whether this side cancelled it.
     """
     details = _details(error)
-    if details is None:
-        translated = _without_details(error, attempt, is_ours)
-    else:
+    if details is not None:
         translated = error_from_details(details)
-        if isinstance(translated, DeadlineExceeded) and attempt.is_late and attempt.is_uploading:
-            # The server knows what came, but neither the deadline nor how much there is.
-            translated.args = (f"{attempt.what}: {attempt.late_text()}",)
+    else:
+        translated = _without_details(error, attempt, is_ours)
     # Without its traceback, whose frames would hold the operands for as long as anyone holds the error.
     translated.cause = error.with_traceback(None)
     return translated

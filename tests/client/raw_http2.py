@@ -5,102 +5,94 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
+
+from tests.http2 import ACK, END_HEADERS, GOAWAY, HEADERS, PING, PREFACE, SETTINGS, frame, literal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY = 1, 3, 4, 6, 7
-_ACK = 1
-_REPLY_HEADERS = b"\x88" + b"\x00\x0ccontent-type\x10application/grpc"
-"""``:status: 200`` and the content type, in HPACK without a table."""
+_RST_STREAM, _END_STREAM = 3, 1
+_STATUS_200 = b"\x88"
+"""``:status: 200``, from HPACK's own table."""
+_REPLY = _STATUS_200 + literal(b"content-type", b"application/grpc")
+NO_STATUS = [frame(HEADERS, END_HEADERS | _END_STREAM, 0, _REPLY)]
+"""A stream that ends well, but without a word of gRPC's."""
+GONE = [frame(GOAWAY, 0, 0, struct.pack(">II", 2**31 - 1, 0)), b""]
+"""The end of the connection, with every stream named as taken."""
 
 
-def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """A frame as it goes over the wire."""
-    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+def reset(code: int, *, has_begun: bool = False) -> list[bytes]:
+    """A stream that is broken off, before or after its reply has begun."""
+    begin = [frame(HEADERS, END_HEADERS, 0, _REPLY)] if has_begun else []
+    return [*begin, frame(_RST_STREAM, 0, 0, struct.pack(">I", code))]
 
 
-def reset(code: int, *, after_headers: bool = False) -> list[bytes]:
-    """A stream that is broken off, before or after its reply has begun; stream numbers are filled in."""
-    head = [frame(_HEADERS, 0x4, 0, _REPLY_HEADERS)] if after_headers else []
-    return [*head, frame(_RST_STREAM, 0, 0, struct.pack(">I", code))]
+class Peer:
+    """Answers every stream in one way once its headers have come.
 
-
-def end_without_status() -> list[bytes]:
-    """A stream that ends well, but without a word of gRPC's."""
-    return [frame(_HEADERS, 0x5, 0, _REPLY_HEADERS)]
-
-
-def goaway(code: int) -> list[bytes]:
-    """The end of the connection, with every stream named as taken."""
-    return [
-        frame(_GOAWAY, 0, 0, struct.pack(">II", 2**31 - 1, code)),
-        b"",
-    ]
-
-
-@contextmanager
-def peer(answer: list[bytes]) -> Iterator[str]:
-    """Answers every stream like this, once its headers have come; the address.
-
-    An empty piece closes the connection.
+    Attributes:
+        address: What a client connects to.
+        stream_count: Streams so far.
     """
-    listener = socket.create_server(("127.0.0.1", 0))
-    threads: list[threading.Thread] = []
-    ends: list[socket.socket] = []
 
-    def accept() -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
+    def __init__(self, answer: list[bytes]) -> None:
+        """Listens; frames of streams get their numbers, and an empty one closes the connection."""
+        self.stream_count = 0
+        self._answer = answer
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._ends: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # it is closed
+            while True:
+                end, _ = self._listener.accept()
+                self._ends.append(end)
+                self._threads.append(threading.Thread(target=self._serve, args=(end,), daemon=True))
+                self._threads[-1].start()
+
+    def _serve(self, end: socket.socket) -> None:
+        with suppress(OSError), end, end.makefile("rb") as came:  # the client may leave
+            if came.read(len(PREFACE)) != PREFACE:
                 return
-            ends.append(connection)
-            threads.append(threading.Thread(target=_serve, args=(connection, answer), daemon=True))
-            threads[-1].start()
+            end.sendall(frame(SETTINGS, 0, 0))
+            while len(head := came.read(9)) == 9:
+                length, kind, is_ack = int.from_bytes(head[:3], "big"), head[3], head[4] & ACK
+                payload = came.read(length)
+                if kind in (SETTINGS, PING) and not is_ack:
+                    end.sendall(frame(kind, ACK, 0, payload if kind == PING else b""))
+                if kind == HEADERS and not self._end_stream(end, head[5:]):
+                    return
 
-    threads.append(threading.Thread(target=accept, daemon=True))
-    threads[0].start()
-    try:
-        yield f"127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)  # closing alone would leave the thread in accept
-        listener.close()
-        for end in ends:
-            _close(end)
-        for thread in threads:
+    def _end_stream(self, end: socket.socket, number: bytes) -> bool:
+        """Whether the connection goes on."""
+        self.stream_count += 1
+        for piece in self._answer:
+            if not piece:
+                end.shutdown(socket.SHUT_RDWR)
+                return False
+            end.sendall(piece if piece[3] == GOAWAY else piece[:5] + number + piece[9:])
+        return True
+
+    def close(self) -> None:
+        """Ends it and its connections."""
+        for end in (self._listener, *self._ends):
+            with suppress(OSError):  # closing alone would leave threads in accept and read
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+        for thread in self._threads:
             thread.join(10)
 
 
-def _serve(connection: socket.socket, answer: list[bytes]) -> None:
+@contextmanager
+def peer(answer: list[bytes]) -> Iterator[Peer]:
+    """A peer for a block."""
+    made = Peer(answer)
     try:
-        with connection, connection.makefile("rb") as stream:
-            if stream.read(len(_PREFACE)) != _PREFACE:
-                return
-            connection.sendall(frame(_SETTINGS, 0, 0))
-            while len(head := stream.read(9)) == 9:
-                length, kind, flags = int.from_bytes(head[:3], "big"), head[3], head[4]
-                number, payload = head[5:], stream.read(length)
-                if kind == _SETTINGS and not flags & _ACK:
-                    connection.sendall(frame(_SETTINGS, _ACK, 0))
-                if kind == _PING and not flags & _ACK:
-                    connection.sendall(frame(_PING, _ACK, 0, payload))
-                if kind == _HEADERS:
-                    for piece in answer:
-                        if not piece:
-                            _close(connection)
-                            return
-                        is_connections_own = piece[3] == _GOAWAY
-                        connection.sendall(piece if is_connections_own else piece[:5] + number + piece[9:])
-    except OSError:
-        pass  # the client has left
-
-
-def _close(end: socket.socket) -> None:
-    try:
-        end.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # closed already
+        yield made
+    finally:
+        made.close()

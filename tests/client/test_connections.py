@@ -26,9 +26,10 @@ from npugrad_client import (
     RetryPolicy,
     TransportError,
 )
-from npugrad_client._channels import channel_options
+from npugrad_client._channels import KEEPALIVE_S, channel_options
 from npugrad_client._targets import DEFAULT_PORT
 from npugrad_server.config import ServerSettings
+from npugrad_server.rpc.transport import LEAST_PING_INTERVAL_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -179,6 +180,12 @@ def test_a_host_without_a_port_is_asked_on_ours(target: str, expected: str) -> N
     assert Client(target).target == expected
     assert AsyncClient([target, "other"]).target == f"{expected}, other:50051"
     assert Client([target, expected]).target == expected
+
+
+def test_the_client_pings_seldom_enough_for_the_server() -> None:
+    """Half as often as it may, as clocks and networks differ."""
+    assert KEEPALIVE_S >= 2 * LEAST_PING_INTERVAL_S
+    assert ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000) in channel_options("localhost:1")
 
 
 def test_the_default_port_is_the_one_that_the_server_listens_on() -> None:

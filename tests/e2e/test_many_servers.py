@@ -24,6 +24,7 @@ from tests.client.fake_service import (
     stream_zeros,
     zeros,
 )
+from tests.proofs.restarts import prove
 
 from npugrad import OPERATORS
 from npugrad.errors import ServerBusy
@@ -31,6 +32,7 @@ from npugrad_client import AsyncClient, Client, ConnectError, DeadlineExceeded, 
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.calls import Sample
     from tests.fix_server import ServerProcess, StartServer
@@ -92,6 +94,15 @@ def test_no_call_is_lost_when_one_of_two_servers_is_killed_under_load(
 
 
 @pytest.mark.slow
+def test_rolling_restarts_lose_no_call(tmp_path: Path) -> None:
+    """What `make prove-restarts` shows with many more: each server once, every kind of caller."""
+    count = prove(tmp_path, restarts=2, calls=10)
+    assert not count.lost, count
+    assert len(count.calls) == 8
+    assert count.again > 0, "no call met a restart"
+
+
+@pytest.mark.slow
 def test_no_asynchronous_call_is_lost_either(pair: tuple[ServerProcess, ServerProcess]) -> None:
     victim, survivor = pair
     chosen = calls(8)
@@ -112,19 +123,6 @@ def test_no_asynchronous_call_is_lost_either(pair: tuple[ServerProcess, ServerPr
     for index, grads in enumerate(asyncio.run(asyncio.wait_for(work(), 100))):
         assert is_right(chosen[index % 8], grads), index
     survivor.assert_nothing_leaked()
-
-
-@pytest.mark.slow
-def test_a_server_that_drains_loses_no_call_and_gets_no_new_ones(start_server: StartServer) -> None:
-    first, second = start_server(check_end=False), start_server()
-    chosen = calls(4)
-    with Client([first.address, second.address], timeout_s=60) as client, ThreadPoolExecutor(4) as pool:
-        flying = [pool.submit(client.group_norm_backward, **given(chosen[n % 4])) for n in range(60)]
-        flying[8].result(60)
-        first.signal(signal.SIGTERM)
-        assert all(is_right(chosen[n % 4], future.result(60)) for n, future in enumerate(flying))
-        assert first.wait() == 0
-        assert is_right(chosen[0], client.group_norm_backward(**given(chosen[0])))
 
 
 def test_a_server_that_stands_still_costs_the_calls_that_wait_for_it_and_no_others(

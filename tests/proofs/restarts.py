@@ -1,0 +1,274 @@
+"""Shows that rolling restarts lose no call: `make prove-restarts`.
+
+Two servers are restarted in turn, one after the other, by SIGTERM, while callers keep both busy: from threads
+and from an event loop, unary and streamed, with both addresses in one client and through one address that
+spreads connections, as a Service of Kubernetes does. A call is lost when it raises or its result is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.calls import fill
+from tests.fix_server import run_server
+
+from npugrad import OPERATORS
+from npugrad_client import AsyncClient, Client
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.fix_server import ServerProcess
+
+STREAMED, UNARY = 0, 2**40
+"""Values of `stream_from_bytes` that force one way or the other."""
+_CALL_TIMEOUT_S = 120.0
+_PROGRESS_TIMEOUT_S = 300.0
+_SPEC = OPERATORS["group_norm_backward"]
+
+
+# --------------------------------------------------------------------------------- one address for two
+
+
+class Forwarder:
+    """Carries each connection to the next server that takes it; closes it when none does.
+
+    Attributes:
+        address: What a client connects to.
+    """
+
+    def __init__(self, servers: Sequence[str]) -> None:
+        self._turns = itertools.cycle(range(len(servers)))
+        self._servers = [(host, int(port)) for host, _, port in (s.rpartition(":") for s in servers)]
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._ends: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # it is closed
+            while True:
+                client, _ = self._listener.accept()
+                server = self._connect()
+                if server is None:
+                    client.close()
+                    continue
+                self._ends += [client, server]
+                for pair in ((client, server), (server, client)):
+                    threading.Thread(target=_pump, args=pair, daemon=True).start()
+
+    def _connect(self) -> socket.socket | None:
+        for _ in self._servers:
+            with suppress(OSError):
+                end = socket.create_connection(self._servers[next(self._turns)], 10)
+                end.settimeout(None)
+                return end
+        return None
+
+    def close(self) -> None:
+        for end in (self._listener, *self._ends):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+
+def _pump(source: socket.socket, sink: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(2**16):
+            sink.sendall(data)
+    for end in (source, sink):
+        with suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+
+
+# -------------------------------------------------------------------------------------------- callers
+
+
+@dataclass
+class Count:
+    """What became of the calls.
+
+    Attributes:
+        calls: Answered or lost calls by route, client and way.
+        lost: What was wrong, of each lost call.
+        tries: The most tries of a call.
+        again: Calls that were sent more than once.
+        longest_s: Seconds of the slowest call.
+    """
+
+    calls: Counter[str] = field(default_factory=Counter)
+    lost: list[str] = field(default_factory=list)
+    tries: int = 0
+    again: int = 0
+    longest_s: float = 0.0
+    changed: threading.Condition = field(default_factory=threading.Condition, repr=False)
+
+    def note(self, name: str, found: Any, expected: dict[str, bytes], took_s: float) -> None:
+        """Takes down a call that has ended: its result, or what it raised."""
+        is_result = not isinstance(found, BaseException)
+        is_right = is_result and {o: getattr(found, o).tobytes() for o in expected} == expected
+        tries = found.info.tries if is_result else 0
+        with self.changed:
+            self.calls[name] += 1
+            self.again += tries > 1
+            self.tries, self.longest_s = max(self.tries, tries), max(self.longest_s, took_s)
+            if not is_right:
+                self.lost.append(f"{name}: {'a wrong result' if is_result else repr(found)}")
+            self.changed.notify_all()
+
+
+class Callers:
+    """One caller for each client and way: threads and asyncio, unary and streamed."""
+
+    def __init__(self, route: str, targets: list[str], count: Count) -> None:
+        self._route, self._targets = route, targets
+        self._count = count
+        self._is_over = threading.Event()
+        self._threads = [threading.Thread(target=self._call, args=(way,)) for way in (UNARY, STREAMED)]
+        self._threads.append(threading.Thread(target=self._call_all))
+        for thread in self._threads:
+            thread.start()
+
+    def _call(self, way: int) -> None:
+        call, expected = _sample(way)
+        with Client(self._targets, timeout_s=_CALL_TIMEOUT_S, stream_from_bytes=way) as client:
+            while not self._is_over.is_set():
+                started_s = time.monotonic()
+                try:
+                    found: Any = client.group_norm_backward(**call)
+                except Exception as error:
+                    found = error
+                self._note("threads", way, found, expected, started_s)
+
+    def _call_all(self) -> None:
+        async def work(way: int) -> None:
+            call, expected = _sample(way)
+            async with AsyncClient(self._targets, timeout_s=_CALL_TIMEOUT_S, stream_from_bytes=way) as client:
+                while not self._is_over.is_set():
+                    started_s = time.monotonic()
+                    try:
+                        found: Any = await client.group_norm_backward(**call)
+                    except (Exception, asyncio.CancelledError) as error:  # nobody here cancels
+                        found = error
+                    self._note("asyncio", way, found, expected, started_s)
+
+        async def both() -> None:
+            await asyncio.gather(work(UNARY), work(STREAMED))
+
+        asyncio.run(both())
+
+    def _note(self, kind: str, way: int, found: Any, expected: dict[str, bytes], started_s: float) -> None:
+        name = f"{self._route}, {kind}, {'unary' if way == UNARY else 'streamed'}"
+        self._count.note(name, found, expected, time.monotonic() - started_s)
+
+    def wait(self, calls: int) -> None:
+        """Waits until each caller has made so many more calls."""
+        count = self._count
+        with count.changed:
+            before = Counter(count.calls)
+
+            def is_moved() -> bool:
+                mine = [name for name in count.calls if name.startswith(self._route)]
+                return len(mine) == 4 and all(count.calls[name] >= before[name] + calls for name in mine)
+
+            if not count.changed.wait_for(is_moved, _PROGRESS_TIMEOUT_S):
+                raise TimeoutError(f"{self._route}: a caller stands still: {count}")
+
+    def stop(self) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join(_CALL_TIMEOUT_S)
+
+
+def _sample(way: int) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The arguments of a call of 4 or 320 KiB each way, and its right results."""
+    call = fill(_SPEC, _SPEC.build(n=2, c=8, hxw=64 if way == UNARY else 5_000, group=2))
+    return {**call.arrays, **call.call.attrs}, call.reference()
+
+
+# ------------------------------------------------------------------------------------------- restarts
+
+
+class Fleet:
+    """Two servers, each of which can be restarted at its address."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._folder, self._starts = folder, itertools.count()
+        self._stacks = [stack.enter_context(ExitStack()) for _ in range(2)]
+        self.servers = [self._start(place, "127.0.0.1:0") for place in range(2)]
+
+    def _start(self, place: int, address: str) -> ServerProcess:
+        log_path = self._folder / f"server{next(self._starts)}.log"
+        started = run_server(log_path, "--log-level", "warning", listen=address, check_end=False)
+        return self._stacks[place].enter_context(started)
+
+    def restart(self, place: int) -> None:
+        old = self.servers[place]
+        old.signal()
+        code = old.wait()
+        if code != 0:
+            raise RuntimeError(f"a server ended with {code}:\n{old.log_text()}")
+        self._stacks[place].close()
+        self.servers[place] = self._start(place, old.address)
+
+
+def prove(folder: Path, restarts: int, calls: int) -> Count:
+    """Restarts two servers in turn, under load.
+
+    Args:
+        folder: For the servers' logs.
+        restarts: How many, of both servers together.
+        calls: The least number of calls of each of the 8 callers between two restarts.
+    """
+    count = Count()
+    with ExitStack() as stack:
+        fleet = Fleet(folder, stack)
+        addresses = [server.address for server in fleet.servers]
+        forwarder = Forwarder(addresses)
+        stack.callback(forwarder.close)
+        routes = {"a list": addresses, "one address": [forwarder.address]}
+        callers = [Callers(route, targets, count) for route, targets in routes.items()]
+        for each in callers:
+            stack.callback(each.stop)
+        for restart in range(restarts):
+            for each in callers:
+                each.wait(calls)
+            fleet.restart(restart % 2)
+        for each in callers:
+            each.wait(calls)
+    return count
+
+
+def main() -> int:
+    """Runs it and prints one line, and what was lost; exit code 0 if nothing was."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    options.add_argument("--restarts", type=int, default=20, help="of both servers together; default 20")
+    options.add_argument("--calls", type=int, default=72, help="least calls of each of 8 callers between two")
+    given = options.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        count = prove(Path(folder), given.restarts, given.calls)
+    for text in count.lost:
+        print(text)
+    made = "; ".join(f"{name}: {number}" for name, number in sorted(count.calls.items()))
+    print(
+        f"rolling restarts: {given.restarts} restarts of 2 servers, {count.calls.total()} calls, "
+        f"{len(count.lost)} lost; {count.again} sent again, at most {count.tries} tries, the longest call "
+        f"{count.longest_s:.1f} s ({made})"
+    )
+    return 1 if count.lost else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
