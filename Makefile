@@ -154,12 +154,16 @@ acceptance-sim: $(STAMP_NPU) ## The acceptance on a simulated NPU; ARGS="--steps
 	eval "$$($(VENV_NPU)/bin/python -m tests.cann_sim.build build/cann_sim_accepted)" && \
 	    $(VENV_NPU)/bin/npugrad-server acceptance --soak-s 20 --report build/acceptance.json $(ARGS)
 
+prove-bundles: $(STAMP_KERNELS_NPU) ## What acceptance bundles have after each of 18 injected failures; minutes
+	NPUGRAD_PROVE_BUNDLES=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV_NPU)/bin/python -m pytest -rA -m npu_sim \
+	    tests/e2e/test_npu_bundles.py $(ARGS)
+
 test-deploy: $(STAMP) ## The image recipe and the manifests
 	$(BIN)/python -m pytest tests/deploy $(ARGS)
 
 test-bench-stats: $(STAMP) ## What the load test claims, on devices of known speed: 20 pairs of runs, capacities; minutes
 	NPUGRAD_BENCH_STATS=1 $(BIN)/python -m pytest -rA tests/client/bench/test_proofs.py $(ARGS)
-.PHONY: test test-large test-npu test-jax acceptance-sim test-deploy test-bench-stats
+.PHONY: test test-large test-npu test-jax acceptance-sim prove-bundles test-deploy test-bench-stats
 
 # -------------------------------------------------------------------------------- benchmarks
 
