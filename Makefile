@@ -154,6 +154,10 @@ acceptance-sim: $(STAMP_NPU) ## The acceptance on a simulated NPU; ARGS="--steps
 	eval "$$($(VENV_NPU)/bin/python -m tests.cann_sim.build build/cann_sim_accepted)" && \
 	    $(VENV_NPU)/bin/npugrad-server acceptance --soak-s 20 --report build/acceptance.json $(ARGS)
 
+prove-bundles: $(STAMP_KERNELS_NPU) ## What acceptance bundles have after each of 18 injected failures; minutes
+	NPUGRAD_PROVE_BUNDLES=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV_NPU)/bin/python -m pytest -rA -m npu_sim \
+	    tests/e2e/test_npu_bundles.py $(ARGS)
+
 test-deploy: $(STAMP) ## The image recipe and the manifests
 	$(BIN)/python -m pytest tests/deploy $(ARGS)
 
@@ -165,7 +169,7 @@ prove-long-call: $(STAMP_KERNELS) ## A unary and a streamed call of 420 s, over 
 
 prove-restarts: $(STAMP_KERNELS) ## 20 rolling restarts of two servers under 12,000 calls and more, none of which may be lost
 	$(BIN)/python -m tests.proofs.restarts $(ARGS)
-.PHONY: test test-large test-npu test-jax acceptance-sim test-deploy test-bench-stats prove-long-call prove-restarts
+.PHONY: test test-large test-npu test-jax acceptance-sim prove-bundles test-deploy test-bench-stats prove-long-call prove-restarts
 
 # -------------------------------------------------------------------------------- benchmarks
 

@@ -255,7 +255,7 @@ def acceptance(
     )
     try:
         code = 0 if accept(options) else FAILED
-    except OSError as error:
+    except (OSError, KeyboardInterrupt) as error:
         code = FAILED
         typer.echo(f"npugrad-server: {error}", err=True)
     raise typer.Exit(code)

@@ -187,6 +187,7 @@ def run_and_report(
         with _stderr_to(log_path), Bench(settings) as bench:
             if limits is not None:
                 limits.abandon = bench.abandon
+                limits.begin()
             gone = "; ".join(problems)
             for step in run_steps(bench, options.steps, console, limits=limits, keeper=bundle, gone=gone):
                 report = replace(report, steps=(*report.steps, step))

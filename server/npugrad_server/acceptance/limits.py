@@ -40,7 +40,8 @@ class Limits:
         self.abandon: Callable[[], None] = lambda: None
         self._before: dict[int, Any] = {}
         self._limit_s = 0.0
-        self._running = self._deaf = False
+        self._running = self._between = self._deaf = False
+        self._waiting: KeyboardInterrupt | None = None
 
     def left_s(self) -> float:
         """Seconds that a step which begins now may take."""
@@ -52,14 +53,21 @@ class Limits:
     def step(self, more_s: float = 0.0) -> Iterator[None]:
         """A step; `more_s` is added to the seconds it may take.
 
+        After `begin` an interrupt that comes between two steps is raised in the next one: what is done there,
+        such as writing a report, must not be cut.
+
         Raises:
-            StepTimeout: They are over.
+            StepTimeout: The seconds are over.
+            KeyboardInterrupt: A signal came.
         """
-        self._limit_s, self._running = max(0.0, self.left_s()) + more_s, True
+        self._limit_s = max(0.0, self.left_s()) + more_s
         done = threading.Event()
         watch = threading.Thread(target=self._watch, args=(done,), name="step-limit", daemon=True)
         watch.start()
         try:
+            self._running = True
+            if self._waiting is not None:
+                raise self._waiting
             yield
         finally:
             self._running = False
@@ -72,6 +80,10 @@ class Limits:
         while main is not None and not done.wait(wait_s):
             signal.pthread_kill(main, _OVER)
             wait_s = _AGAIN_S
+
+    def begin(self) -> None:
+        """Steps follow: an interrupt waits for the first."""
+        self._between = True
 
     def ignore(self) -> None:
         """From now on signals are ignored: what is left takes a moment, and must not be cut."""
@@ -91,7 +103,11 @@ class Limits:
     def _signalled(self, number: int, frame: object) -> None:
         if self._deaf or (number == _OVER and not self._running):
             return
+        interrupt = KeyboardInterrupt(f"interrupted by {signal.Signals(number).name}")
+        if self._between and not self._running:
+            self._waiting = interrupt
+            return
         self.abandon()
         if number == _OVER:
             raise StepTimeout(f"took longer than {self._limit_s:.0f} s")
-        raise KeyboardInterrupt(f"interrupted by {signal.Signals(number).name}")
+        raise interrupt

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _COMMAND_S = 20.0
 _TOOL_FOLDERS = "/usr/local/sbin:/usr/local/bin:/usr/sbin"
 """Where the driver's installer puts its tools, which a container's PATH need not name."""
-_MOST_LIBRARIES = 16
+_MOST_LIBRARIES, _MOST_VERSION_FILES = 16, 200
 _WALK_S, _WALK_FOLDERS = 20.0, 20_000
 _SHOWN = re.compile(
     r"(ASCEND|ACL|ATB|CANN|HCCL|LD_LIBRARY_PATH|LD_PRELOAD|NPUGRAD|NPU_|OMP|PATH$|PYTHON|PYTORCH|STREAMS_PER_"
@@ -155,9 +155,9 @@ def _versions() -> str:
         for pattern in (name, *(f"{place}/{name}" for place in places))
         for path in sorted(home.glob(pattern))
     }
-    return "".join(
-        f"# {path}\n{path.read_text(errors='replace')[:4000]}\n" for path in list(paths.values())[:200]
-    )
+    some = list(paths.values())[:_MOST_VERSION_FILES]
+    texts = (f"# {path}\n{path.read_text(errors='replace')[:4000]}\n" for path in some)
+    return "".join(texts) or f"found no version file in {', '.join(map(str, _homes()))}\n"
 
 
 def _kernels() -> str:

@@ -71,12 +71,11 @@ def run_steps(
                     outcome, error = _run(bench, step, log)
             except DeviceGone as lost:
                 gone = error = f"the device is gone: {lost}"
-            except StepTimeout as late:
-                error = str(late)
+            except (StepTimeout, KeyboardInterrupt) as end:
+                error = str(end) or "interrupted"
+                interrupted = error if isinstance(end, KeyboardInterrupt) else ""
                 with suppress(DeviceGone):
                     bench.stop(kill=True)
-            except KeyboardInterrupt as interrupt:
-                interrupted = error = str(interrupt) or "interrupted"
         report = _report(step, log, outcome, error, time.monotonic() - start)
         listener.finished(report)
         yield report

@@ -193,7 +193,19 @@ def test_a_step_that_waits_for_ever_is_ended_by_a_signal_or_its_time(
         first, second = run_steps(bench, steps, Impatient(), limits=limits)
     assert first.outcome == "failed"
     assert words in first.error
-    assert second.outcome == ("passed" if number is None else "skipped")
+    assert second.outcome == ("passed" if number is None else "skipped"), second.error
+
+
+def test_an_interrupt_between_two_steps_ends_the_next_one(bench: Bench) -> None:
+    class Interrupting(Seen):
+        def started(self, step: Step) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    with Limits(step_s=600.0) as limits:
+        limits.begin()
+        found = list(run_steps(bench, [GOOD, GOOD], Interrupting(), limits=limits))
+    words = "interrupted by SIGTERM"
+    assert [(one.outcome, one.error) for one in found] == [("failed", words), ("skipped", words)]
 
 
 def test_when_all_the_time_is_over_nothing_more_begins(bench: Bench) -> None:

@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 LEFT_OUT = "left out"
 """How what was found begins for an operator that CANN does not have."""
 _COPY_BYTES = 1_000_003
-_STREAM_WAIT_S = 60.0
+_WAIT_SHARE = 0.5
+"""Of what a rung may take, the part after which a stream that is not done counts as hung."""
 
 
 class Wrong(Exception):
@@ -56,8 +57,14 @@ class Wrong(Exception):
 class Ladder:
     """The rungs; each returns what it found, or raises."""
 
-    def __init__(self, index: int) -> None:
-        """Touches nothing."""
+    def __init__(self, index: int, wait_s: float) -> None:
+        """Touches nothing.
+
+        Args:
+            index: Number of the device.
+            wait_s: Seconds that a stream has to be done.
+        """
+        self._wait_s = wait_s
         self.index, self.product = index, Product.ATLAS_A2
         self.contents: dict[str, npt.NDArray[np.uint8]] = {}
         self._loader = Loader()
@@ -205,7 +212,7 @@ class Ladder:
                 self.contents[f"{spec.name}/{name}"] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
     def _wait(self) -> None:
-        self._runtime.wait(self._stream, time.monotonic() + _STREAM_WAIT_S)
+        self._runtime.wait(self._stream, time.monotonic() + self._wait_s)
 
 
 class Climb:
@@ -250,7 +257,7 @@ class Climb:
 def trial(order: Any, folder: Path) -> bool:
     """The whole ladder."""
     faulthandler.enable()
-    ladder = Ladder(order["device"])
+    ladder = Ladder(order["device"], _WAIT_SHARE * order["limit_s"])
     with (folder / LINES).open("w") as lines:
         ok = Climb(ladder, lines, order["limit_s"]).all()
     write_contents(folder / RESULTS, ladder.contents)
