@@ -79,9 +79,9 @@ def pool_settings(settings: ServerSettings, report: NpuReport) -> PoolSettings:
     return made
 
 
-def start_limit_s(made: PoolSettings) -> float:
+def start_limit_s(settings: ServerSettings | PoolSettings) -> float:
     """Seconds from the opening of the pool until a server without a ready device gives up."""
-    return made.worker_start_timeout_s + READY_MARGIN_S
+    return settings.worker_start_timeout_s + READY_MARGIN_S
 
 
 def _resolved(text: str, report: NpuReport) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """The image's recipe: what can be known of it without building it.
 
-A build takes minutes, root and packages: `make test-image` (image.py) does it for real. What these tests run is
-the linter, the scripts, and the wheel build from exactly the files the recipe copies.
+A build takes minutes, root and packages: `make test-image` (image.py) does it. What these tests run for real
+is the linter, the scripts, and the wheel build from exactly the files the recipe copies.
 """
 
 from __future__ import annotations
