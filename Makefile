@@ -157,12 +157,15 @@ acceptance-sim: $(STAMP_NPU) ## The acceptance on a simulated NPU; ARGS="--steps
 test-deploy: $(STAMP) ## The image recipe and the manifests
 	$(BIN)/python -m pytest tests/deploy $(ARGS)
 
+test-image: $(STAMP) ## Build the image without an engine and run it; needs root and apt, and says so where it cannot
+	$(BIN)/python -m tests.deploy.image
+
 test-bench-stats: $(STAMP) ## What the load test claims, on devices of known speed: 20 pairs of runs, capacities; minutes
 	NPUGRAD_BENCH_STATS=1 $(BIN)/python -m pytest -rA tests/client/bench/test_proofs.py $(ARGS)
 
 prove-long-call: $(STAMP_KERNELS) ## A unary and a streamed call of 420 s, over a connection that says nothing meanwhile
 	$(BIN)/python -m tests.proofs.long_call $(ARGS)
-.PHONY: test test-large test-npu test-jax acceptance-sim test-deploy test-bench-stats prove-long-call
+.PHONY: test test-large test-npu test-jax acceptance-sim test-deploy test-image test-bench-stats prove-long-call
 
 # -------------------------------------------------------------------------------- benchmarks
 

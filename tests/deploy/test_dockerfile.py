@@ -290,6 +290,16 @@ def test_check_fails_the_build_unless_kernels_load_or_nobody_asked_for_them(tmp_
         assert _checked(server).returncode == 0
 
 
+@pytest.mark.slow
+def test_build_for_real_says_why_a_machine_cannot() -> None:
+    made = subprocess.run(
+        [sys.executable, "-m", "tests.deploy.image"],
+        cwd=ROOT, env={"PATH": "", "PYTHONPATH": ""}, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    assert made.stdout.startswith("image: skipped: no mmdebstrap, buildah, ")
+
+
 # -------------------------------------------------------------------------------------- the account
 
 PASSWD = "root:x:0:0:root:/root:/bin/bash\ndaemon:x:1:1:daemon:/usr/sbin:/usr/sbin/nologin\n"
