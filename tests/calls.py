@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from npugrad_server.backends.cpu import CpuBackend
 from npugrad_server.devices import parse_device
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     import numpy.typing as npt
@@ -113,6 +115,13 @@ class Sample:
         if self.spec.accepts_unchecked(self.call):
             return {}
         return {name: meta for name, meta in self.spec.infer(self.call).items() if meta is not None}
+
+
+def gated(frames: Iterator[Any], gate: threading.Event, before: int) -> Iterator[Any]:
+    """Some frames of Execute at once, the rest when the gate opens."""
+    yield from itertools.islice(frames, before)
+    gate.wait(TIMEOUT_S)
+    yield from frames
 
 
 def fill(spec: OpSpec, call: CallMeta, seed: int = 0) -> Sample:

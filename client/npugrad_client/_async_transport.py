@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 
     from npugrad.v1.backward_pb2 import ExecuteResponse
+    from npugrad_client._attempt import Attempt
     from npugrad_client._call import Answer, Prepared
     from npugrad_client._channels import Settings
 
-Send: TypeAlias = "Callable[[Stubs, float | None], Awaitable[Any]]"
-"""Sends a call over a channel, with a timeout as grpc takes it; what it returns is the answer."""
+Send: TypeAlias = "Callable[[Stubs, Attempt], Awaitable[Any]]"
+"""Sends a call over a channel, with the timeout of the try; what it returns is the answer."""
 
 _WRITE_ENDED = "Internal error from Core"
 _STATUS_WAITS, _STATUS_WAIT_S = 10, 0.5
@@ -93,8 +94,8 @@ class AsyncTransport:
     async def ask(self, service: str, request: Any, timeout_s: float | None) -> Any:
         """One of the small services: `validate`, `server_info` or `list_operators`; errors as in `run`."""
 
-        def send(stubs: Stubs, timeout: float | None) -> Any:
-            return stubs.services[service](request, timeout=timeout)
+        def send(stubs: Stubs, attempt: Attempt) -> Any:
+            return stubs.services[service](request, timeout=attempt.timeout_s)
 
         return (await self._follow(service, send, timeout_s))[0]
 
@@ -108,11 +109,11 @@ class AsyncTransport:
         if self._settings.retry.hedge_after_s is not None:
             prepared = prepared.apart()
 
-        async def send(stubs: Stubs, timeout: float | None) -> Answer:
+        async def send(stubs: Stubs, attempt: Attempt) -> Answer:
             if prepared.nbytes >= self._settings.stream_from_bytes:
-                return await _streamed(stubs, prepared, timeout)
+                return await _streamed(stubs, prepared, attempt)
             method = stubs.unary(prepared.spec)
-            return read_response(prepared, await method(unary_request(prepared), timeout=timeout))
+            return read_response(prepared, await method(unary_request(prepared), timeout=attempt.timeout_s))
 
         answer, tries = await self._follow(prepared.spec.name, send, timeout_s)
         return cast("Answer", answer).after(tries)
@@ -205,23 +206,22 @@ class AsyncTransport:
             await asyncio.gather(*flying, return_exceptions=True)
 
     async def _try(self, home: _Home, step: Launch, what: str, send: Send) -> Any:
-        target = self._settings.targets[step.server]
+        attempt = self._settings.attempt(what, step)
         if self._was_closed():
             raise closed(self._settings.name)
-        with self._calling(what, target, step.timeout_s):
-            return await send(home.stubs(step.server), grpc_timeout(step.timeout_s, what))
+        with self._calling(attempt):
+            return await send(home.stubs(step.server), attempt)
 
     @contextmanager
-    def _calling(self, what: str, target: str, timeout_s: float | None) -> Iterator[None]:
+    def _calling(self, attempt: Attempt) -> Iterator[None]:
         """Turns what grpc raises into errors of ours."""
         try:
             yield
         except grpc.RpcError as error:
-            is_encrypted = self._settings.credentials is not None
-            raise translate(error, what, target, timeout_s, is_encrypted=is_encrypted) from None
+            raise translate(error, attempt, is_ours=self._was_closed()) from None
         except asyncio.CancelledError:
             if self._was_closed() and not _is_cancelled():
-                raise Cancelled(f"{what}: {target}: the client was closed") from None
+                raise Cancelled(f"{attempt.what}: {attempt.target}: the client was closed") from None
             raise
 
 
@@ -285,7 +285,7 @@ def _is_write_ended(error: grpc.aio.AioRpcError) -> bool:
     return error.code() is grpc.StatusCode.INTERNAL and error.details() == _WRITE_ENDED
 
 
-async def _streamed(stubs: Stubs, prepared: Prepared, timeout_s: float | None) -> Answer:
+async def _streamed(stubs: Stubs, prepared: Prepared, attempt: Attempt) -> Answer:
     async def is_answered() -> bool:
         try:
             await asyncio.wait_for(stream.ended.wait(), REFUSAL_WAIT_S)
@@ -293,7 +293,8 @@ async def _streamed(stubs: Stubs, prepared: Prepared, timeout_s: float | None) -
             return False
         return True
 
-    stream = _Stream(stubs.execute(request_frames_async(prepared, is_answered), timeout=timeout_s))
+    frames = request_frames_async(prepared, is_answered, attempt)
+    stream = _Stream(stubs.execute(frames, timeout=attempt.timeout_s))
     try:
         async with aclosing(stream.replies()) as replies:
             return await read_frames_async(prepared, replies)

@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 from npugrad import codec
 from npugrad.errors import DeadlineExceeded
 from npugrad.v1 import backward_pb2_grpc, server_pb2_grpc, validation_pb2_grpc
+from npugrad_client._attempt import Attempt
 from npugrad_client._retry import ONCE, RetryPolicy
+from npugrad_client._targets import complete_target
 from npugrad_client._tls import Tls
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from npugrad.spec import OpSpec
+    from npugrad_client._retry import Launch
 
 STREAM_FROM_BYTES = 2**20
 """Calls with this much data either way are streamed: below, one message is quicker; above, grpc copies a
@@ -27,15 +30,21 @@ LARGEST_UNARY_BYTES = 2**30
 """No setting makes a message larger than this: protobuf ends at 2 GiB."""
 REFUSAL_WAIT_S = 1.0
 """How long the data of a call that the local record refuses waits for the server to refuse it, too."""
+KEEPALIVE_S = 60
+"""How often a connection with calls on it is pinged."""
 _ENDLESS_S = 1e9
 """Timeouts from here on are none; grpc's clock cannot hold much more."""
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", codec.MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", codec.MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 60_000),
+    # A path that was lost is noticed while a call is quiet. Not more often: a server counts pings, and closes
+    # the connection, with its calls, of who sends them too often (ours takes one in 30 s, gRPC's own default
+    # one in 300 s).
+    ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
     ("grpc.keepalive_timeout_ms", 20_000),
-    # A server that comes back is found again within seconds, not grpc's two minutes.
+    # A server that restarts is found again soon, and a dead one within seconds, not grpc's two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5_000),
     # How long a host may be silent that a connection is opened to; grpc's default is 20 s.
     ("grpc.min_reconnect_backoff_ms", 5_000),
@@ -57,7 +66,7 @@ class Settings:
     """What a transport is told.
 
     Attributes:
-        targets: Addresses, one of each server.
+        targets: Addresses, one of each server, each with a port.
         stream_from_bytes: Calls with this much data in either direction are streamed.
         retry: When calls are tried again.
         credentials: Authorities, certificate and key as PEM; None for an unencrypted connection.
@@ -75,6 +84,11 @@ class Settings:
         """The targets, for messages."""
         return ", ".join(self.targets)
 
+    def attempt(self, what: str, step: Launch) -> Attempt:
+        """A try that begins now."""
+        timeout_s = grpc_timeout(step.timeout_s, what)
+        return Attempt(what, self.targets[step.server], timeout_s, self.credentials is not None)
+
     def options(self, target: str) -> list[tuple[str, Any]]:
         """Options of a channel to one of the targets."""
         options = channel_options(target)
@@ -90,12 +104,10 @@ def settings(
 
     Raises:
         TypeError: A target is no text, or `retry` or `tls` is of another type.
-        ValueError: A target is empty, there is none, or what `tls` names is no PEM.
+        ValueError: A target is empty or a URL, there is none, or what `tls` names is no PEM.
         OSError: A file that `tls` names cannot be read.
     """
-    targets = (target,) if isinstance(target, str) else _listed(target)
-    for one in targets:
-        check_target(one)
+    targets = (complete_target(target),) if isinstance(target, str) else _listed(target)
     if retry is not None and not isinstance(retry, RetryPolicy):
         raise TypeError(f"retry: found {type(retry).__name__}; expected RetryPolicy or None")
     if tls is not None and not isinstance(tls, (bool, Tls)):
@@ -112,8 +124,8 @@ def settings(
 
 def _listed(target: Iterable[str]) -> tuple[str, ...]:
     if not isinstance(target, (list, tuple)):
-        check_target(target)
-    targets = tuple(dict.fromkeys(target))
+        complete_target(target)  # raises
+    targets = tuple(dict.fromkeys(complete_target(one) for one in target))
     if not targets:
         raise ValueError("target: found no targets; expected at least one")
     return targets
@@ -137,14 +149,6 @@ class Stubs:
     def unary(self, spec: OpSpec) -> Any:
         """The unary RPC of an operator."""
         return getattr(self._backward, spec.rpc)
-
-
-def check_target(target: object) -> None:
-    """Raises TypeError or ValueError for what is no address."""
-    if not isinstance(target, str):
-        raise TypeError(f"target: found {type(target).__name__}; expected text such as 'localhost:50051'")
-    if not target:
-        raise ValueError("target: found empty text; expected host:port, unix:path or dns:///name:port")
 
 
 def channel_options(target: str) -> list[tuple[str, Any]]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from npugrad.call import ExecutionInfo
     from npugrad.spec import OpSpec, TensorMeta
+    from npugrad_client._attempt import Attempt
     from npugrad_client._call import Array, Prepared
 
 CHUNKED_FROM_BYTES = 2**16
@@ -28,7 +29,7 @@ def unary_request(prepared: Prepared) -> Any:
 
 
 def request_frames(
-    prepared: Prepared, is_answered: Callable[[], bool]
+    prepared: Prepared, is_answered: Callable[[], bool], attempt: Attempt
 ) -> Iterator[backward_pb2.ExecuteRequest]:
     """The frames of a streamed call.
 
@@ -36,21 +37,24 @@ def request_frames(
         prepared: The call.
         is_answered: Asked once, after the header of a call that the local record refuses; may wait. True
             ends the stream there, so that a call that is bound to be refused costs no upload.
+        attempt: Told how much there is to send, and how much has gone.
     """
     header, follow = open_call(prepared)
+    attempt.upload_bytes = sum(data.nbytes for _, data in follow)
     yield header
     if not (prepared.is_refused and is_answered()):
-        yield from chunk_frames(follow)
+        yield from chunk_frames(follow, attempt)
 
 
 async def request_frames_async(
-    prepared: Prepared, is_answered: Callable[[], Awaitable[bool]]
+    prepared: Prepared, is_answered: Callable[[], Awaitable[bool]], attempt: Attempt
 ) -> AsyncIterator[backward_pb2.ExecuteRequest]:
     """As `request_frames`, for an event loop: no step is longer than the copy of one chunk."""
     header, follow = open_call(prepared)
+    attempt.upload_bytes = sum(data.nbytes for _, data in follow)
     yield header
     if not (prepared.is_refused and await is_answered()):
-        for frame in chunk_frames(follow):
+        for frame in chunk_frames(follow, attempt):
             yield frame
 
 
@@ -61,12 +65,15 @@ def open_call(prepared: Prepared) -> tuple[backward_pb2.ExecuteRequest, list[tup
     return backward_pb2.ExecuteRequest(header=header), follow
 
 
-def chunk_frames(follow: Iterable[tuple[int, memoryview]]) -> Iterator[backward_pb2.ExecuteRequest]:
+def chunk_frames(
+    follow: Iterable[tuple[int, memoryview]], attempt: Attempt
+) -> Iterator[backward_pb2.ExecuteRequest]:
     """The chunks of a streamed call, one copied at a time."""
     for operand, data in follow:
         for offset, piece in layout.chunks(data, codec.CHUNK_BYTES):
             chunk = backward_pb2.Chunk(operand=operand, offset=offset, data=bytes(piece))
             yield backward_pb2.ExecuteRequest(chunk=chunk)
+            attempt.sent_bytes += piece.nbytes  # gRPC asks for the next one once this one has gone
 
 
 def _encode(prepared: Prepared, chunk_from_bytes: int | None) -> tuple[Any, list[tuple[int, memoryview]]]:

@@ -79,7 +79,7 @@ class ServerInfo:
         limits: Its limits.
         versions: Versions of what it is built on, by name.
         operators: Names of the operators it runs.
-        draining: Whether it takes no more calls.
+        draining: Whether it is about to end, so that calls should go elsewhere.
         uptime_s: Seconds since it started.
         queue_depth: Calls waiting for a device now.
         accepted_calls: Calls admitted since it started.

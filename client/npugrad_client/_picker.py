@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 _FIRST_REST_S = 0.5
 """How long a server that was lost gets no calls, at first; doubled each time it is found lost again."""
 _LONGEST_REST_S = 10.0
+_MOST_DOUBLINGS = 60
+"""Of a rest, which has long been the longest then; floats end at 1024."""
 _BUSY_REST_S = 0.05
 """How long a full server comes last, unless it says for how long."""
+_NEWS_EVERY_S = 30.0
 _NO_DEVICE = "NO_DEVICE"
 
 
@@ -67,6 +70,7 @@ class Picker:
         """A picker of so many servers, all taken to be well."""
         self._servers = [_Server() for _ in range(count)]
         self._turn = 0
+        self._told_at = float("-inf")
         self._lock = threading.Lock()
 
     def pick(self, now: float, avoid: Collection[int] = ()) -> int:
@@ -88,6 +92,19 @@ class Picker:
         """Whether there is a server that was not tried and takes calls now."""
         with self._lock:
             return any(s.is_ready(now) for index, s in enumerate(self._servers) if index not in tried)
+
+    def was_reached(self, index: int) -> bool:
+        """Whether the server has ever answered, be it with an error."""
+        with self._lock:
+            return self._servers[index].answered_at > float("-inf")
+
+    def is_news(self, now: float) -> bool:
+        """Whether somebody should be told that servers are lost: once in 30 s, for all calls together."""
+        with self._lock:
+            if now < self._told_at + _NEWS_EVERY_S:
+                return False
+            self._told_at = now
+            return True
 
     def ended(
         self,
@@ -116,7 +133,8 @@ class Picker:
                 if started >= server.lost_at:  # else it is the same loss, seen by a call of before
                     server.losses += 1
                     server.lost_at = now
-                    rest = min(_LONGEST_REST_S, _FIRST_REST_S * 2.0 ** (server.losses - 1))
+                    doublings = min(server.losses - 1, _MOST_DOUBLINGS)
+                    rest = min(_LONGEST_REST_S, _FIRST_REST_S * 2.0**doublings)
                     server.rests_until = now + rest * (1 - 0.5 * random.random())  # jitter
                 return
             if isinstance(error, DeadlineExceeded) and not error.request_id:

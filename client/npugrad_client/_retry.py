@@ -7,6 +7,7 @@ follow the same plans.
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 from dataclasses import dataclass
@@ -17,23 +18,41 @@ from npugrad.errors import ConnectError, DeadlineExceeded, NpugradError, ServerD
 if TYPE_CHECKING:
     from npugrad_client._picker import Picker
 
+_LOG = logging.getLogger("npugrad_client")
+_QUIET_S = 1.0
+"""How long a call waits for a lost server before the log says so: who mistyped an address must not wonder."""
+_LEAST_WAIT_S = 0.02
+"""Between two tries of a call at a lost server, whatever the policy says: no host is to be flooded."""
+_MOST_DOUBLINGS = 60
+"""Of a wait, which has long been the longest then; floats end at 1024."""
+
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """When a call is tried again, and how often.
+    """When a call is tried again, how often, and for how long.
 
-    Only errors that the error table calls retryable are (`error.retryable`): the server is lost, drains,
-    is full now or has no device. A call that meets one goes to another server at once, if there is one
-    that it has not tried; else it waits, ``initial_backoff_s`` doubled for each try, at most
-    ``max_backoff_s``, times a random factor of 0 to 1, and at least as long as the server asks for.
+    Only errors that the error table calls retryable are (`error.retryable`). A call that meets one goes to
+    another server at once, if there is one that it has not tried; else it waits, ``initial_backoff_s``
+    doubled for each try, at most ``max_backoff_s``, times a random factor of 0 to 1. There are two kinds:
+
+    - The server is lost (`ConnectError`) or drains (`ServerDraining`), as happens when it restarts. Such
+      tries go on for ``retry_for_s``, however many they are. After a second of that the logger
+      ``npugrad_client`` warns.
+    - Every other failure: the server is full now or has no device. Such tries are counted by ``max_tries``,
+      and each waits at least as long as the server asks for. What looks like a mistake
+      (`ConnectError.is_misconfigured`, such as a name that cannot be resolved) belongs here until the
+      server was reached once.
 
     Example:
-        >>> patient = RetryPolicy(max_tries=8, max_backoff_s=10.0)
+        >>> patient = RetryPolicy(retry_for_s=300.0)
         >>> fast_tail = RetryPolicy(hedge_after_s=0.25)
         >>> Client(["host1:50051", "host2:50051"], retry=fast_tail)          # doctest: +SKIP
 
     Attributes:
-        max_tries: Tries of a call in all, hedges included; 1 never tries again.
+        max_tries: Tries of a call, hedges included, without those that found the server lost or draining.
+            1 sends a call once, whatever becomes of it.
+        retry_for_s: Seconds for which a call waits for servers that are lost or drain, from when it first
+            finds one so; 0 tries each server once and waits for none. A try under way is not cut short.
         initial_backoff_s: Longest wait in seconds before the second try.
         max_backoff_s: Longest wait in seconds that the client chooses by itself.
         max_retry_after_s: A server that asks for a longer wait than this many seconds is not waited for: its
@@ -43,13 +62,14 @@ class RetryPolicy:
         hedge_after_s: Seconds without an answer after which a call is sent a second time, to another server
             if there is one, and again after as long until `max_tries` are spent; the first answer counts and
             the other calls are cancelled. None for never.
-        budget: Retries and hedges that may be spent at once, by all calls of a client. Sending a call to
-            another server because its own was lost costs nothing, everything else one.
+        budget: Retries and hedges that may be spent at once, by all calls of a client. A try after one that
+            found its server lost or draining costs nothing, everything else one.
         budget_refill: What each answered call gives back, up to `budget`. So in the long run, the load of
             an overloaded server grows by no more than this part.
     """
 
     max_tries: int = 4
+    retry_for_s: float = 30.0
     initial_backoff_s: float = 0.05
     max_backoff_s: float = 2.0
     max_retry_after_s: float = 30.0
@@ -63,7 +83,8 @@ class RetryPolicy:
         for name, least in (("max_tries", 1), ("budget", 0), ("budget_refill", 0)):
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name}: found {getattr(self, name)}; expected {least} or more")
-        for name in ("initial_backoff_s", "max_backoff_s", "max_retry_after_s", "hedge_after_s"):
+        seconds = ("retry_for_s", "initial_backoff_s", "max_backoff_s", "max_retry_after_s", "hedge_after_s")
+        for name in seconds:
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise ValueError(f"{name}: found {value}; expected seconds, 0 or more")
@@ -152,6 +173,7 @@ class Plan:
         self._tried: set[int] = set()
         self._next_at: float | None = now
         self._error: NpugradError | None = None
+        self._losses, self._lost_since = 0, now
         self.tries = 0
 
     def next(self, now: float) -> Launch | Wait:
@@ -161,7 +183,7 @@ class Plan:
             NpugradError: There is none: how the last try ended. Tries still in flight are of no use.
         """
         if self._next_at is not None and now >= self._next_at:
-            is_late = self.tries > 0 and self._deadline is not None and now >= self._deadline
+            is_late = self.tries > 0 and self._is_over(now)
             if not is_late and (not self._flying or self._budget.take()):
                 return self._launch(now)
             self._next_at = None  # nothing more after the deadline, and no hedge without a budget
@@ -175,7 +197,7 @@ class Plan:
         self._tried.add(server)
         self._flying[self.tries] = (server, now)
         hedge_after_s = self._policy.hedge_after_s
-        may_hedge = hedge_after_s is not None and self.tries < self._policy.max_tries
+        may_hedge = hedge_after_s is not None and self._counted_tries < self._policy.max_tries
         self._next_at = now + hedge_after_s if hedge_after_s is not None and may_hedge else None
         return Launch(self.tries, server, self._try_timeout(now))
 
@@ -198,14 +220,18 @@ class Plan:
     def failed(self, number: int, error: NpugradError, now: float) -> bool:
         """A try has failed; whether that is the end of the call, with tries in flight or not."""
         server, started = self._flying.pop(number)
+        is_lost = self._is_lost_by(error, server)
         self._picker.ended(server, started, now, error)
         error.tries = self.tries
+        if is_lost and not isinstance(self._error, (ConnectError, ServerDraining)):
+            self._lost_since = now
+        self._losses += is_lost
         self._error = error
         if not self._may_retry(error, now):
             self.abandon(now)
             return True
         if not self._flying:
-            delay = self._delay(error, now)
+            delay = self._wait_for_lost(now) if is_lost else self._wait_for_other(error, now)
             self._next_at = None if delay is None else now + delay
         return False  # where another try is in flight, and may be followed by a hedge, it is waited for
 
@@ -216,27 +242,53 @@ class Plan:
         self._flying.clear()
         self._next_at = None
 
+    @property
+    def _counted_tries(self) -> int:
+        return self.tries - self._losses
+
+    def _is_lost_by(self, error: NpugradError, server: int) -> bool:
+        """Whether a try ended because its server is gone or going."""
+        if isinstance(error, ConnectError) and error.is_misconfigured:
+            return self._picker.was_reached(server)
+        return isinstance(error, (ConnectError, ServerDraining))
+
     def _may_retry(self, error: NpugradError, now: float) -> bool:
         if isinstance(error, DeadlineExceeded):  # of a try, while the call itself has time left
-            is_over = self._deadline is not None and now >= self._deadline
-            return self._policy.try_timeout_s is not None and not is_over
+            return self._policy.try_timeout_s is not None and not self._is_over(now)
         return error.retryable
 
-    def _delay(self, error: NpugradError, now: float) -> float | None:
-        """Seconds to wait before another try; None for no other."""
+    def _is_over(self, then: float) -> bool:
+        return self._deadline is not None and then >= self._deadline
+
+    def _wait_for_lost(self, now: float) -> float | None:
+        """Seconds until another try, which costs nothing; None for no other."""
+        if self._policy.max_tries == 1:
+            return None
+        if self._picker.has_other(now, self._tried):
+            return None if self._is_over(now) else 0.0
+        end = self._lost_since + self._policy.retry_for_s
+        left_s = (end if self._deadline is None else min(end, self._deadline)) - now
+        delay = max(min(self._backoff(), left_s / 2), _LEAST_WAIT_S)
+        if delay >= left_s:
+            return None
+        if now - self._lost_since >= _QUIET_S and self._picker.is_news(now):
+            _LOG.warning("%s; trying again for up to %.0f s", self._error, left_s)
+        return delay
+
+    def _wait_for_other(self, error: NpugradError, now: float) -> float | None:
+        """Seconds until another try, which is counted and paid for; None for no other."""
         policy = self._policy
         retry_after_s = (error.retry_after_s if isinstance(error, TransportError) else None) or 0.0
-        has_other = self._picker.has_other(now, self._tried)
-        is_free = has_other and isinstance(error, (ConnectError, ServerDraining))
-        if self.tries >= policy.max_tries:
+        if self._counted_tries >= policy.max_tries:
             return None
-        if has_other:
+        if self._picker.has_other(now, self._tried):
             delay = 0.0
         elif retry_after_s > policy.max_retry_after_s:
             return None
         else:
-            longest = min(policy.max_backoff_s, policy.initial_backoff_s * 2.0 ** (self.tries - 1))
-            delay = retry_after_s + longest * random.random()  # jitter
-        if self._deadline is not None and now + delay >= self._deadline:
-            return None
-        return delay if is_free or self._budget.take() else None
+            delay = retry_after_s + self._backoff()
+        return delay if not self._is_over(now + delay) and self._budget.take() else None
+
+    def _backoff(self) -> float:
+        policy, doublings = self._policy, min(self.tries - 1, _MOST_DOUBLINGS)
+        return min(policy.max_backoff_s, policy.initial_backoff_s * 2.0**doublings) * random.random()

@@ -25,6 +25,7 @@ from npugrad_client.errors import Cancelled, NpugradError, translate
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from npugrad_client._attempt import Attempt
     from npugrad_client._call import Answer, Prepared
     from npugrad_client._channels import Settings
 
@@ -62,6 +63,11 @@ class Flight:
             call.cancel()
         return True
 
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the call was cancelled here."""
+        return self._is_cancelled
+
     def end(self) -> bool:
         """The call is over, and cannot be cancelled any more; whether it was."""
         with self._lock:
@@ -84,8 +90,8 @@ class _Alarm:
         return self._rings.wait(pause_s)
 
 
-Send: TypeAlias = "Callable[[Stubs, float | None, Flight | None], Any]"
-"""Sends a call over a channel, with a timeout as grpc takes it; what it returns is the answer."""
+Send: TypeAlias = "Callable[[Stubs, Attempt, Flight | None], Any]"
+"""Sends a call over a channel, with the timeout of the try; what it returns is the answer."""
 
 
 def open_channel(kind: Any, settings: Settings, server: int) -> tuple[Any, Stubs]:
@@ -179,8 +185,8 @@ class Transport:
     def ask(self, service: str, request: Any, timeout_s: float | None) -> Any:
         """One of the small services: `validate`, `server_info` or `list_operators`; errors as in `run`."""
 
-        def send(stubs: Stubs, timeout: float | None, flight: Flight | None) -> Any:
-            return _unary(stubs.services[service], request, timeout, flight)
+        def send(stubs: Stubs, attempt: Attempt, flight: Flight | None) -> Any:
+            return _unary(stubs.services[service], request, attempt, flight)
 
         return self._follow(service, send, timeout_s)[0]
 
@@ -194,11 +200,11 @@ class Transport:
         if self._settings.retry.hedge_after_s is not None:
             prepared = prepared.apart()
 
-        def send(stubs: Stubs, timeout: float | None, flight: Flight | None) -> Answer:
+        def send(stubs: Stubs, attempt: Attempt, flight: Flight | None) -> Answer:
             if prepared.nbytes >= self._settings.stream_from_bytes:
-                return _streamed(stubs, prepared, timeout, flight)
+                return _streamed(stubs, prepared, attempt, flight)
             method = stubs.unary(prepared.spec)
-            return read_response(prepared, _unary(method, unary_request(prepared), timeout, flight))
+            return read_response(prepared, _unary(method, unary_request(prepared), attempt, flight))
 
         answer, tries = self._follow(prepared.spec.name, send, timeout_s)
         return cast("Answer", answer).after(tries)
@@ -298,19 +304,19 @@ class Transport:
                 flight.cancel()
 
     def _try(self, home: _Home, step: Launch, what: str, send: Send, flight: Flight | None) -> Any:
-        target = self._settings.targets[step.server]
-        with GATE, self._calling(what, target, step.timeout_s):
-            stubs = home.stubs(step.server)
-            return send(stubs, grpc_timeout(step.timeout_s, what), flight)
+        attempt = self._settings.attempt(what, step)
+        with GATE, self._calling(attempt, flight):
+            return send(home.stubs(step.server), attempt, flight)
 
     @contextmanager
-    def _calling(self, what: str, target: str, timeout_s: float | None) -> Iterator[None]:
+    def _calling(self, attempt: Attempt, flight: Flight | None) -> Iterator[None]:
         """Turns what grpc raises into errors of ours."""
+        what, target = attempt.what, attempt.target
         try:
             yield
         except grpc.RpcError as error:
-            is_encrypted = self._settings.credentials is not None
-            raise translate(error, what, target, timeout_s, is_encrypted=is_encrypted) from None
+            is_ours = self._is_closed or (flight is not None and flight.is_cancelled)
+            raise translate(error, attempt, is_ours=is_ours) from None
         except grpc.FutureCancelledError:
             raise Cancelled(f"{what}: {target}: the call was cancelled") from None
         except ValueError:
@@ -319,16 +325,16 @@ class Transport:
             raise closed(target) from None
 
 
-def _unary(method: Any, request: Any, timeout_s: float | None, flight: Flight | None) -> Any:
+def _unary(method: Any, request: Any, attempt: Attempt, flight: Flight | None) -> Any:
     if flight is None:
-        return method(request, timeout=timeout_s)  # quicker than by a future
-    return flight.attach(method.future(request, timeout=timeout_s)).result()
+        return method(request, timeout=attempt.timeout_s)  # quicker than by a future
+    return flight.attach(method.future(request, timeout=attempt.timeout_s)).result()
 
 
-def _streamed(stubs: Stubs, prepared: Prepared, timeout_s: float | None, flight: Flight | None) -> Answer:
+def _streamed(stubs: Stubs, prepared: Prepared, attempt: Attempt, flight: Flight | None) -> Answer:
     ended = threading.Event()
-    frames = request_frames(prepared, lambda: ended.wait(REFUSAL_WAIT_S))
-    stream: Any = stubs.execute(frames, timeout=timeout_s)
+    frames = request_frames(prepared, lambda: ended.wait(REFUSAL_WAIT_S), attempt)
+    stream: Any = stubs.execute(frames, timeout=attempt.timeout_s)
     if flight is not None:
         flight.attach(stream)
     if not stream.add_callback(ended.set):

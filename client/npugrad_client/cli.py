@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +17,7 @@ from npugrad.products import Product, product_from_name
 from npugrad_client import _arrays
 from npugrad_client._cli import bench, files, show
 from npugrad_client._cli.connection import (
+    AT_ONCE,
     DEFAULT_TARGETS,
     Authority,
     Certificate,
@@ -94,7 +97,7 @@ def info(
 ) -> None:
     """Show a server: version, product, devices, limits."""
     how = (encrypted, tls_ca, tls_certificate, tls_key)
-    with reporting(), connect(target, timeout, tls(*how)) as client:
+    with reporting(), connect(target, timeout, tls(*how), AT_ONCE) as client:
         found = client.server_info()
         if as_json:
             out.print_json(json.dumps(asdict(found)))
@@ -117,7 +120,7 @@ def ops(
 ) -> None:
     """List the operators of a server."""
     how = (encrypted, tls_ca, tls_certificate, tls_key)
-    with reporting(), connect(target, timeout, tls(*how)) as client:
+    with reporting(), connect(target, timeout, tls(*how), AT_ONCE) as client:
         listed = client.list_operators(_product(product))
         if as_json:
             out.print_json(json.dumps([asdict(o) for o in listed]))
@@ -164,7 +167,7 @@ def validate(
             verdict = npugrad.validate(operator, **asked, product=chosen or Product.ATLAS_A2)
         else:
             how = tls(encrypted, tls_ca, tls_certificate, tls_key)
-            with connect(target, timeout, how) as client:
+            with connect(target, timeout, how, AT_ONCE) as client:
                 verdict = client.validate(operator, **asked, product=chosen)
         if as_json:
             out.print_json(json.dumps(show.verdict_as_dict(verdict)))
@@ -288,6 +291,8 @@ def demo(
 
 def main() -> None:
     """Entry point of the command `npugrad`."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # help and tables have signs that an ASCII terminal has not
     app()
 
 

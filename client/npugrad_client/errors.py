@@ -31,7 +31,8 @@ what grpc raised, is left behind then.
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -65,6 +66,10 @@ from npugrad.errors import (
 )
 from npugrad.ops import OPERATORS
 from npugrad.status import decode_status
+from npugrad_client._targets import DEFAULT_PORT
+
+if TYPE_CHECKING:
+    from npugrad_client._attempt import Attempt
 
 __all__ = [
     "CallTooLarge",
@@ -142,8 +147,24 @@ _CLOSED_HINTS = {
     False: "it closed the connection, as a server does that speaks TLS only",
 }
 """By whether the client speaks TLS: with TLS 1.3 a client that is not let in learns nothing more."""
-_CANCELLED_HERE = ("Channel closed!", "Locally cancelled by application!")
-"""What grpc says when it was this side that cancelled."""
+_NO_GRPC = (
+    "what listens there does not speak HTTP/2, so it is no gRPC server, but perhaps a metrics port (9464) or "
+    f"a web server; expected what npugrad-server prints as listening on, port {DEFAULT_PORT} by default"
+)
+_UNRESOLVED = re.compile(r"errors resolving|dns resolution failed", re.I)
+"""What gRPC says of a name without an address; 1.67 has other words than 1.85."""
+_NO_HTTP2 = re.compile(r"failed parsing http/2|http1\.x server", re.I)
+"""What gRPC says of bytes that begin no HTTP/2 connection."""
+_BROKEN_OFF = re.compile(
+    r"received rst_stream with error code [02578]\b|stream removed|no status received", re.I
+)
+"""What gRPC says, as INTERNAL or UNKNOWN, of a stream that a proxy ended for a server that it had lost.
+
+The codes are NO_ERROR, INTERNAL_ERROR (nginx and Envoy, once a reply has begun), STREAM_CLOSED,
+REFUSED_STREAM and CANCEL (HAProxy); the others blame what the client sent. Where no reply has begun, these
+proxies answer with HTTP 502 or 503 or a status of their own, which is UNAVAILABLE here.
+"""
+_REQUEST_ID_KEY = "x-request-id"
 
 STATUS_CLASSES: dict[grpc.StatusCode, type[NpugradError]] = {
     grpc.StatusCode.CANCELLED: Cancelled,
@@ -166,28 +187,22 @@ STATUS_CLASSES: dict[grpc.StatusCode, type[NpugradError]] = {
 """Classes for statuses without details of ours: made by grpc itself, a proxy or another service."""
 
 
-def translate(
-    error: grpc.RpcError,
-    what: str,
-    target: str,
-    timeout_s: float | None = None,
-    *,
-    is_encrypted: bool = False,
-) -> NpugradError:
+def translate(error: grpc.RpcError, attempt: Attempt, *, is_ours: bool = False) -> NpugradError:
     """The exception for a failed RPC: from the service's details when there are some, else from the status.
 
     Args:
         error: What grpc raised; kept as `.cause`.
-        what: Operator or service that was called.
-        target: Address of the server.
-        timeout_s: Deadline of the call in seconds.
-        is_encrypted: Whether the client speaks TLS.
+        attempt: The try that failed.
+        is_ours: Whether this side cancelled it.
     """
     details = _details(error)
-    if details is not None:
-        translated = error_from_details(details)
+    if details is None:
+        translated = _without_details(error, attempt, is_ours)
     else:
-        translated = _without_details(error, what, target, timeout_s, is_encrypted)
+        translated = error_from_details(details)
+        if isinstance(translated, DeadlineExceeded) and attempt.is_late and attempt.is_uploading:
+            # The server knows what came, but neither the deadline nor how much there is.
+            translated.args = (f"{attempt.what}: {attempt.late_text()}",)
     # Without its traceback, whose frames would hold the operands for as long as anyone holds the error.
     translated.cause = error.with_traceback(None)
     return translated
@@ -195,37 +210,50 @@ def translate(
 
 def _details(error: Any) -> ErrorDetails | None:
     """What the trailers say; not by `grpc_status`, which wants message and code as the server sent them."""
-    trailers = error.trailing_metadata() if hasattr(error, "trailing_metadata") else None
     try:
-        # Pair by pair: what the asynchronous side gives is no mapping that dict() reads in every release.
-        found = {key: value for key, value in trailers or ()}
-        return decode_status(Status.FromString(found[_STATUS_KEY]))
+        return decode_status(Status.FromString(_trailers(error)[_STATUS_KEY]))
     except (KeyError, DecodeError, TypeError):  # none, or what a proxy made of them
         return None
 
 
-def _without_details(
-    error: Any, what: str, target: str, timeout_s: float | None, is_encrypted: bool
-) -> NpugradError:
+def _trailers(error: Any) -> dict[str, Any]:
+    trailers = error.trailing_metadata() if hasattr(error, "trailing_metadata") else None
+    # Pair by pair: what the asynchronous side gives is no mapping that dict() reads in every release.
+    return {key: value for key, value in trailers or ()}
+
+
+def _without_details(error: Any, attempt: Attempt, is_ours: bool) -> NpugradError:
     # What a stub raises is both an RpcError and a Call, which the stubs' types do not say.
     code = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
     said = (error.details() if hasattr(error, "details") else str(error)) or "no details"
-    cls = STATUS_CLASSES.get(code, NpugradError)
-    if code is grpc.StatusCode.CANCELLED and said not in _CANCELLED_HERE:
-        cls = ConnectError  # a server that ends cancels the calls that it had not taken yet
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in said:
-        cls = CallTooLarge  # a limit on the way, which no retry changes
-    if cls is ConnectError and any(word in said.lower() for word in _HANDSHAKE):
-        cls = TlsError
+    cls = _class_of(code, said, _trailers(error))
+    if cls is Cancelled and not is_ours:
+        # Nobody here did: a server that ends, or a proxy that lost it. Or its clock was ahead of ours.
+        cls = DeadlineExceeded if attempt.is_late else ConnectError
+    target = attempt.target
     if cls is TlsError:
         text = f"no encrypted connection to {target}: {_hint(said)}"
     elif cls is ConnectError:
-        text = f"cannot reach {target}: {_closed_hint(said, is_encrypted)}"
-    elif cls is DeadlineExceeded and timeout_s is not None:
-        text = f"found no answer from {target} within {round(timeout_s, 3):g} s"
+        text = f"cannot reach {target}: {_connect_hint(said, attempt.is_encrypted)}"
+    elif cls is DeadlineExceeded and attempt.timeout_s is not None:
+        text = attempt.late_text()
     else:
         text = f"{target}: {code.name}: {said}"
-    return cls(f"{what}: {text}", operator=what if what in OPERATORS else "")
+    made = cls(f"{attempt.what}: {text}", operator=attempt.what if attempt.what in OPERATORS else "")
+    if isinstance(made, ConnectError):
+        made.is_misconfigured = bool(_UNRESOLVED.search(said) or _NO_HTTP2.search(said) or _is_hung_up(said))
+    return made
+
+
+def _class_of(code: grpc.StatusCode, said: str, trailers: dict[str, Any]) -> type[NpugradError]:
+    cls = STATUS_CLASSES.get(code, NpugradError)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in said:
+        return CallTooLarge  # a limit on the way, which no retry changes
+    if code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN) and _REQUEST_ID_KEY not in trailers:
+        return ConnectError if _BROKEN_OFF.search(said) else cls  # the service itself names its request
+    if cls is ConnectError and any(word in said.lower() for word in _HANDSHAKE):
+        return TlsError
+    return cls
 
 
 def _hint(said: str) -> str:
@@ -233,8 +261,14 @@ def _hint(said: str) -> str:
     return f"{found} (gRPC: {said})" if found else said
 
 
-def _closed_hint(said: str, is_encrypted: bool) -> str:
+def _connect_hint(said: str, is_encrypted: bool) -> str:
     """Only where no connection came about: one that is lost later has other reasons."""
+    if _NO_HTTP2.search(said):
+        return f"{_NO_GRPC} (gRPC: {said})"
+    return f"{_CLOSED_HINTS[is_encrypted]} (gRPC: {said})" if _is_hung_up(said) else said
+
+
+def _is_hung_up(said: str) -> bool:
+    """Whether somebody took the connection and closed it before there was one of gRPC's."""
     text = said.lower()
-    is_new = "failed to connect" in text and any(word in text for word in _CLOSED)
-    return f"{_CLOSED_HINTS[is_encrypted]} (gRPC: {said})" if is_new else said
+    return "failed to connect" in text and any(word in text for word in _CLOSED)

@@ -169,7 +169,7 @@ ERRORS: tuple[ErrorRow, ...] = (
         "The deadline passed before the result was there.",
     ),
     ErrorRow("CANCELLED", None, "CANCELLED", False, "The caller cancelled the call."),
-    ErrorRow("DRAINING", None, "UNAVAILABLE", True, "The server is shutting down and takes no new calls."),
+    ErrorRow("DRAINING", None, "UNAVAILABLE", True, "The server shut down before the call was answered."),
     ErrorRow("NO_DEVICE", None, "UNAVAILABLE", True, "No device is ready."),
     ErrorRow(
         "WORKER_LOST", None, "UNAVAILABLE", False, "The worker died under the call every time it was tried."

@@ -167,7 +167,14 @@ class ConnectError(TransportError):
         >>> Client("localhost:1", retry=None).server_info()  # doctest: +SKIP
         Traceback (most recent call last):
         npugrad.errors.ConnectError: server_info: cannot reach localhost:1: ...
+
+    Attributes:
+        is_misconfigured: Whether the client's settings look wrong, rather than the server away: a name that
+            cannot be resolved, a port where no gRPC server listens, a connection that is closed at once, as
+            where only one side speaks TLS.
     """
+
+    is_misconfigured: bool = False
 
 
 class DeadlineExceeded(TransportError):

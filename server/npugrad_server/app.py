@@ -1,7 +1,7 @@
 """The composition root: the only place that wires settings, pool, services and signals together.
 
-Start: take the ports, start a worker for each device, serve, say so once a device is ready. End: on the
-first SIGTERM or SIGINT accepted calls finish and others are refused; a second signal ends at once.
+Start: take the ports, start a worker for each device, serve, say so once a device is ready. End: after the
+first SIGTERM or SIGINT (see `App.drain`) calls that are here finish; a second signal ends at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from npugrad_server.dispatch import Dispatcher
 from npugrad_server.logs import get_logger
 from npugrad_server.metrics import Metrics
 from npugrad_server.pages import Pages, serve_pages
-from npugrad_server.pool import DevicePool
+from npugrad_server.pool import DevicePool, keep_reaping
 from npugrad_server.preflight import StartError, npu_report, pool_settings, start_limit_s
 from npugrad_server.rpc.funnel import Funnel
 from npugrad_server.rpc.health import Health, register_health, register_reflection
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from npugrad_server.pool import PoolSettings
 
 _FAREWELL_S = 1.0
-"""Seconds that clients of health and reflection streams get to take their end."""
+"""Seconds that clients get to take their last answers, and the end of their connections."""
 _T = TypeVar("_T")
 
 
@@ -58,7 +58,7 @@ async def serve(loaded: LoadedSettings, announce: Callable[[Address], None]) -> 
         StartError: Something that the start needs is missing.
     """
     keep_freed_memory()
-    log, stop = get_logger(), Stop()
+    log, stop, delay_s = get_logger(), Stop(), 0.0
     made = pool_settings(loaded.settings, npu_report(loaded.settings))
     for name, value in loaded.settings:
         # The pool's settings have what a default such as "auto" came to.
@@ -78,7 +78,8 @@ async def serve(loaded: LoadedSettings, announce: Callable[[Address], None]) -> 
                 metrics_address=metrics_address,
             )
             await until(stop.asked, app.ended())
-        finished = await app.drain(stop.at_once)
+            delay_s = loaded.settings.drain_delay_s if stop.first == "SIGTERM" else 0.0
+        finished = await app.drain(stop.at_once, delay_s)
         return 0 if finished and stop.asked.is_set() else 1
     finally:
         await app.close()
@@ -86,11 +87,18 @@ async def serve(loaded: LoadedSettings, announce: Callable[[Address], None]) -> 
 
 
 class Stop:
-    """The signals: the first asks to drain, the second to end at once."""
+    """The signals: the first asks to drain, the second to end at once.
+
+    Attributes:
+        asked: Set by the first.
+        at_once: Set by the second.
+        first: Name of the first; empty before it.
+    """
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.at_once = asyncio.Event()
+        self.first = ""
 
     def install(self) -> None:
         """Listens to SIGTERM and SIGINT on the running loop."""
@@ -101,6 +109,7 @@ class Stop:
         """Takes one signal."""
         again = self.asked.is_set()
         get_logger().info("signal", signal=name, action="end at once" if again else "drain")
+        self.first = self.first or name
         (self.at_once if again else self.asked).set()
 
 
@@ -134,7 +143,8 @@ class App:
         started_s = time.monotonic()
         metrics = Metrics(npugrad.__version__, str(self._made.product))
         try:
-            self._server, self.address = open_server(self._settings)
+            self._funnel = Funnel(metrics)
+            self._server, self.address = open_server(self._settings, self._funnel)
             self._serve_pages(metrics)
             self.pool = await DevicePool.open(self._made, metrics)
         except TlsError as error:
@@ -142,8 +152,9 @@ class App:
         except (AddressError, OSError) as error:
             raise StartError(str(error)) from None
         self._resources.push_async_callback(self.pool.close)
+        reaping = asyncio.create_task(keep_reaping())
+        self._resources.callback(reaping.cancel)
         metrics.show_pool(self.pool, asyncio.get_running_loop())
-        self._funnel = Funnel(metrics)
         self._info = ServerServicer(
             self.pool, Facts(self._made, int(self._settings.max_message_bytes), started_s)
         )
@@ -203,22 +214,44 @@ class App:
         """
         await asyncio.shield(self._end)  # grpc takes the cancellation of a waiter for its own
 
-    async def drain(self, at_once: asyncio.Event) -> bool:
-        """Refuses new calls and waits for accepted ones; returns whether all of them could finish."""
+    async def drain(self, at_once: asyncio.Event, delay_s: float = 0.0) -> bool:
+        """Serves on for a while as not serving, then lets what is here finish and takes nothing new.
+
+        Health says NOT_SERVING from the start, and for `delay_s` everything is served, so that balancers have
+        time to see it. Then every connection is told to go (GOAWAY): its client opens no call on it any more
+        and connects elsewhere, and what was opened before goes on, uploads included.
+
+        Args:
+            at_once: Ends the delay and the wait.
+            delay_s: Seconds to serve on.
+
+        Returns:
+            Whether all calls could finish. Those that could not were answered with DRAINING.
+        """
         self._health.start_draining()
         self._info.start_draining()
-        self.pool.start_draining()
-        finished = bool(await until(at_once, self._settled(), self._made.drain_timeout_s))
-        self._log.info("drained" if finished else "drain cut short")
+        if delay_s:
+            self._log.info("serving on", delay_s=delay_s)
+            await until(at_once, asyncio.sleep(delay_s))
+        limit_s = self._settings.drain_timeout_s
+        self._log.info("connections are told to go", calls=self._funnel.active_count, timeout_s=limit_s)
+        ending = asyncio.ensure_future(self._server.stop(limit_s + _FAREWELL_S))
         self._health.close()
-        await self._server.stop(_FAREWELL_S if finished else None)
+        await until(at_once, self._settled(ending), limit_s)
+        finished = not self._funnel.active_count
+        self._log.info("drained" if finished else "drain cut short", calls=self._funnel.active_count)
+        self.pool.abandon()
+        await self._server.stop(_FAREWELL_S)
+        await ending
         return finished
 
-    async def _settled(self) -> bool:
-        if not await self.pool.drained(self._made.drain_timeout_s):
-            return False
-        await self._funnel.settle()
-        return True
+    async def _settled(self, ending: asyncio.Future[None]) -> None:
+        """Waits until grpc has ended, or is left with clients that do not take their end."""
+        while not ending.done():
+            await self._funnel.settle()
+            await asyncio.wait([ending], timeout=_FAREWELL_S)
+            if not self._funnel.active_count:
+                return
 
     async def close(self) -> None:
         """Ends whatever still runs: server, workers, pages."""

@@ -22,8 +22,9 @@ import npugrad
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad_server import logs
+from npugrad_server.acceptance.bundle import SUFFIXES
 from npugrad_server.acceptance.command import AcceptanceOptions, accept
-from npugrad_server.acceptance.steps import STEPS, choose
+from npugrad_server.acceptance.steps import STEPS, plan_steps
 from npugrad_server.app import serve as serve_until_ended
 from npugrad_server.config import (
     CONFIG_VARIABLE,
@@ -196,9 +197,25 @@ def acceptance(
     streams: Annotated[
         int, typer.Option(min=1, max=16, metavar="N", help="Calls that run at once on the NPU.")
     ] = 2,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Leave out what takes long: a first look, in less than 3 minutes.")
+    ] = False,
+    bundle: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.tar.gz",
+            help="One file to send if it goes wrong: report, logs, versions, environment, failing data.",
+        ),
+    ] = None,
+    step_limit_s: Annotated[
+        float,
+        typer.Option(
+            min=1, metavar="SECONDS", help="Longest that a step may take; the soak, its length more."
+        ),
+    ] = 1800.0,
     show_steps: Annotated[bool, typer.Option("--list", help="Show the steps and leave.")] = False,
 ) -> None:
-    """Show on a node with NPUs that the service is right there: ten steps, one report, exit code 0 or 1.
+    """Show on a node with NPUs that the service is right there: one report, exit code 0 or 1.
 
     The NPU should have nothing else to do meanwhile: one step takes all of its memory. Most of the time is
     the soak's, and that of the float64 references on the host.
@@ -215,16 +232,29 @@ def acceptance(
         raise typer.BadParameter(
             f"found {product!r}; expected auto, {', '.join(Product)}", param_hint="'--product'"
         )
+    if bundle is not None and not bundle.name.endswith(SUFFIXES):
+        raise typer.BadParameter(
+            f"found {bundle.name!r}; expected a name that ends with {' or '.join(SUFFIXES)}",
+            param_hint="'--bundle'",
+        )
     try:
-        options = AcceptanceOptions(int(number), report, choose(steps), soak_s, product, streams)
+        plan = plan_steps(steps, quick=quick, soak_s=soak_s)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="'--steps'") from None
+    options = AcceptanceOptions(
+        int(number),
+        report,
+        plan.steps,
+        plan.soak_s,
+        product,
+        streams,
+        step_limit_s,
+        quick,
+        bundle,
+        plan.left_out,
+    )
     try:
         code = 0 if accept(options) else FAILED
-    except StartError as error:
-        code = FAILED
-        for problem in error.problems:
-            typer.echo(f"FAIL  {problem}")
     except OSError as error:
         code = FAILED
         typer.echo(f"npugrad-server: {error}", err=True)

@@ -37,6 +37,8 @@ _OTHERS_VARIABLES = re.compile(r"NPUGRAD_(CONFIG|TARGET|(BUILD|CLIENT|WORKER|TES
 _SERVICE_LINKS = re.compile(
     r"NPUGRAD_([A-Z0-9_]+_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_\d+_(TCP|UDP|SCTP)(_.*)?)?)"
 )
+_LONGEST_S = 2e6
+"""grpc counts some times in milliseconds, in 32 bits."""
 
 
 class ServerSettings(BaseSettings):
@@ -118,8 +120,30 @@ class ServerSettings(BaseSettings):
     streams_per_device: int = Field(
         default=1, ge=1, le=16, description="Calls that run at once on one device."
     )
+    drain_delay_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="Seconds that everything is still served after SIGTERM, while health says NOT_SERVING: "
+        "load balancers then send new calls elsewhere first. SIGINT does not wait.",
+    )
     drain_timeout_s: float = Field(
-        default=120.0, ge=0, description="Seconds that accepted calls have to finish after SIGTERM or SIGINT."
+        default=120.0,
+        ge=0,
+        description="Seconds that calls in progress then have to finish, after SIGTERM or SIGINT.",
+    )
+    max_connection_age_s: float | None = Field(
+        default=None,
+        ge=1,
+        le=_LONGEST_S,
+        description="Seconds, a tenth more or less, after which a connection is told to go, so that callers "
+        "look up the server's name again and find new servers. Default: never.",
+    )
+    max_connection_age_grace_s: float | None = Field(
+        default=None,
+        gt=0,
+        le=_LONGEST_S,
+        description="Seconds that calls on such a connection then have to finish before they are cut off. "
+        "Default: as long as they take.",
     )
     hang_grace_s: float = Field(
         default=10.0,
@@ -127,9 +151,12 @@ class ServerSettings(BaseSettings):
         description="Seconds past its deadline after which a running call's worker is ended.",
     )
     run_limit_s: float = Field(
-        default=600.0,
+        # torch_npu has CANN end an operator after 547 s, with a number that speaks of a device that failed:
+        # the call would run again on another NPU. The server's own limit comes first, and blames the call.
+        default=540.0,
         gt=0,
-        description="Seconds a call may run, whatever its deadline, before its device counts as hung.",
+        description="Seconds a call may run, whatever its deadline, before its device counts as hung; "
+        "below the 547 after which torch_npu has CANN end an operator.",
     )
     heartbeat_timeout_s: float = Field(
         default=30.0,
@@ -137,7 +164,11 @@ class ServerSettings(BaseSettings):
         description="Seconds a worker may give no sign of life, whatever it runs, before it is replaced.",
     )
     worker_start_timeout_s: float = Field(
-        default=120.0, gt=0, description="Seconds a worker has to open its device."
+        default=180.0,
+        gt=0,
+        description="Seconds a worker that opens its device may stay at one stage (import, device, each "
+        "operator's first call); three times as long in all. Doubled after a start that took longer, twice "
+        "at most.",
     )
     upload_idle_timeout_s: float = Field(
         default=60.0,
@@ -154,11 +185,17 @@ class ServerSettings(BaseSettings):
         ge=0,
         description="Seconds before a lost worker is replaced; doubles with each loss in a row.",
     )
-    respawn_backoff_max_s: float = Field(default=30.0, ge=0, description="Longest such wait in seconds.")
+    respawn_backoff_max_s: float = Field(
+        default=2.0,
+        ge=0,
+        description="Longest such wait in seconds; a device that fails by itself again and again waits "
+        "longer, up to 60 s.",
+    )
     max_respawns: int = Field(
         default=10,
         ge=0,
-        description="Losses in a row, with no call served between, after which a device is down.",
+        description="Losses in a row, with no call served between, after which a device is down: calls do "
+        "not wait for it, but it is tried again.",
     )
     liveness_down_limit_s: float | None = Field(
         default=None,
@@ -207,6 +244,15 @@ class ServerSettings(BaseSettings):
         for name in ("tls_key", "tls_client_ca"):
             if getattr(self, name) and not self.tls_certificate:
                 raise _about(name, "found a file without tls_certificate; expected that one too, or neither")
+        return self
+
+    @model_validator(mode="after")
+    def _age_has_its_grace(self) -> ServerSettings:
+        if self.max_connection_age_grace_s is not None and self.max_connection_age_s is None:
+            raise _about(
+                "max_connection_age_grace_s",
+                "found a grace without max_connection_age_s; expected that one too, or neither",
+            )
         return self
 
     @property

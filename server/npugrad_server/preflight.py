@@ -14,13 +14,14 @@ from npugrad_server.logs import get_logger
 from npugrad_server.machine import memory_bytes
 from npugrad_server.npus import NpuReport, find_npus, op_init_problem
 from npugrad_server.pool import DevicePool, DeviceState, PoolSettings
+from npugrad_server.pool.types import START_LIMIT_FACTOR
 from npugrad_server.tls import TlsError, read_tls
 
 if TYPE_CHECKING:
     from npugrad_server.config import ServerSettings
 
 READY_MARGIN_S = 5.0
-"""Seconds beyond `worker_start_timeout_s` in which the pool tells what became of a device."""
+"""Seconds beyond `PoolSettings.start_limit_s` in which the pool tells what became of a device."""
 
 
 class StartError(Exception):
@@ -60,7 +61,6 @@ def pool_settings(settings: ServerSettings, report: NpuReport) -> PoolSettings:
         prefault_bytes=int(settings.prefault_bytes),
         max_queue_depth=settings.max_queue_depth,
         streams_per_device=settings.streams_per_device,
-        drain_timeout_s=settings.drain_timeout_s,
         hang_grace_s=settings.hang_grace_s,
         run_limit_s=settings.run_limit_s,
         heartbeat_timeout_s=settings.heartbeat_timeout_s,
@@ -81,7 +81,7 @@ def pool_settings(settings: ServerSettings, report: NpuReport) -> PoolSettings:
 
 def start_limit_s(settings: ServerSettings | PoolSettings) -> float:
     """Seconds from the opening of the pool until a server without a ready device gives up."""
-    return settings.worker_start_timeout_s + READY_MARGIN_S
+    return START_LIMIT_FACTOR * settings.worker_start_timeout_s + READY_MARGIN_S
 
 
 def _resolved(text: str, report: NpuReport) -> tuple[str, ...]:

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from tests.cann_sim.bench import Bench
 from tests.cann_sim.build import Installation
 from tests.cann_sim.operators import Arguments, Launch, make_arrays
-from tests.cann_sim.runtime import CannError, Runtime
+from tests.cann_sim.runtime import DETERMINISTIC, CannError, Runtime
 
 from npugrad.ops import OPERATORS, get_operator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     Observation = Callable[[Runtime], Any]
 
@@ -94,6 +94,58 @@ def results_of_two_launches(runtime: Runtime) -> bool:
         runtime.call("aclrtSynchronizeStream", stream)
         found.append([runtime.download(bench.addresses[name], size) for name, size in sizes.items()])
     return found[0] == found[1]
+
+
+REPEATED: dict[str, dict[str, Any]] = {
+    "multi_scale_deformable_attention_grad": {"nq": 8},
+    "grid_sampler_2d_backward": {"n": 1, "c": 4, "h": 4, "w": 4, "oh": 8, "ow": 8},
+    "group_norm_backward": {"n": 2, "c": 8, "hxw": 32, "group": 2},
+}
+"""Calls with something to sum, by operator; Floyd attention, which is large, is looked at by itself."""
+REPEATS = 20
+
+
+def _differing(runtime: Runtime, name: str, repeats: int, **sizes: int) -> int:
+    """How many repetitions of a launch have other bits than the first one."""
+    spec = get_operator(name)
+    call, stream = spec.build(**sizes), runtime.stream()
+    arrays = make_arrays(spec, call)
+    found = [
+        [array.tobytes() for array in Launch(runtime, spec, call, arrays).run(stream).values()]
+        for _ in range(1 + repeats)
+    ]
+    return sum(results != found[0] for results in found[1:])
+
+
+def _by_option(runtime: Runtime, options: Sequence[tuple[int, int]]) -> dict[str, list[int]]:
+    """Repetitions of each operator that differ, for each setting of the context's and the process's option."""
+    found: dict[str, list[int]] = {name: [] for name in REPEATED}
+    for of_context, of_process in options:
+        runtime.call("aclrtCtxSetSysParamOpt", DETERMINISTIC, of_context)
+        runtime.call("aclrtSetSysParamOpt", DETERMINISTIC, of_process)
+        for name, sizes in REPEATED.items():
+            found[name].append(_differing(runtime, name, REPEATS, **sizes))
+    return found
+
+
+@observation
+def option_off_first(runtime: Runtime) -> dict[str, list[int]]:
+    """Off, on for the context alone, on for both, off again."""
+    return _by_option(runtime, ((0, 0), (1, 0), (1, 1), (0, 0)))
+
+
+@observation
+def option_on_first(runtime: Runtime) -> dict[str, list[int]]:
+    """On, then off."""
+    return _by_option(runtime, ((1, 1), (0, 0)))
+
+
+@observation
+def floyd_with_the_option(runtime: Runtime) -> int:
+    """Repetitions of Floyd attention that differ with the option on."""
+    runtime.call("aclrtCtxSetSysParamOpt", DETERMINISTIC, 1)
+    runtime.call("aclrtSetSysParamOpt", DETERMINISTIC, 1)
+    return _differing(runtime, "fused_floyd_attention_grad", 1)
 
 
 @observation

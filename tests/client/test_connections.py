@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import socket
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -18,8 +17,18 @@ from tests.client.fake_service import (
     group_norm,
 )
 
-from npugrad_client import Cancelled, Client, ConnectError, NpugradError, TransportError
+from npugrad_client import (
+    AsyncClient,
+    Cancelled,
+    Client,
+    ConnectError,
+    NpugradError,
+    RetryPolicy,
+    TransportError,
+)
 from npugrad_client._channels import channel_options
+from npugrad_client._targets import DEFAULT_PORT
+from npugrad_server.config import ServerSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,10 +90,11 @@ def closed_port() -> Iterator[str]:
 
 
 @WAYS
-def test_an_unreachable_server_is_named_at_once_even_without_a_deadline(
+def test_an_unreachable_server_is_named_even_without_a_deadline(
     closed_port: str, stream_from_bytes: int
 ) -> None:
-    with Client(closed_port, stream_from_bytes=stream_from_bytes) as client:
+    policy = RetryPolicy(retry_for_s=0)
+    with Client(closed_port, stream_from_bytes=stream_from_bytes, retry=policy) as client:
         with pytest.raises(
             ConnectError, match=f"^group_norm_backward: cannot reach {closed_port}: "
         ) as caught:
@@ -95,12 +105,105 @@ def test_an_unreachable_server_is_named_at_once_even_without_a_deadline(
     assert isinstance(caught.value, TransportError)
 
 
-@pytest.mark.parametrize(
-    "target", ["unix:/nonexistent/npugrad.sock", "http://localhost:1", "no.such.invalid:1"]
-)
-def test_odd_targets_are_named_too(target: str) -> None:
-    with Client(target, timeout_s=20) as client, pytest.raises(TransportError, match=target):
+def test_a_socket_that_is_not_there_is_named_too() -> None:
+    target = "unix:/nonexistent/npugrad.sock"
+    with (
+        Client(target, retry=RetryPolicy(retry_for_s=0)) as client,
+        pytest.raises(ConnectError, match=target) as caught,
+    ):
         client.server_info()
+    assert not caught.value.is_misconfigured
+
+
+def test_a_name_that_nobody_knows_is_given_up_soon() -> None:
+    with (
+        Client("no.such.invalid:1") as client,
+        pytest.raises(ConnectError, match=r"no\.such\.invalid") as caught,
+    ):
+        client.server_info()
+    assert caught.value.is_misconfigured
+    assert caught.value.tries == 4
+
+
+class _Page(BaseHTTPRequestHandler):
+    """A web server's answer to bytes that are no HTTP/1 request."""
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture(params=["HTTP/0.9", "HTTP/1.0"], ids=["bare page", "status line"])
+def web_port(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A web server; Python's own answers with a bare page, as metrics ports do, others with a status line."""
+    handler = type("Page", (_Page,), {"default_request_version": request.param})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as web, ThreadPoolExecutor(1) as pool:
+        pool.submit(web.serve_forever)
+        yield f"127.0.0.1:{web.server_port}"
+        web.shutdown()
+
+
+@WAYS
+def test_a_port_that_speaks_http1_is_told_from_a_server(web_port: str, stream_from_bytes: int) -> None:
+    expected = rf"cannot reach {web_port}: what listens there does not speak HTTP/2.*; expected .* port 50051"
+    with (
+        Client(web_port, stream_from_bytes=stream_from_bytes) as client,
+        pytest.raises(ConnectError, match=expected) as caught,
+    ):
+        client.group_norm_backward(**group_norm())
+    assert caught.value.is_misconfigured
+    assert caught.value.tries == 4
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("localhost", "localhost:50051"),
+        ("localhost:1", "localhost:1"),
+        ("10.0.0.1", "10.0.0.1:50051"),
+        ("npu-7.example.org", "npu-7.example.org:50051"),
+        ("dns:///npugrad", "dns:///npugrad:50051"),
+        ("dns:npugrad", "dns:npugrad:50051"),
+        ("dns://8.8.8.8/npugrad", "dns://8.8.8.8/npugrad:50051"),
+        ("dns:///npugrad:443", "dns:///npugrad:443"),
+        ("[::1]", "[::1]:50051"),
+        ("::1", "[::1]:50051"),
+        ("dns:///[::1]", "dns:///[::1]:50051"),
+        ("[::1]:443", "[::1]:443"),
+        ("unix:/run/npugrad.sock", "unix:/run/npugrad.sock"),
+        ("unix:npugrad.sock", "unix:npugrad.sock"),
+        ("ipv4:127.0.0.1:1,127.0.0.2:2", "ipv4:127.0.0.1:1,127.0.0.2:2"),
+        ("xds:///npugrad", "xds:///npugrad"),
+    ],
+)
+def test_a_host_without_a_port_is_asked_on_ours(target: str, expected: str) -> None:
+    assert Client(target).target == expected
+    assert AsyncClient([target, "other"]).target == f"{expected}, other:50051"
+    assert Client([target, expected]).target == expected
+
+
+def test_the_default_port_is_the_one_that_the_server_listens_on() -> None:
+    assert ServerSettings.model_fields["listen"].default.endswith(f":{DEFAULT_PORT}")
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("http://localhost:1", "'localhost:1'"),
+        ("http://localhost", "'localhost:50051'"),
+        ("HTTP://localhost/path?query", "'localhost:50051'"),
+        ("grpc://[::1]:1", r"'\[::1\]:1'"),
+        ("https://npu.example.org", r"'npu.example.org:50051' and tls=True \(--tls\)"),
+        ("grpcs://npu:443/", r"'npu:443' and tls=True \(--tls\)"),
+        ("tcp://", "'localhost:50051'"),
+    ],
+)
+@pytest.mark.parametrize("cls", [Client, AsyncClient])
+def test_a_url_is_told_from_a_target(cls: Any, target: str, expected: str) -> None:
+    for given in (target, ["localhost", target]):
+        with pytest.raises(
+            ValueError, match=f"^target: found the URL '.*'; expected host:port .* {expected}$"
+        ):
+            cls(given)
 
 
 @pytest.mark.parametrize(
@@ -129,17 +232,10 @@ def test_a_server_that_comes_back_is_found_again(tmp_path: Path) -> None:
     with Client(address, timeout_s=20) as client:
         with fake_service(address=address):
             client.group_norm_backward(**group_norm())
-        with pytest.raises(ConnectError):
-            client.group_norm_backward(**group_norm())
+        flying = client.submit.group_norm_backward(**group_norm())
+        assert not wait([flying], 1).done, "it did not wait for the server"
         with fake_service(address=address):
-            deadline, pause = time.monotonic() + 30, threading.Event()
-            while True:
-                try:
-                    client.group_norm_backward(**group_norm())
-                    break
-                except ConnectError:
-                    assert time.monotonic() < deadline, "the client did not find the server again"
-                    pause.wait(0.05)  # nothing tells that grpc's backoff is over
+            assert flying.result(30).info.tries > 1
 
 
 def test_loopback_is_never_asked_of_a_proxy(closed_port: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ from tests.client.lies import (
 from npugrad import NpugradError, TensorMeta, codec
 from npugrad.layout import view
 from npugrad_client import Client
+from npugrad_client._attempt import Attempt
 from npugrad_client._frames import read_frames, read_response, request_frames, unary_request
 
 if TYPE_CHECKING:
@@ -61,11 +62,12 @@ def joined(frames: list[backward_pb2.ExecuteRequest]) -> dict[int, bytes]:
 
 def test_frames_and_message_carry_the_same_call() -> None:
     call = prepared(sizes=(4, 8, 20_000))
-    message = unary_request(call)
-    frames = list(request_frames(call, wait_never))
+    message, attempt = unary_request(call), Attempt(SPEC.name, "here")
+    frames = list(request_frames(call, wait_never, attempt))
     header = getattr(frames[0].header, SPEC.name)
     contents = joined(frames[1:])
     assert len(frames) > 3
+    assert attempt.upload_bytes == attempt.sent_bytes == sum(map(len, contents.values()))
     for param in SPEC.inputs:
         sent, alone = getattr(header, param.name), getattr(message, param.name)
         assert sent.meta == alone.meta
@@ -79,7 +81,9 @@ def test_frames_and_message_carry_the_same_call() -> None:
 
 
 def test_small_operands_travel_in_the_header() -> None:
-    header = getattr(next(request_frames(prepared(), wait_never)).header, SPEC.name)
+    header = getattr(
+        next(request_frames(prepared(), wait_never, Attempt(SPEC.name, "here"))).header, SPEC.name
+    )
     kinds = {p.name: getattr(header, p.name).WhichOneof("content") for p in SPEC.inputs}
     assert kinds == {
         "grad_out": "chunked_bytes",
@@ -104,7 +108,7 @@ def test_the_data_of_a_refused_call_waits_for_the_answer(is_answered: bool) -> N
         asked.append(True)
         return is_answered
 
-    frames = request_frames(prepared(group=0), wait)
+    frames = request_frames(prepared(group=0), wait, Attempt(SPEC.name, "here"))
     assert next(frames).WhichOneof("frame") == "header"
     assert not asked
     assert bool(list(frames)) is not is_answered

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from npugrad_client import (
     Cancelled,
     ConnectError,
     DeadlineExceeded,
+    MalformedRequest,
     NpugradError,
     RetryPolicy,
     ServerBusy,
@@ -192,6 +194,116 @@ def test_a_budget_ends_retries_and_answers_refill_it() -> None:
     assert budget.left == 2
 
 
+# ---------------------------------------------------------------------------- servers that are lost or drain
+
+GONE = [ConnectError("gone"), ServerDraining("ends", retry_after_s=60)]
+
+
+def lose(made: Plan, now: float, error: NpugradError) -> float:
+    """Loses one try after the other until none is left; when that was."""
+    while True:
+        try:
+            step = made.next(now)
+        except type(error):
+            return now
+        if isinstance(step, Launch):
+            made.failed(step.number, error, now)
+        else:
+            assert step.until is not None
+            assert now < step.until
+            now = step.until
+
+
+@pytest.mark.parametrize("error", GONE, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("servers", [1, 3])
+def test_a_lost_server_is_tried_for_so_long_however_often_that_is(error: NpugradError, servers: int) -> None:
+    """And whatever a draining server asks for, as another one may answer at the same address."""
+    budget = RetryBudget(RetryPolicy())
+    made = plan(servers=servers, budget=budget)
+    assert 29.5 < lose(made, 0, error) < 30
+    assert 15 < made.tries < 500
+    assert error.tries == made.tries
+    assert budget.left == 100, "it costs a lost server nothing"
+
+
+def test_without_a_wait_a_lost_server_is_not_flooded() -> None:
+    made = plan(RetryPolicy(initial_backoff_s=0, max_backoff_s=0))
+    assert 29.5 < lose(made, 0, ConnectError("gone")) < 30
+    assert made.tries <= 30 / 0.02 + 1
+
+
+def test_a_long_life_of_tries_does_not_overflow() -> None:
+    made = plan(RetryPolicy(retry_for_s=1000, max_backoff_s=1))
+    lose(made, 0, ConnectError("gone"))
+    assert made.tries > 1100
+
+
+def test_the_time_for_lost_servers_begins_when_the_first_is_lost_and_anew_after_an_answer() -> None:
+    made = plan()
+    launch(made, 0)
+    made.failed(1, ConnectError("lost in a long call"), 400)
+    launch(made, 402)
+    made.failed(2, ServerBusy("full"), 425)
+    launch(made, 430)
+    made.failed(3, ServerDraining("ends"), 440)
+    assert 469.5 < lose(made, 441, ConnectError("gone")) < 470
+
+
+def test_the_deadline_ends_it_sooner_and_is_used_to_its_end() -> None:
+    made = plan(timeout_s=5)
+    assert 4.5 < lose(made, 0, ConnectError("gone")) < 5
+
+
+def test_other_failures_are_counted_among_lost_servers_and_lost_servers_not_among_them() -> None:
+    made, now = plan(RetryPolicy(max_tries=2, retry_for_s=1000)), 0.0
+    for number in range(1, 40):
+        launch(made, now)
+        made.failed(number, ServerBusy("full") if number == 20 else ConnectError("gone"), now)
+        now = wait(made, now)
+    launch(made, now)
+    made.failed(40, ServerBusy("full"), now)
+    with pytest.raises(ServerBusy):
+        made.next(now)
+
+
+@pytest.mark.parametrize("error", GONE, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("servers", [1, 2])
+def test_who_sends_a_call_once_never_sends_it_twice(error: NpugradError, servers: int) -> None:
+    made = plan(RetryPolicy(max_tries=1), servers=servers)
+    assert lose(made, 0, error) == 0
+    assert made.tries == 1
+
+
+def test_who_waits_for_no_server_tries_each_once() -> None:
+    made = plan(RetryPolicy(retry_for_s=0), servers=3)
+    assert lose(made, 0, ConnectError("gone")) == 0
+    assert made.tries == 3
+
+
+def test_an_address_that_looks_wrong_is_given_up_soon_until_it_was_right_once() -> None:
+    wrong = ConnectError("no such name")
+    wrong.is_misconfigured = True
+    picker = Picker(1)
+    made = plan(picker=picker)
+    assert lose(made, 0, wrong) < 1
+    assert made.tries == 4
+    good = plan(picker=picker)
+    launch(good, 1)
+    good.answered(1, 1)
+    assert lose(plan(picker=picker), 0, wrong) > 29
+
+
+def test_who_waits_for_lost_servers_is_told_once_for_all_calls(caplog: pytest.LogCaptureFixture) -> None:
+    picker = Picker(1)
+    lose(plan(RetryPolicy(retry_for_s=0.9), picker=picker), 0, ConnectError("cannot reach it"))
+    assert not caplog.records, "a restart that is over in a moment is no news"
+    for _ in range(3):
+        lose(plan(picker=picker), 0, ConnectError("cannot reach it"))
+    (record,) = caplog.records
+    assert record.name == "npugrad_client"
+    assert re.fullmatch(r"cannot reach it; trying again for up to 2\d s", record.getMessage())
+
+
 # ----------------------------------------------------------------------------------------- several servers
 
 
@@ -365,9 +477,22 @@ def test_one_that_fails_leaves_the_other_to_answer() -> None:
     launch(made, 1)
     made.failed(1, ConnectError("gone"), 2)
     assert made.next(2) == Wait(None)
-    made.failed(2, ServerBusy("full"), 3)
-    with pytest.raises(ServerBusy):
+    made.failed(2, MalformedRequest("no"), 3)
+    with pytest.raises(MalformedRequest):
         made.next(3)
+
+
+def test_a_hedge_whose_server_is_lost_may_be_followed_by_another() -> None:
+    made = plan(RetryPolicy(hedge_after_s=1, max_tries=2, initial_backoff_s=0), servers=2)
+    launch(made, 0)
+    launch(made, 1)
+    assert made.next(5) == Wait(None), "two are in flight"
+    made.failed(1, ConnectError("gone"), 5)
+    made.failed(2, ConnectError("gone"), 5)
+    assert launch(made, 6).number == 3
+    assert wait(made, 6) == 7
+    assert launch(made, 7).number == 4
+    assert made.next(9) == Wait(None)
 
 
 def test_an_error_that_no_retry_changes_ends_a_race() -> None:
@@ -389,6 +514,7 @@ def test_an_error_that_no_retry_changes_ends_a_race() -> None:
         ("budget", -1),
         ("budget_refill", float("nan")),
         ("initial_backoff_s", -1),
+        ("retry_for_s", -1),
         ("hedge_after_s", -0.1),
         ("try_timeout_s", 0),
     ],

@@ -26,6 +26,7 @@ from npugrad.products import Product
 from npugrad.status import MAX_STATUS_BYTES
 from npugrad.v1 import backward_pb2, validation_pb2
 from npugrad.validation import error_from_verdict, validate_call
+from npugrad_client._attempt import Attempt
 from npugrad_client.errors import translate
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ def assert_refused(error: Any, spec: OpSpec, expected: Verdict) -> None:
     entry = bad_request.field_violations[0]
     assert entry.field == ",".join(first.operands)
     assert entry.description == f"found {first.found}; expected {first.expected}"
-    assert_translated(translate(error, spec.name, "loopback"), local, first)
+    assert_translated(translate(error, Attempt(spec.name, "loopback")), local, first)
 
 
 def assert_translated(raised: Exception, local: OperatorError, first: Violation) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import os
+import signal
+from contextlib import ExitStack, suppress
 from functools import cache
 from typing import TYPE_CHECKING
 
 import pytest
 from tests.calls import call_unary, fill
-from tests.e2e.harness import FLOYD
+from tests.e2e.harness import FLOYD, workers_of
 from tests.e2e.npu_cases import CASES, QUICK
 from tests.e2e.npu_matrix import Site
 from tests.e2e.npu_verdict import judge
 from tests.fix_npu import run_npu_server
+
+from npugrad_server.worker.descendants import processes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -59,6 +63,26 @@ def test_callers_and_devices_come_through(
     assert [words for words in case.log if words not in log] == []
     assert site.npu.report.violations() == []
     tally(f"npu fault case={case.name}", found.line())
+
+
+def test_helpers_that_cann_forked_do_not_keep_the_device(start_npu_server: StartNpuServer) -> None:
+    """They hold everything that a worker holds, as CANN's do; while one lives, nobody can open the NPU."""
+    made = fill(FLOYD, FLOYD.build())
+    running = start_npu_server(*QUICK, plan="helpers=1", lost_workers=True)
+    (worker,) = workers_of(running.process.process.pid)
+    helpers = [process.pid for process in processes() if process.parent == worker]
+    try:
+        assert len(helpers) == 2
+        os.kill(worker, signal.SIGKILL)
+        with running.process.channel() as channel:
+            assert call_unary(channel, FLOYD, made.message()).info.device == "npu:0"
+        assert {process.pid for process in processes() if process.state != "Z"}.isdisjoint(helpers)
+        (device,) = running.process.info().devices
+        assert device.restarts == 1  # it opened at once
+    finally:
+        for pid in helpers:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_an_operator_that_one_device_lacks_runs_on_the_other(start_npu_server: StartNpuServer) -> None:

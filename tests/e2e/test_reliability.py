@@ -23,6 +23,7 @@ from npugrad.errors import WorkerLost
 from npugrad.ops import OPERATORS
 from npugrad.v1 import server_pb2
 from npugrad_client import Client
+from npugrad_server.worker.descendants import processes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -238,16 +239,19 @@ def test_a_call_that_always_kills_its_worker_fails_alone(
     tally("reliability: calls beside them, all right", load.counts.right)
 
 
-def test_workers_end_with_their_server(tmp_path: Path) -> None:
-    """However the server goes, by SIGTERM or by SIGKILL, no worker stays behind."""
+def test_workers_and_what_they_started_end_with_their_server(tmp_path: Path) -> None:
+    """However the server goes, by SIGTERM or by SIGKILL, no worker stays behind, nor a child of one."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        with run_server(tmp_path / f"{number}.log", devices="cpu:0,cpu:1", check_end=False) as running:
+        log_path = tmp_path / f"{number}.log"
+        with run_server(log_path, devices="test:2?children=1", check_end=False) as running:
             workers = workers_of(running.process.pid)
             assert len(workers) == 2
-            watched = [os.pidfd_open(pid) for pid in workers]
+            children = [process.pid for process in processes() if process.parent in workers]
+            assert len(children) == 6
+            watched = [os.pidfd_open(pid) for pid in (*workers, *children)]
             running.signal(number)
             running.wait()
             for watch in watched:
                 ended, _, _ = select.select([watch], [], [], 30)
                 os.close(watch)
-                assert ended, "a worker outlived its server"
+                assert ended, "a worker outlived its server, or something that it started"

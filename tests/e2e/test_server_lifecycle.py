@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import subprocess
 import threading
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
-from tests.calls import TIMEOUT_S, call_execute, call_unary, failure_of, sample
+from tests.calls import TIMEOUT_S, call_execute, call_unary, failure_of, gated, sample
 from tests.fix_server import SERVER_PYTHON, server_command, server_environment
+from tests.http2 import frame, message, start_call
 
 from npugrad.errors import InvalidOperand, ServerDraining
 from npugrad.products import Product
@@ -363,13 +365,6 @@ def test_metrics_count_lost_workers_and_calls_that_were_tried_again(start_server
 # ------------------------------------------------------------------------------------------- drain
 
 
-def gated(frames: Iterator[Any], gate: threading.Event) -> Iterator[Any]:
-    """The header at once, the rest when the gate opens."""
-    yield next(frames)
-    gate.wait(TIMEOUT_S)
-    yield from frames
-
-
 def wait_accepted(server: ServerProcess, count: int) -> None:
     """Waits until so many calls were admitted."""
     for _ in range(2000):
@@ -378,45 +373,70 @@ def wait_accepted(server: ServerProcess, count: int) -> None:
     pytest.fail(f"fewer than {count} calls were admitted")
 
 
-def test_drain_lets_accepted_calls_finish_and_refuses_others(start_server: StartServer) -> None:
-    """One call runs, one waits, one is still uploading when the signal comes."""
+def test_everything_is_served_during_the_drain_delay(start_server: StartServer) -> None:
+    """Over connections old and new; all that differs is what health and info say."""
     draining = start_server(
-        "--metrics-listen", "127.0.0.1:0", devices="test:1?ms=300&compute=1", check_end=False
+        "--drain-delay-s", "600", "--metrics-listen", "127.0.0.1:0", check_end=False
     )
-    made, gate = sample(), threading.Event()
-    with draining.channel() as channel:
-        stub = backward_pb2_grpc.BackwardServiceStub(channel)
-        watch = watch_health(channel)
+    made = sample()
+    with draining.channel() as old:
+        watch = watch_health(old)
         assert next(watch).status == SERVING
-        accepted = [stub.GroupNormBackward.future(made.message(), timeout=TIMEOUT_S) for _ in range(2)]
-        upload = stub.Execute(gated(made.frames(), gate), timeout=TIMEOUT_S)
-        wait_accepted(draining, 3)
         draining.signal()
         assert next(watch).status == NOT_SERVING
-        assert health_of(channel) == health_of(channel, "npugrad.v1.BackwardService") == NOT_SERVING
-        assert health_of(channel, "liveness") == SERVING
         assert draining.page("/readyz") == (503, "draining\n")
         assert draining.page("/livez")[0] == 200
-        for act in (
-            lambda: call_unary(channel, made.spec, made.message()),
-            lambda: call_execute(channel, made.frames()),
-        ):
-            failure = failure_of(act)
-            assert failure.status is grpc.StatusCode.UNAVAILABLE
-            assert isinstance(failure.error, ServerDraining)
-            assert failure.error.retryable
-            assert failure.error.retry_after_s
-        assert draining.info().draining
+        for channel in (old, draining.channel()):
+            with channel:
+                assert health_of(channel) == health_of(channel, "npugrad.v1.BackwardService") == NOT_SERVING
+                assert health_of(channel, "liveness") == SERVING
+                unary = call_unary(channel, made.spec, made.message())
+                assert {name: content.data for name, content in unary.contents.items()} == made.reference()
+                assert call_execute(channel, made.frames()).contents == made.reference()
+    assert draining.info().draining
+    draining.assert_nothing_leaked()
+    draining.signal()
+    assert draining.wait() == 0, "nothing was cut off"
+
+
+def test_drain_lets_everything_finish_that_was_opened_before_connections_were_told_to_go(
+    start_server: StartServer,
+) -> None:
+    """One call runs, one waits, one is uploading, and of one not even the header was sent."""
+    draining = start_server(devices="test:1?ms=300&compute=1", check_end=False)
+    made, gate = sample(), threading.Event()
+    told_to_go = threading.Event()
+    with draining.channel() as channel:
+        stub = backward_pb2_grpc.BackwardServiceStub(channel)
+        uploads = [stub.Execute(gated(made.frames(), gate, n), timeout=TIMEOUT_S) for n in (0, 1)]
+        accepted = [stub.GroupNormBackward.future(made.message(), timeout=TIMEOUT_S) for _ in range(2)]
+        wait_accepted(draining, 3)
+        states: list[grpc.ChannelConnectivity] = []
+
+        def changed(state: grpc.ChannelConnectivity) -> None:
+            states.append(state)
+            if grpc.ChannelConnectivity.READY in states and state is not grpc.ChannelConnectivity.READY:
+                told_to_go.set()
+
+        channel.subscribe(changed)
+        draining.signal()
+        assert told_to_go.wait(TIMEOUT_S)
+        with pytest.raises(grpc.RpcError) as caught:
+            call_unary(channel, made.spec, made.message())
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         gate.set()
         for call in accepted:
             assert call.result().grad_input.data == made.reference()["grad_input"]
-        assert [frame.WhichOneof("frame") for frame in upload] == ["header"]
+        for upload in uploads:
+            assert [frame.WhichOneof("frame") for frame in upload] == ["header"]
         assert draining.wait() == 0
     assert draining.log_lines("drained")
 
 
 def test_drain_that_takes_too_long_is_cut_and_said(start_server: StartServer) -> None:
-    stuck = start_server("--drain-timeout-s", "0.3", devices="test:1?hang=forever", check_end=False)
+    """The caller learns that another server may take the call; SIGINT knows no delay."""
+    flags = ("--drain-timeout-s", "0.3", "--drain-delay-s", "600")
+    stuck = start_server(*flags, devices="test:1?hang=forever", check_end=False)
     made = sample()
     with stuck.channel() as channel:
         stub = backward_pb2_grpc.BackwardServiceStub(channel)
@@ -424,12 +444,18 @@ def test_drain_that_takes_too_long_is_cut_and_said(start_server: StartServer) ->
         wait_accepted(stuck, 1)
         stuck.signal(signal.SIGINT)
         assert stuck.wait() == 1
-        assert call.exception() is not None
+        failure = failure_of(call.result)
+        assert failure.status is grpc.StatusCode.UNAVAILABLE
+        assert isinstance(failure.error, ServerDraining)
+        assert failure.error.retryable
+        assert failure.error.retry_after_s is None
     assert stuck.log_lines("drain cut short")
 
 
-def test_second_signal_ends_at_once(start_server: StartServer) -> None:
-    stuck = start_server("--drain-timeout-s", "100", devices="test:1?hang=forever", check_end=False)
+@pytest.mark.parametrize("delay_s", [0, 600])
+def test_second_signal_ends_at_once(start_server: StartServer, delay_s: float) -> None:
+    flags = ("--drain-timeout-s", "100", "--drain-delay-s", str(delay_s))
+    stuck = start_server(*flags, devices="test:1?hang=forever", check_end=False)
     made = sample()
     with stuck.channel() as channel:
         stub = backward_pb2_grpc.BackwardServiceStub(channel)
@@ -441,7 +467,29 @@ def test_second_signal_ends_at_once(start_server: StartServer) -> None:
         assert next(watch).status == NOT_SERVING
         stuck.signal()
         assert stuck.wait() == 1
-        assert call.exception() is not None
+        assert isinstance(failure_of(call.result).error, ServerDraining)
+
+
+def test_clients_that_do_not_take_their_end_do_not_hold_up_the_servers(start_server: StartServer) -> None:
+    """A reflection stream that stays open, and a connection on which nobody answers."""
+    watched = start_server("--drain-timeout-s", "100")
+    host, _, port = watched.address.rpartition(":")
+    asked, done = threading.Event(), threading.Event()
+
+    def requests() -> Iterator[Any]:
+        yield reflection_pb2.ServerReflectionRequest(list_services="")
+        asked.set()
+        done.wait(TIMEOUT_S)
+
+    with watched.channel() as channel, socket.create_connection((host, int(port))) as silent:
+        silent.sendall(start_call(b"/grpc.health.v1.Health/Watch") + frame(0, 1, 1, message(0, b"")))
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+        answers = stub.ServerReflectionInfo(requests(), timeout=TIMEOUT_S)
+        assert next(answers).WhichOneof("message_response") == "list_services_response"
+        assert asked.wait(TIMEOUT_S)
+        watched.signal()
+        assert watched.wait() == 0
+        done.set()
 
 
 def test_watcher_that_stays_does_not_hold_up_the_end(start_server: StartServer) -> None:

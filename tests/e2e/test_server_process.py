@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 from tests.calls import TIMEOUT_S, call_execute, call_unary, failure_of, sample
-from tests.e2e.harness import Wire, workers_of
+from tests.e2e.harness import Wire, eventually, workers_of
 from tests.e2e.test_server_lifecycle import NOT_SERVING, SERVING, health_of, watch_health
 from tests.fix_server import ServerProcess, server_command, server_environment
 
 from npugrad.v1 import backward_pb2, backward_pb2_grpc, server_pb2, validation_pb2
+from npugrad_server.worker.descendants import processes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -121,3 +122,56 @@ def test_no_call_opens_a_descriptor(start_server: StartServer) -> None:
     full.signal(signal.SIGTERM)
     assert full.wait() == 0
     assert "Traceback" not in full.log_text()
+
+
+# ------------------------------------------------------------------------------- the first of a container
+
+
+def _first_of_a_container() -> list[str]:
+    """What makes a command the first process of a namespace of its own, as in a container."""
+    return ["unshare", "--fork", "--pid", "--mount-proc", "--kill-child=SIGKILL"]
+
+
+@pytest.fixture
+def first_server(tmp_path: Path) -> Iterator[tuple[ServerProcess, int]]:
+    """A server that is process 1, and its number outside."""
+    if subprocess.run([*_first_of_a_container(), "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no right to make a namespace for processes")
+    command = server_command("--respawn-backoff-s", "0.01", devices="test:1?children=1&crash=die")
+    with (tmp_path / "server.log").open("w") as log:
+        process = subprocess.Popen(
+            [*_first_of_a_container(), *command],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=server_environment(),
+        )
+    running = ServerProcess(process, tmp_path / "server.log")
+    try:
+        running.wait_ready()
+        (inside,) = [found.pid for found in processes() if found.parent == process.pid]
+        yield running, inside
+    finally:
+        running.kill()
+
+
+def test_the_first_process_of_a_container_waits_for_orphans_and_ends_when_told(
+    first_server: tuple[ServerProcess, int],
+) -> None:
+    running, pid = first_server
+    made = sample()
+    with running.channel() as channel:
+        failure = failure_of(lambda: call_unary(channel, made.spec, made.message(label="die")))
+        assert failure.error.reason == "WORKER_LOST"
+        assert "SIGKILL" in str(failure.error)  # nobody else waited for the workers
+    ready = server_pb2.DeviceState.DEVICE_STATE_READY
+    eventually(lambda: running.info().devices[0].state == ready, "there is another worker", running)
+    eventually(
+        lambda: [found for found in processes() if found.parent == pid and found.state == "Z"] == [],
+        "what three workers left behind was waited for",
+        running,
+    )
+    (worker,) = [found.pid for found in processes() if found.parent == pid]
+    assert len([found for found in processes() if found.parent == worker]) == 3
+    os.kill(pid, signal.SIGTERM)
+    assert running.wait() == 0

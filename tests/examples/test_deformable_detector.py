@@ -37,6 +37,6 @@ def test_it_learns_to_find_shapes(server: ServerProcess) -> None:
 
 def test_unreachable_service_fails() -> None:
     pytest.importorskip("torch")
-    done = run_example(NAME, "--target", "127.0.0.1:1")
+    done = run_example(NAME, "--target", "no.such.invalid:1")
     assert done.returncode != 0
     assert "ConnectError" in done.stderr

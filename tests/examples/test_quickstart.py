@@ -18,4 +18,4 @@ def test_gradient_is_right_and_the_refusal_has_its_number(server: ServerProcess)
 
 
 def test_unreachable_service_fails() -> None:
-    assert run_example("quickstart.py", "--target", "127.0.0.1:1").returncode != 0
+    assert run_example("quickstart.py", "--target", "no.such.invalid:1").returncode != 0

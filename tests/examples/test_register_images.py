@@ -31,7 +31,14 @@ def test_error_at_least_halves_and_picture_is_written(server: ServerProcess, tmp
 
 
 def test_unreachable_service_fails(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLE), "--target", "127.0.0.1:1", "--out", str(tmp_path / "out.png")]
+    command = [
+        sys.executable,
+        str(EXAMPLE),
+        "--target",
+        "no.such.invalid:1",
+        "--out",
+        str(tmp_path / "out.png"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0
     assert not (tmp_path / "out.png").exists()

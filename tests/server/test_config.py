@@ -92,6 +92,16 @@ def test_all_wrong_values_are_told_at_once_and_the_others_stay_usable(toml: Path
     assert caught.value.usable.settings.max_queue_depth == 256
 
 
+def test_a_grace_goes_with_an_age() -> None:
+    assert load_settings({"max_connection_age_s": "60", "max_connection_age_grace_s": "9"})
+    with pytest.raises(SettingsError) as caught:
+        load_settings({"max_connection_age_grace_s": "9"})
+    assert caught.value.problems == (
+        "max_connection_age_grace_s: found a grace without max_connection_age_s; "
+        "expected that one too, or neither (from flag)",
+    )
+
+
 def test_service_links_of_kubernetes_and_variables_of_others_are_no_settings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,9 +1,4 @@
-"""`npugrad bench`: options in, a scenario out; then run, judge, report, and say it with the exit status.
-
-Exit status: 0 all is well; 1 the run failed, or calls of it did; 2 wrong usage; 3 an objective was missed, or
-the second of two runs is slower; 4 no valid measurement: the client was the bottleneck, or nothing could be
-told; 130 given up at an interrupt.
-"""
+"""`npugrad bench`: options in, a scenario out; then run, judge, report, and say it with the exit status."""
 
 from __future__ import annotations
 
@@ -16,9 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from npugrad import OPERATORS
+from npugrad import OPERATORS, NpugradError
 from npugrad_client._cli import files
 from npugrad_client._cli.bench_scenario import DEFAULT_OPERATOR, scenario_of
+from npugrad_client._cli.bench_status import (
+    COMPARE_HELP,
+    DIED,
+    FAILED,
+    HELP,
+    INTERRUPTED,
+    INVALID,
+    MISSED,
+    capacity_status,
+)
 from npugrad_client._cli.connection import (
     DEFAULT_TARGETS,
     Authority,
@@ -31,6 +36,7 @@ from npugrad_client._cli.connection import (
     tls,
 )
 from npugrad_client._cli.terminal import err, fail, out, reporting
+from npugrad_client.bench.interrupts import terminated_as_interrupted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,14 +45,13 @@ if TYPE_CHECKING:
     from npugrad_client.bench.result import Result
     from npugrad_client.bench.scenario import Scenario
 
-app = typer.Typer(help="Measure a server, find its capacity, compare two measurements.")
+app = typer.Typer()
 
-FAILED, USAGE, MISSED, INVALID = 1, 2, 3, 4
 _EXTRA = "the extra `bench`: pip install 'npugrad[bench]'"
 _INFO_S = 10.0
 
 
-@app.callback(invoke_without_command=True)
+@app.callback(invoke_without_command=True, help=HELP)
 def bench(
     context: typer.Context,
     scenario: Annotated[
@@ -105,15 +110,7 @@ def bench(
     tls_key: Key = None,
     timeout: Annotated[str, typer.Option(help="Deadline of each call, such as 10s; 60s by default.")] = "",
 ) -> None:
-    """Measure a server.
-
-    With --rate calls are sent on a schedule whatever the answers do, and latency counts from when a call was
-    meant to start. With --concurrency each of N callers waits for its answer.
-
-    Exit status 0: all is well; 1: nothing was answered, or calls failed and no objective says how many may;
-    2: wrong usage; 3: an objective was missed; 4: the client was the bottleneck, so there is no report, or a
-    search found nothing sure; 130: given up at an interrupt.
-    """
+    """Measures, or searches; see `HELP`."""
     if context.invoked_subcommand is not None:
         return
     given: dict[str, Any] = {
@@ -136,7 +133,7 @@ def bench(
         "inputs": inputs,
         "digest": digest,
     }
-    with reporting(), _needing_extra():
+    with terminated_as_interrupted(), reporting(DIED), _needing_extra():
         made = scenario_of(scenario, given)
         for path in filter(None, (json_file, csv_file, html_file)):  # before the run and not after it
             files.check_writable(path)
@@ -166,41 +163,59 @@ def _measure(
 ) -> int:
     from npugrad_client.bench import show
     from npugrad_client.bench.bottleneck import client_bound
-    from npugrad_client.bench.live import live_view
-    from npugrad_client.bench.run import run
+    from npugrad_client.bench.flaws import spoiling
 
-    with live_view(err, scenario) as on_progress:
-        result = run(scenario, server.targets, on_progress, server.tls)
-    reasons = client_bound(result)
-    if reasons and not is_allowed:
-        fail(show.refusal(reasons), INVALID)
-    outcomes = scenario.slo.judge(result) if scenario.slo else ()
-    show.show_result(out, result, outcomes)
+    result = replace(_run_or_save(scenario, server, paths), is_client_bound_allowed=is_allowed)
     _write(result, *paths)
+    spoilt = spoiling(result)
+    if [flaw.kind for flaw in spoilt] == ["client_bound"]:
+        fail(show.refusal(client_bound(result)), INVALID)
+    show.show_result(out, result)
+    if spoilt:
+        return DIED if result.died else INTERRUPTED
     if not result.answered:
         return FAILED
-    if outcomes:
-        return 0 if all(outcome.is_met for outcome in outcomes) else MISSED
+    if result.outcomes:
+        return 0 if all(outcome.is_met for outcome in result.outcomes) else MISSED
     return 0 if result.succeeded else FAILED
 
 
+def _run_or_save(
+    scenario: Scenario, server: Servers, paths: tuple[Path | None, Path | None, Path | None]
+) -> Result:
+    """Runs; where nothing is measured, that is written before it is told."""
+    from npugrad_client.bench.live import live_view
+    from npugrad_client.bench.run import run, unmeasured
+
+    try:
+        with live_view(err, scenario) as on_progress:
+            return run(scenario, server.targets, on_progress, server.tls)
+    except NpugradError as error:
+        _write(unmeasured(scenario, server.tls is not None, died=str(error)), *paths)
+        raise
+    except KeyboardInterrupt:
+        _write(unmeasured(scenario, server.tls is not None, is_interrupted=True), *paths)
+        raise
+
+
 def _write(result: Result, json_file: Path | None, csv_file: Path | None, html_file: Path | None) -> None:
+    from npugrad_client.bench.interrupts import held_back
     from npugrad_client.bench.report_html import page
 
-    for path, make in (
-        (json_file, result.as_json),
-        (csv_file, result.as_csv),
-        (html_file, lambda: page(result)),
-    ):
-        if path is not None:
-            files.write_text(path, make())
+    with held_back():  # no file is left half written
+        for path, make in (
+            (json_file, result.as_json),
+            (csv_file, result.as_csv),
+            (html_file, lambda: page(result)),
+        ):
+            if path is not None:
+                files.write_text(path, make())
 
 
 def _find_capacity(
     scenario: Scenario, server: Servers, precision: float, json_file: Path | None, is_allowed: bool
 ) -> int:
     from npugrad_client.bench import capacity, show
-    from npugrad_client.bench.run import run
     from npugrad_client.bench.scenario import ScenarioError
 
     slo = scenario.slo or capacity.UNLIMITED
@@ -210,23 +225,57 @@ def _find_capacity(
         raise ScenarioError("--find-capacity: found a trace or several stages; expected one stage to scale")
 
     def measure(rate: float) -> capacity.Trial:
-        result = run(capacity.at_rate(open_loop, rate), server.targets, tls=server.tls)
-        if result.is_interrupted:
-            raise capacity.Interrupted
-        trial = capacity.judge(result, rate, slo)
+        result = _trial(capacity.at_rate(first, rate), server)
+        trial = capacity.judge(replace(result, is_client_bound_allowed=is_allowed), rate, slo)
         if is_allowed:
             trial = replace(trial, client_bound=())
         show.show_trial(out, trial)
         return trial
 
-    open_loop, start = _first_rate(scenario, server)
-    found = capacity.Search(measure, precision).run(start)
-    show.show_capacity(out, found)
+    first = scenario
+    search = capacity.Search(measure, precision)
+    try:
+        first = _first_rate(scenario, server)
+        search.run(first.top_level)
+    except capacity.Ended as ended:
+        search.end(ended)
+    except KeyboardInterrupt:
+        search.end(capacity.Interrupted())
+        _write_search(search.found, first, json_file)
+        raise
+    show.show_capacity(out, search.found)
+    _write_search(search.found, first, json_file)
+    return capacity_status(search.found)
+
+
+def _write_search(found: Capacity, first: Scenario, json_file: Path | None) -> None:
+    """Writes what was found; the other trials differ from the first one in their rate only."""
+    from npugrad_client.bench.interrupts import held_back
+
     if json_file is not None:
-        first = capacity.at_rate(open_loop, start)  # the other trials differ in their rate only
         values = {"scenario": first.as_dict(), **found.as_dict()}
-        files.write_text(json_file, json.dumps(values, indent=2) + "\n")
-    return capacity_status(found)
+        with held_back():
+            files.write_text(json_file, json.dumps(values, indent=2) + "\n")
+
+
+def _trial(scenario: Scenario, server: Servers) -> Result:
+    """One run of a search.
+
+    Raises:
+        Ended: The search is to end: it was interrupted, or could not be carried out.
+    """
+    from npugrad_client.bench import capacity
+    from npugrad_client.bench.run import run
+
+    try:
+        result = run(scenario, server.targets, tls=server.tls)
+    except NpugradError as error:
+        raise capacity.Died(str(error)) from error
+    if result.is_interrupted:
+        raise capacity.Interrupted
+    if result.died:
+        raise capacity.Died(result.died)
+    return result
 
 
 def _check_search(precision: float, csv_file: Path | None, html_file: Path | None) -> None:
@@ -243,30 +292,27 @@ def _check_search(precision: float, csv_file: Path | None, html_file: Path | Non
         raise ScenarioError(f"--{error}") from None
 
 
-def _first_rate(scenario: Scenario, server: Servers) -> tuple[Scenario, float]:
-    """The scenario as an open loop, and the first rate: as asked for, else what a closed loop reaches."""
+def _first_rate(scenario: Scenario, server: Servers) -> Scenario:
+    """The scenario as an open loop at the first rate: as asked for, else what a closed loop reaches.
+
+    Raises:
+        Ended: The search is to end.
+    """
     from npugrad_client import Client
-    from npugrad_client.bench.capacity import first_guess
-    from npugrad_client.bench.run import run
+    from npugrad_client.bench import capacity
 
     if not scenario.is_closed:
-        return scenario, scenario.top_level
+        return capacity.at_rate(scenario, scenario.top_level)
     devices = 0
-    for target in server.targets:
-        with Client(target, timeout_s=_INFO_S, tls=server.tls) as client:
-            devices += len(client.server_info().devices)
-    guess = run(first_guess(scenario, max(4, 3 * devices)), server.targets, tls=server.tls)
-    if guess.is_interrupted:
-        raise KeyboardInterrupt
+    try:
+        for target in server.targets:
+            with Client(target, timeout_s=_INFO_S, tls=server.tls) as client:
+                devices += len(client.server_info().devices)
+    except NpugradError as error:
+        raise capacity.Died(str(error)) from error
+    guess = _trial(capacity.first_guess(scenario, max(4, 3 * devices)), server)
     out.print(f"a closed loop reaches {guess.throughput_per_s:.1f}/s")
-    return replace(scenario, arrival="constant"), max(guess.throughput_per_s, 0.1)
-
-
-def capacity_status(found: Capacity) -> int:
-    """The exit status of a search: what it says of the server counts only where it was sure."""
-    if found.is_client_limited or not found.is_settled:
-        return INVALID
-    return 0 if found.rate else MISSED
+    return capacity.at_rate(replace(scenario, arrival="constant"), max(guess.throughput_per_s, 0.1))
 
 
 @app.command()
@@ -291,34 +337,34 @@ def report(
     """Show a run again, or make other reports of it."""
     from npugrad_client.bench.result import load_result
     from npugrad_client.bench.show import show_result
-    from npugrad_client.bench.slo import Slo
 
     with reporting(), _needing_extra():
         result = load_result(file)
-        slo = result.scenario["slo"]
-        show_result(out, result, Slo.parse(slo).judge(result) if slo else ())
+        show_result(out, result)
         _write(result, None, csv_file, html_file)
 
 
-@app.command()
+@app.command(help=COMPARE_HELP)
 def compare(
     a: Annotated[Path, typer.Argument(metavar="A.json", help="JSON of the first run.", show_default=False)],
     b: Annotated[Path, typer.Argument(metavar="B.json", help="JSON of the second one.", show_default=False)],
     margin: Annotated[float, typer.Option(help="Relative change of no interest.")] = 0.05,
     confidence: Annotated[float, typer.Option(help="Of the intervals, all together.")] = 0.95,
+    allow_flawed: Annotated[
+        bool,
+        typer.Option(
+            "--allow-flawed", help="Compare runs too that were interrupted, died or measured the client."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
-    """Tell whether a second run differs from a first one.
-
-    Exit status 0: no difference, or faster; 1: failed; 2: wrong usage; 3: slower, or more errors; 4: the runs
-    are too short or too unsteady to tell.
-    """
+    """Compares two runs; see `COMPARE_HELP`."""
     from npugrad_client.bench.compare import compare as held_against
     from npugrad_client.bench.result import load_result
     from npugrad_client.bench.show import show_comparison
 
     with reporting(), _needing_extra():
-        found = held_against(load_result(a), load_result(b), margin, confidence)
+        found = held_against(load_result(a), load_result(b), margin, confidence, allow_flawed=allow_flawed)
         if as_json:
             out.print_json(json.dumps(found.as_dict()))
         else:

@@ -7,20 +7,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from npugrad_client import Client, Tls
+from npugrad_client import Client, RetryPolicy, Tls
 from npugrad_client._cli.files import FileError
+from npugrad_client._retry import RETRY
+from npugrad_client._targets import DEFAULT_PORT, complete_target
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-DEFAULT_TARGETS = ["127.0.0.1:50051"]
+DEFAULT_TARGETS = [f"127.0.0.1:{DEFAULT_PORT}"]
+AT_ONCE = RetryPolicy(retry_for_s=0)
+"""Of commands that ask a question: who asks wants to hear that a server is away, not to wait for it."""
 
 Targets = Annotated[
     list[str],
     typer.Option(
         "--target",
         envvar="NPUGRAD_TARGET",
-        help="Server: host:port, unix:path or dns:///name:port; several, or commas, share the calls.",
+        help="Server: host:port, unix:path or dns:///name:port, the port 50051 unless given; several, or "
+        "commas, share the calls.",
     ),
 ]
 Encrypted = Annotated[
@@ -87,15 +92,17 @@ def refuse_tls_without_target(context: typer.Context) -> None:
             )
 
 
-def connect(targets: Sequence[str], timeout_s: float | None, how: Tls | None) -> Client:
+def connect(
+    targets: Sequence[str], timeout_s: float | None, how: Tls | None, retry: RetryPolicy = RETRY
+) -> Client:
     """The client of a command.
 
     Raises:
         FileError: A file of `how` cannot be read.
-        ValueError: A target is empty, or a file is no PEM.
+        ValueError: A target is empty or a URL, or a file is no PEM.
     """
     try:
-        return Client(addresses(targets), timeout_s=timeout_s, tls=how)
+        return Client(addresses(targets), timeout_s=timeout_s, tls=how, retry=retry)
     except OSError as error:
         raise FileError(f"--tls: cannot read {error.filename!r}: {error.strerror}") from None
 
@@ -113,9 +120,9 @@ def servers_of(targets: Sequence[str], how: Tls | None) -> Servers:
 
     Raises:
         FileError: A file of `how` cannot be read.
-        ValueError: There is no address, or a file is no PEM.
+        ValueError: There is no address, one is a URL, or a file is no PEM.
     """
-    found = [address for address in addresses(targets) if address]
+    found = [complete_target(address) for address in addresses(targets) if address]
     if not found:
         raise ValueError(
             f"--target: found {' '.join(targets)!r}; expected addresses with commas between them"

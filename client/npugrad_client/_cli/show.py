@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from npugrad_client._attempt import bytes_text
+
 if TYPE_CHECKING:
     import numpy.typing as npt
     from rich.console import Console
@@ -14,16 +16,6 @@ if TYPE_CHECKING:
     from npugrad.call import ExecutionInfo
     from npugrad.spec import Verdict
     from npugrad_client import OperatorInfo, ServerInfo
-
-
-def bytes_text(count: int) -> str:
-    """Bytes for a person, such as ``1.5 GiB``."""
-    size, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.4g} {unit}"
 
 
 def server(console: Console, target: str, info: ServerInfo) -> None:

@@ -42,20 +42,20 @@ def fail(message: str, status: int = 1) -> NoReturn:
 
 
 @contextmanager
-def reporting() -> Iterator[None]:
-    """Turns errors that a user can act on into one line and a status."""
+def reporting(failed: int = 1) -> Iterator[None]:
+    """Turns errors that a user can act on into one line and a status: 2 for wrong usage, else `failed`."""
     try:
         yield
     except (files.FileError, UnknownSubject) as error:
         fail(str(error), 2)
     except TlsError as error:
-        fail(str(error))
+        fail(str(error), failed)
     except ConnectError as error:
-        fail(f"{error}\nIs a server listening there? Start one with: npugrad-server serve")
+        fail(f"{error}\nIs a server listening there? Start one with: npugrad-server serve", failed)
     except NpugradError as error:
         number = f" {error.code}" if isinstance(error, OperatorError) and error.code is not None else ""
         request = f" (request {error.request_id})" if error.request_id else ""
-        fail(f"{error.reason}{number}: {error}{request}")
+        fail(f"{error.reason}{number}: {error}{request}", failed)
     except (TypeError, ValueError) as error:  # a name or a value that the client itself does not take
         fail(str(error), 2)
 

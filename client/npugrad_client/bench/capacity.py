@@ -82,6 +82,7 @@ class Capacity:
         is_client_limited: Whether the client could not send enough to find the end.
         is_settled: Whether the search came to its end within its trials.
         is_interrupted: Whether it was ended before.
+        died: What a trial died of, which ended it; empty where none did.
     """
 
     trials: list[Trial] = field(default_factory=list)
@@ -89,6 +90,7 @@ class Capacity:
     is_client_limited: bool = False
     is_settled: bool = True
     is_interrupted: bool = False
+    died: str = ""
 
     def _counts(self) -> tuple[Counter[float], Counter[float]]:
         """Trials that were met, and missed, by rate."""
@@ -123,6 +125,8 @@ class Capacity:
 
     def __str__(self) -> str:
         """The finding, and how sure it is."""
+        if not self.rate and self.died:
+            return f"The search died before a rate was found that keeps the objectives: {self.died}"
         if not self.rate and self.is_interrupted:
             return "interrupted before a rate was found that keeps the objectives"
         if not self.rate and self.is_client_limited:
@@ -140,7 +144,9 @@ class Capacity:
             text += f"; at {self.above:.4g}/s missed in {missed[1] - missed[0]} of {missed[1]}"
         if self.is_client_limited:
             text += "; the client cannot send more, so the server's capacity is at least that"
-        if self.is_interrupted:
+        if self.died:
+            text += f"; not confirmed, because the search died: {self.died}"
+        elif self.is_interrupted:
             text += "; interrupted: the capacity may be higher, and was not confirmed"
         elif not self.is_settled:
             text += "; not settled: the server is too unsteady, or the trials too short"
@@ -156,6 +162,7 @@ class Capacity:
             "client_limited": self.is_client_limited,
             "settled": self.is_settled,
             "interrupted": self.is_interrupted,
+            "died": self.died,
             "trials": [
                 {
                     "rate": trial.rate,
@@ -173,8 +180,16 @@ class ClientLimited(Exception):
     """The client cannot send at the rate that is to be tried."""
 
 
-class Interrupted(Exception):
-    """The search is to end; raised by what measures."""
+class Ended(Exception):
+    """The search is to end before it has found anything sure; raised by what measures."""
+
+
+class Interrupted(Ended):
+    """Somebody wants it to."""
+
+
+class Died(Ended):
+    """A trial could not be carried out; the message says why."""
 
 
 class TrialsUsedUp(Exception):
@@ -218,9 +233,17 @@ class Search:
             self.found.is_client_limited = True
         except TrialsUsedUp:
             self.found.is_settled = False
-        except Interrupted:
-            self.found.is_settled, self.found.is_interrupted = False, True
+        except Ended as ended:
+            self.end(ended)
         return self.found
+
+    def end(self, ended: Ended) -> None:
+        """Notes why it ended before its time."""
+        self.found.is_settled = False
+        if isinstance(ended, Interrupted):
+            self.found.is_interrupted = True
+        else:
+            self.found.died = str(ended)
 
     def _try(self, rate: float) -> bool:
         if len(self.found.trials) >= self._most_trials:

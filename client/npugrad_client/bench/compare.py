@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from npugrad_client.bench.flaws import flaws
 from npugrad_client.bench.record import Window
 from npugrad_client.bench.scenario import ScenarioError, check, shown
 from npugrad_client.bench.sketch import bucket_s
@@ -99,11 +100,13 @@ class Comparison:
         differences: Figure by figure.
         margin: What is of no interest.
         confidence: That of the intervals which decide, all together.
+        flaws: What takes from the worth of the runs, in sentences; only where that is allowed.
     """
 
     differences: tuple[Difference, ...]
     margin: float
     confidence: float
+    flaws: tuple[str, ...] = ()
 
     @property
     def judgement(self) -> Judgement:
@@ -126,6 +129,7 @@ class Comparison:
             "verdict": self.judgement,
             "margin": self.margin,
             "confidence": self.confidence,
+            "flaws": list(self.flaws),
             "differences": [_as_json(asdict(each)) for each in self.differences],
         }
 
@@ -135,7 +139,14 @@ def _as_json(values: dict[str, Any]) -> dict[str, Any]:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
-def compare(a: Result, b: Result, margin: float = MARGIN, confidence: float = CONFIDENCE) -> Comparison:
+def compare(
+    a: Result,
+    b: Result,
+    margin: float = MARGIN,
+    confidence: float = CONFIDENCE,
+    *,
+    allow_flawed: bool = False,
+) -> Comparison:
     """Holds a second run against a first one.
 
     Args:
@@ -143,19 +154,23 @@ def compare(a: Result, b: Result, margin: float = MARGIN, confidence: float = CO
         b: The second.
         margin: Relative change that is of no interest; of errors, `ERROR_MARGIN` is.
         confidence: Of the intervals that decide, all together.
+        allow_flawed: Whether runs are compared that were interrupted, died or measured the client.
 
     Raises:
-        ScenarioError: They did not send the same, or one is too short.
+        ScenarioError: They did not send the same, one is too short, or has a flaw.
     """
     check(0 < margin < 1, "margin", margin, "a share between 0 and 1")
     check(0.5 <= confidence < 1, "confidence", confidence, "0.5 to 1")
     _check_same(a, b)
+    told = tuple(f"{name}: {flaw.message}" for name, run in (("A", a), ("B", b)) for flaw in flaws(run))
+    if told and not allow_flawed:
+        raise ScenarioError(f"{' '.join(told)} Expected runs without a flaw, or --allow-flawed.")
     runs = [_Run(a, "A"), _Run(b, "B")]
     metrics = [*_PERCENTILES, *(["throughput"] if a.is_closed else []), "errors"]
     deciding = [name for name in metrics if name not in _SHOWN_ONLY]
     tail = (1 - confidence) / len(deciding) / 2  # all intervals together, not each one by itself
     found = [_difference(name, runs, tail, margin) for name in metrics]
-    return Comparison(tuple(found), margin, confidence)
+    return Comparison(tuple(found), margin, confidence, told)
 
 
 def _check_same(a: Result, b: Result) -> None:

@@ -162,7 +162,9 @@ class Record:
 
     def window(self, at_s: float) -> Window:
         """The window of a time."""
-        return self.windows.setdefault(math.floor(at_s / self.window_s), Window())
+        # A quotient is a little off: 0.3 / 0.1 is below 3. But no time before 0 is in the measured part.
+        number = math.floor(at_s / self.window_s + 1e-9)
+        return self.windows.setdefault(min(number, -1) if at_s < 0 else number, Window())
 
     def _part(self, workload: str) -> Part:
         return self.workloads.setdefault(workload, Part())

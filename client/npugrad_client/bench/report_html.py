@@ -6,8 +6,9 @@ import math
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from npugrad_client.bench.bottleneck import client_bound
 from npugrad_client.bench.charts import Series, bar_chart, line_chart, stack_chart
+from npugrad_client.bench.flaws import flaws
+from npugrad_client.bench.rates import bins
 from npugrad_client.bench.record import STAGES
 from npugrad_client.bench.slo import Slo
 from npugrad_client.bench.stylesheet import CSS
@@ -26,6 +27,10 @@ STAGE_NAMES = {
     "copy_out": "copy out",
     "elsewhere": "network, front, client",
 }
+CLOSED_CAUTION = (
+    "A closed loop waits for each answer before it sends again, so it leaves out the calls that callers on a "
+    "schedule would have sent meanwhile, and hides their queueing (coordinated omission)."
+)
 _CURVE = (0, 10, 25, 50, 75, 90, 95, 98, 99, 99.5, 99.8, 99.9, 99.95, 99.98, 99.99)
 
 
@@ -64,25 +69,23 @@ def _heading(result: Result, name: str) -> str:
         f"<h1>{escape(name)}</h1>",
         f'<p class="faint">{escape(loop)}, {result.duration_s:.4g} s measured on {escape(devices)}'
         f"{', simulated' if simulated else ''}; {escape(str(result.environment.get('time', '')))}</p>",
+        *(f'<p class="bad">{escape(flaw.message)}</p>' for flaw in flaws(result)),
         _verdict(result),
     ]
-    reasons = client_bound(result)
-    if reasons:
-        text = "; ".join(reasons)
-        lines.append(f'<p class="bad"><b>The client was the bottleneck:</b> {escape(text)}.</p>')
-    if result.is_interrupted:
-        lines.append('<p class="bad">Interrupted: this is what was measured until then.</p>')
+    if result.is_closed:
+        lines.append(f"<p>{escape(CLOSED_CAUTION)}</p>")
     return "".join(lines)
 
 
 def _verdict(result: Result) -> str:
-    if not result.scenario["slo"]:
+    outcomes = result.outcomes
+    if not outcomes:
         return ""
-    outcomes = Slo.parse(result.scenario["slo"]).judge(result)
-    is_met = all(outcome.is_met for outcome in outcomes)
-    items = "".join(f'<li class="{"good" if o.is_met else "bad"}">{escape(str(o))}</li>' for o in outcomes)
-    text, kind = ("Objectives met", "good") if is_met else ("Objectives missed", "bad")
-    return f'<p class="verdict {kind}">{text}</p><ul>{items}</ul>'
+    kinds = {"met": "good", "missed": "bad", "not judged": "bad"}
+    items = "".join(f'<li class="{kinds[o.verdict]}">{escape(str(o))}</li>' for o in outcomes)
+    # One that was missed says so for all, and a run that has a flaw judges none.
+    text = next((v for v in ("not judged", "missed") if any(o.verdict == v for o in outcomes)), "met")
+    return f'<p class="verdict {kinds[text]}">Objectives {text}</p><ul>{items}</ul>'
 
 
 def _tiles(result: Result) -> str:
@@ -105,8 +108,7 @@ def _windows(result: Result) -> list[tuple[float, Window]]:
 
 
 def _over_time(result: Result) -> str:
-    windows, width_s = _windows(result), result.record.window_s
-    xs = [at_s for at_s, _ in windows]
+    windows = _windows(result)
     begin = 0.0 if result.scenario["warm_up_s"] else None
     lines = [
         Series(
@@ -114,25 +116,34 @@ def _over_time(result: Result) -> str:
         )
         for name, p, color in (("max", 100.0, 4), ("p99", 99.0, 1), ("p50", 50.0, 0))
     ]
-    rates = [
-        Series("intended", [w.tally.intended / width_s for _, w in windows], 4, dashed=True),
-        Series("answered", [w.completed / width_s for _, w in windows], 0),
-        Series("failed", [sum(w.tally.failed.values()) / width_s for _, w in windows], 5),
-        Series("dropped", [w.tally.dropped / width_s for _, w in windows], 3),
-    ]
-    kept = [each for each in rates if any(each.ys) or each.name == "answered"]
     latencies = line_chart(
-        "Latency by intended start, ms",
+        f"Latency by {_start(result)}, ms",
         "seconds",
-        xs,
+        [at_s for at_s, _ in windows],
         lines,
         shade_below=begin,
         limit=_limit(result),
         is_log=True,
     )
-    return (
-        f"<h2>Over time</h2>{latencies}{line_chart('Calls a second', 'seconds', xs, kept, shade_below=begin)}"
-    )
+    return f"<h2>Over time</h2>{latencies}{_rates(result, begin)}"
+
+
+def _rates(result: Result, begin: float | None) -> str:
+    parts = bins(result)
+    sent = "sent" if result.is_closed else "intended"
+    rates = [
+        Series("answered", [part.per_s(part.window.completed) for part in parts], 0),
+        Series("failed", [part.per_s(sum(part.window.tally.failed.values())) for part in parts], 5),
+        Series("dropped", [part.per_s(part.window.tally.dropped) for part in parts], 3),
+        Series(sent, [part.intended_per_s for part in parts], 4, dashed=True),  # above: it may lie on another
+    ]
+    kept = [each for each in rates if any(each.ys) or each.name == "answered"]
+    return line_chart("Calls a second", "seconds", [p.middle_s for p in parts], kept, shade_below=begin)
+
+
+def _start(result: Result) -> str:
+    """When a call's latency begins: a closed loop intends no time, it sends when it may."""
+    return "start" if result.is_closed else "intended start"
 
 
 def _limit(result: Result) -> tuple[str, float] | None:
@@ -150,8 +161,10 @@ def _distribution(result: Result) -> str:
     xs = [-math.log10(1 - p / 100) for p in points]
     wanted = {0: "0", 50: "50", 90: "90", 99: "99", 99.9: "99.9", 99.99: "99.99"}
     record = result.record
-    series = [Series("from the intended start", [1e3 * record.latency.percentile_s(p) for p in points], 0)]
+    series = [Series(f"from the {_start(result)}", [1e3 * record.latency.percentile_s(p) for p in points], 0)]
+    measured = [(f"from the {_start(result)}", record.latency)]
     if not result.is_closed:
+        measured += [("from the actual start", record.service), ("sent late by", record.lateness)]
         actual = [1e3 * record.service.percentile_s(p) for p in points]
         series.append(Series("from the actual start", actual, 1, dashed=True))
     marks = [(x, wanted[p]) for x, p in zip(xs, points, strict=True) if p in wanted]
@@ -170,13 +183,18 @@ def _distribution(result: Result) -> str:
             *(format_seconds(d.percentile_s(p)) for p in (50.0, 90.0, 99.0, 99.9, 100.0)),
             format_seconds(d.mean_s),
         )
-        for name, d in (
-            ("from the intended start", record.latency),
-            ("from the actual start", record.service),
-            ("sent late by", record.lateness),
-        )
+        for name, d in measured
     ]
-    return f"<h2>Latency</h2>{chart}{_table(('', 'p50', 'p90', 'p99', 'p99.9', 'max', 'mean'), rows)}"
+    table = _table(("", "p50", "p90", "p99", "p99.9", "max", "mean"), rows)
+    return f"<h2>Latency</h2>{_unserved(result)}{chart}{table}"
+
+
+def _unserved(result: Result) -> str:
+    if not result.failed and not result.dropped:
+        return ""
+    share = format_share(result.error_share)
+    text = f"Of the answers. {share} of the calls had none; objectives count those as infinitely slow."
+    return f'<p class="faint">{escape(text)}</p>'
 
 
 def _stages(result: Result) -> str:

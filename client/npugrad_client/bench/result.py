@@ -9,13 +9,17 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from npugrad_client.bench.engine import Cpu
+from npugrad_client.bench.flaws import flaws
 from npugrad_client.bench.record import DEADLINE_REASON, STAGES, Part, Record
 from npugrad_client.bench.scenario import ScenarioError
 from npugrad_client.bench.scenario_file import read_text
+from npugrad_client.bench.slo import Slo
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    from npugrad_client.bench.slo import Outcome
 
 FORMAT = "npugrad-bench/1"
 _SCENARIO_KEYS = (
@@ -36,6 +40,8 @@ class Result:
         elapsed_s: Seconds of the measured part until the last call was sent and answered, or stopped.
         cpus: Time of the processor of each worker.
         is_interrupted: Whether it was ended before its time.
+        died: Why it ended by itself before its time, or could not begin; empty where it did not.
+        is_client_bound_allowed: Whether objectives are judged even where the client was the bottleneck.
         environment: Versions, host and server, by name.
     """
 
@@ -44,6 +50,8 @@ class Result:
     elapsed_s: float
     cpus: tuple[Cpu, ...] = ()
     is_interrupted: bool = False
+    died: str = ""
+    is_client_bound_allowed: bool = False
     environment: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -55,7 +63,8 @@ class Result:
     def duration_s(self) -> float:
         """Seconds that count for rates: as planned, or until the end where that came first."""
         planned = float(sum(stage[2] for stage in self.scenario["load"]))
-        return min(planned, self.elapsed_s) if self.elapsed_s > 0 else planned
+        is_cut_short = self.elapsed_s > 0 or self.is_interrupted or bool(self.died)
+        return min(planned, self.elapsed_s) if is_cut_short else planned
 
     @property
     def intended(self) -> int:
@@ -81,6 +90,12 @@ class Result:
     def dropped(self) -> int:
         """Calls not sent, because too many were in flight."""
         return self.record.total.dropped
+
+    @property
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """The scenario's objectives held against it; none where nothing was promised."""
+        slo = self.scenario["slo"]
+        return Slo.parse(slo).judge(self) if slo else ()
 
     @property
     def error_share(self) -> float:
@@ -145,8 +160,12 @@ class Result:
             "loop": "closed" if self.is_closed else "open",
             "elapsed_s": self.elapsed_s,
             "interrupted": self.is_interrupted,
+            "died": self.died,
+            "client_bound_allowed": self.is_client_bound_allowed,
+            "flaws": [{"kind": flaw.kind, "message": flaw.message} for flaw in flaws(self)],
             "scenario": dict(self.scenario),
             "summary": self.summary(),
+            "objectives": [outcome.as_dict() for outcome in self.outcomes],
             "workers": [asdict(cpu) for cpu in self.cpus],
             "environment": dict(self.environment),
             "record": self.record.as_dict(),
@@ -173,6 +192,8 @@ class Result:
                 elapsed_s=float(values["elapsed_s"]),
                 cpus=tuple(Cpu(**each) for each in values["workers"]),
                 is_interrupted=bool(values["interrupted"]),
+                died=str(values.get("died", "")),
+                is_client_bound_allowed=bool(values.get("client_bound_allowed", False)),
                 environment=values["environment"],
             )
         except (KeyError, TypeError, AttributeError, ArithmeticError) as error:

@@ -6,11 +6,9 @@ import contextlib
 import multiprocessing
 import os
 import platform
-import signal
-import threading
 import time
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
@@ -18,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import npugrad
 from npugrad.errors import NpugradError
 from npugrad_client import Client
-from npugrad_client.bench.engine import Cpu, Progress
+from npugrad_client.bench.engine import Progress
+from npugrad_client.bench.interrupts import Interrupts, TooEarly, held_back
 from npugrad_client.bench.record import Record
 from npugrad_client.bench.result import Result
 from npugrad_client.bench.worker import Done, Failed, Ready, Servers, Start, Stop, work
@@ -51,7 +50,8 @@ def run(
 ) -> Result:
     """Measures a server, or several, which calls go to in turn.
 
-    An interrupt ends the sending, and what was measured until then is the result. A second one gives up.
+    An interrupt (SIGINT or SIGTERM) ends the sending, and what was measured until then is the result. A
+    second one gives up. Where a worker dies, what the others measured is the result. Either result says so.
 
     Args:
         scenario: What is sent.
@@ -61,17 +61,38 @@ def run(
         tls: How to encrypt; None for connections that are not.
 
     Raises:
-        NpugradError: A first call failed, so there is nothing to measure, or a worker died.
+        NpugradError: A first call failed, so there is nothing to measure.
+        KeyboardInterrupt: It was interrupted a second time.
         ImportError: The extra `bench` is not installed.
     """
     Record(scenario.window_s)  # says that the extra is missing before anything is started
     servers = Servers((target,) if isinstance(target, str) else tuple(target), tls)
     for one in servers.targets:  # says what is wrong with an address or a certificate, likewise
         Client(one, tls=tls).close()
-    with _workers(scenario, servers) as connections:
-        for connection in connections:
-            _expect_ready(connection)
-        return _measured(scenario, connections, on_progress, _environment(servers))
+    with Interrupts().entered() as interrupts:
+        try:
+            with _workers(scenario, servers) as connections:
+                for connection in connections:
+                    _expect_ready(connection)
+                environment = {**_environment(tls is not None), "servers": _told(servers)}
+                measured = _measured(scenario, connections, on_progress, interrupts)
+                return replace(measured, environment=environment)
+        except TooEarly:
+            return unmeasured(scenario, tls is not None, is_interrupted=True)
+
+
+def unmeasured(
+    scenario: Scenario, is_encrypted: bool, *, died: str = "", is_interrupted: bool = False
+) -> Result:
+    """The result of a run that ended before anything was measured, and why it did."""
+    return Result(
+        scenario.as_dict(),
+        Record(scenario.window_s),
+        0.0,
+        is_interrupted=is_interrupted,
+        died=died,
+        environment=_environment(is_encrypted),
+    )
 
 
 @contextmanager
@@ -85,7 +106,9 @@ def _workers(scenario: Scenario, servers: Servers) -> Iterator[list[Connection]]
             ours, theirs = context.Pipe()
             process = context.Process(target=work, args=(theirs, scenario, worker, servers), daemon=True)
             connections.append(ours)
-            with _interrupts_later():
+            # The first process would start it, and let interrupts through again.
+            resource_tracker.ensure_running()
+            with held_back():
                 process.start()
                 processes.append(process)
             theirs.close()
@@ -104,21 +127,6 @@ def _end(processes: Sequence[Any]) -> None:
             process.kill()
             process.join()
         process.close()
-
-
-@contextmanager
-def _interrupts_later() -> Iterator[None]:
-    """Holds interrupts back; what is started meanwhile never has one, even before it could say so itself."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    # The first process would start it, and let interrupts through again.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _expect_ready(connection: Connection) -> None:
@@ -140,79 +148,88 @@ def _measured(
     scenario: Scenario,
     connections: list[Connection],
     on_progress: OnProgress | None,
-    environment: dict[str, Any],
+    interrupts: Interrupts,
 ) -> Result:
     epoch_s = time.monotonic() + _LEAD_S + scenario.warm_up_s
-    for connection in connections:
-        connection.send(Start(epoch_s))
     follower = _Follower(connections, epoch_s, on_progress)
-    with _on_interrupt(follower.stop):
-        follower.follow()  # calls in flight end as they would, even after an interrupt
-    elapsed_s = max(0.0, *(done.ended_s for done in follower.done))
+    with held_back():  # a worker that is to stop must have started
+        interrupts.stop = follower.stop
+        for connection in connections:
+            with contextlib.suppress(OSError):  # it died; the follower sees that
+                connection.send(Start(epoch_s))
+    follower.follow()  # calls in flight end as they would, even after an interrupt
     record = Record(scenario.window_s)
     for done in follower.done:
         record.merge(Record.from_dict(done.record))
-    cpus: tuple[Cpu, ...] = tuple(done.cpu for done in follower.done)
-    return Result(scenario.as_dict(), record, elapsed_s, cpus, follower.is_stopped, environment)
-
-
-@contextmanager
-def _on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
-    """Has the first interrupt call `stop`, whatever is being read at that time; a second one is as usual."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def on_signal(number: int, frame: object) -> None:
-        signal.signal(signal.SIGINT, before)
-        stop()
-
-    before = signal.signal(signal.SIGINT, on_signal)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+    return Result(
+        scenario.as_dict(),
+        record,
+        elapsed_s=max((done.ended_s for done in follower.done if done.ended_s > 0), default=0.0),
+        cpus=tuple(done.cpu for done in follower.done),
+        is_interrupted=follower.is_stopped,
+        died=follower.died,
+    )
 
 
 class _Follower:
-    """Reads what the workers say until all are done."""
+    """Reads what the workers say until all are done.
+
+    Attributes:
+        done: What those said that came to their end.
+        is_stopped: Whether an interrupt ended the sending.
+        died: What the first one died of that did not come to its end; empty where all did.
+    """
 
     def __init__(self, connections: list[Connection], epoch_s: float, on_progress: OnProgress | None) -> None:
         self._open, self._epoch_s, self._on_progress = list(connections), epoch_s, on_progress
         self.done: list[Done] = []
         self.is_stopped = False
+        self.died = ""
 
     def follow(self) -> None:
         while self._open:
             for connection in wait(self._open):
-                message = _receive(connection)  # type: ignore[arg-type]
-                if isinstance(message, Failed):
-                    raise message.error
-                if isinstance(message, Done):
-                    self.done.append(message)
-                    self._open.remove(connection)  # type: ignore[arg-type]
-                elif isinstance(message, Progress) and self._on_progress is not None:
-                    self._on_progress(time.monotonic() - self._epoch_s, message)
+                self._read(connection)  # type: ignore[arg-type]
+
+    def _read(self, connection: Connection) -> None:
+        try:
+            message = _receive(connection)
+        except WorkerDied as error:
+            message = Failed(error)
+        if isinstance(message, (Done, Failed)):
+            self._open.remove(connection)
+        if isinstance(message, Done):
+            self.done.append(message)
+        elif isinstance(message, Failed):
+            self.died = self.died or str(message.error)
+            self._stop_sending()  # the load is no longer the one that was asked for
+        elif isinstance(message, Progress) and self._on_progress is not None:
+            self._on_progress(time.monotonic() - self._epoch_s, message)
 
     def stop(self) -> None:
         self.is_stopped = True
+        self._stop_sending()
+
+    def _stop_sending(self) -> None:
         for connection in self._open:
             with contextlib.suppress(OSError):  # it has just ended by itself
                 connection.send(Stop())
 
 
-def _environment(servers: Servers) -> dict[str, Any]:
-    """What the figures belong to."""
-    found: dict[str, Any] = {
+def _environment(is_encrypted: bool) -> dict[str, Any]:
+    """What the figures belong to, without what servers say of themselves."""
+    return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "npugrad": npugrad.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "is_encrypted": servers.tls is not None,
-        "servers": [_server(target, servers.tls) for target in servers.targets],
+        "is_encrypted": is_encrypted,
     }
-    return found
+
+
+def _told(servers: Servers) -> list[dict[str, Any]]:
+    return [_server(target, servers.tls) for target in servers.targets]
 
 
 def _server(target: str, tls: Tls | None) -> dict[str, Any]:

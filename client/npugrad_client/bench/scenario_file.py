@@ -17,7 +17,8 @@
     warm_up: 5s
     slo: p99=50ms,errors=0.1%
 
-Durations have their unit: us, ms, s, m or h. `inputs` and `digest` beside `workloads` hold for each workload that does not say them itself.
+Durations have their unit: us, ms, s, m or h. `inputs` and `digest` beside `workloads` hold for each workload
+that does not say them itself.
 
 A trace is a text file of one call a line: seconds from its start, ascending, and after a comma, if the calls
 are not to be drawn from the mix, the name of a workload.

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from npugrad_client.bench.bottleneck import ADVICE, client_bound
+from npugrad_client.bench.bottleneck import ADVICE
 from npugrad_client.bench.compare import ERROR_MARGIN
-from npugrad_client.bench.report_html import STAGE_NAMES
+from npugrad_client.bench.flaws import flaws
+from npugrad_client.bench.report_html import CLOSED_CAUTION, STAGE_NAMES
 from npugrad_client.bench.units import format_seconds, format_share
 
 if TYPE_CHECKING:
@@ -21,10 +22,9 @@ if TYPE_CHECKING:
     from npugrad_client.bench.compare import Comparison
     from npugrad_client.bench.record import Part
     from npugrad_client.bench.result import Result
-    from npugrad_client.bench.slo import Outcome
 
 
-def show_result(console: Console, result: Result, outcomes: Sequence[Outcome] = ()) -> None:
+def show_result(console: Console, result: Result) -> None:
     """Prints a run and how it kept its objectives."""
     values = result.summary()
     console.print(
@@ -50,7 +50,7 @@ def show_result(console: Console, result: Result, outcomes: Sequence[Outcome] = 
     made = [each["name"] for each in result.scenario["workloads"] if each["inputs"] == "recipe"]
     if made:
         console.print(f"operands made by the server, none of them sent: {', '.join(made)}", soft_wrap=True)
-    _show_notes(console, result, outcomes)
+    _show_notes(console, result)
 
 
 def _times(part: Part) -> str:
@@ -71,9 +71,15 @@ def _load(result: Result) -> str:
     return f"{what}: {level} a second (open loop, {scenario['arrival']})"
 
 
-def _show_notes(console: Console, result: Result, outcomes: Sequence[Outcome]) -> None:
+def _show_notes(console: Console, result: Result) -> None:
     for reason, count in result.record.total.failed.most_common():
         console.print(f"failed: {count} x {reason}")
+    if result.answered and (result.failed or result.dropped):
+        console.print(
+            f"Latencies are those of the answers; objectives count the {format_share(result.error_share)} of "
+            "the calls without one as infinitely slow.",
+            soft_wrap=True,
+        )
     if result.dropped:
         console.print(f"dropped: {result.dropped}, with {result.scenario['max_in_flight']} in flight already")
     calls, warm_up_s = result.scenario["max_calls"], result.scenario["warm_up_s"]
@@ -83,25 +89,20 @@ def _show_notes(console: Console, result: Result, outcomes: Sequence[Outcome]) -
             f"that is shorter than {warm_up_s:g} s",
             soft_wrap=True,
         )
-    if result.is_interrupted:
-        console.print("Interrupted: this is what was measured until then.")
     if result.is_closed:
-        console.print(
-            "A closed loop waits for each answer, so it hides queueing that callers on a schedule would see.",
-            soft_wrap=True,
-        )
-    for reason in client_bound(result):
-        console.print(f"The client was the bottleneck: {reason}", soft_wrap=True)
-    for outcome in outcomes:
-        console.print(f"{'met' if outcome.is_met else 'MISSED'}: {outcome}", soft_wrap=True)
+        console.print(CLOSED_CAUTION, soft_wrap=True)
+    for flaw in flaws(result):
+        console.print(flaw.message, soft_wrap=True)
+    for outcome in result.outcomes:
+        console.print(f"{outcome.label}: {outcome}", soft_wrap=True)
 
 
 def refusal(reasons: Sequence[str]) -> str:
     """What is said instead of figures when the client was the bottleneck."""
     return (
-        "No report: the client was the bottleneck, so these would not be the server's figures.\n"
+        "No figures: the client was the bottleneck, so they would not be the server's.\n"
         + "".join(f"  {reason}\n" for reason in reasons)
-        + f"{ADVICE} --allow-client-bound reports all the same."
+        + f"{ADVICE} --allow-client-bound reports and judges all the same."
     )
 
 
@@ -119,7 +120,9 @@ def show_capacity(console: Console, capacity: Capacity) -> None:
 
 
 def show_comparison(console: Console, comparison: Comparison) -> None:
-    """Prints a comparison, the verdict first."""
+    """Prints a comparison, what takes from its worth and the verdict first."""
+    for said in comparison.flaws:
+        console.print(said, soft_wrap=True)
     console.print(str(comparison), soft_wrap=True)
     for difference in comparison.differences:
         note = "" if difference.decides else "; shown only, does not decide"

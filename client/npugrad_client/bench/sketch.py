@@ -17,6 +17,11 @@ _GROWTH = math.log(1.01)
 """A bucket of a sketch is 1 % wide."""
 
 
+def rank_of(percentile: float, count: int) -> int:
+    """The rank among `count` values that covers a percentile: the next whole one, from 1."""
+    return max(math.ceil(count * percentile / 100 - 1e-9), 1)
+
+
 class Distribution:
     """An HDR histogram of seconds: 1 us to a day, three digits."""
 
@@ -47,8 +52,11 @@ class Distribution:
         """A percentile in seconds, 100 for the maximum; 0 when empty."""
         if not self.count:
             return 0.0
-        # The library rounds to the nearest rank; the rank that covers the percentile is the next whole one.
-        rank = max(math.ceil(self.count * percentile / 100 - 1e-9), 1)
+        return self.ranked_s(rank_of(percentile, self.count))
+
+    def ranked_s(self, rank: int) -> float:
+        """The value of a rank in seconds, from 1 for the least to `count`."""
+        # Told as a percentile, of which the library takes the nearest rank.
         return float(self._histogram.get_value_at_percentile(rank * 100 / self.count)) / 1e6
 
     def encode(self) -> str:
@@ -93,7 +101,7 @@ class Sketch:
 
     def percentile_s(self, percentile: float) -> float:
         """A percentile in seconds within 1 %, 100 for the maximum; 0 when empty or below 1 us."""
-        rank, seen = max(math.ceil(self.count * percentile / 100 - 1e-9), 1), 0
+        rank, seen = rank_of(percentile, self.count), 0
         for index in sorted(self.counts):
             seen += self.counts[index]
             if seen >= rank:

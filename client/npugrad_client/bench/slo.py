@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
+from npugrad_client.bench.flaws import spoiling
+from npugrad_client.bench.sketch import rank_of
 from npugrad_client.bench.units import format_seconds, format_share, parse_duration, parse_rate, parse_share
 
 if TYPE_CHECKING:
@@ -37,24 +39,32 @@ class Objective:
         return self.name in _LATENCIES or _PERCENTILE.fullmatch(self.name) is not None
 
     def measured(self, result: Result) -> float:
-        """What the run shows, in the limit's unit; infinite for a latency where nothing was answered."""
+        """What the run shows, in the limit's unit.
+
+        For a percentile and the maximum, calls that were not served are infinitely slow: they wait yet. The
+        mean is that of the answers; infinite where there is none.
+        """
         if self.name == "throughput":
             return result.throughput_per_s
         if self.name == "errors":
             return result.error_share
         if self.name == "deadline_misses":
             return result.deadline_miss_share
-        if not result.answered:
-            return math.inf
+        latency = result.record.latency
         if self.name == "mean":
-            return result.record.latency.mean_s
-        return result.record.latency.percentile_s(100.0 if self.name == "max" else float(self.name[1:]))
+            return latency.mean_s if latency.count else math.inf
+        unserved = result.failed + result.dropped
+        rank = rank_of(100.0 if self.name == "max" else float(self.name[1:]), latency.count + unserved)
+        return latency.ranked_s(rank) if rank <= latency.count else math.inf
 
     def format(self, value: float) -> str:
         """A value of its unit for people."""
         if self.is_latency:
             return format_seconds(value)
         return f"{value:.1f}/s" if self.name == "throughput" else format_share(value)
+
+
+Verdict = Literal["met", "missed", "not judged"]
 
 
 @dataclass(frozen=True)
@@ -64,18 +74,41 @@ class Outcome:
     Attributes:
         objective: What was promised.
         measured: What was found, in its unit.
-        is_met: Whether the promise was kept.
+        verdict: Whether the promise was kept; not judged where the run has a flaw.
+        unserved_share: Part of the calls that failed or were dropped.
     """
 
     objective: Objective
     measured: float
-    is_met: bool
+    verdict: Verdict
+    unserved_share: float = 0.0
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the promise was kept."""
+        return self.verdict == "met"
+
+    @property
+    def label(self) -> str:
+        """The verdict as people are told it."""
+        return "MISSED" if self.verdict == "missed" else self.verdict
 
     def __str__(self) -> str:
         """Such as ``p99: found 61.2 ms; promised at most 50.0 ms``."""
         bound = "at least" if self.objective.name == "throughput" else "at most"
         found, limit = (self.objective.format(v) for v in (self.measured, self.objective.limit))
+        if math.isinf(self.measured):
+            found = f"no answer, as {format_share(self.unserved_share)} of the calls were not served"
         return f"{self.objective.name}: found {found}; promised {bound} {limit}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The outcome as JSON; None stands for infinity."""
+        return {
+            "name": self.objective.name,
+            "limit": self.objective.limit,
+            "measured": self.measured if math.isfinite(self.measured) else None,
+            "verdict": self.verdict,
+        }
 
 
 @dataclass(frozen=True)
@@ -107,13 +140,15 @@ class Slo:
         return cls(tuple(found.values()))
 
     def judge(self, result: Result) -> tuple[Outcome, ...]:
-        """Holds every objective against a run."""
+        """Holds every objective against a run; none is met, or missed, by one that has a flaw."""
+        is_judged = not spoiling(result)
         outcomes = []
         for objective in self.objectives:
             measured = objective.measured(result)
             at_least = objective.name == "throughput"
             is_met = measured >= objective.limit if at_least else measured <= objective.limit
-            outcomes.append(Outcome(objective, measured, is_met))
+            verdict: Verdict = "not judged" if not is_judged else "met" if is_met else "missed"
+            outcomes.append(Outcome(objective, measured, verdict, result.error_share))
         return tuple(outcomes)
 
     def __str__(self) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from npugrad.errors import NpugradError
 from npugrad_client import AsyncClient
 from npugrad_client.bench.engine import Cpu, Engine, Progress
+from npugrad_client.bench.interrupts import ENDING
 from npugrad_client.bench.record import Record
 
 if TYPE_CHECKING:
@@ -98,7 +99,8 @@ def work(connection: Connection, scenario: Scenario, worker: int, servers: Serve
         worker: Which of its workers.
         servers: Where its calls go.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent has it too, and says when to stop
+    for number in ENDING:  # the parent has them too, and says when to stop
+        signal.signal(number, signal.SIG_IGN)
     # Not epoll: asyncio rounds its waits up to whole milliseconds, and every call would be late by that.
     loop = asyncio.SelectorEventLoop(selectors.SelectSelector())
     try:

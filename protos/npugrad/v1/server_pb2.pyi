@@ -31,13 +31,13 @@ class _DeviceStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     DEVICE_STATE_UNSPECIFIED: _DeviceState.ValueType  # 0
     """Not set."""
     DEVICE_STATE_STARTING: _DeviceState.ValueType  # 1
-    """Its worker is starting."""
+    """Its worker is starting; the reason says what the start is at."""
     DEVICE_STATE_READY: _DeviceState.ValueType  # 2
     """It takes calls."""
     DEVICE_STATE_RESTARTING: _DeviceState.ValueType  # 3
     """Its worker died and is about to be replaced."""
     DEVICE_STATE_DOWN: _DeviceState.ValueType  # 4
-    """It is out of service."""
+    """Calls do not wait for it. Unless it is damaged, it is tried again, slower and slower, without end."""
 
 class DeviceState(_DeviceState, metaclass=_DeviceStateEnumTypeWrapper):
     """State of a device."""
@@ -45,13 +45,13 @@ class DeviceState(_DeviceState, metaclass=_DeviceStateEnumTypeWrapper):
 DEVICE_STATE_UNSPECIFIED: DeviceState.ValueType  # 0
 """Not set."""
 DEVICE_STATE_STARTING: DeviceState.ValueType  # 1
-"""Its worker is starting."""
+"""Its worker is starting; the reason says what the start is at."""
 DEVICE_STATE_READY: DeviceState.ValueType  # 2
 """It takes calls."""
 DEVICE_STATE_RESTARTING: DeviceState.ValueType  # 3
 """Its worker died and is about to be replaced."""
 DEVICE_STATE_DOWN: DeviceState.ValueType  # 4
-"""It is out of service."""
+"""Calls do not wait for it. Unless it is damaged, it is tried again, slower and slower, without end."""
 global___DeviceState = DeviceState
 
 @typing.final
@@ -185,7 +185,7 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     product: npugrad.v1.operators_pb2.Product.ValueType
     """Product it serves."""
     draining: builtins.bool
-    """True while it drains: accepted calls finish, others are refused."""
+    """True from the signal that ends it on: calls in progress finish, others should go elsewhere."""
     uptime_s: builtins.float
     """Seconds since it started."""
     queue_depth: builtins.int

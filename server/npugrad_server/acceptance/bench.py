@@ -76,6 +76,8 @@ class BenchSettings:
         hang_grace_s: Seconds a launched call may outlive its deadline.
         start_timeout_s: Seconds a worker has to open the device.
         arena_bytes: Most bytes of operands, and of results, of the calls in flight.
+        rung_limit_s: Seconds that each rung of the ladder may take; a first start of CANN takes minutes.
+        quick: Whether to leave out what takes long.
     """
 
     device: str
@@ -83,10 +85,12 @@ class BenchSettings:
     streams: int = 2
     soak_s: float = 600.0
     simulated: bool = False
-    run_limit_s: float = 600.0
+    run_limit_s: float = 540.0
     hang_grace_s: float = 10.0
     start_timeout_s: float = 180.0
     arena_bytes: int = _ARENA_BYTES
+    rung_limit_s: float = 180.0
+    quick: bool = False
 
     @property
     def index(self) -> int:
@@ -103,7 +107,6 @@ class BenchSettings:
             prefault_bytes=0,
             max_queue_depth=1024,
             streams_per_device=self.streams,
-            drain_timeout_s=60.0,
             hang_grace_s=self.hang_grace_s,
             worker_start_timeout_s=self.start_timeout_s,
             respawn_backoff_s=0.1,
@@ -154,7 +157,7 @@ class Bench:
         settings, self._changes = self.settings.pool_settings(**changes), changes
         self._link = WorkerLink(self._loop, self._inputs, settings, next(self._incarnations))
         try:
-            self._ready = self._link.wait_ready(settings.worker_start_timeout_s)
+            self._ready = self._link.wait_ready(settings.start_limit_s)
         except BaseException:
             self.stop(kill=True)
             raise
@@ -164,6 +167,11 @@ class Bench:
         """Ends the worker and waits for it; returns how it ended, for a person; empty when there was none."""
         link, self._link = self._link, None
         return "" if link is None else link.close(kill=kill)
+
+    def abandon(self) -> None:
+        """Has the worker killed, and waits for nothing; for handlers of signals."""
+        if self._link is not None:
+            self._link.abandon()
 
     def restart(self, **changes: Any) -> float:
         """`stop`, then `start` with the changes; seconds of the start."""

@@ -5,28 +5,35 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from contextlib import contextmanager
+import time
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import npugrad
+from npugrad.products import Product, product_from_soc
 from npugrad_server.acceptance.bench import Bench, BenchSettings
+from npugrad_server.acceptance.bundle import Bundle
 from npugrad_server.acceptance.console import AcceptanceConsole
 from npugrad_server.acceptance.html import render
+from npugrad_server.acceptance.limits import Limits
+from npugrad_server.acceptance.node import collect, log_folders
 from npugrad_server.acceptance.report import Report, StepReport
 from npugrad_server.acceptance.runner import run_steps
 from npugrad_server.config import ServerSettings
-from npugrad_server.preflight import npu_report, pool_settings
+from npugrad_server.preflight import StartError, npu_report, pool_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from npugrad.products import Product
     from npugrad_server.acceptance.step import Step
     from npugrad_server.npus import NpuReport
+
+QUICK_S = 150.0
+"""Seconds after which a quick acceptance begins no further step, and ends the one that runs."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,10 @@ class AcceptanceOptions:
         soak_s: Seconds of the soak.
         product: Product, or ``"auto"`` to ask the NPU, which it may only confirm.
         streams: Calls that run at once.
+        step_limit_s: Seconds that a step may take; the soak lasts `soak_s` more.
+        quick: Whether to leave out what takes long, and to end within `QUICK_S`.
+        bundle: File for all that explains a failure; None for none.
+        left_out: What the choice of steps leaves out, in sentences.
     """
 
     device: int
@@ -49,6 +60,10 @@ class AcceptanceOptions:
     soak_s: float = 600.0
     product: str = "auto"
     streams: int = 2
+    step_limit_s: float = 1800.0
+    quick: bool = False
+    bundle: Path | None = None
+    left_out: tuple[str, ...] = ()
 
     @property
     def files(self) -> tuple[Path, Path, Path]:
@@ -57,38 +72,61 @@ class AcceptanceOptions:
 
 
 def accept(options: AcceptanceOptions) -> bool:
-    """Runs the steps, shows them and writes the report after each.
+    """Runs the steps, shows them, and writes the report, and the bundle if there is to be one, after each.
+
+    Where the NPU cannot be used, what can be looked at without is looked at.
 
     Returns:
         Whether all passed.
 
     Raises:
-        StartError: There is no such NPU, or what it needs is missing; the same words as of `check`.
-        OSError: A report cannot be written.
+        OSError: A report or the bundle cannot be written.
     """
-    settings = ServerSettings.model_validate(
+    until_s = time.monotonic() + QUICK_S if options.quick else None
+    with ExitStack() as stack:
+        limits = stack.enter_context(Limits(options.step_limit_s, until_s))
+        bundle = None
+        if options.bundle is not None:
+            bundle = stack.enter_context(Bundle(options.bundle, log_folders()))
+            with bundle.stage("node"):
+                collect(bundle)
+        with bundle.stage("find the NPUs") if bundle else nullcontext():
+            found, settings, problems = _look(options)
+        report = Report(
+            npugrad.__version__,
+            datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            found.simulated,
+            _environment(options, settings.product, found),
+            left_out=options.left_out,
+        )
+        return run_and_report(options, settings, report, limits=limits, bundle=bundle, problems=problems)
+
+
+def _look(options: AcceptanceOptions) -> tuple[NpuReport, BenchSettings, tuple[str, ...]]:
+    """What the node says of itself, the bench that follows, and why the NPU cannot be used."""
+    wanted = ServerSettings.model_validate(
         {
             "devices": f"npu:{options.device}",
             "product": options.product,
             "streams_per_device": options.streams,
         }
     )
-    found = npu_report(settings)
-    made = pool_settings(settings, found)
-    bench_settings = BenchSettings(
-        device=made.devices[0],
-        product=made.product,
+    found, problems = npu_report(wanted), tuple[str, ...]()
+    product = product_from_soc(found.soc) or Product.ATLAS_A2
+    try:
+        product = pool_settings(wanted, found).product
+    except StartError as error:
+        problems = error.problems
+    settings = BenchSettings(
+        device=f"npu:{options.device}",
+        product=product,
         streams=options.streams,
         soak_s=options.soak_s,
         simulated=found.simulated,
+        rung_limit_s=min(BenchSettings.rung_limit_s, options.step_limit_s),
+        quick=options.quick,
     )
-    report = Report(
-        npugrad.__version__,
-        datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        found.simulated,
-        _environment(options, made.product, found),
-    )
-    return run_and_report(options, bench_settings, report)
+    return found, settings, problems
 
 
 def _environment(options: AcceptanceOptions, product: Product, found: NpuReport) -> dict[str, str]:
@@ -114,42 +152,67 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def run_and_report(options: AcceptanceOptions, settings: BenchSettings, report: Report) -> bool:
+def run_and_report(
+    options: AcceptanceOptions,
+    settings: BenchSettings,
+    report: Report,
+    *,
+    limits: Limits | None = None,
+    bundle: Bundle | None = None,
+    problems: Sequence[str] = (),
+) -> bool:
     """Runs the chosen steps on a bench of its own, shows them and writes the report after each.
 
     Args:
         options: Steps and files.
         settings: The device.
         report: What is known before the steps.
+        limits: What ends a step from outside; nothing by default.
+        bundle: Gets the report, and data of failures.
+        problems: Why the device cannot be used, if it cannot.
 
     Returns:
         Whether all passed.
 
     Raises:
-        OSError: A report cannot be written.
+        OSError: A report or the bundle cannot be written.
     """
     json_path, html_path, log_path = options.files
-    _write(options, report)  # a folder that is missing is told now, not after the soak
+    _write(options, report, bundle)  # a folder that is missing is told now, not after the soak
     with AcceptanceConsole() as console:
         if report.simulated:
             console.say_simulated()
+        console.say_problems(problems)
         console.say_environment(report)
         with _stderr_to(log_path), Bench(settings) as bench:
-            for step in run_steps(bench, options.steps, console):
+            if limits is not None:
+                limits.abandon = bench.abandon
+            gone = "; ".join(problems)
+            for step in run_steps(bench, options.steps, console, limits=limits, keeper=bundle, gone=gone):
                 report = replace(report, steps=(*report.steps, step))
-                _write(options, report)
-        console.say_end(report, (json_path, html_path, log_path))
+                if bundle is not None:
+                    bundle.took(f"step {step.number} {step.key}", step.seconds, step.outcome)
+                _write(options, report, bundle)
+            if limits is not None:
+                limits.ignore()
+        _write(options, report, bundle)  # with what the end of the workers added to the log
+        written = (json_path, html_path, log_path, *([options.bundle] if options.bundle else []))
+        console.say_end(report, written)
         if report.simulated:
             console.say_simulated()
     return report.ok
 
 
-def _write(options: AcceptanceOptions, report: Report) -> None:
+def _write(options: AcceptanceOptions, report: Report, bundle: Bundle | None) -> None:
     """Writes the report; steps still to come count as skipped, so that no part passes for the whole."""
     json_path, html_path, _ = options.files
     whole = replace(report, steps=(*report.steps, *_to_come(options, report)))
     json_path.write_text(whole.to_json(), encoding="utf-8")
     html_path.write_text(render(whole), encoding="utf-8")
+    if bundle is not None:
+        for path in options.files:
+            bundle.add_file(f"report{path.suffix}", path)
+        bundle.write()
 
 
 def _to_come(options: AcceptanceOptions, report: Report) -> Iterator[StepReport]:

@@ -112,6 +112,11 @@ class AcceptanceConsole:
         """The banner, in large letters."""
         self._say(SIMULATED, "bold yellow")
 
+    def say_problems(self, problems: Iterable[str]) -> None:
+        """Why the device cannot be used, in the words of `check`."""
+        for problem in problems:
+            self._say(f"FAIL  {problem}", "bold red")
+
     def say_environment(self, report: Report) -> None:
         """What is accepted."""
         for name, text in report.environment.items():
@@ -128,6 +133,8 @@ class AcceptanceConsole:
                 if more > 0:
                     self._say(f"        and {more} more, see the report")
         passed = sum(step.outcome == "passed" for step in report.steps)
+        for text in report.left_out:
+            self._say(f"left out: {text}", "yellow")
         simulated = ", SIMULATED" if report.simulated else ""
         chosen = f"; a whole acceptance has {STEPS_IN_ALL}" if len(report.steps) < STEPS_IN_ALL else ""
         self._say(

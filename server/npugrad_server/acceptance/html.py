@@ -80,6 +80,7 @@ def _verdict(report: Report) -> str:
         f'<p class="verdict {kind}">{_SIGNS["passed" if report.ok else "failed"]} '
         f"{report.verdict}{marked}</p>\n"
         f"<p>{escape(', '.join(words))}.</p>\n"
+        f"{''.join(f'<p>Left out: {escape(text)}</p>{chr(10)}' for text in report.left_out)}"
         f'<p class="faint">Started {escape(report.started)}, npugrad {escape(report.version)}.</p>\n'
         "</header>\n"
     )

@@ -101,6 +101,10 @@ class WorkerLink:
         self._loop.call(send)
         return future
 
+    def abandon(self) -> None:
+        """Has the process killed, and waits for nothing: whoever waits for an answer gets one soon."""
+        self._loop.later(self._process.kill)
+
     def close(self, *, kill: bool = False) -> str:
         """Ends the process, at once or by hanging up, and waits for it.
 

@@ -47,6 +47,10 @@ class LoopThread:
 
         return self.run(work())
 
+    def later(self, function: Callable[[], object]) -> None:
+        """Calls a function on the loop; waits for nothing."""
+        self._loop.call_soon_threadsafe(function)
+
     def close(self) -> None:
         """Ends the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -50,12 +50,15 @@ class Accuracy:
             ran: What came of it.
         """
         if not isinstance(ran.answer, CallDone):
+            out.keep_call(name, job, ran)
             return out.check(name, False, "a result", _words(ran))
         found = compare_with_reference(job, ran.outputs)
         for output, comparison in found.items():
             row = self._worst.setdefault((job.spec.name, dtype, kind, output), _Row())
             row.take(comparison)
         wrong = {output: comparison for output, comparison in found.items() if not comparison.ok}
+        if wrong:
+            out.keep_call(name, job, ran)
         said = "; ".join(f"{output}: {comparison}" for output, comparison in (wrong or found).items())
         return out.check(name, not wrong, "within tolerance of the float64 reference", said or "no outputs")
 

@@ -8,6 +8,7 @@ The JSON has one object with the keys below, always in this order; a reader chec
     version      of npugrad
     started      UTC, ISO 8601
     environment  name -> text: device, product, chip, versions
+    left_out     [text], what an acceptance of all would have done beside
     steps        [{number, key, title, outcome, seconds, checks, tables, notes, error}]
                  outcome: passed | failed | skipped; error: why it failed by an exception, or was skipped
                  checks:  [{name, ok, expected, found, note}]
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 """Version of the JSON; raised when a reader of the old one would misread the new one."""
 
-STEPS_IN_ALL = 10
+STEPS_IN_ALL = 11
 """Steps of a whole acceptance."""
 
 Outcome = Literal["passed", "failed", "skipped"]
@@ -73,7 +74,7 @@ class StepReport:
     """What became of one step.
 
     Attributes:
-        number: 1 to 10.
+        number: 0 to 10.
         key: Short name, such as ``"round_trip"``.
         title: For a person.
         outcome: ``"passed"`` when there were checks, every one was ok and nothing raised.
@@ -110,6 +111,7 @@ class Report:
         simulated: Whether CANN was the simulation of the tests.
         environment: Device, product, chip and versions by name, in the order to show them.
         steps: The chosen steps in order.
+        left_out: What was left out of the steps, in sentences; empty for a whole acceptance.
     """
 
     version: str
@@ -117,6 +119,7 @@ class Report:
     simulated: bool
     environment: Mapping[str, str] = field(default_factory=dict)
     steps: tuple[StepReport, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -128,7 +131,8 @@ class Report:
         """In a word, for a person; some chosen steps that pass are no acceptance of the device."""
         if not self.ok:
             return "NOT ACCEPTED"
-        return "ACCEPTED" if len(self.steps) == STEPS_IN_ALL else "ACCEPTED IN PART"
+        whole = len(self.steps) == STEPS_IN_ALL and not self.left_out
+        return "ACCEPTED" if whole else "ACCEPTED IN PART"
 
     def to_json(self) -> str:
         """The text of the file; equal reports give equal text."""
@@ -139,6 +143,7 @@ class Report:
             "version": self.version,
             "started": self.started,
             "environment": dict(self.environment),
+            "left_out": list(self.left_out),
             "steps": [asdict(step) for step in self.steps],
         }
         return json.dumps(_without_non_finite(found), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
@@ -157,7 +162,8 @@ class Report:
                 raise ValueError(f"found a report of schema {schema}; expected {SCHEMA}")
             steps = tuple(_step(step) for step in found["steps"])
             environment = {str(name): str(value) for name, value in found["environment"].items()}
-            return cls(found["version"], found["started"], found["simulated"], environment, steps)
+            left_out = tuple(map(str, found.get("left_out", ())))  # older reports have none
+            return cls(found["version"], found["started"], found["simulated"], environment, steps, left_out)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a report of an acceptance: {error!r}") from error
 

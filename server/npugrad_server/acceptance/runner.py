@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 import traceback
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Protocol
 
+from npugrad_server.acceptance.limits import StepTimeout
 from npugrad_server.acceptance.link import DeviceGone
 from npugrad_server.acceptance.report import StepReport
 from npugrad_server.acceptance.step import Listener, StepLog, StepSkipped
@@ -14,8 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from npugrad_server.acceptance.bench import Bench
+    from npugrad_server.acceptance.limits import Limits
     from npugrad_server.acceptance.report import Outcome
-    from npugrad_server.acceptance.step import Step
+    from npugrad_server.acceptance.step import Keeper, Step
 
 _TRACE_LINES = 6
 """Last lines of a trace that go into the report."""
@@ -31,40 +34,71 @@ class StepListener(Listener, Protocol):
         """A step has ended, or was skipped."""
 
 
-def run_steps(bench: Bench, steps: Iterable[Step], listener: StepListener) -> Iterator[StepReport]:
+def run_steps(
+    bench: Bench,
+    steps: Iterable[Step],
+    listener: StepListener,
+    *,
+    limits: Limits | None = None,
+    keeper: Keeper | None = None,
+    gone: str = "",
+) -> Iterator[StepReport]:
     """Runs steps; yields the report of each as soon as it has ended.
 
     A step begins with a worker that answers, of the bench's own settings. Once the device does not open any
-    more, or somebody interrupts, the rest that needs it is skipped.
+    more the rest that needs it is skipped, and all of the rest once somebody interrupts.
+
+    Args:
+        bench: The device.
+        steps: What to run.
+        listener: Who is shown.
+        limits: How long each may take; for ever by default.
+        keeper: Who keeps the data of failures.
+        gone: Why the device cannot be used from the start; empty when it can.
     """
-    gone = ""
+    interrupted = ""
     for step in steps:
         listener.started(step)
-        log, start = StepLog(listener), time.monotonic()
-        if gone and step.needs_device:
-            outcome, error = _skipped(gone)
+        log, start = StepLog(listener, keeper), time.monotonic()
+        outcome: Outcome = "failed"
+        if interrupted or (gone and step.needs_device):
+            outcome, error = _skipped(interrupted or gone)
+        elif limits is not None and limits.left_s() <= 0:
+            outcome, error = _skipped("there was no time left for it")
         else:
             try:
-                outcome, error = _run(bench, step, log)
+                with limits.step(_extra_s(bench, step)) if limits else nullcontext():
+                    outcome, error = _run(bench, step, log)
             except DeviceGone as lost:
-                gone = f"the device is gone: {lost}"
-                outcome, error = "failed", gone
-            except KeyboardInterrupt:
-                gone = "interrupted"
-                outcome, error = "failed", gone
-        report = StepReport(
-            step.number,
-            step.key,
-            step.title,
-            outcome,
-            round(time.monotonic() - start, 3),
-            tuple(log.checks),
-            tuple(log.tables),
-            tuple(log.notes),
-            error,
-        )
+                gone = error = f"the device is gone: {lost}"
+            except StepTimeout as late:
+                error = str(late)
+                with suppress(DeviceGone):
+                    bench.stop(kill=True)
+            except KeyboardInterrupt as interrupt:
+                interrupted = error = str(interrupt) or "interrupted"
+        report = _report(step, log, outcome, error, time.monotonic() - start)
         listener.finished(report)
         yield report
+
+
+def _extra_s(bench: Bench, step: Step) -> float:
+    """What a step may take beyond the limit, as it was asked to."""
+    return bench.settings.soak_s if step.lasts else 0.0
+
+
+def _report(step: Step, log: StepLog, outcome: Outcome, error: str, seconds: float) -> StepReport:
+    return StepReport(
+        step.number,
+        step.key,
+        step.title,
+        outcome,
+        round(seconds, 3),
+        tuple(log.checks),
+        tuple(log.tables),
+        tuple(log.notes),
+        error,
+    )
 
 
 def _run(bench: Bench, step: Step, log: StepLog) -> tuple[Outcome, str]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from npugrad_server.acceptance.report import Check, Table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    import numpy.typing as npt
 
     from npugrad_server.acceptance.bench import Bench
+    from npugrad_server.acceptance.job import Job, Ran
     from npugrad_server.acceptance.report import Cell
 
 
@@ -23,12 +26,13 @@ class Step:
     """One step of the acceptance.
 
     Attributes:
-        number: 1 to 10; steps run in this order.
+        number: 0 to 10; steps run in this order.
         key: Short name for files and options.
         title: A few words.
         about: One sentence: what it shows.
         run: Does it, and writes what it finds. What it raises fails the step, and the next one goes on.
         needs_device: Whether it makes no sense while the device does not open.
+        lasts: Whether it takes as long as the bench's `soak_s` asks, beyond what a step may take.
     """
 
     number: int
@@ -37,6 +41,7 @@ class Step:
     about: str
     run: Callable[[Bench, StepLog], None]
     needs_device: bool = True
+    lasts: bool = False
 
 
 class Listener(Protocol):
@@ -49,6 +54,13 @@ class Listener(Protocol):
         """A check was made."""
 
 
+class Keeper(Protocol):
+    """Who keeps the data of what failed."""
+
+    def keep(self, name: str, arrays: Mapping[str, npt.NDArray[Any] | None]) -> None:
+        """Keeps arrays by name, or does not when there is no room left."""
+
+
 class StepLog:
     """The findings of one step.
 
@@ -58,16 +70,17 @@ class StepLog:
         notes: Sentences.
     """
 
-    def __init__(self, listener: Listener | None = None) -> None:
+    def __init__(self, listener: Listener | None = None, keeper: Keeper | None = None) -> None:
         """Is empty.
 
         Args:
             listener: Who is shown; nobody by default.
+            keeper: Who keeps data of failures; nobody by default.
         """
         self.checks: list[Check] = []
         self.tables: list[Table] = []
         self.notes: list[str] = []
-        self._listener = listener
+        self._listener, self._keeper = listener, keeper
 
     @property
     def ok(self) -> bool:
@@ -97,6 +110,16 @@ class StepLog:
     def note(self, text: str) -> None:
         """Writes down a sentence."""
         self.notes.append(text)
+
+    def keep(self, name: str, arrays: Mapping[str, npt.NDArray[Any] | None]) -> None:
+        """Keeps the data of something that failed, where anybody wants it."""
+        if self._keeper is not None and arrays:
+            self._keeper.keep(name, arrays)
+
+    def keep_call(self, name: str, job: Job, ran: Ran) -> None:
+        """Keeps operands and results of a call that came out wrong."""
+        operands = {f"operand.{key}": array for key, array in job.arrays.items()}
+        self.keep(name, {**operands, **{f"result.{key}": array for key, array in ran.outputs.items()}})
 
     def progress(self, done: int, total: int, what: str) -> None:
         """Shows how far the step is; nothing of it is kept."""

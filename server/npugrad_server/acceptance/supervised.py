@@ -45,7 +45,7 @@ class SupervisedDevice:
             DeviceGone: It does not open.
         """
         try:
-            self._loop.run(self.pool.wait_ready(self._settings.worker_start_timeout_s + _MARGIN_S))
+            self._loop.run(self.pool.wait_ready(self._settings.start_limit_s + _MARGIN_S))
         except NpugradError as error:
             raise DeviceGone(str(error)) from None
 

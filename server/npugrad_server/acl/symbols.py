@@ -78,6 +78,18 @@ RUNTIME: tuple[Symbol, ...] = (
 )
 """Functions of libascendcl: devices, copies, streams, events, errors."""
 
+DEVICE: tuple[Symbol, ...] = (
+    Symbol("aclrtSetDevice", _CODE, (c_int32,)),
+    Symbol("aclrtResetDevice", _CODE, (c_int32,)),
+    Symbol("aclrtCreateStream", _CODE, (POINTER(_HANDLE),)),
+    Symbol("aclrtDestroyStream", _CODE, (_HANDLE,)),
+    Symbol("aclrtMalloc", _CODE, (POINTER(_ADDRESS), c_size_t, c_int)),
+    Symbol("aclrtFree", _CODE, (_ADDRESS,)),
+    Symbol("aclrtMallocHost", _CODE, (POINTER(_ADDRESS), c_size_t)),
+    Symbol("aclrtFreeHost", _CODE, (_ADDRESS,)),
+)
+"""Functions of libascendcl that torch_npu calls for everybody else; only `bare` does without it."""
+
 TENSORS: tuple[Symbol, ...] = (
     Symbol(
         "aclCreateTensor",

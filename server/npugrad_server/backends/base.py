@@ -25,6 +25,10 @@ def _go_on() -> None:
     """Somebody waits."""
 
 
+def unheard(stage: str) -> None:
+    """Nobody listens to what opening a device is at."""
+
+
 @dataclass(frozen=True)
 class DeviceCall:
     """One call with its memory, and how its backend asks the pool.
@@ -83,8 +87,10 @@ class Comeback(str, Enum):
     SOON = "soon"
     SLOWLY = "slowly"
     """Driver or device need time."""
+    MENDED = "mended"
+    """Something is missing or does not fit: no wait brings it, but somebody may mend it meanwhile."""
     NEVER = "never"
-    """The device is damaged, or something is missing that no new process finds."""
+    """The device is damaged."""
 
     def __str__(self) -> str:
         """The name."""
@@ -98,7 +104,7 @@ class DeviceUnusable(RuntimeError):
         comeback: When another try makes sense.
     """
 
-    def __init__(self, message: str, comeback: Comeback = Comeback.NEVER) -> None:
+    def __init__(self, message: str, comeback: Comeback = Comeback.MENDED) -> None:
         """Makes the error; the message says what is missing and what was tried."""
         super().__init__(message)
         self.comeback = comeback
@@ -170,13 +176,21 @@ class Backend(Protocol):
     unavailable: Mapping[str, str]
     memory_bytes: int | None
 
-    def open(self, device: DeviceName, product: Product, streams: int) -> None:
+    def open(
+        self,
+        device: DeviceName,
+        product: Product,
+        streams: int,
+        on_stage: Callable[[str], None] = unheard,
+    ) -> None:
         """Takes the device.
 
         Args:
             device: Which one; its kind is the backend's.
             product: Product the server serves.
             streams: How many calls will run at once, each on a thread of its own.
+            on_stage: To be called before each part that may take long, with what it is, such as ``"importing
+                torch_npu"``: the process is taken for hung when it says nothing for too long.
 
         Raises:
             DeviceUnusable: The device cannot be used; the message says why, for a person.

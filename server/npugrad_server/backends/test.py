@@ -14,8 +14,11 @@ Options of ``test:N?name=value&...``; a LABEL is compared with the label of the 
     timeout=LABEL say that the call ran too long (507046) and end
     open=fail     refuse to open the device
     open=slowly   refuse to open the device, which needs time
-    open=never    refuse to open the device, for ever
-    open_ms=50    take that long to open it
+    open=mended   refuse to open the device, as if something were missing
+    open=never    refuse to open the device, as if it were damaged
+    open_ms=50    take that long for each stage of opening it
+    stages=3      have so many stages; 1 by default
+    children=1    start processes that live on when it ends: forked ones and another program
     memory=BYTES  have memory of its own, and refuse calls that together exceed it
     workspace=BYTES  ask for that much of it as workspace; 0 by default
     big=LABEL     ask for twice the workspace in such a call
@@ -25,6 +28,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from contextlib import contextmanager
@@ -33,20 +37,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from npugrad_server.backends.base import Comeback, DeviceLost, DeviceUnusable, Timings
+from npugrad_server.backends.base import Comeback, DeviceLost, DeviceUnusable, Timings, unheard
 from npugrad_server.backends.cpu import CpuBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from npugrad.products import Product
     from npugrad.spec import CallMeta, OpSpec
     from npugrad_server.backends.base import DeviceCall
     from npugrad_server.devices import DeviceName
 
-_NUMBERS = ("ms", "open_ms", "memory", "workspace")
+_NUMBERS = ("ms", "open_ms", "stages", "memory", "workspace")
 _LABELS = ("crash", "hang", "corrupt", "oom", "bug", "fault", "damage", "timeout", "big")
-_OPEN = ("ok", "fail", "slowly", "never")
+_SWITCHES = ("compute", "children")
+_OPEN = ("ok", "fail", "slowly", "mended", "never")
 _SLICE_S = 0.01
 """Seconds between two looks at whether anybody still waits."""
 
@@ -57,9 +62,11 @@ class TestOptions:
 
     Attributes:
         service_s: Seconds a call takes.
-        open_s: Seconds opening takes.
+        open_s: Seconds each stage of opening takes.
+        stages: How many there are.
         compute: Whether results are computed.
-        opening: How opening goes: one of ok, fail, slowly, never.
+        children: Whether it starts processes that live on.
+        opening: How opening goes: one of ok, fail, slowly, mended, never.
         labels: Label by the name of the failure that calls with it meet.
         memory_bytes: Memory of its own; None for none.
         workspace_bytes: How much of it a call asks for as workspace.
@@ -69,7 +76,9 @@ class TestOptions:
 
     service_s: float
     open_s: float
+    stages: int
     compute: bool
+    children: bool
     opening: str
     labels: Mapping[str, str]
     memory_bytes: int | None = None
@@ -82,16 +91,21 @@ class TestOptions:
         Raises:
             ValueError: There is no such option, or its value is not allowed.
         """
-        known = (*_NUMBERS, *_LABELS, "compute", "open")
+        known = (*_NUMBERS, *_LABELS, *_SWITCHES, "open")
         unknown = [name for name in options if name not in known]
         if unknown:
             raise ValueError(f"found option {unknown[0]!r} of a test device; known are {', '.join(known)}")
-        if options.get("compute", "0") not in ("0", "1") or options.get("open", "ok") not in _OPEN:
-            raise ValueError(f"expected compute=0 or 1 and open={'|'.join(_OPEN)} of a test device")
+        switches = [options.get(name, "0") for name in _SWITCHES]
+        if not {*switches} <= {"0", "1"} or options.get("open", "ok") not in _OPEN:
+            raise ValueError(
+                f"expected {', '.join(_SWITCHES)}=0 or 1 and open={'|'.join(_OPEN)} of a test device"
+            )
         return cls(
             service_s=float(options.get("ms", "0")) / 1000,
             open_s=float(options.get("open_ms", "0")) / 1000,
+            stages=int(options.get("stages", "1")),
             compute=options.get("compute") == "1",
+            children=options.get("children") == "1",
             opening=options.get("open", "ok"),
             labels={name: options[name] for name in _LABELS if name in options},
             memory_bytes=int(options["memory"]) if "memory" in options else None,
@@ -123,7 +137,13 @@ class TestBackend:
         self._used_bytes = 0
         self._lock = threading.Lock()
 
-    def open(self, device: DeviceName, product: Product, streams: int) -> None:
+    def open(
+        self,
+        device: DeviceName,
+        product: Product,
+        streams: int,
+        on_stage: Callable[[str], None] = unheard,
+    ) -> None:
         """Reads the device's options.
 
         Raises:
@@ -132,7 +152,9 @@ class TestBackend:
             DeviceUnusable: The options ask for it.
         """
         self._options = TestOptions.parse(device.options)
-        time.sleep(self._options.open_s)
+        for stage in range(1, self._options.stages + 1):
+            on_stage(f"at stage {stage} of {self._options.stages}")
+            time.sleep(self._options.open_s)
         if self._options.opening == "fail":
             raise RuntimeError(f"{device.name}: does not open, as its options ask")
         if self._options.opening != "ok":
@@ -140,6 +162,8 @@ class TestBackend:
             raise DeviceUnusable(f"{device.name}: does not open, as its options ask", comeback)
         if self._options.compute:
             self._cpu.open(device, product, streams)
+        if self._options.children:
+            _start_children()
         self.description = f"simulated device, {self._options.service_s * 1000:g} ms a call"
         self.memory_bytes = self._options.memory_bytes
 
@@ -219,6 +243,17 @@ class TestBackend:
     def close(self) -> None:
         """Ends the threads of the CPU backend, if there are any."""
         self._cpu.close()
+
+
+def _start_children() -> None:
+    """What vendor libraries do: children that hold all that this process holds, and never end."""
+    for detached in (False, True):
+        if os.fork() == 0:
+            if detached:
+                os.setsid()
+            while True:
+                signal.pause()
+    subprocess.Popen(["sleep", "infinity"], close_fds=False)
 
 
 def _flip_bit(call: DeviceCall) -> None:

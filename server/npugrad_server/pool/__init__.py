@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from npugrad_server.pool.admission import Admission
 from npugrad_server.pool.device_pool import DevicePool
+from npugrad_server.pool.orphans import keep_reaping
 from npugrad_server.pool.types import (
     DeviceState,
     DeviceStatus,
@@ -24,4 +25,5 @@ __all__ = [
     "PoolObserver",
     "PoolSettings",
     "PoolStats",
+    "keep_reaping",
 ]

@@ -16,6 +16,7 @@ from npugrad.errors import (
     error_from_details,
 )
 from npugrad.status import MAX_MESSAGE_BYTES
+from npugrad_server.pool.types import DeviceState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,9 +25,10 @@ if TYPE_CHECKING:
     from npugrad_server.worker.protocol import CallFailed
 
 RETRY_NO_DEVICE_S = 5.0
-"""What a caller is asked to wait when no device is ready: about the time a pod needs to be replaced."""
-RETRY_DRAINING_S = 1.0
-"""What a caller is asked to wait when the server shuts down: about the time to find another one."""
+"""What a caller is asked to wait when no device is ready and nobody knows when one will be: about the time a
+pod needs to be replaced."""
+_LEAST_RETRY_S = 1.0
+"""The shortest such wait: about what opening a device takes."""
 
 
 def error_from_answer(planned: PlannedCall, answer: CallFailed) -> NpugradError:
@@ -64,7 +66,10 @@ def error_from_verdict(
 
 
 def error_without_device(devices: Sequence[DeviceStatus], planned: PlannedCall | None = None) -> ServerBusy:
-    """The exception when no device is ready; it says why, device by device, as far as a status has room.
+    """The exception when no device is ready, or none that may run a call.
+
+    It says why, device by device, as far as a status has room, and asks to come again when the next device
+    will have been tried.
 
     Args:
         devices: Every device.
@@ -73,13 +78,18 @@ def error_without_device(devices: Sequence[DeviceStatus], planned: PlannedCall |
     operator = planned.spec.name if planned is not None else ""
     found: dict[str, list[str]] = {}
     for device in devices:
-        found.setdefault(f"{device.state}, {device.reason}", []).append(device.name)
-    start = f"{operator}: no device is ready: " if operator else "no device is ready: "
+        if device.state is not DeviceState.READY:
+            found.setdefault(f"{device.state}, {device.reason}", []).append(device.name)
+    other = any(device.state is DeviceState.READY for device in devices)
+    start = f"no device {'that may run it ' if other else ''}is ready: "
+    if operator:
+        start = f"{operator}: {start}"
+    tries = [device.next_try_s for device in devices if device.next_try_s is not None]
     words = [f"{', '.join(names)}: {why}" for why, names in found.items()]
     return ServerBusy(
         start + _within(words, MAX_MESSAGE_BYTES - len(start)),
         reason="NO_DEVICE",
-        retry_after_s=RETRY_NO_DEVICE_S,
+        retry_after_s=max(_LEAST_RETRY_S, min(tries)) if tries else RETRY_NO_DEVICE_S,
         operator=operator,
         request_id=planned.request_id if planned is not None else "",
     )

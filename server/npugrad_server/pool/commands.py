@@ -173,7 +173,7 @@ class ReleaseCall:
 
 @dataclass(frozen=True)
 class DeviceChanged:
-    """Tell whoever watches that a device is in another state."""
+    """Tell whoever watches that a device is in another state, or its start at another stage."""
 
     worker: int
 

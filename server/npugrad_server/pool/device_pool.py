@@ -15,7 +15,7 @@ from npugrad.errors import ServerDraining, UnsupportedOperator
 from npugrad_server.devices import parse_device
 from npugrad_server.machine import memory_bytes
 from npugrad_server.pool.admission import Admission
-from npugrad_server.pool.answers import RETRY_DRAINING_S, error_without_device
+from npugrad_server.pool.answers import error_without_device
 from npugrad_server.pool.arena import InputArena
 from npugrad_server.pool.commands import DeviceChanged, ReleaseCall, WorkerSpec
 from npugrad_server.pool.device_memory import budget
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from npugrad.spec import CallMeta, OpSpec
     from npugrad_server.pool.commands import Command, Failure
+    from npugrad_server.pool.ledger import WorkerRecord
     from npugrad_server.pool.types import PlannedCall, PoolSettings
     from npugrad_server.worker.protocol import (
         CallDeferred,
@@ -58,7 +59,8 @@ class DevicePool:
         - No method holds the loop for longer than it takes to send a message.
 
     Attributes:
-        on_change: Called, with nothing, whenever a device went into another state.
+        on_change: Called, with nothing, whenever a device went into another state, or its start to another
+            stage.
     """
 
     def __init__(self, settings: PoolSettings, observer: PoolObserver | None = None) -> None:
@@ -90,8 +92,9 @@ class DevicePool:
         )
         self._numbers = itertools.count(1)
         self._questions = Questions(self._fleet, self._scheduler, self._numbers)
-        self._unclosed = self._uploads = self._accepted = 0
-        self._draining = self._closing = False
+        self._uploads = self._accepted = 0
+        self._closing = False
+        self._states: dict[int, DeviceState] = {}
         self._alarm: asyncio.TimerHandle | None = None
         self._progress = asyncio.Event()
 
@@ -120,16 +123,12 @@ class DevicePool:
         Raises:
             CallTooLarge: It can never fit.
             ServerBusy: QUEUE_FULL, queue or operand memory are full now; NO_DEVICE, all devices are down.
-            ServerDraining: The pool drains.
+            ServerDraining: The pool was closed, or its calls were abandoned.
             UnsupportedOperator: No device can run the operator.
         """
         operator = planned.spec.name
-        if self._draining:
-            raise ServerDraining(
-                f"{operator}: the server shuts down and takes no new calls",
-                retry_after_s=RETRY_DRAINING_S,
-                operator=operator,
-            )
+        if self._closing:
+            raise _shut_down(planned)
         if self._scheduler.all_down:
             raise error_without_device(self.devices(), planned)
         missing = self.unavailable(operator)
@@ -147,7 +146,6 @@ class DevicePool:
             self._closed,
         )
         self._entries[admission.number] = Entry(admission, demand, region)
-        self._unclosed += 1
         self._uploads += 1
         self._accepted += 1
         self._observer.call_accepted(planned)
@@ -198,7 +196,6 @@ class DevicePool:
 
     def _closed(self, admission: Admission) -> None:
         """An admission was closed: its memory goes back now, or when its worker is done with it."""
-        self._unclosed -= 1
         entry = self._entries[admission.number]
         if entry.held is not None:
             self._fleet.let_go(entry.held)
@@ -208,7 +205,6 @@ class DevicePool:
         else:
             self._uploads -= 1
             self._release(admission.number)
-        self._signal()
 
     def _release(self, number: int) -> None:
         self._gate.operands.free(self._entries.pop(number).operands)
@@ -261,12 +257,16 @@ class DevicePool:
         """A process has said that its device failed, or did not open, and ends."""
         self._apply(self._scheduler.failing(worker, incarnation, failure, time.monotonic()))
 
-    def worker_lost(self, worker: int, incarnation: int, reason: str) -> None:
-        """A process has ended, or could not be started."""
+    def worker_opening(self, worker: int, incarnation: int, stage: str) -> None:
+        """A process has come to another stage of opening its device."""
+        self._apply(self._scheduler.progress(worker, incarnation, stage, time.monotonic()))
+
+    def worker_lost(self, worker: int, incarnation: int, reason: str, *, host: bool = False) -> None:
+        """A process has ended, or, where the host is to blame, could not be started."""
         self._questions.lost(worker, incarnation)
         if not self._closing:
             self._observer.worker_lost(self._fleet.name(worker), reason)
-        self._apply(self._scheduler.lost(worker, incarnation, reason, time.monotonic()))
+        self._apply(self._scheduler.lost(worker, incarnation, reason, time.monotonic(), host=host))
 
     # --------------------------------------------------------------------------- what the scheduler decides
 
@@ -285,7 +285,9 @@ class DevicePool:
             return  # its end is no news
         status = self._status(command.worker)
         _log.info("%s: %s%s", status.name, status.state, f", {status.reason}" if status.reason else "")
-        self._observer.device_changed(status)
+        if status.state is not self._states.get(command.worker):
+            self._states[command.worker] = status.state
+            self._observer.device_changed(status)
         for callback in self.on_change:
             callback()
         self._signal()
@@ -325,6 +327,7 @@ class DevicePool:
             pid=device.process.pid if device.process else None,
             memory_bytes=record.memory_bytes,
             memory_used_bytes=record.memory_used_bytes,
+            next_try_s=_next_try_s(record),
         )
 
     def stats(self) -> PoolStats:
@@ -371,32 +374,27 @@ class DevicePool:
 
     # -------------------------------------------------------------------------------------------- how it ends
 
-    def start_draining(self) -> None:
-        """Refuses every later call; those admitted go on, uploads included."""
-        self._draining = True
-
-    async def drained(self, timeout_s: float | None = None) -> bool:
-        """Waits until every admission was closed.
-
-        Args:
-            timeout_s: Seconds to wait; `drain_timeout_s` of the settings by default.
-
-        Returns:
-            Whether it came to that in time.
-        """
-        limit = self._settings.drain_timeout_s if timeout_s is None else timeout_s
-        return await self._until(lambda: not self._unclosed, limit)
-
-    async def close(self) -> None:
-        """Ends all workers and waits for them; calls still inside get `ServerDraining`. Idempotent."""
-        self._draining = self._closing = True
+    def abandon(self) -> None:
+        """Answers calls inside, and every later one, with `ServerDraining`; workers stay. Idempotent."""
+        self._closing = True
         self._set_alarm()
         for number, entry in list(self._entries.items()):
             if entry.future is not None and not entry.future.done():
                 self._replies.finish(entry, _shut_down(entry.planned))
                 self._apply(self._scheduler.cancel(number, time.monotonic()))
+
+    async def close(self) -> None:
+        """Abandons what is inside, ends all workers and waits for them. Idempotent."""
+        self.abandon()
         await self._fleet.close()
         self._inputs.close()
+
+
+def _next_try_s(worker: WorkerRecord) -> float | None:
+    """Seconds until a device that is down is tried again; 0 while it is."""
+    if worker.state is not DeviceState.DOWN or worker.gone:
+        return None
+    return 0.0 if worker.alive or worker.alarm is None else max(0.0, worker.alarm - time.monotonic())
 
 
 def _shut_down(planned: PlannedCall) -> ServerDraining:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from threading import Event
+from threading import Barrier, Event
 from typing import TYPE_CHECKING, Protocol
 
 from npugrad_server.backends.base import Comeback
@@ -21,6 +22,7 @@ from npugrad_server.worker.protocol import (
     CallFailed,
     CallPlanned,
     DeviceFailed,
+    DeviceOpening,
     DeviceReady,
     NeedWorkspace,
     OpenFailed,
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_THREADS = 2
 _HANG_UP_S = 2.0
 """Seconds a worker has to end by itself when the pool closes."""
 _KILL_S = 10.0
@@ -63,8 +66,11 @@ class Events(Protocol):
     def worker_failing(self, worker: int, incarnation: int, failure: Failure) -> None:
         """A process has said that its device failed, or did not open, and ends."""
 
-    def worker_lost(self, worker: int, incarnation: int, reason: str) -> None:
-        """A process has ended, or could not be started."""
+    def worker_opening(self, worker: int, incarnation: int, stage: str) -> None:
+        """A process has come to another stage of opening its device."""
+
+    def worker_lost(self, worker: int, incarnation: int, reason: str, *, host: bool = False) -> None:
+        """A process has ended, or, where the host is to blame, could not be started."""
 
 
 @dataclass
@@ -105,7 +111,7 @@ class Fleet:
         self._closing = self._closed = False
         self._stop = Event()
         self._background: set[asyncio.Future[None]] = set()
-        self._executor = ThreadPoolExecutor(2, "npugrad-pool")
+        self._executor = _make_executor()
         hosted = sum(device.name.kind != "npu" for device in self.devices)
         self._threads = max(1, cpu_count() // max(1, hosted))
         self._heartbeat = Heartbeat(settings.heartbeat_timeout_s, self._silent)
@@ -130,20 +136,30 @@ class Fleet:
     def _spawned(self, worker: int, incarnation: int, future: asyncio.Future[WorkerProcess]) -> None:
         device = self.devices[worker]
         device.spawning = None
-        error = future.exception()
-        if error is not None:
-            self._events.worker_lost(worker, incarnation, f"the worker process did not start: {error}")
+        try:
+            process = future.result()
+        except Exception as error:
+            self._not_started(worker, incarnation, error)
             return
-        device.process = process = future.result()
-        process.attach(
-            lambda message: self._received(worker, process, message),
-            lambda reason: self._exited(worker, process, reason),
-        )
+        try:
+            process.attach(
+                lambda message: self._received(worker, process, message),
+                lambda reason: self._exited(worker, process, reason),
+            )
+        except RuntimeError as error:
+            process.discard()
+            self._not_started(worker, incarnation, error)
+            return
+        device.process = process
         if self._closing:
             process.hang_up()
             return
         process.open(self._settings)
         self.prefault(process.outputs)
+
+    def _not_started(self, worker: int, incarnation: int, error: Exception) -> None:
+        """The host had no descriptor, memory, process or thread left."""
+        self._events.worker_lost(worker, incarnation, f"its worker process did not start: {error}", host=True)
 
     def kill(self, worker: int, incarnation: int) -> None:
         """Ends a process at once; `worker_lost` follows after it was waited for."""
@@ -203,6 +219,8 @@ class Fleet:
             if not self._closing:
                 self._heartbeat.watch(process)
             self._events.worker_ready(worker, process.incarnation, message)
+        elif isinstance(message, DeviceOpening):
+            self._events.worker_opening(worker, process.incarnation, message.stage)
         elif isinstance(message, (CallDone, CallFailed)):
             self._events.worker_answered(worker, process.incarnation, message)
         elif isinstance(message, NeedWorkspace):
@@ -269,6 +287,23 @@ def _failure(message: OpenFailed | DeviceFailed) -> Failure:
     return Failure(
         message.message, comeback, message.call, message.code or None, message.retry, message.blameless
     )
+
+
+def _make_executor() -> ThreadPoolExecutor:
+    """Threads that are all there: one that could not be started later would leave its work undone, unsaid.
+
+    Raises:
+        OSError: There is no thread left.
+    """
+    executor, all_there = ThreadPoolExecutor(_THREADS, "npugrad-pool"), Barrier(_THREADS)
+    try:
+        for _ in range(_THREADS):
+            executor.submit(all_there.wait)
+    except RuntimeError as error:
+        all_there.abort()
+        executor.shutdown()
+        raise OSError(errno.EAGAIN, str(error)) from error
+    return executor
 
 
 def _log_failure(future: asyncio.Future[None]) -> None:

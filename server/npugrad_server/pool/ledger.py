@@ -47,7 +47,8 @@ class CallRecord:
         too_large: Whether it was told that no device has the workspace it needs.
         declined_by: Device and process that answered that they cannot take it now; None before one did.
         deaths: How many of its tries ended with their worker.
-        killed: How many workers of each device died while running it, and were to blame.
+        killed: How many workers of each device died while running it, but for those ended for a call's sake.
+        accuses: How many of those had no other call, so that either it or the device is to blame.
         last_reason: How the last of them ended.
         last_code: The vendor's number of a device failure under it; None without one.
         suspect: Whether a device failed under it, so that it is tried only once more.
@@ -70,6 +71,7 @@ class CallRecord:
     declined_by: tuple[int, int] | None = None
     deaths: int = 0
     killed: Counter[int] = field(default_factory=Counter)
+    accuses: Counter[int] = field(default_factory=Counter)
     last_reason: str = ""
     last_code: int | None = None
     suspect: bool = False
@@ -99,15 +101,21 @@ class CallRecord:
         """Whether it may only run on a worker that runs nothing else: it may be what kills workers."""
         return self.deaths > 0
 
-    def note_loss(self, worker: WorkerRecord) -> None:
-        """Its worker died under it: who, how, and whether its device failed under this very call."""
+    def note_loss(self, worker: WorkerRecord, *, sole: bool) -> None:
+        """Its worker died under it: who, how, and whether its device failed under this very call.
+
+        Args:
+            worker: The worker.
+            sole: Whether it had no other call.
+        """
         self.deaths += 1
+        named = None if worker.failure is None else worker.failure.call
         if not worker.blameless:
             self.killed[worker.index] += 1
+            self.accuses[worker.index] += named == self.id or (sole and named is None)
             self.last_reason = worker.reason
-        failure = worker.failure
-        if failure is not None and failure.call == self.id:
-            self.suspect, self.last_code = True, failure.code
+        if worker.failure is not None and named == self.id:
+            self.suspect, self.last_code = True, worker.failure.code
 
     def free_region(self) -> None:
         """Gives the output region back."""
@@ -132,9 +140,18 @@ class WorkerRecord:
         memory_bytes: What calls may have of its own memory, as the last process that opened it found it; None
             for a device without, or before.
         memory_used_bytes: What they have of it.
-        failures: Consecutive failures without a successful call.
+        losses: Processes lost in a row without a successful call.
+        failures: Those of them that count against the device.
+        unspawned: Processes in a row that could not be started.
+        timeouts: Starts that took too long; each gives the next one more time.
+        spawned_s: When the present process was started.
+        stage: What its start is at.
+        opened: Whether the present process has opened the device.
+        late: Whether the present process is being ended because its start took too long.
+        ending: Whether the present process is being ended.
+        gone: Whether the device is damaged, and not tried again.
         blameless: Whether the present process is being ended for a call's sake, not for its own failure.
-        alarm: When it must be open, or is to be started again; None for neither.
+        alarm: When its start has to have got on, or it is to be started again; None for neither.
         reason: Why it is not ready.
         ended_for: Why the present process is being ended; empty while it is not.
         failure: What the present process said of its device before it ended; None while it is well.
@@ -153,7 +170,16 @@ class WorkerRecord:
     one_mode: bool = False
     memory_bytes: int | None = None
     memory_used_bytes: int = 0
+    losses: int = 0
     failures: int = 0
+    unspawned: int = 0
+    timeouts: int = 0
+    spawned_s: float = 0.0
+    stage: str = ""
+    opened: bool = False
+    late: bool = False
+    ending: bool = False
+    gone: bool = False
     blameless: bool = False
     alarm: float | None = None
     reason: str = "its first worker starts"

@@ -1,4 +1,23 @@
-"""How a worker lives: started, ended, started anew after a while, given up."""
+"""How a worker lives: started, watched while it starts, ended, started anew.
+
+What a loss counts for
+    - A process that cannot even be started is the host's trouble (descriptors, memory, processes), and counts
+      against no device.
+    - A death under calls counts against those calls, whatever becomes of them. It counts against the device
+      too once a call that was alone there has been done by another one.
+    - Anything else counts against the device: a start that fails, the death of an idle process.
+
+What follows
+    - After `max_respawns` losses in a row that count, or as many spawns in a row that failed, a device is
+      down: calls do not wait for it. It stays so until it is open again.
+    - A device that is down is tried again without end, unless it is damaged (`Comeback.NEVER`).
+    - The waits between tries grow. They never exceed `respawn_backoff_max_s` after a failed spawn, after the
+      death of an idle process, and while nothing counts against the device: what causes those may be over at
+      any moment. Otherwise they grow up to `SLOWEST_S`, a tenth at a time where the device only failed, and
+      doubling where it asked for time or somebody has to mend something.
+    - A start that stands still, or takes too long in all, is ended. The next one gets twice the time, up to
+      `2 ** MAX_TIME_DOUBLINGS` times; when that was not enough either, the device is down.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +27,21 @@ from typing import TYPE_CHECKING
 from npugrad_server.backends.base import Comeback
 from npugrad_server.pool.commands import DeviceChanged, KillWorker, SpawnWorker
 from npugrad_server.pool.regions import RegionAllocator
-from npugrad_server.pool.types import DeviceState
+from npugrad_server.pool.types import START_LIMIT_FACTOR, DeviceState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from npugrad_server.pool.commands import Command
-    from npugrad_server.pool.ledger import WorkerRecord
+    from npugrad_server.pool.ledger import CallRecord, WorkerRecord
     from npugrad_server.pool.types import PoolSettings
 
-MAX_SLOW_DOUBLINGS = 3
-"""How often the longest wait for a device that needs time is doubled."""
+SLOWEST_S = 60.0
+"""Longest wait before a device is tried again, unless `respawn_backoff_max_s` is longer."""
+MAX_TIME_DOUBLINGS = 2
+"""How often a start that took too long gets twice the time of the one before."""
+_GROWTH = 1.1
+_FIRST_STAGE = "starting its process"
 
 
 class Lifecycle:
@@ -30,7 +53,7 @@ class Lifecycle:
 
     @property
     def all_down(self) -> bool:
-        """Whether no device will ever be ready again."""
+        """Whether no device is ready or about to be."""
         return all(worker.state is DeviceState.DOWN for worker in self._workers)
 
     @property
@@ -38,51 +61,122 @@ class Lifecycle:
         """The reasons of all devices."""
         return "; ".join(Counter(worker.reason for worker in self._workers)) or "there is no device"
 
+    # ------------------------------------------------------------------------------------------------- starts
+
     def spawn(self, worker: WorkerRecord, now: float, out: list[Command]) -> None:
         """Starts the next process of a device."""
         worker.incarnation += 1
-        worker.alive, worker.blameless, worker.ended_for, worker.failure = True, False, "", None
+        worker.alive, worker.ending, worker.opened, worker.late = True, False, False, False
+        worker.blameless, worker.ended_for, worker.failure = False, "", None
         worker.outputs = RegionAllocator(worker.spec.output_bytes)
-        worker.alarm = now + self._settings.worker_start_timeout_s
+        worker.spawned_s, worker.stage = now, _FIRST_STAGE
+        worker.alarm = now + self._stage_limit_s(worker)
         out.append(SpawnWorker(worker.index, worker.incarnation))
-        self.change(worker, DeviceState.STARTING, worker.reason, out)
+        if worker.state is not DeviceState.DOWN:
+            self._change(worker, DeviceState.STARTING, worker.reason, out)
 
-    def restart(self, worker: WorkerRecord, now: float, out: list[Command]) -> None:
-        """Plans the next process of a device, or marks it down."""
-        comeback = Comeback.SOON if worker.failure is None else worker.failure.comeback
-        if comeback is Comeback.NEVER or worker.failures > self._settings.max_respawns:
-            worker.alarm = None
-            self.change(worker, DeviceState.DOWN, worker.reason, out)
+    def progress(self, worker: WorkerRecord, stage: str, now: float, out: list[Command]) -> None:
+        """A process has come to the next stage of its start, which has as much time as any."""
+        if worker.opened or worker.ending or worker.failure is not None:
             return
-        worker.alarm = now + self._delay_s(worker.failures, comeback)
-        self.change(worker, DeviceState.RESTARTING, worker.reason, out)
+        limit_s = self._stage_limit_s(worker)
+        worker.stage = stage
+        worker.alarm = min(now + limit_s, worker.spawned_s + START_LIMIT_FACTOR * limit_s)
+        if worker.state is DeviceState.STARTING:
+            self._change(worker, DeviceState.STARTING, stage, out)
 
-    def _delay_s(self, failures: int, comeback: Comeback) -> float:
-        """Seconds until the next process of a device."""
-        doublings = max(failures - 1, 0)
-        longest = self._settings.respawn_backoff_max_s
-        if comeback is Comeback.SLOWLY:
-            return longest * (1 << min(doublings, MAX_SLOW_DOUBLINGS))
-        return min(self._settings.respawn_backoff_s * (1 << min(doublings, 32)), longest)
+    def opened(self, worker: WorkerRecord, out: list[Command]) -> None:
+        """A process has opened its device."""
+        worker.opened, worker.alarm, worker.unspawned = True, None, 0
+        self._change(worker, DeviceState.READY, "", out)
+
+    def _stage_limit_s(self, worker: WorkerRecord) -> float:
+        return self._settings.worker_start_timeout_s * (1 << min(worker.timeouts, MAX_TIME_DOUBLINGS))
 
     def overdue(self, worker: WorkerRecord, now: float, out: list[Command]) -> None:
-        """The alarm of a worker has come: it is not open yet, or is to be started again."""
-        if worker.alive:
-            timeout = self._settings.worker_start_timeout_s
-            self.kill(worker, f"the device was not open within {timeout:g} s", out, blameless=False)
-        else:
+        """The alarm of a worker has come: its start takes too long, or it is to be started again."""
+        if not worker.alive:
             self.spawn(worker, now, out)
+            return
+        limit_s = self._stage_limit_s(worker)
+        if now < worker.spawned_s + START_LIMIT_FACTOR * limit_s:
+            reason = f"the device was not open: {limit_s:g} s without progress while {worker.stage}"
+        else:
+            reason = f"the device was not open within {START_LIMIT_FACTOR * limit_s:g} s: {worker.stage}"
+        worker.late, worker.timeouts = True, worker.timeouts + 1
+        self.kill(worker, reason, out, blameless=False)
+
+    # ---------------------------------------------------------------------------------------------- the ends
 
     def kill(self, worker: WorkerRecord, reason: str, out: list[Command], *, blameless: bool) -> None:
         """Ends the process of a device; one that is being ended already is left alone."""
-        if worker.state not in (DeviceState.STARTING, DeviceState.READY):
+        if not worker.alive or worker.ending:
             return
-        worker.alarm, worker.blameless, worker.ended_for = None, blameless, reason
+        worker.alarm, worker.ending, worker.blameless, worker.ended_for = None, True, blameless, reason
         out.append(KillWorker(worker.index, worker.incarnation, reason))
-        self.change(worker, DeviceState.RESTARTING, reason, out)
+        if worker.state is not DeviceState.DOWN:
+            self._change(worker, DeviceState.RESTARTING, reason, out)
+
+    def count_loss(self, worker: WorkerRecord, *, host: bool) -> None:
+        """Counts the loss of a process whose calls are still on its record.
+
+        Args:
+            worker: Its device.
+            host: Whether it could not even be started.
+        """
+        if worker.blameless:
+            return
+        if host:
+            worker.unspawned += 1
+            return
+        worker.unspawned, worker.losses = 0, worker.losses + 1
+        if not worker.running:
+            worker.failures += 1
+
+    def count_success(self, worker: WorkerRecord, call: CallRecord) -> None:
+        """Counts a call that a device has done: it was not that call which killed workers elsewhere."""
+        for index, count in call.accuses.items():
+            self._workers[index].failures += count
+        worker.failures, worker.losses, worker.short = 0, 0, False
+
+    def restart(self, worker: WorkerRecord, now: float, out: list[Command], *, idle: bool) -> None:
+        """Plans the next process of a device that lost one.
+
+        Args:
+            worker: The device.
+            now: When.
+            out: Gets the commands.
+            idle: Whether no call was running.
+        """
+        comeback = Comeback.SOON if worker.failure is None else worker.failure.comeback
+        worker.gone = comeback is Comeback.NEVER
+        worker.alarm = None if worker.gone else now + self._delay_s(worker, comeback, idle)
+        given_up = max(worker.failures, worker.unspawned) > self._settings.max_respawns
+        too_late = worker.late and worker.timeouts > MAX_TIME_DOUBLINGS
+        down = given_up or too_late or comeback in (Comeback.MENDED, Comeback.NEVER)
+        down = down or worker.state is DeviceState.DOWN
+        self._change(worker, DeviceState.DOWN if down else DeviceState.RESTARTING, worker.reason, out)
+
+    def _delay_s(self, worker: WorkerRecord, comeback: Comeback, idle: bool) -> float:
+        """Seconds until the next process of a device."""
+        longest = self._settings.respawn_backoff_max_s
+        slowest = max(longest, SLOWEST_S)
+        if comeback in (Comeback.SLOWLY, Comeback.MENDED):
+            return min(longest * _power(2, worker.failures - 1), slowest)
+        losses = worker.unspawned or worker.losses
+        quick = min(self._settings.respawn_backoff_s * _power(2, losses - 1), longest)
+        beyond = worker.failures - self._settings.max_respawns
+        if worker.unspawned or beyond <= 0 or (worker.opened and idle):
+            return quick
+        return min(longest * _power(_GROWTH, beyond), slowest)
 
     @staticmethod
-    def change(worker: WorkerRecord, state: DeviceState, reason: str, out: list[Command]) -> None:
+    def _change(worker: WorkerRecord, state: DeviceState, reason: str, out: list[Command]) -> None:
         """Puts a device into a state and says so."""
         worker.state, worker.reason = state, reason
         out.append(DeviceChanged(worker.index))
+
+
+def _power(base: float, exponent: int) -> float:
+    """A power that neither shrinks nor overflows."""
+    return base ** min(max(exponent, 0), 100)

@@ -49,23 +49,25 @@ class Placement:
 
     def most_device_bytes(self, operator: str = "") -> int | None:
         """The most of a device's own memory that a call can have; None where it has no bound, or not yet."""
-        return _most([w for w in self._up() if not w.why_lacks(operator)])
+        return _most([w for w in self._coming() if not w.why_lacks(operator)])
 
     def why_lacking(self, operator: str) -> str:
         """Why no device can run an operator; empty when one can, or may once it is ready."""
-        reasons = [worker.why_lacks(operator) for worker in self._up()]
+        reasons = [worker.why_lacks(operator) for worker in self._coming()]
         return "; ".join(dict.fromkeys(reasons)) if all(reasons) else ""
 
     def why_never(self, call: CallRecord) -> tuple[str, str] | None:
-        """Why a call can run nowhere: row of the error table and what happened; None when it can, or may."""
+        """Why a call can run nowhere now: row of the error table and what happened; None when it may."""
         lacking = self.why_lacking(call.request.operator)
         if lacking:
             return "OPERATOR_UNSUPPORTED", f"no device has it: {lacking}"
         most, found = self.most_device_bytes(call.request.operator), call.request.device_bytes
-        if most is None or found <= most:
-            return None
-        what = f"found {found} bytes of tensors on the device; expected at most {most}"
-        return "CALL_TOO_LARGE", what
+        if most is not None and found > most:
+            what = f"found {found} bytes of tensors on the device; expected at most {most}"
+            return "CALL_TOO_LARGE", what
+        if not any(worker.may_run(call) and worker.could_hold(found) for worker in self._workers):
+            return "NO_DEVICE", "the devices that may run it are down"
+        return None
 
     def is_confined(self, call: CallRecord) -> bool:
         """Whether some device that is ready lacks its operator, so that those behind it may pass."""
@@ -75,8 +77,9 @@ class Placement:
         """Whether a device is ready that could take a call which one could not."""
         return bool(self._others(call))
 
-    def _up(self) -> list[WorkerRecord]:
-        return [worker for worker in self._workers if worker.state is not DeviceState.DOWN]
+    def _coming(self) -> list[WorkerRecord]:
+        """Devices that are ready, or may be one day."""
+        return [worker for worker in self._workers if not worker.gone]
 
     def _choices(self, call: CallRecord) -> list[WorkerRecord]:
         """Devices that a call may go to, now or once they are ready."""

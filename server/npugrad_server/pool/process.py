@@ -1,7 +1,8 @@
 """One worker process as the pool sees it: start, talk, end, wait.
 
 Guarantees
-    - `on_exit` is called exactly once, after the process was waited for: from then on it writes nothing.
+    - `on_exit` is called exactly once, after the process and all it had started have ended: from then on they
+      write nothing, and hold neither memory nor device.
     - What the process had said before it ended is delivered first.
 """
 
@@ -9,15 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import uuid
 from typing import TYPE_CHECKING
 
 from npugrad_server.pool.arena import OutputArena
+from npugrad_server.pool.orphans import collect_child, start_child
+from npugrad_server.worker.descendants import MARK, end_descendants
 from npugrad_server.worker.protocol import (
     MAX_MESSAGE_BYTES,
     DeviceFailed,
@@ -34,6 +39,10 @@ if TYPE_CHECKING:
     from npugrad_server.pool.types import PoolSettings
     from npugrad_server.worker.protocol import Message
 
+_log = logging.getLogger(__name__)
+
+_DESCENDANTS_S = 5.0
+"""Seconds the kernel has to end what a worker left behind before nobody waits for it any more."""
 _THREAD_SETTINGS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -58,11 +67,16 @@ class WorkerProcess:
         self.device = device
         self.incarnation = incarnation
         self.exited = asyncio.Event()
+        self._mark = uuid.uuid4().hex
         self._inputs = inputs
         self._last_words = ""
         self._loop: asyncio.AbstractEventLoop | None = None
         self.outputs = OutputArena(output_arena_bytes)
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except BaseException:
+            self.outputs.close()
+            raise
         self._control.setblocking(False)
         try:
             self._process = self._spawn(theirs, threads)
@@ -76,14 +90,15 @@ class WorkerProcess:
     def _spawn(self, theirs: socket.socket, threads: int) -> subprocess.Popen[bytes]:
         # Libraries look at different ones first, so one that is set counts for all of them.
         given = next((os.environ[name] for name in _THREAD_SETTINGS if name in os.environ), str(threads))
-        environment = dict.fromkeys(_THREAD_SETTINGS, given) | dict(os.environ)
-        return subprocess.Popen(
+        environment = dict.fromkeys(_THREAD_SETTINGS, given) | dict(os.environ) | {MARK: self._mark}
+        return start_child(
             [sys.executable, "-m", "npugrad_server.worker", self.device, str(theirs.fileno())],
             pass_fds=(theirs.fileno(), self._inputs.worker_fd, self.outputs.fd),
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=2,  # what a library prints must not get into the output of a command line
-            start_new_session=True,  # Ctrl-C at a terminal is for the server, which then drains
+            # Ctrl-C at a terminal is for the server, which then drains. And what it starts is of its group.
+            start_new_session=True,
         )
 
     @property
@@ -101,6 +116,9 @@ class WorkerProcess:
         Args:
             on_message: Called with every message.
             on_exit: Called at the end with how the process ended, for a person.
+
+        Raises:
+            RuntimeError: No thread is left to wait for the process.
         """
         self._loop = asyncio.get_running_loop()
         self._on_message, self._on_exit = on_message, on_exit
@@ -132,11 +150,18 @@ class WorkerProcess:
             self.kill()
 
     def kill(self) -> None:
-        """Ends it at once; `on_exit` follows."""
-        # Until `_reap` the number cannot be another process's, so this is never sent to a stranger.
+        """Ends it and its group at once; `on_exit` follows."""
+        # Until `_reap` the number cannot be another group's, so this is never sent to strangers.
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGKILL)
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def discard(self) -> None:
+        """Ends a process that `attach` failed for, and waits for it; `on_exit` does not follow."""
+        self.hang_up()
+        self.kill()
+        self._process.wait()
+        self.outputs.close()
 
     def hang_up(self) -> None:
         """Closes our end of the socket, which ends it in its own time; `on_exit` follows. Idempotent."""
@@ -161,8 +186,19 @@ class WorkerProcess:
         self.kill()
 
     def _wait(self) -> None:
-        """Waits, on a thread, until the process has ended, but leaves it to `_reap` to collect it."""
+        """Waits, on a thread, until the process has ended, but leaves it to `_reap` to collect it.
+
+        Until then its number is its own, and so is its session, by which what it left behind is found.
+        """
         os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        self.kill()  # its group, which needs no descriptor, so that this works whenever anything does
+        try:
+            left = end_descendants(self._mark, self._process.pid, _DESCENDANTS_S)
+        except OSError as error:
+            _log.error("%s: cannot look for what its worker has left behind: %s", self.device, error)
+        else:
+            if left:
+                _log.error("%s: processes %s of its worker do not end, not even killed", self.device, left)
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know
                 self._loop.call_soon_threadsafe(self._reap)
@@ -171,7 +207,7 @@ class WorkerProcess:
         if self._control.fileno() >= 0:
             self._receive()
             self.hang_up()
-        status = self._process.wait()
+        status = collect_child(self._process)
         self._waiter.join()
         self.exited.set()
         self._on_exit(self._last_words or _describe(status))

@@ -93,7 +93,7 @@ class Scheduler:
 
     @property
     def all_down(self) -> bool:
-        """Whether no device will ever be ready again."""
+        """Whether no device is ready or about to be."""
         return self._lifecycle.all_down
 
     def most_device_bytes(self, operator: str = "") -> int | None:
@@ -153,14 +153,21 @@ class Scheduler:
         """
         out: list[Command] = []
         record = self.workers[worker]
-        if not record.is_current(incarnation) or record.state is not DeviceState.STARTING:
+        if not record.is_current(incarnation) or record.opened or record.ending:
             return out
         if record.failure is not None:
             return out  # it said that the device did not open, so its end is near
-        record.one_mode, record.memory_bytes, record.alarm = one_mode, memory_bytes, None
+        record.one_mode, record.memory_bytes = one_mode, memory_bytes
         record.lacks, record.short = dict(lacks or {}), False
-        self._lifecycle.change(record, DeviceState.READY, "", out)
+        self._lifecycle.opened(record, out)
         self._dispatch(now, out)
+        return out
+
+    def progress(self, worker: int, incarnation: int, stage: str, now: float) -> list[Command]:
+        """A process has come to another stage of opening its device."""
+        out: list[Command] = []
+        if self.workers[worker].is_current(incarnation):
+            self._lifecycle.progress(self.workers[worker], stage, now, out)
         return out
 
     def answered(
@@ -192,7 +199,7 @@ class Scheduler:
             self._placement.learn(record.running[call], workspace_bytes)
         done = self._placement.take_off(call, record)
         if good:
-            record.failures, record.short = 0, False
+            self._lifecycle.count_success(record, done)
         if good or not self._send_elsewhere(done, record, reason, out):
             if not done.void:
                 out.append(CompleteCall(call))
@@ -238,21 +245,33 @@ class Scheduler:
             self._dispatch(now, out)
         return out
 
-    def lost(self, worker: int, incarnation: int, reason: str, now: float) -> list[Command]:
-        """A process has ended and was waited for: it cannot write any more."""
+    def lost(
+        self, worker: int, incarnation: int, reason: str, now: float, *, host: bool = False
+    ) -> list[Command]:
+        """A process has ended and was waited for: it cannot write any more.
+
+        Args:
+            worker: Which device.
+            incarnation: Which process.
+            reason: How it ended, for a person.
+            now: When.
+            host: Whether it could not even be started.
+        """
         out: list[Command] = []
         record = self.workers[worker]
         if not record.is_current(incarnation):
             return out
         record.alive = False
-        if not record.blameless:
-            record.failures += 1
         record.reason = record.ended_for or reason
+        self._lifecycle.count_loss(record, host=host)
+        died_under = list(record.running)
         # The last one started goes back first, so that the first one started is in front at the end.
-        for call in reversed(list(record.running)):
-            self._retry(record, self._placement.take_off(call, record), out)
+        for number in reversed(died_under):
+            call = self._placement.take_off(number, record)
+            call.note_loss(record, sole=len(died_under) == 1)
+            self._retry(record, call, out)
         record.outputs = RegionAllocator(0)
-        self._lifecycle.restart(record, now, out)
+        self._lifecycle.restart(record, now, out, idle=not died_under)
         if self.all_down:
             for waiting in list(self._queue):
                 self._give_up(waiting, "NO_DEVICE", self._lifecycle.why_down, out)
@@ -391,7 +410,6 @@ class Scheduler:
             self._settle(call, out)
             return
         call.free_region()
-        call.note_loss(worker)
         failure = worker.failure
         if failure is not None and failure.call == call.id and not failure.retry:
             self._fail(call, "DEADLINE_EXCEEDED", failure.reason, out, failure.code)
@@ -400,9 +418,6 @@ class Scheduler:
             self._put_back(call)
             out.append(RequeueCall(call.id, worker.index))
             return
-        # The call is the suspect now, so its devices are not held to account for it.
-        for index, count in call.killed.items():
-            self.workers[index].failures = max(0, self.workers[index].failures - count)
         what = words_of_loss(call, call.last_reason or worker.reason)
         self._fail(call, "WORKER_LOST", what, out, call.last_code)
 

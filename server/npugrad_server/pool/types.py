@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from npugrad.spec import CallMeta, OpSpec, TensorMeta
 
 
+START_LIMIT_FACTOR = 3
+"""How many times `worker_start_timeout_s` the first start of a worker may take in all."""
+
+
 @dataclass(frozen=True)
 class PoolSettings:
     """What a pool is opened with.
@@ -30,12 +34,11 @@ class PoolSettings:
         prefault_bytes: How much of each arena is backed by memory at the start.
         max_queue_depth: Admitted calls that have not started, uploads included.
         streams_per_device: Calls that run at once on one device.
-        drain_timeout_s: How long `DevicePool.drained` waits unless told otherwise.
         hang_grace_s: Seconds a launched call may outlive its deadline before its worker is ended.
-        worker_start_timeout_s: Seconds from the start of a worker until its device has to be open.
+        worker_start_timeout_s: Seconds that a worker's start may stand still, from one stage to the next.
         respawn_backoff_s: Delay before a worker that failed once is started again; it doubles each time.
-        respawn_backoff_max_s: Upper limit of that delay.
-        max_respawns: Consecutive failures without a successful call before a device is marked down.
+        respawn_backoff_max_s: Upper limit of that delay; a device that goes on failing waits longer.
+        max_respawns: Losses in a row that count against a device before it is marked down.
         max_attempts: How often a call is started in all, when its workers die under it.
         device_memory_bytes: Host memory for what workers make of operands (strided ones are made contiguous),
             for all together. None takes half of the machine's or the container's limit. What a device has of
@@ -51,7 +54,6 @@ class PoolSettings:
     prefault_bytes: int
     max_queue_depth: int
     streams_per_device: int
-    drain_timeout_s: float
     hang_grace_s: float
     worker_start_timeout_s: float
     respawn_backoff_s: float
@@ -59,8 +61,13 @@ class PoolSettings:
     max_respawns: int
     max_attempts: int = 3
     device_memory_bytes: int | None = None
-    run_limit_s: float = 600.0
+    run_limit_s: float = 540.0
     heartbeat_timeout_s: float = 30.0
+
+    @property
+    def start_limit_s(self) -> float:
+        """Seconds that the first start of a worker may take in all, however it gets on."""
+        return START_LIMIT_FACTOR * self.worker_start_timeout_s
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,7 @@ class DeviceState(str, Enum):
     READY = "ready"
     RESTARTING = "restarting"
     DOWN = "down"
+    """Calls do not wait for it; unless it is damaged, it is tried again."""
 
     def __str__(self) -> str:
         """The name."""
@@ -121,10 +129,12 @@ class DeviceStatus:
         simulated: Whether its results come from a simulation.
         state: Where it stands.
         restarts: How often its worker was started anew.
-        reason: Why it is not ready; empty when it is.
+        reason: Why it is not ready, or what its start is at; empty when it is.
         pid: Process of its worker; None while there is none.
         memory_bytes: What calls may have of its own memory; None for a device without, or not ready yet.
         memory_used_bytes: What running calls have of it, or have set aside.
+        next_try_s: Seconds until a device that is down is tried again; None for others, and for one that is
+            not tried any more.
     """
 
     name: str
@@ -137,6 +147,7 @@ class DeviceStatus:
     pid: int | None = None
     memory_bytes: int | None = None
     memory_used_bytes: int = 0
+    next_try_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ REQUEST_ID_KEY = "x-request-id"
 STATUS_KEY = "grpc-status-details-bin"
 _SANE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 _SUMMARY_CHARACTERS = 512
+_OURS = "/npugrad."
 _OUR_FAULT = frozenset({"INTERNAL", "UNKNOWN", "DATA_LOSS"})
 
 
@@ -91,8 +92,8 @@ class RpcCall:
         self.operands = ", ".join(operands + attrs)[:_SUMMARY_CHARACTERS]
 
 
-class Funnel:
-    """Wraps handlers for `register`.
+class Funnel(grpc.aio.ServerInterceptor):
+    """Wraps handlers for `register`; as an interceptor it knows of an RPC before its message has come.
 
     Guarantees: every RPC is logged and counted once, and none is left out of `settle`.
     """
@@ -101,6 +102,17 @@ class Funnel:
         self._metrics = metrics
         self._log = get_logger()
         self._active: set[asyncio.Task[Any]] = set()
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        """Remembers the task of an RPC of ours; those of health and reflection may last for ever."""
+        if handler_call_details.method.startswith(_OURS):
+            self._follow()
+        return await continuation(handler_call_details)
+
+    @property
+    def active_count(self) -> int:
+        """RPCs that are in progress now."""
+        return len(self._active)
 
     async def settle(self) -> None:
         """Waits until the replies of all RPCs that are in progress now were handed to the transport."""
@@ -150,6 +162,9 @@ class Funnel:
 
     def _arrive(self, call: RpcCall) -> None:
         self._metrics.call_arrived(call.method)
+        self._follow()
+
+    def _follow(self) -> None:
         task = asyncio.current_task()
         if task is None:
             raise RuntimeError("a handler runs in the task of its RPC")

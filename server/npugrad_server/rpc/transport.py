@@ -23,8 +23,14 @@ _MAX_PING_STRIKES = 2
 """Pings that may come earlier; the next one ends the connection, so that pings are no way to keep us busy."""
 
 
-def open_server(settings: ServerSettings) -> tuple[grpc.aio.Server, Address]:
+def open_server(
+    settings: ServerSettings, *interceptors: grpc.aio.ServerInterceptor
+) -> tuple[grpc.aio.Server, Address]:
     """Takes the port; nothing is served yet.
+
+    Args:
+        settings: Address, TLS and limits.
+        interceptors: Who sees calls before their handlers do.
 
     Returns:
         The server, and its address with the port that was bound.
@@ -35,7 +41,7 @@ def open_server(settings: ServerSettings) -> tuple[grpc.aio.Server, Address]:
     """
     tls, address = read_tls(settings), settings.listen_address
     check_free(address)
-    server = grpc.aio.server(options=server_options(settings))
+    server = grpc.aio.server(options=server_options(settings), interceptors=interceptors)
     try:
         if tls is None:
             port = server.add_insecure_port(str(address))
@@ -55,6 +61,7 @@ def server_options(settings: ServerSettings) -> Options:
         ("grpc.max_receive_message_length", limit),
         ("grpc.max_send_message_length", limit),
         *ping_options(),
+        *_age_options(settings),
     )
 
 
@@ -72,6 +79,11 @@ def ping_options(least_interval_s: float = LEAST_PING_INTERVAL_S) -> Options:
         # Else a connection without calls may be pinged once in two hours only, and proxies ping those.
         ("grpc.keepalive_permit_without_calls", 1),
     )
+
+
+def _age_options(settings: ServerSettings) -> Options:
+    ages = {"age": settings.max_connection_age_s, "age_grace": settings.max_connection_age_grace_s}
+    return tuple((f"grpc.max_connection_{k}_ms", round(s * 1000)) for k, s in ages.items() if s is not None)
 
 
 def _credentials(tls: TlsFiles) -> grpc.ServerCredentials:

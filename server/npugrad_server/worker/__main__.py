@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import os
 import signal
 import socket
 import sys
 from pathlib import Path
 
+from npugrad_server.worker.descendants import keep_from_programs, leave
 from npugrad_server.worker.loop import Worker
 from npugrad_server.worker.memory import keep_freed_memory
 
@@ -27,6 +27,7 @@ def main(arguments: list[str]) -> int:
         Exit status.
     """
     faulthandler.enable()
+    keep_from_programs()
     keep_freed_memory()
     # A terminal or a service manager signals the whole group, but calls accepted by the server are to
     # finish while it drains: only the server ends its workers.
@@ -42,4 +43,4 @@ if __name__ == "__main__":
     status = main(sys.argv[1:])
     # Not sys.exit: threads of vendor libraries may still be there and must not hold the process up.
     sys.stderr.flush()
-    os._exit(status)
+    leave(status)

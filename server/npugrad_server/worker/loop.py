@@ -18,12 +18,14 @@ from npugrad_server.backends import make_backend
 from npugrad_server.backends.base import DeviceLost, DeviceUnusable
 from npugrad_server.devices import parse_device
 from npugrad_server.worker.conversation import Conversation
+from npugrad_server.worker.descendants import leave
 from npugrad_server.worker.execute import Arenas, execute, memory, plan
 from npugrad_server.worker.protocol import (
     MAX_MESSAGE_BYTES,
     AbandonCall,
     AskMemory,
     DeviceFailed,
+    DeviceOpening,
     DeviceReady,
     OpenDevice,
     OpenFailed,
@@ -97,12 +99,15 @@ class Worker:
         backend.close()
         return 0
 
-    @staticmethod
-    def _open(opening: OpenDevice) -> Backend:
+    def _open(self, opening: OpenDevice) -> Backend:
         device = parse_device(opening.device)
         backend = make_backend(device.kind)
-        backend.open(device, product_from_name(opening.product), opening.streams)
+        self._say_stage("opening the device")
+        backend.open(device, product_from_name(opening.product), opening.streams, self._say_stage)
         return backend
+
+    def _say_stage(self, stage: str) -> None:
+        self._send(DeviceOpening(stage))
 
     def _stream(self, backend: Backend, arenas: Arenas, index: int) -> None:
         while isinstance(order := self._orders.get(), (Conversation, PlanCall, AskMemory)):
@@ -146,7 +151,7 @@ class Worker:
         if idle:
             self._orders.put(None)
             threading.Event().wait(_CLOSE_S)
-        os._exit(0)
+        leave(0)
 
     def _take(self, message: Message) -> None:
         if isinstance(message, OpenDevice):
@@ -173,7 +178,7 @@ class Worker:
         try:
             self._control.send(encode(message))
         except OSError:
-            os._exit(0)  # the pool is gone
+            leave(0)  # the pool is gone
 
 
 def _ready(backend: Backend) -> DeviceReady:

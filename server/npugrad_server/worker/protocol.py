@@ -2,6 +2,7 @@
 
     pool                      worker
     OpenDevice         ->
+                       <-     DeviceOpening, at each stage of it
                        <-     DeviceReady, or OpenFailed and the end
     RunCall            ->
                        <-     NeedWorkspace, when its workspace is not set aside yet
@@ -62,7 +63,18 @@ class OpenDevice:
     output_bytes: int
     prefault_bytes: int
     hang_grace_s: float = 10.0
-    run_limit_s: float = 600.0
+    run_limit_s: float = 540.0
+
+
+@dataclass(frozen=True)
+class DeviceOpening:
+    """Opening the device has come to another stage, which shows that the process lives.
+
+    Attributes:
+        stage: What it does now, for a person: ``"importing torch_npu"``.
+    """
+
+    stage: str
 
 
 @dataclass(frozen=True)
@@ -309,7 +321,8 @@ Order: TypeAlias = (
 Answer: TypeAlias = "CallDone | CallFailed | CallDeferred"
 """What a worker says when it is done with a call."""
 Report: TypeAlias = (
-    "DeviceReady | OpenFailed | DeviceFailed | CallPlanned | MemoryFound | NeedWorkspace | Pong | Answer"
+    "DeviceOpening | DeviceReady | OpenFailed | DeviceFailed | CallPlanned | MemoryFound | NeedWorkspace "
+    "| Pong | Answer"
 )
 """What a worker says."""
 Message: TypeAlias = "Order | Report"
@@ -317,6 +330,7 @@ _PLAIN = {
     cls.__name__: cls
     for cls in (
         OpenDevice,
+        DeviceOpening,
         DeviceReady,
         OpenFailed,
         DeviceFailed,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -143,6 +144,31 @@ def test_only_the_same_load_is_compared(change: dict[str, object], key: str) -> 
 def test_a_run_too_short_is_refused() -> None:
     with pytest.raises(ScenarioError, match="A: windows with answers: found 5; expected 10 or more"):
         compare(result(duration_s=0.5), result(duration_s=0.5))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"is_interrupted": True}, "Interrupted: this is what was measured until then."),
+        ({"died": "a worker died"}, "The run died: a worker died."),
+        ({"late_s": 0.1}, "The client was the bottleneck: calls were sent late: p50 found"),
+    ],
+)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_run_that_has_a_flaw_is_refused_unless_told(
+    change: dict[str, Any], message: str, is_first: bool
+) -> None:
+    late = {"late_s": change["late_s"]} if "late_s" in change else {}
+    flawed = replace(result(seed=2, **late), **({} if late else change))
+    a, b = (flawed, result(seed=1)) if is_first else (result(seed=1), flawed)
+    with pytest.raises(ScenarioError) as caught:
+        compare(a, b)
+    assert str(caught.value).startswith(f"{'A' if is_first else 'B'}: {message}")
+    assert str(caught.value).endswith("Expected runs without a flaw, or --allow-flawed.")
+    allowed = compare(a, b, allow_flawed=True)
+    (told,) = allowed.as_dict()["flaws"]
+    assert message in told
+    assert allowed.judgement == "no difference"
 
 
 def test_the_same_two_runs_give_the_same_verdict() -> None:

@@ -94,8 +94,8 @@ def test_runs_alike_are_told_from_a_fifth_slower(start_server: StartServer) -> N
     alike, slower = [], []
     for _ in range(PAIRS):
         first, second, third = (run(scenario(**made), each.address) for each in (usual, usual, slow))
-        alike.append(compare(first, second))
-        slower.append(compare(second, third))
+        alike.append(compare(first, second, allow_flawed=True))
+        slower.append(compare(second, third, allow_flawed=True))
     for what, verdicts in (("the same build", alike), ("a fifth slower", slower)):
         print(f"{what}: {dict(Counter(each.judgement for each in verdicts))} of {PAIRS}")
     assert sum(each.judgement != "no difference" for each in alike) <= MOST_WRONG, [str(e) for e in alike]

@@ -6,7 +6,9 @@ import csv
 import io
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -17,7 +19,7 @@ from npugrad_client.bench.compare import compare
 from npugrad_client.bench.engine import Progress
 from npugrad_client.bench.live import Recent, live_view
 from npugrad_client.bench.record import Record
-from npugrad_client.bench.report_html import page
+from npugrad_client.bench.report_html import CLOSED_CAUTION, page
 from npugrad_client.bench.result import Result
 from npugrad_client.bench.scenario import Stage, Workload
 from npugrad_client.bench.show import show_comparison, show_result
@@ -77,15 +79,81 @@ def test_a_page_of_what_went_wrong() -> None:
     made.record.dropped(GRID.name, 1.0)
     for _ in range(10_000):
         made.record.lateness.add(0.5)
-    told = Result(made.scenario, made.record, made.elapsed_s, made.cpus, is_interrupted=True)
+    told = replace(made, is_interrupted=True, died="a worker process of the load test died")
     reader = parsed(page(told))
     for word in (
         "<b>QUEUE_FULL</b>",
         "dropped: 1024 in flight already",
-        "Interrupted",
-        "The client was the bottleneck",
+        "Interrupted: this is what was measured until then.",
+        "The run died: a worker process of the load test died.",
+        "The client was the bottleneck: calls were sent late: ",
+        "0.0999 % of the calls had none; objectives count those as infinitely slow.",
     ):
         assert word in reader.text
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [
+        ({}, "Objectives met"),
+        ({"is_interrupted": True}, "Objectives not judged"),
+        ({"died": "a worker process died"}, "Objectives not judged"),
+    ],
+)
+def test_a_page_of_a_run_that_has_a_flaw_says_so_and_judges_nothing(
+    change: dict[str, Any], verdict: str
+) -> None:
+    made = replace(result(slo=Slo.parse("p99=1h")), **change)
+    found = parsed(page(made)).text
+    assert [each for each in ("met", "missed", "not judged") if f"Objectives {each}" in found] == [
+        verdict.removeprefix("Objectives ")
+    ]
+
+
+def test_a_page_of_a_closed_loop_intends_no_start_and_warns_of_it() -> None:
+    """Its calls start when the one before is answered: nothing was intended, and queueing is hidden."""
+    closed, opened = (parsed(page(result(arrival=arrival))).text for arrival in ("closed", "constant"))
+    assert "intended" not in closed
+    assert "actual start" not in closed
+    assert "Latency by start, ms" in closed
+    assert CLOSED_CAUTION in closed
+    assert "coordinated omission" not in opened
+    assert "Latency by intended start, ms" in opened
+
+
+def intended(text: str) -> list[str]:
+    """What the labels of the points say of the intended rate, and when."""
+    return re.findall(r"<title>intended, ([^<]+)</title>", text)
+
+
+@pytest.mark.parametrize("arrival", ["constant", "poisson"])
+@pytest.mark.parametrize("rate", [10.0, 7.0, 3.0])
+def test_an_even_load_is_drawn_as_an_even_line(rate: float, arrival: str) -> None:
+    """Windows of 0.1 s have one call or none: their counts are no rate."""
+    made = result(rate=rate, duration_s=12.0, arrival=arrival, window_s=0.1, warm_up_s=2.0)
+    found = intended(page(made))
+    assert len(found) >= 10
+    assert {each.partition(": ")[2] for each in found} == {f"{rate:g}"}
+
+
+def test_a_ramp_and_stages_are_drawn_as_they_were_meant() -> None:
+    stages = (Stage(10, 30, 10.0), Stage(5, 5, 10.0))
+    made = result(rate=100.0, duration_s=20.0, stages=stages, window_s=1.0, warm_up_s=1.0)
+    made.record.intended(GRID.name, -0.5)
+    found = [tuple(map(float, each.split(": "))) for each in intended(page(made))]
+    assert found[0] == (-0.5, 10.0), "the warm-up has the first level"
+    assert found[1:11] == [(second + 0.5, 10 + 2 * (second + 0.5)) for second in range(10)]
+    assert found[11:] == [(second + 0.5, 5.0) for second in range(10, 20)]
+
+
+def test_a_call_is_in_the_window_that_begins_with_it() -> None:
+    record = Record(0.1)
+    for tenth in range(-5, 1000):
+        record.intended(GRID.name, tenth * 0.1)
+        record.intended(GRID.name, tenth / 10)
+    record.intended(GRID.name, -1e-12)
+    counts = {number: window.tally.intended for number, window in record.windows.items()}
+    assert counts == {**dict.fromkeys(range(-5, 1000), 2), -1: 3}
 
 
 def test_a_page_of_nothing() -> None:
@@ -138,22 +206,22 @@ def test_numbers_for_people() -> None:
     ]
 
 
-def shown(made: Result, slo: str = "") -> str:
+def shown(made: Result) -> str:
     file = io.StringIO()
-    outcomes = Slo.parse(slo).judge(made) if slo else ()
-    show_result(Console(file=file, width=200), made, outcomes)
+    show_result(Console(file=file, width=200), made)
     return file.getvalue()
 
 
 def test_the_terminal_says_what_matters() -> None:
     two = (GRID, Workload("group_norm_backward"))
-    text = shown(result(workloads=two), "p50=1s,p99=1ms")
+    text = shown(result(workloads=two, slo=Slo.parse("p50=1s,p99=1ms")))
     assert "100 a second (open loop, constant), 20.0 s: 2000 answers, 9" in text
     assert "network, front, client" in text
     assert "met: p50: found 19.9 ms" in text
     assert "MISSED: p99: found" in text
+    assert "infinitely slow" not in text
     assert "closed loop waits" not in text
-    assert "A closed loop waits for each answer" in shown(result(arrival="closed"))
+    assert CLOSED_CAUTION in shown(result(arrival="closed"))
 
 
 def test_the_terminal_tells_the_verdict_first() -> None:

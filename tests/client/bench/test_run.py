@@ -21,8 +21,9 @@ from npugrad import OPERATORS
 from npugrad.errors import NpugradError, ServerBusy
 from npugrad_client import Client, ConnectError, Recipe
 from npugrad_client.bench.bottleneck import client_bound
+from npugrad_client.bench.interrupts import ENDING
 from npugrad_client.bench.result import Result
-from npugrad_client.bench.run import WorkerDied, run
+from npugrad_client.bench.run import run
 from npugrad_client.bench.scenario import ScenarioError, Stage, Workload
 
 if TYPE_CHECKING:
@@ -283,16 +284,35 @@ def test_a_server_that_drains_answers_what_it_has(start_server: StartServer) -> 
     assert set(result.record.total.failed) <= {"DRAINING", "UNAVAILABLE", "CANCELLED"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_worker_that_dies_ends_the_run(number: signal.Signals) -> None:
+def test_a_worker_that_dies_ends_the_run_and_what_the_others_measured_is_kept() -> None:
+    killed: list[int] = []
+
     def on_progress(at_s: float, progress: Progress) -> None:
         workers = multiprocessing.active_children()
-        if workers and workers[0].pid is not None:
-            os.kill(workers[0].pid, number)
+        if at_s > 0.5 and not killed and workers[0].pid is not None:
+            killed.append(workers[0].pid)
+            os.kill(killed[0], signal.SIGKILL)
 
-    with fake_service() as service, pytest.raises(WorkerDied, match="a worker process of the load test died"):
-        run(scenario(level=20, duration_s=30, workers=2), service.address, on_progress)
+    with fake_service() as service:
+        result = run(scenario(level=40, duration_s=300, workers=2), service.address, on_progress)
+    assert result.died == "a worker process of the load test died; expected it to run to its end"
+    assert not result.is_interrupted
+    assert len(result.cpus) == 1
+    assert 0 < result.answered == result.intended
+    assert 0.5 < result.duration_s < 300
     assert multiprocessing.active_children() == []
+
+
+def test_workers_that_all_die_leave_a_result_that_says_so() -> None:
+    def on_progress(at_s: float, progress: Progress) -> None:
+        for worker in multiprocessing.active_children():
+            if worker.pid is not None:
+                os.kill(worker.pid, signal.SIGKILL)
+
+    with fake_service() as service:
+        result = run(scenario(level=20, duration_s=300, workers=2), service.address, on_progress)
+    assert result.died
+    assert (result.answered, result.duration_s, result.throughput_per_s) == (0, 0.0, 0.0)
 
 
 def test_an_error_ends_calls_in_flight_at_once() -> None:
@@ -347,18 +367,19 @@ def test_answers_that_are_wrong_are_failures() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_an_interrupt_of_a_terminal_reaches_no_worker() -> None:
-    """Not even one that has just started: it is born with the signal held back."""
-    blocked: set[bool] = set()
+def test_an_interrupt_of_a_whole_group_reaches_no_worker() -> None:
+    """Not even one that has just started: it is born with the signals held back."""
+    blocked: set[tuple[int, int]] = set()
 
     def on_progress(at_s: float, progress: Progress) -> None:
         for worker in multiprocessing.active_children():
             text = Path(f"/proc/{worker.pid}/status").read_text("ascii")
             mask = next(line.split()[1] for line in text.splitlines() if line.startswith("SigBlk:"))
-            blocked.add(bool(int(mask, 16) >> (signal.SIGINT - 1) & 1))
+            blocked.update((number, int(mask, 16) >> (number - 1) & 1) for number in ENDING)
 
     with fake_service() as service:
         run(scenario(level=10, duration_s=1.2, workers=2), service.address, on_progress)
-    assert blocked == {True}
-    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert blocked == {(signal.SIGINT, 1), (signal.SIGTERM, 1)}
+    assert not set(ENDING) & signal.pthread_sigmask(signal.SIG_BLOCK, ())
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.client.bench.made import GRID, result
@@ -84,6 +87,75 @@ def test_failed_dropped_and_late_calls_count() -> None:
     assert "errors: found 0.99 %; promised at most 0.9 %" in [
         str(o) for o in Slo.parse("errors=0.9%").judge(made)
     ]
+
+
+def failing(answers: int, failures: int) -> Result:
+    """Answers after 10 ms each, and as many calls that failed or were dropped."""
+    made = result(rate=float(answers), duration_s=1.0, latency_s=0.01, spread=0.0)
+    for index in range(failures):
+        made.record.intended(GRID.name, 0.5)
+        if index % 2:
+            made.record.dropped(GRID.name, 0.5)
+        else:
+            made.record.failed(GRID.name, 0.5, "QUEUE_FULL")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("failures", "expected"),
+    [
+        (0, {"p50": True, "p99": True, "p99.9": True, "max": True}),
+        (2, {"p50": True, "p99": True, "p99.9": False, "max": False}),
+        (12, {"p50": True, "p99": False, "p99.9": False, "max": False}),
+        (1100, {"p50": False, "p99": False, "p99.9": False, "max": False}),
+    ],
+)
+def test_percentiles_count_calls_that_were_not_served_as_infinitely_slow(
+    failures: int, expected: dict[str, bool]
+) -> None:
+    found = met("p50=1s,p99=1s,p99.9=1s,max=1s,errors=100%", failing(1000, failures))
+    assert found == {**expected, "errors": True}
+
+
+def test_a_percentile_among_the_answers_is_that_of_its_rank_among_all_calls() -> None:
+    """A tenth of the calls failed, so the 90th percentile is the slowest answer."""
+    made = failing(900, 100)
+    made.record.latency.add(0.0)  # one answer less than 10 ms, and one of 5 s
+    made.record.latency.add(5.0)
+    (p89, p90, *_) = Slo.parse("p89=1s,p90.1=1s,errors=100%").judge(made)
+    assert p89.measured == pytest.approx(0.01, rel=0.01)
+    assert p90.measured == math.inf
+    told = "p90.1: found no answer, as 10 % of the calls were not served; promised at most 1.00 s"
+    assert str(p90) == told
+    assert p90.as_dict() == {"name": "p90.1", "limit": 1.0, "measured": None, "verdict": "missed"}
+
+
+@pytest.mark.parametrize(
+    ("change", "kinds"),
+    [
+        ({}, []),
+        ({"is_interrupted": True}, ["interrupted"]),
+        ({"died": "cannot reach it"}, ["died"]),
+        ({"died": "a worker died", "is_interrupted": True}, ["died", "interrupted"]),
+    ],
+)
+def test_a_run_that_has_a_flaw_meets_no_objective(change: dict[str, Any], kinds: list[str]) -> None:
+    made = replace(result(0.02, slo=Slo.parse("p99=1h,throughput=1/s")), **change)
+    values = json.loads(made.as_json())
+    assert [each["kind"] for each in values["flaws"]] == kinds
+    verdict = "not judged" if kinds else "met"
+    assert [each["verdict"] for each in values["objectives"]] == [verdict] * 3
+    again = Result.from_dict(values)
+    assert (again.died, again.is_interrupted) == (made.died, made.is_interrupted)
+    assert [outcome.is_met for outcome in again.outcomes] == [not kinds] * 3
+
+
+def test_a_client_that_was_the_bottleneck_meets_an_objective_only_where_that_is_allowed() -> None:
+    late = result(0.02, late_s=0.1, slo=Slo.parse("p99=1h"))
+    assert [each.verdict for each in late.outcomes] == ["not judged"] * 2
+    allowed = Result.from_dict(replace(late, is_client_bound_allowed=True).as_dict())
+    assert [each.verdict for each in allowed.outcomes] == ["met"] * 2
+    assert [each["kind"] for each in allowed.as_dict()["flaws"]] == ["client_bound"]
 
 
 def test_the_reason_of_a_missed_deadline_is_that_of_the_client() -> None:

@@ -19,7 +19,7 @@ from tests.client.fake_service import Context, abort_with, fake_service, zeros
 
 from npugrad import OPERATORS, OpSpec
 from npugrad.errors import ServerBusy
-from npugrad_client._cli.bench import capacity_status
+from npugrad_client._cli.bench_status import OF_COMPARE, STATUSES, capacity_status
 from npugrad_client.bench.capacity import Capacity, Trial
 from npugrad_client.bench.slo import Slo
 
@@ -92,7 +92,7 @@ def test_objectives_decide_the_exit_status() -> None:
     assert kept.exit_code == 0, kept.output
     assert missed.exit_code == 3
     assert "MISSED: errors: found 33.3 %; promised at most 0 %" in missed.stdout
-    assert "met: p99: found" in missed.stdout
+    assert "MISSED: p99: found no answer, as 33.3 % of the calls were not served" in missed.stdout
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,9 @@ def test_objectives_decide_the_exit_status() -> None:
         (Capacity(is_client_limited=True), 4),
         (Capacity([Trial(10)], is_settled=False), 4),
         (Capacity([Trial(10, ("p99: found too much",))], is_settled=False), 4),
-        (Capacity(is_settled=False, is_interrupted=True), 4),
+        (Capacity(is_settled=False, is_interrupted=True), 5),
+        (Capacity([Trial(10)], is_settled=False, is_interrupted=True), 5),
+        (Capacity([Trial(10)], is_settled=False, died="cannot reach it"), 6),
     ],
 )
 def test_a_search_that_found_nothing_sure_is_no_missed_objective(found: Capacity, status: int) -> None:
@@ -139,9 +141,27 @@ def test_a_search_writes_what_was_sent_as_a_run_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_is_not_there_is_no_measurement() -> None:
-    done = run("bench", "--duration", "1s", "--timeout", "5s")
-    assert f"cannot reach {NOWHERE}" in failed(done, 1)
+@pytest.mark.parametrize("search", [(), ("--find-capacity",), ("--find-capacity", "--rate", "5")])
+def test_a_server_that_is_not_there_is_no_measurement(search: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    flags = ["--duration", "1s", "--timeout", "5s", "--slo", "errors=100%", "--json", str(path), *search]
+    done = run("bench", *flags)
+    assert done.exit_code == 6, done.output
+    assert f"cannot reach {NOWHERE}" in done.output
+    saved = json.loads(path.read_text("utf-8"))
+    assert f"cannot reach {NOWHERE}" in saved["died"]
+    if not search:
+        assert [each["kind"] for each in saved["flaws"]] == ["died"]
+        assert [each["verdict"] for each in saved["objectives"]] == ["not judged"]
+        shown = run("bench", "report", str(path))
+        assert "The run died: group_norm_backward: cannot reach" in shown.stdout
+
+
+def test_the_help_tells_every_exit_status() -> None:
+    for command, statuses in (((), STATUSES), (("compare",), OF_COMPARE)):
+        text = " ".join(run("bench", *command, "--help").output.split())
+        for status, told in statuses.items():
+            assert f"Exit status {status}: {told}" in text
 
 
 @pytest.mark.parametrize(
@@ -256,52 +276,25 @@ def test_a_report_shown_again_says_all_that_the_run_said(tmp_path: Path) -> None
     done = run("bench", "report", str(path))
     assert done.exit_code == 0, done.output
     assert "The client was the bottleneck: calls were sent late: p50 found 100 ms" in done.stdout
-    assert "MISSED: p50: found 19.9 ms; promised at most 1.00 ms" in done.stdout
+    assert "not judged: p50: found 19.9 ms; promised at most 1.00 ms" in done.stdout
 
 
 @pytest.mark.slow
-def test_a_client_that_is_the_bottleneck_does_not_report(tmp_path: Path) -> None:
+def test_a_client_that_is_the_bottleneck_shows_no_figures(tmp_path: Path) -> None:
     """More calls a second than one Python process can make, whatever the machine."""
     path = tmp_path / "report.json"
     load = ["--rate", "20000", "--duration", "500ms", "--max-in-flight", "64", "--json", str(path)]
+    load += ["--slo", "errors=100%"]
     with fake_service() as service:
         done = run("bench", *load, target=service.address)
     told = failed(done, 4)
-    assert told.startswith("No report: the client was the bottleneck")
+    assert told.startswith("No figures: the client was the bottleneck")
     assert "calls were sent late: p50 found" in told
     assert "Use more --workers" in told
-    assert not path.exists()
-
-
-@pytest.mark.slow
-def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
-    """A real process and a real signal, sent once the server has seen some calls."""
-    some = threading.Event()
-    calls = itertools.count()
-
-    def counted(spec: OpSpec, request: Any, context: Context) -> Any:
-        if next(calls) == 10:
-            some.set()
-        return zeros(spec, request, context)
-
-    report_file = tmp_path / "report.json"
-    with fake_service(counted) as service:
-        command = [sys.executable, "-m", "npugrad_client.cli", "bench", "--duration", "300s", ALL_THE_SAME]
-        command += ["--concurrency", "2", "--json", str(report_file), "--target", service.address]
-        running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        try:
-            assert some.wait(60), "no calls came"
-            running.send_signal(signal.SIGINT)
-            output, errors = running.communicate(timeout=60)
-        finally:
-            running.kill()
-            running.wait()
-    assert running.returncode == 0, errors
-    assert "Interrupted: this is what was measured until then." in output
-    assert "Traceback" not in errors
-    report = json.loads(report_file.read_text("utf-8"))
-    assert report["interrupted"]
-    assert report["summary"]["answered"] >= 5
+    saved = json.loads(path.read_text("utf-8"))
+    assert [each["kind"] for each in saved["flaws"]] == ["client_bound"]
+    assert {each["verdict"] for each in saved["objectives"]} == {"not judged"}
+    assert "--allow-flawed" in failed(run("bench", "compare", str(path), str(path)), 2)
 
 
 @pytest.mark.slow
@@ -383,107 +376,102 @@ def _is_gone(group: int) -> bool:
     return False
 
 
-def _interrupted(service: Any, seen: threading.Event, *flags: str) -> tuple[int, str, str]:
-    """A search or a run in a process group of its own, which is interrupted as by a terminal."""
-    command = [sys.executable, "-m", "npugrad_client.cli", "bench", ALL_THE_SAME, *flags]
-    running = subprocess.Popen(
-        [*command, "--target", service.address],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        assert seen.wait(60), "no calls came"
-        os.killpg(running.pid, signal.SIGINT)
-        output, errors = running.communicate(timeout=60)
-        assert _is_gone(running.pid)
-    finally:
-        running.kill()
-        running.wait()
+class Counted:
+    """A service that says when it has seen some calls, and then answers none until it is told to."""
+
+    def __init__(self, calls: int, *, holds: bool = False) -> None:
+        self.seen, self.freed = threading.Event(), threading.Event()
+        self._calls, self._left, self._holds = itertools.count(1), calls, holds
+
+    def __call__(self, spec: OpSpec, request: Any, context: Context) -> Any:
+        number = next(self._calls)
+        if number >= self._left:
+            self.seen.set()
+            if self._holds:
+                self.freed.wait(60)
+        return zeros(spec, request, context)
+
+
+def _interrupted(
+    counted: Counted, *flags: str, signals: tuple[signal.Signals, ...] = (signal.SIGINT,)
+) -> tuple[int, str, str]:
+    """A search or a run in a process group of its own, all of which gets the signals: as by a terminal."""
+    with fake_service(counted) as service:
+        command = [sys.executable, "-m", "npugrad_client.cli", "bench", ALL_THE_SAME, *flags]
+        running = subprocess.Popen(
+            [*command, "--target", service.address],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            assert counted.seen.wait(60), "no calls came"
+            for number in signals:
+                os.killpg(running.pid, number)
+                time.sleep(0.5 if len(signals) > 1 else 0.0)  # two at once are one
+            if len(signals) == 1:
+                counted.freed.set()
+            output, errors = running.communicate(timeout=60)
+            assert _is_gone(running.pid)
+        finally:
+            counted.freed.set()
+            running.kill()
+            running.wait()
+    assert "Traceback" not in errors
     return running.returncode, output, errors
 
 
 @pytest.mark.slow
-def test_an_interrupt_ends_a_whole_search() -> None:
-    seen = threading.Event()
-    calls = itertools.count()
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_keeps_what_was_measured(number: signal.Signals, tmp_path: Path) -> None:
+    """With objectives that every call keeps: a run that was ended before its time meets none of them."""
+    paths = {kind: tmp_path / f"report.{kind}" for kind in ("json", "csv", "html")}
+    flags = list(itertools.chain(*((f"--{kind}", str(path)) for kind, path in paths.items())))
+    load = ["--duration", "300s", "--concurrency", "2", "--slo", "p99=1h,errors=100%"]
+    status, output, errors = _interrupted(Counted(10), *load, *flags, signals=(number,))
+    assert status == 5, errors
+    assert "Interrupted: this is what was measured until then." in output
+    assert "not judged: p99: found" in output
+    assert not any(line.startswith(("met", "MISSED")) for line in output.splitlines())
+    report = json.loads(paths["json"].read_text("utf-8"))
+    assert report["interrupted"]
+    assert [each["kind"] for each in report["flaws"]][:1] == ["interrupted"]
+    assert {each["verdict"] for each in report["objectives"]} == {"not judged"}
+    assert report["summary"]["answered"] >= 5
+    assert "Objectives not judged" in paths["html"].read_text("utf-8")
+    assert paths["csv"].read_text("utf-8").startswith("start_s,")
 
-    def counted(spec: OpSpec, request: Any, context: Context) -> Any:
-        if next(calls) == 30:
-            seen.set()
-        return zeros(spec, request, context)
 
-    with fake_service(counted) as service:
-        status, output, errors = _interrupted(
-            service, seen, "--find-capacity", "--rate", "20", "--duration", "60s", "--workers", "2"
-        )
-    assert status == 4, errors
+@pytest.mark.slow
+def test_an_interrupt_before_anything_is_measured_is_saved(tmp_path: Path) -> None:
+    """The call with which a worker connects has no answer yet."""
+    path = tmp_path / "report.json"
+    flags = ["--duration", "300s", "--json", str(path)]
+    status, output, errors = _interrupted(Counted(1, holds=True), *flags, signals=(signal.SIGTERM,))
+    assert status == 5, errors
+    assert "0.0 s: 0 answers" in output
+    assert json.loads(path.read_text("utf-8"))["interrupted"]
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_gives_up_and_is_saved_as_one(tmp_path: Path) -> None:
+    """Calls in flight are not waited for."""
+    path = tmp_path / "report.json"
+    flags = ["--duration", "300s", "--concurrency", "2", "--json", str(path)]
+    status, _, errors = _interrupted(Counted(10, holds=True), *flags, signals=(signal.SIGINT, signal.SIGTERM))
+    assert status == 130, errors
+    saved = json.loads(path.read_text("utf-8"))
+    assert (saved["interrupted"], saved["summary"]["answered"]) == (True, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_a_whole_search(number: signal.Signals, tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    flags = ["--find-capacity", "--rate", "20", "--duration", "60s", "--workers", "2", "--json", str(path)]
+    status, output, errors = _interrupted(Counted(30), *flags, signals=(number,))
+    assert status == 5, errors
     assert output == "interrupted before a rate was found that keeps the objectives\n"
-    assert "Traceback" not in errors
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nobody_is_left_behind_with_calls_in_flight(number: signal.Signals) -> None:
-    """A first interrupt waits for the calls in flight; a second one, or the end of the parent, does not."""
-    seen, freed = threading.Event(), threading.Event()
-    calls = itertools.count()
-
-    def stall(spec: OpSpec, request: Any, context: Context) -> Any:
-        if next(calls) >= 2:
-            seen.set()
-            freed.wait(60)
-        return zeros(spec, request, context)
-
-    with fake_service(stall) as service:
-        command = [sys.executable, "-m", "npugrad_client.cli", "bench", "--rate", "20", "--duration", "300s"]
-        command += ["--workers", "2", "--target", service.address]
-        running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-        try:
-            assert seen.wait(60), "no calls came"
-            if number == signal.SIGINT:
-                os.killpg(running.pid, number)
-                with pytest.raises(subprocess.TimeoutExpired):
-                    running.wait(1.5)
-            os.kill(running.pid, number)
-            _, errors = running.communicate(timeout=8)
-            assert _is_gone(running.pid)
-        finally:
-            freed.set()
-            running.kill()
-            running.wait()
-    assert running.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
-    assert "Traceback" not in errors
-
-
-@pytest.mark.slow
-def test_nobody_is_left_behind_while_connecting() -> None:
-    """A worker whose first call is not answered goes with its parent, and not at a deadline of an hour."""
-    seen, freed = threading.Event(), threading.Event()
-
-    def stall(spec: OpSpec, request: Any, context: Context) -> Any:
-        seen.set()
-        freed.wait(60)
-        return zeros(spec, request, context)
-
-    with fake_service(stall) as service:
-        command = [sys.executable, "-m", "npugrad_client.cli", "bench", "--rate", "20", "--timeout", "1h"]
-        running = subprocess.Popen([*command, "--target", service.address], start_new_session=True)
-        try:
-            assert seen.wait(60), "no calls came"
-            running.kill()
-            running.wait()
-            assert _is_gone(running.pid)
-        finally:
-            freed.set()
-            running.kill()
-            running.wait()
-
-
-@pytest.mark.slow
-def test_the_client_does_without_what_only_a_load_test_needs() -> None:
-    named = ("yaml", "hdrh", "rich", "typer", "npugrad_client.bench")
-    code = f"import npugrad_client, sys; print([m for m in {named} if m in sys.modules])"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert ran.stdout == "[]\n"
+    found = json.loads(path.read_text("utf-8"))
+    assert (found["interrupted"], found["settled"], found["capacity_per_s"]) == (True, False, 0)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import textwrap
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,9 +42,31 @@ def test_it_tells_its_version() -> None:
 
 @pytest.mark.parametrize("command", ["info", "ops", "validate", "call", "explain", "demo", "bench"])
 def test_every_command_has_help(command: str) -> None:
-    result = run(command, "--help")
+    result = run(*command.split(), "--help")
     assert result.exit_code == 0
     assert "Usage:" in result.stdout
+
+
+@pytest.mark.slow
+def test_help_is_written_to_an_ascii_terminal() -> None:
+    """All in one process; some words are cut short there, with a sign that ASCII has not."""
+    program = """
+    import sys
+    from npugrad_client.cli import main
+    for command in ("", "info", "ops", "validate", "call", "explain", "demo",
+                    "bench", "bench compare", "bench report", "bench scenarios"):
+        sys.argv = ["npugrad", *command.split(), "--help"]
+        try:
+            main()
+        except SystemExit as end:
+            assert end.code == 0, command
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii", "COLUMNS": "80"}
+    ran = subprocess.run(command, capture_output=True, env=environment, timeout=100, check=False)
+    assert (ran.returncode, ran.stderr) == (0, b"")
+    assert ran.stdout.isascii()
+    assert ran.stdout.count(b"Usage: npugrad") == 11
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ def test_a_service_killed_during_backward_is_a_typed_error_and_the_process_goes_
     start_server: StartServer,
 ) -> None:
     server = start_server(devices=f"test:1?ms={LATER_MS}", check_end=False)
-    with Client(server.address, timeout_s=60, retry=RetryPolicy(max_tries=2)) as client:
+    with Client(server.address, timeout_s=60, retry=RetryPolicy(retry_for_s=0)) as client:
         x, loss = loss_of_group_norm()
         watcher = when_running(server, server.kill)
         with remote(client, min_bytes=0), pytest.raises(ConnectError, match="group_norm_backward: "):

@@ -254,7 +254,7 @@ def test_small_calls_stay_here_without_a_word(client: Client) -> None:
 
 
 def test_a_failure_of_the_service_comes_out_of_backward() -> None:
-    with Client(NOWHERE, timeout_s=20) as dead:
+    with Client(NOWHERE, retry=None) as dead:
         x, loss = loss_of_group_norm()
         with remote(dead, min_bytes=0), pytest.raises(ConnectError, match="cannot reach"):
             loss.backward()
@@ -265,7 +265,7 @@ def test_a_failure_of_the_service_comes_out_of_backward() -> None:
 def test_or_the_call_runs_here_and_is_counted() -> None:
     x, loss = loss_of_group_norm()
     (expected,) = torch.autograd.grad(loss, x, retain_graph=True)
-    with Client(NOWHERE, timeout_s=20) as dead:
+    with Client(NOWHERE, retry=None) as dead:
         mode = remote(dead, min_bytes=0, on_error="local")
         with mode, pytest.warns(RemoteWarning, match="as the service failed: .*cannot reach") as said:
             [each.backward() for each in (loss, loss_of_group_norm()[1])]

@@ -7,6 +7,7 @@ import os
 import pty
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,15 +31,22 @@ REPORT = Report("0.1.0", "2026-01-02T03:04:05+00:00", True, {"chip": "Ascend910B
 
 
 @pytest.mark.slow
-def test_without_cann_it_says_what_check_says_and_ends_with_1(tmp_path: Path) -> None:
-    result = run(app, ["acceptance", "--report", str(tmp_path / "out.json")])
+def test_without_cann_it_says_what_check_says_and_shows_how_far_it_came(tmp_path: Path) -> None:
+    path, bundle = tmp_path / "out.json", tmp_path / "all.tgz"
+    result = run(app, ["acceptance", "--steps", "0,2", "--report", str(path), "--bundle", str(bundle)])
     assert result.exit_code == FAILED
-    said = result.stdout.splitlines()
+    said = [line for line in result.stdout.splitlines() if line.startswith("FAIL ")]
     assert said == [
         line for line in run(app, ["check", "--devices", "npu:0"]).stdout.splitlines() if "FAIL" in line
     ]
     assert any("npu:" in line for line in said)
-    assert list(tmp_path.iterdir()) == []
+    ladder, other = Report.from_json(path.read_text()).steps
+    (failure,) = ladder.failures
+    assert failure.name == "load the runtime"
+    assert "libascendcl.so cannot be loaded" in failure.found
+    assert (other.outcome, "devices: found npu:0" in other.error) == ("skipped", True)
+    with tarfile.open(bundle) as archive:
+        assert {"all/report.json", "all/report.html", "all/node/packages.txt"} <= set(archive.getnames())
 
 
 def test_the_list_has_every_step_with_its_sentence() -> None:
@@ -58,6 +66,7 @@ def test_the_list_has_every_step_with_its_sentence() -> None:
         (["--soak-s", "0"], "'--soak-s'"),
         (["--device", "cpu:0"], "found 'cpu:0'; expected a number such as 0, or npu:0"),
         (["--streams", "99"], "'--streams'"),
+        (["--bundle", "all.zip"], "found 'all.zip'; expected a name that ends with .tar.gz or .tgz"),
     ],
 )
 def test_wrong_usage_ends_with_2_and_says_why(arguments: list[str], complaint: str) -> None:
@@ -110,9 +119,19 @@ def test_all_steps_that_pass_are_accepted(tmp_path: Path, capfd: pytest.CaptureF
     options = AcceptanceOptions(0, tmp_path / "out.json", (GOOD,))
     assert run_and_report(options, SETTINGS, Report("0.1.0", "now", False))
     shown = capfd.readouterr().out
-    assert "ACCEPTED IN PART: 1 of 1 steps passed; a whole acceptance has 10" in shown
+    assert "ACCEPTED IN PART: 1 of 1 steps passed; a whole acceptance has 11" in shown
     assert "SIMULATED" not in shown
     assert "SIMULATED" not in (tmp_path / "out.html").read_text()
+
+
+def test_what_is_left_out_is_said_and_makes_it_a_part(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    good = Step(1, "good", "A good step", "It passes.", lambda bench, out: out.note("") or None, False)
+    options = AcceptanceOptions(0, tmp_path / "out.json", (good,))
+    run_and_report(options, SETTINGS, Report("0.1.0", "now", False, left_out=("all <sizes>",)))
+    assert "left out: all <sizes>" in capfd.readouterr().out
+    assert "Left out: all &lt;sizes&gt;" in (tmp_path / "out.html").read_text()
 
 
 def test_a_folder_that_is_missing_is_told_before_anything_runs(tmp_path: Path) -> None:
@@ -141,6 +160,7 @@ def test_a_check_in_one_line() -> None:
 
 _ON_A_TERMINAL = """
 import sys
+import tarfile
 from pathlib import Path
 from tests.server.acceptance.test_command import BAD, GOOD, REPORT, SETTINGS
 from npugrad_server.acceptance.command import AcceptanceOptions, run_and_report

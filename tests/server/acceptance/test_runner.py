@@ -1,9 +1,15 @@
 from __future__ import annotations
 
+import os
+import signal
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from npugrad import get_operator
+from npugrad_server.acceptance.job import make_job
+from npugrad_server.acceptance.limits import Limits
 from npugrad_server.acceptance.link import DeviceGone
 from npugrad_server.acceptance.runner import run_steps
 from npugrad_server.acceptance.step import Step, StepSkipped
@@ -134,8 +140,73 @@ def test_once_the_device_is_gone_what_needs_it_is_skipped(make_bench: Callable[[
     assert third == ("passed", "")
 
 
-def test_an_interrupt_ends_the_step_and_skips_the_rest(bench: Bench) -> None:
-    assert outcomes(bench, raising(KeyboardInterrupt()), GOOD) == [
+def test_an_interrupt_ends_the_step_and_skips_all_of_the_rest(bench: Bench) -> None:
+    alone = step("alone", lambda bench, out: out.check("a", True, 1, 1), needs_device=False)
+    assert outcomes(bench, raising(KeyboardInterrupt()), GOOD, alone) == [
         ("failed", "interrupted"),
         ("skipped", "interrupted"),
+        ("skipped", "interrupted"),
     ]
+
+
+def test_a_device_that_cannot_be_used_is_said_for_each_step_that_needs_it(bench: Bench) -> None:
+    alone = step("alone", lambda bench, out: out.check("a", True, 1, 1), needs_device=False)
+    found = list(run_steps(bench, [alone, GOOD], Seen(), gone="no driver"))
+    assert [(report.outcome, report.error) for report in found] == [("passed", ""), ("skipped", "no driver")]
+
+
+def waiting_for_a_worker(bench: Bench, out: StepLog) -> None:
+    """Waits for an answer that does not come, and for it again while it ends."""
+    spec = get_operator("group_norm_backward")
+    pid = bench.pid
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+    pending = bench.submit(make_job(spec, spec.build()))
+    out.progress(0, 1, "waiting")
+    try:
+        pending()
+    finally:
+        pending()
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (signal.SIGTERM, "interrupted by SIGTERM"),
+        (signal.SIGINT, "interrupted by SIGINT"),
+        (None, "took longer"),
+    ],
+)
+def test_a_step_that_waits_for_ever_is_ended_by_a_signal_or_its_time(
+    bench: Bench, number: signal.Signals | None, words: str
+) -> None:
+    """Whoever waits for the worker, even on the way out, gets an answer: the worker is killed first."""
+
+    class Impatient(Seen):
+        def progress(self, done: int, total: int, what: str) -> None:
+            if number is not None:
+                signal.raise_signal(number)
+
+    with Limits(step_s=1.0 if number is None else 600.0) as limits:
+        limits.abandon = bench.abandon
+        steps = [step("waiting", waiting_for_a_worker), GOOD]
+        first, second = run_steps(bench, steps, Impatient(), limits=limits)
+    assert first.outcome == "failed"
+    assert words in first.error
+    assert second.outcome == ("passed" if number is None else "skipped")
+
+
+def test_when_all_the_time_is_over_nothing_more_begins(bench: Bench) -> None:
+    with Limits(step_s=600.0, until_s=time.monotonic()) as limits:
+        (report,) = run_steps(bench, [GOOD], Seen(), limits=limits)
+    assert (report.outcome, report.error) == ("skipped", "there was no time left for it")
+
+
+def test_signals_are_given_back_and_can_be_ignored() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Limits(step_s=1.0) as limits:
+        with pytest.raises(KeyboardInterrupt, match="interrupted by SIGTERM"):
+            signal.raise_signal(signal.SIGTERM)
+        limits.ignore()
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from npugrad_server.acceptance.report import Check, Table
+from npugrad_server.acceptance.report import STEPS_IN_ALL, Check, Table
 from npugrad_server.acceptance.step import StepLog
-from npugrad_server.acceptance.steps import STEPS, choose
+from npugrad_server.acceptance.steps import STEPS, choose, plan_steps
 
 
-def test_there_are_ten_steps_in_order_with_a_sentence_each() -> None:
-    assert [step.number for step in STEPS] == list(range(1, 11))
-    assert len({step.key for step in STEPS}) == 10
+def test_there_are_eleven_steps_in_order_with_a_sentence_each() -> None:
+    assert [step.number for step in STEPS] == list(range(11))
+    assert len({step.key for step in STEPS}) == len(STEPS) == STEPS_IN_ALL
     for step in STEPS:
         assert step.about.endswith(".")
         assert len(step.about) <= 110
@@ -18,16 +18,30 @@ def test_there_are_ten_steps_in_order_with_a_sentence_each() -> None:
 
 @pytest.mark.parametrize(
     ("text", "numbers"),
-    [("", range(1, 11)), ("3", [3]), ("soak,1", [1, 8]), (" 10 , 2,2", [2, 10]), ("memory", [6])],
+    [("", range(11)), ("3", [3]), ("soak,1", [1, 8]), (" 10 , 2,2", [2, 10]), ("memory", [6])],
 )
 def test_steps_are_chosen_by_number_or_name(text: str, numbers: list[int]) -> None:
     assert [step.number for step in choose(text)] == list(numbers)
 
 
 def test_an_unknown_step_is_refused_with_all_that_there_are() -> None:
-    with pytest.raises(ValueError, match=r"found step '11', 'sock'; expected some of 1 \(") as caught:
+    with pytest.raises(ValueError, match=r"found step '11', 'sock'; expected some of 0 \(") as caught:
         choose("1,11,sock")
     assert all(step.key in str(caught.value) for step in STEPS)
+
+
+def test_a_quick_acceptance_says_what_it_leaves_out() -> None:
+    whole = plan_steps("", quick=False, soak_s=600)
+    assert whole == (STEPS, 600, ())
+    quick = plan_steps("", quick=True, soak_s=600)
+    assert {"ladder", "environment", "operators"} <= {step.key for step in quick.steps}
+    assert quick.soak_s < 60
+    steps, others = quick.left_out
+    for step in STEPS:
+        assert (f"{step.number} ({step.key})" in steps) is (step not in quick.steps)
+    assert "realistic sizes" in others
+    chosen = plan_steps("soak", quick=True, soak_s=5)
+    assert ([step.key for step in chosen.steps], chosen.soak_s) == (["soak"], 5)
 
 
 class Seen:

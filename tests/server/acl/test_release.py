@@ -23,7 +23,7 @@ FUNCTIONS = ("aclsysGetVersionStr", "aclsysGetCANNVersion")
 
 
 def runtime(**told: str) -> Runtime:
-    """A runtime whose functions tell this; those that are not named are missing, an empty text is an error."""
+    """A runtime whose functions tell this; those not named are missing, an empty text is an error."""
 
     def telling(text: str) -> Callable[..., int]:
         def tell(_: object, into: Any) -> int:

@@ -8,7 +8,7 @@ from ctypes import POINTER, c_bool, c_double, c_int32, c_int64, c_uint64, c_void
 import pytest
 
 from npugrad.ops import OPERATORS
-from npugrad_server.acl.symbols import RUNTIME, TENSORS, Symbol, operator_symbols
+from npugrad_server.acl.symbols import DEVICE, RUNTIME, TENSORS, Symbol, operator_symbols
 
 # The C signatures of the vendor's headers: const aclTensor* and aclBoolArray* are T, int64_t is I, double is
 # D, bool is B. Then come workspaceSize and executor.
@@ -38,7 +38,7 @@ def test_both_phases_have_the_types_of_the_headers(name: str) -> None:
     assert plan.since == launch.since == spec.min_cann
 
 
-@pytest.mark.parametrize("symbol", RUNTIME + TENSORS, ids=lambda symbol: symbol.name)
+@pytest.mark.parametrize("symbol", RUNTIME + DEVICE + TENSORS, ids=lambda symbol: symbol.name)
 def test_every_function_has_types_that_keep_pointers_whole(symbol: Symbol) -> None:
     types = [*symbol.arguments, symbol.result]
     assert all(isinstance(kind, type) for kind in types)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -23,6 +23,7 @@ from npugrad_server.pool.regions import Region, aligned
 from npugrad_server.worker.protocol import (
     MAX_MESSAGE_BYTES,
     CallDone,
+    DeviceOpening,
     DeviceReady,
     Message,
     OpenDevice,
@@ -61,15 +62,21 @@ class NpuWorker:
     inputs: InputArena
     outputs: OutputArena
     folder: Path
+    stages: list[str] = field(default_factory=list)
     _calls: int = 0
 
     def send(self, message: Message) -> None:
         self.control.send(encode(message))
 
     def receive(self) -> Message:
-        packet = self.control.recv(MAX_MESSAGE_BYTES)
-        assert packet, f"the worker ended with status {self.process.wait(10)}: {self.report.violations()}"
-        return decode(packet)
+        """The next message that is more than a sign of life; the stages of the start go to `stages`."""
+        while True:
+            packet = self.control.recv(MAX_MESSAGE_BYTES)
+            assert packet, f"the worker ended with status {self.process.wait(10)}: {self.report.violations()}"
+            message = decode(packet)
+            if not isinstance(message, DeviceOpening):
+                return message
+            self.stages.append(message.stage)
 
     def plan(self, text: str) -> None:
         """Puts a plan into force in the running process."""

@@ -36,7 +36,6 @@ SETTINGS = PoolSettings(
     prefault_bytes=1 << 16,
     max_queue_depth=64,
     streams_per_device=1,
-    drain_timeout_s=10,
     hang_grace_s=0.2,
     worker_start_timeout_s=30,
     respawn_backoff_s=0.02,

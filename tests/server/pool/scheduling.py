@@ -28,7 +28,6 @@ SETTINGS = PoolSettings(
     prefault_bytes=0,
     max_queue_depth=100,
     streams_per_device=1,
-    drain_timeout_s=1,
     hang_grace_s=10,
     worker_start_timeout_s=60,
     respawn_backoff_s=1,

@@ -85,6 +85,19 @@ def test_without_a_device_the_caller_is_told_why_device_by_device(job: Any) -> N
     )
 
 
+def test_the_caller_is_asked_to_come_again_when_the_next_device_will_have_been_tried(job: Any) -> None:
+    waiting = [
+        replace(down(index, "no driver"), next_try_s=wait) for index, wait in enumerate((40.0, 7.5, None))
+    ]
+    assert error_without_device(waiting, job().planned).retry_after_s == 7.5
+    tried_now = [*waiting, replace(down(3, "no driver"), next_try_s=0.0)]
+    assert error_without_device(tried_now, job().planned).retry_after_s == 1
+    ready = replace(down(4, ""), state=DeviceState.READY)
+    assert str(error_without_device([waiting[0], ready], job().planned)) == (
+        "group_norm_backward: no device that may run it is ready: npu:0: down, no driver"
+    )
+
+
 def test_a_long_reason_of_one_device_does_not_hide_that_of_another(job: Any) -> None:
     devices = [down(0, "a" * 1000), down(1, "no driver"), down(2, "b" * 1000)]
     words = str(error_without_device(devices, job().planned))

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+import resource
 import select
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from npugrad.errors import DeadlineExceeded, DeviceError, DeviceOutOfMemory, ServerBusy, WorkerLost
 from npugrad_server.pool import DeviceState, PoolObserver
+from npugrad_server.worker.descendants import processes
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable
 
-    from npugrad_server.pool import DevicePool, PlannedCall
+    from npugrad_server.pool import DevicePool, DeviceStatus, PlannedCall
 
 pytestmark = pytest.mark.slow
 
@@ -34,6 +38,10 @@ class Losses(PoolObserver):
         self.lost: list[tuple[str, str]] = []
         self.attempts: list[int] = []
         self.redirected: list[tuple[str, str]] = []
+        self.states: list[DeviceState] = []
+
+    def device_changed(self, status: DeviceStatus) -> None:
+        self.states.append(status.state)
 
     def call_redirected(self, planned: PlannedCall, device: str, reason: str) -> None:
         self.redirected.append((device, reason))
@@ -72,6 +80,63 @@ def test_a_worker_killed_in_mid_call_is_replaced_and_the_call_runs_again(run_poo
     run_pool(scenario, "test:1?ms=50&compute=1", observer=losses)
     assert losses.requeued == [("", "test:0")]
     assert losses.lost == [("test:0", "the worker process was killed by signal 9 (SIGKILL)")]
+
+
+def _alive(pids: Iterable[int]) -> list[int]:
+    return [process.pid for process in processes() if process.pid in {*pids} and process.state != "Z"]
+
+
+def _is_program(pid: int) -> bool:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep")
+
+
+def _held(pid: int) -> list[str]:
+    """What the descriptors of a process are."""
+    return [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+
+
+def _children(pid: int) -> list[int]:
+    return [process.pid for process in processes() if process.parent == pid]
+
+
+@pytest.mark.parametrize("end", ["killed", "by itself", "closed"])
+def test_what_a_worker_started_ends_with_it(
+    run_pool: Any, job: Any, eventually: Callable[..., Awaitable[None]], end: str
+) -> None:
+    """Forked children keep its memory, its socket and the device; one is in a session of its own."""
+    left: list[int] = []
+
+    async def scenario(pool: DevicePool) -> None:
+        await pool.wait_ready(30)
+        left.extend(_children(_pid(pool, 0)))
+        assert len(left) == 3
+        if end == "closed":
+            return
+        if end == "killed":
+            os.kill(_pid(pool, 0), signal.SIGKILL)
+        else:
+            with pytest.raises(DeviceError):
+                await job(label="lost").run(pool)
+        await eventually(lambda: pool.devices()[0].restarts > 0)
+        assert _alive(left) == []  # before there is another one
+
+    try:
+        run_pool(scenario, "test:1?children=1&fault=lost")
+        assert _alive(left) == []
+    finally:
+        for pid in _alive(left):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_program_that_a_worker_starts_gets_nothing_of_the_pool(run_pool: Any) -> None:
+    async def scenario(pool: DevicePool) -> None:
+        await pool.wait_ready(30)
+        held = [_held(pid) for pid in _children(_pid(pool, 0)) if _is_program(pid)]
+        assert [
+            [link for link in links if link.startswith(("/memfd:npugrad", "socket:"))] for links in held
+        ] == [[]]
+
+    run_pool(scenario, "test:1?children=1")
 
 
 def test_a_call_moves_to_another_device_without_its_operands_being_sent_again(
@@ -289,7 +354,11 @@ def test_verification_passes_on_a_right_device(run_pool: Any, job: Any) -> None:
     run_pool(scenario)
 
 
-def test_a_device_that_never_opens_is_marked_down_and_says_why(run_pool: Any, job: Any) -> None:
+def test_a_device_that_never_opens_is_marked_down_and_says_why(
+    run_pool: Any, job: Any, eventually: Callable[..., Awaitable[None]]
+) -> None:
+    losses = Losses()
+
     async def scenario(pool: DevicePool) -> None:
         waiting = asyncio.ensure_future(job().run(pool))
         with pytest.raises(ServerBusy, match="test:0: down, RuntimeError: test:0: does not open") as caught:
@@ -304,14 +373,18 @@ def test_a_device_that_never_opens_is_marked_down_and_says_why(run_pool: Any, jo
             pool.admit(job().planned)
         assert (caught.value.reason, caught.value.request_id) == ("NO_DEVICE", "request-0")
         (status,) = pool.devices()
-        assert (status.state, status.restarts, status.pid) == (DeviceState.DOWN, 1, None)
+        assert status.state is DeviceState.DOWN
+        assert status.next_try_s is not None
+        # It is tried again all the same, and stays down meanwhile.
+        await eventually(lambda: pool.devices()[0].restarts > 3)
+        assert losses.states == ["starting", "restarting", "starting", "down"]
 
-    run_pool(scenario, "test:1?open=fail", max_respawns=1)
+    run_pool(scenario, "test:1?open=fail", observer=losses, max_respawns=1, respawn_backoff_max_s=0.02)
 
 
 def test_a_device_that_opens_too_slowly_is_ended(run_pool: Any) -> None:
     async def scenario(pool: DevicePool) -> None:
-        with pytest.raises(ServerBusy, match="not open within"):
+        with pytest.raises(ServerBusy, match="without progress while "):
             await pool.wait_ready(30)
         assert pool.devices()[0].state is DeviceState.DOWN
 
@@ -350,7 +423,7 @@ from npugrad_server.pool import DevicePool, PoolSettings
 
 async def main():
     devices, mib = ("cpu:0", "cpu:1"), 1 << 20
-    settings = PoolSettings(devices, Product.ATLAS_A2, mib, mib, 0, 9, 1, 1, 1, 30, 1, 1, 1)
+    settings = PoolSettings(devices, Product.ATLAS_A2, mib, mib, 0, 9, 1, 1, 30, 1, 1, 1)
     pool = await DevicePool.open(settings)
     await pool.wait_ready(30)
     print(*(status.pid for status in pool.devices()), flush=True)
@@ -425,3 +498,85 @@ def test_a_device_that_can_never_open_is_not_tried_again(run_pool: Any) -> None:
 
     run_pool(scenario, "test:1?open=never", observer=losses)
     assert len(losses.lost) == 1
+
+
+async def _lose(pool: DevicePool, losses: Losses, until_lost: Callable[..., Awaitable[None]]) -> None:
+    """Kills the idle worker of the only device and waits until the pool knows."""
+    count = len(losses.lost)
+    os.kill(_pid(pool, 0), signal.SIGKILL)
+    await until_lost(lambda: len(losses.lost) > count)
+
+
+def _leave_descriptors(count: int, hard: int) -> None:
+    """Lowers the limit of this process so that it may open so many files more."""
+    free = (number for number in itertools.count() if not os.path.lexists(f"/proc/self/fd/{number}"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next(itertools.islice(free, count, None)), hard))
+
+
+def test_processes_that_cannot_be_started_leave_nothing_behind_and_the_device_comes_back(
+    run_pool: Any, job: Any, eventually: Callable[..., Awaitable[None]]
+) -> None:
+    losses = Losses()
+
+    async def scenario(pool: DevicePool) -> None:
+        await pool.wait_ready(30)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        await _lose(pool, losses, eventually)
+        for spare in range(7):  # a start needs seven at once
+            _leave_descriptors(spare, limits[1])
+            count = len(losses.lost)
+            try:
+                await eventually(lambda: len(losses.lost) > count)  # noqa: B023
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert all("its worker process did not start: [Errno 24]" in reason for _, reason in losses.lost[1:])
+        await eventually(lambda: pool.devices()[0].state is DeviceState.READY)
+        await job().check(pool)
+
+    run_pool(scenario, observer=losses)
+    assert "down" in losses.states
+
+
+def test_an_idle_worker_may_be_killed_more_often_than_a_device_may_fail(
+    run_pool: Any, job: Any, eventually: Callable[..., Awaitable[None]]
+) -> None:
+    losses = Losses()
+
+    async def scenario(pool: DevicePool) -> None:
+        for _ in range(3):
+            await eventually(lambda: pool.devices()[0].state is DeviceState.READY)
+            await _lose(pool, losses, eventually)
+        await eventually(lambda: pool.devices()[0].state is DeviceState.READY)
+        await job().check(pool)
+
+    run_pool(scenario, observer=losses, max_respawns=1)
+    assert losses.states.count(DeviceState.DOWN) == 2
+
+
+def test_calls_that_kill_their_worker_and_time_out_do_not_bring_the_device_down(
+    run_pool: Any, job: Any, eventually: Callable[..., Awaitable[None]]
+) -> None:
+    losses = Losses()
+
+    async def scenario(pool: DevicePool) -> None:
+        for _ in range(4):
+            await eventually(lambda: pool.devices()[0].state is DeviceState.READY)
+            with pytest.raises(DeadlineExceeded):
+                await job(label="bad", timeout_s=0.05).run(pool)
+        await job(label="good").check(pool)
+
+    # The next process is never there before such a call is past its deadline.
+    run_pool(scenario, "test:1?crash=bad&compute=1&open_ms=100", observer=losses, max_respawns=1)
+    assert len(losses.lost) == 4
+    assert DeviceState.DOWN not in losses.states
+
+
+def test_a_device_that_takes_long_to_open_shows_what_it_is_at(run_pool: Any) -> None:
+    seen: list[str] = []
+
+    async def scenario(pool: DevicePool) -> None:
+        pool.on_change.append(lambda: seen.append(pool.devices()[0].reason))
+        await pool.wait_ready(30)
+
+    run_pool(scenario, "test:1?stages=2")
+    assert seen == ["opening the device", "at stage 1 of 2", "at stage 2 of 2", ""]

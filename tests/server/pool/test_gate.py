@@ -18,7 +18,6 @@ SETTINGS = PoolSettings(
     prefault_bytes=0,
     max_queue_depth=5,
     streams_per_device=2,
-    drain_timeout_s=1,
     hang_grace_s=1,
     worker_start_timeout_s=1,
     respawn_backoff_s=1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from tests.server.pool.scheduling import SETTINGS, of, open_scheduler, started
 
 from npugrad_server.backends.base import Comeback
@@ -53,7 +54,7 @@ def test_a_call_that_makes_devices_fail_does_not_bring_them_down() -> None:
     scheduler = open_scheduler(2, settings=replace(SETTINGS, max_respawns=0))
     (start,) = of(StartCall, scheduler.submit(CallRequest(1), 0))
     _, ended = fail_under(scheduler, start)
-    assert scheduler.workers[start.worker].state is DeviceState.DOWN
+    assert scheduler.workers[start.worker].state is DeviceState.RESTARTING
     (again,) = of(StartCall, ended)
     _, ended = fail_under(scheduler, again)
     assert of(FailCall, ended)
@@ -120,17 +121,19 @@ def test_a_device_that_needs_time_gets_more_of_it_each_time() -> None:
         now = alarm
         (spawned,) = of(SpawnWorker, scheduler.tick(now))
         assert spawned.incarnation == incarnation + 1
-    assert waits == [5, 10, 20, 40, 40, 40]
+    assert waits == [5, 10, 20, 40, 60, 60]
 
 
-def test_what_can_never_open_is_down_at_once() -> None:
+@pytest.mark.parametrize("comeback", [Comeback.MENDED, Comeback.NEVER])
+def test_what_cannot_open_is_down_at_once_and_tried_again_unless_it_is_damaged(comeback: Comeback) -> None:
     scheduler = Scheduler(SETTINGS, [WorkerSpec(1, 1024, "host")], {"host": 0})
     scheduler.start(0)
-    scheduler.failing(0, 1, Failure("torch_npu is not installed", Comeback.NEVER), 0)
+    scheduler.failing(0, 1, Failure("torch_npu is not installed", comeback), 0)
     scheduler.lost(0, 1, "torch_npu is not installed", 0)
     assert (scheduler.workers[0].state, scheduler.all_down) == (DeviceState.DOWN, True)
     (failed,) = of(FailCall, scheduler.submit(CallRequest(1), 0))
     assert failed.detail == "torch_npu is not installed"
+    assert scheduler.next_alarm() == (5 if comeback is Comeback.MENDED else None)
 
 
 def test_the_words_of_a_former_process_are_not_heard() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.server.pool.scheduling import SETTINGS, of
 
+from npugrad_server.backends.base import Comeback
 from npugrad_server.pool.attempts import ELSEWHERE
 from npugrad_server.pool.claim import MAX_OVERTAKEN
 from npugrad_server.pool.commands import (
@@ -115,12 +116,26 @@ def test_a_call_is_refused_when_the_only_device_that_could_have_run_it_is_down()
     be_ready(scheduler, 1)
     (start,) = submit(scheduler, 1, "p")
     assert submit(scheduler, 2, "p") == []
-    commands = scheduler.lost(start.worker, 1, "signal 9", 1)
+    scheduler.failing(start.worker, 1, Failure("damaged", Comeback.NEVER), 1)
+    commands = scheduler.lost(start.worker, 1, "status 70", 1)
     assert scheduler.workers[1].state is DeviceState.DOWN
     assert {(f.call, f.reason) for f in of(FailCall, commands)} == {
         (1, "OPERATOR_UNSUPPORTED"),
         (2, "OPERATOR_UNSUPPORTED"),
     }
+
+
+def test_a_call_is_to_come_again_when_the_only_device_that_may_run_it_is_down_for_now() -> None:
+    scheduler = make(2, settings=replace(SETTINGS, max_respawns=0))
+    be_ready(scheduler, 0, {"p": WHY})
+    scheduler.lost(1, 1, "signal 9", 0)
+    assert scheduler.workers[1].state is DeviceState.DOWN
+    assert scheduler.why_lacking("p") == ""
+    (failed,) = of(FailCall, scheduler.submit(CallRequest(1, operator="p"), 0))
+    assert failed.reason == "NO_DEVICE"
+    scheduler.tick(10)
+    be_ready(scheduler, 1, now=10)
+    assert [start.worker for start in submit(scheduler, 2, "p")] == [1]
 
 
 def test_a_new_process_is_asked_again_what_it_lacks() -> None:

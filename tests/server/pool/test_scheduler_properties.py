@@ -29,6 +29,7 @@ from npugrad_server.pool.commands import (
     WorkerSpec,
 )
 from npugrad_server.pool.device_memory import workspace_footprint
+from npugrad_server.pool.lifecycle import SLOWEST_S
 from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.pool.types import DeviceState, PoolSettings
 from npugrad_server.worker.protocol import AbandonCall, WorkspaceGranted, WorkspaceRefused
@@ -92,6 +93,8 @@ class Process:
     incarnation: int
     open: bool = False
     told_to_end: bool = False
+    named: int | None = None
+    """Call under which it said that its device failed."""
     memory: int | None = None
     lacks: frozenset[str] = frozenset()
 
@@ -102,6 +105,9 @@ class SchedulerWorld(RuleBasedStateMachine):
         self.now = 0.0
         self.calls: dict[int, Call] = {}
         self.processes: dict[int, Process] = {}
+        self.damaged: set[int] = set()
+        self.countable: Counter[int] = Counter()
+        """Losses that may count against each device: those of idle processes, or under a single call."""
         self.streams = 0
         self.one_mode = self.own = False
         self.scheduler: Scheduler
@@ -247,7 +253,6 @@ class SchedulerWorld(RuleBasedStateMachine):
             0,
             99,
             streams,
-            1,
             5.0,
             20.0,
             1.0,
@@ -395,16 +400,33 @@ class SchedulerWorld(RuleBasedStateMachine):
         process = self.processes.get(worker.index)
         return process is not None and call.request.operator not in process.lacks
 
+    @precondition(lambda self: any(not p.open for p in self.processes.values()))
+    @rule(data=st.data(), stage=st.sampled_from(["importing", "taking the device"]))
+    def get_on(self, data: st.DataObject, stage: str) -> None:
+        """A process that opens its device comes to another stage."""
+        worker = data.draw(st.sampled_from([w for w, p in self.processes.items() if not p.open]))
+        self.obey(self.scheduler.progress(worker, self.processes[worker].incarnation, stage, self.now))
+
+    @precondition(lambda self: any(not p.open for p in self.processes.values()))
+    @rule(data=st.data())
+    def not_start(self, data: st.DataObject) -> None:
+        """The host has nothing left for a process."""
+        worker = data.draw(st.sampled_from([w for w, p in self.processes.items() if not p.open]))
+        process = self.processes.pop(worker)
+        lost = self.scheduler.lost(worker, process.incarnation, "EMFILE", self.now, host=True)
+        self.obey(lost)
+
     @precondition(lambda self: self.processes)
     @rule(data=st.data())
     def die(self, data: st.DataObject) -> None:
         self._die(data.draw(st.sampled_from(sorted(self.processes))))
 
     def _die(self, worker: int) -> None:
-        for call in self._on(worker):
+        process, calls = self.processes.pop(worker), self._on(worker)
+        for call in calls:
             call.running = call.region_live = False
             call.deaths += 1
-        process = self.processes.pop(worker)
+        self.countable[worker] += len(calls) < 2 or process.named is not None
         self.obey(self.scheduler.lost(worker, process.incarnation, "signal 9", self.now))
 
     @precondition(lambda self: any(not p.told_to_end for p in self.processes.values()))
@@ -421,7 +443,9 @@ class SchedulerWorld(RuleBasedStateMachine):
         if call is not None:
             self.calls[call].suspect = True
         assert not process.open or process.told_to_end, "a device that failed stays in the pool"
-        process.told_to_end = True
+        process.told_to_end, process.named = True, call
+        if comeback is Comeback.NEVER:
+            self.damaged.add(worker)
 
     @precondition(lambda self: self.calls)
     @rule(data=st.data())
@@ -469,6 +493,22 @@ class SchedulerWorld(RuleBasedStateMachine):
                 assert call.abandoned == bool(call.answers or call.cancelled)
 
     @invariant()
+    def a_device_is_given_up_for_damage_only_and_otherwise_tried_before_long(self) -> None:
+        if hasattr(self, "scheduler") and self.scheduler.workers[0].incarnation:
+            for worker in self.scheduler.workers:
+                assert not worker.gone or worker.index in self.damaged
+                assert worker.alive == (worker.index in self.processes)
+                if not worker.gone and not worker.alive:
+                    assert worker.alarm is not None, "nobody tries it again"
+                    assert worker.alarm <= self.now + SLOWEST_S
+
+    @invariant()
+    def no_device_answers_for_what_may_be_the_fault_of_a_call_or_of_the_host(self) -> None:
+        if hasattr(self, "scheduler"):
+            for worker in self.scheduler.workers:
+                assert worker.failures <= self.countable[worker.index]
+
+    @invariant()
     def nobody_is_answered_or_released_twice(self) -> None:
         for call in self.calls.values():
             assert call.answers <= 1
@@ -499,6 +539,17 @@ class SchedulerWorld(RuleBasedStateMachine):
         assert Counter(w.outputs.used_bytes for w in self.scheduler.workers) == {
             0: len(self.scheduler.workers)
         }
+        self._recover()
+
+    def _recover(self) -> None:
+        """Once nothing goes wrong any more, every device that is not damaged is back before long."""
+        end = self.now + SLOWEST_S
+        while not all(worker.gone or worker.state is DeviceState.READY for worker in self.scheduler.workers):
+            self._calm_down()
+            if all(process.open for process in self.processes.values()):
+                self.now = max(self.now, self.scheduler.next_alarm() or self.now)
+            assert self.now <= end, "a device does not come back"
+            self.obey(self.scheduler.tick(self.now))
 
     def _calm_down(self) -> None:
         """Processes end, open and answer as they should; callers read their results and close."""

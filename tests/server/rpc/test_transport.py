@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
@@ -13,7 +14,7 @@ from npugrad_server.config import ServerSettings
 from npugrad_server.rpc.transport import ping_options, server_options
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import AsyncIterator, Iterable
 
 TIMEOUT_S = 30
 PATH = b"/test/Wait"
@@ -22,12 +23,9 @@ CALL = start_call(PATH) + frame(0, 1, 1, message(0, b""))
 NO_CALL = PREFACE + frame(SETTINGS, 0, 0)
 
 
-async def answered_pings(options: Iterable[tuple[str, int]], start: bytes, number: int, gap_s: float) -> Any:
-    """Pings a server, each time after the last answer and a gap.
-
-    Returns:
-        How many were answered, and what the server said when it ended the connection, or nothing.
-    """
+@asynccontextmanager
+async def connected(options: Iterable[tuple[str, int]], start: bytes) -> AsyncIterator[Any]:
+    """A connection to a server with these options, on which something was said."""
 
     async def wait(request: bytes, context: Any) -> bytes:
         await asyncio.Event().wait()
@@ -41,6 +39,19 @@ async def answered_pings(options: Iterable[tuple[str, int]], start: bytes, numbe
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(start)
+        yield reader, writer
+    finally:
+        writer.close()
+        await server.stop(None)
+
+
+async def answered_pings(options: Iterable[tuple[str, int]], start: bytes, number: int, gap_s: float) -> Any:
+    """Pings a server, each time after the last answer and a gap.
+
+    Returns:
+        How many were answered, and what the server said when it ended the connection, or nothing.
+    """
+    async with connected(options, start) as (reader, writer):
         for done in range(number):
             writer.write(frame(PING, 0, 0, bytes(8)))
             goodbye = await _answer(reader)
@@ -48,9 +59,6 @@ async def answered_pings(options: Iterable[tuple[str, int]], start: bytes, numbe
                 return done, goodbye
             await asyncio.sleep(gap_s)  # the time between pings is what this is about
         return number, b""
-    finally:
-        writer.close()
-        await server.stop(None)
 
 
 async def _answer(reader: asyncio.StreamReader) -> bytes:
@@ -87,3 +95,14 @@ def test_pings_that_come_too_early_end_the_connection(start: bytes) -> None:
 def test_a_ping_in_half_a_minute_is_allowed() -> None:
     options = server_options(ServerSettings())
     assert set(ping_options(30)) < set(options)
+
+
+@pytest.mark.slow
+def test_a_call_on_a_connection_past_its_age_is_cut_off_after_its_grace() -> None:
+    async def end(options: Iterable[tuple[str, int]]) -> bytes:
+        async with connected(options, CALL) as (reader, _):
+            return bytes(await reader.read())
+
+    settings = ServerSettings(max_connection_age_s=1, max_connection_age_grace_s=0.1)
+    said = asyncio.run(asyncio.wait_for(end(server_options(settings)), TIMEOUT_S))
+    assert b"max_age" in said

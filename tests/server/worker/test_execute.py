@@ -11,7 +11,7 @@ import pytest
 from npugrad import Product, TensorMeta, get_operator
 from npugrad.call import CallOptions
 from npugrad.errors import DeviceError, NpugradError, OperatorError, UnsafeLevels
-from npugrad_server.backends.base import CallAbandoned, CallPostponed, DeviceLost, Timings
+from npugrad_server.backends.base import CallAbandoned, CallPostponed, DeviceLost, Timings, unheard
 from npugrad_server.pool.arena import InputArena, OutputArena
 from npugrad_server.pool.regions import Region
 from npugrad_server.worker.conversation import Conversation
@@ -27,7 +27,7 @@ from npugrad_server.worker.protocol import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from npugrad.spec import CallMeta, OpSpec
     from npugrad_server.backends.base import DeviceCall
@@ -50,7 +50,13 @@ class Recorder:
         self.unavailable: Mapping[str, str] = {}
         self.calls: list[DeviceCall] = []
 
-    def open(self, device: DeviceName, product: Product, streams: int) -> None: ...
+    def open(
+        self,
+        device: DeviceName,
+        product: Product,
+        streams: int,
+        on_stage: Callable[[str], None] = unheard,
+    ) -> None: ...
 
     def run(self, spec: OpSpec, call: DeviceCall) -> Timings:
         self.calls.append(call)

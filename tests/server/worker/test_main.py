@@ -30,6 +30,7 @@ from npugrad_server.worker.protocol import (
     CallFailed,
     CallPlanned,
     DeviceFailed,
+    DeviceOpening,
     DeviceReady,
     MemoryFound,
     Message,
@@ -84,6 +85,12 @@ class WorkerUnderTest:
         self.control.send(encode(message))
 
     def receive(self) -> Message:
+        """The next message that is more than a sign of life."""
+        while isinstance(message := self.hear(), DeviceOpening):
+            pass
+        return message
+
+    def hear(self) -> Message:
         return decode(self.control.recv(MAX_MESSAGE_BYTES))
 
 
@@ -199,7 +206,7 @@ def test_a_worker_that_lost_its_device_says_so_and_ends(
         assert one.control.recv(MAX_MESSAGE_BYTES) == b""
 
 
-@pytest.mark.parametrize("comeback", ["slowly", "never"])
+@pytest.mark.parametrize("comeback", ["slowly", "mended", "never"])
 def test_a_device_that_does_not_open_tells_when_to_try_again(comeback: str) -> None:
     with worker(f"test:0?open={comeback}") as one:
         assert one.receive() == OpenFailed("test:0: does not open, as its options ask", comeback)
@@ -333,6 +340,14 @@ def test_an_order_that_leaves_the_arena_is_an_error_and_not_a_crash() -> None:
         assert "found 8 bytes for float32" in failed.trace
         one.send(good)
         assert isinstance(one.receive(), CallDone)
+
+
+def test_a_worker_tells_each_stage_of_opening_its_device() -> None:
+    with worker("test:0?stages=2") as one:
+        told = [one.hear() for _ in range(4)]
+        stages = ["opening the device", "at stage 1 of 2", "at stage 2 of 2"]
+        assert told[:3] == [DeviceOpening(stage) for stage in stages]
+        assert isinstance(told[3], DeviceReady)
 
 
 def test_a_worker_that_is_talked_nonsense_to_ends() -> None:

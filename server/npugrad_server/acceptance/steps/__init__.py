@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from npugrad_server.acceptance.steps import (
     crash,
     determinism,
     environment,
+    ladder,
     memory,
     operators,
     refusals,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from npugrad_server.acceptance.step import Step
 
 STEPS: tuple[Step, ...] = (
+    ladder.STEP,
     environment.STEP,
     round_trip.STEP,
     operators.STEP,
@@ -33,6 +35,42 @@ STEPS: tuple[Step, ...] = (
     crash.STEP,
 )
 """All steps by number."""
+
+
+_QUICK = ("ladder", "environment", "round_trip", "operators", "soak")
+_QUICK_SOAK_S = 15.0
+
+
+class Plan(NamedTuple):
+    """What an acceptance does.
+
+    Attributes:
+        steps: By number.
+        soak_s: Seconds of the soak.
+        left_out: What a whole acceptance would have done beside, in sentences.
+    """
+
+    steps: tuple[Step, ...]
+    soak_s: float
+    left_out: tuple[str, ...]
+
+
+def plan_steps(text: str, *, quick: bool, soak_s: float) -> Plan:
+    """What to do; a quick acceptance has the short steps, or those asked for, with less in each.
+
+    Raises:
+        ValueError: There is no such step; the message lists all.
+    """
+    chosen = choose(text)
+    if not quick:
+        return Plan(chosen, soak_s, ())
+    if not text.strip():
+        chosen = tuple(step for step in STEPS if step.key in _QUICK)
+    others = ", ".join(f"{step.number} ({step.key})" for step in STEPS if step not in chosen)
+    short_s = min(soak_s, _QUICK_SOAK_S)
+    told = [f"--quick: steps {others}"] if others else []
+    told.append(f"--quick: operands of realistic sizes, and all of the soak beyond {short_s:g} s")
+    return Plan(chosen, short_s, tuple(told))
 
 
 def choose(text: str, steps: tuple[Step, ...] = STEPS) -> tuple[Step, ...]:

@@ -75,8 +75,6 @@ def run(bench: Bench, out: StepLog) -> None:
             out.check(f"{name}: right {words} the option", not wrong, "within tolerance", found)
     columns = ("call", "different results, on", "different results, off", "first result, on and off")
     out.table(f"{REPEATS} repeats with the deterministic option on and off", columns, rows)
-    if bench.settings.simulated:
-        out.note("The simulation's kernels always sum in the same order, unless its plan says jitter=1.")
 
 
 def _jobs(bench: Bench) -> Iterator[tuple[str, Job]]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from npugrad.spec import CallMeta, OpSpec
     from npugrad_server.acceptance.bench import Bench
+    from npugrad_server.acceptance.job import Ran
     from npugrad_server.acceptance.known import KnownJob
     from npugrad_server.acceptance.step import StepLog
 
@@ -72,10 +73,12 @@ class Tally:
     wrong: Counter[str] = field(default_factory=Counter)
     complaints: list[str] = field(default_factory=list)
 
-    def note(self, job: KnownJob, complaint: str) -> None:
+    def note(self, out: StepLog, job: KnownJob, ran: Ran) -> None:
         """Counts one answer."""
         self.calls[job.name] += 1
+        complaint = job.complaint(ran)
         if complaint:
+            out.keep_call(job.name, job.job, ran)
             self.wrong[job.name] += 1
             if len(self.complaints) < _MOST_WRONG:
                 self.complaints.append(f"{job.name}: {complaint}")
@@ -86,7 +89,7 @@ def run(bench: Bench, out: StepLog) -> None:
     jobs = list(_jobs(bench, out))
     pid, tally = bench.pid, Tally()
     for job, ran in in_flight(bench, jobs, bench.settings.streams):  # each kernel is loaded now
-        tally.note(job, job.complaint(ran))
+        tally.note(out, job, ran)
     if not bench.alive:
         _check_results(out, tally, bench, pid)
         return
@@ -116,6 +119,8 @@ def _jobs(bench: Bench, out: StepLog) -> Iterator[KnownJob]:
 def _larger(bench: Bench, spec: OpSpec) -> Iterator[CallMeta]:
     """The sizes for the simulation also on hardware: the host checks every result, and must keep up."""
     product = bench.settings.product
+    if bench.settings.quick:
+        return iter(())
     calls = (
         size.build(spec, True, dtype=dtype, product=product)
         for size in SIZES.get(spec.name, ())
@@ -139,7 +144,7 @@ def _soak(bench: Bench, out: StepLog, jobs: Sequence[KnownJob], tally: Tally) ->
                 return
 
     for job, ran in in_flight(bench, endless(), 2 * bench.settings.streams):
-        tally.note(job, job.complaint(ran))
+        tally.note(out, job, ran)
         if time.monotonic() - start - samples[-1].at_s >= period_s:
             # Of a worker that fails meanwhile the call tells under which it did.
             with contextlib.suppress(DeviceGone, OSError):
@@ -244,5 +249,6 @@ STEP = Step(
     "Soak",
     "Mixed calls on all streams for a long time: every result right, memory flat.",
     run,
+    lasts=True,
 )
 """The step."""

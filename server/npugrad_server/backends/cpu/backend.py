@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from npugrad import OPERATORS
-from npugrad_server.backends.base import Timings
+from npugrad_server.backends.base import Timings, unheard
 from npugrad_server.backends.cpu.kernels import Kernels, KernelsUnavailable, KernelUnsupported
 from npugrad_server.machine import cpu_count
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import numpy.typing as npt
 
@@ -50,7 +50,13 @@ class CpuBackend:
         self.unavailable: Mapping[str, str] = {}
         self._kernels: Kernels | None = None
 
-    def open(self, device: DeviceName, product: Product, streams: int) -> None:
+    def open(
+        self,
+        device: DeviceName,
+        product: Product,
+        streams: int,
+        on_stage: Callable[[str], None] = unheard,
+    ) -> None:
         """Loads the kernels, or notes why there are none; a CPU device stands for every product."""
         threads = thread_count()
         try:

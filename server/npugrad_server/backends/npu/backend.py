@@ -18,13 +18,13 @@ from npugrad_server.acl.launcher import Launcher
 from npugrad_server.acl.libraries import Cann, LibraryError
 from npugrad_server.acl.release import installed_release
 from npugrad_server.acl.runtime import AclError, Runtime
-from npugrad_server.backends.base import Comeback, DeviceCall, DeviceUnusable, Timings
+from npugrad_server.backends.base import Comeback, DeviceCall, DeviceUnusable, Timings, unheard
 from npugrad_server.backends.npu.bringup import NpuDevice, check_packages
 from npugrad_server.backends.npu.failures import device_error, device_lost
 from npugrad_server.backends.npu.lane import Lane
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from npugrad.products import Product
     from npugrad.spec import CallMeta, OpSpec
@@ -51,13 +51,20 @@ class NpuBackend:
         self.memory_bytes: int | None = None
         self._thread = threading.local()
 
-    def open(self, device: DeviceName, product: Product, streams: int) -> None:
+    def open(
+        self,
+        device: DeviceName,
+        product: Product,
+        streams: int,
+        on_stage: Callable[[str], None] = unheard,
+    ) -> None:
         """Finds CANN, brings the device up, and tries every operator once.
 
         Raises:
             DeviceUnusable: CANN, torch_npu or the device is missing, does not fit or does not answer.
             DeviceLost: The device failed under a first call.
         """
+        on_stage("loading CANN")
         check_packages()  # what is missing most often is told before anything is loaded
         try:
             # Before torch_npu: when CANN is missing, our list of what was tried tells more.
@@ -69,7 +76,7 @@ class NpuBackend:
         self._launcher = Launcher(self._cann, self._runtime)
         # Told before torch_npu, which has words of its own for a chip it does not know.
         self._check_chip(product, may_be_unknown=True)
-        self._device = NpuDevice(device.index, streams)
+        self._device = NpuDevice(device.index, streams, on_stage)
         self._thread.bound = True
         self._describe(self._check_chip(product))
         self._mode = _Mode(self._runtime)
@@ -80,7 +87,7 @@ class NpuBackend:
         distinct = len({lane.raw_stream for lane in self._lanes})
         if distinct < streams:
             raise DeviceUnusable(f"found {distinct} different streams of torch_npu; expected {streams}")
-        self.unavailable = self._probe(product)
+        self.unavailable = self._probe(product, on_stage)
         self._device.empty_cache()  # what the probes used is free for calls
         self.memory_bytes = self._runtime.memory_bytes()[0]
 
@@ -99,14 +106,17 @@ class NpuBackend:
         marked = "SIMULATED " if self.simulated else ""
         self.description = f"{marked}{soc}, CANN {cann}, torch_npu {versions['torch_npu']}"
 
-    def _probe(self, product: Product) -> dict[str, str]:
+    def _probe(self, product: Product, on_stage: Callable[[str], None]) -> dict[str, str]:
         """Operators that cannot run here, with the reason: a function is missing, or a tiny call is refused.
 
         Raises:
             DeviceUnusable: No operator is left, or one fails in a way that another time it may not.
         """
         specs = [spec for spec in OPERATORS.values() if product in spec.products]
-        reasons = {spec.name: self._launcher.missing(spec) or self._try_out(spec, product) for spec in specs}
+        reasons = {}
+        for spec in specs:
+            on_stage(f"trying {spec.name}")  # it loads its kernels
+            reasons[spec.name] = self._launcher.missing(spec) or self._try_out(spec, product)
         unavailable = {name: reason for name, reason in reasons.items() if reason}
         if len(unavailable) == len(specs):
             told = "; ".join(f"{name}: {reason}" for name, reason in unavailable.items())

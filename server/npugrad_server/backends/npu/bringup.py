@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from npugrad_server.acl.faults import Action
 from npugrad_server.acl.runtime import AclError
-from npugrad_server.backends.base import Comeback, DeviceUnusable
+from npugrad_server.backends.base import Comeback, DeviceUnusable, unheard
 from npugrad_server.npus import OP_INIT_MODE, op_init_mode, op_init_problem
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
     import numpy.typing as npt
 
@@ -86,19 +88,22 @@ class Stream:
 class NpuDevice:
     """One device of this process."""
 
-    def __init__(self, index: int, streams: int) -> None:
+    def __init__(self, index: int, streams: int, on_stage: Callable[[str], None] = unheard) -> None:
         """Imports torch_npu and takes the device.
 
         Args:
             index: Number of the device.
             streams: How many streams will be asked for.
+            on_stage: Told what comes next.
 
         Raises:
             DeviceUnusable: torch_npu is missing or does not fit, or the device cannot be taken.
         """
         self.index = index
         self.versions = check_packages()
+        on_stage("importing torch_npu")
         self._torch, npu = _import(streams)
+        on_stage("taking the device")
         self._npu: Any = npu
         self._place = f"npu:{index}"
         self._void: list[Any] = []
@@ -211,9 +216,11 @@ def _import(streams: int) -> tuple[Any, Any]:
 
 def _not_taken(error: Exception) -> DeviceUnusable:
     numbered = error if isinstance(error, AclError) else _numbered(error)
-    # No wait brings a damaged device back, or a function that this CANN lacks.
-    hopeless = numbered.fault.action is Action.QUARANTINE or _LACKS_FUNCTION in numbered.text
-    comeback = Comeback.NEVER if hopeless else Comeback.SLOWLY
+    comeback = Comeback.SLOWLY
+    if numbered.fault.action is Action.QUARANTINE:
+        comeback = Comeback.NEVER
+    elif _LACKS_FUNCTION in numbered.text:  # this CANN does, as long as nobody mends it
+        comeback = Comeback.MENDED
     problem = op_init_problem()
     return DeviceUnusable(f"cannot be taken: {numbered}{'; ' if problem else ''}{problem}", comeback)
 

@@ -9,6 +9,7 @@
 #include "../model/stream.h"
 #include "../model/violation.h"
 #include "acl_types.h"
+#include "helpers.h"
 
 using namespace cann_sim;
 
@@ -45,6 +46,9 @@ aclError aclFinalize() {
 
 aclError aclrtSetDevice(int32_t device) {
   if (const int code = enter("aclrtSetDevice", device)) return code;
+  if (!take_with_helpers(device)) {
+    return report("aclrtSetDevice", kDeviceTaken, "another process has the device");
+  }
   return set_device(device, "aclrtSetDevice");
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <tuple>
 
 namespace cann_sim {
 
@@ -14,6 +15,15 @@ bool enter_pointer(const char* function);
 
 // The version this simulator plays, such as "9.1.0".
 const char* cann_version();
+
+// The same to compare with: {9, 2, 1} is 9.2.0-beta.1; what is no beta has a beta above all.
+struct Release {
+  int major, minor, beta;
+};
+Release cann_release();
+inline bool operator<(const Release& one, const Release& other) {
+  return std::tie(one.major, one.minor, one.beta) < std::tie(other.major, other.minor, other.beta);
+}
 
 }  // namespace cann_sim
 

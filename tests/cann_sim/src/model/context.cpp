@@ -6,6 +6,7 @@
 #include <array>
 
 #include "address_space.h"
+#include "api.h"
 #include "counters.h"
 #include "faults.h"
 #include "handles.h"
@@ -18,6 +19,7 @@ namespace {
 
 constexpr int kInvalidDevice = 107001;
 constexpr int kNoContext = 107002;
+constexpr Release kFirstSwitchable{9, 0, 1};  // 9.0.0-beta.1
 
 struct Device {
   std::shared_ptr<Context> primary;
@@ -29,6 +31,7 @@ struct Board {
   std::array<Device, kMaxDevices> devices;
   int numbers = 0;
   std::atomic<int> determinism{0};  // of the process
+  std::atomic<int> loaded{-1};      // what the first kernel was loaded with; -1: none was loaded yet
 };
 
 Board& board() {
@@ -58,6 +61,17 @@ bool is_valid(int device) { return device >= 0 && device < settings()->ndev; }
 int determinism_of(const Context& context) {
   const int own = context.determinism;
   return own < 0 ? board().determinism.load() : own;
+}
+
+bool plans_deterministic(const Context& context) {
+  if (!(cann_release() < kFirstSwitchable)) return board().determinism == 1;
+  const int loaded = board().loaded;
+  return (loaded < 0 ? determinism_of(context) : loaded) == 1;
+}
+
+void load_kernel(const Context& context) {
+  int none = -1;
+  board().loaded.compare_exchange_strong(none, determinism_of(context));
 }
 
 void set_determinism(Context* context, int level, const char* user) {

@@ -25,8 +25,15 @@ struct Context {
   std::set<std::shared_ptr<Stream>> streams;
 };
 
-// ACL_OPT_DETERMINISTIC in force in a context: 0, or a level of determinism.
+// ACL_OPT_DETERMINISTIC as a context tells it: 0, or a level of determinism.
 int determinism_of(const Context& context);
+
+// Whether the kernels of a launch that is planned now are the deterministic ones. From 9.0 phase 1 reads the
+// option of the process, and nothing else. Before, it is the context's when the process loaded its first
+// kernel, whatever was set since.
+bool plans_deterministic(const Context& context);
+// A kernel is loaded.
+void load_kernel(const Context& context);
 
 // Sets the option of a context, or of the process (null). A violation under unfinished work: nobody outside
 // CANN knows when that looks at the option.

@@ -154,6 +154,7 @@ Injection inject(std::initializer_list<std::string_view> targets, int device) {
   count("faults.injected");
   if (fault.action == Action::Hang) hang();
   if (fault.action == Action::Kill) kill(getpid(), SIGKILL);
+  if (fault.action == Action::Crash) raise(SIGSEGV);
   if (fault.action == Action::Slow) std::this_thread::sleep_for(std::chrono::milliseconds(fault.slow_ms));
   return {fault.action, fault.code, fault.last_error, fault.poison, fault.message};
 }

@@ -68,8 +68,9 @@ void parse_setting(const std::string& entry, Settings& settings) {
   const std::map<std::string, Switch> switches = {
       {"record", {&settings.record, "1", "0"}},
       {"trace", {&settings.trace, "1", "0"}},
-      {"jitter", {&settings.jitter, "1", "0"}},
+      {"sums", {&settings.ordered_sums, "ordered", "free"}},
       {"accumulate", {&settings.accumulate, "1", "0"}},
+      {"helpers", {&settings.helpers, "1", "0"}},
       {"threads", {&settings.strict_threads, "strict", "real"}},
       {"poisoned", {&settings.strict_poison, "abort", "code"}},
       {"pageable", {&settings.strict_pageable, "abort", "block"}},
@@ -107,6 +108,7 @@ void parse_action(const std::string& action, Fault& fault) {
   static const std::map<std::string, Action> names = {
       {"hang", Action::Hang}, {"kill", Action::Kill},       {"stale", Action::Stale},
       {"null", Action::Null}, {"corrupt", Action::Corrupt}, {"overrun", Action::Overrun},
+      {"crash", Action::Crash},
   };
   if (names.count(action)) {
     fault.action = names.at(action);

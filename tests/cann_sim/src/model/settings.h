@@ -6,7 +6,7 @@
 //   setting   name=value                               kernel_ms=50
 //   fault     target:when:action[:option]...           aclrtMalloc:3:207001   kernel:1:hang:dev=1
 //   when      3 | 2-5 | 4+ | *                         counted over matching calls of this process
-//   action    a code | hang | kill | stale | null | corrupt | overrun | slow=MS
+//   action    a code | hang | kill | crash | stale | null | corrupt | overrun | slow=MS
 //   option    dev=N | total | last=CODE | poison | msg=TEXT
 //
 // The README explains each word. The file is read again whenever it changes, so a test can inject a fault
@@ -32,8 +32,9 @@ struct Settings {
   int64_t workspace_mb = 0;     // what phase 1 demands on top of its own figure
   bool record = false;          // write phase-1 arguments and launches to the report folder
   bool trace = false;           // write every call of an interface function there
-  bool jitter = false;          // results of non-deterministic kernels differ in the last bit from run to run
+  bool ordered_sums = false;    // sums=ordered: kernels sum in the same order also without the option
   bool accumulate = false;      // kernels add to what lies in outputs that some kernels expect to be zeroed
+  bool helpers = false;         // aclrtSetDevice forks processes that keep the device
   bool strict_threads = false;  // threads=strict: one thread for both phases, and for all work of a stream
   bool strict_poison = true;    // poisoned=code: only return the error code again
   bool strict_pageable = false;    // pageable=abort: a queued copy must use pinned memory
@@ -42,7 +43,7 @@ struct Settings {
   bool free_checks_queue = true;   // free_check=execution: find freed memory only when the task runs
 };
 
-enum class Action { None, Code, Hang, Kill, Stale, Null, Corrupt, Overrun, Slow };
+enum class Action { None, Code, Hang, Kill, Crash, Stale, Null, Corrupt, Overrun, Slow };
 
 struct Fault {
   std::string text;    // the entry as written; its identity

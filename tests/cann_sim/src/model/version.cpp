@@ -1,3 +1,7 @@
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
 #include <string>
 
 #include "api.h"
@@ -16,6 +20,14 @@ const char* cann_version() {
     return new std::string(asked.empty() ? CANN_SIM_VERSION : asked);
   }();
   return version->c_str();
+}
+
+Release cann_release() {
+  Release release{0, 0, std::numeric_limits<int>::max()};
+  std::sscanf(cann_version(), "%d.%d", &release.major, &release.minor);
+  const char* const beta = std::strstr(cann_version(), "beta");
+  if (beta) release.beta = std::atoi(beta + std::strcspn(beta, "0123456789"));
+  return release;
 }
 
 }  // namespace cann_sim

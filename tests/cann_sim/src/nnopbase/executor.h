@@ -20,8 +20,7 @@ struct Context;
 struct Executor {
   std::string op;
   std::shared_ptr<Context> context;
-  bool deterministic = false;
-  bool jitters = false;
+  bool sums_in_order = false;
   bool checks_workspace_size = false;
   bool skips = false;
   uint64_t workspace = 0;

@@ -2,7 +2,6 @@
 
 #include <cmath>
 #include <cstring>
-#include <random>
 
 #include "../model/faults.h"
 #include "../model/violation.h"
@@ -44,15 +43,6 @@ void store_number(char* bytes, int dtype, double value) {
     case kFloat16: return store(bytes, to_float16(value));
     case kBfloat16: return store(bytes, to_bfloat16(value));
     default: violation("dtype", format("a kernel cannot write dtype %d", dtype));
-  }
-}
-
-double last_bit(int dtype) {
-  switch (dtype) {
-    case kFloat16: return 0x1p-10;
-    case kBfloat16: return 0x1p-7;
-    case kFloat: return 0x1p-23;
-    default: return 0x1p-52;
   }
 }
 
@@ -128,12 +118,8 @@ void KernelRun::write(const char* name, const std::vector<double>& values) const
   }
   if (values.empty()) return;
   char* const bytes = resolve(operand.memory, op_);
-  static thread_local std::mt19937 random{std::random_device{}()};
-  const double step = jitter_ ? last_bit(tensor.dtype) : 0;
   for_each_element(tensor, [&](int64_t at, size_t element) {
-    double value = values[element];
-    if (jitter_) value += value * step * static_cast<double>(static_cast<int>(random() % 3) - 1);
-    store_number(bytes + at, tensor.dtype, value);
+    store_number(bytes + at, tensor.dtype, values[element]);
   });
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../model/memory.h"
+#include "summation.h"
 #include "tensor.h"
 
 namespace cann_sim {
@@ -22,17 +23,20 @@ struct Operand {
 
 class KernelRun {
  public:
-  KernelRun(std::string op, std::vector<Operand> operands, bool jitter)
-      : op_(std::move(op)), operands_(std::move(operands)), jitter_(jitter) {}
+  KernelRun(std::string op, std::vector<Operand> operands, Summation summation)
+      : summation(summation), op_(std::move(op)), operands_(std::move(operands)) {}
+
+  // How it sums what other kernels add with atomic operations.
+  const Summation summation;
 
   bool has(const char* name) const;
   const Shape& shape(const char* name) const;
   int dtype(const char* name) const;
+  int64_t elements(const char* name) const { return find(name).tensor.elements(); }
   std::vector<double> read(const char* name) const;
   std::vector<int64_t> read_integers(const char* name) const;
 
-  // Rounds once to the dtype of the output. With jitter on, results differ in the last bit from run to run,
-  // as sums in another order do.
+  // Rounds once to the dtype of the output.
   void write(const char* name, const std::vector<double>& values) const;
 
   // The same for an output that such kernels add into, counting on zeros; they do here if the plan says
@@ -44,7 +48,6 @@ class KernelRun {
 
   std::string op_;
   std::vector<Operand> operands_;
-  bool jitter_;
 };
 
 }  // namespace cann_sim

@@ -81,8 +81,6 @@ std::shared_ptr<Executor> PhaseOne::make_executor(const std::shared_ptr<Context>
   auto made = std::make_shared<Executor>();
   made->op = op_;
   made->context = context;
-  made->deterministic = context && determinism_of(*context) > 0;
-  made->jitters = settings()->jitter && !(made->deterministic && honours_option_);
   made->checks_workspace_size = checks_workspace_size_;
   made->thread = std::this_thread::get_id();
   made->arguments = arguments_;
@@ -105,6 +103,8 @@ int PhaseOne::finish(const std::function<Verdict()>& check, uint64_t workspace,
   }
   if (!context) violation("no-context", op_ + ": phase 1 without a device");
   const auto made = make_executor(context);
+  load_kernel(*context);
+  made->sums_in_order = settings()->ordered_sums || (honours_option_ && plans_deterministic(*context));
   made->skips = verdict.skips;
   made->workspace = verdict.skips ? 0 : workspace + (static_cast<uint64_t>(settings()->workspace_mb) << 20);
   made->kernel = std::move(kernel);

@@ -115,7 +115,7 @@ std::shared_ptr<Task> make_task(const std::shared_ptr<Executor>& executor, const
   task->run = [executor, operands, scratch, handle, stream] {
     record_launch("run", executor->op, handle, stream, 0, *executor->context);
     scribble(scratch, executor->op);
-    KernelRun run(executor->op, operands, executor->jitters);
+    KernelRun run(executor->op, operands, Summation(executor->sums_in_order));
     executor->kernel(run);
     count("kernels." + executor->op);
     return 0;

@@ -21,7 +21,7 @@ const char* json_of(bool value) { return value ? "true" : "false"; }
 std::string origin(const Context* context) {
   if (!context) return format("\"thread\": %ld, \"device\": null", syscall(SYS_gettid));
   return format("\"thread\": %ld, \"device\": %d, \"context\": %d, \"deterministic\": %d",
-                syscall(SYS_gettid), context->device, context->number, determinism_of(*context));
+                syscall(SYS_gettid), context->device, context->number, plans_deterministic(*context));
 }
 
 }  // namespace

@@ -181,14 +181,14 @@ struct Gradients {
   std::vector<double> dq, dk1, dv1, dk2, dv2;
 };
 
-// Everything that goes through the row of scores of one n and m. Arguments are the first element of each row.
-void add_row(const Operands& in, Gradients& out, const Sizes& sizes, double scale, size_t batch, size_t head,
-             size_t n, size_t m) {
+// Everything that goes through one row of scores, that of a batch, head, n and m.
+void add_row(const Operands& in, Gradients& out, const Sizes& sizes, double scale, size_t row,
+             const Summation& summation) {
   const auto K = static_cast<size_t>(sizes.k), M = static_cast<size_t>(sizes.m),
              N = static_cast<size_t>(sizes.n);
   const auto D = static_cast<size_t>(sizes.d), H = static_cast<size_t>(sizes.h);
-  const size_t bh = batch * H + head;
-  const size_t row = (bh * N + n) * M + m, q = row * D;
+  const size_t m = row % M, n = row / M % N, bh = row / (M * N), batch = bh / H;
+  const size_t q = row * D;
   double delta = 0;
   for (size_t d = 0; d < D; ++d) delta += in.dy[q + d] * in.attention_in[q + d];
   for (size_t k = 0; k < K; ++k) {
@@ -205,10 +205,10 @@ void add_row(const Operands& in, Gradients& out, const Sizes& sizes, double scal
     const double ds = p * (score_grad - delta) * scale;
     for (size_t d = 0; d < D; ++d) {
       out.dq[q + d] += ds * (in.key1[one + d] + in.key2[two + d]);
-      out.dk1[one + d] += ds * in.query[q + d];
-      out.dk2[two + d] += ds * in.query[q + d];
-      out.dv1[one + d] += p * in.dy[q + d];
-      out.dv2[two + d] += p * in.dy[q + d];
+      summation.add(out.dk1[one + d], ds * in.query[q + d]);
+      summation.add(out.dk2[two + d], ds * in.query[q + d]);
+      summation.add(out.dv1[one + d], p * in.dy[q + d]);
+      summation.add(out.dv2[two + d], p * in.dy[q + d]);
     }
   }
 }
@@ -228,15 +228,8 @@ void kernel(const KernelRun& run, const Sizes& sizes, double scale) {
   Gradients out{std::vector<double>(in.query.size()), std::vector<double>(in.key1.size()),
                 std::vector<double>(in.value1.size()), std::vector<double>(in.key2.size()),
                 std::vector<double>(in.value2.size())};
-  for (size_t batch = 0; batch < static_cast<size_t>(sizes.b); ++batch) {
-    for (size_t head = 0; head < static_cast<size_t>(sizes.h); ++head) {
-      for (size_t n = 0; n < static_cast<size_t>(sizes.n); ++n) {
-        for (size_t m = 0; m < static_cast<size_t>(sizes.m); ++m) {
-          add_row(in, out, sizes, scale, batch, head, n, m);
-        }
-      }
-    }
-  }
+  const auto rows = static_cast<size_t>(sizes.b * sizes.h * sizes.n * sizes.m);
+  for (const size_t row : run.summation.order(rows)) add_row(in, out, sizes, scale, row, run.summation);
   run.write("dqOut", out.dq);
   run.write("dk1Out", out.dk1);
   run.write("dv1Out", out.dv1);

@@ -137,7 +137,8 @@ void grid_sampler_2d_kernel(const KernelRun& run, const GridOptions& options) {
   const auto grad_output = run.read("gradOutput"), input = run.read("input"), grid = run.read("grid");
   std::vector<double> input_grad(input.size()), grid_grad(grid.size());
   for (int64_t n = 0; n < samples; ++n) {
-    for (int64_t point = 0; point < points; ++point) {
+    for (const size_t in_turn : run.summation.order(static_cast<size_t>(points))) {
+      const auto point = static_cast<int64_t>(in_turn);
       const auto at_grid = static_cast<size_t>((n * points + point) * 2);
       const Axis x = make_axis(grid[at_grid], width, options),
                  y = make_axis(grid[at_grid + 1], height, options);
@@ -151,7 +152,8 @@ void grid_sampler_2d_kernel(const KernelRun& run, const GridOptions& options) {
           for (int64_t c = 0; c < channels; ++c) {
             const auto at_input = static_cast<size_t>(((n * channels + c) * height + row) * width + column);
             const double gradient = grad_output[static_cast<size_t>((n * channels + c) * points + point)];
-            input_grad[at_input] += y.neighbours.weight[i] * x.neighbours.weight[j] * gradient;
+            run.summation.add(input_grad[at_input],
+                              y.neighbours.weight[i] * x.neighbours.weight[j] * gradient);
             dot += input[at_input] * gradient;
           }
           slope_x += dot * y.neighbours.weight[i] * x.neighbours.slope[j];

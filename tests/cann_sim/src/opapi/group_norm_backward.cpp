@@ -124,20 +124,19 @@ void kernel(const KernelRun& run, const Sizes& sizes, const std::vector<bool>& w
   const size_t group_channels = c / groups;
   const auto group_elements = static_cast<double>(group_channels * pixels);
   std::vector<double> grad_input(grad_out.size()), grad_gamma(c), grad_beta(c);
-  for (size_t row = 0; row < samples * groups; ++row) {  // a group of a sample
+  const Summation& summation = run.summation;
+  for (const size_t row : summation.order(samples * groups)) {  // a group of a sample
     const size_t first_channel = row % groups * group_channels;
     const size_t first = row * group_channels * pixels;
     const auto normalized = [&](size_t at) { return (input[at] - mean[row]) * rstd[row]; };
     double sum = 0, product_sum = 0;
-    for (size_t channel = 0; channel < group_channels; ++channel) {
-      for (size_t pixel = 0; pixel < pixels; ++pixel) {
-        const size_t at = first + channel * pixels + pixel;
-        const double product = grad_out[at] * normalized(at);
-        grad_beta[first_channel + channel] += grad_out[at];
-        grad_gamma[first_channel + channel] += product;
-        sum += grad_out[at] * gamma[first_channel + channel];
-        product_sum += product * gamma[first_channel + channel];
-      }
+    for (const size_t element : summation.order(group_channels * pixels)) {
+      const size_t at = first + element, channel = first_channel + element / pixels;
+      const double product = grad_out[at] * normalized(at);
+      summation.add(grad_beta[channel], grad_out[at]);
+      summation.add(grad_gamma[channel], product);
+      summation.add(sum, grad_out[at] * gamma[channel]);
+      summation.add(product_sum, product * gamma[channel]);
     }
     for (size_t at = first; at < first + group_channels * pixels; ++at) {
       const double weighted = grad_out[at] * gamma[first_channel + (at - first) / pixels];

@@ -2,6 +2,7 @@
 // rank 3.
 #include <cmath>
 
+#include "../model/api.h"
 #include "../model/violation.h"
 #include "checks.h"
 
@@ -147,7 +148,10 @@ class Sampler {
       : shape_(run.shape("value")),
         value_(run.read("value")),
         grad_output_(run.read("gradOutput")),
-        gradients_{std::vector<double>(value_.size()), {}, {}} {}
+        gradients_{std::vector<double>(value_.size()),
+                   std::vector<double>(static_cast<size_t>(run.elements("location"))),
+                   std::vector<double>(static_cast<size_t>(run.elements("attnWeight")))},
+        summation_(run.summation) {}
 
   // Row of value at a pixel, for one batch and head.
   size_t row(int64_t batch, int64_t head, const Level& level, int64_t y, int64_t x) const {
@@ -160,8 +164,8 @@ class Sampler {
   }
 
   // Adds the gradients of one sampling point, whose gradient of the output begins at `grad_row`.
-  void add_point(int64_t batch, int64_t head, size_t grad_row, const Level& level, double x, double y,
-                 double weight) {
+  void add_point(size_t point, int64_t batch, int64_t head, size_t grad_row, const Level& level, double x,
+                 double y, double weight) {
     const double column = x * static_cast<double>(level.width) - 0.5,
                  line = y * static_cast<double>(level.height) - 0.5;
     double by_weight = 0, by_x = 0, by_y = 0;
@@ -179,7 +183,7 @@ class Sampler {
         double dot = 0;
         for (size_t channel = 0; channel < static_cast<size_t>(shape_[3]); ++channel) {
           const double gradient = grad_output_[grad_row + channel];
-          gradients_.value[value_row + channel] += share_y * share_x * weight * gradient;
+          summation_.add(gradients_.value[value_row + channel], share_y * share_x * weight * gradient);
           dot += value_[value_row + channel] * gradient;
         }
         by_weight += share_y * share_x * dot;
@@ -187,9 +191,9 @@ class Sampler {
         by_x += (right ? 1 : -1) * share_y * dot;
       }
     }
-    gradients_.attn_weight.push_back(by_weight);
-    gradients_.location.push_back(static_cast<double>(level.width) * weight * by_x);
-    gradients_.location.push_back(static_cast<double>(level.height) * weight * by_y);
+    gradients_.attn_weight[point] = by_weight;
+    gradients_.location[2 * point] = static_cast<double>(level.width) * weight * by_x;
+    gradients_.location[2 * point + 1] = static_cast<double>(level.height) * weight * by_y;
   }
 
   const Gradients& gradients() const { return gradients_; }
@@ -198,6 +202,7 @@ class Sampler {
   Shape shape_;
   std::vector<double> value_, grad_output_;
   Gradients gradients_;
+  Summation summation_;
 };
 
 void kernel(const KernelRun& run) {
@@ -206,18 +211,18 @@ void kernel(const KernelRun& run) {
   const Shape& shape = run.shape("location");
   const int64_t channels = run.shape("value")[3];
   Sampler sampler(run);
-  size_t point = 0;
-  for (int64_t batch = 0; batch < shape[0]; ++batch) {
-    for (int64_t query = 0; query < shape[1]; ++query) {
-      for (int64_t head = 0; head < shape[2]; ++head) {
-        const auto grad_row = static_cast<size_t>(((batch * shape[1] + query) * shape[2] + head) * channels);
-        for (size_t level = 0; level < static_cast<size_t>(shape[3]); ++level) {
-          const Level described{sizes[2 * level], sizes[2 * level + 1], starts[level]};
-          for (int64_t i = 0; i < shape[4]; ++i, ++point) {
-            sampler.add_point(batch, head, grad_row, described, location[2 * point], location[2 * point + 1],
-                              attn_weight[point]);
-          }
-        }
+  const auto heads = static_cast<size_t>(shape[2]), levels = static_cast<size_t>(shape[3]),
+             points = static_cast<size_t>(shape[4]);
+  const auto rows_of_batch = static_cast<size_t>(shape[1]) * heads;
+  for (const size_t row : run.summation.order(static_cast<size_t>(shape[0]) * rows_of_batch)) {
+    const auto batch = static_cast<int64_t>(row / rows_of_batch), head = static_cast<int64_t>(row % heads);
+    const size_t grad_row = row * static_cast<size_t>(channels);
+    for (size_t level = 0; level < levels; ++level) {
+      const Level described{sizes[2 * level], sizes[2 * level + 1], starts[level]};
+      for (size_t i = 0; i < points; ++i) {
+        const size_t point = (row * levels + level) * points + i;
+        sampler.add_point(point, batch, head, grad_row, described, location[2 * point],
+                          location[2 * point + 1], attn_weight[point]);
       }
     }
   }
@@ -239,7 +244,9 @@ int aclnnMultiScaleDeformableAttentionGradGetWorkspaceSize(
     aclTensor* grad_value, aclTensor* grad_location, aclTensor* grad_attn_weight, uint64_t* workspace_size,
     aclOpExecutor** executor) {
   PhaseOne phase(kOp);
-  phase.can_be_deterministic();
+  // As its pages say: not from 9.0 to 9.2.0-beta.1.
+  const Release release = cann_release();
+  if (release < Release{9, 0, 0} || Release{9, 2, 1} < release) phase.can_be_deterministic();
   Call call;
   call.value = phase.input("value", value);
   call.spatial_shape = phase.input("spatialShape", spatial_shape);

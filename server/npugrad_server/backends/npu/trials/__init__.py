@@ -3,6 +3,7 @@
 Each is run as ``python -m npugrad_server.backends.npu.trials.NAME FOLDER`` and reads its order from, and
 writes its answer to, files in the folder (`exchange`).
 
+    ladder         the device without torch, from loading CANN to a right result, one rung at a time
     surroundings   versions, libraries, functions
     copies         bytes to the device and back, through pinned memory
     phases         the two phases of an operator with tensors exactly as told, legal or not

@@ -1,0 +1,68 @@
+"""What is known of one try of a call, for the message of its failure."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Attempt:
+    """One try of a call.
+
+    Attributes:
+        what: Operator or service that is called.
+        target: Address of the server.
+        timeout_s: Deadline of the try in seconds; None for none.
+        is_encrypted: Whether the client speaks TLS.
+        upload_bytes: What a streamed call sends in chunks; 0 for one that travels whole.
+        sent_bytes: How much of that gRPC has taken so far.
+        started_s: When the try began, on the monotonic clock.
+    """
+
+    what: str
+    target: str
+    timeout_s: float | None = None
+    is_encrypted: bool = False
+    upload_bytes: int = 0
+    sent_bytes: int = 0
+    started_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self.started_s
+
+    @property
+    def is_late(self) -> bool:
+        """Whether its deadline has passed."""
+        return self.timeout_s is not None and self.elapsed_s >= self.timeout_s
+
+    @property
+    def is_uploading(self) -> bool:
+        """Whether some of its data has not gone yet."""
+        return self.sent_bytes < self.upload_bytes
+
+    def late_text(self) -> str:
+        """What happened where the deadline has passed: the upload took too long, or the answer."""
+        deadline = f"{round(self.timeout_s or 0.0, 3):g} s"
+        if not self.is_uploading:
+            return f"found no answer from {self.target} within {deadline}"
+        found, total = f"found the deadline of {deadline} passed", bytes_text(self.upload_bytes)
+        if self.sent_bytes == 0:
+            return f"{found} before any of {total} had gone to {self.target}"
+        rate = self.sent_bytes / max(self.elapsed_s, 1e-9)
+        return (
+            f"{found} after {bytes_text(self.sent_bytes)} of {total} had gone to {self.target} at "
+            f"{bytes_text(round(rate))}/s; expected more than {self.upload_bytes / rate:.2g} s for all of it"
+        )
+
+
+def bytes_text(count: int) -> str:
+    """Bytes for a person, such as ``1.5 GiB``."""
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.4g} {unit}"

@@ -1,0 +1,61 @@
+"""The exit statuses of `npugrad bench`, and what its help says of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from npugrad_client.bench.capacity import Capacity
+
+FAILED, USAGE, MISSED, INVALID, INTERRUPTED, DIED, GIVEN_UP = 1, 2, 3, 4, 5, 6, 130
+
+STATUSES: Mapping[int, str] = {
+    0: "done; objectives kept",
+    FAILED: "no answer, or calls failed and no objective says how many may",
+    USAGE: "wrong usage",
+    MISSED: "an objective was missed",
+    INVALID: "the client was the bottleneck, or a search did not settle",
+    INTERRUPTED: "interrupted, by Ctrl-C or SIGTERM",
+    DIED: "died: the first call failed, or a process of the load test ended",
+    GIVEN_UP: "given up at a second interrupt",
+}
+OF_COMPARE: Mapping[int, str] = {
+    0: "no difference, or faster",
+    FAILED: "failed",
+    USAGE: "wrong usage, runs that did not send the same, or a run that has a flaw",
+    MISSED: "slower, or more errors",
+    INVALID: "too short or too unsteady to tell",
+}
+_VERBATIM = "\b\n"
+"""Has the command line's library keep the lines of a paragraph."""
+_WRITTEN = (
+    "The reports that were asked for are written whatever the status, but for wrong usage. After 4, 5, 6 and "
+    "130 they say what happened, no objective counts as kept, and `compare` refuses them."
+)
+
+
+def _listed(statuses: Mapping[int, str]) -> str:
+    return _VERBATIM + "\n".join(f"Exit status {status}: {told}" for status, told in statuses.items())
+
+
+HELP = "\n\n".join(
+    (
+        "Measure a server, find its capacity, compare two measurements.",
+        "With --rate calls are sent on a schedule whatever the answers do, and latency counts from when a "
+        "call was meant to start. With --concurrency each of N callers waits for its answer.",
+        _listed(STATUSES),
+        _WRITTEN,
+    )
+)
+COMPARE_HELP = "\n\n".join(("Tell whether a second run differs from a first one.", _listed(OF_COMPARE)))
+
+
+def capacity_status(found: Capacity) -> int:
+    """The exit status of a search: what it says of the server counts only where it was sure."""
+    if found.died or found.is_interrupted:
+        return DIED if found.died else INTERRUPTED
+    if found.is_client_limited or not found.is_settled:
+        return INVALID
+    return 0 if found.rate else MISSED

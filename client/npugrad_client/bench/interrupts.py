@@ -1,0 +1,77 @@
+"""The signals that end a load test: the first in order, so that everything is written; a second at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ENDING = (signal.SIGINT, signal.SIGTERM)
+"""Ctrl-C, and what a pipeline, a service manager or Kubernetes sends."""
+
+
+class TooEarly(BaseException):
+    """An interrupt came before anything was measured."""
+
+
+class Interrupts:
+    """While it is entered, the first interrupt calls `stop`, whatever is being done at that time.
+
+    Attributes:
+        stop: Ends the sending; None before there is any, when the interrupt raises `TooEarly` instead.
+    """
+
+    def __init__(self) -> None:
+        self.stop: Callable[[], None] | None = None
+        self._has_come = False
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        if self._has_come:
+            raise KeyboardInterrupt
+        self._has_come = True
+        if self.stop is None:
+            raise TooEarly
+        self.stop()
+
+    @contextmanager
+    def entered(self) -> Iterator[Interrupts]:
+        """Takes the signals for a block; only the main thread has any."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = {number: signal.signal(number, self._on_signal) for number in ENDING}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """Has SIGTERM do what Ctrl-C does, for a block of the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Lets no interrupt in until the block is over; what is started meanwhile never has one."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,93 @@
+"""Calls a second over time, for a chart.
+
+A window may hold a call or none, so that counts by windows jump up and down where the load is even: they are
+joined until each holds some calls. What was intended is not counted at all, but taken from the load.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from npugrad_client.bench.record import Window
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from npugrad_client.bench.result import Result
+
+_LEAST_CALLS, _LEAST_BINS = 10, 20
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Some neighbouring windows.
+
+    Attributes:
+        start_s: Its start, in seconds from that of the measured part.
+        end_s: Its end.
+        window: What happened in it.
+        intended_per_s: Calls a second that were meant to start in it.
+    """
+
+    start_s: float
+    end_s: float
+    window: Window
+    intended_per_s: float
+
+    @property
+    def middle_s(self) -> float:
+        """Where a chart shows it."""
+        return (self.start_s + self.end_s) / 2
+
+    def per_s(self, count: int) -> float:
+        """A count in it as a rate."""
+        return count / (self.end_s - self.start_s)
+
+
+def bins(result: Result) -> list[Bin]:
+    """The run in order, the warm-up first; also what nothing happened in."""
+    window_s, scenario = result.record.window_s, result.scenario
+    last = math.ceil(result.duration_s / window_s - 1e-9)
+    kept = {number: window for number, window in result.record.windows.items() if number < last}
+    if not kept:
+        return []
+    joined = _joined(result, last)
+    span_s, merged = joined * window_s, dict[int, Window]()
+    for number, window in kept.items():
+        merged.setdefault(number // joined, Window()).merge(window)
+    found = []
+    for index in range(min(merged), max(merged) + 1):
+        start_s = max(index * span_s, -scenario["warm_up_s"])
+        end_s = min((index + 1) * span_s, result.duration_s if index >= 0 else 0.0)
+        window = merged.get(index, Window())
+        if end_s - start_s > 1e-9:
+            found.append(Bin(start_s, end_s, window, _intended(result, start_s, end_s, window)))
+    return found
+
+
+def _joined(result: Result, windows: int) -> int:
+    """How many windows make a bin: few calls each, but not so few bins that the course is lost."""
+    calls = result.intended / max(windows, 1)
+    wanted = math.ceil(_LEAST_CALLS / calls) if calls else windows
+    return max(1, min(wanted, windows // _LEAST_BINS))
+
+
+def _intended(result: Result, start_s: float, end_s: float, window: Window) -> float:
+    if result.is_closed or result.scenario["arrival"] == "trace":  # there is no rate but that of the calls
+        return window.tally.intended / (end_s - start_s)
+    load = result.scenario["load"]
+    return round((_expected(load, end_s) - _expected(load, start_s)) / (end_s - start_s), 9)
+
+
+def _expected(load: Sequence[Sequence[float]], at_s: float) -> float:
+    """How many calls are meant to start from 0 to a time; negative in the warm-up."""
+    if at_s < 0:
+        return at_s * (load[0][0] or load[0][1])
+    calls = 0.0
+    for start, end, lasts_s in load:
+        within_s = min(at_s, lasts_s)
+        calls += (start + (end - start) * within_s / lasts_s / 2) * within_s
+        at_s -= within_s
+    return calls

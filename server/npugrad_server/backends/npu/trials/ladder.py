@@ -1,0 +1,261 @@
+"""The device without torch, from loading CANN to a result that is right, one rung at a time.
+
+Order: ``device``, and ``limit_s``, seconds for each rung. Of every rung a line of `LINES` tells that it
+begins (``rung``), and another how it ended (``ok``, ``found``, ``seconds``), so that the last line names the
+rung that ended the process or never did. The answer is whether all were ok.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any, TextIO
+
+import numpy as np
+
+from npugrad.ops import OPERATORS
+from npugrad.products import Product, chip_kind, product_from_soc
+from npugrad.tolerance import compare
+from npugrad_server.acl.bare import BareDevice
+from npugrad_server.acl.launcher import Launcher
+from npugrad_server.acl.layout import arrange
+from npugrad_server.acl.libraries import RUNTIME_LIBRARY, Cann, LibraryError, Loader
+from npugrad_server.acl.release import installed_release
+from npugrad_server.acl.runtime import AclError, Runtime
+from npugrad_server.acl.tensor import DeviceTensor
+from npugrad_server.backends.npu.trials.exchange import (
+    LINES,
+    RESULTS,
+    run_trial,
+    write_contents,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+    from npugrad.spec import CallMeta, OpSpec
+
+    Array = npt.NDArray[Any]
+    Work = Callable[[], str]
+
+LEFT_OUT = "left out"
+"""How what was found begins for an operator that CANN does not have."""
+_COPY_BYTES = 1_000_003
+_STREAM_WAIT_S = 60.0
+
+
+class Wrong(Exception):
+    """What came back is not what it has to be."""
+
+
+class Ladder:
+    """The rungs; each returns what it found, or raises."""
+
+    def __init__(self, index: int) -> None:
+        """Touches nothing."""
+        self.index, self.product = index, Product.ATLAS_A2
+        self.contents: dict[str, npt.NDArray[np.uint8]] = {}
+        self._loader = Loader()
+
+    def rungs(self) -> dict[str, Work]:
+        """Those that stand on each other, by name."""
+        return {
+            "load the runtime": self._load_runtime,
+            "load the operator libraries": self._load_operators,
+            "aclInit": self._initialize,
+            "find the devices": self._count,
+            "set the device": self._take,
+            "make a stream": self._make_stream,
+            "allocate memory": self._allocate,
+            "copy to the device": self._copy_in,
+            "copy back": self._copy_out,
+            "synchronize": self._synchronize,
+        }
+
+    def operators(self) -> dict[str, Work]:
+        """The operators of the product, each a rung of its own."""
+        specs = [spec for spec in OPERATORS.values() if self.product in spec.products]
+        return {f"run {spec.name}": partial(self._run, spec) for spec in specs}
+
+    def close(self) -> str:
+        """Gives all back."""
+        self._device.close()
+        return "memory, stream and device are given back"
+
+    def _load_runtime(self) -> str:
+        self._loader.require(RUNTIME_LIBRARY)
+        return "; ".join(map(str, self._loader.attempts))
+
+    def _load_operators(self) -> str:
+        self._cann = Cann(self._loader)
+        self._runtime = Runtime(self._cann.runtime)
+        self._launcher = Launcher(self._cann, self._runtime)
+        self._device = BareDevice(self._runtime, self._loader)
+        return f"layout {self._cann.layout}: {', '.join(self._cann.libraries)}"
+
+    def _initialize(self) -> str:
+        self._runtime.initialize()
+        return f"CANN {installed_release(self._runtime) or 'of unknown release'}"
+
+    def _count(self) -> str:
+        count = self._runtime.device_count()
+        if self.index >= count:
+            raise Wrong(f"found {count} devices; expected one that is number {self.index}")
+        return f"{count}"
+
+    def _take(self) -> str:
+        self._device.take(self.index)
+        soc = self._runtime.soc_name()
+        self.product = product_from_soc(soc) or self.product
+        return f"{soc}, {chip_kind(soc)}"
+
+    def _make_stream(self) -> str:
+        self._stream = self._device.stream()
+        free, total = self._runtime.memory_bytes()
+        return f"{free >> 20} of {total >> 20} MiB of device memory are free"
+
+    def _allocate(self) -> str:
+        self._there = self._device.allocate(_COPY_BYTES)
+        (self._source, source), (self._target, self._back) = (
+            self._device.pinned(_COPY_BYTES) for _ in range(2)
+        )
+        self._sent = np.random.default_rng(0).integers(0, 256, _COPY_BYTES, np.uint8)
+        source[:], self._back[:] = self._sent, 0
+        return f"{_COPY_BYTES} bytes on the device, twice as many pinned"
+
+    def _copy_in(self) -> str:
+        self._runtime.copy_in(self._there, self._source, _COPY_BYTES, self._stream)
+        self._wait()
+        return f"{_COPY_BYTES} bytes"
+
+    def _copy_out(self) -> str:
+        self._runtime.copy_out(self._target, self._there, _COPY_BYTES, self._stream)
+        return "queued"
+
+    def _synchronize(self) -> str:
+        self._wait()
+        wrong = int(np.count_nonzero(self._back != self._sent))
+        if wrong:
+            raise Wrong(f"found {wrong} of {_COPY_BYTES} bytes changed on the way; expected none")
+        return f"the same {_COPY_BYTES} bytes"
+
+    def _run(self, spec: OpSpec) -> str:
+        missing = self._launcher.missing(spec)
+        if missing:  # whether this CANN should have it, the step about functions tells
+            return f"{LEFT_OUT}: {missing}"
+        call = next(iter(spec.samples(self.product))).call
+        inputs = spec.make_inputs(call, np.random.default_rng(0))
+        outputs = self._launch(spec, call, inputs)
+        golden = {name: np.zeros(array.shape) for name, array in outputs.items()}
+        spec.reference(inputs, call.attrs, golden)
+        wrong = {}
+        for name, array in outputs.items():
+            found = compare(golden[name], array, spec.extra_tolerance(inputs, call.attrs, name))
+            if not found.ok:
+                wrong[name] = str(found)
+        if wrong:
+            self._keep(spec, {**inputs, **outputs, **{f"{n}.expected": golden[n] for n in golden}})
+            raise Wrong("; ".join(f"{name}: {text}" for name, text in wrong.items()))
+        return f"{', '.join(outputs)} right"
+
+    def _launch(self, spec: OpSpec, call: CallMeta, inputs: Mapping[str, Array | None]) -> dict[str, Array]:
+        tensors: dict[str, DeviceTensor | None] = dict.fromkeys(p.name for p in spec.inputs + spec.outputs)
+        arrangement = arrange(spec, call)
+        for slot in arrangement.inputs:
+            array = inputs[slot.name]
+            if array is not None:
+                tensors[slot.name] = DeviceTensor(slot.meta, self._upload(np.ascontiguousarray(array)))
+        for slot in arrangement.outputs:
+            tensors[slot.name] = DeviceTensor(slot.meta, self._device.allocate(slot.nbytes))
+            self._runtime.zero(tensors[slot.name].address, slot.nbytes, self._stream)  # type: ignore[union-attr]
+        with self._launcher.plan(spec, call.attrs, tensors) as plan:
+            workspace = self._device.allocate(plan.workspace_bytes) if plan.workspace_bytes else 0
+            plan.launch(workspace, self._stream)
+        self._wait()
+        return {
+            slot.name: self._download(tensors[slot.name].address, slot.nbytes)  # type: ignore[union-attr]
+            .view(slot.meta.dtype.numpy)
+            .reshape(slot.meta.shape)
+            for slot in arrangement.outputs
+            if slot.wanted
+        }
+
+    def _upload(self, array: Array) -> int:
+        there = self._device.allocate(array.nbytes)
+        address, memory = self._device.pinned(array.nbytes)
+        memory[:] = array.reshape(-1).view(np.uint8)
+        self._runtime.copy_in(there, address, array.nbytes, self._stream)
+        self._wait()
+        return there
+
+    def _download(self, there: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        address, memory = self._device.pinned(nbytes)
+        self._runtime.copy_out(address, there, nbytes, self._stream)
+        self._wait()
+        return memory.copy()
+
+    def _keep(self, spec: OpSpec, arrays: Mapping[str, Array | None]) -> None:
+        for name, array in arrays.items():
+            if array is not None:
+                self.contents[f"{spec.name}/{name}"] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+    def _wait(self) -> None:
+        self._runtime.wait(self._stream, time.monotonic() + _STREAM_WAIT_S)
+
+
+class Climb:
+    """Goes up a ladder and writes down each rung."""
+
+    def __init__(self, ladder: Ladder, lines: TextIO, limit_s: float) -> None:
+        """Has not begun."""
+        self._ladder, self._lines, self._limit_s = ladder, lines, limit_s
+
+    def all(self) -> bool:
+        """Every rung in turn, up to the first that fails; operators may fail one by one."""
+        if any(self._step(name, work) is not None for name, work in self._ladder.rungs().items()):
+            return False
+        failures = []
+        for name, work in self._ladder.operators().items():
+            failures.append(self._step(name, work))
+            if isinstance(failures[-1], AclError) and failures[-1].fault.action.ends_worker:
+                return False
+        return self._step("give back", self._ladder.close) is None and not any(failures)
+
+    def _step(self, name: str, work: Work) -> Exception | None:
+        self._tell(rung=name)
+        # A thread of C's own: it ends the process also while a function of CANN does not return.
+        faulthandler.dump_traceback_later(self._limit_s, exit=True)
+        start = time.perf_counter()
+        failure: Exception | None = None
+        try:
+            found = work()
+        except Exception as error:
+            kind = "" if isinstance(error, (AclError, Wrong, LibraryError)) else f"{type(error).__name__}: "
+            failure, found = error, f"{kind}{error}"
+        faulthandler.cancel_dump_traceback_later()
+        seconds = time.perf_counter() - start
+        self._tell(rung=name, ok=failure is None, found=found, seconds=round(seconds, 4))
+        return failure
+
+    def _tell(self, **line: Any) -> None:
+        self._lines.write(json.dumps(line) + "\n")
+        self._lines.flush()
+
+
+def trial(order: Any, folder: Path) -> bool:
+    """The whole ladder."""
+    faulthandler.enable()
+    ladder = Ladder(order["device"])
+    with (folder / LINES).open("w") as lines:
+        ok = Climb(ladder, lines, order["limit_s"]).all()
+    write_contents(folder / RESULTS, ladder.contents)
+    return ok
+
+
+if __name__ == "__main__":
+    run_trial(trial)

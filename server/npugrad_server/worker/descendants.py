@@ -1,0 +1,131 @@
+"""What a worker leaves behind: vendor libraries fork helpers, which keep its memory, socket and device.
+
+A helper may have changed its group, its session and its parent, so it is known by the mark in the
+environment that it was born with. Looking and killing are microseconds apart, and the kernel gives process
+numbers out in turn, so that no stranger is hit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import time
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+MARK = "NPUGRAD_WORKER_MARK"
+"""Environment variable that tells the descendants of one worker from all other processes."""
+OWN_TIMEOUT_S = 1.0
+"""Seconds that a worker which ends waits for its descendants."""
+_PAUSE_S = 0.01
+_DEAD = ("Z", "X")
+
+
+class Stat(NamedTuple):
+    """What the kernel says of a process.
+
+    Attributes:
+        pid: Its number.
+        state: A letter; Z when it has ended and nobody has waited for it.
+        parent: Number of its parent.
+        session: Number of its session.
+    """
+
+    pid: int
+    state: str
+    parent: int
+    session: int
+
+
+def processes() -> list[Stat]:
+    """Every process that can be seen.
+
+    Raises:
+        OSError: This process has no descriptor left to look with.
+    """
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and (text := _read(name, "stat")):
+            state, parent, _, session = text.rpartition(b")")[2].split()[:4]
+            found.append(Stat(int(name), state.decode(), int(parent), int(session)))
+    return found
+
+
+def _read(pid: str, name: str) -> bytes:
+    """What the kernel tells of a process; nothing when it has ended, or is another user's."""
+    try:
+        return Path("/proc", pid, name).read_bytes()
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        return b""
+
+
+def end_descendants(mark: str, worker: int, timeout_s: float) -> list[int]:
+    """Kills what a worker has left behind, and waits until it is gone.
+
+    Args:
+        mark: The worker's value of `MARK`.
+        worker: Its process number, which is that of its session. It is not killed.
+        timeout_s: Seconds to wait.
+
+    Returns:
+        Those that are still there.
+
+    Raises:
+        OSError: This process has no descriptor left to look with, all the time.
+    """
+    end_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            left = _descendants(mark, worker)
+        except OSError:
+            if time.monotonic() >= end_s:
+                raise
+        else:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            if not left or time.monotonic() >= end_s:
+                return left
+        time.sleep(_PAUSE_S)
+
+
+def _descendants(mark: str, worker: int) -> list[int]:
+    return [
+        process.pid
+        for process in processes()
+        if process.pid != worker
+        and process.state not in _DEAD
+        and (process.session == worker or _has_mark(process.pid, mark))
+    ]
+
+
+def _has_mark(pid: int, mark: str) -> bool:
+    return f"{MARK}={mark}".encode() in _read(str(pid), "environ").split(b"\0")
+
+
+def leave(status: int) -> NoReturn:
+    """Ends this worker, with all its descendants: the pool may be gone, and could not do it.
+
+    Args:
+        status: Exit status.
+    """
+    try:
+        mark = os.environ.get(MARK)
+        if mark and os.getsid(0) == os.getpid():
+            end_descendants(mark, os.getpid(), OWN_TIMEOUT_S)
+    finally:
+        os._exit(status)
+
+
+def keep_from_programs() -> None:
+    """Closes every descriptor but the standard ones to programs that this process starts."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if int(name) > 2:
+                os.set_inheritable(int(name), False)
+        except OSError:  # that of the listing
+            continue

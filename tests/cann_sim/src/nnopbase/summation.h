@@ -1,0 +1,28 @@
+// How a kernel sums: deterministic kernels in one order, the others as their cores come along.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace cann_sim {
+
+class Summation {
+ public:
+  // Without `in_order` this launch has an order of its own, which only the number of launches before decides.
+  explicit Summation(bool in_order);
+
+  // The order in which `count` parts come.
+  std::vector<size_t> order(size_t count) const;
+
+  // Adds a term: in double, which rounds away what the order makes, or in float as atomic additions do.
+  void add(double& sum, double term) const {
+    sum = in_order_ ? sum + term : static_cast<double>(static_cast<float>(sum) + static_cast<float>(term));
+  }
+
+ private:
+  bool in_order_;
+  uint64_t launch_;
+};
+
+}  // namespace cann_sim
