@@ -80,7 +80,7 @@ EXPOSE 50051 9464
 
 # The server drains on SIGTERM. It is process 1, so no shell may stand between it and the signal. The CANN base's own
 # entrypoint only sources set_env.sh; that image sets the same variables with ENV. No HEALTHCHECK: Kubernetes probes
-# over gRPC, and the image has no curl.
+# over HTTP, and the image has no curl.
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["npugrad-server"]
 CMD ["serve"]

@@ -161,6 +161,9 @@ prove-bundles: $(STAMP_KERNELS_NPU) ## What acceptance bundles have after each o
 test-deploy: $(STAMP) ## The image recipe and the manifests
 	$(BIN)/python -m pytest tests/deploy $(ARGS)
 
+test-image: $(STAMP) ## Build the image without an engine and run it; needs root and apt, and says so where it cannot
+	$(BIN)/python -m tests.deploy.image
+
 test-bench-stats: $(STAMP) ## What the load test claims, on devices of known speed: 20 pairs of runs, capacities; minutes
 	NPUGRAD_BENCH_STATS=1 $(BIN)/python -m pytest -rA tests/client/bench/test_proofs.py $(ARGS)
 
@@ -169,7 +172,7 @@ prove-long-call: $(STAMP_KERNELS) ## A unary and a streamed call of 420 s, over 
 
 prove-restarts: $(STAMP_KERNELS) ## 20 rolling restarts of two servers under 12,000 calls and more, none of which may be lost
 	$(BIN)/python -m tests.proofs.restarts $(ARGS)
-.PHONY: test test-large test-npu test-jax acceptance-sim prove-bundles test-deploy test-bench-stats prove-long-call prove-restarts
+.PHONY: test test-large test-npu test-jax acceptance-sim prove-bundles test-deploy test-image test-bench-stats prove-long-call prove-restarts
 
 # -------------------------------------------------------------------------------- benchmarks
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIEnvironment
     from prometheus_client import CollectorRegistry
 
+LIVEZ, READYZ = "/livez", "/readyz"
 PROBE_TIMEOUT_S = 2.0
 """Seconds a probe waits for the event loop. Less than a prober waits, so that it is told why."""
 _CALLER_TIMEOUT_S = 10.0
@@ -76,8 +77,8 @@ class Pages:
         self._state: tuple[Condition, PoolFigures] | None = None
         self._pages: dict[str, Callable[..., Iterable[bytes]]] = {
             "/metrics": make_wsgi_app(registry),
-            "/livez": partial(self._probe, self._why_not_alive),
-            "/readyz": partial(self._probe, self._why_not_ready),
+            LIVEZ: partial(self._probe, self._why_not_alive),
+            READYZ: partial(self._probe, self._why_not_ready),
         }
 
     def show_state(self, condition: Condition, pool: PoolFigures) -> None:

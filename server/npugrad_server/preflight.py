@@ -14,6 +14,7 @@ from npugrad_server.logs import get_logger
 from npugrad_server.machine import memory_bytes
 from npugrad_server.npus import NpuReport, find_npus, op_init_problem
 from npugrad_server.pool import DevicePool, DeviceState, PoolSettings
+from npugrad_server.pool.types import START_LIMIT_FACTOR
 from npugrad_server.tls import TlsError, read_tls
 
 if TYPE_CHECKING:
@@ -78,9 +79,9 @@ def pool_settings(settings: ServerSettings, report: NpuReport) -> PoolSettings:
     return made
 
 
-def start_limit_s(made: PoolSettings) -> float:
+def start_limit_s(settings: ServerSettings | PoolSettings) -> float:
     """Seconds from the opening of the pool until a server without a ready device gives up."""
-    return made.start_limit_s + READY_MARGIN_S
+    return START_LIMIT_FACTOR * settings.worker_start_timeout_s + READY_MARGIN_S
 
 
 def _resolved(text: str, report: NpuReport) -> tuple[str, ...]:

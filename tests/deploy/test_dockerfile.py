@@ -1,7 +1,7 @@
 """The image's recipe: what can be known of it without building it.
 
-A build takes minutes, root and packages: `make test-image` (image.py) does it for real. What these tests run is
-the linter, the scripts, and the wheel build from exactly the files the recipe copies.
+A build takes minutes, root and packages: `make test-image` (image.py) does it. What these tests run for real
+is the linter, the scripts, and the wheel build from exactly the files the recipe copies.
 """
 
 from __future__ import annotations
@@ -288,6 +288,16 @@ def test_check_fails_the_build_unless_kernels_load_or_nobody_asked_for_them(tmp_
     assert (made.returncode, "FAIL" in made.stdout) == (1, True), made
     if usable_variants() and any(LOADED.glob("*.so")):
         assert _checked(server).returncode == 0
+
+
+@pytest.mark.slow
+def test_build_for_real_says_why_a_machine_cannot() -> None:
+    made = subprocess.run(
+        [sys.executable, "-m", "tests.deploy.image"],
+        cwd=ROOT, env={"PATH": "", "PYTHONPATH": ""}, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    assert made.stdout.startswith("image: skipped: no mmdebstrap, buildah, ")
 
 
 # -------------------------------------------------------------------------------------- the account

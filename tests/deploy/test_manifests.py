@@ -19,6 +19,8 @@ from typer.main import get_command
 
 from npugrad_server.cli import app
 from npugrad_server.config import ServerSettings
+from npugrad_server.pages import LIVEZ, PROBE_TIMEOUT_S, READYZ
+from npugrad_server.preflight import start_limit_s
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -29,7 +31,6 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
 DEPLOYMENTS = ("deployment-npu.yaml", "deployment-cpu.yaml")
 SERVICES = ("service.yaml", "service-headless.yaml")
-# From here on preStop's native sleep is on by default; earlier clusters would drop it.
 OLDEST_KUBERNETES = Version("1.30")
 KUBERNETES = [major_minor(version) for version in all_versions() if Version(version) >= OLDEST_KUBERNETES]
 
@@ -140,6 +141,12 @@ def test_grace_period_covers_the_longest_drain(
     ]
 
 
+def test_server_without_a_device_is_restarted_but_not_while_one_starts(name: str) -> None:
+    settings = _settings(name)
+    assert settings.liveness_down_limit_s is not None
+    assert settings.liveness_down_limit_s > start_limit_s(settings)
+
+
 def test_memory_limit_holds_arenas_and_processes(name: str, server: dict[str, Any]) -> None:
     settings = _settings(name)
     assert settings.input_arena_bytes is not None
@@ -238,20 +245,30 @@ def test_writable_paths_are_those_of_the_image(pod: dict[str, Any], server: dict
 
 
 @pytest.mark.parametrize(
-    ("probe", "service"), [("startupProbe", ""), ("readinessProbe", ""), ("livenessProbe", "liveness")]
+    ("probe", "path"), [("startupProbe", READYZ), ("readinessProbe", READYZ), ("livenessProbe", LIVEZ)]
 )
-def test_probe_asks_the_servers_own_port(server: dict[str, Any], probe: str, service: str) -> None:
-    ports = {port["name"]: port["containerPort"] for port in server["ports"]}
-    assert server[probe]["grpc"] == {"port": ports["grpc"], "service": service}
-    assert not {"exec", "httpGet", "tcpSocket"} & set(server[probe])
-    assert server[probe]["timeoutSeconds"] <= server[probe]["periodSeconds"]
+def test_probe_asks_the_metrics_port(server: dict[str, Any], probe: str, path: str) -> None:
+    """Over HTTP, because the kubelet's gRPC probe speaks no TLS."""
+    assert server[probe]["httpGet"] == {"path": path, "port": "metrics"}
+    assert "metrics" in {port["name"] for port in server["ports"]}
+    assert not {"exec", "grpc", "tcpSocket"} & set(server[probe])
+    assert PROBE_TIMEOUT_S < server[probe]["timeoutSeconds"] <= server[probe]["periodSeconds"]
 
 
-def test_rollout_waits_longer_than_a_start_may_take(name: str) -> None:
+def test_startup_probe_waits_until_the_server_gives_up(name: str) -> None:
+    """Then the log ends with what every device failed of, and not with a signal."""
     startup = _container(name)["startupProbe"]
+    until_the_last_s = startup["periodSeconds"] * (startup["failureThreshold"] - 1)
+    imports_s = 10
+    assert until_the_last_s >= start_limit_s(_settings(name)) + imports_s
+
+
+def test_rollout_waits_longer_than_a_start_and_an_end_may_take(name: str) -> None:
+    spec, startup = _load(name)["spec"], _container(name)["startupProbe"]
     kubernetes_default = 600
-    deadline = _load(name)["spec"].get("progressDeadlineSeconds", kubernetes_default)
-    assert startup["periodSeconds"] * startup["failureThreshold"] < deadline
+    deadline = spec.get("progressDeadlineSeconds", kubernetes_default)
+    start_s = startup["periodSeconds"] * startup["failureThreshold"]
+    assert start_s + spec["template"]["spec"]["terminationGracePeriodSeconds"] < deadline
 
 
 @pytest.mark.parametrize("service", SERVICES)
