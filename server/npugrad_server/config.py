@@ -186,7 +186,7 @@ class ServerSettings(BaseSettings):
         description="Seconds before a lost worker is replaced; doubles with each loss in a row.",
     )
     respawn_backoff_max_s: float = Field(
-        default=2.0,
+        default=1.0,
         ge=0,
         description="Longest such wait in seconds; a device that fails by itself again and again waits "
         "longer, up to 60 s.",

@@ -23,11 +23,13 @@ class WorkerSpec:
         output_bytes: Size of its output arena.
         memory: Name of the host memory it shares with other devices; the budgets of the scheduler have it as
             key.
+        heavy: Whether starting it keeps the host busy, so that not all such devices start at once.
     """
 
     streams: int
     output_bytes: int
     memory: str
+    heavy: bool = False
 
 
 @dataclass(frozen=True)

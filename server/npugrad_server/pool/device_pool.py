@@ -87,7 +87,12 @@ class DevicePool:
         self._driver = Driver(self._fleet, self._entries, self._replies, self._observer)
         self._scheduler = Scheduler(
             settings,
-            [WorkerSpec(settings.streams_per_device, self._gate.output_bytes, _HOST)] * len(devices),
+            [
+                WorkerSpec(
+                    settings.streams_per_device, self._gate.output_bytes, _HOST, heavy=device.kind == "npu"
+                )
+                for device in devices
+            ],
             {_HOST: self._gate.memory_bytes},
         )
         self._numbers = itertools.count(1)

@@ -144,6 +144,7 @@ class WorkerRecord:
         failures: Those of them that count against the device.
         unspawned: Processes in a row that could not be started.
         timeouts: Starts that took too long; each gives the next one more time.
+        waits: Whether its next start waits for those of other devices.
         spawned_s: When the present process was started.
         stage: What its start is at.
         opened: Whether the present process has opened the device.
@@ -174,6 +175,7 @@ class WorkerRecord:
     failures: int = 0
     unspawned: int = 0
     timeouts: int = 0
+    waits: bool = False
     spawned_s: float = 0.0
     stage: str = ""
     opened: bool = False

@@ -17,6 +17,8 @@ What follows
       doubling where it asked for time or somebody has to mend something.
     - A start that stands still, or takes too long in all, is ended. The next one gets twice the time, up to
       `2 ** MAX_TIME_DOUBLINGS` times; when that was not enough either, the device is down.
+    - Of devices whose start is heavy at most `STARTS_AT_ONCE` begin one within `TURN_S`, unless earlier ones
+      are over: vendor libraries take minutes of processor time, which all of them would share.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ SLOWEST_S = 60.0
 """Longest wait before a device is tried again, unless `respawn_backoff_max_s` is longer."""
 MAX_TIME_DOUBLINGS = 2
 """How often a start that took too long gets twice the time of the one before."""
+STARTS_AT_ONCE, TURN_S = 2, 30.0
 _GROWTH = 1.1
 _FIRST_STAGE = "starting its process"
 
@@ -63,8 +66,32 @@ class Lifecycle:
 
     # ------------------------------------------------------------------------------------------------- starts
 
-    def spawn(self, worker: WorkerRecord, now: float, out: list[Command]) -> None:
-        """Starts the next process of a device."""
+    def begin(self, worker: WorkerRecord, now: float, out: list[Command]) -> None:
+        """Starts the next process of a device, or has it wait for its turn."""
+        worker.alarm = self._turn_s(worker, now)
+        if worker.alarm is None:
+            self._spawn(worker, now, out)
+        elif not worker.waits:
+            worker.waits = True
+            if worker.state is not DeviceState.DOWN:
+                self._change(worker, DeviceState.STARTING, "waiting for other devices to start", out)
+
+    def take_turns(self, now: float, out: list[Command]) -> None:
+        """A start is over: those that wait for it begin, devices that are down last."""
+        waiting = [worker for worker in self._workers if worker.waits]
+        for worker in sorted(waiting, key=lambda worker: worker.state is DeviceState.DOWN):
+            self.begin(worker, now, out)
+
+    def _turn_s(self, worker: WorkerRecord, now: float) -> float | None:
+        """When a heavy start may begin; None for at once."""
+        if not worker.spec.heavy:
+            return None
+        starting = [w for w in self._workers if w.spec.heavy and w.alive and not (w.opened or w.ending)]
+        turns = sorted(w.spawned_s + TURN_S for w in starting if w.spawned_s + TURN_S > now)
+        return turns[-STARTS_AT_ONCE] if len(turns) >= STARTS_AT_ONCE else None
+
+    def _spawn(self, worker: WorkerRecord, now: float, out: list[Command]) -> None:
+        worker.waits = False
         worker.incarnation += 1
         worker.alive, worker.ending, worker.opened, worker.late = True, False, False, False
         worker.blameless, worker.ended_for, worker.failure = False, "", None
@@ -96,7 +123,7 @@ class Lifecycle:
     def overdue(self, worker: WorkerRecord, now: float, out: list[Command]) -> None:
         """The alarm of a worker has come: its start takes too long, or it is to be started again."""
         if not worker.alive:
-            self.spawn(worker, now, out)
+            self.begin(worker, now, out)
             return
         limit_s = self._stage_limit_s(worker)
         if now < worker.spawned_s + START_LIMIT_FACTOR * limit_s:

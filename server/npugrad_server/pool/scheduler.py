@@ -112,10 +112,10 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------- events
 
     def start(self, now: float) -> list[Command]:
-        """The pool opens: every device gets a process."""
+        """The pool opens: every device gets a process, at once or in its turn."""
         out: list[Command] = []
         for worker in self.workers:
-            self._lifecycle.spawn(worker, now, out)
+            self._lifecycle.begin(worker, now, out)
         return out
 
     def submit(self, request: CallRequest, now: float) -> list[Command]:
@@ -160,6 +160,7 @@ class Scheduler:
         record.one_mode, record.memory_bytes = one_mode, memory_bytes
         record.lacks, record.short = dict(lacks or {}), False
         self._lifecycle.opened(record, out)
+        self._lifecycle.take_turns(now, out)
         self._dispatch(now, out)
         return out
 
@@ -272,6 +273,7 @@ class Scheduler:
             self._retry(record, call, out)
         record.outputs = RegionAllocator(0)
         self._lifecycle.restart(record, now, out, idle=not died_under)
+        self._lifecycle.take_turns(now, out)
         if self.all_down:
             for waiting in list(self._queue):
                 self._give_up(waiting, "NO_DEVICE", self._lifecycle.why_down, out)

@@ -23,6 +23,9 @@ from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.pool.types import DeviceState
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from npugrad_server.pool.commands import Command
     from npugrad_server.pool.ledger import WorkerRecord
 
 QUICKEST, QUICK = SETTINGS.respawn_backoff_s, SETTINGS.respawn_backoff_max_s
@@ -233,3 +236,57 @@ def test_a_damaged_device_stays_down_whatever_its_last_words_were() -> None:
     assert scheduler.next_alarm() is None
     assert scheduler.tick(1e9) == []
     assert down(scheduler.workers[0])
+
+
+# ----------------------------------------------------------------------------------- starts that take turns
+
+
+def heavy_scheduler(count: int) -> tuple[Scheduler, list[int]]:
+    """Devices whose starts are heavy, and those of them that were started at once."""
+    scheduler = Scheduler(SETTINGS, [WorkerSpec(1, 1024, "host", heavy=True)] * count, {"host": 1024})
+    return scheduler, spawned(scheduler.start(0))
+
+
+def spawned(commands: Sequence[Command]) -> list[int]:
+    return [command.worker for command in of(SpawnWorker, commands)]
+
+
+def test_heavy_starts_take_turns() -> None:
+    scheduler, first = heavy_scheduler(8)
+    assert first == [0, 1]
+    waiting = scheduler.workers[2]
+    assert (waiting.state, waiting.reason) == (DeviceState.STARTING, "waiting for other devices to start")
+    assert spawned(scheduler.ready(0, 1, 10)) == [2]
+    assert spawned(scheduler.lost(1, 1, "status 1", 12)) == [3]
+    # Those that take long do not hold up the others for longer than a turn.
+    assert scheduler.next_alarm() == 13
+    assert spawned(scheduler.tick(13)) == []  # the lost one waits for its turn as well
+    assert spawned(scheduler.tick(39)) == []
+    assert spawned(scheduler.tick(40)) == [1]
+    assert spawned(scheduler.tick(42)) == [4]
+    assert spawned(scheduler.tick(71)) == [5]
+    assert [worker.state for worker in scheduler.workers[6:]] == [DeviceState.STARTING] * 2
+
+
+def test_devices_that_are_down_have_their_turn_after_the_others() -> None:
+    scheduler, now = heavy_scheduler(3)[0], 0.0
+    scheduler.ready(0, 1, now)
+    scheduler.failing(1, 1, Failure("nothing there", Comeback.MENDED), now)
+    scheduler.lost(1, 1, "nothing there", now)
+    scheduler.ready(2, 1, now)
+    for worker in (0, 2):
+        scheduler.lost(worker, 1, "signal 9", now)
+    assert spawned(scheduler.tick(1)) == [0, 2]
+    scheduler.tick(5)
+    assert scheduler.workers[1].waits
+    lost = scheduler.lost(0, 2, "signal 9", 6)
+    assert spawned(lost) == [1]
+    # The next time it is the other way round.
+    scheduler.tick(8)
+    assert scheduler.workers[0].waits
+    assert down(scheduler.workers[1])
+
+
+def test_light_starts_do_not_wait_for_each_other() -> None:
+    scheduler = Scheduler(SETTINGS, [WorkerSpec(1, 1024, "host")] * 8, {"host": 1024})
+    assert len(spawned(scheduler.start(0))) == 8

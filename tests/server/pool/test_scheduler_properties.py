@@ -29,7 +29,7 @@ from npugrad_server.pool.commands import (
     WorkerSpec,
 )
 from npugrad_server.pool.device_memory import workspace_footprint
-from npugrad_server.pool.lifecycle import SLOWEST_S
+from npugrad_server.pool.lifecycle import SLOWEST_S, STARTS_AT_ONCE, TURN_S
 from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.pool.types import DeviceState, PoolSettings
 from npugrad_server.worker.protocol import AbandonCall, WorkspaceGranted, WorkspaceRefused
@@ -91,6 +91,7 @@ class Process:
     """What the world knows of a worker's process."""
 
     incarnation: int
+    started: float = 0.0
     open: bool = False
     told_to_end: bool = False
     named: int | None = None
@@ -109,7 +110,7 @@ class SchedulerWorld(RuleBasedStateMachine):
         self.countable: Counter[int] = Counter()
         """Losses that may count against each device: those of idle processes, or under a single call."""
         self.streams = 0
-        self.one_mode = self.own = False
+        self.one_mode = self.own = self.heavy = False
         self.scheduler: Scheduler
 
     # ------------------------------------------------------------------------------------------ the driver
@@ -134,7 +135,10 @@ class SchedulerWorld(RuleBasedStateMachine):
                 assert not call.running, "memory taken from under a worker"
             elif isinstance(command, SpawnWorker):
                 assert command.worker not in self.processes, "two processes for one device"
-                self.processes[command.worker] = Process(command.incarnation)
+                self.processes[command.worker] = Process(command.incarnation, self.now)
+                starting = [p for p in self.processes.values() if not p.open and not p.told_to_end]
+                recent = [p for p in starting if p.started + TURN_S > self.now]
+                assert not self.heavy or len(recent) <= STARTS_AT_ONCE
             elif isinstance(command, KillWorker):
                 assert self.processes[command.worker].incarnation == command.incarnation
                 self.processes[command.worker].told_to_end = True
@@ -242,9 +246,13 @@ class SchedulerWorld(RuleBasedStateMachine):
     # --------------------------------------------------------------------------------------------- the world
 
     @initialize(
-        workers=st.integers(1, 3), streams=st.integers(1, 3), one_mode=st.booleans(), own=st.booleans()
+        workers=st.integers(1, 4),
+        streams=st.integers(1, 3),
+        one_mode=st.booleans(),
+        own=st.booleans(),
+        heavy=st.booleans(),
     )
-    def open(self, workers: int, streams: int, one_mode: bool, own: bool) -> None:
+    def open(self, workers: int, streams: int, one_mode: bool, own: bool, heavy: bool) -> None:
         config = PoolSettings(
             ("cpu:0",) * workers,
             Product.ATLAS_A2,
@@ -260,8 +268,8 @@ class SchedulerWorld(RuleBasedStateMachine):
             4,
             ATTEMPTS,
         )
-        self.streams, self.one_mode, self.own = streams, one_mode, own
-        specs = [WorkerSpec(streams, ARENA, "host")] * workers
+        self.streams, self.one_mode, self.own, self.heavy = streams, one_mode, own, heavy
+        specs = [WorkerSpec(streams, ARENA, "host", heavy)] * workers
         self.scheduler = Scheduler(config, specs, {"host": MEMORY})
         self.obey(self.scheduler.start(self.now))
 
