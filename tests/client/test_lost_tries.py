@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from tests.client.fake_service import (
     STREAMED,
-    UNARY,
     Context,
     abort_with,
     chunk_frame,
@@ -25,9 +24,7 @@ from tests.client.fake_service import (
     read_header,
     response,
 )
-from tests.client.raw_http2 import GONE, NO_STATUS, peer, reset
 
-from npugrad.errors import NpugradError
 from npugrad_client import (
     AsyncClient,
     Client,
@@ -45,7 +42,8 @@ from npugrad_client._retry import RETRY
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from npugrad.spec import OpSpec
+    from npugrad.errors import NpugradError
+
 
 REFUSALS = [
     InvalidOperand("group: found 3", code=161002, operator="group_norm_backward"),
@@ -288,80 +286,6 @@ def test_an_upload_whose_server_is_lost_says_so(is_async: bool) -> None:
         found = calls(is_async, service.address, 2, group_norm(n=2, c=64, hxw=16_384), brief)
     assert all(isinstance(error, ConnectError) and "gone for good" in str(error) for error in found), found
     assert min(error.tries for error in found) > 4
-
-
-# ------------------------------------------------------------------------- streams that nobody answered
-
-BROKEN_OFF = {
-    **{f"reset {code}": reset(code) for code in (0, 2, 7, 8)},
-    **{f"reset {code} of a reply": reset(code, has_begun=True) for code in (0, 2, 7, 8)},
-    "no status": NO_STATUS,
-    "goaway": GONE,
-}
-
-
-def outcomes(targets: list[str], policy: RetryPolicy | None, way: int) -> list[Any]:
-    """Results or errors of one call from each client, and of one from a future, which can be cancelled."""
-
-    async def work() -> Any:
-        async with AsyncClient(targets, timeout_s=30, retry=policy, stream_from_bytes=way) as client:
-            return await client.group_norm_backward(**group_norm(hxw=40_000))
-
-    found: list[Any] = []
-    with Client(targets, timeout_s=30, retry=policy, stream_from_bytes=way) as client:
-        for act in (
-            lambda: client.group_norm_backward(**group_norm(hxw=40_000)),
-            lambda: client.submit.group_norm_backward(**group_norm(hxw=40_000)).result(60),
-            lambda: asyncio.run(asyncio.wait_for(work(), 60)),
-        ):
-            try:
-                found.append(act())
-            except NpugradError as error:
-                found.append(error)
-    return found
-
-
-@pytest.mark.parametrize("way", [UNARY, STREAMED], ids=["unary", "streamed"])
-@pytest.mark.parametrize("answer", BROKEN_OFF.values(), ids=BROKEN_OFF)
-def test_a_call_that_a_proxy_breaks_off_is_sent_to_another_server(answer: list[bytes], way: int) -> None:
-    with peer(answer) as proxy, fake_service() as good:
-        for error in outcomes([proxy.address], None, way):
-            assert type(error) is ConnectError
-            assert str(error).startswith(f"group_norm_backward: cannot reach {proxy.address}: ")
-            assert not error.is_misconfigured
-        for grads in outcomes([proxy.address, good.address], RetryPolicy(), way):
-            assert grads.info.tries <= 2
-        assert proxy.stream_count > 3
-
-
-def test_a_reset_that_blames_what_was_sent_is_not_tried_again() -> None:
-    with peer(reset(1)) as proxy:
-        for error in outcomes([proxy.address], RetryPolicy(), UNARY):
-            assert type(error) is NpugradError
-            assert error.tries == 1
-
-
-@pytest.mark.parametrize("said", ["CANCELLED", "Channel closed!", "Locally cancelled by application!"])
-@pytest.mark.parametrize("way", [UNARY, STREAMED], ids=["unary", "streamed"])
-def test_a_cancellation_that_is_not_ours_is_a_lost_server_whatever_it_says(said: str, way: int) -> None:
-    """A server that stops cancels what it has not taken yet."""
-
-    def unary(spec: OpSpec, request: Any, context: Context) -> Any:
-        context.abort(grpc.StatusCode.CANCELLED, said)
-
-    def execute(frames: Any, context: Context) -> Iterator[Any]:
-        read_header(frames)
-        yield from ()
-        context.abort(grpc.StatusCode.CANCELLED, said)
-
-    with fake_service(unary, execute) as ending, fake_service() as good:
-        for error in outcomes([ending.address], None, way):
-            assert type(error) is ConnectError
-        for grads in outcomes([ending.address, good.address], RetryPolicy(), way):
-            assert grads.info.tries <= 2
-
-
-# --------------------------------------------------------------------------------------- late uploads
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["threads", "asyncio"])
