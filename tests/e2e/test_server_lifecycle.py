@@ -375,9 +375,7 @@ def wait_accepted(server: ServerProcess, count: int) -> None:
 
 def test_everything_is_served_during_the_drain_delay(start_server: StartServer) -> None:
     """Over connections old and new; all that differs is what health and info say."""
-    draining = start_server(
-        "--drain-delay-s", "600", "--metrics-listen", "127.0.0.1:0", check_end=False
-    )
+    draining = start_server("--drain-delay-s", "600", "--metrics-listen", "127.0.0.1:0", check_end=False)
     made = sample()
     with draining.channel() as old:
         watch = watch_health(old)
