@@ -10,6 +10,7 @@ import asyncio
 import signal
 import time
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import npugrad
@@ -44,12 +45,13 @@ _FAREWELL_S = 1.0
 _T = TypeVar("_T")
 
 
-async def serve(loaded: LoadedSettings, announce: Callable[[Address], None]) -> int:
+async def serve(loaded: LoadedSettings, announce: Callable[[Address], None], print_fd: int = 2) -> int:
     """Runs a server until a signal ends it.
 
     Args:
         loaded: Settings and where they came from.
         announce: Called once calls are served, with the bound address.
+        print_fd: Descriptor that workers print to.
 
     Returns:
         Exit code: 0, or 1 when accepted calls were cut off or the gRPC server ended by itself.
@@ -59,7 +61,7 @@ async def serve(loaded: LoadedSettings, announce: Callable[[Address], None]) -> 
     """
     keep_freed_memory()
     log, stop, delay_s = get_logger(), Stop(), 0.0
-    made = pool_settings(loaded.settings, npu_report(loaded.settings))
+    made = replace(pool_settings(loaded.settings, npu_report(loaded.settings)), print_fd=print_fd)
     for name, value in loaded.settings:
         # The pool's settings have what a default such as "auto" came to.
         log.info("setting", name=name, value=getattr(made, name, value), origin=loaded.origins[name])

@@ -132,7 +132,8 @@ def serve(flags: dict[str, Any], config: str | None) -> None:
     loaded = _loaded(flags, config)
     close_log = logs.configure(loaded.settings.log_format, loaded.settings.log_level)
     try:
-        code = asyncio.run(serve_until_ended(loaded, partial(_announce, loaded.settings)))
+        with logs.relayed() as print_fd:
+            code = asyncio.run(serve_until_ended(loaded, partial(_announce, loaded.settings), print_fd))
     except StartError as error:
         code = FAILED
         for problem in error.problems:

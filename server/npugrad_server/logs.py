@@ -3,7 +3,7 @@
 Lines are written by a thread of their own, so that a slow reader of standard error never holds up the
 event loop; when it falls too far behind, lines are dropped and counted. Nor does one that reads nothing at
 all hold up the end of the process. The standard library's log, which gRPC and asyncio write to, goes the
-same way.
+same way, and so does what workers print.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import select
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 import structlog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from structlog.typing import EventDict, WrappedLogger
 
@@ -31,6 +32,8 @@ MAX_VALUE_CHARACTERS = 2048
 """Longest text in a line, tracebacks aside: callers choose parts of it."""
 FAREWELL_S = 2.0
 """Seconds that lines have to be written at the end; those left then are lost."""
+_MAX_PRINTED_BYTES = 65536
+"""Longest line of another process; a longer one becomes several."""
 _COUNT = "lines"
 
 
@@ -138,6 +141,37 @@ def _writer(stream: TextIO) -> Callable[[str], object]:
             return
 
     return write
+
+
+@contextmanager
+def relayed(stream: TextIO | None = None) -> Iterator[int]:
+    """Passes on what other processes print; they never wait for a slow reader.
+
+    Args:
+        stream: Where to; standard error by default.
+
+    Yields:
+        The descriptor they are to print to, for the time of the block.
+    """
+    ours, theirs = os.pipe()
+    backlog = LogBacklog()
+    writer = LogWriter(backlog, logging.Formatter("%(message)s"), stream or sys.stderr)
+    reader = threading.Thread(target=_read_lines, args=(ours, backlog), name="relay", daemon=True)
+    writer.start()
+    reader.start()
+    try:
+        yield theirs
+    finally:
+        os.close(theirs)
+        reader.join(FAREWELL_S)  # until the last of them has ended
+        writer.close(FAREWELL_S)
+
+
+def _read_lines(descriptor: int, backlog: LogBacklog) -> None:
+    with os.fdopen(descriptor, "rb") as pipe:
+        while line := pipe.readline(_MAX_PRINTED_BYTES):
+            text = line.decode(errors="backslashreplace").removesuffix("\n")
+            backlog.handle(logging.makeLogRecord({"msg": text}))
 
 
 def configure(log_format: str, level: str, stream: TextIO | None = None) -> Callable[[], None]:

@@ -59,6 +59,10 @@ def test_a_server_whose_standard_error_nobody_reads_answers_and_ends(
     with running.channel() as channel:
         for _ in range(40):
             call_unary(channel, made.spec, made.message())
+        (worker,) = workers_of(running.process.pid)
+        os.kill(worker, signal.SIGSEGV)  # its last words are many
+        assert call_unary(channel, made.spec, made.message()).info.device == "cpu:0"
+        assert [device.restarts for device in running.info().devices] == [1]
     running.signal(signal.SIGTERM)
     assert running.wait() == 0
     with os.fdopen(os.dup(unread), "rb") as pipe:

@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import os
+import subprocess
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,12 @@ from npugrad_server import logs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+@pytest.fixture
+def few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backlog that is soon full: beside it, a pipe takes some 1,000 lines."""
+    monkeypatch.setattr(logs, "MAX_BACKLOG_LINES", 500)
 
 
 @pytest.fixture(autouse=True)
@@ -98,13 +105,14 @@ def test_backlog_drops_lines_and_counts_them_instead_of_waiting() -> None:
     assert backlog.dropped_lines == 7
 
 
+@pytest.mark.usefixtures("few_lines")
 def test_dropped_lines_are_told_once_somebody_reads_again() -> None:
     """A pipe that nobody reads holds up neither those who log nor the end; then it is read."""
     ours, theirs = os.pipe()
     with open(ours, "rb") as read, open(theirs, "w") as stream:
         close = logs.configure("json", "info", stream)
         log = logs.get_logger()
-        count = logs.MAX_BACKLOG_LINES + 5000  # more than fit the backlog and the pipe
+        count = logs.MAX_BACKLOG_LINES + 3000  # more than fit the backlog and the pipe
         for number in range(count):
             log.info("line", number=number)
         found: list[dict[str, Any]] = []
@@ -114,12 +122,28 @@ def test_dropped_lines_are_told_once_somebody_reads_again() -> None:
     assert found[-1]["lines"] == count - (len(found) - 1) > 0
 
 
+@pytest.mark.usefixtures("few_lines")
+def test_what_others_print_is_passed_on_and_they_never_wait() -> None:
+    ours, theirs = os.pipe()
+    with open(ours, "rb") as read, open(theirs, "w") as stream, logs.relayed(stream) as print_fd:
+        count = 40 * logs.MAX_BACKLOG_LINES
+        subprocess.run(["seq", str(count)], stdout=print_fd, check=True, timeout=60)
+        found: list[bytes] = []
+        while not found or found[-1] != b"last \\xff words\n":
+            found.append(read.readline())
+            if found[-1] == b"log lines dropped\n":  # there was room again, for a moment at least
+                os.write(print_fd, b"last \xff words\n")
+    assert found[:3] == [b"1\n", b"2\n", b"3\n"]
+    assert len(found) < count
+
+
+@pytest.mark.usefixtures("few_lines")
 def test_the_end_does_not_wait_for_a_reader_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "FAREWELL_S", 0.1)
     ours, theirs = os.pipe()
     with open(theirs, "w") as stream:
         close = logs.configure("json", "info", stream)
-        for _ in range(logs.MAX_BACKLOG_LINES + 5000):
+        for _ in range(logs.MAX_BACKLOG_LINES + 3000):
             logs.get_logger().info("line")
         close()
         (left,) = [thread for thread in threading.enumerate() if thread.name == "log"]

@@ -122,15 +122,16 @@ class Fleet:
         """Starts a process in a thread; `worker_ready` or `worker_lost` follows."""
         device = self.devices[worker]
         loop = asyncio.get_running_loop()
-        device.spawning = loop.run_in_executor(
-            self._executor,
+        start = partial(
             WorkerProcess,
             str(device.name),
             incarnation,
             self._inputs,
             self._settings.output_arena_bytes,
             self._threads,
+            print_fd=self._settings.print_fd,
         )
+        device.spawning = loop.run_in_executor(self._executor, start)
         device.spawning.add_done_callback(lambda future: self._spawned(worker, incarnation, future))
 
     def _spawned(self, worker: int, incarnation: int, future: asyncio.Future[WorkerProcess]) -> None:

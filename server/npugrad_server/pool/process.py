@@ -50,7 +50,14 @@ class WorkerProcess:
     """A process, its socket and its output arena. Made in a thread, then used on one event loop."""
 
     def __init__(
-        self, device: str, incarnation: int, inputs: InputArena, output_arena_bytes: int, threads: int
+        self,
+        device: str,
+        incarnation: int,
+        inputs: InputArena,
+        output_arena_bytes: int,
+        threads: int,
+        *,
+        print_fd: int = 2,
     ) -> None:
         """Starts the process; takes some milliseconds.
 
@@ -60,6 +67,7 @@ class WorkerProcess:
             inputs: Arena of the operands.
             output_arena_bytes: Size of its results' arena.
             threads: Processors' worth of threads for linear algebra, unless the environment says.
+            print_fd: Descriptor that it prints to.
 
         Raises:
             OSError: No process, memory or descriptor is left.
@@ -79,7 +87,7 @@ class WorkerProcess:
             raise
         self._control.setblocking(False)
         try:
-            self._process = self._spawn(theirs, threads)
+            self._process = self._spawn(theirs, threads, print_fd)
         except BaseException:
             self._control.close()
             self.outputs.close()
@@ -87,7 +95,7 @@ class WorkerProcess:
         finally:
             theirs.close()
 
-    def _spawn(self, theirs: socket.socket, threads: int) -> subprocess.Popen[bytes]:
+    def _spawn(self, theirs: socket.socket, threads: int, print_fd: int) -> subprocess.Popen[bytes]:
         # Libraries look at different ones first, so one that is set counts for all of them.
         given = next((os.environ[name] for name in _THREAD_SETTINGS if name in os.environ), str(threads))
         environment = dict.fromkeys(_THREAD_SETTINGS, given) | dict(os.environ) | {MARK: self._mark}
@@ -96,7 +104,8 @@ class WorkerProcess:
             pass_fds=(theirs.fileno(), self._inputs.worker_fd, self.outputs.fd),
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=2,  # what a library prints must not get into the output of a command line
+            stdout=print_fd,  # what a library prints must not get into the output of a command line
+            stderr=print_fd,
             # Ctrl-C at a terminal is for the server, which then drains. And what it starts is of its group.
             start_new_session=True,
         )
@@ -160,7 +169,7 @@ class WorkerProcess:
         """Ends a process that `attach` failed for, and waits for it; `on_exit` does not follow."""
         self.hang_up()
         self.kill()
-        self._process.wait()
+        collect_child(self._process)
         self.outputs.close()
 
     def hang_up(self) -> None:

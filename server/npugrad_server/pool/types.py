@@ -45,6 +45,7 @@ class PoolSettings:
             its own it says itself.
         run_limit_s: Seconds a call may run, whatever its deadline, before its worker is ended.
         heartbeat_timeout_s: Seconds a ready worker may be silent, though asked, before it is ended.
+        print_fd: Descriptor that workers print to, standard error by default.
     """
 
     devices: tuple[str, ...]
@@ -63,6 +64,7 @@ class PoolSettings:
     device_memory_bytes: int | None = None
     run_limit_s: float = 540.0
     heartbeat_timeout_s: float = 30.0
+    print_fd: int = 2
 
     @property
     def start_limit_s(self) -> float:
