@@ -122,23 +122,28 @@ def test_server_is_reachable_from_outside_the_pod(name: str, server: dict[str, A
 def test_grace_period_covers_the_longest_drain(
     name: str, pod: dict[str, Any], server: dict[str, Any]
 ) -> None:
-    settings = _settings(name)
-    pre_stop_s = server["lifecycle"]["preStop"]["sleep"]["seconds"]
-    spare_s = 15
-    expected = pre_stop_s + settings.drain_timeout_s + settings.hang_grace_s + spare_s
-    assert pod["terminationGracePeriodSeconds"] == expected
+    """The server itself serves on until load balancers know; a preStop hook would come on top."""
+    assert "lifecycle" not in server
+    settings, spare_s = _settings(name), 15
+    assert settings.drain_delay_s > 0
+    parts = (settings.drain_delay_s, settings.drain_timeout_s, settings.hang_grace_s, spare_s)
+    assert pod["terminationGracePeriodSeconds"] == sum(parts)
     told = re.search(
-        r"# (\d+) preStop \+ (\d+) --drain-timeout-s \+ (\d+) --hang-grace-s \+ (\d+) .* = (\d+) seconds",
+        r"# (\d+) --drain-delay-s \+ (\d+) --drain-timeout-s \+ (\d+) --hang-grace-s \+ (\d+) .*"
+        r" = (\d+) seconds",
         (FOLDER / name).read_text("utf-8"),
     )
     assert told is not None
-    assert [float(number) for number in told.groups()] == [
-        pre_stop_s,
-        settings.drain_timeout_s,
-        settings.hang_grace_s,
-        spare_s,
-        expected,
-    ]
+    assert [float(number) for number in told.groups()] == [*parts, sum(parts)]
+
+
+def test_connections_end_now_and_then_but_no_call_does(name: str) -> None:
+    """Else clients never look the name up again, and never see a pod that was added."""
+    settings = _settings(name)
+    assert settings.max_connection_age_s is not None
+    assert settings.max_connection_age_grace_s is not None
+    longest_s = settings.upload_idle_timeout_s + settings.run_limit_s + settings.reply_idle_timeout_s
+    assert settings.max_connection_age_grace_s >= longest_s + settings.hang_grace_s
 
 
 def test_server_without_a_device_is_restarted_but_not_while_one_starts(name: str) -> None:
