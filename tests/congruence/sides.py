@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tests.cann_sim.operators import make_arrays
 from tests.cann_sim.report import Report
-from tests.congruence.combinations import COMBINATIONS, FLOYD, GRID_SAMPLER, GROUP_NORM, Combination
+from tests.congruence.combinations import COMBINATIONS, Combination
+from tests.operators import FLOYD, GRID_SAMPLER, GROUP_NORM
 
 from npugrad.call import CallOptions
 from npugrad.ops import get_operator

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.congruence.arguments import ND, elements, names, values
-from tests.congruence.combinations import COMBINATIONS, MSDA
+from tests.congruence.combinations import COMBINATIONS
 from tests.congruence.signatures import SIGNATURES, CParameter
+from tests.operators import MSDA
 
 from npugrad.ops import OPERATORS
 from npugrad.spec import TensorMeta, TensorParam
