@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 CALLERS, TIMEOUT_S, PACE_S = 4, 60.0, 0.01
 ENDPOINT_LAG_S = 0.5
 """How long a cluster sends new connections to a server that is about to end."""
-LEFT_ALONE_S = 2.0
-"""How long calls go on once that server has gone."""
 DEVICES = "test:1?ms=2"
 MOST_PLAIN = 5
 """Failures of plain callers that are nobody's fault: what reaches a server in the moment in which it ends."""
@@ -56,11 +54,13 @@ class Size:
         calls: Calls of a row at least.
         held_s: How long the call is held that the ending server has accepted.
         drain_delay_s: What the servers are started with, where they know the flag.
+        left_alone_s: How long calls go on once one of them has gone.
     """
 
     calls: int = 2000
     held_s: float = 8.0
     drain_delay_s: float = 5.0
+    left_alone_s: float = 2.0
 
 
 # ------------------------------------------------------------------------------------------------ paths
@@ -96,7 +96,7 @@ class Way:
 
 @contextmanager
 def _pinned(servers: Sequence[ServerProcess], folder: Path) -> Iterator[Entry]:
-    with service_address(*servers) as front:
+    with service_address(servers[0]) as front:  # all are pinned to the one that ends: the worst case
         yield Entry((front.address,), front)
 
 
@@ -295,34 +295,46 @@ def knows_drain_delay() -> bool:
     return "--drain-delay-s" in told.stdout
 
 
-def measured(path: Way, caller: str, size: Size, folder: Path) -> Row:
-    """One row: the first server is told to end once a quarter of the calls were made."""
+def measured(path: Way, callers: Sequence[str], size: Size, folder: Path) -> list[Row]:
+    """A row for each kind of caller, all at once; the first server is told to end in the midst of it."""
     delay = ("--drain-delay-s", str(size.drain_delay_s)) if knows_drain_delay() else ()
-    flags = (*delay, "--streams-per-device", "8")
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        first, second = (
-            stack.enter_context(
-                run_server(folder / f"{name}.log", *flags, devices=DEVICES, wait=False, check_end=False)
-            )
-            for name in ("first", "second")
-        )
-        for server in (first, second):
-            server.wait_ready()
+        first, second = _two_servers(stack, folder, *delay, "--streams-per-device", "8")
         entry = stack.enter_context(path.entered((first, second), folder))
-        call = stack.enter_context(KINDS[caller](entry.targets))
-        call()  # connects: to the first server, where a connection stays with one
+        loads = []
+        for caller in callers:
+            call = stack.enter_context(KINDS[caller](entry.targets))
+            call()  # connects
+            loads.append(Load(call))
         held = HeldCall(first)
-        with Load(call) as load:
-            load.wait_for(size.calls // 4)
+        with ExitStack() as running:
+            for load in loads:
+                running.enter_context(load).wait_for(size.calls // 4)
             _end(first, second, entry)
             time.sleep(max(0.0, size.held_s - ENDPOINT_LAG_S))
             answer = held.outcome()
             status = first.wait()
-            time.sleep(LEFT_ALONE_S)
-            load.wait_for(size.calls)
+            time.sleep(size.left_alone_s)
+            for load in loads:
+                load.wait_for(size.calls)
         second.stop()
-    return Row(path.name, caller, "", load.calls, load.failed, load.longest_s, answer, status)
+    return [
+        Row(path.name, caller, "", load.calls, load.failed, load.longest_s, answer, status)
+        for caller, load in zip(callers, loads, strict=True)
+    ]
+
+
+def _two_servers(stack: ExitStack, folder: Path, *flags: str) -> list[ServerProcess]:
+    servers = [
+        stack.enter_context(
+            run_server(folder / f"{name}.log", *flags, devices=DEVICES, wait=False, check_end=False)
+        )
+        for name in ("first", "second")
+    ]
+    for server in servers:
+        server.wait_ready()
+    return servers
 
 
 def _end(first: ServerProcess, second: ServerProcess, entry: Entry) -> None:
@@ -341,7 +353,7 @@ def rows(paths: Sequence[Way], callers: Sequence[str], size: Size, folder: Path)
             if missing:
                 yield Row(path.name, caller, missing)
             else:
-                yield measured(path, caller, size, folder / f"{index}-{caller}")
+                yield from measured(path, [caller], size, folder / f"{index}-{caller}")
 
 
 HEADS = ("path", "caller", "calls", "failed", "longest s", "held call", "failures")
