@@ -1,10 +1,7 @@
 from __future__ import annotations
 
 import re
-import signal
-import socket
 import subprocess
-import threading
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -12,15 +9,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
-from tests.calls import TIMEOUT_S, call_execute, call_unary, failure_of, gated, sample
+from tests.calls import TIMEOUT_S, call_execute, call_unary, failure_of, sample
 from tests.fix_server import SERVER_PYTHON, server_command, server_environment
-from tests.http2 import frame, message, start_call
 
-from npugrad.errors import InvalidOperand, ServerDraining
+from npugrad.errors import InvalidOperand
 from npugrad.products import Product
 from npugrad.v1 import (
     backward_pb2,
-    backward_pb2_grpc,
     server_pb2,
     server_pb2_grpc,
     validation_pb2,
@@ -29,7 +24,6 @@ from npugrad.v1 import (
 from npugrad.validation import validate_call
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.fix_server import ServerProcess, StartServer
@@ -360,144 +354,6 @@ def test_metrics_count_lost_workers_and_calls_that_were_tried_again(start_server
     assert found["npugrad_workers_lost_total", frozenset({("device", "test:0")})] == 3
     assert found["npugrad_calls_rerun_total", frozenset({("device", "test:0")})] == 2
     assert found["npugrad_attempts_total", frozenset({("device", "test:0")})] == 3
-
-
-# ------------------------------------------------------------------------------------------- drain
-
-
-def wait_accepted(server: ServerProcess, count: int) -> None:
-    """Waits until so many calls were admitted."""
-    for _ in range(2000):
-        if server.info().accepted_calls >= count:
-            return
-    pytest.fail(f"fewer than {count} calls were admitted")
-
-
-def test_everything_is_served_during_the_drain_delay(start_server: StartServer) -> None:
-    """Over connections old and new; all that differs is what health and info say."""
-    draining = start_server("--drain-delay-s", "600", "--metrics-listen", "127.0.0.1:0", check_end=False)
-    made = sample()
-    with draining.channel() as old:
-        watch = watch_health(old)
-        assert next(watch).status == SERVING
-        draining.signal()
-        assert next(watch).status == NOT_SERVING
-        assert draining.page("/readyz") == (503, "draining\n")
-        assert draining.page("/livez")[0] == 200
-        for channel in (old, draining.channel()):
-            with channel:
-                assert health_of(channel) == health_of(channel, "npugrad.v1.BackwardService") == NOT_SERVING
-                assert health_of(channel, "liveness") == SERVING
-                unary = call_unary(channel, made.spec, made.message())
-                assert {name: content.data for name, content in unary.contents.items()} == made.reference()
-                assert call_execute(channel, made.frames()).contents == made.reference()
-    assert draining.info().draining
-    draining.assert_nothing_leaked()
-    draining.signal()
-    assert draining.wait() == 0, "nothing was cut off"
-
-
-def test_drain_lets_everything_finish_that_was_opened_before_connections_were_told_to_go(
-    start_server: StartServer,
-) -> None:
-    """One call runs, one waits, one is uploading, and of one not even the header was sent."""
-    draining = start_server(devices="test:1?ms=300&compute=1", check_end=False)
-    made, gate = sample(), threading.Event()
-    told_to_go = threading.Event()
-    with draining.channel() as channel:
-        stub = backward_pb2_grpc.BackwardServiceStub(channel)
-        uploads = [stub.Execute(gated(made.frames(), gate, n), timeout=TIMEOUT_S) for n in (0, 1)]
-        accepted = [stub.GroupNormBackward.future(made.message(), timeout=TIMEOUT_S) for _ in range(2)]
-        wait_accepted(draining, 3)
-        states: list[grpc.ChannelConnectivity] = []
-
-        def changed(state: grpc.ChannelConnectivity) -> None:
-            states.append(state)
-            if grpc.ChannelConnectivity.READY in states and state is not grpc.ChannelConnectivity.READY:
-                told_to_go.set()
-
-        channel.subscribe(changed)
-        draining.signal()
-        assert told_to_go.wait(TIMEOUT_S)
-        with pytest.raises(grpc.RpcError) as caught:
-            call_unary(channel, made.spec, made.message())
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        gate.set()
-        for call in accepted:
-            assert call.result().grad_input.data == made.reference()["grad_input"]
-        for upload in uploads:
-            assert [frame.WhichOneof("frame") for frame in upload] == ["header"]
-        assert draining.wait() == 0
-    assert draining.log_lines("drained")
-
-
-def test_drain_that_takes_too_long_is_cut_and_said(start_server: StartServer) -> None:
-    """The caller learns that another server may take the call; SIGINT knows no delay."""
-    flags = ("--drain-timeout-s", "0.3", "--drain-delay-s", "600")
-    stuck = start_server(*flags, devices="test:1?hang=forever", check_end=False)
-    made = sample()
-    with stuck.channel() as channel:
-        stub = backward_pb2_grpc.BackwardServiceStub(channel)
-        call = stub.GroupNormBackward.future(made.message(label="forever"), timeout=TIMEOUT_S)
-        wait_accepted(stuck, 1)
-        stuck.signal(signal.SIGINT)
-        assert stuck.wait() == 1
-        failure = failure_of(call.result)
-        assert failure.status is grpc.StatusCode.UNAVAILABLE
-        assert isinstance(failure.error, ServerDraining)
-        assert failure.error.retryable
-        assert failure.error.retry_after_s is None
-    assert stuck.log_lines("drain cut short")
-
-
-@pytest.mark.parametrize("delay_s", [0, 600])
-def test_second_signal_ends_at_once(start_server: StartServer, delay_s: float) -> None:
-    flags = ("--drain-timeout-s", "100", "--drain-delay-s", str(delay_s))
-    stuck = start_server(*flags, devices="test:1?hang=forever", check_end=False)
-    made = sample()
-    with stuck.channel() as channel:
-        stub = backward_pb2_grpc.BackwardServiceStub(channel)
-        watch = watch_health(channel)
-        assert next(watch).status == SERVING
-        call = stub.GroupNormBackward.future(made.message(label="forever"), timeout=TIMEOUT_S)
-        wait_accepted(stuck, 1)
-        stuck.signal()
-        assert next(watch).status == NOT_SERVING
-        stuck.signal()
-        assert stuck.wait() == 1
-        assert isinstance(failure_of(call.result).error, ServerDraining)
-
-
-def test_clients_that_do_not_take_their_end_do_not_hold_up_the_servers(start_server: StartServer) -> None:
-    """A reflection stream that stays open, and a connection on which nobody answers."""
-    watched = start_server("--drain-timeout-s", "100")
-    host, _, port = watched.address.rpartition(":")
-    asked, done = threading.Event(), threading.Event()
-
-    def requests() -> Iterator[Any]:
-        yield reflection_pb2.ServerReflectionRequest(list_services="")
-        asked.set()
-        done.wait(TIMEOUT_S)
-
-    with watched.channel() as channel, socket.create_connection((host, int(port))) as silent:
-        silent.sendall(start_call(b"/grpc.health.v1.Health/Watch") + frame(0, 1, 1, message(0, b"")))
-        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
-        answers = stub.ServerReflectionInfo(requests(), timeout=TIMEOUT_S)
-        assert next(answers).WhichOneof("message_response") == "list_services_response"
-        assert asked.wait(TIMEOUT_S)
-        watched.signal()
-        assert watched.wait() == 0
-        done.set()
-
-
-def test_watcher_that_stays_does_not_hold_up_the_end(start_server: StartServer) -> None:
-    watched = start_server()
-    with watched.channel() as channel:
-        watch = watch_health(channel)
-        assert next(watch).status == SERVING
-        watched.signal()
-        assert next(watch).status == NOT_SERVING
-        assert watched.wait() == 0
 
 
 # -------------------------------------------------------------------------------------- validation

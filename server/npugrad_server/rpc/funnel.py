@@ -104,7 +104,7 @@ class RpcCall:
 class Funnel(grpc.aio.ServerInterceptor):
     """Wraps handlers for `register`; as an interceptor it knows of an RPC before its message has come.
 
-    Guarantees: every RPC is logged and counted once, and none is left out of `settle`.
+    Guarantees: every RPC whose message came is logged and counted once, and none is left out of `settle`.
     """
 
     def __init__(self, metrics: Metrics) -> None:
