@@ -156,13 +156,16 @@ _UNRESOLVED = re.compile(r"errors resolving|dns resolution failed", re.I)
 _NO_HTTP2 = re.compile(r"failed parsing http/2|http1\.x server", re.I)
 """What gRPC says of bytes that begin no HTTP/2 connection."""
 _BROKEN_OFF = re.compile(
-    r"received rst_stream with error code [02578]\b|stream removed(?! \(rst_stream)|no status received", re.I
+    r"received rst_stream with error code [02578]\b|stream removed(?! \(rst_stream)|no status received"
+    r"|internal error from core",
+    re.I,
 )
 """What gRPC says, as INTERNAL or UNKNOWN, of a stream that a proxy ended for a server that it had lost.
 
 The codes are NO_ERROR, INTERNAL_ERROR (nginx and Envoy, once a reply has begun), STREAM_CLOSED,
 REFUSED_STREAM and CANCEL (HAProxy); the others blame what the client sent. Where no reply has begun, these
-proxies answer with HTTP 502 or 503 or a status of their own, which is UNAVAILABLE here.
+proxies answer with HTTP 502 or 503 or a status of their own, which is UNAVAILABLE here. The last words are
+those of grpc.aio where a stream ends while it is being written, and no status comes.
 """
 _REQUEST_ID_KEY = "x-request-id"
 

@@ -13,7 +13,7 @@ from tests.http2 import ACK, END_HEADERS, GOAWAY, HEADERS, PING, PREFACE, SETTIN
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_RST_STREAM, _END_STREAM = 3, 1
+_DATA, _RST_STREAM, _END_STREAM = 0, 3, 1
 _STATUS_200 = b"\x88"
 """``:status: 200``, from HPACK's own table."""
 _REPLY = _STATUS_200 + literal(b"content-type", b"application/grpc")
@@ -30,7 +30,7 @@ def reset(code: int, *, has_begun: bool = False) -> list[bytes]:
 
 
 class Peer:
-    """Answers every stream in one way once its headers have come.
+    """Answers every stream in one way: once its headers have come, or at its end with what begins a reply.
 
     Attributes:
         address: What a client connects to.
@@ -41,6 +41,7 @@ class Peer:
         """Listens; frames of streams get their numbers, and an empty one closes the connection."""
         self.stream_count = 0
         self._answer = answer
+        self._is_reply = answer[0][3] == HEADERS
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._ends: list[socket.socket] = []
@@ -65,7 +66,8 @@ class Peer:
                 payload = came.read(length)
                 if kind in (SETTINGS, PING) and not is_ack:
                     end.sendall(frame(kind, ACK, 0, payload if kind == PING else b""))
-                if kind == HEADERS and not self._end_stream(end, head[5:]):
+                is_time = head[4] & _END_STREAM if self._is_reply else kind == HEADERS
+                if kind in (HEADERS, _DATA) and is_time and not self._end_stream(end, head[5:]):
                     return
 
     def _end_stream(self, end: socket.socket, number: bytes) -> bool:
