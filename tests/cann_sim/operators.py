@@ -71,7 +71,7 @@ class Arguments:
         size, executor = c_uint64(), c_void_p()
         with self.handles:
             status = runtime.status(f"{op}GetWorkspaceSize", *self.values(), byref(size), byref(executor))
-        if executor:  # some interfaces make one before they check
+        if executor.value:  # some interfaces make one before they check
             runtime.call("aclDestroyAclOpExecutor", executor)
         return status
 

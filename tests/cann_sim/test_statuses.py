@@ -75,7 +75,7 @@ def test_every_constraint_of_every_record(
 def plan_status(runtime: Runtime, op: str, *arguments: Any) -> int:
     size, executor = c_uint64(), c_void_p()
     code = runtime.status(f"{op}GetWorkspaceSize", *arguments, byref(size), byref(executor))
-    if executor:
+    if executor.value:
         runtime.call("aclDestroyAclOpExecutor", executor)
     return code
 
@@ -94,7 +94,7 @@ def test_the_results_of_phase_1_must_not_be_null(
     results[missing == "executor"] = None  # type: ignore[call-overload]
     with arguments.handles:
         assert runtime.status(f"{spec.aclnn_name}GetWorkspaceSize", *arguments.values(), *results) == NULL
-    if executor:
+    if executor.value:
         runtime.call("aclDestroyAclOpExecutor", executor)
 
 
