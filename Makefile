@@ -162,7 +162,7 @@ acceptance-sim: $(STAMP_NPU) ## The acceptance on a simulated NPU; ARGS="--steps
 	eval "$$($(VENV_NPU)/bin/python -m tests.cann_sim.build build/cann_sim_accepted)" && \
 	    $(VENV_NPU)/bin/npugrad-server acceptance --soak-s 20 --report build/acceptance.json $(ARGS)
 
-prove-bundles: $(STAMP_KERNELS_NPU) ## What acceptance bundles have after each of 18 injected failures; minutes
+prove-bundles: $(STAMP_KERNELS_NPU) ## What acceptance bundles have after each of 20 injected failures; minutes
 	NPUGRAD_PROVE_BUNDLES=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV_NPU)/bin/python -m pytest -rA -m npu_sim \
 	    tests/e2e/test_npu_bundles.py $(ARGS)
 

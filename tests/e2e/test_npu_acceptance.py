@@ -104,11 +104,31 @@ def test_all_steps_pass_and_say_that_they_are_simulated(accept: Accept) -> None:
     assert found.report.ok
     assert found.report.simulated
     assert found.shown.count("SIMULATED: CANN is the simulation") == 2
-    assert "ACCEPTED, SIMULATED: 10 of 10 steps passed" in found.shown
+    assert "ACCEPTED, SIMULATED: 11 of 11 steps passed" in found.shown
     assert "SIMULATED" in found.page
     assert all(step.title in found.page for step in STEPS)
     assert found.simulator.violations() == []
     print(*(f"{step.key} {step.seconds:.1f} s, {len(step.checks)} checks" for step in found.report.steps))
+
+
+def test_a_quick_acceptance_is_one_in_part_and_says_what_it_leaves_out(accept: Accept) -> None:
+    found = accept("--quick", "--steps", "0")
+    assert (found.status, found.failed()) == (0, {}), found.shown
+    assert "ACCEPTED IN PART, SIMULATED: 1 of 1 steps passed" in found.shown
+    assert "left out: --quick: steps 1 (environment), 3 (operators), " in found.shown
+    assert "Left out: --quick: steps 1 (environment)" in found.page
+    (rungs,) = found.step("ladder").tables
+    assert [row[0] for row in rungs.rows][:4] == [
+        "load the runtime",
+        "load the operator libraries",
+        "aclInit",
+        "find the devices",
+    ]
+    assert {row[1] for row in rungs.rows} == {"done"}
+    assert "run fused_floyd_attention_grad" in found.page
+    assert found.simulator.violations() == []
+    left = ("executors", "tensors", "streams", "device_allocations", "pinned_allocations")
+    assert not any(found.simulator.counters()[f"live.{name}"] for name in left)
 
 
 def test_a_kernel_that_computes_wrongly_is_not_accepted(accept: Accept) -> None:

@@ -1,7 +1,8 @@
-"""Whether a quantity grows over time: a straight line through its samples."""
+"""Whether a quantity grows over time: a straight line through its samples, or through the last of them."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,17 +11,22 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_STEP = 0.05
+"""Share of the time from one stretch to the next."""
+
 
 @dataclass(frozen=True)
 class Growth:
     """How a quantity grew.
 
     Attributes:
+        since: When the samples that counted begin.
         slope: By how much in a second.
         seconds: Time between the first and the last sample that counted.
         level: Median of those samples.
     """
 
+    since: float
     slope: float
     seconds: float
     level: float
@@ -49,4 +55,23 @@ def growth(times: Sequence[float], values: Sequence[float], warm_up: float) -> G
         raise ValueError(f"found {x.size} samples after the warm-up; expected at least 3")
     centred = x - x.mean()
     slope = float(centred @ (y - y.mean()) / (centred @ centred))
-    return Growth(slope, float(x[-1] - x[0]), float(np.median(y)))
+    return Growth(float(x[0]), slope, float(x[-1] - x[0]), float(np.median(y)))
+
+
+def settled(times: Sequence[float], values: Sequence[float], warm_up: float, least: float) -> Growth:
+    """The least growth of any stretch that reaches to the end: what fills caches first ends on a plateau.
+
+    Args:
+        times: Seconds, ascending.
+        values: The quantity at each.
+        warm_up: Share of the time, from its start, that is in no stretch.
+        least: Share of the time that the shortest stretch has.
+
+    Raises:
+        ValueError: There are fewer than three samples after the warm-up.
+    """
+    found = [growth(times, values, warm_up)]
+    for start in np.arange(warm_up + _STEP, 1 - least + _STEP / 2, _STEP):
+        with suppress(ValueError):  # too few samples in so short a stretch
+            found.append(growth(times, values, float(start)))
+    return min(found, key=lambda one: one.slope)

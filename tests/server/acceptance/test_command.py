@@ -8,6 +8,7 @@ import pty
 import subprocess
 import sys
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -127,8 +128,7 @@ def test_all_steps_that_pass_are_accepted(tmp_path: Path, capfd: pytest.CaptureF
 def test_what_is_left_out_is_said_and_makes_it_a_part(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    good = Step(1, "good", "A good step", "It passes.", lambda bench, out: out.note("") or None, False)
-    options = AcceptanceOptions(0, tmp_path / "out.json", (good,))
+    options = AcceptanceOptions(0, tmp_path / "out.json", (replace(BAD, number=1),))
     run_and_report(options, SETTINGS, Report("0.1.0", "now", False, left_out=("all <sizes>",)))
     assert "left out: all <sizes>" in capfd.readouterr().out
     assert "Left out: all &lt;sizes&gt;" in (tmp_path / "out.html").read_text()
@@ -161,6 +161,7 @@ def test_a_check_in_one_line() -> None:
 _ON_A_TERMINAL = """
 import sys
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from tests.server.acceptance.test_command import BAD, GOOD, REPORT, SETTINGS
 from npugrad_server.acceptance.command import AcceptanceOptions, run_and_report

@@ -20,7 +20,7 @@ from npugrad_server.acceptance.trial import TrialFailed
 from npugrad_server.worker.protocol import CallDone, CallFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from npugrad_server.acceptance.bench import Bench
     from npugrad_server.acceptance.job import Job
@@ -59,12 +59,21 @@ def test_one_wrong_element_fails_with_the_output_and_where(bench: Bench) -> None
     job = make_job(SPEC, SPEC.build())
     outputs = reference(job)
     outputs["grad_gamma"][3] += 1
-    out = StepLog()
+    kept: dict[str, Any] = {}
+
+    class Keeper:
+        def keep(self, name: str, arrays: Mapping[str, Any]) -> None:
+            kept[name] = arrays
+
+    out = StepLog(keeper=Keeper())
     assert not Accuracy().check(out, "one", "small", "float32", job, Ran(outputs, DONE))
     (check,) = out.checks
     assert check.found.startswith("grad_gamma: outside tolerance")
     assert "the first at [3]" in check.found
     assert "grad_input" not in check.found
+    assert list(kept) == ["one"]
+    assert kept["one"]["result.grad_gamma"] is outputs["grad_gamma"]
+    assert kept["one"]["operand.grad_out"] is job.arrays["grad_out"]
 
 
 def test_a_call_without_a_result_fails_with_its_words() -> None:

@@ -127,6 +127,15 @@ def test_a_leap_in_the_warm_up_is_no_growth() -> None:
     assert out.ok
 
 
+def test_a_cache_that_fills_up_late_is_flat_where_it_is_full() -> None:
+    """As aclnn's, which keeps the executors of 10,000 calls a thread."""
+    out = StepLog()
+    soak.check_flat(out, "memory", [(float(t), min(t, 70) * 10 << 20) for t in range(100)])
+    (check,) = out.checks
+    assert check.ok, check
+    assert "from 7" in check.note
+
+
 def test_too_few_samples_are_not_flat() -> None:
     out = StepLog()
     soak.check_flat(out, "memory", [(0.0, 1), (1.0, 1)])
