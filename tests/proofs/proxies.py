@@ -24,11 +24,13 @@ ENVOY_FOLDER = Path("build/proofs/envoy")
 """The environment that `make prove-rollout` puts Envoy into."""
 _START_S, _END_S = 30.0, 10.0
 
+# redispatch: else a call that finds its server gone is tried there again, for 3 s, and then fails with 503.
 HAPROXY = """\
 global
     maxconn 512
 defaults
     mode http
+    option redispatch 1
     timeout connect 2s
     timeout client 120s
     timeout server 120s
@@ -80,7 +82,7 @@ def envoy(listen: str, first: str, second: str, *, no_traffic_interval: str = ""
         no_traffic_interval: How often a cluster is asked that has had no call yet; Envoy's minute by default.
     """
     check: dict[str, Any] = {
-        "timeout": "1s",
+        "timeout": "5s",  # a busy machine is no sick server: with none that is well, calls go to all
         "interval": "0.5s",
         "unhealthy_threshold": 1,
         "healthy_threshold": 1,
@@ -141,6 +143,7 @@ class Proxy:
         suffix: That of its settings file; some programs look at it.
         settings: The text of that file from listen address, two servers and a folder.
         flags: Arguments before the file's name.
+        settles_s: How long it takes after its first call until it notices how servers are.
     """
 
     name: str
@@ -149,6 +152,7 @@ class Proxy:
     suffix: str
     settings: Callable[[str, str, str, Path], str]
     flags: tuple[str, ...]
+    settles_s: float = 0.0
 
     def executable(self) -> str | None:
         """Where its program is; None where it is not installed."""
@@ -224,7 +228,14 @@ PROXIES = (
         ),
         ("-c",),
     ),
-    Proxy("Envoy", *_ENVOY, lambda listen, first, second, _: envoy(listen, first, second), _ENVOY_FLAGS),
+    Proxy(
+        "Envoy",
+        *_ENVOY,
+        lambda listen, first, second, _: envoy(listen, first, second),
+        _ENVOY_FLAGS,
+        # It asks a cluster without calls once a minute; who ends a server in the first one loses calls.
+        settles_s=61.0,
+    ),
     Proxy(
         "Envoy, no_traffic_interval",
         *_ENVOY,

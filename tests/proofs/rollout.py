@@ -87,11 +87,13 @@ class Way:
         name: What the table calls it.
         missing: What is to be installed for it; empty where it can be taken.
         entered: The entry in front of running servers, in a folder.
+        settles_s: How long it takes after its first call until it notices how servers are.
     """
 
     name: str
     missing: Callable[[], str]
     entered: Callable[[Sequence[ServerProcess], Path], Any]
+    settles_s: float = 0.0
 
 
 @contextmanager
@@ -114,7 +116,7 @@ def _through(proxy: Proxy) -> Way:
     def missing() -> str:
         return "" if proxy.executable() else f"{proxy.program} is not installed: {proxy.source}"
 
-    return Way(proxy.name, missing, entered)
+    return Way(proxy.name, missing, entered, proxy.settles_s)
 
 
 PATHS = (
@@ -307,6 +309,7 @@ def measured(path: Way, callers: Sequence[str], size: Size, folder: Path) -> lis
             call = stack.enter_context(KINDS[caller](entry.targets))
             call()  # connects
             loads.append(Load(call))
+        time.sleep(path.settles_s)
         held = HeldCall(first)
         with ExitStack() as running:
             for load in loads:
