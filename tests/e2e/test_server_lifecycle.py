@@ -16,6 +16,7 @@ from npugrad.errors import InvalidOperand
 from npugrad.products import Product
 from npugrad.v1 import (
     backward_pb2,
+    backward_pb2_grpc,
     server_pb2,
     server_pb2_grpc,
     validation_pb2,
