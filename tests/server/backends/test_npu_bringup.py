@@ -32,8 +32,9 @@ PLAN_NORM, RUN_NORM = "aclnnGroupNormBackwardGetWorkspaceSize", "aclnnGroupNormB
         ("aclrtSetDevice:*:507033:msg=driver", {}, "[Error]: Failed to start the device. EE9999: ", "slowly"),
         ("aclrtSetDevice:*:507033:msg=driver", {}, "aclrtSetDevice: driver", "slowly"),
         ("ndev=1", {"device": "npu:3"}, "found 1 NPU for torch_npu; expected one that is npu:3", "slowly"),
-        ("soc=Ascend910_9589", {}, "found chip 'Ascend910_9589', which is no known product", "never"),
-        ("soc=Ascend910_9391", {}, "which is atlas-a3; expected atlas-a2", "never"),
+        ("soc=Ascend910_9589", {}, "found chip 'Ascend910_9589', which is no known product", "mended"),
+        ("soc=Ascend910_9391", {}, "which is atlas-a3; expected atlas-a2", "mended"),
+        ("aclrtSetDevice:*:507054", {}, "cannot be taken: torch_npu returned 507054", "never"),
         ("kernel:*:507015", {}, "returned 507015", "soon"),
         (f"{PLAN_NORM}:*:207005", {}, f"group_norm_backward: {PLAN_NORM} returned 207005", "slowly"),
         (f"{PLAN_NORM}:*:561000", {}, "expected one of 2 tries of a first, tiny call to succeed", "slowly"),
@@ -43,7 +44,7 @@ PLAN_NORM, RUN_NORM = "aclnnGroupNormBackwardGetWorkspaceSize", "aclnnGroupNormB
             {},
             "found no operator that runs here; expected at least one; multi_scale_deformable_attention_grad: "
             "aclnnMultiScaleDeformableAttentionGradGetWorkspaceSize returned 561112",
-            "never",
+            "mended",
         ),
     ],
 )
@@ -89,7 +90,7 @@ def test_without_cann_what_was_tried_is_told(start_npu_worker: StartNpuWorker) -
     said = worker.receive()
     assert isinstance(said, OpenFailed)
     assert "libascendcl.so cannot be loaded, so there is no usable CANN here. Tried" in said.message
-    assert said.comeback == "never"
+    assert said.comeback == "mended"
 
 
 def test_a_torch_npu_that_does_not_load_is_told(
@@ -100,4 +101,4 @@ def test_a_torch_npu_that_does_not_load_is_told(
     assert isinstance(said, OpenFailed)
     assert "torch_npu cannot be imported" in said.message
     assert "ASCEND_OPP_PATH=/nonexistent" in said.message
-    assert said.comeback == "never"
+    assert said.comeback == "mended"
