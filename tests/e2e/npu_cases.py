@@ -75,7 +75,7 @@ CLINIC = Server("clinic", 3, 6)
 SINGLE = Server("single", 1, 6)
 """Where there is no other device to go to."""
 HOSPICE = Server("hospice", 5, 1)
-"""Where each case loses a device of its own."""
+"""Where each case takes a device of its own out of service."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ class FaultCase:
         elsewhere: Right answers that needed a second try, as the device of the first failed or had no room.
         replaced: Workers started anew until the end.
         sick: Devices that are ill; the others may never stop to serve. Empty: those that restart.
-        down: Devices that are out of service in the end.
+        down: Devices that are out of service as long as the fault is there.
+        damaged: Those of them that stay so.
         server: Where it happens.
         operators: What the callers call.
         works: What of it works when the fault is over.
@@ -109,6 +110,7 @@ class FaultCase:
     replaced: range = NONE
     sick: tuple[str, ...] = ("npu:0",)
     down: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()
     server: Server = CLINIC
     operators: tuple[str, ...] = ALL
     works: tuple[str, ...] = ALL
@@ -275,10 +277,10 @@ REPLACED = (
 
 GONE = (
     FaultCase(
-        "never-comes-back",
+        "fails-at-every-start",
         "kernel:*:507015:dev=1",
         elsewhere=UP_TO_TWO,
-        replaced=ONE,
+        replaced=SOME,
         sick=("npu:1",),
         down=("npu:1",),
         server=HOSPICE,
@@ -288,7 +290,7 @@ GONE = (
         "crash-loop-at-start",
         "kernel:1:kill:dev=2:total; aclrtSetDevice:*:kill:dev=2",
         elsewhere=UP_TO_TWO,
-        replaced=ONE,
+        replaced=SOME,
         sick=("npu:2",),
         down=("npu:2",),
         server=HOSPICE,
@@ -298,7 +300,7 @@ GONE = (
         "crash-loop-in-kernel",
         "kernel:*:kill:dev=3",
         elsewhere=UP_TO_TWO,
-        replaced=ONE,
+        replaced=SOME,
         sick=("npu:3",),
         down=("npu:3",),
         server=HOSPICE,
@@ -310,6 +312,7 @@ GONE = (
         elsewhere=UP_TO_TWO,
         sick=("npu:4",),
         down=("npu:4",),
+        damaged=("npu:4",),
         server=HOSPICE,
         log=("npu:4: down, quarantined: ", "returned 507054"),
     ),
@@ -318,14 +321,14 @@ GONE = (
         "kernel:*:507015",
         (Expected("NO_DEVICE", _UNAVAILABLE, None, ("returned 507015",), SOME),),
         elsewhere=UP_TO_FOUR,
+        replaced=SOME,
         sick=("npu:0", "npu:1"),
         down=("npu:0", "npu:1"),
         server=Server("alone", 2, 0),
-        works=(),
         log=("npu:0: down", "npu:1: down", "returned 507015"),
     ),
 )
-"""Devices do not come back."""
+"""Devices are out of service while the fault is there, or for good where it is damage."""
 
 ABSENT = (
     FaultCase(

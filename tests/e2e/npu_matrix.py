@@ -80,8 +80,8 @@ class Site:
         """
         self.npu, self._server, self._kind = running, running.process, kind
         self._wire = Wire.of(stack.enter_context(self._server.channel()))
-        self._down: set[str] = set()
-        self._await_states()
+        self._damaged: set[str] = set()
+        self._await_states(set())
         self._idle_bytes = self._drained()
 
     def run(self, case: FaultCase) -> Finding:
@@ -101,12 +101,13 @@ class Site:
                 told_s = time.monotonic()
                 self._plan(case.plan)
                 self._meet(case, load, before)
-                if self._down | {*case.down} < {*self._kind.devices}:
+                if self._damaged | {*case.down} < {*self._kind.devices}:
                     load.wait_until(lambda answer: is_beside(answer, told_s, case.sick))
                 load.enough()
                 load.join()
                 self._await_end(case, before)
             self._plan()
+            self._await_states(self._damaged)
             last = self._wire.info()
             afterwards = self._calls(case.works) if case.works else []
         later = self._look()
@@ -121,7 +122,7 @@ class Site:
             told_s,
             watch.heard,
             last,
-            self._down,
+            {*self._damaged},
             drained,
             max(self._idle_bytes.values()),
         )
@@ -141,7 +142,7 @@ class Site:
         """
         mix = spread(operators)
         with Load(self._server, mix, threads=8, calls=CALLS // 2, timeout_s=60, more=True) as load:
-            for name in {*self._kind.devices} - self._down:
+            for name in {*self._kind.devices} - self._damaged:
                 load.wait_until(partial(_is_from, name))
             load.enough()
             load.join()
@@ -167,9 +168,9 @@ class Site:
 
     # ------------------------------------------------------------------------------------- what is waited for
 
-    def _await_states(self) -> None:
-        """Waits until every device is ready, but for those that are out of service."""
-        wanted = [DOWN if name in self._down else READY for name in self._kind.devices]
+    def _await_states(self, down: set[str]) -> None:
+        """Waits until every device is ready, but for some that are out of service."""
+        wanted = [DOWN if name in down else READY for name in self._kind.devices]
         eventually(
             lambda: [device.state for device in self._wire.info().devices] == wanted,
             f"devices are {wanted}",
@@ -200,8 +201,8 @@ class Site:
             self._server,
             60,
         )
-        self._down.update(case.down)
-        self._await_states()
+        self._damaged.update(case.damaged)
+        self._await_states(self._damaged | {*case.down})
 
     # ------------------------------------------------------------------------------------------- what is seen
 

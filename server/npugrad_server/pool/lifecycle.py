@@ -91,6 +91,7 @@ class Lifecycle:
         return turns[-STARTS_AT_ONCE] if len(turns) >= STARTS_AT_ONCE else None
 
     def _spawn(self, worker: WorkerRecord, now: float, out: list[Command]) -> None:
+        reason = _FIRST_STAGE if worker.waits else worker.reason
         worker.waits = False
         worker.incarnation += 1
         worker.alive, worker.ending, worker.opened, worker.late = True, False, False, False
@@ -100,7 +101,7 @@ class Lifecycle:
         worker.alarm = now + self._stage_limit_s(worker)
         out.append(SpawnWorker(worker.index, worker.incarnation))
         if worker.state is not DeviceState.DOWN:
-            self._change(worker, DeviceState.STARTING, worker.reason, out)
+            self._change(worker, DeviceState.STARTING, reason, out)
 
     def progress(self, worker: WorkerRecord, stage: str, now: float, out: list[Command]) -> None:
         """A process has come to the next stage of its start, which has as much time as any."""

@@ -211,7 +211,8 @@ def test_calls_outlive_the_worker_that_is_killed() -> None:
 
 def test_a_device_that_does_not_come_back_is_noticed() -> None:
     out = StepLog()
-    with Bench(settings("test:0")) as bench, bench.pool(max_respawns=0) as device:
+    later = {"respawn_backoff_s": 60.0, "respawn_backoff_max_s": 60.0}
+    with Bench(settings("test:0")) as bench, bench.pool(max_respawns=0, **later) as device:
         watch = Watch(device, 20.0)
         pid = device.status().pid
         assert pid is not None

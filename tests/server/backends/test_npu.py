@@ -52,6 +52,8 @@ def test_a_device_tells_what_it_is(start_npu_worker: StartNpuWorker) -> None:
     assert ready.unavailable == {}
     assert ready.memory_bytes is not None
     assert 200 << 20 < ready.memory_bytes <= 300 << 20
+    stages = ["opening the device", "loading CANN", "importing torch_npu", "taking the device"]
+    assert worker.stages == [*stages, *(f"trying {name}" for name in OPERATORS)]
 
 
 @pytest.mark.parametrize("spec", OPERATORS.values(), ids=OPERATORS)

@@ -36,15 +36,16 @@ PLAN_NORM, RUN_NORM = "aclnnGroupNormBackwardGetWorkspaceSize", "aclnnGroupNormB
             "soc=Ascend910_9589",
             {},
             "'Ascend910_9589', which is of the Ascend 950 family, which is not",
-            "never",
+            "mended",
         ),
         (
             "soc=Ascend910B",
             {},
             "found chip 'Ascend910B', which is atlas-training; expected atlas-a2",
-            "never",
+            "mended",
         ),
-        ("soc=Ascend910_9391", {}, "which is atlas-a3; expected atlas-a2", "never"),
+        ("soc=Ascend910_9391", {}, "which is atlas-a3; expected atlas-a2", "mended"),
+        ("aclrtSetDevice:*:507054", {}, "cannot be taken: torch_npu returned 507054", "never"),
         ("kernel:*:507015", {}, "returned 507015", "soon"),
         (f"{PLAN_NORM}:*:207005", {}, f"group_norm_backward: {PLAN_NORM} returned 207005", "slowly"),
         (f"{PLAN_NORM}:*:561000", {}, "expected one of 2 tries of a first, tiny call to succeed", "slowly"),
@@ -54,7 +55,7 @@ PLAN_NORM, RUN_NORM = "aclnnGroupNormBackwardGetWorkspaceSize", "aclnnGroupNormB
             {},
             "found no operator that runs here; expected at least one; multi_scale_deformable_attention_grad: "
             "aclnnMultiScaleDeformableAttentionGradGetWorkspaceSize returned 561112",
-            "never",
+            "mended",
         ),
     ],
 )
@@ -100,7 +101,7 @@ def test_without_cann_what_was_tried_is_told(start_npu_worker: StartNpuWorker) -
     said = worker.receive()
     assert isinstance(said, OpenFailed)
     assert "libascendcl.so cannot be loaded, so there is no usable CANN here. Tried" in said.message
-    assert said.comeback == "never"
+    assert said.comeback == "mended"
 
 
 def test_a_torch_npu_that_does_not_load_is_told(
@@ -111,7 +112,7 @@ def test_a_torch_npu_that_does_not_load_is_told(
     assert isinstance(said, OpenFailed)
     assert "torch_npu cannot be imported" in said.message
     assert "ASCEND_OPP_PATH=/nonexistent" in said.message
-    assert said.comeback == "never"
+    assert said.comeback == "mended"
 
 
 @pytest.mark.parametrize(("mode", "starts"), [("", False), ("1", False), ("0", True)])
