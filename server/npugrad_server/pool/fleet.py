@@ -146,6 +146,7 @@ class Fleet:
             process.attach(
                 lambda message: self._received(worker, process, message),
                 lambda reason: self._exited(worker, process, reason),
+                lambda reason: self._ended(worker, process, reason),
             )
         except RuntimeError as error:
             process.discard()
@@ -237,6 +238,11 @@ class Fleet:
         worker = next(i for i, device in enumerate(self.devices) if device.process is process)
         reason = f"the worker did not answer for {self._settings.heartbeat_timeout_s:g} s"
         self._events.worker_failing(worker, process.incarnation, Failure(reason))
+
+    def _ended(self, worker: int, process: WorkerProcess, reason: str) -> None:
+        """It takes no calls any more, though what it has started may have to be ended yet."""
+        if not self._closing:
+            self._events.worker_failing(worker, process.incarnation, Failure(reason))
 
     def _exited(self, worker: int, process: WorkerProcess, reason: str) -> None:
         device = self.devices[worker]

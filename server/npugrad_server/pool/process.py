@@ -1,6 +1,7 @@
 """One worker process as the pool sees it: start, talk, end, wait.
 
 Guarantees
+    - `on_end` is called as soon as the process has ended, unless it has said why: it takes no calls any more.
     - `on_exit` is called exactly once, after the process and all it had started have ended: from then on they
       write nothing, and hold neither memory nor device.
     - What the process had said before it ended is delivered first.
@@ -119,18 +120,20 @@ class WorkerProcess:
         self,
         on_message: Callable[[Message], None],
         on_exit: Callable[[str], None],
+        on_end: Callable[[str], None] | None = None,
     ) -> None:
         """Begins to listen, on the running event loop.
 
         Args:
             on_message: Called with every message.
-            on_exit: Called at the end with how the process ended, for a person.
+            on_exit: Called at the very end with how the process ended, for a person.
+            on_end: Called as soon as it has ended, if it has not said why, with how.
 
         Raises:
             RuntimeError: No thread is left to wait for the process.
         """
         self._loop = asyncio.get_running_loop()
-        self._on_message, self._on_exit = on_message, on_exit
+        self._on_message, self._on_exit, self._on_end = on_message, on_exit, on_end
         self._loop.add_reader(self._control, self._receive)
         self._waiter = threading.Thread(target=self._wait, name=f"wait-{self.device}", daemon=True)
         self._waiter.start()
@@ -199,7 +202,10 @@ class WorkerProcess:
 
         Until then its number is its own, and so is its session, by which what it left behind is found.
         """
-        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        if ended is not None:
+            exited = ended.si_code == os.CLD_EXITED
+            self._tell(self._ended, ended.si_status if exited else -ended.si_status)
         self.kill()  # its group, which needs no descriptor, so that this works whenever anything does
         try:
             left = end_descendants(self._mark, self._process.pid, _DESCENDANTS_S)
@@ -208,9 +214,18 @@ class WorkerProcess:
         else:
             if left:
                 _log.error("%s: processes %s of its worker do not end, not even killed", self.device, left)
+        self._tell(self._reap)
+
+    def _tell(self, what: Callable[..., None], *words: int) -> None:
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know
-                self._loop.call_soon_threadsafe(self._reap)
+                self._loop.call_soon_threadsafe(what, *words)
+
+    def _ended(self, status: int) -> None:
+        if self._control.fileno() >= 0:
+            self._receive()
+        if self._on_end is not None and not self._last_words:
+            self._on_end(_describe(status))
 
     def _reap(self) -> None:
         if self._control.fileno() >= 0:
