@@ -49,6 +49,11 @@ class Limits:
             return self.step_s
         return min(self.step_s, self.until_s - time.monotonic())
 
+    @property
+    def over(self) -> bool:
+        """Whether the time of all steps together is over."""
+        return self.until_s is not None and time.monotonic() >= self.until_s
+
     @contextmanager
     def step(self, more_s: float = 0.0) -> Iterator[None]:
         """A step; `more_s` is added to the seconds it may take.

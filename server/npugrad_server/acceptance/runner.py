@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from npugrad_server.acceptance.report import Outcome
     from npugrad_server.acceptance.step import Keeper, Step
 
+_NO_TIME = "the time for all steps together was over"
 _TRACE_LINES = 6
 """Last lines of a trace that go into the report."""
 
@@ -63,8 +64,8 @@ def run_steps(
         outcome: Outcome = "failed"
         if interrupted or (gone and step.needs_device):
             outcome, error = _skipped(interrupted or gone)
-        elif limits is not None and limits.left_s() <= 0:
-            outcome, error = _skipped("there was no time left for it")
+        elif limits is not None and limits.over:
+            outcome, error = _skipped(_NO_TIME)
         else:
             try:
                 with limits.step(_extra_s(bench, step)) if limits else nullcontext():
@@ -74,6 +75,10 @@ def run_steps(
             except (StepTimeout, KeyboardInterrupt) as end:
                 error = str(end) or "interrupted"
                 interrupted = error if isinstance(end, KeyboardInterrupt) else ""
+                if not interrupted and limits is not None and limits.over and log.ok:
+                    outcome, error = _skipped(
+                        f"cut short: {_NO_TIME}, as the host is slow or something hangs"
+                    )
                 with suppress(DeviceGone):
                     bench.stop(kill=True)
         report = _report(step, log, outcome, error, time.monotonic() - start)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -215,7 +216,23 @@ def test_an_interrupt_between_two_steps_ends_the_next_one(bench: Bench) -> None:
 def test_when_all_the_time_is_over_nothing_more_begins(bench: Bench) -> None:
     with Limits(step_s=600.0, until_s=time.monotonic()) as limits:
         (report,) = run_steps(bench, [GOOD], Seen(), limits=limits)
-    assert (report.outcome, report.error) == ("skipped", "there was no time left for it")
+    assert (report.outcome, report.error) == ("skipped", "the time for all steps together was over")
+
+
+@pytest.mark.parametrize(("ok", "outcome"), [(True, "skipped"), (False, "failed")])
+def test_a_step_for_which_the_time_does_not_suffice_has_failed_by_its_checks_only(
+    bench: Bench, ok: bool, outcome: str
+) -> None:
+    def look(bench: Bench, out: StepLog) -> None:
+        out.check("a", ok, 1, 2)
+        threading.Event().wait(60)
+
+    bench.start()
+    with Limits(step_s=600.0, until_s=time.monotonic() + 0.5) as limits:
+        (report,) = run_steps(bench, [step("slow", look)], Seen(), limits=limits)
+    assert report.outcome == outcome
+    assert ("cut short: the time for all steps" in report.error) is ok
+    assert len(report.checks) == 1
 
 
 def test_signals_are_given_back_and_can_be_ignored() -> None:
