@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import npugrad
+from npugrad.releases import CannRelease
 from npugrad_server.acceptance.bench import Bench, BenchSettings
 from npugrad_server.acceptance.console import AcceptanceConsole
 from npugrad_server.acceptance.html import render
@@ -79,6 +80,7 @@ def accept(options: AcceptanceOptions) -> bool:
         device=made.devices[0],
         product=made.product,
         streams=options.streams,
+        release=CannRelease.parse(found.cann) if found.cann else None,
         soak_s=options.soak_s,
         simulated=found.simulated,
     )
