@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from npugrad.generators import Draw
+    from npugrad.releases import CannRelease
 
     Arrays = Mapping[str, "npt.NDArray[Any] | None"]
 
@@ -396,8 +397,8 @@ class OpSpec:
         samples: Small legal calls for a product.
         make_inputs: Plausible operand data for a call, from a random generator.
         extra_tolerance: Absolute tolerance of an output beyond the common formula, from the data.
-        determinism_check: Looks at a legal call; why an NPU cannot honour the deterministic option for it, as
-            operand, found and expected, or None.
+        determinism_check: Looks at a legal call and the release of the NPU's CANN (None: unknown); why an NPU
+            cannot honour the deterministic option for it, as operand, found and expected, or None.
         min_cann: Oldest CANN release with the operator.
         data_check: Looks at untrusted operand values before an NPU launch; a complaint or None.
         checked_operands: Operands whose values `data_check` reads; of others it may use only the shape.
@@ -417,7 +418,7 @@ class OpSpec:
     samples: Callable[[Product], Iterator[Sample]]
     make_inputs: Callable[[CallMeta, np.random.Generator], dict[str, npt.NDArray[Any] | None]]
     extra_tolerance: Callable[[Arrays, Mapping[str, Any], str], float]
-    determinism_check: Callable[[CallMeta], str | None]
+    determinism_check: Callable[[CallMeta, CannRelease | None], str | None]
     min_cann: str
     accepts_unchecked: Callable[[CallMeta], bool] = lambda call: False
     data_check: Callable[[Arrays], str | None] | None = None

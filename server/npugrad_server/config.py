@@ -71,7 +71,8 @@ class ServerSettings(BaseSettings):
     )
     devices: str = Field(
         default="auto",
-        description="Devices, such as cpu:0 or npu:0,npu:1; auto takes all NPUs, else one CPU device.",
+        description="Devices, such as cpu:0 or npu:0,npu:1; auto takes all NPUs, else one CPU device. "
+        "npu:0?deterministic=1 runs every call deterministically.",
     )
     product: Literal["auto", "atlas-training", "atlas-a2", "atlas-a3"] = Field(
         default="auto",

@@ -1,6 +1,8 @@
 """Names of devices, and the list of them that a server is started with.
 
 `auto` takes every NPU, else one CPU device. Otherwise a list such as ``cpu:0,cpu:1`` or ``npu:0,npu:1``.
+``npu:0?deterministic=1`` has an NPU run every call deterministically, ``deterministic=0`` none; without
+either each call chooses where CANN can switch (from 9.0), and none is deterministic where it cannot.
 For capacity and scaling tests there is also ``test:N?OPTIONS``: N simulated devices whose options are
 described in `npugrad_server.backends.test`.
 """
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
 AUTO = "auto"
 KINDS = ("npu", "cpu", "test")
 MAX_DEVICES = 64
+DETERMINISTIC = "deterministic"
+"""The option of an NPU."""
+_FLAGS = {"0": False, "1": True}
 _ONE = re.compile(r"(?P<kind>[a-z]+):(?P<index>\d{1,4})(\?(?P<options>.*))?", re.ASCII)
 _EXPECTED = "expected 'auto' or a list such as 'cpu:0', 'cpu:0,cpu:1' or 'npu:0,npu:1'"
 
@@ -33,7 +38,7 @@ class DeviceName:
     Attributes:
         kind: ``"npu"``, ``"cpu"`` or ``"test"``.
         index: Number among its kind.
-        options: Options of a simulated device by name; empty for others.
+        options: Options by name; of an NPU there is one, of a CPU none.
     """
 
     kind: str
@@ -44,6 +49,11 @@ class DeviceName:
     def name(self) -> str:
         """Name without options, as it is shown: ``"cpu:0"``."""
         return f"{self.kind}:{self.index}"
+
+    @property
+    def deterministic(self) -> bool | None:
+        """Mode that the device is to keep for every call; None where each call chooses."""
+        return _FLAGS.get(self.options.get(DETERMINISTIC, ""))
 
     @property
     def owns_memory(self) -> bool:
@@ -57,7 +67,7 @@ class DeviceName:
 
 
 def parse_device(text: str) -> DeviceName:
-    """Reads one concrete device such as ``"cpu:0"`` or ``"test:0?ms=20"``.
+    """Reads one concrete device such as ``"cpu:0"``, ``"npu:0?deterministic=1"`` or ``"test:0?ms=20"``.
 
     Raises:
         DeviceListError: It is not one.
@@ -66,7 +76,9 @@ def parse_device(text: str) -> DeviceName:
     if match is None or match["kind"] not in KINDS:
         raise DeviceListError(f"found device {text!r}; {_EXPECTED}")
     options = _parse_options(text, match["options"] or "")
-    if options and match["kind"] != "test":
+    if options and match["kind"] == "npu":
+        _check_npu_options(text, options)
+    elif options and match["kind"] != "test":
         raise DeviceListError(f"found options in {text!r}; expected none for kind {match['kind']!r}")
     return DeviceName(match["kind"], int(match["index"]), MappingProxyType(options))
 
@@ -79,6 +91,12 @@ def _parse_options(text: str, given: str) -> dict[str, str]:
             raise DeviceListError(f"found option {option!r} in {text!r}; expected name=value, each name once")
         options[key] = value
     return options
+
+
+def _check_npu_options(text: str, options: Mapping[str, str]) -> None:
+    if set(options) != {DETERMINISTIC} or options[DETERMINISTIC] not in _FLAGS:
+        allowed = " or ".join(f"{DETERMINISTIC}={flag}" for flag in _FLAGS)
+        raise DeviceListError(f"found options in {text!r}; expected {allowed} for an NPU")
 
 
 def may_need_npus(text: str) -> bool:
@@ -101,7 +119,8 @@ def resolve(text: str, npu_count: int | None = None) -> tuple[str, ...]:
     """
     if text.strip() == AUTO:
         return tuple(f"npu:{i}" for i in range(npu_count or 0)) or ("cpu:0",)
-    parts = [text] if "?" in text else text.split(",")
+    # Labels among the options of simulated devices may have commas.
+    parts = [text] if text.strip().startswith("test:") and "?" in text else text.split(",")
     found = [parse_device(part) for part in parts]
     _check(text, found, npu_count)
     if found[0].kind == "test":

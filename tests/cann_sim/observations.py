@@ -118,7 +118,7 @@ def _differing(runtime: Runtime, name: str, repeats: int, **sizes: int) -> int:
 
 
 def _by_option(runtime: Runtime, options: Sequence[tuple[int, int]]) -> dict[str, list[int]]:
-    """Repetitions of each operator that differ, for each setting of the context's and the process's option."""
+    """Repetitions of each operator that differ, for each setting of both options, context and process."""
     found: dict[str, list[int]] = {name: [] for name in REPEATED}
     for of_context, of_process in options:
         runtime.call("aclrtCtxSetSysParamOpt", DETERMINISTIC, of_context)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tests.cann_sim.build import Installation
 
 TIMEOUT_S = 240
-PLAN = "record=1; threads=strict; hbm_mb=4096"
+PLAN = "record=1; threads=strict; hbm_mb=4096; cann=9.2.0-beta.2; sums=ordered"
 _LINES: pytest.StashKey[dict[str, str]] = pytest.StashKey()
 
 

@@ -289,18 +289,51 @@ def test_modes_never_overlap_and_devices_and_streams_share_the_work(npu_server: 
     assert len({(launch["device"], launch["stream"]) for launch in launches}) == 4
 
 
-def test_a_deterministic_result_is_the_same_each_time(start_npu_server: StartNpuServer) -> None:
-    """The simulator's results differ from run to run unless the option is set."""
-    running = start_npu_server()
+def test_deterministic_calls_of_eight_streams_have_the_bits_of_a_single_one(
+    start_npu_server: StartNpuServer,
+) -> None:
+    """Without the option the simulator's results differ from run to run."""
+    running = start_npu_server("--streams-per-device", "8", plan="kernel_ms=2")
     sample = fill(GROUP_NORM, GROUP_NORM.build(n=4, c=32, hxw=64, group=4))
 
-    def results(deterministic: bool) -> set[bytes]:
-        frames = [sample.frames(deterministic=deterministic) for _ in range(8)]
-        return {call_execute(channel, found).contents["grad_gamma"] for found in frames}
+    def results(channel: grpc.Channel, deterministic: bool, count: int) -> list[bytes]:
+        frames = [sample.frames(deterministic=deterministic) for _ in range(count)]
+        return [call_execute(channel, found).contents["grad_gamma"] for found in frames]
+
+    found: dict[bool, list[bytes]] = {True: [], False: []}
+
+    def caller(number: int) -> None:
+        with running.process.channel() as channel:
+            for turn in range(8):
+                deterministic = (number + turn // 2) % 2 == 0
+                found[deterministic] += results(channel, deterministic, 1)
 
     with running.process.channel() as channel:
-        assert len(results(deterministic=False)) > 1
-        assert len(results(deterministic=True)) == 1
+        (alone,) = set(results(channel, True, 4))
+    callers = [threading.Thread(target=caller, args=(number,)) for number in range(8)]
+    for thread in callers:
+        thread.start()
+    for thread in callers:
+        thread.join()
+    assert found[True] == [alone] * 32
+    assert len(found[False]) == 32
+    assert sum(bits != alone for bits in found[False]) > 16
+    assert running.report.counters()["max_concurrent_kernels"] > 1
+
+
+def test_up_to_8_5_calls_go_to_a_device_of_their_mode(start_npu_server: StartNpuServer) -> None:
+    running = start_npu_server(devices="npu:0?deterministic=1,npu:1", plan="cann=8.5.0;ndev=2")
+    told = {device.name: device.description.rpartition(", ")[2] for device in running.process.info().devices}
+    assert told == {"npu:0": "always deterministic", "npu:1": "not deterministic"}
+    sample = fill(GROUP_NORM, GROUP_NORM.build(n=4, c=32, hxw=64, group=4))
+    found: dict[bool, set[bytes]] = {True: set(), False: set()}
+    with running.process.channel() as channel:
+        for turn in range(12):
+            deterministic = turn % 3 != 0
+            reply = call_execute(channel, sample.frames(deterministic=deterministic))
+            assert reply.result.info.device == ("npu:0" if deterministic else "npu:1")
+            found[deterministic].add(reply.contents["grad_gamma"])
+    assert len(found[True]) == 1 < len(found[False])
 
 
 def test_results_can_be_verified_and_a_wrong_one_is_held_back(start_npu_server: StartNpuServer) -> None:
@@ -336,6 +369,12 @@ def test_an_operator_that_cann_lacks_is_not_advertised(
         assert FLOYD.name not in stub.GetServerInfo(server_pb2.GetServerInfoRequest()).operators
         listed = stub.ListOperators(server_pb2.ListOperatorsRequest()).operators
         assert {op.name for op in listed if op.supported} == set(OPERATORS) - {FLOYD.name}
+        sample = fill(GROUP_NORM, GROUP_NORM.build())
+        failure = failure_of(lambda: call_execute(channel, sample.frames(deterministic=True)))
+        assert failure.error.reason == "DETERMINISM_UNSUPPORTED"
+        assert "CANN 8.5.0 reads the option once" in str(failure.error)
+        assert "such as npu:0?deterministic=1" in str(failure.error)
+        call(channel, sample)
 
 
 @pytest.mark.parametrize(

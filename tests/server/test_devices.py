@@ -16,6 +16,11 @@ from npugrad_server.devices import DeviceListError, DeviceName, parse_device, re
         ("cpu:0", None, ("cpu:0",)),
         ("cpu:0, cpu:3", None, ("cpu:0", "cpu:3")),
         ("npu:1", 2, ("npu:1",)),
+        (
+            "npu:0?deterministic=1,npu:1, npu:2?deterministic=0",
+            3,
+            ("npu:0?deterministic=1", "npu:1", "npu:2?deterministic=0"),
+        ),
         ("test:2?ms=20", None, ("test:0?ms=20", "test:1?ms=20")),
         ("test:1", None, ("test:0",)),
         ("test:1?crash=a,b&ms=1", None, ("test:0?crash=a,b&ms=1",)),
@@ -41,7 +46,11 @@ def test_a_list_becomes_devices(text: str, npu_count: int | None, expected: tupl
         ("test:1,test:2", None, "expected one test:N"),
         ("test:0", None, "found 0 simulated devices; expected 1 to 64"),
         ("test:65", None, "found 65 simulated devices"),
-        ("cpu:0?ms=1", None, "found options in 'cpu:0\\?ms=1'"),
+        ("cpu:0?ms=1", None, "found options in 'cpu:0\\?ms=1'; expected none for kind 'cpu'"),
+        ("cpu:0?deterministic=1", None, "expected none for kind 'cpu'"),
+        ("npu:0?ms=1", 1, "expected deterministic=0 or deterministic=1 for an NPU"),
+        ("npu:0?deterministic=yes", 1, "expected deterministic=0 or deterministic=1 for an NPU"),
+        ("npu:0?deterministic=1,npu:0", 1, "found npu:0 more than once"),
         ("test:1?ms", None, "found option 'ms'"),
         ("test:1?ms=1&ms=2", None, "found option 'ms=2'"),
     ],
@@ -60,3 +69,10 @@ def test_the_text_of_a_device_reads_back(options: dict[str, str], index: int) ->
     device = DeviceName("test", index, options)
     assert parse_device(str(device)) == device
     assert device.name == f"test:{index}"
+
+
+@pytest.mark.parametrize(
+    ("text", "mode"), [("npu:0", None), ("npu:0?deterministic=1", True), ("npu:0?deterministic=0", False)]
+)
+def test_an_npu_may_keep_one_mode(text: str, mode: bool | None) -> None:
+    assert parse_device(text).deterministic is mode

@@ -33,8 +33,11 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from npugrad.releases import CannRelease
+
 MAX_DETERMINISTIC_CHANNELS = 2048
-"""Above it the operator leaves the AI Core, and with it the deterministic mode."""
+"""Above it, and with DOUBLE, the operator leaves the AI Core, and with it the deterministic mode; on every
+release with a page of its own, 8.5.0 to 9.2.0-beta.2."""
 
 
 _NORMAL = Draw("normal")
@@ -143,10 +146,13 @@ def _inferred(like: TensorMeta) -> TensorMeta:
     return TensorMeta(like.dtype, like.shape)
 
 
-def _determinism_check(call: CallMeta) -> str | None:
+def _determinism_check(call: CallMeta, release: CannRelease | None) -> str | None:
     if accepts_unchecked(call):
         return None
-    channels = call.tensor("input").shape[1]
+    image = call.tensor("input")
+    if image.dtype is DType.FLOAT64:
+        return "input: found float64; expected another type where deterministic is True on an NPU"
+    channels = image.shape[1]
     if channels <= MAX_DETERMINISTIC_CHANNELS:
         return None
     return (

@@ -153,7 +153,7 @@ GROUP_NORM_BACKWARD = OpSpec(
     samples=_samples,
     make_inputs=_make_inputs,
     extra_tolerance=_extra_tolerance,
-    determinism_check=lambda call: None,
+    determinism_check=lambda call, release: None,  # by the pages of 8.5.0 to 9.2.0-beta.2
     min_cann="8.0",
 )
 """The record; order of params is the order of aclnnGroupNormBackwardGetWorkspaceSize."""

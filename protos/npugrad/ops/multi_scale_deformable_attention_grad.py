@@ -32,10 +32,15 @@ from npugrad.ops._multi_scale_deformable_attention_grad_rules import (
 )
 from npugrad.products import Product
 from npugrad.references.multi_scale_deformable_attention_grad import reference
+from npugrad.releases import CannRelease
 from npugrad.spec import CallMeta, OpSpec, Sample, TensorMeta, TensorParam
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+
+
+_DETERMINISTIC_UNTIL, _DETERMINISTIC_AGAIN = 9, CannRelease.parse("9.2.0-beta.2")
+"""The pages of the releases between, from any 9.0 on, say that the operator does not support it."""
 
 
 def _flat_heads(meta: TensorMeta) -> tuple[int, ...]:
@@ -190,6 +195,15 @@ def _empty_samples(product: Product) -> Iterator[Sample]:
     yield Sample("empty_np", build(product=product, points=0))
 
 
+def _determinism_check(call: CallMeta, release: CannRelease | None) -> str | None:
+    if release is not None and (release.major < _DETERMINISTIC_UNTIL or release >= _DETERMINISTIC_AGAIN):
+        return None
+    return (
+        f"deterministic: found True; expected False with CANN {release or 'of unknown release'}, because the "
+        f"operator's pages offer it before {_DETERMINISTIC_UNTIL}.0 and from {_DETERMINISTIC_AGAIN}"
+    )
+
+
 MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD = OpSpec(
     name="multi_scale_deformable_attention_grad",
     aclnn_name=NAME,
@@ -205,7 +219,7 @@ MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD = OpSpec(
     samples=_samples,
     make_inputs=make_inputs,
     extra_tolerance=lambda inputs, attrs, output: 0.0,
-    determinism_check=lambda call: None,
+    determinism_check=_determinism_check,
     min_cann="8.0",
     data_check=levels_complaint,
     checked_operands=("spatial_shape", "level_start_index"),

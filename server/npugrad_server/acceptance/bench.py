@@ -4,6 +4,7 @@
     bench.run_many(jobs)                  as many at once as the worker has streams
     bench.plan(spec, call)                the first phase alone
     bench.restart(run_limit_s=0.001)      another process, with other settings if wanted
+    with bench.deterministic(): ...       another process where one keeps one mode
     with bench.pool() as pool: ...        the device under the service's own pool, which restarts workers
     with bench.trial("phases") as trial:  the device reached without a worker, by a process of its own
 
@@ -27,7 +28,7 @@ from npugrad_server.acceptance.link import DeviceGone, WorkerLink
 from npugrad_server.acceptance.loop import LoopThread
 from npugrad_server.acceptance.supervised import SupervisedDevice
 from npugrad_server.acceptance.trial import open_trial
-from npugrad_server.devices import parse_device
+from npugrad_server.devices import DETERMINISTIC, parse_device
 from npugrad_server.pool import PoolSettings
 from npugrad_server.pool.arena import InputArena
 from npugrad_server.pool.demand import demand_of
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from npugrad.products import Product
+    from npugrad.releases import CannRelease
     from npugrad.spec import CallMeta, OpSpec, Sample
     from npugrad_server.acceptance.job import Arrays
     from npugrad_server.acceptance.trial import Trial
@@ -70,6 +72,7 @@ class BenchSettings:
         device: Such as ``"npu:0"``.
         product: Product of its chip.
         streams: Calls that run at once.
+        release: Release of its CANN; None where nothing tells it.
         soak_s: Seconds of the soak.
         simulated: Whether CANN is the simulation of the tests, whose kernels are plain loops.
         run_limit_s: Seconds a call may run.
@@ -83,6 +86,7 @@ class BenchSettings:
     device: str
     product: Product
     streams: int = 2
+    release: CannRelease | None = None
     soak_s: float = 600.0
     simulated: bool = False
     run_limit_s: float = 540.0
@@ -218,6 +222,26 @@ class Bench:
     def samples(self, spec: OpSpec) -> Iterator[Sample]:
         """The record's own small calls, for the device's product."""
         return spec.samples(self.settings.product)
+
+    def why_not_deterministic(self, spec: OpSpec, call: CallMeta) -> str | None:
+        """Why the device's CANN cannot run a call deterministically; None when it can."""
+        return spec.determinism_check(call, self.settings.release)
+
+    @contextmanager
+    def deterministic(self) -> Iterator[None]:
+        """Has the deterministic option honoured for a block: by another worker where each keeps one mode.
+
+        Raises:
+            DeviceGone: The device does not open.
+        """
+        if not self.ready.no_determinism:
+            yield
+            return
+        self.start(devices=(f"{self.settings.device}?{DETERMINISTIC}=1",))
+        try:
+            yield
+        finally:
+            self.stop()
 
     def run(
         self,

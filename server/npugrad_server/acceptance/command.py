@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import npugrad
 from npugrad.products import Product, product_from_soc
+from npugrad.releases import CannRelease
 from npugrad_server.acceptance.bench import Bench, BenchSettings
 from npugrad_server.acceptance.bundle import Bundle
 from npugrad_server.acceptance.console import AcceptanceConsole
@@ -121,6 +122,7 @@ def _look(options: AcceptanceOptions) -> tuple[NpuReport, BenchSettings, tuple[s
         device=f"npu:{options.device}",
         product=product,
         streams=options.streams,
+        release=CannRelease.parse(found.cann) if found.cann else None,
         soak_s=options.soak_s,
         simulated=found.simulated,
         rung_limit_s=min(BenchSettings.rung_limit_s, options.step_limit_s),

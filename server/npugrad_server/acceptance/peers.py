@@ -86,7 +86,7 @@ def peer_jobs(bench: Bench) -> Iterator[PeerJob]:
                 call = size.build(spec, settings.simulated, dtype=dtype, product=settings.product)
                 made.append((size.name, realistic_job(spec, call)))
             for name, job in made:
-                options = CallOptions(deterministic=not spec.determinism_check(job.call))
+                options = CallOptions(deterministic=not bench.why_not_deterministic(spec, job.call))
                 yield PeerJob(
                     f"{spec.name} {dtype} {name}", replace(job, options=options), spec.name in BINDINGS
                 )
@@ -95,10 +95,11 @@ def peer_jobs(bench: Bench) -> Iterator[PeerJob]:
 def check_peers(bench: Bench, out: StepLog) -> None:
     """Runs each call by the worker, with ND and with named formats, and by torch_npu's binding."""
     jobs = list(peer_jobs(bench))
-    ours = [
-        {name: array.tobytes() for name, array in ran.outputs.items()}
-        for ran in (bench.run_job(peer.job) for peer in jobs)
-    ]
+    with bench.deterministic():
+        ours = [
+            {name: array.tobytes() for name, array in ran.outputs.items()}
+            for ran in (bench.run_job(peer.job) for peer in jobs)
+        ]
     out.progress(0, 3, "the same calls in ND and in named formats")
     rows = [*_formats(bench, out, jobs, ours)]
     out.progress(1, 3, "the same calls by torch_npu's bindings")

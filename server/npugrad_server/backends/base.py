@@ -162,7 +162,10 @@ class Backend(Protocol):
             unless `Timings` names another.
         description: What the device is, for a person; final once open.
         simulated: Whether results come from a simulation.
-        one_mode: Whether calls of different deterministic modes must not overlap on the device.
+        one_mode: Whether calls of different deterministic modes must not overlap on the device; final once
+            open.
+        deterministic: Mode that it keeps for every call; None where each call chooses; final once open.
+        no_determinism: Why none of its calls is deterministic; empty where they can be; final once open.
         strided: Whether `run` takes operands with the strides they arrived with.
         unavailable: Operators that the device cannot run, with the reason; final once open.
         memory_bytes: Memory of the device's own for calls, once open; None when it works in the host's.
@@ -172,6 +175,8 @@ class Backend(Protocol):
     description: str
     simulated: bool
     one_mode: bool
+    deterministic: bool | None
+    no_determinism: str
     strided: bool
     unavailable: Mapping[str, str]
     memory_bytes: int | None

@@ -125,6 +125,8 @@ class TestBackend:
     name = "test"
     simulated = True
     one_mode = False
+    deterministic: bool | None = None
+    no_determinism = ""
     strided = False
     memory_bytes: int | None = None
 

@@ -10,6 +10,7 @@ from npugrad.errors import (
     DeviceError,
     ErrorDetails,
     NpugradError,
+    OperatorError,
     ServerBusy,
     UnsupportedOperator,
     WorkerLost,
@@ -49,8 +50,8 @@ def error_from_verdict(
 
     Args:
         planned: The call.
-        reason: CALL_TOO_LARGE, DEADLINE_EXCEEDED, OPERATOR_UNSUPPORTED or WORKER_LOST; NO_DEVICE is
-            `error_without_device`.
+        reason: CALL_TOO_LARGE, DEADLINE_EXCEEDED, OPERATOR_UNSUPPORTED, DETERMINISM_UNSUPPORTED or
+            WORKER_LOST; NO_DEVICE is `error_without_device`.
         detail: What happened.
         code: The vendor's number, when a device failed.
     """
@@ -60,6 +61,8 @@ def error_from_verdict(
         return DeadlineExceeded(message, operator=operator, request_id=request_id)
     if reason == "CALL_TOO_LARGE":
         return CallTooLarge(message, operator=operator, request_id=request_id)
+    if reason == "DETERMINISM_UNSUPPORTED":
+        return OperatorError(message, reason=reason, operator=operator, request_id=request_id)
     if reason == "OPERATOR_UNSUPPORTED":
         return UnsupportedOperator(message, operator=operator, request_id=request_id)
     return WorkerLost(message, code=code, source="device", operator=operator, request_id=request_id)

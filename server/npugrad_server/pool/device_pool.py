@@ -11,11 +11,11 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from npugrad.errors import ServerDraining, UnsupportedOperator
+from npugrad.errors import ServerDraining
 from npugrad_server.devices import parse_device
 from npugrad_server.machine import memory_bytes
 from npugrad_server.pool.admission import Admission
-from npugrad_server.pool.answers import error_without_device
+from npugrad_server.pool.answers import error_from_verdict, error_without_device
 from npugrad_server.pool.arena import InputArena
 from npugrad_server.pool.commands import DeviceChanged, ReleaseCall, WorkerSpec
 from npugrad_server.pool.device_memory import budget
@@ -130,18 +130,23 @@ class DevicePool:
             ServerBusy: QUEUE_FULL, queue or operand memory are full now; NO_DEVICE, all devices are down.
             ServerDraining: The pool was closed, or its calls were abandoned.
             UnsupportedOperator: No device can run the operator.
+            OperatorError: DETERMINISM_UNSUPPORTED, no device can run it deterministically.
         """
         operator = planned.spec.name
         if self._closing:
             raise _shut_down(planned)
         if self._scheduler.all_down:
             raise error_without_device(self.devices(), planned)
-        missing = self.unavailable(operator)
-        if missing:
-            raise UnsupportedOperator(f"{operator}: no device has it: {missing}", operator=operator)
+        deterministic = planned.options.deterministic
+        refused = self._scheduler.why_refused(operator, deterministic)
+        if refused is not None:
+            raise error_from_verdict(planned, *refused)
         waiting = self._uploads + self._scheduler.queue_depth
         demand, region = self._gate.reserve(
-            planned, waiting, self._scheduler.running, self._scheduler.most_device_bytes(operator)
+            planned,
+            waiting,
+            self._scheduler.running,
+            self._scheduler.most_device_bytes(operator, deterministic),
         )
         admission = Admission(
             next(self._numbers),
@@ -223,8 +228,18 @@ class DevicePool:
         memory_bytes = None
         if ready.memory_bytes is not None:
             memory_bytes = budget(ready.memory_bytes, self._settings.streams_per_device)
-        now, lacks = time.monotonic(), ready.unavailable
-        self._apply(self._scheduler.ready(worker, incarnation, now, ready.one_mode, memory_bytes, lacks))
+        self._apply(
+            self._scheduler.ready(
+                worker,
+                incarnation,
+                time.monotonic(),
+                ready.one_mode,
+                memory_bytes,
+                ready.unavailable,
+                ready.deterministic,
+                ready.no_determinism,
+            )
+        )
 
     def worker_answered(self, worker: int, incarnation: int, answer: CallDone | CallFailed) -> None:
         """A process has answered a call."""

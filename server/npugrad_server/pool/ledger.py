@@ -93,8 +93,8 @@ class CallRecord:
 
     @property
     def kind(self) -> str:
-        """Kind of the queue."""
-        return self.request.operator
+        """Kind of the queue: what its devices are chosen by."""
+        return f"{self.request.operator}{'?deterministic' * self.request.deterministic}"
 
     @property
     def alone(self) -> bool:
@@ -137,6 +137,8 @@ class WorkerRecord:
         outputs: Regions of the present process's output arena.
         running: Calls on it by number.
         one_mode: Whether calls of different deterministic modes must not overlap on it.
+        deterministic: Mode that its last process keeps for every call; None where each call chooses.
+        no_determinism: Why none of its calls is deterministic; empty where they can be.
         memory_bytes: What calls may have of its own memory, as the last process that opened it found it; None
             for a device without, or before.
         memory_used_bytes: What they have of it.
@@ -169,6 +171,8 @@ class WorkerRecord:
     outputs: RegionAllocator = field(default_factory=lambda: RegionAllocator(0))
     running: dict[int, CallRecord] = field(default_factory=dict)
     one_mode: bool = False
+    deterministic: bool | None = None
+    no_determinism: str = ""
     memory_bytes: int | None = None
     memory_used_bytes: int = 0
     losses: int = 0
@@ -195,9 +199,19 @@ class WorkerRecord:
         """Why it cannot run an operator; empty when it can, or may once it is ready again."""
         return self.lacks.get(operator, "") if self.state is DeviceState.READY else ""
 
+    def why_refuses(self, operator: str, deterministic: bool) -> str:
+        """Why it runs no such call; empty when it does, or may once it is ready."""
+        no_mode = self.no_determinism if deterministic and self.state is DeviceState.READY else ""
+        return self.why_lacks(operator) or no_mode
+
     def may_run(self, call: CallRecord) -> bool:
-        """Whether it has the call's operator, or may have it once it is ready."""
-        return self.state is not DeviceState.DOWN and not self.why_lacks(call.request.operator)
+        """Whether it runs calls of the operator and mode, or may once it is ready."""
+        refuses = self.why_refuses(call.request.operator, call.request.deterministic)
+        return self.state is not DeviceState.DOWN and not refuses
+
+    def suits(self, call: CallRecord) -> bool:
+        """Whether a call would run in the mode it asks for, and no other."""
+        return self.deterministic in (None, call.request.deterministic)
 
     def has_declined(self, call: CallRecord) -> bool:
         """Whether the present process could not take the call."""

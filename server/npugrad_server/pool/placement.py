@@ -4,7 +4,9 @@ Guarantees
     - Calls on a worker never hold more of its own memory, or of the host's, than there is.
     - What a call holds goes back once, when it leaves its worker, however it leaves it.
     - A call whose workspace was refused is placed only where there is room for all of it.
-    - A call is never on a device that lacks its operator, nor kept one free.
+    - A call is never on a device that lacks its operator, nor a deterministic one where nothing is; nor is it
+      kept one free. A call that asks for no determinism is on a device that is always deterministic only if
+      no other one that has its operator is ready.
     - A call that a device could not take goes to another one as long as one is ready that could hold it, and
       to one that is not short itself before one that is.
 """
@@ -47,21 +49,36 @@ class Placement:
 
     # -------------------------------------------------------------------------------------------- what can be
 
-    def most_device_bytes(self, operator: str = "") -> int | None:
+    def most_device_bytes(self, operator: str = "", deterministic: bool = False) -> int | None:
         """The most of a device's own memory that a call can have; None where it has no bound, or not yet."""
-        return _most([w for w in self._coming() if not w.why_lacks(operator)])
+        return _most([w for w in self._coming() if not w.why_refuses(operator, deterministic)])
 
     def why_lacking(self, operator: str) -> str:
         """Why no device can run an operator; empty when one can, or may once it is ready."""
         reasons = [worker.why_lacks(operator) for worker in self._coming()]
         return "; ".join(dict.fromkeys(reasons)) if all(reasons) else ""
 
-    def why_never(self, call: CallRecord) -> tuple[str, str] | None:
-        """Why a call can run nowhere now: row of the error table and what happened; None when it may."""
-        lacking = self.why_lacking(call.request.operator)
+    def why_refused(self, operator: str, deterministic: bool) -> tuple[str, str] | None:
+        """Row of the error table and why no device runs such calls; None when one does, or may once ready."""
+        lacking = self.why_lacking(operator)
         if lacking:
             return "OPERATOR_UNSUPPORTED", f"no device has it: {lacking}"
-        most, found = self.most_device_bytes(call.request.operator), call.request.device_bytes
+        reasons = [worker.why_refuses(operator, deterministic) for worker in self._coming()]
+        if not reasons or not all(reasons):
+            return None
+        told = "; ".join(dict.fromkeys(reasons))
+        return (
+            "DETERMINISM_UNSUPPORTED",
+            f"deterministic: found True; expected False on these devices: {told}",
+        )
+
+    def why_never(self, call: CallRecord) -> tuple[str, str] | None:
+        """Why a call can run nowhere now: row of the error table and what happened; None when it may."""
+        operator, deterministic = call.request.operator, call.request.deterministic
+        refused = self.why_refused(operator, deterministic)
+        if refused is not None:
+            return refused
+        most, found = self.most_device_bytes(operator, deterministic), call.request.device_bytes
         if most is not None and found > most:
             what = f"found {found} bytes of tensors on the device; expected at most {most}"
             return "CALL_TOO_LARGE", what
@@ -70,8 +87,9 @@ class Placement:
         return None
 
     def is_confined(self, call: CallRecord) -> bool:
-        """Whether some device that is ready lacks its operator, so that those behind it may pass."""
-        return any(worker.why_lacks(call.request.operator) for worker in self._workers)
+        """Whether some device that is ready is not for it, so that those of another kind may pass it."""
+        ready = [worker for worker in self._workers if worker.state is DeviceState.READY]
+        return not all(worker in self._fitting(call) for worker in ready)
 
     def has_other(self, call: CallRecord) -> bool:
         """Whether a device is ready that could take a call which one could not."""
@@ -83,7 +101,13 @@ class Placement:
 
     def _choices(self, call: CallRecord) -> list[WorkerRecord]:
         """Devices that a call may go to, now or once they are ready."""
-        return self._others(call) or [worker for worker in self._workers if worker.may_run(call)]
+        return self._others(call) or self._fitting(call)
+
+    def _fitting(self, call: CallRecord) -> list[WorkerRecord]:
+        """Devices with its operator and mode; any mode will do for a call that asks for none."""
+        able = [worker for worker in self._workers if worker.may_run(call)]
+        suiting = [worker for worker in able if worker.suits(call)]
+        return suiting if any(worker.state is DeviceState.READY for worker in suiting) else able
 
     def _others(self, call: CallRecord) -> list[WorkerRecord]:
         """Where a call goes that a device could not take; none for other calls."""

@@ -8,14 +8,14 @@ Guarantees
     - `ReleaseCall` comes exactly once for every call, after it was closed and no worker touches its memory.
     - A call that runs for longer than `run_limit_s` and its grace costs its worker, and is not tried again.
     - A call starts at most `max_attempts` times, never past its deadline, never on a device that lacks its
-      operator, and alone once a worker died under it; no more after `attempts.SUSPECT_ATTEMPTS` such deaths
-      once a device failed under it.
+      operator or its mode, and alone once a worker died under it; no more after `attempts.SUSPECT_ATTEMPTS`
+      such deaths once a device failed under it.
     - A call that a device cannot take now (`attempts.ELSEWHERE`) is tried on another one, if there is one,
       once; the second answer is its caller's. That device comes last until it has done a call well.
     - A call that waits for room is overtaken by at most `claim.MAX_OVERTAKEN` calls of its priority or below
       for want of room; then a worker is kept free for it.
-    - Calls of one label start in their order, but for those of another operator behind one that has to wait
-      for the devices that have its own.
+    - Calls of one label start in their order, but for those of another operator or mode behind one that has
+      to wait for the devices that have its own.
     - Calls never hold more of a device's own memory than it has, workspaces included, from the moment their
       size is known; what a call holds goes back once.
     - A call whose workspace found no room has not been tried: it waits in front of its lane, and starts again
@@ -96,13 +96,17 @@ class Scheduler:
         """Whether no device is ready or about to be."""
         return self._lifecycle.all_down
 
-    def most_device_bytes(self, operator: str = "") -> int | None:
+    def most_device_bytes(self, operator: str = "", deterministic: bool = False) -> int | None:
         """The most of a device's own memory that a call can have; None where it has no bound, or not yet."""
-        return self._placement.most_device_bytes(operator)
+        return self._placement.most_device_bytes(operator, deterministic)
 
     def why_lacking(self, operator: str) -> str:
         """Why no device can run an operator; empty when one can, or may once it is ready."""
         return self._placement.why_lacking(operator)
+
+    def why_refused(self, operator: str, deterministic: bool) -> tuple[str, str] | None:
+        """Row of the error table and why no device runs such calls; None when one does, or may once ready."""
+        return self._placement.why_refused(operator, deterministic)
 
     def next_alarm(self) -> float | None:
         """When `tick` is due; None when only an event can change anything."""
@@ -140,6 +144,8 @@ class Scheduler:
         one_mode: bool = False,
         memory_bytes: int | None = None,
         lacks: Mapping[str, str] | None = None,
+        deterministic: bool | None = None,
+        no_determinism: str = "",
     ) -> list[Command]:
         """A process has opened its device.
 
@@ -150,6 +156,8 @@ class Scheduler:
             one_mode: Whether calls of different deterministic modes must not overlap on it.
             memory_bytes: What calls may have of its own memory; None for a device without.
             lacks: Operators that it cannot run, with the reason.
+            deterministic: Mode that it keeps for every call; None where each call chooses.
+            no_determinism: Why none of its calls is deterministic; empty where they can be.
         """
         out: list[Command] = []
         record = self.workers[worker]
@@ -159,6 +167,7 @@ class Scheduler:
             return out  # it said that the device did not open, so its end is near
         record.one_mode, record.memory_bytes = one_mode, memory_bytes
         record.lacks, record.short = dict(lacks or {}), False
+        record.deterministic, record.no_determinism = deterministic, no_determinism
         self._lifecycle.opened(record, out)
         self._lifecycle.take_turns(now, out)
         self._dispatch(now, out)

@@ -189,4 +189,6 @@ def _ready(backend: Backend) -> DeviceReady:
         backend.one_mode,
         {name: reason[:_MAX_REASON] for name, reason in backend.unavailable.items()},
         backend.memory_bytes,
+        backend.deterministic,
+        backend.no_determinism[:_MAX_REASON],
     )

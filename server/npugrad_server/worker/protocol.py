@@ -87,6 +87,8 @@ class DeviceReady:
     one_mode: bool
     unavailable: Mapping[str, str] = field(default_factory=dict)
     memory_bytes: int | None = None
+    deterministic: bool | None = None
+    no_determinism: str = ""
 
 
 @dataclass(frozen=True)

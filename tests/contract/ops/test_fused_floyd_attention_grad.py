@@ -334,7 +334,7 @@ class TestParameters:
         assert [p.name for p in SPEC.inputs if p.optional] == ["atten_mask"]
 
     def test_never_deterministic(self) -> None:
-        assert "no deterministic mode" in str(SPEC.determinism_check(SPEC.build()))
+        assert "no deterministic mode" in str(SPEC.determinism_check(SPEC.build(), None))
 
 
 class TestCoverage:

@@ -326,13 +326,18 @@ class TestParameters:
 
     @pytest.mark.parametrize(("channels", "can"), [(0, True), (2048, True), (2049, False)])
     def test_deterministic_up_to_2048_channels(self, channels: int, can: bool) -> None:
-        complaint = SPEC.determinism_check(SPEC.build(c=channels))
+        complaint = SPEC.determinism_check(SPEC.build(c=channels), None)
         assert (complaint is None) is can
         assert can or f"found {channels} channels; expected at most 2048" in str(complaint)
 
     def test_deterministic_when_nothing_is_computed(self) -> None:
         call = SPEC.build(output_mask=None)
-        assert SPEC.determinism_check(replace(call, inputs=dict.fromkeys(EXAMPLE))) is None
+        assert SPEC.determinism_check(replace(call, inputs=dict.fromkeys(EXAMPLE)), None) is None
+
+    def test_never_deterministic_in_float64(self) -> None:
+        image = replace(SPEC.build().tensor("input"), dtype=DType.FLOAT64)
+        complaint = SPEC.determinism_check(SPEC.build().with_inputs(input=image), None)
+        assert str(complaint).startswith("input: found float64")
 
 
 class TestCoverage:

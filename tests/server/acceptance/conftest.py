@@ -7,13 +7,20 @@ from typing import TYPE_CHECKING
 import pytest
 
 from npugrad.products import Product
+from npugrad.releases import CannRelease
 from npugrad_server.acceptance.bench import Bench, BenchSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 SETTINGS = BenchSettings(
-    "cpu:0", Product.ATLAS_A2, soak_s=1.0, simulated=True, start_timeout_s=60, arena_bytes=256 << 20
+    "cpu:0",
+    Product.ATLAS_A2,
+    release=CannRelease.parse("9.2.0-beta.2"),
+    soak_s=1.0,
+    simulated=True,
+    start_timeout_s=60,
+    arena_bytes=256 << 20,
 )
 
 

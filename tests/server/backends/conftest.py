@@ -64,6 +64,7 @@ class NpuWorker:
     folder: Path
     stages: list[str] = field(default_factory=list)
     _calls: int = 0
+    ready: DeviceReady = field(init=False)
 
     def send(self, message: Message) -> None:
         self.control.send(encode(message))
@@ -112,6 +113,14 @@ class NpuWorker:
                 end += aligned(meta.nbytes)
         order = RunCall(self._calls, spec.name, call, metas, CallOptions(), where, results)
         return replace(order, **changes), arrays
+
+    def contents(self, order: RunCall) -> bytes:
+        """The results of an order in the arena, one after the other."""
+        arena = Region(0, ARENA_BYTES)
+        metas = [(name, meta) for name, meta in order.outputs.items() if meta is not None]
+        return b"".join(
+            bytes(self.outputs.view(arena, order.output_offsets[name], meta.nbytes)) for name, meta in metas
+        )
 
     def ask(self, spec: OpSpec, call: CallMeta, **changes: Any) -> Message:
         """Has a call run; the answer, whatever it is."""
@@ -194,6 +203,7 @@ def run_npu_worker(
             if ready:
                 answer = worker.receive()
                 assert isinstance(answer, DeviceReady), answer
+                worker.ready = answer
             yield worker
         finally:
             process.kill()

@@ -364,7 +364,12 @@ def _kernels(bench: Bench) -> int:
     return sum(bench.sim.counter(f"kernels.{spec.aclnn_name}") for spec in OPERATORS.values())
 
 
-if __name__ == "__main__":
-    print(json.dumps(SCENARIOS[sys.argv[1]]()))
+def main(name: str) -> None:
+    """Plays a scenario and prints what it says."""
+    print(json.dumps(SCENARIOS[name]()))
     sys.stdout.flush()
     os._exit(0)  # as a worker does: what torch_npu does at the end is not what is looked at
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -24,6 +24,7 @@ from npugrad_server.pool.commands import (
     TellWorker,
     WorkerSpec,
 )
+from npugrad_server.pool.regions import EMPTY
 from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.pool.types import DeviceState, PoolSettings
 from npugrad_server.worker.protocol import WorkspaceRefused
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from npugrad_server.pool.commands import Command
 
 WHY = "its first try failed"
+ONCE = "CANN 8.5.0 reads the option once"
 FULL = "DEVICE_OUT_OF_MEMORY"
 BLOCK = 512
 
@@ -51,9 +53,18 @@ def be_ready(
     lacks: Mapping[str, str] | None = None,
     now: float = 0,
     memory_bytes: int | None = None,
+    *,
+    deterministic: bool | None = None,
 ) -> list[StartCall]:
-    incarnation = scheduler.workers[worker].incarnation
-    commands = scheduler.ready(worker, incarnation, now, memory_bytes=memory_bytes, lacks=lacks)
+    commands = scheduler.ready(
+        worker,
+        scheduler.workers[worker].incarnation,
+        now,
+        memory_bytes=memory_bytes,
+        lacks=lacks,
+        deterministic=deterministic,
+        no_determinism=ONCE if deterministic is False else "",
+    )
     return of(StartCall, commands)
 
 
@@ -207,6 +218,89 @@ def test_memory_of_a_device_that_lacks_the_operator_does_not_count() -> None:
     (start,) = submit(scheduler, 2, "p", device_bytes=2 * BLOCK)
     (told,) = of(TellWorker, scheduler.need_workspace(0, 1, start.call, 5 * BLOCK - 32))
     assert told.message == WorkspaceRefused(2, True, 2 * BLOCK - 32)
+
+
+# --------------------------------------------------------------------------------- devices that keep one mode
+
+
+def test_calls_go_to_the_device_that_keeps_their_mode_though_another_is_idle() -> None:
+    scheduler = make(2)
+    be_ready(scheduler, 0, deterministic=False)
+    be_ready(scheduler, 1, deterministic=True)
+    for number, wanted in ((1, True), (2, False)):
+        (start,) = submit(scheduler, number, "p", deterministic=wanted)
+        assert start.worker == wanted
+    assert submit(scheduler, 3, "p", deterministic=True) == submit(scheduler, 4, "p", label="b") == []
+    (third,) = of(StartCall, answer(scheduler, StartCall(1, 1, 1, EMPTY, 1, 0)))
+    assert (third.call, third.worker) == (3, 1)
+    (fourth,) = of(StartCall, answer(scheduler, StartCall(2, 0, 1, EMPTY, 1, 0)))
+    assert (fourth.call, fourth.worker) == (4, 0)
+
+
+def test_a_call_of_one_mode_passes_one_of_its_label_that_waits_for_the_other() -> None:
+    scheduler = make(2)
+    be_ready(scheduler, 0, deterministic=False)
+    be_ready(scheduler, 1, deterministic=True)
+    submit(scheduler, 1, "p", deterministic=True)
+    assert submit(scheduler, 2, "p", deterministic=True) == []
+    (start,) = submit(scheduler, 3, "p")
+    assert (start.call, start.worker) == (3, 0)
+    assert submit(scheduler, 4, "p") == []
+
+
+def test_a_deterministic_call_that_no_device_can_take_is_refused_with_the_reasons() -> None:
+    scheduler = make(2)
+    be_ready(scheduler, 0, deterministic=False)
+    assert scheduler.why_refused("p", True) is None  # the other one may
+    assert submit(scheduler, 1, "p", deterministic=True) == []
+    (failed,) = of(FailCall, scheduler.ready(1, 1, 0, deterministic=False, no_determinism="named so"))
+    assert (failed.call, failed.reason) == (1, "DETERMINISM_UNSUPPORTED")
+    assert failed.detail == (f"deterministic: found True; expected False on these devices: {ONCE}; named so")
+    assert scheduler.why_refused("p", True) == (failed.reason, failed.detail)
+    assert scheduler.why_refused("p", False) is None
+    assert len(submit(scheduler, 2, "p")) == 1
+
+
+def test_where_every_device_lacks_the_operator_or_the_mode_the_mode_is_what_is_told() -> None:
+    scheduler = make(2)
+    be_ready(scheduler, 0, {"p": WHY}, deterministic=True)
+    be_ready(scheduler, 1, deterministic=False)
+    (failed,) = of(FailCall, scheduler.submit(CallRequest(1, operator="p", deterministic=True), 0))
+    assert (failed.reason, WHY in failed.detail, ONCE in failed.detail) == (
+        "DETERMINISM_UNSUPPORTED",
+        True,
+        True,
+    )
+    (start,) = submit(scheduler, 2, "p")
+    assert start.worker == 1
+
+
+def test_calls_that_ask_for_no_mode_take_a_deterministic_device_where_no_other_is_ready() -> None:
+    scheduler = make(2)
+    be_ready(scheduler, 1, deterministic=True)
+    (first,) = submit(scheduler, 1, "p")
+    assert first.worker == 1
+    answer(scheduler, first)
+    be_ready(scheduler, 0, deterministic=False)
+    assert [start.worker for start in submit(scheduler, 2, "p")] == [0]
+    assert submit(scheduler, 3, "p") == []
+
+
+def test_a_device_that_keeps_a_mode_runs_calls_of_both_beside_each_other() -> None:
+    scheduler = make(1, streams=2)
+    be_ready(scheduler, 0, deterministic=True)
+    assert [len(submit(scheduler, number, deterministic=bool(number))) for number in (0, 1)] == [1, 1]
+
+
+def test_what_a_deterministic_call_can_have_is_what_its_devices_have() -> None:
+    scheduler = make(2)
+    be_ready(scheduler, 0, deterministic=False, memory_bytes=8 * BLOCK)
+    be_ready(scheduler, 1, deterministic=True, memory_bytes=4 * BLOCK)
+    assert scheduler.most_device_bytes("p", True) == 4 * BLOCK
+    assert scheduler.most_device_bytes("p") == 8 * BLOCK
+    large = CallRequest(1, operator="p", deterministic=True, device_bytes=5 * BLOCK)
+    (failed,) = of(FailCall, scheduler.submit(large, 0))
+    assert failed.reason == "CALL_TOO_LARGE"
 
 
 # ------------------------------------------------------------------ a device that cannot take a call now

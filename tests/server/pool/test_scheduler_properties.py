@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 ARENA, MEMORY, ATTEMPTS = 256, 100, 3
 DEVICE = 8 * 512
 """Memory that a device with its own has at most."""
+UNSUPPORTED = ("OPERATOR_UNSUPPORTED", "DETERMINISM_UNSUPPORTED")
 OPERATORS = ("", "p", "q")
 
 
@@ -98,6 +99,10 @@ class Process:
     """Call under which it said that its device failed."""
     memory: int | None = None
     lacks: frozenset[str] = frozenset()
+    mode: bool | None = None
+
+    def refuses(self, call: Call) -> bool:
+        return call.request.operator in self.lacks or (call.request.deterministic and self.mode is False)
 
 
 class SchedulerWorld(RuleBasedStateMachine):
@@ -125,8 +130,10 @@ class SchedulerWorld(RuleBasedStateMachine):
                 call.answers += 1
                 assert not call.cancelled, "an answer nobody asked for"
                 assert not isinstance(command, CompleteCall) or call.starts
-                if isinstance(command, FailCall) and command.reason == "OPERATOR_UNSUPPORTED":
+                if isinstance(command, FailCall) and command.reason in UNSUPPORTED:
                     assert self._choices(call) == [], "some device may have it"
+                    modes = command.reason == "DETERMINISM_UNSUPPORTED"
+                    assert call.request.deterministic or not modes
             elif isinstance(command, ReleaseCall):
                 call = self.calls[command.call]
                 call.released += 1
@@ -178,17 +185,16 @@ class SchedulerWorld(RuleBasedStateMachine):
             assert not any(worker.could_hold(needed) for worker in choices), "some device has room"
 
     def _choices(self, call: Call) -> list[WorkerRecord]:
-        """Where a call may go: not where its operator lacks, nor back while it can go elsewhere."""
+        """Where a call may go: not where its operator or mode lacks, nor back while it can go elsewhere."""
         able = [
             worker
             for worker in self.scheduler.workers
             if worker.state is not DeviceState.DOWN
-            and not (
-                worker.state is DeviceState.READY
-                and call.request.operator in self.processes[worker.index].lacks
-            )
+            and not (worker.state is DeviceState.READY and self.processes[worker.index].refuses(call))
         ]
-        return self._others(call, able) or able
+        suiting = [worker for worker in able if worker.deterministic in (None, call.request.deterministic)]
+        some_suit = any(worker.state is DeviceState.READY for worker in suiting)
+        return self._others(call, able) or (suiting if some_suit else able)
 
     @staticmethod
     def _others(call: Call, able: Sequence[WorkerRecord]) -> list[WorkerRecord]:
@@ -215,7 +221,12 @@ class SchedulerWorld(RuleBasedStateMachine):
         assert start.attempt == call.tries <= ATTEMPTS
         assert (start.workspace_bytes is None) == (process.memory is None)
         call.granted = start.workspace_bytes or 0
-        assert call.request.operator not in process.lacks, "started where its operator lacks"
+        assert not process.refuses(call), "started where its operator or its mode lacks"
+        if call.declined is None and process.mode and not call.request.deterministic:
+            chosen = [worker.index for worker in self._choices(call)]
+            assert start.worker in chosen, (
+                "in a mode that it did not ask for, though there was another device"
+            )
         if (start.worker, start.incarnation) == call.declined:
             ready = [worker.index for worker in self._choices(call)]
             assert start.worker in ready, "back where it was declined, though there was another device"
@@ -223,7 +234,7 @@ class SchedulerWorld(RuleBasedStateMachine):
         if beside:
             assert not call.deaths, "a call that a worker died under is not alone"
             assert not any(other.deaths for other in beside), "somebody joined one that a worker died under"
-        if self.one_mode:
+        if self.one_mode and process.mode is None:
             assert all(c.request.deterministic == call.request.deterministic for c in beside)
         self._check_region(call, start)
         call.running = call.region_live = True
@@ -319,18 +330,35 @@ class SchedulerWorld(RuleBasedStateMachine):
     def become_ready(self, data: st.DataObject) -> None:
         worker = data.draw(st.sampled_from([w for w, p in self.processes.items() if not p.open]))
         lacks = data.draw(st.sets(st.sampled_from(OPERATORS[1:])))
-        self._ready(worker, data.draw(st.integers(0, 8)) * 512, frozenset(lacks))
+        mode = data.draw(st.sampled_from([None, None, False, True]))
+        self._ready(worker, data.draw(st.integers(0, 8)) * 512, frozenset(lacks), mode)
 
-    def _ready(self, worker: int, memory: int = DEVICE, lacks: frozenset[str] = frozenset()) -> None:
+    def _ready(
+        self,
+        worker: int,
+        memory: int = DEVICE,
+        lacks: frozenset[str] = frozenset(),
+        mode: bool | None = None,
+    ) -> None:
         process = self.processes[worker]
         process.open = True
         if not process.told_to_end:
-            process.lacks = lacks
+            process.lacks, process.mode = lacks, mode
         reasons = dict.fromkeys(lacks, "its first try failed")
         # A device may have less than the last time: somebody else may use it.
         process.memory = memory if self.own else None
-        incarnation = process.incarnation
-        self.obey(self.scheduler.ready(worker, incarnation, self.now, self.one_mode, process.memory, reasons))
+        self.obey(
+            self.scheduler.ready(
+                worker,
+                process.incarnation,
+                self.now,
+                self.one_mode and mode is None,
+                process.memory,
+                reasons,
+                mode,
+                "it reads the option once" if mode is False else "",
+            )
+        )
 
     @precondition(lambda self: any(c.running for c in self.calls.values()))
     @rule(data=st.data())
@@ -406,7 +434,7 @@ class SchedulerWorld(RuleBasedStateMachine):
 
     def _has(self, worker: WorkerRecord, call: Call) -> bool:
         process = self.processes.get(worker.index)
-        return process is not None and call.request.operator not in process.lacks
+        return process is not None and not process.refuses(call)
 
     @precondition(lambda self: any(not p.open for p in self.processes.values()))
     @rule(data=st.data(), stage=st.sampled_from(["importing", "taking the device"]))

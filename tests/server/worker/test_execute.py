@@ -41,7 +41,8 @@ class Recorder:
     """A backend that looks at the call and does what the test wants."""
 
     name, description, simulated, one_mode = "recorder", "", True, False
-
+    no_determinism = ""
+    deterministic: bool | None = None
     memory_bytes: int | None = None
 
     def __init__(self, error: Exception | None = None, *, strided: bool = False) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from npugrad.call import CallOptions
@@ -23,58 +26,146 @@ REPEATS = 10
 
 
 @dataclass(frozen=True)
+class _Round:
+    """How the calls are gone through once, in a process that ran none before.
+
+    Attributes:
+        repeats: How often each call is run in a mode.
+        order: Whether with the option, in this order: CANN may go on with what it met first.
+        values: Whether results are compared with the reference.
+    """
+
+    repeats: int
+    order: tuple[bool, bool]
+    values: bool
+
+
+_FIRST = _Round(REPEATS, (False, True), values=True)
+_SECOND = _Round(3, (True, False), values=False)
+
+
+@dataclass(frozen=True)
 class _Repeated:
     """Results of one call, run again and again.
 
     Attributes:
         failure: What a run that gave no result said; empty when all gave one.
         distinct: How many different results there were, bit by bit.
-        first: The first result.
+        bits: Digest of the first result.
+        wrong: What the reference says against it; empty when it is right, or was not asked.
     """
 
     failure: str
     distinct: int
-    first: Ran
+    bits: bytes
+    wrong: str = ""
+
+
+_Found = Mapping[tuple[str, bool], _Repeated]
+"""By name of the call, and whether it was run with the option."""
 
 
 def run(bench: Bench, out: StepLog) -> None:
-    """Each operator and type ten times with the option, ten times without, and in turns."""
-    rows: list[tuple[Cell, ...]] = []
-    jobs = list(_jobs(bench))
-    for done, (name, job) in enumerate(jobs):
-        out.progress(done, len(jobs), name)
-        if job.spec.determinism_check(job.call):
-            _check_refused(bench, out, name, job)
-            free = _repeat(bench, job, deterministic=False)
-            rows.append((name, None, free.distinct, "not offered"))
-            out.check(
-                f"{name}: option off", not free.failure, "a result each time", free.failure or "a result"
-            )
-            continue
-        fixed, free = (_repeat(bench, job, deterministic=wanted) for wanted in (True, False))
-        mixed = _alternate(bench, job)
-        rows.append((name, fixed.distinct, free.distinct, _agreement(fixed, free)))
-        out.check(
-            f"{name}: option on",
-            not fixed.failure and fixed.distinct == 1,
-            f"the same bits {REPEATS} times",
-            fixed.failure or _distinct(fixed.distinct),
-        )
-        out.check(f"{name}: option off", not free.failure, "a result each time", free.failure or "a result")
-        same = not mixed.failure and mixed.distinct == 1 and _bits(mixed.first) == _bits(fixed.first)
-        out.check(
-            f"{name}: option on and off in turns",
-            same,
-            "with it the same bits as before",
-            mixed.failure or ("the same" if same else "others"),
-        )
-        right = known(name, job)
-        for words, repeated in (("with", fixed), ("without", free)):
-            wrong = right.complaint(repeated.first)
-            found = wrong or "within tolerance"
-            out.check(f"{name}: right {words} the option", not wrong, "within tolerance", found)
+    """Each operator and type: off, then on in a process; on, then off in another; and in turns."""
+    bench.restart()
+    jobs = dict(_jobs(bench))
+    able = {name for name, job in jobs.items() if not bench.why_not_deterministic(job.spec, job.call)}
+    out.progress(0, 3, "off, then on")
+    if bench.ready.no_determinism:
+        out.note(f"A worker keeps one mode here, so each mode has its own: {bench.ready.no_determinism}.")
+    found = _gone_through(bench, jobs, able, _FIRST)
+    _check_refused(bench, out, jobs, able)
+    out.progress(1, 3, "on, then off, in another process")
+    bench.restart()
+    again = _gone_through(bench, jobs, able, _SECOND)
+    out.progress(2, 3, "in turns")
+    for name, job in jobs.items():
+        free = found[name, False].failure
+        out.check(f"{name}: option off", not free, "a result each time", free or "a result")
+        if name in able:
+            _check_fixed(out, name, found, again)
+            _check_turns(bench, out, job, (name, found))
+            _check_values(out, name, found)
     columns = ("call", "different results, on", "different results, off", "first result, on and off")
+    rows = [_row(name, found) for name in jobs]
     out.table(f"{REPEATS} repeats with the deterministic option on and off", columns, rows)
+
+
+def _gone_through(bench: Bench, jobs: Mapping[str, Job], able: Set[str], how: _Round) -> _Found:
+    """Runs every call in both modes: one after the other in one process, or each mode in its own."""
+    found: dict[tuple[str, bool], _Repeated] = {}
+    stages = [(wanted,) for wanted in how.order] if bench.ready.no_determinism else [how.order]
+    for modes in stages:
+        with bench.deterministic() if modes == (True,) else nullcontext():
+            for name, job in jobs.items():
+                right = known(name, job) if how.values and name in able else None
+                for wanted in modes:
+                    if name in able or not wanted:
+                        one = replace(job, options=CallOptions(deterministic=wanted))
+                        runs = bench.run_many(one for _ in range(how.repeats))
+                        wrong = right.complaint(runs[0]) if right is not None else ""
+                        found[name, wanted] = replace(_judged(runs), wrong=wrong)
+    return found
+
+
+def _check_fixed(out: StepLog, name: str, found: _Found, again: _Found) -> None:
+    fixed, other = found[name, True], again[name, True]
+    out.check(
+        f"{name}: option on",
+        not fixed.failure and fixed.distinct == 1,
+        f"the same bits {REPEATS} times",
+        fixed.failure or _distinct(fixed.distinct),
+    )
+    same = not other.failure and other.distinct == 1 and other.bits == fixed.bits
+    out.check(
+        f"{name}: option on first",
+        same,
+        "the same bits in a process that ran nothing without it before",
+        other.failure or _same(same),
+    )
+
+
+def _check_turns(bench: Bench, out: StepLog, job: Job, of: tuple[str, _Found]) -> None:
+    """With the option, each after one without; where no worker does both there is nothing to ask."""
+    if bench.ready.no_determinism:
+        return
+    name, found = of
+    jobs = [replace(job, options=CallOptions(deterministic=wanted)) for wanted in (False, True)]
+    mixed = _judged([bench.run_job(one) for _ in range(REPEATS // 2) for one in jobs][1::2])
+    same = not mixed.failure and mixed.distinct == 1 and mixed.bits == found[name, True].bits
+    out.check(
+        f"{name}: option on and off in turns",
+        same,
+        "with it the same bits as before",
+        mixed.failure or _same(same),
+    )
+
+
+def _check_values(out: StepLog, name: str, found: _Found) -> None:
+    for words, wanted in (("with", True), ("without", False)):
+        wrong = found[name, wanted].wrong
+        out.check(
+            f"{name}: right {words} the option", not wrong, "within tolerance", wrong or "within tolerance"
+        )
+
+
+def _check_refused(bench: Bench, out: StepLog, jobs: Mapping[str, Job], able: Set[str]) -> None:
+    """A worker refuses what it cannot honour, for want of such kernels or as it keeps the other mode."""
+    for name, job in jobs.items():
+        if name not in able or bench.ready.no_determinism:
+            answer = bench.run_job(replace(job, options=CallOptions(deterministic=True))).answer
+            reason = answer.reason if isinstance(answer, CallFailed) else type(answer).__name__
+            refused = reason == "DETERMINISM_UNSUPPORTED"
+            title = "refused by a worker without it" if name in able else "option on"
+            out.check(f"{name}: {title}", refused, "DETERMINISM_UNSUPPORTED", reason)
+
+
+def _row(name: str, found: _Found) -> tuple[Cell, ...]:
+    free, fixed = found[name, False], found.get((name, True))
+    if fixed is None:
+        return name, None, free.distinct, "not offered"
+    agreement = "the same bits" if fixed.bits == free.bits else "other bits"
+    return name, fixed.distinct, free.distinct, agreement
 
 
 def _jobs(bench: Bench) -> Iterator[tuple[str, Job]]:
@@ -87,48 +178,31 @@ def _jobs(bench: Bench) -> Iterator[tuple[str, Job]]:
                 yield f"{spec.name} {dtype} {size.name}", realistic_job(spec, call)
 
 
-def _check_refused(bench: Bench, out: StepLog, name: str, job: Job) -> None:
-    answer = bench.run_job(replace(job, options=CallOptions(deterministic=True))).answer
-    reason = answer.reason if isinstance(answer, CallFailed) else type(answer).__name__
-    out.check(f"{name}: option on", reason == "DETERMINISM_UNSUPPORTED", "DETERMINISM_UNSUPPORTED", reason)
-
-
-def _repeat(bench: Bench, job: Job, *, deterministic: bool) -> _Repeated:
-    options = CallOptions(deterministic=deterministic)
-    return _judged(bench.run_many(replace(job, options=options) for _ in range(REPEATS)))
-
-
-def _alternate(bench: Bench, job: Job) -> _Repeated:
-    """Runs with the option, each after one without."""
-    runs = [
-        bench.run_job(replace(job, options=CallOptions(deterministic=wanted)))
-        for _ in range(REPEATS // 2)
-        for wanted in (False, True)
-    ]
-    return _judged(runs[1::2])
-
-
 def _judged(runs: list[Ran]) -> _Repeated:
     words = [ran.answer.message for ran in runs if not isinstance(ran.answer, CallDone)]
-    return _Repeated(words[0] if words else "", len({_bits(ran) for ran in runs}), runs[0])
+    bits = [_digest(ran) for ran in runs]
+    return _Repeated(words[0] if words else "", len(set(bits)), bits[0])
 
 
-def _bits(ran: Ran) -> tuple[bytes, ...]:
-    return tuple(array.tobytes() for array in ran.outputs.values())
-
-
-def _agreement(fixed: _Repeated, free: _Repeated) -> str:
-    return "the same bits" if _bits(fixed.first) == _bits(free.first) else "other bits"
+def _digest(ran: Ran) -> bytes:
+    found = blake2b()
+    for array in ran.outputs.values():
+        found.update(array.tobytes())
+    return found.digest()
 
 
 def _distinct(count: int) -> str:
     return f"the same bits {REPEATS} times" if count == 1 else f"{count} different results"
 
 
+def _same(same: bool) -> str:
+    return "the same" if same else "others"
+
+
 STEP = Step(
     5,
     "determinism",
     "Determinism",
-    "The same call again and again, with the deterministic option, without it, and in turns.",
+    "The same call again and again, with the deterministic option and without: either first, and in turns.",
     run,
 )

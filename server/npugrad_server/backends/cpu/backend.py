@@ -40,6 +40,8 @@ class CpuBackend:
 
     simulated = False
     one_mode = False
+    deterministic: bool | None = None
+    no_determinism = ""
     strided = True
     memory_bytes: int | None = None
 

@@ -3,6 +3,7 @@
     bringup   the only user of torch and torch_npu: device, streams, device memory, pinned memory
     staging   pinned memory between the arenas and the device, reused from call to call
     lane      one stream and one thread: copy in, plan, launch, copy out, wait
+    mode      what a release makes of the deterministic option, and who holds it
     clock     when a stream passed the stages of a call
     failures  what a failed call means to its caller and to the worker
     backend   the device as the worker sees it: opening, probes, deterministic mode, lanes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,16 +15,17 @@ from npugrad.ops import OPERATORS
 from npugrad.products import chip_kind, product_from_soc
 from npugrad_server.acl.faults import Action, fault_of
 from npugrad_server.acl.launcher import Launcher
-from npugrad_server.acl.libraries import Cann, LibraryError
+from npugrad_server.acl.libraries import Cann, LibraryError, Missing
 from npugrad_server.acl.release import installed_release
 from npugrad_server.acl.runtime import AclError, Runtime
 from npugrad_server.backends.base import Comeback, DeviceCall, DeviceUnusable, Timings, unheard
 from npugrad_server.backends.npu.bringup import NpuDevice, check_packages
 from npugrad_server.backends.npu.failures import device_error, device_lost
 from npugrad_server.backends.npu.lane import Lane
+from npugrad_server.backends.npu.mode import Mode, offer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from npugrad.products import Product
     from npugrad.spec import CallMeta, OpSpec
@@ -40,7 +41,6 @@ class NpuBackend:
     """Any operator that the node's CANN has, on one NPU."""
 
     name = "npu"
-    one_mode = True
     strided = True
 
     def __init__(self) -> None:
@@ -49,6 +49,9 @@ class NpuBackend:
         self.simulated = False
         self.unavailable: Mapping[str, str] = {}
         self.memory_bytes: int | None = None
+        self.one_mode = True
+        self.deterministic: bool | None = None
+        self.no_determinism = ""
         self._thread = threading.local()
 
     def open(
@@ -78,8 +81,9 @@ class NpuBackend:
         self._check_chip(product, may_be_unknown=True)
         self._device = NpuDevice(device.index, streams, on_stage)
         self._thread.bound = True
-        self._describe(self._check_chip(product))
-        self._mode = _Mode(self._runtime)
+        soc = self._check_chip(product)
+        self._choose_mode(device)
+        self._describe(soc)
         try:
             self._lanes = [Lane(self._device, self._runtime, self._launcher) for _ in range(streams)]
         except AclError as error:
@@ -99,12 +103,31 @@ class NpuBackend:
             raise DeviceUnusable(f"found chip {soc!r}, which is {chip_kind(soc)}; expected {product}")
         return soc
 
+    def _choose_mode(self, device: DeviceName) -> None:
+        """Sets the deterministic option where the worker keeps it: before its first launch, the probes'."""
+        option = self._cann.runtime["aclrtSetSysParamOpt"]
+        missing = option.reason if isinstance(option, Missing) else ""
+        offered = offer(self._release, device.deterministic, missing)
+        if device.deterministic and offered.refusal:
+            raise DeviceUnusable(f"found deterministic=1; expected none, because {offered.refusal}")
+        try:
+            self._mode = Mode(self._runtime, offered.kept)
+        except AclError as error:
+            raise DeviceUnusable(
+                f"the deterministic option cannot be set: {error}", Comeback.SLOWLY
+            ) from error
+        self.deterministic, self.no_determinism = offered.kept, offered.refusal
+        self.one_mode = offered.kept is None
+
     def _describe(self, soc: str) -> None:
         versions = self._device.versions
         cann = self._release or "of unknown release"
         self.simulated = self._cann.simulated
         marked = "SIMULATED " if self.simulated else ""
-        self.description = f"{marked}{soc}, CANN {cann}, torch_npu {versions['torch_npu']}"
+        modes = {None: "deterministic on request", True: "always deterministic", False: "not deterministic"}
+        self.description = (
+            f"{marked}{soc}, CANN {cann}, torch_npu {versions['torch_npu']}, {modes[self.deterministic]}"
+        )
 
     def _probe(self, product: Product, on_stage: Callable[[str], None]) -> dict[str, str]:
         """Operators that cannot run here, with the reason: a function is missing, or a tiny call is refused.
@@ -153,7 +176,7 @@ class NpuBackend:
             raise UnsupportedOperator(
                 f"{spec.name}: not available on this node: {self.unavailable[spec.name]}", operator=spec.name
             )
-        complaint = spec.determinism_check(meta) if options.deterministic else None
+        complaint = self._why_not_deterministic(spec, meta) if options.deterministic else None
         if complaint is not None:
             raise OperatorError(
                 f"{spec.name}: {complaint}",
@@ -162,13 +185,18 @@ class NpuBackend:
                 source="device",
             )
 
+    def _why_not_deterministic(self, spec: OpSpec, meta: CallMeta) -> str | None:
+        if self.no_determinism:
+            return f"deterministic: found True; expected False, because {self.no_determinism}"
+        return spec.determinism_check(meta, self._release)
+
     def workspace_bytes(self, spec: OpSpec, meta: CallMeta) -> int | None:
         """Asks the operator's first phase; errors as in `Backend.workspace_bytes`."""
         self._check(spec, meta, CallOptions())
         if not any(wanted is not None for wanted in spec.infer(meta).values()):
             return 0
         self._bind_thread()
-        with self._mode.kept():
+        with self._mode.as_it_is():
             return self._lanes[0].workspace_bytes(spec, meta)
 
     def memory_now(self, *, give_back: bool) -> tuple[int, int]:
@@ -193,66 +221,6 @@ class NpuBackend:
         with suppress(AclError):
             for lane in self._lanes:
                 lane.close()
-
-
-class _Mode:
-    """The deterministic option of the device's context: changed only while nobody uses the context."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self._condition = threading.Condition()
-        self._users = 0
-        self._waiting = 0
-        self._deterministic: bool | None = None
-
-    @contextmanager
-    def held(self, spec: OpSpec, wanted: bool) -> Iterator[None]:
-        """Keeps the option as it is wanted for the length of a call.
-
-        Raises:
-            DeviceError: The option cannot be set.
-            DeviceLost: The process has to go.
-        """
-        with self._condition:
-            # The scheduler lets no calls of different modes meet here; this only makes sure.
-            self._waiting += 1
-            self._condition.wait_for(lambda: not self._users or self._deterministic == wanted)
-            self._waiting -= 1
-            self._condition.notify_all()
-            self._set(spec, wanted)
-            self._users += 1
-        try:
-            yield
-        finally:
-            self._leave()
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Keeps the option as it is, whatever that is, behind those who wait for it to change."""
-        with self._condition:
-            self._condition.wait_for(lambda: not self._waiting)
-            self._users += 1
-        try:
-            yield
-        finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        with self._condition:
-            self._users -= 1
-            self._condition.notify_all()
-
-    def _set(self, spec: OpSpec, wanted: bool) -> None:
-        if self._deterministic == wanted:
-            return
-        self._deterministic = None
-        try:
-            self._runtime.set_deterministic(wanted)
-        except AclError as error:
-            if error.fault.action.ends_worker:
-                raise device_lost(spec.name, error) from error
-            raise device_error(spec.name, error) from None
-        self._deterministic = wanted
 
 
 def _is_for_good(error: NpugradError) -> bool:
