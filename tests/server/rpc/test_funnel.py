@@ -13,6 +13,7 @@ import grpc.aio
 import pytest
 import structlog
 from grpc_status import rpc_status
+from tests.http2 import frame, message, start_call
 
 from npugrad.errors import (
     DeviceError,
@@ -293,6 +294,33 @@ def test_settle_waits_for_the_calls_in_progress_and_for_no_later_one() -> None:
             await pending
 
     asyncio.run(run())
+
+
+def test_call_whose_message_is_still_on_its_way_is_in_progress() -> None:
+    """The end of a server waits for it as well; half a message was sent, and then the connection closed."""
+
+    async def run() -> None:
+        funnel = Funnel(Metrics("0", "atlas-a2"))
+        server = grpc.aio.server(interceptors=(funnel,))
+        handler = funnel.unary("GetServerInfo", lambda message, call: asyncio.sleep(0))
+        register(server, SERVICE, {"GetServerInfo": handler, "ListOperators": handler})
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(start_call(METHOD.encode()) + frame(0, 0, 1, message(1000, b"abc")))
+        for _ in range(10_000):
+            if funnel.active_count:
+                break
+            await asyncio.sleep(0.001)
+        settled = asyncio.ensure_future(funnel.settle())
+        await asyncio.sleep(0)
+        assert not settled.done()
+        writer.close()
+        await settled
+        assert funnel.active_count == 0
+        await server.stop(None)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
 
 
 async def _awaited(call: Any) -> Any:
