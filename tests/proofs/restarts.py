@@ -2,7 +2,8 @@
 
 Two servers are restarted in turn, one after the other, by SIGTERM, while callers keep both busy: from threads
 and from an event loop, unary and streamed, with both addresses in one client and through one address that
-spreads connections, as a Service of Kubernetes does. A call is lost when it raises or its result is wrong.
+spreads connections, as a Service of Kubernetes does. A call that was accepted before holds each server for
+some seconds. A call of the callers is lost when it raises or its result is wrong.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.calls import fill
 from tests.fix_server import run_server
 
 from npugrad import OPERATORS
-from npugrad_client import AsyncClient, Client
+from npugrad_client import AsyncClient, Client, DeadlineExceeded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,6 +37,9 @@ STREAMED, UNARY = 0, 2**40
 """Values of `stream_from_bytes` that force one way or the other."""
 _CALL_TIMEOUT_S = 120.0
 _PROGRESS_TIMEOUT_S = 300.0
+_HELD = "held"
+"""Label of calls that take for ever: until their deadline, while the server drains."""
+_DEVICES = f"test:2?compute=1&hang={_HELD}"
 _SPEC = OPERATORS["group_norm_backward"]
 
 
@@ -211,26 +215,40 @@ class Fleet:
 
     def _start(self, place: int, address: str) -> ServerProcess:
         log_path = self._folder / f"server{next(self._starts)}.log"
-        started = run_server(log_path, "--log-level", "warning", listen=address, check_end=False)
+        flags = ("--log-level", "warning")
+        started = run_server(log_path, *flags, devices=_DEVICES, listen=address, check_end=False)
         return self._stacks[place].enter_context(started)
 
+    def hold(self, place: int, seconds: float) -> threading.Thread:
+        """Makes a call that a server has to finish before it ends."""
+
+        def work() -> None:
+            with Client(self.servers[place].address, retry=None) as client, suppress(DeadlineExceeded):
+                client.group_norm_backward(**_sample(UNARY)[0], label=_HELD, timeout_s=seconds)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        return thread
+
     def restart(self, place: int) -> None:
+        """Ends a server and starts it again at its address."""
         old = self.servers[place]
         old.signal()
-        code = old.wait()
+        code = old.wait(_CALL_TIMEOUT_S)
         if code != 0:
             raise RuntimeError(f"a server ended with {code}:\n{old.log_text()}")
         self._stacks[place].close()
         self.servers[place] = self._start(place, old.address)
 
 
-def prove(folder: Path, restarts: int, calls: int) -> Count:
+def prove(folder: Path, restarts: int, calls: int, held_s: float) -> Count:
     """Restarts two servers in turn, under load.
 
     Args:
         folder: For the servers' logs.
         restarts: How many, of both servers together.
         calls: The least number of calls of each of the 8 callers between two restarts.
+        held_s: Seconds for which a call holds each server that is to end.
     """
     count = Count()
     with ExitStack() as stack:
@@ -245,7 +263,11 @@ def prove(folder: Path, restarts: int, calls: int) -> Count:
         for restart in range(restarts):
             for each in callers:
                 each.wait(calls)
+            held = fleet.hold(restart % 2, held_s)
+            for each in callers:
+                each.wait(1)  # which is as good as a sign that the held call has arrived
             fleet.restart(restart % 2)
+            held.join(_CALL_TIMEOUT_S)
         for each in callers:
             each.wait(calls)
     return count
@@ -256,9 +278,10 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     options.add_argument("--restarts", type=int, default=20, help="of both servers together; default 20")
     options.add_argument("--calls", type=int, default=72, help="least calls of each of 8 callers between two")
+    options.add_argument("--held", type=float, default=5.0, help="seconds that a call holds each; default 5")
     given = options.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        count = prove(Path(folder), given.restarts, given.calls)
+        count = prove(Path(folder), given.restarts, given.calls, given.held)
     for text in count.lost:
         print(text)
     made = "; ".join(f"{name}: {number}" for name, number in sorted(count.calls.items()))
