@@ -8,11 +8,9 @@ plain caller more than a few; `--path NAME` and `--caller NAME` choose rows.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from contextlib import ExitStack, contextmanager
@@ -21,29 +19,29 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import grpc
-from tests.calls import sample
 from tests.e2e.service_address import ServiceAddress, service_address
 from tests.fix_server import SERVER_PYTHON, run_server
+from tests.proofs.callers import CALLERS, KINDS, HeldCall, Load
 from tests.proofs.proxies import PROXIES, Proxy
-
-from npugrad.v1 import backward_pb2_grpc
-from npugrad_client import Client, NpugradError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from tests.fix_server import ServerProcess
 
-CALLERS, TIMEOUT_S, PACE_S = 4, 60.0, 0.01
 ENDPOINT_LAG_S = 0.5
 """How long a cluster sends new connections to a server that is about to end."""
 DEVICES = "test:1?ms=2"
 MOST_PLAIN = 5
 """Failures of plain callers that are nobody's fault: what reaches a server in the moment in which it ends."""
-ROUND_ROBIN = json.dumps(
-    {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": ""}}
-)
+EXPLAINED = {
+    "CANCELLED": "reached the server in the moment in which it began to end: grpc itself refuses it",
+    "Stream removed": "was on the wire when its connection ended",
+    "status: 503": "HAProxy sent it to the server that had ended, before its next check",
+    "upstream connect error": "Envoy sent it to the server that had ended, before its next check",
+    "the server shuts down": "reached a server that takes no new calls, and whose connection nobody ended",
+}
+"""What lies behind a failure that holds these words."""
 
 
 @dataclass(frozen=True)
@@ -124,126 +122,6 @@ PATHS = (
     *(_through(proxy) for proxy in PROXIES),
     Way("client round robin", lambda: "", _all_of_them),
 )
-
-
-# ---------------------------------------------------------------------------------------------- callers
-
-
-@contextmanager
-def _plain(targets: tuple[str, ...]) -> Iterator[Callable[[], object]]:
-    """One channel, as a process has, and a stub that tries once."""
-    options: list[tuple[str, Any]] = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
-    target = targets[0]
-    if len(targets) > 1:
-        target = f"ipv4:{','.join(targets)}"
-        options.append(("grpc.service_config", ROUND_ROBIN))
-    message = sample().message()
-    with grpc.insecure_channel(target, options=options) as channel:
-        stub = backward_pb2_grpc.BackwardServiceStub(channel)
-        yield lambda: stub.GroupNormBackward(message, timeout=TIMEOUT_S)
-
-
-@contextmanager
-def _sdk(targets: tuple[str, ...]) -> Iterator[Callable[[], object]]:
-    """One client as it comes."""
-    made = sample()
-    given: dict[str, Any] = {**made.arrays, **made.call.attrs}
-    with Client(list(targets), timeout_s=TIMEOUT_S) as client:
-        yield lambda: client.group_norm_backward(**given)
-
-
-KINDS = {"plain": _plain, "SDK": _sdk}
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, grpc.RpcError):
-        return f"{error.code().name}: {error.details()}"[:60]
-    return getattr(error, "reason", "") or type(error).__name__
-
-
-class Load:
-    """Callers in threads, each of which calls again when it has its answer, but not at once.
-
-    Attributes:
-        failed: Failures by what they say.
-        longest_s: The longest that a call took.
-    """
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self._call, self.failed, self.longest_s = call, Counter[str](), 0.0
-        self._calls, self._changed, self._is_over = 0, threading.Condition(), False
-        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(CALLERS)]
-
-    def _work(self) -> None:
-        while not self._is_over:
-            begin_s, told = time.monotonic(), ""
-            try:
-                self._call()
-            except (grpc.RpcError, NpugradError) as error:
-                told = _reason(error)
-            took_s = time.monotonic() - begin_s
-            with self._changed:
-                self._calls += 1
-                self.longest_s = max(self.longest_s, took_s)
-                if told:
-                    self.failed[told] += 1
-                self._changed.notify_all()
-            time.sleep(
-                max(0.0, PACE_S - took_s)
-            )  # so that failures, which are quick, do not outnumber answers
-
-    @property
-    def calls(self) -> int:
-        """Calls that have ended."""
-        return self._calls
-
-    def wait_for(self, calls: int, timeout_s: float = 300.0) -> None:
-        """Waits until so many calls have ended."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._calls >= calls, timeout_s):
-                raise TimeoutError(f"found {self._calls} calls after {timeout_s:g} s; expected {calls}")
-
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over = True
-        for thread in self._threads:
-            thread.join(TIMEOUT_S + 10)
-
-
-class HeldCall:
-    """A streamed call that a server has accepted, and whose operands come when it is let go."""
-
-    def __init__(self, server: ServerProcess) -> None:
-        self._go = threading.Event()
-        self._channel = server.channel()
-        frames = iter([*sample().frames()])
-
-        def held() -> Iterator[Any]:
-            yield next(frames)
-            yield next(frames)
-            self._go.wait(TIMEOUT_S)
-            yield from frames
-
-        before = server.info().input_arena_used_bytes
-        stub = backward_pb2_grpc.BackwardServiceStub(self._channel)
-        self._answer = stub.Execute(held(), timeout=TIMEOUT_S)
-        while server.info().input_arena_used_bytes <= before:  # calls of others come and go
-            time.sleep(0.01)
-
-    def outcome(self) -> str:
-        """Lets it go; ``"answered"``, or what it says."""
-        self._go.set()
-        try:
-            first, *_ = self._answer
-            return "answered" if first.WhichOneof("frame") == "header" else "no header"
-        except grpc.RpcError as error:
-            return _reason(error)
-        finally:
-            self._channel.close()
 
 
 # --------------------------------------------------------------------------------------------- the rows
@@ -380,11 +258,16 @@ def main() -> int:
         f"{CALLERS} callers, servers with {delay}; one accepted call held for {size.held_s:g} s", flush=True
     )
     print(_line(HEADS), flush=True)
+    seen: set[str] = set()
     is_kept, paths = True, [path for path in PATHS if not options.path or path.name in options.path]
     with tempfile.TemporaryDirectory(prefix="npugrad-rollout-") as folder:
         for row in rows(paths, options.caller or list(KINDS), size, Path(folder)):
             print(_line(row.cells()), flush=True)
+            seen |= {words for words in EXPLAINED for told in row.failed if words in told}
             is_kept = is_kept and (bool(row.skipped) or row.is_kept)
+    for words, why in EXPLAINED.items():
+        if words in seen:
+            print(f"{words}: the call {why}.")
     print(f"allowed: SDK 0, plain {MOST_PLAIN} a row: {'kept' if is_kept else 'BROKEN'}")
     return 0 if is_kept else 1
 

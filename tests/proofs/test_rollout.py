@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.proofs.rollout import KINDS, PATHS, Size, knows_drain_delay, measured
+from tests.proofs.callers import KINDS
+from tests.proofs.rollout import PATHS, Size, knows_drain_delay, measured
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,0 +1,143 @@
+"""Who calls while servers come and go: plain grpcio and the SDK, in threads that note what they lose."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from tests.calls import sample
+
+from npugrad.v1 import backward_pb2_grpc
+from npugrad_client import Client, NpugradError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.fix_server import ServerProcess
+
+CALLERS, TIMEOUT_S, PACE_S = 4, 60.0, 0.01
+ROUND_ROBIN = json.dumps(
+    {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": ""}}
+)
+
+
+@contextmanager
+def _plain(targets: tuple[str, ...]) -> Iterator[Callable[[], object]]:
+    """One channel, as a process has, and a stub that tries once."""
+    options: list[tuple[str, Any]] = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
+    target = targets[0]
+    if len(targets) > 1:
+        target = f"ipv4:{','.join(targets)}"
+        options.append(("grpc.service_config", ROUND_ROBIN))
+    message = sample().message()
+    with grpc.insecure_channel(target, options=options) as channel:
+        stub = backward_pb2_grpc.BackwardServiceStub(channel)
+        yield lambda: stub.GroupNormBackward(message, timeout=TIMEOUT_S)
+
+
+@contextmanager
+def _sdk(targets: tuple[str, ...]) -> Iterator[Callable[[], object]]:
+    """One client as it comes."""
+    made = sample()
+    given: dict[str, Any] = {**made.arrays, **made.call.attrs}
+    with Client(list(targets), timeout_s=TIMEOUT_S) as client:
+        yield lambda: client.group_norm_backward(**given)
+
+
+KINDS = {"plain": _plain, "SDK": _sdk}
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, grpc.RpcError):
+        return f"{error.code().name}: {error.details()}"[:60]
+    return getattr(error, "reason", "") or type(error).__name__
+
+
+class Load:
+    """Callers in threads, each of which calls again when it has its answer, but not at once.
+
+    Attributes:
+        failed: Failures by what they say.
+        longest_s: The longest that a call took.
+    """
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call, self.failed, self.longest_s = call, Counter[str](), 0.0
+        self._calls, self._changed, self._is_over = 0, threading.Condition(), False
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(CALLERS)]
+
+    def _work(self) -> None:
+        while not self._is_over:
+            begin_s, told = time.monotonic(), ""
+            try:
+                self._call()
+            except (grpc.RpcError, NpugradError) as error:
+                told = _reason(error)
+            took_s = time.monotonic() - begin_s
+            with self._changed:
+                self._calls += 1
+                self.longest_s = max(self.longest_s, took_s)
+                if told:
+                    self.failed[told] += 1
+                self._changed.notify_all()
+            time.sleep(
+                max(0.0, PACE_S - took_s)
+            )  # so that failures, which are quick, do not outnumber answers
+
+    @property
+    def calls(self) -> int:
+        """Calls that have ended."""
+        return self._calls
+
+    def wait_for(self, calls: int, timeout_s: float = 300.0) -> None:
+        """Waits until so many calls have ended."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._calls >= calls, timeout_s):
+                raise TimeoutError(f"found {self._calls} calls after {timeout_s:g} s; expected {calls}")
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+        for thread in self._threads:
+            thread.join(TIMEOUT_S + 10)
+
+
+class HeldCall:
+    """A streamed call that a server has accepted, and whose operands come when it is let go."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self._go = threading.Event()
+        self._channel = server.channel()
+        frames = iter([*sample().frames()])
+
+        def held() -> Iterator[Any]:
+            yield next(frames)
+            yield next(frames)
+            self._go.wait(TIMEOUT_S)
+            yield from frames
+
+        before = server.info().input_arena_used_bytes
+        stub = backward_pb2_grpc.BackwardServiceStub(self._channel)
+        self._answer = stub.Execute(held(), timeout=TIMEOUT_S)
+        while server.info().input_arena_used_bytes <= before:  # calls of others come and go
+            time.sleep(0.01)
+
+    def outcome(self) -> str:
+        """Lets it go; ``"answered"``, or what it says."""
+        self._go.set()
+        try:
+            first, *_ = self._answer
+            return "answered" if first.WhichOneof("frame") == "header" else "no header"
+        except grpc.RpcError as error:
+            return _reason(error)
+        finally:
+            self._channel.close()
