@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.operators import GRID_SAMPLER, GROUP_NORM, MSDA
 
 from npugrad.call import CallOptions
-from npugrad.ops import OPERATORS
 from npugrad.releases import CannRelease
 from npugrad_server.backends.npu.mode import offer
 from npugrad_server.worker.protocol import CallDone, CallFailed
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from npugrad.spec import CallMeta, OpSpec
 
-MSDA, GRID_SAMPLER, GROUP_NORM, _ = OPERATORS.values()
 ON, OFF = CallOptions(deterministic=True), CallOptions()
 NORM = GROUP_NORM.build(n=2, c=8, hxw=64, group=2)
 ATTENTION = MSDA.build(nq=8)
