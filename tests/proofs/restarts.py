@@ -220,7 +220,7 @@ class Fleet:
         return self._stacks[place].enter_context(started)
 
     def hold(self, place: int, seconds: float) -> threading.Thread:
-        """Makes a call that keeps a server from its end until the call's deadline; how it ends is no matter."""
+        """Makes a call that keeps a server from its end until the call's deadline, however it ends."""
 
         def work() -> None:
             with Client(self.servers[place].address, retry=None) as client, suppress(NpugradError):
