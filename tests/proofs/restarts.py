@@ -26,7 +26,7 @@ from tests.calls import fill
 from tests.fix_server import run_server
 
 from npugrad import OPERATORS
-from npugrad_client import AsyncClient, Client, DeadlineExceeded
+from npugrad_client import AsyncClient, Client, NpugradError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -220,10 +220,10 @@ class Fleet:
         return self._stacks[place].enter_context(started)
 
     def hold(self, place: int, seconds: float) -> threading.Thread:
-        """Makes a call that a server has to finish before it ends."""
+        """Makes a call that keeps a server from its end until the call's deadline, however it ends."""
 
         def work() -> None:
-            with Client(self.servers[place].address, retry=None) as client, suppress(DeadlineExceeded):
+            with Client(self.servers[place].address, retry=None) as client, suppress(NpugradError):
                 client.group_norm_backward(**_sample(UNARY)[0], label=_HELD, timeout_s=seconds)
 
         thread = threading.Thread(target=work)
