@@ -322,10 +322,9 @@ Order: TypeAlias = (
 """What the pool says."""
 Answer: TypeAlias = "CallDone | CallFailed | CallDeferred"
 """What a worker says when it is done with a call."""
-Report: TypeAlias = (
-    "DeviceOpening | DeviceReady | OpenFailed | DeviceFailed | CallPlanned | MemoryFound | NeedWorkspace "
-    "| Pong | Answer"
-)
+Opening: TypeAlias = "DeviceOpening | DeviceReady | OpenFailed"
+"""What a worker says of opening its device."""
+Report: TypeAlias = "Opening | DeviceFailed | CallPlanned | MemoryFound | NeedWorkspace | Pong | Answer"
 """What a worker says."""
 Message: TypeAlias = "Order | Report"
 _PLAIN = {
