@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import subprocess
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from npugrad_server.worker.descendants import processes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import subprocess
+    from collections.abc import Callable
 
 REAP_PAUSE_S = 2.0
 """Seconds between two looks for orphans that have ended."""
@@ -24,18 +24,17 @@ _started: set[int] = set()
 _lock = threading.Lock()
 
 
-def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+def start_child(start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
     """Starts a process that `reap_orphans` leaves alone until `collect_child`.
 
     Args:
-        command: What to run.
-        options: Those of `subprocess.Popen`.
+        start: Starts it.
 
     Raises:
         OSError: It cannot be started.
     """
     with _lock:  # a child must not be taken for an orphan before it is known
-        process = subprocess.Popen(command, **options)
+        process = start()
         _started.add(process.pid)
     return process
 

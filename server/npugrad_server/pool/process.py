@@ -101,14 +101,16 @@ class WorkerProcess:
         given = next((os.environ[name] for name in _THREAD_SETTINGS if name in os.environ), str(threads))
         environment = dict.fromkeys(_THREAD_SETTINGS, given) | dict(os.environ) | {MARK: self._mark}
         return start_child(
-            [sys.executable, "-m", "npugrad_server.worker", self.device, str(theirs.fileno())],
-            pass_fds=(theirs.fileno(), self._inputs.worker_fd, self.outputs.fd),
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=print_fd,  # what a library prints must not get into the output of a command line
-            stderr=print_fd,
-            # Ctrl-C at a terminal is for the server, which then drains. And what it starts is of its group.
-            start_new_session=True,
+            lambda: subprocess.Popen(
+                [sys.executable, "-m", "npugrad_server.worker", self.device, str(theirs.fileno())],
+                pass_fds=(theirs.fileno(), self._inputs.worker_fd, self.outputs.fd),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=print_fd,  # what a library prints must not get into the output of a command line
+                stderr=print_fd,
+                # Ctrl-C at a terminal is for the server, which then drains; what it starts is of its group.
+                start_new_session=True,
+            )
         )
 
     @property
