@@ -195,8 +195,8 @@ class Runtime:
 
         The operators' documents name the option of the context, and CANN's operator base reads that one up to
         8.5, and later for fused operators; from 9.0 it reads that of the process for all others. torch_npu
-        sets both before each operator of its own.
-        ACL_OPT_STRONG_CONSISTENCY is off unless somebody sets it, and nobody here does.
+        sets both before each operator of its own. ACL_OPT_STRONG_CONSISTENCY is off unless somebody sets it,
+        and nobody here does.
         """
         if self._functions.has("aclrtSetSysParamOpt"):
             self.call(self._functions["aclrtSetSysParamOpt"], _DETERMINISTIC, int(wanted))

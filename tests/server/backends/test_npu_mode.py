@@ -42,7 +42,7 @@ MISSING = "aclrtSetSysParamOpt is not in libascendcl.so"
         ("8.5.0", True, MISSING, True, ""),
         ("8.3.RC1", False, "", False, "named with deterministic=0"),
         # What is right on every release is one mode from the start, if both options can be set.
-        (None, None, "", False, "CANN of unknown release reads the option once"),
+        (None, None, "", False, "CANN of unknown release may read the option once"),
         (None, True, "", True, ""),
         (None, True, MISSING, False, MISSING),
     ],

@@ -48,16 +48,16 @@ def offer(release: CannRelease | None, wanted: bool | None, process_option_missi
         process_option_missing: Why the option of the process cannot be set; empty when it can.
     """
     reads_once = release is not None and release < FIRST_TO_SWITCH
-    named = f"CANN {release or 'of unknown release'}"
+    reads = f"CANN {release} reads" if release is not None else "CANN of unknown release may read"
     if wanted is False:
         return Offer(False, "the device was named with deterministic=0")
     if process_option_missing and not reads_once:
-        return Offer(False, f"{named} reads the option of the process, and {process_option_missing}")
+        return Offer(False, f"{reads} the option of the process, and {process_option_missing}")
     if wanted or (release is not None and not reads_once):
         return Offer(wanted)
     return Offer(
         False,
-        f"{named} reads the option once, before the first launch, which was without it; name the device with "
+        f"{reads} the option once, before the first launch, which was without it; name the device with "
         "?deterministic=1, such as npu:0?deterministic=1, to have every call of it deterministic",
     )
 
