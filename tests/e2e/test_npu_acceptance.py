@@ -115,7 +115,7 @@ def test_a_quick_acceptance_is_one_in_part_and_says_what_it_leaves_out(accept: A
     found = accept("--quick", "--steps", "0")
     assert (found.status, found.failed()) == (0, {}), found.shown
     assert "ACCEPTED IN PART, SIMULATED: 1 of 1 steps passed" in found.shown
-    assert "left out: --quick: steps 1 (environment), 3 (operators), " in found.shown
+    assert "left out: --quick: steps 1 (environment), 2 (round_trip), " in found.shown
     assert "Left out: --quick: steps 1 (environment)" in found.page
     (rungs,) = found.step("ladder").tables
     assert [row[0] for row in rungs.rows][:4] == [
