@@ -154,7 +154,7 @@ def serve_pages(pages: Pages, address: Address) -> tuple[Address, Callable[[], N
 class _Handler(WSGIRequestHandler):
     timeout = _CALLER_TIMEOUT_S
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, format: str, *args: Any) -> None:  # the name is the library's
         """Nothing: a probe every few seconds is no event."""
 
 
