@@ -48,7 +48,9 @@ def test_a_device_tells_what_it_is(start_npu_worker: StartNpuWorker) -> None:
     ready = worker.receive()
     assert isinstance(ready, DeviceReady)
     assert (ready.backend, ready.simulated, ready.one_mode) == ("npu", True, True)
-    assert ready.description == "SIMULATED Ascend910B2, CANN 9.1.0, torch_npu 2.13.0"
+    assert ready.description == (
+        "SIMULATED Ascend910B2, CANN 9.1.0, torch_npu 2.13.0, deterministic on request"
+    )
     assert ready.unavailable == {}
     assert ready.memory_bytes is not None
     assert 200 << 20 < ready.memory_bytes <= 300 << 20
