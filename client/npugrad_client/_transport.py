@@ -153,6 +153,7 @@ class _Home:
             alarm.cancel()
         for channel, _ in self._stubs.values():
             channel.close()
+            GATE.note_close()
 
 
 class Transport:
