@@ -11,18 +11,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.fix_server import ServerProcess
-
 
 class ServiceAddress:
-    """Carries connections, each to the next of the servers; looks at no byte of them.
+    """Carries connections, each to the next server that takes it; looks at no byte of them.
 
     Attributes:
         address: What clients connect to.
-        servers: Whom new connections go to, in turn; may be replaced at any time.
+        servers: Addresses that new connections go to, in turn; may be replaced at any time.
     """
 
-    def __init__(self, *servers: ServerProcess) -> None:
+    def __init__(self, *servers: str) -> None:
         self.servers = servers
         self._turn = itertools.count()
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -35,11 +33,8 @@ class ServiceAddress:
         with suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
-                servers = self.servers
-                host, _, port = servers[next(self._turn) % len(servers)].address.rpartition(":")
-                try:
-                    far = socket.create_connection((host, int(port)))
-                except OSError:
+                far = self._connect()
+                if far is None:
                     near.close()
                     continue
                 self._ends += near, far
@@ -47,6 +42,14 @@ class ServiceAddress:
                     pump = threading.Thread(target=_pump, args=pair, daemon=True)
                     pump.start()
                     self._threads.append(pump)
+
+    def _connect(self) -> socket.socket | None:
+        servers = self.servers
+        for _ in servers:
+            host, _, port = servers[next(self._turn) % len(servers)].rpartition(":")
+            with suppress(OSError):
+                return socket.create_connection((host, int(port)))
+        return None
 
     def close(self) -> None:
         """Ends every connection."""
@@ -67,7 +70,7 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
 
 
 @contextmanager
-def service_address(*servers: ServerProcess) -> Iterator[ServiceAddress]:
+def service_address(*servers: str) -> Iterator[ServiceAddress]:
     """One address for a block."""
     made = ServiceAddress(*servers)
     try:

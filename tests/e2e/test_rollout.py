@@ -93,11 +93,11 @@ def test_a_server_that_ends_costs_plain_callers_no_more_than_what_is_on_the_wire
     first = start_server("--drain-delay-s", "1", *STREAMS, devices=DEVICES, check_end=False)
     second = start_server(*STREAMS, devices=DEVICES)
     made, gate = sample(), threading.Event()
-    with service_address(first) as front, plain_channel(front.address) as channel:
+    with service_address(first.address) as front, plain_channel(front.address) as channel:
         held = [held_upload(channel, made, gate, frames_before) for frames_before in (0, 2)]
         with Callers(channel, made) as callers:
             eventually(lambda: accepted(first) > 20, "the first server gets calls", first)
-            front.servers = (second,)
+            front.servers = (second.address,)
             first.signal()
             eventually(lambda: accepted(second) > 200, "the second server gets calls", second)
             gate.set()
@@ -113,12 +113,12 @@ def test_a_new_server_gets_calls_once_connections_reach_their_age(start_server: 
     flags = ("--max-connection-age-s", "1", *STREAMS)
     first = start_server(*flags, devices=DEVICES)
     made, gate = sample(), threading.Event()
-    with service_address(first) as front, plain_channel(front.address) as channel:
+    with service_address(first.address) as front, plain_channel(front.address) as channel:
         held = held_upload(channel, made, gate, 2)
         with Callers(channel, made) as callers:
             eventually(lambda: accepted(first) > 20, "the first server gets calls", first)
             second = start_server(*flags, devices=DEVICES)
-            front.servers = (second, first)
+            front.servers = (second.address, first.address)
             eventually(lambda: accepted(second) > 50, "the new server gets calls", second)
             gate.set()
             assert kinds(held) == ["header"]

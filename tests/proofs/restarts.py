@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import socket
 import sys
 import tempfile
 import threading
@@ -23,14 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.calls import fill
+from tests.e2e.service_address import service_address
 from tests.fix_server import run_server
 
 from npugrad import OPERATORS
 from npugrad_client import AsyncClient, Client, NpugradError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from tests.fix_server import ServerProcess
 
 STREAMED, UNARY = 0, 2**40
@@ -41,60 +39,6 @@ _HELD = "held"
 """Label of calls that take for ever: until their deadline, while the server drains."""
 _DEVICES = f"test:2?compute=1&hang={_HELD}"
 _SPEC = OPERATORS["group_norm_backward"]
-
-
-# --------------------------------------------------------------------------------- one address for two
-
-
-class Forwarder:
-    """Carries each connection to the next server that takes it; closes it when none does.
-
-    Attributes:
-        address: What a client connects to.
-    """
-
-    def __init__(self, servers: Sequence[str]) -> None:
-        self._turns = itertools.cycle(range(len(servers)))
-        self._servers = [(host, int(port)) for host, _, port in (s.rpartition(":") for s in servers)]
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self._ends: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with suppress(OSError):  # it is closed
-            while True:
-                client, _ = self._listener.accept()
-                server = self._connect()
-                if server is None:
-                    client.close()
-                    continue
-                self._ends += [client, server]
-                for pair in ((client, server), (server, client)):
-                    threading.Thread(target=_pump, args=pair, daemon=True).start()
-
-    def _connect(self) -> socket.socket | None:
-        for _ in self._servers:
-            with suppress(OSError):
-                end = socket.create_connection(self._servers[next(self._turns)], 10)
-                end.settimeout(None)
-                return end
-        return None
-
-    def close(self) -> None:
-        for end in (self._listener, *self._ends):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-
-
-def _pump(source: socket.socket, sink: socket.socket) -> None:
-    with suppress(OSError):
-        while data := source.recv(2**16):
-            sink.sendall(data)
-    for end in (source, sink):
-        with suppress(OSError):
-            end.shutdown(socket.SHUT_RDWR)
 
 
 # -------------------------------------------------------------------------------------------- callers
@@ -254,9 +198,8 @@ def prove(folder: Path, restarts: int, calls: int, held_s: float) -> Count:
     with ExitStack() as stack:
         fleet = Fleet(folder, stack)
         addresses = [server.address for server in fleet.servers]
-        forwarder = Forwarder(addresses)
-        stack.callback(forwarder.close)
-        routes = {"a list": addresses, "one address": [forwarder.address]}
+        front = stack.enter_context(service_address(*addresses))
+        routes = {"a list": addresses, "one address": [front.address]}
         callers = [Callers(route, targets, count) for route, targets in routes.items()]
         for each in callers:
             stack.callback(each.stop)

@@ -96,7 +96,7 @@ class Way:
 
 @contextmanager
 def _pinned(servers: Sequence[ServerProcess], folder: Path) -> Iterator[Entry]:
-    with service_address(servers[0]) as front:  # all are pinned to the one that ends: the worst case
+    with service_address(servers[0].address) as front:  # all are pinned to the one that ends: the worst case
         yield Entry((front.address,), front)
 
 
@@ -223,7 +223,7 @@ def _end(first: ServerProcess, second: ServerProcess, entry: Entry) -> None:
     first.signal()
     time.sleep(ENDPOINT_LAG_S)
     if entry.front is not None:
-        entry.front.servers = (second,)
+        entry.front.servers = (second.address,)
 
 
 def rows(paths: Sequence[Way], callers: Sequence[str], size: Size, folder: Path) -> Iterator[Row]:
