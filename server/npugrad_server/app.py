@@ -239,21 +239,13 @@ class App:
         self._log.info("connections are told to go", calls=self._funnel.active_count, timeout_s=limit_s)
         ending = asyncio.ensure_future(self._server.stop(limit_s + _FAREWELL_S))
         self._health.close()
-        await until(at_once, self._settled(ending), limit_s)
+        await until(at_once, self._funnel.settle_last(ending, _FAREWELL_S), limit_s)
         finished = not self._funnel.active_count
         self._log.info("drained" if finished else "drain cut short", calls=self._funnel.active_count)
         self.pool.abandon()
         await self._server.stop(_FAREWELL_S)
         await ending
         return finished
-
-    async def _settled(self, ending: asyncio.Future[None]) -> None:
-        """Waits until grpc has ended, or is left with clients that do not take their end."""
-        while not ending.done():
-            await self._funnel.settle()
-            await asyncio.wait([ending], timeout=_FAREWELL_S)
-            if not self._funnel.active_count:
-                return
 
     async def close(self) -> None:
         """Ends whatever still runs: server, workers, pages."""

@@ -128,6 +128,21 @@ class Funnel(grpc.aio.ServerInterceptor):
         if self._active:
             await asyncio.wait(tuple(self._active))
 
+    async def settle_last(self, ending: asyncio.Future[None], farewell_s: float) -> None:
+        """Waits until gRPC, which is ending, has no RPC left; a handler may outlive what it answered.
+
+        Args:
+            ending: The end of the gRPC server.
+            farewell_s: Seconds that clients get to take their end once nothing is in progress.
+        """
+        while True:
+            await self.settle()
+            if ending.done():
+                return
+            await asyncio.wait([ending], timeout=farewell_s)
+            if not self._active:
+                return
+
     def unary(self, method: str, handler: UnaryHandler) -> Handler:
         """The gRPC handler of a unary RPC."""
 

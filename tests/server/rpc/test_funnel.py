@@ -296,6 +296,33 @@ def test_settle_waits_for_the_calls_in_progress_and_for_no_later_one() -> None:
     asyncio.run(run())
 
 
+def test_call_that_comes_as_grpc_ends_is_waited_for() -> None:
+    """Its task ends a moment after gRPC did; a drain that did not wait for it took it for cut short."""
+
+    async def run() -> None:
+        async with serving() as (harness, call):
+
+            async def wait(_: RpcCall) -> Any:
+                await harness.go_on.wait()
+                return server_pb2.GetServerInfoResponse()
+
+            harness.act = wait
+            ending = asyncio.get_running_loop().create_future()
+            settled = asyncio.ensure_future(harness.funnel.settle_last(ending, 20))
+            await asyncio.sleep(0)
+            pending = asyncio.ensure_future(_awaited(call))
+            await harness.started.wait()
+            ending.set_result(None)
+            done, _ = await asyncio.wait([settled], timeout=0.1)
+            assert not done
+            harness.go_on.set()
+            await asyncio.wait_for(settled, 10)
+            assert harness.funnel.active_count == 0
+            await pending
+
+    asyncio.run(run())
+
+
 def test_call_whose_message_is_still_on_its_way_is_in_progress() -> None:
     """The end of a server waits for it as well; half a message was sent, and then the connection closed."""
 
