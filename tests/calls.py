@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from npugrad.spec import CallMeta, OpSpec, TensorMeta
+    from npugrad.meta import CallMeta, TensorMeta
+    from npugrad.operator import OpRecord
 
 TIMEOUT_S = 60.0
 """Deadline of every call of a test: a hang fails it."""
@@ -45,7 +46,7 @@ def cpu_backend() -> CpuBackend:
 
 
 def cpu_results(
-    spec: OpSpec,
+    record: OpRecord,
     call: CallMeta,
     operands: Mapping[str, npt.NDArray[Any] | None],
     outputs: Mapping[str, TensorMeta | None],
@@ -56,7 +57,7 @@ def cpu_results(
     }
     contiguous = {name: None if a is None else np.array(a, order="C") for name, a in operands.items()}
     if wanted:
-        cpu_backend().run(spec, DeviceCall(call, contiguous, wanted, CallOptions(), 0))
+        cpu_backend().run(record, DeviceCall(call, contiguous, wanted, CallOptions(), 0))
     return wanted
 
 
@@ -65,13 +66,13 @@ class Sample:
     """A call with its data.
 
     Attributes:
-        spec: The operator.
+        record: The operator.
         call: Metas and attributes.
         contents: Bytes of each operand that is not null, laid out as its meta says.
         arrays: The operands as arrays over those bytes.
     """
 
-    spec: OpSpec
+    record: OpRecord
     call: CallMeta
     contents: Mapping[str, memoryview]
     arrays: Mapping[str, npt.NDArray[Any] | None]
@@ -83,7 +84,7 @@ class Sample:
     def header(self, chunk_from_bytes: int = 1, **options: Any) -> tuple[Any, list[tuple[int, memoryview]]]:
         """The header frame of Execute, and (parameter index, content) of what follows in chunks."""
         message, follow = self._encode(chunk_from_bytes, CallOptions(**options))
-        header = codec.wrap(backward_pb2.ExecuteHeader(), self.spec, message)
+        header = codec.wrap(backward_pb2.ExecuteHeader(), self.record, message)
         return backward_pb2.ExecuteRequest(header=header), follow
 
     def frames(self, chunk_bytes: int = codec.CHUNK_BYTES, **options: Any) -> Iterator[Any]:
@@ -97,7 +98,7 @@ class Sample:
         return codec.encode_request(
             self.call.inputs,
             self.contents,
-            self.spec,
+            self.record,
             self.call.attrs,
             self.call.outputs,
             options,
@@ -106,15 +107,15 @@ class Sample:
 
     def reference(self) -> dict[str, bytes]:
         """What the CPU backend computes in this process, by wanted output, as raw bytes."""
-        found = cpu_results(self.spec, self.call, self.arrays, self.outputs)
+        found = cpu_results(self.record, self.call, self.arrays, self.outputs)
         return {name: array.tobytes() for name, array in found.items()}
 
     @property
     def outputs(self) -> dict[str, TensorMeta]:
         """The wanted outputs."""
-        if self.spec.accepts_unchecked(self.call):
+        if self.record.accepts_unchecked(self.call):
             return {}
-        return {name: meta for name, meta in self.spec.infer(self.call).items() if meta is not None}
+        return {name: meta for name, meta in self.record.infer(self.call).items() if meta is not None}
 
 
 def gated(frames: Iterator[Any], gate: threading.Event, before: int) -> Iterator[Any]:
@@ -124,9 +125,9 @@ def gated(frames: Iterator[Any], gate: threading.Event, before: int) -> Iterator
     yield from frames
 
 
-def fill(spec: OpSpec, call: CallMeta, seed: int = 0) -> Sample:
+def fill(record: OpRecord, call: CallMeta, seed: int = 0) -> Sample:
     """Gives a call plausible data."""
-    made = spec.make_inputs(call, np.random.default_rng(seed))
+    made = record.make_inputs(call, np.random.default_rng(seed))
     contents: dict[str, memoryview] = {}
     arrays: dict[str, npt.NDArray[Any] | None] = {}
     for name, meta in call.inputs.items():
@@ -135,13 +136,13 @@ def fill(spec: OpSpec, call: CallMeta, seed: int = 0) -> Sample:
             contents[name] = memoryview(bytearray(meta.content_bytes))
             array = arrays[name] = view(meta, contents[name])
             array[...] = made[name]
-    return Sample(spec, call, contents, arrays)
+    return Sample(record, call, contents, arrays)
 
 
 def sample(operator: str = "group_norm_backward", *, seed: int = 0, **sizes: Any) -> Sample:
     """A legal call with data; `sizes` go to the record's `build`."""
-    spec = get_operator(operator)
-    return fill(spec, spec.build(**sizes), seed)
+    record = get_operator(operator)
+    return fill(record, record.build(**sizes), seed)
 
 
 def named_samples(operator: str, product: Product = Product.ATLAS_A2) -> Iterator[Any]:
@@ -152,8 +153,8 @@ def named_samples(operator: str, product: Product = Product.ATLAS_A2) -> Iterato
 
 def named_sample(operator: str, name: str, product: Product = Product.ATLAS_A2) -> Sample:
     """One sample of a record, with data."""
-    spec = get_operator(operator)
-    return fill(spec, next(s.call for s in spec.samples(product) if s.name == name))
+    record = get_operator(operator)
+    return fill(record, next(s.call for s in record.samples(product) if s.name == name))
 
 
 def chunk_frames(operand: int, content: memoryview, chunk_bytes: int = codec.CHUNK_BYTES) -> Iterator[Any]:
@@ -167,10 +168,10 @@ def chunk(operand: int, offset: int, data: bytes) -> backward_pb2.ExecuteRequest
     return backward_pb2.ExecuteRequest(chunk=backward_pb2.Chunk(operand=operand, offset=offset, data=data))
 
 
-def call_unary(channel: grpc.Channel, spec: OpSpec, message: Any, **kwargs: Any) -> codec.WireResult:
+def call_unary(channel: grpc.Channel, record: OpRecord, message: Any, **kwargs: Any) -> codec.WireResult:
     """Calls the operator's unary RPC."""
-    method = getattr(backward_pb2_grpc.BackwardServiceStub(channel), spec.rpc)
-    return codec.decode_response(spec, method(message, **{"timeout": TIMEOUT_S, **kwargs}))
+    method = getattr(backward_pb2_grpc.BackwardServiceStub(channel), record.rpc)
+    return codec.decode_response(record, method(message, **{"timeout": TIMEOUT_S, **kwargs}))
 
 
 @dataclass
@@ -194,13 +195,13 @@ def call_execute(channel: grpc.Channel, frames: Iterable[Any], **kwargs: Any) ->
     replies = iter(stub.Execute(iter(frames), **{"timeout": TIMEOUT_S, **kwargs}))
     first = next(replies)
     assert first.WhichOneof("frame") == "header"
-    spec, message = codec.unwrap(first.header)
-    reply = Reply(codec.decode_response(spec, message))
+    record, message = codec.unwrap(first.header)
+    reply = Reply(codec.decode_response(record, message))
     parts = {name: bytearray(found.data or b"") for name, found in reply.result.contents.items()}
     last = -1
     for frame in replies:
         assert frame.WhichOneof("frame") == "chunk"
-        name = spec.params[frame.chunk.operand].name
+        name = record.params[frame.chunk.operand].name
         assert frame.chunk.operand >= last, "chunks do not come in the order of the parameters"
         assert frame.chunk.offset == len(parts[name])
         last = frame.chunk.operand

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from npugrad.call import ExecutionInfo
 from npugrad.errors import Violation
+from npugrad.meta import TensorMeta
+from npugrad.operator import Verdict
 from npugrad.recipe import Recipe
-from npugrad.spec import TensorMeta, Verdict
 from npugrad_client._async_client import AsyncClient
 from npugrad_client._client import Client
 from npugrad_client._generated_ops import (

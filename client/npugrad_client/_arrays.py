@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from npugrad import layout
 from npugrad.dtypes import DType, dtype_from_name
+from npugrad.meta import TensorMeta
 from npugrad.recipe import Recipe
-from npugrad.spec import TensorMeta
 
 if TYPE_CHECKING:
     from types import ModuleType

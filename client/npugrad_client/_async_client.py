@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from npugrad.call import CallOptions, ExecutionInfo
+    from npugrad.meta import TensorMeta
+    from npugrad.operator import OpRecord, Verdict
     from npugrad.products import Product
-    from npugrad.spec import OpSpec, TensorMeta, Verdict
     from npugrad_client._info import OperatorInfo, ServerInfo
     from npugrad_client._retry import RetryPolicy
     from npugrad_client._tls import Tls
@@ -264,7 +265,7 @@ class AsyncClient(AsyncOperators):
 
     async def _run(
         self,
-        spec: OpSpec,
+        record: OpRecord,
         inputs: Mapping[str, Any],
         attrs: Mapping[str, Any],
         out: Mapping[str, Any] | None,
@@ -273,9 +274,9 @@ class AsyncClient(AsyncOperators):
     ) -> tuple[dict[str, Any], ExecutionInfo]:
         """Sends one call; results by output name and what produced them."""
         if _nbytes(inputs) < _IN_A_THREAD_FROM_BYTES:
-            prepared = prepare(spec, inputs, attrs, out, options)
+            prepared = prepare(record, inputs, attrs, out, options)
         else:
-            prepared = await asyncio.to_thread(prepare, spec, inputs, attrs, out, options)
+            prepared = await asyncio.to_thread(prepare, record, inputs, attrs, out, options)
         answer = await self._transport.run(prepared, self._deadline(timeout_s))
         if prepared.targets and prepared.nbytes >= _IN_A_THREAD_FROM_BYTES:
             filling = asyncio.ensure_future(asyncio.to_thread(finish, prepared, answer, inputs, out))

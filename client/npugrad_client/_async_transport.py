@@ -112,10 +112,10 @@ class AsyncTransport:
         async def send(stubs: Stubs, attempt: Attempt) -> Answer:
             if prepared.nbytes >= self._settings.stream_from_bytes:
                 return await _streamed(stubs, prepared, attempt)
-            method = stubs.unary(prepared.spec)
+            method = stubs.unary(prepared.record)
             return read_response(prepared, await method(unary_request(prepared), timeout=attempt.timeout_s))
 
-        answer, tries = await self._follow(prepared.spec.name, send, timeout_s)
+        answer, tries = await self._follow(prepared.record.name, send, timeout_s)
         return cast("Answer", answer).after(tries)
 
     def _here(self) -> _Home:

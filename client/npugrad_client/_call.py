@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from npugrad.errors import MalformedRequest
+from npugrad.meta import TensorMeta
 from npugrad.products import Product
-from npugrad.spec import TensorMeta
 from npugrad.validation import make_call, validate_call
 from npugrad_client import _arrays
 
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from npugrad.call import CallOptions, ExecutionInfo
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
     from npugrad.recipe import Recipe
-    from npugrad.spec import CallMeta, OpSpec
 
     Array = npt.NDArray[Any]
 
@@ -34,7 +35,7 @@ class Prepared:
     """A call ready to be sent.
 
     Attributes:
-        spec: Its operator.
+        record: Its operator.
         call: Metas and attributes.
         contents: Content of each operand that has one, or the recipe for it.
         options: Options of the call.
@@ -45,7 +46,7 @@ class Prepared:
             twice at once, or because they share memory with operands.
     """
 
-    spec: OpSpec
+    record: OpRecord
     call: CallMeta
     contents: Mapping[str, memoryview | Recipe]
     options: CallOptions
@@ -79,7 +80,7 @@ class Answer:
 
 
 def prepare(
-    spec: OpSpec,
+    record: OpRecord,
     inputs: Mapping[str, Any],
     attrs: Mapping[str, Any],
     out: Mapping[str, Any] | None,
@@ -94,16 +95,16 @@ def prepare(
     problem = options.problem()
     if problem:
         name, text = problem
-        raise MalformedRequest(f"{spec.name}: {name}: {text}", operator=spec.name, operand=name)
-    packed = {n: _arrays.pack_operand(v, spec.name, n) for n, v in inputs.items() if v is not None}
-    declared, targets = _declare(spec, out or {})
-    call = make_call(spec, {n: packed[n][0] if n in packed else None for n in inputs}, attrs, declared)
+        raise MalformedRequest(f"{record.name}: {name}: {text}", operator=record.name, operand=name)
+    packed = {n: _arrays.pack_operand(v, record.name, n) for n, v in inputs.items() if v is not None}
+    declared, targets = _declare(record, out or {})
+    call = make_call(record, {n: packed[n][0] if n in packed else None for n in inputs}, attrs, declared)
     expected: Mapping[str, TensorMeta | None] | None = {}
     if sum(meta.nbytes for meta, _ in packed.values()) >= _INFER_FROM_BYTES:
-        expected = _infer(spec, call)
+        expected = _infer(record, call)
     contents = {n: data for n, (_, data) in packed.items() if data is not None}
     is_apart = _overlap(contents.values(), targets.values())
-    return Prepared(spec, call, contents, options, expected or {}, expected is None, targets, is_apart)
+    return Prepared(record, call, contents, options, expected or {}, expected is None, targets, is_apart)
 
 
 def _overlap(contents: Iterable[memoryview | Recipe], targets: Collection[Array]) -> bool:
@@ -115,20 +116,22 @@ def _overlap(contents: Iterable[memoryview | Recipe], targets: Collection[Array]
     return any(np.may_share_memory(data, target) for target in targets for data in sent)
 
 
-def _infer(spec: OpSpec, call: CallMeta) -> Mapping[str, TensorMeta | None] | None:
+def _infer(record: OpRecord, call: CallMeta) -> Mapping[str, TensorMeta | None] | None:
     """The outputs; None when no product takes the call. Which one the server serves is not known here."""
     for product in dict.fromkeys((call.product, *Product)):
-        verdict = validate_call(spec, replace(call, product=product))
+        verdict = validate_call(record, replace(call, product=product))
         if not verdict.violations:
             return verdict.outputs
     return None
 
 
-def _declare(spec: OpSpec, out: Mapping[str, Any]) -> tuple[dict[str, TensorMeta | None], dict[str, Array]]:
+def _declare(
+    record: OpRecord, out: Mapping[str, Any]
+) -> tuple[dict[str, TensorMeta | None], dict[str, Array]]:
     """Splits `out` into metas to declare and arrays to fill."""
     if not isinstance(out, Mapping):
         raise TypeError(
-            f"{spec.name}: out: found {type(out).__name__}; expected a mapping of outputs by name"
+            f"{record.name}: out: found {type(out).__name__}; expected a mapping of outputs by name"
         )
     declared: dict[str, TensorMeta | None] = {}
     targets: dict[str, Array] = {}
@@ -136,7 +139,7 @@ def _declare(spec: OpSpec, out: Mapping[str, Any]) -> tuple[dict[str, TensorMeta
         if value is None or isinstance(value, TensorMeta):
             declared[name] = value
         else:
-            targets[name] = array = _arrays.writable(value, spec.name, name)
+            targets[name] = array = _arrays.writable(value, record.name, name)
             declared[name] = TensorMeta(array.dtype, array.shape)
     return declared, targets
 

@@ -20,7 +20,7 @@ from npugrad_client._tls import Tls
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from npugrad.spec import OpSpec
+    from npugrad.operator import OpRecord
     from npugrad_client._retry import Launch
 
 STREAM_FROM_BYTES = 2**20
@@ -146,9 +146,9 @@ class Stubs:
             "list_operators": server.ListOperators,
         }
 
-    def unary(self, spec: OpSpec) -> Any:
+    def unary(self, record: OpRecord) -> Any:
         """The unary RPC of an operator."""
-        return getattr(self._backward, spec.rpc)
+        return getattr(self._backward, record.rpc)
 
 
 def channel_options(target: str) -> list[tuple[str, Any]]:

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from npugrad.call import CallOptions, ExecutionInfo
+    from npugrad.meta import TensorMeta
+    from npugrad.operator import OpRecord, Verdict
     from npugrad.products import Product
-    from npugrad.spec import OpSpec, TensorMeta, Verdict
     from npugrad_client._channels import Settings
     from npugrad_client._info import OperatorInfo, ServerInfo
     from npugrad_client._retry import RetryPolicy
@@ -280,7 +281,7 @@ class Client(Operators):
 
     def _run(
         self,
-        spec: OpSpec,
+        record: OpRecord,
         inputs: Mapping[str, Any],
         attrs: Mapping[str, Any],
         out: Mapping[str, Any] | None,
@@ -288,6 +289,6 @@ class Client(Operators):
         timeout_s: float | None,
     ) -> tuple[dict[str, Any], ExecutionInfo]:
         """Sends one call; results by output name and what produced them."""
-        prepared = prepare(spec, inputs, attrs, out, options)
+        prepared = prepare(record, inputs, attrs, out, options)
         answer = self._transport.run(prepared, self._deadline(timeout_s))
         return finish(prepared, answer, inputs, out), answer.info

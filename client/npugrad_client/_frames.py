@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 
     from npugrad.call import ExecutionInfo
-    from npugrad.spec import OpSpec, TensorMeta
+    from npugrad.meta import TensorMeta
+    from npugrad.operator import OpRecord
     from npugrad_client._attempt import Attempt
     from npugrad_client._call import Array, Prepared
 
@@ -61,7 +62,7 @@ async def request_frames_async(
 def open_call(prepared: Prepared) -> tuple[backward_pb2.ExecuteRequest, list[tuple[int, memoryview]]]:
     """The first frame of a streamed call, and (parameter index, content) of what follows in chunks."""
     message, follow = _encode(prepared, CHUNKED_FROM_BYTES)
-    header = codec.wrap(backward_pb2.ExecuteHeader(), prepared.spec, message)
+    header = codec.wrap(backward_pb2.ExecuteHeader(), prepared.record, message)
     return backward_pb2.ExecuteRequest(header=header), follow
 
 
@@ -81,7 +82,7 @@ def _encode(prepared: Prepared, chunk_from_bytes: int | None) -> tuple[Any, list
     return codec.encode_request(
         call.inputs,
         prepared.contents,
-        prepared.spec,
+        prepared.record,
         call.attrs,
         call.outputs,
         prepared.options,
@@ -100,7 +101,7 @@ def read_response(prepared: Prepared, response: Any) -> Answer:
     for name, meta in result.metas.items():
         found = result.contents.get(name)
         if meta is not None and found is not None and found.data is None:
-            raise broken(prepared.spec, f"found {name} announced in chunks in a unary reply")
+            raise broken(prepared.record, f"found {name} announced in chunks in a unary reply")
         arrays[name] = None if meta is None else _copied(prepared, name, meta, found)
     return Answer(arrays, result.info)
 
@@ -142,11 +143,11 @@ class Reply:
         if self._info is None:
             self._open(frame)
         else:
-            _store(self._prepared.spec, frame, self._pending)
+            _store(self._prepared.record, frame, self._pending)
 
     def _open(self, frame: backward_pb2.ExecuteResponse) -> None:
         prepared = self._prepared
-        result = _decode(prepared, _header(prepared.spec, frame))
+        result = _decode(prepared, _header(prepared.record, frame))
         self._arrays = dict.fromkeys(result.metas)
         for name, meta in result.metas.items():
             if meta is None:
@@ -154,51 +155,51 @@ class Reply:
             found = result.contents[name]
             if found.data is None:
                 array = self._arrays[name] = _destination(prepared, name, meta)
-                self._pending[prepared.spec.param_index(name)] = _Sink(name, array)
+                self._pending[prepared.record.param_index(name)] = _Sink(name, array)
             else:
                 self._arrays[name] = _copied(prepared, name, meta, found)
         self._info = result.info
 
     def end(self) -> Answer:
         """The results, after the last frame; raises `NpugradError` when something is missing."""
-        spec = self._prepared.spec
+        record = self._prepared.record
         if self._info is None:
-            raise broken(spec, "found nothing as its first frame; expected a header")
+            raise broken(record, "found nothing as its first frame; expected a header")
         for sink in self._pending.values():
             if sink.filled != sink.array.nbytes:
                 raise broken(
-                    spec,
+                    record,
                     f"found {sink.filled} bytes of {sink.name} at its end; expected {sink.array.nbytes}",
                 )
         return Answer(self._arrays, self._info)
 
 
-def _header(spec: OpSpec, frame: backward_pb2.ExecuteResponse) -> Any:
+def _header(record: OpRecord, frame: backward_pb2.ExecuteResponse) -> Any:
     kind = frame.WhichOneof("frame") or "an empty frame"
     if kind != "header":
-        raise broken(spec, f"found {kind} as its first frame; expected a header")
+        raise broken(record, f"found {kind} as its first frame; expected a header")
     answered = frame.header.WhichOneof("call")
-    if answered != spec.name:
-        raise broken(spec, f"found results of {answered or 'no operator'} in its header")
-    return getattr(frame.header, spec.name)
+    if answered != record.name:
+        raise broken(record, f"found results of {answered or 'no operator'} in its header")
+    return getattr(frame.header, record.name)
 
 
 def _decode(prepared: Prepared, message: Any) -> codec.WireResult:
     """Metas, contents and info of a response; only what the call can have as results is let through."""
-    spec = prepared.spec
+    record = prepared.record
     try:
-        result = codec.decode_response(spec, message)
+        result = codec.decode_response(record, message)
     except RequestError as error:  # the request was fine: not the caller's mistake
-        raise broken(spec, str(error).removeprefix(f"{spec.name}: ")) from None
+        raise broken(record, str(error).removeprefix(f"{record.name}: ")) from None
     for name, meta in result.metas.items():
         if meta is not None and not (meta.is_contiguous and meta.dtype.has_data):
-            raise broken(spec, f"found {meta} as {name}; expected it contiguous and of a type with data")
+            raise broken(record, f"found {meta} as {name}; expected it contiguous and of a type with data")
         wanted = prepared.expected.get(name, meta)
         target = prepared.targets.get(name)
         if target is not None and meta is not None:
             wanted = prepared.call.outputs[name]
         if _type(meta) != _type(wanted):
-            raise broken(spec, f"found {meta or 'nothing'} as {name}; expected {wanted or 'nothing'}")
+            raise broken(record, f"found {meta or 'nothing'} as {name}; expected {wanted or 'nothing'}")
     return result
 
 
@@ -228,18 +229,18 @@ class _Sink:
         self.memory = array.reshape(-1).view(np.uint8).data if array.size else memoryview(b"")
 
 
-def _store(spec: OpSpec, frame: backward_pb2.ExecuteResponse, pending: Mapping[int, _Sink]) -> None:
+def _store(record: OpRecord, frame: backward_pb2.ExecuteResponse, pending: Mapping[int, _Sink]) -> None:
     kind = frame.WhichOneof("frame")
     if kind != "chunk":
-        raise broken(spec, f"found {'a second header' if kind else 'an empty frame'}; expected a chunk")
+        raise broken(record, f"found {'a second header' if kind else 'an empty frame'}; expected a chunk")
     operand, offset = frame.chunk.operand, frame.chunk.offset
     data = frame.chunk.data  # copied at every access: read once
     sink = pending.get(operand)
     if sink is None:
-        raise broken(spec, f"found a chunk of parameter {operand}, which its header did not announce")
+        raise broken(record, f"found a chunk of parameter {operand}, which its header did not announce")
     if not data or offset != sink.filled or sink.filled + len(data) > sink.array.nbytes:
         raise broken(
-            spec,
+            record,
             f"found a chunk of {len(data)} bytes of {sink.name} at offset {offset}; expected 1 to "
             f"{sink.array.nbytes - sink.filled} bytes at offset {sink.filled}",
         )
@@ -247,6 +248,6 @@ def _store(spec: OpSpec, frame: backward_pb2.ExecuteResponse, pending: Mapping[i
     sink.filled += len(data)
 
 
-def broken(spec: OpSpec, text: str) -> NpugradError:
+def broken(record: OpRecord, text: str) -> NpugradError:
     """The error of a server that does not keep to the contract."""
-    return NpugradError(f"{spec.name}: the server's reply is malformed: {text}", operator=spec.name)
+    return NpugradError(f"{record.name}: the server's reply is malformed: {text}", operator=record.name)

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from npugrad.call import CallOptions, ExecutionInfo
+from npugrad.meta import TensorMeta
 from npugrad.ops import OPERATORS
-from npugrad.spec import OpSpec, TensorMeta
 from npugrad_client._arrays import ArrayLike, Operand
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
+
+    from npugrad.operator import OpRecord
 
 Array = Any
 """A result: a NumPy array, or a torch CPU tensor where an operand was one."""
@@ -116,7 +118,7 @@ class Operators(ABC):
     @abstractmethod
     def _run(
         self,
-        spec: OpSpec,
+        record: OpRecord,
         inputs: Mapping[str, Any],
         attrs: Mapping[str, Any],
         out: Mapping[str, Any] | None,
@@ -480,7 +482,7 @@ class AsyncOperators(ABC):
     @abstractmethod
     async def _run(
         self,
-        spec: OpSpec,
+        record: OpRecord,
         inputs: Mapping[str, Any],
         attrs: Mapping[str, Any],
         out: Mapping[str, Any] | None,

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 from npugrad import codec
 from npugrad.dtypes import DType, dtype_from_wire
 from npugrad.errors import NpugradError, RequestError, Source, Violation
+from npugrad.operator import Verdict
 from npugrad.ops import get_operator
 from npugrad.products import Product, product_from_name, product_from_wire
-from npugrad.spec import TensorMeta, Verdict
 from npugrad.v1 import backward_pb2, server_pb2, validation_pb2
 from npugrad.validation import make_call
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from npugrad.meta import TensorMeta
 
 SERVER_INFO_REQUEST = server_pb2.GetServerInfoRequest()
 
@@ -191,10 +193,10 @@ def encode_validation(
     product: Product | str | None,
 ) -> validation_pb2.ValidateRequest:
     """The request that validates a call without data; errors as in `Client.validate`."""
-    spec = get_operator(operator)
-    call = make_call(spec, inputs, attrs, outputs)
-    message, _ = codec.encode_request(call.inputs, {}, spec, call.attrs, call.outputs)
-    header = codec.wrap(backward_pb2.ExecuteHeader(), spec, message)
+    record = get_operator(operator)
+    call = make_call(record, inputs, attrs, outputs)
+    message, _ = codec.encode_request(call.inputs, {}, record, call.attrs, call.outputs)
+    header = codec.wrap(backward_pb2.ExecuteHeader(), record, message)
     return validation_pb2.ValidateRequest(call=header, product=product_number(product))
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from npugrad.meta import TensorMeta
 from npugrad.ops import get_operator
 from npugrad.products import Product
-from npugrad.spec import TensorMeta
 from npugrad.validation import error_from_verdict, make_call, validate_call
 from npugrad_client._client import Client
 
@@ -45,10 +45,10 @@ def require_legal(
         OperatorError: The documents refuse the call.
         MalformedRequest: An attribute is none that the operator has, such as a mode that there is not.
     """
-    spec = get_operator(operator)
-    verdict = validate_call(spec, make_call(spec, metas, attrs, product=product))
+    record = get_operator(operator)
+    verdict = validate_call(record, make_call(record, metas, attrs, product=product))
     if verdict.violations:
-        raise error_from_verdict(spec, verdict)
+        raise error_from_verdict(record, verdict)
 
 
 def require_legal_deformable_attention(metas: Mapping[str, TensorMeta | None]) -> None:

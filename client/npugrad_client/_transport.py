@@ -204,10 +204,10 @@ class Transport:
         def send(stubs: Stubs, attempt: Attempt, flight: Flight | None) -> Answer:
             if prepared.nbytes >= self._settings.stream_from_bytes:
                 return _streamed(stubs, prepared, attempt, flight)
-            method = stubs.unary(prepared.spec)
+            method = stubs.unary(prepared.record)
             return read_response(prepared, _unary(method, unary_request(prepared), attempt, flight))
 
-        answer, tries = self._follow(prepared.spec.name, send, timeout_s)
+        answer, tries = self._follow(prepared.record.name, send, timeout_s)
         return cast("Answer", answer).after(tries)
 
     @contextmanager

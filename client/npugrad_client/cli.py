@@ -30,12 +30,13 @@ from npugrad_client._cli.connection import (
     tls,
 )
 from npugrad_client._cli.explain import explain as print_explanation
-from npugrad_client._cli.terminal import Timeout, find_spec, out, reporting
+from npugrad_client._cli.terminal import Timeout, find_record, out, reporting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from npugrad.spec import OpSpec, TensorMeta
+    from npugrad.meta import TensorMeta
+    from npugrad.operator import OpRecord
 
 app = typer.Typer(
     name="npugrad",
@@ -161,8 +162,8 @@ def validate(
     Exit status 0: the call is legal; 1: it is not, or the server failed; 2: wrong usage.
     """
     with reporting():
-        spec, chosen = find_spec(operator), _product(product)
-        asked = _described(spec, file, meta or (), output or (), attr or (), dtype or ())
+        record, chosen = find_record(operator), _product(product)
+        asked = _described(record, file, meta or (), output or (), attr or (), dtype or ())
         if local:
             verdict = npugrad.validate(operator, **asked, product=chosen or Product.ATLAS_A2)
         else:
@@ -172,12 +173,12 @@ def validate(
         if as_json:
             out.print_json(json.dumps(show.verdict_as_dict(verdict)))
         else:
-            show.verdict(out, spec.name, verdict)
+            show.verdict(out, record.name, verdict)
     raise typer.Exit(1 if verdict.status else 0)
 
 
 def _described(
-    spec: OpSpec,
+    record: OpRecord,
     file: Path | None,
     meta: Sequence[str],
     output: Sequence[str],
@@ -186,15 +187,15 @@ def _described(
 ) -> dict[str, Any]:
     """Inputs, attributes and outputs of a call without data, from a file and flags."""
     inputs: dict[str, TensorMeta | None] = {}
-    attrs: dict[str, Any] = {p.name: None for p in spec.attrs if p.type == "bool_array"}
+    attrs: dict[str, Any] = {p.name: None for p in record.attrs if p.type == "bool_array"}
     if file is not None:
-        operands, found = files.read_call(spec, file, dtype)
-        inputs |= {n: _arrays.pack(_arrays.to_numpy(a, spec.name, n))[0] for n, a in operands.items()}
+        operands, found = files.read_call(record, file, dtype)
+        inputs |= {n: _arrays.pack(_arrays.to_numpy(a, record.name, n))[0] for n, a in operands.items()}
         attrs |= found
     inputs |= files.parse_metas(meta)
-    attrs |= files.parse_attrs(spec, attr)
+    attrs |= files.parse_attrs(record, attr)
     outputs = files.parse_metas(output)
-    files.check_complete(spec, attrs)
+    files.check_complete(record, attrs)
     return {"inputs": inputs, "attrs": attrs, "outputs": outputs}
 
 
@@ -229,12 +230,12 @@ def call(
     """
     how = (encrypted, tls_ca, tls_certificate, tls_key)
     with reporting(), connect(target, timeout, tls(*how)) as client:
-        spec, path = find_spec(operator), files.results_path(output)
-        operands, attrs = files.read_call(spec, file, dtype or ())
-        attrs |= files.parse_attrs(spec, attr or ())
-        files.check_complete(spec, attrs)
-        answer = getattr(client, spec.name)(**operands, **attrs, deterministic=deterministic, verify=verify)
-        results = {p.name: getattr(answer, p.name) for p in spec.outputs}
+        record, path = find_record(operator), files.results_path(output)
+        operands, attrs = files.read_call(record, file, dtype or ())
+        attrs |= files.parse_attrs(record, attr or ())
+        files.check_complete(record, attrs)
+        answer = getattr(client, record.name)(**operands, **attrs, deterministic=deterministic, verify=verify)
+        results = {p.name: getattr(answer, p.name) for p in record.outputs}
         files.write_results(path, results)
         show.results(out, results, answer.info)
         out.print(f"written to {path}", soft_wrap=True)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from npugrad.dtypes import DType, Format
 from npugrad.errors import NpugradError, OperatorError, Source, Violation
+from npugrad.meta import CallMeta, TensorMeta
+from npugrad.operator import Constraint, OpRecord, Verdict
 from npugrad.ops import OPERATORS, get_operator
 from npugrad.products import Product
-from npugrad.spec import CallMeta, Constraint, OpSpec, TensorMeta, Verdict
 from npugrad.validation import validate
 
 __version__ = "0.1.0"
@@ -22,7 +23,7 @@ __all__ = [
     "DType",
     "Format",
     "NpugradError",
-    "OpSpec",
+    "OpRecord",
     "OperatorError",
     "Product",
     "Source",

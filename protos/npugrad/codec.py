@@ -13,16 +13,17 @@ from npugrad.call import CallOptions, ExecutionInfo
 from npugrad.dtypes import dtype_from_wire, format_from_wire
 from npugrad.errors import InvalidRecipe, MalformedRequest, MalformedTensor, RequestError
 from npugrad.generators import Draw
+from npugrad.meta import MAX_RANK, CallMeta, TensorMeta
 from npugrad.ops import OPERATORS
 from npugrad.products import Product, product_from_wire
 from npugrad.recipe import DIGEST_BYTES, Recipe
-from npugrad.spec import MAX_RANK, CallMeta, TensorMeta
 from npugrad.v1 import backward_pb2, operators_pb2, tensor_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from npugrad.spec import AttrParam, AttrValue, OpSpec
+    from npugrad.meta import AttrValue
+    from npugrad.operator import AttrParam, OpRecord
 
 MAX_MESSAGE_BYTES = 2**31 - 1
 """Largest message either side takes; unlimited would let a length wrap at 2^32."""
@@ -69,14 +70,14 @@ class WireCall:
     """A decoded request.
 
     Attributes:
-        spec: Its operator.
+        record: Its operator.
         call: Metas and attributes.
         options: Options.
         contents: Content of each operand that is not null and has one.
         unsupported: Operands whose content is of a kind no server takes yet, with the kind.
     """
 
-    spec: OpSpec
+    record: OpRecord
     call: CallMeta
     options: CallOptions
     contents: Mapping[str, WireContent] = field(default_factory=dict)
@@ -86,11 +87,11 @@ class WireCall:
 # ------------------------------------------------------------------------------------ requests
 
 
-def decode_request(spec: OpSpec, message: Any, product: Product) -> WireCall:
+def decode_request(record: OpRecord, message: Any, product: Product) -> WireCall:
     """Decodes a typed request.
 
     Args:
-        spec: The operator.
+        record: The operator.
         message: Its request message.
         product: Product to validate for.
 
@@ -101,12 +102,12 @@ def decode_request(spec: OpSpec, message: Any, product: Product) -> WireCall:
     inputs: dict[str, TensorMeta | None] = {}
     contents: dict[str, WireContent] = {}
     unsupported: dict[str, str] = {}
-    for param in spec.inputs:
+    for param in record.inputs:
         inputs[param.name] = None
         if not message.HasField(param.name):
             continue
         tensor = getattr(message, param.name)
-        meta = inputs[param.name] = decode_meta(tensor.meta, spec.name, param.name)
+        meta = inputs[param.name] = decode_meta(tensor.meta, record.name, param.name)
         kind = tensor.WhichOneof("content")
         if kind == "data":
             data = tensor.data  # copied at every access: read once
@@ -120,11 +121,11 @@ def decode_request(spec: OpSpec, message: Any, product: Product) -> WireCall:
             unsupported[param.name] = kind
     call = CallMeta(
         inputs=inputs,
-        attrs={p.name: _decode_attr(spec, p, message) for p in spec.attrs},
-        outputs=_decode_declared(spec, message),
+        attrs={p.name: _decode_attr(record, p, message) for p in record.attrs},
+        outputs=_decode_declared(record, message),
         product=product,
     )
-    return WireCall(spec, call, _decode_options(spec, message.options), contents, unsupported)
+    return WireCall(record, call, _decode_options(record, message.options), contents, unsupported)
 
 
 def decode_recipe(message: tensor_pb2.Recipe, meta: TensorMeta) -> Recipe:
@@ -163,43 +164,43 @@ def _check_lengths(message: tensor_pb2.TensorMeta) -> None:
         )
 
 
-def _decode_attr(spec: OpSpec, param: AttrParam, message: Any) -> AttrValue:
+def _decode_attr(record: OpRecord, param: AttrParam, message: Any) -> AttrValue:
     if not message.HasField(param.name):
         if param.type == "bool_array":
             return None
         raise MalformedRequest(
-            f"{spec.name}: {param.name}: found nothing; expected the attribute to be set",
-            operator=spec.name,
+            f"{record.name}: {param.name}: found nothing; expected the attribute to be set",
+            operator=record.name,
             operand=param.name,
         )
     value = getattr(message, param.name)
     if param.type == "bool_array":
         if len(value.values) > MAX_BOOLS:
             raise MalformedRequest(
-                f"{spec.name}: {param.name}: found {len(value.values)} bools; expected at most {MAX_BOOLS}",
-                operator=spec.name,
+                f"{record.name}: {param.name}: found {len(value.values)} bools; expected at most {MAX_BOOLS}",
+                operator=record.name,
                 operand=param.name,
             )
         return tuple(value.values)
     return value  # type: ignore[no-any-return]
 
 
-def _decode_declared(spec: OpSpec, message: Any) -> dict[str, TensorMeta | None]:
+def _decode_declared(record: OpRecord, message: Any) -> dict[str, TensorMeta | None]:
     declared: dict[str, TensorMeta | None] = {}
-    for param in spec.outputs:
+    for param in record.outputs:
         if message.HasField(param.name):
             output = getattr(message, param.name)
-            meta = decode_meta(output.meta, spec.name, param.name) if output.HasField("meta") else None
+            meta = decode_meta(output.meta, record.name, param.name) if output.HasField("meta") else None
             declared[param.name] = meta
     return declared
 
 
-def _decode_options(spec: OpSpec, message: operators_pb2.CallOptions) -> CallOptions:
+def _decode_options(record: OpRecord, message: operators_pb2.CallOptions) -> CallOptions:
     options = CallOptions(message.deterministic, message.priority, message.label, message.verify)
     problem = options.problem()
     if problem:
         name, text = problem
-        raise MalformedRequest(f"{spec.name}: {name}: {text}", operator=spec.name, operand=name)
+        raise MalformedRequest(f"{record.name}: {name}: {text}", operator=record.name, operand=name)
     return options
 
 
@@ -220,20 +221,22 @@ def check_contents(wire: WireCall, *, chunked: bool) -> None:
             continue
         if name in wire.unsupported:
             raise RequestError(
-                f"{wire.spec.name}: {name}: found content of kind "
+                f"{wire.record.name}: {name}: found content of kind "
                 f"{wire.unsupported[name]}; expected data, chunks or a recipe",
                 reason="CONTENT_UNSUPPORTED",
-                operator=wire.spec.name,
+                operator=wire.record.name,
                 operand=name,
             )
         found = wire.contents.get(name)
         problem = found.recipe.problem() if found is not None and found.recipe is not None else None
         if problem:
-            raise InvalidRecipe(f"{wire.spec.name}: {name}: {problem}", operator=wire.spec.name, operand=name)
+            raise InvalidRecipe(
+                f"{wire.record.name}: {name}: {problem}", operator=wire.record.name, operand=name
+            )
         problem = _content_problem(meta, found, chunked)
         if problem:
             raise MalformedTensor(
-                f"{wire.spec.name}: {name}: {problem}", operator=wire.spec.name, operand=name
+                f"{wire.record.name}: {name}: {problem}", operator=wire.record.name, operand=name
             )
 
 
@@ -256,7 +259,7 @@ def _content_problem(meta: TensorMeta, found: WireContent | None, chunked: bool)
 def encode_request(
     wire_metas: Mapping[str, TensorMeta | None],
     contents: Mapping[str, memoryview | Recipe],
-    spec: OpSpec,
+    record: OpRecord,
     attrs: Mapping[str, AttrValue],
     outputs: Mapping[str, TensorMeta | None] | None = None,
     options: CallOptions | None = None,
@@ -268,7 +271,7 @@ def encode_request(
     Args:
         wire_metas: Meta of each input, None for null.
         contents: Content, or recipe for it, of each input that is not null; none to validate without data.
-        spec: The operator.
+        record: The operator.
         attrs: Every attribute in its wire type, as `make_call` returns them.
         outputs: Declared outputs, None for null.
         options: Options of the call.
@@ -277,9 +280,9 @@ def encode_request(
     Returns:
         The message, and (parameter index, content) of each announced operand in order.
     """
-    message = REQUESTS[spec.name]()
+    message = REQUESTS[record.name]()
     follow = []
-    for param in spec.inputs:
+    for param in record.inputs:
         meta = wire_metas[param.name]
         if meta is None:
             continue
@@ -289,8 +292,8 @@ def encode_request(
         if isinstance(data, Recipe):
             encode_recipe(data, tensor.recipe)
         elif data is not None and _set_content(tensor, data, chunk_from_bytes):
-            follow.append((spec.param_index(param.name), data))
-    for attr in spec.attrs:
+            follow.append((record.param_index(param.name), data))
+    for attr in record.attrs:
         _encode_attr(message, attr, attrs[attr.name])
     for name, declared in (outputs or {}).items():
         getattr(message, name).SetInParent()
@@ -363,7 +366,7 @@ class WireResult:
 
 
 def encode_response(
-    spec: OpSpec,
+    record: OpRecord,
     metas: Mapping[str, TensorMeta | None],
     contents: Mapping[str, memoryview],
     info: ExecutionInfo,
@@ -371,37 +374,37 @@ def encode_response(
     chunk_from_bytes: int | None = None,
 ) -> tuple[Any, list[tuple[int, memoryview]]]:
     """Encodes a typed response, as `encode_request` does a request; masked-out outputs stay unset."""
-    message = RESPONSES[spec.name]()
+    message = RESPONSES[record.name]()
     follow = []
-    for param in spec.outputs:
+    for param in record.outputs:
         meta = metas[param.name]
         if meta is None:
             continue
         tensor = getattr(message, param.name)
         encode_meta(meta, tensor.meta)
         if _set_content(tensor, contents[param.name], chunk_from_bytes):
-            follow.append((spec.param_index(param.name), contents[param.name]))
+            follow.append((record.param_index(param.name), contents[param.name]))
     encode_info(info, message.info)
     return message, follow
 
 
-def decode_response(spec: OpSpec, message: Any) -> WireResult:
+def decode_response(record: OpRecord, message: Any) -> WireResult:
     """Decodes a typed response; raises MalformedTensor when the server's answer is not sane."""
     metas: dict[str, TensorMeta | None] = {}
     contents: dict[str, WireContent] = {}
-    for param in spec.outputs:
+    for param in record.outputs:
         metas[param.name] = None
         if not message.HasField(param.name):
             continue
         tensor = getattr(message, param.name)
-        meta = metas[param.name] = decode_meta(tensor.meta, spec.name, param.name)
+        meta = metas[param.name] = decode_meta(tensor.meta, record.name, param.name)
         chunked = tensor.WhichOneof("content") == "chunked_bytes"
         data = None if chunked else tensor.data
         found = contents[param.name] = WireContent(tensor.chunked_bytes if data is None else len(data), data)
         problem = _content_problem(meta, found, chunked=True)
         if problem:
             raise MalformedTensor(
-                f"{spec.name}: {param.name}: {problem}", operator=spec.name, operand=param.name
+                f"{record.name}: {param.name}: {problem}", operator=record.name, operand=param.name
             )
     return WireResult(metas, contents, decode_info(message.info))
 
@@ -431,13 +434,13 @@ def decode_info(message: operators_pb2.ExecutionInfo) -> ExecutionInfo:
 # ------------------------------------------------------------------------------------- headers
 
 
-def wrap(header: Any, spec: OpSpec, message: Any) -> Any:
+def wrap(header: Any, record: OpRecord, message: Any) -> Any:
     """Puts a typed message into the `call` oneof of a header and returns the header."""
-    getattr(header, spec.name).CopyFrom(message)
+    getattr(header, record.name).CopyFrom(message)
     return header
 
 
-def unwrap(header: backward_pb2.ExecuteHeader | backward_pb2.ExecuteResponseHeader) -> tuple[OpSpec, Any]:
+def unwrap(header: backward_pb2.ExecuteHeader | backward_pb2.ExecuteResponseHeader) -> tuple[OpRecord, Any]:
     """The operator and typed message of a header; raises MalformedRequest when it names none."""
     name = header.WhichOneof("call")
     if name is None:

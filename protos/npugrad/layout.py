@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from npugrad.dtypes import Format, dtype_from_name
-from npugrad.spec import TensorMeta
+from npugrad.meta import TensorMeta
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

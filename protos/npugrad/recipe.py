@@ -13,14 +13,15 @@ import numpy.typing as npt
 from npugrad import layout
 from npugrad.errors import InvalidRecipe
 from npugrad.generators import GENERATORS, Draw, fill
-from npugrad.spec import TensorMeta
+from npugrad.meta import TensorMeta
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import SupportsIndex
 
     from npugrad.dtypes import DType
-    from npugrad.spec import CallMeta, OpSpec
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
 
 DIGEST_BYTES = 32
 """Length of a digest, SHA-256."""
@@ -158,11 +159,11 @@ class Recipe:
         return f"{self.draw.generator}({given}) as {self.meta}{repeat}, seed {self.seed}"
 
 
-def recipes(spec: OpSpec, call: CallMeta, seed: int = 0) -> dict[str, Recipe]:
+def recipes(record: OpRecord, call: CallMeta, seed: int = 0) -> dict[str, Recipe]:
     """Recipes for a legal call that is like a real one, from what the record says of each operand.
 
     Args:
-        spec: The operator.
+        record: The operator.
         call: Its metas.
         seed: Seed of the first operand; the others count on from it.
 
@@ -171,7 +172,7 @@ def recipes(spec: OpSpec, call: CallMeta, seed: int = 0) -> dict[str, Recipe]:
         small and travel as data.
     """
     made: dict[str, Recipe] = {}
-    for number, param in enumerate(spec.inputs):
+    for number, param in enumerate(record.inputs):
         meta = call.inputs[param.name]
         if meta is not None and param.draw is not None:
             made[param.name] = Recipe.of(param.draw, meta, (seed + number) & MAX_SEED)

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from npugrad.error_table import PARAM_INVALID, PARAM_NULLPTR
 from npugrad.errors import Source
+from npugrad.operator import Constraint, Finding, NotExpressible
 from npugrad.products import Product
-from npugrad.spec import Constraint, Finding, NotExpressible
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from npugrad.dtypes import DType, Format
-    from npugrad.spec import CallMeta, TensorMeta
+    from npugrad.meta import CallMeta, TensorMeta
 
     Check = Callable[[CallMeta], "Finding | None"]
     Violate = Callable[[CallMeta], "CallMeta | None"]

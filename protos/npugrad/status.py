@@ -103,9 +103,9 @@ def decode_status(status: status_pb2.Status) -> ErrorDetails | None:
 def _violation(operator: str, entry: error_details_pb2.BadRequest.FieldViolation) -> Violation:
     found, _, expected = entry.description.removeprefix("found ").partition("; expected ")
     operands = tuple(entry.field.split(","))
-    spec = OPERATORS.get(operator)
+    record = OPERATORS.get(operator)
     # The record on this side knows the rest, so it need not travel.
-    known = next((c for c in spec.constraints if c.id == entry.reason), None) if spec else None
+    known = next((c for c in record.constraints if c.id == entry.reason), None) if record else None
     if known is None:
         return Violation(entry.reason, 0, operands, found, expected)
     return Violation(entry.reason, known.code, operands, found, expected, known.text, known.sources)

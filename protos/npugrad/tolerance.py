@@ -110,7 +110,7 @@ def compare(golden: npt.NDArray[Any], got: npt.NDArray[Any], extra: float = 0.0)
     Args:
         golden: Golden values of any float dtype, best float64, in any layout.
         got: The result: float32, float16 or bfloat16, of the same shape, in any layout.
-        extra: Absolute error allowed beyond the common formula, as `OpSpec.extra_tolerance` tells.
+        extra: Absolute error allowed beyond the common formula, as `OpRecord.extra_tolerance` tells.
 
     Raises:
         ValueError: The shapes differ, or the formula has no tolerance for the result's dtype.

@@ -29,14 +29,16 @@ from npugrad.errors import (
     UnsupportedOperator,
     Violation,
 )
+from npugrad.meta import INT64_MAX, CallMeta, TensorMeta
+from npugrad.operator import AttrParam, Verdict
 from npugrad.ops import get_operator
 from npugrad.products import Product, product_from_name
-from npugrad.spec import INT64_MAX, AttrParam, CallMeta, TensorMeta, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from npugrad.spec import AttrValue, Constraint, OpSpec
+    from npugrad.meta import AttrValue
+    from npugrad.operator import Constraint, OpRecord
 
 _REPORT_ORDER = (FIND_KERNEL_ERROR, INNER_NULLPTR, PARAM_NULLPTR, PARAM_INVALID, TILING_ERROR)
 _CLASS_ORDER = {code: i for i, code in enumerate(_REPORT_ORDER)}
@@ -68,45 +70,47 @@ def validate(
         MalformedRequest: An attribute is missing or has the wrong type.
         ValueError: There is no such product.
     """
-    spec = get_operator(operator)
-    return validate_call(spec, make_call(spec, inputs, attrs, outputs, product))
+    record = get_operator(operator)
+    return validate_call(record, make_call(record, inputs, attrs, outputs, product))
 
 
 def make_call(
-    spec: OpSpec,
+    record: OpRecord,
     inputs: Mapping[str, TensorMeta | None],
     attrs: Mapping[str, Any],
     outputs: Mapping[str, TensorMeta | None] | None = None,
     product: Product | str = Product.ATLAS_A2,
 ) -> CallMeta:
     """Builds a `CallMeta`, with names and attribute types checked; errors as in `validate`."""
-    _check_names(spec, "input", inputs, [p.name for p in spec.inputs])
-    _check_names(spec, "attribute", attrs, [p.name for p in spec.attrs])
-    _check_names(spec, "output", outputs or {}, [p.name for p in spec.outputs])
-    _check_metas(spec, {**inputs, **(outputs or {})})
+    _check_names(record, "input", inputs, [p.name for p in record.inputs])
+    _check_names(record, "attribute", attrs, [p.name for p in record.attrs])
+    _check_names(record, "output", outputs or {}, [p.name for p in record.outputs])
+    _check_metas(record, {**inputs, **(outputs or {})})
     return CallMeta(
-        inputs={p.name: inputs.get(p.name) for p in spec.inputs},
-        attrs={p.name: attribute_value(spec, p, attrs) for p in spec.attrs},
+        inputs={p.name: inputs.get(p.name) for p in record.inputs},
+        attrs={p.name: attribute_value(record, p, attrs) for p in record.attrs},
         outputs=outputs or {},
         product=product_from_name(product),
     )
 
 
-def _check_names(spec: OpSpec, kind: str, given: Mapping[str, Any], known: list[str]) -> None:
+def _check_names(record: OpRecord, kind: str, given: Mapping[str, Any], known: list[str]) -> None:
     unknown = [name for name in given if name not in known]
     if unknown:
         raise TypeError(
-            f"{spec.name}: unknown {kind} {', '.join(map(repr, unknown))}; known are {', '.join(known)}"
+            f"{record.name}: unknown {kind} {', '.join(map(repr, unknown))}; known are {', '.join(known)}"
         )
 
 
-def _check_metas(spec: OpSpec, given: Mapping[str, object]) -> None:
+def _check_metas(record: OpRecord, given: Mapping[str, object]) -> None:
     for name, meta in given.items():
         if meta is not None and not isinstance(meta, TensorMeta):
-            raise TypeError(f"{spec.name}: {name}: found {type(meta).__name__}; expected TensorMeta or None")
+            raise TypeError(
+                f"{record.name}: {name}: found {type(meta).__name__}; expected TensorMeta or None"
+            )
 
 
-def attribute_value(spec: OpSpec, param: AttrParam, attrs: Mapping[str, Any]) -> AttrValue:
+def attribute_value(record: OpRecord, param: AttrParam, attrs: Mapping[str, Any]) -> AttrValue:
     """One attribute, converted to its wire type.
 
     Raises:
@@ -116,27 +120,27 @@ def attribute_value(spec: OpSpec, param: AttrParam, attrs: Mapping[str, Any]) ->
     if param.name not in attrs:
         if param.type == "bool_array":
             return None
-        raise _malformed(spec, param, "nothing")
+        raise _malformed(record, param, "nothing")
     value = attrs[param.name]
     if value is None:
         if param.type == "bool_array":
             return None
-        raise TypeError(f"{spec.name}: {param.name}: found None; expected {_EXPECTED[param.type]}")
+        raise TypeError(f"{record.name}: {param.name}: found None; expected {_EXPECTED[param.type]}")
     if isinstance(value, str) and value in param.choices:
         return param.choices[value]
     try:
         return _CONVERT[param.type](value)
     except (TypeError, ValueError, OverflowError):
-        raise _malformed(spec, param, repr(value)[:80]) from None
+        raise _malformed(record, param, repr(value)[:80]) from None
 
 
-def _malformed(spec: OpSpec, param: AttrParam, found: str) -> MalformedRequest:
+def _malformed(record: OpRecord, param: AttrParam, found: str) -> MalformedRequest:
     expected = _EXPECTED[param.type]
     if param.choices:
         expected += " or one of " + ", ".join(map(repr, param.choices))
     return MalformedRequest(
-        f"{spec.name}: {param.name}: found {found}; expected {expected}",
-        operator=spec.name,
+        f"{record.name}: {param.name}: found {found}; expected {expected}",
+        operator=record.name,
         operand=param.name,
     )
 
@@ -183,17 +187,17 @@ _EXPECTED = {
 }
 
 
-def validate_call(spec: OpSpec, call: CallMeta) -> Verdict:
+def validate_call(record: OpRecord, call: CallMeta) -> Verdict:
     """Checks a call against every constraint of its record; never raises for a well-formed call."""
-    decisive = [c for c in spec.constraints if c.alone]
+    decisive = [c for c in record.constraints if c.alone]
     violations = _violations(decisive, call)
     if not violations:
-        if spec.accepts_unchecked(call):
-            return Verdict(0, (), {p.name: None for p in spec.outputs})
-        violations = _violations([c for c in spec.constraints if not c.alone], call)
+        if record.accepts_unchecked(call):
+            return Verdict(0, (), {p.name: None for p in record.outputs})
+        violations = _violations([c for c in record.constraints if not c.alone], call)
     if violations:
         return Verdict(violations[0].code, tuple(violations), {})
-    return Verdict(0, (), spec.infer(call))
+    return Verdict(0, (), record.infer(call))
 
 
 def _violations(constraints: list[Constraint], call: CallMeta) -> list[Violation]:
@@ -238,11 +242,11 @@ def _evaluate(
     return False
 
 
-def error_from_verdict(spec: OpSpec, verdict: Verdict) -> OperatorError:
+def error_from_verdict(record: OpRecord, verdict: Verdict) -> OperatorError:
     """The exception of a verdict with violations: class by code, message of the first one."""
     first = verdict.violations[0]
     more = len(verdict.violations) - 1
-    message = first.message(spec.name) + (f" (and {more} more)" if more else "")
+    message = first.message(record.name) + (f" (and {more} more)" if more else "")
     cls, reason = _ERROR_CLASS.get(first.code, (UnsupportedOperator, "OPERATOR_UNSUPPORTED"))
     return cls(
         message,
@@ -250,7 +254,7 @@ def error_from_verdict(spec: OpSpec, verdict: Verdict) -> OperatorError:
         reason=reason,
         constraint=first.id,
         violations=verdict.violations,
-        operator=spec.name,
+        operator=record.name,
     )
 
 

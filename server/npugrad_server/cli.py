@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from pydantic.fields import FieldInfo
 
-    from npugrad.spec import OpSpec
+    from npugrad.operator import OpRecord
     from npugrad_server.addresses import Address
 
 FAILED, USAGE = 1, 2
@@ -168,13 +168,13 @@ def check(flags: dict[str, Any], config: str | None) -> None:
 def ops() -> None:
     """Show the operators, and the dtypes of their inputs on each product."""
     console = Console(width=None if sys.stdout.isatty() else _FILE_COLUMNS, highlight=False)
-    for spec in OPERATORS.values():
+    for record in OPERATORS.values():
         # Names of operators are long: a row of one table for each would not fit an 80-column terminal.
         table = Table.grid(Column(no_wrap=True), Column(no_wrap=True), Column(), padding=(0, 2))
         for product in Product:
-            for row in _dtype_rows(spec, product):
+            for row in _dtype_rows(record, product):
                 table.add_row(*row)
-        console.print(f"{spec.name} ({spec.aclnn_name})", style="bold", soft_wrap=True)
+        console.print(f"{record.name} ({record.aclnn_name})", style="bold", soft_wrap=True)
         console.print(Padding.indent(table, 2))
 
 
@@ -283,13 +283,13 @@ def _loaded(flags: dict[str, Any], config: str | None) -> LoadedSettings:
         raise typer.Exit(USAGE) from None
 
 
-def _dtype_rows(spec: OpSpec, product: Product) -> Iterator[tuple[str, str, str]]:
+def _dtype_rows(record: OpRecord, product: Product) -> Iterator[tuple[str, str, str]]:
     """Product, dtypes and the inputs that take them; the product stands in the first row only."""
-    if product not in spec.products:
+    if product not in record.products:
         yield str(product), "not there", ""
         return
     groups: dict[str, list[str]] = {}
-    for param in spec.inputs:
+    for param in record.inputs:
         groups.setdefault(", ".join(map(str, param.dtypes[product])), []).append(param.name)
     for index, (dtypes, names) in enumerate(groups.items()):
         inputs = "all inputs" if len(groups) == 1 else ", ".join(names)

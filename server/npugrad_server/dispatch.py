@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from npugrad.call import ExecutionInfo
     from npugrad.codec import WireContent
+    from npugrad.operator import OpRecord
     from npugrad.products import Product
-    from npugrad.spec import OpSpec
     from npugrad_server.pool import Admission, DevicePool, Outcome
 
 INLINE_REPLY_BYTES = 256 * 1024
@@ -78,12 +78,12 @@ class Dispatcher:
         self._max_message_bytes = max_message_bytes
 
     def plan(
-        self, spec: OpSpec, message: Any, *, request_id: str, timeout_s: float | None, chunked: bool
+        self, record: OpRecord, message: Any, *, request_id: str, timeout_s: float | None, chunked: bool
     ) -> Request:
         """Decodes and validates a message and checks the lengths of its contents.
 
         Args:
-            spec: The operator.
+            record: The operator.
             message: Its typed request.
             request_id: Identifier for the log.
             timeout_s: Seconds until the result is of no use; None for never.
@@ -96,13 +96,13 @@ class Dispatcher:
             InvalidRecipe: RECIPE_INVALID.
             RequestError: CONTENT_UNSUPPORTED.
         """
-        wire = decode_request(spec, message, self.product)
-        verdict = validate_call(spec, wire.call)
+        wire = decode_request(record, message, self.product)
+        verdict = validate_call(record, wire.call)
         if verdict.violations:
-            raise error_from_verdict(spec, verdict)
+            raise error_from_verdict(record, verdict)
         check_contents(wire, chunked=chunked)
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        planned = PlannedCall(spec, wire.call, verdict.outputs, wire.options, request_id, deadline_s)
+        planned = PlannedCall(record, wire.call, verdict.outputs, wire.options, request_id, deadline_s)
         return Request(planned, wire.contents)
 
     async def call(self, request: Request) -> tuple[Any, ExecutionInfo]:
@@ -122,7 +122,7 @@ class Dispatcher:
             await self.write(admission, request)
             outcome = await self.run(admission)
             response, _ = encode_response(
-                request.planned.spec, request.planned.outputs, outcome.contents, outcome.info
+                request.planned.record, request.planned.outputs, outcome.contents, outcome.info
             )
         return response, outcome.info
 
@@ -152,9 +152,9 @@ def check_reply_fits(planned: PlannedCall, max_message_bytes: int) -> None:
     found = sum(meta.nbytes for meta in planned.outputs.values() if meta is not None) + _REPLY_OVERHEAD_BYTES
     if found > max_message_bytes:
         raise CallTooLarge(
-            f"{planned.spec.name}: found a reply of {found} bytes; expected at most {max_message_bytes} "
+            f"{planned.record.name}: found a reply of {found} bytes; expected at most {max_message_bytes} "
             "in a unary call, use Execute",
-            operator=planned.spec.name,
+            operator=planned.record.name,
         )
 
 

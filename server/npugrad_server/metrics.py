@@ -187,7 +187,7 @@ class Metrics(PoolObserver):
 
     def call_accepted(self, planned: PlannedCall) -> None:
         """A call was admitted."""
-        self._accepted.labels(planned.spec.name).inc()
+        self._accepted.labels(planned.record.name).inc()
 
     def call_started(self, planned: PlannedCall, device: str, attempt: int, queued_s: float) -> None:
         """A call was handed to a device."""
@@ -201,7 +201,7 @@ class Metrics(PoolObserver):
             return
         for stage in _STAGES:
             value = getattr(info, f"{stage}_s")
-            self._stages.labels(planned.spec.name, info.device, stage).observe(value)
+            self._stages.labels(planned.record.name, info.device, stage).observe(value)
 
     def call_requeued(self, planned: PlannedCall, device: str) -> None:
         """The worker of a device died under a call."""

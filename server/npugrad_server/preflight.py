@@ -209,5 +209,5 @@ async def _try_devices(settings: PoolSettings) -> list[Finding]:
 
 def _missing_operators(pool: DevicePool, product: Product) -> list[Finding]:
     """Operators of the product that no device can run: there are others, or no device would be ready."""
-    known = [name for name, spec in OPERATORS.items() if product in spec.products]
+    known = [name for name, record in OPERATORS.items() if product in record.products]
     return [Finding(True, f"no {name}: {reason}") for name in known if (reason := pool.unavailable(name))]

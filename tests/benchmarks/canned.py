@@ -21,7 +21,8 @@ from npugrad.ops import OPERATORS
 from npugrad.products import Product
 
 if TYPE_CHECKING:
-    from npugrad.spec import CallMeta, OpSpec
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
 
 SERVICE = "npugrad.v1.BackwardService"
 SMALL: dict[str, dict[str, Any]] = {
@@ -39,22 +40,22 @@ SMALL: dict[str, dict[str, Any]] = {
 """Sizes of small calls by operator. Floyd has none: the smallest that its documents allow is streamed."""
 
 
-def small_call(spec: OpSpec) -> CallMeta:
+def small_call(record: OpRecord) -> CallMeta:
     """The call that the server knows the answer to."""
-    return spec.build(dtype=spec.inputs[0].dtypes[Product.ATLAS_A2][0], **SMALL[spec.name])
+    return record.build(dtype=record.inputs[0].dtypes[Product.ATLAS_A2][0], **SMALL[record.name])
 
 
-def answer(spec: OpSpec) -> bytes:
+def answer(record: OpRecord) -> bytes:
     """Its answer, random data."""
     rng = np.random.default_rng(3)
-    metas = spec.infer(small_call(spec))
+    metas = record.infer(small_call(record))
     contents = {
         name: memoryview(rng.standard_normal(meta.shape).astype(meta.dtype.numpy).tobytes())
         for name, meta in metas.items()
         if meta is not None
     }
     message, _ = codec.encode_response(
-        spec, metas, contents, ExecutionInfo("test", "test:0", Product.ATLAS_A2)
+        record, metas, contents, ExecutionInfo("test", "test:0", Product.ATLAS_A2)
     )
     found: bytes = message.SerializeToString()
     return found

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from npugrad.spec import OpSpec
+    from npugrad.operator import OpRecord
 
     Array = npt.NDArray[Any]
     Call = Callable[[], Mapping[str, Array]]
@@ -67,22 +67,22 @@ IN_FLIGHT = (1, 64, 1000)
 _LIBRARIES = "import grpc, grpc.aio, numpy, google.protobuf.message, google.protobuf.descriptor_pool"
 
 
-def _operands(spec: OpSpec) -> tuple[dict[str, Array | None], Mapping[str, Any]]:
-    call = small_call(spec)
-    return spec.make_inputs(call, np.random.default_rng(5)), call.attrs
+def _operands(record: OpRecord) -> tuple[dict[str, Array | None], Mapping[str, Any]]:
+    call = small_call(record)
+    return record.make_inputs(call, np.random.default_rng(5)), call.attrs
 
 
-def _outputs(spec: OpSpec) -> list[str]:
-    return [name for name, meta in spec.infer(small_call(spec)).items() if meta is not None]
+def _outputs(record: OpRecord) -> list[str]:
+    return [name for name, meta in record.infer(small_call(record)).items() if meta is not None]
 
 
-def _request(spec: OpSpec) -> Any:
-    operands, attrs = _operands(spec)
-    return unary_request(prepare(spec, operands, attrs, None, CallOptions()))
+def _request(record: OpRecord) -> Any:
+    operands, attrs = _operands(record)
+    return unary_request(prepare(record, operands, attrs, None, CallOptions()))
 
 
-def _views(spec: OpSpec, response: Any) -> dict[str, Array]:
-    metas = spec.infer(small_call(spec))
+def _views(record: OpRecord, response: Any) -> dict[str, Array]:
+    metas = record.infer(small_call(record))
     return {
         name: np.frombuffer(getattr(response, name).data, meta.dtype.numpy).reshape(meta.shape)
         for name, meta in metas.items()
@@ -99,9 +99,9 @@ class ClientCall:
 
     def prepare(self, case: Mapping[str, Any]) -> Call:
         """One call of an operator."""
-        spec = get_operator(case["operator"])
-        (operands, attrs), names = _operands(spec), _outputs(spec)
-        method = getattr(self._client, spec.name)
+        record = get_operator(case["operator"])
+        (operands, attrs), names = _operands(record), _outputs(record)
+        method = getattr(self._client, record.name)
 
         def call() -> Mapping[str, Array]:
             grads = method(**operands, **attrs)
@@ -119,9 +119,9 @@ class StubCall:
 
     def prepare(self, case: Mapping[str, Any]) -> Call:
         """One call of an operator."""
-        spec = get_operator(case["operator"])
-        method, request = getattr(self._stub, spec.rpc), _request(spec)
-        return lambda: _views(spec, method(request))
+        record = get_operator(case["operator"])
+        method, request = getattr(self._stub, record.rpc), _request(record)
+        return lambda: _views(record, method(request))
 
 
 class _Burst:
@@ -143,10 +143,10 @@ class AsyncClientBurst(_Burst):
 
     def prepare(self, case: Mapping[str, Any]) -> Call:
         """A burst of calls of an operator."""
-        spec = get_operator(case["operator"])
-        (operands, attrs), names = _operands(spec), _outputs(spec)
+        record = get_operator(case["operator"])
+        (operands, attrs), names = _operands(record), _outputs(record)
         client = AsyncClient(self._address)
-        method = getattr(client, spec.name)
+        method = getattr(client, record.name)
 
         async def once() -> Mapping[str, Array]:
             grads = await method(**operands, **attrs)
@@ -160,16 +160,16 @@ class AsyncStubBurst(_Burst):
 
     def prepare(self, case: Mapping[str, Any]) -> Call:
         """A burst of calls of an operator."""
-        spec = get_operator(case["operator"])
-        request = _request(spec)
+        record = get_operator(case["operator"])
+        request = _request(record)
 
         async def opened() -> Any:
             return backward_pb2_grpc.BackwardServiceStub(grpc.aio.insecure_channel(self._address))
 
-        method = getattr(self._loop.run_until_complete(opened()), spec.rpc)
+        method = getattr(self._loop.run_until_complete(opened()), record.rpc)
 
         async def once() -> Mapping[str, Array]:
-            return _views(spec, await method(request))
+            return _views(record, await method(request))
 
         return self._burst(case["in_flight"], once)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tests.benchmarks.operands import Call, Operands
 
-    from npugrad.spec import CallMeta
+    from npugrad.meta import CallMeta
 
     Arrays = Mapping[str, jax.Array]
     Grads = Mapping[str, jax.Array]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from tests.benchmarks.operands import Array, Call, Operands
 
-    from npugrad.spec import CallMeta
+    from npugrad.meta import CallMeta
 
 _TRIAD_STREAMS, _TRIAD_ITEMSIZE = 3, 4
 
@@ -47,11 +47,11 @@ class FreshKernelCall(_InProcess):
 
     def on(self, case: Mapping[str, Any], call: CallMeta, operands: Operands) -> Call:
         """One call into new arrays."""
-        spec = get_operator(case["operator"])
+        record = get_operator(case["operator"])
 
         def in_process() -> Mapping[str, Array]:
             outputs = empty_outputs(case, call)
-            self._kernels.run(spec, operands, call.attrs, outputs)
+            self._kernels.run(record, operands, call.attrs, outputs)
             return outputs
 
         return in_process
@@ -65,8 +65,8 @@ class KernelCall(_InProcess):
 
     def on(self, case: Mapping[str, Any], call: CallMeta, operands: Operands) -> Call:
         """One call into the arena."""
-        spec = get_operator(case["operator"])
-        metas = {name: meta for name, meta in spec.infer(call).items() if meta is not None}
+        record = get_operator(case["operator"])
+        metas = {name: meta for name, meta in record.infer(call).items() if meta is not None}
         offsets, nbytes = {}, 0
         for name, meta in metas.items():
             offsets[name] = nbytes
@@ -85,7 +85,7 @@ class KernelCall(_InProcess):
             outputs = {
                 name: view(meta, buffer, region.offset + offsets[name]) for name, meta in metas.items()
             }
-            self._kernels.run(spec, operands, call.attrs, outputs)
+            self._kernels.run(record, operands, call.attrs, outputs)
             regions.free(region)
             return outputs
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from npugrad.spec import CallMeta
+    from npugrad.meta import CallMeta
 
     Array = npt.NDArray[Any]
     Call = Callable[[], Mapping[str, Array]]
@@ -34,9 +34,9 @@ def made(case: Mapping[str, Any]) -> tuple[CallMeta, dict[str, Array | None]]:
         case: `operator`, `dtype`, and as `sizes` the keywords of the record's `build`. `pattern` is
             ``"turned"`` for the grid of a turned image; else operands are drawn as those of samples are.
     """
-    spec = get_operator(case["operator"])
-    call = spec.build(dtype=case["dtype"], **case["sizes"])
-    operands = spec.make_inputs(call, np.random.default_rng(11))
+    record = get_operator(case["operator"])
+    call = record.build(dtype=case["dtype"], **case["sizes"])
+    operands = record.make_inputs(call, np.random.default_rng(11))
     if case.get("pattern") == "turned":
         operands["grid"] = _turned(call)
     return call, operands

@@ -103,11 +103,11 @@ class ReferenceCall:
     def prepare(self, case: Mapping[str, Any]) -> Call:
         """One call into new arrays."""
         call, operands = made(case)
-        spec = get_operator(case["operator"])
+        record = get_operator(case["operator"])
 
         def in_process() -> Mapping[str, Array]:
             outputs = empty_outputs(case, call)
-            spec.reference(operands, call.attrs, outputs)
+            record.reference(operands, call.attrs, outputs)
             return outputs
 
         return in_process

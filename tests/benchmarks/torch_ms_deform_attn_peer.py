@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from tests.benchmarks.operands import Call, Operands
 
-    from npugrad.spec import CallMeta
+    from npugrad.meta import CallMeta
 
 _OPERANDS = ("value", "spatial_shape", "level_start_index", "location", "attn_weight", "grad_output")
 _GRADS = ("grad_value", "grad_location", "grad_attn_weight")

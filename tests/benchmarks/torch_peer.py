@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from tests.benchmarks.operands import Array, Call, Operands
 
-    from npugrad.spec import CallMeta
+    from npugrad.meta import CallMeta
 
     Tensors = Mapping[str, torch.Tensor]
     Backward = Callable[[], Mapping[str, torch.Tensor]]

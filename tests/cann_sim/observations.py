@@ -79,7 +79,7 @@ def soc_and_operators(runtime: Runtime) -> list[Any]:
     return [
         runtime.soc_name(),
         runtime.version(),
-        [n for n, spec in OPERATORS.items() if runtime.has(spec.aclnn_name)],
+        [n for n, record in OPERATORS.items() if runtime.has(record.aclnn_name)],
     ]
 
 
@@ -107,11 +107,11 @@ REPEATS = 20
 
 def _differing(runtime: Runtime, name: str, repeats: int, **sizes: int) -> int:
     """How many repetitions of a launch have other bits than the first one."""
-    spec = get_operator(name)
-    call, stream = spec.build(**sizes), runtime.stream()
-    arrays = make_arrays(spec, call)
+    record = get_operator(name)
+    call, stream = record.build(**sizes), runtime.stream()
+    arrays = make_arrays(record, call)
     found = [
-        [array.tobytes() for array in Launch(runtime, spec, call, arrays).run(stream).values()]
+        [array.tobytes() for array in Launch(runtime, record, call, arrays).run(stream).values()]
         for _ in range(1 + repeats)
     ]
     return sum(results != found[0] for results in found[1:])
@@ -151,12 +151,12 @@ def floyd_with_the_option(runtime: Runtime) -> int:
 @observation
 def gradients_over_ones(runtime: Runtime) -> bool:
     """Whether MSDA's gradients are the same over zeros and over ones."""
-    spec = get_operator("multi_scale_deformable_attention_grad")
-    call = spec.build()
+    record = get_operator("multi_scale_deformable_attention_grad")
+    call = record.build()
     stream = runtime.stream()
     found = []
     for fill in (0, 1):
-        launch = Launch(runtime, spec, call, make_arrays(spec, call), fill=fill)
+        launch = Launch(runtime, record, call, make_arrays(record, call), fill=fill)
         found.append(launch.run(stream)["grad_value"].tobytes())
     return found[0] == found[1]
 
@@ -164,10 +164,10 @@ def gradients_over_ones(runtime: Runtime) -> bool:
 @observation
 def workspace_bytes(runtime: Runtime) -> int:
     """What phase 1 of GroupNorm asks for."""
-    spec = get_operator("group_norm_backward")
-    arguments = Arguments(runtime, spec, spec.build(), runtime.malloc(64))
+    record = get_operator("group_norm_backward")
+    arguments = Arguments(runtime, record, record.build(), runtime.malloc(64))
     with arguments.handles:
-        return runtime.plan(spec.aclnn_name, *arguments.values())[0]
+        return runtime.plan(record.aclnn_name, *arguments.values())[0]
 
 
 @observation

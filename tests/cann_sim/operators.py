@@ -10,7 +10,8 @@ import numpy as np
 from tests.cann_sim.runtime import D2H, H2D
 
 from npugrad.errors import MalformedTensor
-from npugrad.spec import AttrParam, TensorMeta, TensorParam
+from npugrad.meta import TensorMeta
+from npugrad.operator import AttrParam, TensorParam
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from tests.cann_sim.runtime import Runtime
 
-    from npugrad.spec import CallMeta, OpSpec
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
 
     Array = npt.NDArray[Any]
     Relayout = Callable[[TensorMeta], TensorMeta]
@@ -45,17 +47,22 @@ class Arguments:
 
     Args:
         runtime: The simulator, with a device set.
-        spec: The operator.
+        record: The operator.
         call: Metas and attributes.
         block: Any device address that is a multiple of 32.
         legal: A call whose outputs stand for those of an illegal one that has none.
     """
 
     def __init__(
-        self, runtime: Runtime, spec: OpSpec, call: CallMeta, block: int = 0, legal: CallMeta | None = None
+        self,
+        runtime: Runtime,
+        record: OpRecord,
+        call: CallMeta,
+        block: int = 0,
+        legal: CallMeta | None = None,
     ) -> None:
         self._runtime = runtime
-        self._spec = spec
+        self._record = record
         self._call = call
         self._block = block
         self._legal = legal
@@ -63,11 +70,11 @@ class Arguments:
 
     def values(self) -> list[Any]:
         """The arguments in C order."""
-        return [self._argument(param) for param in self._spec.params]
+        return [self._argument(param) for param in self._record.params]
 
     def status(self) -> int:
         """What phase 1 alone returns."""
-        runtime, op = self._runtime, self._spec.aclnn_name
+        runtime, op = self._runtime, self._record.aclnn_name
         size, executor = c_uint64(), c_void_p()
         with self.handles:
             status = runtime.status(f"{op}GetWorkspaceSize", *self.values(), byref(size), byref(executor))
@@ -106,11 +113,11 @@ class Arguments:
         if declared or (self._is_masked(param) and param.when_masked == "null"):
             return declared
         try:
-            return self._spec.output_metas(self._call)[param.name]
+            return self._record.output_metas(self._call)[param.name]
         except (KeyError, ValueError, MalformedTensor):  # an operand that the outputs follow from is missing
             if self._legal is None:
                 raise
-            return self._spec.output_metas(self._legal)[param.name]
+            return self._record.output_metas(self._legal)[param.name]
 
     def _is_masked(self, param: TensorParam) -> bool:
         if param.masked_by is None:
@@ -141,9 +148,9 @@ class Launch(Arguments):
 
     Args:
         runtime: The simulator, with a device set.
-        spec: The operator.
+        record: The operator.
         call: Metas and attributes.
-        arrays: Operands by name, as `spec.make_inputs` gives them.
+        arrays: Operands by name, as `record.make_inputs` gives them.
         relayout: How outputs lie in memory.
         fill: Byte that outputs are filled with before.
     """
@@ -151,13 +158,13 @@ class Launch(Arguments):
     def __init__(
         self,
         runtime: Runtime,
-        spec: OpSpec,
+        record: OpRecord,
         call: CallMeta,
         arrays: Mapping[str, Array | None],
         relayout: Relayout = as_it_is,
         fill: int = 0,
     ) -> None:
-        super().__init__(runtime, spec, call)
+        super().__init__(runtime, record, call)
         self._fill = fill
         self._arrays = arrays
         self._relayout = relayout
@@ -166,7 +173,7 @@ class Launch(Arguments):
 
     def run(self, stream: int) -> dict[str, Array]:
         """Both phases and the copies back; everything is freed, whatever happens."""
-        runtime, op = self._runtime, self._spec.aclnn_name
+        runtime, op = self._runtime, self._record.aclnn_name
         with self.memory:
             with self.handles:
                 size, executor = runtime.plan(op, *self.values())
@@ -199,9 +206,9 @@ class Launch(Arguments):
         return _view(meta, content).copy()
 
 
-def make_arrays(spec: OpSpec, call: CallMeta, seed: int = 0) -> dict[str, Array | None]:
+def make_arrays(record: OpRecord, call: CallMeta, seed: int = 0) -> dict[str, Array | None]:
     """Data for a call, as its metas let it be: a stride of 0 repeats an element."""
-    made = spec.make_inputs(call, np.random.default_rng(seed))
+    made = record.make_inputs(call, np.random.default_rng(seed))
     arrays: dict[str, Array | None] = {}
     for name, meta in call.inputs.items():
         arrays[name] = None
@@ -213,7 +220,7 @@ def make_arrays(spec: OpSpec, call: CallMeta, seed: int = 0) -> dict[str, Array 
 
 def compute(
     runtime: Runtime,
-    spec: OpSpec,
+    record: OpRecord,
     call: CallMeta,
     arrays: Mapping[str, Array | None],
     relayout: Relayout = as_it_is,
@@ -221,7 +228,7 @@ def compute(
     """The wanted outputs of a call, from a stream of its own."""
     stream = runtime.stream()
     try:
-        return Launch(runtime, spec, call, arrays, relayout).run(stream)
+        return Launch(runtime, record, call, arrays, relayout).run(stream)
     finally:
         runtime.call("aclrtDestroyStream", stream)
 

@@ -10,8 +10,8 @@ from tests.cann_sim.operators import Launch, make_arrays
 from tests.cann_sim.runtime import DETERMINISTIC, Runtime
 from tests.cann_sim.scenarios import KIB, scenario
 
+from npugrad.meta import TensorMeta
 from npugrad.ops import get_operator
-from npugrad.spec import TensorMeta
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,30 +118,30 @@ def workspace_over_an_operand(runtime: Runtime) -> None:
 
 @scenario
 def levels_that_leave_the_keys(runtime: Runtime) -> None:
-    spec = get_operator("multi_scale_deformable_attention_grad")
-    call = spec.build()
-    arrays = make_arrays(spec, call)
+    record = get_operator("multi_scale_deformable_attention_grad")
+    call = record.build()
+    arrays = make_arrays(record, call)
     starts = arrays["level_start_index"]
     assert starts is not None
     starts += 1
-    Launch(runtime, spec, call, arrays).run(runtime.stream())
+    Launch(runtime, record, call, arrays).run(runtime.stream())
 
 
 @scenario
 def an_output_shape_that_nobody_checks(runtime: Runtime) -> None:
-    spec = get_operator("fused_floyd_attention_grad")
-    call = spec.build()
+    record = get_operator("fused_floyd_attention_grad")
+    call = record.build()
     broken = call.with_outputs(dq=TensorMeta("float16", (1, 1, 16, 128, 64)))
-    Launch(runtime, spec, broken, make_arrays(spec, call)).run(runtime.stream())
+    Launch(runtime, record, broken, make_arrays(record, call)).run(runtime.stream())
 
 
 @scenario
 def a_dtype_that_nobody_checks(runtime: Runtime) -> None:
-    spec = get_operator("fused_floyd_attention_grad")
-    call = spec.build()
+    record = get_operator("fused_floyd_attention_grad")
+    call = record.build()
     shape = call.tensor("softmax_max").shape
     broken = call.with_inputs(softmax_max=TensorMeta("float16", shape))
-    Launch(runtime, spec, broken, make_arrays(spec, broken)).run(runtime.stream())
+    Launch(runtime, record, broken, make_arrays(record, broken)).run(runtime.stream())
 
 
 # Order, threads, devices

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from tests.cann_sim.operators import Relayout
     from tests.cann_sim.runtime import Runtime
 
-    from npugrad.spec import CallMeta, OpSpec
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
 
 pytestmark = pytest.mark.npu_sim
 
@@ -35,41 +36,41 @@ SOC = {
 
 
 def every_sample() -> Iterator[Any]:
-    for name, spec in OPERATORS.items():
-        for product in spec.products:
-            for sample in spec.samples(product):
-                yield pytest.param(spec, product, sample.call, id=f"{name}-{product}-{sample.name}")
+    for name, record in OPERATORS.items():
+        for product in record.products:
+            for sample in record.samples(product):
+                yield pytest.param(record, product, sample.call, id=f"{name}-{product}-{sample.name}")
 
 
 def check(
     runtime: Runtime,
-    spec: OpSpec,
+    record: OpRecord,
     call: CallMeta,
     arrays: dict[str, npt.NDArray[Any] | None],
     relayout: Relayout = as_it_is,
 ) -> None:
     """Compares every wanted output with the reference; a call that writes nothing must leave the zeros."""
-    found = compute(runtime, spec, call, arrays, relayout)
+    found = compute(runtime, record, call, arrays, relayout)
     golden = {name: np.zeros(output.shape) for name, output in found.items()}
-    spec.reference(arrays, call.attrs, golden)
+    record.reference(arrays, call.attrs, golden)
     for name, output in found.items():
-        comparison = compare(golden[name], output, spec.extra_tolerance(arrays, call.attrs, name))
+        comparison = compare(golden[name], output, record.extra_tolerance(arrays, call.attrs, name))
         assert comparison.ok, f"{name}: {comparison}"
 
 
-@pytest.mark.parametrize(("spec", "product", "call"), list(every_sample()))
+@pytest.mark.parametrize(("record", "product", "call"), list(every_sample()))
 def test_every_sample_of_every_record(
-    runtime: Runtime, spec: OpSpec, product: Product, call: CallMeta
+    runtime: Runtime, record: OpRecord, product: Product, call: CallMeta
 ) -> None:
     runtime.set_plan(f"soc={SOC[product]}")
-    check(runtime, spec, call, make_arrays(spec, call))
+    check(runtime, record, call, make_arrays(record, call))
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_outputs_are_written_through_their_strides(runtime: Runtime, name: str) -> None:
-    spec = get_operator(name)
-    call = spec.build()
-    check(runtime, spec, call, make_arrays(spec, call), transposed)
+    record = get_operator(name)
+    call = record.build()
+    check(runtime, record, call, make_arrays(record, call), transposed)
 
 
 @st.composite
@@ -90,8 +91,8 @@ def group_norm_calls(draw: st.DrawFn) -> CallMeta:
 @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(call=group_norm_calls(), seed=st.integers(0, 2**16))
 def test_group_norm_of_any_size(runtime: Runtime, call: CallMeta, seed: int) -> None:
-    spec = get_operator("group_norm_backward")
-    check(runtime, spec, call, make_arrays(spec, call, seed))
+    record = get_operator("group_norm_backward")
+    check(runtime, record, call, make_arrays(record, call, seed))
 
 
 def test_threads_with_streams_of_their_own(runtime: Runtime) -> None:
@@ -102,10 +103,10 @@ def test_threads_with_streams_of_their_own(runtime: Runtime) -> None:
     def work(name: str) -> None:
         try:
             runtime.call("aclrtSetDevice", 0)
-            spec = get_operator(name)
-            call = spec.build()
+            record = get_operator(name)
+            call = record.build()
             for seed in range(5 if name == "fused_floyd_attention_grad" else 20):
-                check(runtime, spec, call, make_arrays(spec, call, seed))
+                check(runtime, record, call, make_arrays(record, call, seed))
             runtime.call("aclrtResetDevice", 0)
         except BaseException as error:  # for the main thread to raise
             failures.append(error)

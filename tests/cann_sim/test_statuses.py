@@ -11,16 +11,17 @@ from tests.cann_sim.runtime import SUCCESS
 from tests.cann_sim.test_operators import SOC
 
 from npugrad.dtypes import DType
+from npugrad.meta import TensorMeta
 from npugrad.ops import OPERATORS, get_operator
-from npugrad.spec import TensorMeta
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.cann_sim.runtime import Runtime
 
+    from npugrad.meta import CallMeta
+    from npugrad.operator import Constraint, OpRecord
     from npugrad.products import Product
-    from npugrad.spec import CallMeta, Constraint, OpSpec
 
 pytestmark = pytest.mark.npu_sim
 
@@ -35,16 +36,18 @@ def block(runtime: Runtime) -> Iterator[int]:
     runtime.call("aclrtFree", address)
 
 
-def status(runtime: Runtime, spec: OpSpec, call: CallMeta, block: int, legal: CallMeta | None = None) -> int:
+def status(
+    runtime: Runtime, record: OpRecord, call: CallMeta, block: int, legal: CallMeta | None = None
+) -> int:
     runtime.set_plan(f"soc={SOC[call.product]}")
-    return Arguments(runtime, spec, call, block, legal).status()
+    return Arguments(runtime, record, call, block, legal).status()
 
 
 EACH_CONSTRAINT = [
-    pytest.param(spec, product, constraint, id=f"{name}-{product}-{constraint.id}")
-    for name, spec in OPERATORS.items()
-    for product in spec.products
-    for constraint in spec.constraints
+    pytest.param(record, product, constraint, id=f"{name}-{product}-{constraint.id}")
+    for name, record in OPERATORS.items()
+    for product in record.products
+    for constraint in record.constraints
     if constraint.applies(product)
 ]
 
@@ -54,20 +57,20 @@ EACH_CONSTRAINT = [
 CAUGHT_BY_COUNTS = {"n.non_negative", "c.non_negative"}
 
 
-@pytest.mark.parametrize(("spec", "product", "constraint"), EACH_CONSTRAINT)
+@pytest.mark.parametrize(("record", "product", "constraint"), EACH_CONSTRAINT)
 def test_every_constraint_of_every_record(
-    runtime: Runtime, block: int, spec: OpSpec, product: Product, constraint: Constraint
+    runtime: Runtime, block: int, record: OpRecord, product: Product, constraint: Constraint
 ) -> None:
     expected = SUCCESS if constraint.vendor_code == "accepts" else constraint.vendor_code
     if constraint.id in CAUGHT_BY_COUNTS:
         expected = INVALID
     found = set()
-    for sample in spec.samples(product):
+    for sample in record.samples(product):
         # A missing operator is noticed when its kernel is looked for, which an empty call never does.
         is_empty = any(meta is not None and not meta.size for meta in sample.call.inputs.values())
         broken = None if constraint.alone and is_empty else constraint.violate(sample.call)
-        if broken is not None and not spec.accepts_unchecked(broken):
-            found.add(status(runtime, spec, broken, block, sample.call))
+        if broken is not None and not record.accepts_unchecked(broken):
+            found.add(status(runtime, record, broken, block, sample.call))
     assert found == {expected}
     assert runtime.counter("live.executors") == 0
 
@@ -87,25 +90,25 @@ def plan_status(runtime: Runtime, op: str, *arguments: Any) -> int:
 def test_the_results_of_phase_1_must_not_be_null(
     runtime: Runtime, block: int, name: str, missing: str
 ) -> None:
-    spec = get_operator(name)
-    arguments = Arguments(runtime, spec, spec.build(), block)
+    record = get_operator(name)
+    arguments = Arguments(runtime, record, record.build(), block)
     executor = c_void_p()
     results = [byref(c_uint64()), byref(executor)]
     results[missing == "executor"] = None  # type: ignore[call-overload]
     with arguments.handles:
-        assert runtime.status(f"{spec.aclnn_name}GetWorkspaceSize", *arguments.values(), *results) == NULL
+        assert runtime.status(f"{record.aclnn_name}GetWorkspaceSize", *arguments.values(), *results) == NULL
     if executor.value:
         runtime.call("aclDestroyAclOpExecutor", executor)
 
 
 def test_group_norm_takes_a_mask_of_another_length_for_invalid(runtime: Runtime, block: int) -> None:
-    spec = get_operator("group_norm_backward")
-    arguments = Arguments(runtime, spec, spec.build(), block)
+    record = get_operator("group_norm_backward")
+    arguments = Arguments(runtime, record, record.build(), block)
     mask = runtime.bool_array((True, True))
     with arguments.handles:
         values = arguments.values()
         values[9] = mask
-        assert plan_status(runtime, spec.aclnn_name, *values) == INVALID
+        assert plan_status(runtime, record.aclnn_name, *values) == INVALID
     runtime.call("aclDestroyBoolArray", mask)
 
 
@@ -117,29 +120,29 @@ def test_grid_sampler_looks_at_nothing_without_a_mask(runtime: Runtime) -> None:
 
 
 def test_grid_sampler_takes_bicubic_and_double_as_the_source_does(runtime: Runtime, block: int) -> None:
-    spec = get_operator("grid_sampler_2d_backward")
-    bicubic = spec.build().with_attrs(interpolation_mode=2)
-    assert status(runtime, spec, bicubic, block) == SUCCESS
+    record = get_operator("grid_sampler_2d_backward")
+    bicubic = record.build().with_attrs(interpolation_mode=2)
+    assert status(runtime, record, bicubic, block) == SUCCESS
     double = {
-        name: TensorMeta(DType.FLOAT64, meta.shape) for name, meta in spec.build().inputs.items() if meta
+        name: TensorMeta(DType.FLOAT64, meta.shape) for name, meta in record.build().inputs.items() if meta
     }
-    assert status(runtime, spec, spec.build().with_inputs(**double), block) == SUCCESS
+    assert status(runtime, record, record.build().with_inputs(**double), block) == SUCCESS
 
 
 def test_floyd_has_no_float_kernel(runtime: Runtime, block: int) -> None:
-    spec = get_operator("fused_floyd_attention_grad")
-    call = spec.build()
+    record = get_operator("fused_floyd_attention_grad")
+    call = record.build()
     floats = {name: TensorMeta(DType.FLOAT32, meta.shape) for name, meta in call.inputs.items() if meta}
-    assert status(runtime, spec, call.with_inputs(**floats), block) == FIND_KERNEL
+    assert status(runtime, record, call.with_inputs(**floats), block) == FIND_KERNEL
 
 
 def test_floyd_skips_when_every_output_is_empty(runtime: Runtime, block: int) -> None:
-    spec = get_operator("fused_floyd_attention_grad")
-    call = spec.build()
-    empty = {param.name: TensorMeta(DType.FLOAT16, (0,)) for param in spec.outputs}
-    assert status(runtime, spec, call.with_inputs(softmax_max=None).with_outputs(**empty), block) == SUCCESS
+    record = get_operator("fused_floyd_attention_grad")
+    call = record.build()
+    empty = {param.name: TensorMeta(DType.FLOAT16, (0,)) for param in record.outputs}
+    assert status(runtime, record, call.with_inputs(softmax_max=None).with_outputs(**empty), block) == SUCCESS
     some = {"dq": TensorMeta(DType.FLOAT16, (0,))}
-    assert status(runtime, spec, call.with_inputs(softmax_max=None).with_outputs(**some), block) == TILING
+    assert status(runtime, record, call.with_inputs(softmax_max=None).with_outputs(**some), block) == TILING
 
 
 @pytest.mark.parametrize(
@@ -147,52 +150,52 @@ def test_floyd_skips_when_every_output_is_empty(runtime: Runtime, block: int) ->
     [("fused_floyd_attention_grad", FIND_KERNEL), ("multi_scale_deformable_attention_grad", INNER_NULL)],
 )
 def test_products_without_a_kernel(runtime: Runtime, block: int, name: str, expected: int) -> None:
-    spec = get_operator(name)
+    record = get_operator(name)
     runtime.set_plan("soc=Ascend910A")
-    assert Arguments(runtime, spec, spec.build(), block).status() == expected
+    assert Arguments(runtime, record, record.build(), block).status() == expected
     assert "no kernel" in runtime.message()
     assert runtime.message() == ""
 
 
 def test_group_norm_refuses_two_negative_sizes_late(runtime: Runtime, block: int) -> None:
-    spec = get_operator("group_norm_backward")
-    call = spec.build(n=1, c=4, hxw=3, group=1, with_gamma=False, output_mask=(True, False, False))
+    record = get_operator("group_norm_backward")
+    call = record.build(n=1, c=4, hxw=3, group=1, with_gamma=False, output_mask=(True, False, False))
     negative = call.with_attrs(c=-4, hxw=-3)
-    assert status(runtime, spec, negative, block, call) == INNER_NULL
+    assert status(runtime, record, negative, block, call) == INNER_NULL
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_workspace_is_wanted_unless_there_is_nothing_to_do(runtime: Runtime, block: int, name: str) -> None:
-    spec = get_operator(name)
-    arguments = Arguments(runtime, spec, spec.build(), block)
+    record = get_operator(name)
+    arguments = Arguments(runtime, record, record.build(), block)
     with arguments.handles:
-        size, executor = runtime.plan(spec.aclnn_name, *arguments.values())
+        size, executor = runtime.plan(record.aclnn_name, *arguments.values())
     assert size > 16 * 2**20
     runtime.call("aclDestroyAclOpExecutor", executor)
 
 
 def test_an_empty_call_wants_no_workspace_and_runs_without(runtime: Runtime, block: int) -> None:
-    spec = get_operator("group_norm_backward")
-    arguments = Arguments(runtime, spec, spec.build(n=0), block)
+    record = get_operator("group_norm_backward")
+    arguments = Arguments(runtime, record, record.build(n=0), block)
     stream = runtime.stream()
     with arguments.handles:
-        size, executor = runtime.plan(spec.aclnn_name, *arguments.values())
+        size, executor = runtime.plan(record.aclnn_name, *arguments.values())
         assert size == 0
         before = runtime.counter("kernels.aclnnGroupNormBackward")
-        runtime.call(spec.aclnn_name, None, 0, executor, stream)
+        runtime.call(record.aclnn_name, None, 0, executor, stream)
     runtime.call("aclrtSynchronizeStream", stream)
     assert runtime.counter("kernels.aclnnGroupNormBackward") == before
     runtime.call("aclrtDestroyStream", stream)
 
 
 def test_phase_2_needs_an_executor_and_a_workspace(runtime: Runtime, block: int) -> None:
-    spec = get_operator("fused_floyd_attention_grad")
+    record = get_operator("fused_floyd_attention_grad")
     stream = runtime.stream()
-    assert runtime.status(spec.aclnn_name, None, 0, None, stream) == NULL
+    assert runtime.status(record.aclnn_name, None, 0, None, stream) == NULL
     for size, expected in ((1, NULL), (0, INVALID)):  # the size is checked by this operator alone
-        arguments = Arguments(runtime, spec, spec.build(), block)
+        arguments = Arguments(runtime, record, record.build(), block)
         with arguments.handles:
-            _, executor = runtime.plan(spec.aclnn_name, *arguments.values())
-            assert runtime.status(spec.aclnn_name, None, size, executor, stream) == expected
+            _, executor = runtime.plan(record.aclnn_name, *arguments.values())
+            assert runtime.status(record.aclnn_name, None, size, executor, stream) == expected
         assert runtime.counter("live.executors") == 0  # consumed by the failure
     runtime.call("aclrtDestroyStream", stream)

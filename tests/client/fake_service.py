@@ -16,17 +16,18 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from npugrad import codec
 from npugrad.call import ExecutionInfo
+from npugrad.operator import OpRecord
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
-from npugrad.spec import OpSpec, TensorMeta
 from npugrad.status import encode_status, grpc_status_name
 from npugrad.v1 import backward_pb2
 
 if TYPE_CHECKING:
     from npugrad.errors import NpugradError
+    from npugrad.meta import TensorMeta
 
 Context = grpc.ServicerContext
-Unary = Callable[[OpSpec, Any, Context], Any]
+Unary = Callable[[OpRecord, Any, Context], Any]
 Execute = Callable[[Iterator[backward_pb2.ExecuteRequest], Context], Iterator[backward_pb2.ExecuteResponse]]
 
 INFO = ExecutionInfo("test", "test:0", Product.ATLAS_A2, simulated=True, request_id="abc123")
@@ -89,13 +90,13 @@ def fake_service(
 
 
 def _add(server: grpc.Server, seen: Seen, unary: Unary, execute: Execute) -> None:
-    def method(spec: OpSpec) -> Any:
+    def method(record: OpRecord) -> Any:
         def handle(request: Any, context: Context) -> Any:
-            seen.methods.append(spec.rpc)
+            seen.methods.append(record.rpc)
             seen.headers.append(request)
-            return unary(spec, request, context)
+            return unary(record, request, context)
 
-        parse = codec.REQUESTS[spec.name].FromString
+        parse = codec.REQUESTS[record.name].FromString
         return grpc.unary_unary_rpc_method_handler(handle, parse, _serialize)
 
     def stream(frames: Iterator[backward_pb2.ExecuteRequest], context: Context) -> Any:
@@ -108,7 +109,7 @@ def _add(server: grpc.Server, seen: Seen, unary: Unary, execute: Execute) -> Non
 
         yield from execute(watched(), context)
 
-    handlers = {spec.rpc: method(spec) for spec in OPERATORS.values()}
+    handlers = {record.rpc: method(record) for record in OPERATORS.values()}
     parse = backward_pb2.ExecuteRequest.FromString
     handlers["Execute"] = grpc.stream_stream_rpc_method_handler(stream, parse, _serialize)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
@@ -119,25 +120,25 @@ def _serialize(message: Any) -> bytes:
     return message if isinstance(message, bytes) else bytes(message.SerializeToString())
 
 
-def decoded(spec: OpSpec, request: Any) -> dict[str, TensorMeta | None]:
+def decoded(record: OpRecord, request: Any) -> dict[str, TensorMeta | None]:
     """Metas of the outputs that a request asks for."""
-    return dict(spec.infer(codec.decode_request(spec, request, Product.ATLAS_A2).call))
+    return dict(record.infer(codec.decode_request(record, request, Product.ATLAS_A2).call))
 
 
 def response(
-    spec: OpSpec, metas: dict[str, TensorMeta | None], chunk_from_bytes: int | None = None
+    record: OpRecord, metas: dict[str, TensorMeta | None], chunk_from_bytes: int | None = None
 ) -> tuple[Any, list[tuple[int, memoryview]]]:
     """A right response full of zeros, and what of it follows in chunks."""
     contents = {n: memoryview(bytes(m.nbytes)) for n, m in metas.items() if m is not None}
-    return codec.encode_response(spec, metas, contents, INFO, chunk_from_bytes=chunk_from_bytes)
+    return codec.encode_response(record, metas, contents, INFO, chunk_from_bytes=chunk_from_bytes)
 
 
-def zeros(spec: OpSpec, request: Any, context: Context) -> Any:
+def zeros(record: OpRecord, request: Any, context: Context) -> Any:
     """Answers a unary call with zeros."""
-    return response(spec, decoded(spec, request))[0]
+    return response(record, decoded(record, request))[0]
 
 
-def read_header(frames: Iterator[backward_pb2.ExecuteRequest]) -> tuple[OpSpec, Any]:
+def read_header(frames: Iterator[backward_pb2.ExecuteRequest]) -> tuple[OpRecord, Any]:
     """The first frame of a stream, which must be a header."""
     return codec.unwrap(next(frames).header)
 
@@ -146,19 +147,19 @@ def stream_zeros(
     frames: Iterator[backward_pb2.ExecuteRequest], context: Context
 ) -> Iterator[backward_pb2.ExecuteResponse]:
     """Reads a streamed call to its end and answers with zeros in chunks."""
-    spec, request = read_header(frames)
+    record, request = read_header(frames)
     for _ in frames:
         pass
-    message, follow = response(spec, decoded(spec, request), chunk_from_bytes=1)
-    yield header_frame(spec, message)
+    message, follow = response(record, decoded(record, request), chunk_from_bytes=1)
+    yield header_frame(record, message)
     for operand, data in follow:
         yield chunk_frame(operand, 0, bytes(data))
 
 
-def header_frame(spec: OpSpec, message: Any) -> backward_pb2.ExecuteResponse:
+def header_frame(record: OpRecord, message: Any) -> backward_pb2.ExecuteResponse:
     """The header of a reply."""
     return backward_pb2.ExecuteResponse(
-        header=codec.wrap(backward_pb2.ExecuteResponseHeader(), spec, message)
+        header=codec.wrap(backward_pb2.ExecuteResponseHeader(), record, message)
     )
 
 
@@ -190,10 +191,10 @@ class Gate:
         """Returns when a call is held."""
         self._arrived.get(timeout=30)
 
-    def unary(self, spec: OpSpec, request: Any, context: Context) -> Any:
+    def unary(self, record: OpRecord, request: Any, context: Context) -> Any:
         """A handler that is held, and answers with zeros."""
         self.hold()
-        return zeros(spec, request, context)
+        return zeros(record, request, context)
 
     def execute(
         self, frames: Iterator[backward_pb2.ExecuteRequest], context: Context

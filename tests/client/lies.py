@@ -15,10 +15,10 @@ from npugrad_client._call import Prepared, prepare
 Frames = list[backward_pb2.ExecuteResponse]
 Lie = Callable[[Frames], Frames]
 
-SPEC = OPERATORS["group_norm_backward"]
+RECORD = OPERATORS["group_norm_backward"]
 SHAPE = (4, 8, 1024)
-GRAD_INPUT = SPEC.param_index("grad_input")
-GRAD_GAMMA = SPEC.param_index("grad_gamma")
+GRAD_INPUT = RECORD.param_index("grad_input")
+GRAD_GAMMA = RECORD.param_index("grad_gamma")
 NBYTES = 4 * 8 * 1024 * 4
 MALFORMED = "the server's reply is malformed"
 
@@ -33,15 +33,15 @@ def prepared(
     out: dict[str, Any] | None = None, sizes: tuple[int, int, int] = SHAPE, **changes: Any
 ) -> Prepared:
     call = call_of(sizes, **changes)
-    names = [p.name for p in SPEC.inputs]
+    names = [p.name for p in RECORD.inputs]
     inputs, attrs = {k: call[k] for k in names}, {k: v for k, v in call.items() if k not in names}
-    return prepare(SPEC, inputs, attrs, out, CallOptions(label="test"))
+    return prepare(RECORD, inputs, attrs, out, CallOptions(label="test"))
 
 
 def reply(call: Prepared, chunk_from_bytes: int = 1) -> Frames:
     """A right reply of zeros."""
-    message, follow = response(SPEC, dict(SPEC.infer(call.call)), chunk_from_bytes)
-    frames = [header_frame(SPEC, message)]
+    message, follow = response(RECORD, dict(RECORD.infer(call.call)), chunk_from_bytes)
+    frames = [header_frame(RECORD, message)]
     for operand, data in follow:
         half = data.nbytes // 2
         frames += [
@@ -55,10 +55,10 @@ def edited(change: Callable[[Any], object]) -> Lie:
     """A lie in the typed response of the header."""
 
     def lie(frames: Frames) -> Frames:
-        message = codec.RESPONSES[SPEC.name]()
-        message.CopyFrom(getattr(frames[0].header, SPEC.name))
+        message = codec.RESPONSES[RECORD.name]()
+        message.CopyFrom(getattr(frames[0].header, RECORD.name))
         change(message)
-        return [header_frame(SPEC, message), *frames[1:]]
+        return [header_frame(RECORD, message), *frames[1:]]
 
     return lie
 

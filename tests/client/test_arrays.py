@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 from npugrad import layout
 from npugrad.dtypes import DATA_DTYPES, DType
-from npugrad.spec import TensorMeta
+from npugrad.meta import TensorMeta
 from npugrad_client import _arrays
 
 Array = npt.NDArray[Any]

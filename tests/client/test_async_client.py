@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from tests.fix_server import ServerProcess, StartServer
 
-    from npugrad.spec import OpSpec
+    from npugrad.operator import OpRecord
 
 WAYS = pytest.mark.parametrize("stream_from_bytes", [UNARY, STREAMED], ids=["unary", "streamed"])
 
@@ -110,19 +110,19 @@ def test_each_operator_answers_with_the_references_results(
 
 
 def test_the_small_services_answer_as_the_blocking_client_says(server: ServerProcess) -> None:
-    spec = OPERATORS["group_norm_backward"]
-    call = spec.build()
+    record = OPERATORS["group_norm_backward"]
+    call = record.build()
     what: dict[str, Any] = {"inputs": dict(call.inputs), "attrs": {**call.attrs, "group": 0}}
 
     async def work() -> Any:
         async with AsyncClient(server.address, timeout_s=60) as client:
             return await asyncio.gather(
-                client.validate(spec.name, **what), client.list_operators(), client.server_info()
+                client.validate(record.name, **what), client.list_operators(), client.server_info()
             )
 
     verdict, operators, info = run(work())
     with Client(server.address, timeout_s=60) as blocking:
-        assert verdict == blocking.validate(spec.name, **what)
+        assert verdict == blocking.validate(record.name, **what)
         assert operators == blocking.list_operators()
         assert info.devices == blocking.server_info().devices
 
@@ -150,7 +150,7 @@ def test_what_grpc_raises_is_translated(stream_from_bytes: int) -> None:
     def busy(context: Context) -> None:
         abort_with(context, ServerBusy("no room", retry_after_s=7, operator="group_norm_backward"))
 
-    def unary(spec: OpSpec, request: Any, context: Context) -> Any:
+    def unary(record: OpRecord, request: Any, context: Context) -> Any:
         busy(context)
 
     def execute(frames: Any, context: Context) -> Iterator[Any]:
@@ -239,9 +239,9 @@ def test_cancelling_the_task_cancels_the_call_on_the_server(stream_from_bytes: i
         arrived.set()
         given_up.wait(30)
 
-    def unary(spec: OpSpec, request: Any, context: Context) -> Any:
+    def unary(record: OpRecord, request: Any, context: Context) -> Any:
         hold(context)
-        return zeros(spec, request, context)
+        return zeros(record, request, context)
 
     def execute(frames: Any, context: Context) -> Iterator[Any]:
         hold(context)
@@ -342,8 +342,8 @@ def test_a_thousand_calls_are_in_flight_at_once() -> None:
             if arrived == number:
                 everyone.set()
             await everyone.wait()
-            spec = OPERATORS["group_norm_backward"]
-            return response(spec, decoded(spec, request))[0]
+            record = OPERATORS["group_norm_backward"]
+            return response(record, decoded(record, request))[0]
 
         server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         servicer = type("Held", (backward_pb2_grpc.BackwardServiceServicer,), {})()
@@ -365,8 +365,8 @@ def test_a_thousand_calls_are_in_flight_at_once() -> None:
 
 def test_a_real_server_answers_a_thousand_at_once_each_with_its_own_result(start_server: StartServer) -> None:
     running = start_server("--max-queue-depth", "2000", devices="cpu:0")
-    spec = OPERATORS["group_norm_backward"]
-    calls = [fill(spec, spec.build(n=2, c=4, hxw=8, group=2), seed) for seed in range(50)]
+    record = OPERATORS["group_norm_backward"]
+    calls = [fill(record, record.build(n=2, c=4, hxw=8, group=2), seed) for seed in range(50)]
 
     async def work() -> list[Any]:
         async with AsyncClient(running.address, timeout_s=50) as client:

@@ -17,7 +17,7 @@ from npugrad_client import AsyncClient, Client, ConnectError, RetryPolicy
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from npugrad.spec import OpSpec
+    from npugrad.operator import OpRecord
 
 BROKEN_OFF = {
     **{f"reset {code}": reset(code) for code in (0, 2, 7, 8)},
@@ -79,7 +79,7 @@ def test_a_reset_that_blames_what_was_sent_is_not_tried_again() -> None:
 def test_a_cancellation_that_is_not_ours_is_a_lost_server_whatever_it_says(said: str, way: int) -> None:
     """A server that stops cancels what it has not taken yet."""
 
-    def unary(spec: OpSpec, request: Any, context: Context) -> Any:
+    def unary(record: OpRecord, request: Any, context: Context) -> Any:
         context.abort(grpc.StatusCode.CANCELLED, said)
 
     def execute(frames: Any, context: Context) -> Iterator[Any]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.client.fake_service import INFO, group_norm
 
-from npugrad import OPERATORS, OpSpec, TensorMeta
+from npugrad import OPERATORS, OpRecord, TensorMeta
 from npugrad.call import CallOptions
 from npugrad.errors import MalformedRequest
 from npugrad.recipe import Recipe
@@ -16,18 +16,18 @@ from npugrad.validation import validate_call
 from npugrad_client import Client
 from npugrad_client._call import Answer, Prepared, finish, prepare
 
-SPEC = OPERATORS["group_norm_backward"]
+RECORD = OPERATORS["group_norm_backward"]
 GRID = OPERATORS["grid_sampler_2d_backward"]
 
 
-def split(spec: OpSpec, call: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    names = [p.name for p in spec.inputs]
+def split(record: OpRecord, call: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    names = [p.name for p in record.inputs]
     return {n: call.get(n) for n in names}, {n: v for n, v in call.items() if n not in names}
 
 
 def prepared(out: dict[str, Any] | None = None, **changes: Any) -> Prepared:
-    inputs, attrs = split(SPEC, {**group_norm(), **changes})
-    return prepare(SPEC, inputs, attrs, out, CallOptions())
+    inputs, attrs = split(RECORD, {**group_norm(), **changes})
+    return prepare(RECORD, inputs, attrs, out, CallOptions())
 
 
 def grid_call(**changes: Any) -> Prepared:
@@ -117,9 +117,9 @@ def test_only_the_mask_may_be_none() -> None:
 def test_options_out_of_range_are_malformed_before_anything_is_sent(
     options: CallOptions, message: str
 ) -> None:
-    inputs, attrs = split(SPEC, group_norm())
+    inputs, attrs = split(RECORD, group_norm())
     with pytest.raises(MalformedRequest, match=f"^group_norm_backward: {message}"):
-        prepare(SPEC, inputs, attrs, None, options)
+        prepare(RECORD, inputs, attrs, None, options)
 
 
 @pytest.mark.parametrize(
@@ -151,19 +151,19 @@ def test_an_option_of_another_type_is_named_with_what_is_expected(name: str, val
 
 
 def test_options_may_be_numbers_of_numpy() -> None:
-    inputs, attrs = split(SPEC, group_norm())
+    inputs, attrs = split(RECORD, group_norm())
     options = CallOptions(np.True_, np.int64(-100), "me", np.False_)  # type: ignore[arg-type]
-    assert prepare(SPEC, inputs, attrs, None, options).options == options
+    assert prepare(RECORD, inputs, attrs, None, options).options == options
 
 
 @pytest.mark.parametrize("out", [3, ["grad_input"], "grad_input"])
 def test_declared_outputs_are_a_mapping(out: Any) -> None:
-    inputs, attrs = split(SPEC, group_norm())
+    inputs, attrs = split(RECORD, group_norm())
     message = (
         rf"^group_norm_backward: out: found {type(out).__name__}; expected a mapping of outputs by name$"
     )
     with pytest.raises(TypeError, match=message):
-        prepare(SPEC, inputs, attrs, out, CallOptions())
+        prepare(RECORD, inputs, attrs, out, CallOptions())
 
 
 @pytest.mark.parametrize("timeout_s", ["3", [3.0]])
@@ -223,7 +223,7 @@ def test_recipes_count_as_nothing_that_is_sent() -> None:
 def test_outputs_are_inferred_for_all_but_small_calls() -> None:
     assert not prepared().expected
     found = large()
-    assert found.expected == validate_call(SPEC, found.call).outputs
+    assert found.expected == validate_call(RECORD, found.call).outputs
     assert found.nbytes == sent_bytes(found)
 
 
@@ -243,9 +243,9 @@ def test_a_call_that_no_product_takes_is_known_to_be_refused() -> None:
 def test_a_call_that_another_product_takes_is_not_refused_here() -> None:
     """C / group above 8000 is a limit of the A2 series only."""
     call = group_norm(n=1, c=8001, hxw=2, group=1)
-    inputs, attrs = split(SPEC, call)
-    found = prepare(SPEC, inputs, attrs, None, CallOptions())
-    assert validate_call(SPEC, found.call).status == 161002
+    inputs, attrs = split(RECORD, call)
+    found = prepare(RECORD, inputs, attrs, None, CallOptions())
+    assert validate_call(RECORD, found.call).status == 161002
     assert not found.is_refused
     assert found.expected["grad_gamma"] == TensorMeta("float32", (8001,))
 
@@ -254,7 +254,7 @@ def test_a_call_that_another_product_takes_is_not_refused_here() -> None:
 
 
 def finished(found: Prepared, arrays: dict[str, Any], out: dict[str, Any] | None = None) -> dict[str, Any]:
-    inputs, _ = split(SPEC, group_norm())
+    inputs, _ = split(RECORD, group_norm())
     return finish(found, Answer(arrays, INFO), inputs, out)
 
 

@@ -66,13 +66,13 @@ def test_each_operator_answers_with_the_references_results(client: Client, opera
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_a_method_takes_the_records_parameters_and_nothing_else(operator: str) -> None:
     """Operands default to null, attributes have no default, and all go by keyword."""
-    spec, method = OPERATORS[operator], getattr(Client, operator)
+    record, method = OPERATORS[operator], getattr(Client, operator)
     parameters = list(inspect.signature(method).parameters.values())[1:]
     options = ["out", "timeout_s", "deterministic", "priority", "label", "verify"]
-    own = [p.name for p in spec.params if p not in spec.outputs]
+    own = [p.name for p in record.params if p not in record.outputs]
     assert [p.name for p in parameters] == own + options
     assert {p.kind for p in parameters} == {inspect.Parameter.KEYWORD_ONLY}
-    tensors = {p.name for p in spec.inputs}
+    tensors = {p.name for p in record.inputs}
     for parameter in parameters[: len(own)]:
         assert parameter.default is (None if parameter.name in tensors else inspect.Parameter.empty)
 
@@ -276,10 +276,10 @@ def test_non_finite_values_are_computed_and_not_refused(client: Client) -> None:
 
 def test_eight_threads_share_a_client(plain: Client) -> None:
     def work(seed: int) -> bool:
-        call = fill(spec, spec.build(n=2, c=8, hxw=64 if seed % 2 else 20_000, group=2), seed)
+        call = fill(record, record.build(n=2, c=8, hxw=64 if seed % 2 else 20_000, group=2), seed)
         grads = plain.group_norm_backward(**given(call), label=f"thread {seed}")
         return {n: getattr(grads, n).tobytes() for n in call.outputs} == call.reference()
 
-    spec = OPERATORS["group_norm_backward"]
+    record = OPERATORS["group_norm_backward"]
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(24)))

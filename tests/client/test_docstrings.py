@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tests.fix_server import ServerProcess
     from tests.fix_tls import Certificates
 
-    from npugrad import OpSpec
+    from npugrad import OpRecord
 
 PACKAGES = {
     "npugrad_client": ("Client", "AsyncClient"),
@@ -228,13 +228,13 @@ async def come_true(name: str, address: str, client: Any) -> None:
     """Runs the examples of a name as `doctest` would, and on an event loop."""
     examples = OWN[name].examples
     source = "".join(example.source for example in examples)
-    spec = next(
-        (spec for spec in OPERATORS.values() if spec.name in source), OPERATORS["group_norm_backward"]
+    record = next(
+        (record for record in OPERATORS.values() if record.name in source), OPERATORS["group_norm_backward"]
     )
     async with AsyncClient(address, timeout_s=60) as asynchronous:
         with Client(address, timeout_s=60) as other:
             names = {
-                **given(spec),
+                **given(record),
                 "client": asynchronous if name.startswith("AsyncClient.") else client,
                 "other": other,
             }
@@ -242,19 +242,19 @@ async def come_true(name: str, address: str, client: Any) -> None:
                 await run(example, address, names)
 
 
-def given(spec: OpSpec) -> dict[str, Any]:
+def given(record: OpRecord) -> dict[str, Any]:
     """What examples take as given: a call of an operator and its parts, and public names."""
-    meta = spec.build()
-    operands = spec.make_inputs(meta, np.random.default_rng(0))
+    meta = record.build()
+    operands = record.make_inputs(meta, np.random.default_rng(0))
     call = {**operands, **meta.attrs}
-    verdict = npugrad.validate(spec.name, inputs={}, attrs=meta.attrs)
+    verdict = npugrad.validate(record.name, inputs={}, attrs=meta.attrs)
     return {
         **{name: getattr(npugrad_client, name) for name in npugrad_client.__all__},
         **{"__builtins__": builtins, "asyncio": asyncio, "npugrad": npugrad, "time": time},
         **operands,
         **{"call": call, "calls": [call] * 3, "attrs": meta.attrs, "verdict": verdict},
         **{"x": operands.get("input"), "weight": operands.get("gamma")},
-        "gradients": [operands[spec.inputs[0].name]] * 3,
+        "gradients": [operands[record.inputs[0].name]] * 3,
     }
 
 

@@ -37,14 +37,14 @@ from npugrad_client import AsyncClient, Cancelled, Client, RetryPolicy
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from npugrad.spec import OpSpec
+    from npugrad.operator import OpRecord
 
 HEDGED = RetryPolicy(hedge_after_s=0.0, max_tries=2)
 WAIT_S = 20.0
 """How long a full server asks to wait: much longer than a test may take."""
 
 
-def full(spec: OpSpec, request: Any, context: Context) -> Any:
+def full(record: OpRecord, request: Any, context: Context) -> Any:
     abort_with(context, ServerBusy("full", retry_after_s=WAIT_S))
 
 
@@ -139,10 +139,10 @@ def test_a_cancelled_future_never_has_a_result() -> None:
 def test_an_interrupt_ends_a_batch_and_cancels_its_calls() -> None:
     given_up, gate = threading.Semaphore(0), Gate()
 
-    def hold(spec: OpSpec, request: Any, context: Context) -> Any:
+    def hold(record: OpRecord, request: Any, context: Context) -> Any:
         context.add_callback(given_up.release)
         gate.hold()
-        return zeros(spec, request, context)
+        return zeros(record, request, context)
 
     program = """
     import sys
@@ -187,17 +187,17 @@ def test_both_tries_of_a_race_may_end_at_once(ends: tuple[str, str], way: int) -
             if ends[place] == "no":
                 abort_with(context, InvalidOperand("no", code=161002))
 
-        def unary(spec: OpSpec, request: Any, context: Context) -> Any:
+        def unary(record: OpRecord, request: Any, context: Context) -> Any:
             end(context)
-            return zeros(spec, request, context)
+            return zeros(record, request, context)
 
         def execute(frames: Any, context: Context) -> Iterator[Any]:
-            spec, request = read_header(frames)
+            record, request = read_header(frames)
             for _ in frames:
                 pass
             end(context)
-            message, follow = response(spec, decoded(spec, request), chunk_from_bytes=1)
-            yield header_frame(spec, message)
+            message, follow = response(record, decoded(record, request), chunk_from_bytes=1)
+            yield header_frame(record, message)
             for operand, data in follow:
                 yield chunk_frame(operand, 0, bytes(data))
 
@@ -259,8 +259,8 @@ def _fail(address: str) -> None:
         client.group_norm_backward(**group_norm())
 
 
-def _refused(spec: OpSpec, request: Any, context: Context) -> Any:
-    abort_with(context, ServerBusy("full", retry_after_s=0.01, operator=spec.name))
+def _refused(record: OpRecord, request: Any, context: Context) -> Any:
+    abort_with(context, ServerBusy("full", retry_after_s=0.01, operator=record.name))
 
 
 def test_errors_of_another_process_arrive_whole() -> None:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 End = Callable[[Context], object]
-SPEC = get_operator("group_norm_backward")
+RECORD = get_operator("group_norm_backward")
 
 
 class Ending:
@@ -61,7 +61,7 @@ class Ending:
     def __init__(self) -> None:
         self.end: End = lambda context: None
 
-    def unary(self, spec: Any, request: Any, context: Context) -> Any:
+    def unary(self, record: Any, request: Any, context: Context) -> Any:
         return self.end(context)
 
     def execute(self, frames: Any, context: Context) -> Iterator[Any]:
@@ -106,14 +106,14 @@ ErrorOf = Callable[[End], NpugradError]
 def made(reason: str, source: str) -> NpugradError:
     """An error of a row as the server raises it."""
     cls, row = error_class(reason, source), BY_REASON[reason]
-    common: dict[str, Any] = {"reason": reason, "operator": SPEC.name}
+    common: dict[str, Any] = {"reason": reason, "operator": RECORD.name}
     if issubclass(cls, OperatorError):
         common |= {"code": row.code, "source": source}
     if issubclass(cls, RequestError):
         common["operand"] = "gamma"
     if issubclass(cls, TransportError):
         common["retry_after_s"] = 1.25
-    return cls(f"{SPEC.name}: gamma: found this; expected that", **common)
+    return cls(f"{RECORD.name}: gamma: found this; expected that", **common)
 
 
 # -------------------------------------------------------------------------------------------- the table
@@ -162,12 +162,12 @@ def test_no_grpc_frame_and_no_second_exception_reach_the_user(client: Client, en
 def broken_call() -> tuple[OperatorError, tuple[Violation, ...]]:
     """The error of a call that breaks many constraints, and all its violations."""
     call = make_call(
-        SPEC,
-        {p.name: TensorMeta("int8", (1,) * 9) for p in SPEC.inputs},
+        RECORD,
+        {p.name: TensorMeta("int8", (1,) * 9) for p in RECORD.inputs},
         {"n": -1, "c": 7, "hxw": -1, "group": 2, "output_mask": (True,)},
     )
-    verdict = validate_call(SPEC, call)
-    return error_from_verdict(SPEC, verdict), verdict.violations
+    verdict = validate_call(RECORD, call)
+    return error_from_verdict(RECORD, verdict), verdict.violations
 
 
 def test_violations_are_completed_from_the_record(error_of: ErrorOf) -> None:
@@ -194,7 +194,7 @@ def test_messages_say_operator_operand_found_and_expected(error_of: ErrorOf) -> 
 
 def test_a_constraint_of_a_newer_server_is_kept_as_it_came(error_of: ErrorOf) -> None:
     unknown = Violation("gamma.newer_rule", 161002, ("gamma",), "this", "that")
-    sent = InvalidOperand("gamma: ...", code=161002, violations=(unknown,), operator=SPEC.name)
+    sent = InvalidOperand("gamma: ...", code=161002, violations=(unknown,), operator=RECORD.name)
     got = error_of(lambda context: abort_with(context, sent))
     assert isinstance(got, InvalidOperand)
     assert (got.violations[0].id, got.violations[0].found) == ("gamma.newer_rule", "this")

@@ -17,7 +17,7 @@ from tests.client.fake_service import STREAMED, UNARY, Context, fake_service, st
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from npugrad.spec import OpSpec
+    from npugrad.operator import OpRecord
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
 
@@ -188,9 +188,9 @@ def test_a_fork_waits_for_a_call_on_its_way(stream_from_bytes: int) -> None:
         seen.set()
         assert released.wait(60)
 
-    def unary(spec: OpSpec, request: Any, context: Context) -> Any:
+    def unary(record: OpRecord, request: Any, context: Context) -> Any:
         hold()
-        return zeros(spec, request, context)
+        return zeros(record, request, context)
 
     def execute(frames: Iterator[Any], context: Context) -> Iterator[Any]:
         hold()

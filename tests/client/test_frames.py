@@ -22,8 +22,8 @@ from tests.client.lies import (
     LIES,
     MALFORMED,
     NBYTES,
+    RECORD,
     SHAPE,
-    SPEC,
     Lie,
     call_of,
     prepared,
@@ -62,17 +62,17 @@ def joined(frames: list[backward_pb2.ExecuteRequest]) -> dict[int, bytes]:
 
 def test_frames_and_message_carry_the_same_call() -> None:
     call = prepared(sizes=(4, 8, 20_000))
-    message, attempt = unary_request(call), Attempt(SPEC.name, "here")
+    message, attempt = unary_request(call), Attempt(RECORD.name, "here")
     frames = list(request_frames(call, wait_never, attempt))
-    header = getattr(frames[0].header, SPEC.name)
+    header = getattr(frames[0].header, RECORD.name)
     contents = joined(frames[1:])
     assert len(frames) > 3
     assert attempt.upload_bytes == attempt.sent_bytes == sum(map(len, contents.values()))
-    for param in SPEC.inputs:
+    for param in RECORD.inputs:
         sent, alone = getattr(header, param.name), getattr(message, param.name)
         assert sent.meta == alone.meta
         if sent.WhichOneof("content") == "chunked_bytes":
-            assert contents.pop(SPEC.param_index(param.name)) == alone.data
+            assert contents.pop(RECORD.param_index(param.name)) == alone.data
             assert sent.chunked_bytes == len(alone.data)
         else:
             assert sent.data == alone.data
@@ -82,9 +82,9 @@ def test_frames_and_message_carry_the_same_call() -> None:
 
 def test_small_operands_travel_in_the_header() -> None:
     header = getattr(
-        next(request_frames(prepared(), wait_never, Attempt(SPEC.name, "here"))).header, SPEC.name
+        next(request_frames(prepared(), wait_never, Attempt(RECORD.name, "here"))).header, RECORD.name
     )
-    kinds = {p.name: getattr(header, p.name).WhichOneof("content") for p in SPEC.inputs}
+    kinds = {p.name: getattr(header, p.name).WhichOneof("content") for p in RECORD.inputs}
     assert kinds == {
         "grad_out": "chunked_bytes",
         "input": "chunked_bytes",
@@ -108,7 +108,7 @@ def test_the_data_of_a_refused_call_waits_for_the_answer(is_answered: bool) -> N
         asked.append(True)
         return is_answered
 
-    frames = request_frames(prepared(group=0), wait, Attempt(SPEC.name, "here"))
+    frames = request_frames(prepared(group=0), wait, Attempt(RECORD.name, "here"))
     assert next(frames).WhichOneof("frame") == "header"
     assert not asked
     assert bool(list(frames)) is not is_answered
@@ -156,12 +156,12 @@ def test_masked_out_results_are_none() -> None:
 
 def test_interleaved_chunks_are_put_together() -> None:
     call = prepared()
-    message, _ = response(SPEC, dict(SPEC.infer(call.call)), 1)
+    message, _ = response(RECORD, dict(RECORD.infer(call.call)), 1)
     frames = [
-        header_frame(SPEC, message),
+        header_frame(RECORD, message),
         chunk_frame(GRAD_GAMMA, 0, b"\1" * 4),
         chunk_frame(GRAD_INPUT, 0, bytes(NBYTES)),
-        chunk_frame(SPEC.param_index("grad_beta"), 0, bytes(32)),
+        chunk_frame(RECORD.param_index("grad_beta"), 0, bytes(32)),
         chunk_frame(GRAD_GAMMA, 4, b"\2" * 28),
     ]
     gamma = read_frames(call, iter(frames)).arrays["grad_gamma"]
@@ -247,8 +247,8 @@ def test_what_a_refused_call_brings_is_checked_against_the_callers_arrays() -> N
 
 def test_a_unary_reply_is_copied_out_of_the_message() -> None:
     call = prepared()
-    metas = dict(SPEC.infer(call.call))
-    message, _ = response(SPEC, metas)
+    metas = dict(RECORD.infer(call.call))
+    message, _ = response(RECORD, metas)
     message.grad_gamma.data = np.arange(8, dtype=np.float32).tobytes()
     gamma = read_response(call, message).arrays["grad_gamma"]
     assert gamma is not None
@@ -273,7 +273,7 @@ UNARY_LIES: dict[str, tuple[Callable[[Any], object], str]] = {
 @pytest.mark.parametrize(("change", "message"), UNARY_LIES.values(), ids=UNARY_LIES)
 def test_a_unary_lie_is_named(change: Callable[[Any], object], message: str) -> None:
     call = replace(prepared(), expected={})
-    answered, _ = response(SPEC, dict(SPEC.infer(call.call)))
+    answered, _ = response(RECORD, dict(RECORD.infer(call.call)))
     change(answered)
     with pytest.raises(NpugradError, match=f"{MALFORMED}: .*{message}") as caught:
         read_response(call, answered)
@@ -282,7 +282,7 @@ def test_a_unary_lie_is_named(change: Callable[[Any], object], message: str) -> 
 
 def test_a_right_unary_reply_is_what_the_view_of_it_is() -> None:
     call = prepared()
-    message, _ = response(SPEC, dict(SPEC.infer(call.call)))
+    message, _ = response(RECORD, dict(RECORD.infer(call.call)))
     message.grad_input.data = np.random.default_rng(0).bytes(NBYTES)
     found = read_response(call, message).arrays["grad_input"]
     assert found is not None

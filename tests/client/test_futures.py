@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from tests.fix_server import ServerProcess
 
-    from npugrad.spec import OpSpec
+    from npugrad.operator import OpRecord
 
 WAYS = pytest.mark.parametrize("way", [UNARY, STREAMED], ids=["unary", "streamed"])
 
@@ -66,9 +66,9 @@ class Held:
         with self._lock:
             self._now -= 1
 
-    def unary(self, spec: OpSpec, request: Any, context: Context) -> Any:
+    def unary(self, record: OpRecord, request: Any, context: Context) -> Any:
         self.hold(context)
-        return zeros(spec, request, context)
+        return zeros(record, request, context)
 
     def execute(self, frames: Any, context: Context) -> Iterator[Any]:
         self.hold(context)
@@ -143,7 +143,7 @@ def test_cancelling_a_call_in_flight_reaches_the_server(way: int) -> None:
 
 
 def test_a_call_that_waits_for_its_next_try_can_be_cancelled() -> None:
-    def unary(spec: OpSpec, request: Any, context: Context) -> Any:
+    def unary(record: OpRecord, request: Any, context: Context) -> Any:
         abort_with(context, ServerBusy("full", retry_after_s=20))
 
     with fake_service(unary) as service, Client(service.address) as client:

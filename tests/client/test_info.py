@@ -9,7 +9,7 @@ import pytest
 from tests.client.fake_service import group_norm
 
 import npugrad
-from npugrad import OPERATORS, Constraint, NpugradError, OpSpec, Product, TensorMeta
+from npugrad import OPERATORS, Constraint, NpugradError, OpRecord, Product, TensorMeta
 from npugrad.v1 import server_pb2, validation_pb2
 from npugrad_client import Client, MalformedRequest, UnsupportedOperator, _info
 
@@ -37,28 +37,30 @@ def plain(server: ServerProcess) -> Iterator[Client]:
 # ------------------------------------------------------------------------------------------- validation
 
 CONSTRAINTS = [
-    pytest.param(spec, constraint, id=f"{spec.name}-{constraint.id}")
-    for spec in OPERATORS.values()
-    for constraint in spec.constraints
+    pytest.param(record, constraint, id=f"{record.name}-{constraint.id}")
+    for record in OPERATORS.values()
+    for constraint in record.constraints
 ]
 
 
-def ways(spec: OpSpec, constraint: Constraint) -> Iterator[npugrad.CallMeta]:
+def ways(record: OpRecord, constraint: Constraint) -> Iterator[npugrad.CallMeta]:
     """Calls that break a constraint, at least one for each product that has it."""
     for product in Product:
-        for found in spec.samples(product):
+        for found in record.samples(product):
             broken = constraint.violate(found.call) if constraint.applies(product) else None
             if broken is not None:
                 yield broken
                 break
 
 
-@pytest.mark.parametrize(("spec", "constraint"), CONSTRAINTS)
-def test_the_server_validates_as_the_record_does(plain: Client, spec: OpSpec, constraint: Constraint) -> None:
-    for call in ways(spec, constraint):
+@pytest.mark.parametrize(("record", "constraint"), CONSTRAINTS)
+def test_the_server_validates_as_the_record_does(
+    plain: Client, record: OpRecord, constraint: Constraint
+) -> None:
+    for call in ways(record, constraint):
         asked: dict[str, Any] = {"inputs": call.inputs, "attrs": call.attrs, "outputs": call.outputs}
-        local = npugrad.validate(spec.name, **asked, product=call.product)
-        assert plain.validate(spec.name, **asked, product=call.product) == local
+        local = npugrad.validate(record.name, **asked, product=call.product)
+        assert plain.validate(record.name, **asked, product=call.product) == local
         assert constraint.id in [v.id for v in local.violations]
 
 
@@ -126,20 +128,24 @@ def test_the_server_describes_itself(plain: Client) -> None:
 @pytest.mark.parametrize("product", [None, *Product], ids=str)
 def test_the_server_lists_the_records(plain: Client, product: Product | None) -> None:
     wanted = product or Product.ATLAS_A2
-    for listed, spec in zip(plain.list_operators(product), OPERATORS.values(), strict=True):
-        assert (listed.name, listed.aclnn_name, listed.summary) == (spec.name, spec.aclnn_name, spec.summary)
-        assert listed.supported is (wanted in spec.products)
-        assert listed.min_cann == spec.min_cann
+    for listed, record in zip(plain.list_operators(product), OPERATORS.values(), strict=True):
+        assert (listed.name, listed.aclnn_name, listed.summary) == (
+            record.name,
+            record.aclnn_name,
+            record.summary,
+        )
+        assert listed.supported is (wanted in record.products)
+        assert listed.min_cann == record.min_cann
         assert [(p.name, p.c_name, p.doc) for p in listed.parameters] == [
-            (p.name, p.c_name, p.doc) for p in spec.params
+            (p.name, p.c_name, p.doc) for p in record.params
         ]
-        assert {p.name for p in listed.parameters if p.optional} == NULLS[spec.name]
+        assert {p.name for p in listed.parameters if p.optional} == NULLS[record.name]
         roles = {p.name: p.role for p in listed.parameters}
-        for param in (*spec.inputs, *spec.outputs):
+        for param in (*record.inputs, *record.outputs):
             described = next(p for p in listed.parameters if p.name == param.name)
             assert roles[param.name] == param.role
             assert described.dtypes == tuple(param.dtypes.get(wanted, ()))
-        rules = [c for c in spec.constraints if c.applies(wanted)]
+        rules = [c for c in record.constraints if c.applies(wanted)]
         assert [(c.id, c.code, c.text, c.sources, c.operands) for c in listed.constraints] == [
             (c.id, c.code, c.text, c.sources, c.operands) for c in rules
         ]

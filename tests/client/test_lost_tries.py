@@ -59,12 +59,12 @@ def test_a_retry_sends_the_operands_as_they_were_though_results_go_into_one_of_t
     sent: list[bytes] = []
 
     def execute(frames: Any, context: Context) -> Iterator[Any]:
-        spec, request = read_header(frames)
-        wanted = decoded(spec, request)
-        operand = spec.param_index("grad_out")
+        record, request = read_header(frames)
+        wanted = decoded(record, request)
+        operand = record.param_index("grad_out")
         sent.append(b"".join(f.chunk.data for f in frames if f.chunk.operand == operand))
-        message, follow = response(spec, wanted, chunk_from_bytes=2**16)
-        yield header_frame(spec, message)
+        message, follow = response(record, wanted, chunk_from_bytes=2**16)
+        yield header_frame(record, message)
         for place, data in follow:
             yield chunk_frame(place, 0, bytes(data)[: 2**16])
             if len(sent) == 1:
@@ -106,15 +106,15 @@ def test_an_upload_that_passes_the_deadline_of_its_try_is_sent_again_from_its_st
         yield from ()
 
     def take(frames: Any, context: Context) -> Iterator[Any]:
-        spec, request = read_header(frames)
+        record, request = read_header(frames)
         found: dict[int, list[bytes]] = {}
         for frame in frames:
             chunk = frame.chunk
             assert chunk.offset == sum(map(len, found.get(chunk.operand, [])))
             found.setdefault(chunk.operand, []).append(chunk.data)
         received.append(found)
-        message, follow = response(spec, decoded(spec, request), chunk_from_bytes=1)
-        yield header_frame(spec, message)
+        message, follow = response(record, decoded(record, request), chunk_from_bytes=1)
+        yield header_frame(record, message)
         for operand, data in follow:
             yield chunk_frame(operand, 0, bytes(data))
 
@@ -263,9 +263,9 @@ class EndedUnderAWrite:
 @pytest.mark.parametrize("is_async", [False, True], ids=["threads", "asyncio"])
 def test_results_count_that_a_server_gives_before_it_has_read_the_upload_to_its_end(is_async: bool) -> None:
     def execute(frames: Any, context: Context) -> Iterator[Any]:
-        spec, request = read_header(frames)
-        message, follow = response(spec, decoded(spec, request), chunk_from_bytes=1)
-        yield header_frame(spec, message)
+        record, request = read_header(frames)
+        message, follow = response(record, decoded(record, request), chunk_from_bytes=1)
+        yield header_frame(record, message)
         for operand, data in follow:
             yield chunk_frame(operand, 0, bytes(data))
 

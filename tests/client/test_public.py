@@ -15,13 +15,13 @@ import npugrad
 import npugrad_client
 import npugrad_client.errors
 from npugrad import OPERATORS
-from npugrad.spec import TensorParam
+from npugrad.operator import TensorParam
 from npugrad_client import Client, NpugradError, _generated_ops, _info
 
 if TYPE_CHECKING:
-    from npugrad import OpSpec
+    from npugrad import OpRecord
 
-SPECS = pytest.mark.parametrize("spec", OPERATORS.values(), ids=list(OPERATORS))
+RECORDS = pytest.mark.parametrize("record", OPERATORS.values(), ids=list(OPERATORS))
 
 
 # ---------------------------------------------------------------------------------------- the public list
@@ -89,8 +89,8 @@ def test_the_package_is_typed() -> None:
 # --------------------------------------------------------------------------------------- generated methods
 
 
-def doc_of(spec: OpSpec) -> str:
-    doc = inspect.getdoc(getattr(Client, spec.name))
+def doc_of(record: OpRecord) -> str:
+    doc = inspect.getdoc(getattr(Client, record.name))
     assert doc is not None
     return doc
 
@@ -102,12 +102,12 @@ def section(doc: str, name: str) -> dict[str, str]:
     return dict(re.sub(r"\s+", " ", entry).strip().split(": ", 1) for entry in entries)
 
 
-@SPECS
-def test_a_docstring_tells_each_argument_once(spec: OpSpec) -> None:
-    arguments = section(doc_of(spec), "Args")
-    assert list(arguments) == list(inspect.signature(getattr(Client, spec.name)).parameters)[1:]
-    for param in spec.params:
-        if param in spec.outputs:
+@RECORDS
+def test_a_docstring_tells_each_argument_once(record: OpRecord) -> None:
+    arguments = section(doc_of(record), "Args")
+    assert list(arguments) == list(inspect.signature(getattr(Client, record.name)).parameters)[1:]
+    for param in record.params:
+        if param in record.outputs:
             continue
         text = arguments[param.name]
         assert text.startswith(re.sub(r"\s+", " ", param.doc))
@@ -120,26 +120,26 @@ def test_a_docstring_tells_each_argument_once(spec: OpSpec) -> None:
             assert all(f'"{name}"' in text for name in param.choices)
 
 
-@SPECS
-def test_a_docstring_tells_results_and_numbers(spec: OpSpec) -> None:
-    doc = doc_of(spec)
-    assert spec.summary in re.sub(r"\s+", " ", doc)
-    assert spec.aclnn_name in doc
-    assert list(section(doc, "Returns")) == [*(p.name for p in spec.outputs), "info"]
+@RECORDS
+def test_a_docstring_tells_results_and_numbers(record: OpRecord) -> None:
+    doc = doc_of(record)
+    assert record.summary in re.sub(r"\s+", " ", doc)
+    assert record.aclnn_name in doc
+    assert list(section(doc, "Returns")) == [*(p.name for p in record.outputs), "info"]
     raised = section(doc, "Raises")
     numbers = set(map(int, re.findall(r"\b\d{6}\b", " ".join(raised.values()))))
-    assert numbers == {c.code for c in spec.constraints}
+    assert numbers == {c.code for c in record.constraints}
     for name in raised:
         assert name == "TypeError" or name in npugrad_client.errors.__all__
     assert {"MalformedTensor", "TransportError", "DeviceError", "TypeError"} <= set(raised)
-    assert ("UnsafeLevels" in raised) is (spec.data_check is not None)
+    assert ("UnsafeLevels" in raised) is (record.data_check is not None)
 
 
-@SPECS
-def test_results_have_the_records_outputs(spec: OpSpec) -> None:
-    cls = getattr(_generated_ops, f"{spec.rpc}Result")
-    assert [f.name for f in dataclasses.fields(cls)] == [*(p.name for p in spec.outputs), "info"]
-    masked = any(p.masked_by is not None for p in spec.outputs)
+@RECORDS
+def test_results_have_the_records_outputs(record: OpRecord) -> None:
+    cls = getattr(_generated_ops, f"{record.rpc}Result")
+    assert [f.name for f in dataclasses.fields(cls)] == [*(p.name for p in record.outputs), "info"]
+    masked = any(p.masked_by is not None for p in record.outputs)
     assert ("masked-out ones are None" in (cls.__doc__ or "")) is masked
 
 

@@ -30,7 +30,7 @@ from npugrad_client import Client, DeadlineExceeded, NpugradError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from npugrad.spec import OpSpec
+    from npugrad.operator import OpRecord
 
 WAYS = pytest.mark.parametrize("stream_from_bytes", [UNARY, STREAMED], ids=["unary", "streamed"])
 
@@ -92,9 +92,9 @@ def test_both_ways_carry_the_same_operands() -> None:
     call = group_norm(n=4, c=8, hxw=40_000)
     arrived: dict[str, dict[str, bytes]] = {"unary": {}, "streamed": {}}
 
-    def unary(spec: OpSpec, request: Any, context: Context) -> Any:
-        arrived["unary"] = {p.name: getattr(request, p.name).data for p in spec.inputs}
-        return zeros(spec, request, context)
+    def unary(record: OpRecord, request: Any, context: Context) -> Any:
+        arrived["unary"] = {p.name: getattr(request, p.name).data for p in record.inputs}
+        return zeros(record, request, context)
 
     def execute(frames: Any, context: Context) -> Iterator[Any]:
         first = next(frames)
@@ -246,8 +246,8 @@ def test_the_clients_deadline_holds_where_a_call_has_none() -> None:
 def test_one_client_serves_eight_threads() -> None:
     """Each thread sees the answers to its own calls, whichever way they travel."""
 
-    def unary(spec: OpSpec, request: Any, context: Context) -> Any:
-        reply = zeros(spec, request, context)
+    def unary(record: OpRecord, request: Any, context: Context) -> Any:
+        reply = zeros(record, request, context)
         reply.grad_beta.data = request.gamma.data
         return reply
 

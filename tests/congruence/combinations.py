@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from tests.operators import FLOYD, GRID_SAMPLER, GROUP_NORM, MSDA
 
+from npugrad.meta import TensorMeta
 from npugrad.products import Product
-from npugrad.spec import TensorMeta
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from npugrad.spec import CallMeta
+    from npugrad.meta import CallMeta
 
 FLOATS = ("float32", "float16", "bfloat16")
 

@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from npugrad.spec import OpSpec, TensorMeta
+    from npugrad.meta import TensorMeta
+    from npugrad.operator import OpRecord
 
     Array = npt.NDArray[Any]
     Results = Mapping[str, bytes]
-    Side = Callable[[OpSpec, Combination, Mapping[str, Array | None]], Results]
+    Side = Callable[[OpRecord, Combination, Mapping[str, Array | None]], Results]
 
 _PATIENCE_S = 60.0
 
@@ -48,12 +49,12 @@ def service() -> Side:
     backend = NpuBackend()
     backend.open(DeviceName("npu", 0), Product.ATLAS_A2, 1)
 
-    def run(spec: OpSpec, case: Combination, arrays: Mapping[str, Array | None]) -> Results:
-        metas = {name: meta for name, meta in spec.infer(case.call).items() if meta is not None}
+    def run(record: OpRecord, case: Combination, arrays: Mapping[str, Array | None]) -> Results:
+        metas = {name: meta for name, meta in record.infer(case.call).items() if meta is not None}
         outputs = {name: np.zeros(meta.shape, meta.dtype.numpy) for name, meta in metas.items()}
         options = CallOptions(deterministic=case.deterministic)
         give_up_s = time.monotonic() + _PATIENCE_S
-        backend.run(spec, DeviceCall(case.call, arrays, outputs, options, 0, give_up_s))
+        backend.run(record, DeviceCall(case.call, arrays, outputs, options, 0, give_up_s))
         return {name: output.tobytes() for name, output in outputs.items()}
 
     return run
@@ -80,14 +81,14 @@ def torch_npu() -> Side:
     def fetch(tensor: Any) -> bytes:
         return bytes(tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
 
-    def run(spec: OpSpec, case: Combination, arrays: Mapping[str, Array | None]) -> Results:
+    def run(record: OpRecord, case: Combination, arrays: Mapping[str, Array | None]) -> Results:
         operands = {name: put(array, case.call.inputs[name]) for name, array in arrays.items()}
         torch.use_deterministic_algorithms(case.deterministic)
-        found = BINDINGS[spec.name](torch.ops, operands, case.call.attrs)
+        found = BINDINGS[record.name](torch.ops, operands, case.call.attrs)
         torch.use_deterministic_algorithms(False)
         npu.synchronize()
-        wanted = spec.infer(case.call)
-        results = zip((param.name for param in spec.outputs), found, strict=True)
+        wanted = record.infer(case.call)
+        results = zip((param.name for param in record.outputs), found, strict=True)
         return {name: fetch(tensor) for name, tensor in results if wanted[name] is not None}
 
     return run
@@ -134,24 +135,24 @@ SIDES: Mapping[str, Callable[[], Side]] = {"service": service, "torch_npu": torc
 
 def main(side: str, operator: str) -> None:
     """Runs all combinations and prints a line for each."""
-    run, spec = SIDES[side](), get_operator(operator)
+    run, record = SIDES[side](), get_operator(operator)
     for seed, case in enumerate(COMBINATIONS[operator]()):
-        first, error, digests = _plans(spec), "", {}
+        first, error, digests = _plans(record), "", {}
         try:
             with np.errstate(all="ignore"):  # some scales are there for how they travel
-                arrays = make_arrays(spec, case.call, seed)
-            results = run(spec, case, arrays)
+                arrays = make_arrays(record, case.call, seed)
+            results = run(record, case, arrays)
             digests = {name: hashlib.sha256(result).hexdigest() for name, result in results.items()}
         except RuntimeError as raised:
             error = str(raised)
-        answer = {"name": case.name, "plans": [first, _plans(spec)], "error": error, "digests": digests}
+        answer = {"name": case.name, "plans": [first, _plans(record)], "error": error, "digests": digests}
         print(json.dumps(answer), flush=True)
 
 
-def _plans(spec: OpSpec) -> int:
+def _plans(record: OpRecord) -> int:
     """How often phase 1 of the operator has succeeded in this process."""
     report = Report(Path(os.environ["CANN_SIM_REPORT_DIR"]))
-    return report.counters(os.getpid())[f"plans.{spec.aclnn_name}"]
+    return report.counters(os.getpid())[f"plans.{record.aclnn_name}"]
 
 
 if __name__ == "__main__":

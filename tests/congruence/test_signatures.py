@@ -14,15 +14,16 @@ from tests.congruence.combinations import COMBINATIONS
 from tests.congruence.signatures import SIGNATURES, CParameter
 from tests.operators import MSDA
 
+from npugrad.meta import TensorMeta
+from npugrad.operator import TensorParam
 from npugrad.ops import OPERATORS
-from npugrad.spec import TensorMeta, TensorParam
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tests.congruence.conftest import Answer, RunSides, Tell
 
-    from npugrad.spec import OpSpec, Param
+    from npugrad.operator import OpRecord, Param
 
 LEAST = 100
 TYPES = {"int64": "int64_t", "double": "double", "bool": "bool", "bool_array": "aclBoolArray*"}
@@ -35,9 +36,9 @@ def as_c(param: Param) -> CParameter:
     return CParameter(param.c_name, "aclTensor*" if isinstance(param, TensorParam) else TYPES[param.type])
 
 
-@pytest.mark.parametrize("spec", OPERATORS.values(), ids=OPERATORS)
-def test_the_record_has_the_printed_signature(spec: OpSpec) -> None:
-    assert tuple(map(as_c, spec.params)) == SIGNATURES[spec.aclnn_name]
+@pytest.mark.parametrize("record", OPERATORS.values(), ids=OPERATORS)
+def test_the_record_has_the_printed_signature(record: OpRecord) -> None:
+    assert tuple(map(as_c, record.params)) == SIGNATURES[record.aclnn_name]
 
 
 def described(answer: Answer) -> dict[str, TensorMeta]:

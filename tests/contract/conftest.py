@@ -11,7 +11,7 @@ from npugrad.ops import OPERATORS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from npugrad.spec import OpSpec
+    from npugrad.operator import OpRecord
 
     Report = Callable[[str, str], None]
 
@@ -19,9 +19,9 @@ _LINES: pytest.StashKey[dict[str, str]] = pytest.StashKey()
 
 
 @pytest.fixture(scope="session", params=list(OPERATORS.values()), ids=list(OPERATORS))
-def spec(request: pytest.FixtureRequest) -> OpSpec:
+def record(request: pytest.FixtureRequest) -> OpRecord:
     """Give each record in turn."""
-    record: OpSpec = request.param
+    record: OpRecord = request.param
     return record
 
 

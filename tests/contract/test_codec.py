@@ -11,13 +11,15 @@ import pytest
 from npugrad import codec, layout
 from npugrad.call import CallOptions, ExecutionInfo
 from npugrad.errors import MalformedRequest, MalformedTensor, RequestError
+from npugrad.meta import TensorMeta
+from npugrad.operator import TensorParam
 from npugrad.ops import OPERATORS, get_operator
 from npugrad.products import Product
-from npugrad.spec import TensorMeta, TensorParam
 from npugrad.v1 import backward_pb2, operators_pb2, tensor_pb2
 
 if TYPE_CHECKING:
-    from npugrad.spec import CallMeta, OpSpec, Sample
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord, Sample
 
 A2 = Product.ATLAS_A2
 NORM = get_operator("group_norm_backward")
@@ -26,9 +28,9 @@ GRID = get_operator("grid_sampler_2d_backward")
 
 def _samples() -> list[Any]:
     return [
-        pytest.param(spec, sample, id=f"{spec.name}-{sample.name}")
-        for spec in OPERATORS.values()
-        for sample in spec.samples(A2)
+        pytest.param(record, sample, id=f"{record.name}-{sample.name}")
+        for record in OPERATORS.values()
+        for sample in record.samples(A2)
     ]
 
 
@@ -36,8 +38,8 @@ def _contents(call: CallMeta) -> dict[str, memoryview]:
     return {n: memoryview(bytes(m.content_bytes)) for n, m in call.inputs.items() if m is not None}
 
 
-def _encoded(spec: OpSpec, call: CallMeta, **extra: Any) -> Any:
-    return codec.encode_request(call.inputs, _contents(call), spec, call.attrs, call.outputs, **extra)[0]
+def _encoded(record: OpRecord, call: CallMeta, **extra: Any) -> Any:
+    return codec.encode_request(call.inputs, _contents(call), record, call.attrs, call.outputs, **extra)[0]
 
 
 def _norm() -> tuple[CallMeta, Any]:
@@ -45,24 +47,24 @@ def _norm() -> tuple[CallMeta, Any]:
     return call, _encoded(NORM, call)
 
 
-@pytest.mark.parametrize(("spec", "sample"), _samples())
-def test_request_round_trip(spec: OpSpec, sample: Sample) -> None:
+@pytest.mark.parametrize(("record", "sample"), _samples())
+def test_request_round_trip(record: OpRecord, sample: Sample) -> None:
     options = CallOptions(deterministic=True, priority=-3, label="tests", verify=True)
-    message = _encoded(spec, sample.call, options=options)
-    wire = codec.decode_request(spec, type(message).FromString(message.SerializeToString()), A2)
+    message = _encoded(record, sample.call, options=options)
+    wire = codec.decode_request(record, type(message).FromString(message.SerializeToString()), A2)
     assert wire.call == sample.call
     assert wire.options == options
     codec.check_contents(wire, chunked=False)
 
 
-@pytest.mark.parametrize("spec", OPERATORS.values(), ids=list(OPERATORS))
-def test_messages_have_the_fields_of_the_record_in_its_order(spec: OpSpec) -> None:
-    request = codec.REQUESTS[spec.name].DESCRIPTOR
-    assert [f.name for f in request.fields] == ["options", *(p.name for p in spec.params)]
-    response = codec.RESPONSES[spec.name].DESCRIPTOR
-    assert [f.name for f in response.fields] == ["info", *(p.name for p in spec.outputs)]
+@pytest.mark.parametrize("record", OPERATORS.values(), ids=list(OPERATORS))
+def test_messages_have_the_fields_of_the_record_in_its_order(record: OpRecord) -> None:
+    request = codec.REQUESTS[record.name].DESCRIPTOR
+    assert [f.name for f in request.fields] == ["options", *(p.name for p in record.params)]
+    response = codec.RESPONSES[record.name].DESCRIPTOR
+    assert [f.name for f in response.fields] == ["info", *(p.name for p in record.outputs)]
     kinds = {"int64": "TYPE_INT64", "double": "TYPE_DOUBLE", "bool": "TYPE_BOOL"}
-    for param in spec.params:
+    for param in record.params:
         found = request.fields_by_name[param.name]
         if isinstance(param, TensorParam):
             assert found.message_type.name == ("Tensor" if param.role == "input" else "DeclaredOutput")

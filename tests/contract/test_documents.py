@@ -12,7 +12,7 @@ from npugrad.ops import OPERATORS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from npugrad.spec import OpSpec
+    from npugrad.operator import OpRecord
 
     Report = Callable[[str, str], None]
 
@@ -35,10 +35,10 @@ def read_rows() -> dict[str, list[Source]]:
 ROWS = read_rows()
 
 
-def cited(spec: OpSpec) -> set[Source]:
-    """What constraints cite, and the product lists that `OpSpec.products` rests on."""
-    by_constraints = {source for constraint in spec.constraints for source in constraint.sources}
-    documents = set(spec.products.values()) & set(spec.documents)
+def cited(record: OpRecord) -> set[Source]:
+    """What constraints cite, and the product lists that `OpRecord.products` rests on."""
+    by_constraints = {source for constraint in record.constraints for source in constraint.sources}
+    documents = set(record.products.values()) & set(record.documents)
     return by_constraints | {Source(document, "supported products", "list") for document in documents}
 
 
@@ -48,46 +48,46 @@ def test_the_list_has_every_operator_and_no_row_twice() -> None:
     assert max(Counter(every).values()) == 1
 
 
-def test_every_row_is_cited_or_explained(spec: OpSpec, report: Report) -> None:
-    listed = set(ROWS[spec.name])
-    explained = {entry.source for entry in spec.not_expressible}
-    found = cited(spec) | explained
+def test_every_row_is_cited_or_explained(record: OpRecord, report: Report) -> None:
+    listed = set(ROWS[record.name])
+    explained = {entry.source for entry in record.not_expressible}
+    found = cited(record) | explained
     assert sorted(map(str, listed - found)) == [], "rows that no constraint cites"
     assert sorted(map(str, found - listed)) == [], "citations of rows that no document has"
-    covered = len(listed & cited(spec))
+    covered = len(listed & cited(record))
     report(
-        f"{spec.name} documents",
+        f"{record.name} documents",
         f"{len(listed)} rows of pages and check tables, {covered} covered by constraints, "
         f"{len(explained)} not expressible",
     )
 
 
-def test_a_row_is_either_covered_or_not_expressible(spec: OpSpec) -> None:
-    explained = [entry.source for entry in spec.not_expressible]
+def test_a_row_is_either_covered_or_not_expressible(record: OpRecord) -> None:
+    explained = [entry.source for entry in record.not_expressible]
     assert max(Counter(explained).values()) == 1
-    assert sorted(map(str, set(explained) & cited(spec))) == []
-    assert all(len(entry.reason) > 10 for entry in spec.not_expressible)
+    assert sorted(map(str, set(explained) & cited(record))) == []
+    assert all(len(entry.reason) > 10 for entry in record.not_expressible)
 
 
-def test_citations_name_the_record_s_own_pages(spec: OpSpec) -> None:
-    pages = {source.document for source in cited(spec) if not source.document.startswith("vendor source")}
-    assert pages <= set(spec.documents)
-    repositories = {s.document for s in cited(spec)} - pages
+def test_citations_name_the_record_s_own_pages(record: OpRecord) -> None:
+    pages = {source.document for source in cited(record) if not source.document.startswith("vendor source")}
+    assert pages <= set(record.documents)
+    repositories = {s.document for s in cited(record)} - pages
     assert len(repositories) == 1
 
 
-def test_a_code_is_cited_for_constraints_with_that_code(spec: OpSpec) -> None:
+def test_a_code_is_cited_for_constraints_with_that_code(record: OpRecord) -> None:
     """A constraint that cites a row of the error table gives that row's code."""
-    for constraint in spec.constraints:
+    for constraint in record.constraints:
         for source in constraint.sources:
             if source.section.startswith("return codes, "):
                 assert source.section == f"return codes, {constraint.code}", constraint.id
 
 
-def test_every_parameter_of_the_record_is_on_the_page(spec: OpSpec) -> None:
-    for document in spec.documents:
+def test_every_parameter_of_the_record_is_on_the_page(record: OpRecord) -> None:
+    for document in record.documents:
         on_page = [
-            row.row for row in ROWS[spec.name] if (row.document, row.section) == (document, "parameters")
+            row.row for row in ROWS[record.name] if (row.document, row.section) == (document, "parameters")
         ]
         made_by_service = {"workspaceSize", "executor", "workspace", "stream"}
-        assert {p.c_name for p in spec.params} == set(on_page) - made_by_service
+        assert {p.c_name for p in record.params} == set(on_page) - made_by_service

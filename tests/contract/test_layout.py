@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from npugrad import layout
 from npugrad.dtypes import DATA_DTYPES
-from npugrad.spec import TensorMeta
+from npugrad.meta import TensorMeta
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -13,10 +13,10 @@ from tests.calls import named_samples
 from npugrad import codec
 from npugrad.errors import InvalidRecipe, MalformedTensor
 from npugrad.generators import Draw
+from npugrad.meta import TensorMeta
 from npugrad.ops import OPERATORS, get_operator
 from npugrad.products import Product
 from npugrad.recipe import MAX_SEED, Recipe, recipes
-from npugrad.spec import TensorMeta
 from npugrad.validation import validate_call
 
 A2 = Product.ATLAS_A2
@@ -82,10 +82,10 @@ def test_other_mistakes_are_those_of_python() -> None:
 
 
 def _message(recipe: Recipe) -> Any:
-    spec = get_operator("group_norm_backward")
-    call = spec.build()
+    record = get_operator("group_norm_backward")
+    call = record.build()
     metas = {name: call.inputs[name] for name in call.inputs} | {"mean": recipe.meta}
-    message, follow = codec.encode_request(metas, {"mean": recipe}, spec, call.attrs, chunk_from_bytes=1)
+    message, follow = codec.encode_request(metas, {"mean": recipe}, record, call.attrs, chunk_from_bytes=1)
     assert not follow
     return message
 
@@ -99,17 +99,17 @@ def _message(recipe: Recipe) -> Any:
     ],
 )
 def test_recipe_travels(recipe: Recipe) -> None:
-    spec = get_operator("group_norm_backward")
-    wire = codec.decode_request(spec, _message(recipe), A2)
+    record = get_operator("group_norm_backward")
+    wire = codec.decode_request(record, _message(recipe), A2)
     assert wire.contents["mean"] == codec.WireContent(recipe.meta.content_bytes, recipe=recipe)
     assert not wire.contents["mean"].follows
 
 
 def test_parameters_that_were_left_out_have_their_defaults() -> None:
-    spec = get_operator("group_norm_backward")
+    record = get_operator("group_norm_backward")
     message = _message(Recipe("uniform", shape=(2, 3), low=0.25))
     del message.mean.recipe.parameters[1:]
-    recipe = codec.decode_request(spec, message, A2).contents["mean"].recipe
+    recipe = codec.decode_request(record, message, A2).contents["mean"].recipe
     assert recipe is not None
     assert recipe.problem() is None
     assert np.array_equal(recipe.array(), Recipe("uniform", shape=(2, 3), low=0.25, high=1).array())
@@ -129,15 +129,15 @@ def test_parameters_that_were_left_out_have_their_defaults() -> None:
     ],
 )
 def test_bad_recipe_is_told_with_its_operand(edit: Any, problem: str) -> None:
-    spec = get_operator("group_norm_backward")
-    message = codec.encode_request({**spec.build().inputs}, {}, spec, spec.build().attrs)[0]
-    for name, meta in spec.build().inputs.items():
+    record = get_operator("group_norm_backward")
+    message = codec.encode_request({**record.build().inputs}, {}, record, record.build().attrs)[0]
+    for name, meta in record.build().inputs.items():
         if meta is not None:
             codec.encode_recipe(Recipe.of(Draw("normal"), meta, 1), getattr(message, name).recipe)
-    codec.check_contents(codec.decode_request(spec, message, A2), chunked=False)
+    codec.check_contents(codec.decode_request(record, message, A2), chunked=False)
     edit(message.mean.recipe)
     with pytest.raises(InvalidRecipe, match=problem) as caught:
-        codec.check_contents(codec.decode_request(spec, message, A2), chunked=False)
+        codec.check_contents(codec.decode_request(record, message, A2), chunked=False)
     assert caught.value.operand == "mean"
 
 
@@ -146,36 +146,39 @@ def test_bad_recipe_is_told_with_its_operand(edit: Any, problem: str) -> None:
 
 def test_records_say_what_to_draw_for_all_operands_but_level_tables() -> None:
     without = {
-        (spec.name, param.name) for spec in OPERATORS.values() for param in spec.inputs if param.draw is None
+        (record.name, param.name)
+        for record in OPERATORS.values()
+        for param in record.inputs
+        if param.draw is None
     }
     name = "multi_scale_deformable_attention_grad"
     assert without == {(name, "spatial_shape"), (name, "level_start_index")}
 
 
 @pytest.mark.parametrize("product", Product)
-@pytest.mark.parametrize("spec", OPERATORS.values(), ids=OPERATORS)
-def test_records_draws_can_be_made_in_every_documented_type(spec: Any, product: Product) -> None:
-    for param in spec.inputs:
+@pytest.mark.parametrize("record", OPERATORS.values(), ids=OPERATORS)
+def test_records_draws_can_be_made_in_every_documented_type(record: Any, product: Product) -> None:
+    for param in record.inputs:
         for dtype in param.dtypes.get(product, ()) if param.draw else ():
             assert param.draw.problem(dtype) is None, (param.name, dtype)
 
 
 @pytest.mark.parametrize(("operator", "name"), [p for operator in OPERATORS for p in named_samples(operator)])
 def test_records_recipes_make_calls_with_finite_results(operator: str, name: str) -> None:
-    spec = get_operator(operator)
-    call = next(s.call for s in spec.samples(A2) if s.name == name)
-    made = recipes(spec, call, seed=11)
+    record = get_operator(operator)
+    call = next(s.call for s in record.samples(A2) if s.name == name)
+    made = recipes(record, call, seed=11)
     assert len({recipe.seed for recipe in made.values()}) == len(made)
-    if spec.accepts_unchecked(call) or sum(r.meta.nbytes for r in made.values()) > 2**22:
+    if record.accepts_unchecked(call) or sum(r.meta.nbytes for r in made.values()) > 2**22:
         return
-    verdict = validate_call(spec, call)
+    verdict = validate_call(record, call)
     assert not verdict.violations
-    rest = spec.make_inputs(call, np.random.default_rng(0))
+    rest = record.make_inputs(call, np.random.default_rng(0))
     inputs = {
         n: None if m is None else made[n].array() if n in made else rest[n] for n, m in call.inputs.items()
     }
     outputs = {n: np.empty(m.shape, np.float64) for n, m in verdict.outputs.items() if m is not None}
-    spec.reference(inputs, call.attrs, outputs)
+    record.reference(inputs, call.attrs, outputs)
     for output, array in outputs.items():
         meta = verdict.outputs[output]
         assert isinstance(meta, TensorMeta)

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from npugrad.dtypes import DATA_DTYPES, DType, Format
 from npugrad.errors import MalformedTensor
+from npugrad.meta import INT64_MAX, MAX_RANK, CallMeta, TensorMeta
+from npugrad.operator import AttrParam, OpRecord, Param, TensorParam
 from npugrad.ops import OPERATORS, get_operator
 from npugrad.products import Product
-from npugrad.spec import INT64_MAX, MAX_RANK, AttrParam, CallMeta, OpSpec, Param, TensorMeta, TensorParam
 
 SHAPES = st.lists(st.integers(0, 5), max_size=6).map(tuple)
 
@@ -180,14 +181,14 @@ def test_calls_are_values_too() -> None:
             wrong()
 
 
-def test_records_list_their_parameters_in_c_order(spec: OpSpec) -> None:
-    kinds = [p.role if isinstance(p, TensorParam) else "attr" for p in spec.params]
-    assert kinds.index("output") == len(kinds) - len(spec.outputs)
-    by_kind: list[Param] = [*spec.inputs, *spec.attrs, *spec.outputs]
-    assert {p.name for p in by_kind} == {p.name for p in spec.params}
-    assert [spec.param_index(p.name) for p in spec.params] == list(range(len(spec.params)))
-    assert spec.rpc == spec.aclnn_name[len("aclnn") :]
-    for param in spec.params:
+def test_records_list_their_parameters_in_c_order(record: OpRecord) -> None:
+    kinds = [p.role if isinstance(p, TensorParam) else "attr" for p in record.params]
+    assert kinds.index("output") == len(kinds) - len(record.outputs)
+    by_kind: list[Param] = [*record.inputs, *record.attrs, *record.outputs]
+    assert {p.name for p in by_kind} == {p.name for p in record.params}
+    assert [record.param_index(p.name) for p in record.params] == list(range(len(record.params)))
+    assert record.rpc == record.aclnn_name[len("aclnn") :]
+    for param in record.params:
         assert param.name.islower()
         assert param.name.isidentifier()
         assert param.doc.endswith(".")
@@ -229,4 +230,4 @@ def test_operators_are_found_by_name() -> None:
         "group_norm_backward",
         "fused_floyd_attention_grad",
     ]
-    assert all(set(spec.products) <= set(Product) for spec in OPERATORS.values())
+    assert all(set(record.products) <= set(Product) for record in OPERATORS.values())

@@ -20,9 +20,9 @@ from npugrad.errors import (
     error_class,
     error_from_details,
 )
+from npugrad.meta import CallMeta
 from npugrad.ops import get_operator
 from npugrad.products import Product
-from npugrad.spec import CallMeta
 from npugrad.status import (
     MAX_MESSAGE_BYTES,
     MAX_STATUS_BYTES,
@@ -34,7 +34,7 @@ from npugrad.status import (
 from npugrad.validation import error_from_verdict, validate_call
 
 if TYPE_CHECKING:
-    from npugrad.spec import OpSpec
+    from npugrad.operator import OpRecord
 
 
 def _over_the_wire(error: NpugradError) -> NpugradError:
@@ -45,12 +45,12 @@ def _over_the_wire(error: NpugradError) -> NpugradError:
     return error_from_details(details)
 
 
-def _everything_null(spec: OpSpec) -> CallMeta:
-    legal = next(iter(spec.samples(next(iter(spec.products)))))
+def _everything_null(record: OpRecord) -> CallMeta:
+    legal = next(iter(record.samples(next(iter(record.products)))))
     return CallMeta(
         inputs=dict.fromkeys(legal.call.inputs),
         attrs=dict(legal.call.attrs),
-        outputs={p.name: None for p in spec.outputs},
+        outputs={p.name: None for p in record.outputs},
         product=legal.call.product,
     )
 
@@ -73,8 +73,8 @@ def test_every_reason_comes_back_as_its_class(row: ErrorRow) -> None:
     assert code_pb2.Code.Name(encode_status(error).code) == row.grpc_status
 
 
-def test_violations_of_a_call_that_breaks_much_fit_and_the_first_is_whole(spec: OpSpec) -> None:
-    error = error_from_verdict(spec, validate_call(spec, _everything_null(spec)))
+def test_violations_of_a_call_that_breaks_much_fit_and_the_first_is_whole(record: OpRecord) -> None:
+    error = error_from_verdict(record, validate_call(record, _everything_null(record)))
     back = _over_the_wire(error)
     assert isinstance(back, OperatorError)
     assert back.code == error.code
@@ -146,9 +146,9 @@ def test_operator_that_the_product_lacks_keeps_the_vendor_number() -> None:
         ("fused_floyd_attention_grad", 561003),
         ("multi_scale_deformable_attention_grad", 561103),
     ):
-        spec = get_operator(name)
-        call = CallMeta(dict.fromkeys(p.name for p in spec.inputs), {}, product=Product.ATLAS_TRAINING)
-        error = error_from_verdict(spec, validate_call(spec, call))
+        record = get_operator(name)
+        call = CallMeta(dict.fromkeys(p.name for p in record.inputs), {}, product=Product.ATLAS_TRAINING)
+        error = error_from_verdict(record, validate_call(record, call))
         assert grpc_status_name(error) == "UNIMPLEMENTED"
         back = _over_the_wire(error)
         assert isinstance(back, OperatorError)

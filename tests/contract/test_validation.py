@@ -27,7 +27,8 @@ from npugrad.products import Product
 from npugrad.validation import error_from_verdict, make_call, validate_call
 
 if TYPE_CHECKING:
-    from npugrad.spec import CallMeta, OpSpec
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
 
 CODE_ORDER = (FIND_KERNEL_ERROR, INNER_NULLPTR, PARAM_NULLPTR, PARAM_INVALID, TILING_ERROR)
 
@@ -157,24 +158,24 @@ def test_unknown_names_and_other_things_than_metas_are_type_errors(
 
 
 @pytest.mark.parametrize(
-    "spec", [pytest.param(spec, id=name) for name, spec in OPERATORS.items() if spec.attrs]
+    "record", [pytest.param(record, id=name) for name, record in OPERATORS.items() if record.attrs]
 )
-def test_a_missing_attribute_is_malformed_and_none_is_a_type_error(spec: OpSpec) -> None:
-    call = next(iter(spec.samples(Product.ATLAS_A2))).call
-    for param in spec.attrs:
+def test_a_missing_attribute_is_malformed_and_none_is_a_type_error(record: OpRecord) -> None:
+    call = next(iter(record.samples(Product.ATLAS_A2))).call
+    for param in record.attrs:
         without = {name: value for name, value in call.attrs.items() if name != param.name}
         with_none = {**without, param.name: None}
         if param.type == "bool_array":
-            assert make_call(spec, call.inputs, without).mask(param.name) is None
-            assert make_call(spec, call.inputs, with_none).mask(param.name) is None
+            assert make_call(record, call.inputs, without).mask(param.name) is None
+            assert make_call(record, call.inputs, with_none).mask(param.name) is None
             continue
         with pytest.raises(
-            MalformedRequest, match=f"{spec.name}: {param.name}: found nothing; expected"
+            MalformedRequest, match=f"{record.name}: {param.name}: found nothing; expected"
         ) as caught:
-            make_call(spec, call.inputs, without)
-        assert (caught.value.operator, caught.value.operand) == (spec.name, param.name)
-        with pytest.raises(TypeError, match=f"{spec.name}: {param.name}: found None; expected"):
-            make_call(spec, call.inputs, with_none)
+            make_call(record, call.inputs, without)
+        assert (caught.value.operator, caught.value.operand) == (record.name, param.name)
+        with pytest.raises(TypeError, match=f"{record.name}: {param.name}: found None; expected"):
+            make_call(record, call.inputs, with_none)
 
 
 @pytest.mark.parametrize("value", [2**63, -(2**63) - 1, 10**40, 2.0, 2.5, "2", True, np.bool_(True), [2], 2j])
@@ -228,13 +229,13 @@ def test_modes_by_name_and_number() -> None:
 
 
 def test_a_double_takes_numbers_only() -> None:
-    spec = OPERATORS["fused_floyd_attention_grad"]
-    inputs = next(iter(spec.samples(Product.ATLAS_A2))).call.inputs
+    record = OPERATORS["fused_floyd_attention_grad"]
+    inputs = next(iter(record.samples(Product.ATLAS_A2))).call.inputs
     for value in (1, 0.5, -0.0, np.float32(0.5), float("nan"), float("inf"), ml_dtypes.bfloat16(1)):
-        assert validate_call(spec, make_call(spec, inputs, {"scale_value": value})).status == 0
+        assert validate_call(record, make_call(record, inputs, {"scale_value": value})).status == 0
     for wrong in ("0.5", True, 10**400, 1j, [0.5, 1]):
         with pytest.raises(MalformedRequest, match=r"scale_value: found .*; expected a number"):
-            make_call(spec, inputs, {"scale_value": wrong})
+            make_call(record, inputs, {"scale_value": wrong})
 
 
 def test_a_null_mask_of_grid_sampler_succeeds_unchecked() -> None:
@@ -251,11 +252,11 @@ def test_a_null_mask_of_grid_sampler_succeeds_unchecked() -> None:
 
 
 def floyd(**changes: Any) -> Verdict:
-    spec = OPERATORS["fused_floyd_attention_grad"]
-    call = next(iter(spec.samples(Product.ATLAS_A2))).call
+    record = OPERATORS["fused_floyd_attention_grad"]
+    call = next(iter(record.samples(Product.ATLAS_A2))).call
     product = changes.pop("product", Product.ATLAS_A2)
     return npugrad.validate(
-        spec.name, inputs={**call.inputs, **changes}, attrs={"scale_value": 1.0}, product=product
+        record.name, inputs={**call.inputs, **changes}, attrs={"scale_value": 1.0}, product=product
     )
 
 
@@ -299,20 +300,20 @@ def test_the_message_counts_what_it_does_not_say() -> None:
     assert message == "group_norm_backward: mean: found null; expected a tensor (and 2 more)"
 
 
-def worst_call(spec: OpSpec, *, seed: int, null: bool) -> CallMeta:
+def worst_call(record: OpRecord, *, seed: int, null: bool) -> CallMeta:
     """A call with everything wrong that can be wrong together; the seed shuffles only how it is made."""
     shuffle = random.Random(seed).sample
-    last = spec.inputs[-1].name
+    last = record.inputs[-1].name
     metas = {
         p.name: None if null and p.name != last else TensorMeta("int16", (3,) * (9 - i % 3), "FRACTAL_NZ")
-        for i, p in enumerate(spec.inputs)
+        for i, p in enumerate(record.inputs)
     }
     wrong: dict[str, Any] = {"int64": -7, "double": float("nan"), "bool": True, "bool_array": (True,) * 5}
-    outputs = {p.name: None if null else TensorMeta("complex64", (2, 7)) for p in spec.outputs}
+    outputs = {p.name: None if null else TensorMeta("complex64", (2, 7)) for p in record.outputs}
     return make_call(
-        spec,
+        record,
         dict(shuffle(list(metas.items()), len(metas))),
-        dict(shuffle([(p.name, wrong[p.type]) for p in spec.attrs], len(spec.attrs))),
+        dict(shuffle([(p.name, wrong[p.type]) for p in record.attrs], len(record.attrs))),
         dict(shuffle(list(outputs.items()), len(outputs))),
         Product.ATLAS_A2,
     )
@@ -323,29 +324,30 @@ def summary(verdict: Verdict) -> list[tuple[str, int, str, str]]:
 
 
 @pytest.mark.parametrize("null", [False, True], ids=["wrong", "null"])
-def test_a_call_that_breaks_everything_always_gives_the_same_answer(spec: OpSpec, null: bool) -> None:
-    first = validate_call(spec, worst_call(spec, seed=0, null=null))
+def test_a_call_that_breaks_everything_always_gives_the_same_answer(record: OpRecord, null: bool) -> None:
+    first = validate_call(record, worst_call(record, seed=0, null=null))
     assert len(first.violations) >= 4
     ranks = [CODE_ORDER.index(v.code) for v in first.violations]
     assert ranks == sorted(ranks)
-    order = {constraint.id: i for i, constraint in enumerate(spec.constraints)}
+    order = {constraint.id: i for i, constraint in enumerate(record.constraints)}
     for code in CODE_ORDER:
         positions = [order[v.id] for v in first.violations if v.code == code]
         assert positions == sorted(positions)
     for seed in range(1, 201):
-        again = validate_call(spec, worst_call(spec, seed=seed, null=null))
+        again = validate_call(record, worst_call(record, seed=seed, null=null))
         assert (again.status, summary(again)) == (first.status, summary(first))
 
 
 _IN_ANOTHER_PROCESS = """
 from npugrad import OPERATORS, TensorMeta
-from npugrad.spec import CallMeta
+from npugrad.meta import CallMeta
 from npugrad.validation import validate_call
-for spec in OPERATORS.values():
-    metas = {p.name: TensorMeta("int16", (3, 5), "FRACTAL_NZ") for p in spec.inputs}
+for record in OPERATORS.values():
+    metas = {p.name: TensorMeta("int16", (3, 5), "FRACTAL_NZ") for p in record.inputs}
     wrong = {"int64": -7, "double": 1.0, "bool": True, "bool_array": (True,) * 5}
-    call = CallMeta(metas, {p.name: wrong[p.type] for p in spec.attrs}, {p.name: None for p in spec.outputs})
-    print(spec.name, [(v.id, v.found, v.expected) for v in validate_call(spec, call).violations])
+    attrs = {p.name: wrong[p.type] for p in record.attrs}
+    call = CallMeta(metas, attrs, {p.name: None for p in record.outputs})
+    print(record.name, [(v.id, v.found, v.expected) for v in validate_call(record, call).violations])
 """
 
 

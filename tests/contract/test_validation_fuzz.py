@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from npugrad.dtypes import DType, Format
 from npugrad.error_table import BY_CODE
 from npugrad.errors import MalformedTensor
+from npugrad.meta import CallMeta, TensorMeta
+from npugrad.operator import AttrParam, OpRecord
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
-from npugrad.spec import AttrParam, CallMeta, OpSpec, TensorMeta
 from npugrad.validation import validate_call
 
 if TYPE_CHECKING:
@@ -52,11 +53,11 @@ def metas(draw: st.DrawFn) -> TensorMeta | None:
 @st.composite
 def nonsense(draw: st.DrawFn, operator: str) -> CallMeta:
     """Anything in every place."""
-    spec = OPERATORS[operator]
+    record = OPERATORS[operator]
     return CallMeta(
-        inputs={p.name: draw(metas()) for p in spec.inputs},
-        attrs={p.name: draw(VALUES[p.type]) for p in spec.attrs},
-        outputs={p.name: draw(metas()) for p in spec.outputs if draw(st.booleans())},
+        inputs={p.name: draw(metas()) for p in record.inputs},
+        attrs={p.name: draw(VALUES[p.type]) for p in record.attrs},
+        outputs={p.name: draw(metas()) for p in record.outputs if draw(st.booleans())},
         product=draw(st.sampled_from(list(Product))),
     )
 
@@ -64,15 +65,15 @@ def nonsense(draw: st.DrawFn, operator: str) -> CallMeta:
 @st.composite
 def almost_legal(draw: st.DrawFn, operator: str) -> CallMeta:
     """A legal call with up to three operands or attributes, or something of them, replaced by anything."""
-    spec = OPERATORS[operator]
-    calls = [sample.call for sample in spec.samples(draw(st.sampled_from(list(spec.products))))]
+    record = OPERATORS[operator]
+    calls = [sample.call for sample in record.samples(draw(st.sampled_from(list(record.products))))]
     call = calls[draw(st.integers(0, len(calls) - 1))]
     for _ in range(draw(st.integers(0, 3))):
-        param = spec.params[draw(st.integers(0, len(spec.params) - 1))]
+        param = record.params[draw(st.integers(0, len(record.params) - 1))]
         if isinstance(param, AttrParam):
             call = call.with_attrs(**{param.name: draw(VALUES[param.type])})
         elif param.role == "output":
-            inferred = validate_call(spec, call).outputs.get(param.name)
+            inferred = validate_call(record, call).outputs.get(param.name)
             call = call.with_outputs(**{param.name: draw(changed(inferred))})
         else:
             call = call.with_inputs(**{param.name: draw(changed(call.inputs[param.name]))})
@@ -99,24 +100,24 @@ def changed(draw: st.DrawFn, meta: TensorMeta | None) -> TensorMeta | None:
         return meta
 
 
-def check_verdict(spec: OpSpec, call: CallMeta) -> None:
-    verdict = validate_call(spec, call)
+def check_verdict(record: OpRecord, call: CallMeta) -> None:
+    verdict = validate_call(record, call)
     if verdict.violations:
         assert verdict.status == verdict.violations[0].code
         assert verdict.status in BY_CODE
         assert dict(verdict.outputs) == {}
         assert len({v.id for v in verdict.violations}) == len(verdict.violations)
-        assert all(v.found and v.expected and v.message(spec.name).isascii() for v in verdict.violations)
-        assert call.product in spec.products or len(verdict.violations) == 1
+        assert all(v.found and v.expected and v.message(record.name).isascii() for v in verdict.violations)
+        assert call.product in record.products or len(verdict.violations) == 1
         return
     assert verdict.status == 0
-    assert call.product in spec.products
-    check_outputs(spec, call, verdict.outputs)
+    assert call.product in record.products
+    check_outputs(record, call, verdict.outputs)
 
 
-def check_outputs(spec: OpSpec, call: CallMeta, outputs: Mapping[str, TensorMeta | None]) -> None:
-    assert list(outputs) == [p.name for p in spec.outputs]
-    for param in spec.outputs:
+def check_outputs(record: OpRecord, call: CallMeta, outputs: Mapping[str, TensorMeta | None]) -> None:
+    assert list(outputs) == [p.name for p in record.outputs]
+    for param in record.outputs:
         meta, mask = outputs[param.name], call.mask() if param.masked_by is not None else None
         wanted = param.masked_by is None or (mask is not None and mask[param.masked_by])
         assert (meta is not None) == wanted
@@ -134,11 +135,11 @@ FUZZ = settings(
 
 @given(data=st.data())
 @FUZZ
-def test_nonsense_gets_a_verdict(spec: OpSpec, data: st.DataObject) -> None:
-    check_verdict(spec, data.draw(nonsense(spec.name)))
+def test_nonsense_gets_a_verdict(record: OpRecord, data: st.DataObject) -> None:
+    check_verdict(record, data.draw(nonsense(record.name)))
 
 
 @given(data=st.data())
 @FUZZ
-def test_almost_legal_calls_get_a_verdict(spec: OpSpec, data: st.DataObject) -> None:
-    check_verdict(spec, data.draw(almost_legal(spec.name)))
+def test_almost_legal_calls_get_a_verdict(record: OpRecord, data: st.DataObject) -> None:
+    check_verdict(record, data.draw(almost_legal(record.name)))

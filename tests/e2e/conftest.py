@@ -81,7 +81,7 @@ def client(victim: ServerProcess) -> Iterator[Client]:
 @pytest.fixture(scope="session")
 def legal() -> Mapping[str, Sample]:
     """One legal call of each operator, with data; not to be changed."""
-    return {spec.name: fill(spec, spec.build()) for spec in OPERATORS.values()}
+    return {record.name: fill(record, record.build()) for record in OPERATORS.values()}
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def unharmed(victim: ServerProcess, watch: grpc.Channel) -> Iterator[None]:
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
     made = sample()
     assert call_execute(watch, made.frames()).contents == made.reference()
-    contents = call_unary(watch, made.spec, made.message()).contents
+    contents = call_unary(watch, made.record, made.message()).contents
     assert {name: content.data for name, content in contents.items()} == made.reference()
     log = victim.log_text()
     assert "unexpected error" not in log

@@ -16,8 +16,8 @@ from tests import operators
 from tests.calls import call_execute, call_unary, chunk, cpu_results, failure_of
 
 from npugrad import codec, layout
+from npugrad.meta import TensorMeta
 from npugrad.ops import OPERATORS
-from npugrad.spec import TensorMeta
 from npugrad.v1 import backward_pb2, backward_pb2_grpc, server_pb2, server_pb2_grpc, validation_pb2_grpc
 
 if TYPE_CHECKING:
@@ -28,20 +28,21 @@ if TYPE_CHECKING:
     from tests.fix_server import ServerProcess
 
     from npugrad.errors import NpugradError
-    from npugrad.spec import CallMeta, OpSpec
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
 
     Array = npt.NDArray[Any]
     Operands = Mapping[str, Array | None]
     Frames = Iterable[backward_pb2.ExecuteRequest]
 
-SPECS = list(OPERATORS.values())
+RECORDS = list(OPERATORS.values())
 MSDA, GRID_SAMPLER, GROUP_NORM, FLOYD = (
     operators.MSDA,
     operators.GRID_SAMPLER,
     operators.GROUP_NORM,
     operators.FLOYD,
 )
-each_operator = pytest.mark.parametrize("spec", SPECS, ids=list(OPERATORS))
+each_operator = pytest.mark.parametrize("record", RECORDS, ids=list(OPERATORS))
 CALL_TIMEOUT_S = 60.0
 _PAUSE_S = 0.02
 VICTIM_INPUT_ARENA, VICTIM_OUTPUT_ARENA = 64 * 2**20, 32 * 2**20
@@ -63,10 +64,10 @@ def own_threads() -> dict[str, str]:
 # ------------------------------------------------------------------------------------------- results
 
 
-def local_results(spec: OpSpec, call: CallMeta, operands: Operands) -> dict[str, Array | None]:
+def local_results(record: OpRecord, call: CallMeta, operands: Operands) -> dict[str, Array | None]:
     """What the CPU backend computes in this process, into arrays of the outputs' own types."""
-    metas = spec.infer(call)
-    wanted = cpu_results(spec, call, operands, metas)
+    metas = record.infer(call)
+    wanted = cpu_results(record, call, operands, metas)
     return {name: wanted.get(name) for name in metas}
 
 
@@ -90,9 +91,9 @@ def _bits(array: Array) -> Array:
     return np.ascontiguousarray(array).reshape(-1).view(f"u{array.itemsize}")
 
 
-def outputs_of(spec: OpSpec, result: Any) -> dict[str, Any]:
+def outputs_of(record: OpRecord, result: Any) -> dict[str, Any]:
     """Outputs of a typed result by name."""
-    return {param.name: getattr(result, param.name) for param in spec.outputs}
+    return {param.name: getattr(result, param.name) for param in record.outputs}
 
 
 # ------------------------------------------------------------------------------------------- layouts
@@ -156,9 +157,9 @@ class Wire:
             server_pb2_grpc.ServerServiceStub(channel),
         )
 
-    def unary(self, spec: OpSpec, message: Any) -> Any:
+    def unary(self, record: OpRecord, message: Any) -> Any:
         """The typed response of a unary call."""
-        return getattr(self.backward, spec.rpc)(message, timeout=CALL_TIMEOUT_S)
+        return getattr(self.backward, record.rpc)(message, timeout=CALL_TIMEOUT_S)
 
     def execute(self, frames: Frames) -> tuple[Any, dict[str, Array | None]]:
         """The typed response and the results of a streamed call."""
@@ -169,13 +170,13 @@ class Wire:
         return self.server.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=CALL_TIMEOUT_S)
 
 
-def header(spec: OpSpec, message: Any) -> backward_pb2.ExecuteRequest:
+def header(record: OpRecord, message: Any) -> backward_pb2.ExecuteRequest:
     """The first frame of a streamed call."""
-    return backward_pb2.ExecuteRequest(header=codec.wrap(backward_pb2.ExecuteHeader(), spec, message))
+    return backward_pb2.ExecuteRequest(header=codec.wrap(backward_pb2.ExecuteHeader(), record, message))
 
 
 def encode(
-    spec: OpSpec,
+    record: OpRecord,
     call: CallMeta,
     packed: Mapping[str, tuple[TensorMeta, memoryview]],
     *,
@@ -185,7 +186,7 @@ def encode(
     metas = {name: packed[name][0] if name in packed else None for name in call.inputs}
     contents = {name: content for name, (_, content) in packed.items()}
     return codec.encode_request(
-        metas, contents, spec, call.attrs, call.outputs, chunk_from_bytes=chunk_from_bytes
+        metas, contents, record, call.attrs, call.outputs, chunk_from_bytes=chunk_from_bytes
     )
 
 
@@ -204,10 +205,10 @@ def received(frames: Iterator[backward_pb2.ExecuteResponse]) -> tuple[Any, dict[
     """The typed response of a streamed reply and its results; every announced byte came once, in order."""
     first = next(frames)
     assert first.WhichOneof("frame") == "header"
-    spec, message = codec.unwrap(first.header)
-    result = codec.decode_response(spec, message)
+    record, message = codec.unwrap(first.header)
+    result = codec.decode_response(record, message)
     pending = {
-        spec.param_index(name): bytearray()
+        record.param_index(name): bytearray()
         for name, content in result.contents.items()
         if content.data is None
     }
@@ -223,26 +224,26 @@ def received(frames: Iterator[backward_pb2.ExecuteResponse]) -> tuple[Any, dict[
             arrays[name] = None
             continue
         data = result.contents[name].data
-        whole = pending[spec.param_index(name)] if data is None else data
+        whole = pending[record.param_index(name)] if data is None else data
         assert len(whole) == result.contents[name].nbytes == meta.content_bytes
         arrays[name] = layout.view(meta, whole)
     return message, arrays
 
 
-def unary_results(spec: OpSpec, message: Any) -> dict[str, Array | None]:
+def unary_results(record: OpRecord, message: Any) -> dict[str, Array | None]:
     """The results of a unary response."""
-    result = codec.decode_response(spec, message)
+    result = codec.decode_response(record, message)
     return {
         name: None if meta is None else layout.view(meta, result.contents[name].data or b"")
         for name, meta in result.metas.items()
     }
 
 
-def both_ways(channel: grpc.Channel, spec: OpSpec, message: Any) -> list[NpugradError]:
+def both_ways(channel: grpc.Channel, record: OpRecord, message: Any) -> list[NpugradError]:
     """How a message is refused as a unary call and as the header of a stream."""
     failures = [
-        failure_of(lambda: call_unary(channel, spec, message)),
-        failure_of(lambda: call_execute(channel, [header(spec, message)])),
+        failure_of(lambda: call_unary(channel, record, message)),
+        failure_of(lambda: call_execute(channel, [header(record, message)])),
     ]
     return [failure.error for failure in failures]
 

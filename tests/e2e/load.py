@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
     from tests.e2e.harness import Array
 
-    from npugrad.spec import CallMeta, OpSpec
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
 
 CALL_TIMEOUT_S = 90.0
 _RETRY_WAIT_S = 0.1
@@ -41,14 +42,14 @@ class Work:
     """One call whose results are known.
 
     Attributes:
-        spec: The operator.
+        record: The operator.
         operands: Its data.
         attrs: Its attributes.
         expected: What must come back, bit for bit.
         stream_from_bytes: Forces it to be unary or streamed.
     """
 
-    spec: OpSpec
+    record: OpRecord
     operands: Mapping[str, Array | None]
     attrs: Mapping[str, Any]
     expected: Mapping[str, Array | None]
@@ -56,16 +57,16 @@ class Work:
 
     def send(self, client: Client, label: str = "") -> Any:
         """The typed result."""
-        return getattr(client, self.spec.name)(**self.operands, **self.attrs, label=label)
+        return getattr(client, self.record.name)(**self.operands, **self.attrs, label=label)
 
     def is_right(self, result: Any) -> bool:
         """Whether a result is the expected one."""
-        return not differences(self.expected, outputs_of(self.spec, result))
+        return not differences(self.expected, outputs_of(self.record, result))
 
 
 def mixed_work() -> list[Work]:
     """All operators in all dtypes, some kilobytes to some megabytes, unary and streamed; in a mixed order."""
-    small: list[tuple[OpSpec, CallMeta]] = []
+    small: list[tuple[OpRecord, CallMeta]] = []
     for dtype in ("float32", "float16", "bfloat16"):
         small += [
             (GROUP_NORM, GROUP_NORM.build(dtype=dtype)),
@@ -82,15 +83,15 @@ def mixed_work() -> list[Work]:
     ]
     rng = np.random.default_rng(20)
     made = [
-        _work(spec, call, way, rng) for spec, call in small for way in (UNARY, STREAMED) for _ in range(2)
+        _work(record, call, way, rng) for record, call in small for way in (UNARY, STREAMED) for _ in range(2)
     ]
-    made += [_work(spec, call, way, rng) for spec, call in large for way in (UNARY, STREAMED)]
+    made += [_work(record, call, way, rng) for record, call in large for way in (UNARY, STREAMED)]
     return [made[index] for index in rng.permutation(len(made))]
 
 
-def _work(spec: OpSpec, call: CallMeta, stream_from_bytes: int, rng: np.random.Generator) -> Work:
-    operands = spec.make_inputs(call, rng)
-    return Work(spec, operands, call.attrs, local_results(spec, call, operands), stream_from_bytes)
+def _work(record: OpRecord, call: CallMeta, stream_from_bytes: int, rng: np.random.Generator) -> Work:
+    operands = record.make_inputs(call, rng)
+    return Work(record, operands, call.attrs, local_results(record, call, operands), stream_from_bytes)
 
 
 @dataclass
@@ -232,7 +233,7 @@ class Load:
 
     def _lose(self, work: Work, why: str) -> None:
         with self._progress:
-            self.counts.failed.append(f"{work.spec.name}: {why}")
+            self.counts.failed.append(f"{work.record.name}: {why}")
 
     def _count(self, work: Work, result: Any, right: bool) -> None:
         if result is None:
@@ -240,4 +241,4 @@ class Load:
         self.counts.right += right
         self.counts.wrong += not right
         self.counts.rerun += right and result.info.attempts > 1
-        self.counts.by_operator[work.spec.name] += right
+        self.counts.by_operator[work.record.name] += right

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 
 import grpc
-from tests.e2e.harness import FLOYD, GROUP_NORM, SPECS
+from tests.e2e.harness import FLOYD, GROUP_NORM, RECORDS
 from tests.e2e.npu_load import WIDE
 
 NONE, ONE, TWO = range(1), range(1, 2), range(2, 3)
@@ -19,7 +19,7 @@ UP_TO_ONE, UP_TO_TWO, UP_TO_FOUR, SOME = range(2), range(1, 3), range(5), range(
 
 PLAN, RUN = f"{GROUP_NORM.aclnn_name}GetWorkspaceSize", GROUP_NORM.aclnn_name
 WAIT = "aclrtSynchronizeStreamWithTimeout"
-ALL = tuple(spec.name for spec in SPECS)
+ALL = tuple(record.name for record in RECORDS)
 SMALL = tuple(name for name in ALL if name != FLOYD.name)
 QUICK = (
     *("--streams-per-device", "2", "--hang-grace-s", "1", "--run-limit-s", "5"),

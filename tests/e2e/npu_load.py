@@ -51,14 +51,14 @@ class Work:
     @property
     def operator(self) -> str:
         """Name of the operator."""
-        return self.sample.spec.name
+        return self.sample.record.name
 
     def send(self, channel: grpc.Channel, timeout_s: float | None) -> tuple[Mapping[str, Any], ExecutionInfo]:
         """Contents of the outputs, and what produced them."""
         if self.streamed:
             reply = call_execute(channel, self.sample.frames(), timeout=timeout_s)
             return reply.contents, reply.result.info
-        result = call_unary(channel, self.sample.spec, self.sample.message(), timeout=timeout_s)
+        result = call_unary(channel, self.sample.record, self.sample.message(), timeout=timeout_s)
         return {name: content.data for name, content in result.contents.items()}, result.info
 
     def is_right(self, contents: Mapping[str, Any]) -> bool:
@@ -68,7 +68,7 @@ class Work:
             compare(
                 self.golden[name],
                 view(meta, contents[name]),
-                sample.spec.extra_tolerance(sample.arrays, sample.call.attrs, name),
+                sample.record.extra_tolerance(sample.arrays, sample.call.attrs, name),
             ).ok
             for name, meta in sample.outputs.items()
         )
@@ -99,12 +99,12 @@ def works() -> Mapping[str, tuple[Work, ...]]:
     }
 
 
-_SPECS = {spec.name: spec for spec in (GROUP_NORM, GRID_SAMPLER, MSDA, FLOYD)}
+_SPECS = {record.name: record for record in (GROUP_NORM, GRID_SAMPLER, MSDA, FLOYD)}
 
 
 def _work(sample: Sample, *, streamed: bool) -> Work:
     golden = {name: np.zeros(meta.shape) for name, meta in sample.outputs.items()}
-    sample.spec.reference(sample.arrays, sample.call.attrs, golden)
+    sample.record.reference(sample.arrays, sample.call.attrs, golden)
     return Work(sample, golden, streamed)
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 CALLS, THREADS = 64, 4
 _COUNTED = re.compile(r"^npugrad_(\w+?)(?:_total)?\{(.*)\} (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
-_METHODS = {"Execute", *(spec.rpc for spec in OPERATORS.values())}
+_METHODS = {"Execute", *(record.rpc for record in OPERATORS.values())}
 
 
 class Watch:

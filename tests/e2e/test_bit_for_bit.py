@@ -50,7 +50,8 @@ if TYPE_CHECKING:
     from tests.e2e.harness import Array
     from tests.fix_server import StartServer
 
-    from npugrad.spec import CallMeta, OpSpec
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
 
 FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 INDICES = (DType.INT32, DType.INT64)
@@ -70,12 +71,12 @@ class Case:
 
     Attributes:
         id: For the test's name; begins with the operator.
-        spec: Its operator.
+        record: Its operator.
         call: Its metas, contiguous, and attributes.
     """
 
     id: str
-    spec: OpSpec
+    record: OpRecord
     call: CallMeta
 
     def operands(self) -> dict[str, Array | None]:
@@ -89,8 +90,8 @@ class Case:
 
 @lru_cache(maxsize=64)
 def _operands_and_results(case: Case) -> tuple[dict[str, Array | None], dict[str, Array | None]]:
-    operands = case.spec.make_inputs(case.call, np.random.default_rng(zlib.crc32(case.id.encode())))
-    return operands, local_results(case.spec, case.call, operands)
+    operands = case.record.make_inputs(case.call, np.random.default_rng(zlib.crc32(case.id.encode())))
+    return operands, local_results(case.record, case.call, operands)
 
 
 def _bits(mask: tuple[bool, ...] | None) -> str:
@@ -138,10 +139,10 @@ def floyd_cases() -> Iterator[Case]:
 
 def sample_cases() -> Iterator[Case]:
     """Every sample of every record: empty tensors, rank 0 and 8, limits, declared outputs."""
-    for spec in OPERATORS.values():
-        for sample in spec.samples(Product.ATLAS_A2):
+    for record in OPERATORS.values():
+        for sample in record.samples(Product.ATLAS_A2):
             metas = {n: None if m is None else m.contiguous() for n, m in sample.call.inputs.items()}
-            yield Case(f"{spec.name}-sample-{sample.name}", spec, sample.call.with_inputs(**metas))
+            yield Case(f"{record.name}-sample-{sample.name}", record, sample.call.with_inputs(**metas))
 
 
 def _retyped(call: CallMeta, name: str, dtype: DType) -> Any:
@@ -176,7 +177,7 @@ LARGE = [
 def over(first: str, second: str, cases: list[Case]) -> pytest.MarkDecorator:
     """Every case over the first transport, every third over the second, but none of Floyd's."""
     pairs = [(case, first) for case in cases]
-    pairs += [(case, second) for case in cases[::3] if case.spec is not FLOYD]
+    pairs += [(case, second) for case in cases[::3] if case.record is not FLOYD]
     ids = [f"{case.id}-{transport}" for case, transport in pairs]
     return pytest.mark.parametrize(("case", "transport"), pairs, ids=ids)
 
@@ -225,12 +226,12 @@ def target(transport: str, targets: Mapping[str, Target]) -> Target:
 
 def typed(client: Client, case: Case, operands: Mapping[str, Any]) -> dict[str, Any]:
     """Results of the client's typed method; what produced them is told truly."""
-    result = getattr(client, case.spec.name)(**operands, **case.call.attrs, out=dict(case.call.outputs))
+    result = getattr(client, case.record.name)(**operands, **case.call.attrs, out=dict(case.call.outputs))
     info = result.info
     assert (info.backend, info.device) == (cpu_backend().name, "cpu:0")
     assert (info.simulated, info.attempts) == (False, 1)
     assert info.product is Product.ATLAS_A2
-    return outputs_of(case.spec, result)
+    return outputs_of(case.record, result)
 
 
 # ------------------------------------------------------------------------------------------------- tests
@@ -244,9 +245,9 @@ def test_every_call_comes_back_bit_for_bit(case: Case, target: Target, tally: Re
         for n, a in operands.items()
         if a is not None
     }
-    message, follow = encode(case.spec, case.call, packed, chunk_from_bytes=1)
+    message, follow = encode(case.record, case.call, packed, chunk_from_bytes=1)
     chunk_bytes = ODD_CHUNK_BYTES * (1 + max((len(d) for _, d in follow), default=0) // 2**17)
-    frames = [header(case.spec, message), *interleaved(follow, chunk_bytes)]
+    frames = [header(case.record, message), *interleaved(follow, chunk_bytes)]
     found = {
         "unary": typed(target.unary, case, operands),
         "streamed": typed(target.streamed, case, operands),
@@ -267,15 +268,17 @@ def test_a_foreign_layout_changes_no_bit(case: Case, kind: str, target: Target, 
         operands = {
             name: a if a is None or name in INDEX_OPERANDS else expanded(a) for name, a in operands.items()
         }
-        expected = local_results(case.spec, case.call, operands)
+        expected = local_results(case.record, case.call, operands)
     rng = np.random.default_rng(7)
     packed = {name: wire_layout(a, kind, rng) for name, a in operands.items() if a is not None}
     if kind != "contiguous":
         assert not all(meta.is_contiguous for meta, _ in packed.values())
-    message, _ = encode(case.spec, case.call, packed)
-    assert differences(expected, unary_results(case.spec, target.wire.unary(case.spec, message))) == []
-    message, follow = encode(case.spec, case.call, packed, chunk_from_bytes=64)
-    _, results = target.wire.execute([header(case.spec, message), *interleaved(follow, 64 * ODD_CHUNK_BYTES)])
+    message, _ = encode(case.record, case.call, packed)
+    assert differences(expected, unary_results(case.record, target.wire.unary(case.record, message))) == []
+    message, follow = encode(case.record, case.call, packed, chunk_from_bytes=64)
+    _, results = target.wire.execute(
+        [header(case.record, message), *interleaved(follow, 64 * ODD_CHUNK_BYTES)]
+    )
     assert differences(expected, results) == []
     tally("bit for bit: calls compared", 2)
 
@@ -285,7 +288,7 @@ def test_a_foreign_layout_changes_no_bit(case: Case, kind: str, target: Target, 
 def test_any_array_of_the_caller_changes_no_bit(case: Case, kind: str, target: Target, tally: Report) -> None:
     """Views as NumPy users have them, through the client, which packs what cannot travel as it is."""
     operands = {name: None if a is None else _as_view(a, kind) for name, a in case.operands().items()}
-    expected = local_results(case.spec, case.call, operands) if kind == "broadcast" else case.results()
+    expected = local_results(case.record, case.call, operands) if kind == "broadcast" else case.results()
     for client in (target.unary, target.streamed):
         assert differences(expected, typed(client, case, operands)) == []
     tally("bit for bit: calls compared", 2)
@@ -316,9 +319,9 @@ def test_calls_of_many_chunks_come_back_bit_for_bit(case: Case, target: Target, 
     packed = {
         n: wire_layout(a, "reversed", np.random.default_rng(0)) for n, a in operands.items() if a is not None
     }
-    message, follow = encode(case.spec, case.call, packed, chunk_from_bytes=1)
+    message, follow = encode(case.record, case.call, packed, chunk_from_bytes=1)
     _, results = target.wire.execute(
-        [header(case.spec, message), *interleaved(follow, codec.MAX_CHUNK_BYTES)]
+        [header(case.record, message), *interleaved(follow, codec.MAX_CHUNK_BYTES)]
     )
     assert differences(expected, results) == []
     tally("bit for bit: calls compared", 3)

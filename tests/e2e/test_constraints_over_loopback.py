@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from tests.e2e.conftest import Report
 
     from npugrad.errors import Violation
-    from npugrad.spec import CallMeta, Constraint, OpSpec, Sample, Verdict
+    from npugrad.meta import CallMeta
+    from npugrad.operator import Constraint, OpRecord, Sample, Verdict
 
 UNARY_BYTES = 2**20
 """Calls with less data are also sent whole."""
@@ -44,16 +45,16 @@ SAMPLES = {Product.ATLAS_A2: 4}
 contract take them all."""
 
 EACH = [
-    pytest.param(spec, product, constraint, id=f"{name}-{product}-{constraint.id}")
-    for name, spec in OPERATORS.items()
-    for product in spec.products
-    for constraint in spec.constraints
+    pytest.param(record, product, constraint, id=f"{name}-{product}-{constraint.id}")
+    for name, record in OPERATORS.items()
+    for product in record.products
+    for constraint in record.constraints
     if constraint.applies(product)
 ]
 EACH_PRODUCT = [
-    pytest.param(spec, product, id=f"{name}-{product}")
-    for name, spec in OPERATORS.items()
-    for product in spec.products
+    pytest.param(record, product, id=f"{name}-{product}")
+    for name, record in OPERATORS.items()
+    for product in record.products
 ]
 
 
@@ -79,15 +80,15 @@ def spread(samples: list[tuple[Sample, CallMeta]], count: int) -> list[tuple[Sam
 # ------------------------------------------------------------------------------------------- three ways
 
 
-def request(spec: OpSpec, call: CallMeta, content: str) -> Any:
+def request(record: OpRecord, call: CallMeta, content: str) -> Any:
     """The typed request of a call.
 
     Args:
-        spec: The operator.
+        record: The operator.
         call: Legal or not.
         content: ``"none"``, ``"zeros"`` or ``"announced"`` for chunks that never come.
     """
-    message, _ = codec.encode_request(call.inputs, {}, spec, call.attrs, call.outputs)
+    message, _ = codec.encode_request(call.inputs, {}, record, call.attrs, call.outputs)
     for name, meta in call.inputs.items():
         if meta is None or content == "none":
             continue
@@ -98,19 +99,19 @@ def request(spec: OpSpec, call: CallMeta, content: str) -> Any:
     return message
 
 
-def validate(wire: Wire, spec: OpSpec, call: CallMeta) -> validation_pb2.ValidateResponse:
+def validate(wire: Wire, record: OpRecord, call: CallMeta) -> validation_pb2.ValidateResponse:
     """What `Validate` says, for the call's product whatever the server's."""
-    call_header = codec.wrap(backward_pb2.ExecuteHeader(), spec, request(spec, call, "none"))
+    call_header = codec.wrap(backward_pb2.ExecuteHeader(), record, request(record, call, "none"))
     message = validation_pb2.ValidateRequest(call=call_header, product=call.product.wire)  # type: ignore[arg-type]
     return wire.validation.Validate(message, timeout=CALL_TIMEOUT_S)
 
 
-def refused_execute(wire: Wire, spec: OpSpec, call: CallMeta) -> grpc.RpcError:
+def refused_execute(wire: Wire, record: OpRecord, call: CallMeta) -> grpc.RpcError:
     """How a header is refused while its payload is still to come: the client's side stays open."""
     answered = threading.Event()
 
     def frames() -> Iterator[backward_pb2.ExecuteRequest]:
-        yield header(spec, request(spec, call, "announced"))
+        yield header(record, request(record, call, "announced"))
         answered.wait(CALL_TIMEOUT_S)
 
     stream = wire.backward.Execute(frames(), timeout=CALL_TIMEOUT_S)
@@ -122,10 +123,10 @@ def refused_execute(wire: Wire, spec: OpSpec, call: CallMeta) -> grpc.RpcError:
     return caught.value
 
 
-def refused_unary(wire: Wire, spec: OpSpec, call: CallMeta, content: str) -> grpc.RpcError:
+def refused_unary(wire: Wire, record: OpRecord, call: CallMeta, content: str) -> grpc.RpcError:
     """How a unary call is refused."""
     with pytest.raises(grpc.RpcError) as caught:
-        wire.unary(spec, request(spec, call, content))
+        wire.unary(record, request(record, call, content))
     return caught.value
 
 
@@ -153,9 +154,9 @@ def assert_validated(response: validation_pb2.ValidateResponse, expected: Verdic
     assert not response.HasField("workspace_bytes")  # no device here can tell it
 
 
-def assert_refused(error: Any, spec: OpSpec, expected: Verdict) -> None:
+def assert_refused(error: Any, record: OpRecord, expected: Verdict) -> None:
     """A status says what the validator says: gRPC status, ErrorInfo, field violations, within 4 KiB."""
-    local = error_from_verdict(spec, expected)
+    local = error_from_verdict(record, expected)
     first = expected.violations[0]
     row = BY_REASON[local.reason]
     assert error.code().name == row.grpc_status
@@ -171,7 +172,7 @@ def assert_refused(error: Any, spec: OpSpec, expected: Verdict) -> None:
     assert status.details[1].Unpack(bad_request)
     assert (info.reason, info.domain) == (row.reason, DOMAIN)
     assert dict(info.metadata) == {
-        "operator": spec.name,
+        "operator": record.name,
         "code": str(first.code),
         "constraint": first.id,
         "source": "validator",
@@ -182,7 +183,7 @@ def assert_refused(error: Any, spec: OpSpec, expected: Verdict) -> None:
     entry = bad_request.field_violations[0]
     assert entry.field == ",".join(first.operands)
     assert entry.description == f"found {first.found}; expected {first.expected}"
-    assert_translated(translate(error, Attempt(spec.name, "loopback")), local, first)
+    assert_translated(translate(error, Attempt(record.name, "loopback")), local, first)
 
 
 def assert_translated(raised: Exception, local: OperatorError, first: Violation) -> None:
@@ -198,61 +199,61 @@ def assert_translated(raised: Exception, local: OperatorError, first: Violation)
 # ------------------------------------------------------------------------------------------------- tests
 
 
-@pytest.mark.parametrize(("spec", "product"), EACH_PRODUCT)
+@pytest.mark.parametrize(("record", "product"), EACH_PRODUCT)
 def test_legal_samples_are_valid(
-    spec: OpSpec, product: Product, servers: Mapping[Product, Wire], tally: Report
+    record: OpRecord, product: Product, servers: Mapping[Product, Wire], tally: Report
 ) -> None:
-    for sample in spec.samples(product):
-        expected = validate_call(spec, sample.call)
+    for sample in record.samples(product):
+        expected = validate_call(record, sample.call)
         assert expected.status == 0, sample.name
-        assert_validated(validate(servers[product], spec, sample.call), expected, product)
+        assert_validated(validate(servers[product], record, sample.call), expected, product)
         tally("constraints over loopback: legal samples validated", 1)
 
 
-@pytest.mark.parametrize(("spec", "product", "constraint"), EACH)
+@pytest.mark.parametrize(("record", "product", "constraint"), EACH)
 def test_a_constraint_proves_itself_over_loopback(
-    spec: OpSpec, product: Product, constraint: Constraint, servers: Mapping[Product, Wire], tally: Report
+    record: OpRecord, product: Product, constraint: Constraint, servers: Mapping[Product, Wire], tally: Report
 ) -> None:
-    broken = [(sample, constraint.violate(sample.call)) for sample in spec.samples(product)]
+    broken = [(sample, constraint.violate(sample.call)) for sample in record.samples(product)]
     proofs = spread([(s, call) for s, call in broken if call is not None], SAMPLES.get(product, 2))
     assert proofs, "no sample can show it"
     for sample, call in proofs:
-        expected = validate_call(spec, call)
+        expected = validate_call(record, call)
         assert [v.id for v in expected.violations] == [constraint.id], sample.name
         assert expected.status == constraint.code
         # The server that any call of this product comes to; another one when the product itself is broken.
         wire = servers[call.product]
-        assert_validated(validate(servers[product], spec, call), expected, call.product)
-        assert_refused(refused_execute(wire, spec, call), spec, expected)
+        assert_validated(validate(servers[product], record, call), expected, call.product)
+        assert_refused(refused_execute(wire, record, call), record, expected)
         whole = sum(m.content_bytes for m in call.inputs.values() if m is not None) < UNARY_BYTES
         # Constraints come before the lengths of contents, so a large call may come with none.
         content = "zeros" if whole else "none"
-        assert_refused(refused_unary(wire, spec, call, content), spec, expected)
+        assert_refused(refused_unary(wire, record, call, content), record, expected)
         tally("constraints over loopback: refused by Validate", 1)
         tally("constraints over loopback: refused by an Execute header, no payload sent", 1)
         tally(f"constraints over loopback: refused by a unary call with {content} as content", 1)
     tally(f"constraints over loopback: constraints on {product}", 1)
     if product is Product.ATLAS_A2:
-        tally(f"constraints over loopback: constraints of {spec.name}", 1)
+        tally(f"constraints over loopback: constraints of {record.name}", 1)
 
 
-@pytest.mark.parametrize("spec", list(OPERATORS.values()), ids=list(OPERATORS))
+@pytest.mark.parametrize("record", list(OPERATORS.values()), ids=list(OPERATORS))
 def test_a_product_without_the_operator_says_only_that(
-    spec: OpSpec, servers: Mapping[Product, Wire], tally: Report
+    record: OpRecord, servers: Mapping[Product, Wire], tally: Report
 ) -> None:
     """Even a call that breaks everything else is answered by the missing operator alone, and unretryably."""
     for product in Product:
-        if product in spec.products:
+        if product in record.products:
             continue
-        sample = next(iter(spec.samples(next(iter(spec.products)))))
+        sample = next(iter(record.samples(next(iter(record.products)))))
         nothing = sample.call.with_inputs(**dict.fromkeys(sample.call.inputs))
         for legal in (sample.call, nothing):
             call = replace(legal, product=product)
-            expected = validate_call(spec, call)
+            expected = validate_call(record, call)
             assert len(expected.violations) == 1
-            error = refused_unary(servers[product], spec, call, "none")
+            error = refused_unary(servers[product], record, call, "none")
             assert error.code() is grpc.StatusCode.UNIMPLEMENTED
-            assert_refused(error, spec, expected)
-            assert_refused(refused_execute(servers[product], spec, call), spec, expected)
-        assert spec.name not in servers[product].info().operators
+            assert_refused(error, record, expected)
+            assert_refused(refused_execute(servers[product], record, call), record, expected)
+        assert record.name not in servers[product].info().operators
         tally("constraints over loopback: products without an operator", 1)

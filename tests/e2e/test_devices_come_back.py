@@ -55,13 +55,13 @@ def test_devices_are_back_once_the_host_has_descriptors_again(start_server: Star
             "both are down",
             server,
         )
-        failure = failure_of(lambda: call_unary(channel, made.spec, made.message()))
+        failure = failure_of(lambda: call_unary(channel, made.record, made.message()))
         assert (failure.status, failure.error.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_DEVICE")
         assert "Too many open files" in str(failure.error)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
         await_health(ready, SERVING)
         await_health(alive, SERVING)
-        call_unary(channel, made.spec, made.message())
+        call_unary(channel, made.record, made.message())
     eventually(lambda: len(workers_of(pid)) == 2, "both devices have a worker", server)
 
 
@@ -76,7 +76,7 @@ def test_neither_idle_workers_killed_nor_calls_that_kill_take_a_device_away(
         for _ in range(3):
             await_health(ready, SERVING)
             with pytest.raises(grpc.RpcError):
-                call_unary(channel, made.spec, bad, timeout=0.25)
+                call_unary(channel, made.record, bad, timeout=0.25)
             await_health(ready, NOT_SERVING)
         await_health(ready, SERVING)
         assert "test:0: down" not in server.log_text()
@@ -86,4 +86,4 @@ def test_neither_idle_workers_killed_nor_calls_that_kill_take_a_device_away(
             await_health(ready, NOT_SERVING)
             await_health(ready, SERVING)
         assert "test:0: down" in server.log_text()
-        call_unary(channel, made.spec, made.message(label="good"))
+        call_unary(channel, made.record, made.message(label="good"))

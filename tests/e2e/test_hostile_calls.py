@@ -30,8 +30,8 @@ from npugrad.errors import (
     MalformedTensor,
     NpugradError,
 )
+from npugrad.meta import TensorMeta
 from npugrad.products import Product
-from npugrad.spec import TensorMeta
 from npugrad.v1 import backward_pb2, validation_pb2
 from npugrad.validation import validate_call
 
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from tests.calls import Sample
     from tests.e2e.conftest import Report
 
-    from npugrad.spec import CallMeta, OpSpec
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
     from npugrad_client import Client
 
     Edit = Callable[[Any], None]
@@ -86,15 +87,17 @@ def _pieces(operand: int, data: bytes) -> Iterator[Any]:
 
 @each_operator
 @pytest.mark.parametrize("what", STREAMS)
-def test_bad_stream(what: str, spec: OpSpec, channel: grpc.Channel, legal: Mapping[str, Sample]) -> None:
+def test_bad_stream(what: str, record: OpRecord, channel: grpc.Channel, legal: Mapping[str, Sample]) -> None:
     frames, expected = STREAMS[what]
-    error = failure_of(lambda: call_execute(channel, frames(*_announced(legal[spec.name])))).error
+    error = failure_of(lambda: call_execute(channel, frames(*_announced(legal[record.name])))).error
     assert type(error) is expected
 
 
 @each_operator
-def test_chunks_after_completion(spec: OpSpec, channel: grpc.Channel, legal: Mapping[str, Sample]) -> None:
-    made = legal[spec.name]
+def test_chunks_after_completion(
+    record: OpRecord, channel: grpc.Channel, legal: Mapping[str, Sample]
+) -> None:
+    made = legal[record.name]
     frames = [*made.frames(), chunk(0, 0, b"12345678")]
     error = failure_of(lambda: call_execute(channel, frames)).error
     assert isinstance(error, MalformedRequest)
@@ -120,15 +123,15 @@ def _wild(array: np.ndarray[Any, Any], rng: np.random.Generator) -> np.ndarray[A
 
 @each_operator
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_values_that_are_not_finite_are_computed(spec: OpSpec, dtype: str, client: Client) -> None:
-    if spec is FLOYD and dtype == "float32":
+def test_values_that_are_not_finite_are_computed(record: OpRecord, dtype: str, client: Client) -> None:
+    if record is FLOYD and dtype == "float32":
         dtype = "float16"
-    made = fill(spec, spec.build(dtype=dtype))
+    made = fill(record, record.build(dtype=dtype))
     rng = np.random.default_rng(3)
     arrays = {name: None if a is None else _wild(a, rng) for name, a in made.arrays.items()}
-    result = getattr(client, spec.name)(**arrays, **made.call.attrs)
-    expected = local_results(spec, made.call, arrays)
-    assert differences(expected, outputs_of(spec, result)) == []
+    result = getattr(client, record.name)(**arrays, **made.call.attrs)
+    expected = local_results(record, made.call, arrays)
+    assert differences(expected, outputs_of(record, result)) == []
     assert any(not np.isfinite(a.astype(np.float64)).all() for a in expected.values() if a is not None)
 
 
@@ -157,14 +160,14 @@ def test_levels_outside_the_value_tensor(index_dtype: str, client: Client, tally
 # ---------------------------------------------------------------------------------------- sheer size
 
 
-def _terabytes(spec: OpSpec) -> CallMeta:
+def _terabytes(record: OpRecord) -> CallMeta:
     """A legal call with a tensor of 2^40 elements or more, all of them one element."""
     call: CallMeta = {
         GROUP_NORM.name: lambda: GROUP_NORM.build(n=1, c=4, hxw=2**38, group=2),
         GRID_SAMPLER.name: lambda: GRID_SAMPLER.build(n=2**20, c=2**10, h=2**5, w=2**5, oh=1, ow=1),
         MSDA.name: lambda: MSDA.build(bs=2**28, nq=1, nh=16, ch=256, levels=((1, 1),), points=1),
         FLOYD.name: lambda: FLOYD.build(b=1, h=1, n=2**20, m=2**20, k=128, d=32),
-    }[spec.name]()
+    }[record.name]()
     metas = {
         name: None if m is None else TensorMeta(m.dtype, m.shape, strides=(0,) * m.rank)
         for name, m in call.inputs.items()
@@ -174,70 +177,72 @@ def _terabytes(spec: OpSpec) -> CallMeta:
 
 
 @each_operator
-def test_one_element_repeated_2_to_the_40_times(spec: OpSpec, wire: Wire, channel: grpc.Channel) -> None:
-    call = _terabytes(spec)
-    assert validate_call(spec, call).status == 0
+def test_one_element_repeated_2_to_the_40_times(record: OpRecord, wire: Wire, channel: grpc.Channel) -> None:
+    call = _terabytes(record)
+    assert validate_call(record, call).status == 0
     metas = {name: m for name, m in call.inputs.items() if m is not None}
     contents = {name: memoryview(bytes(m.content_bytes)) for name, m in metas.items()}
-    message, _ = codec.encode_request(call.inputs, contents, spec, call.attrs)
+    message, _ = codec.encode_request(call.inputs, contents, record, call.attrs)
     assert message.ByteSize() < 1024
-    for error in both_ways(channel, spec, message):
+    for error in both_ways(channel, record, message):
         assert isinstance(error, CallTooLarge)
-        assert error.operator == spec.name
+        assert error.operator == record.name
         assert not error.retryable
 
 
 @each_operator
-def test_broadcast_arrays_of_2_to_the_40_elements(spec: OpSpec, client: Client) -> None:
+def test_broadcast_arrays_of_2_to_the_40_elements(record: OpRecord, client: Client) -> None:
     """The client sends one element of each, and makes no room for results before the server agreed."""
-    call = _terabytes(spec)
+    call = _terabytes(record)
     arrays = {
         name: None if m is None else np.broadcast_to(np.zeros((), m.dtype.numpy), m.shape)
         for name, m in call.inputs.items()
     }
     with pytest.raises(CallTooLarge):
-        getattr(client, spec.name)(**arrays, **call.attrs)
+        getattr(client, record.name)(**arrays, **call.attrs)
 
 
 # --------------------------------------------------------------------------------------- all at once
 
 
-def break_everything(spec: OpSpec) -> CallMeta:
+def break_everything(record: OpRecord) -> CallMeta:
     """A call that breaks as many constraints at once as the ways to break one can be put together."""
-    call = next(iter(spec.samples(Product.ATLAS_A2))).call
-    broken = [c.violate(call) for c in spec.constraints if not c.alone]
+    call = next(iter(record.samples(Product.ATLAS_A2))).call
+    broken = [c.violate(call) for c in record.constraints if not c.alone]
     for part in ("inputs", "attrs", "outputs"):
         found: list[Mapping[str, Any]] = [getattr(other, part) for other in broken if other is not None]
         for name, value in [(name, value) for values in found for name, value in values.items()]:
             changed: dict[str, Any] = {part: {**getattr(call, part), name: value}}
             worse = replace(call, **changed)
-            if _violations(spec, worse) > _violations(spec, call):
+            if _violations(record, worse) > _violations(record, call):
                 call = worse
     return call
 
 
-def _violations(spec: OpSpec, call: CallMeta) -> int:
-    return len(validate_call(spec, call).violations)
+def _violations(record: OpRecord, call: CallMeta) -> int:
+    return len(validate_call(record, call).violations)
 
 
 @each_operator
 def test_everything_broken_at_once_200_times(
-    spec: OpSpec, wire: Wire, channel: grpc.Channel, tally: Report
+    record: OpRecord, wire: Wire, channel: grpc.Channel, tally: Report
 ) -> None:
-    call = break_everything(spec)
-    expected = validate_call(spec, call)
-    message, _ = codec.encode_request(call.inputs, {}, spec, call.attrs, call.outputs)
+    call = break_everything(record)
+    expected = validate_call(record, call)
+    message, _ = codec.encode_request(call.inputs, {}, record, call.attrs, call.outputs)
     metadata = [("x-request-id", "always-the-same")]
     statuses: Counter[tuple[object, bytes]] = Counter()
     verdicts: Counter[bytes] = Counter()
     for _ in range(100):
         for act in (
-            lambda: call_unary(channel, spec, message, metadata=metadata),
-            lambda: call_execute(channel, [header(spec, message)], metadata=metadata),
+            lambda: call_unary(channel, record, message, metadata=metadata),
+            lambda: call_execute(channel, [header(record, message)], metadata=metadata),
         ):
             failure = failure_of(act)
             statuses[failure.status, failure.raw] += 1
-        verdict = wire.validation.Validate(validation_pb2.ValidateRequest(call=header(spec, message).header))
+        verdict = wire.validation.Validate(
+            validation_pb2.ValidateRequest(call=header(record, message).header)
+        )
         verdicts[verdict.SerializeToString(deterministic=True)] += 1
     assert list(statuses.values()) == [200]
     assert list(verdicts.values()) == [100]
@@ -247,4 +252,4 @@ def test_everything_broken_at_once_200_times(
     assert [v.id for v in verdict.violations] == [v.id for v in expected.violations]
     # As many as fit follow the first one, in order.
     assert [v.id for v in error.violations] == [v.id for v in expected.violations][: len(error.violations)]
-    tally(f"hostile: constraints broken at once by one call of {spec.name}", len(expected.violations))
+    tally(f"hostile: constraints broken at once by one call of {record.name}", len(expected.violations))

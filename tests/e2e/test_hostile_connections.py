@@ -126,7 +126,7 @@ def assert_lost(running: ServerProcess, made: Sample, **cut_after: float) -> Non
             Client(carried.address, timeout_s=TIMEOUT_S, retry=None) as client,
             pytest.raises(ConnectError) as caught,
         ):
-            getattr(client, made.spec.name)(**made.arrays, **made.call.attrs)
+            getattr(client, made.record.name)(**made.arrays, **made.call.attrs)
         assert carried.cut.wait(SOCKET_TIMEOUT_S)
     assert caught.value.retryable
 

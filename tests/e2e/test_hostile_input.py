@@ -16,7 +16,7 @@ from tests.e2e.harness import (
     FLOYD,
     GRID_SAMPLER,
     GROUP_NORM,
-    SPECS,
+    RECORDS,
     Wire,
     both_ways,
     differences,
@@ -34,7 +34,7 @@ from npugrad.errors import (
     NullOperand,
     TilingError,
 )
-from npugrad.spec import TensorMeta
+from npugrad.meta import TensorMeta
 from npugrad.v1 import backward_pb2, server_pb2, tensor_pb2, validation_pb2
 from npugrad.validation import validate_call
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from tests.calls import Sample
     from tests.e2e.conftest import Report
 
-    from npugrad.spec import OpSpec
+    from npugrad.operator import OpRecord
     from npugrad_client import Client
 
     Edit = Callable[[Any], None]
@@ -53,72 +53,72 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("unharmed")
 
 REQUIRED = [
-    pytest.param(s, p.name, id=f"{s.name}-{p.name}") for s in SPECS for p in s.inputs if not p.optional
+    pytest.param(s, p.name, id=f"{s.name}-{p.name}") for s in RECORDS for p in s.inputs if not p.optional
 ]
-ATTRIBUTES = [pytest.param(s, p.name, id=f"{s.name}-{p.name}") for s in SPECS for p in s.attrs]
+ATTRIBUTES = [pytest.param(s, p.name, id=f"{s.name}-{p.name}") for s in RECORDS for p in s.attrs]
 
 
 def small_message(made: Sample) -> Any:
     """The request of a legal call; Floyd's contents, which are megabytes, are left out."""
-    if made.spec is not FLOYD:
+    if made.record is not FLOYD:
         return made.message()
-    return codec.encode_request(made.call.inputs, {}, made.spec, made.call.attrs)[0]
+    return codec.encode_request(made.call.inputs, {}, made.record, made.call.attrs)[0]
 
 
 # ----------------------------------------------------------------------------------- null and forgotten
 
 
-@pytest.mark.parametrize(("spec", "name"), REQUIRED)
-def test_null_operand(spec: OpSpec, name: str, client: Client, legal: Mapping[str, Sample]) -> None:
-    made = legal[spec.name]
+@pytest.mark.parametrize(("record", "name"), REQUIRED)
+def test_null_operand(record: OpRecord, name: str, client: Client, legal: Mapping[str, Sample]) -> None:
+    made = legal[record.name]
     with pytest.raises(NullOperand) as caught:
-        getattr(client, spec.name)(**{**made.arrays, name: None}, **made.call.attrs)
+        getattr(client, record.name)(**{**made.arrays, name: None}, **made.call.attrs)
     assert (caught.value.code, caught.value.constraint) == (161001, f"{name}.not_null")
-    assert str(caught.value).startswith(f"{spec.name}: {name}: found null; expected a tensor")
+    assert str(caught.value).startswith(f"{record.name}: {name}: found null; expected a tensor")
 
 
-@pytest.mark.parametrize(("spec", "name"), ATTRIBUTES)
+@pytest.mark.parametrize(("record", "name"), ATTRIBUTES)
 def test_forgotten_attribute(
-    spec: OpSpec, name: str, channel: grpc.Channel, legal: Mapping[str, Sample]
+    record: OpRecord, name: str, channel: grpc.Channel, legal: Mapping[str, Sample]
 ) -> None:
-    message = small_message(legal[spec.name])
+    message = small_message(legal[record.name])
     message.ClearField(name)
-    if spec is GRID_SAMPLER and name == "output_mask":  # documented: null succeeds, nothing is computed
-        assert call_unary(channel, spec, message).metas == {"input_grad": None, "grid_grad": None}
+    if record is GRID_SAMPLER and name == "output_mask":  # documented: null succeeds, nothing is computed
+        assert call_unary(channel, record, message).metas == {"input_grad": None, "grid_grad": None}
         return
-    for error in both_ways(channel, spec, message):
+    for error in both_ways(channel, record, message):
         if name == "output_mask":
             assert isinstance(error, InvalidOperand)
             assert error.constraint == "output_mask.not_null"
         else:
             assert isinstance(error, MalformedRequest)
-            assert (error.operator, error.operand) == (spec.name, name)
+            assert (error.operator, error.operand) == (record.name, name)
             assert "found nothing; expected the attribute to be set" in str(error)
 
 
 INTEGERS = (-(2**63), -(2**31) - 1, -1, 0, 5, 2**31, 2**63 - 1)
 ATTRIBUTE_VALUES = [
     pytest.param(s, p.name, value, id=f"{s.name}-{p.name}-{value}")
-    for s in SPECS
+    for s in RECORDS
     for p in s.attrs
     if p.type == "int64"
     for value in INTEGERS
 ]
 
 
-@pytest.mark.parametrize(("spec", "name", "value"), ATTRIBUTE_VALUES)
+@pytest.mark.parametrize(("record", "name", "value"), ATTRIBUTE_VALUES)
 def test_attribute_out_of_range(
-    spec: OpSpec, name: str, value: int, channel: grpc.Channel, legal: Mapping[str, Sample]
+    record: OpRecord, name: str, value: int, channel: grpc.Channel, legal: Mapping[str, Sample]
 ) -> None:
-    made = legal[spec.name]
+    made = legal[record.name]
     message = made.message()
     setattr(message, name, value)
-    expected = validate_call(spec, made.call.with_attrs(**{name: value}))
+    expected = validate_call(record, made.call.with_attrs(**{name: value}))
     if not expected.status:
         assert value in (0, 5), "a wild value was found legal"
-        assert call_unary(channel, spec, message).contents
+        assert call_unary(channel, record, message).contents
         return
-    for error in both_ways(channel, spec, message):
+    for error in both_ways(channel, record, message):
         assert isinstance(error, (InvalidOperand, TilingError))
         assert (error.code, error.constraint) == (expected.status, expected.violations[0].id)
 
@@ -133,15 +133,15 @@ def test_any_scale_is_computed(scale: float, client: Client, legal: Mapping[str,
 
 
 @pytest.mark.parametrize("mask", [(), (True,), (True,) * 4, (False,) * 1000])
-@pytest.mark.parametrize("spec", [GRID_SAMPLER, GROUP_NORM], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("record", [GRID_SAMPLER, GROUP_NORM], ids=lambda record: record.name)
 def test_mask_of_the_wrong_length(
-    spec: OpSpec, mask: tuple[bool, ...], channel: grpc.Channel, legal: Mapping[str, Sample]
+    record: OpRecord, mask: tuple[bool, ...], channel: grpc.Channel, legal: Mapping[str, Sample]
 ) -> None:
-    message = legal[spec.name].message()
+    message = legal[record.name].message()
     message.output_mask.values[:] = mask
-    for error in both_ways(channel, spec, message):
+    for error in both_ways(channel, record, message):
         assert isinstance(error, InvalidOperand)
-        assert error.operator == spec.name
+        assert error.operator == record.name
         assert error.violations[0].operands == ("output_mask",)
 
 
@@ -234,21 +234,21 @@ TENSORS: dict[str, tuple[Edit, tuple[str, ...]]] = {
 @each_operator
 @pytest.mark.parametrize("what", TENSORS)
 def test_bad_tensor(
-    what: str, spec: OpSpec, channel: grpc.Channel, legal: Mapping[str, Sample], tally: Report
+    what: str, record: OpRecord, channel: grpc.Channel, legal: Mapping[str, Sample], tally: Report
 ) -> None:
     """Each operand in turn is broken in one way."""
     edit, reasons = TENSORS[what]
-    for param in spec.inputs if spec is not FLOYD else spec.inputs[::4]:
-        made = legal[spec.name]
+    for param in record.inputs if record is not FLOYD else record.inputs[::4]:
+        made = legal[record.name]
         if made.call.inputs[param.name] is None or (
             what == "shape" and not made.call.tensor(param.name).rank
         ):
             continue
         message = made.message()
         edit(getattr(message, param.name))
-        for error in both_ways(channel, spec, message):
+        for error in both_ways(channel, record, message):
             assert error.reason in reasons, error
-            assert error.operator == spec.name
+            assert error.operator == record.name
             assert param.name in str(error)
             if reasons is MALFORMED:
                 assert isinstance(error, MalformedTensor)
@@ -259,22 +259,22 @@ def test_bad_tensor(
 @each_operator
 @pytest.mark.parametrize("field", ["dtype", "shape"])
 def test_bad_declared_output(
-    spec: OpSpec, field: str, channel: grpc.Channel, legal: Mapping[str, Sample]
+    record: OpRecord, field: str, channel: grpc.Channel, legal: Mapping[str, Sample]
 ) -> None:
-    made = legal[spec.name]
-    for output in spec.outputs:
+    made = legal[record.name]
+    for output in record.outputs:
         message = small_message(made)
-        meta = spec.infer(made.call)[output.name]
+        meta = record.infer(made.call)[output.name]
         assert meta is not None
         wrong = (
             TensorMeta("int8", meta.shape) if field == "dtype" else TensorMeta(meta.dtype, (*meta.shape, 2))
         )
         encode_meta(wrong, getattr(message, output.name).meta)
-        for error in both_ways(channel, spec, message):
+        for error in both_ways(channel, record, message):
             assert isinstance(error, (InvalidOperand, TilingError))
             assert error.violations[0].operands[0] == output.name
         getattr(message, output.name).meta.shape[:] = [-5]
-        for error in both_ways(channel, spec, message):
+        for error in both_ways(channel, record, message):
             assert isinstance(error, MalformedTensor)
             assert error.operand == output.name
 

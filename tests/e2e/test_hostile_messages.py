@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from tests.e2e.harness import Array
 
     from npugrad.codec import WireCall
-    from npugrad.spec import OpSpec
+    from npugrad.operator import OpRecord
 
 pytestmark = pytest.mark.usefixtures("unharmed")
 
 # Floyd's least message has megabytes; its metas are damaged in the tests of the contract.
-BASES = {spec.name: fill(spec, spec.build(), seed=5) for spec in (GROUP_NORM, GRID_SAMPLER, MSDA)}
+BASES = {record.name: fill(record, record.build(), seed=5) for record in (GROUP_NORM, GRID_SAMPLER, MSDA)}
 HYPOTHESIS = settings(
     max_examples=300,
     deadline=None,  # no absolute times
@@ -67,17 +67,17 @@ class Foretold:
     results: dict[str, Array | None]
 
 
-def foretell(spec: OpSpec, data: bytes) -> Foretold:
+def foretell(record: OpRecord, data: bytes) -> Foretold:
     """Decodes bytes as the unary method does and says what must come back."""
     try:
-        message = codec.REQUESTS[spec.name].FromString(data)
+        message = codec.REQUESTS[record.name].FromString(data)
     except DecodeError:
         return Foretold(MalformedRequest("request: does not parse"), {})
     try:
-        wire = codec.decode_request(spec, message, Product.ATLAS_A2)
-        verdict = validate_call(spec, wire.call)
+        wire = codec.decode_request(record, message, Product.ATLAS_A2)
+        verdict = validate_call(record, wire.call)
         if verdict.violations:
-            raise error_from_verdict(spec, verdict)
+            raise error_from_verdict(record, verdict)
         codec.check_contents(wire, chunked=False)
         _check_size(wire, [m.nbytes for m in verdict.outputs.values() if m is not None])
     except NpugradError as error:
@@ -86,7 +86,7 @@ def foretell(spec: OpSpec, data: bytes) -> Foretold:
         name: None if meta is None else layout.view(meta, wire.contents[name].data or b"")
         for name, meta in wire.call.inputs.items()
     }
-    return Foretold(None, local_results(spec, wire.call, operands))
+    return Foretold(None, local_results(record, wire.call, operands))
 
 
 def _check_size(wire: WireCall, outputs: list[int]) -> None:
@@ -97,24 +97,25 @@ def _check_size(wire: WireCall, outputs: list[int]) -> None:
         or sum(outputs) > VICTIM_OUTPUT_ARENA
         or sum(m.nbytes for m in operands) > 2**40
     ):
-        raise CallTooLarge("too large", operator=wire.spec.name)
+        raise CallTooLarge("too large", operator=wire.record.name)
 
 
-def assert_answered(channel: grpc.Channel, spec: OpSpec, data: bytes) -> str:
+def assert_answered(channel: grpc.Channel, record: OpRecord, data: bytes) -> str:
     """Sends bytes to the unary method of an operator; returns the reason of the right answer."""
     method: Any = channel.unary_unary(
-        f"/npugrad.v1.BackwardService/{spec.rpc}", response_deserializer=codec.RESPONSES[spec.name].FromString
+        f"/npugrad.v1.BackwardService/{record.rpc}",
+        response_deserializer=codec.RESPONSES[record.name].FromString,
     )
-    expected = foretell(spec, data)
+    expected = foretell(record, data)
     if expected.error is None:
         response = method(data, timeout=TIMEOUT_S)
-        assert differences(expected.results, unary_results(spec, response)) == []
+        assert differences(expected.results, unary_results(record, response)) == []
         return "OK"
     error = failure_of(lambda: method(data, timeout=TIMEOUT_S)).error
     assert (type(error), error.reason) == (type(expected.error), expected.error.reason)
     if isinstance(error, (OperatorError, RequestError)) and expected.error.operator:
         assert str(error) == ascii_message(str(expected.error))
-        assert error.operator == spec.name
+        assert error.operator == record.name
     if isinstance(error, OperatorError) and isinstance(expected.error, OperatorError):
         assert (error.code, error.constraint) == (expected.error.code, expected.error.constraint)
         assert error.violations_total == len(expected.error.violations)
@@ -178,20 +179,20 @@ def _fitting(tensor: Any) -> None:
 
 
 @st.composite
-def damaged_message(draw: st.DrawFn) -> tuple[OpSpec, Any]:
+def damaged_message(draw: st.DrawFn) -> tuple[OpRecord, Any]:
     """A good request with one to four things changed."""
     made = BASES[draw(st.sampled_from(list(BASES)))]
-    spec, message = made.spec, made.message()
+    record, message = made.record, made.message()
     for _ in range(draw(st.integers(1, 4))):
-        param = draw(st.sampled_from(spec.params))
+        param = draw(st.sampled_from(record.params))
         if draw(st.integers(0, 9)) == 0:
             message.ClearField(param.name)
-        elif param in spec.inputs:
+        elif param in record.inputs:
             draw(damaged_tensor(getattr(message, param.name)))
             if draw(st.booleans()):
                 _fitting(getattr(message, param.name))
-        elif param in spec.outputs:
-            getattr(message, param.name).meta.CopyFrom(_declared(draw, made.call, spec, param.name))
+        elif param in record.outputs:
+            getattr(message, param.name).meta.CopyFrom(_declared(draw, made.call, record, param.name))
         else:
             _damage_attribute(draw, message, param)
     if draw(st.integers(0, 5)) == 0:
@@ -202,13 +203,13 @@ def damaged_message(draw: st.DrawFn) -> tuple[OpSpec, Any]:
             verify=draw(st.booleans()),
         )
         message.options.CopyFrom(options)
-    return spec, message
+    return record, message
 
 
-def _declared(draw: st.DrawFn, call: Any, spec: OpSpec, name: str) -> Any:
+def _declared(draw: st.DrawFn, call: Any, record: OpRecord, name: str) -> Any:
     """The meta of an output as it should be, with one thing changed or none."""
-    declared = codec.REQUESTS[spec.name]()
-    meta = spec.infer(call)[name]
+    declared = codec.REQUESTS[record.name]()
+    meta = record.infer(call)[name]
     codec.encode_meta(meta, getattr(declared, name).meta)  # type: ignore[arg-type]
     if draw(st.booleans()):
         getattr(declared, name).meta.shape[:] = draw(SIZES)
@@ -227,7 +228,7 @@ def _damage_attribute(draw: st.DrawFn, message: Any, param: Any) -> None:
 
 
 @st.composite
-def damaged_bytes(draw: st.DrawFn) -> tuple[OpSpec, bytes]:
+def damaged_bytes(draw: st.DrawFn) -> tuple[OpRecord, bytes]:
     """A good request as bytes, with some of them changed, cut out or doubled; or no request at all."""
     made = BASES[draw(st.sampled_from(list(BASES)))]
     data = bytearray(made.message().SerializeToString())
@@ -244,7 +245,7 @@ def damaged_bytes(draw: st.DrawFn) -> tuple[OpSpec, bytes]:
             del data[at + 1 :]
         if not data:
             break
-    return made.spec, draw(st.binary(max_size=200)) if draw(st.integers(0, 9)) == 0 else bytes(data)
+    return made.record, draw(st.binary(max_size=200)) if draw(st.integers(0, 9)) == 0 else bytes(data)
 
 
 # ------------------------------------------------------------------------------------------------ tests
@@ -261,16 +262,20 @@ def outcomes(tally: Report) -> Any:
 
 @HYPOTHESIS
 @given(damaged_message())
-def test_damaged_messages(channel: grpc.Channel, outcomes: Counter[str], damaged: tuple[OpSpec, Any]) -> None:
-    spec, message = damaged
-    reason = assert_answered(channel, spec, message.SerializeToString())
+def test_damaged_messages(
+    channel: grpc.Channel, outcomes: Counter[str], damaged: tuple[OpRecord, Any]
+) -> None:
+    record, message = damaged
+    reason = assert_answered(channel, record, message.SerializeToString())
     outcomes[reason] += 1
     event(reason)
 
 
 @HYPOTHESIS
 @given(damaged_bytes())
-def test_damaged_bytes(channel: grpc.Channel, outcomes: Counter[str], damaged: tuple[OpSpec, bytes]) -> None:
+def test_damaged_bytes(
+    channel: grpc.Channel, outcomes: Counter[str], damaged: tuple[OpRecord, bytes]
+) -> None:
     reason = assert_answered(channel, *damaged)
     outcomes[reason] += 1
     event(reason)

@@ -193,7 +193,7 @@ def assert_healthy(running: ServerProcess) -> None:
     running.assert_nothing_leaked()
     made = sample()
     with running.channel() as channel:
-        contents = call_unary(channel, made.spec, made.message()).contents
+        contents = call_unary(channel, made.record, made.message()).contents
     assert {name: content.data for name, content in contents.items()} == made.reference()
 
 

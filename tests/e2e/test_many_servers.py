@@ -37,15 +37,15 @@ if TYPE_CHECKING:
     from tests.calls import Sample
     from tests.fix_server import ServerProcess, StartServer
 
-    from npugrad.spec import OpSpec
+    from npugrad.operator import OpRecord
 
-SPEC = OPERATORS["group_norm_backward"]
+RECORD = OPERATORS["group_norm_backward"]
 
 
 def calls(number: int) -> list[Sample]:
     """Calls with their own data, small and streamed ones in turn."""
     return [
-        fill(SPEC, SPEC.build(n=2, c=8, hxw=20_000 if seed % 4 == 0 else 64, group=2), seed)
+        fill(RECORD, RECORD.build(n=2, c=8, hxw=20_000 if seed % 4 == 0 else 64, group=2), seed)
         for seed in range(number)
     ]
 
@@ -187,7 +187,7 @@ def test_addresses_without_a_health_service_count_as_well() -> None:
 
 
 def refuse(error: Exception, seen: list[str] | None = None) -> Any:
-    def unary(spec: OpSpec, request: Any, context: Context) -> Any:
+    def unary(record: OpRecord, request: Any, context: Context) -> Any:
         abort_with(context, error)  # type: ignore[arg-type]
 
     def execute(frames: Any, context: Context) -> Iterator[Any]:
@@ -279,9 +279,9 @@ def test_a_slow_try_is_hedged_and_the_loser_is_cancelled(way: int) -> None:
         given_up.append(ended)
         ended.wait(30)
 
-    def unary(spec: OpSpec, request: Any, context: Context) -> Any:
+    def unary(record: OpRecord, request: Any, context: Context) -> Any:
         hold(context)
-        return zeros(spec, request, context)
+        return zeros(record, request, context)
 
     def execute(frames: Any, context: Context) -> Iterator[Any]:
         hold(context)

@@ -32,14 +32,14 @@ SLOWLY = ";kernel_ms=1500"
 def good_call(running: NpuServer, made: Sample) -> Any:
     """A call whose results are within tolerance; what produced them."""
     with running.process.channel() as channel:
-        result = call_unary(channel, made.spec, made.message())
+        result = call_unary(channel, made.record, made.message())
     golden = {name: np.zeros(meta.shape) for name, meta in made.outputs.items()}
-    made.spec.reference(made.arrays, made.call.attrs, golden)
+    made.record.reference(made.arrays, made.call.attrs, golden)
     for name, meta in made.outputs.items():
         data = result.contents[name].data
         assert data is not None
         comparison = compare(
-            golden[name], view(meta, data), made.spec.extra_tolerance(made.arrays, made.call.attrs, name)
+            golden[name], view(meta, data), made.record.extra_tolerance(made.arrays, made.call.attrs, name)
         )
         assert comparison.ok, f"{name}: {comparison}"
     return result.info
@@ -115,7 +115,7 @@ def test_a_workspace_that_no_device_has_is_an_error_with_numbers_every_time(
     made = sample()
     for _ in range(2):
         with running.process.channel() as channel:
-            failure = failure_of(lambda: call_unary(channel, made.spec, made.message()))
+            failure = failure_of(lambda: call_unary(channel, made.record, made.message()))
         assert failure.error.reason == "DEVICE_OUT_OF_MEMORY"
         assert failure.status is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "bytes of workspace that the device's operator needs; expected at most" in str(failure.error)
@@ -135,7 +135,7 @@ def test_a_call_whose_deadline_passes_in_the_first_phase_is_not_launched(
     running.plan("aclnnGroupNormBackwardGetWorkspaceSize:1:slow=1500")
     made = sample()
     with running.process.channel() as channel, pytest.raises(grpc.RpcError) as caught:
-        call_unary(channel, made.spec, made.message(), timeout=0.5)
+        call_unary(channel, made.record, made.message(), timeout=0.5)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     eventually(
         lambda: metrics_of(running)["device_memory_used_bytes"] == 0, "its memory is free", running.process

@@ -17,9 +17,9 @@ from tests.operators import FLOYD, GRID_SAMPLER, GROUP_NORM, MSDA
 from npugrad import codec
 from npugrad.dtypes import DType
 from npugrad.layout import view
+from npugrad.meta import TensorMeta
 from npugrad.ops import OPERATORS, get_operator
 from npugrad.products import Product
-from npugrad.spec import TensorMeta
 from npugrad.tolerance import compare
 from npugrad.v1 import (
     backward_pb2,
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from tests.e2e.conftest import Report as Tally
     from tests.fix_npu import NpuServer, StartNpuServer
 
-    from npugrad.spec import CallMeta, OpSpec
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
 
 pytestmark = [pytest.mark.npu_sim, pytest.mark.slow]
 
@@ -54,12 +55,12 @@ def check(sample: Sample, contents: Mapping[str, bytes]) -> None:
     metas = sample.outputs
     assert contents.keys() == metas.keys()
     golden = {name: np.zeros(meta.shape) for name, meta in metas.items()}
-    sample.spec.reference(sample.arrays, sample.call.attrs, golden)
+    sample.record.reference(sample.arrays, sample.call.attrs, golden)
     for name, meta in metas.items():
         got = view(meta, contents[name])
-        extra = sample.spec.extra_tolerance(sample.arrays, sample.call.attrs, name)
+        extra = sample.record.extra_tolerance(sample.arrays, sample.call.attrs, name)
         comparison = compare(golden[name], got, extra)
-        assert comparison.ok, f"{sample.spec.name} {sample.call}: {name}: {comparison}"
+        assert comparison.ok, f"{sample.record.name} {sample.call}: {name}: {comparison}"
 
 
 def call(channel: grpc.Channel, sample: Sample, **options: Any) -> Any:
@@ -71,10 +72,10 @@ def call(channel: grpc.Channel, sample: Sample, **options: Any) -> Any:
     return info
 
 
-def laid_out(spec: OpSpec, meta: CallMeta, seed: int) -> Sample:
+def laid_out(record: OpRecord, meta: CallMeta, seed: int) -> Sample:
     """A call with data, each operand in a layout of its own."""
     rng = np.random.default_rng(seed)
-    made = spec.make_inputs(meta, rng)
+    made = record.make_inputs(meta, rng)
     contents: dict[str, memoryview] = {}
     arrays: dict[str, npt.NDArray[Any] | None] = dict.fromkeys(made)
     for name, array in made.items():
@@ -85,7 +86,7 @@ def laid_out(spec: OpSpec, meta: CallMeta, seed: int) -> Sample:
             new, contents[name] = wire_layout(array, layout, rng)
             meta = meta.with_inputs(**{name: new})
             arrays[name] = view(new, contents[name])
-    return Sample(spec, meta, contents, arrays)
+    return Sample(record, meta, contents, arrays)
 
 
 def group_norm_calls() -> Iterator[CallMeta]:
@@ -137,8 +138,8 @@ CALLS: Mapping[str, Callable[[], Iterator[CallMeta]]] = {
 def every_sample() -> list[Any]:
     return [
         pytest.param(name, sample.name, id=f"{name}-{sample.name}")
-        for name, spec in OPERATORS.items()
-        for sample in spec.samples(Product.ATLAS_A2)
+        for name, record in OPERATORS.items()
+        for sample in record.samples(Product.ATLAS_A2)
     ]
 
 
@@ -147,8 +148,8 @@ def every_sample() -> list[Any]:
 
 @pytest.mark.parametrize(("operator", "name"), every_sample())
 def test_every_sample_of_every_record(npu_server: NpuServer, operator: str, name: str) -> None:
-    spec = get_operator(operator)
-    sample = fill(spec, next(s.call for s in spec.samples(Product.ATLAS_A2) if s.name == name))
+    record = get_operator(operator)
+    sample = fill(record, next(s.call for s in record.samples(Product.ATLAS_A2) if s.name == name))
     with npu_server.process.channel() as channel:
         call(channel, sample)
 
@@ -157,11 +158,11 @@ def test_every_sample_of_every_record(npu_server: NpuServer, operator: str, name
 def test_every_type_mode_and_mask_in_mixed_layouts(
     npu_server: NpuServer, operator: str, tally: Tally
 ) -> None:
-    spec = get_operator(operator)
+    record = get_operator(operator)
     with npu_server.process.channel() as channel:
         for number, meta in enumerate(CALLS[operator]()):
-            call(channel, fill(spec, meta, seed=number))
-            call(channel, laid_out(spec, meta, zlib.crc32(operator.encode()) + number))
+            call(channel, fill(record, meta, seed=number))
+            call(channel, laid_out(record, meta, zlib.crc32(operator.encode()) + number))
             tally(f"simulated NPU calls within tolerance, {operator}", 2)
 
 
@@ -195,12 +196,12 @@ def test_strided_operands_go_down_as_views_and_outputs_as_each_operator_wants_th
     assert set(attention["gradOutput"]["strides"]) == {0}
 
 
-def the_plan(npu_server: NpuServer, spec: OpSpec, operand: str, shape: list[int]) -> dict[str, Any]:
+def the_plan(npu_server: NpuServer, record: OpRecord, operand: str, shape: list[int]) -> dict[str, Any]:
     """Arguments of the only first phase with an operand of this shape."""
     plans = [
         {argument["name"]: argument["value"] for argument in plan["arguments"]}
         for plan in npu_server.report.records("plan")
-        if plan["op"] == spec.aclnn_name
+        if plan["op"] == record.aclnn_name
     ]
     (found,) = [plan for plan in plans if plan[operand]["shape"] == shape]
     return found
@@ -213,8 +214,8 @@ def test_everything_masked_out_and_a_null_mask_succeed(npu_server: NpuServer) ->
             GRID_SAMPLER.build(output_mask=(False, False)),
             GRID_SAMPLER.build(output_mask=None),
         ):
-            spec = GROUP_NORM if "mean" in meta.inputs else GRID_SAMPLER
-            result = call_unary(channel, spec, fill(spec, meta).message())
+            record = GROUP_NORM if "mean" in meta.inputs else GRID_SAMPLER
+            result = call_unary(channel, record, fill(record, meta).message())
             assert not result.contents
 
 
@@ -245,15 +246,17 @@ def test_levels_outside_the_value_tensor_never_reach_the_device(npu_server: NpuS
 
 
 @pytest.mark.parametrize(
-    ("spec", "meta"),
+    ("record", "meta"),
     [
         (FLOYD, FLOYD.build()),
         (GRID_SAMPLER, GRID_SAMPLER.build(n=1, c=2049, h=1, w=1, oh=1, ow=1)),
     ],
     ids=["floyd", "grid sampler with 2049 channels"],
 )
-def test_what_cannot_be_deterministic_is_refused(npu_server: NpuServer, spec: OpSpec, meta: CallMeta) -> None:
-    sample = fill(spec, meta)
+def test_what_cannot_be_deterministic_is_refused(
+    npu_server: NpuServer, record: OpRecord, meta: CallMeta
+) -> None:
+    sample = fill(record, meta)
     with npu_server.process.channel() as channel:
         failure = failure_of(lambda: call_execute(channel, sample.frames(deterministic=True)))
         assert failure.error.reason == "DETERMINISM_UNSUPPORTED"
@@ -355,8 +358,8 @@ def test_one_library_with_all_operators_serves_as_well(
 ) -> None:
     running = start_npu_server(installation=install_cann_sim("single"))
     with running.process.channel() as channel:
-        for spec in OPERATORS.values():
-            call(channel, fill(spec, next(spec.samples(Product.ATLAS_A2)).call))
+        for record in OPERATORS.values():
+            call(channel, fill(record, next(record.samples(Product.ATLAS_A2)).call))
 
 
 def test_an_operator_that_cann_lacks_is_not_advertised(
@@ -387,5 +390,5 @@ def test_the_chip_tells_the_product(start_npu_server: StartNpuServer, soc: str, 
     assert set(info.operators) == {n for n, s in OPERATORS.items() if product in s.products}
     with running.process.channel() as channel:
         for name in info.operators:
-            spec = get_operator(name)
-            call(channel, fill(spec, next(spec.samples(product)).call))
+            record = get_operator(name)
+            call(channel, fill(record, next(record.samples(product)).call))

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     from tests.fix_server import ServerProcess
 
-    from npugrad.spec import CallMeta, OpSpec
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
 
 each_operator = pytest.mark.parametrize("operator", OPERATORS)
 each_way = pytest.mark.parametrize("stream_from_bytes", [2**20, 0], ids=["unary", "execute"])
@@ -39,20 +40,20 @@ def channel(server: ServerProcess) -> Iterator[grpc.Channel]:
         yield opened
 
 
-def made_call(operator: str) -> tuple[OpSpec, CallMeta, dict[str, Recipe], dict[str, Any]]:
+def made_call(operator: str) -> tuple[OpRecord, CallMeta, dict[str, Recipe], dict[str, Any]]:
     """A call of the record, its recipes, and the small rest as data."""
-    spec = get_operator(operator)
-    call = spec.build()
-    made = recipes(spec, call, seed=5)
-    rest = spec.make_inputs(call, np.random.default_rng(1))
-    return spec, call, made, {name: array for name, array in rest.items() if name not in made}
+    record = get_operator(operator)
+    call = record.build()
+    made = recipes(record, call, seed=5)
+    rest = record.make_inputs(call, np.random.default_rng(1))
+    return record, call, made, {name: array for name, array in rest.items() if name not in made}
 
 
 def results(
-    client: Client, spec: OpSpec, inputs: Mapping[str, Any], attrs: Mapping[str, Any]
+    client: Client, record: OpRecord, inputs: Mapping[str, Any], attrs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Raw bytes of each output, by name."""
-    return raw(getattr(client, spec.name)(**inputs, **attrs, timeout_s=60))
+    return raw(getattr(client, record.name)(**inputs, **attrs, timeout_s=60))
 
 
 def raw(found: Any) -> dict[str, Any]:
@@ -64,14 +65,14 @@ def raw(found: Any) -> dict[str, Any]:
 @each_operator
 @each_way
 def test_results_are_those_of_the_data(server: ServerProcess, operator: str, stream_from_bytes: int) -> None:
-    spec, call, made, rest = made_call(operator)
+    record, call, made, rest = made_call(operator)
     arrays = {name: recipe.array() for name, recipe in made.items()}
     proved = {name: recipe.with_digest() for name, recipe in made.items()}
     some = {name: proved[name] if number % 2 else arrays[name] for number, name in enumerate(made)}
     with Client(server.address, stream_from_bytes=stream_from_bytes) as client:
-        sent = results(client, spec, {**arrays, **rest}, call.attrs)
-        assert results(client, spec, {**proved, **rest}, call.attrs) == sent
-        assert results(client, spec, {**some, **rest}, call.attrs) == sent
+        sent = results(client, record, {**arrays, **rest}, call.attrs)
+        assert results(client, record, {**proved, **rest}, call.attrs) == sent
+        assert results(client, record, {**some, **rest}, call.attrs) == sent
     assert any(value is not None and any(value[2]) for value in sent.values())
 
 
@@ -80,7 +81,7 @@ def test_results_are_those_of_the_data(server: ServerProcess, operator: str, str
 def test_asynchronous_client_takes_recipes(
     server: ServerProcess, operator: str, stream_from_bytes: int
 ) -> None:
-    spec, call, made, rest = made_call(operator)
+    record, call, made, rest = made_call(operator)
     arrays = {name: recipe.array() for name, recipe in made.items()}
 
     async def ask() -> Any:
@@ -88,7 +89,7 @@ def test_asynchronous_client_takes_recipes(
             return await getattr(client, operator)(**made, **rest, **call.attrs, timeout_s=60)
 
     with Client(server.address) as client:
-        expected = results(client, spec, {**arrays, **rest}, call.attrs)
+        expected = results(client, record, {**arrays, **rest}, call.attrs)
     assert raw(asyncio.run(ask())) == expected
 
 
@@ -96,7 +97,7 @@ def test_asynchronous_client_takes_recipes(
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_a_retry_sends_the_recipes_again(stream_from_bytes: int, asynchronous: bool) -> None:
     """The first try is refused once it was read; the second is the same request."""
-    spec, call, made, rest = made_call("group_norm_backward")
+    record, call, made, rest = made_call("group_norm_backward")
     arguments: dict[str, Any] = {**made, **rest, **call.attrs}
     requests: list[Any] = []
 
@@ -105,9 +106,9 @@ def test_a_retry_sends_the_recipes_again(stream_from_bytes: int, asynchronous: b
         if len(requests) == 1:
             abort_with(context, ServerBusy("full", reason="QUEUE_FULL"))
 
-    def unary(spec: OpSpec, request: Any, context: grpc.ServicerContext) -> Any:
+    def unary(record: OpRecord, request: Any, context: grpc.ServicerContext) -> Any:
         once(request, context)
-        return zeros(spec, request, context)
+        return zeros(record, request, context)
 
     def execute(frames: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
         header, *others = frames
@@ -126,7 +127,7 @@ def test_a_retry_sends_the_recipes_again(stream_from_bytes: int, asynchronous: b
             with Client(service.address, stream_from_bytes=stream_from_bytes) as client:
                 found = client.group_norm_backward(**arguments)
     assert found.info.tries == 2
-    first, second = (codec.decode_request(spec, message, Product.ATLAS_A2).contents for message in requests)
+    first, second = (codec.decode_request(record, message, Product.ATLAS_A2).contents for message in requests)
     assert first == second
     assert {name: content.recipe for name, content in second.items()} == made
 
@@ -142,18 +143,18 @@ def test_every_type_and_layout_is_made_as_here(server: ServerProcess) -> None:
                 "gamma": Recipe("normal", shape=(3,), dtype=dtype, repeat=2),
             }
             attrs = {"n": 2, "c": 3, "hxw": 4, "group": 1, "output_mask": (True, True, True)}
-            spec = get_operator("group_norm_backward")
+            record = get_operator("group_norm_backward")
             arrays = {name: recipe.array() for name, recipe in tensor.items()}
-            assert results(client, spec, tensor, attrs) == results(client, spec, arrays, attrs)
+            assert results(client, record, tensor, attrs) == results(client, record, arrays, attrs)
 
 
 @pytest.mark.slow
 def test_large_operands_cost_no_upload(server: ServerProcess) -> None:
     """Several pieces of the maker's threads; the server proves each digest."""
-    spec = get_operator("group_norm_backward")
-    call = spec.build(n=2, c=64, hxw=64 * 1024, group=8, output_mask=(False, False, True))
-    made = {name: recipe.with_digest() for name, recipe in recipes(spec, call).items()}
-    message, follow = codec.encode_request(call.inputs, made, spec, call.attrs)
+    record = get_operator("group_norm_backward")
+    call = record.build(n=2, c=64, hxw=64 * 1024, group=8, output_mask=(False, False, True))
+    made = {name: recipe.with_digest() for name, recipe in recipes(record, call).items()}
+    message, follow = codec.encode_request(call.inputs, made, record, call.attrs)
     assert not follow
     assert message.ByteSize() < 1000
     assert made["input"].meta.content_bytes == 2**25
@@ -168,14 +169,14 @@ def test_recipes_and_chunks_share_a_stream(channel: grpc.Channel) -> None:
     made = sample()
     recipe = Recipe("normal", shape=made.call.tensor("input").shape, seed=8)
     frames = list(made.frames())
-    operand = made.spec.param_index("input")
+    operand = made.record.param_index("input")
     codec.encode_recipe(recipe, frames[0].header.group_norm_backward.input.recipe)
     kept = [f for f in frames if f.WhichOneof("frame") == "header" or f.chunk.operand != operand]
     assert len(kept) < len(frames)
     found = call_execute(channel, kept).contents
     message = made.message()
     message.input.data = bytes(recipe.content())
-    sent = call_unary(channel, made.spec, message).contents
+    sent = call_unary(channel, made.record, message).contents
     assert found == {name: content.data for name, content in sent.items()}
 
 
@@ -195,9 +196,9 @@ def test_chunk_of_an_operand_with_a_recipe_is_refused(channel: grpc.Channel) -> 
 
 
 def call_with(server: ServerProcess, recipe: Recipe, stream_from_bytes: int = 2**20) -> None:
-    spec, call, made, rest = made_call("group_norm_backward")
+    record, call, made, rest = made_call("group_norm_backward")
     with Client(server.address, stream_from_bytes=stream_from_bytes) as client:
-        results(client, spec, {**made, **rest, "input": recipe}, call.attrs)
+        results(client, record, {**made, **rest, "input": recipe}, call.attrs)
 
 
 def input_recipe() -> Recipe:
@@ -238,16 +239,16 @@ def test_documented_constraints_come_before_recipes(channel: grpc.Channel) -> No
     message = made.message()
     message.mean.recipe.generator = "gauss"
     message.group = 0
-    failure = failure_of(lambda: call_unary(channel, made.spec, message))
+    failure = failure_of(lambda: call_unary(channel, made.record, message))
     assert failure.error.reason == "ACLNN_ERR_PARAM_INVALID"
 
 
 def test_sizes_are_admitted_like_data(server: ServerProcess, channel: grpc.Channel) -> None:
     """A few bytes on the wire may not become more memory than the server gives to calls."""
-    spec = get_operator("group_norm_backward")
-    call = spec.build(n=1, c=1, hxw=2**30, group=1, output_mask=(False, False, True))
-    message, _ = codec.encode_request(call.inputs, recipes(spec, call), spec, call.attrs)
-    failure = failure_of(lambda: call_unary(channel, spec, message))
+    record = get_operator("group_norm_backward")
+    call = record.build(n=1, c=1, hxw=2**30, group=1, output_mask=(False, False, True))
+    message, _ = codec.encode_request(call.inputs, recipes(record, call), record, call.attrs)
+    failure = failure_of(lambda: call_unary(channel, record, message))
     assert failure.error.reason == "CALL_TOO_LARGE"
     assert failure.status is grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -255,10 +256,10 @@ def test_sizes_are_admitted_like_data(server: ServerProcess, channel: grpc.Chann
 def test_metrics_count_what_travelled(server: ServerProcess, channel: grpc.Channel) -> None:
     made = sample()
     message, _ = codec.encode_request(
-        made.call.inputs, recipes(made.spec, made.call), made.spec, made.call.attrs
+        made.call.inputs, recipes(made.record, made.call), made.record, made.call.attrs
     )
     request_id = f"recipe-{os.getpid()}"
-    call_unary(channel, made.spec, message, metadata=(("x-request-id", request_id),))
+    call_unary(channel, made.record, message, metadata=(("x-request-id", request_id),))
     found = server.find_log("call", request_id=request_id)
     assert found["received_bytes"] == 0
 
@@ -266,15 +267,15 @@ def test_metrics_count_what_travelled(server: ServerProcess, channel: grpc.Chann
 @each_way
 def test_cancelled_while_made_gives_everything_back(server: ServerProcess, stream_from_bytes: int) -> None:
     """The memory comes back soon, and not before the thread that writes it is done."""
-    spec = get_operator("group_norm_backward")
-    call = spec.build(n=1, c=1, hxw=2**24, group=1, output_mask=(False, False, True))
-    made = {name: Recipe.of(r.draw, r.meta, r.seed, b"x" * 32) for name, r in recipes(spec, call).items()}
-    message, _ = codec.encode_request(call.inputs, made, spec, call.attrs)
-    header = codec.wrap(backward_pb2.ExecuteHeader(), spec, message)
+    record = get_operator("group_norm_backward")
+    call = record.build(n=1, c=1, hxw=2**24, group=1, output_mask=(False, False, True))
+    made = {name: Recipe.of(r.draw, r.meta, r.seed, b"x" * 32) for name, r in recipes(record, call).items()}
+    message, _ = codec.encode_request(call.inputs, made, record, call.attrs)
+    header = codec.wrap(backward_pb2.ExecuteHeader(), record, message)
 
     def ask(channel: grpc.Channel) -> None:
         if stream_from_bytes:
-            call_unary(channel, spec, message, timeout=0.02)
+            call_unary(channel, record, message, timeout=0.02)
         else:
             call_execute(channel, [backward_pb2.ExecuteRequest(header=header)], timeout=0.02)
 

@@ -119,7 +119,7 @@ class Service:
     def calls(self) -> list[dict[str, Any]]:
         """Lines of the logs of all servers that are about calls of operators."""
         lines = [line for running in self.ended for line in running.log_lines("call")]
-        unary = {spec.rpc for spec in OPERATORS.values()}
+        unary = {record.rpc for record in OPERATORS.values()}
         return [line for line in lines if line["method"] in {*unary, "Execute"}]
 
 
@@ -204,7 +204,7 @@ def test_a_call_that_always_kills_its_worker_fails_alone(
     work: list[Work], stack: ExitStack, tmp_path: Path, tally: Report
 ) -> None:
     """It gets WORKER_LOST after three attempts; whoever calls beside it notices nothing."""
-    doomed = next(item for item in work if item.spec is not FLOYD)
+    doomed = next(item for item in work if item.record is not FLOYD)
     running = stack.enter_context(
         run_server(
             tmp_path / "server.log",

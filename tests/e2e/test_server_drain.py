@@ -46,7 +46,7 @@ def test_everything_is_served_during_the_drain_delay(start_server: StartServer) 
             with channel:
                 assert health_of(channel) == health_of(channel, "npugrad.v1.BackwardService") == NOT_SERVING
                 assert health_of(channel, "liveness") == SERVING
-                unary = call_unary(channel, made.spec, made.message())
+                unary = call_unary(channel, made.record, made.message())
                 assert {name: content.data for name, content in unary.contents.items()} == made.reference()
                 assert call_execute(channel, made.frames()).contents == made.reference()
     assert draining.info().draining
@@ -78,7 +78,7 @@ def test_drain_lets_everything_finish_that_was_opened_before_connections_were_to
         draining.signal()
         assert told_to_go.wait(TIMEOUT_S)
         with pytest.raises(grpc.RpcError) as caught:
-            call_unary(channel, made.spec, made.message())
+            call_unary(channel, made.record, made.message())
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         gate.set()
         for call in accepted:

@@ -70,7 +70,7 @@ def test_large_results_come_in_chunks_of_a_mebibyte(
 
 def test_operands_may_interleave_and_some_may_be_inline(channel: grpc.Channel, large: Sample) -> None:
     header, follow = large.header(chunk_from_bytes=1000)
-    assert [large.spec.params[operand].name for operand, _ in follow] == ["grad_out", "input"]
+    assert [large.record.params[operand].name for operand, _ in follow] == ["grad_out", "input"]
     first, second = (list(chunk_frames(operand, content)) for operand, content in follow)
     frames = [header, *(frame for pair in zip(second, first, strict=True) for frame in pair)]
     assert call_execute(channel, frames).contents == large.reference()
@@ -111,13 +111,13 @@ def _unknown_operand(made: Sample) -> Frames:
 
 
 def _attribute_as_operand(made: Sample) -> Frames:
-    return [_frames(made)[0], chunk(made.spec.param_index("n"), 0, b"1234")]
+    return [_frames(made)[0], chunk(made.record.param_index("n"), 0, b"1234")]
 
 
 def _operand_that_was_inline(made: Sample) -> Frames:
     header, follow = made.header(chunk_from_bytes=100)
-    assert all(made.spec.params[operand].name != "mean" for operand, _ in follow)
-    return [header, chunk(made.spec.param_index("mean"), 0, b"1234")]
+    assert all(made.record.params[operand].name != "mean" for operand, _ in follow)
+    return [header, chunk(made.record.param_index("mean"), 0, b"1234")]
 
 
 def _gap(made: Sample) -> Frames:
@@ -207,7 +207,7 @@ def test_chunk_above_the_limit(channel: grpc.Channel) -> None:
     frames = [header, chunk(operand, 0, bytes(content[: MAX_CHUNK_BYTES + 1]))]
     failure = failure_of(lambda: call_execute(channel, frames))
     assert isinstance(failure.error, MalformedTensor)
-    assert f"{made.spec.name}: grad_out: found a chunk of {MAX_CHUNK_BYTES + 1} bytes" in str(failure.error)
+    assert f"{made.record.name}: grad_out: found a chunk of {MAX_CHUNK_BYTES + 1} bytes" in str(failure.error)
 
 
 # ------------------------------------------------------------------ refused before any payload is read

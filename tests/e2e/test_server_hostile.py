@@ -14,8 +14,8 @@ from tests.calls import TIMEOUT_S, call_execute, call_unary, failure_of, fill, s
 
 from npugrad.codec import encode_meta
 from npugrad.errors import InvalidOperand, MalformedRequest, MalformedTensor, NullOperand, OperatorError
+from npugrad.meta import MAX_RANK, TensorMeta
 from npugrad.ops import OPERATORS, get_operator
-from npugrad.spec import MAX_RANK, TensorMeta
 from npugrad.status import MAX_STATUS_BYTES
 from npugrad.v1 import backward_pb2, operators_pb2, tensor_pb2
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tests.fix_server import ServerProcess
 
 UNARY = [
-    *(f"npugrad.v1.BackwardService/{spec.rpc}" for spec in OPERATORS.values()),
+    *(f"npugrad.v1.BackwardService/{record.rpc}" for record in OPERATORS.values()),
     "npugrad.v1.ValidationService/Validate",
     "npugrad.v1.ServerService/ListOperators",
 ]
@@ -43,7 +43,7 @@ def still_healthy(server: ServerProcess) -> Iterator[None]:
     yield
     made = sample()
     with server.channel() as channel:
-        result = call_unary(channel, made.spec, made.message())
+        result = call_unary(channel, made.record, made.message())
     assert {name: content.data for name, content in result.contents.items()} == made.reference()
     server.assert_nothing_leaked()
     assert not server.log_lines("unexpected error")
@@ -90,8 +90,8 @@ def test_damaged_headers_are_refused_or_computed_but_break_nothing(
 ) -> None:
     """Bits of a good header are flipped; whatever comes back is an answer or an error of the contract."""
     rng = random.Random(7)
-    spec = get_operator(operator)
-    header, *chunks = (frame.SerializeToString() for frame in fill(spec, spec.build()).frames())
+    record = get_operator(operator)
+    header, *chunks = (frame.SerializeToString() for frame in fill(record, record.build()).frames())
     execute: Any = channel.stream_stream("/npugrad.v1.BackwardService/Execute")
     outcomes: Counter[str] = Counter()
     for _ in range(100):
@@ -134,18 +134,18 @@ def test_hostile_metadata_never_reaches_log_or_reply(
     server: ServerProcess, channel: grpc.Channel, metadata: list[tuple[str, Any]]
 ) -> None:
     made = sample()
-    result = call_unary(channel, made.spec, made.message(), metadata=metadata)
+    result = call_unary(channel, made.record, made.message(), metadata=metadata)
     expected = "good" if ("x-request-id", "good") in metadata else None
     given = {value for key, value in metadata if key == "x-request-id"} - {"good"}
     assert result.info.request_id not in given
     assert expected in (None, result.info.request_id)
-    assert server.find_log("call", request_id=result.info.request_id)["operator"] == made.spec.name
+    assert server.find_log("call", request_id=result.info.request_id)["operator"] == made.record.name
 
 
 def test_metadata_beyond_the_limit_of_http2_is_refused_by_the_transport(channel: grpc.Channel) -> None:
     made = sample()
     with pytest.raises(grpc.RpcError) as caught:
-        call_unary(channel, made.spec, made.message(), metadata=[("x-junk", "y" * 200_000)])
+        call_unary(channel, made.record, made.message(), metadata=[("x-junk", "y" * 200_000)])
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
@@ -163,7 +163,7 @@ def test_options_out_of_range(channel: grpc.Channel, options: dict[str, Any], cu
     made = sample()
     message = made.message()
     message.options.CopyFrom(operators_pb2.CallOptions(**options))
-    failure = failure_of(lambda: call_unary(channel, made.spec, message))
+    failure = failure_of(lambda: call_unary(channel, made.record, message))
     assert isinstance(failure.error, MalformedRequest)
     assert failure.error.operand == culprit
 
@@ -205,7 +205,7 @@ def test_tensor_that_is_not_sane(
         else:
             setattr(message.input.meta, name, value)
     if way == "unary":
-        failure = failure_of(lambda: call_unary(channel, made.spec, message))
+        failure = failure_of(lambda: call_unary(channel, made.record, message))
     else:
         header = backward_pb2.ExecuteRequest(header=backward_pb2.ExecuteHeader(group_norm_backward=message))
         failure = failure_of(lambda: call_execute(channel, [header]))
@@ -229,7 +229,7 @@ def test_one_element_repeated_to_a_terabyte_is_refused_before_anything_is_made_o
         tensor.ClearField("meta")
         encode_meta(TensorMeta("float32", (1, 4, 2**38), strides=(0, 0, 0)), tensor.meta)
         tensor.data = bytes(4)
-    failure = failure_of(lambda: call_unary(channel, made.spec, message))
+    failure = failure_of(lambda: call_unary(channel, made.record, message))
     assert failure.status is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert failure.error.reason == "CALL_TOO_LARGE"
     header = backward_pb2.ExecuteRequest(header=backward_pb2.ExecuteHeader(group_norm_backward=message))
@@ -244,7 +244,7 @@ def test_unsupported_type_is_a_documented_violation_and_not_a_parse_error(channe
         tensor = getattr(message, name)
         tensor.meta.data_type = tensor_pb2.DATA_TYPE_FLOAT8_E4M3FN
         tensor.ClearField("data")
-    failure = failure_of(lambda: call_unary(channel, made.spec, message))
+    failure = failure_of(lambda: call_unary(channel, made.record, message))
     assert isinstance(failure.error, InvalidOperand)
     assert failure.error.constraint == "grad_out.dtype"
 
@@ -254,7 +254,7 @@ def test_values_that_are_not_finite_are_computed(channel: grpc.Channel) -> None:
     grad_out = made.arrays["grad_out"]
     assert grad_out is not None
     grad_out.reshape(-1)[:3] = [np.nan, np.inf, -np.inf]
-    result = call_unary(channel, made.spec, made.message())
+    result = call_unary(channel, made.record, made.message())
     assert {name: content.data for name, content in result.contents.items()} == made.reference()
 
 
@@ -266,7 +266,7 @@ def test_level_sizes_that_point_outside_are_computed_without_leaving_the_tensor(
         array = made.arrays[name]
         assert array is not None
         array[...] = 1_065_353_216
-    result = call_unary(channel, made.spec, made.message())
+    result = call_unary(channel, made.record, made.message())
     assert {name: content.data for name, content in result.contents.items()} == made.reference()
 
 
@@ -275,7 +275,7 @@ def test_level_sizes_that_point_outside_are_computed_without_leaving_the_tensor(
 
 def test_call_that_breaks_everything_always_gets_the_same_status(channel: grpc.Channel) -> None:
     """Every constraint that can be broken together is broken, 200 times."""
-    spec = get_operator("group_norm_backward")
+    record = get_operator("group_norm_backward")
     message = operators_pb2.GroupNormBackwardRequest(n=-1, c=-3, hxw=-4, group=0)
     message.output_mask.values.extend([True])
     for name in ("grad_out", "rstd", "gamma"):
@@ -286,7 +286,7 @@ def test_call_that_breaks_everything_always_gets_the_same_status(channel: grpc.C
     header = backward_pb2.ExecuteRequest(header=backward_pb2.ExecuteHeader(group_norm_backward=message))
 
     def unary() -> object:
-        return call_unary(channel, spec, message, metadata=metadata)
+        return call_unary(channel, record, message, metadata=metadata)
 
     def execute() -> object:
         return call_execute(channel, [header], metadata=metadata)
@@ -300,21 +300,21 @@ def test_call_that_breaks_everything_always_gets_the_same_status(channel: grpc.C
 def test_nothing_but_nulls_tells_the_first_null_in_a_status_that_fits(
     channel: grpc.Channel, operator: str
 ) -> None:
-    spec = get_operator(operator)
-    message = getattr(operators_pb2, f"{spec.rpc}Request")()
-    for attr in spec.attrs:
+    record = get_operator(operator)
+    message = getattr(operators_pb2, f"{record.rpc}Request")()
+    for attr in record.attrs:
         if attr.type == "bool_array":
-            getattr(message, attr.name).values.extend([True] * len(spec.outputs))
+            getattr(message, attr.name).values.extend([True] * len(record.outputs))
         else:
             setattr(message, attr.name, 1)
-    for output in spec.outputs:
+    for output in record.outputs:
         getattr(message, output.name).SetInParent()
-    failure = failure_of(lambda: call_unary(channel, spec, message))
+    failure = failure_of(lambda: call_unary(channel, record, message))
     assert isinstance(failure.error, OperatorError)
     assert failure.error.code == 161001
-    assert failure.error.violations_total == len(spec.inputs) - sum(p.optional for p in spec.inputs) + len(
-        spec.outputs
-    )
+    assert failure.error.violations_total == len(record.inputs) - sum(
+        p.optional for p in record.inputs
+    ) + len(record.outputs)
     assert len(failure.raw) <= MAX_STATUS_BYTES
 
 

@@ -86,7 +86,7 @@ def test_unix_socket_serves_and_is_gone_afterwards(start_server: StartServer, tm
     assert local.address == f"unix:{path}"
     made = sample()
     with local.channel() as channel:
-        result = call_unary(channel, made.spec, made.message())
+        result = call_unary(channel, made.record, made.message())
         assert {name: content.data for name, content in result.contents.items()} == made.reference()
     local.stop()
     assert not path.exists()
@@ -191,14 +191,14 @@ def test_health_follows_the_devices(start_server: StartServer) -> None:
     with fragile.channel() as channel:
         watch = watch_health(channel)
         assert next(watch).status == SERVING
-        failure = failure_of(lambda: call_unary(channel, made.spec, made.message(label="die")))
+        failure = failure_of(lambda: call_unary(channel, made.record, made.message(label="die")))
         assert (failure.status, failure.error.reason) == (grpc.StatusCode.UNAVAILABLE, "WORKER_LOST")
         assert not failure.error.retryable
         assert next(watch).status == NOT_SERVING
         assert health_of(channel, "liveness") == SERVING
         while next(watch).status != SERVING:
             pass
-        assert call_unary(channel, made.spec, made.message()).info.simulated
+        assert call_unary(channel, made.record, made.message()).info.simulated
         watch.cancel()
         (device,) = fragile.info().devices
         assert device.restarts >= 1
@@ -267,10 +267,10 @@ def test_accepted_calls_are_counted(server: ServerProcess) -> None:
     with server.channel() as channel:
         before = server.info().accepted_calls
         for _ in range(3):
-            call_unary(channel, made.spec, made.message())
+            call_unary(channel, made.record, made.message())
         message = made.message()
         message.group = 0
-        failure_of(lambda: call_unary(channel, made.spec, message))
+        failure_of(lambda: call_unary(channel, made.record, message))
         assert server.info().accepted_calls - before == 3
 
 
@@ -311,9 +311,9 @@ def test_metrics_count_calls_bytes_stages_and_show_the_pool(start_server: StartS
     bad = made.message()
     bad.group = 0
     with counted.channel() as channel:
-        call_unary(channel, made.spec, made.message())
+        call_unary(channel, made.record, made.message())
         call_execute(channel, made.frames())
-        failure_of(lambda: call_unary(channel, made.spec, bad))
+        failure_of(lambda: call_unary(channel, made.record, bad))
     found = metrics_of(counted)
 
     def value(name: str, **labels: str) -> float:
@@ -350,7 +350,7 @@ def test_metrics_count_lost_workers_and_calls_that_were_tried_again(start_server
     )
     made = sample()
     with fragile.channel() as channel:
-        failure_of(lambda: call_unary(channel, made.spec, made.message(label="die")))
+        failure_of(lambda: call_unary(channel, made.record, made.message(label="die")))
     found = metrics_of(fragile)
     assert found["npugrad_workers_lost_total", frozenset({("device", "test:0")})] == 3
     assert found["npugrad_calls_rerun_total", frozenset({("device", "test:0")})] == 2
@@ -367,7 +367,7 @@ def test_validate_tells_every_violation_and_needs_no_content(server: ServerProce
         for with_content in (True, False):
             message = made.message()
             if not with_content:
-                for param in made.spec.inputs:
+                for param in made.record.inputs:
                     getattr(message, param.name).ClearField("data")
             header = backward_pb2.ExecuteHeader(group_norm_backward=message)
             good = stub.Validate(validation_pb2.ValidateRequest(call=header), timeout=TIMEOUT_S)
@@ -376,7 +376,7 @@ def test_validate_tells_every_violation_and_needs_no_content(server: ServerProce
             header.group_norm_backward.group = 0
             header.group_norm_backward.ClearField("mean")
             bad = stub.Validate(validation_pb2.ValidateRequest(call=header), timeout=TIMEOUT_S)
-            local = validate_call(made.spec, made.call.with_attrs(group=0).with_inputs(mean=None))
+            local = validate_call(made.record, made.call.with_attrs(group=0).with_inputs(mean=None))
             assert bad.status == local.status == 161001
             assert [v.id for v in bad.violations] == [v.id for v in local.violations]
             assert [v.text for v in bad.violations] == [v.text for v in local.violations]
@@ -392,7 +392,7 @@ def test_validate_takes_another_product_and_refuses_an_unknown_one(server: Serve
         request = validation_pb2.ValidateRequest(call=header, product=Product.ATLAS_TRAINING.wire)  # type: ignore[arg-type]
         answer = stub.Validate(request, timeout=TIMEOUT_S)
         assert (answer.status, answer.product) == (161002, Product.ATLAS_TRAINING.wire)
-        failure = failure_of(lambda: call_unary(channel, made.spec, _with_group(made.message(), 4)))
+        failure = failure_of(lambda: call_unary(channel, made.record, _with_group(made.message(), 4)))
         assert isinstance(failure.error, InvalidOperand)
         unknown = validation_pb2.ValidateRequest(call=header, product=9)  # type: ignore[arg-type]
         failure = failure_of(lambda: stub.Validate(unknown, timeout=TIMEOUT_S))

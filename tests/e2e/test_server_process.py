@@ -58,10 +58,10 @@ def test_a_server_whose_standard_error_nobody_reads_answers_and_ends(
     made = sample()
     with running.channel() as channel:
         for _ in range(40):
-            call_unary(channel, made.spec, made.message())
+            call_unary(channel, made.record, made.message())
         (worker,) = workers_of(running.process.pid)
         os.kill(worker, signal.SIGSEGV)  # its last words are many
-        assert call_unary(channel, made.spec, made.message()).info.device == "cpu:0"
+        assert call_unary(channel, made.record, made.message()).info.device == "cpu:0"
         assert [device.restarts for device in running.info().devices] == [1]
     running.signal(signal.SIGTERM)
     assert running.wait() == 0
@@ -114,14 +114,14 @@ def test_no_call_opens_a_descriptor(start_server: StartServer) -> None:
         wire = Wire.of(channel)
         assert wire.info().version
         assert call_execute(channel, made.frames()).contents == made.reference()
-        assert call_unary(channel, made.spec, made.message()).info.attempts == 1
+        assert call_unary(channel, made.record, made.message()).info.attempts == 1
         listed = wire.server.ListOperators(server_pb2.ListOperatorsRequest(), timeout=TIMEOUT_S)
         assert listed.operators
         request = validation_pb2.ValidateRequest(call=header)
         assert wire.validation.Validate(request, timeout=TIMEOUT_S).status == 0
         bad = made.message()
         bad.group = 0
-        assert failure_of(lambda: call_unary(channel, made.spec, bad)).error.reason
+        assert failure_of(lambda: call_unary(channel, made.record, bad)).error.reason
         assert health_of(channel) == SERVING
     full.signal(signal.SIGTERM)
     assert full.wait() == 0
@@ -165,7 +165,7 @@ def test_the_first_process_of_a_container_waits_for_orphans_and_ends_when_told(
     running, pid = first_server
     made = sample()
     with running.channel() as channel:
-        failure = failure_of(lambda: call_unary(channel, made.spec, made.message(label="die")))
+        failure = failure_of(lambda: call_unary(channel, made.record, made.message(label="die")))
         assert failure.error.reason == "WORKER_LOST"
         assert "SIGKILL" in str(failure.error)  # nobody else waited for the workers
     ready = server_pb2.DeviceState.DEVICE_STATE_READY

@@ -41,7 +41,7 @@ EXAMPLES = [*named_samples("group_norm_backward"), *(next(iter(named_samples(nam
 @pytest.mark.parametrize(("operator", "name"), EXAMPLES)
 def test_result_equals_the_reference_bit_for_bit(channel: grpc.Channel, operator: str, name: str) -> None:
     made = named_sample(operator, name)
-    result = call_unary(channel, made.spec, made.message())
+    result = call_unary(channel, made.record, made.message())
     assert {name: content.data for name, content in result.contents.items()} == made.reference()
     assert {name: meta for name, meta in result.metas.items() if meta is not None} == {
         name: meta.contiguous() for name, meta in made.outputs.items()
@@ -50,7 +50,7 @@ def test_result_equals_the_reference_bit_for_bit(channel: grpc.Channel, operator
 
 def test_info_says_who_made_the_result_and_carries_the_request_id(channel: grpc.Channel) -> None:
     made = sample()
-    result = call_unary(channel, made.spec, made.message(), metadata=(("x-request-id", "my-call.7"),))
+    result = call_unary(channel, made.record, made.message(), metadata=(("x-request-id", "my-call.7"),))
     info = result.info
     assert (info.device, info.product, info.simulated, info.attempts) == ("cpu:0", "atlas-a2", False, 1)
     assert info.backend.startswith("cpu")
@@ -81,11 +81,11 @@ def test_each_call_says_what_computed_it_where_kernels_are_not_for_all(
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_ONE)
     running = start_server(env={"PYTHONPATH": str(tmp_path)})
     with running.channel() as channel:
-        for spec, backend in ((GROUP_NORM, "cpu"), (GRID_SAMPLER, "cpu-reference")):
-            made = fill(spec, spec.build())
-            info = call_unary(channel, spec, made.message()).info
+        for record, backend in ((GROUP_NORM, "cpu"), (GRID_SAMPLER, "cpu-reference")):
+            made = fill(record, record.build())
+            info = call_unary(channel, record, made.message()).info
             assert (info.backend, info.device) == (backend, "cpu:0")
-            assert running.find_log("call", operator=spec.name)["backend"] == backend
+            assert running.find_log("call", operator=record.name)["backend"] == backend
     (device,) = running.info().devices
     assert device.backend == "cpu"
     assert device.description.endswith("NumPy reference in float64 for grid_sampler_2d_backward")
@@ -101,7 +101,7 @@ def test_request_id_comes_back_in_the_trailers_and_is_made_when_missing(channel:
 
 def test_content_between_slices_of_a_mebibyte_arrives_whole(channel: grpc.Channel) -> None:
     made = sample(n=1, c=4, hxw=300_001, group=2)
-    result = call_unary(channel, made.spec, made.message())
+    result = call_unary(channel, made.record, made.message())
     assert {name: content.data for name, content in result.contents.items()} == made.reference()
 
 
@@ -111,7 +111,7 @@ def test_content_of_wrong_length_names_operand_found_and_expected(channel: grpc.
     message = made.message()
     length = len(message.mean.data)
     message.mean.data = bytes(length + change)
-    failure = failure_of(lambda: call_unary(channel, made.spec, message))
+    failure = failure_of(lambda: call_unary(channel, made.record, message))
     assert failure.status is grpc.StatusCode.INVALID_ARGUMENT
     assert isinstance(failure.error, MalformedTensor)
     assert failure.error.operand == "mean"
@@ -128,7 +128,7 @@ def test_content_that_a_unary_call_cannot_have(channel: grpc.Channel, kind: str)
         message.mean.chunked_bytes = len(message.mean.data)
     else:
         message.mean.region.CopyFrom(tensor_pb2.SharedMemoryRegion(name="x", byte_size=48))
-    failure = failure_of(lambda: call_unary(channel, made.spec, message))
+    failure = failure_of(lambda: call_unary(channel, made.record, message))
     if kind == "region":
         assert failure.status is grpc.StatusCode.UNIMPLEMENTED
         assert failure.error.reason == "CONTENT_UNSUPPORTED"
@@ -143,16 +143,16 @@ def test_forgotten_attribute_is_named(channel: grpc.Channel, attribute: str) -> 
     made = sample()
     message = made.message()
     message.ClearField(attribute)
-    failure = failure_of(lambda: call_unary(channel, made.spec, message))
+    failure = failure_of(lambda: call_unary(channel, made.record, message))
     assert isinstance(failure.error, MalformedRequest)
     assert failure.error.operand == attribute
 
 
 def test_reply_that_no_message_can_hold_is_refused_before_it_is_run(channel: grpc.Channel) -> None:
     """The operands are small because they repeat one element."""
-    spec = get_operator("group_norm_backward")
-    made = fill(spec, spec.build())
-    call = spec.build(n=1, c=64, hxw=2**23 + 1, group=1)
+    record = get_operator("group_norm_backward")
+    made = fill(record, record.build())
+    call = record.build(n=1, c=64, hxw=2**23 + 1, group=1)
     one = call.tensor("grad_out")
     repeated = type(one)(one.dtype, (1, 64, 2**23 + 1), strides=(0, 0, 0))
     call = call.with_inputs(grad_out=repeated, input=repeated)
@@ -165,7 +165,7 @@ def test_reply_that_no_message_can_hold_is_refused_before_it_is_run(channel: grp
         tensor.meta.shape[:] = meta.shape
         tensor.meta.strides[:] = meta.strides or ()
         tensor.data = bytes(meta.content_bytes)
-    failure = failure_of(lambda: call_unary(channel, spec, message))
+    failure = failure_of(lambda: call_unary(channel, record, message))
     assert failure.status is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert isinstance(failure.error, CallTooLarge)
     assert "use Execute" in str(failure.error)
@@ -187,7 +187,7 @@ def test_deadline_that_passes_in_the_queue_frees_everything(start_server: StartS
 
 def test_deadline_beyond_need_changes_nothing(channel: grpc.Channel) -> None:
     made = sample()
-    assert call_unary(channel, made.spec, made.message(), timeout=50).info.attempts == 1
+    assert call_unary(channel, made.record, made.message(), timeout=50).info.attempts == 1
 
 
 def test_cancelled_call_frees_everything(start_server: StartServer) -> None:
@@ -235,9 +235,9 @@ def test_failure_of_a_device_reaches_the_caller_with_its_reason(
     made = sample()
     with failing.channel() as channel:
         message = made.message(label=label, verify=verify)
-        failure = failure_of(lambda: call_unary(channel, made.spec, message))
+        failure = failure_of(lambda: call_unary(channel, made.record, message))
         assert (failure.status, failure.error.reason) == (status, reason)
-        result = call_unary(channel, made.spec, made.message(verify=True))
+        result = call_unary(channel, made.record, made.message(verify=True))
         assert {name: content.data for name, content in result.contents.items()} == made.reference()
     failing.assert_nothing_leaked()
 

@@ -67,7 +67,7 @@ def test_calls_of_either_kind_are_served(request: pytest.FixtureRequest, which: 
     server: ServerProcess = request.getfixturevalue(which)
     made = sample()
     with server.channel() as channel:
-        unary = call_unary(channel, made.spec, made.message())
+        unary = call_unary(channel, made.record, made.message())
         streamed = call_execute(channel, made.frames())
     assert {name: content.data for name, content in unary.contents.items()} == streamed.contents
     assert streamed.contents == made.reference()

@@ -53,9 +53,9 @@ def test_quickstart_runs(server: ServerProcess, tmp_path: Path) -> None:
 def test_shell_example_runs(
     command: str, server: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = OPERATORS["group_norm_backward"]
-    call = spec.build()
-    arrays: dict[str, Any] = {**spec.make_inputs(call, np.random.default_rng(1)), **call.attrs}
+    record = OPERATORS["group_norm_backward"]
+    call = record.build()
+    arrays: dict[str, Any] = {**record.make_inputs(call, np.random.default_rng(1)), **call.attrs}
     np.savez(tmp_path / "in.npz", **arrays)
     monkeypatch.chdir(tmp_path)
     arguments = shlex.split(command)[1:]

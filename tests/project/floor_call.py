@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import numpy as np
 
-from npugrad import OPERATORS, OpSpec, Product
+from npugrad import OPERATORS, OpRecord, Product
 from npugrad.tolerance import compare
 from npugrad_client import Client
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from npugrad.spec import CallMeta
+    from npugrad.meta import CallMeta
 
     Arrays = dict[str, npt.NDArray[Any] | None]
 
@@ -34,11 +34,11 @@ SMALL_SERVER = ["--devices=cpu:0", "--metrics-listen=", "--prefault-bytes=0", "-
 SHOWN = ("grpcio", "protobuf", "numpy", "ml_dtypes", "typer", "pydantic-settings", "structlog")
 
 
-def check_operator(spec: OpSpec, clients: tuple[Client, ...]) -> int:
+def check_operator(record: OpRecord, clients: tuple[Client, ...]) -> int:
     """Run each sample of one operator on each client and compare with the float64 reference.
 
     Args:
-        spec: The operator's record.
+        record: The operator's record.
         clients: Clients of the server, which differ in how they send.
 
     Returns:
@@ -48,24 +48,24 @@ def check_operator(spec: OpSpec, clients: tuple[Client, ...]) -> int:
         SystemExit: A result is outside its tolerance.
     """
     calls = 0
-    for sample in spec.samples(Product.ATLAS_A2):
-        inputs = spec.make_inputs(sample.call, np.random.default_rng(0))
-        expected = reference(spec, sample.call, inputs)
+    for sample in record.samples(Product.ATLAS_A2):
+        inputs = record.make_inputs(sample.call, np.random.default_rng(0))
+        expected = reference(record, sample.call, inputs)
         for client in clients:
-            answer = getattr(client, spec.name)(**inputs, **sample.call.attrs, timeout_s=CALL_TIMEOUT_S)
+            answer = getattr(client, record.name)(**inputs, **sample.call.attrs, timeout_s=CALL_TIMEOUT_S)
             for name, golden in expected.items():
-                extra = spec.extra_tolerance(inputs, sample.call.attrs, name)
+                extra = record.extra_tolerance(inputs, sample.call.attrs, name)
                 found = compare(golden, getattr(answer, name), extra)
                 if not found.ok:
-                    raise SystemExit(f"{spec.name}: sample {sample.name}: {name}: {found}")
+                    raise SystemExit(f"{record.name}: sample {sample.name}: {name}: {found}")
             calls += 1
     return calls
 
 
-def reference(spec: OpSpec, call: CallMeta, inputs: Arrays) -> dict[str, npt.NDArray[Any]]:
+def reference(record: OpRecord, call: CallMeta, inputs: Arrays) -> dict[str, npt.NDArray[Any]]:
     """Return the wanted outputs of a call, by name, as the local reference computes them in float64."""
-    outputs = {name: np.zeros(meta.shape) for name, meta in spec.infer(call).items() if meta is not None}
-    spec.reference(inputs, call.attrs, outputs)
+    outputs = {name: np.zeros(meta.shape) for name, meta in record.infer(call).items() if meta is not None}
+    record.reference(inputs, call.attrs, outputs)
     return outputs
 
 
@@ -99,7 +99,7 @@ def call_all(target: str) -> int:
     with grpc.insecure_channel(target) as channel:
         grpc.channel_ready_future(channel).result(START_TIMEOUT_S)
     with Client(target) as unary, Client(target, stream_from_bytes=1) as streamed:
-        return sum(check_operator(spec, (unary, streamed)) for spec in OPERATORS.values())
+        return sum(check_operator(record, (unary, streamed)) for record in OPERATORS.values())
 
 
 if __name__ == "__main__":

@@ -23,17 +23,17 @@ from npugrad_client.demo import _cases
 from npugrad_server.rpc.servicer import UNARY_RPCS
 
 if TYPE_CHECKING:
-    from npugrad import OpSpec
+    from npugrad import OpRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICE = backward_pb2.DESCRIPTOR.services_by_name["BackwardService"]
-RPCS = {spec.rpc for spec in OPERATORS.values()}
+RPCS = {record.rpc for record in OPERATORS.values()}
 
 
 @pytest.fixture(params=list(OPERATORS.values()), ids=list(OPERATORS))
-def spec(request: pytest.FixtureRequest) -> OpSpec:
+def record(request: pytest.FixtureRequest) -> OpRecord:
     """Return each record in turn."""
-    record: OpSpec = request.param
+    record: OpRecord = request.param
     return record
 
 
@@ -49,7 +49,9 @@ def test_step_1_headers_of_execute_carry_every_operator(header: str) -> None:
     (call,) = backward_pb2.DESCRIPTOR.message_types_by_name[header].oneofs
     suffix = "Request" if header == "ExecuteHeader" else "Response"
     found = {field.name: field.message_type and field.message_type.name for field in call.fields}
-    assert found == {name: spec.rpc + suffix for name, spec in OPERATORS.items()}, f"backward.proto: {header}"
+    assert found == {name: record.rpc + suffix for name, record in OPERATORS.items()}, (
+        f"backward.proto: {header}"
+    )
 
 
 def test_step_1_every_operator_has_its_rpc() -> None:
@@ -64,34 +66,38 @@ def test_steps_2_and_3_every_module_belongs_to_a_listed_record(folder: str) -> N
     assert modules == set(OPERATORS), f"{folder}/: one module for each record in OPERATORS of ops/__init__.py"
 
 
-def test_step_2_the_record_computes_with_its_own_reference(spec: OpSpec) -> None:
-    module = importlib.import_module(f"npugrad.references.{spec.name}")
-    assert spec.reference is module.reference
+def test_step_2_the_record_computes_with_its_own_reference(record: OpRecord) -> None:
+    module = importlib.import_module(f"npugrad.references.{record.name}")
+    assert record.reference is module.reference
 
 
 def test_step_4_the_servicer_has_a_line_for_every_operator() -> None:
-    assert {spec.rpc: name for name, spec in OPERATORS.items()} == UNARY_RPCS, "server/.../rpc/servicer.py"
+    assert {record.rpc: name for name, record in OPERATORS.items()} == UNARY_RPCS, (
+        "server/.../rpc/servicer.py"
+    )
 
 
-def test_step_5_the_client_exports_the_result_of_every_operator(spec: OpSpec) -> None:
-    result = getattr(npugrad_client.Client, spec.name).__annotations__["return"]
+def test_step_5_the_client_exports_the_result_of_every_operator(record: OpRecord) -> None:
+    result = getattr(npugrad_client.Client, record.name).__annotations__["return"]
     assert result in npugrad_client.__all__, "client/npugrad_client/__init__.py"
-    assert {param.name for param in spec.outputs} < getattr(npugrad_client, result).__annotations__.keys()
+    assert {param.name for param in record.outputs} < getattr(npugrad_client, result).__annotations__.keys()
 
 
-def test_step_6_bench_knows_sizes_that_make_legal_calls(spec: OpSpec) -> None:
-    assert spec.name in SIZES, "client/npugrad_client/bench/sizes.py"
-    assert spec.build(**SIZES[spec.name]["small"]).inputs.keys() == {param.name for param in spec.inputs}
+def test_step_6_bench_knows_sizes_that_make_legal_calls(record: OpRecord) -> None:
+    assert record.name in SIZES, "client/npugrad_client/bench/sizes.py"
+    assert record.build(**SIZES[record.name]["small"]).inputs.keys() == {
+        param.name for param in record.inputs
+    }
 
 
-def test_step_6_the_demo_shows_the_documents_example_and_a_real_shape(spec: OpSpec) -> None:
+def test_step_6_the_demo_shows_the_documents_example_and_a_real_shape(record: OpRecord) -> None:
     for cases in (_cases.official_cases(), _cases.realistic_cases()):
-        assert spec.name in {case.operator for case in cases}, "client/npugrad_client/demo/_cases.py"
+        assert record.name in {case.operator for case in cases}, "client/npugrad_client/demo/_cases.py"
 
 
-def test_step_7_the_changelog_tells_of_every_operator(spec: OpSpec) -> None:
+def test_step_7_the_changelog_tells_of_every_operator(record: OpRecord) -> None:
     text = (ROOT / "CHANGELOG.md").read_text("utf-8")
-    assert re.search(rf"\b{spec.name}\b", text), "CHANGELOG.md"
+    assert re.search(rf"\b{record.name}\b", text), "CHANGELOG.md"
 
 
 FIFTH = """

@@ -27,7 +27,7 @@ def hold(address: str, seconds: float, stream_from_bytes: int) -> str:
     started_s = time.monotonic()
     with Client(address, timeout_s=seconds + 60, retry=None, stream_from_bytes=stream_from_bytes) as client:
         try:
-            getattr(client, call.spec.name)(**call.arrays, **call.call.attrs)
+            getattr(client, call.record.name)(**call.arrays, **call.call.attrs)
         except NpugradError as error:
             return f"FAILED after {time.monotonic() - started_s:.1f} s: {error}"
     return f"answered after {time.monotonic() - started_s:.1f} s"

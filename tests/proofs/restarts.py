@@ -38,7 +38,7 @@ _PROGRESS_TIMEOUT_S = 300.0
 _HELD = "held"
 """Label of calls that take for ever: until their deadline, while the server drains."""
 _DEVICES = f"test:2?compute=1&hang={_HELD}"
-_SPEC = OPERATORS["group_norm_backward"]
+_RECORD = OPERATORS["group_norm_backward"]
 
 
 # -------------------------------------------------------------------------------------------- callers
@@ -142,7 +142,7 @@ class Callers:
 
 def _sample(way: int) -> tuple[dict[str, Any], dict[str, bytes]]:
     """The arguments of a call of 4 or 320 KiB each way, and its right results."""
-    call = fill(_SPEC, _SPEC.build(n=2, c=8, hxw=64 if way == UNARY else 5_000, group=2))
+    call = fill(_RECORD, _RECORD.build(n=2, c=8, hxw=64 if way == UNARY else 5_000, group=2))
     return {**call.arrays, **call.call.attrs}, call.reference()
 
 

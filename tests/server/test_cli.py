@@ -39,11 +39,11 @@ def test_every_setting_is_a_flag_with_its_description_default_and_variable(comma
 
 def test_ops_shows_every_operator_with_its_dtypes_by_product() -> None:
     blocks = re.split(r"^(?=\w)", run(app, ["ops"]).stdout, flags=re.MULTILINE)[1:]
-    for block, spec in zip(blocks, OPERATORS.values(), strict=True):
+    for block, record in zip(blocks, OPERATORS.values(), strict=True):
         head, *rows = block.splitlines()
-        assert head == f"{spec.name} ({spec.aclnn_name})"
+        assert head == f"{record.name} ({record.aclnn_name})"
         shown = dict(re.split(r"\s{2,}", row.strip())[:2] for row in rows if row[2] != " ")
-        leader = spec.inputs[0].dtypes
+        leader = record.inputs[0].dtypes
         assert shown == {str(p): ", ".join(leader[p]) if p in leader else "not there" for p in Product}
 
 
@@ -62,8 +62,8 @@ def test_ops_fits_a_terminal_of_80_columns() -> None:
     assert process.returncode == 0
     lines = shown.decode().split("\r\n")
     assert max(map(len, lines)) <= 80
-    for spec in OPERATORS.values():
-        assert f"{spec.name} ({spec.aclnn_name})" in lines
+    for record in OPERATORS.values():
+        assert f"{record.name} ({record.aclnn_name})" in lines
     assert "\u2026" not in shown.decode()
 
 

@@ -74,7 +74,7 @@ async def dispatching(observer: PoolObserver | None = None, **changes: Any) -> A
 
 def planned(dispatcher: Dispatcher, made: Sample, message: Any = None, **kwargs: Any) -> Request:
     options = {"request_id": "r9", "timeout_s": None, "chunked": False, **kwargs}
-    return dispatcher.plan(made.spec, message or made.message(), **options)
+    return dispatcher.plan(made.record, message or made.message(), **options)
 
 
 def test_a_call_comes_back_with_results_info_and_request_id() -> None:
@@ -85,7 +85,7 @@ def test_a_call_comes_back_with_results_info_and_request_id() -> None:
             request = planned(dispatcher, made)
             assert request.content_bytes == sum(content.nbytes for content in made.contents.values())
             response, info = await dispatcher.call(request)
-            result = decode_response(made.spec, response)
+            result = decode_response(made.record, response)
             assert {name: content.data for name, content in result.contents.items()} == made.reference()
             assert (info.request_id, info.product, info.device) == ("r9", Product.ATLAS_A2, "test:0")
 
@@ -154,7 +154,7 @@ def test_null_mask_checks_nothing_and_returns_nothing() -> None:
     async def run() -> None:
         async with dispatching() as dispatcher:
             response, _ = await dispatcher.call(planned(dispatcher, made))
-            assert not decode_response(made.spec, response).contents
+            assert not decode_response(made.record, response).contents
 
     asyncio.run(run())
 
@@ -199,7 +199,7 @@ def test_cancelled_task_gives_everything_back() -> None:
                 await task
             # The worker may still have the region of a call that was cancelled; the next one shows it let go.
             response, _ = await dispatcher.call(planned(dispatcher, made))
-            assert decode_response(made.spec, response).contents
+            assert decode_response(made.record, response).contents
 
     asyncio.run(run())
 

@@ -192,7 +192,7 @@ def test_check_names_what_the_graph_engine_lacks(
             "FAIL  npu:0: down, cannot be taken: torch_npu returned 507033",
         ),
         (
-            ";".join(f"{spec.aclnn_name}GetWorkspaceSize:*:561112" for spec in OPERATORS.values()),
+            ";".join(f"{record.aclnn_name}GetWorkspaceSize:*:561112" for record in OPERATORS.values()),
             "npu:0",
             1,
             "FAIL  npu:0: down, found no operator that runs here; expected at least one; multi_scale",

@@ -22,13 +22,13 @@ from npugrad_server.recipes import PIECE_BYTES, Maker
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-SPEC = get_operator("group_norm_backward")
+RECORD = get_operator("group_norm_backward")
 SIZE = 2 * PIECE_BYTES // 4 + 1000
-CALL = SPEC.build(n=1, c=1, hxw=SIZE, group=1)
+CALL = RECORD.build(n=1, c=1, hxw=SIZE, group=1)
 
 
 def admitted(memory: bytearray) -> Admission:
-    planned = PlannedCall(SPEC, CALL, {}, None, "r1", None)  # type: ignore[arg-type]
+    planned = PlannedCall(RECORD, CALL, {}, None, "r1", None)  # type: ignore[arg-type]
     view = memoryview(memory)
     return Admission(1, planned, {"input": 64}, lambda offset, n: view[offset : offset + n], lambda _: None)
 
@@ -138,9 +138,9 @@ def test_loop_turns_while_a_content_is_made() -> None:
     """Making it on the loop would hold it up for the whole time, which is some tenths of a second."""
     size = 2**25
     recipe = Recipe("normal", shape=(size,))
-    call = SPEC.build(n=1, c=1, hxw=size, group=1)
+    call = RECORD.build(n=1, c=1, hxw=size, group=1)
     memory = memoryview(bytearray(4 * size))
-    planned = PlannedCall(SPEC, call, {}, None, "r1", None)  # type: ignore[arg-type]
+    planned = PlannedCall(RECORD, call, {}, None, "r1", None)  # type: ignore[arg-type]
     admission = Admission(
         1, planned, {"input": 0}, lambda offset, n: memory[offset : offset + n], lambda _: None
     )

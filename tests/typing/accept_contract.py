@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing_extensions import assert_type
 
 import npugrad
-from npugrad import OPERATORS, DType, OpSpec, Product, TensorMeta, Verdict, Violation, validate
+from npugrad import OPERATORS, DType, OpRecord, Product, TensorMeta, Verdict, Violation, validate
 
 by_name = TensorMeta("float32", (2, 3, 4), format="ND")
 by_type = TensorMeta(DType.BFLOAT16, [2, 3], strides=(0, 0), storage_offset=1)
@@ -24,5 +24,5 @@ assert_type(verdict, Verdict)
 assert_type(verdict.status, int)
 assert_type(verdict.violations, tuple[Violation, ...])
 same = validate("group_norm_backward", inputs={}, attrs={}, product=Product.ATLAS_A3)
-assert_type(OPERATORS["group_norm_backward"], OpSpec)
+assert_type(OPERATORS["group_norm_backward"], OpRecord)
 assert_type(npugrad.__version__, str)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from npugrad_client._cli.terminal import find_spec
+from npugrad_client._cli.terminal import find_record
 
 if TYPE_CHECKING:
     from npugrad_client.bench.scenario import Scenario
@@ -65,7 +65,7 @@ def _with_inputs(scenario: Scenario, inputs: str, has_digest: bool) -> Scenario:
 def _workload(given: dict[str, Any]) -> Any:
     from npugrad_client.bench.scenario import DEFAULT_LABEL, ScenarioError, Workload
 
-    spec = find_spec(given["operator"] or DEFAULT_OPERATOR)
+    record = find_record(given["operator"] or DEFAULT_OPERATOR)
     names = {
         "dtype": given["dtype"],
         "size": given["size"] or "small",
@@ -73,7 +73,7 @@ def _workload(given: dict[str, Any]) -> Any:
         "inputs": given["inputs"] or "data",
     }
     try:
-        return Workload(spec.name, **names, priority=given["priority"] or 0, digest=given["digest"])
+        return Workload(record.name, **names, priority=given["priority"] or 0, digest=given["digest"])
     except ScenarioError as error:
         raise ScenarioError(f"--{error}") from None
 

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from npugrad.error_table import BY_CODE, BY_REASON, ErrorRow
+from npugrad.operator import AttrParam, Constraint, OpRecord, TensorParam
 from npugrad.ops import OPERATORS
-from npugrad.spec import AttrParam, Constraint, OpSpec, TensorParam
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -39,14 +39,14 @@ def explain(console: Console, subject: str, constraint: str | None = None) -> No
     Raises:
         UnknownSubject: There is no such subject or constraint.
     """
-    spec = _operator(subject)
+    record = _operator(subject)
     if constraint is not None:
-        if spec is None:
+        if record is None:
             expected = f"an operator before a constraint; {_operators_told()}"
             raise UnknownSubject(nearest(subject, _operators(), expected))
-        console.print(_one(spec, constraint))
-    elif spec is not None:
-        console.print(_operator_text(spec))
+        console.print(_one(record, constraint))
+    elif record is not None:
+        console.print(_operator_text(record))
     elif (row := _row(subject)) is not None:
         console.print(_code_text(row))
     else:
@@ -86,15 +86,15 @@ def _is_short_for(asked: str, name: str) -> bool:
 
 
 def _operators_told() -> str:
-    return "operators: " + ", ".join(f"{spec.name} ({spec.aclnn_name})" for spec in OPERATORS.values())
+    return "operators: " + ", ".join(f"{record.name} ({record.aclnn_name})" for record in OPERATORS.values())
 
 
 def _operators() -> list[str]:
     return [*OPERATORS, *(s.aclnn_name for s in OPERATORS.values())]
 
 
-def _operator(subject: str) -> OpSpec | None:
-    by_aclnn = {spec.aclnn_name.lower(): spec for spec in OPERATORS.values()}
+def _operator(subject: str) -> OpRecord | None:
+    by_aclnn = {record.aclnn_name.lower(): record for record in OPERATORS.values()}
     return OPERATORS.get(subject.lower()) or by_aclnn.get(subject.lower())
 
 
@@ -109,12 +109,12 @@ def _subjects() -> list[str]:
     return names + [c.id for s in OPERATORS.values() for c in s.constraints]
 
 
-def _one(spec: OpSpec, identifier: str) -> RenderableType:
-    for constraint in spec.constraints:
+def _one(record: OpRecord, identifier: str) -> RenderableType:
+    for constraint in record.constraints:
         if constraint.id == identifier:
-            return _constraint_text(spec, constraint)
+            return _constraint_text(record, constraint)
     raise UnknownSubject(
-        nearest(identifier, (c.id for c in spec.constraints), f"a constraint of {spec.name}")
+        nearest(identifier, (c.id for c in record.constraints), f"a constraint of {record.name}")
     )
 
 
@@ -133,10 +133,10 @@ def _code_text(row: ErrorRow) -> RenderableType:
     if row.code is None:
         return Group(title, facts)
     groups = []
-    for spec in OPERATORS.values():
-        rules = [c for c in spec.constraints if c.code == row.code]
+    for record in OPERATORS.values():
+        rules = [c for c in record.constraints if c.code == row.code]
         if rules:
-            groups.append(Group(Text(f"{spec.name}: {_count(rules)}", style="bold"), _rules(rules)))
+            groups.append(Group(Text(f"{record.name}: {_count(rules)}", style="bold"), _rules(rules)))
     if not groups:
         groups = [Group(Text("No documented constraint gives this number; a device may."))]
     return Group(*_spaced([Group(title, facts), *groups]), *_legend(row.code))
@@ -156,9 +156,12 @@ def _rules(constraints: Sequence[Constraint]) -> Table:
     return table
 
 
-def _legend(code: int | None = None, spec: OpSpec | None = None) -> list[RenderableType]:
+def _legend(code: int | None = None, record: OpRecord | None = None) -> list[RenderableType]:
     rules = [
-        c for s in ([spec] if spec else OPERATORS.values()) for c in s.constraints if code in (None, c.code)
+        c
+        for s in ([record] if record else OPERATORS.values())
+        for c in s.constraints
+        if code in (None, c.code)
     ]
     if not any(c.pick for c in rules):
         return []
@@ -166,34 +169,34 @@ def _legend(code: int | None = None, spec: OpSpec | None = None) -> list[Rendera
     return [Text(), Text(text, style="dim")]
 
 
-def _operator_text(spec: OpSpec) -> RenderableType:
+def _operator_text(record: OpRecord) -> RenderableType:
     head = Group(
-        Text(f"{spec.name}: {spec.aclnn_name}", style="bold"),
-        Text(f"{spec.summary} Oldest CANN: {spec.min_cann}."),
+        Text(f"{record.name}: {record.aclnn_name}", style="bold"),
+        Text(f"{record.summary} Oldest CANN: {record.min_cann}."),
         *(
-            Text(f"  on {product.full_name}" + ("" if source in spec.documents else f" ({source})"))
-            for product, source in spec.products.items()
+            Text(f"  on {product.full_name}" + ("" if source in record.documents else f" ({source})"))
+            for product, source in record.products.items()
         ),
     )
     groups: list[RenderableType] = []
-    for code in dict.fromkeys(c.code for c in spec.constraints):
-        rules = [c for c in spec.constraints if c.code == code]
+    for code in dict.fromkeys(c.code for c in record.constraints):
+        rules = [c for c in record.constraints if c.code == code]
         title = f"{code} {BY_CODE[code].reason}: {_count(rules)}"
         groups.append(Group(Text(title, style="bold"), _rules(rules)))
     return Group(
-        *_spaced([head, _parameters(spec), *groups]),
-        *_legend(spec=spec),
-        *_not_expressible(spec),
+        *_spaced([head, _parameters(record), *groups]),
+        *_legend(record=record),
+        *_not_expressible(record),
         Text(),
-        Text(f"One in full: npugrad explain {spec.name} {spec.constraints[-1].id}", style="dim"),
+        Text(f"One in full: npugrad explain {record.name} {record.constraints[-1].id}", style="dim"),
     )
 
 
-def _parameters(spec: OpSpec) -> Table:
+def _parameters(record: OpRecord) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("parameter", "in C", "kind", "meaning"):
         table.add_column(name, no_wrap=name != "meaning")
-    for param in spec.params:
+    for param in record.params:
         table.add_row(param.name, param.c_name, _kind(param), param.doc)
     return table
 
@@ -204,15 +207,15 @@ def _kind(param: TensorParam | AttrParam) -> str:
     return "output" if param.role == "output" else "optional input" if param.optional else "input"
 
 
-def _not_expressible(spec: OpSpec) -> list[RenderableType]:
-    if not spec.not_expressible:
+def _not_expressible(record: OpRecord) -> list[RenderableType]:
+    if not record.not_expressible:
         return []
-    lines = [f"  {n.source}: {n.reason}." for n in spec.not_expressible]
+    lines = [f"  {n.source}: {n.reason}." for n in record.not_expressible]
     title = Text("Documented, but no call through the service can break it", style="bold")
     return [Text(), title, *map(Text, lines)]
 
 
-def _constraint_text(spec: OpSpec, constraint: Constraint) -> RenderableType:
+def _constraint_text(record: OpRecord, constraint: Constraint) -> RenderableType:
     facts = [
         ("code", f"{constraint.code} {BY_CODE[constraint.code].reason}"),
         ("rule", constraint.text),
@@ -231,7 +234,7 @@ def _constraint_text(spec: OpSpec, constraint: Constraint) -> RenderableType:
     table.add_column()
     for name, text in facts:
         table.add_row(f"  {name}", text)
-    return Group(Text(f"{spec.name} {constraint.id}", style="bold"), table)
+    return Group(Text(f"{record.name} {constraint.id}", style="bold"), table)
 
 
 def _vendor(constraint: Constraint) -> str:

@@ -17,13 +17,13 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from npugrad.spec import TensorMeta
+from npugrad.meta import TensorMeta
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from npugrad.spec import AttrParam, OpSpec
+    from npugrad.operator import AttrParam, OpRecord
 
 _BF16 = ":bfloat16"
 _META = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[-\d, ]*)\]")
@@ -34,23 +34,23 @@ class FileError(Exception):
 
 
 def read_call(
-    spec: OpSpec, path: Path, dtypes: Sequence[str] = ()
+    record: OpRecord, path: Path, dtypes: Sequence[str] = ()
 ) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
     """Reads operands and attributes of a call.
 
     Args:
-        spec: The operator.
+        record: The operator.
         path: The `.npz` file; keys are operand names and, as scalars or 1-D bools, attribute names.
         dtypes: ``NAME=bfloat16`` for operands whose 2-byte elements are bfloat16 bits.
 
     Raises:
         FileError: The file cannot be read, or holds a name that the operator does not have.
     """
-    inputs, attrs = [p.name for p in spec.inputs], [p.name for p in spec.attrs]
+    inputs, attrs = [p.name for p in record.inputs], [p.name for p in record.attrs]
     as_bf16 = {name for name, dtype in map(_pair, dtypes) if _is_bf16(name, dtype)}
-    _check_known("--dtype", as_bf16, inputs, spec)
+    _check_known("--dtype", as_bf16, inputs, record)
     found = _load(path)
-    _check_known(str(path), [key.removesuffix(_BF16) for key in found], [*inputs, *attrs], spec)
+    _check_known(str(path), [key.removesuffix(_BF16) for key in found], [*inputs, *attrs], record)
     operands: dict[str, npt.NDArray[Any]] = {}
     values: dict[str, Any] = {}
     for key, array in found.items():
@@ -65,11 +65,11 @@ def read_call(
     return operands, values
 
 
-def _check_known(where: str, names: Iterable[str], known: Sequence[str], spec: OpSpec) -> None:
+def _check_known(where: str, names: Iterable[str], known: Sequence[str], record: OpRecord) -> None:
     unknown = [name for name in names if name not in known]
     if unknown:
         found = ", ".join(map(repr, unknown))
-        raise FileError(f"{where}: found {found}; expected names of {spec.name}: {', '.join(known)}")
+        raise FileError(f"{where}: found {found}; expected names of {record.name}: {', '.join(known)}")
 
 
 def _load(path: Path) -> dict[str, npt.NDArray[Any]]:
@@ -118,24 +118,27 @@ def _plain(name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return array
 
 
-def parse_attrs(spec: OpSpec, texts: Sequence[str]) -> dict[str, Any]:
+def parse_attrs(record: OpRecord, texts: Sequence[str]) -> dict[str, Any]:
     """Attributes given as ``NAME=VALUE``; raises FileError for a name that the operator does not have."""
-    known = {p.name: p for p in spec.attrs}
+    known = {p.name: p for p in record.attrs}
     values: dict[str, Any] = {}
     for name, text in map(_pair, texts):
         if name not in known:
-            raise FileError(f"--attr {name}: unknown; {spec.name} has {', '.join(known) or 'no attributes'}")
+            raise FileError(
+                f"--attr {name}: unknown; {record.name} has {', '.join(known) or 'no attributes'}"
+            )
         values[name] = _parse_attr(known[name], text)
     return values
 
 
-def check_complete(spec: OpSpec, attrs: Mapping[str, Any]) -> None:
+def check_complete(record: OpRecord, attrs: Mapping[str, Any]) -> None:
     """Raises FileError, naming all at once, for attributes that are neither in the file nor given."""
-    missing = [p.name for p in spec.attrs if p.name not in attrs]
+    missing = [p.name for p in record.attrs if p.name not in attrs]
     if missing:
         names = ", ".join(missing)
         raise FileError(
-            f"{spec.name}: found no value of {names}; expected --attr {missing[0]}=VALUE or a key in the file"
+            f"{record.name}: found no value of {names}; "
+            f"expected --attr {missing[0]}=VALUE or a key in the file"
         )
 
 

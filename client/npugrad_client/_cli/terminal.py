@@ -18,7 +18,7 @@ from npugrad_client._cli.explain import UnknownSubject, nearest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from npugrad.spec import OpSpec
+    from npugrad.operator import OpRecord
 
 _PIPED_WIDTH = 200
 """Width where no terminal tells one: wide, so that a line is a line for grep."""
@@ -60,7 +60,7 @@ def reporting(failed: int = 1) -> Iterator[None]:
         fail(str(error), 2)
 
 
-def find_spec(name: str) -> OpSpec:
+def find_record(name: str) -> OpRecord:
     """The operator of this name.
 
     Raises:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from npugrad.meta import CallMeta
     from npugrad.recipe import Recipe
-    from npugrad.spec import CallMeta
     from npugrad_client.bench.slo import Slo
 
 Arrival = Literal["constant", "poisson", "trace", "closed"]
@@ -98,8 +98,8 @@ class Workload:
             ScenarioError: A value is not allowed, or the call is not a legal one.
         """
         check(self.operator in OPERATORS, "operator", self.operator, ", ".join(OPERATORS))
-        spec = OPERATORS[self.operator]
-        supported = [str(each) for each in spec.inputs[0].dtypes[Product.ATLAS_A2]]
+        record = OPERATORS[self.operator]
+        supported = [str(each) for each in record.inputs[0].dtypes[Product.ATLAS_A2]]
         object.__setattr__(self, "dtype", self.dtype or supported[0])
         check(self.dtype in supported, "dtype", self.dtype, ", ".join(supported))
         check(math.isfinite(self.weight) and self.weight > 0, "weight", self.weight, "a number above 0")
@@ -159,13 +159,13 @@ class Workload:
 
     def arguments(self, seed: int) -> dict[str, Any]:
         """Keyword arguments for a client's method: operands or recipes of this seed, and the rest."""
-        call, spec = self.call(), OPERATORS[self.operator]
-        made = recipes(spec, call, seed) if self.inputs == "recipe" else {}
+        call, record = self.call(), OPERATORS[self.operator]
+        made = recipes(record, call, seed) if self.inputs == "recipe" else {}
         if self.digest:
             made = {name: recipe.with_digest() for name, recipe in made.items()}
         operands: dict[str, npt.NDArray[Any] | Recipe | None] = dict.fromkeys(call.inputs)
         if any(meta is not None and name not in made for name, meta in call.inputs.items()):
-            operands.update(spec.make_inputs(call, np.random.default_rng(seed)))
+            operands.update(record.make_inputs(call, np.random.default_rng(seed)))
         operands.update(made)
         options = {"label": self.label, "priority": self.priority, "deterministic": self.deterministic}
         return {**operands, **call.attrs, **options}
@@ -173,9 +173,9 @@ class Workload:
     @property
     def nbytes(self) -> tuple[int, int]:
         """Bytes of the operands that travel, and of the results."""
-        call, spec = self.call(), OPERATORS[self.operator]
-        outputs = spec.infer(call)
-        made = recipes(spec, call) if self.inputs == "recipe" else {}
+        call, record = self.call(), OPERATORS[self.operator]
+        outputs = record.infer(call)
+        made = recipes(record, call) if self.inputs == "recipe" else {}
         return (
             sum(meta.nbytes for name, meta in call.inputs.items() if meta is not None and name not in made),
             sum(meta.nbytes for meta in outputs.values() if meta is not None),

@@ -15,7 +15,8 @@ from npugrad.ops import OPERATORS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from npugrad.spec import CallMeta, OpSpec
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
 
 MSDA, GRID, NORM, FLOYD = (
     "multi_scale_deformable_attention_grad",
@@ -65,7 +66,7 @@ class Case:
     make: Callable[[], Inputs]
 
     @property
-    def spec(self) -> OpSpec:
+    def record(self) -> OpRecord:
         """Record of the operator."""
         return OPERATORS[self.operator]
 
@@ -214,9 +215,9 @@ def realistic_cases(quick: bool = False) -> Iterator[Case]:
 
 def _made(operator: str, dtype: DType, **sizes: Any) -> Callable[[], Inputs]:
     def make() -> Inputs:
-        spec = OPERATORS[operator]
-        call: CallMeta = spec.build(dtype=dtype, **sizes)
-        operands = spec.make_inputs(call, np.random.default_rng(20240229))
+        record = OPERATORS[operator]
+        call: CallMeta = record.build(dtype=dtype, **sizes)
+        operands = record.make_inputs(call, np.random.default_rng(20240229))
         if "levels" in sizes:  # metas tell how many levels there are, not how large they are
             operands |= _level_tables(sizes["levels"], operands)
         return Inputs(operands, call.attrs)

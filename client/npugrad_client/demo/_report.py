@@ -52,11 +52,11 @@ def run_case(client: Client, case: Case) -> Row:
     start = time.perf_counter()
     answer = getattr(client, case.operator)(**inputs.operands, **inputs.attrs, label="demo")
     wall_s = time.perf_counter() - start
-    results = {p.name: getattr(answer, p.name) for p in case.spec.outputs}
+    results = {p.name: getattr(answer, p.name) for p in case.record.outputs}
     golden = {name: np.empty(a.shape, np.float64) for name, a in results.items() if a is not None}
-    case.spec.reference(inputs.operands, inputs.attrs, golden)
+    case.record.reference(inputs.operands, inputs.attrs, golden)
     comparisons = [
-        compare(golden[name], results[name], case.spec.extra_tolerance(inputs.operands, inputs.attrs, name))
+        compare(golden[name], results[name], case.record.extra_tolerance(inputs.operands, inputs.attrs, name))
         for name in golden
     ]
     official = _official(inputs, results)
@@ -82,7 +82,7 @@ def _official(inputs: Inputs, results: dict[str, npt.NDArray[Any] | None]) -> bo
 
 
 def _shapes(case: Case, inputs: Inputs) -> str:
-    first = [p.name for p in case.spec.inputs][:2]
+    first = [p.name for p in case.record.inputs][:2]
     arrays = [inputs.operands[name] for name in first]
     return ", ".join("x".join(map(str, a.shape)) for a in arrays if a is not None)
 
@@ -95,7 +95,7 @@ _NUMBER_COLUMNS = ("error", "of tolerance", "queued s", "run s", "transfer s")
 def tables(rows: list[Row]) -> Iterator[Table]:
     """The rows as one table for each operator."""
     for operator in dict.fromkeys(row.case.operator for row in rows):
-        name = next(row.case.spec.aclnn_name for row in rows if row.case.operator == operator)
+        name = next(row.case.record.aclnn_name for row in rows if row.case.operator == operator)
         result = Table(title=f"{operator} ({name})", title_justify="left", title_style="bold")
         for column in _TEXT_COLUMNS:
             result.add_column(column, overflow="fold")

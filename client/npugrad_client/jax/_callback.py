@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from npugrad.spec import TensorMeta
+from npugrad.meta import TensorMeta
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypedDict, cast
 
 from torch import Tensor
 
-from npugrad.spec import TensorMeta
+from npugrad.meta import TensorMeta
 from npugrad_client import _arrays
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 from npugrad.dtypes import DType
 from npugrad.error_table import BY_CODE
 from npugrad.errors import InvalidOperand, NullOperand, TilingError
+from npugrad.operator import AttrParam, TensorParam
 from npugrad.ops import OPERATORS
-from npugrad.spec import AttrParam, TensorParam
 
 if TYPE_CHECKING:
-    from npugrad.spec import OpSpec, Param
+    from npugrad.operator import OpRecord, Param
 
 ROOT = Path(__file__).resolve().parents[3]
 TARGET = ROOT / "client" / "npugrad_client" / "_generated_ops.py"
@@ -37,12 +37,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from npugrad.call import CallOptions, ExecutionInfo
+from npugrad.meta import TensorMeta
 from npugrad.ops import OPERATORS
-from npugrad.spec import OpSpec, TensorMeta
 from npugrad_client._arrays import ArrayLike, Operand
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
+
+    from npugrad.operator import OpRecord
 
 Array = Any
 """A result: a NumPy array, or a torch CPU tensor where an operand was one."""
@@ -58,7 +60,7 @@ class {name}(ABC):
     @abstractmethod
     {def_} _run(
         self,
-        spec: OpSpec,
+        record: OpRecord,
         inputs: Mapping[str, Any],
         attrs: Mapping[str, Any],
         out: Mapping[str, Any] | None,
@@ -140,19 +142,19 @@ def _listing(names: list[str], word: str) -> str:
     return f" {word} ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def _class_name(spec: OpSpec) -> str:
-    return f"{spec.rpc}Result"
+def _class_name(record: OpRecord) -> str:
+    return f"{record.rpc}Result"
 
 
-def _result_class(spec: OpSpec) -> str:
-    lines = ["", "", "@dataclass(frozen=True, eq=False)", f"class {_class_name(spec)}:"]
-    masked = any(p.masked_by is not None for p in spec.outputs)
+def _result_class(record: OpRecord) -> str:
+    lines = ["", "", "@dataclass(frozen=True, eq=False)", f"class {_class_name(record)}:"]
+    masked = any(p.masked_by is not None for p in record.outputs)
     note = "; masked-out ones are None" if masked else ""
-    lines += [f'    """Results of `{spec.name}`{note}.', "", "    Example:"]
-    lines += [*_example(spec, "(**call)", 8), "", "    Attributes:"]
-    lines += [_wrap(_tensor_doc(p), 8, f"{p.name}: ") for p in spec.outputs]
+    lines += [f'    """Results of `{record.name}`{note}.', "", "    Example:"]
+    lines += [*_example(record, "(**call)", 8), "", "    Attributes:"]
+    lines += [_wrap(_tensor_doc(p), 8, f"{p.name}: ") for p in record.outputs]
     lines += [_wrap("What produced the results and how long each stage took.", 8, "info: "), '    """', ""]
-    lines += [f"    {p.name}: Array" for p in spec.outputs]
+    lines += [f"    {p.name}: Array" for p in record.outputs]
     lines += ["    info: ExecutionInfo"]
     return "\n".join(lines)
 
@@ -171,21 +173,21 @@ def _argument_doc(param: Param) -> str:
     return _wrap(_tensor_doc(param), 12, f"{param.name}: ")
 
 
-def _raises(spec: OpSpec) -> list[str]:
+def _raises(record: OpRecord) -> list[str]:
     """One line for each class of errors, the aclnn numbers that the record's constraints give first."""
     sentences: dict[str, str] = {}
-    for code in dict.fromkeys(c.code for c in spec.constraints if not c.alone):
+    for code in dict.fromkeys(c.code for c in record.constraints if not c.alone):
         sentences[CLASS_BY_CODE[code].__name__] = f"{code}. {BY_CODE[code].sentence}"
-    for constraint in spec.constraints:
+    for constraint in record.constraints:
         if constraint.alone:
             sentences["UnsupportedOperator"] = (
                 f"{constraint.code}. The server's product has no such operator."
             )
     sentences["MalformedTensor"] = "Shape, strides and content of an operand do not fit together."
     sentences["RecipeMismatch"] = "A `Recipe` with a digest gives another content on the server."
-    what = "An attribute or option" if spec.attrs else "An option"
+    what = "An attribute or option" if record.attrs else "An option"
     sentences["MalformedRequest"] = f"{what} has the wrong type or is out of range."
-    if spec.data_check is not None:
+    if record.data_check is not None:
         sentences["UnsafeLevels"] = "Level sizes or starts point outside the value tensor (NPU only)."
     sentences["OperatorError"] = "The device cannot honour `deterministic` for this call."
     sentences["DeviceError"] = "The device failed, or `verify` found a result that differs."
@@ -196,21 +198,21 @@ def _raises(spec: OpSpec) -> list[str]:
     return [_wrap(sentence, 12, f"{name}: ") for name, sentence in sentences.items()]
 
 
-def _example(spec: OpSpec, arguments: str, indent: int, await_: str = "") -> list[str]:
+def _example(record: OpRecord, arguments: str, indent: int, await_: str = "") -> list[str]:
     """A call of the operator and a look at its results; `arguments` come in brackets, on one line or more."""
     first, *more = arguments.split("\n")
-    call = f">>> grads = {await_}client.{spec.name}{first}"
-    look = f">>> grads.{spec.outputs[0].name}.shape, grads.info.device"
+    call = f">>> grads = {await_}client.{record.name}{first}"
+    look = f">>> grads.{record.outputs[0].name}.shape, grads.info.device"
     width = max(len(call), len(look))
     lines = [f"{call:{width}}  {_SKIP}", *(f"...     {line}" for line in more), f"{look:{width}}  {_SKIP}"]
     return [" " * indent + line for line in lines]
 
 
-def _example_arguments(spec: OpSpec) -> str:
+def _example_arguments(record: OpRecord) -> str:
     """Operands by their own names, attributes as in the record's plain call."""
-    call = spec.build()
-    given = [f"{p.name}={p.name}" for p in spec.inputs if call.inputs[p.name] is not None]
-    for param in spec.attrs:
+    call = record.build()
+    given = [f"{p.name}={p.name}" for p in record.inputs if call.inputs[p.name] is not None]
+    for param in record.attrs:
         value = call.attrs[param.name]
         named = next((name for name, number in param.choices.items() if number == value), value)
         given.append(f"{param.name}={f'{named:.3g}' if isinstance(named, float) else _quoted(named)}")
@@ -221,46 +223,45 @@ def _quoted(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
-def _method(spec: OpSpec, def_: str, await_: str) -> str:
-    arguments = [p for p in spec.params if not (isinstance(p, TensorParam) and p.role == "output")]
-    lines = ["", f"    {def_} {spec.name}(", "        self,", "        *,"]
+def _method(record: OpRecord, def_: str, await_: str) -> str:
+    arguments = [p for p in record.params if not (isinstance(p, TensorParam) and p.role == "output")]
+    lines = ["", f"    {def_} {record.name}(", "        self,", "        *,"]
     lines += [f"        {_argument(p)}," for p in arguments]
     lines += [f"        {name}: {kind} = {default}," for name, kind, default, _ in _COMMON]
-    lines += [f"    ) -> {_class_name(spec)}:", _wrap(spec.summary, 8, '"""'), ""]
-    source = (
-        f"Official page: {spec.aclnn_name}. Its {len(spec.constraints)} constraints in full: `npugrad explain"
-    )
-    lines += [_wrap(f"{source} {spec.name}`.", 8), "", "        Args:"]
+    lines += [f"    ) -> {_class_name(record)}:", _wrap(record.summary, 8, '"""'), ""]
+    count = len(record.constraints)
+    source = f"Official page: {record.aclnn_name}. Its {count} constraints in full: `npugrad explain"
+    lines += [_wrap(f"{source} {record.name}`.", 8), "", "        Args:"]
     lines += [_argument_doc(p) for p in arguments]
     lines += [_wrap(text, 12, f"{name}: ") for name, _, _, text in _COMMON]
     lines += [
         "",
         "        Returns:",
-        *(_wrap(_tensor_doc(p), 12, f"{p.name}: ") for p in spec.outputs),
+        *(_wrap(_tensor_doc(p), 12, f"{p.name}: ") for p in record.outputs),
         _wrap("What produced the results and how long each stage took.", 12, "info: "),
     ]
-    lines += ["", "        Raises:", *_raises(spec), "", "        Example:"]
-    lines += [*_example(spec, _example_arguments(spec), 12, await_), '        """']
+    lines += ["", "        Raises:", *_raises(record), "", "        Example:"]
+    lines += [*_example(record, _example_arguments(record), 12, await_), '        """']
     lines += [f"        results, info = {await_}self._run("]
-    lines += [f'            OPERATORS["{spec.name}"],']
-    lines += ["            inputs={" + ", ".join(f'"{p.name}": {p.name}' for p in spec.inputs) + "},"]
-    lines += ["            attrs={" + ", ".join(f'"{p.name}": {p.name}' for p in spec.attrs) + "},"]
+    lines += [f'            OPERATORS["{record.name}"],']
+    lines += ["            inputs={" + ", ".join(f'"{p.name}": {p.name}' for p in record.inputs) + "},"]
+    lines += ["            attrs={" + ", ".join(f'"{p.name}": {p.name}' for p in record.attrs) + "},"]
     lines += ["            out=out,"]
     lines += ["            options=CallOptions(deterministic, priority, label, verify),"]
     lines += ["            timeout_s=timeout_s,", "        )"]
-    lines += [f"        return {_class_name(spec)}(**results, info=info)"]
+    lines += [f"        return {_class_name(record)}(**results, info=info)"]
     return "\n".join(lines)
 
 
-def _future(spec: OpSpec) -> str:
+def _future(record: OpRecord) -> str:
     """A method of `client.submit`: the arguments of the method it starts, and no word twice."""
-    arguments = [p for p in spec.params if not (isinstance(p, TensorParam) and p.role == "output")]
-    lines = ["", f"    def {spec.name}(", "        self,", "        *,"]
+    arguments = [p for p in record.params if not (isinstance(p, TensorParam) and p.role == "output")]
+    lines = ["", f"    def {record.name}(", "        self,", "        *,"]
     lines += [f"        {_argument(p)}," for p in arguments]
     lines += [f"        {name}: {kind} = {default}," for name, kind, default, _ in _COMMON]
-    lines += [f"    ) -> Future[{_class_name(spec)}]:"]
-    lines += [f'        """Starts `Client.{spec.name}`, which tells all of it."""']
-    lines += [f'        return self._start("{spec.name}", {{']
+    lines += [f"    ) -> Future[{_class_name(record)}]:"]
+    lines += [f'        """Starts `Client.{record.name}`, which tells all of it."""']
+    lines += [f'        return self._start("{record.name}", {{']
     lines += [
         f'            "{name}": {name},' for name in [p.name for p in arguments] + [c[0] for c in _COMMON]
     ]
@@ -273,7 +274,7 @@ def generate() -> str:
     parts = [_HEADER, *map(_result_class, OPERATORS.values())]
     for name, kind, def_, await_ in _CLASSES:
         parts.append(_BASE.format(name=name, kind=kind, def_=def_))
-        parts += [_method(spec, def_, await_) for spec in OPERATORS.values()]
+        parts += [_method(record, def_, await_) for record in OPERATORS.values()]
     parts += [_FUTURES, *map(_future, OPERATORS.values())]
     source = "\n".join(parts) + "\n"
     formatted = subprocess.run(

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 
 from npugrad.error_table import ERRORS
 from npugrad.generators import GENERATORS
+from npugrad.operator import AttrParam, TensorParam
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
-from npugrad.spec import AttrParam, TensorParam
 from npugrad_server.config import ENV_PREFIX, ServerSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from npugrad.error_table import ErrorRow
-    from npugrad.spec import OpSpec
+    from npugrad.operator import OpRecord
 
 ROOT = Path(__file__).resolve().parents[3]
 FILES = ("README.md", "protos/README.md", "server/README.md")
@@ -48,21 +48,21 @@ def operators() -> str:
     )
 
 
-def _dtypes(spec: OpSpec, product: Product) -> str:
-    if product not in spec.products:
+def _dtypes(record: OpRecord, product: Product) -> str:
+    if product not in record.products:
         return "not there"
-    source = spec.products[product]
-    mark = "" if source in spec.documents else " (*)"
-    return ", ".join(spec.inputs[0].dtypes[product]) + mark
+    source = record.products[product]
+    mark = "" if source in record.documents else " (*)"
+    return ", ".join(record.inputs[0].dtypes[product]) + mark
 
 
 def parameters() -> str:
     """The parameters of every operator in the order of the C signature."""
     parts = []
-    for spec in OPERATORS.values():
-        rows = [(f"`{p.name}`", p.c_name, _kind(p), p.doc) for p in spec.params]
+    for record in OPERATORS.values():
+        rows = [(f"`{p.name}`", p.c_name, _kind(p), p.doc) for p in record.params]
         table = _table(("parameter", "in C", "kind", "meaning"), rows)
-        parts.append(f"### {spec.aclnn_name}\n\n{spec.summary}\n\n{table}")
+        parts.append(f"### {record.aclnn_name}\n\n{record.summary}\n\n{table}")
     return "\n" + "\n".join(parts)
 
 
@@ -84,9 +84,9 @@ def generators() -> str:
 def draws() -> str:
     """What the records say of each operand: what is drawn for calls that are like real ones."""
     rows = []
-    for spec in OPERATORS.values():
-        shown = [f"`{p.name}` {_draw(p)}" for p in spec.inputs if p.draw is not None]
-        rows.append((f"`{spec.name}`", ", ".join(shown)))
+    for record in OPERATORS.values():
+        shown = [f"`{p.name}` {_draw(p)}" for p in record.inputs if p.draw is not None]
+        rows.append((f"`{record.name}`", ", ".join(shown)))
     return _table(("operator", "operands"), rows)
 
 

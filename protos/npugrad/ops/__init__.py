@@ -11,11 +11,11 @@ from npugrad.ops.group_norm_backward import GROUP_NORM_BACKWARD
 from npugrad.ops.multi_scale_deformable_attention_grad import MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD
 
 if TYPE_CHECKING:
-    from npugrad.spec import OpSpec
+    from npugrad.operator import OpRecord
 
-OPERATORS: dict[str, OpSpec] = {
-    spec.name: spec
-    for spec in (
+OPERATORS: dict[str, OpRecord] = {
+    record.name: record
+    for record in (
         MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD,
         GRID_SAMPLER_2D_BACKWARD,
         GROUP_NORM_BACKWARD,
@@ -25,7 +25,7 @@ OPERATORS: dict[str, OpSpec] = {
 """Every operator by name."""
 
 
-def get_operator(name: str) -> OpSpec:
+def get_operator(name: str) -> OpRecord:
     """The record of an operator.
 
     Raises:

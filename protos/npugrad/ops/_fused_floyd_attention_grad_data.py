@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from npugrad.spec import CallMeta
+    from npugrad.meta import CallMeta
 
     Array = npt.NDArray[Any]
     Floats = npt.NDArray[np.float32]

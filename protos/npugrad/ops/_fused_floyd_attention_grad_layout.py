@@ -8,15 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from npugrad.dtypes import DType, Format
+from npugrad.meta import TensorMeta
 from npugrad.products import Product
 from npugrad.rules import Citations
-from npugrad.spec import TensorMeta
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from npugrad.meta import CallMeta
     from npugrad.rules import Violate
-    from npugrad.spec import CallMeta
 
 DOCUMENT = "aclnnFusedFloydAttentionGrad"
 CITE = Citations(DOCUMENT, "ops-transformer")

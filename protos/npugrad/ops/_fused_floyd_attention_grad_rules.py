@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from npugrad.dtypes import Format
 from npugrad.error_table import FIND_KERNEL_ERROR, PARAM_INVALID, PARAM_NULLPTR, TILING_ERROR
+from npugrad.operator import NotExpressible
 from npugrad.ops._fused_floyd_attention_grad_layout import (
     C_NAMES,
     CITE,
@@ -37,13 +38,13 @@ from npugrad.rules import (
     same_dtype,
     with_inferred_outputs,
 )
-from npugrad.spec import NotExpressible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from npugrad.errors import Source
-    from npugrad.spec import CallMeta, Constraint
+    from npugrad.meta import CallMeta
+    from npugrad.operator import Constraint
 
 _REQUIRED = ("query", "key1", "value1", "key2", "value2", "dy")
 _STATISTICS = ("softmax_max", "softmax_sum")

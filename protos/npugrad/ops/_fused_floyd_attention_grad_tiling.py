@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from npugrad.error_table import TILING_ERROR
+from npugrad.operator import Finding
 from npugrad.ops._fused_floyd_attention_grad_layout import (
     C_NAMES,
     CITE,
@@ -26,14 +27,14 @@ from npugrad.ops._fused_floyd_attention_grad_layout import (
     with_last_axis_longer,
 )
 from npugrad.rules import axis_is, axis_multiple_of, axis_within, invalid, listed, rank_within, shape_is
-from npugrad.spec import Finding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from npugrad.errors import Source
+    from npugrad.meta import CallMeta
+    from npugrad.operator import Constraint
     from npugrad.rules import Check, Violate
-    from npugrad.spec import CallMeta, Constraint
 
     VendorCode = int | Literal["accepts"]
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from npugrad.dtypes import DType
 from npugrad.error_table import PARAM_INVALID, PARAM_NULLPTR
+from npugrad.meta import TensorMeta
+from npugrad.operator import Finding, NotExpressible
 from npugrad.products import Product
 from npugrad.rules import (
     Citations,
@@ -25,13 +27,13 @@ from npugrad.rules import (
     shape_is,
     shape_text,
 )
-from npugrad.spec import Finding, NotExpressible, TensorMeta
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from npugrad.meta import CallMeta
+    from npugrad.operator import Constraint
     from npugrad.rules import Check, Violate
-    from npugrad.spec import CallMeta, Constraint
 
 DOCUMENT = "aclnnGridSampler2DBackward"
 RANK = 4

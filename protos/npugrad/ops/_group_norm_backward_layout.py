@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from npugrad.dtypes import DType
+from npugrad.meta import CallMeta, TensorMeta
 from npugrad.products import Product
-from npugrad.spec import CallMeta, TensorMeta
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

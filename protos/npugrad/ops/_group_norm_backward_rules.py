@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from npugrad.dtypes import DType
 from npugrad.error_table import PARAM_INVALID, PARAM_NULLPTR
+from npugrad.meta import CallMeta, TensorMeta
+from npugrad.operator import Finding, NotExpressible
 from npugrad.ops._group_norm_backward_layout import (
     C_NAMES,
     DOCUMENT,
@@ -28,13 +30,12 @@ from npugrad.rules import (
     same_dtype,
     shape_is,
 )
-from npugrad.spec import CallMeta, Finding, NotExpressible, TensorMeta
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from npugrad.operator import Constraint
     from npugrad.rules import Check
-    from npugrad.spec import Constraint
 
 MAX_RANK = 8
 MAX_CHANNELS_PER_GROUP = 8000

@@ -10,7 +10,8 @@ import numpy as np
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from npugrad.spec import Arrays, CallMeta
+    from npugrad.meta import CallMeta
+    from npugrad.operator import Arrays
 
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from npugrad.dtypes import DType, Format
 from npugrad.error_table import INNER_NULLPTR, PARAM_INVALID, PARAM_NULLPTR
+from npugrad.meta import TensorMeta
+from npugrad.operator import Finding, NotExpressible
 from npugrad.products import Product
 from npugrad.rules import (
     Citations,
@@ -33,14 +35,14 @@ from npugrad.rules import (
     shape_text,
     with_inferred_outputs,
 )
-from npugrad.spec import Finding, NotExpressible, TensorMeta
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from npugrad.errors import Source
+    from npugrad.meta import CallMeta
+    from npugrad.operator import Constraint
     from npugrad.rules import Check, Violate
-    from npugrad.spec import CallMeta, Constraint
 
 NAME = "aclnnMultiScaleDeformableAttentionGrad"
 EDITION_A2 = f"{NAME} (A2 edition)"

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from npugrad.dtypes import DType
 from npugrad.generators import Draw
+from npugrad.meta import CallMeta, TensorMeta
+from npugrad.operator import AttrParam, OpRecord, Sample, TensorParam
 from npugrad.ops._fused_floyd_attention_grad_data import make_inputs
 from npugrad.ops._fused_floyd_attention_grad_layout import (
     C_NAMES,
@@ -27,7 +29,6 @@ from npugrad.ops._fused_floyd_attention_grad_layout import (
 from npugrad.ops._fused_floyd_attention_grad_rules import CONSTRAINTS, NOT_EXPRESSIBLE
 from npugrad.products import Product
 from npugrad.references.fused_floyd_attention_grad import reference
-from npugrad.spec import AttrParam, CallMeta, OpSpec, Sample, TensorMeta, TensorParam
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -168,7 +169,7 @@ def _samples(product: Product) -> Iterator[Sample]:
     yield Sample("strided", call.with_inputs(dy=expanded))
 
 
-FUSED_FLOYD_ATTENTION_GRAD = OpSpec(
+FUSED_FLOYD_ATTENTION_GRAD = OpRecord(
     name="fused_floyd_attention_grad",
     aclnn_name=DOCUMENT,
     summary="Gradients of Floyd attention, which scores and weighs two sets of keys and values together.",

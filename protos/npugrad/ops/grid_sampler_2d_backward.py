@@ -13,6 +13,8 @@ import numpy as np
 
 from npugrad.dtypes import DType
 from npugrad.generators import Draw
+from npugrad.meta import CallMeta, TensorMeta
+from npugrad.operator import AttrParam, OpRecord, Sample, TensorParam
 from npugrad.ops._grid_sampler_2d_backward_rules import (
     C_NAMES,
     CONSTRAINTS,
@@ -26,7 +28,6 @@ from npugrad.ops._grid_sampler_2d_backward_rules import (
 )
 from npugrad.products import Product
 from npugrad.references.grid_sampler_2d_backward import reference
-from npugrad.spec import AttrParam, CallMeta, OpSpec, Sample, TensorMeta, TensorParam
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -218,7 +219,7 @@ def _points(shape: tuple[int, ...], rng: np.random.Generator) -> npt.NDArray[np.
     return points
 
 
-GRID_SAMPLER_2D_BACKWARD = OpSpec(
+GRID_SAMPLER_2D_BACKWARD = OpRecord(
     name="grid_sampler_2d_backward",
     aclnn_name=DOCUMENT,
     summary="Gradients of two-dimensional grid sampling with respect to the sampled images and the grid.",

@@ -13,18 +13,19 @@ import numpy as np
 
 from npugrad.dtypes import DType
 from npugrad.generators import Draw
+from npugrad.meta import CallMeta, TensorMeta
+from npugrad.operator import AttrParam, OpRecord, Sample, TensorParam
 from npugrad.ops._group_norm_backward_layout import C_NAMES, DOCUMENT, DTYPES, OUTPUTS, build, output_metas
 from npugrad.ops._group_norm_backward_rules import CONSTRAINTS, NOT_EXPRESSIBLE
 from npugrad.products import Product
 from npugrad.references.group_norm_backward import reference
-from npugrad.spec import AttrParam, CallMeta, OpSpec, Sample, TensorMeta, TensorParam
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     import numpy.typing as npt
 
-    from npugrad.spec import Arrays
+    from npugrad.operator import Arrays
 
 
 _NORMAL = Draw("normal")
@@ -134,7 +135,7 @@ def _extra_tolerance(inputs: Arrays, attrs: Mapping[str, Any], output: str) -> f
     return 8 * eps * float(np.max(largest * scale * weight))
 
 
-GROUP_NORM_BACKWARD = OpSpec(
+GROUP_NORM_BACKWARD = OpRecord(
     name="group_norm_backward",
     aclnn_name=DOCUMENT,
     summary="Gradients of group normalisation with respect to its input, scale and shift.",

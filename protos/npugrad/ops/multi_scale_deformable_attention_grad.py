@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from npugrad.dtypes import DType, Format
 from npugrad.generators import Draw
+from npugrad.meta import CallMeta, TensorMeta
+from npugrad.operator import OpRecord, Sample, TensorParam
 from npugrad.ops._multi_scale_deformable_attention_grad_data import levels_complaint, make_inputs
 from npugrad.ops._multi_scale_deformable_attention_grad_rules import (
     C_NAMES,
@@ -33,7 +35,6 @@ from npugrad.ops._multi_scale_deformable_attention_grad_rules import (
 from npugrad.products import Product
 from npugrad.references.multi_scale_deformable_attention_grad import reference
 from npugrad.releases import CannRelease
-from npugrad.spec import CallMeta, OpSpec, Sample, TensorMeta, TensorParam
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -204,7 +205,7 @@ def _determinism_check(call: CallMeta, release: CannRelease | None) -> str | Non
     )
 
 
-MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD = OpSpec(
+MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD = OpRecord(
     name="multi_scale_deformable_attention_grad",
     aclnn_name=NAME,
     summary="Gradients of multi-scale deformable attention with respect to values, locations and weights.",

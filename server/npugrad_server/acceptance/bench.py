@@ -1,8 +1,8 @@
 """What steps drive: a real worker process of the device, below the validator, call by call.
 
-    bench.run(spec, call, arrays)         one call: its outputs and the worker's own answer
+    bench.run(record, call, arrays)         one call: its outputs and the worker's own answer
     bench.run_many(jobs)                  as many at once as the worker has streams
-    bench.plan(spec, call)                the first phase alone
+    bench.plan(record, call)                the first phase alone
     bench.restart(run_limit_s=0.001)      another process, with other settings if wanted
     with bench.deterministic(): ...       another process where one keeps one mode
     with bench.pool() as pool: ...        the device under the service's own pool, which restarts workers
@@ -50,9 +50,10 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord, Sample
     from npugrad.products import Product
     from npugrad.releases import CannRelease
-    from npugrad.spec import CallMeta, OpSpec, Sample
     from npugrad_server.acceptance.job import Arrays
     from npugrad_server.acceptance.trial import Trial
     from npugrad_server.pool import PlannedCall
@@ -210,22 +211,22 @@ class Bench:
     # ------------------------------------------------------------------------------------------------ calls
 
     @property
-    def offered(self) -> tuple[OpSpec, ...]:
+    def offered(self) -> tuple[OpRecord, ...]:
         """The operators of the product, whether the device can run them or not."""
         return tuple(s for s in OPERATORS.values() if self.settings.product in s.products)
 
     @property
-    def operators(self) -> tuple[OpSpec, ...]:
+    def operators(self) -> tuple[OpRecord, ...]:
         """The operators of the product that the device can run."""
         return tuple(s for s in self.offered if s.name not in self.ready.unavailable)
 
-    def samples(self, spec: OpSpec) -> Iterator[Sample]:
+    def samples(self, record: OpRecord) -> Iterator[Sample]:
         """The record's own small calls, for the device's product."""
-        return spec.samples(self.settings.product)
+        return record.samples(self.settings.product)
 
-    def why_not_deterministic(self, spec: OpSpec, call: CallMeta) -> str | None:
+    def why_not_deterministic(self, record: OpRecord, call: CallMeta) -> str | None:
         """Why the device's CANN cannot run a call deterministically; None when it can."""
-        return spec.determinism_check(call, self.settings.release)
+        return record.determinism_check(call, self.settings.release)
 
     @contextmanager
     def deterministic(self) -> Iterator[None]:
@@ -245,7 +246,7 @@ class Bench:
 
     def run(
         self,
-        spec: OpSpec,
+        record: OpRecord,
         call: CallMeta,
         arrays: Arrays,
         options: CallOptions | None = None,
@@ -256,7 +257,7 @@ class Bench:
 
         A worker that ended answers every further call with the `DeviceFailed` it ended with, until `start`.
         """
-        return self.run_job(Job(spec, call, arrays, options or CallOptions(), deadline_s))
+        return self.run_job(Job(record, call, arrays, options or CallOptions(), deadline_s))
 
     def run_job(self, job: Job) -> Ran:
         """Runs a job; as `run`."""
@@ -285,13 +286,13 @@ class Bench:
             for allocator, region in ((self._operands, operands), (self._results, results)):
                 if region is not None:
                     allocator.free(region)
-            raise MemoryError(f"{job.spec.name}: found no room for {demand}; expected it in the arenas")
+            raise MemoryError(f"{job.record.name}: found no room for {demand}; expected it in the arenas")
         for name, offset in demand.inputs.offsets.items():
             meta = job.call.tensor(name)
             job.write(name, self._inputs.view(operands, offset, meta.content_bytes))
         message = RunCall(
             call=next(self._numbers),
-            operator=job.spec.name,
+            operator=job.record.name,
             meta=job.call,
             outputs=planned.outputs,
             options=job.options,
@@ -316,9 +317,9 @@ class Bench:
     def _patience_s(self) -> float:
         return self.settings.run_limit_s + self.settings.hang_grace_s + self.settings.start_timeout_s
 
-    def plan(self, spec: OpSpec, call: CallMeta) -> CallPlanned | CallFailed | DeviceFailed:
+    def plan(self, record: OpRecord, call: CallMeta) -> CallPlanned | CallFailed | DeviceFailed:
         """Asks the operator's first phase alone; there are no operands and nothing is launched."""
-        order = PlanCall(next(self._numbers), spec.name, call)
+        order = PlanCall(next(self._numbers), record.name, call)
         answer = self._worker().ask(order).result(self._patience_s())
         if isinstance(answer, (CallDone, MemoryFound)):
             raise TypeError(f"found {answer}; expected what the first phase said")

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from npugrad.dtypes import DType
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
     from npugrad.products import Product
-    from npugrad.spec import CallMeta, OpSpec
 
 _BOTH = (False, True)
 _MASKS_2 = ((True, True), (True, False), (False, True))
@@ -57,36 +58,36 @@ SIMULATED_BYTES = 8 * 2**20
 """Largest operands that a simulated device is given here; a few of the combinations have more."""
 
 
-def small_calls(spec: OpSpec, product: Product, simulated: bool) -> Iterator[SmallCall]:
+def small_calls(record: OpRecord, product: Product, simulated: bool) -> Iterator[SmallCall]:
     """Samples of the record, then the combinations; each call once.
 
     Args:
-        spec: The operator.
+        record: The operator.
         product: Product of the device.
         simulated: Whether to leave out what exceeds `SIMULATED_BYTES`.
     """
     seen: set[str] = set()
-    for name, call in itertools.chain(_samples(spec, product), _combined(spec, product)):
+    for name, call in itertools.chain(_samples(record, product), _combined(record, product)):
         key = repr((sorted(call.inputs.items()), sorted(call.attrs.items()), sorted(call.outputs.items())))
-        first = call.inputs[spec.inputs[0].name]
+        first = call.inputs[record.inputs[0].name]
         nbytes = sum(meta.nbytes for meta in call.inputs.values() if meta is not None)
         if first is not None and key not in seen and not (simulated and nbytes > SIMULATED_BYTES):
             seen.add(key)
             yield SmallCall(name, first.dtype, call)
 
 
-def _samples(spec: OpSpec, product: Product) -> Iterator[tuple[str, CallMeta]]:
-    for sample in spec.samples(product):
+def _samples(record: OpRecord, product: Product) -> Iterator[tuple[str, CallMeta]]:
+    for sample in record.samples(product):
         yield f"sample {sample.name}", sample.call
 
 
-def _combined(spec: OpSpec, product: Product) -> Iterator[tuple[str, CallMeta]]:
-    variants = VARIANTS.get(spec.name, {})
-    for dtype in float_dtypes(spec, product):
+def _combined(record: OpRecord, product: Product) -> Iterator[tuple[str, CallMeta]]:
+    variants = VARIANTS.get(record.name, {})
+    for dtype in float_dtypes(record, product):
         for values in itertools.product(*variants.values()):
             chosen = dict(zip(variants, values, strict=True))
             name = " ".join(f"{key}={_short(value)}" for key, value in chosen.items())
-            yield f"{dtype} {name}", spec.build(dtype=dtype, product=product, **chosen)
+            yield f"{dtype} {name}", record.build(dtype=dtype, product=product, **chosen)
 
 
 def _short(value: Any) -> str:

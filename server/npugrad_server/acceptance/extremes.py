@@ -15,8 +15,8 @@ import numpy as np
 
 from npugrad.call import CallOptions
 from npugrad.dtypes import DType
+from npugrad.meta import TensorMeta
 from npugrad.ops import get_operator
-from npugrad.spec import TensorMeta
 from npugrad_server.acceptance.job import Job
 from npugrad_server.acceptance.known import KnownJob, words
 from npugrad_server.acceptance.step import StepSkipped
@@ -26,8 +26,8 @@ from npugrad_server.worker.protocol import CallDone
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from npugrad.meta import CallMeta
     from npugrad.products import Product
-    from npugrad.spec import CallMeta
     from npugrad_server.acceptance.bench import Bench
     from npugrad_server.acceptance.job import Ran
     from npugrad_server.acceptance.report import Cell
@@ -59,8 +59,8 @@ def needs_operator(bench: Bench) -> None:
 def large_call(product: Product, nbytes: int) -> Job:
     """A call that needs at least so many bytes of device memory, in whole images of 4 MiB."""
     images = max(1, -(-nbytes // IMAGE_BYTES))
-    spec = get_operator(OPERATOR)
-    call = spec.build(
+    record = get_operator(OPERATOR)
+    call = record.build(
         dtype=DType.FLOAT32, product=product, n=images, **_IMAGE, oh=1, ow=1, output_mask=(False, True)
     )
     return _expanded(call, {"grad_output": 1.0, "input": 1.0, "grid": 0.0}, "large")
@@ -95,8 +95,8 @@ def sizes() -> Iterator[Size]:
 
 def long_call(product: Product, size: Size) -> KnownJob:
     """A call that adds up many equal values at one pixel of each channel; the sum is exact."""
-    spec, value = get_operator(OPERATOR), 1.0 / _MOST_POINTS
-    call = spec.build(
+    record, value = get_operator(OPERATOR), 1.0 / _MOST_POINTS
+    call = record.build(
         dtype=DType.FLOAT32,
         product=product,
         **{"n": size.n, "c": size.c, "h": 2, "w": 2, "oh": size.points, "ow": size.points},
@@ -118,8 +118,8 @@ def _expanded(call: CallMeta, values: Mapping[str, float], label: str) -> Job:
         shape = call.tensor(name).shape
         metas[name] = TensorMeta(DType.FLOAT32, shape, strides=(0,) * len(shape))
         arrays[name] = np.broadcast_to(np.float32(value), shape)
-    spec = get_operator(OPERATOR)
-    return Job(spec, call.with_inputs(**metas), arrays, CallOptions(label=label))
+    record = get_operator(OPERATOR)
+    return Job(record, call.with_inputs(**metas), arrays, CallOptions(label=label))
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def _grown(bench: Bench, tried: KnownJob) -> Ran:
 def _leaves_room(bench: Bench, job: Job) -> bool:
     """Whether the pool takes the call as well, which keeps some memory back and sets the workspace aside."""
     memory_bytes = bench.ready.memory_bytes
-    return memory_bytes is None or arrange(job.spec, job.call).nbytes <= memory_bytes // 2
+    return memory_bytes is None or arrange(job.record, job.call).nbytes <= memory_bytes // 2
 
 
 def _limit() -> float:

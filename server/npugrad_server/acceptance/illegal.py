@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING
 
 from npugrad.error_table import PARAM_INVALID
 from npugrad.errors import MalformedTensor
-from npugrad.spec import TensorMeta, TensorParam
+from npugrad.meta import TensorMeta
+from npugrad.operator import TensorParam
 from npugrad_server.acl.layout import arrange
 from npugrad_server.backends.npu.trials.exchange import Case
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from npugrad.meta import CallMeta
+    from npugrad.operator import Constraint, OpRecord
     from npugrad.products import Product
-    from npugrad.spec import CallMeta, Constraint, OpSpec
 
 CAUGHT_BY_OTHERS: dict[tuple[str, str], tuple[int, str]] = {
     ("group_norm_backward", "n.non_negative"): (PARAM_INVALID, "no tensor has a negative number of elements"),
@@ -41,42 +43,42 @@ class IllegalCall:
     by_worker: bool
 
 
-def expected_code(spec: OpSpec, constraint: Constraint) -> tuple[int, str]:
+def expected_code(record: OpRecord, constraint: Constraint) -> tuple[int, str]:
     """The code that the vendor's source gives, 0 when it lets the call pass, and why if it is not its own."""
     vendor = constraint.vendor_code
     if vendor != "accepts":
         return vendor, ""
-    return CAUGHT_BY_OTHERS.get((spec.name, constraint.id), (0, ""))
+    return CAUGHT_BY_OTHERS.get((record.name, constraint.id), (0, ""))
 
 
-def illegal_calls(spec: OpSpec, product: Product, constraint: Constraint) -> Iterator[IllegalCall]:
+def illegal_calls(record: OpRecord, product: Product, constraint: Constraint) -> Iterator[IllegalCall]:
     """Every sample that can be made to break a constraint, on a device of the product."""
-    for sample in spec.samples(product):
+    for sample in record.samples(product):
         broken = constraint.violate(sample.call)
         # Another product is another chip, and what is accepted unchecked breaks nothing.
-        if broken is None or broken.product is not product or spec.accepts_unchecked(broken):
+        if broken is None or broken.product is not product or record.accepts_unchecked(broken):
             continue
-        case = as_handed_down(spec, broken, sample.call)
-        yield IllegalCall(sample.name, broken, case, _is_what_a_worker_sends(spec, broken, case))
+        case = as_handed_down(record, broken, sample.call)
+        yield IllegalCall(sample.name, broken, case, _is_what_a_worker_sends(record, broken, case))
 
 
-def as_handed_down(spec: OpSpec, call: CallMeta, legal: CallMeta) -> Case:
+def as_handed_down(record: OpRecord, call: CallMeta, legal: CallMeta) -> Case:
     """Every tensor of a call that may be illegal: formats, strides and declared outputs as they are.
 
     Args:
-        spec: The operator.
+        record: The operator.
         call: The call.
         legal: The legal call that it was made of, whose outputs it gets where its own cannot be inferred.
     """
     tensors: dict[str, TensorMeta | None] = {}
-    for param in spec.params:
+    for param in record.params:
         if isinstance(param, TensorParam):
             if param.role == "input":
                 meta, own = call.inputs[param.name], legal.inputs[param.name]
             else:
-                meta, own = _output(spec, param, call, legal), None
+                meta, own = _output(record, param, call, legal), None
             tensors[param.name] = _viewed(param, meta, own)
-    return Case(spec.name, call.attrs, tensors)
+    return Case(record.name, call.attrs, tensors)
 
 
 def _viewed(param: TensorParam, meta: TensorMeta | None, legal: TensorMeta | None) -> TensorMeta | None:
@@ -86,7 +88,7 @@ def _viewed(param: TensorParam, meta: TensorMeta | None, legal: TensorMeta | Non
     return TensorMeta(meta.dtype, param.device_view(meta), meta.format)
 
 
-def _output(spec: OpSpec, param: TensorParam, call: CallMeta, legal: CallMeta) -> TensorMeta | None:
+def _output(record: OpRecord, param: TensorParam, call: CallMeta, legal: CallMeta) -> TensorMeta | None:
     if call.is_null_output(param.name):
         return None
     declared = call.declared(param.name)
@@ -94,7 +96,7 @@ def _output(spec: OpSpec, param: TensorParam, call: CallMeta, legal: CallMeta) -
         return declared
     for given in (call, legal):
         try:
-            found = spec.infer(_unmasked(spec, given))[param.name]
+            found = record.infer(_unmasked(record, given))[param.name]
         except (KeyError, ValueError, IndexError, MalformedTensor):  # what it follows from is broken
             continue
         return found
@@ -108,19 +110,19 @@ def _is_masked(param: TensorParam, call: CallMeta) -> bool:
     return not (isinstance(mask, tuple) and len(mask) > param.masked_by and mask[param.masked_by])
 
 
-def _unmasked(spec: OpSpec, call: CallMeta) -> CallMeta:
-    count = sum(param.masked_by is not None for param in spec.outputs)
+def _unmasked(record: OpRecord, call: CallMeta) -> CallMeta:
+    count = sum(param.masked_by is not None for param in record.outputs)
     return call.with_attrs(output_mask=(True,) * count) if count else call
 
 
-def _is_what_a_worker_sends(spec: OpSpec, call: CallMeta, case: Case) -> bool:
+def _is_what_a_worker_sends(record: OpRecord, call: CallMeta, case: Case) -> bool:
     """A worker normalizes formats, shapes and outputs, so most of what is illegal there it cannot send."""
     if call.outputs:
         return False  # it is not told of declared outputs
     try:
-        if not any(spec.infer(call).values()):
+        if not any(record.infer(call).values()):
             return False  # nothing is wanted: it does not ask the device
-        arranged = arrange(spec, call)
+        arranged = arrange(record, call)
     except Exception:  # pure functions of a record, given what they need not take
         return False
     sent = {slot.name: slot.meta for slot in arranged.inputs + arranged.outputs}

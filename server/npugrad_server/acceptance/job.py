@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from npugrad.spec import CallMeta, OpSpec, TensorMeta
+    from npugrad.meta import CallMeta, TensorMeta
+    from npugrad.operator import OpRecord
     from npugrad_server.worker.protocol import CallDone, CallFailed, DeviceFailed
 
     Arrays = Mapping[str, npt.NDArray[Any] | None]
@@ -27,7 +28,7 @@ class Job:
     """One call with its data.
 
     Attributes:
-        spec: The operator.
+        record: The operator.
         call: Metas and attributes, legal or not.
         arrays: Operands by name, of the metas' shapes; None for null.
         options: Options of the call.
@@ -35,7 +36,7 @@ class Job:
         outputs: Metas of the outputs, None for those not wanted; by default what the record infers.
     """
 
-    spec: OpSpec
+    record: OpRecord
     call: CallMeta
     arrays: Arrays
     options: CallOptions = field(default_factory=CallOptions)
@@ -44,8 +45,8 @@ class Job:
 
     def planned(self) -> PlannedCall:
         """As the pool takes it."""
-        outputs = self.spec.infer(self.call) if self.outputs is None else self.outputs
-        return PlannedCall(self.spec, self.call, outputs, self.options, "acceptance", self.deadline_s)
+        outputs = self.record.infer(self.call) if self.outputs is None else self.outputs
+        return PlannedCall(self.record, self.call, outputs, self.options, "acceptance", self.deadline_s)
 
     def write(self, name: str, memory: memoryview) -> None:
         """Lays an operand out in memory as its meta says; of elements that repeat one, the first is taken."""
@@ -56,19 +57,19 @@ class Job:
             target[once] = array[once]
 
 
-def make_job(spec: OpSpec, call: CallMeta, seed: int = 0, **options: Any) -> Job:
+def make_job(record: OpRecord, call: CallMeta, seed: int = 0, **options: Any) -> Job:
     """A call with plausible data from a seed; `options` are those of `CallOptions`.
 
     An expanded operand repeats elements, so the arrays are what its memory really holds.
     """
-    made = spec.make_inputs(call, np.random.default_rng(seed))
+    made = record.make_inputs(call, np.random.default_rng(seed))
     arrays: dict[str, npt.NDArray[Any] | None] = {}
     for name, meta in call.inputs.items():
         arrays[name] = None
         if meta is not None:
             array = arrays[name] = view(meta, bytearray(meta.content_bytes))
             array[...] = made[name]
-    return Job(spec, call, arrays, CallOptions(**options))
+    return Job(record, call, arrays, CallOptions(**options))
 
 
 class Ran(NamedTuple):

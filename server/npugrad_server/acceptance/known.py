@@ -57,8 +57,8 @@ def known(name: str, job: Job) -> KnownJob:
     metas = {output: meta for output, meta in job.planned().outputs.items() if meta is not None}
     golden = {output: np.zeros(meta.shape) for output, meta in metas.items()}
     if golden:
-        job.spec.reference(job.arrays, job.call.attrs, golden)
-    extra = {output: job.spec.extra_tolerance(job.arrays, job.call.attrs, output) for output in golden}
+        job.record.reference(job.arrays, job.call.attrs, golden)
+    extra = {output: job.record.extra_tolerance(job.arrays, job.call.attrs, output) for output in golden}
     return KnownJob(name, job, golden, extra)
 
 

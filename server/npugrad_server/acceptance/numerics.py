@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 def compare_with_reference(job: Job, outputs: Mapping[str, npt.NDArray[Any]]) -> dict[str, Comparison]:
     """Each output of a call against the record's float64 reference, within the record's tolerance."""
-    spec, attrs = job.spec, job.call.attrs
+    record, attrs = job.record, job.call.attrs
     golden = {name: np.empty(array.shape, np.float64) for name, array in outputs.items()}
-    spec.reference(job.arrays, attrs, golden)
+    record.reference(job.arrays, attrs, golden)
     return {
-        name: compare(golden[name], array, spec.extra_tolerance(job.arrays, attrs, name))
+        name: compare(golden[name], array, record.extra_tolerance(job.arrays, attrs, name))
         for name, array in outputs.items()
     }
 
@@ -54,7 +54,7 @@ class Accuracy:
             return out.check(name, False, "a result", _words(ran))
         found = compare_with_reference(job, ran.outputs)
         for output, comparison in found.items():
-            row = self._worst.setdefault((job.spec.name, dtype, kind, output), _Row())
+            row = self._worst.setdefault((job.record.name, dtype, kind, output), _Row())
             row.take(comparison)
         wrong = {output: comparison for output, comparison in found.items() if not comparison.ok}
         if wrong:

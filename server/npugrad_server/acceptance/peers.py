@@ -9,7 +9,7 @@ import numpy as np
 
 from npugrad.call import CallOptions
 from npugrad.dtypes import Format
-from npugrad.spec import TensorMeta
+from npugrad.meta import TensorMeta
 from npugrad_server.acceptance.job import make_job
 from npugrad_server.acceptance.shapes import SIZES, float_dtypes, realistic_job
 from npugrad_server.acl.layout import arrange
@@ -53,11 +53,11 @@ class PeerJob:
 
     def case(self, *, named: bool) -> Case:
         """All tensors as they go down: in the shapes of the device, ND or in named formats."""
-        arranged = arrange(self.job.spec, self.job.call)
-        tensors = dict.fromkeys((p.name for p in (*self.job.spec.inputs, *self.job.spec.outputs)), None)
+        arranged = arrange(self.job.record, self.job.call)
+        tensors = dict.fromkeys((p.name for p in (*self.job.record.inputs, *self.job.record.outputs)), None)
         metas = {slot.name: slot.meta for slot in arranged.inputs + arranged.outputs}
         return Case(
-            self.job.spec.name,
+            self.job.record.name,
             self.job.call.attrs,
             {**tensors, **{name: _formatted(meta, named) for name, meta in metas.items()}},
         )
@@ -79,16 +79,16 @@ def _formatted(meta: TensorMeta, named: bool) -> TensorMeta:
 def peer_jobs(bench: Bench) -> Iterator[PeerJob]:
     """One small and, unless it has to be quick, one realistic call of each operator in each type."""
     settings = bench.settings
-    for spec in bench.operators:
-        for dtype in float_dtypes(spec, settings.product):
-            made = [("small", make_job(spec, spec.build(dtype=dtype, product=settings.product)))]
-            for size in () if settings.quick else SIZES.get(spec.name, ())[:1]:
-                call = size.build(spec, settings.simulated, dtype=dtype, product=settings.product)
-                made.append((size.name, realistic_job(spec, call)))
+    for record in bench.operators:
+        for dtype in float_dtypes(record, settings.product):
+            made = [("small", make_job(record, record.build(dtype=dtype, product=settings.product)))]
+            for size in () if settings.quick else SIZES.get(record.name, ())[:1]:
+                call = size.build(record, settings.simulated, dtype=dtype, product=settings.product)
+                made.append((size.name, realistic_job(record, call)))
             for name, job in made:
-                options = CallOptions(deterministic=not bench.why_not_deterministic(spec, job.call))
+                options = CallOptions(deterministic=not bench.why_not_deterministic(record, job.call))
                 yield PeerJob(
-                    f"{spec.name} {dtype} {name}", replace(job, options=options), spec.name in BINDINGS
+                    f"{record.name} {dtype} {name}", replace(job, options=options), record.name in BINDINGS
                 )
 
 
@@ -106,7 +106,7 @@ def check_peers(bench: Bench, out: StepLog) -> None:
     bound = [(peer, results) for peer, results in zip(jobs, ours, strict=True) if peer.bound]
     rows += _bindings(bench, out, bound)
     out.table("The same call in other ways", ("call", "way", "determinism", "equal bits", "words"), rows)
-    unbound = sorted({peer.job.spec.name for peer in jobs if not peer.bound})
+    unbound = sorted({peer.job.record.name for peer in jobs if not peer.bound})
     if unbound:
         out.note(f"torch_npu binds no {', '.join(unbound)}, which so has no peer on the device.")
 

@@ -59,8 +59,10 @@ _SLOPES = ((1.0, 0.0, "by columns only"), (0.0, 1.0, "by rows only"))
 
 
 def _job(product: Product, x: float, y: float, values: npt.NDArray[np.float32]) -> Job:
-    spec = get_operator(OPERATOR)
-    call = spec.build(product=product, bs=1, nq=1, nh=1, ch=_CHANNELS, levels=((_ROWS, _COLUMNS),), points=1)
+    record = get_operator(OPERATOR)
+    call = record.build(
+        product=product, bs=1, nq=1, nh=1, ch=_CHANNELS, levels=((_ROWS, _COLUMNS),), points=1
+    )
     location = np.array([(x + 0.5) / _COLUMNS, (y + 0.5) / _ROWS], np.float32)
     made: dict[str, npt.NDArray[Any]] = {
         "value": values,
@@ -70,12 +72,12 @@ def _job(product: Product, x: float, y: float, values: npt.NDArray[np.float32]) 
         "attn_weight": np.ones(1, np.float32),
         "grad_output": np.ones(_CHANNELS, np.float32),
     }
-    return Job(spec, call, {name: array.reshape(call.tensor(name).shape) for name, array in made.items()})
+    return Job(record, call, {name: array.reshape(call.tensor(name).shape) for name, array in made.items()})
 
 
 def check_probes(bench: Bench, out: StepLog) -> None:
     """Runs every probe that the device's product can."""
-    if OPERATOR not in {spec.name for spec in bench.operators}:
+    if OPERATOR not in {record.name for record in bench.operators}:
         return
     for name, job, output, expected in (*_corners(bench.settings.product), *_slopes(bench.settings.product)):
         ran = bench.run_job(job)

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from npugrad.dtypes import DType
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
     from npugrad.products import Product
-    from npugrad.spec import CallMeta, OpSpec
 
     Array = npt.NDArray[Any]
 
@@ -40,13 +41,13 @@ class Size:
     real: Mapping[str, Any]
     simulated: Mapping[str, Any]
 
-    def build(self, spec: OpSpec, simulated: bool, **more: Any) -> CallMeta:
+    def build(self, record: OpRecord, simulated: bool, **more: Any) -> CallMeta:
         """The call."""
-        return spec.build(**(self.simulated if simulated else self.real), **more)
+        return record.build(**(self.simulated if simulated else self.real), **more)
 
-    def factor(self, spec: OpSpec) -> float:
+    def factor(self, record: OpRecord) -> float:
         """How many times smaller the operands are on the simulation."""
-        return _bytes(self.build(spec, False)) / _bytes(self.build(spec, True))
+        return _bytes(self.build(record, False)) / _bytes(self.build(record, True))
 
 
 def _bytes(call: CallMeta) -> int:
@@ -109,28 +110,28 @@ SIZES: Mapping[str, tuple[Size, ...]] = {
 """Realistic sizes by operator."""
 
 
-def float_dtypes(spec: OpSpec, product: Product) -> tuple[DType, ...]:
+def float_dtypes(record: OpRecord, product: Product) -> tuple[DType, ...]:
     """The types of an operator's first operand, those a result can be compared in."""
-    return tuple(dtype for dtype in spec.inputs[0].dtypes[product] if dtype in T)
+    return tuple(dtype for dtype in record.inputs[0].dtypes[product] if dtype in T)
 
 
 def realistic_calls(
-    spec: OpSpec, product: Product, simulated: bool
+    record: OpRecord, product: Product, simulated: bool
 ) -> Iterator[tuple[Size, DType, CallMeta]]:
     """Every realistic size in every type."""
-    for size in SIZES.get(spec.name, ()):
-        for dtype in float_dtypes(spec, product):
-            yield size, dtype, size.build(spec, simulated, dtype=dtype, product=product)
+    for size in SIZES.get(record.name, ()):
+        for dtype in float_dtypes(record, product):
+            yield size, dtype, size.build(record, simulated, dtype=dtype, product=product)
 
 
-def realistic_job(spec: OpSpec, call: CallMeta, seed: int = 0, **options: Any) -> Job:
+def realistic_job(record: OpRecord, call: CallMeta, seed: int = 0, **options: Any) -> Job:
     """A call with data that no rounding of a coordinate can turn into another result.
 
     Among many sampling points some fall so near to a pixel's edge that the rounding of float32 decides to
     which side they belong. The gradient jumps there, so two right results may differ; these are moved.
     """
-    job = make_job(spec, call, seed, **options)
-    settle = _SETTLE.get(spec.name)
+    job = make_job(record, call, seed, **options)
+    settle = _SETTLE.get(record.name)
     if settle is not None:
         settle(job)
     return job
@@ -158,7 +159,7 @@ def _settle_location(job: Job) -> None:
 def _operand(job: Job, name: str) -> Array:
     array = job.arrays[name]
     if array is None:
-        raise ValueError(f"{job.spec.name}: {name}: found null; expected a tensor")
+        raise ValueError(f"{job.record.name}: {name}: found null; expected a tensor")
     return array
 
 

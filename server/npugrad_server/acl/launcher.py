@@ -1,10 +1,10 @@
 """The two phases of an operator, from its record.
 
-    with launcher.plan(spec, attrs, tensors) as plan:      phase 1: checks, tiling, size of the workspace
+    with launcher.plan(record, attrs, tensors) as plan:      phase 1: checks, tiling, size of the workspace
         plan.launch(workspace, stream)                     phase 2: queues the work, uses the executor up
 
 Guarantees
-    - Arguments follow the order of `OpSpec.params`; nothing depends on an operator's name.
+    - Arguments follow the order of `OpRecord.params`; nothing depends on an operator's name.
     - Phase 2 is called at most once for an executor; if it is not called, the executor is destroyed, also
       when phase 1 refused: generated interfaces hand one out before their checks.
     - Handles live until phase 2 has returned, and not longer.
@@ -18,7 +18,7 @@ import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from npugrad.spec import TensorParam
+from npugrad.operator import TensorParam
 from npugrad_server.acl.libraries import Missing
 from npugrad_server.acl.runtime import AclError, concerning
 from npugrad_server.acl.symbols import operator_symbols
@@ -27,7 +27,8 @@ from npugrad_server.acl.tensor import Handles
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from npugrad.spec import AttrValue, OpSpec
+    from npugrad.meta import AttrValue
+    from npugrad.operator import OpRecord
     from npugrad_server.acl.libraries import Cann
     from npugrad_server.acl.runtime import Runtime
     from npugrad_server.acl.tensor import DeviceTensor
@@ -45,27 +46,27 @@ class Launcher:
         self._phases: dict[str, tuple[Any, Any]] = {}
         self._complained = False
 
-    def missing(self, spec: OpSpec) -> str:
+    def missing(self, record: OpRecord) -> str:
         """Why an operator cannot be launched: a function that no library has; empty when it can."""
-        reasons = [phase.reason for phase in self.phases(spec) if isinstance(phase, Missing)]
+        reasons = [phase.reason for phase in self.phases(record) if isinstance(phase, Missing)]
         return "; ".join(reasons)
 
-    def phases(self, spec: OpSpec) -> tuple[Any, Any]:
+    def phases(self, record: OpRecord) -> tuple[Any, Any]:
         """The bound functions of both phases."""
-        if spec.name not in self._phases:
-            symbols = operator_symbols(spec)
+        if record.name not in self._phases:
+            symbols = operator_symbols(record)
             bound = self._cann.operator(symbols)
-            self._phases[spec.name] = (bound[symbols[0].name], bound[symbols[1].name])
-        return self._phases[spec.name]
+            self._phases[record.name] = (bound[symbols[0].name], bound[symbols[1].name])
+        return self._phases[record.name]
 
     @contextmanager
     def plan(
-        self, spec: OpSpec, attrs: Mapping[str, AttrValue], tensors: Mapping[str, DeviceTensor | None]
+        self, record: OpRecord, attrs: Mapping[str, AttrValue], tensors: Mapping[str, DeviceTensor | None]
     ) -> Iterator[Plan]:
         """Runs the first phase.
 
         Args:
-            spec: The operator.
+            record: The operator.
             attrs: Every attribute by name; a bool array may be None for null.
             tensors: Every operand and output by name; None for null.
 
@@ -73,18 +74,18 @@ class Launcher:
             AclError: CANN refused.
             SymbolMissing: No library has the operator.
         """
-        first, second = self.phases(spec)
+        first, second = self.phases(record)
         with Handles(self._runtime, self._cann.tensors) as handles:
-            arguments = _arguments(spec, attrs, tensors, handles)
+            arguments = _arguments(record, attrs, tensors, handles)
             plan = Plan(self._runtime, second)
             self._runtime.forget_errors()  # a copy that was queued all right may have left a text
             try:
                 plan.make(first, arguments)
                 yield plan
             finally:
-                self._destroy(spec, plan.take_executor())
+                self._destroy(record, plan.take_executor())
 
-    def _destroy(self, spec: OpSpec, executor: int | None) -> None:
+    def _destroy(self, record: OpRecord, executor: int | None) -> None:
         """Destroys an executor; a failure, which CANN has for strided operands (561000), is only logged.
 
         It says nothing about the call, and the first one is told for all.
@@ -96,7 +97,7 @@ class Launcher:
         except AclError as error:
             if not self._complained:
                 self._complained = True
-                _LOG.warning("%s: an executor may be leaked: %s; told once", spec.name, error)
+                _LOG.warning("%s: an executor may be leaked: %s; told once", record.name, error)
 
 
 class Plan:
@@ -146,13 +147,13 @@ class Plan:
 
 
 def _arguments(
-    spec: OpSpec,
+    record: OpRecord,
     attrs: Mapping[str, AttrValue],
     tensors: Mapping[str, DeviceTensor | None],
     handles: Handles,
 ) -> list[Any]:
     arguments: list[Any] = []
-    for param in spec.params:
+    for param in record.params:
         with concerning(param.name):
             if isinstance(param, TensorParam):
                 tensor = tensors[param.name]

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from npugrad.dtypes import Format
-from npugrad.spec import TensorMeta
+from npugrad.meta import TensorMeta
 
 if TYPE_CHECKING:
-    from npugrad.spec import CallMeta, OpSpec, TensorParam
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord, TensorParam
 
 _MOST_GAPS = 2
 """A content this many times as long as its tensor is packed: copying it would cost more than packing."""
@@ -61,21 +62,21 @@ class Arrangement:
         return sum(slot.nbytes for slot in self.inputs + self.outputs)
 
 
-def arrange(spec: OpSpec, call: CallMeta) -> Arrangement:
+def arrange(record: OpRecord, call: CallMeta) -> Arrangement:
     """Decides how each tensor lies in device memory.
 
     Args:
-        spec: The operator.
+        record: The operator.
         call: A legal call; operands with the strides they arrived with.
     """
     inputs = tuple(
-        _operand(param, meta, param.name in spec.checked_operands)
-        for param in spec.inputs
+        _operand(param, meta, param.name in record.checked_operands)
+        for param in record.inputs
         if (meta := call.inputs[param.name]) is not None
     )
     # Operators return at once when an operand is empty, and leave the outputs as they are.
     untouched = any(not slot.meta.size for slot in inputs)
-    return Arrangement(inputs, tuple(_outputs(spec, call, untouched)))
+    return Arrangement(inputs, tuple(_outputs(record, call, untouched)))
 
 
 def _operand(param: TensorParam, meta: TensorMeta, checked: bool) -> Slot:
@@ -142,10 +143,10 @@ def _blocks(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[tuple[int,
     return blocks
 
 
-def _outputs(spec: OpSpec, call: CallMeta, untouched: bool) -> list[Slot]:
-    wanted, allocated = spec.infer(call), spec.allocated(call)
+def _outputs(record: OpRecord, call: CallMeta, untouched: bool) -> list[Slot]:
+    wanted, allocated = record.infer(call), record.allocated(call)
     slots = []
-    for param in spec.outputs:
+    for param in record.outputs:
         meta = allocated.get(param.name)
         if meta is None:
             continue

@@ -24,10 +24,10 @@ from ctypes import (
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from npugrad.spec import TensorParam
+from npugrad.operator import TensorParam
 
 if TYPE_CHECKING:
-    from npugrad.spec import OpSpec
+    from npugrad.operator import OpRecord
 
 SIMULATION_MARKER = "cann_sim_marker"
 """A function that only the simulated CANN of the tests exports, from the library of `RUNTIME`."""
@@ -121,14 +121,14 @@ _ATTRIBUTES: dict[str, Any] = {
 }
 
 
-def operator_symbols(spec: OpSpec) -> tuple[Symbol, Symbol]:
+def operator_symbols(record: OpRecord) -> tuple[Symbol, Symbol]:
     """Both phases of an operator, from the order of its parameters."""
-    own = (_HANDLE if isinstance(p, TensorParam) else _ATTRIBUTES[p.type] for p in spec.params)
+    own = (_HANDLE if isinstance(p, TensorParam) else _ATTRIBUTES[p.type] for p in record.params)
     plan = Symbol(
-        f"{spec.aclnn_name}GetWorkspaceSize",
+        f"{record.aclnn_name}GetWorkspaceSize",
         _CODE,
         (*own, POINTER(c_uint64), POINTER(_HANDLE)),
-        since=spec.min_cann,
+        since=record.min_cann,
     )
-    launch = Symbol(spec.aclnn_name, _CODE, (_ADDRESS, c_uint64, _HANDLE, _STREAM), since=spec.min_cann)
+    launch = Symbol(record.aclnn_name, _CODE, (_ADDRESS, c_uint64, _HANDLE, _STREAM), since=record.min_cann)
     return plan, launch

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
-    from npugrad.spec import TensorMeta
+    from npugrad.meta import TensorMeta
     from npugrad_server.acl.libraries import Functions
     from npugrad_server.acl.runtime import Runtime
 

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from npugrad.call import CallOptions
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
     from npugrad.products import Product
-    from npugrad.spec import CallMeta, OpSpec
     from npugrad_server.devices import DeviceName
 
 
@@ -202,7 +203,7 @@ class Backend(Protocol):
             DeviceLost: It failed while it was being opened.
         """
 
-    def run(self, spec: OpSpec, call: DeviceCall) -> Timings:
+    def run(self, record: OpRecord, call: DeviceCall) -> Timings:
         """Runs a call and writes every element of its outputs; up to `streams` threads call it at once.
 
         Raises:
@@ -214,7 +215,7 @@ class Backend(Protocol):
         """
         ...
 
-    def workspace_bytes(self, spec: OpSpec, meta: CallMeta) -> int | None:
+    def workspace_bytes(self, record: OpRecord, meta: CallMeta) -> int | None:
         """Workspace that the operator would ask for; None when the device cannot tell.
 
         Raises:

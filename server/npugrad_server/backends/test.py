@@ -43,8 +43,9 @@ from npugrad_server.backends.cpu import CpuBackend
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
     from npugrad.products import Product
-    from npugrad.spec import CallMeta, OpSpec
     from npugrad_server.backends.base import DeviceCall
     from npugrad_server.devices import DeviceName
 
@@ -169,7 +170,7 @@ class TestBackend:
         self.description = f"simulated device, {self._options.service_s * 1000:g} ms a call"
         self.memory_bytes = self._options.memory_bytes
 
-    def run(self, spec: OpSpec, call: DeviceCall) -> Timings:
+    def run(self, record: OpRecord, call: DeviceCall) -> Timings:
         """Takes the service time and writes zeros, or what the options ask for.
 
         Raises:
@@ -189,7 +190,7 @@ class TestBackend:
             if workspace_bytes:
                 call.reserve_workspace(workspace_bytes)
             with self._taken(workspace_bytes):
-                self._serve(spec, call, start)
+                self._serve(record, call, start)
         return Timings(run_s=time.perf_counter() - start, workspace_bytes=workspace_bytes)
 
     @contextmanager
@@ -206,9 +207,9 @@ class TestBackend:
             with self._lock:
                 self._used_bytes -= nbytes
 
-    def _serve(self, spec: OpSpec, call: DeviceCall, start: float) -> None:
+    def _serve(self, record: OpRecord, call: DeviceCall, start: float) -> None:
         if self._options.compute:
-            self._cpu.run(spec, call)
+            self._cpu.run(record, call)
         else:
             for output in call.outputs.values():
                 output.fill(0)
@@ -235,7 +236,7 @@ class TestBackend:
         if self._options.meets("timeout", label):
             raise DeviceLost("test device: wait returned 507046", 507046, retry=False, blameless=True)
 
-    def workspace_bytes(self, spec: OpSpec, meta: CallMeta) -> int | None:
+    def workspace_bytes(self, record: OpRecord, meta: CallMeta) -> int | None:
         """What the options say; None for a device that has no memory of its own."""
         return None if self._options.memory_bytes is None else self._options.workspace_bytes
 

@@ -60,9 +60,11 @@ class Admission:
         """
         meta = self.planned.call.inputs[name]
         if meta is None:
-            raise KeyError(f"{self.planned.spec.name}: {name} is null")
+            raise KeyError(f"{self.planned.record.name}: {name} is null")
         if self.closed or self.started:
-            raise RuntimeError(f"{self.planned.spec.name}: operands can be written only before the call runs")
+            raise RuntimeError(
+                f"{self.planned.record.name}: operands can be written only before the call runs"
+            )
         return self.lend(self._memory(self._offsets[name], meta.content_bytes))
 
     def lend(self, view: memoryview) -> memoryview:

@@ -12,7 +12,7 @@ from npugrad_server.pool.regions import aligned
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from npugrad.spec import TensorMeta
+    from npugrad.meta import TensorMeta
     from npugrad_server.pool.types import PlannedCall
 
 

@@ -12,13 +12,13 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+from npugrad.meta import CallMeta
 from npugrad.ops import get_operator
-from npugrad.spec import CallMeta
 from npugrad_server.acl.layout import arrange
 
 if TYPE_CHECKING:
+    from npugrad.meta import AttrValue, TensorMeta
     from npugrad.products import Product
-    from npugrad.spec import AttrValue, TensorMeta
     from npugrad_server.pool.types import PlannedCall
 
 _BLOCK_BYTES, _SPARE_BYTES = 512, 32
@@ -83,7 +83,7 @@ def need_of(planned: PlannedCall) -> DeviceNeed:
         return DeviceNeed()  # it is answered before anybody looks at its operands
     call, options = planned.call, planned.options
     need = _need_of_kind(
-        planned.spec.name,
+        planned.record.name,
         call.product,
         options.deterministic,
         tuple(call.inputs.items()),

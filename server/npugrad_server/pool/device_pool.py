@@ -32,7 +32,8 @@ from npugrad_server.worker.protocol import CallDone
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from npugrad.spec import CallMeta, OpSpec
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
     from npugrad_server.pool.commands import Command, Failure
     from npugrad_server.pool.ledger import WorkerRecord
     from npugrad_server.pool.types import PlannedCall, PoolSettings
@@ -132,7 +133,7 @@ class DevicePool:
             UnsupportedOperator: No device can run the operator.
             OperatorError: DETERMINISM_UNSUPPORTED, no device can run it deterministically.
         """
-        operator = planned.spec.name
+        operator = planned.record.name
         if self._closing:
             raise _shut_down(planned)
         if self._scheduler.all_down:
@@ -185,7 +186,7 @@ class DevicePool:
         """
         planned = admission.planned
         if admission.closed or admission.started:
-            raise RuntimeError(f"{planned.spec.name}: an admission runs once, before it is closed")
+            raise RuntimeError(f"{planned.record.name}: an admission runs once, before it is closed")
         if self._closing:
             raise _shut_down(planned)
         admission.started = True
@@ -200,9 +201,9 @@ class DevicePool:
             self._replies.report(entry, "CANCELLED", None)
             raise
 
-    async def workspace_bytes(self, spec: OpSpec, call: CallMeta) -> int | None:
+    async def workspace_bytes(self, record: OpRecord, call: CallMeta) -> int | None:
         """Workspace that a legal call would need; None when no device can tell it now."""
-        return await self._questions.workspace_bytes(spec, call)
+        return await self._questions.workspace_bytes(record, call)
 
     def _closed(self, admission: Admission) -> None:
         """An admission was closed: its memory goes back now, or when its worker is done with it."""
@@ -419,7 +420,7 @@ def _next_try_s(worker: WorkerRecord) -> float | None:
 
 def _shut_down(planned: PlannedCall) -> ServerDraining:
     return ServerDraining(
-        f"{planned.spec.name}: the server was shut down before the result was there",
-        operator=planned.spec.name,
+        f"{planned.record.name}: the server was shut down before the result was there",
+        operator=planned.record.name,
         request_id=planned.request_id,
     )

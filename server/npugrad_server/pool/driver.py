@@ -79,7 +79,7 @@ class Driver:
 
     def _complete(self, entry: Entry) -> None:
         if entry.start is None:
-            raise RuntimeError(f"{entry.planned.spec.name}: completed without a start")
+            raise RuntimeError(f"{entry.planned.record.name}: completed without a start")
         self._replies.complete(entry, self._fleet.devices[entry.start.worker])
 
     def _tell(self, command: TellWorker) -> None:

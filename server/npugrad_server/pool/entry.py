@@ -69,7 +69,7 @@ class Entry:
             memory_bytes=self.demand.memory_bytes,
             device_bytes=self.demand.device_bytes,
             workspace_key=self.demand.workspace_key,
-            operator=planned.spec.name,
+            operator=planned.record.name,
         )
 
     def started(self, start: StartCall, arena: OutputArena) -> RunCall:
@@ -78,7 +78,7 @@ class Entry:
         planned = self.planned
         return RunCall(
             call=start.call,
-            operator=planned.spec.name,
+            operator=planned.record.name,
             meta=planned.call,
             outputs=planned.outputs,
             options=planned.options,
@@ -102,7 +102,7 @@ class Entry:
         if isinstance(self.answer, CallFailed):
             raise error_from_answer(self.planned, self.answer)
         if self.answer is None or self.start is None or self.arena is None:
-            raise RuntimeError(f"{self.planned.spec.name}: completed without an answer")
+            raise RuntimeError(f"{self.planned.record.name}: completed without an answer")
         self.arena.hold()
         self.held = self.arena
         return Outcome(self._contents(self.start.region, self.arena), self._info(device, ready))
@@ -118,7 +118,7 @@ class Entry:
     def _info(self, device: str, ready: DeviceReady) -> ExecutionInfo:
         answer, start = self.answer, self.start
         if not isinstance(answer, CallDone) or start is None:
-            raise RuntimeError(f"{self.planned.spec.name}: completed without a result")
+            raise RuntimeError(f"{self.planned.record.name}: completed without a result")
         return ExecutionInfo(
             backend=answer.backend,
             device=device,

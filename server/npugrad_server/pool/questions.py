@@ -12,7 +12,8 @@ from npugrad_server.worker.protocol import CallPlanned, PlanCall
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from npugrad.spec import CallMeta, OpSpec
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
     from npugrad_server.pool.fleet import Fleet
     from npugrad_server.pool.scheduler import Scheduler
     from npugrad_server.worker.protocol import CallDone, CallFailed
@@ -38,22 +39,22 @@ class Questions:
         self._open: dict[int, tuple[int, int, asyncio.Future[int | None]]] = {}
 
     async def workspace_bytes(
-        self, spec: OpSpec, call: CallMeta, timeout_s: float = ANSWER_TIMEOUT_S
+        self, record: OpRecord, call: CallMeta, timeout_s: float = ANSWER_TIMEOUT_S
     ) -> int | None:
         """Workspace that a legal call would need; None when no device can tell it now.
 
         Args:
-            spec: The operator.
+            record: The operator.
             call: Metas and attributes.
             timeout_s: Seconds until the answer is of no use.
         """
-        worker = self._least_busy(spec.name)
+        worker = self._least_busy(record.name)
         if worker is None:
             return None
         number, process = next(self._numbers), self._fleet.process(worker)
         future: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         self._open[number] = (worker, process.incarnation, future)
-        process.send(PlanCall(number, spec.name, call))
+        process.send(PlanCall(number, record.name, call))
         try:
             return await asyncio.wait_for(future, timeout_s)
         except asyncio.TimeoutError:

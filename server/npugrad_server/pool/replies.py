@@ -64,7 +64,9 @@ class Replies:
         """The scheduler's verdict goes to the caller."""
         planned = entry.planned
         if command.reason == "WORKER_LOST":
-            _log.error("request %s: %s is suspect: %s", planned.request_id, planned.spec.name, command.detail)
+            _log.error(
+                "request %s: %s is suspect: %s", planned.request_id, planned.record.name, command.detail
+            )
         if command.reason == "NO_DEVICE":
             self.finish(entry, error_without_device(self._devices(), planned))
         else:

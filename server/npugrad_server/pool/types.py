@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from npugrad.call import CallOptions, ExecutionInfo
+    from npugrad.meta import CallMeta, TensorMeta
+    from npugrad.operator import OpRecord
     from npugrad.products import Product
-    from npugrad.spec import CallMeta, OpSpec, TensorMeta
 
 
 START_LIMIT_FACTOR = 3
@@ -77,7 +78,7 @@ class PlannedCall:
     """A call that the validator passed.
 
     Attributes:
-        spec: Record of the operator.
+        record: Record of the operator.
         call: Metas and attributes.
         outputs: Inferred outputs by name, None for masked-out ones.
         options: Options of the call.
@@ -85,7 +86,7 @@ class PlannedCall:
         deadline_s: `time.monotonic()` from which on the result is of no use; None for never.
     """
 
-    spec: OpSpec
+    record: OpRecord
     call: CallMeta
     outputs: Mapping[str, TensorMeta | None]
     options: CallOptions

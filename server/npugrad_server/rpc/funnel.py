@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from google.rpc.status_pb2 import Status
 
     from npugrad.call import ExecutionInfo
-    from npugrad.spec import CallMeta
+    from npugrad.meta import CallMeta
     from npugrad_server.metrics import Metrics
     from npugrad_server.rpc.register import Handler
 

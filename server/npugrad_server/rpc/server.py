@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import npugrad
 from npugrad.codec import CHUNK_BYTES, MAX_CHUNK_BYTES
+from npugrad.operator import AttrParam, TensorParam
 from npugrad.ops import OPERATORS
-from npugrad.spec import AttrParam, TensorParam
 from npugrad.v1 import server_pb2
 from npugrad_server.rpc.validation import encode_sources, requested_product
 
 if TYPE_CHECKING:
+    from npugrad.operator import Constraint, OpRecord, Param
     from npugrad.products import Product
-    from npugrad.spec import Constraint, OpSpec, Param
     from npugrad_server.pool import DevicePool, DeviceStatus, PoolSettings
     from npugrad_server.rpc.funnel import Funnel, RpcCall
     from npugrad_server.rpc.register import Handler
@@ -72,8 +72,8 @@ class ServerServicer:
             versions=self._versions,
             operators=[
                 name
-                for name, spec in OPERATORS.items()
-                if settings.product in spec.products and not self._pool.unavailable(name)
+                for name, record in OPERATORS.items()
+                if settings.product in record.products and not self._pool.unavailable(name)
             ],
             draining=self._draining,
             uptime_s=time.monotonic() - self._facts.started_s,
@@ -95,8 +95,8 @@ class ServerServicer:
         own = product is self._facts.settings.product
         return server_pb2.ListOperatorsResponse(
             operators=[
-                _operator(spec, product, missing=self._pool.unavailable(spec.name) if own else "")
-                for spec in OPERATORS.values()
+                _operator(record, product, missing=self._pool.unavailable(record.name) if own else "")
+                for record in OPERATORS.values()
             ]
         )
 
@@ -136,26 +136,26 @@ def _device(status: DeviceStatus) -> server_pb2.Device:
     )
 
 
-def _operator(spec: OpSpec, product: Product, missing: str) -> server_pb2.Operator:
+def _operator(record: OpRecord, product: Product, missing: str) -> server_pb2.Operator:
     return server_pb2.Operator(
-        name=spec.name,
-        aclnn_name=spec.aclnn_name,
-        summary=spec.summary,
-        parameters=[_parameter(spec, param, product) for param in spec.params],
-        constraints=[_constraint(c) for c in spec.constraints if c.applies(product)],
-        supported=product in spec.products and not missing,
-        min_cann=spec.min_cann,
+        name=record.name,
+        aclnn_name=record.aclnn_name,
+        summary=record.summary,
+        parameters=[_parameter(record, param, product) for param in record.params],
+        constraints=[_constraint(c) for c in record.constraints if c.applies(product)],
+        supported=product in record.products and not missing,
+        min_cann=record.min_cann,
     )
 
 
-def _parameter(spec: OpSpec, param: Param, product: Product) -> server_pb2.Parameter:
+def _parameter(record: OpRecord, param: Param, product: Product) -> server_pb2.Parameter:
     if isinstance(param, AttrParam):
         return server_pb2.Parameter(
             name=param.name,
             c_name=param.c_name,
             role="attribute",
             doc=param.doc,
-            optional=_may_be_null(spec, param),
+            optional=_may_be_null(record, param),
         )
     return server_pb2.Parameter(
         name=param.name,
@@ -163,16 +163,16 @@ def _parameter(spec: OpSpec, param: Param, product: Product) -> server_pb2.Param
         role=param.role,
         doc=param.doc,
         data_types=[d.wire for d in param.dtypes.get(product, ())],  # type: ignore[misc]
-        optional=_may_be_null(spec, param),
+        optional=_may_be_null(record, param),
     )
 
 
-def _may_be_null(spec: OpSpec, param: Param) -> bool:
+def _may_be_null(record: OpRecord, param: Param) -> bool:
     """Whether some legal call has a null there."""
     if isinstance(param, TensorParam):
         masked = param.masked_by is not None and param.when_masked == "null"
         return param.optional if param.role == "input" else masked
-    return param.type == "bool_array" and f"{param.name}.not_null" not in {c.id for c in spec.constraints}
+    return param.type == "bool_array" and f"{param.name}.not_null" not in {c.id for c in record.constraints}
 
 
 def _constraint(constraint: Constraint) -> server_pb2.OperatorConstraint:

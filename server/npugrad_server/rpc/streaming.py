@@ -24,7 +24,7 @@ from npugrad_server.rpc.funnel import RpcCall, sane
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
-    from npugrad.spec import OpSpec
+    from npugrad.operator import OpRecord
     from npugrad_server.pool import Admission, Outcome
 
 
@@ -35,15 +35,15 @@ class Upload:
         missing_bytes: Announced bytes that have not come yet.
     """
 
-    def __init__(self, spec: OpSpec, announced: dict[str, int]) -> None:
+    def __init__(self, record: OpRecord, announced: dict[str, int]) -> None:
         """Starts with nothing received.
 
         Args:
-            spec: The operator.
+            record: The operator.
             announced: Content length of each operand that comes in chunks.
         """
-        self._spec = spec
-        self._announced = {spec.param_index(name): (name, nbytes) for name, nbytes in announced.items()}
+        self._record = record
+        self._announced = {record.param_index(name): (name, nbytes) for name, nbytes in announced.items()}
         self._received = dict.fromkeys(self._announced, 0)
         self.missing_bytes = sum(announced.values())
 
@@ -51,7 +51,7 @@ class Upload:
     def of(cls, request: Request) -> Upload:
         """The upload that a request announces."""
         announced = {name: content.nbytes for name, content in request.contents.items() if content.follows}
-        return cls(request.planned.spec, announced)
+        return cls(request.planned.record, announced)
 
     def place(self, operand: int, offset: int, nbytes: int) -> str:
         """Takes a chunk: checks it and returns the name of its operand.
@@ -63,8 +63,8 @@ class Upload:
         if operand not in self._announced:
             names = ", ".join(f"{index} ({name})" for index, (name, _) in self._announced.items()) or "none"
             raise MalformedRequest(
-                f"{self._spec.name}: chunk: found operand {operand}; expected an announced one: {names}",
-                operator=self._spec.name,
+                f"{self._record.name}: chunk: found operand {operand}; expected an announced one: {names}",
+                operator=self._record.name,
             )
         name, announced = self._announced[operand]
         received = self._received[operand]
@@ -95,8 +95,8 @@ class Upload:
                 )
 
     def _malformed(self, name: str, found: str, expected: str) -> MalformedTensor:
-        text = f"{self._spec.name}: {name}: found {found}; expected {expected}"
-        return MalformedTensor(text, operator=self._spec.name, operand=name)
+        text = f"{self._record.name}: {name}: found {found}; expected {expected}"
+        return MalformedTensor(text, operator=self._record.name, operand=name)
 
 
 class Frames:
@@ -194,17 +194,17 @@ class Execute:
         kind = "the end of the stream" if frame is None else frame.WhichOneof("frame") or "an empty frame"
         if frame is None or kind != "header":
             raise MalformedRequest(f"execute: stream: found {kind} first; expected a header")
-        spec, message = unwrap(frame.header)
-        call.operator = spec.name
+        record, message = unwrap(frame.header)
+        call.operator = record.name
         request = self._dispatcher.plan(
-            spec, message, request_id=call.request_id, timeout_s=call.timeout_s, chunked=True
+            record, message, request_id=call.request_id, timeout_s=call.timeout_s, chunked=True
         )
         call.describe(request.planned.call)
         return request
 
 
 async def _receive(call: RpcCall, frames: Frames, admission: Admission, upload: Upload) -> None:
-    operator = admission.planned.spec.name
+    operator = admission.planned.record.name
     views = {}
     while (frame := await frames.read()) is not None:
         kind = frame.WhichOneof("frame")
@@ -228,11 +228,11 @@ async def _receive(call: RpcCall, frames: Frames, admission: Admission, upload: 
 
 
 def _reply(request: Request, outcome: Outcome) -> Iterator[backward_pb2.ExecuteResponse]:
-    spec = request.planned.spec
+    record = request.planned.record
     message, follow = encode_response(
-        spec, request.planned.outputs, outcome.contents, outcome.info, chunk_from_bytes=INLINE_REPLY_BYTES
+        record, request.planned.outputs, outcome.contents, outcome.info, chunk_from_bytes=INLINE_REPLY_BYTES
     )
-    yield backward_pb2.ExecuteResponse(header=wrap(backward_pb2.ExecuteResponseHeader(), spec, message))
+    yield backward_pb2.ExecuteResponse(header=wrap(backward_pb2.ExecuteResponseHeader(), record, message))
     for operand, content in follow:
         for offset, piece in chunks(content, CHUNK_BYTES):
             chunk = backward_pb2.Chunk(operand=operand, offset=offset, data=bytes(piece))

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from npugrad.errors import Source, Violation
-    from npugrad.spec import CallMeta, OpSpec, Verdict
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord, Verdict
     from npugrad_server.rpc.funnel import Funnel, RpcCall
     from npugrad_server.rpc.register import Handler
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 class Planner(Protocol):
     """The part of the pool that is asked."""
 
-    async def workspace_bytes(self, spec: OpSpec, call: CallMeta) -> int | None:
+    async def workspace_bytes(self, record: OpRecord, call: CallMeta) -> int | None:
         """Workspace that a legal call would need; None when no device can tell it now."""
 
 
@@ -53,14 +54,14 @@ class ValidationServicer:
             MalformedTensor: Types, sizes or strides are not sane.
         """
         product = requested_product(message.product, self._product)
-        spec, request = unwrap(message.call)
-        call.operator = spec.name
-        wire = decode_request(spec, request, product)
+        record, request = unwrap(message.call)
+        call.operator = record.name
+        wire = decode_request(record, request, product)
         call.describe(wire.call)
-        verdict = validate_call(spec, wire.call)
+        verdict = validate_call(record, wire.call)
         response = encode_verdict(verdict, product)
         if not verdict.status and product is self._product:
-            workspace_bytes = await self._planner.workspace_bytes(spec, wire.call)
+            workspace_bytes = await self._planner.workspace_bytes(record, wire.call)
             if workspace_bytes is not None:
                 response.workspace_bytes = workspace_bytes
         return response

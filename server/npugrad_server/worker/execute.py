@@ -13,7 +13,7 @@ import numpy as np
 from npugrad import get_operator
 from npugrad.errors import DeviceError, NpugradError, OperatorError, RequestError
 from npugrad.layout import view
-from npugrad.spec import CallMeta
+from npugrad.meta import CallMeta
 from npugrad.tolerance import compare
 from npugrad_server.backends.base import CallAbandoned, CallPostponed, DeviceCall, DeviceLost
 from npugrad_server.worker.protocol import CallDeferred, CallDone, CallFailed, CallPlanned, MemoryFound
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from npugrad.spec import OpSpec
+    from npugrad.operator import OpRecord
     from npugrad_server.backends.base import Backend
     from npugrad_server.worker.conversation import Conversation
     from npugrad_server.worker.protocol import Answer, AskMemory, OpenDevice, PlanCall, RunCall
@@ -117,7 +117,7 @@ def _answered(order: RunCall | PlanCall | AskMemory, work: Callable[[], _Answer]
         return CallFailed(order.call, "INTERNAL", message, trace=traceback.format_exc()[-_MAX_TRACE:])
 
 
-def _execute(spec: OpSpec, backend: Backend, arenas: Arenas, talk: Conversation, stream: int) -> CallDone:
+def _execute(record: OpRecord, backend: Backend, arenas: Arenas, talk: Conversation, stream: int) -> CallDone:
     order, start = talk.order, time.perf_counter()
     talk.check_wanted()  # it may have waited in this process
     if all(meta is None for meta in order.outputs.values()):
@@ -143,9 +143,9 @@ def _execute(spec: OpSpec, backend: Backend, arenas: Arenas, talk: Conversation,
         reserve_workspace=talk.reserve_workspace,
         check_wanted=talk.check_wanted,
     )
-    timings = backend.run(spec, call)
+    timings = backend.run(record, call)
     if order.options.verify:
-        _verify(spec, inputs, order, outputs)
+        _verify(record, inputs, order, outputs)
     return CallDone(
         order.call,
         timings.copy_in_s + packed_s,
@@ -182,7 +182,7 @@ def _operands(order: RunCall, arenas: Arenas, strided: bool) -> dict[str, Array 
 
 
 def _verify(
-    spec: OpSpec, inputs: Mapping[str, Array | None], order: RunCall, outputs: Mapping[str, Array]
+    record: OpRecord, inputs: Mapping[str, Array | None], order: RunCall, outputs: Mapping[str, Array]
 ) -> None:
     """Computes the call again with the reference and compares.
 
@@ -190,15 +190,15 @@ def _verify(
         DeviceError: VERIFICATION_FAILED, a result is outside the tolerance.
     """
     golden = {name: np.empty(array.shape, np.float64) for name, array in outputs.items()}
-    spec.reference(inputs, order.meta.attrs, golden)
+    record.reference(inputs, order.meta.attrs, golden)
     for name, array in outputs.items():
-        extra = spec.extra_tolerance(inputs, order.meta.attrs, name)
+        extra = record.extra_tolerance(inputs, order.meta.attrs, name)
         found = compare(golden[name], array, extra)
         if not found.ok:
             raise DeviceError(
-                f"{spec.name}: {name}: found a result {found}; expected that of the reference",
+                f"{record.name}: {name}: found a result {found}; expected that of the reference",
                 reason="VERIFICATION_FAILED",
-                operator=spec.name,
+                operator=record.name,
                 source="device",
             )
 

@@ -26,8 +26,8 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from npugrad.call import CallOptions
+from npugrad.meta import CallMeta, TensorMeta
 from npugrad.products import product_from_name
-from npugrad.spec import CallMeta, TensorMeta
 from npugrad_server.backends.base import Comeback
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from npugrad_client.bench.scenario import ScenarioError, Stage, Workload
 if TYPE_CHECKING:
     from tests.fix_server import ServerProcess, StartServer
 
-    from npugrad import OpSpec
+    from npugrad import OpRecord
     from npugrad_client.bench.engine import Progress
 
 pytestmark = pytest.mark.slow  # every run starts processes
@@ -69,12 +69,12 @@ def test_no_more_callers_than_asked_for_in_a_closed_loop() -> None:
     inside: set[int] = set()
     most, numbers, lock = [0], itertools.count(), threading.Lock()
 
-    def count(spec: OpSpec, request: Any, context: Context) -> Any:
+    def count(record: OpRecord, request: Any, context: Context) -> Any:
         with lock:
             number = next(numbers)
             inside.add(number)
             most[0] = max(most[0], len(inside))
-        answer = zeros(spec, request, context)
+        answer = zeros(record, request, context)
         with lock:
             inside.discard(number)
         return answer
@@ -99,10 +99,10 @@ def test_a_server_that_stalls_is_sent_to_all_the_same_and_too_much_is_dropped() 
     freed = threading.Event()
     calls = itertools.count()
 
-    def stall(spec: OpSpec, request: Any, context: Context) -> Any:
+    def stall(record: OpRecord, request: Any, context: Context) -> Any:
         if next(calls):
             freed.wait(30)
-        return zeros(spec, request, context)
+        return zeros(record, request, context)
 
     def on_progress(at_s: float, progress: Progress) -> None:
         if at_s > 1.2:
@@ -120,13 +120,13 @@ def test_failures_and_missed_deadlines_are_counted_by_reason() -> None:
     calls = itertools.count()
     ended = threading.Event()
 
-    def answer(spec: OpSpec, request: Any, context: Context) -> Any:
+    def answer(record: OpRecord, request: Any, context: Context) -> Any:
         number = next(calls)
         if number == 5:
             ended.wait(5)
         if number % 4 == 3:
-            abort_with(context, ServerBusy("busy", operator=spec.name))
-        return zeros(spec, request, context)
+            abort_with(context, ServerBusy("busy", operator=record.name))
+        return zeros(record, request, context)
 
     with fake_service(answer) as service:
         result = run(scenario("closed", level=1, duration_s=30, max_calls=20, timeout_s=1.0), service.address)
@@ -163,8 +163,8 @@ def test_a_worker_that_cannot_connect_says_why() -> None:
 
 
 def test_a_refused_call_is_no_measurement() -> None:
-    def refuse(spec: OpSpec, request: Any, context: Context) -> Any:
-        abort_with(context, ServerBusy("busy", operator=spec.name))
+    def refuse(record: OpRecord, request: Any, context: Context) -> Any:
+        abort_with(context, ServerBusy("busy", operator=record.name))
 
     with fake_service(refuse) as service, pytest.raises(ServerBusy):
         run(scenario(workloads=(GRID,), workers=2), service.address)
@@ -178,10 +178,10 @@ def test_several_servers_are_sent_to_in_turn_and_told_apart() -> None:
     """One of them refuses what comes after the call that connects: its share fails, the other's does not."""
     calls = itertools.count()
 
-    def refuse(spec: OpSpec, request: Any, context: Context) -> Any:
+    def refuse(record: OpRecord, request: Any, context: Context) -> Any:
         if next(calls) >= 2:  # each worker connects with one
-            abort_with(context, ServerBusy("busy", operator=spec.name))
-        return zeros(spec, request, context)
+            abort_with(context, ServerBusy("busy", operator=record.name))
+        return zeros(record, request, context)
 
     with fake_service() as good, fake_service(refuse) as bad:
         made = scenario(level=40, duration_s=1, workers=2)
@@ -226,10 +226,10 @@ def test_a_deadline_that_no_call_keeps_is_counted_and_not_taken_for_the_connecti
     freed = threading.Event()
     calls = itertools.count()
 
-    def slow(spec: OpSpec, request: Any, context: Context) -> Any:
+    def slow(record: OpRecord, request: Any, context: Context) -> Any:
         if next(calls):
             freed.wait(20)
-        return zeros(spec, request, context)
+        return zeros(record, request, context)
 
     with fake_service(slow) as service:
         result = run(scenario(level=20, duration_s=0.5, timeout_s=0.001), service.address)
@@ -320,10 +320,10 @@ def test_an_error_ends_calls_in_flight_at_once() -> None:
     freed = threading.Event()
     calls = itertools.count()
 
-    def stall(spec: OpSpec, request: Any, context: Context) -> Any:
+    def stall(record: OpRecord, request: Any, context: Context) -> Any:
         if next(calls) >= 3:
             freed.wait(60)
-        return zeros(spec, request, context)
+        return zeros(record, request, context)
 
     class Enough(Exception):
         pass
@@ -353,8 +353,8 @@ def test_operands_too_large_for_memory_are_told() -> None:
 def test_answers_that_are_wrong_are_failures() -> None:
     calls = itertools.count()
 
-    def lie(spec: OpSpec, request: Any, context: Context) -> Any:
-        answer = zeros(spec, request, context)
+    def lie(record: OpRecord, request: Any, context: Context) -> Any:
+        answer = zeros(record, request, context)
         if next(calls) % 2:
             answer.ClearField("grad_input")
         return answer

@@ -55,10 +55,10 @@ def written(tmp_path: Path, text: str) -> str:
 @pytest.mark.parametrize("size", ["small", "medium", "large"])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_every_size_is_a_legal_call_of_each_type(operator: str, size: str) -> None:
-    spec = OPERATORS[operator]
+    record = OPERATORS[operator]
     assert set(SIZES[operator]) == {"small", "medium", "large"}
-    for dtype in spec.inputs[0].dtypes[Product.ATLAS_A2]:
-        assert validate_call(spec, Workload(operator, str(dtype), size).call()).status == 0
+    for dtype in record.inputs[0].dtypes[Product.ATLAS_A2]:
+        assert validate_call(record, Workload(operator, str(dtype), size).call()).status == 0
 
 
 @pytest.mark.parametrize("name", shipped_scenarios())

@@ -17,7 +17,7 @@ from tests.client.bench.made import result
 from tests.client.cli.command import NOWHERE, failed, process, run
 from tests.client.fake_service import Context, abort_with, fake_service, zeros
 
-from npugrad import OPERATORS, OpSpec
+from npugrad import OPERATORS, OpRecord
 from npugrad.errors import ServerBusy
 from npugrad_client._cli.bench_status import OF_COMPARE, STATUSES, capacity_status
 from npugrad_client.bench.capacity import Capacity, Trial
@@ -74,10 +74,10 @@ def _busy_every_third(*slo: str) -> Result:
     """30 calls, of which the server refuses 10."""
     calls = itertools.count()
 
-    def answer(spec: OpSpec, request: Any, context: Context) -> Any:
+    def answer(record: OpRecord, request: Any, context: Context) -> Any:
         if next(calls) % 3 == 2:
-            abort_with(context, ServerBusy("busy", operator=spec.name))
-        return zeros(spec, request, context)
+            abort_with(context, ServerBusy("busy", operator=record.name))
+        return zeros(record, request, context)
 
     with fake_service(answer) as service:
         load = ["--concurrency", "1", "--calls", "30", ALL_THE_SAME]
@@ -383,13 +383,13 @@ class Counted:
         self.seen, self.freed = threading.Event(), threading.Event()
         self._calls, self._left, self._holds = itertools.count(1), calls, holds
 
-    def __call__(self, spec: OpSpec, request: Any, context: Context) -> Any:
+    def __call__(self, record: OpRecord, request: Any, context: Context) -> Any:
         number = next(self._calls)
         if number >= self._left:
             self.seen.set()
             if self._holds:
                 self.freed.wait(60)
-        return zeros(spec, request, context)
+        return zeros(record, request, context)
 
 
 def _interrupted(

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from typer.testing import Result
 
 CASES = [
-    pytest.param(spec.name, str(dtype), by_key, id=f"{spec.name}-{dtype}-{'key' if by_key else 'flag'}")
-    for spec in OPERATORS.values()
-    for dtype in spec.inputs[0].dtypes[Product.ATLAS_A2]
+    pytest.param(record.name, str(dtype), by_key, id=f"{record.name}-{dtype}-{'key' if by_key else 'flag'}")
+    for record in OPERATORS.values()
+    for dtype in record.inputs[0].dtypes[Product.ATLAS_A2]
     for by_key in ([True, False] if dtype == "bfloat16" else [True])
 ]
 
@@ -133,7 +133,7 @@ def test_a_missing_operand_is_null(server: ServerProcess, tmp_path: Path, out: P
 def test_an_error_of_the_server_is_one_line_with_the_request(
     file: str, out: Path, error: Any, line: str
 ) -> None:
-    with fake_service(lambda spec, request, context: abort_with(context, error)) as service:
+    with fake_service(lambda record, request, context: abort_with(context, error)) as service:
         assert failed(call(file, out, target=service.address), 1) == line
 
 

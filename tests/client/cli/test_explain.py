@@ -8,11 +8,11 @@ import re
 import pytest
 from rich.console import Console
 
-from npugrad import OPERATORS, OpSpec
+from npugrad import OPERATORS, OpRecord
 from npugrad.error_table import BY_CODE, ERRORS, ErrorRow
 from npugrad_client._cli.explain import UnknownSubject, explain, nearest
 
-SPECS = pytest.mark.parametrize("spec", OPERATORS.values(), ids=list(OPERATORS))
+RECORDS = pytest.mark.parametrize("record", OPERATORS.values(), ids=list(OPERATORS))
 
 
 def said(subject: str, constraint: str | None = None, width: int = 4000) -> str:
@@ -43,10 +43,10 @@ def test_every_row_of_the_error_table_is_told(row: ErrorRow) -> None:
 @pytest.mark.parametrize("code", sorted({c.code for s in OPERATORS.values() for c in s.constraints}))
 def test_a_code_lists_exactly_the_constraints_that_give_it(code: int) -> None:
     text = said(str(code))
-    for spec in OPERATORS.values():
-        rules = [c for c in spec.constraints if c.code == code]
+    for record in OPERATORS.values():
+        rules = [c for c in record.constraints if c.code == code]
         count = "1 constraint\n" if len(rules) == 1 else f"{len(rules)} constraints\n"
-        assert (f"{spec.name}: {count}" in text) is bool(rules)
+        assert (f"{record.name}: {count}" in text) is bool(rules)
         for rule in rules:
             assert words(rule.text) in words(text)
     listed = sum(line.startswith("  ") for line in text.splitlines())
@@ -68,36 +68,36 @@ def test_a_difference_is_marked_and_the_mark_is_told() -> None:
 # ---------------------------------------------------------------------------------------------- operators
 
 
-@SPECS
-def test_an_operator_goes_by_each_of_its_names(spec: OpSpec) -> None:
-    assert said(spec.name) == said(spec.aclnn_name) == said(spec.aclnn_name.lower())
+@RECORDS
+def test_an_operator_goes_by_each_of_its_names(record: OpRecord) -> None:
+    assert said(record.name) == said(record.aclnn_name) == said(record.aclnn_name.lower())
 
 
-@SPECS
-def test_an_operator_tells_all_that_its_record_has(spec: OpSpec) -> None:
-    text = words(said(spec.name))
+@RECORDS
+def test_an_operator_tells_all_that_its_record_has(record: OpRecord) -> None:
+    text = words(said(record.name))
     for piece in (
-        spec.aclnn_name,
-        spec.summary,
-        spec.min_cann,
-        *(p.full_name for p in spec.products),
-        *(p.doc for p in spec.params),
-        *(p.c_name for p in spec.params),
-        *(c.text for c in spec.constraints),
-        *(f"{c.id} *" if c.pick else c.id for c in spec.constraints),
-        *(str(n.source) for n in spec.not_expressible),
-        *(n.reason for n in spec.not_expressible),
+        record.aclnn_name,
+        record.summary,
+        record.min_cann,
+        *(p.full_name for p in record.products),
+        *(p.doc for p in record.params),
+        *(p.c_name for p in record.params),
+        *(c.text for c in record.constraints),
+        *(f"{c.id} *" if c.pick else c.id for c in record.constraints),
+        *(str(n.source) for n in record.not_expressible),
+        *(n.reason for n in record.not_expressible),
     ):
         assert words(piece) in text, piece
 
 
-@SPECS
-def test_an_operator_reads_well_in_80_columns(spec: OpSpec) -> None:
+@RECORDS
+def test_an_operator_reads_well_in_80_columns(record: OpRecord) -> None:
     """No name is cut, and no line is longer than the terminal."""
-    text = said(spec.name, width=80)
+    text = said(record.name, width=80)
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
-    for constraint in spec.constraints:
+    for constraint in record.constraints:
         assert f"  {constraint.id} " in text, "an identifier was folded, so it cannot be copied"
 
 
@@ -108,12 +108,12 @@ CONSTRAINTS = [
 ]
 
 
-@pytest.mark.parametrize(("spec", "identifier"), CONSTRAINTS)
-def test_a_constraint_tells_code_rule_sources_and_both_sides(spec: OpSpec, identifier: str) -> None:
-    constraint = next(c for c in spec.constraints if c.id == identifier)
-    text = words(said(spec.name, identifier))
+@pytest.mark.parametrize(("record", "identifier"), CONSTRAINTS)
+def test_a_constraint_tells_code_rule_sources_and_both_sides(record: OpRecord, identifier: str) -> None:
+    constraint = next(c for c in record.constraints if c.id == identifier)
+    text = words(said(record.name, identifier))
     for piece in (
-        f"{spec.name} {identifier}",
+        f"{record.name} {identifier}",
         f"{constraint.code} {BY_CODE[constraint.code].reason}",
         constraint.text,
         *map(str, constraint.sources),
@@ -173,8 +173,8 @@ def test_a_slip_is_told_what_comes_near(subject: str, constraint: str | None, me
 def test_where_nothing_comes_near_both_names_of_every_operator_are_told(constraint: str | None) -> None:
     with pytest.raises(UnknownSubject) as refused:
         said("zzz", constraint)
-    for spec in OPERATORS.values():
-        assert f"{spec.name} ({spec.aclnn_name})" in str(refused.value)
+    for record in OPERATORS.values():
+        assert f"{record.name} ({record.aclnn_name})" in str(refused.value)
 
 
 def test_at_most_five_names_are_proposed() -> None:

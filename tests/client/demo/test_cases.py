@@ -26,8 +26,8 @@ def _name(case: Case) -> str:
 def test_call_is_legal_on_every_product_of_the_operator_and_dtype(case: Case) -> None:
     inputs = case.make()
     metas = {n: None if a is None else layout.content(a)[0] for n, a in inputs.operands.items()}
-    for product in case.spec.products:
-        if case.dtype in case.spec.inputs[0].dtypes[product]:
+    for product in case.record.products:
+        if case.dtype in case.record.inputs[0].dtypes[product]:
             verdict = npugrad.validate(case.operator, inputs=metas, attrs=inputs.attrs, product=product)
             assert verdict.status == 0, verdict.violations
 
@@ -36,7 +36,7 @@ def test_call_is_legal_on_every_product_of_the_operator_and_dtype(case: Case) ->
 def test_official_values_are_those_of_the_reference(case: Case) -> None:
     inputs = case.make()
     outputs = {name: np.empty(values.shape, np.float64) for name, values in inputs.expected.items()}
-    case.spec.reference(inputs.operands, inputs.attrs, outputs)
+    case.record.reference(inputs.operands, inputs.attrs, outputs)
     for name, values in inputs.expected.items():
         np.testing.assert_allclose(outputs[name], values, rtol=1e-6, atol=inputs.expected_atol)
 
@@ -44,9 +44,9 @@ def test_official_values_are_those_of_the_reference(case: Case) -> None:
 def test_every_operator_runs_in_every_dtype_it_supports() -> None:
     runs = {(case.operator, case.dtype) for case in realistic_cases()}
     supported = {
-        (spec.name, dtype)
-        for spec in npugrad.OPERATORS.values()
-        for dtypes in spec.inputs[0].dtypes.values()
+        (record.name, dtype)
+        for record in npugrad.OPERATORS.values()
+        for dtypes in record.inputs[0].dtypes.values()
         for dtype in dtypes
     }
     assert runs == supported

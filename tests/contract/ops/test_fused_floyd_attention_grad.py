@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import npugrad
 from npugrad import CallMeta, DType, Format, Product, TensorMeta, Verdict
 from npugrad.dtypes import dtype_from_name
-from npugrad.ops.fused_floyd_attention_grad import FUSED_FLOYD_ATTENTION_GRAD as SPEC
+from npugrad.ops.fused_floyd_attention_grad import FUSED_FLOYD_ATTENTION_GRAD as RECORD
 from npugrad.validation import validate_call
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def check(
 ) -> Verdict:
     """Validate the example program's call with some operands changed."""
     return npugrad.validate(
-        SPEC.name,
+        RECORD.name,
         inputs={**EXAMPLE, **(inputs or {})},
         attrs={"scale_value": 128**-0.5},
         outputs=outputs,
@@ -55,7 +55,7 @@ def check(
 
 def check_sizes(**sizes: int) -> Verdict:
     """Validate a consistent call of the given sizes."""
-    return validate_call(SPEC, SPEC.build(with_mask=True, **{"scale_value": 0.1, **sizes}))
+    return validate_call(RECORD, RECORD.build(with_mask=True, **{"scale_value": 0.1, **sizes}))
 
 
 def ids(verdict: Verdict) -> list[str]:
@@ -96,8 +96,8 @@ class TestProduct:
         assert (verdict.status, ids(verdict)) == (561003, ["product.supported"])
 
     def test_has_no_samples_and_no_line(self) -> None:
-        assert list(SPEC.samples(Product.ATLAS_TRAINING)) == []
-        assert list(SPEC.products) == PRODUCTS
+        assert list(RECORD.samples(Product.ATLAS_TRAINING)) == []
+        assert list(RECORD.products) == PRODUCTS
 
 
 class TestNull:
@@ -113,7 +113,7 @@ class TestNull:
 
     @pytest.mark.parametrize("name", ["softmax_max", "softmax_sum", "attention_in"])
     def test_source_refuses_what_it_calls_optional_later(self, name: str) -> None:
-        constraint = next(c for c in SPEC.constraints if c.id == f"{name}.not_null")
+        constraint = next(c for c in RECORD.constraints if c.id == f"{name}.not_null")
         assert (constraint.code, constraint.vendor_code) == (161001, 561002)
         assert constraint.pick
 
@@ -292,14 +292,14 @@ def test_no_call_makes_the_record_raise(
 ) -> None:
     inputs = {**EXAMPLE, **{name: meta for name, meta in changes.items() if name in EXAMPLE}}
     outputs = {name: meta for name, meta in changes.items() if name in OUTPUTS}
-    verdict = validate_call(SPEC, CallMeta(inputs, {"scale_value": scale_value}, outputs, product))
+    verdict = validate_call(RECORD, CallMeta(inputs, {"scale_value": scale_value}, outputs, product))
     assert verdict.status in (0, 161001, 161002, 561002, 561003)
     assert bool(verdict.status) == bool(verdict.violations) == (not verdict.outputs)
 
 
 class TestPicks:
     def test_documented_but_unchecked_by_the_source(self) -> None:
-        unchecked = {c.id: c.code for c in SPEC.constraints if c.vendor_code == "accepts"}
+        unchecked = {c.id: c.code for c in RECORD.constraints if c.vendor_code == "accepts"}
         key2 = [f"key2.{name}" for name in ("batch", "heads", "k", "m", "head_dim")]
         ranges = [f"key1.{name}_range" for name in ("batch", "heads", "n", "k")]
         shapes = [f"{name}.shape" for name in OUTPUTS]
@@ -317,7 +317,7 @@ class TestPicks:
         }
 
     def test_each_difference_names_both_sides(self) -> None:
-        for constraint in SPEC.constraints:
+        for constraint in RECORD.constraints:
             if constraint.vendor_code != constraint.code:
                 sides = ("The document", "the vendor's source", "Taken:")
                 assert all(side in constraint.pick for side in sides), constraint.id
@@ -325,16 +325,16 @@ class TestPicks:
 
 class TestParameters:
     def test_order_of_the_c_signature(self) -> None:
-        assert " ".join(p.c_name for p in SPEC.params) == (
+        assert " ".join(p.c_name for p in RECORD.params) == (
             "query key1 value1 key2 value2 dy attenMaskOptional softmaxMax softmaxSum attentionIn scaleValue "
             "dqOut dk1Out dv1Out dk2Out dv2Out"
         )
 
     def test_only_the_mask_is_optional(self) -> None:
-        assert [p.name for p in SPEC.inputs if p.optional] == ["atten_mask"]
+        assert [p.name for p in RECORD.inputs if p.optional] == ["atten_mask"]
 
     def test_never_deterministic(self) -> None:
-        assert "no deterministic mode" in str(SPEC.determinism_check(SPEC.build(), None))
+        assert "no deterministic mode" in str(RECORD.determinism_check(RECORD.build(), None))
 
 
 class TestCoverage:
@@ -343,41 +343,41 @@ class TestCoverage:
     @pytest.mark.parametrize(
         ("document", "section", "rows"),
         [
-            (SPEC.aclnn_name, "return codes, 161001", {"row 1"}),
-            (SPEC.aclnn_name, "return codes, 161002", {"row 1"}),
-            (SPEC.aclnn_name, "return codes, 561002", {"row 1"}),
-            (SPEC.aclnn_name, "supported products", {"list"}),
+            (RECORD.aclnn_name, "return codes, 161001", {"row 1"}),
+            (RECORD.aclnn_name, "return codes, 161002", {"row 1"}),
+            (RECORD.aclnn_name, "return codes, 561002", {"row 1"}),
+            (RECORD.aclnn_name, "supported products", {"list"}),
             (
-                SPEC.aclnn_name,
+                RECORD.aclnn_name,
                 "parameters",
-                {*(p.c_name for p in SPEC.params), "workspaceSize", "executor", "workspace", "stream"},
+                {*(p.c_name for p in RECORD.params), "workspaceSize", "executor", "workspace", "stream"},
             ),
-            (SPEC.aclnn_name, "constraints", {f"entry {n}" for n in range(1, 16)}),
+            (RECORD.aclnn_name, "constraints", {f"entry {n}" for n in range(1, 16)}),
             (
                 "vendor source (ops-transformer)",
-                f"checks of {SPEC.aclnn_name}",
+                f"checks of {RECORD.aclnn_name}",
                 {f"check {n}" for n in range(1, 14)},
             ),
         ],
         ids=["161001", "161002", "561002", "products", "parameters", "constraints", "source"],
     )
     def test_rows(self, document: str, section: str, rows: set[str]) -> None:
-        cited = [source for constraint in SPEC.constraints for source in constraint.sources]
-        cited += [row.source for row in SPEC.not_expressible]
+        cited = [source for constraint in RECORD.constraints for source in constraint.sources]
+        cited += [row.source for row in RECORD.not_expressible]
         assert {s.row for s in cited if (s.document, s.section) == (document, section)} == rows
 
 
 Arrays = dict[str, Any]
-SAMPLES = list(SPEC.samples(Product.ATLAS_A2))
+SAMPLES = list(RECORD.samples(Product.ATLAS_A2))
 
 
 def made(call: CallMeta, seed: int = 3) -> Arrays:
-    return SPEC.make_inputs(call, np.random.default_rng(seed))
+    return RECORD.make_inputs(call, np.random.default_rng(seed))
 
 
 def run_reference(call: CallMeta, inputs: Arrays) -> Arrays:
     outputs = {name: np.full(call.tensor(like).shape, np.nan) for name, like in OUTPUTS.items()}
-    SPEC.reference(inputs, call.attrs, outputs)
+    RECORD.reference(inputs, call.attrs, outputs)
     return outputs
 
 
@@ -474,7 +474,7 @@ def unit_roundoff(call: CallMeta) -> float:
 
 
 def test_scores_of_a_large_call_are_never_there_at_once() -> None:
-    call = SPEC.build(n=256, m=384, k=384)
+    call = RECORD.build(n=256, m=384, k=384)
     operand_bytes = sum(meta.nbytes for meta in call.inputs.values() if meta is not None)
     score_bytes = 4 * 256 * 384 * 384
     tracemalloc.start()

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import npugrad
 from npugrad import CallMeta, DType, Format, Product, TensorMeta, Verdict
 from npugrad.dtypes import dtype_from_name
-from npugrad.ops.grid_sampler_2d_backward import GRID_SAMPLER_2D_BACKWARD as SPEC
-from npugrad.spec import TensorParam
+from npugrad.operator import TensorParam
+from npugrad.ops.grid_sampler_2d_backward import GRID_SAMPLER_2D_BACKWARD as RECORD
 from npugrad.validation import validate_call
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ class TestLegal:
         ids=lambda sizes: "-".join(sizes),
     )
     def test_empty_but_for_height_and_width(self, sizes: dict[str, int]) -> None:
-        call = SPEC.build(**sizes)
-        verdict = validate_call(SPEC, call)
+        call = RECORD.build(**sizes)
+        verdict = validate_call(RECORD, call)
         assert verdict.status == 0
         assert verdict.outputs == {"input_grad": call.inputs["input"], "grid_grad": call.inputs["grid"]}
 
@@ -273,7 +273,7 @@ def test_no_call_makes_the_record_raise(
     outputs: dict[str, TensorMeta | None],
     product: Product,
 ) -> None:
-    verdict = validate_call(SPEC, CallMeta(inputs, attrs, outputs, product))
+    verdict = validate_call(RECORD, CallMeta(inputs, attrs, outputs, product))
     assert verdict.status in (0, 161001, 161002)
     assert bool(verdict.status) == bool(verdict.violations) == (not verdict.outputs)
 
@@ -290,19 +290,19 @@ class TestPicks:
         ],
     )
     def test_both_sides_are_named(self, constraint_id: str, vendor_code: int | str) -> None:
-        constraint = next(c for c in SPEC.constraints if c.id == constraint_id)
+        constraint = next(c for c in RECORD.constraints if c.id == constraint_id)
         assert constraint.code == 161002
         assert constraint.vendor_code == vendor_code
         assert all(word in constraint.pick for word in ("The document", "vendor's source", "Taken:"))
 
     def test_elsewhere_they_agree(self) -> None:
-        for constraint in SPEC.constraints:
+        for constraint in RECORD.constraints:
             assert constraint.pick or constraint.vendor_code == constraint.code
 
 
 class TestParameters:
     def test_order_of_the_c_signature(self) -> None:
-        assert [p.c_name for p in SPEC.params] == [
+        assert [p.c_name for p in RECORD.params] == [
             "gradOutput",
             "input",
             "grid",
@@ -315,28 +315,28 @@ class TestParameters:
         ]
 
     def test_outputs_are_allocated_although_masked_out(self) -> None:
-        assert [(p.name, p.masked_by, p.when_masked) for p in SPEC.outputs] == [
+        assert [(p.name, p.masked_by, p.when_masked) for p in RECORD.outputs] == [
             ("input_grad", 0, "allocate"),
             ("grid_grad", 1, "allocate"),
         ]
 
     def test_only_what_is_accumulated_starts_as_zeros(self) -> None:
-        zeroed = [p.name for p in SPEC.params if isinstance(p, TensorParam) and p.zero_init]
+        zeroed = [p.name for p in RECORD.params if isinstance(p, TensorParam) and p.zero_init]
         assert zeroed == ["input_grad"]
 
     @pytest.mark.parametrize(("channels", "can"), [(0, True), (2048, True), (2049, False)])
     def test_deterministic_up_to_2048_channels(self, channels: int, can: bool) -> None:
-        complaint = SPEC.determinism_check(SPEC.build(c=channels), None)
+        complaint = RECORD.determinism_check(RECORD.build(c=channels), None)
         assert (complaint is None) is can
         assert can or f"found {channels} channels; expected at most 2048" in str(complaint)
 
     def test_deterministic_when_nothing_is_computed(self) -> None:
-        call = SPEC.build(output_mask=None)
-        assert SPEC.determinism_check(replace(call, inputs=dict.fromkeys(EXAMPLE)), None) is None
+        call = RECORD.build(output_mask=None)
+        assert RECORD.determinism_check(replace(call, inputs=dict.fromkeys(EXAMPLE)), None) is None
 
     def test_never_deterministic_in_float64(self) -> None:
-        image = replace(SPEC.build().tensor("input"), dtype=DType.FLOAT64)
-        complaint = SPEC.determinism_check(SPEC.build().with_inputs(input=image), None)
+        image = replace(RECORD.build().tensor("input"), dtype=DType.FLOAT64)
+        complaint = RECORD.determinism_check(RECORD.build().with_inputs(input=image), None)
         assert str(complaint).startswith("input: found float64")
 
 
@@ -346,28 +346,32 @@ class TestCoverage:
     @pytest.mark.parametrize(
         ("document", "section", "rows"),
         [
-            (SPEC.aclnn_name, "return codes, 161001", {"row 1"}),
-            (SPEC.aclnn_name, "return codes, 161002", {f"row {n}" for n in range(1, 11)}),
+            (RECORD.aclnn_name, "return codes, 161001", {"row 1"}),
+            (RECORD.aclnn_name, "return codes, 161002", {f"row {n}" for n in range(1, 11)}),
             (
-                SPEC.aclnn_name,
+                RECORD.aclnn_name,
                 "parameters",
-                {*(p.c_name for p in SPEC.params), "workspaceSize", "executor", "workspace", "stream"},
+                {*(p.c_name for p in RECORD.params), "workspaceSize", "executor", "workspace", "stream"},
             ),
-            ("vendor source (ops-cv)", f"checks of {SPEC.aclnn_name}", {f"check {n}" for n in range(1, 15)}),
+            (
+                "vendor source (ops-cv)",
+                f"checks of {RECORD.aclnn_name}",
+                {f"check {n}" for n in range(1, 15)},
+            ),
         ],
         ids=["161001", "161002", "parameters", "source"],
     )
     def test_rows(self, document: str, section: str, rows: set[str]) -> None:
-        cited = [source for constraint in SPEC.constraints for source in constraint.sources]
-        cited += [row.source for row in SPEC.not_expressible]
+        cited = [source for constraint in RECORD.constraints for source in constraint.sources]
+        cited += [row.source for row in RECORD.not_expressible]
         assert {s.row for s in cited if (s.document, s.section) == (document, section)} == rows
 
 
 class TestMadeInputs:
     @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
     def test_fit_the_call_and_the_seed(self, dtype: str) -> None:
-        call = SPEC.build(dtype=dtype, oh=7)
-        first, second = (SPEC.make_inputs(call, np.random.default_rng(5)) for _ in range(2))
+        call = RECORD.build(dtype=dtype, oh=7)
+        first, second = (RECORD.make_inputs(call, np.random.default_rng(5)) for _ in range(2))
         assert list(first) == list(EXAMPLE)
         for name, array in first.items():
             expected, again = call.tensor(name), second[name]
@@ -377,7 +381,7 @@ class TestMadeInputs:
             assert array.tobytes() == again.tobytes()
 
     def test_points_are_inside_outside_and_on_the_border(self) -> None:
-        grid = SPEC.make_inputs(SPEC.build(oh=200, ow=200), np.random.default_rng(0))["grid"]
+        grid = RECORD.make_inputs(RECORD.build(oh=200, ow=200), np.random.default_rng(0))["grid"]
         assert grid is not None
         beyond, border = np.abs(grid) > 1, np.abs(grid) == 1
         inside = (np.abs(grid) < 1).all(axis=-1)
@@ -386,18 +390,18 @@ class TestMadeInputs:
         assert 0.02 < border.mean() < 0.1
 
     def test_null_stays_null(self) -> None:
-        call = SPEC.build(output_mask=None).with_inputs(grid=None)
-        assert SPEC.make_inputs(call, np.random.default_rng(0))["grid"] is None
+        call = RECORD.build(output_mask=None).with_inputs(grid=None)
+        assert RECORD.make_inputs(call, np.random.default_rng(0))["grid"] is None
 
     @pytest.mark.torch
-    @pytest.mark.parametrize("sample", list(SPEC.samples(Product.ATLAS_A2)), ids=lambda sample: sample.name)
+    @pytest.mark.parametrize("sample", list(RECORD.samples(Product.ATLAS_A2)), ids=lambda sample: sample.name)
     def test_reference_agrees_with_torch(self, sample: Any) -> None:
         torch = pytest.importorskip("torch")
         call: CallMeta = sample.call
-        inputs = SPEC.make_inputs(call, np.random.default_rng(11))
-        metas = {name: m for name, m in validate_call(SPEC, call).outputs.items() if m is not None}
+        inputs = RECORD.make_inputs(call, np.random.default_rng(11))
+        metas = {name: m for name, m in validate_call(RECORD, call).outputs.items() if m is not None}
         outputs = {name: np.full(m.shape, np.nan) for name, m in metas.items()}
-        SPEC.reference(inputs, call.attrs, outputs)
+        RECORD.reference(inputs, call.attrs, outputs)
         operands = [torch.from_numpy(np.asarray(array, np.float64)) for array in inputs.values()]
         modes = [call.attrs[name] for name in ("interpolation_mode", "padding_mode", "align_corners")]
         expected = torch.ops.aten.grid_sampler_2d_backward(*operands, *modes, [True, True])
@@ -407,5 +411,5 @@ class TestMadeInputs:
 
 
 def test_a_null_mask_leaves_nothing_to_violate() -> None:
-    call = SPEC.build(output_mask=None)
-    assert [constraint.id for constraint in SPEC.constraints if constraint.violate(call) is not None] == []
+    call = RECORD.build(output_mask=None)
+    assert [constraint.id for constraint in RECORD.constraints if constraint.violate(call) is not None] == []

@@ -9,7 +9,7 @@ import pytest
 
 import npugrad
 from npugrad import DType, Format, Product, TensorMeta, Verdict
-from npugrad.ops.group_norm_backward import GROUP_NORM_BACKWARD as SPEC
+from npugrad.ops.group_norm_backward import GROUP_NORM_BACKWARD as RECORD
 from npugrad.validation import validate_call
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class TestLegal:
 
     @pytest.mark.parametrize("sizes", [{"n": 0}, {"hxw": 0}, {"c": 0}, {"n": 0, "c": 0, "hxw": 0}], ids=str)
     def test_empty(self, sizes: dict[str, int]) -> None:
-        assert validate_call(SPEC, SPEC.build(**sizes)).status == 0
+        assert validate_call(RECORD, RECORD.build(**sizes)).status == 0
 
     @pytest.mark.parametrize("storage", [Format.NCHW, Format.FRACTAL_NZ], ids=str)
     def test_any_format(self, storage: Format) -> None:
@@ -109,7 +109,7 @@ class TestNull:
     def test_rows_2_to_4_wanted_outputs(self, name: str) -> None:
         verdict = check(outputs={name: None})
         assert (verdict.status, ids(verdict)) == (161001, [f"{name}.not_null"])
-        (rule,) = [c for c in SPEC.constraints if c.id == f"{name}.not_null"]
+        (rule,) = [c for c in RECORD.constraints if c.id == f"{name}.not_null"]
         assert rule.vendor_code == 161002
         assert "Taken: 161001" in rule.pick
 
@@ -175,7 +175,7 @@ def test_bfloat16_is_not_for_the_training_series(product: Product, status: int) 
 def test_limits_of_channels_hold_on_the_newer_series(
     product: Product, c: int, group: int, expected: list[str]
 ) -> None:
-    verdict = validate_call(SPEC, SPEC.build(product=product, n=1, c=c, hxw=1, group=group))
+    verdict = validate_call(RECORD, RECORD.build(product=product, n=1, c=c, hxw=1, group=group))
     assert ids(verdict) == expected
 
 
@@ -213,8 +213,8 @@ def test_order_of_codes_is_nulls_first_and_then_that_of_the_checks() -> None:
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16], ids=str)
 @pytest.mark.parametrize("sizes", [{}, {"n": 0}, {"c": 0}, {"hxw": 0}, {"with_gamma": False}], ids=str)
 def test_made_operands_fit_the_call_and_each_other(dtype: DType, sizes: dict[str, Any]) -> None:
-    call = SPEC.build(dtype=dtype, **sizes)
-    made = SPEC.make_inputs(call, np.random.default_rng(3))
+    call = RECORD.build(dtype=dtype, **sizes)
+    made = RECORD.make_inputs(call, np.random.default_rng(3))
     for name, expected in call.inputs.items():
         array = made[name]
         assert (array is None) == (expected is None)

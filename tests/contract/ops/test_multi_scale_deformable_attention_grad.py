@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -14,21 +14,24 @@ from hypothesis import strategies as st
 from npugrad.dtypes import DType, Format
 from npugrad.error_table import INNER_NULLPTR, PARAM_INVALID, PARAM_NULLPTR
 from npugrad.errors import UnsupportedOperator
+from npugrad.meta import CallMeta, TensorMeta
 from npugrad.ops._multi_scale_deformable_attention_grad_data import level_sizes, level_starts
 from npugrad.ops.multi_scale_deformable_attention_grad import (
-    MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD as SPEC,
+    MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD as RECORD,
 )
 from npugrad.ops.multi_scale_deformable_attention_grad import build
 from npugrad.products import Product
 from npugrad.releases import CannRelease
-from npugrad.spec import CallMeta, Sample, TensorMeta
 from npugrad.validation import error_from_verdict, validate_call
 
-SAMPLES = [pytest.param(sample, id=sample.name) for sample in SPEC.samples(Product.ATLAS_A2)]
+if TYPE_CHECKING:
+    from npugrad.operator import Sample
+
+SAMPLES = [pytest.param(sample, id=sample.name) for sample in RECORD.samples(Product.ATLAS_A2)]
 
 
 def violated(call: CallMeta) -> list[str]:
-    return [violation.id for violation in validate_call(SPEC, call).violations]
+    return [violation.id for violation in validate_call(RECORD, call).violations]
 
 
 def levels(*rows: tuple[int, int, int], keys: int = 16, dtype: Any = np.int64) -> dict[str, Any]:
@@ -41,12 +44,12 @@ def levels(*rows: tuple[int, int, int], keys: int = 16, dtype: Any = np.int64) -
 
 
 def complaint(inputs: dict[str, Any]) -> str | None:
-    assert SPEC.data_check is not None
-    return SPEC.data_check(inputs)
+    assert RECORD.data_check is not None
+    return RECORD.data_check(inputs)
 
 
 def test_parameters_are_in_the_order_of_the_c_signature() -> None:
-    assert [p.c_name for p in SPEC.params] == [
+    assert [p.c_name for p in RECORD.params] == [
         "value",
         "spatialShape",
         "levelStartIndex",
@@ -57,21 +60,21 @@ def test_parameters_are_in_the_order_of_the_c_signature() -> None:
         "gradLocation",
         "gradAttnWeight",
     ]
-    assert all(p.zero_init and p.masked_by is None for p in SPEC.outputs)
-    assert not any(p.optional for p in SPEC.inputs)
-    assert SPEC.attrs == ()
+    assert all(p.zero_init and p.masked_by is None for p in RECORD.outputs)
+    assert not any(p.optional for p in RECORD.inputs)
+    assert RECORD.attrs == ()
 
 
 @pytest.mark.parametrize("shape", [(1, 32, 8), (1, 32, 1, 8)], ids=["A2 edition", "A2/A3 edition"])
 def test_both_example_programs_are_legal_and_send_one_shape_to_the_device(shape: tuple[int, ...]) -> None:
     call = build(bs=1, nq=32, nh=1, ch=8, levels=((1, 1),), points=1)
     call = call.with_inputs(grad_output=TensorMeta("float32", shape))
-    verdict = validate_call(SPEC, call)
+    verdict = validate_call(RECORD, call)
     assert verdict.status == 0
     assert verdict.outputs["grad_value"] == TensorMeta("float32", (1, 1, 1, 8))
     assert verdict.outputs["grad_location"] == TensorMeta("float32", (1, 32, 1, 1, 1, 2))
     assert verdict.outputs["grad_attn_weight"] == TensorMeta("float32", (1, 32, 1, 1, 1))
-    view = SPEC.inputs[5].device_view
+    view = RECORD.inputs[5].device_view
     assert view is not None
     assert view(call.tensor("grad_output")) == (1, 32, 8)
 
@@ -129,7 +132,7 @@ def test_mixed_float_types_are_refused_and_index_types_may_differ() -> None:
     assert violated(call.with_inputs(spatial_shape=TensorMeta("uint32", (2, 2)))) == ["spatial_shape.dtype"]
 
 
-@pytest.mark.parametrize("name", [p.name for p in SPEC.inputs])
+@pytest.mark.parametrize("name", [p.name for p in RECORD.inputs])
 @pytest.mark.parametrize("storage", list(Format))
 def test_only_fractal_nz_is_refused_and_only_on_inputs(name: str, storage: Format) -> None:
     call = build()
@@ -142,7 +145,7 @@ def test_only_fractal_nz_is_refused_and_only_on_inputs(name: str, storage: Forma
 
 def test_the_operand_that_fixes_a_size_is_named() -> None:
     call = build(bs=3).with_inputs(value=build(bs=2).inputs["value"])
-    violations = validate_call(SPEC, call).violations
+    violations = validate_call(RECORD, call).violations
     assert [v.id for v in violations] == ["location.bs", "attn_weight.bs", "grad_output.bs"]
     assert all(v.operands[1] == "value" for v in violations)
     assert violations[0].found == "3 on axis 0 of shape [3, 3, 2, 2, 2, 2]"
@@ -155,14 +158,14 @@ def test_declared_outputs_are_checked() -> None:
     wrong = TensorMeta("float32", (2, 3, 2, 2, 2))
     assert violated(call.with_outputs(grad_location=wrong)) == ["grad_location.shape"]
     strided = TensorMeta("float32", (2, 16, 2, 8), strides=(1, 2, 64, 128))
-    verdict = validate_call(SPEC, call.with_outputs(grad_value=strided))
+    verdict = validate_call(RECORD, call.with_outputs(grad_value=strided))
     assert verdict.status == 0
     assert verdict.outputs["grad_value"] == strided.contiguous()
 
 
 def test_null_comes_before_everything_else() -> None:
     call = build(ch=4, nh=17).with_inputs(attn_weight=None).with_outputs(grad_value=None)
-    verdict = validate_call(SPEC, call)
+    verdict = validate_call(RECORD, call)
     assert verdict.status == PARAM_NULLPTR
     assert [v.code for v in verdict.violations] == sorted(v.code for v in verdict.violations)
     assert [v.id for v in verdict.violations] == [
@@ -187,13 +190,13 @@ def test_types_come_before_formats_ranks_limits_and_sizes() -> None:
         "num_points.limit",
         "grad_output.bs",
     ]
-    assert validate_call(SPEC, bad).status == PARAM_INVALID
+    assert validate_call(RECORD, bad).status == PARAM_INVALID
 
 
 def test_atlas_training_lacks_the_operator() -> None:
-    verdict = validate_call(SPEC, replace(build(), product=Product.ATLAS_TRAINING))
+    verdict = validate_call(RECORD, replace(build(), product=Product.ATLAS_TRAINING))
     assert verdict.status == INNER_NULLPTR
-    error = error_from_verdict(SPEC, verdict)
+    error = error_from_verdict(RECORD, verdict)
     assert type(error) is UnsupportedOperator
     assert error.reason == "OPERATOR_UNSUPPORTED"
     assert "found Atlas training series" in str(error)
@@ -217,7 +220,7 @@ def test_atlas_training_lacks_the_operator() -> None:
     ],
 )
 def test_deterministic_by_the_pages_of_some_releases(release: str | None, can: bool) -> None:
-    found = SPEC.determinism_check(SPEC.build(), CannRelease.parse(release) if release else None)
+    found = RECORD.determinism_check(RECORD.build(), CannRelease.parse(release) if release else None)
     assert (found is None) is can
     assert can or f"found True; expected False with CANN {release or 'of unknown release'}" in str(found)
 
@@ -307,7 +310,7 @@ def test_made_up_levels_are_a_pyramid() -> None:
 
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_made_up_operands_fit_the_call_and_may_be_launched(sample: Sample) -> None:
-    made = SPEC.make_inputs(sample.call, np.random.default_rng(5))
+    made = RECORD.make_inputs(sample.call, np.random.default_rng(5))
     for name, meta in sample.call.inputs.items():
         array = made[name]
         assert array is not None
@@ -325,7 +328,7 @@ def test_made_up_operands_fit_the_call_and_may_be_launched(sample: Sample) -> No
 
 
 def test_most_made_up_locations_are_inside_and_some_are_not() -> None:
-    made = SPEC.make_inputs(build(nq=500), np.random.default_rng(6))
+    made = RECORD.make_inputs(build(nq=500), np.random.default_rng(6))
     location = made["location"]
     assert location is not None
     inside = ((location >= 0) & (location <= 1)).all(axis=-1).mean()
@@ -334,10 +337,10 @@ def test_most_made_up_locations_are_inside_and_some_are_not() -> None:
 
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_the_reference_fills_the_inferred_outputs(sample: Sample) -> None:
-    metas = validate_call(SPEC, sample.call).outputs
+    metas = validate_call(RECORD, sample.call).outputs
     outputs = {name: np.full(m.shape, np.nan, m.dtype.numpy) for name, m in metas.items() if m is not None}
-    inputs = SPEC.make_inputs(sample.call, np.random.default_rng(7))
-    SPEC.reference(inputs, {}, outputs)
+    inputs = RECORD.make_inputs(sample.call, np.random.default_rng(7))
+    RECORD.reference(inputs, {}, outputs)
     assert list(outputs) == ["grad_value", "grad_location", "grad_attn_weight"]
     empty = any(math.prod(m.shape) == 0 for m in sample.call.inputs.values() if m is not None)
     for name, array in outputs.items():

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-SPEC = get_operator("group_norm_backward")
-JOB = make_job(SPEC, SPEC.build())
+RECORD = get_operator("group_norm_backward")
+JOB = make_job(RECORD, RECORD.build())
 
 
 def is_right(job: Job, ran: Ran) -> bool:
@@ -35,7 +35,7 @@ def is_right(job: Job, ran: Ran) -> bool:
 
 
 def test_a_call_comes_back_right_with_the_workers_own_answer(bench: Bench) -> None:
-    ran = bench.run(SPEC, JOB.call, JOB.arrays)
+    ran = bench.run(RECORD, JOB.call, JOB.arrays)
     assert is_right(JOB, ran)
     assert set(ran.outputs) == {"grad_input", "grad_gamma", "grad_beta"}
     assert isinstance(ran.answer, CallDone)
@@ -43,14 +43,14 @@ def test_a_call_comes_back_right_with_the_workers_own_answer(bench: Bench) -> No
 
 
 def test_strided_and_expanded_operands_arrive_as_they_are(bench: Bench) -> None:
-    for spec in bench.operators:
-        sample = next(s for s in bench.samples(spec) if s.name == "strided")
-        job = make_job(spec, sample.call)
-        assert is_right(job, bench.run_job(job)), spec.name
+    for record in bench.operators:
+        sample = next(s for s in bench.samples(record) if s.name == "strided")
+        job = make_job(record, sample.call)
+        assert is_right(job, bench.run_job(job)), record.name
 
 
 def test_many_calls_are_answered_in_their_order_and_leave_no_memory_taken(bench: Bench) -> None:
-    jobs = [make_job(SPEC, SPEC.build(n=n), seed=n) for n in range(1, 30)]
+    jobs = [make_job(RECORD, RECORD.build(n=n), seed=n) for n in range(1, 30)]
     found = bench.run_many(iter(jobs))
     assert [ran.outputs["grad_input"].shape[0] for ran in found] == list(range(1, 30))
     assert all(is_right(job, ran) for job, ran in zip(jobs, found, strict=True))
@@ -58,9 +58,9 @@ def test_many_calls_are_answered_in_their_order_and_leave_no_memory_taken(bench:
 
 
 def test_a_refused_call_is_an_answer(bench: Bench) -> None:
-    spec = get_operator("multi_scale_deformable_attention_grad")
-    job = make_job(spec, spec.build())
-    wrong = replace(job, call=job.call.with_inputs(value=None), outputs=spec.infer(job.call))
+    record = get_operator("multi_scale_deformable_attention_grad")
+    job = make_job(record, record.build())
+    wrong = replace(job, call=job.call.with_inputs(value=None), outputs=record.infer(job.call))
     ran = bench.run_job(wrong)
     assert isinstance(ran.answer, CallFailed)
     assert ran.outputs == {}
@@ -68,7 +68,7 @@ def test_a_refused_call_is_an_answer(bench: Bench) -> None:
 
 
 def test_a_cpu_cannot_tell_a_workspace(bench: Bench) -> None:
-    answer = bench.plan(SPEC, JOB.call)
+    answer = bench.plan(RECORD, JOB.call)
     assert isinstance(answer, CallPlanned)
     assert answer.workspace_bytes is None
 
@@ -109,7 +109,7 @@ def test_stop_ends_the_process(bench: Bench) -> None:
 def test_a_call_that_fits_no_arena_is_refused_and_takes_nothing(make_bench: Callable[[str], Bench]) -> None:
     bench = make_bench("cpu:0")
     with pytest.raises(MemoryError, match="group_norm_backward"):
-        bench.run_job(make_job(SPEC, SPEC.build(n=1, c=64, hxw=2**18, group=1)))
+        bench.run_job(make_job(RECORD, RECORD.build(n=1, c=64, hxw=2**18, group=1)))
     assert (bench._operands.used_bytes, bench._results.used_bytes) == (0, 0)
     assert is_right(JOB, bench.run_job(JOB))
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from npugrad.dtypes import Format
+from npugrad.meta import TensorMeta
 from npugrad.ops import OPERATORS, get_operator
 from npugrad.products import Product
-from npugrad.spec import OpSpec, TensorMeta
 from npugrad.tolerance import T
 from npugrad.validation import validate_call
 from npugrad_server.acceptance.cases import SIMULATED_BYTES, VARIANTS, small_calls
@@ -21,29 +22,32 @@ from npugrad_server.acceptance.peers import PeerJob
 from npugrad_server.acceptance.shapes import SIZES, float_dtypes, realistic_calls, realistic_job
 from npugrad_server.backends.npu.trials.exchange import Case, part
 
+if TYPE_CHECKING:
+    from npugrad.operator import OpRecord
+
 EACH = [
-    pytest.param(spec, product, id=f"{spec.name}-{product}")
-    for spec in OPERATORS.values()
-    for product in spec.products
+    pytest.param(record, product, id=f"{record.name}-{product}")
+    for record in OPERATORS.values()
+    for product in record.products
 ]
 A2 = Product.ATLAS_A2
 
 
-@pytest.mark.parametrize(("spec", "product"), EACH)
-def test_small_calls_are_legal_different_and_in_every_type(spec: OpSpec, product: Product) -> None:
-    calls = list(small_calls(spec, product, simulated=False))
-    assert all(validate_call(spec, small.call).status == 0 for small in calls)
+@pytest.mark.parametrize(("record", "product"), EACH)
+def test_small_calls_are_legal_different_and_in_every_type(record: OpRecord, product: Product) -> None:
+    calls = list(small_calls(record, product, simulated=False))
+    assert all(validate_call(record, small.call).status == 0 for small in calls)
     assert len({(small.name, repr(small.call)) for small in calls}) == len(calls)
-    assert {small.dtype for small in calls} == set(float_dtypes(spec, product))
-    assert len(calls) > len(list(spec.samples(product)))
+    assert {small.dtype for small in calls} == set(float_dtypes(record, product))
+    assert len(calls) > len(list(record.samples(product)))
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_every_value_of_every_variant_is_called_in_every_type(name: str) -> None:
-    spec = get_operator(name)
+    record = get_operator(name)
     # What a sample of the record already is does not come again under another name.
-    calls = list(small_calls(replace(spec, samples=lambda product: iter(())), A2, simulated=False))
-    for dtype in float_dtypes(spec, A2):
+    calls = list(small_calls(replace(record, samples=lambda product: iter(())), A2, simulated=False))
+    for dtype in float_dtypes(record, A2):
         names = [small.name for small in calls if small.dtype is dtype]
         for key, values in VARIANTS[name].items():
             found = {word for n in names for word in n.split() if word.startswith(f"{key}=")}
@@ -51,19 +55,21 @@ def test_every_value_of_every_variant_is_called_in_every_type(name: str) -> None
 
 
 def test_the_simulation_is_spared_the_largest_small_calls() -> None:
-    spec = get_operator("fused_floyd_attention_grad")
-    all_calls, fewer = ([*small_calls(spec, A2, simulated)] for simulated in (False, True))
+    record = get_operator("fused_floyd_attention_grad")
+    all_calls, fewer = ([*small_calls(record, A2, simulated)] for simulated in (False, True))
     assert 0 < len(fewer) < len(all_calls)
     for small in fewer:
         assert sum(m.nbytes for m in small.call.inputs.values() if m is not None) <= SIMULATED_BYTES
 
 
 @pytest.mark.parametrize("simulated", [False, True])
-@pytest.mark.parametrize(("spec", "product"), EACH)
-def test_realistic_calls_are_legal_and_in_every_type(spec: OpSpec, product: Product, simulated: bool) -> None:
-    calls = list(realistic_calls(spec, product, simulated))
-    assert all(validate_call(spec, call).status == 0 for _, _, call in calls)
-    assert [dtype for _, dtype, _ in calls] == [*float_dtypes(spec, product)] * len(SIZES[spec.name])
+@pytest.mark.parametrize(("record", "product"), EACH)
+def test_realistic_calls_are_legal_and_in_every_type(
+    record: OpRecord, product: Product, simulated: bool
+) -> None:
+    calls = list(realistic_calls(record, product, simulated))
+    assert all(validate_call(record, call).status == 0 for _, _, call in calls)
+    assert [dtype for _, dtype, _ in calls] == [*float_dtypes(record, product)] * len(SIZES[record.name])
 
 
 def test_every_operator_has_realistic_sizes_that_are_smaller_on_the_simulation() -> None:
@@ -78,18 +84,18 @@ def distance(pixels: npt.NDArray[np.float64], steps: int) -> float:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_no_realistic_sampling_point_lies_where_the_gradient_jumps(dtype: str) -> None:
-    spec = get_operator("grid_sampler_2d_backward")
-    call = spec.build(dtype=dtype, n=1, c=1, h=37, w=50, oh=60, ow=70)
-    grid = realistic_job(spec, call).arrays["grid"]
+    record = get_operator("grid_sampler_2d_backward")
+    call = record.build(dtype=dtype, n=1, c=1, h=37, w=50, oh=60, ow=70)
+    grid = realistic_job(record, call).arrays["grid"]
     assert grid is not None
     for axis, size in ((0, 50), (1, 37)):
         points = grid[..., axis].astype(np.float64)
         assert distance(points * size / 2 + (size - 1) / 2, 2) >= 1 / 128
         assert distance(points * (size - 1) / 2 + (size - 1) / 2, 2) >= 1 / 128
         assert np.unique(points).size > 10
-    spec = get_operator("multi_scale_deformable_attention_grad")
-    call = spec.build(dtype=dtype, nq=200, levels=((13, 20), (6, 7)), points=4)
-    job = realistic_job(spec, call)
+    record = get_operator("multi_scale_deformable_attention_grad")
+    call = record.build(dtype=dtype, nq=200, levels=((13, 20), (6, 7)), points=4)
+    job = realistic_job(record, call)
     location, levels = job.arrays["location"], job.arrays["spatial_shape"]
     assert location is not None
     assert levels is not None
@@ -99,27 +105,27 @@ def test_no_realistic_sampling_point_lies_where_the_gradient_jumps(dtype: str) -
             assert distance(points * size - 0.5, 1) >= 1 / 128
 
 
-@pytest.mark.parametrize(("spec", "product"), EACH)
+@pytest.mark.parametrize(("record", "product"), EACH)
 def test_every_constraint_is_broken_except_where_that_takes_another_chip(
-    spec: OpSpec, product: Product
+    record: OpRecord, product: Product
 ) -> None:
-    for constraint in spec.constraints:
+    for constraint in record.constraints:
         if not constraint.applies(product):
             continue
-        calls = list(illegal_calls(spec, product, constraint))
+        calls = list(illegal_calls(record, product, constraint))
         if constraint.id == "product.supported":
             assert calls == []
             continue
         assert calls, constraint.id
         for illegal in calls:
-            found = validate_call(spec, illegal.call).violations
+            found = validate_call(record, illegal.call).violations
             assert [violation.id for violation in found] == [constraint.id]
-            assert list(illegal.case.tensors) == [p.name for p in (*spec.inputs, *spec.outputs)]
+            assert list(illegal.case.tensors) == [p.name for p in (*record.inputs, *record.outputs)]
 
 
 def test_codes_are_those_of_the_vendor_not_of_the_document() -> None:
-    spec = get_operator("group_norm_backward")
-    codes = {constraint.id: expected_code(spec, constraint)[0] for constraint in spec.constraints}
+    record = get_operator("group_norm_backward")
+    codes = {constraint.id: expected_code(record, constraint)[0] for constraint in record.constraints}
     assert codes["grad_input.not_null"] == 161002  # 161001 in the document
     assert codes["input.rank"] == 0
     assert codes["n.non_negative"] == 161002  # no check of its own
@@ -127,11 +133,11 @@ def test_codes_are_those_of_the_vendor_not_of_the_document() -> None:
 
 
 def test_only_what_a_worker_hands_down_unchanged_is_asked_of_it() -> None:
-    spec = get_operator("multi_scale_deformable_attention_grad")
-    by_id = {constraint.id: constraint for constraint in spec.constraints}
+    record = get_operator("multi_scale_deformable_attention_grad")
+    by_id = {constraint.id: constraint for constraint in record.constraints}
 
     def by_worker(name: str) -> set[bool]:
-        return {illegal.by_worker for illegal in illegal_calls(spec, A2, by_id[name])}
+        return {illegal.by_worker for illegal in illegal_calls(record, A2, by_id[name])}
 
     assert by_worker("value.format") == {False}  # a worker says ND, whatever it was told
     assert by_worker("grad_value.not_null") == {False}  # it allocates what is wanted
@@ -139,17 +145,17 @@ def test_only_what_a_worker_hands_down_unchanged_is_asked_of_it() -> None:
 
 
 def test_a_case_survives_its_file() -> None:
-    spec = get_operator("group_norm_backward")
+    record = get_operator("group_norm_backward")
     strided = TensorMeta("bfloat16", (2, 3), Format.NCHW, (1, 2), 4)
-    case = Case(spec.name, {**spec.build().attrs, "output_mask": None}, {"input": strided, "gamma": None})
+    case = Case(record.name, {**record.build().attrs, "output_mask": None}, {"input": strided, "gamma": None})
     assert Case.from_json(case.to_json()) == case
     masked = replace(case, attrs={"output_mask": (True, False)})
     assert Case.from_json(masked.to_json()) == masked
 
 
 def test_peers_get_the_shapes_of_the_device_and_torch_npus_formats() -> None:
-    spec = get_operator("multi_scale_deformable_attention_grad")
-    job = make_job(spec, spec.build())
+    record = get_operator("multi_scale_deformable_attention_grad")
+    job = make_job(record, record.build())
     peer = PeerJob("one", job, bound=False)
     plain, named = (peer.case(named=value).tensors for value in (False, True))
     assert {meta.format for meta in plain.values() if meta} == {Format.ND}

@@ -34,7 +34,7 @@ HOST_BYTES = 64 * 1024
 
 
 def device_bytes(job: Job) -> int:
-    return arrange(job.spec, job.call).nbytes
+    return arrange(job.record, job.call).nbytes
 
 
 @given(nbytes=st.integers(1, 2**40), product=st.sampled_from(PRODUCTS))
@@ -49,9 +49,9 @@ def test_a_large_call_takes_device_memory_and_none_of_the_host(nbytes: int, prod
 
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_both_are_legal_calls(product: Product) -> None:
-    spec = get_operator(OPERATOR)
+    record = get_operator(OPERATOR)
     for call in (large_call(product, 2**36).call, *(long_call(product, size).job.call for size in sizes())):
-        assert validate_call(spec, call).violations == ()
+        assert validate_call(record, call).violations == ()
 
 
 @pytest.mark.parametrize("size", [Size(1, 1, 5), Size(2, 3, 8)])

@@ -25,29 +25,29 @@ if TYPE_CHECKING:
     from npugrad_server.acceptance.bench import Bench
     from npugrad_server.acceptance.job import Job
 
-SPEC = get_operator("group_norm_backward")
+RECORD = get_operator("group_norm_backward")
 DONE = CallDone(1, 0.0, 0.0, 0.0, 0, "test")
 
 
 def reference(job: Job) -> dict[str, Any]:
     outputs = {
         name: np.empty(meta.shape, meta.dtype.numpy)
-        for name, meta in job.spec.infer(job.call).items()
+        for name, meta in job.record.infer(job.call).items()
         if meta is not None
     }
-    job.spec.reference(job.arrays, job.call.attrs, outputs)
+    job.record.reference(job.arrays, job.call.attrs, outputs)
     return outputs
 
 
 def test_right_results_pass_and_their_errors_are_kept() -> None:
     out, accuracy = StepLog(), Accuracy()
     for seed in range(3):
-        job = make_job(SPEC, SPEC.build(dtype="float16"), seed)
+        job = make_job(RECORD, RECORD.build(dtype="float16"), seed)
         assert accuracy.check(out, "one", "small", "float16", job, Ran(reference(job), DONE))
     rows = {row[3]: row for row in accuracy.rows()}
     assert set(rows) == {"grad_input", "grad_gamma", "grad_beta"}
     for operator, dtype, kind, _, calls, error, worst in rows.values():
-        assert (operator, dtype, kind, calls) == (SPEC.name, "float16", "small", 3)
+        assert (operator, dtype, kind, calls) == (RECORD.name, "float16", "small", 3)
         assert isinstance(error, float)
         assert isinstance(worst, float)
         assert 0 < error < 1e-3
@@ -56,7 +56,7 @@ def test_right_results_pass_and_their_errors_are_kept() -> None:
 
 
 def test_one_wrong_element_fails_with_the_output_and_where(bench: Bench) -> None:
-    job = make_job(SPEC, SPEC.build())
+    job = make_job(RECORD, RECORD.build())
     outputs = reference(job)
     outputs["grad_gamma"][3] += 1
     kept: dict[str, Any] = {}
@@ -77,7 +77,7 @@ def test_one_wrong_element_fails_with_the_output_and_where(bench: Bench) -> None
 
 
 def test_a_call_without_a_result_fails_with_its_words() -> None:
-    out, job = StepLog(), make_job(SPEC, SPEC.build())
+    out, job = StepLog(), make_job(RECORD, RECORD.build())
     failed = CallFailed(1, "DEVICE_ERROR", "returned 361001")
     assert not Accuracy().check(out, "one", "small", "float32", job, Ran({}, failed))
     assert out.checks[0].found == "CallFailed: returned 361001"

@@ -158,11 +158,11 @@ def test_a_device_that_cannot_be_used_is_said_for_each_step_that_needs_it(bench:
 
 def waiting_for_a_worker(bench: Bench, out: StepLog) -> None:
     """Waits for an answer that does not come, and for it again while it ends."""
-    spec = get_operator("group_norm_backward")
+    record = get_operator("group_norm_backward")
     pid = bench.pid
     os.kill(pid, signal.SIGSTOP)
     os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
-    pending = bench.submit(make_job(spec, spec.build()))
+    pending = bench.submit(make_job(record, record.build()))
     out.progress(0, 1, "waiting")
     try:
         pending()

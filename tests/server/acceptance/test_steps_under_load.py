@@ -20,7 +20,7 @@ from npugrad_server.acceptance.steps import crash, memory, soak, speed, timeout
 from npugrad_server.acceptance.watch import Watch
 
 if TYPE_CHECKING:
-    from npugrad.spec import OpSpec
+    from npugrad.operator import OpRecord
     from npugrad_server.acceptance.report import Check, StepReport
     from npugrad_server.acceptance.step import Step
 
@@ -45,7 +45,7 @@ class SmallBench(Bench):
     """A bench of which steps see one operator, the fastest: right results take most of their time."""
 
     @property
-    def operators(self) -> tuple[OpSpec, ...]:
+    def operators(self) -> tuple[OpRecord, ...]:
         return (OPERATORS[NAME],)
 
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from tests.cann_sim.build import Installation
     from tests.cann_sim.runtime import Runtime as Simulator
 
-    from npugrad.spec import CallMeta, OpSpec
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
 
 HOST_OBJECTS = ("live.tensors", "live.bool_arrays", "live.executors")
 
@@ -49,11 +50,11 @@ class Bench:
         self._addresses.append(self.sim.upload(content))
         return self._addresses[-1]
 
-    def tensors(self, spec: OpSpec, call: CallMeta) -> dict[str, DeviceTensor | None]:
+    def tensors(self, record: OpRecord, call: CallMeta) -> dict[str, DeviceTensor | None]:
         """Operands with data and poisoned or zeroed outputs of a contiguous call, in device memory."""
-        made = spec.make_inputs(call, np.random.default_rng(1))
-        found: dict[str, DeviceTensor | None] = dict.fromkeys(p.name for p in spec.inputs + spec.outputs)
-        arrangement = arrange(spec, call)
+        made = record.make_inputs(call, np.random.default_rng(1))
+        found: dict[str, DeviceTensor | None] = dict.fromkeys(p.name for p in record.inputs + record.outputs)
+        arrangement = arrange(record, call)
         for slot in arrangement.inputs:
             array = made[slot.name]
             assert array is not None

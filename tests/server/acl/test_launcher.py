@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from tests.operators import FLOYD, GRID_SAMPLER, GROUP_NORM
 
+from npugrad.meta import TensorMeta
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
-from npugrad.spec import TensorMeta
 from npugrad.tolerance import compare
 from npugrad_server.acl.faults import Action
 from npugrad_server.acl.launcher import Launcher
@@ -26,37 +26,38 @@ if TYPE_CHECKING:
     from tests.cann_sim.build import Installation
     from tests.server.acl.conftest import Bench
 
-    from npugrad.spec import CallMeta, OpSpec
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
 
 pytestmark = pytest.mark.npu_sim
 
 
-def run(bench: Bench, spec: OpSpec, call: CallMeta) -> dict[str, bytes]:
+def run(bench: Bench, record: OpRecord, call: CallMeta) -> dict[str, bytes]:
     """Plans, launches and waits; returns the content of every output that is not null."""
-    tensors = bench.tensors(spec, call)
-    with bench.launcher.plan(spec, call.attrs, tensors) as plan:
+    tensors = bench.tensors(record, call)
+    with bench.launcher.plan(record, call.attrs, tensors) as plan:
         workspace = bench.upload(bytes(plan.workspace_bytes)) if plan.workspace_bytes else 0
         plan.launch(workspace, bench.stream)
     bench.runtime.wait(bench.stream, time.monotonic() + 30)
     found = {}
-    for param in spec.outputs:
+    for param in record.outputs:
         tensor = tensors[param.name]
         if tensor is not None:
             found[param.name] = bench.sim.download(tensor.address, tensor.meta.nbytes)
     return found
 
 
-@pytest.mark.parametrize("spec", OPERATORS.values(), ids=OPERATORS)
-def test_every_operator_runs_from_its_record(bench: Bench, spec: OpSpec) -> None:
-    call = next(spec.samples(Product.ATLAS_A2)).call
-    found = run(bench, spec, call)
-    inputs = spec.make_inputs(call, np.random.default_rng(1))
-    metas = {name: meta for name, meta in spec.infer(call).items() if meta is not None}
+@pytest.mark.parametrize("record", OPERATORS.values(), ids=OPERATORS)
+def test_every_operator_runs_from_its_record(bench: Bench, record: OpRecord) -> None:
+    call = next(record.samples(Product.ATLAS_A2)).call
+    found = run(bench, record, call)
+    inputs = record.make_inputs(call, np.random.default_rng(1))
+    metas = {name: meta for name, meta in record.infer(call).items() if meta is not None}
     golden = {name: np.zeros(meta.shape) for name, meta in metas.items()}
-    spec.reference(inputs, call.attrs, golden)
+    record.reference(inputs, call.attrs, golden)
     for name, meta in metas.items():
         got = np.frombuffer(found[name], meta.dtype.numpy).reshape(meta.shape)
-        comparison = compare(golden[name], got, spec.extra_tolerance(inputs, call.attrs, name))
+        comparison = compare(golden[name], got, record.extra_tolerance(inputs, call.attrs, name))
         assert comparison.ok, f"{name}: {comparison}"
 
 

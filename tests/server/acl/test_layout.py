@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from tests.operators import GRID_SAMPLER, GROUP_NORM, MSDA
 
 from npugrad.dtypes import DType, Format
+from npugrad.meta import TensorMeta
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
-from npugrad.spec import TensorMeta
 from npugrad_server.acl.layout import Slot, arrange, view_strides
 
 if TYPE_CHECKING:
-    from npugrad.spec import CallMeta, OpSpec
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
 
 
 @st.composite
@@ -64,24 +65,24 @@ def test_a_view_has_the_elements_of_the_tensor_in_their_order(
 
 def every_sample() -> list[Any]:
     return [
-        pytest.param(spec, sample.call, id=f"{name}-{product}-{sample.name}")
-        for name, spec in OPERATORS.items()
-        for product in spec.products
-        for sample in spec.samples(product)
+        pytest.param(record, sample.call, id=f"{name}-{product}-{sample.name}")
+        for name, record in OPERATORS.items()
+        for product in record.products
+        for sample in record.samples(product)
     ]
 
 
-@pytest.mark.parametrize(("spec", "call"), every_sample())
+@pytest.mark.parametrize(("record", "call"), every_sample())
 def test_every_operand_and_wanted_output_has_a_slot_in_the_order_of_the_record(
-    spec: OpSpec, call: CallMeta
+    record: OpRecord, call: CallMeta
 ) -> None:
-    found = arrange(spec, call)
+    found = arrange(record, call)
     assert [slot.name for slot in found.inputs] == [
-        param.name for param in spec.inputs if call.inputs[param.name] is not None
+        param.name for param in record.inputs if call.inputs[param.name] is not None
     ]
-    wanted = {name for name, meta in spec.infer(call).items() if meta is not None}
+    wanted = {name for name, meta in record.infer(call).items() if meta is not None}
     assert {slot.name for slot in found.outputs if slot.wanted} == wanted
-    names = [param.name for param in spec.outputs]
+    names = [param.name for param in record.outputs]
     assert [slot.name for slot in found.outputs] == [
         name for name in names if name in {slot.name for slot in found.outputs}
     ]
@@ -93,20 +94,20 @@ def test_every_operand_and_wanted_output_has_a_slot_in_the_order_of_the_record(
         assert slot.meta.is_contiguous
 
 
-def slots(spec: OpSpec, call: CallMeta) -> dict[str, Slot]:
-    found = arrange(spec, call)
+def slots(record: OpRecord, call: CallMeta) -> dict[str, Slot]:
+    found = arrange(record, call)
     return {slot.name: slot for slot in found.inputs + found.outputs}
 
 
-@pytest.mark.parametrize("spec", OPERATORS.values(), ids=OPERATORS)
-def test_outputs_that_the_operator_may_leave_untouched_are_zeroed(spec: OpSpec) -> None:
-    for sample in spec.samples(Product.ATLAS_A2):
-        if spec.accepts_unchecked(sample.call):
+@pytest.mark.parametrize("record", OPERATORS.values(), ids=OPERATORS)
+def test_outputs_that_the_operator_may_leave_untouched_are_zeroed(record: OpRecord) -> None:
+    for sample in record.samples(Product.ATLAS_A2):
+        if record.accepts_unchecked(sample.call):
             continue
-        found = arrange(spec, sample.call)
+        found = arrange(record, sample.call)
         empty = any(not slot.meta.size for slot in found.inputs)
         for slot in found.outputs:
-            param = next(p for p in spec.outputs if p.name == slot.name)
+            param = next(p for p in record.outputs if p.name == slot.name)
             assert slot.zeroed == (empty or param.zero_init), f"{sample.name}: {slot.name}"
 
 

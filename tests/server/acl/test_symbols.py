@@ -22,20 +22,20 @@ TYPES = {"T": c_void_p, "I": c_int64, "D": c_double, "B": c_bool}
 
 
 def test_the_operators_are_those_with_a_known_signature() -> None:
-    assert {spec.aclnn_name for spec in OPERATORS.values()} == set(SIGNATURES)
+    assert {record.aclnn_name for record in OPERATORS.values()} == set(SIGNATURES)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_both_phases_have_the_types_of_the_headers(name: str) -> None:
-    spec = OPERATORS[name]
-    plan, launch = operator_symbols(spec)
-    expected = [TYPES[letter] for letter in SIGNATURES[spec.aclnn_name].replace(" ", "")]
-    assert plan.name == f"{spec.aclnn_name}GetWorkspaceSize"
+    record = OPERATORS[name]
+    plan, launch = operator_symbols(record)
+    expected = [TYPES[letter] for letter in SIGNATURES[record.aclnn_name].replace(" ", "")]
+    assert plan.name == f"{record.aclnn_name}GetWorkspaceSize"
     assert list(plan.arguments) == [*expected, POINTER(c_uint64), POINTER(c_void_p)]
-    assert launch.name == spec.aclnn_name
+    assert launch.name == record.aclnn_name
     assert launch.arguments == (c_void_p, c_uint64, c_void_p, c_void_p)
     assert (plan.result, launch.result) == (c_int32, c_int32)
-    assert plan.since == launch.since == spec.min_cann
+    assert plan.since == launch.since == record.min_cann
 
 
 @pytest.mark.parametrize("symbol", RUNTIME + DEVICE + TENSORS, ids=lambda symbol: symbol.name)

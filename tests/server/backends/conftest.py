@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from tests.cann_sim.build import Installation
 
-    from npugrad.spec import CallMeta, OpSpec
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
 
 ARENA_BYTES = 64 << 20
 ANSWER_S = 60.0
@@ -93,10 +94,10 @@ class NpuWorker:
         counters = self.report.counters()
         return {name: counters[name] for name in HOST_OBJECTS if counters[name]}
 
-    def order(self, spec: OpSpec, call: CallMeta, **changes: Any) -> tuple[RunCall, Mapping[str, Any]]:
+    def order(self, record: OpRecord, call: CallMeta, **changes: Any) -> tuple[RunCall, Mapping[str, Any]]:
         """Writes random operands into the arena; the order to run them, and the operands."""
         self._calls += 1
-        arrays = spec.make_inputs(call, np.random.default_rng(self._calls))
+        arrays = record.make_inputs(call, np.random.default_rng(self._calls))
         where: dict[str, int] = {}
         end = 0
         for name, array in arrays.items():
@@ -104,14 +105,14 @@ class NpuWorker:
                 where[name] = end
                 self.inputs.view(Region(0, ARENA_BYTES), end, array.nbytes)[:] = array.tobytes()
                 end += aligned(array.nbytes)
-        metas = spec.infer(call)
+        metas = record.infer(call)
         results: dict[str, int] = {}
         end = 0
         for name, meta in metas.items():
             if meta is not None:
                 results[name] = end
                 end += aligned(meta.nbytes)
-        order = RunCall(self._calls, spec.name, call, metas, CallOptions(), where, results)
+        order = RunCall(self._calls, record.name, call, metas, CallOptions(), where, results)
         return replace(order, **changes), arrays
 
     def contents(self, order: RunCall) -> bytes:
@@ -122,30 +123,30 @@ class NpuWorker:
             bytes(self.outputs.view(arena, order.output_offsets[name], meta.nbytes)) for name, meta in metas
         )
 
-    def ask(self, spec: OpSpec, call: CallMeta, **changes: Any) -> Message:
+    def ask(self, record: OpRecord, call: CallMeta, **changes: Any) -> Message:
         """Has a call run; the answer, whatever it is."""
-        order, _ = self.order(spec, call, **changes)
+        order, _ = self.order(record, call, **changes)
         self.send(order)
         return self.receive()
 
-    def check(self, spec: OpSpec, call: CallMeta, **changes: Any) -> CallDone:
+    def check(self, record: OpRecord, call: CallMeta, **changes: Any) -> CallDone:
         """Has a call run, which must succeed within tolerance."""
-        order, arrays = self.order(spec, call, **changes)
+        order, arrays = self.order(record, call, **changes)
         self.send(order)
         done = self.receive()
         assert isinstance(done, CallDone), done
-        self.compare(order, spec, arrays)
+        self.compare(order, record, arrays)
         return done
 
-    def compare(self, order: RunCall, spec: OpSpec, arrays: Mapping[str, Any]) -> None:
+    def compare(self, order: RunCall, record: OpRecord, arrays: Mapping[str, Any]) -> None:
         """The results in the arena are within tolerance of the reference."""
         metas = {name: meta for name, meta in order.outputs.items() if meta is not None}
         golden: dict[str, npt.NDArray[np.float64]] = {n: np.zeros(m.shape) for n, m in metas.items()}
-        spec.reference(arrays, order.meta.attrs, golden)
+        record.reference(arrays, order.meta.attrs, golden)
         for name, meta in metas.items():
             content = self.outputs.view(Region(0, ARENA_BYTES), order.output_offsets[name], meta.nbytes)
             got = np.frombuffer(bytes(content), meta.dtype.numpy).reshape(meta.shape)
-            extra = spec.extra_tolerance(arrays, order.meta.attrs, name)
+            extra = record.extra_tolerance(arrays, order.meta.attrs, name)
             comparison = compare(golden[name], got, extra)
             assert comparison.ok, f"{name}: {comparison}"
 

@@ -48,14 +48,14 @@ def eight_streams() -> dict[str, int]:
     """Eight callers of both modes, each on its stream: how many results have not the bits of one stream."""
     bench = Bench(streams=8)
     calls = [(GROUP_NORM, NORM), (GRID_SAMPLER, GRID_SAMPLER.build(n=1, c=4, h=4, w=4, oh=8, ow=8))]
-    made = [spec.make_inputs(meta, np.random.default_rng(3)) for spec, meta in calls]
+    made = [record.make_inputs(meta, np.random.default_rng(3)) for record, meta in calls]
 
     def bits(which: int, stream: int, deterministic: bool) -> bytes:
-        spec, meta = calls[which]
-        found = {name: wanted for name, wanted in spec.infer(meta).items() if wanted is not None}
+        record, meta = calls[which]
+        found = {name: wanted for name, wanted in record.infer(meta).items() if wanted is not None}
         outputs = {name: np.zeros(wanted.shape, wanted.dtype.numpy) for name, wanted in found.items()}
         options, until = CallOptions(deterministic), time.monotonic() + 60
-        bench.backend.run(spec, DeviceCall(meta, made[which], outputs, options, stream, until))
+        bench.backend.run(record, DeviceCall(meta, made[which], outputs, options, stream, until))
         return b"".join(output.tobytes() for output in outputs.values())
 
     alone = [bits(which, 0, True) for which in range(len(calls))]

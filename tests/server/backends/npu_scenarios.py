@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from npugrad.spec import CallMeta, OpSpec
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
     from npugrad_server.backends.base import Timings
 
     Array = npt.NDArray[Any]
@@ -89,25 +90,29 @@ class Bench:
         sys.modules["torch"].npu.empty_cache()
         return {name: self.sim.counter(name) for name in HELD}
 
-    def run(self, spec: OpSpec, meta: CallMeta, *, seed: int = 0, **changes: Any) -> Timings:
+    def run(self, record: OpRecord, meta: CallMeta, *, seed: int = 0, **changes: Any) -> Timings:
         """Runs a call; its results must be within tolerance."""
-        return checked(self.backend.run, spec, meta, seed, **changes)
+        return checked(self.backend.run, record, meta, seed, **changes)
 
 
 def checked(
-    run: Callable[[OpSpec, DeviceCall], Timings], spec: OpSpec, meta: CallMeta, seed: int = 0, **changes: Any
+    run: Callable[[OpRecord, DeviceCall], Timings],
+    record: OpRecord,
+    meta: CallMeta,
+    seed: int = 0,
+    **changes: Any,
 ) -> Timings:
     """Runs a call of random operands and compares its results with the reference."""
-    inputs = _laid_out(meta, spec.make_inputs(meta, np.random.default_rng(seed)))
-    wanted = {name: found for name, found in spec.infer(meta).items() if found is not None}
+    inputs = _laid_out(meta, record.make_inputs(meta, np.random.default_rng(seed)))
+    wanted = {name: found for name, found in record.infer(meta).items() if found is not None}
     outputs = {name: np.zeros(found.shape, found.dtype.numpy) for name, found in wanted.items()}
     call = DeviceCall(meta, inputs, outputs, CallOptions(), 0, time.monotonic() + 60)
-    timings = run(spec, replace(call, **changes))
+    timings = run(record, replace(call, **changes))
     golden: dict[str, npt.NDArray[np.float64]] = {n: np.zeros(a.shape) for n, a in outputs.items()}
-    spec.reference(inputs, meta.attrs, golden)
+    record.reference(inputs, meta.attrs, golden)
     for name, array in outputs.items():
-        found = compare(golden[name], array, spec.extra_tolerance(inputs, meta.attrs, name))
-        assert found.ok, f"{spec.name}: {name}: {found}"
+        found = compare(golden[name], array, record.extra_tolerance(inputs, meta.attrs, name))
+        assert found.ok, f"{record.name}: {name}: {found}"
     return timings
 
 
@@ -278,11 +283,11 @@ def mixed_modes() -> dict[str, bool]:
         for turn in range(10):
             n, deterministic = 10 + 4 * turn + number, (number + turn // 2) % 2 == 0
             modes[str(n)] = deterministic
-            spec = (GROUP_NORM, GRID_SAMPLER)[turn % 2]
+            record = (GROUP_NORM, GRID_SAMPLER)[turn % 2]
             stream = free.get()
             options = CallOptions(deterministic=deterministic)
             try:
-                bench.run(spec, spec.build(n=n), stream=stream, options=options)
+                bench.run(record, record.build(n=n), stream=stream, options=options)
             finally:
                 free.put(stream)
 
@@ -322,13 +327,13 @@ def not_deterministic() -> dict[str, list[Any]]:
         "sampler 2048": (GRID_SAMPLER, GRID_SAMPLER.build(n=1, c=2048, h=1, w=1, oh=1, ow=1)),
     }
     found: dict[str, list[Any]] = {}
-    for name, (spec, meta) in calls.items():
-        plans, reason, words = bench.sim.counter(f"plans.{spec.aclnn_name}"), "", ""
+    for name, (record, meta) in calls.items():
+        plans, reason, words = bench.sim.counter(f"plans.{record.aclnn_name}"), "", ""
         try:
-            bench.run(spec, meta, options=CallOptions(deterministic=True))
+            bench.run(record, meta, options=CallOptions(deterministic=True))
         except OperatorError as error:
             reason, words = error.reason, str(error)
-        found[name] = [reason, words, bench.sim.counter(f"plans.{spec.aclnn_name}") - plans]
+        found[name] = [reason, words, bench.sim.counter(f"plans.{record.aclnn_name}") - plans]
     return found
 
 
@@ -338,15 +343,15 @@ def many_calls() -> dict[str, Any]:
     bench = Bench(streams=2)
     # Of the operator whose reference takes long, one call will do.
     samples = [
-        (spec, sample.call)
-        for spec in OPERATORS.values()
-        for sample in itertools.islice(spec.samples(Product.ATLAS_A2), 1 if spec is FLOYD else 7)
+        (record, sample.call)
+        for record in OPERATORS.values()
+        for sample in itertools.islice(record.samples(Product.ATLAS_A2), 1 if record is FLOYD else 7)
     ]
 
     def rounds(stream: int, turns: range) -> None:
         for turn in turns:
-            for spec, call in samples:
-                bench.run(spec, call, seed=turn, stream=stream)
+            for record, call in samples:
+                bench.run(record, call, seed=turn, stream=stream)
 
     # Each stream has one thread, from the first call on: the simulator was told to insist on it.
     with ThreadPoolExecutor(1) as other:
@@ -356,12 +361,12 @@ def many_calls() -> dict[str, Any]:
         done = other.submit(rounds, 1, range(1, 8))
         rounds(0, range(1, 8))
         done.result()
-    largest = max(arrange(spec, call).nbytes for spec, call in samples)
+    largest = max(arrange(record, call).nbytes for record, call in samples)
     return {"before": before, "after": bench.held(), "kernels": _kernels(bench) - ran, "largest": largest}
 
 
 def _kernels(bench: Bench) -> int:
-    return sum(bench.sim.counter(f"kernels.{spec.aclnn_name}") for spec in OPERATORS.values())
+    return sum(bench.sim.counter(f"kernels.{record.aclnn_name}") for record in OPERATORS.values())
 
 
 def main(name: str) -> None:

@@ -13,9 +13,9 @@ import pytest
 from tests.operators import GROUP_NORM
 
 from npugrad.call import CallOptions
+from npugrad.meta import TensorMeta
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
-from npugrad.spec import TensorMeta
 from npugrad_server.worker.loop import EXIT_DEVICE_LOST
 from npugrad_server.worker.protocol import (
     AskMemory,
@@ -31,7 +31,8 @@ from npugrad_server.worker.protocol import (
 if TYPE_CHECKING:
     from tests.server.backends.conftest import NpuWorker, StartNpuWorker
 
-    from npugrad.spec import CallMeta, OpSpec
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
 
 pytestmark = [pytest.mark.npu_sim, pytest.mark.slow]
 
@@ -58,12 +59,12 @@ def test_a_device_tells_what_it_is(start_npu_worker: StartNpuWorker) -> None:
     assert worker.stages == [*stages, *(f"trying {name}" for name in OPERATORS)]
 
 
-@pytest.mark.parametrize("spec", OPERATORS.values(), ids=OPERATORS)
+@pytest.mark.parametrize("record", OPERATORS.values(), ids=OPERATORS)
 def test_every_operator_is_within_tolerance_and_tells_where_the_time_went(
-    npu_worker: NpuWorker, spec: OpSpec
+    npu_worker: NpuWorker, record: OpRecord
 ) -> None:
-    call = next(spec.samples(Product.ATLAS_A2)).call
-    done = npu_worker.check(spec, call)
+    call = next(record.samples(Product.ATLAS_A2)).call
+    done = npu_worker.check(record, call)
     assert min(done.copy_in_s, done.run_s, done.copy_out_s) > 0
     assert done.workspace_bytes > 0
 
@@ -81,10 +82,10 @@ def test_each_stream_stays_on_its_thread_and_every_queued_copy_is_pinned(
 ) -> None:
     """The simulator's strictest settings, which end the process at the first step beside the rules."""
     worker = start_npu_worker("threads=strict;pageable=abort", streams=2)
-    for spec in OPERATORS.values():
-        for sample in spec.samples(Product.ATLAS_A2):
+    for record in OPERATORS.values():
+        for sample in record.samples(Product.ATLAS_A2):
             # Both streams get it, and both calls lie at the same place of the arenas.
-            orders = [worker.order(spec, sample.call)[0] for _ in range(2)]
+            orders = [worker.order(record, sample.call)[0] for _ in range(2)]
             for order in orders:
                 worker.send(order)
             answers = [worker.receive() for _ in orders]
@@ -320,15 +321,15 @@ def test_a_deadline_that_passed_before_the_launch_launches_nothing(npu_worker: N
     npu_worker.check(GROUP_NORM, NORM)
 
 
-@pytest.mark.parametrize("spec", OPERATORS.values(), ids=OPERATORS)
-def test_the_workspace_of_a_call_is_told_without_its_memory(npu_worker: NpuWorker, spec: OpSpec) -> None:
-    call = next(spec.samples(Product.ATLAS_A2)).call
-    done = npu_worker.check(spec, call)
+@pytest.mark.parametrize("record", OPERATORS.values(), ids=OPERATORS)
+def test_the_workspace_of_a_call_is_told_without_its_memory(npu_worker: NpuWorker, record: OpRecord) -> None:
+    call = next(record.samples(Product.ATLAS_A2)).call
+    done = npu_worker.check(record, call)
     before = npu_worker.report.counters()
-    npu_worker.send(PlanCall(77, spec.name, call))
+    npu_worker.send(PlanCall(77, record.name, call))
     assert npu_worker.receive() == CallPlanned(77, done.workspace_bytes)
     after = npu_worker.report.counters()
-    assert after[f"calls.{spec.aclnn_name}"] == before[f"calls.{spec.aclnn_name}"]
+    assert after[f"calls.{record.aclnn_name}"] == before[f"calls.{record.aclnn_name}"]
     assert after["calls.aclrtMemcpyAsync"] == before["calls.aclrtMemcpyAsync"]
 
 

@@ -51,7 +51,7 @@ PLAN_NORM, RUN_NORM = "aclnnGroupNormBackwardGetWorkspaceSize", "aclnnGroupNormB
         (f"{PLAN_NORM}:*:561000", {}, "expected one of 2 tries of a first, tiny call to succeed", "slowly"),
         (f"{RUN_NORM}:*:207001", {}, f"group_norm_backward: {RUN_NORM} returned 207001", "slowly"),
         (
-            ";".join(f"{spec.aclnn_name}GetWorkspaceSize:*:561112" for spec in OPERATORS.values()),
+            ";".join(f"{record.aclnn_name}GetWorkspaceSize:*:561112" for record in OPERATORS.values()),
             {},
             "found no operator that runs here; expected at least one; multi_scale_deformable_attention_grad: "
             "aclnnMultiScaleDeformableAttentionGradGetWorkspaceSize returned 561112",

@@ -18,13 +18,18 @@ if TYPE_CHECKING:
     from tests.cann_sim.fixtures import Ended
     from tests.server.backends.conftest import NpuWorker, StartNpuWorker
 
-    from npugrad.spec import CallMeta, OpSpec
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
 
 ON, OFF = CallOptions(deterministic=True), CallOptions()
 NORM = GROUP_NORM.build(n=2, c=8, hxw=64, group=2)
 ATTENTION = MSDA.build(nq=8)
 SAMPLED = GRID_SAMPLER.build(n=1, c=4, h=4, w=4, oh=8, ow=8)
-CALLS: tuple[tuple[OpSpec, CallMeta], ...] = ((MSDA, ATTENTION), (GRID_SAMPLER, SAMPLED), (GROUP_NORM, NORM))
+CALLS: tuple[tuple[OpRecord, CallMeta], ...] = (
+    (MSDA, ATTENTION),
+    (GRID_SAMPLER, SAMPLED),
+    (GROUP_NORM, NORM),
+)
 MISSING = "aclrtSetSysParamOpt is not in libascendcl.so"
 
 
@@ -60,10 +65,10 @@ def test_what_a_worker_offers(
 
 
 def results(
-    worker: NpuWorker, spec: OpSpec, meta: CallMeta, options: CallOptions, repeats: int
+    worker: NpuWorker, record: OpRecord, meta: CallMeta, options: CallOptions, repeats: int
 ) -> set[bytes]:
     """Different results of one call, run again and again."""
-    order, _ = worker.order(spec, meta, options=options)
+    order, _ = worker.order(record, meta, options=options)
     found = set()
     for turn in range(repeats):
         again = replace(order, call=1000 * order.call + turn)
@@ -74,9 +79,9 @@ def results(
     return found
 
 
-def refusal(worker: NpuWorker, spec: OpSpec, meta: CallMeta) -> str:
+def refusal(worker: NpuWorker, record: OpRecord, meta: CallMeta) -> str:
     """What a deterministic call is refused with."""
-    answer = worker.ask(spec, meta, options=ON)
+    answer = worker.ask(record, meta, options=ON)
     assert isinstance(answer, CallFailed), answer
     assert answer.reason == "DETERMINISM_UNSUPPORTED"
     return answer.message
@@ -97,13 +102,13 @@ def test_from_9_0_each_call_has_its_own_mode(start_npu_worker: StartNpuWorker) -
         None,
         "",
     )
-    for spec, meta in CALLS:
-        assert len(results(worker, spec, meta, OFF, 4)) > 1
-        if spec is MSDA:
-            assert "expected False with CANN 9.1.0, because" in refusal(worker, spec, meta)
+    for record, meta in CALLS:
+        assert len(results(worker, record, meta, OFF, 4)) > 1
+        if record is MSDA:
+            assert "expected False with CANN 9.1.0, because" in refusal(worker, record, meta)
         else:
-            assert len(results(worker, spec, meta, ON, 4)) == 1
-        assert len(results(worker, spec, meta, OFF, 4)) > 1
+            assert len(results(worker, record, meta, ON, 4)) == 1
+        assert len(results(worker, record, meta, OFF, 4)) > 1
 
 
 @pytest.mark.npu_sim
@@ -114,9 +119,9 @@ def test_up_to_8_5_a_worker_is_deterministic_from_before_its_first_launch(
     worker = start_npu_worker("cann=8.5.0;record=1", device="npu:0?deterministic=1")
     assert worker.ready.description.endswith("always deterministic")
     assert (worker.ready.one_mode, worker.ready.deterministic) == (False, True)
-    for spec, meta in CALLS:
-        assert len(results(worker, spec, meta, ON, 4)) == 1
-        assert len(results(worker, spec, meta, OFF, 4)) == 1
+    for record, meta in CALLS:
+        assert len(results(worker, record, meta, ON, 4)) == 1
+        assert len(results(worker, record, meta, OFF, 4)) == 1
     assert set(planned_modes(worker)) == {1}
     beyond = GRID_SAMPLER.build(n=1, c=2049, h=1, w=1, oh=1, ow=1)
     assert "expected at most 2048" in refusal(worker, GRID_SAMPLER, beyond)
@@ -131,8 +136,8 @@ def test_up_to_8_5_a_worker_without_the_mode_refuses_before_the_first_phase(
     assert worker.ready.description.endswith("CANN 8.5.0, torch_npu 2.13.0, not deterministic")
     assert "name the device with ?deterministic=1" in worker.ready.no_determinism
     before = len(planned_modes(worker))
-    for spec, meta in CALLS:
-        assert "CANN 8.5.0 reads the option once" in refusal(worker, spec, meta)
+    for record, meta in CALLS:
+        assert "CANN 8.5.0 reads the option once" in refusal(worker, record, meta)
     assert len(planned_modes(worker)) == before
     assert len(results(worker, GROUP_NORM, NORM, OFF, 4)) > 1
 

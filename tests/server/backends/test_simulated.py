@@ -15,7 +15,7 @@ from npugrad_server.devices import parse_device
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-SPEC = get_operator("group_norm_backward")
+RECORD = get_operator("group_norm_backward")
 
 
 def opened(options: str) -> TestBackend:
@@ -25,10 +25,10 @@ def opened(options: str) -> TestBackend:
 
 
 def run(options: str, label: str = "", dtype: str = "float32") -> dict[str, npt.NDArray[Any]]:
-    meta = SPEC.build(dtype=dtype)
-    inputs = SPEC.make_inputs(meta, np.random.default_rng(0))
-    outputs = {k: np.full(m.shape, 7, m.dtype.numpy) for k, m in SPEC.infer(meta).items() if m is not None}
-    opened(options).run(SPEC, DeviceCall(meta, inputs, outputs, CallOptions(label=label), 0))
+    meta = RECORD.build(dtype=dtype)
+    inputs = RECORD.make_inputs(meta, np.random.default_rng(0))
+    outputs = {k: np.full(m.shape, 7, m.dtype.numpy) for k, m in RECORD.infer(meta).items() if m is not None}
+    opened(options).run(RECORD, DeviceCall(meta, inputs, outputs, CallOptions(label=label), 0))
     return outputs
 
 
@@ -69,20 +69,20 @@ def test_defaults_are_harmless() -> None:
 
 
 def call_of(**changes: Any) -> DeviceCall:
-    meta = SPEC.build()
-    inputs = SPEC.make_inputs(meta, np.random.default_rng(0))
-    outputs = {k: np.empty(m.shape, m.dtype.numpy) for k, m in SPEC.infer(meta).items() if m is not None}
+    meta = RECORD.build()
+    inputs = RECORD.make_inputs(meta, np.random.default_rng(0))
+    outputs = {k: np.empty(m.shape, m.dtype.numpy) for k, m in RECORD.infer(meta).items() if m is not None}
     return DeviceCall(meta, inputs, outputs, CallOptions(label="x"), 0, **changes)
 
 
 def test_a_device_with_memory_of_its_own_says_what_it_has_and_asks_for_workspace() -> None:
     asked: list[int] = []
     backend = opened("memory=100000&workspace=5000")
-    assert (backend.memory_bytes, backend.workspace_bytes(SPEC, SPEC.build())) == (100000, 5000)
-    assert backend.run(SPEC, call_of(reserve_workspace=asked.append)).workspace_bytes == 5000
-    assert opened("memory=100000&workspace=5000&big=x").run(SPEC, call_of()).workspace_bytes == 10000
+    assert (backend.memory_bytes, backend.workspace_bytes(RECORD, RECORD.build())) == (100000, 5000)
+    assert backend.run(RECORD, call_of(reserve_workspace=asked.append)).workspace_bytes == 5000
+    assert opened("memory=100000&workspace=5000&big=x").run(RECORD, call_of()).workspace_bytes == 10000
     assert asked == [5000]
-    assert (opened("").memory_bytes, opened("").workspace_bytes(SPEC, SPEC.build())) == (None, None)
+    assert (opened("").memory_bytes, opened("").workspace_bytes(RECORD, RECORD.build())) == (None, None)
 
 
 def test_calls_that_exceed_the_memory_are_refused_and_leave_nothing_behind() -> None:
@@ -91,8 +91,8 @@ def test_calls_that_exceed_the_memory_are_refused_and_leave_nothing_behind() -> 
     backend = opened(f"memory={tensors + 99}&workspace=100")
     for _ in range(2):
         with pytest.raises(MemoryError, match="wanted 100 more"):
-            backend.run(SPEC, call)
-    opened(f"memory={tensors + 100}&workspace=100").run(SPEC, call)
+            backend.run(RECORD, call)
+    opened(f"memory={tensors + 100}&workspace=100").run(RECORD, call)
 
 
 def test_a_call_that_nobody_waits_for_ends_long_before_its_service_time() -> None:
@@ -106,5 +106,5 @@ def test_a_call_that_nobody_waits_for_ends_long_before_its_service_time() -> Non
 
     start = time.perf_counter()
     with pytest.raises(CallAbandoned):
-        opened("ms=60000").run(SPEC, call_of(check_wanted=check_wanted))
+        opened("ms=60000").run(RECORD, call_of(check_wanted=check_wanted))
     assert time.perf_counter() - start < 10

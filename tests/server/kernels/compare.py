@@ -14,7 +14,8 @@ from npugrad.tolerance import compare
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from npugrad.spec import CallMeta, OpSpec
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
     from npugrad_server.backends.cpu.kernels import Kernels
 
     Array = npt.NDArray[Any]
@@ -38,37 +39,39 @@ def given_array(inputs: Arrays, name: str) -> Array:
     return array
 
 
-def outputs_for(spec: OpSpec, call: CallMeta, pattern: int = 0xA5) -> dict[str, Array]:
+def outputs_for(record: OpRecord, call: CallMeta, pattern: int = 0xA5) -> dict[str, Array]:
     """Wanted outputs, filled with a pattern that no kernel may leave or read."""
     return {
         name: np.frombuffer(bytearray([pattern]) * meta.nbytes, meta.dtype.numpy).reshape(meta.shape)
-        for name, meta in spec.infer(call).items()
+        for name, meta in record.infer(call).items()
         if meta is not None
     }
 
 
-def computed(kernels: Kernels, spec: OpSpec, call: CallMeta, inputs: Arrays) -> dict[str, Array]:
+def computed(kernels: Kernels, record: OpRecord, call: CallMeta, inputs: Arrays) -> dict[str, Array]:
     """Results of the kernel."""
-    outputs = outputs_for(spec, call)
-    kernels.run(spec, inputs, call.attrs, outputs)
+    outputs = outputs_for(record, call)
+    kernels.run(record, inputs, call.attrs, outputs)
     return outputs
 
 
-def golden(spec: OpSpec, call: CallMeta, inputs: Arrays) -> dict[str, Array]:
+def golden(record: OpRecord, call: CallMeta, inputs: Arrays) -> dict[str, Array]:
     """Results of the reference, in float64."""
     outputs = {
-        name: np.empty(meta.shape, np.float64) for name, meta in spec.infer(call).items() if meta is not None
+        name: np.empty(meta.shape, np.float64)
+        for name, meta in record.infer(call).items()
+        if meta is not None
     }
-    spec.reference(inputs, call.attrs, outputs)
+    record.reference(inputs, call.attrs, outputs)
     return outputs
 
 
-def assert_right(spec: OpSpec, call: CallMeta, inputs: Arrays, found: Mapping[str, Array]) -> None:
+def assert_right(record: OpRecord, call: CallMeta, inputs: Arrays, found: Mapping[str, Array]) -> None:
     """Each output is within the tolerance of the design."""
-    expected = golden(spec, call, inputs)
+    expected = golden(record, call, inputs)
     assert found.keys() == expected.keys()
     for name, values in expected.items():
-        result = compare(values, found[name], spec.extra_tolerance(inputs, call.attrs, name))
+        result = compare(values, found[name], record.extra_tolerance(inputs, call.attrs, name))
         assert result.ok, f"{name}: {result}"
 
 
@@ -84,26 +87,28 @@ def largest_error(found: Array, expected: Array) -> float:
     return float(np.abs(found.astype(np.float64) - expected).max() / np.abs(expected).max())
 
 
-def assert_errors_below(kernels: Kernels, spec: OpSpec, call: CallMeta, inputs: Arrays, limit: float) -> None:
+def assert_errors_below(
+    kernels: Kernels, record: OpRecord, call: CallMeta, inputs: Arrays, limit: float
+) -> None:
     """The largest error of each output is below a limit; an output of zeros is exact."""
-    found = computed(kernels, spec, call, inputs)
-    for name, values in golden(spec, call, inputs).items():
+    found = computed(kernels, record, call, inputs)
+    for name, values in golden(record, call, inputs).items():
         error = largest_error(found[name], values) if values.any() else float(found[name].any())
         assert error < limit, (name, error)
 
 
 def assert_any_threads_give_the_same(
     make_kernels: Callable[[int], Kernels],
-    spec: OpSpec,
+    record: OpRecord,
     call: CallMeta,
     inputs: Arrays,
     threads: tuple[int, ...] = (2, 3),
 ) -> None:
     """The bits of one thread are those of more, and right."""
-    one = computed(make_kernels(1), spec, call, inputs)
+    one = computed(make_kernels(1), record, call, inputs)
     for count in threads:
-        assert_same_bits(computed(make_kernels(count), spec, call, inputs), one)
-    assert_right(spec, call, inputs, one)
+        assert_same_bits(computed(make_kernels(count), record, call, inputs), one)
+    assert_right(record, call, inputs, one)
 
 
 def assert_not_finite_alike(found: Mapping[str, Array], expected: Mapping[str, Array]) -> None:

@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from npugrad.spec import CallMeta, OpSpec
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
     from npugrad_server.backends.cpu.kernels import Kernels
 
     Array = npt.NDArray[Any]
-    Made = tuple[OpSpec, CallMeta, Mapping[str, Array | None]]
+    Made = tuple[OpRecord, CallMeta, Mapping[str, Array | None]]
 
 # Enough tasks for all threads; of deformable attention also levels that overlap, which have another way.
 CALLS: list[tuple[str, dict[str, Any]]] = [
@@ -45,13 +46,13 @@ class _Gone(Exception):
 def _made() -> list[Made]:
     found: list[Made] = []
     for (name, sizes), dtype in zip(CALLS, itertools.cycle(DTYPES), strict=False):
-        spec = OPERATORS[name]
-        call = spec.build(dtype=dtype, **sizes)
-        found.append((spec, call, spec.make_inputs(call, np.random.default_rng(len(found)))))
-    spec, call, inputs = found[0]
+        record = OPERATORS[name]
+        call = record.build(dtype=dtype, **sizes)
+        found.append((record, call, record.make_inputs(call, np.random.default_rng(len(found)))))
+    record, call, inputs = found[0]
     starts = inputs["level_start_index"]
     assert starts is not None
-    found.append((spec, call, {**inputs, "level_start_index": starts // 2}))
+    found.append((record, call, {**inputs, "level_start_index": starts // 2}))
     return found
 
 
@@ -78,11 +79,11 @@ def test_calls_beside_calls_that_are_given_up_keep_their_bits(
         given_up = 0
         for turn in range(2 * len(made)):
             index = (turn * (caller + 1) + caller) % len(made)
-            spec, call, inputs = made[index]
-            outputs = outputs_for(spec, call)
+            record, call, inputs = made[index]
+            outputs = outputs_for(record, call)
             leaves = (turn + caller) % 3 == 0
             try:
-                kernels.run(spec, inputs, call.attrs, outputs, _leaver(1 + turn % 2) if leaves else None)
+                kernels.run(record, inputs, call.attrs, outputs, _leaver(1 + turn % 2) if leaves else None)
             except _Gone:
                 given_up += 1
             else:

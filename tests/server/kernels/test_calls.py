@@ -13,7 +13,7 @@ from npugrad import OPERATORS
 from npugrad.dtypes import DType
 
 if TYPE_CHECKING:
-    from npugrad.spec import CallMeta
+    from npugrad.meta import CallMeta
     from npugrad_server.backends.cpu.kernels import Kernels
 
 NORM = OPERATORS["group_norm_backward"]

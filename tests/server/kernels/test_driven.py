@@ -65,16 +65,16 @@ def driven(driver: Path, libraries: Path) -> Iterator[DrivenKernels]:
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_it_gives_the_bits_of_this_process(driven: DrivenKernels, libraries: Path, name: str) -> None:
-    spec = OPERATORS[name]
+    record = OPERATORS[name]
     here = Kernels(2, libraries / f"libnpugrad_kernels_{driven.variant}.so")
     try:
         assert (driven.compiler, driven.operators, driven.threads) == (here.compiler, here.operators, 2)
-        assert [driven.takes_strides(spec, p.name) for p in spec.params if hasattr(p, "role")] == [
-            here.takes_strides(spec, p.name) for p in spec.params if hasattr(p, "role")
+        assert [driven.takes_strides(record, p.name) for p in record.params if hasattr(p, "role")] == [
+            here.takes_strides(record, p.name) for p in record.params if hasattr(p, "role")
         ]
-        call = spec.build()
-        inputs = spec.make_inputs(call, np.random.default_rng(0))
-        assert_same_bits(computed(driven, spec, call, inputs), computed(here, spec, call, inputs))
+        call = record.build()
+        inputs = record.make_inputs(call, np.random.default_rng(0))
+        assert_same_bits(computed(driven, record, call, inputs), computed(here, record, call, inputs))
     finally:
         here.close()
 

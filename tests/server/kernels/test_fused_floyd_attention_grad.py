@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
     from tests.server.kernels.compare import Array, Inputs
 
-    from npugrad.spec import CallMeta, Sample
+    from npugrad.meta import CallMeta
+    from npugrad.operator import Sample
 
 
 FLOYD = OPERATORS["fused_floyd_attention_grad"]
@@ -260,20 +261,20 @@ from npugrad_server.backends.cpu.kernels import Kernels
 class Gone(Exception):
     pass
 
-spec = OPERATORS["fused_floyd_attention_grad"]
+record = OPERATORS["fused_floyd_attention_grad"]
 kernels = Kernels(int(sys.argv[2]), Path(sys.argv[1]))
 sizes = dict(n=192, m=40, k=200, d=8), dict(n=40, m=300, k=130, d=8), dict(h=6, n=64, m=64, k=64, d=8)
-calls = [spec.build(**s) for s in sizes]
+calls = [record.build(**s) for s in sizes]
 
 def make(seed):
     call = calls[seed]
-    inputs = spec.make_inputs(call, np.random.default_rng(seed))
-    outputs = {n: np.empty(m.shape, m.dtype.numpy) for n, m in spec.infer(call).items()}
+    inputs = record.make_inputs(call, np.random.default_rng(seed))
+    outputs = {n: np.empty(m.shape, m.dtype.numpy) for n, m in record.infer(call).items()}
     return call, inputs, outputs
 
 def run(job, check=None):
     call, inputs, outputs = job
-    kernels.run(spec, inputs, call.attrs, outputs, check)
+    kernels.run(record, inputs, call.attrs, outputs, check)
     return [outputs[name].tobytes() for name in sorted(outputs)]
 
 def caller(seed):
@@ -430,13 +431,13 @@ from npugrad_server.backends.cpu.kernels import Kernels
 def status(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
 
-spec = OPERATORS["fused_floyd_attention_grad"]
-call = spec.build(dtype=sys.argv[2], n=256, m=256, k=256, d=32)
+record = OPERATORS["fused_floyd_attention_grad"]
+call = record.build(dtype=sys.argv[2], n=256, m=256, k=256, d=32)
 inputs = {n: None if m is None else np.ones(m.shape, m.dtype.numpy) for n, m in call.inputs.items()}
 kernels = Kernels(2, Path(sys.argv[1]))
 before = status("VmRSS")
-outputs = {n: np.empty(m.shape, m.dtype.numpy) for n, m in spec.infer(call).items()}
-kernels.run(spec, inputs, call.attrs, outputs)
+outputs = {n: np.empty(m.shape, m.dtype.numpy) for n, m in record.infer(call).items()}
+kernels.run(record, inputs, call.attrs, outputs)
 print(status("VmHWM") - before)
 """
 

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from tests.server.kernels.compare import Array, Inputs
 
     from npugrad.dtypes import DType
-    from npugrad.spec import CallMeta, Sample
+    from npugrad.meta import CallMeta
+    from npugrad.operator import Sample
 
 
 GRID = OPERATORS["grid_sampler_2d_backward"]

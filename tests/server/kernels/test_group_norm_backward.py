@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from tests.server.kernels.compare import Array, Inputs
 
-    from npugrad.spec import Sample
+    from npugrad.operator import Sample
 
 NORM = OPERATORS["group_norm_backward"]
 SIZES = st.sampled_from([0, 1, 2, 3, 5, 7, 11])

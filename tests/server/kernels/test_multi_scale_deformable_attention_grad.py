@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
     from tests.server.kernels.compare import Inputs
 
-    from npugrad.spec import CallMeta, Sample
+    from npugrad.meta import CallMeta
+    from npugrad.operator import Sample
 
     Levels = tuple[tuple[int, int], ...]
 

@@ -14,7 +14,8 @@ from npugrad.dtypes import DType
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from npugrad.spec import CallMeta, OpSpec
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
     from npugrad_server.backends.cpu.kernels import Kernels
 
     Array = npt.NDArray[Any]
@@ -38,26 +39,26 @@ def shifted(array: Array, nbytes: int) -> Array:
     return moved
 
 
-def _made(name: str, dtype: DType) -> tuple[OpSpec, CallMeta, dict[str, Array | None]]:
-    spec = OPERATORS[name]
-    call = spec.build(dtype=dtype, **SIZES[name])
-    return spec, call, dict(spec.make_inputs(call, np.random.default_rng(0)))
+def _made(name: str, dtype: DType) -> tuple[OpRecord, CallMeta, dict[str, Array | None]]:
+    record = OPERATORS[name]
+    call = record.build(dtype=dtype, **SIZES[name])
+    return record, call, dict(record.make_inputs(call, np.random.default_rng(0)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", SIZES)
 def test_bits_do_not_depend_on_where_tensors_lie(kernels: Kernels, name: str, dtype: DType) -> None:
-    spec, call, inputs = _made(name, dtype)
-    expected = computed(kernels, spec, call, inputs)
+    record, call, inputs = _made(name, dtype)
+    expected = computed(kernels, record, call, inputs)
     for elements in (1, 3, 7):
         moved = {
             key: None if array is None else shifted(np.ascontiguousarray(array), elements * array.itemsize)
             for key, array in inputs.items()
         }
         outputs = {
-            key: shifted(array, elements * array.itemsize) for key, array in outputs_for(spec, call).items()
+            key: shifted(array, elements * array.itemsize) for key, array in outputs_for(record, call).items()
         }
-        kernels.run(spec, moved, call.attrs, outputs)
+        kernels.run(record, moved, call.attrs, outputs)
         assert_same_bits(outputs, expected)
 
 
@@ -65,15 +66,15 @@ def test_bits_do_not_depend_on_where_tensors_lie(kernels: Kernels, name: str, dt
 @pytest.mark.parametrize("name", SIZES)
 def test_fractions_of_an_element_are_refused(kernels: Kernels, name: str, dtype: DType) -> None:
     """Stores past the cache would end the process; the backend copies such operands."""
-    spec, call, inputs = _made(name, dtype)
-    outputs = outputs_for(spec, call)
+    record, call, inputs = _made(name, dtype)
+    outputs = outputs_for(record, call)
     before = {key: array.tobytes() for key, array in outputs.items()}
     for key, array in inputs.items():
         if array is not None and array.itemsize > 1:
             moved = {**inputs, key: shifted(np.ascontiguousarray(array), 1)}
             with pytest.raises(RuntimeError, match="status 3"):
-                kernels.run(spec, moved, call.attrs, outputs)
+                kernels.run(record, moved, call.attrs, outputs)
     for key, array in outputs.items():
         with pytest.raises(RuntimeError, match="status 3"):
-            kernels.run(spec, inputs, call.attrs, {**outputs, key: shifted(array, 1)})
+            kernels.run(record, inputs, call.attrs, {**outputs, key: shifted(array, 1)})
     assert before == {key: array.tobytes() for key, array in outputs.items()}

@@ -54,7 +54,7 @@ class Job:
 
     def golden(self) -> dict[str, npt.NDArray[Any]]:
         """What the CPU backend makes of the operands in this process."""
-        return cpu_results(self.planned.spec, self.planned.call, self.inputs, self.planned.outputs)
+        return cpu_results(self.planned.record, self.planned.call, self.inputs, self.planned.outputs)
 
     def write(self, admission: Any) -> None:
         """Writes the operands, in the layout that the metas of the call declare."""
@@ -102,15 +102,15 @@ def make_job(
         layout: Turns each operand into one of another layout.
         sizes: Arguments of the record's `build`.
     """
-    spec = get_operator("group_norm_backward")
-    call = spec.build(**sizes)
-    inputs = dict(spec.make_inputs(call, np.random.default_rng(seed)))
+    record = get_operator("group_norm_backward")
+    call = record.build(**sizes)
+    inputs = dict(record.make_inputs(call, np.random.default_rng(seed)))
     if layout is not None:
         inputs = {name: None if array is None else layout(array) for name, array in inputs.items()}
         call = call.with_inputs(**{k: None if a is None else content(a)[0] for k, a in inputs.items()})
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     options = CallOptions(priority=priority, label=label, verify=verify)
-    return Job(PlannedCall(spec, call, spec.infer(call), options, f"request-{seed}", deadline), inputs)
+    return Job(PlannedCall(record, call, record.infer(call), options, f"request-{seed}", deadline), inputs)
 
 
 @pytest.fixture

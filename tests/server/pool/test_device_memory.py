@@ -53,14 +53,14 @@ def test_a_part_of_the_memory_is_left_out_of_the_budget(free: int, streams: int,
 
 @pytest.mark.parametrize("name", list(OPERATORS))
 def test_the_tensors_of_a_call_are_counted_as_they_lie_on_the_device(name: str) -> None:
-    spec = OPERATORS[name]
-    call = spec.build()
-    planned = PlannedCall(spec, call, spec.infer(call), CallOptions(), "", None)
+    record = OPERATORS[name]
+    call = record.build()
+    planned = PlannedCall(record, call, record.infer(call), CallOptions(), "", None)
     need = need_of(planned)
     metas = [meta for meta in (*call.inputs.values(), *planned.outputs.values()) if meta is not None]
     assert need.tensor_bytes == sum(footprint(meta.nbytes) for meta in metas)
     # Only what is checked before the launch is copied on the host.
-    assert need.host_bytes == sum(call.tensor(operand).nbytes for operand in spec.checked_operands)
+    assert need.host_bytes == sum(call.tensor(operand).nbytes for operand in record.checked_operands)
     verified = need_of(replace(planned, options=CallOptions(verify=True)))
     assert verified.host_bytes - need.host_bytes == sum(
         8 * meta.size for meta in planned.outputs.values() if meta is not None

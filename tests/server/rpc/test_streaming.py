@@ -9,12 +9,12 @@ from npugrad.errors import MalformedRequest, MalformedTensor
 from npugrad.ops import get_operator
 from npugrad_server.rpc.streaming import Upload
 
-SPEC = get_operator("group_norm_backward")
-GRAD_OUT, INPUT, MEAN = (SPEC.param_index(name) for name in ("grad_out", "input", "mean"))
+RECORD = get_operator("group_norm_backward")
+GRAD_OUT, INPUT, MEAN = (RECORD.param_index(name) for name in ("grad_out", "input", "mean"))
 
 
 def test_operands_may_interleave() -> None:
-    upload = Upload(SPEC, {"grad_out": 8, "input": 8})
+    upload = Upload(RECORD, {"grad_out": 8, "input": 8})
     assert upload.place(INPUT, 0, 4) == "input"
     assert upload.place(GRAD_OUT, 0, 8) == "grad_out"
     assert upload.missing_bytes == 4
@@ -24,14 +24,14 @@ def test_operands_may_interleave() -> None:
 
 
 def test_announced_empty_content_needs_no_chunk() -> None:
-    upload = Upload(SPEC, {"grad_out": 0})
+    upload = Upload(RECORD, {"grad_out": 0})
     assert upload.missing_bytes == 0
     upload.finish()
 
 
 @pytest.mark.parametrize("operand", [MEAN, 4, 99, 2**32 - 1])
 def test_operand_that_was_not_announced(operand: int) -> None:
-    upload = Upload(SPEC, {"grad_out": 8})
+    upload = Upload(RECORD, {"grad_out": 8})
     with pytest.raises(
         MalformedRequest, match=rf"found operand {operand}; expected an announced one: {GRAD_OUT} \(grad"
     ):
@@ -51,22 +51,22 @@ def test_operand_that_was_not_announced(operand: int) -> None:
 def test_chunk_that_breaks_a_rule_names_operand_found_and_expected(
     offset: int, nbytes: int, complaint: str
 ) -> None:
-    upload = Upload(SPEC, {"grad_out": 8})
+    upload = Upload(RECORD, {"grad_out": 8})
     with pytest.raises(MalformedTensor, match=complaint) as caught:
         upload.place(GRAD_OUT, offset, nbytes)
-    assert (caught.value.operator, caught.value.operand) == (SPEC.name, "grad_out")
+    assert (caught.value.operator, caught.value.operand) == (RECORD.name, "grad_out")
     assert upload.missing_bytes == 8
 
 
 def test_repeated_chunk_is_out_of_order() -> None:
-    upload = Upload(SPEC, {"grad_out": 8})
+    upload = Upload(RECORD, {"grad_out": 8})
     upload.place(GRAD_OUT, 0, 4)
     with pytest.raises(MalformedTensor, match="offset 0; expected offset 4"):
         upload.place(GRAD_OUT, 0, 4)
 
 
 def test_end_before_the_last_byte_names_the_operand() -> None:
-    upload = Upload(SPEC, {"grad_out": 8, "input": 8})
+    upload = Upload(RECORD, {"grad_out": 8, "input": 8})
     upload.place(GRAD_OUT, 0, 8)
     with pytest.raises(
         MalformedTensor, match="input: found the end of the stream after 0 bytes; expected the announced 8"
@@ -81,8 +81,8 @@ def test_exactly_the_sequences_that_tile_every_operand_are_taken(data: st.DataOb
     frames = data.draw(
         st.lists(st.tuples(st.sampled_from([GRAD_OUT, INPUT]), st.integers(0, 12), st.integers(0, 6)))
     )
-    upload = Upload(SPEC, announced)
-    stored = {SPEC.param_index(name): [False] * nbytes for name, nbytes in announced.items()}
+    upload = Upload(RECORD, announced)
+    stored = {RECORD.param_index(name): [False] * nbytes for name, nbytes in announced.items()}
     for operand, offset, nbytes in frames:
         room = stored[operand]
         legal = nbytes >= 1 and offset == sum(room) and offset + nbytes <= len(room)

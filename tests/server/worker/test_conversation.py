@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 def order(**changes: Any) -> RunCall:
-    spec = get_operator("group_norm_backward")
-    meta = spec.build()
-    run = RunCall(7, spec.name, meta, spec.infer(meta), CallOptions(), {}, {}, workspace_bytes=0)
+    record = get_operator("group_norm_backward")
+    meta = record.build()
+    run = RunCall(7, record.name, meta, record.infer(meta), CallOptions(), {}, {}, workspace_bytes=0)
     return replace(run, **changes)
 
 

@@ -29,7 +29,8 @@ from npugrad_server.worker.protocol import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from npugrad.spec import CallMeta, OpSpec
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
     from npugrad_server.backends.base import DeviceCall
     from npugrad_server.devices import DeviceName
     from npugrad_server.worker.protocol import Answer, Message
@@ -59,14 +60,14 @@ class Recorder:
         on_stage: Callable[[str], None] = unheard,
     ) -> None: ...
 
-    def run(self, spec: OpSpec, call: DeviceCall) -> Timings:
+    def run(self, record: OpRecord, call: DeviceCall) -> Timings:
         self.calls.append(call)
         if self.error is not None:
             raise self.error
-        spec.reference(call.inputs, call.meta.attrs, call.outputs)
+        record.reference(call.inputs, call.meta.attrs, call.outputs)
         return Timings(copy_in_s=1.0, run_s=2.0, copy_out_s=3.0, workspace_bytes=4)
 
-    def workspace_bytes(self, spec: OpSpec, meta: CallMeta) -> int | None: ...
+    def workspace_bytes(self, record: OpRecord, meta: CallMeta) -> int | None: ...
 
     def memory_now(self, *, give_back: bool) -> tuple[int, int] | None: ...
 
@@ -80,11 +81,11 @@ def arenas() -> Iterator[tuple[Arenas, InputArena]]:
 
 
 def order(**changes: Any) -> RunCall:
-    spec = get_operator("group_norm_backward")
-    meta = spec.build(with_gamma=False, output_mask=(True, False, True))
-    outputs = spec.infer(meta)
+    record = get_operator("group_norm_backward")
+    meta = record.build(with_gamma=False, output_mask=(True, False, True))
+    outputs = record.infer(meta)
     offsets = [{name: 1024 * i for i, name in enumerate(names)} for names in (meta.inputs, outputs)]
-    return replace(RunCall(1, spec.name, meta, outputs, CallOptions(), offsets[0], offsets[1]), **changes)
+    return replace(RunCall(1, record.name, meta, outputs, CallOptions(), offsets[0], offsets[1]), **changes)
 
 
 def nobody_is_asked(message: Message) -> None:

@@ -112,13 +112,13 @@ def worker(device: str = "cpu:0", *, streams: int = 1) -> Iterator[WorkerUnderTe
 
 
 def order(call: int = 1, *, label: str = "", workspace_bytes: int | None = None) -> RunCall:
-    spec = get_operator("group_norm_backward")
-    meta = spec.build()
-    outputs = spec.infer(meta)
+    record = get_operator("group_norm_backward")
+    meta = record.build()
+    outputs = record.infer(meta)
     options = CallOptions(label=label)
     offsets = [{name: 1024 * i for i, name in enumerate(names)} for names in (meta.inputs, outputs)]
     return RunCall(
-        call, spec.name, meta, outputs, options, offsets[0], offsets[1], workspace_bytes=workspace_bytes
+        call, record.name, meta, outputs, options, offsets[0], offsets[1], workspace_bytes=workspace_bytes
     )
 
 
@@ -128,8 +128,8 @@ def test_a_worker_opens_runs_and_ends_with_its_socket() -> None:
         assert isinstance(ready, DeviceReady)
         assert (ready.backend, ready.simulated) == (cpu_backend().name, False)
         run = order(5)
-        spec = get_operator(run.operator)
-        operands = spec.make_inputs(run.meta, np.random.default_rng(3))
+        record = get_operator(run.operator)
+        operands = record.make_inputs(run.meta, np.random.default_rng(3))
         for name, array in operands.items():
             assert array is not None
             one.inputs.view(Region(0, SIZE), run.input_offsets[name], array.nbytes)[:] = array.tobytes()
@@ -137,7 +137,7 @@ def test_a_worker_opens_runs_and_ends_with_its_socket() -> None:
         done = one.receive()
         assert isinstance(done, CallDone)
         assert (done.call, done.run_s > 0, done.copy_in_s > 0) == (5, True, True)
-        golden = cpu_results(spec, run.meta, operands, run.outputs)["grad_input"]
+        golden = cpu_results(record, run.meta, operands, run.outputs)["grad_input"]
         found = one.outputs.view(Region(0, SIZE), run.output_offsets["grad_input"], golden.nbytes)
         assert bytes(found) == golden.tobytes()
         one.control.close()

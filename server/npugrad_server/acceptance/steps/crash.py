@@ -38,7 +38,8 @@ def run(bench: Bench, out: StepLog) -> None:
     """Kills the worker twice: where calls may be run again, and where they may not."""
     long = find_long_call(bench, out, _TARGET_S, _LEAST_S)
     small = [
-        known(spec.name, realistic_job(spec, next(bench.samples(spec)).call)) for spec in bench.operators
+        known(record.name, realistic_job(record, next(bench.samples(record)).call))
+        for record in bench.operators
     ]
     limit_s = bench.settings.start_timeout_s
     with bench.pool() as device:

@@ -69,7 +69,7 @@ def run(bench: Bench, out: StepLog) -> None:
     """Each operator and type: off, then on in a process; on, then off in another; and in turns."""
     bench.restart()
     jobs = dict(_jobs(bench))
-    able = {name for name, job in jobs.items() if not bench.why_not_deterministic(job.spec, job.call)}
+    able = {name for name, job in jobs.items() if not bench.why_not_deterministic(job.record, job.call)}
     out.progress(0, 3, "off, then on")
     if bench.ready.no_determinism:
         out.note(f"A worker keeps one mode here, so each mode has its own: {bench.ready.no_determinism}.")
@@ -171,11 +171,11 @@ def _row(name: str, found: _Found) -> tuple[Cell, ...]:
 def _jobs(bench: Bench) -> Iterator[tuple[str, Job]]:
     """Large calls, because small ones may have nothing to sum in another order."""
     settings = bench.settings
-    for spec in bench.operators:
-        for size in SIZES.get(spec.name, ())[:1]:
-            for dtype in float_dtypes(spec, settings.product):
-                call = size.build(spec, settings.simulated, dtype=dtype, product=settings.product)
-                yield f"{spec.name} {dtype} {size.name}", realistic_job(spec, call)
+    for record in bench.operators:
+        for size in SIZES.get(record.name, ())[:1]:
+            for dtype in float_dtypes(record, settings.product):
+                call = size.build(record, settings.simulated, dtype=dtype, product=settings.product)
+                yield f"{record.name} {dtype} {size.name}", realistic_job(record, call)
 
 
 def _judged(runs: list[Ran]) -> _Repeated:

@@ -110,11 +110,11 @@ def _device(bench: Bench, out: StepLog, excused: set[str]) -> None:
         settings.simulated,
         ready.simulated,
     )
-    for spec in bench.offered:
-        if spec.name in excused:
+    for record in bench.offered:
+        if record.name in excused:
             continue
-        reason = ready.unavailable.get(spec.name, "")
-        out.check(f"{spec.name} answers a first, tiny call", not reason, "a result", reason or "a result")
+        reason = ready.unavailable.get(record.name, "")
+        out.check(f"{record.name} answers a first, tiny call", not reason, "a result", reason or "a result")
     free = ready.memory_bytes or 0
     rows: list[tuple[str, Cell]] = [
         ("device", settings.device),

@@ -117,13 +117,13 @@ def _is_refusal(answer: Answer | None) -> bool:
 
 
 def _check_small_calls(bench: Bench, out: StepLog, when: str) -> None:
-    for spec in bench.operators:
-        job = known(spec.name, realistic_job(spec, next(bench.samples(spec)).call))
+    for record in bench.operators:
+        job = known(record.name, realistic_job(record, next(bench.samples(record)).call))
         ran = bench.run_job(job.job)
         complaint = job.complaint(ran)
         if complaint:
-            out.keep_call(f"{when}: {spec.name}", job.job, ran)
-        out.check(f"a small call {when}: {spec.name}", not complaint, "right", complaint or "right")
+            out.keep_call(f"{when}: {record.name}", job.job, ran)
+        out.check(f"a small call {when}: {record.name}", not complaint, "right", complaint or "right")
 
 
 def _check_memory(out: StepLog, before_bytes: int, after_bytes: int) -> None:

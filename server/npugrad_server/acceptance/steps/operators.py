@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from npugrad.call import CallOptions
-from npugrad.spec import TensorMeta
+from npugrad.meta import TensorMeta
 from npugrad_server.acceptance.cases import SIMULATED_BYTES, small_calls
 from npugrad_server.acceptance.job import make_job
 from npugrad_server.acceptance.numerics import COLUMNS, Accuracy
@@ -19,7 +19,7 @@ from npugrad_server.worker.protocol import CallDone
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from npugrad.spec import OpSpec
+    from npugrad.operator import OpRecord
     from npugrad_server.acceptance.bench import Bench
     from npugrad_server.acceptance.job import Job
     from npugrad_server.acceptance.step import StepLog
@@ -32,20 +32,20 @@ _AT_ONCE = 16
 def run(bench: Bench, out: StepLog) -> None:
     """Numbers first, then layouts, probes, and other ways of making the same call."""
     accuracy = Accuracy()
-    for spec in bench.operators:
-        _small(bench, out, spec, accuracy)
+    for record in bench.operators:
+        _small(bench, out, record, accuracy)
         if not bench.settings.quick:
-            _realistic(bench, out, spec, accuracy)
+            _realistic(bench, out, record, accuracy)
         with bench.deterministic():
-            _strided(bench, out, spec)
+            _strided(bench, out, record)
     out.table("Errors against the float64 reference", COLUMNS, accuracy.rows())
     check_probes(bench, out)
     check_peers(bench, out)
     if bench.settings.simulated:
         factors = [
-            f"{spec.name} {size.name} {size.factor(spec):.0f} times"
-            for spec in bench.operators
-            for size in SIZES.get(spec.name, ())
+            f"{record.name} {size.name} {size.factor(record):.0f} times"
+            for record in bench.operators
+            for size in SIZES.get(record.name, ())
         ]
         out.note(
             f"On the simulation calls of more than {SIMULATED_BYTES >> 20} MiB are left out, and realistic "
@@ -53,38 +53,38 @@ def run(bench: Bench, out: StepLog) -> None:
         )
 
 
-def _small(bench: Bench, out: StepLog, spec: OpSpec, accuracy: Accuracy) -> None:
-    calls = list(small_calls(spec, bench.settings.product, bench.settings.simulated))
+def _small(bench: Bench, out: StepLog, record: OpRecord, accuracy: Accuracy) -> None:
+    calls = list(small_calls(record, bench.settings.product, bench.settings.simulated))
     for start in range(0, len(calls), _AT_ONCE):
         some = calls[start : start + _AT_ONCE]
-        out.progress(start, len(calls), f"{spec.name}: {some[0].name}")
-        jobs = [make_job(spec, small.call, start + seed) for seed, small in enumerate(some)]
+        out.progress(start, len(calls), f"{record.name}: {some[0].name}")
+        jobs = [make_job(record, small.call, start + seed) for seed, small in enumerate(some)]
         for small, job, ran in zip(some, jobs, bench.run_many(jobs), strict=True):
-            accuracy.check(out, f"{spec.name}: {small.name}", "small", str(small.dtype), job, ran)
+            accuracy.check(out, f"{record.name}: {small.name}", "small", str(small.dtype), job, ran)
 
 
-def _realistic(bench: Bench, out: StepLog, spec: OpSpec, accuracy: Accuracy) -> None:
-    calls = list(realistic_calls(spec, bench.settings.product, bench.settings.simulated))
+def _realistic(bench: Bench, out: StepLog, record: OpRecord, accuracy: Accuracy) -> None:
+    calls = list(realistic_calls(record, bench.settings.product, bench.settings.simulated))
     for done, (size, dtype, call) in enumerate(calls):
-        out.progress(done, len(calls), f"{spec.name}: {size.name} {dtype}")
-        job = realistic_job(spec, call, seed=done)
-        name = f"{spec.name}: {dtype} {size.name}"
+        out.progress(done, len(calls), f"{record.name}: {size.name} {dtype}")
+        job = realistic_job(record, call, seed=done)
+        name = f"{record.name}: {dtype} {size.name}"
         accuracy.check(out, name, size.name, str(dtype), job, bench.run_job(job))
 
 
-def _strided(bench: Bench, out: StepLog, spec: OpSpec) -> None:
+def _strided(bench: Bench, out: StepLog, record: OpRecord) -> None:
     """Operands with their axes the other way round in memory, one by one and all at once."""
     product = bench.settings.product
-    out.progress(0, 1, f"{spec.name}: strided operands")
-    call = spec.build(dtype=float_dtypes(spec, product)[0], product=product)
-    deterministic = not bench.why_not_deterministic(spec, call)
-    plain = replace(make_job(spec, call), options=CallOptions(deterministic=deterministic))
+    out.progress(0, 1, f"{record.name}: strided operands")
+    call = record.build(dtype=float_dtypes(record, product)[0], product=product)
+    deterministic = not bench.why_not_deterministic(record, call)
+    plain = replace(make_job(record, call), options=CallOptions(deterministic=deterministic))
     golden = bench.run_job(plain)
-    if not Accuracy().check(out, f"{spec.name}: contiguous operands", "strided", "", plain, golden):
+    if not Accuracy().check(out, f"{record.name}: contiguous operands", "strided", "", plain, golden):
         return
-    for names in _chosen(spec, call.inputs):
+    for names in _chosen(record, call.inputs):
         ran = bench.run_job(_turned(plain, names))
-        title = f"{spec.name}: strided {', '.join(names)}"
+        title = f"{record.name}: strided {', '.join(names)}"
         if not isinstance(ran.answer, CallDone):
             out.check(title, False, "a result", ran.answer.message)
         elif deterministic:
@@ -99,8 +99,8 @@ def _differ(names: list[str]) -> str:
     return f"others in {', '.join(names)}" if names else "the same"
 
 
-def _chosen(spec: OpSpec, inputs: Mapping[str, TensorMeta | None]) -> Iterator[tuple[str, ...]]:
-    names = tuple(param.name for param in spec.inputs)
+def _chosen(record: OpRecord, inputs: Mapping[str, TensorMeta | None]) -> Iterator[tuple[str, ...]]:
+    names = tuple(param.name for param in record.inputs)
     present = tuple(name for name in names if inputs[name] is not None)
     yield from ((name,) for name in present)
     yield present

@@ -17,7 +17,8 @@ from npugrad_server.worker.protocol import CallFailed, CallPlanned
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from npugrad.spec import CallMeta, Constraint, OpSpec
+    from npugrad.meta import CallMeta
+    from npugrad.operator import Constraint, OpRecord
     from npugrad_server.acceptance.bench import Bench
     from npugrad_server.acceptance.illegal import IllegalCall
     from npugrad_server.acceptance.report import Cell
@@ -35,14 +36,14 @@ class _Question:
     """One constraint of one operator, every call that breaks it, and what was answered to each.
 
     Attributes:
-        spec: The operator.
+        record: The operator.
         constraint: The constraint.
         calls: One for each sample that can break it.
         by_worker: The worker's code, or words where it gave none, for each call that it can express.
         answers: What the first phase returned, for each call.
     """
 
-    spec: OpSpec
+    record: OpRecord
     constraint: Constraint
     calls: tuple[IllegalCall, ...]
     by_worker: list[int | str | None] = field(default_factory=list)
@@ -57,37 +58,37 @@ def run(bench: Bench, out: StepLog) -> None:
     """Asks a worker first, then the first phases themselves: one process at a time holds the device."""
     product = bench.settings.product
     questions = [
-        _Question(spec, constraint, tuple(illegal_calls(spec, product, constraint)))
-        for spec in bench.operators
-        for constraint in spec.constraints
+        _Question(record, constraint, tuple(illegal_calls(record, product, constraint)))
+        for record in bench.operators
+        for constraint in record.constraints
         if constraint.applies(product)
     ]
-    samples = [(spec, sample) for spec in bench.operators for sample in bench.samples(spec)]
+    samples = [(record, sample) for record in bench.operators for sample in bench.samples(record)]
     for done, question in enumerate(questions):
-        out.progress(done, len(questions), f"a worker: {question.spec.name}: {question.constraint.id}")
+        out.progress(done, len(questions), f"a worker: {question.record.name}: {question.constraint.id}")
         question.by_worker = [
-            _worker_code(bench, question.spec, call.call) if call.by_worker else None
+            _worker_code(bench, question.record, call.call) if call.by_worker else None
             for call in question.calls
         ]
-    legal = [as_handed_down(spec, sample.call, sample.call) for spec, sample in samples]
+    legal = [as_handed_down(record, sample.call, sample.call) for record, sample in samples]
     illegal = [call.case for question in questions for call in question.calls]
     out.progress(
         0, 1, f"first phases: {len(legal)} legal calls, {len(illegal)} that break one constraint each"
     )
     answers = iter(_codes(bench, legal + illegal))
     # Legal ones first: codes of others mean something only where these are accepted.
-    for spec, sample in samples:
+    for record, sample in samples:
         answer = next(answers)
-        out.check(f"{spec.name}: legal: {sample.name}", answer["status"] == 0, "accepts", _said(answer))
+        out.check(f"{record.name}: legal: {sample.name}", answer["status"] == 0, "accepts", _said(answer))
     for question in questions:
         question.answers = [next(answers) for _ in question.calls]
     _compare(out, questions)
-    for name in dict.fromkeys(question.spec.name for question in questions):
-        _compare_worker(out, name, [question for question in questions if question.spec.name == name])
+    for name in dict.fromkeys(question.record.name for question in questions):
+        _compare_worker(out, name, [question for question in questions if question.record.name == name])
 
 
-def _worker_code(bench: Bench, spec: OpSpec, call: CallMeta) -> int | str:
-    answer = bench.plan(spec, call)
+def _worker_code(bench: Bench, record: OpRecord, call: CallMeta) -> int | str:
+    answer = bench.plan(record, call)
     if isinstance(answer, CallPlanned):
         return 0
     if isinstance(answer, CallFailed) and "code" in answer.metadata:
@@ -118,12 +119,12 @@ def _compare(out: StepLog, questions: Iterable[_Question]) -> None:
     rows: list[tuple[Cell, ...]] = []
     unbroken: list[str] = []
     for question in questions:
-        spec, constraint = question.spec, question.constraint
-        name = f"{spec.name}: {constraint.id}"
+        record, constraint = question.record, question.constraint
+        name = f"{record.name}: {constraint.id}"
         if not question.calls:
             unbroken.append(name)
             continue
-        expected, why = expected_code(spec, constraint)
+        expected, why = expected_code(record, constraint)
         agrees = question.codes == [expected]
         differs = next((a for a in question.answers if a["status"] != expected), question.answers[0])
         found = ", ".join(map(_code_name, question.codes))
@@ -132,7 +133,7 @@ def _compare(out: StepLog, questions: Iterable[_Question]) -> None:
         out.check(name, agrees, _code_name(expected), found, why)
         rows.append(
             (
-                spec.name,
+                record.name,
                 constraint.id,
                 constraint.code,
                 _code_name(expected),

@@ -21,7 +21,8 @@ from npugrad_server.acceptance.step import Step
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from npugrad.spec import CallMeta, OpSpec
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
     from npugrad_server.acceptance.bench import Bench
     from npugrad_server.acceptance.job import Ran
     from npugrad_server.acceptance.known import KnownJob
@@ -116,24 +117,24 @@ def run(bench: Bench, out: StepLog) -> None:
 
 def _jobs(bench: Bench, out: StepLog) -> Iterator[KnownJob]:
     """Every small sample, and larger calls in every type, with their right results."""
-    for done, spec in enumerate(bench.operators):
-        out.progress(done, len(bench.operators), f"right results for {spec.name}")
-        for sample in bench.samples(spec):
-            if not spec.accepts_unchecked(sample.call):  # of those there is nothing to compare
-                yield known(spec.name, realistic_job(spec, sample.call))
-        for call in _larger(bench, spec):
-            yield known(spec.name, realistic_job(spec, call))
+    for done, record in enumerate(bench.operators):
+        out.progress(done, len(bench.operators), f"right results for {record.name}")
+        for sample in bench.samples(record):
+            if not record.accepts_unchecked(sample.call):  # of those there is nothing to compare
+                yield known(record.name, realistic_job(record, sample.call))
+        for call in _larger(bench, record):
+            yield known(record.name, realistic_job(record, call))
 
 
-def _larger(bench: Bench, spec: OpSpec) -> Iterator[CallMeta]:
+def _larger(bench: Bench, record: OpRecord) -> Iterator[CallMeta]:
     """The sizes for the simulation also on hardware: the host checks every result, and must keep up."""
     product = bench.settings.product
     if bench.settings.quick:
         return iter(())
     calls = (
-        size.build(spec, True, dtype=dtype, product=product)
-        for size in SIZES.get(spec.name, ())
-        for dtype in float_dtypes(spec, product)
+        size.build(record, True, dtype=dtype, product=product)
+        for size in SIZES.get(record.name, ())
+        for dtype in float_dtypes(record, product)
     )
     return itertools.islice(calls, 1) if bench.settings.simulated else calls
 

@@ -108,16 +108,16 @@ def _column(streams: int) -> str:
 
 def _cases(bench: Bench, out: StepLog) -> Iterator[Case]:
     settings, smaller = bench.settings, []
-    for spec in bench.operators:
+    for record in bench.operators:
         seen = set()
-        for size, dtype, call in realistic_calls(spec, settings.product, settings.simulated):
+        for size, dtype, call in realistic_calls(record, settings.product, settings.simulated):
             if settings.simulated and size.name in seen:
                 continue  # no speed of the simulation is worth a second type
             seen.add(size.name)
-            out.progress(0, 1, f"right results for {spec.name}, {size.name} {dtype}")
-            job = known(f"{spec.name} {size.name} {dtype}", realistic_job(spec, call))
-            yield Case(job, spec.name, f"{size.name} {dtype}")
-            smaller.append(f"{spec.name} {size.name}: 1/{size.factor(spec):.0f}")
+            out.progress(0, 1, f"right results for {record.name}, {size.name} {dtype}")
+            job = known(f"{record.name} {size.name} {dtype}", realistic_job(record, call))
+            yield Case(job, record.name, f"{size.name} {dtype}")
+            smaller.append(f"{record.name} {size.name}: 1/{size.factor(record):.0f}")
     if settings.simulated:
         out.note(f"The simulation runs smaller calls, by bytes of the operands: {', '.join(smaller)}.")
 

@@ -34,8 +34,8 @@ _TOLD_S = 5.0
 def run(bench: Bench, out: StepLog) -> None:
     """Cuts a long call below the validator, then under the pool."""
     long = find_long_call(bench, out, _TARGET_S, _LEAST_S)
-    spec = bench.operators[0]
-    small = known(spec.name, realistic_job(spec, next(bench.samples(spec)).call))
+    record = bench.operators[0]
+    small = known(record.name, realistic_job(record, next(bench.samples(record)).call))
     _cut_by_worker(bench, out, long)
     limit_s = long.run_s / _SHARE
     with bench.pool(run_limit_s=limit_s) as device:

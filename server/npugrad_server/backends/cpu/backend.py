@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
     from npugrad.products import Product
-    from npugrad.spec import CallMeta, OpSpec
     from npugrad_server.backends.base import DeviceCall
     from npugrad_server.devices import DeviceName
 
@@ -75,7 +76,7 @@ class CpuBackend:
         if others:
             self.description += f"; NumPy reference in float64 for {', '.join(others)}"
 
-    def run(self, spec: OpSpec, call: DeviceCall) -> Timings:
+    def run(self, record: OpRecord, call: DeviceCall) -> Timings:
         """Computes where operands and results lie; operands that have to be contiguous are copied first.
 
         Raises:
@@ -85,11 +86,11 @@ class CpuBackend:
         """
         call.check_wanted()
         start = time.perf_counter()
-        if self._kernels is not None and spec.name in self._kernels.operators:
-            inputs = self._packed(self._kernels, spec, call.inputs)
+        if self._kernels is not None and record.name in self._kernels.operators:
+            inputs = self._packed(self._kernels, record, call.inputs)
             packed = time.perf_counter()
             try:
-                self._kernels.run(spec, inputs, call.meta.attrs, call.outputs, call.check_wanted)
+                self._kernels.run(record, inputs, call.meta.attrs, call.outputs, call.check_wanted)
                 return Timings(copy_in_s=packed - start, run_s=time.perf_counter() - packed)
             except KernelUnsupported:
                 pass  # nothing was written; the reference takes any dtype
@@ -98,22 +99,22 @@ class CpuBackend:
             for name, array in call.inputs.items()
         }
         packed = time.perf_counter()
-        spec.reference(inputs, call.meta.attrs, call.outputs)
+        record.reference(inputs, call.meta.attrs, call.outputs)
         return Timings(packed - start, time.perf_counter() - packed, backend=REFERENCE)
 
     @staticmethod
     def _packed(
-        kernels: Kernels, spec: OpSpec, inputs: Mapping[str, npt.NDArray[Any] | None]
+        kernels: Kernels, record: OpRecord, inputs: Mapping[str, npt.NDArray[Any] | None]
     ) -> dict[str, npt.NDArray[Any] | None]:
         return {
             name: array
             if array is None
-            or (array.flags.aligned and (array.flags.c_contiguous or kernels.takes_strides(spec, name)))
+            or (array.flags.aligned and (array.flags.c_contiguous or kernels.takes_strides(record, name)))
             else array.copy()
             for name, array in inputs.items()
         }
 
-    def workspace_bytes(self, spec: OpSpec, meta: CallMeta) -> int | None:
+    def workspace_bytes(self, record: OpRecord, meta: CallMeta) -> int | None:
         """None: what kernels and reference need beside the operands is bounded and their own."""
 
     def memory_now(self, *, give_back: bool) -> tuple[int, int] | None:

@@ -11,7 +11,7 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 from npugrad.dtypes import DATA_DTYPES, dtype_from_name
-from npugrad.spec import AttrParam, TensorParam
+from npugrad.operator import AttrParam, TensorParam
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from npugrad.spec import OpSpec
+    from npugrad.operator import OpRecord
 
     Arrays = Mapping[str, npt.NDArray[Any] | None]
 
@@ -32,15 +32,15 @@ class Layout:
     """What all calls of an operator have alike: names in the record's order, each kind for itself.
 
     Attributes:
-        spec: The operator's record.
+        record: The operator's record.
         tensors: Names of its tensors, inputs and outputs.
     """
 
-    def __init__(self, spec: OpSpec) -> None:
+    def __init__(self, record: OpRecord) -> None:
         """Sorts the record's parameters."""
-        self.spec = spec
-        tensors = [param for param in spec.params if isinstance(param, TensorParam)]
-        attrs = [param for param in spec.params if isinstance(param, AttrParam)]
+        self.record = record
+        tensors = [param for param in record.params if isinstance(param, TensorParam)]
+        attrs = [param for param in record.params if isinstance(param, AttrParam)]
         self.tensors = tuple(param.name for param in tensors)
         self._is_input = tuple((param.name, param.role == "input") for param in tensors)
         self._integers = tuple(param.name for param in attrs if param.type == "int64")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from npugrad.spec import OpSpec
+    from npugrad.operator import OpRecord
     from npugrad_server.backends.cpu.calls import Arrays
 
 ABI_VERSION = 1
@@ -222,19 +222,19 @@ class Kernels:
         """Handle of threads and scratch memory."""
         return self._context
 
-    def takes_strides(self, spec: OpSpec, name: str) -> bool:
+    def takes_strides(self, record: OpRecord, name: str) -> bool:
         """Whether the operator's kernel takes an operand as it lies, whatever its strides."""
-        return bool(self._bound[spec.name].strided >> self._layout(spec).tensors.index(name) & 1)
+        return bool(self._bound[record.name].strided >> self._layout(record).tensors.index(name) & 1)
 
-    def _layout(self, spec: OpSpec) -> Layout:
-        found = self._layouts.get(spec.name)
-        if found is None or found.spec is not spec:
-            self._layouts[spec.name] = found = Layout(spec)
+    def _layout(self, record: OpRecord) -> Layout:
+        found = self._layouts.get(record.name)
+        if found is None or found.record is not record:
+            self._layouts[record.name] = found = Layout(record)
         return found
 
     def run(
         self,
-        spec: OpSpec,
+        record: OpRecord,
         inputs: Arrays,
         attrs: Mapping[str, Any],
         outputs: Mapping[str, npt.NDArray[Any]],
@@ -243,7 +243,7 @@ class Kernels:
         """Computes a call.
 
         Args:
-            spec: Record of one of `operators`.
+            record: Record of one of `operators`.
             inputs: Operands by name, None for null; C-contiguous unless the kernel takes strides.
             attrs: Attributes by name.
             outputs: Wanted outputs by name, C-contiguous; every element is written.
@@ -255,21 +255,21 @@ class Kernels:
             MemoryError: There is no scratch memory.
             RuntimeError: The kernel has a bug, or operands do not fit each other.
         """
-        layout = self._layout(spec)
+        layout = self._layout(record)
         arrays = layout.arrays(inputs, outputs)  # alive until the kernel has returned
         call = described(layout, arrays, attrs, _ASK_ADDRESS if check_wanted else 0)
-        run, address = self._bound[spec.name].run, address_of(call)
+        run, address = self._bound[record.name].run, address_of(call)
         if check_wanted is None:
             status = run(self._context, address)
         else:
             with _Polled(address, check_wanted):
                 status = run(self._context, address)
         if status == _UNSUPPORTED:
-            raise KernelUnsupported(f"{spec.name}: no kernel for such operands")
+            raise KernelUnsupported(f"{record.name}: no kernel for such operands")
         if status == _NO_MEMORY:
-            raise MemoryError(f"{spec.name}: no scratch memory")
+            raise MemoryError(f"{record.name}: no scratch memory")
         if status != _OK:
-            raise RuntimeError(f"{spec.name}: the kernel ended with status {status}")
+            raise RuntimeError(f"{record.name}: the kernel ended with status {status}")
 
     def close(self) -> None:
         """Ends the threads and gives the memory back; no call runs. May be called again."""

@@ -27,8 +27,9 @@ from npugrad_server.backends.npu.mode import Mode, offer
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
     from npugrad.products import Product
-    from npugrad.spec import CallMeta, OpSpec
     from npugrad_server.devices import DeviceName
 
 _PROBE_S = 60.0
@@ -135,69 +136,70 @@ class NpuBackend:
         Raises:
             DeviceUnusable: No operator is left, or one fails in a way that another time it may not.
         """
-        specs = [spec for spec in OPERATORS.values() if product in spec.products]
+        records = [record for record in OPERATORS.values() if product in record.products]
         reasons = {}
-        for spec in specs:
-            on_stage(f"trying {spec.name}")  # it loads its kernels
-            reasons[spec.name] = self._launcher.missing(spec) or self._try_out(spec, product)
+        for record in records:
+            on_stage(f"trying {record.name}")  # it loads its kernels
+            reasons[record.name] = self._launcher.missing(record) or self._try_out(record, product)
         unavailable = {name: reason for name, reason in reasons.items() if reason}
-        if len(unavailable) == len(specs):
+        if len(unavailable) == len(records):
             told = "; ".join(f"{name}: {reason}" for name, reason in unavailable.items())
             raise DeviceUnusable(f"found no operator that runs here; expected at least one; {told}")
         return unavailable
 
-    def _try_out(self, spec: OpSpec, product: Product) -> str:
+    def _try_out(self, record: OpRecord, product: Product) -> str:
         """Why an operator never runs here, as a tiny call shows; empty when it does."""
         failure: NpugradError | None = None
         for _ in range(_PROBES):
             try:
-                self.run(spec, _tiny_call(spec, product))
+                self.run(record, _tiny_call(record, product))
             except NpugradError as error:
                 failure = error
                 if _is_for_good(error):
-                    return str(error).removeprefix(f"{spec.name}: ")
+                    return str(error).removeprefix(f"{record.name}: ")
             else:
                 return ""
         raise DeviceUnusable(
             f"{failure}; expected one of {_PROBES} tries of a first, tiny call to succeed", Comeback.SLOWLY
         ) from failure
 
-    def run(self, spec: OpSpec, call: DeviceCall) -> Timings:
+    def run(self, record: OpRecord, call: DeviceCall) -> Timings:
         """Runs a call on the lane of its stream; errors as in `Backend.run` and `Lane.run`."""
-        self._check(spec, call.meta, call.options)
+        self._check(record, call.meta, call.options)
         if not call.outputs:
             return Timings()  # everything is masked out: there is nothing to compute
         self._bind_thread()
-        with self._mode.held(spec, call.options.deterministic):
-            return self._lanes[call.stream].run(spec, call)
+        with self._mode.held(record, call.options.deterministic):
+            return self._lanes[call.stream].run(record, call)
 
-    def _check(self, spec: OpSpec, meta: CallMeta, options: CallOptions) -> None:
-        if spec.name in self.unavailable:
+    def _check(self, record: OpRecord, meta: CallMeta, options: CallOptions) -> None:
+        if record.name in self.unavailable:
             raise UnsupportedOperator(
-                f"{spec.name}: not available on this node: {self.unavailable[spec.name]}", operator=spec.name
+                f"{record.name}: not available on this node: {self.unavailable[record.name]}",
+                operator=record.name,
             )
-        complaint = self._why_not_deterministic(spec, meta) if options.deterministic else None
+        complaint = self._why_not_deterministic(record, meta) if options.deterministic else None
         if complaint is not None:
             raise OperatorError(
-                f"{spec.name}: {complaint}",
+                f"{record.name}: {complaint}",
                 reason="DETERMINISM_UNSUPPORTED",
-                operator=spec.name,
+                operator=record.name,
                 source="device",
             )
 
-    def _why_not_deterministic(self, spec: OpSpec, meta: CallMeta) -> str | None:
+    def _why_not_deterministic(self, record: OpRecord, meta: CallMeta) -> str | None:
         if self.no_determinism:
             return f"deterministic: found True; expected False, because {self.no_determinism}"
-        return spec.determinism_check(meta, self._release)
+        return record.determinism_check(meta, self._release)
 
-    def workspace_bytes(self, spec: OpSpec, meta: CallMeta) -> int | None:
+    def workspace_bytes(self, record: OpRecord, meta: CallMeta) -> int | None:
         """Asks the operator's first phase; errors as in `Backend.workspace_bytes`."""
-        self._check(spec, meta, CallOptions())
-        if not any(wanted is not None for wanted in spec.infer(meta).values()):
+        self._check(record, meta, CallOptions())
+        if not any(wanted is not None for wanted in record.infer(meta).values()):
             return 0
         self._bind_thread()
         with self._mode.as_it_is():
-            return self._lanes[0].workspace_bytes(spec, meta)
+            return self._lanes[0].workspace_bytes(record, meta)
 
     def memory_now(self, *, give_back: bool) -> tuple[int, int]:
         """Free and total bytes of the device, other processes' use included; errors as in `Backend`."""
@@ -229,13 +231,13 @@ def _is_for_good(error: NpugradError) -> bool:
     return fault_of(code or 0).action in (Action.OPERATOR_MISSING, Action.REFUSE)
 
 
-def _tiny_call(spec: OpSpec, product: Product) -> DeviceCall:
+def _tiny_call(record: OpRecord, product: Product) -> DeviceCall:
     """The first sample of a record with data, as a call of the first lane."""
-    meta = next(iter(spec.samples(product))).call
-    inputs = spec.make_inputs(meta, np.random.default_rng(0))
+    meta = next(iter(record.samples(product))).call
+    inputs = record.make_inputs(meta, np.random.default_rng(0))
     outputs = {
         name: np.zeros(wanted.shape, wanted.dtype.numpy)
-        for name, wanted in spec.infer(meta).items()
+        for name, wanted in record.infer(meta).items()
         if wanted is not None
     }
     return DeviceCall(meta, inputs, outputs, CallOptions(), 0, time.monotonic() + _PROBE_S)

@@ -10,7 +10,7 @@ from npugrad_server.acl.faults import Action
 from npugrad_server.backends.base import Comeback, DeviceLost
 
 if TYPE_CHECKING:
-    from npugrad.spec import CallMeta, TensorMeta
+    from npugrad.meta import CallMeta, TensorMeta
     from npugrad_server.acl.runtime import AclError
 
 _COMEBACK = {

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from npugrad.spec import CallMeta, OpSpec
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
     from npugrad_server.acl.launcher import Launcher
     from npugrad_server.acl.layout import Arrangement, Slot
     from npugrad_server.acl.runtime import Runtime
@@ -59,7 +60,7 @@ class _Job:
     """One call, tried once or twice.
 
     Attributes:
-        spec: The operator.
+        record: The operator.
         call: The call.
         arrangement: How its tensors lie in device memory.
         operands: The operands as they go down.
@@ -70,7 +71,7 @@ class _Job:
         queued: Whether the stream may have work of the try.
     """
 
-    spec: OpSpec
+    record: OpRecord
     call: DeviceCall
     arrangement: Arrangement
     operands: Mapping[str, Array]
@@ -104,7 +105,7 @@ class Lane:
         """The runtime's handle of the stream, read anew."""
         return self._stream.raw
 
-    def run(self, spec: OpSpec, call: DeviceCall) -> Timings:
+    def run(self, record: OpRecord, call: DeviceCall) -> Timings:
         """Runs a call; what the table of codes allows is tried once more.
 
         Raises:
@@ -117,22 +118,22 @@ class Lane:
             DeviceLost: The process has to go.
         """
         start_s = time.perf_counter()
-        arrangement = arrange(spec, call.meta)
-        job = _Job(spec, call, arrangement, _operands(spec, call, arrangement), start_s)
+        arrangement = arrange(record, call.meta)
+        job = _Job(record, call, arrangement, _operands(record, call, arrangement), start_s)
         try:
             return self._try(job)
         except AclError as error:
             action = error.fault.action
             if not action.retries:
-                raise device_error(spec.name, error, call.meta) from None
+                raise device_error(record.name, error, call.meta) from None
         try:
             if action is Action.OUT_OF_MEMORY:
                 self._device.empty_cache()
             return self._try(job)
         except AclError as error:
             if error.fault.action.ends_worker:  # giving back the cache met it
-                raise device_lost(spec.name, error) from error
-            raise device_error(spec.name, error, call.meta) from None
+                raise device_lost(record.name, error) from error
+            raise device_error(record.name, error, call.meta) from None
 
     def _try(self, job: _Job) -> Timings:
         """Runs a call once; a DeviceLost leaves everything behind, anything else nothing."""
@@ -177,7 +178,7 @@ class Lane:
 
     def _launch(self, job: _Job, tensors: Mapping[str, DeviceTensor | None]) -> int:
         """Both phases; the bytes of workspace. The first one goes on beside the copies."""
-        with self._launcher.plan(job.spec, job.call.meta.attrs, tensors) as plan:
+        with self._launcher.plan(job.record, job.call.meta.attrs, tensors) as plan:
             if plan.workspace_bytes != job.reserved_bytes:  # else an earlier try has reserved it
                 job.call.reserve_workspace(plan.workspace_bytes)
                 job.reserved_bytes = plan.workspace_bytes
@@ -201,7 +202,7 @@ class Lane:
 
     def _allocate(self, job: _Job) -> dict[str, DeviceTensor | None]:
         tensors: dict[str, DeviceTensor | None] = dict.fromkeys(
-            param.name for param in (*job.spec.inputs, *job.spec.outputs)
+            param.name for param in (*job.record.inputs, *job.record.outputs)
         )
         for slot in job.arrangement.inputs + job.arrangement.outputs:
             tensors[slot.name] = DeviceTensor(slot.meta, self._take(job, slot.name, slot.nbytes))
@@ -244,31 +245,31 @@ class Lane:
     @staticmethod
     def _lost(job: _Job, error: AclError, after: BaseException | None = None) -> DeviceLost:
         _kept.append(job)
-        return device_lost(job.spec.name, error, after)
+        return device_lost(job.record.name, error, after)
 
-    def workspace_bytes(self, spec: OpSpec, meta: CallMeta) -> int:
+    def workspace_bytes(self, record: OpRecord, meta: CallMeta) -> int:
         """Workspace that the operator would ask for: the first phase alone, on one small block.
 
         Raises:
             DeviceError: The operator refused.
             DeviceLost: The process has to go.
         """
-        arrangement = arrange(spec, meta)
+        arrangement = arrange(record, meta)
         self._runtime.forget_errors()
         try:
             with concerning(f"memory to plan with ({_PLAN_BYTES} bytes)"):
                 block = self._device.empty(_PLAN_BYTES)
             tensors: dict[str, DeviceTensor | None] = dict.fromkeys(
-                param.name for param in (*spec.inputs, *spec.outputs)
+                param.name for param in (*record.inputs, *record.outputs)
             )
             for slot in arrangement.inputs + arrangement.outputs:
                 tensors[slot.name] = DeviceTensor(slot.meta, block.address)
-            with self._launcher.plan(spec, meta.attrs, tensors) as plan:
+            with self._launcher.plan(record, meta.attrs, tensors) as plan:
                 return plan.workspace_bytes
         except AclError as error:
             if error.fault.action.ends_worker:
-                raise device_lost(spec.name, error) from error
-            raise device_error(spec.name, error, meta) from None
+                raise device_lost(record.name, error) from error
+            raise device_error(record.name, error, meta) from None
 
     def close(self) -> None:
         """Gives the events back; no call runs.
@@ -279,7 +280,7 @@ class Lane:
         self._clock.close()
 
 
-def _operands(spec: OpSpec, call: DeviceCall, arrangement: Arrangement) -> dict[str, Array]:
+def _operands(record: OpRecord, call: DeviceCall, arrangement: Arrangement) -> dict[str, Array]:
     """The operands as they go down; private copies of those that are packed or checked.
 
     Raises:
@@ -291,11 +292,11 @@ def _operands(spec: OpSpec, call: DeviceCall, arrangement: Arrangement) -> dict[
         if array is not None:
             operands[slot.name] = np.array(array, order="C") if slot.packed else array
     complaint = None
-    if spec.data_check is not None:
+    if record.data_check is not None:
         # It looks at the copies that are sent, so nobody can change them between the look and the launch.
-        complaint = spec.data_check({name: operands.get(name) for name in call.inputs})
+        complaint = record.data_check({name: operands.get(name) for name in call.inputs})
     if complaint is not None:
-        raise UnsafeLevels(f"{spec.name}: {complaint}", operator=spec.name)
+        raise UnsafeLevels(f"{record.name}: {complaint}", operator=record.name)
     return operands
 
 

@@ -19,7 +19,7 @@ from npugrad_server.backends.npu.failures import device_error, device_lost
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from npugrad.spec import OpSpec
+    from npugrad.operator import OpRecord
     from npugrad_server.acl.runtime import Runtime
 
 FIRST_TO_SWITCH = CannRelease.parse("9.0.0-beta.1")
@@ -81,7 +81,7 @@ class Mode:
             self._deterministic = kept
 
     @contextmanager
-    def held(self, spec: OpSpec, wanted: bool) -> Iterator[None]:
+    def held(self, record: OpRecord, wanted: bool) -> Iterator[None]:
         """Keeps the option as a call wants it, unless it is kept for all, from its first phase to its end.
 
         Raises:
@@ -95,7 +95,7 @@ class Mode:
             self._condition.wait_for(lambda: not self._users or self._deterministic == wanted)
             self._waiting -= 1
             self._condition.notify_all()
-            self._set(spec, wanted)
+            self._set(record, wanted)
             self._users += 1
         try:
             yield
@@ -118,7 +118,7 @@ class Mode:
             self._users -= 1
             self._condition.notify_all()
 
-    def _set(self, spec: OpSpec, wanted: bool) -> None:
+    def _set(self, record: OpRecord, wanted: bool) -> None:
         if self._deterministic == wanted:
             return
         self._deterministic = None
@@ -126,6 +126,6 @@ class Mode:
             self._runtime.set_deterministic(wanted)
         except AclError as error:
             if error.fault.action.ends_worker:
-                raise device_lost(spec.name, error) from error
-            raise device_error(spec.name, error) from None
+                raise device_lost(record.name, error) from error
+            raise device_error(record.name, error) from None
         self._deterministic = wanted

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from npugrad.spec import AttrValue
+    from npugrad.meta import AttrValue
 
     # (torch.ops, operands on the device, attributes) -> outputs in the order of the record
     Binding = Callable[[Any, Mapping[str, Any], Mapping[str, AttrValue]], Sequence[Any]]
@@ -76,15 +76,15 @@ def trial(order: Any, folder: Path) -> Any:
     for index, (found, deterministic) in enumerate(zip(order["cases"], order["deterministic"], strict=True)):
         torch.use_deterministic_algorithms(deterministic, warn_only=True)
         case = Case.from_json(found)
-        spec = get_operator(case.operator)
-        given = {p.name: _to_device(torch, place, case, index, p.name, contents) for p in spec.inputs}
+        record = get_operator(case.operator)
+        given = {p.name: _to_device(torch, place, case, index, p.name, contents) for p in record.inputs}
         try:
             outputs = BINDINGS[case.operator](torch.ops, given, case.attrs)
         except (RuntimeError, AttributeError) as error:  # refused, or an older torch_npu without it
             answers.append({"error": " ".join(str(error).split())[:500]})
             continue
         answers.append({"error": ""})
-        for param, output in zip(spec.outputs, outputs, strict=True):
+        for param, output in zip(record.outputs, outputs, strict=True):
             if case.tensors[param.name] is not None:
                 host = output.cpu().contiguous().reshape(-1).view(torch.uint8)
                 results[part(index, param.name)] = host.numpy().copy()

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from npugrad.spec import TensorMeta
+from npugrad.meta import TensorMeta
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     import numpy.typing as npt
 
-    from npugrad.spec import AttrValue
+    from npugrad.meta import AttrValue
 
     Contents = Mapping[str, npt.NDArray[np.uint8]]
 

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from npugrad.spec import CallMeta, OpSpec
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
 
     Array = npt.NDArray[Any]
     Work = Callable[[], str]
@@ -86,8 +87,8 @@ class Ladder:
 
     def operators(self) -> dict[str, Work]:
         """The operators of the product, each a rung of its own."""
-        specs = [spec for spec in OPERATORS.values() if self.product in spec.products]
-        return {f"run {spec.name}": partial(self._run, spec) for spec in specs}
+        records = [record for record in OPERATORS.values() if self.product in record.products]
+        return {f"run {record.name}": partial(self._run, record) for record in records}
 
     def close(self) -> str:
         """Gives all back."""
@@ -151,28 +152,32 @@ class Ladder:
             raise Wrong(f"found {wrong} of {_COPY_BYTES} bytes changed on the way; expected none")
         return f"the same {_COPY_BYTES} bytes"
 
-    def _run(self, spec: OpSpec) -> str:
-        missing = self._launcher.missing(spec)
+    def _run(self, record: OpRecord) -> str:
+        missing = self._launcher.missing(record)
         if missing:  # whether this CANN should have it, the step about functions tells
             return f"{LEFT_OUT}: {missing}"
-        call = next(iter(spec.samples(self.product))).call
-        inputs = spec.make_inputs(call, np.random.default_rng(0))
-        outputs = self._launch(spec, call, inputs)
+        call = next(iter(record.samples(self.product))).call
+        inputs = record.make_inputs(call, np.random.default_rng(0))
+        outputs = self._launch(record, call, inputs)
         golden = {name: np.zeros(array.shape) for name, array in outputs.items()}
-        spec.reference(inputs, call.attrs, golden)
+        record.reference(inputs, call.attrs, golden)
         wrong = {}
         for name, array in outputs.items():
-            found = compare(golden[name], array, spec.extra_tolerance(inputs, call.attrs, name))
+            found = compare(golden[name], array, record.extra_tolerance(inputs, call.attrs, name))
             if not found.ok:
                 wrong[name] = str(found)
         if wrong:
-            self._keep(spec, {**inputs, **outputs, **{f"{n}.expected": golden[n] for n in golden}})
+            self._keep(record, {**inputs, **outputs, **{f"{n}.expected": golden[n] for n in golden}})
             raise Wrong("; ".join(f"{name}: {text}" for name, text in wrong.items()))
         return f"{', '.join(outputs)} right"
 
-    def _launch(self, spec: OpSpec, call: CallMeta, inputs: Mapping[str, Array | None]) -> dict[str, Array]:
-        tensors: dict[str, DeviceTensor | None] = dict.fromkeys(p.name for p in spec.inputs + spec.outputs)
-        arrangement = arrange(spec, call)
+    def _launch(
+        self, record: OpRecord, call: CallMeta, inputs: Mapping[str, Array | None]
+    ) -> dict[str, Array]:
+        tensors: dict[str, DeviceTensor | None] = dict.fromkeys(
+            p.name for p in record.inputs + record.outputs
+        )
+        arrangement = arrange(record, call)
         for slot in arrangement.inputs:
             array = inputs[slot.name]
             if array is not None:
@@ -180,7 +185,7 @@ class Ladder:
         for slot in arrangement.outputs:
             tensors[slot.name] = DeviceTensor(slot.meta, self._device.allocate(slot.nbytes))
             self._runtime.zero(tensors[slot.name].address, slot.nbytes, self._stream)  # type: ignore[union-attr]
-        with self._launcher.plan(spec, call.attrs, tensors) as plan:
+        with self._launcher.plan(record, call.attrs, tensors) as plan:
             workspace = self._device.allocate(plan.workspace_bytes) if plan.workspace_bytes else 0
             plan.launch(workspace, self._stream)
         self._wait()
@@ -206,10 +211,12 @@ class Ladder:
         self._wait()
         return memory.copy()
 
-    def _keep(self, spec: OpSpec, arrays: Mapping[str, Array | None]) -> None:
+    def _keep(self, record: OpRecord, arrays: Mapping[str, Array | None]) -> None:
         for name, array in arrays.items():
             if array is not None:
-                self.contents[f"{spec.name}/{name}"] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+                self.contents[f"{record.name}/{name}"] = (
+                    np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+                )
 
     def _wait(self) -> None:
         self._runtime.wait(self._stream, time.monotonic() + self._wait_s)

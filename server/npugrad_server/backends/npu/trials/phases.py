@@ -79,7 +79,7 @@ class Phases:
 
     def launch(self, case: Case, operands: Mapping[str, Bytes]) -> tuple[dict[str, Any], dict[str, Bytes]]:
         """Runs both phases; answer as for `plan`, and the contents of the outputs if all went well."""
-        spec, raw = get_operator(case.operator), self._stream.raw
+        record, raw = get_operator(case.operator), self._stream.raw
         buffers: list[DeviceBuffer] = []
 
         def take(nbytes: int) -> int:
@@ -92,13 +92,13 @@ class Phases:
             for name, meta in case.tensors.items()
         }
         there = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        outputs = {param.name: there[param.name] for param in spec.outputs if param.name in there}
+        outputs = {param.name: there[param.name] for param in record.outputs if param.name in there}
         incoming = [Part(name, content, there[name].address) for name, content in operands.items()]
         self._incoming.copy_in(self._runtime, incoming, raw, self._wait)
         for tensor in outputs.values():
             self._runtime.zero(tensor.address, tensor.meta.content_bytes, raw)
         try:
-            with self._launcher.plan(spec, case.attrs, tensors) as plan:
+            with self._launcher.plan(record, case.attrs, tensors) as plan:
                 workspace = take(plan.workspace_bytes) if plan.workspace_bytes else 0
                 plan.launch(workspace, raw)
         except AclError as error:

@@ -83,9 +83,9 @@ def _functions(functions: Functions, operator: str = "") -> Iterator[dict[str, A
 
 def _operators(cann: Cann, runtime: Runtime) -> Iterator[dict[str, Any]]:
     launcher = Launcher(cann, runtime)
-    for spec in OPERATORS.values():
-        names = (symbol.name for symbol in operator_symbols(spec))
-        yield from _functions(Functions(dict(zip(names, launcher.phases(spec), strict=True))), spec.name)
+    for record in OPERATORS.values():
+        names = (symbol.name for symbol in operator_symbols(record))
+        yield from _functions(Functions(dict(zip(names, launcher.phases(record), strict=True))), record.name)
 
 
 def _installed() -> Iterator[tuple[str, str]]:

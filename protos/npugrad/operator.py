@@ -1,231 +1,28 @@
-"""The types of an operator record: one frozen `OpSpec` describes one operator completely.
+"""The types of an operator record: one frozen `OpRecord` describes one operator completely.
 
 Validator, packing, documentation tables, client methods, the launcher's argument order and the test
-matrix are all derived from it. A call without its data is a `CallMeta`.
+matrix are all derived from it.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, replace
-from operator import index
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex
-
-from npugrad.dtypes import DType, Format, dtype_from_name, format_from_name
-from npugrad.errors import MalformedTensor, Source, Violation
-from npugrad.products import Product
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     import numpy as np
     import numpy.typing as npt
 
+    from npugrad.dtypes import DType
+    from npugrad.errors import Source, Violation
     from npugrad.generators import Draw
+    from npugrad.meta import CallMeta, TensorMeta
+    from npugrad.products import Product
     from npugrad.releases import CannRelease
 
     Arrays = Mapping[str, "npt.NDArray[Any] | None"]
-
-INT64_MAX = 2**63 - 1
-MAX_RANK = 32
-"""Largest rank that travels: NumPy's own limit before 2.0. The operators' limits are lower."""
-
-AttrValue = int | float | bool | tuple[bool, ...] | None
-
-
-@dataclass(frozen=True)
-class TensorMeta:
-    """What is known of a tensor without its data.
-
-    Example:
-        >>> TensorMeta("bfloat16", (2, 3)).nbytes
-        12
-        >>> expanded = TensorMeta("float32", (2, 3), strides=(0, 0))
-        >>> expanded.content_bytes
-        4
-
-    Attributes:
-        dtype: Element type; a name is accepted and becomes a `DType`.
-        shape: Size of each axis.
-        format: Storage format, default ND.
-        strides: Steps in elements, one for each axis; None means contiguous, row-major. 0 repeats an element.
-        storage_offset: Elements of the content before the first one of the tensor.
-
-    Raises:
-        MalformedTensor: A size, stride or offset is negative, strides do not have the length of the
-            shape, the rank is above 32, or the tensor or its content would exceed 2^63 - 1 bytes.
-        TypeError: A size, stride or offset is not an integer.
-        ValueError: There is no such dtype or format.
-    """
-
-    dtype: DType
-    shape: tuple[int, ...]
-    format: Format = Format.ND
-    strides: tuple[int, ...] | None = None
-    storage_offset: int = 0
-
-    def __init__(
-        self,
-        dtype: DType | str | npt.DTypeLike,
-        shape: Sequence[SupportsIndex],
-        format: Format | str = Format.ND,
-        strides: Sequence[SupportsIndex] | None = None,
-        storage_offset: SupportsIndex = 0,
-    ) -> None:
-        """Makes the description; see the class for arguments and errors."""
-        object.__setattr__(self, "dtype", dtype_from_name(dtype))
-        object.__setattr__(self, "shape", tuple(index(s) for s in shape))
-        object.__setattr__(self, "format", format_from_name(format))
-        object.__setattr__(self, "strides", None if strides is None else tuple(index(s) for s in strides))
-        object.__setattr__(self, "storage_offset", index(storage_offset))
-        self._check_layout()
-
-    def _check_layout(self) -> None:
-        if len(self.shape) > MAX_RANK:
-            raise MalformedTensor(f"found rank {len(self.shape)}; expected at most {MAX_RANK}")
-        if any(s < 0 for s in self.shape):
-            raise MalformedTensor(f"found shape {list(self.shape)}; expected sizes of 0 or more")
-        if self.storage_offset < 0:
-            raise MalformedTensor(f"found storage offset {self.storage_offset}; expected 0 or more")
-        if self.strides is not None:
-            if len(self.strides) != len(self.shape):
-                raise MalformedTensor(
-                    f"found {len(self.strides)} strides, rank {len(self.shape)}; expected one for each axis"
-                )
-            if any(s < 0 for s in self.strides):
-                raise MalformedTensor(f"found strides {list(self.strides)}; expected 0 or more")
-        if max(self.nbytes, self.content_bytes) > INT64_MAX:
-            raise MalformedTensor(
-                f"found shape {list(self.shape)}, above 2^63 - 1 bytes; expected a size that fits int64"
-            )
-
-    @property
-    def rank(self) -> int:
-        """Number of axes."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor when contiguous."""
-        return self.size * self.dtype.itemsize
-
-    @property
-    def contiguous_strides(self) -> tuple[int, ...]:
-        """Row-major strides of the shape, in elements."""
-        strides, step = [], 1
-        for s in reversed(self.shape):
-            strides.append(step)
-            step *= max(s, 1)
-        return tuple(reversed(strides))
-
-    @property
-    def element_strides(self) -> tuple[int, ...]:
-        """Strides in elements, filled in where contiguous."""
-        return self.contiguous_strides if self.strides is None else self.strides
-
-    @property
-    def content_bytes(self) -> int:
-        """Bytes of the content on the wire: itemsize x (offset + span), span 0 when empty."""
-        span = 0
-        if self.size:
-            span = sum((s - 1) * step for s, step in zip(self.shape, self.element_strides, strict=True)) + 1
-        return self.dtype.itemsize * (self.storage_offset + span)
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether the content is the row-major tensor itself, from its first byte."""
-        if self.storage_offset or self.strides is None or not self.size:
-            return self.storage_offset == 0
-        return all(
-            s == 1 or step == expected
-            for s, step, expected in zip(self.shape, self.strides, self.contiguous_strides, strict=True)
-        )
-
-    def contiguous(self) -> TensorMeta:
-        """The same tensor, contiguous."""
-        return TensorMeta(self.dtype, self.shape, self.format)
-
-    def __str__(self) -> str:
-        """Such as ``float32[2, 3, 4]``."""
-        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
-
-
-def _frozen(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
-    return MappingProxyType(dict(mapping))
-
-
-@dataclass(frozen=True)
-class CallMeta:
-    """One call without its data; what constraints look at.
-
-    Attributes:
-        inputs: Every input by name; None is a null pointer.
-        attrs: Every attribute by name.
-        outputs: Declared outputs by name; None is a null pointer. A missing one is inferred.
-        product: Product the call is for.
-    """
-
-    inputs: Mapping[str, TensorMeta | None]
-    attrs: Mapping[str, AttrValue]
-    outputs: Mapping[str, TensorMeta | None] = field(default_factory=dict)
-    product: Product = Product.ATLAS_A2
-
-    def __post_init__(self) -> None:
-        """Makes the mappings read-only."""
-        for name in ("inputs", "attrs", "outputs"):
-            object.__setattr__(self, name, _frozen(getattr(self, name)))
-
-    def tensor(self, name: str) -> TensorMeta:
-        """An input that a required constraint has shown to be there."""
-        meta = self.inputs[name]
-        if meta is None:
-            raise KeyError(f"{name} is null")  # a record that forgot `requires`; the fuzz test finds it
-        return meta
-
-    def integer(self, name: str) -> int:
-        """An int64 attribute."""
-        value = self.attrs[name]
-        if not isinstance(value, int):
-            raise KeyError(f"{name} is not an integer")
-        return value
-
-    def number(self, name: str) -> float:
-        """A double attribute."""
-        value = self.attrs[name]
-        if not isinstance(value, (int, float)):
-            raise KeyError(f"{name} is not a number")
-        return float(value)
-
-    def mask(self, name: str = "output_mask") -> tuple[bool, ...] | None:
-        """A bool array attribute."""
-        value = self.attrs[name]
-        return value if isinstance(value, tuple) else None
-
-    def declared(self, name: str) -> TensorMeta | None:
-        """The declared meta of an output; None when null or inferred (see `is_null_output`)."""
-        return self.outputs.get(name)
-
-    def is_null_output(self, name: str) -> bool:
-        """Whether an output was declared as a null pointer."""
-        return name in self.outputs and self.outputs[name] is None
-
-    def with_inputs(self, **metas: TensorMeta | None) -> CallMeta:
-        """A copy with other inputs."""
-        return replace(self, inputs={**self.inputs, **metas})
-
-    def with_attrs(self, **attrs: AttrValue) -> CallMeta:
-        """A copy with other attributes."""
-        return replace(self, attrs={**self.attrs, **attrs})
-
-    def with_outputs(self, **metas: TensorMeta | None) -> CallMeta:
-        """A copy with other declared outputs."""
-        return replace(self, outputs={**self.outputs, **metas})
 
 
 @dataclass(frozen=True)
@@ -378,7 +175,7 @@ class Sample:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpSpec:
+class OpRecord:
     """One operator, completely.
 
     Attributes:
