@@ -1,10 +1,12 @@
-"""The protocol of a backend: open a device, run calls on it, close it."""
+"""What a backend is: open a device, run calls on it, close it."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -155,7 +157,7 @@ class DeviceLost(Exception):
         self.code, self.comeback, self.retry, self.blameless = code, comeback, retry, blameless
 
 
-class Backend(Protocol):
+class Backend(ABC):
     """Drives one device, in a process of its own.
 
     Attributes:
@@ -174,14 +176,15 @@ class Backend(Protocol):
 
     name: str
     description: str
-    simulated: bool
-    one_mode: bool
-    deterministic: bool | None
-    no_determinism: str
-    strided: bool
-    unavailable: Mapping[str, str]
-    memory_bytes: int | None
+    simulated: bool = False
+    one_mode: bool = False
+    deterministic: bool | None = None
+    no_determinism: str = ""
+    strided: bool = False
+    unavailable: Mapping[str, str] = MappingProxyType({})
+    memory_bytes: int | None = None
 
+    @abstractmethod
     def open(
         self,
         device: DeviceName,
@@ -203,6 +206,7 @@ class Backend(Protocol):
             DeviceLost: It failed while it was being opened.
         """
 
+    @abstractmethod
     def run(self, record: OpRecord, call: DeviceCall) -> Timings:
         """Runs a call and writes every element of its outputs; up to `streams` threads call it at once.
 
@@ -213,7 +217,6 @@ class Backend(Protocol):
             CallAbandoned: The caller has gone.
             DeviceLost: The process has to go.
         """
-        ...
 
     def workspace_bytes(self, record: OpRecord, meta: CallMeta) -> int | None:
         """Workspace that the operator would ask for; None when the device cannot tell.
@@ -222,7 +225,7 @@ class Backend(Protocol):
             NpugradError: The operator refuses the call.
             DeviceLost: The process has to go.
         """
-        ...
+        return None
 
     def memory_now(self, *, give_back: bool) -> tuple[int, int] | None:
         """Free and total bytes of the device; None when it works in the host's memory.
@@ -234,7 +237,8 @@ class Backend(Protocol):
             NpugradError: The device does not tell.
             DeviceLost: The process has to go.
         """
-        ...
+        return None
 
+    @abstractmethod
     def close(self) -> None:
         """Gives the device back; no call runs."""

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from npugrad_server.backends.base import Comeback, DeviceLost, DeviceUnusable, Timings, unheard
+from npugrad_server.backends.base import Backend, Comeback, DeviceLost, DeviceUnusable, Timings, unheard
 from npugrad_server.backends.cpu import CpuBackend
 
 if TYPE_CHECKING:
@@ -118,23 +118,17 @@ class TestOptions:
         return self.labels.get(failure) == label
 
 
-class TestBackend:
+class TestBackend(Backend):
     """A device that does not exist."""
 
     __test__ = False
 
     name = "test"
     simulated = True
-    one_mode = False
-    deterministic: bool | None = None
-    no_determinism = ""
-    strided = False
-    memory_bytes: int | None = None
 
     def __init__(self) -> None:
         """Makes it; `open` reads the options."""
         self.description = "simulated device"
-        self.unavailable: Mapping[str, str] = {}
         self._options = TestOptions.parse({})
         self._cpu = CpuBackend()
         self._used_bytes = 0
@@ -239,9 +233,6 @@ class TestBackend:
     def workspace_bytes(self, record: OpRecord, meta: CallMeta) -> int | None:
         """What the options say; None for a device that has no memory of its own."""
         return None if self._options.memory_bytes is None else self._options.workspace_bytes
-
-    def memory_now(self, *, give_back: bool) -> tuple[int, int] | None:
-        """None: it works in the host's memory."""
 
     def close(self) -> None:
         """Ends the threads of the CPU backend, if there are any."""

@@ -11,7 +11,7 @@ import pytest
 from npugrad import Product, TensorMeta, get_operator
 from npugrad.call import CallOptions
 from npugrad.errors import DeviceError, NpugradError, OperatorError, UnsafeLevels
-from npugrad_server.backends.base import CallAbandoned, CallPostponed, DeviceLost, Timings, unheard
+from npugrad_server.backends.base import Backend, CallAbandoned, CallPostponed, DeviceLost, Timings, unheard
 from npugrad_server.pool.arena import InputArena, OutputArena
 from npugrad_server.pool.regions import Region
 from npugrad_server.worker.conversation import Conversation
@@ -27,9 +27,8 @@ from npugrad_server.worker.protocol import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
-    from npugrad.meta import CallMeta
     from npugrad.operator import OpRecord
     from npugrad_server.backends.base import DeviceCall
     from npugrad_server.devices import DeviceName
@@ -38,18 +37,14 @@ if TYPE_CHECKING:
 SIZE = 1 << 16
 
 
-class Recorder:
+class Recorder(Backend):
     """A backend that looks at the call and does what the test wants."""
 
-    name, description, simulated, one_mode = "recorder", "", True, False
-    no_determinism = ""
-    deterministic: bool | None = None
-    memory_bytes: int | None = None
+    name, description = "recorder", ""
 
     def __init__(self, error: Exception | None = None, *, strided: bool = False) -> None:
         self.error = error
         self.strided = strided
-        self.unavailable: Mapping[str, str] = {}
         self.calls: list[DeviceCall] = []
 
     def open(
@@ -66,10 +61,6 @@ class Recorder:
             raise self.error
         record.reference(call.inputs, call.meta.attrs, call.outputs)
         return Timings(copy_in_s=1.0, run_s=2.0, copy_out_s=3.0, workspace_bytes=4)
-
-    def workspace_bytes(self, record: OpRecord, meta: CallMeta) -> int | None: ...
-
-    def memory_now(self, *, give_back: bool) -> tuple[int, int] | None: ...
 
     def close(self) -> None: ...
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from npugrad import OPERATORS
-from npugrad_server.backends.base import Timings, unheard
+from npugrad_server.backends.base import Backend, Timings, unheard
 from npugrad_server.backends.cpu.kernels import Kernels, KernelsUnavailable, KernelUnsupported
 from npugrad_server.machine import cpu_count
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from npugrad.meta import CallMeta
     from npugrad.operator import OpRecord
     from npugrad.products import Product
     from npugrad_server.backends.base import DeviceCall
@@ -36,21 +35,15 @@ def thread_count() -> int:
     return max(1, int(given)) if given.isdigit() else cpu_count()
 
 
-class CpuBackend:
+class CpuBackend(Backend):
     """Any operator with a reference, on the host's processors; deterministic for every call."""
 
-    simulated = False
-    one_mode = False
-    deterministic: bool | None = None
-    no_determinism = ""
     strided = True
-    memory_bytes: int | None = None
 
     def __init__(self) -> None:
         """Makes it; `open` loads the kernels."""
         self.name = REFERENCE
         self.description = "host CPU"
-        self.unavailable: Mapping[str, str] = {}
         self._kernels: Kernels | None = None
 
     def open(
@@ -113,12 +106,6 @@ class CpuBackend:
             else array.copy()
             for name, array in inputs.items()
         }
-
-    def workspace_bytes(self, record: OpRecord, meta: CallMeta) -> int | None:
-        """None: what kernels and reference need beside the operands is bounded and their own."""
-
-    def memory_now(self, *, give_back: bool) -> tuple[int, int] | None:
-        """None: it works in the host's memory."""
 
     def close(self) -> None:
         """Ends the threads; no call runs."""

@@ -18,14 +18,14 @@ from npugrad_server.acl.launcher import Launcher
 from npugrad_server.acl.libraries import Cann, LibraryError, Missing
 from npugrad_server.acl.release import installed_release
 from npugrad_server.acl.runtime import AclError, Runtime
-from npugrad_server.backends.base import Comeback, DeviceCall, DeviceUnusable, Timings, unheard
+from npugrad_server.backends.base import Backend, Comeback, DeviceCall, DeviceUnusable, Timings, unheard
 from npugrad_server.backends.npu.bringup import NpuDevice, check_packages
 from npugrad_server.backends.npu.failures import device_error, device_lost
 from npugrad_server.backends.npu.lane import Lane
 from npugrad_server.backends.npu.mode import Mode, offer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from npugrad.meta import CallMeta
     from npugrad.operator import OpRecord
@@ -38,21 +38,16 @@ _PROBES = 2
 """How often that call is tried, unless it fails with a code that stays."""
 
 
-class NpuBackend:
+class NpuBackend(Backend):
     """Any operator that the node's CANN has, on one NPU."""
 
     name = "npu"
+    one_mode = True
     strided = True
 
     def __init__(self) -> None:
         """Makes it; `open` takes the device."""
         self.description = "NPU"
-        self.simulated = False
-        self.unavailable: Mapping[str, str] = {}
-        self.memory_bytes: int | None = None
-        self.one_mode = True
-        self.deterministic: bool | None = None
-        self.no_determinism = ""
         self._thread = threading.local()
 
     def open(
