@@ -22,7 +22,7 @@ from npugrad_server.logs import get_logger
 from npugrad_server.metrics import Metrics
 from npugrad_server.pages import Pages, serve_pages
 from npugrad_server.pool import DevicePool, keep_reaping
-from npugrad_server.preflight import StartError, npu_report, pool_settings, start_limit_s
+from npugrad_server.preflight import StartError, npu_report, pool_settings, ready_timeout_s
 from npugrad_server.rpc.funnel import Funnel
 from npugrad_server.rpc.health import Health, register_health, register_reflection
 from npugrad_server.rpc.register import register
@@ -203,7 +203,7 @@ class App:
             StartError: None is ready; every device's reason.
         """
         try:
-            await self.pool.wait_ready(start_limit_s(self._made))
+            await self.pool.wait_ready(ready_timeout_s(self._made))
         except NpugradError:
             raise StartError(*(f"{d.name}: {d.state}, {d.reason}" for d in self.pool.devices())) from None
         self._device_changed()
@@ -217,15 +217,15 @@ class App:
         await asyncio.shield(self._end)  # grpc takes the cancellation of a waiter for its own
 
     async def drain(self, at_once: asyncio.Event, delay_s: float = 0.0) -> bool:
-        """Serves on for a while as not serving, then lets what is here finish and takes nothing new.
+        """Waits until load balancers can know, then closes connections and lets their calls finish.
 
-        Health says NOT_SERVING from the start, and for `delay_s` everything is served, so that balancers have
-        time to see it. Then every connection is told to go (GOAWAY): its client opens no call on it any more
-        and connects elsewhere, and what was opened before goes on, uploads included.
+        Health says NOT_SERVING from the start, but for `delay_s` everything is still served. Then every
+        connection gets a GOAWAY: its client opens no more calls on it and connects elsewhere, and calls that
+        were opened before finish, uploads included.
 
         Args:
             at_once: Ends the delay and the wait.
-            delay_s: Seconds to serve on.
+            delay_s: Seconds to go on serving.
 
         Returns:
             Whether all calls could finish. Those that could not were answered with DRAINING.
@@ -233,10 +233,10 @@ class App:
         self._health.start_draining()
         self._info.start_draining()
         if delay_s:
-            self._log.info("serving on", delay_s=delay_s)
+            self._log.info("still serving", delay_s=delay_s)
             await until(at_once, asyncio.sleep(delay_s))
         limit_s = self._settings.drain_timeout_s
-        self._log.info("connections are told to go", calls=self._funnel.active_count, timeout_s=limit_s)
+        self._log.info("closing connections", calls=self._funnel.active_count, timeout_s=limit_s)
         ending = asyncio.ensure_future(self._server.stop(limit_s + _FAREWELL_S))
         self._health.close()
         await until(at_once, self._funnel.settle_last(ending, _FAREWELL_S), limit_s)

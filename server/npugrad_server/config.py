@@ -124,8 +124,8 @@ class ServerSettings(BaseSettings):
     drain_delay_s: float = Field(
         default=0.0,
         ge=0,
-        description="Seconds that everything is still served after SIGTERM, while health says NOT_SERVING: "
-        "load balancers then send new calls elsewhere first. SIGINT does not wait.",
+        description="Seconds to go on serving after SIGTERM, while health says NOT_SERVING, so that load "
+        "balancers send new calls elsewhere. SIGINT does not wait.",
     )
     drain_timeout_s: float = Field(
         default=120.0,
@@ -136,8 +136,8 @@ class ServerSettings(BaseSettings):
         default=None,
         ge=1,
         le=_LONGEST_S,
-        description="Seconds, a tenth more or less, after which a connection is told to go, so that callers "
-        "look up the server's name again and find new servers. Default: never.",
+        description="Age of a connection in seconds, a tenth more or less, at which the server closes it, so "
+        "that callers look up the server's name again and find new servers. Default: never.",
     )
     max_connection_age_grace_s: float | None = Field(
         default=None,
@@ -201,8 +201,8 @@ class ServerSettings(BaseSettings):
     liveness_down_limit_s: float | None = Field(
         default=None,
         gt=0,
-        description="Seconds without any device that is ready after which the liveness probe fails, so that "
-        "Kubernetes starts the server anew; longer than a worker's start takes. Default: never.",
+        description="Seconds without a ready device after which the liveness probe fails, so that Kubernetes "
+        "restarts the server; longer than a worker's start takes. Default: never.",
     )
 
     @field_validator("tls_certificate", "tls_key", "tls_client_ca")

@@ -288,7 +288,7 @@ class _PoolCollector(Collector):
         )
         restarts = CounterMetricFamily(
             "npugrad_worker_restarts",
-            "How often the worker of a device was started anew.",
+            "How often the worker of a device was restarted.",
             labels=("device",),
         )
         memory = GaugeMetricFamily(

@@ -79,7 +79,7 @@ def pool_settings(settings: ServerSettings, report: NpuReport) -> PoolSettings:
     return made
 
 
-def start_limit_s(settings: ServerSettings | PoolSettings) -> float:
+def ready_timeout_s(settings: ServerSettings | PoolSettings) -> float:
     """Seconds from the opening of the pool until a server without a ready device gives up."""
     return START_LIMIT_FACTOR * settings.worker_start_timeout_s + READY_MARGIN_S
 
@@ -188,7 +188,7 @@ async def _try_devices(settings: PoolSettings) -> list[Finding]:
     except OSError as error:
         return [Finding(False, f"memory: cannot make the arenas: {error}")]
     try:
-        await pool.wait_ready(start_limit_s(settings))
+        await pool.wait_ready(ready_timeout_s(settings))
     except NpugradError:
         pass  # what each device says tells more
     finally:

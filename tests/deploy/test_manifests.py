@@ -20,7 +20,7 @@ from typer.main import get_command
 from npugrad_server.cli import app
 from npugrad_server.config import ServerSettings
 from npugrad_server.pages import LIVEZ, PROBE_TIMEOUT_S, READYZ
-from npugrad_server.preflight import start_limit_s
+from npugrad_server.preflight import ready_timeout_s
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -149,7 +149,7 @@ def test_connections_end_now_and_then_but_no_call_does(name: str) -> None:
 def test_server_without_a_device_is_restarted_but_not_while_one_starts(name: str) -> None:
     settings = _settings(name)
     assert settings.liveness_down_limit_s is not None
-    assert settings.liveness_down_limit_s > start_limit_s(settings)
+    assert settings.liveness_down_limit_s > ready_timeout_s(settings)
 
 
 def test_memory_limit_holds_arenas_and_processes(name: str, server: dict[str, Any]) -> None:
@@ -265,7 +265,7 @@ def test_startup_probe_waits_until_the_server_gives_up(name: str) -> None:
     startup = _container(name)["startupProbe"]
     until_the_last_s = startup["periodSeconds"] * (startup["failureThreshold"] - 1)
     imports_s = 10
-    assert until_the_last_s >= start_limit_s(_settings(name)) + imports_s
+    assert until_the_last_s >= ready_timeout_s(_settings(name)) + imports_s
 
 
 def test_rollout_waits_longer_than_a_start_and_an_end_may_take(name: str) -> None:

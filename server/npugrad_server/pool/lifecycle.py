@@ -1,4 +1,4 @@
-"""How a worker lives: started, watched while it starts, ended, started anew.
+"""How a worker lives: started, watched while it starts, ended, restarted.
 
 What a loss counts for
     - A process that cannot even be started is the host's trouble (descriptors, memory, processes), and counts

@@ -1,7 +1,7 @@
 """Children of this process: those it started, and those it inherited because it is the first of a container.
 
 The kernel hands a process whose parent has ended to the first one, which has to wait for it: else it stays in
-the table of processes for ever. Those that were started here are waited for by whoever started them.
+the table of processes. Those that were started here are waited for by whoever started them.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class DeviceStatus:
         description: What the device is, for a person.
         simulated: Whether its results come from a simulation.
         state: Where it stands.
-        restarts: How often its worker was started anew.
+        restarts: How often its worker was restarted.
         reason: Why it is not ready, or what its start is at; empty when it is.
         pid: Process of its worker; None while there is none.
         memory_bytes: What calls may have of its own memory; None for a device without, or not ready yet.

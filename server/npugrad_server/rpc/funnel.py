@@ -113,7 +113,7 @@ class Funnel(grpc.aio.ServerInterceptor):
         self._active: set[asyncio.Task[Any]] = set()
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        """Remembers the task of an RPC of ours; those of health and reflection may last for ever."""
+        """Remembers the task of an RPC of ours; those of health and reflection may never end."""
         if handler_call_details.method.startswith(_OURS):
             self._follow()
         return await continuation(handler_call_details)

@@ -2,7 +2,7 @@
 
 ``""`` and every npugrad service are SERVING when some device is ready and the server does not drain;
 ``"liveness"`` is SERVING as long as the event loop answers and, where there is a limit, unless no device has
-been ready for longer: then whoever watches the process may start it anew.
+been ready for longer: then whoever watches the process may restart it.
 The servicer is ours and not the library's: that one writes to a watcher while it holds the lock that a
 change of status needs, so one client that does not read could hold up a drain, and its watchers never end.
 """
@@ -89,7 +89,7 @@ class Health:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is worth keeping: no more than the limit has passed without a ready device."""
+        """Whether a restart would not help: a device is ready, or was within the limit."""
         return self._status[LIVENESS] == _SERVING
 
     def _limit(self, ready: bool) -> None:
