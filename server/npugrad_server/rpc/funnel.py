@@ -111,6 +111,7 @@ class Funnel(grpc.aio.ServerInterceptor):
         self._metrics = metrics
         self._log = get_logger()
         self._active: set[asyncio.Task[Any]] = set()
+        self._unanswered: set[asyncio.Task[Any]] = set()
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         """Remembers the task of an RPC of ours; those of health and reflection may never end."""
@@ -120,8 +121,8 @@ class Funnel(grpc.aio.ServerInterceptor):
 
     @property
     def active_count(self) -> int:
-        """RPCs that are in progress now."""
-        return len(self._active)
+        """RPCs that have no answer yet; the task of one that has may take a moment to end."""
+        return len(self._unanswered)
 
     async def settle(self) -> None:
         """Waits until the replies of all RPCs that are in progress now were handed to the transport."""
@@ -193,8 +194,9 @@ class Funnel(grpc.aio.ServerInterceptor):
         if task is None:
             raise RuntimeError("a handler runs in the task of its RPC")
         # That task ends after the status was sent, and not when the handler returns.
-        self._active.add(task)
-        task.add_done_callback(self._active.discard)
+        for tasks in (self._active, self._unanswered):
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
 
     def _failed(self, call: RpcCall, error: Exception) -> Status:
         """Logs and counts an error; returns its status."""
@@ -231,6 +233,7 @@ class Funnel(grpc.aio.ServerInterceptor):
             )
 
     def _answered(self, call: RpcCall, status: str, reason: str, error: NpugradError | None) -> None:
+        self._unanswered.discard(asyncio.current_task())
         seconds = time.monotonic() - call.started_s
         device = call.info.device if call.info else ""
         self._metrics.call_answered(call.method, call.operator, status, reason, device, seconds)

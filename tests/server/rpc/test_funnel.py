@@ -54,6 +54,7 @@ class Harness:
         self.metrics = Metrics("0", "atlas-a2")
         self.funnel = Funnel(self.metrics)
         self.act: Any = None
+        self.hold: Any = None
         self.started, self.go_on = asyncio.Event(), asyncio.Event()
 
     async def handler(self, message: Any, call: RpcCall) -> Any:
@@ -71,7 +72,16 @@ async def serving() -> AsyncIterator[tuple[Harness, Any]]:
     """The harness, and a call of GetServerInfo."""
     harness = Harness()
     server = grpc.aio.server()
-    handler = harness.funnel.unary("GetServerInfo", harness.handler)
+    funnelled: Any = harness.funnel.unary("GetServerInfo", harness.handler)
+
+    async def handler(message: Any, context: Any) -> Any:
+        held = [message]
+        del message  # it is not to be kept by this frame
+        answer = await funnelled(held.pop(), context)
+        if harness.hold is not None:
+            await harness.hold()
+        return answer
+
     register(server, SERVICE, {"GetServerInfo": handler, "ListOperators": handler})
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -318,6 +328,35 @@ def test_call_that_comes_as_grpc_ends_is_waited_for() -> None:
             harness.go_on.set()
             await asyncio.wait_for(settled, 10)
             assert harness.funnel.active_count == 0
+            await pending
+
+    asyncio.run(run())
+
+
+def test_call_that_has_its_answer_is_not_active_though_its_task_still_runs() -> None:
+    """A second signal right after an answer took that call for cut off."""
+
+    async def run() -> None:
+        async with serving() as (harness, call):
+            answered = asyncio.Event()
+
+            async def answer(_: RpcCall) -> Any:
+                assert harness.funnel.active_count == 1
+                return server_pb2.GetServerInfoResponse()
+
+            async def hold() -> None:
+                answered.set()
+                await harness.go_on.wait()
+
+            harness.act, harness.hold = answer, hold
+            pending = asyncio.ensure_future(_awaited(call))
+            await answered.wait()
+            assert harness.funnel.active_count == 0
+            settled = asyncio.ensure_future(harness.funnel.settle())
+            await asyncio.sleep(0)
+            assert not settled.done()
+            harness.go_on.set()
+            await settled
             await pending
 
     asyncio.run(run())
