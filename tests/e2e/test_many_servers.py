@@ -96,7 +96,7 @@ def test_no_call_is_lost_when_one_of_two_servers_is_killed_under_load(
 @pytest.mark.slow
 def test_rolling_restarts_lose_no_call(tmp_path: Path) -> None:
     """What `make prove-restarts` shows with many more: each server once, every kind of caller."""
-    count = prove(tmp_path, restarts=2, calls=10, held_s=4)
+    count = prove(tmp_path, restarts=2, calls=10, held_s=2)
     assert not count.lost, count
     assert len(count.calls) == 8
     assert count.again > 0, "no call met a restart"

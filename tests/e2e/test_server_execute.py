@@ -359,7 +359,7 @@ def test_upload_that_nobody_waits_for_any_more_is_no_malformed_call(server: Serv
         calls = [
             stub.Execute(
                 gated(made.frames(chunk_bytes=2**18), gate, 8),
-                timeout=1 if way == "late" else TIMEOUT_S,
+                timeout=3 if way == "late" else TIMEOUT_S,
                 metadata=(("x-request-id", f"{way}-{number}"),),
             )
             for number in range(6)

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from tests.calls import sample
+from tests.calls import gated, sample
+from tests.e2e.harness import eventually
 
 from npugrad.v1 import backward_pb2_grpc
 from npugrad_client import Client, NpugradError
@@ -26,27 +27,34 @@ ROUND_ROBIN = json.dumps(
 )
 
 
+def plain_calls(channel: grpc.Channel) -> Callable[[], bool]:
+    """What makes a call over a channel, once, and says whether its result is right."""
+    made = sample()
+    stub, message = backward_pb2_grpc.BackwardServiceStub(channel), made.message()
+    expected = made.reference()["grad_input"]
+    return lambda: bool(stub.GroupNormBackward(message, timeout=TIMEOUT_S).grad_input.data == expected)
+
+
 @contextmanager
-def _plain(targets: tuple[str, ...]) -> Iterator[Callable[[], object]]:
+def _plain(targets: tuple[str, ...]) -> Iterator[Callable[[], bool]]:
     """One channel, as a process has, and a stub that tries once."""
     options: list[tuple[str, Any]] = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
     target = targets[0]
     if len(targets) > 1:
         target = f"ipv4:{','.join(targets)}"
         options.append(("grpc.service_config", ROUND_ROBIN))
-    message = sample().message()
     with grpc.insecure_channel(target, options=options) as channel:
-        stub = backward_pb2_grpc.BackwardServiceStub(channel)
-        yield lambda: stub.GroupNormBackward(message, timeout=TIMEOUT_S)
+        yield plain_calls(channel)
 
 
 @contextmanager
-def _sdk(targets: tuple[str, ...]) -> Iterator[Callable[[], object]]:
+def _sdk(targets: tuple[str, ...]) -> Iterator[Callable[[], bool]]:
     """One client as it comes."""
     made = sample()
     given: dict[str, Any] = {**made.arrays, **made.call.attrs}
+    expected = made.reference()["grad_input"]
     with Client(list(targets), timeout_s=TIMEOUT_S) as client:
-        yield lambda: client.group_norm_backward(**given)
+        yield lambda: client.group_norm_backward(**given).grad_input.tobytes() == expected
 
 
 KINDS = {"plain": _plain, "SDK": _sdk}
@@ -62,20 +70,20 @@ class Load:
     """Callers in threads, each of which calls again when it has its answer, but not at once.
 
     Attributes:
-        failed: Failures by what they say.
+        failed: Failures by what they say, wrong results included.
         longest_s: The longest that a call took.
     """
 
-    def __init__(self, call: Callable[[], object]) -> None:
+    def __init__(self, call: Callable[[], bool]) -> None:
         self._call, self.failed, self.longest_s = call, Counter[str](), 0.0
         self._calls, self._changed, self._is_over = 0, threading.Condition(), False
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(CALLERS)]
 
     def _work(self) -> None:
         while not self._is_over:
-            begin_s, told = time.monotonic(), ""
+            begin_s = time.monotonic()
             try:
-                self._call()
+                told = "" if self._call() else "a wrong result"
             except (grpc.RpcError, NpugradError) as error:
                 told = _reason(error)
             took_s = time.monotonic() - begin_s
@@ -85,9 +93,8 @@ class Load:
                 if told:
                     self.failed[told] += 1
                 self._changed.notify_all()
-            time.sleep(
-                max(0.0, PACE_S - took_s)
-            )  # so that failures, which are quick, do not outnumber answers
+            # So that failures, which are quick, do not outnumber answers.
+            time.sleep(max(0.0, PACE_S - took_s))
 
     @property
     def calls(self) -> int:
@@ -112,24 +119,15 @@ class Load:
 
 
 class HeldCall:
-    """A streamed call that a server has accepted, and whose operands come when it is let go."""
+    """A streamed call that an idle server has accepted, and whose operands come when it is let go."""
 
     def __init__(self, server: ServerProcess) -> None:
         self._go = threading.Event()
         self._channel = server.channel()
-        frames = iter([*sample().frames()])
-
-        def held() -> Iterator[Any]:
-            yield next(frames)
-            yield next(frames)
-            self._go.wait(TIMEOUT_S)
-            yield from frames
-
-        before = server.info().input_arena_used_bytes
+        accepted = server.info().accepted_calls
         stub = backward_pb2_grpc.BackwardServiceStub(self._channel)
-        self._answer = stub.Execute(held(), timeout=TIMEOUT_S)
-        while server.info().input_arena_used_bytes <= before:  # calls of others come and go
-            time.sleep(0.01)
+        self._answer = stub.Execute(gated(sample().frames(), self._go, 2), timeout=TIMEOUT_S)
+        eventually(lambda: server.info().accepted_calls > accepted, "the held call is accepted", server)
 
     def outcome(self) -> str:
         """Lets it go; ``"answered"``, or what it says."""

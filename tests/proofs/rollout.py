@@ -1,4 +1,4 @@
-"""What a rollout costs callers: two servers, one of which is told to end while a call of it is held.
+"""What a rollout costs callers: two servers, one of which gets SIGTERM while it holds a call.
 
 Four callers call one after the other, by a plain grpcio stub without retries or by the SDK, along each path
 that calls take in a cluster. `make prove-rollout` prints the table and fails where the SDK lost a call, or a
@@ -8,19 +8,17 @@ plain caller more than a few; `--path NAME` and `--caller NAME` choose rows.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.e2e.service_address import ServiceAddress, service_address
-from tests.fix_server import SERVER_PYTHON, run_server
+from tests.fix_server import run_server
 from tests.proofs.callers import CALLERS, KINDS, HeldCall, Load
 from tests.proofs.proxies import PROXIES, Proxy
 
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 
 ENDPOINT_LAG_S = 0.5
 """How long a cluster sends new connections to a server that is about to end."""
-DEVICES = "test:1?ms=2"
+DEVICES = "test:1?ms=2&compute=1"
 MOST_PLAIN = 5
 """Failures of plain callers that are nobody's fault: what reaches a server in the moment in which it ends."""
 EXPLAINED = {
@@ -39,7 +37,6 @@ EXPLAINED = {
     "Stream removed": "was on the wire when its connection ended",
     "status: 503": "HAProxy sent it to the server that had ended, before its next check",
     "upstream connect error": "Envoy sent it to the server that had ended, before its next check",
-    "the server shuts down": "reached a server that takes no new calls, and whose connection nobody ended",
 }
 """What lies behind a failure that holds these words."""
 
@@ -51,7 +48,7 @@ class Size:
     Attributes:
         calls: Calls of a row at least.
         held_s: How long the call is held that the ending server has accepted.
-        drain_delay_s: What the servers are started with, where they know the flag.
+        drain_delay_s: What the servers are started with.
         left_alone_s: How long calls go on once one of them has gone.
     """
 
@@ -167,20 +164,12 @@ class Row:
         return (self.path, self.caller, str(self.calls), total, f"{self.longest_s:.2f}", held, why)
 
 
-@cache
-def knows_drain_delay() -> bool:
-    """Whether servers of this version can serve on for a while when they are told to end."""
-    command = [SERVER_PYTHON, "-m", "npugrad_server", "serve", "--help"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    return "--drain-delay-s" in told.stdout
-
-
 def measured(path: Way, callers: Sequence[str], size: Size, folder: Path) -> list[Row]:
-    """A row for each kind of caller, all at once; the first server is told to end in the midst of it."""
-    delay = ("--drain-delay-s", str(size.drain_delay_s)) if knows_drain_delay() else ()
+    """A row for each kind of caller, all at once; the first server ends in the midst of it."""
+    flags = ("--drain-delay-s", str(size.drain_delay_s), "--streams-per-device", "8")
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        first, second = _two_servers(stack, folder, *delay, "--streams-per-device", "8")
+        first, second = _two_servers(stack, folder, *flags)
         entry = stack.enter_context(path.entered((first, second), folder))
         loads = []
         for caller in callers:
@@ -219,11 +208,16 @@ def _two_servers(stack: ExitStack, folder: Path, *flags: str) -> list[ServerProc
 
 
 def _end(first: ServerProcess, second: ServerProcess, entry: Entry) -> None:
-    """Tells the first server to end, as a cluster does."""
+    """Ends the first server as a cluster does."""
     first.signal()
     time.sleep(ENDPOINT_LAG_S)
     if entry.front is not None:
         entry.front.servers = (second.address,)
+
+
+def explained(told: str) -> list[str]:
+    """The words of `EXPLAINED` that a failure holds."""
+    return [words for words in EXPLAINED if words in told]
 
 
 def rows(paths: Sequence[Way], callers: Sequence[str], size: Size, folder: Path) -> Iterator[Row]:
@@ -253,7 +247,7 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=Size.calls, help="of each row, at least")
     options = parser.parse_args()
     size = Size(calls=options.calls)
-    delay = f"--drain-delay-s {size.drain_delay_s:g}" if knows_drain_delay() else "no --drain-delay-s"
+    delay = f"--drain-delay-s {size.drain_delay_s:g}"
     print(
         f"{CALLERS} callers, servers with {delay}; one accepted call held for {size.held_s:g} s", flush=True
     )
@@ -263,7 +257,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="npugrad-rollout-") as folder:
         for row in rows(paths, options.caller or list(KINDS), size, Path(folder)):
             print(_line(row.cells()), flush=True)
-            seen |= {words for words in EXPLAINED for told in row.failed if words in told}
+            seen |= {words for told in row.failed for words in explained(told)}
             is_kept = is_kept and (bool(row.skipped) or row.is_kept)
     for words, why in EXPLAINED.items():
         if words in seen:

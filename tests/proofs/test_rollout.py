@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.proofs.callers import KINDS
-from tests.proofs.rollout import PATHS, Size, knows_drain_delay, measured
+from tests.proofs.rollout import PATHS, Size, explained, measured
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,8 +22,7 @@ SMALL = Size(calls=100, held_s=1.5, drain_delay_s=1.0, left_alone_s=0.5)
 def test_a_rollout_loses_no_call_of_the_sdk_and_hardly_one_of_others(path: Way, tmp_path: Path) -> None:
     if path.missing():
         pytest.skip(path.missing())
-    if not knows_drain_delay():
-        pytest.skip("this server has no --drain-delay-s")
     for row in measured(path, list(KINDS), SMALL, tmp_path / "rollout"):
         assert row.calls >= SMALL.calls
         assert row.is_kept, row
+        assert all(explained(told) for told in row.failed), row

@@ -126,7 +126,7 @@ def test_dropped_lines_are_told_once_somebody_reads_again() -> None:
 def test_what_others_print_is_passed_on_and_they_never_wait() -> None:
     ours, theirs = os.pipe()
     with open(ours, "rb") as read, open(theirs, "w") as stream, logs.relayed(stream) as print_fd:
-        count = 40 * logs.MAX_BACKLOG_LINES
+        count = 100 * logs.MAX_BACKLOG_LINES  # more than fit the backlog and both pipes
         subprocess.run(["seq", str(count)], stdout=print_fd, check=True, timeout=60)
         found: list[bytes] = []
         while not found or found[-1] != b"last \\xff words\n":
