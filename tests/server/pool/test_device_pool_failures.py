@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -236,24 +235,6 @@ def test_a_call_without_a_deadline_ends_with_the_run_limit_and_is_not_tried_agai
     run_pool(scenario, "test:1?hang=stuck&compute=1", observer=losses, run_limit_s=0.2)
     assert losses.requeued == []
     assert losses.attempts == [1, 1]
-
-
-def test_a_worker_that_says_nothing_is_replaced_and_its_call_runs_again(run_pool: Any, job: Any) -> None:
-    losses = Losses()
-
-    async def scenario(pool: DevicePool) -> None:
-        await pool.wait_ready(30)
-        os.kill(_pid(pool, 0), signal.SIGSTOP)
-        states: list[DeviceState] = []
-        pool.on_change.append(lambda: states.append(pool.devices()[0].state))
-        outcome = await job().check(pool)
-        assert outcome.info.attempts == 2
-        passed = [state for state, _ in groupby(states)]
-        assert passed == [DeviceState.RESTARTING, DeviceState.STARTING, DeviceState.READY]
-        assert losses.lost[0][1] == "the worker process was killed by signal 9 (SIGKILL)"
-
-    run_pool(scenario, "cpu:0", observer=losses, heartbeat_timeout_s=1.5)
-    assert len(losses.requeued) == 1
 
 
 def test_a_worker_is_not_to_blame_when_the_whole_server_stood_still(run_pool: Any, job: Any) -> None:

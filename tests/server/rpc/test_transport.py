@@ -78,9 +78,9 @@ def ping(*arguments: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", [CALL, NO_CALL], ids=["quiet call", "no call"])
-def test_a_quiet_connection_may_be_pinged_for_ever_at_the_interval(start: bytes) -> None:
-    """Scaled down: twelve pings, 0.15 s apart, where one in 0.1 s is allowed."""
-    assert ping(ping_options(0.1), start, 12, 0.15) == (12, b"")
+def test_a_quiet_connection_may_be_pinged_again_and_again_at_the_interval(start: bytes) -> None:
+    """Scaled down: eight pings, 0.15 s apart, where one in 0.1 s is allowed."""
+    assert ping(ping_options(0.1), start, 8, 0.15) == (8, b"")
 
 
 @pytest.mark.parametrize("start", [CALL, NO_CALL], ids=["quiet call", "no call"])
