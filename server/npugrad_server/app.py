@@ -1,7 +1,7 @@
 """The composition root: the only place that wires settings, pool, services and signals together.
 
 Start: take the ports, start a worker for each device, serve, say so once a device is ready. End: after the
-first SIGTERM or SIGINT (see `App.drain`) calls that are here finish; a second signal ends at once.
+first SIGTERM or SIGINT (see `App.drain`) calls in progress finish; a second signal ends them at once.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def test_server_is_reachable_from_outside_the_pod(name: str, server: dict[str, A
 def test_grace_period_covers_the_longest_drain(
     name: str, pod: dict[str, Any], server: dict[str, Any]
 ) -> None:
-    """The server itself serves on until load balancers know; a preStop hook would come on top."""
+    """The server itself goes on serving until load balancers know; a preStop hook would come on top."""
     assert "lifecycle" not in server
     settings, spare_s = _settings(name), 15
     assert settings.drain_delay_s > 0

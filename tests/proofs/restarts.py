@@ -36,7 +36,7 @@ STREAMED, UNARY = 0, 2**40
 _CALL_TIMEOUT_S = 120.0
 _PROGRESS_TIMEOUT_S = 300.0
 _HELD = "held"
-"""Label of calls that take for ever: until their deadline, while the server drains."""
+"""Label of calls that hang until their deadline, while the server drains."""
 _DEVICES = f"test:2?compute=1&hang={_HELD}"
 _RECORD = OPERATORS["group_norm_backward"]
 
