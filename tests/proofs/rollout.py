@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from tests.fix_server import ServerProcess
 
-ENDPOINT_LAG_S = 0.5
-"""How long a cluster sends new connections to a server that is about to end."""
 DEVICES = "test:1?ms=2&compute=1"
 MOST_PLAIN = 5
 """Failures of plain callers that are nobody's fault: what reaches a server in the moment in which it ends."""
@@ -50,12 +48,14 @@ class Size:
         held_s: How long the call is held that the ending server has accepted.
         drain_delay_s: What the servers are started with.
         left_alone_s: How long calls go on once one of them has gone.
+        endpoint_lag_s: How long new connections still go to a server that is about to end.
     """
 
     calls: int = 2000
     held_s: float = 8.0
     drain_delay_s: float = 5.0
     left_alone_s: float = 2.0
+    endpoint_lag_s: float = 0.5
 
 
 # ------------------------------------------------------------------------------------------------ paths
@@ -114,8 +114,9 @@ def _through(proxy: Proxy) -> Way:
     return Way(proxy.name, missing, entered, proxy.settles_s)
 
 
+PINNED = "pinned connection"
 PATHS = (
-    Way("pinned connection", lambda: "", _pinned),
+    Way(PINNED, lambda: "", _pinned),
     *(_through(proxy) for proxy in PROXIES),
     Way("client round robin", lambda: "", _all_of_them),
 )
@@ -181,8 +182,11 @@ def measured(path: Way, callers: Sequence[str], size: Size, folder: Path) -> lis
         with ExitStack() as running:
             for load in loads:
                 running.enter_context(load).wait_for(size.calls // 4)
-            _end(first, second, entry)
-            time.sleep(max(0.0, size.held_s - ENDPOINT_LAG_S))
+            first.signal()
+            time.sleep(size.endpoint_lag_s)
+            if entry.front is not None:
+                entry.front.servers = (second.address,)
+            time.sleep(max(0.0, size.held_s - size.endpoint_lag_s))
             answer = held.outcome()
             status = first.wait()
             time.sleep(size.left_alone_s)
@@ -205,14 +209,6 @@ def _two_servers(stack: ExitStack, folder: Path, *flags: str) -> list[ServerProc
     for server in servers:
         server.wait_ready()
     return servers
-
-
-def _end(first: ServerProcess, second: ServerProcess, entry: Entry) -> None:
-    """Ends the first server as a cluster does."""
-    first.signal()
-    time.sleep(ENDPOINT_LAG_S)
-    if entry.front is not None:
-        entry.front.servers = (second.address,)
 
 
 def explained(told: str) -> list[str]:
