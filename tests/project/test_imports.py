@@ -58,6 +58,13 @@ def test_a_worker_process_loads_no_grpc_and_no_command_line() -> None:
     assert not heavy & {name.partition(".")[0] for name in loaded}
 
 
+def test_a_server_loads_no_acceptance() -> None:
+    """Its start would wait for that."""
+    loaded = _modules_after("import npugrad_server.cli")
+    assert "npugrad_server.app" in loaded
+    assert not [name for name in loaded if name.startswith("npugrad_server.acceptance.")]
+
+
 def test_the_contract_loads_no_grpc() -> None:
     """Validation without a server must not start a gRPC runtime."""
     loaded = _modules_after("import npugrad, npugrad.codec")
