@@ -45,7 +45,7 @@ _LOST_BYTES = 16 * _MIB
 """Device memory that may be missing after all was given back: other processes use the device, too."""
 _SEED = 20260101
 _MOST_WRONG = 5
-"""So many wrong results are told in full."""
+"""So many wrong results are shown in full."""
 
 
 @dataclass(frozen=True)
