@@ -98,7 +98,6 @@ class Trial:
                 stdout=2,  # what a library prints is for the log
                 stderr=words,
                 env={"OMP_NUM_THREADS": "1"} | dict(os.environ) | {MARK: mark},
-                start_new_session=True,
             )
         try:
             return process.wait(timeout_s)

@@ -51,7 +51,7 @@ class SmallBench(Bench):
 
 def settings(device: str) -> BenchSettings:
     return BenchSettings(
-        device, Product.ATLAS_A2, soak_s=4.0, simulated=True, start_timeout_s=30.0, arena_bytes=256 << 20
+        device, Product.ATLAS_A2, soak_s=1.5, simulated=True, start_timeout_s=30.0, arena_bytes=256 << 20
     )
 
 
@@ -95,6 +95,11 @@ def test_a_soak_checks_every_result_and_shows_memory_over_time() -> None:
     assert (name, wrong) == (NAME, 0)
     assert isinstance(count, int)
     assert count > 20
+
+
+def test_a_soak_with_long_calls_goes_on_until_there_are_samples_enough() -> None:
+    report = report_of(soak.STEP, "test:0?ms=1200")
+    assert [name for name in failed(report) if name.endswith("is flat")] == []
 
 
 def test_a_soak_on_a_device_that_computes_zeros_fails() -> None:
