@@ -63,7 +63,7 @@ _ROUND_ROBIN = json.dumps(
 
 @dataclass(frozen=True)
 class Settings:
-    """What a transport is told.
+    """How a transport connects and sends.
 
     Attributes:
         targets: Addresses, one of each server, each with a port.

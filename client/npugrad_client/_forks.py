@@ -14,7 +14,7 @@ import time
 WAIT_S = 5.0
 """How long a fork waits for calls of other threads; as long as gRPC waits for threads of its own."""
 SETTLE_S = 0.1
-"""How long a fork waits after a channel was closed.
+"""How long a fork waits after a channel was closed or collected.
 
 gRPC takes it apart on threads of its own, says nowhere when it is done, and a child that is born meanwhile
 can hang where it opens a channel (1.85.1: one in four).
@@ -44,7 +44,7 @@ class ForkGate:
         self._settled_at = 0.0
 
     def note_close(self) -> None:
-        """A channel was closed just now."""
+        """A channel was closed, or is being collected, just now."""
         self._settled_at = time.monotonic() + SETTLE_S
 
     def shut(self) -> bool:

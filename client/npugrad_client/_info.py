@@ -1,4 +1,4 @@
-"""What a server tells of itself, and its verdicts, as frozen records."""
+"""What a server says of itself, and its verdicts, as frozen records."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -129,6 +130,7 @@ class _Home:
                 found = self._stubs.get(server)
                 if found is None:
                     found = self._stubs[server] = open_channel(grpc, self._settings, server)
+                    weakref.finalize(found[0], GATE.note_close).atexit = False
         return found[1]
 
     @contextmanager

@@ -286,7 +286,7 @@ def demo(
             refuse_tls_without_target(context)
             raise typer.Exit(run_demo(None, folder, quick))
         how = tls(encrypted, tls_ca, tls_certificate, tls_key)
-        connect(target, None, how).close()  # what is wrong with an address or a file is told before anything
+        connect(target, None, how).close()  # what is wrong with an address or a file is reported first
         raise typer.Exit(run_demo(addresses(target), folder, quick, how))
 
 

@@ -126,10 +126,8 @@ _HANDSHAKE = (
     "security handshaker",
 )
 """What grpc says, among other things, when a handshake failed."""
-_OTHER_NAME = "the server's certificate has another name than the target; Tls(server_name=...) tells which"
-_NOT_TRUSTED = (
-    "the server's certificate is of an authority that is not trusted; Tls(ca=...) tells which to trust"
-)
+_OTHER_NAME = "the server's certificate has another name than the target; set it with Tls(server_name=...)"
+_NOT_TRUSTED = "the server's certificate is of an authority that is not trusted; set it with Tls(ca=...)"
 _HINTS = {
     "security handshaker": "ca, certificate or key cannot be used, or the key is of another certificate",
     "hostname verification": _OTHER_NAME,

@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -80,16 +80,19 @@ def find_npus(timeout_s: float = PROBE_TIMEOUT_S, device_folder: Path = Path("/d
     """
     nodes = device_nodes(device_folder)
     command = [sys.executable, "-m", "npugrad_server.backends.npu.probe"]
+    # Memory and not pipes, which a process that a vendor library forks would keep open.
+    with open(os.memfd_create("answer"), "w+b") as answer, open(os.memfd_create("words"), "w+b") as said:
+        try:
+            done = subprocess.run(command, stdout=answer, stderr=said, timeout=timeout_s, check=False)
+        except subprocess.TimeoutExpired:
+            return NpuReport(
+                problems=(f"the NPU driver did not answer within {timeout_s:g} s",), device_nodes=nodes
+            )
+        stdout, stderr = _text(answer), _text(said)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-    except subprocess.TimeoutExpired:
-        return NpuReport(
-            problems=(f"the NPU driver did not answer within {timeout_s:g} s",), device_nodes=nodes
-        )
-    try:
-        found = json.loads(done.stdout)
+        found = json.loads(stdout)
     except ValueError:
-        words = " ".join(done.stderr.split())[-_MAX_WORDS:]
+        words = " ".join(stderr.split())[-_MAX_WORDS:]
         return NpuReport(
             problems=(f"looking for NPUs ended with status {done.returncode}: {words}",), device_nodes=nodes
         )
@@ -101,6 +104,11 @@ def find_npus(timeout_s: float = PROBE_TIMEOUT_S, device_folder: Path = Path("/d
         problems=tuple(found["problems"]),
         device_nodes=nodes,
     )
+
+
+def _text(file: BinaryIO) -> str:
+    file.seek(0)
+    return file.read().decode("utf-8", "replace")
 
 
 def device_nodes(folder: Path = Path("/dev")) -> tuple[str, ...]:

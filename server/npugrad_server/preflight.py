@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from npugrad_server.config import ServerSettings
 
 READY_MARGIN_S = 5.0
-"""Seconds beyond `PoolSettings.start_limit_s` in which the pool tells what became of a device."""
+"""Seconds beyond `PoolSettings.start_limit_s` in which the pool says what became of a device."""
 
 
 class StartError(Exception):
@@ -149,7 +149,7 @@ async def check(settings: ServerSettings) -> list[Finding]:
         findings.append(_free("metrics", settings.metrics_address))
     report = npu_report(settings)
     try:
-        # A device that does not open is told at once, not after all the tries that a running server makes.
+        # A device that does not open is reported at once, not after all the tries of a running server.
         made = replace(pool_settings(settings, report), max_respawns=0)
     except StartError as error:
         return findings + [Finding(False, problem) for problem in error.problems]

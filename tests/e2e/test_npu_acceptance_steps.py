@@ -14,7 +14,7 @@ from tests.fix_npu import HOST_OBJECTS, npu_environment
 from npugrad.products import Product
 from npugrad_server.acceptance.bench import Bench, BenchSettings
 from npugrad_server.acceptance.runner import run_steps
-from npugrad_server.acceptance.steps import memory, soak, timeout
+from npugrad_server.acceptance.steps import ladder, memory, round_trip, soak, timeout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -104,6 +104,13 @@ def node(cann_sim: Installation, torch_npu: Path, tmp_path: Path) -> Iterator[Si
 
 def failed(report: StepReport) -> list[str]:
     return [check.name for check in report.failures]
+
+
+def test_what_cann_forks_neither_holds_up_the_ladder_nor_keeps_the_device(node: SimulatedNode) -> None:
+    write_plan(node.saboteur.plan_path, f"{STRICT};helpers=1")
+    for step in (ladder.STEP, round_trip.STEP):
+        report = node.report_of(step)
+        assert report.outcome == "passed", report
 
 
 def test_a_device_without_memory_for_a_call_says_so_and_loses_nothing(node: SimulatedNode) -> None:

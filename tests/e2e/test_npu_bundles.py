@@ -11,12 +11,12 @@ import os
 import signal
 import subprocess
 import sys
-import tarfile
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from tests.bundles import contents
 from tests.fix_npu import npu_environment
 
 from npugrad_server.acceptance.report import Report
@@ -148,17 +148,6 @@ def run(failure: Failure, folder: Path, environment: Mapping[str, str]) -> int:
         said, _ = process.communicate(timeout=_END_S)
     assert "Traceback" not in said, said
     return process.returncode
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    """Files of a bundle by their name in it."""
-    found = {}
-    with tarfile.open(path) as archive:
-        for member in archive:
-            file = archive.extractfile(member)
-            if file is not None:
-                found[member.name.partition("/")[2]] = file.read()
-    return found
 
 
 @pytest.mark.parametrize(

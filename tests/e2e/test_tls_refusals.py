@@ -92,7 +92,7 @@ def test_an_encrypted_client_reads_that_the_server_is_plain(
 def test_a_client_that_trusts_another_authority_reads_it(
     mutual: ServerProcess, certificates: Certificates
 ) -> None:
-    said = "the server's certificate is of an authority that is not trusted; Tls(ca=...) tells which to trust"
+    said = "the server's certificate is of an authority that is not trusted; set it with Tls(ca=...)"
     failure(mutual.address, Tls(ca=certificates.client_ca), said)
 
 
@@ -103,7 +103,7 @@ def test_a_client_that_expects_another_name_reads_it(
     tls = Tls(
         ca=certificates.authority, certificate=certificate, key=key, server_name="elsewhere.example.org"
     )
-    said = "the server's certificate has another name than the target; Tls(server_name=...) tells which"
+    said = "the server's certificate has another name than the target; set it with Tls(server_name=...)"
     failure(mutual.address, tls, said)
 
 

@@ -247,16 +247,16 @@ def test_a_driver_that_hangs_or_crashes_is_told_in_time_and_no_reason_to_take_a_
     assert "auto found NPUs that cannot be used" in problems(found)[0]
 
 
-def test_what_a_library_prints_is_no_part_of_the_answer(tmp_path: Path) -> None:
-    """CANN logs to standard output where its environment asks for it."""
+@pytest.mark.parametrize(
+    "act", ['if (write(1, "[INFO] words\\n", 13)) {}', "if (fork() == 0) { sleep(20); _exit(0); }"]
+)
+def test_what_a_library_prints_or_forks_does_not_disturb_the_answer(tmp_path: Path, act: str) -> None:
+    """CANN logs to standard output where its environment asks for it, and forks helpers that outlive it."""
     if not shutil.which("gcc"):
         pytest.skip("needs a C compiler")
     library, source = tmp_path / "lib64" / "libascendcl.so", tmp_path / "library.c"
     library.parent.mkdir()
-    source.write_text(
-        "#include <unistd.h>\n"
-        '__attribute__((constructor)) void talk(void) { if (write(1, "[INFO] words\\n", 13)) {} }\n'
-    )
+    source.write_text(f"#include <unistd.h>\n__attribute__((constructor)) void act(void) {{ {act} }}\n")
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
     found = report(tmp_path, {"ASCEND_HOME_PATH": str(tmp_path), "LD_LIBRARY_PATH": ""})
     assert any("libnnopbase.so cannot be loaded" in problem for problem in found.problems), found

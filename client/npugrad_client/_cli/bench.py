@@ -148,7 +148,7 @@ def bench(
 
 @contextmanager
 def _needing_extra() -> Iterator[None]:
-    """Tells of a missing extra in one line."""
+    """Reports a missing extra in one line."""
     try:
         yield
     except ImportError:
@@ -183,7 +183,7 @@ def _measure(
 def _run_or_save(
     scenario: Scenario, server: Servers, paths: tuple[Path | None, Path | None, Path | None]
 ) -> Result:
-    """Runs; where nothing is measured, that is written before it is told."""
+    """Runs; where nothing is measured, that is written before the error is reported."""
     from npugrad_client.bench.live import live_view
     from npugrad_client.bench.run import run, unmeasured
 

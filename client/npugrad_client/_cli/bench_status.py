@@ -49,7 +49,7 @@ HELP = "\n\n".join(
         _WRITTEN,
     )
 )
-COMPARE_HELP = "\n\n".join(("Tell whether a second run differs from a first one.", _listed(OF_COMPARE)))
+COMPARE_HELP = "\n\n".join(("Say whether a second run differs from a first one.", _listed(OF_COMPARE)))
 
 
 def capacity_status(found: Capacity) -> int:

@@ -69,7 +69,7 @@ def operators(console: Console, listed: tuple[OperatorInfo, ...]) -> None:
 def _lacking(operator: OperatorInfo) -> str:
     """Who lacks an operator that is not supported: only a product that has it gives its operands types."""
     on_product = any(parameter.dtypes for parameter in operator.parameters)
-    return "the server's devices; a call to it tells why" if on_product else "this product"
+    return "the server's devices; a call to it says why" if on_product else "this product"
 
 
 def verdict(console: Console, operator: str, result: Verdict) -> None:

@@ -226,9 +226,8 @@ def _stages(result: Result) -> str:
         )
         for stage in STAGES
     ]
-    return (
-        f"<h2>Stages, as the server tells them</h2>{chart}{_table(('', 'mean', 'share', 'p50', 'p99'), rows)}"
-    )
+    table = _table(("", "mean", "share", "p50", "p99"), rows)
+    return f"<h2>Stages, as the server reports them</h2>{chart}{table}"
 
 
 def _parts(title: str, what: str, parts: dict[str, Part], result: Result) -> str:

@@ -90,7 +90,7 @@ class Outcome:
 
     @property
     def label(self) -> str:
-        """The verdict as people are told it."""
+        """The verdict for people."""
         return "MISSED" if self.verdict == "missed" else self.verdict
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The main job, end to end: start the service, run every operator on real input, check, tell, stop."""
+"""The main job, end to end: start the service, run every operator on real input, check, report, stop."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class BenchSettings:
         device: Such as ``"npu:0"``.
         product: Product of its chip.
         streams: Calls that run at once.
-        release: Release of its CANN; None where nothing tells it.
+        release: Release of its CANN; None when unknown.
         soak_s: Seconds of the soak.
         simulated: Whether CANN is the simulation of the tests, whose kernels are plain loops.
         run_limit_s: Seconds a call may run.

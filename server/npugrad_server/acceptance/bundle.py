@@ -1,7 +1,7 @@
 """One file to send when an acceptance did not go well: the report, and everything that explains it.
 
-The file is whole at any time: it is written anew, beside and then in place of the last one, at the start and
-after every stage. Whatever ends the process, what was known until then is there. Everything in it is bounded.
+The file is whole at any time: at the start and after every stage a new one is written beside it and then put
+in its place. Whatever ends the process, what was known until then is there. Everything in it is bounded.
 
     report.json, report.html, report.log   as beside `--report`
     node/                                  what `node` found: driver, CANN, kernels, libraries, packages
@@ -139,7 +139,7 @@ class Bundle:
             room -= self.add_file(name, path, min(room, _ONE_LOG_BYTES))
 
     def __enter__(self) -> Bundle:
-        """Writes the file for the first time, so that a place where it cannot be written is told at once."""
+        """Writes the file for the first time, so that a place where it cannot be written fails at once."""
         try:
             self.write()
         except OSError:

@@ -180,7 +180,7 @@ def run_and_report(
         OSError: A report or the bundle cannot be written.
     """
     json_path, html_path, log_path = options.files
-    _write(options, report, bundle)  # a folder that is missing is told now, not after the soak
+    _write(options, report, bundle)  # a folder that is missing fails now, not after the soak
     with AcceptanceConsole() as console:
         if report.simulated:
             console.say_simulated()

@@ -19,7 +19,7 @@ _SHOWN_CHECKS = 12
 """More passed checks than these, and longer tables, are folded; they open on a click and print in full."""
 _SHOWN_ROWS = 30
 _MOST_FAILURES = 25
-"""So many failed checks of each step are told at the top; the step has all."""
+"""So many failed checks of each step are listed at the top; the step has all."""
 _SIGNS = {"passed": "✓", "failed": "✗", "skipped": "○"}
 _CLASSES = {"passed": "good", "failed": "bad", "skipped": "none"}
 _MOST_BARS = 40

@@ -31,11 +31,12 @@ class SupervisedDevice:
 
     Attributes:
         pool: The pool; to be touched on its loop only, with `on_loop`.
+        start_limit_s: Seconds that the start of a worker may take in all.
     """
 
     def __init__(self, loop: LoopThread, settings: PoolSettings) -> None:
         """Opens the pool."""
-        self._loop, self._settings = loop, settings
+        self._loop, self.start_limit_s = loop, settings.start_limit_s
         self.pool = loop.run(DevicePool.open(settings))
 
     def wait_ready(self) -> None:
@@ -45,7 +46,7 @@ class SupervisedDevice:
             DeviceGone: It does not open.
         """
         try:
-            self._loop.run(self.pool.wait_ready(self._settings.start_limit_s + _MARGIN_S))
+            self._loop.run(self.pool.wait_ready(self.start_limit_s + _MARGIN_S))
         except NpugradError as error:
             raise DeviceGone(str(error)) from None
 

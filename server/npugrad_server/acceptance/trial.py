@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import uuid
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +21,7 @@ from npugrad_server.backends.npu.trials.exchange import (
     read_contents,
     write_contents,
 )
+from npugrad_server.worker.descendants import MARK, end_descendants
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +31,10 @@ if TYPE_CHECKING:
     from npugrad_server.backends.npu.trials.exchange import Contents
 
 TIMEOUT_S = 900.0
+_END_S = 5.0
+"""Seconds the kernel has to end what a trial has left behind."""
 _MOST_WORDS = 600
+_WORDS = "words.txt"
 
 
 class TrialFailed(Exception):
@@ -69,23 +74,39 @@ class Trial:
             f"npugrad_server.backends.npu.trials.{self._name}",
             str(self._folder),
         ]
-        try:
-            done = subprocess.run(
+        status = self._run(command, timeout_s)
+        said = (self._folder / _WORDS).read_bytes()
+        os.write(2, said)
+        if status is None:
+            raise TrialFailed(f"{self._name}: took more than {timeout_s:g} s")
+        if status:
+            words = " ".join(said.decode("utf-8", "replace").split())[-_MOST_WORDS:]
+            raise TrialFailed(f"{self._name}: ended with status {status}: {words}")
+        return json.loads((self._folder / ANSWER).read_text())
+
+    def _run(self, command: list[str], timeout_s: float) -> int | None:
+        """Runs the process, and ends with it what vendor libraries forked there, which would keep the device.
+
+        Returns:
+            Its exit status; None when it took longer.
+        """
+        mark = uuid.uuid4().hex
+        with (self._folder / _WORDS).open("wb") as words:  # what is forked would keep a pipe open
+            process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a library prints is for the log
-                stderr=subprocess.PIPE,
-                timeout=timeout_s,
-                check=False,
-                env={"OMP_NUM_THREADS": "1"} | dict(os.environ),
+                stderr=words,
+                env={"OMP_NUM_THREADS": "1"} | dict(os.environ) | {MARK: mark},
             )
+        try:
+            return process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise TrialFailed(f"{self._name}: took more than {timeout_s:g} s") from None
-        os.write(2, done.stderr)
-        if done.returncode:
-            words = " ".join(done.stderr.decode("utf-8", "replace").split())[-_MOST_WORDS:]
-            raise TrialFailed(f"{self._name}: ended with status {done.returncode}: {words}")
-        return json.loads((self._folder / ANSWER).read_text())
+            return None
+        finally:
+            process.kill()
+            end_descendants(mark, process.pid, _END_S)
+            process.wait()
 
     @property
     def lines(self) -> list[Any]:

@@ -33,12 +33,11 @@ class Watch:
 
     Attributes:
         before: How the device stood at the start.
-        limit_s: Seconds after which a device that is not back counts as lost.
     """
 
-    def __init__(self, device: SupervisedDevice, limit_s: float) -> None:
+    def __init__(self, device: SupervisedDevice) -> None:
         """Begins."""
-        self.before, self.limit_s = device.status(), limit_s
+        self.before = device.status()
         self._device, self._moments = device, list[Moment]()
         device.on_loop(lambda: device.pool.on_change.append(self._note))
 
@@ -47,7 +46,7 @@ class Watch:
 
     def wait_back(self) -> Moment | None:
         """Waits until the device is ready in a new process; None when it does not come back."""
-        self._device.wait(self._is_settled, self.limit_s)
+        self._device.wait(self._is_settled, self._device.start_limit_s)
         found = [moment for moment in self._moments if self._is_settled(moment.status)]
         return found[0] if found and found[0].status.state is DeviceState.READY else None
 
@@ -68,7 +67,7 @@ class Watch:
         return " -> ".join(state for state, _ in groupby(states))
 
     def check_back(self, out: StepLog, name: str) -> None:
-        """Checks that the device, which lost its worker, comes back in a new process; tells how fast.
+        """Checks that the device, which lost its worker, comes back in a new process, and how fast.
 
         Args:
             out: Gets checks and table.
@@ -78,7 +77,7 @@ class Watch:
         out.check(
             f"{name}: the device leaves the pool and comes back",
             back is not None and left is not None,
-            f"ready in a new process within {self.limit_s:g} s",
+            f"ready in a new process within {self._device.start_limit_s:g} s",
             self.path,
         )
         if back is None or left is None:

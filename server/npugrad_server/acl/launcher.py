@@ -88,7 +88,7 @@ class Launcher:
     def _destroy(self, record: OpRecord, executor: int | None) -> None:
         """Destroys an executor; a failure, which CANN has for strided operands (561000), is only logged.
 
-        It says nothing about the call, and the first one is told for all.
+        It says nothing about the call, and only the first one is logged.
         """
         if executor is None:
             return
@@ -97,7 +97,7 @@ class Launcher:
         except AclError as error:
             if not self._complained:
                 self._complained = True
-                _LOG.warning("%s: an executor may be leaked: %s; told once", record.name, error)
+                _LOG.warning("%s: an executor may be leaked: %s; logged once", record.name, error)
 
 
 class Plan:

@@ -1,7 +1,7 @@
 """Which release of CANN is installed: as its runtime says, or as its installer has written it down.
 
 Before 8.5 the runtime has another function to ask, before 8.1 it has none. Where it answers with the number
-of a component, as in a test build, the files of the installation tell the release.
+of a component, as in a test build, the files of the installation have the release.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _KEYS = ("version_dir", "version", "toolkit_running_version", "runtime_running_v
 
 
 def installed_release(runtime: Runtime) -> CannRelease | None:
-    """The release of the loaded CANN; None when nothing tells it."""
+    """The release of the loaded CANN; None when unknown."""
     for text in (*runtime.versions(), *_written_down()):
         try:
             return CannRelease.parse(text)

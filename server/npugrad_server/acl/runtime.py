@@ -25,7 +25,7 @@ _HBM = 1
 _DETERMINISTIC = 0
 """aclSysParamOpt of deterministic computing."""
 _EVENT_TIME_LINE = 8
-"""ACL_EVENT_TIME_LINE: the event can tell times, and may be recorded again and again."""
+"""ACL_EVENT_TIME_LINE: the event records times, and may be recorded again and again."""
 _EVENTS = ("aclrtCreateEventExWithFlag", "aclrtRecordEvent", "aclrtEventElapsedTime", "aclrtDestroyEvent")
 _THREAD_LEVEL = 0
 """aclrtLastErrLevel."""
@@ -171,7 +171,7 @@ class Runtime:
         return all(self._functions.has(name) for name in _EVENTS)
 
     def make_event(self) -> int:
-        """A new event that can tell times; there may be as many as one likes."""
+        """A new event that records times; there may be as many as one likes."""
         event = ctypes.c_void_p()
         self.call(self._functions["aclrtCreateEventExWithFlag"], event, _EVENT_TIME_LINE)
         return event.value or 0
@@ -220,7 +220,7 @@ class Runtime:
         return count.value
 
     def versions(self) -> Iterator[str]:
-        """CANN's version by each function that tells it, such as ``"9.1.0"``; none before 8.1."""
+        """CANN's version by each function that returns it, such as ``"9.1.0"``; none before 8.1."""
         for name, package in (("aclsysGetVersionStr", b"runtime"), ("aclsysGetCANNVersion", _CANN_PACKAGE)):
             if self._functions.has(name):
                 text = ctypes.create_string_buffer(_VERSION_BYTES)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import tarfile
 from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.bundles import contents
 
 from npugrad_server.acceptance import bundle as bundles
 from npugrad_server.acceptance.bundle import Bundle, newest_files
@@ -17,17 +17,6 @@ from npugrad_server.acceptance.node import collect, log_folders, shown_environme
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    """Files of a bundle by their name in it."""
-    found = {}
-    with tarfile.open(path) as archive:
-        for member in archive:
-            file = archive.extractfile(member)
-            if file is not None:
-                found[member.name.partition("/")[2]] = file.read()
-    return found
 
 
 def test_it_is_whole_from_the_start_and_after_each_stage(tmp_path: Path) -> None:

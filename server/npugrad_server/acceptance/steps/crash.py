@@ -41,18 +41,17 @@ def run(bench: Bench, out: StepLog) -> None:
         known(record.name, realistic_job(record, next(bench.samples(record)).call))
         for record in bench.operators
     ]
-    limit_s = bench.settings.start_timeout_s
     with bench.pool() as device:
-        _killed_and_run_again(device, out, long, small, limit_s)
+        _killed_and_run_again(device, out, long, small)
     with bench.pool(max_attempts=1) as device:
-        _killed_and_told(device, out, long, small, limit_s)
+        _killed_and_told(device, out, long, small)
     bench.start()
 
 
 def _killed_and_run_again(
-    device: SupervisedDevice, out: StepLog, long: LongCall, small: list[KnownJob], limit_s: float
+    device: SupervisedDevice, out: StepLog, long: LongCall, small: list[KnownJob]
 ) -> None:
-    watch = Watch(device, limit_s)
+    watch, limit_s = Watch(device), device.start_limit_s
     running = device.submit(long.known.job)
     waiting = [(job, device.submit(job.job)) for job in small]
     _kill_in_the_middle(device, out, long, "once")
@@ -71,10 +70,8 @@ def _killed_and_run_again(
     _check_next(device, out, small, "killed in mid call")
 
 
-def _killed_and_told(
-    device: SupervisedDevice, out: StepLog, long: LongCall, small: list[KnownJob], limit_s: float
-) -> None:
-    watch = Watch(device, limit_s)
+def _killed_and_told(device: SupervisedDevice, out: StepLog, long: LongCall, small: list[KnownJob]) -> None:
+    watch, limit_s = Watch(device), device.start_limit_s
     running = device.submit(long.known.job)
     _kill_in_the_middle(device, out, long, "with one try for each call")
     wrong, _ = _outcome(running, long.known, limit_s)

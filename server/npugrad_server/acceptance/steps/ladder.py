@@ -19,7 +19,7 @@ _MOST_RUNGS = 20
 
 
 def run(bench: Bench, out: StepLog) -> None:
-    """Climbs in a process of its own, and tells how far it came, whatever became of the process."""
+    """Climbs in a process of its own, and reports how far it came, whatever became of the process."""
     limit_s = bench.settings.rung_limit_s
     out.progress(0, 1, "the device without torch")
     with bench.trial("ladder") as trial:

@@ -35,7 +35,9 @@ _LEAST = 0.25
 """Share of the time, at its end, in which memory has to be flat at last."""
 _CACHED_CALLS = 10_000
 """Executors that aclnn keeps for each thread, 2 to 20 KB each, before it drops any (ACLNN_CACHE_LIMIT)."""
-_SAMPLES = 150
+_SAMPLES, _LEAST_SAMPLES = 150, 3
+_LONGER = 10
+"""How many times as long as asked it takes at most where there are too few samples."""
 _LEAST_PERIOD_S = 0.1
 _GROWTH_BYTES, _GROWTH_SHARE = 48 * _MIB, 0.1
 """What memory may grow in the time after the warm-up: so much, or that part of it if that is more; in a
@@ -45,7 +47,7 @@ _LOST_BYTES = 16 * _MIB
 """Device memory that may be missing after all was given back: other processes use the device, too."""
 _SEED = 20260101
 _MOST_WRONG = 5
-"""So many wrong results are told in full."""
+"""So many wrong results are shown in full."""
 
 
 @dataclass(frozen=True)
@@ -140,17 +142,24 @@ def _larger(bench: Bench, record: OpRecord) -> Iterator[CallMeta]:
 
 
 def _soak(bench: Bench, out: StepLog, jobs: Sequence[KnownJob], tally: Tally) -> list[Sample]:
-    """Runs shuffled calls until the time is over; looks at the memory about 150 times."""
+    """Runs shuffled calls until the time is over; looks at the memory about 150 times.
+
+    Where calls take so long that too few looks would tell nothing, it goes on for some more.
+    """
     start, soak_s = time.monotonic(), bench.settings.soak_s
     period_s = max(soak_s / _SAMPLES, _LEAST_PERIOD_S)
     samples = [_sample(bench, start, tally)]
+
+    def goes_on() -> bool:
+        past_s = time.monotonic() - start
+        return past_s < soak_s or (past_s < _LONGER * soak_s and not _tell_enough(samples))
 
     def endless() -> Iterator[KnownJob]:
         shuffled, order = list(jobs), random.Random(_SEED)
         while True:
             order.shuffle(shuffled)
-            yield from itertools.takewhile(lambda _: time.monotonic() - start < soak_s, shuffled)
-            if time.monotonic() - start >= soak_s or not bench.alive:
+            yield from itertools.takewhile(lambda _: goes_on(), shuffled)
+            if not goes_on() or not bench.alive:
                 return
 
     for job, ran in in_flight(bench, endless(), 2 * bench.settings.streams):
@@ -161,6 +170,11 @@ def _soak(bench: Bench, out: StepLog, jobs: Sequence[KnownJob], tally: Tally) ->
                 samples.append(_sample(bench, start, tally))
             out.progress(int(samples[-1].at_s), int(soak_s), f"{samples[-1].calls} calls")
     return samples
+
+
+def _tell_enough(samples: Sequence[Sample]) -> bool:
+    """Whether there are enough after the warm-up for a line through them."""
+    return sum(sample.at_s >= _WARM_UP * samples[-1].at_s for sample in samples) > _LEAST_SAMPLES
 
 
 def _sample(bench: Bench, start: float, tally: Tally) -> Sample:

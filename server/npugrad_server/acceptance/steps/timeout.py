@@ -39,7 +39,7 @@ def run(bench: Bench, out: StepLog) -> None:
     _cut_by_worker(bench, out, long)
     limit_s = long.run_s / _SHARE
     with bench.pool(run_limit_s=limit_s) as device:
-        _cut_under_pool(device, out, long, limit_s, bench.settings.start_timeout_s)
+        _cut_under_pool(device, out, long, limit_s)
         _check_small(device, out, small)
     bench.start()
 
@@ -67,11 +67,9 @@ def _cut_by_worker(bench: Bench, out: StepLog, long: LongCall) -> None:
     )
 
 
-def _cut_under_pool(
-    device: SupervisedDevice, out: StepLog, long: LongCall, limit_s: float, back_limit_s: float
-) -> None:
-    """The same in the service's hands: the caller is told, and the device leaves and comes back."""
-    watch, start = Watch(device, back_limit_s), time.monotonic()
+def _cut_under_pool(device: SupervisedDevice, out: StepLog, long: LongCall, limit_s: float) -> None:
+    """The same in the service's hands: the caller gets the error, and the device leaves and comes back."""
+    watch, start = Watch(device), time.monotonic()
     found, reason = "a result", ""
     try:
         device.run(long.known.job)
@@ -79,7 +77,7 @@ def _cut_under_pool(
         reason, found = error.reason, f"{error.reason}: {error}"
     told_s = time.monotonic() - start
     out.check(
-        "under the pool its caller is told",
+        "under the pool its caller gets the error",
         reason == "DEADLINE_EXCEEDED" and str(TIMED_OUT) in found,
         f"DEADLINE_EXCEEDED, naming {TIMED_OUT}",
         found,

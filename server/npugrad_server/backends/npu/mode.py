@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from npugrad_server.acl.runtime import Runtime
 
 FIRST_TO_SWITCH = CannRelease.parse("9.0.0-beta.1")
-"""Oldest release whose public source reads the option anew for each call."""
+"""Oldest release whose public source reads the option again for each call."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def offer(release: CannRelease | None, wanted: bool | None, process_option_missi
     """What a worker offers.
 
     Args:
-        release: Release of CANN; None where nothing tells it. Then one mode from the start is right on any.
+        release: Release of CANN; None when unknown. Then one mode from the start is right on any.
         wanted: Mode that the device is to keep, as its name says; None without a wish.
         process_option_missing: Why the option of the process cannot be set; empty when it can.
     """

@@ -1,4 +1,4 @@
-"""What a trial is told and what it answers: JSON and bytes in files of one folder."""
+"""What a trial is ordered and what it answers: JSON and bytes in files of one folder."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The device without torch, from loading CANN to a result that is right, one rung at a time.
 
-Order: ``device``, and ``limit_s``, seconds for each rung. Of every rung a line of `LINES` tells that it
+Order: ``device``, and ``limit_s``, seconds for each rung. Of every rung one line of `LINES` says that it
 begins (``rung``), and another how it ended (``ok``, ``found``, ``seconds``), so that the last line names the
 rung that ended the process or never did. The answer is whether all were ok.
 """
