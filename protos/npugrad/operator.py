@@ -7,6 +7,7 @@ matrix are all derived from it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -174,9 +175,9 @@ class Sample:
     call: CallMeta
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class OpRecord:
-    """One operator, completely.
+    """One operator, completely; equal to itself only, and so a key.
 
     Attributes:
         name: snake_case name, as on the wire and in Python.
@@ -221,17 +222,17 @@ class OpRecord:
     data_check: Callable[[Arrays], str | None] | None = None
     checked_operands: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[TensorParam, ...]:
         """Input parameters in order."""
         return tuple(p for p in self.params if isinstance(p, TensorParam) and p.role == "input")
 
-    @property
+    @cached_property
     def outputs(self) -> tuple[TensorParam, ...]:
         """Output parameters in order."""
         return tuple(p for p in self.params if isinstance(p, TensorParam) and p.role == "output")
 
-    @property
+    @cached_property
     def attrs(self) -> tuple[AttrParam, ...]:
         """Attributes in order."""
         return tuple(p for p in self.params if isinstance(p, AttrParam))
