@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from npugrad.releases import CannRelease
 
     Arrays = Mapping[str, "npt.NDArray[Any] | None"]
+    VendorCode = int | Literal["accepts"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class Constraint:
         check: Pure; None when the constraint holds. Only called when all of `requires` hold.
         violate: Turns a legal call into one that breaks only this; None where that call cannot.
         requires: Constraints that must hold before this one is looked at; if not, it is not reported.
-        vendor_code: What the vendor's own source returns there; ``"accepts"`` if it lets it pass.
+        vendor_code: What the vendor's own source returns there, ``"accepts"`` if it lets it pass; where that
+            depends, a function of the call that breaks this constraint alone.
         products: Products it applies to; None for all.
         alone: Evaluated first, and if violated nothing else is reported.
         pick: Where document and vendor source disagree: both sides, and the one taken.
@@ -66,7 +68,7 @@ class Constraint:
     check: Callable[[CallMeta], Finding | None]
     violate: Callable[[CallMeta], CallMeta | None]
     requires: tuple[str, ...] = ()
-    vendor_code: int | Literal["accepts"]
+    vendor_code: VendorCode | Callable[[CallMeta], VendorCode]
     products: frozenset[Product] | None = None
     alone: bool = False
     pick: str = ""
@@ -74,6 +76,16 @@ class Constraint:
     def applies(self, product: Product) -> bool:
         """Whether the constraint is one of this product."""
         return self.products is None or product in self.products
+
+    def vendor_status(self, call: CallMeta) -> int:
+        """What the vendor's first phase returns for a call that breaks this alone; 0 if it accepts it."""
+        code = self.vendor_code(call) if callable(self.vendor_code) else self.vendor_code
+        return 0 if code == "accepts" else code
+
+    @property
+    def vendor_words(self) -> str:
+        """`vendor_code` as it travels: a number, ``"accepts"``, or ``"varies"`` where the call decides."""
+        return "varies" if callable(self.vendor_code) else str(self.vendor_code)
 
     def holds(self, call: CallMeta) -> bool:
         """Whether the call satisfies the constraint, given that all of `requires` hold."""
