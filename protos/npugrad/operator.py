@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from npugrad.meta import CallMeta, TensorMeta
     from npugrad.products import Product
     from npugrad.releases import CannRelease
+    from npugrad.workloads import Workloads
 
     Arrays = Mapping[str, "npt.NDArray[Any] | None"]
     VendorCode = int | Literal["accepts"]
@@ -205,6 +206,7 @@ class OpRecord:
         reference: The float64 implementation.
         build: Makes a legal call: keywords `dtype`, `product` and the operator's own sizes.
         samples: Small legal calls for a product.
+        workloads: Named sizes, those of models among them, and what else calls are made of.
         make_inputs: Plausible operand data for a call, from a random generator.
         extra_tolerance: Absolute tolerance of an output beyond the common formula, from the data.
         determinism_check: Looks at a legal call and the release of the NPU's CANN (None: unknown); why an NPU
@@ -226,6 +228,7 @@ class OpRecord:
     reference: Reference
     build: Callable[..., CallMeta]
     samples: Callable[[Product], Iterator[Sample]]
+    workloads: Workloads
     make_inputs: Callable[[CallMeta, np.random.Generator], dict[str, npt.NDArray[Any] | None]]
     extra_tolerance: Callable[[Arrays, Mapping[str, Any], str], float]
     determinism_check: Callable[[CallMeta, CannRelease | None], str | None]

@@ -27,6 +27,7 @@ from npugrad.ops._fused_floyd_attention_grad_layout import (
     shape_of,
 )
 from npugrad.ops._fused_floyd_attention_grad_rules import CONSTRAINTS, NOT_EXPRESSIBLE
+from npugrad.ops._fused_floyd_attention_grad_workloads import WORKLOADS
 from npugrad.products import Product
 from npugrad.references.fused_floyd_attention_grad import reference
 
@@ -182,6 +183,7 @@ FUSED_FLOYD_ATTENTION_GRAD = OpRecord(
     reference=reference,
     build=build,
     samples=_samples,
+    workloads=WORKLOADS,
     make_inputs=make_inputs,
     extra_tolerance=lambda inputs, attrs, output: 0.0,
     determinism_check=lambda call, release: (

@@ -26,6 +26,7 @@ from npugrad.ops._grid_sampler_2d_backward_rules import (
     PADDING_MODES,
     accepts_unchecked,
 )
+from npugrad.ops._grid_sampler_2d_backward_workloads import WORKLOADS
 from npugrad.products import Product
 from npugrad.references.grid_sampler_2d_backward import reference
 
@@ -236,6 +237,7 @@ GRID_SAMPLER_2D_BACKWARD = OpRecord(
     reference=reference,
     build=build,
     samples=_samples,
+    workloads=WORKLOADS,
     make_inputs=_make_inputs,
     extra_tolerance=lambda inputs, attrs, output: 0.0,
     determinism_check=_determinism_check,

@@ -17,6 +17,7 @@ from npugrad.meta import CallMeta, TensorMeta
 from npugrad.operator import AttrParam, OpRecord, Sample, TensorParam
 from npugrad.ops._group_norm_backward_layout import C_NAMES, DOCUMENT, DTYPES, OUTPUTS, build, output_metas
 from npugrad.ops._group_norm_backward_rules import CONSTRAINTS, NOT_EXPRESSIBLE
+from npugrad.ops._group_norm_backward_workloads import WORKLOADS
 from npugrad.products import Product
 from npugrad.references.group_norm_backward import reference
 
@@ -152,6 +153,7 @@ GROUP_NORM_BACKWARD = OpRecord(
     reference=reference,
     build=build,
     samples=_samples,
+    workloads=WORKLOADS,
     make_inputs=_make_inputs,
     extra_tolerance=_extra_tolerance,
     determinism_check=lambda call, release: None,  # by the pages of 8.5.0 to 9.2.0-beta.2

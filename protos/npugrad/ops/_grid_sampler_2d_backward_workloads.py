@@ -1,0 +1,51 @@
+"""Calls that are made of aclnnGridSampler2DBackward: sizes of models, and what small calls vary."""
+
+from __future__ import annotations
+
+from npugrad.workloads import Workload, Workloads, named
+
+
+def _sizes(n: int, c: int, h: int, w: int | None = None) -> dict[str, int]:
+    """As many points as pixels."""
+    w = h if w is None else w
+    return {"n": n, "c": c, "h": h, "w": w, "oh": h, "ow": w}
+
+
+WORKLOADS = Workloads(
+    named=named(
+        Workload(name="tiny", sizes=_sizes(1, 3, 8)),
+        Workload(name="small", sizes=_sizes(1, 3, 16)),
+        Workload(name="medium", sizes=_sizes(4, 3, 128)),
+        Workload(name="large", sizes=_sizes(4, 64, 128)),
+        Workload(name="pictures", model="spatial transformer", sizes=_sizes(8, 3, 224), shown=True),
+        Workload(name="features", model="feature warping", sizes=_sizes(4, 64, 64), shown=True),
+        Workload(
+            name="warping",
+            model="warped feature maps",
+            sizes={
+                **_sizes(4, 64, 64),
+                "interpolation_mode": 0,
+                "padding_mode": 1,
+                "align_corners": True,
+            },
+        ),
+        Workload(
+            name="warp",
+            model="warping of large feature maps",
+            sizes=_sizes(4, 64, 160),
+            simulated={"n": 2, "c": 16, "h": 60, "w": 50, "oh": 50, "ow": 40},
+        ),
+        Workload(
+            name="flow",
+            model="optical flow of pictures",
+            sizes=_sizes(8, 3, 480, 640),
+            simulated=_sizes(2, 3, 90, 120),
+        ),
+    ),
+    variants={
+        "interpolation_mode": (0, 1),
+        "padding_mode": (0, 1, 2),
+        "align_corners": (False, True),
+        "output_mask": ((True, True), (True, False), (False, True)),
+    },
+)

@@ -1,0 +1,56 @@
+"""Calls that are made of aclnnMultiScaleDeformableAttentionGrad: sizes of models, what small calls vary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from npugrad.workloads import Workload, Workloads, named
+
+Levels = tuple[tuple[int, int], ...]
+_DETR: Levels = ((100, 134), (50, 67), (25, 34), (13, 17))
+"""Feature maps of Deformable-DETR for a picture of 800 x 1066 pixels: 17,821 keys."""
+_QUARTER: Levels = ((50, 67), (25, 34), (13, 17), (7, 9))
+"""The same for a picture of half the height and width."""
+_THREE = _DETR[1:]
+
+
+def _sizes(bs: int, nq: int, levels: Levels, nh: int = 8, ch: int = 32) -> dict[str, Any]:
+    return {"bs": bs, "nq": nq, "nh": nh, "ch": ch, "levels": levels, "points": 4}
+
+
+WORKLOADS = Workloads(
+    named=named(
+        Workload(name="tiny", sizes=_sizes(1, 4, ((4, 4), (2, 2)), nh=2, ch=8)),
+        Workload(name="small", sizes=_sizes(1, 32, ((8, 8), (4, 4)), nh=2, ch=8)),
+        Workload(name="medium", sizes=_sizes(2, 300, _THREE)),
+        Workload(name="large", sizes=_sizes(2, 4484, _THREE)),
+        Workload(
+            name="detr-encoder",
+            model="Deformable-DETR encoder",
+            sizes=_sizes(2, 17_821, _DETR),
+            reduced=_sizes(2, 4484, _QUARTER),
+            shown=True,
+        ),
+        Workload(
+            name="detr-decoder", model="Deformable-DETR decoder", sizes=_sizes(2, 300, _DETR), shown=True
+        ),
+        Workload(
+            name="decoder",
+            model="decoder of a detector with 900 queries",
+            sizes=_sizes(2, 900, _DETR),
+            simulated=_sizes(1, 60, ((20, 26), (10, 13), (5, 7)), ch=16),
+        ),
+        Workload(
+            name="encoder",
+            model="encoder of a detector, one picture",
+            sizes=_sizes(1, 17_821, _DETR),
+            simulated=_sizes(1, 185, ((10, 14), (5, 9)), nh=4, ch=16),
+        ),
+    ),
+    variants={
+        "index_dtype": ("int32", "int64"),
+        "grad_output_rank": (3, 4),
+        "points": (1, 2),
+        "ch": (8, 24),
+    },
+)

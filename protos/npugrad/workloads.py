@@ -1,0 +1,66 @@
+"""What a record says of the calls that are made of it: who makes which, and what they may vary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    Sizes = Mapping[str, Any]
+
+BENCH_SIZES = ("small", "medium", "large")
+"""Workloads that every operator has, for measurements; ``"tiny"`` is one more, its smallest useful call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One size of an operator.
+
+    Attributes:
+        name: Such as ``"decoder"``; scenarios and ``npugrad bench --size`` choose by it.
+        sizes: Keywords of the record's `build`, without type and product.
+        model: What makes calls of this size; empty for a size that was made up.
+        simulated: The same kind of call for a simulated device, whose kernels are plain loops; None where no
+            acceptance makes the call.
+        reduced: What a demonstration takes instead where it has less time; None where it never does.
+        shown: Whether a demonstration makes the call.
+    """
+
+    name: str
+    sizes: Sizes
+    model: str = ""
+    simulated: Sizes | None = None
+    reduced: Sizes | None = None
+    shown: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workloads:
+    """The calls of an operator that are made for something.
+
+    Attributes:
+        named: Sizes by name, the smallest first: tiny, small, medium, large, then those of models.
+        variants: Keywords of the record's `build` with the values that small calls combine, in every type.
+    """
+
+    named: Mapping[str, Workload]
+    variants: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    @property
+    def accepted(self) -> tuple[Workload, ...]:
+        """Those that an acceptance makes."""
+        return tuple(each for each in self.named.values() if each.simulated is not None)
+
+
+def named(*workloads: Workload) -> dict[str, Workload]:
+    """Workloads by name.
+
+    Raises:
+        ValueError: Two have the same name.
+    """
+    found = {each.name: each for each in workloads}
+    if len(found) != len(workloads):
+        raise ValueError(f"found the names {[each.name for each in workloads]}; expected each once")
+    return found
