@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    from npugrad.meta import CallMeta
+    from npugrad.operator import Arrays
 
     Sizes = Mapping[str, Any]
 
@@ -43,10 +46,13 @@ class Workloads:
     Attributes:
         named: Sizes by name, the smallest first: tiny, small, medium, large, then those of models.
         variants: Keywords of the record's `build` with the values that small calls combine, in every type.
+        settle: Moves, in place, what lies so near to a tie that two right results may differ; None where no
+            gradient jumps.
     """
 
     named: Mapping[str, Workload]
     variants: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    settle: Callable[[CallMeta, Arrays], None] | None = None
 
     @property
     def accepted(self) -> tuple[Workload, ...]:

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from npugrad.ties import settle
 from npugrad.workloads import Workload, Workloads, named
+
+if TYPE_CHECKING:
+    from npugrad.meta import CallMeta
+    from npugrad.operator import Arrays
 
 
 def _sizes(n: int, c: int, h: int, w: int | None = None) -> dict[str, int]:
     """As many points as pixels."""
     w = h if w is None else w
     return {"n": n, "c": c, "h": h, "w": w, "oh": h, "ow": w}
+
+
+def _settle(call: CallMeta, operands: Arrays) -> None:
+    image, grid = call.tensor("input"), operands["grid"]
+    if grid is None:
+        return
+    for axis, size in ((0, image.shape[3]), (1, image.shape[2])):
+        # For corners aligned and not, so that the same data serves either; nearest jumps at the halves.
+        for scale in (size, size - 1):
+            settle(grid[..., axis], scale / 2, (size - 1) / 2, steps=2)
 
 
 WORKLOADS = Workloads(
@@ -48,4 +65,5 @@ WORKLOADS = Workloads(
         "align_corners": (False, True),
         "output_mask": ((True, True), (True, False), (False, True)),
     },
+    settle=_settle,
 )

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from npugrad.ties import settle
 from npugrad.workloads import Workload, Workloads, named
+
+if TYPE_CHECKING:
+    from npugrad.meta import CallMeta
+    from npugrad.operator import Arrays
 
 Levels = tuple[tuple[int, int], ...]
 _DETR: Levels = ((100, 134), (50, 67), (25, 34), (13, 17))
@@ -16,6 +21,15 @@ _THREE = _DETR[1:]
 
 def _sizes(bs: int, nq: int, levels: Levels, nh: int = 8, ch: int = 32) -> dict[str, Any]:
     return {"bs": bs, "nq": nq, "nh": nh, "ch": ch, "levels": levels, "points": 4}
+
+
+def _settle(call: CallMeta, operands: Arrays) -> None:
+    location, levels = operands["location"], operands["spatial_shape"]
+    if location is None or levels is None:
+        return
+    for level, (height, width) in enumerate(levels.tolist()):
+        for axis, size in ((0, width), (1, height)):
+            settle(location[..., level, :, axis], size, -0.5, steps=1)
 
 
 WORKLOADS = Workloads(
@@ -53,4 +67,5 @@ WORKLOADS = Workloads(
         "points": (1, 2),
         "ch": (8, 24),
     },
+    settle=_settle,
 )
