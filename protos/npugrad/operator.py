@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from npugrad.binding import TorchBinding
     from npugrad.dtypes import DType
     from npugrad.errors import Source, Violation
     from npugrad.generators import Draw
@@ -213,6 +214,7 @@ class OpRecord:
             cannot honour the deterministic option for it, as operand, found and expected, or None.
         min_cann: Oldest CANN release with the operator.
         data_check: Looks at untrusted operand values before an NPU launch; a complaint or None.
+        binding: torch_npu's own binding of the operator; None where no version has one.
         checked_operands: Operands whose values `data_check` reads; of others it may use only the shape.
     """
 
@@ -235,6 +237,7 @@ class OpRecord:
     min_cann: str
     accepts_unchecked: Callable[[CallMeta], bool] = lambda call: False
     data_check: Callable[[Arrays], str | None] | None = None
+    binding: TorchBinding | None = None
     checked_operands: tuple[str, ...] = ()
 
     @cached_property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from npugrad.binding import TorchBinding
 from npugrad.dtypes import DType
 from npugrad.generators import Draw
 from npugrad.meta import CallMeta, TensorMeta
@@ -190,5 +191,10 @@ FUSED_FLOYD_ATTENTION_GRAD = OpRecord(
         "deterministic: found True; expected False, because the operator has no deterministic mode on an NPU"
     ),
     min_cann="9.0",
+    binding=TorchBinding(
+        "npu.npu_fused_floyd_attention_backward",
+        ("dy", "query", "key1", "value1", "key2", "value2", "attention_in", "softmax_max", "softmax_sum"),
+        ("atten_mask", "scale_value"),
+    ),
 )
 """The record; order of params is the order of aclnnFusedFloydAttentionGradGetWorkspaceSize."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from npugrad.binding import TorchBinding
 from npugrad.dtypes import DType
 from npugrad.generators import Draw
 from npugrad.meta import CallMeta, TensorMeta
@@ -242,6 +243,18 @@ GRID_SAMPLER_2D_BACKWARD = OpRecord(
     extra_tolerance=lambda inputs, attrs, output: 0.0,
     determinism_check=_determinism_check,
     min_cann="8.0",
+    binding=TorchBinding(
+        "aten.grid_sampler_2d_backward",
+        (
+            "grad_output",
+            "input",
+            "grid",
+            "interpolation_mode",
+            "padding_mode",
+            "align_corners",
+            "output_mask",
+        ),
+    ),
     accepts_unchecked=accepts_unchecked,
 )
 """The record; order of params is the order of aclnnGridSampler2DBackwardGetWorkspaceSize."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
+from npugrad.binding import TorchBinding
 from npugrad.dtypes import DType
 from npugrad.generators import Draw
 from npugrad.meta import CallMeta, TensorMeta
@@ -158,5 +159,9 @@ GROUP_NORM_BACKWARD = OpRecord(
     extra_tolerance=_extra_tolerance,
     determinism_check=lambda call, release: None,  # by the pages of 8.5.0 to 9.2.0-beta.2
     min_cann="8.0",
+    binding=TorchBinding(
+        "aten.native_group_norm_backward",
+        ("grad_out", "input", "mean", "rstd", "gamma", "n", "c", "hxw", "group", "output_mask"),
+    ),
 )
 """The record; order of params is the order of aclnnGroupNormBackwardGetWorkspaceSize."""

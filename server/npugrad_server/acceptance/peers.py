@@ -13,7 +13,6 @@ from npugrad.meta import TensorMeta
 from npugrad_server.acceptance.job import make_job
 from npugrad_server.acceptance.shapes import build, float_dtypes, realistic_job
 from npugrad_server.acl.layout import arrange
-from npugrad_server.backends.npu.trials.bindings import BINDINGS
 from npugrad_server.backends.npu.trials.exchange import Case, part
 
 if TYPE_CHECKING:
@@ -87,9 +86,8 @@ def peer_jobs(bench: Bench) -> Iterator[PeerJob]:
                 made.append((workload.name, realistic_job(record, call)))
             for name, job in made:
                 options = CallOptions(deterministic=not bench.why_not_deterministic(record, job.call))
-                yield PeerJob(
-                    f"{record.name} {dtype} {name}", replace(job, options=options), record.name in BINDINGS
-                )
+                bound = record.binding is not None
+                yield PeerJob(f"{record.name} {dtype} {name}", replace(job, options=options), bound)
 
 
 def check_peers(bench: Bench, out: StepLog) -> None:
