@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    import numpy.typing as npt
+
+    from npugrad.dtypes import DType
     from npugrad.meta import CallMeta
     from npugrad.operator import Arrays
 
@@ -39,6 +42,39 @@ class Workload:
     shown: bool = False
 
 
+@dataclass(frozen=True)
+class Filled:
+    """One call with its data, and what is known of its results.
+
+    Attributes:
+        operands: By name, None for null.
+        attrs: By name.
+        expected: Results by output name, printed by the page's example program or derived from it by hand;
+            empty where nothing is known.
+        expected_atol: Absolute tolerance of `expected`.
+    """
+
+    operands: Arrays
+    attrs: Mapping[str, Any]
+    expected: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    expected_atol: float = 0.0
+
+
+@dataclass(frozen=True)
+class Example:
+    """The call of an official example program.
+
+    Attributes:
+        reading: How the program is read where that matters, such as ``"as intended"``; else empty.
+        dtype: Type of its first operand.
+        make: Makes it.
+    """
+
+    reading: str
+    dtype: DType
+    make: Callable[[], Filled]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workloads:
     """The calls of an operator that are made for something.
@@ -46,12 +82,16 @@ class Workloads:
     Attributes:
         named: Sizes by name, the smallest first: tiny, small, medium, large, then those of models.
         variants: Keywords of the record's `build` with the values that small calls combine, in every type.
+        examples: Those of the official pages.
+        fixed: From sizes, the operands that they fix but no meta tells; None where metas tell all.
         settle: Moves, in place, what lies so near to a tie that two right results may differ; None where no
             gradient jumps.
     """
 
     named: Mapping[str, Workload]
     variants: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    examples: tuple[Example, ...] = ()
+    fixed: Callable[[Sizes], dict[str, npt.NDArray[Any]]] | None = None
     settle: Callable[[CallMeta, Arrays], None] | None = None
 
     @property

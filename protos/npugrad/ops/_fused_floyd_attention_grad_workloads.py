@@ -2,11 +2,51 @@
 
 from __future__ import annotations
 
-from npugrad.workloads import Workload, Workloads, named
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from npugrad.dtypes import DType
+from npugrad.workloads import Example, Filled, Workload, Workloads, named
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 
 def _sizes(h: int, n: int, m: int, k: int, d: int) -> dict[str, int]:
     return {"b": 1, "h": h, "n": n, "m": m, "k": k, "d": d}
+
+
+def _example(literal: bool) -> Filled:
+    """Inputs that are no consistent forward result: all gradients overflow float16."""
+
+    def ones(*shape: int) -> npt.NDArray[Any]:
+        # As written, 4-byte floats are copied into 2-byte elements: 1.0f reads as 0, 1.875.
+        halves = (
+            np.ones(np.prod(shape) // 2, np.float32).view(np.float16)
+            if literal
+            else np.ones(shape, np.float16)
+        )
+        return halves.reshape(shape)
+
+    n = m = k = 256
+    d, statistics = 128, np.full((1, 1, n, m, 8), 3.0, np.float32)
+    return Filled(
+        operands={
+            "query": ones(1, 1, n, m, d),
+            "key1": ones(1, 1, n, k, d),
+            "value1": ones(1, 1, n, k, d),
+            "key2": ones(1, 1, k, m, d),
+            "value2": ones(1, 1, k, m, d),
+            "dy": ones(1, 1, n, m, d),
+            "atten_mask": np.zeros((1, 1, n, 1, k), np.uint8),
+            "softmax_max": statistics,
+            "softmax_sum": statistics,
+            "attention_in": ones(1, 1, n, m, d),
+        },
+        attrs={"scale_value": d**-0.5},
+    )
 
 
 WORKLOADS = Workloads(
@@ -30,4 +70,8 @@ WORKLOADS = Workloads(
         ),
     ),
     variants={"with_mask": (False, True), "mask_dtype": ("bool", "uint8"), "d": (32, 64, 128)},
+    examples=tuple(
+        Example(f"{reading}: overflows", DType.FLOAT16, partial(_example, literal))
+        for literal, reading in ((True, "as written"), (False, "as intended"))
+    ),
 )

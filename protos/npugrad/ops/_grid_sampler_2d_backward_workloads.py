@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from npugrad.dtypes import DType
 from npugrad.ties import settle
-from npugrad.workloads import Workload, Workloads, named
+from npugrad.workloads import Example, Filled, Workload, Workloads, named
 
 if TYPE_CHECKING:
     from npugrad.meta import CallMeta
@@ -26,6 +29,29 @@ def _settle(call: CallMeta, operands: Arrays) -> None:
         # For corners aligned and not, so that the same data serves either; nearest jumps at the halves.
         for scale in (size, size - 1):
             settle(grid[..., axis], scale / 2, (size - 1) / 2, steps=2)
+
+
+def _example() -> Filled:
+    points = np.array([-1, -1, 0, -1, 1, -1, -1, 0, 0, 0, 1, 0, -1, 1, 0, 1, 1, 1], np.float32)
+    edge, middle, zero = [0.25, 0, 0, 0.25, 0.25, 0, 0, 0.25], [0.5, 0, 0, 0.5, 0.5, 0, 0, 0.5], [0] * 8
+    grid_grad = [2, 1.25, 2, 11.25, -16, 10, 68, 10, 4, 20, -96, 10, 66, -41.25, 2, -91.25, -80, -50]
+    return Filled(
+        operands={
+            "grad_output": np.ones((1, 1, 3, 3), np.float32),
+            "input": np.arange(1, 41, dtype=np.float32).reshape(1, 1, 5, 8),
+            "grid": points.reshape(1, 3, 3, 2),
+        },
+        attrs={
+            "interpolation_mode": 0,
+            "padding_mode": 0,
+            "align_corners": False,
+            "output_mask": (True, True),
+        },
+        expected={
+            "input_grad": np.array([edge, zero, middle, zero, edge]).reshape(1, 1, 5, 8),
+            "grid_grad": np.array(grid_grad).reshape(1, 3, 3, 2),
+        },
+    )
 
 
 WORKLOADS = Workloads(
@@ -65,5 +91,6 @@ WORKLOADS = Workloads(
         "align_corners": (False, True),
         "output_mask": ((True, True), (True, False), (False, True)),
     },
+    examples=(Example("", DType.FLOAT32, _example),),
     settle=_settle,
 )

@@ -4,9 +4,34 @@ from __future__ import annotations
 
 import itertools
 
-from npugrad.workloads import Workload, Workloads, named
+import numpy as np
+
+from npugrad.dtypes import DType
+from npugrad.workloads import Example, Filled, Workload, Workloads, named
 
 _MASKS = tuple(mask for mask in itertools.product((False, True), repeat=3) if any(mask))
+
+
+def _example() -> Filled:
+    values = np.arange(1, 25, dtype=np.float32).reshape(2, 3, 4)
+    return Filled(
+        operands={
+            "grad_out": values,
+            "input": values,
+            "mean": np.array([[6.5], [18.5]], np.float32),
+            "rstd": np.full((2, 1), 0.2896827, np.float32),
+            "gamma": np.ones(3, np.float32),
+        },
+        attrs={"n": 2, "c": 3, "hxw": 4, "group": 1, "output_mask": (True, True, True)},
+        # grad_input is pure cancellation: zero but for rounding.
+        expected={
+            "grad_input": np.zeros((2, 3, 4)),
+            "grad_gamma": np.array([-75.896867, 2.896827, 155.849293]),
+            "grad_beta": np.array([68.0, 100.0, 132.0]),
+        },
+        expected_atol=2e-5,
+    )
+
 
 WORKLOADS = Workloads(
     named=named(
@@ -49,4 +74,5 @@ WORKLOADS = Workloads(
         ),
     ),
     variants={"with_gamma": (False, True), "group": (1, 3), "output_mask": _MASKS},
+    examples=(Example("", DType.FLOAT32, _example),),
 )
