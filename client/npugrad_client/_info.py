@@ -143,7 +143,8 @@ class ConstraintInfo:
         text: The documented sentence.
         sources: Where it is documented.
         operands: Operands it is about.
-        vendor_code: What the vendor's own source answers: a number, or ``"accepts"``.
+        vendor_code: What the vendor's own source answers: a number, ``"accepts"``, or ``"varies"`` where that
+            depends on the call.
     """
 
     id: str

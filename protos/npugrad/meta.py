@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from operator import index
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -65,16 +66,16 @@ class TensorMeta:
     ) -> None:
         """Makes the description; see the class for arguments and errors."""
         object.__setattr__(self, "dtype", dtype_from_name(dtype))
-        object.__setattr__(self, "shape", tuple(index(s) for s in shape))
+        object.__setattr__(self, "shape", tuple(map(index, shape)))
         object.__setattr__(self, "format", format_from_name(format))
-        object.__setattr__(self, "strides", None if strides is None else tuple(index(s) for s in strides))
+        object.__setattr__(self, "strides", None if strides is None else tuple(map(index, strides)))
         object.__setattr__(self, "storage_offset", index(storage_offset))
         self._check_layout()
 
     def _check_layout(self) -> None:
         if len(self.shape) > MAX_RANK:
             raise MalformedTensor(f"found rank {len(self.shape)}; expected at most {MAX_RANK}")
-        if any(s < 0 for s in self.shape):
+        if self.shape and min(self.shape) < 0:
             raise MalformedTensor(f"found shape {list(self.shape)}; expected sizes of 0 or more")
         if self.storage_offset < 0:
             raise MalformedTensor(f"found storage offset {self.storage_offset}; expected 0 or more")
@@ -83,7 +84,7 @@ class TensorMeta:
                 raise MalformedTensor(
                     f"found {len(self.strides)} strides, rank {len(self.shape)}; expected one for each axis"
                 )
-            if any(s < 0 for s in self.strides):
+            if self.strides and min(self.strides) < 0:
                 raise MalformedTensor(f"found strides {list(self.strides)}; expected 0 or more")
         if max(self.nbytes, self.content_bytes) > INT64_MAX:
             raise MalformedTensor(
@@ -95,17 +96,17 @@ class TensorMeta:
         """Number of axes."""
         return len(self.shape)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the tensor when contiguous."""
         return self.size * self.dtype.itemsize
 
-    @property
+    @cached_property
     def contiguous_strides(self) -> tuple[int, ...]:
         """Row-major strides of the shape, in elements."""
         strides, step = [], 1
@@ -114,20 +115,20 @@ class TensorMeta:
             step *= max(s, 1)
         return tuple(reversed(strides))
 
-    @property
+    @cached_property
     def element_strides(self) -> tuple[int, ...]:
         """Strides in elements, filled in where contiguous."""
         return self.contiguous_strides if self.strides is None else self.strides
 
-    @property
+    @cached_property
     def content_bytes(self) -> int:
         """Bytes of the content on the wire: itemsize x (offset + span), span 0 when empty."""
-        span = 0
-        if self.size:
-            span = sum((s - 1) * step for s, step in zip(self.shape, self.element_strides, strict=True)) + 1
+        span = self.size
+        if span and self.strides is not None:
+            span = sum((s - 1) * step for s, step in zip(self.shape, self.strides, strict=True)) + 1
         return self.dtype.itemsize * (self.storage_offset + span)
 
-    @property
+    @cached_property
     def is_contiguous(self) -> bool:
         """Whether the content is the row-major tensor itself, from its first byte."""
         if self.storage_offset or self.strides is None or not self.size:
@@ -137,8 +138,14 @@ class TensorMeta:
             for s, step, expected in zip(self.shape, self.strides, self.contiguous_strides, strict=True)
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone: what follows from them is computed again where it is wanted."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
     def contiguous(self) -> TensorMeta:
         """The same tensor, contiguous."""
+        if self.strides is None and not self.storage_offset:
+            return self
         return TensorMeta(self.dtype, self.shape, self.format)
 
     def __str__(self) -> str:

@@ -7,6 +7,7 @@ matrix are all derived from it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -15,14 +16,17 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from npugrad.binding import TorchBinding
     from npugrad.dtypes import DType
     from npugrad.errors import Source, Violation
     from npugrad.generators import Draw
     from npugrad.meta import CallMeta, TensorMeta
     from npugrad.products import Product
     from npugrad.releases import CannRelease
+    from npugrad.workloads import Workloads
 
     Arrays = Mapping[str, "npt.NDArray[Any] | None"]
+    VendorCode = int | Literal["accepts"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,8 @@ class Constraint:
         check: Pure; None when the constraint holds. Only called when all of `requires` hold.
         violate: Turns a legal call into one that breaks only this; None where that call cannot.
         requires: Constraints that must hold before this one is looked at; if not, it is not reported.
-        vendor_code: What the vendor's own source returns there; ``"accepts"`` if it lets it pass.
+        vendor_code: What the vendor's own source returns there, ``"accepts"`` if it lets it pass; where that
+            depends, a function of the call that breaks this constraint alone.
         products: Products it applies to; None for all.
         alone: Evaluated first, and if violated nothing else is reported.
         pick: Where document and vendor source disagree: both sides, and the one taken.
@@ -65,7 +70,7 @@ class Constraint:
     check: Callable[[CallMeta], Finding | None]
     violate: Callable[[CallMeta], CallMeta | None]
     requires: tuple[str, ...] = ()
-    vendor_code: int | Literal["accepts"]
+    vendor_code: VendorCode | Callable[[CallMeta], VendorCode]
     products: frozenset[Product] | None = None
     alone: bool = False
     pick: str = ""
@@ -73,6 +78,16 @@ class Constraint:
     def applies(self, product: Product) -> bool:
         """Whether the constraint is one of this product."""
         return self.products is None or product in self.products
+
+    def vendor_status(self, call: CallMeta) -> int:
+        """What the vendor's first phase returns for a call that breaks this alone; 0 if it accepts it."""
+        code = self.vendor_code(call) if callable(self.vendor_code) else self.vendor_code
+        return 0 if code == "accepts" else code
+
+    @property
+    def vendor_words(self) -> str:
+        """`vendor_code` as it travels: a number, ``"accepts"``, or ``"varies"`` where the call decides."""
+        return "varies" if callable(self.vendor_code) else str(self.vendor_code)
 
     def holds(self, call: CallMeta) -> bool:
         """Whether the call satisfies the constraint, given that all of `requires` hold."""
@@ -174,9 +189,9 @@ class Sample:
     call: CallMeta
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class OpRecord:
-    """One operator, completely.
+    """One operator, completely; equal to itself only, and so a key.
 
     Attributes:
         name: snake_case name, as on the wire and in Python.
@@ -192,12 +207,14 @@ class OpRecord:
         reference: The float64 implementation.
         build: Makes a legal call: keywords `dtype`, `product` and the operator's own sizes.
         samples: Small legal calls for a product.
+        workloads: Named sizes, those of models among them, and what else calls are made of.
         make_inputs: Plausible operand data for a call, from a random generator.
         extra_tolerance: Absolute tolerance of an output beyond the common formula, from the data.
         determinism_check: Looks at a legal call and the release of the NPU's CANN (None: unknown); why an NPU
             cannot honour the deterministic option for it, as operand, found and expected, or None.
         min_cann: Oldest CANN release with the operator.
         data_check: Looks at untrusted operand values before an NPU launch; a complaint or None.
+        binding: torch_npu's own binding of the operator; None where no version has one.
         checked_operands: Operands whose values `data_check` reads; of others it may use only the shape.
     """
 
@@ -213,25 +230,27 @@ class OpRecord:
     reference: Reference
     build: Callable[..., CallMeta]
     samples: Callable[[Product], Iterator[Sample]]
+    workloads: Workloads
     make_inputs: Callable[[CallMeta, np.random.Generator], dict[str, npt.NDArray[Any] | None]]
     extra_tolerance: Callable[[Arrays, Mapping[str, Any], str], float]
     determinism_check: Callable[[CallMeta, CannRelease | None], str | None]
     min_cann: str
     accepts_unchecked: Callable[[CallMeta], bool] = lambda call: False
     data_check: Callable[[Arrays], str | None] | None = None
+    binding: TorchBinding | None = None
     checked_operands: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[TensorParam, ...]:
         """Input parameters in order."""
         return tuple(p for p in self.params if isinstance(p, TensorParam) and p.role == "input")
 
-    @property
+    @cached_property
     def outputs(self) -> tuple[TensorParam, ...]:
         """Output parameters in order."""
         return tuple(p for p in self.params if isinstance(p, TensorParam) and p.role == "output")
 
-    @property
+    @cached_property
     def attrs(self) -> tuple[AttrParam, ...]:
         """Attributes in order."""
         return tuple(p for p in self.params if isinstance(p, AttrParam))

@@ -116,7 +116,7 @@ def output_not_null(
 
 
 def product_supported(
-    products: Iterable[Product], code: int, text: str, sources: tuple[Source, ...], pick: str = ""
+    products: Iterable[Product], code: int, text: str, sources: tuple[Source, ...], **extra: Any
 ) -> Constraint:
     """The product has the operator; looked at first, and if not, nothing else is."""
     known = tuple(products)
@@ -135,9 +135,8 @@ def product_supported(
         operands=("product",),
         check=check,
         violate=lambda call: replace(call, product=lacking),
-        vendor_code=code,
         alone=True,
-        pick=pick,
+        **{"vendor_code": code, **extra},
     )
 
 

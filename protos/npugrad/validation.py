@@ -7,8 +7,11 @@ all 561002; inside a class by the order of the record.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
+from graphlib import TopologicalSorter
 from operator import index as operator_index
-from typing import TYPE_CHECKING, Any
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from npugrad.meta import AttrValue
-    from npugrad.operator import Constraint, OpRecord
+    from npugrad.operator import Constraint, Finding, OpRecord
 
 _REPORT_ORDER = (FIND_KERNEL_ERROR, INNER_NULLPTR, PARAM_NULLPTR, PARAM_INVALID, TILING_ERROR)
 _CLASS_ORDER = {code: i for i, code in enumerate(_REPORT_ORDER)}
@@ -189,48 +192,68 @@ _EXPECTED = {
 
 def validate_call(record: OpRecord, call: CallMeta) -> Verdict:
     """Checks a call against every constraint of its record; never raises for a well-formed call."""
-    decisive = [c for c in record.constraints if c.alone]
-    violations = _violations(decisive, call)
+    alone, others = _stages(record, call.product)
+    violations = _violations(alone, call)
     if not violations:
         if record.accepts_unchecked(call):
             return Verdict(0, (), {p.name: None for p in record.outputs})
-        violations = _violations([c for c in record.constraints if not c.alone], call)
+        violations = _violations(others, call)
     if violations:
-        return Verdict(violations[0].code, tuple(violations), {})
+        return Verdict(violations[0].code, violations, {})
     return Verdict(0, (), record.infer(call))
 
 
-def _violations(constraints: list[Constraint], call: CallMeta) -> list[Violation]:
-    by_id = {c.id: c for c in constraints}
-    held: dict[str, bool] = {}
-    found: dict[str, Violation] = {}
+class _Step(NamedTuple):
+    """A constraint in the order of evaluation, where each comes after those that it requires.
 
-    def holds(constraint: Constraint) -> bool:
-        if constraint.id not in held:
-            held[constraint.id] = _evaluate(constraint, call, found, holds, by_id)
-        return held[constraint.id]
+    Attributes:
+        constraint: The constraint.
+        requires: Positions in that order.
+        rank: Where it is reported: by class of codes, then by the order of the record.
+    """
 
-    for constraint in constraints:
-        holds(constraint)
-    order = {c.id: i for i, c in enumerate(constraints)}
-    return sorted(found.values(), key=lambda v: (_CLASS_ORDER[v.code], order[v.id]))
+    constraint: Constraint
+    requires: tuple[int, ...]
+    rank: tuple[int, int]
 
 
-def _evaluate(
-    constraint: Constraint,
-    call: CallMeta,
-    found: dict[str, Violation],
-    holds: Callable[[Constraint], bool],
-    by_id: Mapping[str, Constraint],
-) -> bool:
-    if not constraint.applies(call.product):
-        return True
-    if not all(holds(by_id[required]) for required in constraint.requires):
-        return False  # not looked at: what it builds on is broken already
-    finding = constraint.check(call)
-    if finding is None:
-        return True
-    found[constraint.id] = Violation(
+@lru_cache(maxsize=256)
+def _stages(record: OpRecord, product: Product) -> tuple[tuple[_Step, ...], tuple[_Step, ...]]:
+    """The constraints of a product: those that are evaluated alone, and the others."""
+    by_id = {c.id: c for c in record.constraints}
+    ranks = {c.id: (_CLASS_ORDER[c.code], i) for i, c in enumerate(record.constraints)}
+
+    def stage(alone: bool) -> tuple[_Step, ...]:
+        looked_at = [c for c in record.constraints if c.alone is alone and c.applies(product)]
+        # What the product does not have holds.
+        requires = {c.id: [name for name in c.requires if by_id[name].applies(product)] for c in looked_at}
+        order = {name: i for i, name in enumerate(TopologicalSorter(requires).static_order())}
+        return tuple(
+            _Step(by_id[name], tuple(order[required] for required in requires[name]), ranks[name])
+            for name in order
+        )
+
+    return stage(True), stage(False)
+
+
+def _violations(steps: tuple[_Step, ...], call: CallMeta) -> tuple[Violation, ...]:
+    holds: list[bool] = []
+    broken: list[tuple[tuple[int, int], Constraint, Finding]] = []
+    for constraint, requires, rank in steps:
+        finding = None
+        # Not looked at where what it builds on is broken already.
+        is_checked = all(holds[i] for i in requires)
+        if is_checked:
+            finding = constraint.check(call)
+            if finding is not None:
+                broken.append((rank, constraint, finding))
+        holds.append(is_checked and finding is None)
+    broken.sort(key=itemgetter(0))
+    return tuple(_violation(constraint, finding) for _, constraint, finding in broken)
+
+
+def _violation(constraint: Constraint, finding: Finding) -> Violation:
+    return Violation(
         id=constraint.id,
         code=constraint.code,
         operands=constraint.operands,
@@ -239,7 +262,6 @@ def _evaluate(
         text=constraint.text,
         sources=constraint.sources,
     )
-    return False
 
 
 def error_from_verdict(record: OpRecord, verdict: Verdict) -> OperatorError:

@@ -19,30 +19,28 @@ from npugrad import codec
 from npugrad.call import ExecutionInfo
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
+from npugrad_client._channels import STREAM_FROM_BYTES
 
 if TYPE_CHECKING:
     from npugrad.meta import CallMeta
     from npugrad.operator import OpRecord
 
 SERVICE = "npugrad.v1.BackwardService"
-SMALL: dict[str, dict[str, Any]] = {
-    "multi_scale_deformable_attention_grad": {
-        "bs": 1,
-        "nq": 4,
-        "nh": 2,
-        "ch": 8,
-        "levels": ((4, 4), (2, 2)),
-        "points": 4,
-    },
-    "grid_sampler_2d_backward": {"n": 1, "c": 3, "h": 8, "w": 8, "oh": 8, "ow": 8},
-    "group_norm_backward": {"n": 2, "c": 8, "hxw": 16, "group": 4},
-}
-"""Sizes of small calls by operator. Floyd has none: the smallest that its documents allow is streamed."""
 
 
 def small_call(record: OpRecord) -> CallMeta:
-    """The call that the server knows the answer to."""
-    return record.build(dtype=record.inputs[0].dtypes[Product.ATLAS_A2][0], **SMALL[record.name])
+    """The call that the server knows the answer to: the smallest that is of use."""
+    dtype = record.inputs[0].dtypes[Product.ATLAS_A2][0]
+    return record.build(dtype=dtype, **record.workloads.named["tiny"].sizes)
+
+
+def _travels_whole(record: OpRecord) -> bool:
+    metas = small_call(record).inputs.values()
+    return sum(meta.nbytes for meta in metas if meta is not None) < STREAM_FROM_BYTES
+
+
+SMALL = tuple(name for name, record in OPERATORS.items() if _travels_whole(record))
+"""Operators with such a call. Floyd has none: the smallest that its documents allow is streamed."""
 
 
 def answer(record: OpRecord) -> bytes:

@@ -19,14 +19,13 @@ import numpy as np
 from tests.cann_sim.operators import make_arrays
 from tests.cann_sim.report import Report
 from tests.congruence.combinations import COMBINATIONS, Combination
-from tests.operators import FLOYD, GRID_SAMPLER, GROUP_NORM
 
 from npugrad.call import CallOptions
-from npugrad.ops import get_operator
+from npugrad.ops import OPERATORS, get_operator
 from npugrad.products import Product
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     import numpy.typing as npt
 
@@ -84,7 +83,7 @@ def torch_npu() -> Side:
     def run(record: OpRecord, case: Combination, arrays: Mapping[str, Array | None]) -> Results:
         operands = {name: put(array, case.call.inputs[name]) for name, array in arrays.items()}
         torch.use_deterministic_algorithms(case.deterministic)
-        found = BINDINGS[record.name](torch.ops, operands, case.call.attrs)
+        found = BINDINGS[record.name].call(torch.ops, {**operands, **case.call.attrs})
         torch.use_deterministic_algorithms(False)
         npu.synchronize()
         wanted = record.infer(case.call)
@@ -100,36 +99,8 @@ def _content(array: Array) -> bytes:
     return array.base.tobytes()
 
 
-def _group_norm(ops: Any, operands: Mapping[str, Any], attrs: Mapping[str, Any]) -> Sequence[Any]:
-    tensors = (operands[name] for name in ("grad_out", "input", "mean", "rstd", "gamma"))
-    sizes = (attrs[name] for name in ("n", "c", "hxw", "group"))
-    return tuple(ops.aten.native_group_norm_backward(*tensors, *sizes, list(attrs["output_mask"])))
-
-
-def _grid_sampler(ops: Any, operands: Mapping[str, Any], attrs: Mapping[str, Any]) -> Sequence[Any]:
-    tensors = (operands[name] for name in ("grad_output", "input", "grid"))
-    options = (attrs[name] for name in ("interpolation_mode", "padding_mode", "align_corners"))
-    return tuple(ops.aten.grid_sampler_2d_backward(*tensors, *options, list(attrs["output_mask"])))
-
-
-def _floyd(ops: Any, operands: Mapping[str, Any], attrs: Mapping[str, Any]) -> Sequence[Any]:
-    # The binding's own order, which is not that of the C function.
-    names = ("dy", "query", "key1", "value1", "key2", "value2", "attention_in", "softmax_max", "softmax_sum")
-    return tuple(
-        ops.npu.npu_fused_floyd_attention_backward(
-            *(operands[name] for name in names),
-            atten_mask=operands["atten_mask"],
-            scale_value=attrs["scale_value"],
-        )
-    )
-
-
-BINDINGS: Mapping[str, Callable[[Any, Mapping[str, Any], Mapping[str, Any]], Sequence[Any]]] = {
-    GROUP_NORM.name: _group_norm,
-    GRID_SAMPLER.name: _grid_sampler,
-    FLOYD.name: _floyd,
-}
-"""Operators that torch_npu binds: operands and attributes to what the binding returns."""
+BINDINGS = {name: record.binding for name, record in OPERATORS.items() if record.binding is not None}
+"""Operators that torch_npu binds."""
 SIDES: Mapping[str, Callable[[], Side]] = {"service": service, "torch_npu": torch_npu}
 
 

@@ -94,7 +94,18 @@ def test_records_are_well_formed(record: OpRecord) -> None:
         assert set(constraint.operands) <= {*names, "product"}, constraint.id
         assert constraint.operands, constraint.id
         assert constraint.id.split(".")[0].isidentifier(), constraint.id
-        assert constraint.vendor_code == "accepts" or constraint.vendor_code in BY_CODE, constraint.id
+
+
+@pytest.mark.parametrize(("record", "product", "constraint"), EACH_CONSTRAINT)
+def test_the_vendor_s_code_is_a_value_unless_calls_differ(
+    record: OpRecord, product: Product, constraint: Constraint
+) -> None:
+    broken = (constraint.violate(sample.call) for sample in samples(record, product))
+    codes = {constraint.vendor_status(call) for call in broken if call is not None}
+    assert codes <= {0, *BY_CODE}
+    assert len(codes) == (2 if callable(constraint.vendor_code) else 1)
+    only = "accepts" if codes == {0} else str(min(codes))
+    assert constraint.vendor_words == ("varies" if callable(constraint.vendor_code) else only)
 
 
 def test_where_document_and_source_differ_both_sides_are_named(record: OpRecord) -> None:

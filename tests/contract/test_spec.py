@@ -160,6 +160,21 @@ def test_metas_are_values() -> None:
         meta.shape = (1,)  # type: ignore[misc]
 
 
+@given(meta=strided())
+def test_what_follows_from_a_meta_is_computed_once_and_is_no_part_of_it(meta: TensorMeta) -> None:
+    facts = ("size", "nbytes", "contiguous_strides", "element_strides", "content_bytes", "is_contiguous")
+    fresh = TensorMeta(meta.dtype, meta.shape, meta.format, meta.strides, meta.storage_offset)
+    before = (hash(fresh), repr(fresh), pickle.dumps(fresh))
+    for name in facts:
+        assert getattr(meta, name) is getattr(meta, name)
+        assert getattr(meta, name) == getattr(fresh, name)
+        assert name in vars(meta)
+    assert (hash(meta), repr(meta), pickle.dumps(meta)) == before
+    twin = pickle.loads(pickle.dumps(meta))
+    assert vars(twin).keys().isdisjoint(facts)
+    assert twin == meta == fresh == copy.copy(meta)
+
+
 def test_calls_are_values_too() -> None:
     inputs: dict[str, TensorMeta | None] = {"x": TensorMeta("float32", (2,)), "y": None}
     call = CallMeta(inputs, {"n": 3, "scale": 0.5, "mask": (True,)}, {"z": None})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -27,6 +28,8 @@ from npugrad.products import Product
 from npugrad.validation import error_from_verdict, make_call, validate_call
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from npugrad.meta import CallMeta
     from npugrad.operator import OpRecord
 
@@ -336,6 +339,28 @@ def test_a_call_that_breaks_everything_always_gives_the_same_answer(record: OpRe
     for seed in range(1, 201):
         again = validate_call(record, worst_call(record, seed=seed, null=null))
         assert (again.status, summary(again)) == (first.status, summary(first))
+
+
+class CountedConstraints(tuple[Any, ...]):
+    """Constraints that count how often somebody walks through them."""
+
+    walks = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.walks += 1
+        return super().__iter__()
+
+
+def test_the_order_of_the_checks_is_made_once_for_a_record(record: OpRecord) -> None:
+    constraints = CountedConstraints(record.constraints)
+    counted = replace(record, constraints=constraints)
+    call = worst_call(counted, seed=0, null=False)
+    first = validate_call(counted, call)
+    walks = constraints.walks
+    assert [validate_call(counted, call) for _ in range(3)] == [first] * 3
+    assert 0 < walks == constraints.walks
+    fewer = replace(counted, constraints=record.constraints[:1])
+    assert len(validate_call(fewer, call).violations) <= 1
 
 
 _IN_ANOTHER_PROCESS = """

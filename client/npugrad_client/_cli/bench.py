@@ -60,7 +60,10 @@ def bench(
     operator: Annotated[
         str, typer.Option(help=f"One of {', '.join(OPERATORS)}; {DEFAULT_OPERATOR} by default.")
     ] = "",
-    size: Annotated[str, typer.Option(help="small, medium or large; small by default.")] = "",
+    size: Annotated[
+        str,
+        typer.Option(help="small, medium, large or a model's, as the record names them; small by default."),
+    ] = "",
     dtype: Annotated[str, typer.Option(help="Element type; the operator's first one by default.")] = "",
     label: Annotated[str, typer.Option(help="Label of the calls: the tenant; bench by default.")] = "",
     priority: Annotated[int | None, typer.Option(help="Priority of the calls, -100 to 100.")] = None,

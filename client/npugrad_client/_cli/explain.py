@@ -238,6 +238,6 @@ def _constraint_text(record: OpRecord, constraint: Constraint) -> RenderableType
 
 
 def _vendor(constraint: Constraint) -> str:
-    if constraint.vendor_code == "accepts":
-        return "the vendor's own source accepts such a call"
-    return f"the vendor's own source returns {constraint.vendor_code}"
+    words = constraint.vendor_words
+    said = {"accepts": "accepts such a call", "varies": "answers as the call decides"}
+    return f"the vendor's own source {said.get(words, f'returns {words}')}"

@@ -15,7 +15,6 @@ from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad.recipe import recipes
 from npugrad.validation import validate_call
-from npugrad_client.bench.sizes import SIZES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -67,7 +66,7 @@ class Workload:
     Attributes:
         operator: Name such as ``"group_norm_backward"``.
         dtype: Element type; empty for the operator's first one.
-        size: One of the named sizes; not looked at where `sizes` are given.
+        size: One of the sizes that the operator's record names; not looked at where `sizes` are given.
         sizes: Keywords of the operator's `build`; empty for those of `size`.
         label: Label of the calls: the tenant, for a server that shares its devices fairly.
         priority: Priority of the calls, -100 to 100.
@@ -125,7 +124,7 @@ class Workload:
         return replace(self, name=name, **changes)
 
     def _check_sizes(self) -> None:
-        named = SIZES[self.operator]
+        named = OPERATORS[self.operator].workloads.named
         check(bool(self.sizes) or self.size in named, "size", self.size, ", ".join(named))
         known = [
             n for n in inspect.signature(OPERATORS[self.operator].build).parameters if n not in _NOT_SIZES
@@ -144,7 +143,7 @@ class Workload:
     @property
     def keywords(self) -> dict[str, Any]:
         """What the operator's `build` is given beside the type."""
-        return dict(self.sizes) or SIZES[self.operator][self.size]
+        return dict(self.sizes or OPERATORS[self.operator].workloads.named[self.size].sizes)
 
     def call(self) -> CallMeta:
         """Metas and attributes of its calls.

@@ -17,6 +17,9 @@
     warm_up: 5s
     slo: p99=50ms,errors=0.1%
 
+Instead of `sizes` an entry may name one that the operator's record has (`size: small`), and `operator: all`
+stands for an entry for each operator.
+
 Durations have their unit: us, ms, s, m or h. `inputs` and `digest` beside `workloads` hold for each workload
 that does not say them itself.
 
@@ -31,6 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import npugrad_client
+from npugrad.ops import OPERATORS
 from npugrad_client.bench.scenario import (
     ARRIVALS,
     Arrival,
@@ -61,6 +65,8 @@ _WORKLOAD_KEYS: dict[str, type | tuple[type, ...]] = {
     "digest": bool,
     "name": str,
 }
+EVERY = "all"
+"""What an entry names as its operator to stand for one of each."""
 _SCENARIO_KEYS = (
     "name",
     "workloads",
@@ -141,8 +147,9 @@ def scenario_from(document: Any, folder: Path, default_name: str = "") -> Scenar
     given = _mapping(document, "scenario", _SCENARIO_KEYS)
     common = {key: given[key] for key in ("inputs", "digest") if key in given}
     workloads = tuple(
-        _workload(entry, f"workloads[{index}]", common)
+        _workload(each, f"workloads[{index}]", common)
         for index, entry in enumerate(_of_kind(given.get("workloads", []), "workloads", list))
+        for each in _for_every_operator(entry)
     )
     fields: dict[str, Any] = {"name": _of_kind(given.get("name", default_name), "name", str)}
     arrival, trace = _arrival(given.get("arrival", "constant"), workloads, folder)
@@ -185,6 +192,13 @@ def _of_kind(value: Any, key: str, kind: type | tuple[type, ...]) -> Any:
         expected = _KIND_NAMES.get(kind, "a number") if isinstance(kind, type) else "a number"
         raise ScenarioError(f"{key}: found {shown(value)}; expected {expected}")
     return value
+
+
+def _for_every_operator(entry: Any) -> list[Any]:
+    """The entry itself, or one for each operator."""
+    if isinstance(entry, dict) and entry.get("operator") == EVERY:
+        return [{**entry, "operator": name} for name in OPERATORS]
+    return [entry]
 
 
 def _workload(entry: Any, key: str, common: Mapping[str, Any]) -> Workload:

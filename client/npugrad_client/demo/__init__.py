@@ -80,7 +80,7 @@ def _run_all(console: Console, client: Client, quick: bool) -> list[Row]:
     cases = [*official_cases(), *realistic_cases(quick)]
     rows = []
     for number, case in enumerate(cases, 1):
-        label = f"{case.operator} {case.dtype}, {case.title}"
+        label = f"{case.record.name} {case.dtype}, {case.title}"
         with console.status(f"{number}/{len(cases)} {label}"):
             row = run_case(client, case)
         rows.append(row)

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from npugrad.call import ExecutionInfo
+    from npugrad.workloads import Filled
     from npugrad_client import Client
-    from npugrad_client.demo._cases import Case, Inputs
+    from npugrad_client.demo._cases import Case
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def run_case(client: Client, case: Case) -> Row:
     """Calls the service and compares every result with the float64 reference, computed here."""
     inputs = case.make()
     start = time.perf_counter()
-    answer = getattr(client, case.operator)(**inputs.operands, **inputs.attrs, label="demo")
+    answer = getattr(client, case.record.name)(**inputs.operands, **inputs.attrs, label="demo")
     wall_s = time.perf_counter() - start
     results = {p.name: getattr(answer, p.name) for p in case.record.outputs}
     golden = {name: np.empty(a.shape, np.float64) for name, a in results.items() if a is not None}
@@ -72,7 +73,7 @@ def run_case(client: Client, case: Case) -> Row:
     )
 
 
-def _official(inputs: Inputs, results: dict[str, npt.NDArray[Any] | None]) -> bool | None:
+def _official(inputs: Filled, results: dict[str, npt.NDArray[Any] | None]) -> bool | None:
     if not inputs.expected:
         return None
     return all(
@@ -81,7 +82,7 @@ def _official(inputs: Inputs, results: dict[str, npt.NDArray[Any] | None]) -> bo
     )
 
 
-def _shapes(case: Case, inputs: Inputs) -> str:
+def _shapes(case: Case, inputs: Filled) -> str:
     first = [p.name for p in case.record.inputs][:2]
     arrays = [inputs.operands[name] for name in first]
     return ", ".join("x".join(map(str, a.shape)) for a in arrays if a is not None)
@@ -94,16 +95,15 @@ _NUMBER_COLUMNS = ("error", "of tolerance", "queued s", "run s", "transfer s")
 
 def tables(rows: list[Row]) -> Iterator[Table]:
     """The rows as one table for each operator."""
-    for operator in dict.fromkeys(row.case.operator for row in rows):
-        name = next(row.case.record.aclnn_name for row in rows if row.case.operator == operator)
-        result = Table(title=f"{operator} ({name})", title_justify="left", title_style="bold")
+    for record in dict.fromkeys(row.case.record for row in rows):
+        result = Table(title=f"{record.name} ({record.aclnn_name})", title_justify="left", title_style="bold")
         for column in _TEXT_COLUMNS:
             result.add_column(column, overflow="fold")
         for column in _NUMBER_COLUMNS:
             result.add_column(column, justify="right", no_wrap=True)
         result.add_column("result", overflow="fold")
         for row in rows:
-            if row.case.operator == operator:
+            if row.case.record is record:
                 result.add_row(*_cells(row), style="" if row.is_right else "bold red")
         yield result
 

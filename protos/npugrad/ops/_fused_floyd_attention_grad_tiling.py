@@ -7,7 +7,7 @@ again, 15 speed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from npugrad.error_table import TILING_ERROR
 from npugrad.operator import Finding
@@ -29,14 +29,12 @@ from npugrad.ops._fused_floyd_attention_grad_layout import (
 from npugrad.rules import axis_is, axis_multiple_of, axis_within, invalid, listed, rank_within, shape_is
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from npugrad.errors import Source
     from npugrad.meta import CallMeta
-    from npugrad.operator import Constraint
+    from npugrad.operator import Constraint, VendorCode
     from npugrad.rules import Check, Violate
-
-    VendorCode = int | Literal["accepts"]
 
 RANK = 5
 HEAD_DIMS = (32, 64, 128)
@@ -63,7 +61,7 @@ def _limit(
     check: Check,
     violate: Violate,
     requires: tuple[str, ...],
-    vendor_code: VendorCode = TILING_ERROR,
+    vendor_code: VendorCode | Callable[[CallMeta], VendorCode] = TILING_ERROR,
     pick: str = "",
 ) -> Constraint:
     """One such constraint; the page has one row of its error table for them all."""
@@ -167,14 +165,18 @@ def _head_dim_rule() -> Constraint:
         size = size_of(call, "D")
         return None if size in HEAD_DIMS else Finding(f"D = {size}", listed(HEAD_DIMS))
 
+    def with_another(call: CallMeta) -> CallMeta | None:
+        return resized(tuple(LAYOUT), "D", 96 if size_of(call, "D") < 64 else 0)(call)
+
     return _limit(
         "key1.head_dim",
         "D is 32, 64 or 128.",
         (CITE.entry(8), CITE.entry(14), CITE.check(5), CITE.check(10), CITE.parameter("key1")),
         ("key1",),
         check,
-        resized(tuple(LAYOUT), "D", 96),
+        with_another,
         requires=("key1.rank",),
+        vendor_code=lambda call: TILING_ERROR if size_of(call, "D") else "accepts",
         pick="The document and the vendor's source agree but for D = 0, where all outputs are empty and the "
         "vendor's source succeeds without computing. Taken: the document, 561002.",
     )

@@ -34,7 +34,7 @@ from npugrad.rules import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from npugrad.operator import Constraint
+    from npugrad.operator import Constraint, VendorCode
     from npugrad.rules import Check
 
 MAX_RANK = 8
@@ -96,7 +96,23 @@ def _not_negative(call: CallMeta, name: str) -> Finding | None:
 
 
 def _negated(call: CallMeta, name: str) -> CallMeta:
-    return _rebuilt(call, n=0, hxw=0).with_attrs(**{name: -3})
+    broken = call.with_attrs(**{name: -call.integer("group")})
+    if name == "c" and not call.integer("n") * call.integer("hxw"):
+        # Without anything that has C elements.
+        return broken.with_inputs(gamma=None).with_attrs(output_mask=(True, False, False))
+    return broken
+
+
+# A sign is looked at by nobody, but no tensor has a negative number of elements.
+
+
+def _vendor_on_negative_c(call: CallMeta) -> VendorCode:
+    has_counted = call.integer("n") * call.integer("hxw") or call.inputs["gamma"] is not None
+    return PARAM_INVALID if has_counted or _wanted(1)(call) or _wanted(2)(call) else "accepts"
+
+
+def _vendor_on_negative_hxw(call: CallMeta) -> VendorCode:
+    return PARAM_INVALID if call.integer("n") * call.integer("c") else "accepts"
 
 
 def _with_rank_above_8(call: CallMeta, name: str) -> CallMeta | None:
@@ -181,7 +197,8 @@ def _dtype_rules() -> Iterator[Constraint]:
 
 
 def _size_rules() -> Iterator[Constraint]:
-    for name in ("n", "c", "hxw"):
+    vendor_codes = {"n": PARAM_INVALID, "c": _vendor_on_negative_c, "hxw": _vendor_on_negative_hxw}
+    for name, vendor_code in vendor_codes.items():
         yield invalid(
             f"{name}.non_negative",
             f"{C_NAMES[name]} is a size.",
@@ -189,8 +206,9 @@ def _size_rules() -> Iterator[Constraint]:
             (name,),
             partial(_not_negative, name=name),
             partial(_negated, name=name),
-            vendor_code="accepts",
-            pick="The document calls it a size; the vendor's source looks at products only. Taken: refused.",
+            vendor_code=vendor_code,
+            pick="The document calls it a size; the vendor's source compares numbers of elements, and so "
+            "accepts a negative one where nothing has that many. Taken: refused.",
         )
     yield invalid(
         "group.positive",

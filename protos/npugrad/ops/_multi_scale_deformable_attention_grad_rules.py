@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from npugrad.errors import Source
     from npugrad.meta import CallMeta
-    from npugrad.operator import Constraint
+    from npugrad.operator import Constraint, VendorCode
     from npugrad.rules import Check, Violate
 
 NAME = "aclnnMultiScaleDeformableAttentionGrad"
@@ -193,9 +193,16 @@ def _product_rule() -> Constraint:
         INNER_NULLPTR,
         "The operator exists on the Atlas A2 and Atlas A3 series.",
         (_A2.products(), _A3.products()),
+        vendor_code=_when_the_kernel_is_missing,
         pick="The documents list products and give no code; the vendor's source does not look at the product "
-        "and the missing kernel surfaces as 561103 (from source, inferred). Taken: 561103, alone and first.",
+        "and the missing kernel surfaces as 561103 (from source, inferred), but an empty input succeeds "
+        "before a kernel is looked for. Taken: 561103, alone and first.",
     )
+
+
+def _when_the_kernel_is_missing(call: CallMeta) -> VendorCode:
+    is_empty = any(meta is not None and not meta.size for meta in call.inputs.values())
+    return "accepts" if is_empty else INNER_NULLPTR
 
 
 def _nulls() -> Iterator[Constraint]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from npugrad.binding import TorchBinding
 from npugrad.dtypes import DType
 from npugrad.generators import Draw
 from npugrad.meta import CallMeta, TensorMeta
@@ -27,6 +28,7 @@ from npugrad.ops._fused_floyd_attention_grad_layout import (
     shape_of,
 )
 from npugrad.ops._fused_floyd_attention_grad_rules import CONSTRAINTS, NOT_EXPRESSIBLE
+from npugrad.ops._fused_floyd_attention_grad_workloads import WORKLOADS
 from npugrad.products import Product
 from npugrad.references.fused_floyd_attention_grad import reference
 
@@ -182,11 +184,17 @@ FUSED_FLOYD_ATTENTION_GRAD = OpRecord(
     reference=reference,
     build=build,
     samples=_samples,
+    workloads=WORKLOADS,
     make_inputs=make_inputs,
     extra_tolerance=lambda inputs, attrs, output: 0.0,
     determinism_check=lambda call, release: (
         "deterministic: found True; expected False, because the operator has no deterministic mode on an NPU"
     ),
     min_cann="9.0",
+    binding=TorchBinding(
+        "npu.npu_fused_floyd_attention_backward",
+        ("dy", "query", "key1", "value1", "key2", "value2", "attention_in", "softmax_max", "softmax_sum"),
+        ("atten_mask", "scale_value"),
+    ),
 )
 """The record; order of params is the order of aclnnFusedFloydAttentionGradGetWorkspaceSize."""

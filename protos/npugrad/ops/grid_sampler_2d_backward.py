@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from npugrad.binding import TorchBinding
 from npugrad.dtypes import DType
 from npugrad.generators import Draw
 from npugrad.meta import CallMeta, TensorMeta
@@ -26,6 +27,7 @@ from npugrad.ops._grid_sampler_2d_backward_rules import (
     PADDING_MODES,
     accepts_unchecked,
 )
+from npugrad.ops._grid_sampler_2d_backward_workloads import WORKLOADS
 from npugrad.products import Product
 from npugrad.references.grid_sampler_2d_backward import reference
 
@@ -236,10 +238,23 @@ GRID_SAMPLER_2D_BACKWARD = OpRecord(
     reference=reference,
     build=build,
     samples=_samples,
+    workloads=WORKLOADS,
     make_inputs=_make_inputs,
     extra_tolerance=lambda inputs, attrs, output: 0.0,
     determinism_check=_determinism_check,
     min_cann="8.0",
+    binding=TorchBinding(
+        "aten.grid_sampler_2d_backward",
+        (
+            "grad_output",
+            "input",
+            "grid",
+            "interpolation_mode",
+            "padding_mode",
+            "align_corners",
+            "output_mask",
+        ),
+    ),
     accepts_unchecked=accepts_unchecked,
 )
 """The record; order of params is the order of aclnnGridSampler2DBackwardGetWorkspaceSize."""

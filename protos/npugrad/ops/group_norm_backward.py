@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
+from npugrad.binding import TorchBinding
 from npugrad.dtypes import DType
 from npugrad.generators import Draw
 from npugrad.meta import CallMeta, TensorMeta
 from npugrad.operator import AttrParam, OpRecord, Sample, TensorParam
 from npugrad.ops._group_norm_backward_layout import C_NAMES, DOCUMENT, DTYPES, OUTPUTS, build, output_metas
 from npugrad.ops._group_norm_backward_rules import CONSTRAINTS, NOT_EXPRESSIBLE
+from npugrad.ops._group_norm_backward_workloads import WORKLOADS
 from npugrad.products import Product
 from npugrad.references.group_norm_backward import reference
 
@@ -152,9 +154,14 @@ GROUP_NORM_BACKWARD = OpRecord(
     reference=reference,
     build=build,
     samples=_samples,
+    workloads=WORKLOADS,
     make_inputs=_make_inputs,
     extra_tolerance=_extra_tolerance,
     determinism_check=lambda call, release: None,  # by the pages of 8.5.0 to 9.2.0-beta.2
     min_cann="8.0",
+    binding=TorchBinding(
+        "aten.native_group_norm_backward",
+        ("grad_out", "input", "mean", "rstd", "gamma", "n", "c", "hxw", "group", "output_mask"),
+    ),
 )
 """The record; order of params is the order of aclnnGroupNormBackwardGetWorkspaceSize."""

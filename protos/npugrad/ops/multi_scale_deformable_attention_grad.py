@@ -32,6 +32,7 @@ from npugrad.ops._multi_scale_deformable_attention_grad_rules import (
     NOT_EXPRESSIBLE,
     PRODUCTS,
 )
+from npugrad.ops._multi_scale_deformable_attention_grad_workloads import WORKLOADS
 from npugrad.products import Product
 from npugrad.references.multi_scale_deformable_attention_grad import reference
 from npugrad.releases import CannRelease
@@ -218,6 +219,7 @@ MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD = OpRecord(
     reference=reference,
     build=build,
     samples=_samples,
+    workloads=WORKLOADS,
     make_inputs=make_inputs,
     extra_tolerance=lambda inputs, attrs, output: 0.0,
     determinism_check=_determinism_check,

@@ -376,7 +376,7 @@ class OperatorConstraint(google.protobuf.message.Message):
     text: builtins.str
     """The documented sentence."""
     vendor_code: builtins.str
-    """What the vendor's own source answers there: a code, or "accepts"."""
+    """What the vendor's own source answers there: a code, "accepts", or "varies" where that depends on the call."""
     @property
     def sources(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[npugrad.v1.validation_pb2.Source]:
         """Where it is documented."""

@@ -9,34 +9,12 @@ from typing import TYPE_CHECKING, Any
 from npugrad_server.acceptance.shapes import float_dtypes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator
 
     from npugrad.dtypes import DType
     from npugrad.meta import CallMeta
     from npugrad.operator import OpRecord
     from npugrad.products import Product
-
-_BOTH = (False, True)
-_MASKS_2 = ((True, True), (True, False), (False, True))
-_MASKS_3 = tuple(mask for mask in itertools.product(_BOTH, repeat=3) if any(mask))
-
-VARIANTS: Mapping[str, Mapping[str, Sequence[Any]]] = {
-    "multi_scale_deformable_attention_grad": {
-        "index_dtype": ("int32", "int64"),
-        "grad_output_rank": (3, 4),
-        "points": (1, 2),
-        "ch": (8, 24),
-    },
-    "grid_sampler_2d_backward": {
-        "interpolation_mode": (0, 1),
-        "padding_mode": (0, 1, 2),
-        "align_corners": _BOTH,
-        "output_mask": _MASKS_2,
-    },
-    "group_norm_backward": {"with_gamma": _BOTH, "group": (1, 3), "output_mask": _MASKS_3},
-    "fused_floyd_attention_grad": {"with_mask": _BOTH, "mask_dtype": ("bool", "uint8"), "d": (32, 64, 128)},
-}
-"""Keywords of each record's `build`, with the values that all are combined, in every type."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +60,7 @@ def _samples(record: OpRecord, product: Product) -> Iterator[tuple[str, CallMeta
 
 
 def _combined(record: OpRecord, product: Product) -> Iterator[tuple[str, CallMeta]]:
-    variants = VARIANTS.get(record.name, {})
+    variants = record.workloads.variants
     for dtype in float_dtypes(record, product):
         for values in itertools.product(*variants.values()):
             chosen = dict(zip(variants, values, strict=True))

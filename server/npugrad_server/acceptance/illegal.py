@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from npugrad.error_table import PARAM_INVALID
 from npugrad.errors import MalformedTensor
 from npugrad.meta import TensorMeta
 from npugrad.operator import TensorParam
@@ -18,12 +17,6 @@ if TYPE_CHECKING:
     from npugrad.meta import CallMeta
     from npugrad.operator import Constraint, OpRecord
     from npugrad.products import Product
-
-CAUGHT_BY_OTHERS: dict[tuple[str, str], tuple[int, str]] = {
-    ("group_norm_backward", "n.non_negative"): (PARAM_INVALID, "no tensor has a negative number of elements"),
-    ("group_norm_backward", "c.non_negative"): (PARAM_INVALID, "no tensor has a negative number of elements"),
-}
-"""Constraints that the vendor does not look at, but cannot let pass: (operator, id) -> (code, why)."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +34,6 @@ class IllegalCall:
     call: CallMeta
     case: Case
     by_worker: bool
-
-
-def expected_code(record: OpRecord, constraint: Constraint) -> tuple[int, str]:
-    """The code that the vendor's source gives, 0 when it lets the call pass, and why if it is not its own."""
-    vendor = constraint.vendor_code
-    if vendor != "accepts":
-        return vendor, ""
-    return CAUGHT_BY_OTHERS.get((record.name, constraint.id), (0, ""))
 
 
 def illegal_calls(record: OpRecord, product: Product, constraint: Constraint) -> Iterator[IllegalCall]:

@@ -11,9 +11,8 @@ from npugrad.call import CallOptions
 from npugrad.dtypes import Format
 from npugrad.meta import TensorMeta
 from npugrad_server.acceptance.job import make_job
-from npugrad_server.acceptance.shapes import SIZES, float_dtypes, realistic_job
+from npugrad_server.acceptance.shapes import build, float_dtypes, realistic_job
 from npugrad_server.acl.layout import arrange
-from npugrad_server.backends.npu.trials.bindings import BINDINGS
 from npugrad_server.backends.npu.trials.exchange import Case, part
 
 if TYPE_CHECKING:
@@ -82,14 +81,13 @@ def peer_jobs(bench: Bench) -> Iterator[PeerJob]:
     for record in bench.operators:
         for dtype in float_dtypes(record, settings.product):
             made = [("small", make_job(record, record.build(dtype=dtype, product=settings.product)))]
-            for size in () if settings.quick else SIZES.get(record.name, ())[:1]:
-                call = size.build(record, settings.simulated, dtype=dtype, product=settings.product)
-                made.append((size.name, realistic_job(record, call)))
+            for workload in () if settings.quick else record.workloads.accepted[:1]:
+                call = build(record, workload, settings.simulated, dtype=dtype, product=settings.product)
+                made.append((workload.name, realistic_job(record, call)))
             for name, job in made:
                 options = CallOptions(deterministic=not bench.why_not_deterministic(record, job.call))
-                yield PeerJob(
-                    f"{record.name} {dtype} {name}", replace(job, options=options), record.name in BINDINGS
-                )
+                bound = record.binding is not None
+                yield PeerJob(f"{record.name} {dtype} {name}", replace(job, options=options), bound)
 
 
 def check_peers(bench: Bench, out: StepLog) -> None:

@@ -182,5 +182,5 @@ def _constraint(constraint: Constraint) -> server_pb2.OperatorConstraint:
         text=constraint.text,
         sources=encode_sources(constraint.sources),
         operands=constraint.operands,
-        vendor_code=str(constraint.vendor_code),
+        vendor_code=constraint.vendor_words,
     )

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from tests.client.bench.made import GRID, answer, result, scenario
 
+from npugrad import OPERATORS
 from npugrad_client.bench.compare import compare
 from npugrad_client.bench.record import Record
 from npugrad_client.bench.result import Result
 from npugrad_client.bench.scenario import ScenarioError, Workload
-from npugrad_client.bench.sizes import SIZES
 
 
 def test_runs_alike_are_no_difference() -> None:
@@ -195,7 +195,10 @@ def test_runs_of_other_inputs_are_not_compared() -> None:
     ("change", "key"),
     [
         ({"deterministic": True}, "deterministic"),
-        ({"sizes": {**SIZES[GRID.operator]["small"], "align_corners": True}}, r"sizes\.align_corners"),
+        (
+            {"sizes": {**OPERATORS[GRID.operator].workloads.named["small"].sizes, "align_corners": True}},
+            r"sizes\.align_corners",
+        ),
     ],
 )
 def test_runs_of_calls_that_differ_in_no_byte_are_not_compared(change: dict[str, Any], key: str) -> None:

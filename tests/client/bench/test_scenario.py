@@ -10,13 +10,10 @@ import yaml
 from tests.client.bench.made import GRID, scenario
 
 from npugrad import OPERATORS
-from npugrad.products import Product
 from npugrad.recipe import recipes
-from npugrad.validation import validate_call
 from npugrad_client.bench.scenario import Scenario, ScenarioError, Stage, Workload
 from npugrad_client.bench.scenario_file import load_scenario, scenario_from, shipped_scenarios
 from npugrad_client.bench.schedule import schedule
-from npugrad_client.bench.sizes import SIZES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,13 +49,23 @@ def written(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("size", ["small", "medium", "large"])
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_every_size_is_a_legal_call_of_each_type(operator: str, size: str) -> None:
+def test_every_size_of_the_record_can_be_measured(operator: str) -> None:
     record = OPERATORS[operator]
-    assert set(SIZES[operator]) == {"small", "medium", "large"}
-    for dtype in record.inputs[0].dtypes[Product.ATLAS_A2]:
-        assert validate_call(record, Workload(operator, str(dtype), size).call()).status == 0
+    for size, named in record.workloads.named.items():
+        workload = Workload(operator, size=size, inputs="recipe")
+        assert workload.keywords == named.sizes
+        assert workload.call() == record.build(dtype=workload.dtype, **named.sizes)
+
+
+def test_one_entry_may_stand_for_every_operator(tmp_path: Path) -> None:
+    made = load_scenario(
+        written(
+            tmp_path, "workloads: [{operator: all, size: tiny, label: a}]\nload: [{rate: 1, duration: 1s}]"
+        )
+    )
+    assert [each.operator for each in made.workloads] == list(OPERATORS)
+    assert {(each.size, each.label, each.dtype) for each in made.workloads[:3]} == {("tiny", "a", "float32")}
 
 
 @pytest.mark.parametrize("name", shipped_scenarios())
@@ -115,7 +122,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"workloads": [{"operator": "group_norm_backward", "size": "huge"}]},
-        "workloads[0].size: found 'huge'; expected small, medium, large",
+        "workloads[0].size: found 'huge'; expected tiny, small, medium, large, unet-block",
     ),
     (
         {"workloads": [{"operator": "group_norm_backward", "sizes": {"d": 1}}]},

@@ -167,7 +167,7 @@ def test_the_help_tells_every_exit_status() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--size huge", "size: found 'huge'; expected small, medium, large"),
+        ("--size huge", "size: found 'huge'; expected tiny, small, medium, large, unet-block"),
         ("--dtype int8", "dtype: found 'int8'; expected float32, float16, bfloat16"),
         ("--operator relu", "OPERATOR: "),
         ("--rate 5 --concurrency 2", "--concurrency: found it beside --rate; expected one of them"),

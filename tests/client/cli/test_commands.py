@@ -276,7 +276,10 @@ def test_bench_prints_a_table_and_writes_json(server: ServerProcess, tmp_path: P
     ("arguments", "message"),
     [
         (["--operator", "floyd"], "OPERATOR: found 'floyd'; did you mean fused_floyd_attention_grad?"),
-        (["--size", "huge"], "--size: found 'huge'; expected small, medium, large"),
+        (
+            ["--size", "huge"],
+            f"--size: found 'huge'; expected {', '.join(OPERATORS['group_norm_backward'].workloads.named)}",
+        ),
         (["--dtype", "int8"], "--dtype: found 'int8'; expected float32, float16, bfloat16"),
     ],
 )

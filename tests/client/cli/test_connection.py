@@ -53,7 +53,7 @@ def files(certificates: Certificates, tmp_path: Path) -> dict[str, str]:
 @pytest.fixture
 def short_demo(monkeypatch: pytest.MonkeyPatch) -> int:
     """How many calls the demo makes with the fewest; all of them take half a minute."""
-    cases = [case for case in official_cases() if case.operator == "group_norm_backward"]
+    cases = [case for case in official_cases() if case.record.name == "group_norm_backward"]
     monkeypatch.setattr(demo, "official_cases", lambda: cases)
     monkeypatch.setattr(demo, "realistic_cases", lambda _: [])
     return len(cases)

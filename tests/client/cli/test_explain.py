@@ -121,8 +121,9 @@ def test_a_constraint_tells_code_rule_sources_and_both_sides(record: OpRecord, i
         *constraint.requires,
     ):
         assert words(piece) in text
-    vendor = constraint.vendor_code
-    assert ("accepts such a call" if vendor == "accepts" else f"own source returns {vendor}") in text
+    vendor = constraint.vendor_words
+    said_of = {"accepts": "accepts such a call", "varies": "answers as the call decides"}
+    assert f"own source {said_of.get(vendor, f'returns {vendor}')}" in text
     assert ("both sides" in text) is bool(constraint.pick)
     assert words(constraint.pick) in text
 

@@ -10,19 +10,22 @@ import pytest
 from rich.console import Console
 
 from npugrad_client import Client, GridSampler2DBackwardResult
-from npugrad_client.demo._cases import Case, Inputs, official_cases
+from npugrad_client.demo._cases import Case, official_cases
 from npugrad_client.demo._report import run_case, tables
 
 if TYPE_CHECKING:
     from tests.fix_server import ServerProcess
 
-GRID, NORM = list(official_cases())[:2]
+    from npugrad.workloads import Filled
+
+OFFICIAL = {case.record.name: case for case in official_cases()}
+GRID, NORM = OFFICIAL["grid_sampler_2d_backward"], OFFICIAL["group_norm_backward"]
 
 
 def _spoilt(case: Case) -> Case:
     """The same call, with one expected official value moved."""
 
-    def make() -> Inputs:
+    def make() -> Filled:
         inputs = case.make()
         name, values = next(iter(inputs.expected.items()))
         moved = values.copy()

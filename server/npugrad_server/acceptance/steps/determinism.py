@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from npugrad.call import CallOptions
 from npugrad_server.acceptance.known import known
-from npugrad_server.acceptance.shapes import SIZES, float_dtypes, realistic_job
+from npugrad_server.acceptance.shapes import build, float_dtypes, realistic_job
 from npugrad_server.acceptance.step import Step
 from npugrad_server.worker.protocol import CallDone, CallFailed
 
@@ -172,10 +172,10 @@ def _jobs(bench: Bench) -> Iterator[tuple[str, Job]]:
     """Large calls, because small ones may have nothing to sum in another order."""
     settings = bench.settings
     for record in bench.operators:
-        for size in SIZES.get(record.name, ())[:1]:
+        for workload in record.workloads.accepted[:1]:
             for dtype in float_dtypes(record, settings.product):
-                call = size.build(record, settings.simulated, dtype=dtype, product=settings.product)
-                yield f"{record.name} {dtype} {size.name}", realistic_job(record, call)
+                call = build(record, workload, settings.simulated, dtype=dtype, product=settings.product)
+                yield f"{record.name} {dtype} {workload.name}", realistic_job(record, call)
 
 
 def _judged(runs: list[Ran]) -> _Repeated:

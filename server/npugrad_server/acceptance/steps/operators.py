@@ -12,7 +12,7 @@ from npugrad_server.acceptance.job import make_job
 from npugrad_server.acceptance.numerics import COLUMNS, Accuracy
 from npugrad_server.acceptance.peers import check_peers
 from npugrad_server.acceptance.probes import check_probes
-from npugrad_server.acceptance.shapes import SIZES, float_dtypes, realistic_calls, realistic_job
+from npugrad_server.acceptance.shapes import factor, float_dtypes, realistic_calls, realistic_job
 from npugrad_server.acceptance.step import Step
 from npugrad_server.worker.protocol import CallDone
 
@@ -43,9 +43,9 @@ def run(bench: Bench, out: StepLog) -> None:
     check_peers(bench, out)
     if bench.settings.simulated:
         factors = [
-            f"{record.name} {size.name} {size.factor(record):.0f} times"
+            f"{record.name} {workload.name} {factor(record, workload):.0f} times"
             for record in bench.operators
-            for size in SIZES.get(record.name, ())
+            for workload in record.workloads.accepted
         ]
         out.note(
             f"On the simulation calls of more than {SIMULATED_BYTES >> 20} MiB are left out, and realistic "

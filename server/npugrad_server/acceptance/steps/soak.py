@@ -15,7 +15,7 @@ from npugrad_server.acceptance.columns import TIME
 from npugrad_server.acceptance.growth import settled
 from npugrad_server.acceptance.known import in_flight, known
 from npugrad_server.acceptance.link import DeviceGone
-from npugrad_server.acceptance.shapes import SIZES, float_dtypes, realistic_job
+from npugrad_server.acceptance.shapes import build, float_dtypes, realistic_job
 from npugrad_server.acceptance.step import Step
 
 if TYPE_CHECKING:
@@ -134,8 +134,8 @@ def _larger(bench: Bench, record: OpRecord) -> Iterator[CallMeta]:
     if bench.settings.quick:
         return iter(())
     calls = (
-        size.build(record, True, dtype=dtype, product=product)
-        for size in SIZES.get(record.name, ())
+        build(record, workload, True, dtype=dtype, product=product)
+        for workload in record.workloads.accepted
         for dtype in float_dtypes(record, product)
     )
     return itertools.islice(calls, 1) if bench.settings.simulated else calls

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from npugrad_server.acceptance.columns import CALLS_PER_S, P90, STAGES
 from npugrad_server.acceptance.known import in_flight, known, words
-from npugrad_server.acceptance.shapes import realistic_calls, realistic_job
+from npugrad_server.acceptance.shapes import factor, realistic_calls, realistic_job
 from npugrad_server.acceptance.step import Step
 from npugrad_server.worker.protocol import CallDone
 
@@ -117,7 +117,7 @@ def _cases(bench: Bench, out: StepLog) -> Iterator[Case]:
             out.progress(0, 1, f"right results for {record.name}, {size.name} {dtype}")
             job = known(f"{record.name} {size.name} {dtype}", realistic_job(record, call))
             yield Case(job, record.name, f"{size.name} {dtype}")
-            smaller.append(f"{record.name} {size.name}: 1/{size.factor(record):.0f}")
+            smaller.append(f"{record.name} {size.name}: 1/{factor(record, size):.0f}")
     if settings.simulated:
         out.note(f"The simulation runs smaller calls, by bytes of the operands: {', '.join(smaller)}.")
 

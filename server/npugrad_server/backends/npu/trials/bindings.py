@@ -24,43 +24,10 @@ from npugrad_server.backends.npu.trials.exchange import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping
     from pathlib import Path
 
-    from npugrad.meta import AttrValue
-
-    # (torch.ops, operands on the device, attributes) -> outputs in the order of the record
-    Binding = Callable[[Any, Mapping[str, Any], Mapping[str, AttrValue]], Sequence[Any]]
-
-
-def _group_norm(ops: Any, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> Sequence[Any]:
-    tensors = [given[name] for name in ("grad_out", "input", "mean", "rstd", "gamma")]
-    sizes = [attrs[name] for name in ("n", "c", "hxw", "group")]
-    found: Sequence[Any] = ops.aten.native_group_norm_backward(*tensors, *sizes, list(attrs["output_mask"]))
-    return found
-
-
-def _grid_sampler(ops: Any, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> Sequence[Any]:
-    tensors = [given[name] for name in ("grad_output", "input", "grid")]
-    modes = [attrs[name] for name in ("interpolation_mode", "padding_mode", "align_corners")]
-    found: Sequence[Any] = ops.aten.grid_sampler_2d_backward(*tensors, *modes, list(attrs["output_mask"]))
-    return found
-
-
-def _floyd(ops: Any, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> Sequence[Any]:
-    names = ("dy", "query", "key1", "value1", "key2", "value2", "attention_in", "softmax_max", "softmax_sum")
-    found: Sequence[Any] = ops.npu.npu_fused_floyd_attention_backward(
-        *(given[name] for name in names), atten_mask=given["atten_mask"], scale_value=attrs["scale_value"]
-    )
-    return found
-
-
-BINDINGS: Mapping[str, Binding] = {
-    "group_norm_backward": _group_norm,
-    "grid_sampler_2d_backward": _grid_sampler,
-    "fused_floyd_attention_grad": _floyd,
-}
-"""Operators that torch_npu binds; no version binds the others."""
+    from npugrad.operator import OpRecord
 
 
 def trial(order: Any, folder: Path) -> Any:
@@ -79,7 +46,7 @@ def trial(order: Any, folder: Path) -> Any:
         record = get_operator(case.operator)
         given = {p.name: _to_device(torch, place, case, index, p.name, contents) for p in record.inputs}
         try:
-            outputs = BINDINGS[case.operator](torch.ops, given, case.attrs)
+            outputs = _bound(torch.ops, record, {**given, **case.attrs})
         except (RuntimeError, AttributeError) as error:  # refused, or an older torch_npu without it
             answers.append({"error": " ".join(str(error).split())[:500]})
             continue
@@ -90,6 +57,12 @@ def trial(order: Any, folder: Path) -> Any:
                 results[part(index, param.name)] = host.numpy().copy()
     write_contents(folder / RESULTS, results)
     return answers
+
+
+def _bound(ops: Any, record: OpRecord, values: Mapping[str, Any]) -> tuple[Any, ...]:
+    if record.binding is None:
+        raise ValueError(f"{record.name}: found no binding; expected one in its record")
+    return record.binding.call(ops, values)
 
 
 def _to_device(

@@ -1,0 +1,49 @@
+"""How torch_npu itself binds an operator: another caller of the same function, to compare results with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True)
+class TorchBinding:
+    """A function below `torch.ops`.
+
+    Example:
+        >>> binding = TorchBinding("aten.native_layer_norm", ("input", "sizes"), ("eps",))
+        >>> binding.call(torch.ops, {"input": x, "sizes": (3,), "eps": 1e-5})  # doctest: +SKIP
+
+    Attributes:
+        path: Its name there.
+        positional: The record's names of what it takes, in its own order.
+        keyword: The record's names of what it takes by these names.
+    """
+
+    path: str
+    positional: tuple[str, ...]
+    keyword: tuple[str, ...] = ()
+
+    def call(self, ops: Any, values: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Calls it.
+
+        Args:
+            ops: `torch.ops`.
+            values: Tensors on the device and attributes, by the record's names.
+
+        Returns:
+            The outputs in the order of the record.
+
+        Raises:
+            AttributeError: This torch_npu does not have it.
+        """
+        given = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        return tuple(
+            attrgetter(self.path)(ops)(
+                *(given[name] for name in self.positional), **{name: given[name] for name in self.keyword}
+            )
+        )

@@ -1,0 +1,77 @@
+"""Calls that are made of aclnnFusedFloydAttentionGrad: sizes of models, and what small calls vary."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from npugrad.dtypes import DType
+from npugrad.workloads import Example, Filled, Workload, Workloads, named
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+
+def _sizes(h: int, n: int, m: int, k: int, d: int) -> dict[str, int]:
+    return {"b": 1, "h": h, "n": n, "m": m, "k": k, "d": d}
+
+
+def _example(literal: bool) -> Filled:
+    """Inputs that are no consistent forward result: all gradients overflow float16."""
+
+    def ones(*shape: int) -> npt.NDArray[Any]:
+        # As written, 4-byte floats are copied into 2-byte elements: 1.0f reads as 0, 1.875.
+        halves = (
+            np.ones(np.prod(shape) // 2, np.float32).view(np.float16)
+            if literal
+            else np.ones(shape, np.float16)
+        )
+        return halves.reshape(shape)
+
+    n = m = k = 256
+    d, statistics = 128, np.full((1, 1, n, m, 8), 3.0, np.float32)
+    return Filled(
+        operands={
+            "query": ones(1, 1, n, m, d),
+            "key1": ones(1, 1, n, k, d),
+            "value1": ones(1, 1, n, k, d),
+            "key2": ones(1, 1, k, m, d),
+            "value2": ones(1, 1, k, m, d),
+            "dy": ones(1, 1, n, m, d),
+            "atten_mask": np.zeros((1, 1, n, 1, k), np.uint8),
+            "softmax_max": statistics,
+            "softmax_sum": statistics,
+            "attention_in": ones(1, 1, n, m, d),
+        },
+        attrs={"scale_value": d**-0.5},
+    )
+
+
+WORKLOADS = Workloads(
+    named=named(
+        Workload(name="tiny", sizes=_sizes(1, 16, 128, 128, 32)),  # the smallest that the page allows: 3 MiB
+        Workload(name="small", sizes=_sizes(1, 16, 128, 128, 32)),
+        Workload(name="medium", sizes=_sizes(1, 64, 128, 128, 32)),
+        Workload(name="large", sizes=_sizes(1, 128, 128, 128, 64)),
+        Workload(name="triangle", model="triangle attention", sizes=_sizes(1, 128, 128, 128, 32), shown=True),
+        Workload(
+            name="triangles",
+            model="triangle attention of four heads",
+            sizes=_sizes(4, 128, 128, 128, 64),
+            simulated=_sizes(1, 16, 128, 128, 32),
+        ),
+        Workload(
+            name="long",
+            model="attention of pairs with long keys",
+            sizes=_sizes(4, 64, 256, 384, 128),
+            simulated=_sizes(1, 16, 256, 128, 32),
+        ),
+    ),
+    variants={"with_mask": (False, True), "mask_dtype": ("bool", "uint8"), "d": (32, 64, 128)},
+    examples=tuple(
+        Example(f"{reading}: overflows", DType.FLOAT16, partial(_example, literal))
+        for literal, reading in ((True, "as written"), (False, "as intended"))
+    ),
+)

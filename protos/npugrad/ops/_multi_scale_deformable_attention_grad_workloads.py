@@ -1,0 +1,119 @@
+"""Calls that are made of aclnnMultiScaleDeformableAttentionGrad: sizes of models, what small calls vary."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from npugrad.dtypes import DType, dtype_from_name
+from npugrad.ops._multi_scale_deformable_attention_grad_data import level_starts
+from npugrad.ties import settle
+from npugrad.workloads import Example, Filled, Workload, Workloads, named
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy.typing as npt
+
+    from npugrad.meta import CallMeta
+    from npugrad.operator import Arrays
+    from npugrad.workloads import Sizes
+
+Levels = tuple[tuple[int, int], ...]
+_DETR: Levels = ((100, 134), (50, 67), (25, 34), (13, 17))
+"""Feature maps of Deformable-DETR for a picture of 800 x 1066 pixels: 17,821 keys."""
+_QUARTER: Levels = ((50, 67), (25, 34), (13, 17), (7, 9))
+"""The same for a picture of half the height and width."""
+_THREE = _DETR[1:]
+_LITERAL_SIZE = 0x3F800000
+"""What the official program's `float {1, 1}` reads as in its int32 tensor: 1065353216."""
+
+
+def _sizes(bs: int, nq: int, levels: Levels, nh: int = 8, ch: int = 32) -> dict[str, Any]:
+    return {"bs": bs, "nq": nq, "nh": nh, "ch": ch, "levels": levels, "points": 4}
+
+
+def _settle(call: CallMeta, operands: Arrays) -> None:
+    location, levels = operands["location"], operands["spatial_shape"]
+    if location is None or levels is None:
+        return
+    for level, (height, width) in enumerate(levels.tolist()):
+        for axis, size in ((0, width), (1, height)):
+            settle(location[..., level, :, axis], size, -0.5, steps=1)
+
+
+def _level_tables(sizes: Sizes) -> dict[str, npt.NDArray[Any]]:
+    """Metas tell how many levels there are, not how large they are."""
+    levels, dtype = sizes["levels"], dtype_from_name(sizes.get("index_dtype", "int32")).numpy
+    return {
+        "spatial_shape": np.array(levels, dtype).reshape(-1, 2),
+        "level_start_index": np.array(level_starts(levels), dtype),
+    }
+
+
+def _examples() -> Iterator[Example]:
+    for rank, edition in ((3, "A2 edition"), (4, "A2/A3 edition")):
+        for size, reading in ((_LITERAL_SIZE, "as written"), (1, "as intended")):
+            yield Example(f"{edition}, {reading}", DType.FLOAT32, partial(_example, rank, size))
+
+
+def _example(rank: int, size: int) -> Filled:
+    return Filled(
+        operands={
+            "value": np.ones((1, 1, 1, 8), np.float32),
+            "spatial_shape": np.array([[size, size]], np.int32),
+            "level_start_index": np.zeros(1, np.int32),
+            "location": np.zeros((1, 32, 1, 1, 1, 2), np.float32),
+            "attn_weight": np.ones((1, 32, 1, 1, 1), np.float32),
+            "grad_output": np.ones((1, 32, 8) if rank == 3 else (1, 32, 1, 8), np.float32),
+        },
+        attrs={},
+        expected={
+            "grad_value": np.full((1, 1, 1, 8), 8.0),
+            "grad_location": np.full((1, 32, 1, 1, 1, 2), 4.0 * size),
+            "grad_attn_weight": np.full((1, 32, 1, 1, 1), 2.0),
+        },
+    )
+
+
+WORKLOADS = Workloads(
+    named=named(
+        Workload(name="tiny", sizes=_sizes(1, 4, ((4, 4), (2, 2)), nh=2, ch=8)),
+        Workload(name="small", sizes=_sizes(1, 32, ((8, 8), (4, 4)), nh=2, ch=8)),
+        Workload(name="medium", sizes=_sizes(2, 300, _THREE)),
+        Workload(name="large", sizes=_sizes(2, 4484, _THREE)),
+        Workload(
+            name="detr-encoder",
+            model="Deformable-DETR encoder",
+            sizes=_sizes(2, 17_821, _DETR),
+            reduced=_sizes(2, 4484, _QUARTER),
+            shown=True,
+        ),
+        Workload(
+            name="detr-decoder", model="Deformable-DETR decoder", sizes=_sizes(2, 300, _DETR), shown=True
+        ),
+        Workload(
+            name="decoder",
+            model="decoder of a detector with 900 queries",
+            sizes=_sizes(2, 900, _DETR),
+            simulated=_sizes(1, 60, ((20, 26), (10, 13), (5, 7)), ch=16),
+        ),
+        Workload(
+            name="encoder",
+            model="encoder of a detector, one picture",
+            sizes=_sizes(1, 17_821, _DETR),
+            simulated=_sizes(1, 185, ((10, 14), (5, 9)), nh=4, ch=16),
+        ),
+    ),
+    variants={
+        "index_dtype": ("int32", "int64"),
+        "grad_output_rank": (3, 4),
+        "points": (1, 2),
+        "ch": (8, 24),
+    },
+    examples=tuple(_examples()),
+    fixed=_level_tables,
+    settle=_settle,
+)
