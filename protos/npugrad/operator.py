@@ -204,6 +204,8 @@ class OpRecord:
         not_expressible: Documented rows no call of ours can break.
         output_metas: Metas of all outputs of a legal call, whatever its mask says.
         accepts_unchecked: Calls that succeed before anything else is checked.
+        reads: Operands whose values the formula of each output reads in the modes of a legal call, whatever
+            its mask says; `reaches` turns it round.
         reference: The float64 implementation.
         build: Makes a legal call: keywords `dtype`, `product` and the operator's own sizes.
         samples: Small legal calls for a product.
@@ -227,6 +229,7 @@ class OpRecord:
     constraints: tuple[Constraint, ...]
     not_expressible: tuple[NotExpressible, ...]
     output_metas: Callable[[CallMeta], Mapping[str, TensorMeta]]
+    reads: Callable[[CallMeta], Mapping[str, tuple[str, ...]]]
     reference: Reference
     build: Callable[..., CallMeta]
     samples: Callable[[Product], Iterator[Sample]]
@@ -274,6 +277,35 @@ class OpRecord:
         metas = self.output_metas(call)
         return {
             p.name: metas[p.name] for p in self.outputs if p.when_masked == "allocate" or _is_wanted(p, call)
+        }
+
+    def reaches(self, call: CallMeta) -> Mapping[str, frozenset[str]]:
+        """The wanted outputs that each operand's values can change; no bit of any other depends on them.
+
+        Values are finite or not: an operand reaches an output also where only a NaN or an infinity in it
+        would show. Nothing reaches an output without elements, or one whose formula reads an operand without
+        any: such a sum is 0. What `data_check` reads reaches every wanted output, because it may refuse the
+        call.
+
+        Args:
+            call: A legal call.
+
+        Returns:
+            By name of each operand that is not null: names of outputs, none of them masked out. Where the
+            call is accepted unchecked, no operand reaches any.
+        """
+        given = {name: meta for name, meta in call.inputs.items() if meta is not None}
+        wanted = {name: meta for name, meta in self.infer(call).items() if meta is not None}
+        reads = self.reads(call) if wanted else {}
+        changed_by: dict[str, set[str]] = {}
+        for output, meta in wanted.items():
+            operands = [name for name in reads[output] if name in given]
+            if not meta.size or not all(given[name].size for name in operands):
+                operands = []
+            changed_by[output] = {*operands, *self.checked_operands}
+        return {
+            name: frozenset(output for output, names in changed_by.items() if meta.size and name in names)
+            for name, meta in given.items()
         }
 
     def param_index(self, name: str) -> int:

@@ -335,7 +335,7 @@ class Deformable {
     for (int64_t query = from; query < to; ++query)
       for (int64_t i = 0; i < sizes_.samples(); ++i) {
         const ExactSample found = of_.sample(slab, query, i);
-        of_.write_exact(slab, query, i, found);
+        of_.write_exact(slab, query, i, found, true, true);
         if (of_.wants_grad_value()) of_.add_exact(slab, query, i, found, 0, sizes_.keys, sums);
       }
   }

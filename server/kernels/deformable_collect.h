@@ -95,9 +95,13 @@ class Collector {
     const Floats zero = write_row(locations, of_.grad_locations(slab, query), 2 * samples) +
                         write_row(weights, of_.grad_weights(slab, query), samples);
     if (all_finite(zero)) return;
-    for (int64_t i = 0; i < samples; ++i)
-      if (!std::isfinite(locations[2 * i] + locations[2 * i + 1] + weights[i]))
-        of_.write_exact(slab, query, i, of_.sample(slab, query, i));
+    // Only what is not finite: no bit of grad_attn_weight may depend on attn_weight.
+    for (int64_t i = 0; i < samples; ++i) {
+      const bool location = !std::isfinite(locations[2 * i] + locations[2 * i + 1]);
+      const bool weight = !std::isfinite(weights[i]);
+      if (location || weight)
+        of_.write_exact(slab, query, i, of_.sample(slab, query, i), location, weight);
+    }
   }
 
   // Not zero in lanes where something is not finite.

@@ -72,12 +72,14 @@ class Operands {
     return exact_sample(to_float(at[0]), to_float(at[1]), level_of(index), sizes.keys);
   }
 
-  void write_exact(int64_t slab, int64_t query, int64_t index, const ExactSample& found) const {
+  void write_exact(
+      int64_t slab, int64_t query, int64_t index, const ExactSample& found, bool with_location,
+      bool with_weight) const {
     const SampleGrads grads = exact_grads(
         found, level_of(index), to_float(weights(slab, query)[index]), value(slab, 0),
         sizes.heads * sizes.channels, grad(slab, query), sizes.channels);
-    if (T* weight = grad_weights(slab, query)) weight[index] = from_double<T>(grads.weight);
-    if (T* location = grad_locations(slab, query)) {
+    if (T* weight = with_weight ? grad_weights(slab, query) : nullptr) weight[index] = from_double<T>(grads.weight);
+    if (T* location = with_location ? grad_locations(slab, query) : nullptr) {
       location[2 * index] = from_double<T>(grads.x);
       location[2 * index + 1] = from_double<T>(grads.y);
     }

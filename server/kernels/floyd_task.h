@@ -72,10 +72,9 @@ class Task {
     look_ahead();
     for (int i = 0; i < rows_; i += kPairRows) {
       expect_dq(i);
-      if (softmax_of<true>(i)) {
+      if (softmax_of(i)) {
         add_dq<true>(i);
       } else {
-        softmax_of<false>(i);
         add_dq<false>(i);
       }
     }
@@ -210,15 +209,38 @@ class Task {
   // ---- scores
 
   // P and dS of kPairRows rows; false if a number on the way was not finite. Infinity times a sum is not the sum of
-  // infinity times each: then the formulas are computed term by term, with `Together` false.
-  template <bool Together>
+  // infinity times each: then the formulas are computed term by term, with `Together` false. Scores and what becomes
+  // dS are looked at apart, as no bit of P may depend on the values.
   bool softmax_of(int i) const {
+    scores_of<true>(i);
+    scores_grad_of<true>(i);
+    Zeros zeros;
+    softmax_rows(i, zeros);
+    const bool scores = all_finite(zeros.scores), grads = all_finite(zeros.grads);
+    if (scores && grads) return true;
+    scores ? scores_of<true>(i) : scores_of<false>(i);  // P lies there by now
+    grads ? scores_grad_of<true>(i) : scores_grad_of<false>(i);
+    softmax_rows(i, zeros);
+    return false;
+  }
+
+  template <bool Together>
+  void scores_of(int i) const {
     paired_scores<Together>(i, tile_.query, tile_.key1_transposed, tile_.key2_transposed, tile_.scores);
+  }
+  template <bool Together>
+  void scores_grad_of(int i) const {
     paired_scores<Together>(i, tile_.dy, tile_.value1_transposed, tile_.value2_transposed, tile_.scores_grad);
-    Floats zero = {};  // becomes NaN with the first number that is not finite
+  }
+
+  // Each becomes NaN with the first number that is not finite.
+  struct Zeros {
+    Floats scores = {}, grads = {};
+  };
+
+  NPUGRAD_INLINE void softmax_rows(int i, Zeros& zeros) const {
     for (int r = i; r < std::min(i + kPairRows, rows_); ++r)
-      for (int j = 0; j < columns_; ++j) softmax(r, j, zero);
-    return all_finite(zero);
+      for (int j = 0; j < columns_; ++j) softmax(r, j, zeros);
   }
 
   template <bool Together>
@@ -250,7 +272,7 @@ class Task {
     }
   }
 
-  void softmax(int i, int j, Floats& zero) const {
+  void softmax(int i, int j, Zeros& zeros) const {
     const float* row_values = statistics(i, j);
     const Floats max = splat(row_values[0]), inverse = splat(row_values[1]), delta = splat(row_values[2]);
     float *scores = tile_.scores + row(0, i) + j * kBlock, *grads = tile_.scores_grad + row(0, i) + j * kBlock;
@@ -258,7 +280,8 @@ class Task {
 #pragma GCC unroll 8
     for (int v = 0; v < kBlock; v += kWidth) {
       const Floats score = load(scores + v), grad = load(grads + v);
-      zero += (score + grad) * 0.0f;
+      zeros.scores += score * 0.0f;
+      zeros.grads += grad * 0.0f;
       Floats x = score * all_.scale - max;
       if (mask) x = load_raw<int32_t>(mask + v) ? splat(-FLT_MAX) - max : x;
       const Floats p = exp(x) * inverse;

@@ -145,7 +145,11 @@ NPUGRAD_INLINE Sums sums_of_block(const T* grad, const T* input, int64_t count, 
   Sums found;
   found.grad = sum((grads[0].a + grads[0].b) + (grads[1].a + grads[1].b));
   if (input) found.product = sum((products[0].a + products[0].b) + (products[1].a + products[1].b));
-  if (!std::isfinite(found.grad + found.product)) return sums_again(grad, input, count, row);
+  if (std::isfinite(found.grad + found.product)) return found;
+  // Only what is not finite: no bit of the one may depend on what the other is made of.
+  const Sums again = sums_again(grad, input, count, row);
+  if (!std::isfinite(found.grad)) found.grad = again.grad;
+  if (!std::isfinite(found.product)) found.product = again.product;
   return found;
 }
 

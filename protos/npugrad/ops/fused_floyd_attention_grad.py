@@ -111,6 +111,9 @@ _PARAMS = (
     _output("dv2", "(B, H, K, M, D), dtype of query. Gradient of value2."),
 )
 
+_SCORED = ("query", "key1", "key2", "dy", "atten_mask", "softmax_max", "softmax_sum")
+_READS = {name: _SCORED if name in ("dv1", "dv2") else tuple(LAYOUT) for name in LIKE}
+
 
 def build(
     *,
@@ -181,6 +184,7 @@ FUSED_FLOYD_ATTENTION_GRAD = OpRecord(
     constraints=CONSTRAINTS,
     not_expressible=NOT_EXPRESSIBLE,
     output_metas=_output_metas,
+    reads=lambda call: _READS,
     reference=reference,
     build=build,
     samples=_samples,

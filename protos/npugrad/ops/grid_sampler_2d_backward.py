@@ -149,6 +149,15 @@ def _inferred(like: TensorMeta) -> TensorMeta:
     return TensorMeta(like.dtype, like.shape)
 
 
+def _reads(call: CallMeta) -> Mapping[str, tuple[str, ...]]:
+    """The nearest pixel does not change with the grid, so that grid_grad is 0 whatever the operands hold."""
+    is_nearest = call.attrs["interpolation_mode"] == INTERPOLATION_MODES["nearest"]
+    return {
+        "input_grad": ("grad_output", "grid"),
+        "grid_grad": () if is_nearest else ("grad_output", "input", "grid"),
+    }
+
+
 def _determinism_check(call: CallMeta, release: CannRelease | None) -> str | None:
     if accepts_unchecked(call):
         return None
@@ -235,6 +244,7 @@ GRID_SAMPLER_2D_BACKWARD = OpRecord(
     constraints=CONSTRAINTS,
     not_expressible=NOT_EXPRESSIBLE,
     output_metas=_output_metas,
+    reads=_reads,
     reference=reference,
     build=build,
     samples=_samples,

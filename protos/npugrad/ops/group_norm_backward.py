@@ -86,6 +86,13 @@ _PARAMS = (
     _output("grad_beta", f"{_LIKE_GAMMA} Gradient of beta."),
 )
 
+_NORMALISED = ("grad_out", "input", "mean", "rstd")
+_READS = {
+    "grad_input": (*_NORMALISED, "gamma"),
+    "grad_gamma": _NORMALISED,
+    "grad_beta": ("grad_out",),
+}
+
 
 def _samples(product: Product) -> Iterator[Sample]:
     for dtype in DTYPES[product]:
@@ -151,6 +158,7 @@ GROUP_NORM_BACKWARD = OpRecord(
     constraints=CONSTRAINTS,
     not_expressible=NOT_EXPRESSIBLE,
     output_metas=output_metas,
+    reads=lambda call: _READS,
     reference=reference,
     build=build,
     samples=_samples,

@@ -110,6 +110,13 @@ _PARAMS = (
     _output("grad_attn_weight", "(bs, nq, nh, nl, np), dtype of value. Gradient of attn_weight."),
 )
 
+_PLACES = ("spatial_shape", "level_start_index", "location")
+_READS = {
+    "grad_value": (*_PLACES, "attn_weight", "grad_output"),
+    "grad_location": ("value", *_PLACES, "attn_weight", "grad_output"),
+    "grad_attn_weight": ("value", *_PLACES, "grad_output"),
+}
+
 
 def build(
     *,
@@ -216,6 +223,7 @@ MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD = OpRecord(
     constraints=CONSTRAINTS,
     not_expressible=NOT_EXPRESSIBLE,
     output_metas=_output_metas,
+    reads=lambda call: _READS,
     reference=reference,
     build=build,
     samples=_samples,

@@ -1,0 +1,38 @@
+"""What the records say that each operand reaches, against every compiled kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.reaches import every_sample, masked, prove
+from tests.server.kernels.compare import computed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy.typing as npt
+
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
+    from npugrad_server.backends.cpu.kernels import Kernels
+
+
+@pytest.mark.parametrize(("record", "call"), list(every_sample()))
+def test_every_sample_under_every_mask(kernels: Kernels, record: OpRecord, call: CallMeta) -> None:
+    if record.name not in kernels.operators:
+        pytest.skip(f"{record.name} has no kernel")
+
+    def compute(
+        record: OpRecord, call: CallMeta, arrays: Mapping[str, npt.NDArray[Any] | None]
+    ) -> dict[str, npt.NDArray[Any]]:
+        if record.accepts_unchecked(call):
+            return {}
+        packed = {
+            name: array if array is None or kernels.takes_strides(record, name) else array.copy()
+            for name, array in arrays.items()
+        }
+        return computed(kernels, record, call, packed)
+
+    for one in masked(record, call):
+        prove(record, one, compute)
