@@ -198,6 +198,7 @@ class OpRecord:
         aclnn_name: Official name of the aclnn function.
         summary: One sentence: what it computes.
         documents: Official names of its pages.
+        repositories: The vendor's public repositories whose source is cited for it.
         params: All parameters in the order of the C signature of GetWorkspaceSize.
         products: Products that have the operator; values say where that is known from.
         constraints: Documented preconditions in the order in which they are reported inside a class.
@@ -224,6 +225,7 @@ class OpRecord:
     aclnn_name: str
     summary: str
     documents: tuple[str, ...]
+    repositories: tuple[str, ...]
     params: tuple[Param, ...]
     products: Mapping[Product, str]
     constraints: tuple[Constraint, ...]

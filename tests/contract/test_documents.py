@@ -69,11 +69,11 @@ def test_a_row_is_either_covered_or_not_expressible(record: OpRecord) -> None:
     assert all(len(entry.reason) > 10 for entry in record.not_expressible)
 
 
-def test_citations_name_the_record_s_own_pages(record: OpRecord) -> None:
+def test_citations_name_the_record_s_own_pages_and_repositories(record: OpRecord) -> None:
     pages = {source.document for source in cited(record) if not source.document.startswith("vendor source")}
     assert pages <= set(record.documents)
     repositories = {s.document for s in cited(record)} - pages
-    assert len(repositories) == 1
+    assert repositories == {f"vendor source ({name})" for name in record.repositories}
 
 
 def test_a_code_is_cited_for_constraints_with_that_code(record: OpRecord) -> None:

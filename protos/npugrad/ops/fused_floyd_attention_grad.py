@@ -179,6 +179,7 @@ FUSED_FLOYD_ATTENTION_GRAD = OpRecord(
     aclnn_name=DOCUMENT,
     summary="Gradients of Floyd attention, which scores and weighs two sets of keys and values together.",
     documents=(DOCUMENT,),
+    repositories=("ops-transformer",),
     params=_PARAMS,
     products=dict.fromkeys(PRODUCTS, DOCUMENT),
     constraints=CONSTRAINTS,

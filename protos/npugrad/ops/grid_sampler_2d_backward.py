@@ -235,6 +235,7 @@ GRID_SAMPLER_2D_BACKWARD = OpRecord(
     aclnn_name=DOCUMENT,
     summary="Gradients of two-dimensional grid sampling with respect to the sampled images and the grid.",
     documents=(DOCUMENT,),
+    repositories=("ops-cv",),
     params=_PARAMS,
     products={
         Product.ATLAS_TRAINING: DOCUMENT,

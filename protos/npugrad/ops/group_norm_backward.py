@@ -149,6 +149,7 @@ GROUP_NORM_BACKWARD = OpRecord(
     aclnn_name=DOCUMENT,
     summary="Gradients of group normalisation with respect to its input, scale and shift.",
     documents=(DOCUMENT,),
+    repositories=("ops-nn",),
     params=_PARAMS,
     products={
         Product.ATLAS_TRAINING: DOCUMENT,

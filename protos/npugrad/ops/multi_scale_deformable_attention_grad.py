@@ -218,6 +218,7 @@ MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD = OpRecord(
     aclnn_name=NAME,
     summary="Gradients of multi-scale deformable attention with respect to values, locations and weights.",
     documents=(EDITION_A2, EDITION_A3),
+    repositories=("ops-nn",),
     params=_PARAMS,
     products=PRODUCTS,
     constraints=CONSTRAINTS,
