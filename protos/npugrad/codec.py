@@ -22,7 +22,7 @@ from npugrad.v1 import backward_pb2, operators_pb2, tensor_pb2
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from npugrad.meta import AttrValue
+    from npugrad.attributes import AttrValue
     from npugrad.operator import AttrParam, OpRecord
 
 MAX_MESSAGE_BYTES = 2**31 - 1

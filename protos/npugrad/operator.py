@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from npugrad.attributes import AttrType
     from npugrad.dtypes import DType
     from npugrad.errors import Source, Violation
     from npugrad.generators import Draw
@@ -118,14 +119,15 @@ class AttrParam:
     Attributes:
         name: Name on the wire and in Python.
         c_name: Name in the C signature.
-        type: C type: int64_t, double, bool or aclBoolArray.
+        type: Its kind, one of `attributes.KINDS`; the pointers among them may be null unless a constraint
+            says otherwise.
         doc: Meaning and legal values.
         choices: Names that Python accepts for the documented numbers.
     """
 
     name: str
     c_name: str
-    type: Literal["int64", "double", "bool", "bool_array"]
+    type: AttrType
     doc: str
     choices: Mapping[str, int] = field(default_factory=dict)
 

@@ -101,8 +101,7 @@ class Arguments:
         value = self._call.attrs[param.name]
         if param.type != "bool_array" or value is None:
             return value
-        assert isinstance(value, tuple)
-        handle = self._runtime.bool_array(value)
+        handle = self._runtime.bool_array(self._call.mask(param.name) or ())
         self.handles.callback(self._runtime.call, "aclDestroyBoolArray", handle)
         return handle
 

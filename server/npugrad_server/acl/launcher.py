@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from npugrad.operator import TensorParam
 from npugrad_server.acl.libraries import Missing
@@ -27,7 +27,7 @@ from npugrad_server.acl.tensor import Handles
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from npugrad.meta import AttrValue
+    from npugrad.attributes import AttrValue
     from npugrad.operator import OpRecord
     from npugrad_server.acl.libraries import Cann
     from npugrad_server.acl.runtime import Runtime
@@ -159,8 +159,8 @@ def _arguments(
                 tensor = tensors[param.name]
                 arguments.append(None if tensor is None else handles.tensor(tensor))
             elif param.type == "bool_array":
-                values = attrs[param.name]
-                arguments.append(handles.bool_array(values) if isinstance(values, tuple) else None)
+                values = cast("tuple[bool, ...] | None", attrs[param.name])
+                arguments.append(None if values is None else handles.bool_array(values))
             else:
                 arguments.append(attrs[param.name])
     return arguments

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from npugrad.meta import AttrValue
+    from npugrad.attributes import AttrValue
 
     # (torch.ops, operands on the device, attributes) -> outputs in the order of the record
     Binding = Callable[[Any, Mapping[str, Any], Mapping[str, AttrValue]], Sequence[Any]]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from npugrad.meta import AttrValue
+    from npugrad.attributes import AttrValue
 
     Contents = Mapping[str, npt.NDArray[np.uint8]]
 
