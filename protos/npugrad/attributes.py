@@ -22,7 +22,7 @@ MAX_STRING_BYTES = 4096
 """Longest string, in UTF-8."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Scalar:
     """A number that carries its type, as aclScalar does; equal to another of the same type and bits.
 
@@ -79,9 +79,9 @@ class Scalar:
             return bool(number)
         return int(number) if self.dtype.numpy.kind in "iu" else float(number)
 
-    def __str__(self) -> str:
-        """Such as ``float32(0.5)``."""
-        return f"{self.dtype}({self.value})"
+    def __repr__(self) -> str:
+        """Such as ``Scalar('float32', 0.5)``."""
+        return f"Scalar({self.dtype.value!r}, {self.value!r})"
 
 
 AttrValue = int | float | bool | str | Scalar | tuple[bool, ...] | tuple[int, ...] | tuple[float, ...] | None

@@ -123,6 +123,7 @@ class AttrParam:
             says otherwise.
         doc: Meaning and legal values.
         choices: Names that Python accepts for the documented numbers.
+        optional: Whether callers may leave it out, which is null; for pointers only.
     """
 
     name: str
@@ -130,6 +131,7 @@ class AttrParam:
     type: AttrType
     doc: str
     choices: Mapping[str, int] = field(default_factory=dict)
+    optional: bool = False
 
 
 Param = TensorParam | AttrParam

@@ -188,7 +188,7 @@ def test_what_carries_no_scalar_type_gets_the_one_of_c(given_value: Any, dtype: 
     made = value_of("scalar", attr=given_value)
     assert isinstance(made, Scalar)
     assert (made.dtype, made.value) == (dtype, given_value)
-    assert str(made) == f"{dtype}({made.value})"
+    assert repr(made) == f"Scalar({dtype!r}, {made.value!r})"
 
 
 def test_scalars_differ_by_type_and_by_bits() -> None:

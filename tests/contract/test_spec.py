@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npugrad.attributes import AttrValue, Scalar
+from npugrad.attributes import KINDS, AttrValue, Scalar
 from npugrad.dtypes import DATA_DTYPES, DType, Format
 from npugrad.errors import MalformedTensor
 from npugrad.meta import INT64_MAX, MAX_RANK, CallMeta, TensorMeta
@@ -198,6 +198,7 @@ def test_records_list_their_parameters_in_c_order(record: OpRecord) -> None:
         assert param.doc.endswith(".")
         if isinstance(param, AttrParam):
             assert set(param.choices.values()) <= {0, 1, 2}
+            assert KINDS[param.type].is_pointer or not param.optional
 
 
 @pytest.mark.parametrize(

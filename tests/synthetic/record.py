@@ -70,7 +70,10 @@ _FORMS = {"int64": "q", "int32": "i", "int8": "b", "uint64": "Q", "double": "d",
 _ENTRIES = {"int64_array": "q", "float_array": "f", "bool_array": "?"}
 _PARAMS: tuple[Param, ...] = (
     TensorParam(name="input", c_name="input", role="input", doc="Any shape of rank 0 to 8.", dtypes=_DTYPES),
-    *(AttrParam(name=name, c_name=c_name, type=kind, doc="One.") for name, c_name, kind in _ATTRS),
+    *(
+        AttrParam(name=name, c_name=c_name, type=kind, doc="One.", optional=c_name.endswith("Optional"))
+        for name, c_name, kind in _ATTRS
+    ),
     TensorParam(
         name="scaled",
         c_name="scaled",
@@ -323,8 +326,10 @@ SYNTHETIC = OpRecord(
     min_cann="8.0",
 )
 """The record; order of params is the order of aclnnSyntheticGetWorkspaceSize."""
+RECORDS = {SYNTHETIC.name: SYNTHETIC}
+"""What takes the place of the contract's operators."""
 REGISTRY = Registry(
-    {SYNTHETIC.name: SYNTHETIC},
+    RECORDS,
     synthetic_pb2.DESCRIPTOR.services_by_name["SyntheticService"],
     synthetic_pb2.DESCRIPTOR.services_by_name["SyntheticValidationService"],
 )
