@@ -7,7 +7,7 @@ import struct
 from dataclasses import dataclass
 from itertools import islice
 from operator import index
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
@@ -257,3 +257,26 @@ KINDS: Mapping[AttrType, AttrKind] = {
     ),
 }
 """Every kind by name."""
+
+
+def attrs_to_json(attrs: Mapping[str, AttrValue]) -> dict[str, Any]:
+    """Attributes by name as JSON has them."""
+    return {
+        name: {"dtype": value.dtype.value, "content": value.content.hex()}
+        if isinstance(value, Scalar)
+        else value
+        for name, value in attrs.items()
+    }
+
+
+def attrs_from_json(found: Mapping[str, Any]) -> dict[str, AttrValue]:
+    """Reads what `attrs_to_json` made."""
+    return {name: _from_json(value) for name, value in found.items()}
+
+
+def _from_json(value: Any) -> AttrValue:
+    if isinstance(value, list):
+        return tuple(value)
+    if isinstance(value, dict):
+        return Scalar.of_content(dtype_from_name(value["dtype"]), bytes.fromhex(value["content"]))
+    return cast("AttrValue", value)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npugrad.attributes import KINDS, MAX_ENTRIES, MAX_STRING_BYTES, AttrType, Scalar
@@ -27,6 +27,7 @@ RANGES: dict[str, tuple[int, int]] = {**INTEGERS, "uint64": (0, 2**64 - 1)}
 TYPES: tuple[AttrType, ...] = get_args(AttrType)
 POINTERS = {"int64_array", "float_array", "bool_array", "scalar", "string"}
 NORM = get_operator("group_norm_backward")
+NO_DEADLINE = settings(deadline=None)
 
 
 def value_of(kind: AttrType, **attrs: Any) -> AttrValue:
@@ -60,6 +61,7 @@ def test_empty_is_not_null(kind: AttrType, empty: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", RANGES)
+@NO_DEADLINE
 @given(number=st.integers(-(2**66), 2**66))
 def test_an_integer_is_taken_where_it_fits(kind: AttrType, number: int) -> None:
     lowest, highest = RANGES[kind]
@@ -121,6 +123,7 @@ def test_an_endless_array_is_refused_and_not_read_to_its_end() -> None:
         value_of("int64_array", attr=iter(int, 1))
 
 
+@NO_DEADLINE
 @given(numbers=st.lists(st.floats(width=64), max_size=20))
 def test_a_float_array_holds_what_float32_holds(numbers: list[float]) -> None:
     with np.errstate(over="ignore"):
@@ -143,6 +146,7 @@ def test_arrays_come_from_any_sequence(array: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", DATA_DTYPES)
+@NO_DEADLINE
 @given(data=st.data())
 def test_a_scalar_has_the_bits_of_an_element(dtype: DType, data: st.DataObject) -> None:
     """Any bits are a scalar's, and those of its value but for what is no number."""
@@ -158,6 +162,7 @@ def test_a_scalar_has_the_bits_of_an_element(dtype: DType, data: st.DataObject) 
     assert hash(Scalar.of_content(dtype, bytes(content))) == hash(made)
 
 
+@NO_DEADLINE
 @given(number=st.floats(width=64), dtype=st.sampled_from(["float32", "float16", "bfloat16", "float64"]))
 def test_a_scalar_is_rounded_to_its_type(number: float, dtype: str) -> None:
     kind = dtype_from_name(dtype).numpy

@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from npugrad.operator import TensorParam
 from npugrad_server.acl.libraries import Missing
@@ -67,7 +67,7 @@ class Launcher:
 
         Args:
             record: The operator.
-            attrs: Every attribute by name; a bool array may be None for null.
+            attrs: Every attribute by name, as `make_call` returns them; None for null.
             tensors: Every operand and output by name; None for null.
 
         Raises:
@@ -158,9 +158,6 @@ def _arguments(
             if isinstance(param, TensorParam):
                 tensor = tensors[param.name]
                 arguments.append(None if tensor is None else handles.tensor(tensor))
-            elif param.type == "bool_array":
-                values = cast("tuple[bool, ...] | None", attrs[param.name])
-                arguments.append(None if values is None else handles.bool_array(values))
             else:
-                arguments.append(attrs[param.name])
+                arguments.append(handles.attribute(param.type, attrs[param.name]))
     return arguments
