@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
-from tests.cann_sim.report import Report, write_plan
+from tests.cann_sim.report import HOST_OBJECTS, Report, write_plan
 from tests.e2e.harness import workers_of
 from tests.fix_server import ServerProcess, run_server
 
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.cann_sim.build import Installation
-
-HOST_OBJECTS = ("live.tensors", "live.bool_arrays", "live.executors")
-"""What a call takes of CANN on the host, and has to give back whatever happens."""
 
 
 @dataclass(frozen=True)

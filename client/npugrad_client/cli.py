@@ -13,6 +13,7 @@ import typer
 
 import npugrad
 from npugrad import OPERATORS
+from npugrad.attributes import KINDS
 from npugrad.products import Product, product_from_name
 from npugrad_client import _arrays
 from npugrad_client._cli import bench, files, show
@@ -51,7 +52,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 Attr = Annotated[
     list[str] | None,
     typer.Option(
-        "--attr", metavar="NAME=VALUE", help="Attribute, above what the file says; lists as true,false."
+        "--attr",
+        metavar="NAME=VALUE",
+        help="Attribute, above what the file says; lists as true,false, scalars as float32:0.5.",
     ),
 ]
 Dtype = Annotated[
@@ -187,7 +190,7 @@ def _described(
 ) -> dict[str, Any]:
     """Inputs, attributes and outputs of a call without data, from a file and flags."""
     inputs: dict[str, TensorMeta | None] = {}
-    attrs: dict[str, Any] = {p.name: None for p in record.attrs if p.type == "bool_array"}
+    attrs: dict[str, Any] = {p.name: None for p in record.attrs if KINDS[p.type].is_pointer}
     if file is not None:
         operands, found = files.read_call(record, file, dtype)
         inputs |= {n: _arrays.pack(_arrays.to_numpy(a, record.name, n))[0] for n, a in operands.items()}

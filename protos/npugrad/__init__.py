@@ -6,6 +6,7 @@ server, what the aclnn operator would answer and which documented constraints a 
 
 from __future__ import annotations
 
+from npugrad.attributes import Scalar
 from npugrad.dtypes import DType, Format
 from npugrad.errors import NpugradError, OperatorError, Source, Violation
 from npugrad.meta import CallMeta, TensorMeta
@@ -26,6 +27,7 @@ __all__ = [
     "OpRecord",
     "OperatorError",
     "Product",
+    "Scalar",
     "Source",
     "TensorMeta",
     "Verdict",

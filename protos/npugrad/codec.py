@@ -9,21 +9,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from npugrad.attribute_fields import decode_attr, encode_attr
 from npugrad.call import CallOptions, ExecutionInfo
 from npugrad.dtypes import dtype_from_wire, format_from_wire
 from npugrad.errors import InvalidRecipe, MalformedRequest, MalformedTensor, RequestError
 from npugrad.generators import Draw
 from npugrad.meta import MAX_RANK, CallMeta, TensorMeta
-from npugrad.ops import OPERATORS
 from npugrad.products import Product, product_from_wire
 from npugrad.recipe import DIGEST_BYTES, Recipe
-from npugrad.v1 import backward_pb2, operators_pb2, tensor_pb2
+from npugrad.registry import REGISTRY, Registry
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from npugrad.meta import AttrValue
-    from npugrad.operator import AttrParam, OpRecord
+    from npugrad.attributes import AttrValue
+    from npugrad.operator import OpRecord
+    from npugrad.v1 import operators_pb2, tensor_pb2
 
 MAX_MESSAGE_BYTES = 2**31 - 1
 """Largest message either side takes; unlimited would let a length wrap at 2^32."""
@@ -34,15 +35,6 @@ MAX_CHUNK_BYTES = 4 * 2**20
 
 MAX_PARAMETERS = 8
 """More parameters than any generator has."""
-MAX_BOOLS = 1024
-"""Longest bool array that is looked at; operators want two or three."""
-
-REQUESTS: dict[str, type[Any]] = {n: getattr(operators_pb2, f"{s.rpc}Request") for n, s in OPERATORS.items()}
-"""Request message of each operator."""
-RESPONSES: dict[str, type[Any]] = {
-    n: getattr(operators_pb2, f"{s.rpc}Response") for n, s in OPERATORS.items()
-}
-"""Response message of each operator."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +113,7 @@ def decode_request(record: OpRecord, message: Any, product: Product) -> WireCall
             unsupported[param.name] = kind
     call = CallMeta(
         inputs=inputs,
-        attrs={p.name: _decode_attr(record, p, message) for p in record.attrs},
+        attrs={p.name: decode_attr(record, p, message) for p in record.attrs},
         outputs=_decode_declared(record, message),
         product=product,
     )
@@ -162,27 +154,6 @@ def _check_lengths(message: tensor_pb2.TensorMeta) -> None:
         raise MalformedTensor(
             f"found {len(message.strides)} strides, rank {len(message.shape)}; expected one for each axis"
         )
-
-
-def _decode_attr(record: OpRecord, param: AttrParam, message: Any) -> AttrValue:
-    if not message.HasField(param.name):
-        if param.type == "bool_array":
-            return None
-        raise MalformedRequest(
-            f"{record.name}: {param.name}: found nothing; expected the attribute to be set",
-            operator=record.name,
-            operand=param.name,
-        )
-    value = getattr(message, param.name)
-    if param.type == "bool_array":
-        if len(value.values) > MAX_BOOLS:
-            raise MalformedRequest(
-                f"{record.name}: {param.name}: found {len(value.values)} bools; expected at most {MAX_BOOLS}",
-                operator=record.name,
-                operand=param.name,
-            )
-        return tuple(value.values)
-    return value  # type: ignore[no-any-return]
 
 
 def _decode_declared(record: OpRecord, message: Any) -> dict[str, TensorMeta | None]:
@@ -265,6 +236,7 @@ def encode_request(
     options: CallOptions | None = None,
     *,
     chunk_from_bytes: int | None = None,
+    registry: Registry = REGISTRY,
 ) -> tuple[Any, list[tuple[int, memoryview]]]:
     """Encodes a typed request.
 
@@ -276,11 +248,12 @@ def encode_request(
         outputs: Declared outputs, None for null.
         options: Options of the call.
         chunk_from_bytes: Contents of at least this length are announced instead of carried; None carries all.
+        registry: Where the operator's message is.
 
     Returns:
         The message, and (parameter index, content) of each announced operand in order.
     """
-    message = REQUESTS[record.name]()
+    message = registry.requests[record.name]()
     follow = []
     for param in record.inputs:
         meta = wire_metas[param.name]
@@ -294,7 +267,7 @@ def encode_request(
         elif data is not None and _set_content(tensor, data, chunk_from_bytes):
             follow.append((record.param_index(param.name), data))
     for attr in record.attrs:
-        _encode_attr(message, attr, attrs[attr.name])
+        encode_attr(message, attr, attrs[attr.name])
     for name, declared in (outputs or {}).items():
         getattr(message, name).SetInParent()
         if declared is not None:
@@ -330,15 +303,6 @@ def encode_meta(meta: TensorMeta, message: tensor_pb2.TensorMeta) -> None:
     message.SetInParent()
 
 
-def _encode_attr(message: Any, param: AttrParam, value: AttrValue) -> None:
-    if param.type != "bool_array":
-        setattr(message, param.name, value)
-    elif isinstance(value, tuple):
-        array = getattr(message, param.name)
-        array.SetInParent()
-        array.values.extend(value)
-
-
 def _encode_options(message: Any, options: CallOptions) -> None:
     if options != CallOptions():
         message.options.deterministic = options.deterministic
@@ -372,9 +336,10 @@ def encode_response(
     info: ExecutionInfo,
     *,
     chunk_from_bytes: int | None = None,
+    registry: Registry = REGISTRY,
 ) -> tuple[Any, list[tuple[int, memoryview]]]:
     """Encodes a typed response, as `encode_request` does a request; masked-out outputs stay unset."""
-    message = RESPONSES[record.name]()
+    message = registry.responses[record.name]()
     follow = []
     for param in record.outputs:
         meta = metas[param.name]
@@ -440,9 +405,11 @@ def wrap(header: Any, record: OpRecord, message: Any) -> Any:
     return header
 
 
-def unwrap(header: backward_pb2.ExecuteHeader | backward_pb2.ExecuteResponseHeader) -> tuple[OpRecord, Any]:
+def unwrap(header: Any, registry: Registry = REGISTRY) -> tuple[OpRecord, Any]:
     """The operator and typed message of a header; raises MalformedRequest when it names none."""
     name = header.WhichOneof("call")
     if name is None:
-        raise MalformedRequest(f"execute: header: found no call; expected one of {', '.join(OPERATORS)}")
-    return OPERATORS[name], getattr(header, name)
+        raise MalformedRequest(
+            f"execute: header: found no call; expected one of {', '.join(registry.records)}"
+        )
+    return registry.records[name], getattr(header, name)

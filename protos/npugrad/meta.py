@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from operator import index
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 from npugrad.dtypes import DType, Format, dtype_from_name, format_from_name
 from npugrad.errors import MalformedTensor
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from npugrad.attributes import AttrValue, Scalar
+
 INT64_MAX = 2**63 - 1
 MAX_RANK = 32
 """Largest rank that travels: NumPy's own limit before 2.0. The operators' limits are lower."""
-
-AttrValue = int | float | bool | tuple[bool, ...] | None
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class CallMeta:
         return meta
 
     def integer(self, name: str) -> int:
-        """An int64 attribute."""
+        """An attribute of one of the kinds of integers."""
         value = self.attrs[name]
         if not isinstance(value, int):
             raise KeyError(f"{name} is not an integer")
@@ -201,8 +201,23 @@ class CallMeta:
 
     def mask(self, name: str = "output_mask") -> tuple[bool, ...] | None:
         """A bool array attribute."""
-        value = self.attrs[name]
-        return value if isinstance(value, tuple) else None
+        return cast("tuple[bool, ...] | None", self.attrs[name])
+
+    def integers(self, name: str) -> tuple[int, ...] | None:
+        """An int64 array attribute."""
+        return cast("tuple[int, ...] | None", self.attrs[name])
+
+    def numbers(self, name: str) -> tuple[float, ...] | None:
+        """A float array attribute."""
+        return cast("tuple[float, ...] | None", self.attrs[name])
+
+    def scalar(self, name: str) -> Scalar | None:
+        """A scalar attribute."""
+        return cast("Scalar | None", self.attrs[name])
+
+    def text(self, name: str) -> str | None:
+        """A string attribute."""
+        return cast("str | None", self.attrs[name])
 
     def declared(self, name: str) -> TensorMeta | None:
         """The declared meta of an output; None when null or inferred (see `is_null_output`)."""

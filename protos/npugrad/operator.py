@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from npugrad.attributes import AttrType
     from npugrad.binding import TorchBinding
     from npugrad.dtypes import DType
     from npugrad.errors import Source, Violation
@@ -133,16 +134,19 @@ class AttrParam:
     Attributes:
         name: Name on the wire and in Python.
         c_name: Name in the C signature.
-        type: C type: int64_t, double, bool or aclBoolArray.
+        type: Its kind, one of `attributes.KINDS`; the pointers among them may be null unless a constraint
+            says otherwise.
         doc: Meaning and legal values.
         choices: Names that Python accepts for the documented numbers.
+        optional: Whether callers may leave it out, which is null; for pointers only.
     """
 
     name: str
     c_name: str
-    type: Literal["int64", "double", "bool", "bool_array"]
+    type: AttrType
     doc: str
     choices: Mapping[str, int] = field(default_factory=dict)
+    optional: bool = False
 
 
 Param = TensorParam | AttrParam

@@ -6,15 +6,12 @@ all 561002; inside a class by the order of the record.
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from graphlib import TopologicalSorter
-from operator import index as operator_index
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
+from npugrad.attributes import KINDS
 from npugrad.error_table import (
     BY_CODE,
     FIND_KERNEL_ERROR,
@@ -32,16 +29,16 @@ from npugrad.errors import (
     UnsupportedOperator,
     Violation,
 )
-from npugrad.meta import INT64_MAX, CallMeta, TensorMeta
-from npugrad.operator import AttrParam, Verdict
+from npugrad.meta import CallMeta, TensorMeta
+from npugrad.operator import Verdict
 from npugrad.ops import get_operator
 from npugrad.products import Product, product_from_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
-    from npugrad.meta import AttrValue
-    from npugrad.operator import Constraint, Finding, OpRecord
+    from npugrad.attributes import AttrValue
+    from npugrad.operator import AttrParam, Constraint, Finding, OpRecord
 
 _REPORT_ORDER = (FIND_KERNEL_ERROR, INNER_NULLPTR, PARAM_NULLPTR, PARAM_INVALID, TILING_ERROR)
 _CLASS_ORDER = {code: i for i, code in enumerate(_REPORT_ORDER)}
@@ -117,28 +114,27 @@ def attribute_value(record: OpRecord, param: AttrParam, attrs: Mapping[str, Any]
     """One attribute, converted to its wire type.
 
     Raises:
-        MalformedRequest: It is missing, of the wrong type, or outside int64.
-        TypeError: None for an attribute other than a bool array.
+        MalformedRequest: It is missing, of the wrong type, or out of range.
+        TypeError: None for an attribute that is no pointer.
     """
-    if param.name not in attrs:
-        if param.type == "bool_array":
-            return None
-        raise _malformed(record, param, "nothing")
-    value = attrs[param.name]
+    kind = KINDS[param.type]
+    value = attrs.get(param.name)
     if value is None:
-        if param.type == "bool_array":
+        if kind.is_pointer:
             return None
-        raise TypeError(f"{record.name}: {param.name}: found None; expected {_EXPECTED[param.type]}")
+        if param.name not in attrs:
+            raise _malformed(record, param, "nothing")
+        raise TypeError(f"{record.name}: {param.name}: found None; expected {kind.expected}")
     if isinstance(value, str) and value in param.choices:
         return param.choices[value]
     try:
-        return _CONVERT[param.type](value)
+        return kind.convert(value)
     except (TypeError, ValueError, OverflowError):
         raise _malformed(record, param, repr(value)[:80]) from None
 
 
 def _malformed(record: OpRecord, param: AttrParam, found: str) -> MalformedRequest:
-    expected = _EXPECTED[param.type]
+    expected = KINDS[param.type].expected
     if param.choices:
         expected += " or one of " + ", ".join(map(repr, param.choices))
     return MalformedRequest(
@@ -146,48 +142,6 @@ def _malformed(record: OpRecord, param: AttrParam, found: str) -> MalformedReque
         operator=record.name,
         operand=param.name,
     )
-
-
-def _int64(value: Any) -> int:
-    if isinstance(value, (bool, np.bool_)):  # NumPy before 2.3 gives its own an __index__
-        raise TypeError("a bool is not an int64")
-    number = operator_index(value)
-    if not -INT64_MAX - 1 <= number <= INT64_MAX:
-        raise OverflowError("outside int64")
-    return number
-
-
-def _double(value: Any) -> float:
-    if isinstance(value, (bool, str)):
-        raise TypeError("not a number")
-    number = float(value)
-    if math.isfinite(float(number)) or not isinstance(value, int):
-        return number
-    raise OverflowError("outside double")
-
-
-def _bool(value: Any) -> bool:
-    if isinstance(value, (bool, np.bool_)):
-        return bool(value)
-    raise TypeError("not a bool")
-
-
-def _bool_array(value: Any) -> tuple[bool, ...]:
-    return tuple(_bool(v) for v in value)
-
-
-_CONVERT: dict[str, Callable[[Any], AttrValue]] = {
-    "int64": _int64,
-    "double": _double,
-    "bool": _bool,
-    "bool_array": _bool_array,
-}
-_EXPECTED = {
-    "int64": "an integer in int64",
-    "double": "a number",
-    "bool": "True or False",
-    "bool_array": "a sequence of bools or None",
-}
 
 
 def validate_call(record: OpRecord, call: CallMeta) -> Verdict:

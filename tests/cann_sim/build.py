@@ -41,7 +41,7 @@ _FLAGS = ("-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-pthread")
 # Libraries that torch_npu needs to find, though nothing in them is used.
 _EMPTY_LIBRARIES = ("hccl", "ge_runner", "graph", "acl_tdt_channel")
 _OPERATORS = {
-    "nn": ("group_norm_backward", "multi_scale_deformable_attention_grad"),
+    "nn": ("group_norm_backward", "multi_scale_deformable_attention_grad", "synthetic"),
     "cv": ("grid_sampler_2d_backward", "grid_sampler_2d_kernel"),
     "transformer": ("fused_floyd_attention_grad",),
 }

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.cann_sim.build import DEFAULT_CANN, Installation, Layout, build, find_torch_npu
-from tests.cann_sim.report import Report
+from tests.cann_sim.report import HOST_OBJECTS, Report
 from tests.cann_sim.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -22,9 +22,7 @@ REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 60
 
 LIVE = (
-    "tensors",
-    "bool_arrays",
-    "executors",
+    *(name.removeprefix("live.") for name in HOST_OBJECTS),
     "streams",
     "events",
     "device_allocations",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from ctypes import byref, c_uint64, c_void_p
+from ctypes import byref, c_bool, c_float, c_int64, c_uint64, c_void_p
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tests.cann_sim.runtime import D2H, H2D
 
+from npugrad.attributes import Scalar
 from npugrad.errors import MalformedTensor
 from npugrad.meta import TensorMeta
 from npugrad.operator import AttrParam, TensorParam
@@ -24,6 +25,14 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
     Relayout = Callable[[TensorMeta], TensorMeta]
+
+
+_ARRAYS = {
+    "bool_array": (c_bool, "aclDestroyBoolArray"),
+    "int64_array": (c_int64, "aclDestroyIntArray"),
+    "float_array": (c_float, "aclDestroyFloatArray"),
+}
+"""Type of the entries of each kind of array, and what destroys one."""
 
 
 def as_it_is(meta: TensorMeta) -> TensorMeta:
@@ -66,7 +75,7 @@ class Arguments:
         self._call = call
         self._block = block
         self._legal = legal
-        self.handles = ExitStack()  # aclTensors and aclBoolArrays: not needed once phase 2 has returned
+        self.handles = ExitStack()  # tensors, arrays and scalars: not needed once phase 2 has returned
 
     def values(self) -> list[Any]:
         """The arguments in C order."""
@@ -98,12 +107,17 @@ class Arguments:
         return legal is not None and meta.shape != legal.shape
 
     def _attribute(self, param: AttrParam) -> Any:
-        value = self._call.attrs[param.name]
-        if param.type != "bool_array" or value is None:
+        value: Any = self._call.attrs[param.name]
+        if isinstance(value, str):
+            return value.encode()
+        if param.type in _ARRAYS and value is not None:
+            entry, destroy = _ARRAYS[param.type]
+            handle = self._runtime.array(entry, value)
+        elif isinstance(value, Scalar):
+            handle, destroy = self._runtime.scalar(value.dtype.acl, value.content), "aclDestroyScalar"
+        else:
             return value
-        assert isinstance(value, tuple)
-        handle = self._runtime.bool_array(value)
-        self.handles.callback(self._runtime.call, "aclDestroyBoolArray", handle)
+        self.handles.callback(self._runtime.call, destroy, handle)
         return handle
 
     def _output_meta(self, param: TensorParam) -> TensorMeta | None:

@@ -15,6 +15,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
+HOST_OBJECTS = (
+    *("live.tensors", "live.bool_arrays", "live.int_arrays", "live.float_arrays", "live.scalars"),
+    "live.executors",
+)
+"""Counters of what a call takes of CANN on the host, and has to give back whatever happens."""
 _MAGIC = b"CANNSIM1"
 _RECORD = struct.Struct("<120sq")
 

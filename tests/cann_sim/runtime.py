@@ -13,6 +13,7 @@ from ctypes import (
     c_double,
     c_float,
     c_int,
+    c_int8,
     c_int32,
     c_int64,
     c_longlong,
@@ -105,6 +106,9 @@ _BY_RELEASE = ("aclsysGetVersionStr", "aclsysGetCANNVersion")
 _NNOPBASE: dict[str, list[Any]] = {
     "aclDestroyTensor": [c_void_p],
     "aclDestroyBoolArray": [c_void_p],
+    "aclDestroyIntArray": [c_void_p],
+    "aclDestroyFloatArray": [c_void_p],
+    "aclDestroyScalar": [c_void_p],
     "aclDestroyAclOpExecutor": [c_void_p],
 }
 _T = c_void_p
@@ -114,6 +118,10 @@ _OPERATORS: dict[str, list[Any]] = {
     "aclnnGridSampler2DBackward": [*[_T] * 3, c_int64, c_int64, c_bool, c_void_p, *[_T] * 2],
     "aclnnMultiScaleDeformableAttentionGrad": [_T] * 9,
     "aclnnFusedFloydAttentionGrad": [*[_T] * 10, c_double, *[_T] * 5],
+    "aclnnSynthetic": [
+        *[_T, c_int64, c_int, c_int8, c_uint64, c_double, c_bool],
+        *[*[_T] * 8, c_char_p, c_char_p, _T, _T],
+    ],
 }
 
 
@@ -173,9 +181,12 @@ class Runtime:
         self._create_tensor = nnopbase.aclCreateTensor
         self._create_tensor.restype = c_void_p
         self._create_tensor.argtypes = [dims, c_uint64, c_int, dims, c_int64, c_int, dims, c_uint64, c_void_p]
-        self._create_bool_array = nnopbase.aclCreateBoolArray
-        self._create_bool_array.restype = c_void_p
-        self._create_bool_array.argtypes = [POINTER(c_bool), c_uint64]
+        self._create_array = {}
+        for entry, name in ((c_bool, "Bool"), (c_int64, "Int"), (c_float, "Float")):
+            create = self._create_array[entry] = getattr(nnopbase, f"aclCreate{name}Array")
+            create.restype, create.argtypes = c_void_p, [POINTER(entry), c_uint64]
+        self._create_scalar = nnopbase.aclCreateScalar
+        self._create_scalar.restype, self._create_scalar.argtypes = c_void_p, [c_void_p, c_int]
         self._recent_message = ascendcl.aclGetRecentErrMsg
         self._recent_message.restype, self._recent_message.argtypes = c_char_p, []
         self._soc_name = ascendcl.aclrtGetSocName
@@ -298,9 +309,17 @@ class Runtime:
             raise CannError("aclCreateTensor", 0, self.message())
         return int(handle)
 
+    def array(self, entry: Any, values: Sequence[float]) -> int:
+        """An aclBoolArray, aclIntArray or aclFloatArray, by the ctypes type of its entries."""
+        return int(self._create_array[entry]((entry * len(values))(*values), len(values)))
+
     def bool_array(self, values: Sequence[bool]) -> int:
         """An aclBoolArray."""
-        return int(self._create_bool_array((c_bool * len(values))(*values), len(values)))
+        return self.array(c_bool, values)
+
+    def scalar(self, dtype: int, content: bytes) -> int:
+        """An aclScalar."""
+        return int(self._create_scalar(content, dtype))
 
     def plan(self, op: str, *arguments: Any) -> tuple[int, int]:
         """Phase 1: size of the workspace, and the executor."""

@@ -55,9 +55,14 @@ CODES = {
 DTYPES = {
     "kFloat": "ACL_FLOAT",
     "kFloat16": "ACL_FLOAT16",
+    "kInt8": "ACL_INT8",
+    "kInt16": "ACL_INT16",
     "kInt32": "ACL_INT32",
     "kUint8": "ACL_UINT8",
+    "kUint16": "ACL_UINT16",
+    "kUint32": "ACL_UINT32",
     "kInt64": "ACL_INT64",
+    "kUint64": "ACL_UINT64",
     "kDouble": "ACL_DOUBLE",
     "kBool": "ACL_BOOL",
     "kBfloat16": "ACL_BF16",
@@ -131,6 +136,16 @@ def prototypes(text: str) -> dict[str, tuple[str, ...]]:
         kinds = [passing(part) for part in parameters.split(",")]
         found[name] = (passing(result), *(kind for kind in kinds if kind != "void"))
     return found
+
+
+def test_handles_are_made_and_destroyed_as_torch_npu_does(torch_npu: Path) -> None:
+    """CANN's header of these, aclnn/acl_meta.h, does not come with torch_npu; its copies of the types do."""
+    folder = torch_npu / "include" / "third_party" / "op-plugin" / "op_plugin" / "utils"
+    text = (folder / "op_api_common_base.h").read_text()
+    theirs = prototypes(re.sub(r"typedef ([\w ]+\*?) ?\(\*_(acl\w+)\)\(", r"\1 \2(", text))
+    ours = prototypes((SOURCES / "nnopbase" / "tensor.cpp").read_text())
+    assert len(ours) == 10
+    assert {name: theirs[name] for name in ours} == ours
 
 
 def test_functions_take_what_the_vendors_take(torch_npu: Path) -> None:

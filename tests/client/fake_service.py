@@ -19,6 +19,7 @@ from npugrad.call import ExecutionInfo
 from npugrad.operator import OpRecord
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
+from npugrad.registry import REGISTRY
 from npugrad.status import encode_status, grpc_status_name
 from npugrad.v1 import backward_pb2
 
@@ -96,7 +97,7 @@ def _add(server: grpc.Server, seen: Seen, unary: Unary, execute: Execute) -> Non
             seen.headers.append(request)
             return unary(record, request, context)
 
-        parse = codec.REQUESTS[record.name].FromString
+        parse = REGISTRY.requests[record.name].FromString
         return grpc.unary_unary_rpc_method_handler(handle, parse, _serialize)
 
     def stream(frames: Iterator[backward_pb2.ExecuteRequest], context: Context) -> Any:

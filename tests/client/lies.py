@@ -9,6 +9,7 @@ from tests.client.fake_service import chunk_frame, group_norm, header_frame, res
 
 from npugrad import OPERATORS, TensorMeta, codec
 from npugrad.call import CallOptions
+from npugrad.registry import REGISTRY
 from npugrad.v1 import backward_pb2
 from npugrad_client._call import Prepared, prepare
 
@@ -55,7 +56,7 @@ def edited(change: Callable[[Any], object]) -> Lie:
     """A lie in the typed response of the header."""
 
     def lie(frames: Frames) -> Frames:
-        message = codec.RESPONSES[RECORD.name]()
+        message = REGISTRY.responses[RECORD.name]()
         message.CopyFrom(getattr(frames[0].header, RECORD.name))
         change(message)
         return [header_frame(RECORD, message), *frames[1:]]
@@ -72,7 +73,7 @@ def put(message: Any, meta: TensorMeta, nbytes: int | None = None) -> None:
 
 def other_operator(frames: Frames) -> Frames:
     grid = OPERATORS["grid_sampler_2d_backward"]
-    return [header_frame(grid, codec.RESPONSES[grid.name]()), *frames[1:]]
+    return [header_frame(grid, REGISTRY.responses[grid.name]()), *frames[1:]]
 
 
 def swapped(frames: Frames) -> Frames:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 from tests.cann_sim.fixtures import REPOSITORY, inherited
-from tests.cann_sim.report import Report, leaks
+from tests.cann_sim.report import HOST_OBJECTS, Report, leaks
 from tests.congruence.combinations import COMBINATIONS, Combination
 
 from npugrad.ops import get_operator
@@ -84,9 +84,8 @@ def _run(
             report = Report(folder / side / "report")
             errors = (folder / side / "errors").read_text()
             assert (status, report.violations()) == (0, []), errors[-4000:]
-            handles = ("live.tensors", "live.bool_arrays", "live.executors")
             left = leaks(report.counters())
-            assert not any(name in left for name in handles), left
+            assert not any(name in left for name in HOST_OBJECTS), left
             answers[side] = _answers(folder / side / "output", report, operator)
     return answers
 

@@ -34,8 +34,9 @@ def answers(run_sides: RunSides, operator: str) -> Iterator[tuple[Answer, Answer
 
 def mask_of(answer: Answer) -> tuple[bool, ...]:
     """The output mask; one true bit where the operator has none."""
-    mask = answer.case.call.attrs.get("output_mask", (True,))
-    assert isinstance(mask, tuple)
+    call = answer.case.call
+    mask = call.mask() if "output_mask" in call.attrs else (True,)
+    assert mask is not None
     return mask
 
 

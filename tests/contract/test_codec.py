@@ -15,6 +15,7 @@ from npugrad.meta import TensorMeta
 from npugrad.operator import TensorParam
 from npugrad.ops import OPERATORS, get_operator
 from npugrad.products import Product
+from npugrad.registry import REGISTRY
 from npugrad.v1 import backward_pb2, operators_pb2, tensor_pb2
 
 if TYPE_CHECKING:
@@ -59,9 +60,9 @@ def test_request_round_trip(record: OpRecord, sample: Sample) -> None:
 
 @pytest.mark.parametrize("record", OPERATORS.values(), ids=list(OPERATORS))
 def test_messages_have_the_fields_of_the_record_in_its_order(record: OpRecord) -> None:
-    request = codec.REQUESTS[record.name].DESCRIPTOR
+    request = REGISTRY.requests[record.name].DESCRIPTOR
     assert [f.name for f in request.fields] == ["options", *(p.name for p in record.params)]
-    response = codec.RESPONSES[record.name].DESCRIPTOR
+    response = REGISTRY.responses[record.name].DESCRIPTOR
     assert [f.name for f in response.fields] == ["info", *(p.name for p in record.outputs)]
     kinds = {"int64": "TYPE_INT64", "double": "TYPE_DOUBLE", "bool": "TYPE_BOOL"}
     for param in record.params:

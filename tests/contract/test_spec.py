@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from npugrad.attributes import KINDS, AttrValue, Scalar
 from npugrad.dtypes import DATA_DTYPES, DType, Format
 from npugrad.errors import MalformedTensor
 from npugrad.meta import INT64_MAX, MAX_RANK, CallMeta, TensorMeta
@@ -177,7 +178,8 @@ def test_what_follows_from_a_meta_is_computed_once_and_is_no_part_of_it(meta: Te
 
 def test_calls_are_values_too() -> None:
     inputs: dict[str, TensorMeta | None] = {"x": TensorMeta("float32", (2,)), "y": None}
-    call = CallMeta(inputs, {"n": 3, "scale": 0.5, "mask": (True,)}, {"z": None})
+    attrs: dict[str, AttrValue] = {"n": 3, "scale": 0.5, "mask": (True,), "sizes": (2, 3), "weights": (0.5,)}
+    call = CallMeta(inputs, {**attrs, "text": "a", "alpha": Scalar("int8", 1)}, {"z": None})
     inputs["y"] = inputs["x"]
     assert call.inputs["y"] is None
     with pytest.raises(TypeError):
@@ -190,6 +192,8 @@ def test_calls_are_values_too() -> None:
         False,
     )
     assert (call.integer("n"), call.declared("z"), call.is_null_output("z")) == (3, None, True)
+    assert (call.integers("sizes"), call.numbers("weights"), call.text("text")) == ((2, 3), (0.5,), "a")
+    assert call.scalar("alpha") == Scalar("int8", 1)
     assert (call.declared("w"), call.is_null_output("w")) == (None, False)
     for wrong in (lambda: call.tensor("y"), lambda: call.integer("scale"), lambda: call.number("mask")):
         with pytest.raises(KeyError):
@@ -209,6 +213,7 @@ def test_records_list_their_parameters_in_c_order(record: OpRecord) -> None:
         assert param.doc.endswith(".")
         if isinstance(param, AttrParam):
             assert set(param.choices.values()) <= {0, 1, 2}
+            assert KINDS[param.type].is_pointer or not param.optional
 
 
 @pytest.mark.parametrize(

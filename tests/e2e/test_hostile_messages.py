@@ -29,6 +29,7 @@ from tests.e2e.harness import (
 from npugrad import codec, layout
 from npugrad.errors import CallTooLarge, MalformedRequest, NpugradError, OperatorError, RequestError
 from npugrad.products import Product
+from npugrad.registry import REGISTRY
 from npugrad.status import ascii_message
 from npugrad.v1 import operators_pb2
 from npugrad.validation import error_from_verdict, validate_call
@@ -70,7 +71,7 @@ class Foretold:
 def foretell(record: OpRecord, data: bytes) -> Foretold:
     """Decodes bytes as the unary method does and says what must come back."""
     try:
-        message = codec.REQUESTS[record.name].FromString(data)
+        message = REGISTRY.requests[record.name].FromString(data)
     except DecodeError:
         return Foretold(MalformedRequest("request: does not parse"), {})
     try:
@@ -104,7 +105,7 @@ def assert_answered(channel: grpc.Channel, record: OpRecord, data: bytes) -> str
     """Sends bytes to the unary method of an operator; returns the reason of the right answer."""
     method: Any = channel.unary_unary(
         f"/npugrad.v1.BackwardService/{record.rpc}",
-        response_deserializer=codec.RESPONSES[record.name].FromString,
+        response_deserializer=REGISTRY.responses[record.name].FromString,
     )
     expected = foretell(record, data)
     if expected.error is None:
@@ -208,7 +209,7 @@ def damaged_message(draw: st.DrawFn) -> tuple[OpRecord, Any]:
 
 def _declared(draw: st.DrawFn, call: Any, record: OpRecord, name: str) -> Any:
     """The meta of an output as it should be, with one thing changed or none."""
-    declared = codec.REQUESTS[record.name]()
+    declared = REGISTRY.requests[record.name]()
     meta = record.infer(call)[name]
     codec.encode_meta(meta, getattr(declared, name).meta)  # type: ignore[arg-type]
     if draw(st.booleans()):

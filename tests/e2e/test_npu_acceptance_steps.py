@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.cann_sim.report import HOST_OBJECTS, write_plan
 from tests.cann_sim.report import Report as SimulatorReport
-from tests.cann_sim.report import write_plan
-from tests.fix_npu import HOST_OBJECTS, npu_environment
+from tests.fix_npu import npu_environment
 
 from npugrad.products import Product
 from npugrad_server.acceptance.bench import Bench, BenchSettings

@@ -202,9 +202,8 @@ def _parameters(record: OpRecord) -> Table:
 
 
 def _kind(param: TensorParam | AttrParam) -> str:
-    if isinstance(param, AttrParam):
-        return param.type
-    return "output" if param.role == "output" else "optional input" if param.optional else "input"
+    kind = param.type if isinstance(param, AttrParam) else param.role
+    return f"optional {kind}" if param.optional else kind
 
 
 def _not_expressible(record: OpRecord) -> list[RenderableType]:

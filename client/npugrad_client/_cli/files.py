@@ -7,20 +7,22 @@ results; arrays that NumPy itself saved from ml_dtypes (void of 2 bytes) need `-
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import zipfile
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from npugrad.attributes import KINDS, Scalar
 from npugrad.meta import TensorMeta
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from npugrad.operator import AttrParam, OpRecord
@@ -40,13 +42,13 @@ def read_call(
 
     Args:
         record: The operator.
-        path: The `.npz` file; keys are operand names and, as scalars or 1-D bools, attribute names.
+        path: The `.npz` file; keys are operand names and, with one value or a list, attribute names.
         dtypes: ``NAME=bfloat16`` for operands whose 2-byte elements are bfloat16 bits.
 
     Raises:
         FileError: The file cannot be read, or holds a name that the operator does not have.
     """
-    inputs, attrs = [p.name for p in record.inputs], [p.name for p in record.attrs]
+    inputs, attrs = [p.name for p in record.inputs], {p.name: p.type for p in record.attrs}
     as_bf16 = {name for name, dtype in map(_pair, dtypes) if _is_bf16(name, dtype)}
     _check_known("--dtype", as_bf16, inputs, record)
     found = _load(path)
@@ -55,11 +57,12 @@ def read_call(
     values: dict[str, Any] = {}
     for key, array in found.items():
         name = key.removesuffix(_BF16)
-        if name in operands:
+        if name in operands or name in values:
             raise FileError(f"{path}: found both {name} and {name}{_BF16}; expected one of them")
-        if name in inputs:
+        if name in inputs or attrs[name] == "scalar":
             is_bf16 = key != name or name in as_bf16
-            operands[name] = _bits_to_bf16(name, array) if is_bf16 else _plain(name, array)
+            found_in = operands if name in inputs else values
+            found_in[name] = _bits_to_bf16(name, array) if is_bf16 else _plain(name, array)
         else:
             values[name] = array.tolist()
     return operands, values
@@ -133,7 +136,7 @@ def parse_attrs(record: OpRecord, texts: Sequence[str]) -> dict[str, Any]:
 
 def check_complete(record: OpRecord, attrs: Mapping[str, Any]) -> None:
     """Raises FileError, naming all at once, for attributes that are neither in the file nor given."""
-    missing = [p.name for p in record.attrs if p.name not in attrs]
+    missing = [p.name for p in record.attrs if p.name not in attrs and not p.optional]
     if missing:
         names = ", ".join(missing)
         raise FileError(
@@ -144,27 +147,65 @@ def check_complete(record: OpRecord, attrs: Mapping[str, Any]) -> None:
 
 def _parse_attr(param: AttrParam, text: str) -> Any:
     """The value of an attribute given as text; documented names of modes stay text."""
-    lowered = text.lower()
     try:
-        if param.type == "bool_array":
-            is_null = lowered in ("null", "none")
-            return None if is_null else tuple(_BOOLEANS[t.strip()] for t in lowered.split(","))
-        if param.type == "bool":
-            return _BOOLEANS[lowered]
-        if param.type == "double":
-            return float(text)
-        return text if text in param.choices else int(text)
+        if text in param.choices:
+            return text
+        is_null = KINDS[param.type].is_pointer and text.lower() in ("null", "none")
+        return None if is_null else _READ.get(param.type, int)(text)
     except (KeyError, ValueError):
         names = "".join(f" or {name}" for name in param.choices)
-        raise FileError(f"--attr {param.name}={text}: expected {_FORMS[param.type]}{names}") from None
+        expected = _FORMS.get(param.type, "an integer")
+        raise FileError(f"--attr {param.name}={text}: expected {expected}{names}") from None
+
+
+def _entries(text: str) -> list[str]:
+    """The entries of a list; only with brackets may there be none."""
+    inner = text[1:-1].strip() if text.startswith("[") and text.endswith("]") else text
+    return inner.split(",") if inner or inner == text else []
+
+
+def _scalar(text: str) -> Scalar | bool | int | float:
+    """A number, with its type in front of it or without."""
+    dtype, separator, value = text.rpartition(":")
+    number = _BOOLEANS[value.lower()] if value.lower() in ("true", "false") else _number(value)
+    try:
+        return Scalar(dtype, number) if separator else number
+    except (TypeError, OverflowError) as error:
+        raise ValueError(str(error)) from None
+
+
+def _number(text: str) -> int | float:
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+def _string(text: str) -> str:
+    """The text itself, or what it is as a string of JSON."""
+    if not text.startswith('"'):
+        return text
+    return cast("str", json.loads(text))  # it begins as a string: it is one or an error
 
 
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+_READ: dict[str, Callable[[str], Any]] = {
+    "bool": lambda text: _BOOLEANS[text.lower()],
+    "double": float,
+    "bool_array": lambda text: tuple(_BOOLEANS[t.strip().lower()] for t in _entries(text)),
+    "int64_array": lambda text: tuple(map(int, _entries(text))),
+    "float_array": lambda text: tuple(map(float, _entries(text))),
+    "scalar": _scalar,
+    "string": _string,
+}
 _FORMS = {
-    "bool_array": "bools such as true,false, or null",
     "bool": "true or false",
     "double": "a number",
-    "int64": "an integer",
+    "bool_array": "bools such as true,false, or null",
+    "int64_array": "integers such as 2,3, [] or null",
+    "float_array": "numbers such as 0.5,2, [] or null",
+    "scalar": "a number, with a type such as float32:0.5 or without, or null",
+    "string": "text, in double quotes where it is empty or null or has some",
 }
 
 

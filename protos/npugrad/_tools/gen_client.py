@@ -12,6 +12,7 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from npugrad.attributes import KINDS
 from npugrad.dtypes import DType
 from npugrad.error_table import BY_CODE
 from npugrad.errors import InvalidOperand, NullOperand, TilingError
@@ -19,10 +20,13 @@ from npugrad.operator import AttrParam, TensorParam
 from npugrad.ops import OPERATORS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from npugrad.operator import OpRecord, Param
 
 ROOT = Path(__file__).resolve().parents[3]
 TARGET = ROOT / "client" / "npugrad_client" / "_generated_ops.py"
+ORIGIN = "from npugrad.ops import OPERATORS"
 
 _HEADER = '''"""Typed methods and results of the client, one of each for every operator.
 
@@ -38,13 +42,13 @@ from typing import TYPE_CHECKING, Any
 
 from npugrad.call import CallOptions, ExecutionInfo
 from npugrad.meta import TensorMeta
-from npugrad.ops import OPERATORS
+{origin}
 from npugrad_client._arrays import ArrayLike, Operand
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from npugrad.operator import OpRecord
+    {scalar}from npugrad.operator import OpRecord
 
 Array = Any
 """A result: a NumPy array, or a torch CPU tensor where an operand was one."""
@@ -89,7 +93,6 @@ _CLASSES = (
 _SKIP = "# doctest: +SKIP"
 """What an example says that needs a server."""
 CLASS_BY_CODE = {code: cls for cls in (NullOperand, InvalidOperand, TilingError) for code in cls.codes}
-_ATTR_TYPES = {"int64": "int", "double": "float", "bool": "bool", "bool_array": "Sequence[bool] | None"}
 _COMMON = (
     (
         "out",
@@ -133,9 +136,12 @@ def _tensor_doc(param: TensorParam) -> str:
     if "dtype of" not in text and not any(str(d) in text for d in DType):
         every = dict.fromkeys(str(d) for dtypes in param.dtypes.values() for d in dtypes)
         text += f" {_listing(list(every), 'or')}."
-    if param.optional and "None" not in text and "null" not in text:
-        text += " None is legal."
-    return text
+    return _with_null(param, text)
+
+
+def _with_null(param: Param, text: str) -> str:
+    is_told = not param.optional or "None" in text or "null" in text
+    return text if is_told else f"{text} None is legal."
 
 
 def _listing(names: list[str], word: str) -> str:
@@ -162,14 +168,15 @@ def _result_class(record: OpRecord) -> str:
 def _argument(param: Param) -> str:
     if isinstance(param, TensorParam):
         return f"{param.name}: Operand | None = None"
-    kind = f"{_ATTR_TYPES[param.type]} | str" if param.choices else _ATTR_TYPES[param.type]
-    return f"{param.name}: {kind}"
+    annotation = KINDS[param.type].annotation + (" | str" if param.choices else "")
+    return f"{param.name}: {annotation}" + (" = None" if param.optional else "")
 
 
 def _argument_doc(param: Param) -> str:
     if isinstance(param, AttrParam):
         names = _listing([f'"{name}"' for name in param.choices], "or")
-        return _wrap(param.doc + (f" Or by name: {names}." if names else ""), 12, f"{param.name}: ")
+        text = param.doc + (f" Or by name: {names}." if names else "")
+        return _wrap(_with_null(param, text), 12, f"{param.name}: ")
     return _wrap(_tensor_doc(param), 12, f"{param.name}: ")
 
 
@@ -214,6 +221,8 @@ def _example_arguments(record: OpRecord) -> str:
     given = [f"{p.name}={p.name}" for p in record.inputs if call.inputs[p.name] is not None]
     for param in record.attrs:
         value = call.attrs[param.name]
+        if value is None and param.optional:
+            continue
         named = next((name for name, number in param.choices.items() if number == value), value)
         given.append(f"{param.name}={f'{named:.3g}' if isinstance(named, float) else _quoted(named)}")
     return f"(\n{textwrap.fill(', '.join(given), 85, break_on_hyphens=False)})"
@@ -269,13 +278,20 @@ def _future(record: OpRecord) -> str:
     return "\n".join(lines)
 
 
-def generate() -> str:
-    """The whole module, formatted."""
-    parts = [_HEADER, *map(_result_class, OPERATORS.values())]
+def generate(records: Mapping[str, OpRecord] = OPERATORS, origin: str = ORIGIN) -> str:
+    """The whole module, formatted.
+
+    Args:
+        records: Records by name.
+        origin: The line that imports them as OPERATORS.
+    """
+    takes_scalars = any(attr.type == "scalar" for record in records.values() for attr in record.attrs)
+    scalar = "from npugrad.attributes import Scalar\n    " if takes_scalars else ""
+    parts = [_HEADER.format(origin=origin, scalar=scalar), *map(_result_class, records.values())]
     for name, kind, def_, await_ in _CLASSES:
         parts.append(_BASE.format(name=name, kind=kind, def_=def_))
-        parts += [_method(record, def_, await_) for record in OPERATORS.values()]
-    parts += [_FUTURES, *map(_future, OPERATORS.values())]
+        parts += [_method(record, def_, await_) for record in records.values()]
+    parts += [_FUTURES, *map(_future, records.values())]
     source = "\n".join(parts) + "\n"
     formatted = subprocess.run(
         [sys.executable, "-m", "ruff", "format", "--stdin-filename", str(TARGET), "-"],

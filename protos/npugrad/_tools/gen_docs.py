@@ -67,9 +67,8 @@ def parameters() -> str:
 
 
 def _kind(param: TensorParam | AttrParam) -> str:
-    if isinstance(param, AttrParam):
-        return param.type
-    return "output" if param.role == "output" else "input, may be null" if param.optional else "input"
+    kind = param.type if isinstance(param, AttrParam) else param.role
+    return f"{kind}, may be null" if param.optional else kind
 
 
 def generators() -> str:

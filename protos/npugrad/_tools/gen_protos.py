@@ -1,4 +1,4 @@
-"""Compile ``protos/npugrad/v1/*.proto`` into Python, byte for byte the same on every machine.
+"""Compile the protos, those of the contract and the tests' own, byte for byte the same on every machine.
 
 Run by path (``python protos/npugrad/_tools/gen_protos.py [--check]``) in the environment that
 ``make gen`` keeps in ``.venv-gen``: importing the package would already need the files made here.
@@ -16,8 +16,9 @@ import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = Path("npugrad") / "v1"
+ROOT = Path(__file__).resolve().parents[3]
+FOLDERS = {Path("npugrad/v1"): ROOT / "protos", Path("tests/synthetic"): ROOT}
+"""Folders with protos, as Python imports them, and where each begins."""
 PINS = {"grpcio-tools": "1.67.1", "mypy-protobuf": "3.6.0"}
 SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
@@ -38,18 +39,20 @@ def require_pins() -> None:
 
 
 def sources() -> list[Path]:
-    """Return the proto files relative to the source root, sorted: output must not depend on the disk."""
-    return sorted(path.relative_to(ROOT) for path in (ROOT / PACKAGE).glob("*.proto"))
+    """Return the proto files as protoc is to name them, sorted: output must not depend on the disk."""
+    return sorted(
+        path.relative_to(root) for folder, root in FOLDERS.items() for path in (root / folder).glob("*.proto")
+    )
 
 
 def compile_into(target: Path) -> dict[str, bytes]:
     """Compile every proto file below ``target``.
 
     Args:
-        target: An existing folder; files land in ``target/npugrad/v1``.
+        target: An existing folder; files land in ``target/npugrad/v1`` and the like.
 
     Returns:
-        Contents by file name, for instance ``tensor_pb2.py``.
+        Contents by path, for instance ``npugrad/v1/tensor_pb2.py``.
 
     Raises:
         SystemExit: protoc refused a file; protoc itself has said why.
@@ -63,12 +66,16 @@ def compile_into(target: Path) -> dict[str, bytes]:
         f"--plugin=protoc-gen-{name}={scripts / f'protoc-gen-{name}'}" for name in ("mypy", "mypy_grpc")
     ]
     # protoc finds the well-known types that grpcio-tools ships beside itself.
-    includes = [f"-I{ROOT}", f"-I{Path(protoc.__file__).parent / '_proto'}"]
+    includes = [*(f"-I{root}" for root in FOLDERS.values()), f"-I{Path(protoc.__file__).parent / '_proto'}"]
     status = protoc.main(["protoc", *includes, *plugins, *outputs, *map(str, sources())])
     if status != 0:
         raise SystemExit(f"gen_protos: protoc ended with status {status}")
-    files = sorted((target / PACKAGE).iterdir())
-    return {path.name: as_committed(path.read_bytes()) for path in files if not is_bare_stub(path)}
+    files = sorted(path for folder in FOLDERS for path in (target / folder).iterdir())
+    return {
+        path.relative_to(target).as_posix(): as_committed(path.read_bytes())
+        for path in files
+        if not is_bare_stub(path)
+    }
 
 
 def is_bare_stub(path: Path) -> bool:
@@ -85,9 +92,18 @@ def as_committed(content: bytes) -> bytes:
 
 
 def committed() -> dict[str, bytes]:
-    """Return the generated files in the working tree by name."""
-    paths = (ROOT / PACKAGE).iterdir()
-    return {path.name: path.read_bytes() for path in paths if path.name.endswith(SUFFIXES)}
+    """Return the generated files in the working tree by path."""
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for folder, root in FOLDERS.items()
+        for path in (root / folder).iterdir()
+        if path.name.endswith(SUFFIXES)
+    }
+
+
+def place(name: str) -> Path:
+    """Return where a generated file lies in the working tree."""
+    return FOLDERS[Path(name).parent] / name
 
 
 def drift(fresh: dict[str, bytes], present: dict[str, bytes]) -> list[str]:
@@ -110,12 +126,11 @@ def drift(fresh: dict[str, bytes], present: dict[str, bytes]) -> list[str]:
 
 def write(fresh: dict[str, bytes], present: dict[str, bytes]) -> None:
     """Bring the working tree to ``fresh``; files that are the same keep their time stamps."""
-    folder = ROOT / PACKAGE
     for name in present.keys() - fresh.keys():
-        (folder / name).unlink()
+        place(name).unlink()
     for name, content in fresh.items():
         if present.get(name) != content:
-            (folder / name).write_bytes(content)
+            place(name).write_bytes(content)
 
 
 def main() -> int:
@@ -138,7 +153,7 @@ def main() -> int:
     if not arguments.check:
         write(fresh, committed())
     for line in lines:
-        print(f"protos/{PACKAGE.as_posix()}/{line}")
+        print(line)
     if arguments.check and lines:
         print("gen_protos: generated files are not up to date; run `make gen`")
         return 1

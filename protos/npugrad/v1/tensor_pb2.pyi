@@ -378,7 +378,7 @@ class BoolArray(google.protobuf.message.Message):
     VALUES_FIELD_NUMBER: builtins.int
     @property
     def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bool]:
-        """The booleans in order."""
+        """The booleans in order, at most 1024."""
 
     def __init__(
         self,
@@ -388,6 +388,72 @@ class BoolArray(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["values", b"values"]) -> None: ...
 
 global___BoolArray = BoolArray
+
+@typing.final
+class Int64Array(google.protobuf.message.Message):
+    """A list of integers, as in aclIntArray; an unset field of this type is the documents' null pointer, which
+    an empty list is not.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: builtins.int
+    @property
+    def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The integers in order, at most 1024."""
+
+    def __init__(
+        self,
+        *,
+        values: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["values", b"values"]) -> None: ...
+
+global___Int64Array = Int64Array
+
+@typing.final
+class FloatArray(google.protobuf.message.Message):
+    """A list of numbers, as in aclFloatArray; an unset field of this type is the documents' null pointer, which
+    an empty list is not.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: builtins.int
+    @property
+    def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """The numbers in order, at most 1024."""
+
+    def __init__(
+        self,
+        *,
+        values: collections.abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["values", b"values"]) -> None: ...
+
+global___FloatArray = FloatArray
+
+@typing.final
+class Scalar(google.protobuf.message.Message):
+    """A number with its type, as in aclScalar; an unset field of this type is the documents' null pointer."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DATA_TYPE_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    data_type: global___DataType.ValueType
+    """Its type, one whose data travels."""
+    value: builtins.bytes
+    """The number, little-endian, as an element of a tensor of that type; a bool is 0 or 1."""
+    def __init__(
+        self,
+        *,
+        data_type: global___DataType.ValueType = ...,
+        value: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data_type", b"data_type", "value", b"value"]) -> None: ...
+
+global___Scalar = Scalar
 
 @typing.final
 class DeclaredOutput(google.protobuf.message.Message):

@@ -27,7 +27,7 @@ from npugrad_server.acl.tensor import Handles
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from npugrad.meta import AttrValue
+    from npugrad.attributes import AttrValue
     from npugrad.operator import OpRecord
     from npugrad_server.acl.libraries import Cann
     from npugrad_server.acl.runtime import Runtime
@@ -67,7 +67,7 @@ class Launcher:
 
         Args:
             record: The operator.
-            attrs: Every attribute by name; a bool array may be None for null.
+            attrs: Every attribute by name, as `make_call` returns them; None for null.
             tensors: Every operand and output by name; None for null.
 
         Raises:
@@ -158,9 +158,6 @@ def _arguments(
             if isinstance(param, TensorParam):
                 tensor = tensors[param.name]
                 arguments.append(None if tensor is None else handles.tensor(tensor))
-            elif param.type == "bool_array":
-                values = attrs[param.name]
-                arguments.append(handles.bool_array(values) if isinstance(values, tuple) else None)
             else:
-                arguments.append(attrs[param.name])
+                arguments.append(handles.attribute(param.type, attrs[param.name]))
     return arguments

@@ -14,6 +14,7 @@ from ctypes import (
     c_double,
     c_float,
     c_int,
+    c_int8,
     c_int32,
     c_int64,
     c_size_t,
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from npugrad.operator import TensorParam
 
 if TYPE_CHECKING:
+    from npugrad.attributes import AttrType
     from npugrad.operator import OpRecord
 
 SIMULATION_MARKER = "cann_sim_marker"
@@ -109,15 +111,28 @@ TENSORS: tuple[Symbol, ...] = (
     Symbol("aclDestroyTensor", _CODE, (_HANDLE,)),
     Symbol("aclCreateBoolArray", _HANDLE, (POINTER(c_bool), c_uint64)),
     Symbol("aclDestroyBoolArray", _CODE, (_HANDLE,)),
+    Symbol("aclCreateIntArray", _HANDLE, (POINTER(c_int64), c_uint64), optional=True),
+    Symbol("aclDestroyIntArray", _CODE, (_HANDLE,), optional=True),
+    Symbol("aclCreateFloatArray", _HANDLE, (POINTER(c_float), c_uint64), optional=True),
+    Symbol("aclDestroyFloatArray", _CODE, (_HANDLE,), optional=True),
+    Symbol("aclCreateScalar", _HANDLE, (c_void_p, c_int), optional=True),  # the value, its aclDataType
+    Symbol("aclDestroyScalar", _CODE, (_HANDLE,), optional=True),
     Symbol("aclDestroyAclOpExecutor", _CODE, (_HANDLE,)),
 )
-"""Functions of libnnopbase: descriptions of tensors, and executors."""
+"""Functions of libnnopbase: descriptions of tensors, arrays and scalars, and executors."""
 
-_ATTRIBUTES: dict[str, Any] = {
+_ATTRIBUTES: dict[AttrType, Any] = {
     "int64": c_int64,
+    "int32": c_int,
+    "int8": c_int8,
+    "uint64": c_uint64,
     "double": c_double,
     "bool": c_bool,
+    "int64_array": _HANDLE,
+    "float_array": _HANDLE,
     "bool_array": _HANDLE,
+    "scalar": _HANDLE,
+    "string": c_char_p,
 }
 
 

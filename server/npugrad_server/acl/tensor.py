@@ -1,4 +1,4 @@
-"""aclTensor and aclBoolArray handles: made together, destroyed together, each exactly once."""
+"""Handles of tensors, arrays and scalars: made together, destroyed together, each exactly once."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from npugrad.attributes import Scalar
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
+    from npugrad.attributes import AttrType, AttrValue
     from npugrad.meta import TensorMeta
     from npugrad_server.acl.libraries import Functions
     from npugrad_server.acl.runtime import Runtime
@@ -48,8 +51,8 @@ class Handles:
         """
         meta = tensor.meta
         storage = _storage_shape(meta)
-        handle = self._runtime.created(
-            self._functions["aclCreateTensor"],
+        return self._made(
+            "Tensor",
             _int64s(meta.shape),
             meta.rank,
             meta.dtype.acl,
@@ -60,18 +63,28 @@ class Handles:
             len(storage),
             tensor.address,
         )
-        self._live.append((self._functions["aclDestroyTensor"], handle))
-        return handle
 
-    def bool_array(self, values: Sequence[bool]) -> int:
-        """A new aclBoolArray, which copies the values.
+    def attribute(self, kind: AttrType, value: AttrValue) -> Any:
+        """An attribute as phase 1 takes it.
+
+        Arrays and scalars are new handles, which copy what they are made of; a string lives as long as what
+        is returned.
 
         Raises:
             AclError: CANN made none.
+            SymbolMissing: No library has what makes it.
         """
-        create = self._functions["aclCreateBoolArray"]
-        handle = self._runtime.created(create, (ctypes.c_bool * len(values))(*values), len(values))
-        self._live.append((self._functions["aclDestroyBoolArray"], handle))
+        if isinstance(value, tuple):
+            name, entry = _ARRAYS[kind]
+            return self._made(name, (entry * len(value))(*value), len(value))
+        if isinstance(value, Scalar):
+            content = ctypes.create_string_buffer(value.content, len(value.content))
+            return self._made("Scalar", content, value.dtype.acl)
+        return ctypes.create_string_buffer(value.encode()) if isinstance(value, str) else value
+
+    def _made(self, name: str, *arguments: Any) -> int:
+        handle = self._runtime.created(self._functions[f"aclCreate{name}"], *arguments)
+        self._live.append((self._functions[f"aclDestroy{name}"], handle))
         return handle
 
     def close(self) -> None:
@@ -103,6 +116,14 @@ class Handles:
         except Exception:
             if error is None:
                 raise
+
+
+_ARRAYS: dict[AttrType, tuple[str, Any]] = {
+    "bool_array": ("BoolArray", ctypes.c_bool),
+    "int64_array": ("IntArray", ctypes.c_int64),
+    "float_array": ("FloatArray", ctypes.c_float),
+}
+"""What CANN calls each kind of array, and the type of its entries."""
 
 
 def _int64s(values: Sequence[int]) -> Any:

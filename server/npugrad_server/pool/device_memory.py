@@ -17,7 +17,8 @@ from npugrad.ops import get_operator
 from npugrad_server.acl.layout import arrange
 
 if TYPE_CHECKING:
-    from npugrad.meta import AttrValue, TensorMeta
+    from npugrad.attributes import AttrValue
+    from npugrad.meta import TensorMeta
     from npugrad.products import Product
     from npugrad_server.pool.types import PlannedCall
 

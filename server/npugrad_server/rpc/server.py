@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import npugrad
+from npugrad.attributes import KINDS
 from npugrad.codec import CHUNK_BYTES, MAX_CHUNK_BYTES
 from npugrad.operator import AttrParam, TensorParam
 from npugrad.ops import OPERATORS
@@ -172,7 +173,8 @@ def _may_be_null(record: OpRecord, param: Param) -> bool:
     if isinstance(param, TensorParam):
         masked = param.masked_by is not None and param.when_masked == "null"
         return param.optional if param.role == "input" else masked
-    return param.type == "bool_array" and f"{param.name}.not_null" not in {c.id for c in record.constraints}
+    checked = {c.id for c in record.constraints}
+    return KINDS[param.type].is_pointer and f"{param.name}.not_null" not in checked
 
 
 def _constraint(constraint: Constraint) -> server_pb2.OperatorConstraint:

@@ -25,6 +25,7 @@ import json
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from npugrad.attributes import attrs_from_json, attrs_to_json
 from npugrad.call import CallOptions
 from npugrad.meta import CallMeta, TensorMeta
 from npugrad.products import product_from_name
@@ -33,8 +34,9 @@ from npugrad_server.backends.base import Comeback
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-MAX_MESSAGE_BYTES = 128 * 1024
-"""Largest message; an operator's metas need some kilobytes. Below the kernel's default socket buffer."""
+MAX_MESSAGE_BYTES = 192 * 1024
+"""Largest message; an operator's metas need some kilobytes, each of its longest attributes 24 and less. Below
+the kernel's default socket buffer."""
 
 
 @dataclass(frozen=True)
@@ -418,12 +420,12 @@ def _call_to_json(call: CallMeta) -> dict[str, Any]:
     return {
         "product": call.product.value,
         "inputs": _metas_to_json(call.inputs),
-        "attrs": dict(call.attrs),
+        "attrs": attrs_to_json(call.attrs),
     }
 
 
 def _call_from_json(payload: dict[str, Any]) -> CallMeta:
-    attrs = {k: tuple(v) if isinstance(v, list) else v for k, v in payload["attrs"].items()}
+    attrs = attrs_from_json(payload["attrs"])
     return CallMeta(_metas_from_json(payload["inputs"]), attrs, product=product_from_name(payload["product"]))
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.cann_sim.report import HOST_OBJECTS
 
 from npugrad_server.acl.launcher import Launcher
 from npugrad_server.acl.layout import arrange
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
     from npugrad.meta import CallMeta
     from npugrad.operator import OpRecord
-
-HOST_OBJECTS = ("live.tensors", "live.bool_arrays", "live.executors")
 
 
 @dataclass
@@ -65,8 +64,9 @@ class Bench:
         return found
 
     def host_objects(self) -> list[int]:
-        """How many handles and executors are alive."""
-        return [self.sim.counter(name) for name in HOST_OBJECTS]
+        """How many tensors, arrays and scalars, and executors are alive."""
+        tensors, *others, executors = (self.sim.counter(name) for name in HOST_OBJECTS)
+        return [tensors, sum(others), executors]
 
     def close(self) -> None:
         """Frees all."""

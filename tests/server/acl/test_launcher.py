@@ -133,7 +133,7 @@ def test_a_handle_that_cannot_be_destroyed_is_told_and_the_others_are_destroyed(
     tensor = DeviceTensor(TensorMeta("float32", (2, 3)), bench.upload(bytes(24)))
     handles = Handles(bench.runtime, bench.cann.tensors)
     made = [handles.tensor(tensor), handles.tensor(tensor)]
-    handles.bool_array((True, False))
+    handles.attribute("bool_array", (True, False))
     bench.sim.set_plan("aclDestroyTensor:1:100000")
     with pytest.raises(AclError, match="aclDestroyTensor returned 100000"):
         handles.close()

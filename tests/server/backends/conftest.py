@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pytest
-from tests.cann_sim.report import Report, write_plan
-from tests.fix_npu import HOST_OBJECTS, npu_environment
+from tests.cann_sim.report import HOST_OBJECTS, Report, write_plan
+from tests.fix_npu import npu_environment
 
 from npugrad.call import CallOptions
 from npugrad.tolerance import compare

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from tests.cann_sim.build import Installation
+from tests.cann_sim.report import HOST_OBJECTS
 from tests.cann_sim.runtime import Runtime as Simulator
 from tests.operators import FLOYD, GRID_SAMPLER, GROUP_NORM
 
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 NORM = GROUP_NORM.build(n=2, c=6, hxw=64, group=2)
 LAUNCH = "calls.aclnnGroupNormBackward"
 HELD = (
-    *("live.tensors", "live.bool_arrays", "live.executors", "live.streams", "live.events"),
+    *(*HOST_OBJECTS, "live.streams", "live.events"),
     *("live.device_allocations", "live.pinned_allocations", "device_bytes", "pinned_bytes"),
 )
 SCENARIOS: dict[str, Scenario] = {}

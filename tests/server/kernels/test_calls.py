@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from tests.server.kernels.compare import assert_right, assert_same_bits, compute
 
 from npugrad import OPERATORS
 from npugrad.dtypes import DType
+from npugrad.operator import AttrParam
+from npugrad_server.backends.cpu.calls import Layout
 
 if TYPE_CHECKING:
     from npugrad.meta import CallMeta
@@ -79,3 +82,29 @@ def test_strides_that_c_cannot_take_are_refused(kernels: Kernels) -> None:
     for array in (inputs["input"][..., ::-1], odd):
         with pytest.raises(ValueError, match="found strides that are negative or no multiple"):
             kernels.run(NORM, {**inputs, "input": array}, call.attrs, outputs)
+
+
+def test_attributes_come_in_three_lists_and_arrays_in_place() -> None:
+    kinds = {
+        "a": "int8",
+        "b": "int64_array",
+        "c": "double",
+        "d": "float_array",
+        "e": "bool_array",
+        "f": "int32",
+    }
+    params = tuple(AttrParam(name=n, c_name=n, type=kind, doc="One.") for n, kind in kinds.items())  # type: ignore[arg-type]
+    layout = Layout(replace(NORM, params=params))
+    attrs = {"a": -1, "b": (2, 3), "c": 0.5, "d": (1.5, 2.5), "e": (True, False), "f": 4}
+    assert layout.integers(attrs) == [-1, 2, 3, 4]
+    assert layout.reals(attrs) == [0.5, 1.5, 2.5]
+    assert layout.bools(attrs) == b"\1\0"
+    null = {**attrs, "b": None, "d": None, "e": None}
+    assert (layout.integers(null), layout.reals(null), layout.bools(null)) == ([-1, 4], [0.5], b"")
+
+
+@pytest.mark.parametrize("kind", ["uint64", "scalar", "string"])
+def test_an_attribute_that_kernels_are_not_given_is_no_silent_loss(kind: Any) -> None:
+    params = (AttrParam(name="a", c_name="a", type=kind, doc="One."),)
+    with pytest.raises(TypeError, match="group_norm_backward: found an attribute of a kind"):
+        Layout(replace(NORM, params=params))

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npugrad import CallMeta, Product, TensorMeta
+from npugrad.attributes import Scalar
 from npugrad.call import CallOptions
 from npugrad_server.worker.protocol import (
     MAX_MESSAGE_BYTES,
@@ -45,6 +46,11 @@ attrs = st.one_of(
     st.floats(allow_nan=False),
     st.booleans(),
     st.lists(st.booleans()).map(tuple),
+    st.lists(st.integers(-(2**63), 2**64 - 1)).map(tuple),
+    st.lists(st.floats(allow_nan=False, width=32)).map(tuple),
+    st.builds(Scalar, st.just("float32"), st.floats(width=32)),
+    st.builds(Scalar, st.just("bool"), st.booleans()),
+    st.text(),
     st.none(),
 )
 names = st.text("abc_", min_size=1, max_size=4)
@@ -74,6 +80,7 @@ def test_a_call_reads_back_exactly(call: RunCall) -> None:
     assert decode(encode(call)) == call
 
 
+@settings(deadline=None)
 @given(calls)
 def test_a_question_reads_back_exactly(call: RunCall) -> None:
     asked = PlanCall(call.call, call.operator, call.meta)

@@ -14,11 +14,12 @@ from npugrad.dtypes import DATA_DTYPES, dtype_from_name
 from npugrad.operator import AttrParam, TensorParam
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import numpy as np
     import numpy.typing as npt
 
+    from npugrad.attributes import AttrType
     from npugrad.operator import OpRecord
 
     Arrays = Mapping[str, npt.NDArray[Any] | None]
@@ -37,37 +38,51 @@ class Layout:
     """
 
     def __init__(self, record: OpRecord) -> None:
-        """Sorts the record's parameters."""
+        """Sorts the record's parameters; TypeError for a kind of attribute that kernels cannot be given."""
         self.record = record
         tensors = [param for param in record.params if isinstance(param, TensorParam)]
         attrs = [param for param in record.params if isinstance(param, AttrParam)]
         self.tensors = tuple(param.name for param in tensors)
         self._is_input = tuple((param.name, param.role == "input") for param in tensors)
-        self._integers = tuple(param.name for param in attrs if param.type == "int64")
-        self._reals = tuple(param.name for param in attrs if param.type == "double")
-        self._bools = tuple(
-            (p.name, p.type == "bool_array") for p in attrs if p.type in ("bool", "bool_array")
-        )
+        self._integers = _of_kinds(attrs, {"int64", "int32", "int8"}, "int64_array")
+        self._reals = _of_kinds(attrs, {"double"}, "float_array")
+        self._bools = _of_kinds(attrs, {"bool"}, "bool_array")
+        if len(attrs) > len(self._integers) + len(self._reals) + len(self._bools):
+            raise TypeError(f"{record.name}: found an attribute of a kind that C kernels are not given")
 
     def arrays(self, inputs: Arrays, outputs: Arrays) -> list[npt.NDArray[Any] | None]:
         """Operands and results; None for null and for what is not wanted."""
         return [(inputs if is_input else outputs).get(name) for name, is_input in self._is_input]
 
     def integers(self, attrs: Mapping[str, Any]) -> list[int]:
-        """Attributes of type int64_t."""
-        return [attrs[name] for name in self._integers]
+        """Attributes of the kinds of signed integers, and those of arrays, as many as each has."""
+        return _listed(self._integers, attrs)
 
     def reals(self, attrs: Mapping[str, Any]) -> list[float]:
-        """Attributes of type double."""
-        return [attrs[name] for name in self._reals]
+        """Attributes of type double, and those of arrays."""
+        return _listed(self._reals, attrs)
 
     def bools(self, attrs: Mapping[str, Any]) -> bytes:
-        """Attributes of type bool, a byte each, and aclBoolArray, as many as it has."""
-        return bytes(
-            bool(one)
-            for name, several in self._bools
-            for one in ((attrs[name] or ()) if several else (attrs[name],))
-        )
+        """Attributes of type bool, and those of arrays, a byte each."""
+        return bytes(_listed(self._bools, attrs))
+
+
+def _of_kinds(
+    attrs: Iterable[AttrParam], plain: set[AttrType], array: AttrType
+) -> tuple[tuple[str, bool], ...]:
+    """Name of each attribute of these kinds, and whether it is an array."""
+    return tuple((p.name, p.type == array) for p in attrs if p.type == array or p.type in plain)
+
+
+def _listed(names: Iterable[tuple[str, bool]], attrs: Mapping[str, Any]) -> list[Any]:
+    """Their values; none of a null array."""
+    values: list[Any] = []
+    for name, several in names:
+        if several:
+            values += attrs[name] or ()
+        else:
+            values.append(attrs[name])
+    return values
 
 
 def described(

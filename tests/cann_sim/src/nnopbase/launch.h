@@ -57,7 +57,12 @@ class PhaseOne {
   const Tensor* input(const char* name, const aclTensor* handle);
   const Tensor* output(const char* name, const aclTensor* handle);
   const std::vector<bool>* bool_array(const char* name, const aclBoolArray* handle);
+  const Shape* int_array(const char* name, const aclIntArray* handle);
+  const std::vector<float>* float_array(const char* name, const aclFloatArray* handle);
+  const Scalar* scalar(const char* name, const aclScalar* handle);
+  const std::string* text(const char* name, const char* value);
   int64_t integer(const char* name, int64_t value);
+  uint64_t natural(const char* name, uint64_t value);
   double real(const char* name, double value);
   bool boolean(const char* name, bool value);
 
@@ -75,6 +80,8 @@ class PhaseOne {
 
  private:
   Argument& add(const char* name);
+  template <typename Object>
+  const Object* keep(const char* name, const std::shared_ptr<Object>& object);
   std::shared_ptr<Executor> make_executor(const std::shared_ptr<Context>& context) const;
 
   std::string op_;

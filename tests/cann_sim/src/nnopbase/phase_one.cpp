@@ -1,5 +1,4 @@
 // Phase 1: arguments, checks, executor.
-#include <cmath>
 #include <cstring>
 
 #include "../model/api.h"
@@ -48,11 +47,36 @@ const Tensor* PhaseOne::output(const char* name, const aclTensor* handle) {
   return tensor;
 }
 
+template <typename Object>
+const Object* PhaseOne::keep(const char* name, const std::shared_ptr<Object>& object) {
+  add(name).json = object ? json_of(*object) : "null";
+  kept_.push_back(object);
+  return object.get();
+}
+
 const std::vector<bool>* PhaseOne::bool_array(const char* name, const aclBoolArray* handle) {
-  const auto values = find_bool_array(handle, op_.c_str());
-  add(name).json = handle ? json_of(*values) : "null";
-  kept_.push_back(values);
-  return values.get();
+  return keep(name, find_bool_array(handle, op_.c_str()));
+}
+
+const Shape* PhaseOne::int_array(const char* name, const aclIntArray* handle) {
+  return keep(name, find_int_array(handle, op_.c_str()));
+}
+
+const std::vector<float>* PhaseOne::float_array(const char* name, const aclFloatArray* handle) {
+  return keep(name, find_float_array(handle, op_.c_str()));
+}
+
+const Scalar* PhaseOne::scalar(const char* name, const aclScalar* handle) {
+  return keep(name, find_scalar(handle, op_.c_str()));
+}
+
+const std::string* PhaseOne::text(const char* name, const char* value) {
+  return keep(name, value ? std::make_shared<std::string>(value) : nullptr);
+}
+
+uint64_t PhaseOne::natural(const char* name, uint64_t value) {
+  add(name).json = std::to_string(value);
+  return value;
 }
 
 int64_t PhaseOne::integer(const char* name, int64_t value) {
@@ -61,8 +85,7 @@ int64_t PhaseOne::integer(const char* name, int64_t value) {
 }
 
 double PhaseOne::real(const char* name, double value) {
-  // JSON has no word for what is not finite; an exponent keeps -0 a double.
-  add(name).json = std::isfinite(value) ? format("%.17e", value) : format("\"%g\"", value);
+  add(name).json = json_of(value);
   return value;
 }
 

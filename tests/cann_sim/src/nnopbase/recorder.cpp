@@ -3,18 +3,14 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cmath>
+
 #include "../model/context.h"
 #include "../model/faults.h"
 #include "../model/violation.h"
 
 namespace cann_sim {
 namespace {
-
-std::string json_of(const Shape& values) {
-  std::string text = "[";
-  for (const int64_t value : values) text += (text.size() > 1 ? ", " : "") + std::to_string(value);
-  return text + "]";
-}
 
 const char* json_of(bool value) { return value ? "true" : "false"; }
 
@@ -39,6 +35,40 @@ std::string json_of(const std::vector<bool>& values) {
   std::string text = "[";
   for (const bool value : values) text += format("%s%s", text.size() > 1 ? ", " : "", json_of(value));
   return text + "]";
+}
+
+std::string json_of(const Shape& values) {
+  std::string text = "[";
+  for (const int64_t value : values) text += (text.size() > 1 ? ", " : "") + std::to_string(value);
+  return text + "]";
+}
+
+// JSON has no word for what is not finite; an exponent keeps -0 a double.
+std::string json_of(double value) {
+  return std::isfinite(value) ? format("%.17e", value) : format("\"%g\"", value);
+}
+
+std::string json_of(const std::vector<float>& values) {
+  std::string text = "[";
+  for (const float value : values) {
+    text += (text.size() > 1 ? ", " : "") + json_of(static_cast<double>(value));
+  }
+  return text + "]";
+}
+
+std::string json_of(const Scalar& scalar) {
+  std::string bytes;
+  for (const char byte : scalar.bytes) bytes += format("%02x", static_cast<unsigned char>(byte));
+  return format("{\"dtype\": %d, \"bytes\": \"%s\"}", scalar.dtype, bytes.c_str());
+}
+
+std::string json_of(const std::string& text) {
+  std::string json = "\"";
+  for (const char letter : text) {
+    const bool is_plain = static_cast<unsigned char>(letter) >= ' ' && letter != '"' && letter != '\\';
+    json += is_plain ? std::string(1, letter) : format("\\u%04x", letter);
+  }
+  return json + "\"";
 }
 
 void record_plan(const std::string& op, const std::vector<Argument>& arguments, int status,

@@ -22,6 +22,11 @@ struct Argument {
 
 std::string json_of(const Tensor& tensor);
 std::string json_of(const std::vector<bool>& values);
+std::string json_of(const Shape& values);
+std::string json_of(double value);
+std::string json_of(const std::vector<float>& values);
+std::string json_of(const Scalar& scalar);
+std::string json_of(const std::string& text);
 
 // {"event": "plan", ...}: a phase 1 with all its arguments and what came of it.
 void record_plan(const std::string& op, const std::vector<Argument>& arguments, int status,

@@ -1,8 +1,11 @@
 #include "tensor.h"
 
+#include <cstring>
+
 #include "../model/api.h"
 #include "../model/context.h"
 #include "../model/memory.h"
+#include "numbers.h"
 
 namespace cann_sim {
 namespace {
@@ -22,17 +25,51 @@ void check_address(const void* data, const char* user) {
   access(data, 0, false, "the tensor", user);
 }
 
+template <typename T>
+T load(const std::string& bytes) {
+  T value;
+  std::memcpy(&value, bytes.data(), sizeof value);
+  return value;
+}
+
+template <typename Object>
+std::shared_ptr<Object> find(const HandleTable<Object>& table, const void* handle, const char* user) {
+  if (!handle) return nullptr;
+  const std::lock_guard<std::mutex> lock(handles().mutex);
+  return table.get(handle, user);
+}
+
+template <typename Object>
+void* keep(const char* user, HandleTable<Object>& table, Object object) {
+  if (!enter_pointer(user)) return nullptr;
+  const std::lock_guard<std::mutex> lock(handles().mutex);
+  return table.add(std::make_shared<Object>(std::move(object)));
+}
+
+template <typename Object>
+int destroy(const char* user, HandleTable<Object>& table, const void* handle) {
+  if (const int code = enter(user)) return code;
+  const std::lock_guard<std::mutex> lock(handles().mutex);
+  if (handle) table.remove(handle, user);
+  return 0;
+}
+
 }  // namespace
 
 size_t item_size(int dtype) {
   switch (dtype) {
+    case kInt8:
     case kUint8:
     case kBool: return 1;
+    case kInt16:
+    case kUint16:
     case kFloat16:
     case kBfloat16: return 2;
     case kFloat:
-    case kInt32: return 4;
+    case kInt32:
+    case kUint32: return 4;
     case kInt64:
+    case kUint64:
     case kDouble: return 8;
     default: return 0;
   }
@@ -58,21 +95,39 @@ int64_t Tensor::span() const {
   return last + 1;
 }
 
+double Scalar::value() const {
+  switch (dtype) {
+    case kDouble: return load<double>(bytes);
+    case kFloat: return load<float>(bytes);
+    case kFloat16: return from_float16(load<uint16_t>(bytes));
+    case kBfloat16: return from_bfloat16(load<uint16_t>(bytes));
+    default: violation("dtype", format("an operator cannot read a scalar of dtype %d", dtype));
+  }
+}
+
 Handles& handles() {
   static Handles* const made = new Handles;
   return *made;
 }
 
 std::shared_ptr<Tensor> find_tensor(const aclTensor* handle, const char* user) {
-  if (!handle) return nullptr;
-  const std::lock_guard<std::mutex> lock(handles().mutex);
-  return handles().tensors.get(handle, user);
+  return find(handles().tensors, handle, user);
 }
 
 std::shared_ptr<std::vector<bool>> find_bool_array(const aclBoolArray* handle, const char* user) {
-  if (!handle) return nullptr;
-  const std::lock_guard<std::mutex> lock(handles().mutex);
-  return handles().bool_arrays.get(handle, user);
+  return find(handles().bool_arrays, handle, user);
+}
+
+std::shared_ptr<Shape> find_int_array(const aclIntArray* handle, const char* user) {
+  return find(handles().int_arrays, handle, user);
+}
+
+std::shared_ptr<std::vector<float>> find_float_array(const aclFloatArray* handle, const char* user) {
+  return find(handles().float_arrays, handle, user);
+}
+
+std::shared_ptr<Scalar> find_scalar(const aclScalar* handle, const char* user) {
+  return find(handles().scalars, handle, user);
 }
 
 }  // namespace cann_sim
@@ -112,24 +167,44 @@ aclTensor* aclCreateTensor(const int64_t* shape, uint64_t rank, int dtype, const
 }
 
 int aclDestroyTensor(const aclTensor* handle) {
-  if (const int code = enter("aclDestroyTensor")) return code;
-  const std::lock_guard<std::mutex> lock(handles().mutex);
-  if (handle) handles().tensors.remove(handle, "aclDestroyTensor");
-  return 0;
+  return destroy("aclDestroyTensor", handles().tensors, handle);
 }
 
 aclBoolArray* aclCreateBoolArray(const bool* values, uint64_t size) {
-  if (!enter_pointer("aclCreateBoolArray")) return nullptr;
-  const std::lock_guard<std::mutex> lock(handles().mutex);
   return static_cast<aclBoolArray*>(
-      handles().bool_arrays.add(std::make_shared<std::vector<bool>>(values, values + size)));
+      keep("aclCreateBoolArray", handles().bool_arrays, std::vector<bool>(values, values + size)));
 }
 
 int aclDestroyBoolArray(const aclBoolArray* handle) {
-  if (const int code = enter("aclDestroyBoolArray")) return code;
-  const std::lock_guard<std::mutex> lock(handles().mutex);
-  if (handle) handles().bool_arrays.remove(handle, "aclDestroyBoolArray");
-  return 0;
+  return destroy("aclDestroyBoolArray", handles().bool_arrays, handle);
+}
+
+aclIntArray* aclCreateIntArray(const int64_t* values, uint64_t size) {
+  return static_cast<aclIntArray*>(
+      keep("aclCreateIntArray", handles().int_arrays, Shape(values, values + size)));
+}
+
+int aclDestroyIntArray(const aclIntArray* handle) {
+  return destroy("aclDestroyIntArray", handles().int_arrays, handle);
+}
+
+aclFloatArray* aclCreateFloatArray(const float* values, uint64_t size) {
+  return static_cast<aclFloatArray*>(
+      keep("aclCreateFloatArray", handles().float_arrays, std::vector<float>(values, values + size)));
+}
+
+int aclDestroyFloatArray(const aclFloatArray* handle) {
+  return destroy("aclDestroyFloatArray", handles().float_arrays, handle);
+}
+
+aclScalar* aclCreateScalar(void* value, int dtype) {
+  const char* const bytes = static_cast<const char*>(value);
+  return static_cast<aclScalar*>(
+      keep("aclCreateScalar", handles().scalars, Scalar{dtype, std::string(bytes, item_size(dtype))}));
+}
+
+int aclDestroyScalar(const aclScalar* handle) {
+  return destroy("aclDestroyScalar", handles().scalars, handle);
 }
 
 }  // extern "C"

@@ -1,4 +1,4 @@
-// What aclCreateTensor and aclCreateBoolArray make.
+// What aclCreateTensor, aclCreateScalar and the functions that create arrays make.
 #pragma once
 
 #include <cstdint>
@@ -11,15 +11,23 @@
 
 struct aclTensor;
 struct aclBoolArray;
+struct aclIntArray;
+struct aclFloatArray;
+struct aclScalar;
 
 namespace cann_sim {
 
 enum DType {
   kFloat = 0,
   kFloat16 = 1,
+  kInt8 = 2,
   kInt32 = 3,
   kUint8 = 4,
+  kInt16 = 6,
+  kUint16 = 7,
+  kUint32 = 8,
   kInt64 = 9,
+  kUint64 = 10,
   kDouble = 11,
   kBool = 12,
   kBfloat16 = 27
@@ -30,7 +38,7 @@ enum Format { kNchw = 0, kNhwc = 1, kNd = 2, kNdhwc = 27, kFractalNz = 29, kNcdh
 // operator that wants ND hands down NCDHW for five axes, so these count as ND.
 bool is_dense(int format);
 
-// Bytes of an element; 0 for types that no simulated operator reads.
+// Bytes of an element; 0 for types of which no data travels.
 size_t item_size(int dtype);
 
 using Shape = std::vector<int64_t>;
@@ -53,11 +61,22 @@ struct Tensor {
   int64_t span() const;
 };
 
-// Live objects. Their mutex guards both tables.
+// A number with its type.
+struct Scalar {
+  int dtype = -1;
+  std::string bytes;
+
+  double value() const;
+};
+
+// Live objects. Their mutex guards all tables.
 struct Handles {
   std::mutex mutex;
   HandleTable<Tensor> tensors{"tensor"};
   HandleTable<std::vector<bool>> bool_arrays{"bool_array"};
+  HandleTable<Shape> int_arrays{"int_array"};
+  HandleTable<std::vector<float>> float_arrays{"float_array"};
+  HandleTable<Scalar> scalars{"scalar"};
 };
 
 Handles& handles();
@@ -65,5 +84,8 @@ Handles& handles();
 // The object of a handle; null for null. A violation if it was destroyed.
 std::shared_ptr<Tensor> find_tensor(const aclTensor* handle, const char* user);
 std::shared_ptr<std::vector<bool>> find_bool_array(const aclBoolArray* handle, const char* user);
+std::shared_ptr<Shape> find_int_array(const aclIntArray* handle, const char* user);
+std::shared_ptr<std::vector<float>> find_float_array(const aclFloatArray* handle, const char* user);
+std::shared_ptr<Scalar> find_scalar(const aclScalar* handle, const char* user);
 
 }  // namespace cann_sim

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from npugrad.attributes import attrs_from_json, attrs_to_json
 from npugrad.meta import TensorMeta
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from npugrad.meta import AttrValue
+    from npugrad.attributes import AttrValue
 
     Contents = Mapping[str, npt.NDArray[np.uint8]]
 
@@ -47,14 +48,13 @@ class Case:
             name: None if meta is None else [getattr(meta, f.name) for f in fields(TensorMeta)]
             for name, meta in self.tensors.items()
         }
-        return {"operator": self.operator, "attrs": dict(self.attrs), "tensors": metas}
+        return {"operator": self.operator, "attrs": attrs_to_json(self.attrs), "tensors": metas}
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Case:
         """Reads what `to_json` made."""
-        attrs = {k: tuple(v) if isinstance(v, list) else v for k, v in found["attrs"].items()}
         metas = {k: None if v is None else TensorMeta(*v) for k, v in found["tensors"].items()}
-        return cls(found["operator"], attrs, metas)
+        return cls(found["operator"], attrs_from_json(found["attrs"]), metas)
 
 
 def part(case: int, name: str) -> str:

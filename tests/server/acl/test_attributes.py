@@ -1,0 +1,130 @@
+"""Attributes of every kind through the launcher, on the simulated CANN."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from ctypes import POINTER, c_uint64, c_void_p
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from tests.cann_sim.operators import Arguments, compute, make_arrays
+from tests.cann_sim.report import HOST_OBJECTS
+from tests.synthetic.record import SYNTHETIC, seen
+
+from npugrad.attributes import KINDS
+from npugrad.layout import view
+from npugrad.products import Product
+from npugrad.validation import validate_call
+from npugrad_server.acl.runtime import AclError
+from npugrad_server.acl.symbols import TENSORS, operator_symbols
+
+if TYPE_CHECKING:
+    from tests.cann_sim.runtime import Runtime
+    from tests.server.acl.conftest import Bench
+
+    from npugrad.meta import CallMeta
+    from npugrad.operator import Constraint
+
+pytestmark = pytest.mark.npu_sim
+
+SAMPLES = [pytest.param(s.call, id=s.name) for s in SYNTHETIC.samples(Product.ATLAS_A2)]
+CONSTRAINTS = [pytest.param(c, id=c.id) for c in SYNTHETIC.constraints]
+CALL = SYNTHETIC.build()
+
+
+def run(bench: Bench, call: CallMeta) -> dict[str, Any]:
+    """Both phases by our launcher; wanted outputs by name."""
+    tensors = bench.tensors(SYNTHETIC, call)
+    with bench.launcher.plan(SYNTHETIC, call.attrs, tensors) as plan:
+        plan.launch(bench.upload(bytes(max(plan.workspace_bytes, 1))), bench.stream)
+    assert bench.host_objects() == [0, 0, 0]
+    bench.runtime.wait(bench.stream, time.monotonic() + 30)
+    return {
+        name: view(meta, bench.sim.download(tensors[name].address, meta.nbytes))  # type: ignore[union-attr]
+        for name, meta in SYNTHETIC.infer(call).items()
+        if meta is not None
+    }
+
+
+@pytest.mark.parametrize("call", SAMPLES)
+def test_the_operator_sees_every_byte_of_every_attribute(bench: Bench, call: CallMeta) -> None:
+    found = run(bench, call)
+    if "seen" in found:
+        assert found["seen"].astype(np.uint8).tobytes() == seen(call.attrs)
+    if "scaled" in found:
+        inputs = SYNTHETIC.make_inputs(call, np.random.default_rng(1))
+        expected = np.zeros(found["scaled"].shape)
+        SYNTHETIC.reference(inputs, call.attrs, {"scaled": expected})
+        np.testing.assert_allclose(found["scaled"], expected, rtol=2e-3)
+
+
+@pytest.mark.parametrize("call", SAMPLES)
+def test_the_simulator_agrees_when_called_directly(runtime: Runtime, call: CallMeta) -> None:
+    found = compute(runtime, SYNTHETIC, call, make_arrays(SYNTHETIC, call))
+    if "seen" in found:
+        assert found["seen"].astype(np.uint8).tobytes() == seen(call.attrs)
+
+
+@pytest.mark.parametrize("constraint", CONSTRAINTS)
+def test_the_simulator_refuses_what_the_record_refuses(runtime: Runtime, constraint: Constraint) -> None:
+    block, found = runtime.malloc(4096), set()
+    for sample in SYNTHETIC.samples(Product.ATLAS_A2):
+        broken = constraint.violate(sample.call)
+        if broken is not None:
+            assert validate_call(SYNTHETIC, broken).status == constraint.code
+            found.add(Arguments(runtime, SYNTHETIC, broken, block, sample.call).status())
+    runtime.call("aclrtFree", block)
+    assert found == {constraint.vendor_code}
+
+
+FAULTS = [
+    ("aclCreateIntArray:1:null", "sizes"),
+    ("aclCreateIntArray:2:null", "sizes_optional"),
+    ("aclCreateFloatArray:2:null", "weights_optional"),
+    ("aclCreateBoolArray:2:null", "mask_optional"),
+    ("aclCreateScalar:1:null", "alpha"),
+    ("aclCreateScalar:2:null", "alpha_optional"),
+    ("aclnnSyntheticGetWorkspaceSize:1:561101", ""),
+    ("aclnnSynthetic:1:561000", ""),
+]
+
+
+@pytest.mark.parametrize(("plan", "subject"), FAULTS)
+def test_nothing_is_left_whatever_fails(bench: Bench, plan: str, subject: str) -> None:
+    tensors = bench.tensors(SYNTHETIC, CALL)
+    bench.sim.set_plan(plan)
+    with (
+        pytest.raises(AclError) as caught,
+        bench.launcher.plan(SYNTHETIC, CALL.attrs, tensors) as planned,
+    ):
+        planned.launch(bench.upload(bytes(planned.workspace_bytes)), bench.stream)
+    assert (caught.value.function, caught.value.subject) == (plan.partition(":")[0], subject)
+    assert bench.host_objects() == [0, 0, 0]
+    run(bench, CALL)
+
+
+@pytest.mark.parametrize("name", ["IntArray", "FloatArray", "BoolArray", "Scalar"])
+def test_each_is_made_as_often_as_it_is_destroyed(bench: Bench, name: str) -> None:
+    counters = [f"calls.acl{act}{name}" for act in ("Create", "Destroy")]
+    before = [bench.sim.counter(counter) for counter in counters]
+    with bench.launcher.plan(SYNTHETIC, CALL.attrs, bench.tensors(SYNTHETIC, CALL)):
+        assert bench.host_objects()[1] == 8
+    made = [bench.sim.counter(counter) - was for counter, was in zip(counters, before, strict=True)]
+    assert made == [2, 2]
+
+
+def test_the_counters_of_the_host_are_those_of_the_handles() -> None:
+    kinds = {kind.c_type.removesuffix("*") for kind in KINDS.values() if kind.c_type.startswith("acl")}
+    made = {s.name.removeprefix("aclCreate") for s in TENSORS if s.name.startswith("aclCreate")}
+    assert {f"acl{name}" for name in made} == {*kinds, "aclTensor"}
+    assert len(HOST_OBJECTS) == len(made) + 1
+
+
+def test_phase_1_has_the_types_of_its_signature() -> None:
+    """`TENSOR int64_t int int8_t uint64_t double bool POINTERS char* char* TENSORS`, as in synthetic.cpp."""
+    plan, _ = operator_symbols(SYNTHETIC)
+    plain = [ctypes.c_int64, ctypes.c_int, ctypes.c_int8, c_uint64, ctypes.c_double, ctypes.c_bool]
+    own = [c_void_p, *plain, *[c_void_p] * 8, ctypes.c_char_p, ctypes.c_char_p, c_void_p, c_void_p]
+    assert list(plan.arguments) == [*own, POINTER(c_uint64), POINTER(c_void_p)]

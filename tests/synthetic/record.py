@@ -1,0 +1,340 @@
+"""aclnnSynthetic, an operator that no vendor has: its record, and the registry that carries it.
+
+It has each kind of attribute, and each kind that may be null twice: once required, once optional. One output
+computes something; the other is every byte of every attribute that the operator saw, so that an attribute
+that was changed on its way, cut or left out shows in a result.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+from tests.synthetic import synthetic_pb2
+
+from npugrad.attributes import KINDS, MAX_ENTRIES, MAX_STRING_BYTES, Scalar
+from npugrad.dtypes import DATA_DTYPES, DType
+from npugrad.error_table import PARAM_NULLPTR
+from npugrad.meta import CallMeta, TensorMeta
+from npugrad.operator import AttrParam, Constraint, Finding, OpRecord, Sample, TensorParam
+from npugrad.products import Product
+from npugrad.registry import Registry
+from npugrad.rules import (
+    Citations,
+    dtype_is,
+    dtype_supported,
+    input_not_null,
+    invalid,
+    listed,
+    output_not_null,
+    same_dtype,
+    shape_is,
+)
+from npugrad.workloads import BENCH_SIZES, Workload, Workloads, named
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    import numpy.typing as npt
+
+    from npugrad.attributes import AttrType, AttrValue
+    from npugrad.operator import Arrays, Param
+
+DOCUMENT = "aclnnSynthetic"
+MODES = ("sum", "mean")
+"""What the string may be: the sum of all elements of input is added to each, or their mean."""
+FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT64)
+_CITE = Citations(DOCUMENT, "no repository")
+_DTYPES = dict.fromkeys(Product, (DType.FLOAT32, DType.FLOAT16))
+_BYTES = dict.fromkeys(Product, (DType.FLOAT32,))
+_ATTRS: tuple[tuple[str, str, AttrType], ...] = (
+    ("count", "count", "int64"),
+    ("step", "step", "int32"),
+    ("level", "level", "int8"),
+    ("seed", "seed", "uint64"),
+    ("factor", "factor", "double"),
+    ("flag", "flag", "bool"),
+    ("sizes", "sizes", "int64_array"),
+    ("sizes_optional", "sizesOptional", "int64_array"),
+    ("weights", "weights", "float_array"),
+    ("weights_optional", "weightsOptional", "float_array"),
+    ("output_mask", "outputMask", "bool_array"),
+    ("mask_optional", "maskOptional", "bool_array"),
+    ("alpha", "alpha", "scalar"),
+    ("alpha_optional", "alphaOptional", "scalar"),
+    ("mode", "mode", "string"),
+    ("mode_optional", "modeOptional", "string"),
+)
+_FORMS = {"int64": "q", "int32": "i", "int8": "b", "uint64": "Q", "double": "d", "bool": "?"}
+_ENTRIES = {"int64_array": "q", "float_array": "f", "bool_array": "?"}
+_PARAMS: tuple[Param, ...] = (
+    TensorParam(name="input", c_name="input", role="input", doc="Any shape of rank 0 to 8.", dtypes=_DTYPES),
+    *(
+        AttrParam(name=name, c_name=c_name, type=kind, doc="One.", optional=c_name.endswith("Optional"))
+        for name, c_name, kind in _ATTRS
+    ),
+    TensorParam(
+        name="scaled",
+        c_name="scaled",
+        role="output",
+        doc="Shape of input, dtype of input. (input + sum or mean of input) x factor x alpha.",
+        dtypes=_DTYPES,
+        masked_by=0,
+    ),
+    TensorParam(
+        name="seen",
+        c_name="seen",
+        role="output",
+        doc="(bytes), float32. Every byte of every attribute.",
+        dtypes=_BYTES,
+        masked_by=1,
+    ),
+)
+
+
+def seen(attrs: Mapping[str, AttrValue]) -> bytes:
+    """All attributes in C order; a pointer as 0 where it is null, else as 1, its length and what it has."""
+    found = b""
+    for name, _, kind in _ATTRS:
+        value: Any = attrs[name]
+        if kind in _FORMS:
+            found += struct.pack("<" + _FORMS[kind], value)
+        elif value is None:
+            found += b"\0"
+        elif kind in _ENTRIES:
+            found += b"\1" + struct.pack(f"<Q{len(value)}{_ENTRIES[kind]}", len(value), *value)
+        elif kind == "scalar":
+            found += bytes([1, value.dtype.acl]) + value.content
+        else:
+            text = value.encode()
+            found += b"\1" + struct.pack("<Q", len(text)) + text
+    return found
+
+
+def _reference(inputs: Arrays, attrs: Mapping[str, Any], outputs: Mapping[str, npt.NDArray[Any]]) -> None:
+    if "scaled" in outputs:
+        values = cast("npt.NDArray[Any]", inputs["input"]).astype(np.float64)
+        added = values.sum() if attrs["mode"] == "sum" else values.mean()
+        outputs["scaled"][...] = (values + added) * (attrs["factor"] * attrs["alpha"].value)
+    if "seen" in outputs:
+        outputs["seen"][...] = np.frombuffer(seen(attrs), np.uint8)
+
+
+def _output_metas(call: CallMeta) -> Mapping[str, TensorMeta]:
+    meta = call.tensor("input")
+    return {
+        "scaled": TensorMeta(meta.dtype, meta.shape),
+        "seen": TensorMeta(DType.FLOAT32, (len(seen(call.attrs)),)),
+    }
+
+
+def _wanted(index: int, call: CallMeta) -> bool:
+    mask = call.mask()
+    return mask is not None and len(mask) == 2 and mask[index]
+
+
+def _not_null(name: str) -> Constraint:
+    return Constraint(
+        id=f"{name}.not_null",
+        code=PARAM_NULLPTR,
+        text=f"{name} is not null.",
+        sources=(_CITE.code(PARAM_NULLPTR),),
+        operands=(name,),
+        check=lambda call: Finding("null", "a value") if call.attrs[name] is None else None,
+        violate=lambda call: call.with_attrs(**{name: None}),
+        vendor_code=PARAM_NULLPTR,
+    )
+
+
+def _rule(name: str, text: str, check: Any, violate: Any, *requires: str) -> Constraint:
+    operand, _, _ = name.partition(".")
+    return invalid(name, text, (_CITE.parameter(operand),), (operand,), check, violate, requires=requires)
+
+
+def _sizes_fit(call: CallMeta) -> Finding | None:
+    expected, found = call.tensor("input").shape, call.integers("sizes")
+    return None if found == expected else Finding(str(found), f"{expected}, the shape of input")
+
+
+def _alpha_is_float(call: CallMeta) -> Finding | None:
+    found = call.scalar("alpha")
+    return None if found and found.dtype in FLOATS else Finding(str(found), f"one of {listed(FLOATS)}")
+
+
+def _when_wanted(index: int, check: Any) -> Any:
+    return lambda call: check(call) if _wanted(index, call) else None
+
+
+def _declared(name: str, index: int, meta: TensorMeta) -> Any:
+    return lambda call: call.with_outputs(**{name: meta}) if _wanted(index, call) else None
+
+
+_CONSTRAINTS = (
+    input_not_null("input", "input is not null.", (_CITE.code(PARAM_NULLPTR),)),
+    *map(_not_null, ("sizes", "weights", "output_mask", "alpha", "mode")),
+    output_not_null("scaled", "scaled is not null.", (_CITE.code(PARAM_NULLPTR),), partial(_wanted, 0)),
+    output_not_null("seen", "seen is not null.", (_CITE.code(PARAM_NULLPTR),), partial(_wanted, 1)),
+    _rule(
+        "input.dtype",
+        "The types of input.",
+        dtype_supported("input", _DTYPES),
+        lambda call: call.with_inputs(input=TensorMeta("int32", call.tensor("input").shape)),
+        "input.not_null",
+    ),
+    _rule(
+        "count.positive",
+        "count is above 0.",
+        lambda call: None if call.integer("count") > 0 else Finding(str(call.integer("count")), "above 0"),
+        lambda call: call.with_attrs(count=0),
+    ),
+    _rule(
+        "sizes.shape",
+        "sizes is the shape of input.",
+        _sizes_fit,
+        lambda call: call.with_attrs(sizes=(*call.tensor("input").shape, 1)),
+        "sizes.not_null",
+        "input.not_null",
+    ),
+    _rule(
+        "output_mask.size",
+        "output_mask has two bools.",
+        lambda call: (
+            None if len(call.mask() or ()) == 2 else Finding(f"{len(call.mask() or ())} bools", "two")
+        ),
+        lambda call: call.with_attrs(output_mask=(True,)),
+        "output_mask.not_null",
+    ),
+    _rule(
+        "alpha.dtype",
+        "alpha has a float type.",
+        _alpha_is_float,
+        lambda call: call.with_attrs(alpha=Scalar("int32", 1)),
+        "alpha.not_null",
+    ),
+    _rule(
+        "mode.known",
+        "mode is sum or mean.",
+        lambda call: None if call.text("mode") in MODES else Finding(repr(call.text("mode")), listed(MODES)),
+        lambda call: call.with_attrs(mode="median"),
+        "mode.not_null",
+    ),
+    _rule(
+        "scaled.dtype",
+        "scaled has the dtype of input.",
+        _when_wanted(0, same_dtype("scaled", "input")),
+        lambda call: _declared("scaled", 0, TensorMeta("bfloat16", call.tensor("input").shape))(call),
+        "input.not_null",
+        "output_mask.size",
+    ),
+    _rule(
+        "scaled.shape",
+        "scaled has the shape of input.",
+        _when_wanted(0, shape_is("scaled", lambda call: call.tensor("input").shape, "the shape of input")),
+        lambda call: _declared("scaled", 0, TensorMeta(call.tensor("input").dtype, (7, 7, 7)))(call),
+        "input.not_null",
+        "output_mask.size",
+    ),
+    _rule(
+        "seen.dtype",
+        "seen is float32.",
+        _when_wanted(1, dtype_is("seen", (DType.FLOAT32,))),
+        lambda call: _declared("seen", 1, TensorMeta("float16", (len(seen(call.attrs)),)))(call),
+        "output_mask.size",
+    ),
+    _rule(
+        "seen.shape",
+        "seen has an element for each byte.",
+        _when_wanted(1, shape_is("seen", lambda call: (len(seen(call.attrs)),), "the attributes' bytes")),
+        _declared("seen", 1, TensorMeta("float32", (3,))),
+        "output_mask.size",
+    ),
+)
+
+
+def _build(
+    *,
+    dtype: DType | str = DType.FLOAT32,
+    product: Product = Product.ATLAS_A2,
+    shape: tuple[int, ...] = (2, 3),
+    **attrs: AttrValue,
+) -> CallMeta:
+    """A legal call with nothing that is null."""
+    plain: dict[str, AttrValue] = {
+        **{"count": 2**62 + 1, "step": -(2**31), "level": -128, "seed": 2**64 - 1},
+        **{"factor": 0.1, "flag": True},
+        **{"sizes": shape, "sizes_optional": (-(2**63), 2**63 - 1)},
+        **{"weights": (0.5, 0.10000000149011612), "weights_optional": (float("inf"), -0.0)},
+        **{"output_mask": (True, True), "mask_optional": (False, True, False)},
+        **{"alpha": Scalar("bfloat16", 1.5), "alpha_optional": Scalar("uint8", 255)},
+        **{"mode": "sum", "mode_optional": "Ämter \u2192 \U0001f41f"},
+    }
+    return CallMeta({"input": TensorMeta(dtype, shape)}, {**plain, **attrs}, product=product)
+
+
+_NULLS: dict[str, Any] = {
+    name: None for name, _, kind in _ATTRS if KINDS[kind].is_pointer and name.endswith("_optional")
+}
+
+
+def _samples(product: Product) -> Iterator[Sample]:
+    build = partial(_build, product=product)
+    for dtype in _DTYPES[product]:
+        yield Sample(f"{dtype}", build(dtype=dtype))
+    yield Sample("nulls", build(**_NULLS))
+    empty: dict[str, Any] = {"sizes_optional": (), "weights": (), "weights_optional": (), "mask_optional": ()}
+    yield Sample("empty", build(shape=(), mode_optional="", **empty))
+    longest: dict[str, Any] = {
+        "sizes_optional": tuple(range(MAX_ENTRIES)),
+        "weights_optional": (0.25,) * MAX_ENTRIES,
+        "mask_optional": (True,) * MAX_ENTRIES,
+        "mode_optional": "x" * MAX_STRING_BYTES,
+    }
+    yield Sample("longest", build(**longest))
+    least: dict[str, Any] = {"count": 1, "step": 2**31 - 1, "level": 127, "seed": 0, "factor": -0.0}
+    yield Sample("other_ends", build(flag=False, mode="mean", **least))
+    for dtype in FLOATS:
+        yield Sample(f"alpha_{dtype}", build(alpha=Scalar(dtype, 0.5)))
+    for dtype in DATA_DTYPES:
+        value = True if dtype is DType.BOOL else 1
+        yield Sample(f"scalar_{dtype}", build(alpha_optional=Scalar(dtype, value)))
+    for mask in ((True, False), (False, True), (False, False)):
+        yield Sample("mask" + "".join("01"[bit] for bit in mask), build(output_mask=mask))
+
+
+def _make_inputs(call: CallMeta, rng: np.random.Generator) -> dict[str, npt.NDArray[Any] | None]:
+    meta = call.tensor("input")
+    return {"input": np.asarray(rng.standard_normal(meta.shape)).astype(meta.dtype.numpy)}
+
+
+SYNTHETIC = OpRecord(
+    name="synthetic",
+    aclnn_name=DOCUMENT,
+    summary="Nothing of use.",
+    documents=(DOCUMENT,),
+    repositories=(),
+    params=_PARAMS,
+    products=dict.fromkeys(Product, DOCUMENT),
+    constraints=_CONSTRAINTS,
+    not_expressible=(),
+    output_metas=_output_metas,
+    reads=lambda call: {"scaled": ("input",), "seen": ()},
+    reference=_reference,
+    build=_build,
+    samples=_samples,
+    workloads=Workloads(named=named(*(Workload(name=name, sizes={}) for name in ("tiny", *BENCH_SIZES)))),
+    make_inputs=_make_inputs,
+    extra_tolerance=lambda inputs, attrs, output: 0.0,
+    determinism_check=lambda call, release: None,
+    min_cann="8.0",
+)
+"""The record; order of params is the order of aclnnSyntheticGetWorkspaceSize."""
+RECORDS = {SYNTHETIC.name: SYNTHETIC}
+"""What takes the place of the contract's operators."""
+REGISTRY = Registry(
+    RECORDS,
+    synthetic_pb2.DESCRIPTOR.services_by_name["SyntheticService"],
+    synthetic_pb2.DESCRIPTOR.services_by_name["SyntheticValidationService"],
+)
+"""The operator with the messages and services of synthetic.proto."""
