@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from npugrad.dtypes import DType
 from npugrad.ties import settle
-from npugrad.workloads import Example, Filled, Workload, Workloads, named
+from npugrad.workloads import Example, Expanded, Filled, Huge, Workload, Workloads, named
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from npugrad.meta import CallMeta
     from npugrad.operator import Arrays
+
+
+_IMAGE = {"c": 16, "h": 256, "w": 256}
+_MOST_POINTS = 2**24
+"""So many equal float32 values can be added one by one without rounding, in whatever order."""
 
 
 def _sizes(n: int, c: int, h: int, w: int | None = None) -> dict[str, int]:
@@ -54,6 +63,33 @@ def _example() -> Filled:
     )
 
 
+def _large(images: int) -> Expanded:
+    sizes = {"n": images, **_IMAGE, "oh": 1, "ow": 1, "output_mask": (False, True)}
+    return Expanded(name="large", sizes=sizes, values={"grad_output": 1.0, "input": 1.0, "grid": 0.0})
+
+
+def long_call(n: int, c: int, points: int) -> Expanded:
+    """A call that adds up `points` x `points` equal values at one pixel of each channel; the sum is exact."""
+    value = 1.0 / _MOST_POINTS
+    return Expanded(
+        name=f"{n} x {c} x {points} x {points}",
+        sizes={
+            **{"n": n, "c": c, "h": 2, "w": 2, "oh": points, "ow": points},
+            "align_corners": True,
+            "output_mask": (True, False),
+        },
+        # Every point lies on the centre of the first pixel, whose weight is 1.
+        values={"grad_output": value, "input": 0.0, "grid": -1.0},
+        expected=partial(_sums, n, c, value * points**2),
+    )
+
+
+def _sums(n: int, c: int, total: float) -> dict[str, npt.NDArray[Any]]:
+    sums = np.zeros((n, c, 2, 2))
+    sums[..., 0, 0] = total
+    return {"input_grad": sums}
+
+
 WORKLOADS = Workloads(
     named=named(
         Workload(name="tiny", sizes=_sizes(1, 3, 8)),
@@ -92,5 +128,14 @@ WORKLOADS = Workloads(
         "output_mask": ((True, True), (True, False), (False, True)),
     },
     examples=(Example("", DType.FLOAT32, _example),),
+    huge=Huge(
+        unit_bytes=4 * math.prod(_IMAGE.values()),
+        large=_large,
+        # None has 2^31 elements.
+        long=(
+            *(long_call(1, 1, points) for points in (256, 512, 1024, 1448, 2048, 2896)),
+            *(long_call(n, c, math.isqrt(_MOST_POINTS)) for n, c in ((1, 1), (1, 4), (1, 16), (2, 32))),
+        ),
+    ),
     settle=_settle,
 )
