@@ -123,6 +123,7 @@ class Workloads:
         examples: Those of the official pages.
         fixed: From sizes, the operands that they fix but no meta tells; None where metas tell all.
         huge: Calls that fill a device; None where the operator has no output that is needed but not wanted.
+        ties: Moves, in place, operands of a small call to where a gradient jumps; None where none jumps.
         settle: Moves, in place, what lies so near to a tie that two right results may differ; None where no
             gradient jumps.
     """
@@ -132,6 +133,7 @@ class Workloads:
     examples: tuple[Example, ...] = ()
     fixed: Callable[[Sizes], dict[str, npt.NDArray[Any]]] | None = None
     huge: Huge | None = None
+    ties: Callable[[CallMeta, Arrays], None] | None = None
     settle: Callable[[CallMeta, Arrays], None] | None = None
 
     @property
