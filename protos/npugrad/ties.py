@@ -13,6 +13,12 @@ MARGIN_PIXELS = 1 / 128
 """Least distance of a settled sampling point to where the gradient jumps."""
 
 
+def half_pixels(coordinates: npt.NDArray[Any], size: int) -> npt.NDArray[np.float64]:
+    """As many multiples of half a pixel as there are coordinates, from two pixels before the first one."""
+    count = 2 * size + 9
+    return (np.arange(coordinates.size).reshape(coordinates.shape) * 7 % count - 4) / 2
+
+
 def settle(coordinates: npt.NDArray[Any], scale: float, offset: float, steps: int) -> None:
     """Replaces coordinates next to a multiple of 1/`steps` pixel by others of the same array, in place.
 

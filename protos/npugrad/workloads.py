@@ -75,6 +75,44 @@ class Example:
     make: Callable[[], Filled]
 
 
+def _nothing() -> dict[str, npt.NDArray[Any]]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expanded:
+    """A float32 call whose operands repeat one element each, so that the host holds next to nothing of it.
+
+    Attributes:
+        name: For a person.
+        sizes: Keywords of the record's `build`.
+        values: The element of each operand.
+        expected: Makes the exact results by output name; without any where nothing is known.
+    """
+
+    name: str
+    sizes: Sizes
+    values: Mapping[str, float]
+    expected: Callable[[], Mapping[str, npt.NDArray[Any]]] = _nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Huge:
+    """Calls that take much of a device and next to nothing of the host.
+
+    The output that grows is masked out: the operator needs device memory for it, but nobody copies it back.
+
+    Attributes:
+        unit_bytes: Device memory that each unit of `large` needs at least.
+        large: From a number of units, a call that needs so much memory.
+        long: Calls of known results, each two to four times longer than the one before.
+    """
+
+    unit_bytes: int
+    large: Callable[[int], Expanded]
+    long: tuple[Expanded, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workloads:
     """The calls of an operator that are made for something.
@@ -84,6 +122,8 @@ class Workloads:
         variants: Keywords of the record's `build` with the values that small calls combine, in every type.
         examples: Those of the official pages.
         fixed: From sizes, the operands that they fix but no meta tells; None where metas tell all.
+        huge: Calls that fill a device; None where the operator has no output that is needed but not wanted.
+        ties: Moves, in place, operands of a small call to where a gradient jumps; None where none jumps.
         settle: Moves, in place, what lies so near to a tie that two right results may differ; None where no
             gradient jumps.
     """
@@ -92,6 +132,8 @@ class Workloads:
     variants: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     examples: tuple[Example, ...] = ()
     fixed: Callable[[Sizes], dict[str, npt.NDArray[Any]]] | None = None
+    huge: Huge | None = None
+    ties: Callable[[CallMeta, Arrays], None] | None = None
     settle: Callable[[CallMeta, Arrays], None] | None = None
 
     @property

@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from npugrad.dtypes import DType
-from npugrad.ties import settle
-from npugrad.workloads import Example, Filled, Workload, Workloads, named
+from npugrad.ties import half_pixels, settle
+from npugrad.workloads import Example, Expanded, Filled, Huge, Workload, Workloads, named
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from npugrad.meta import CallMeta
     from npugrad.operator import Arrays
+
+
+_IMAGE = {"c": 16, "h": 256, "w": 256}
+_MOST_POINTS = 2**24
+"""So many equal float32 values can be added one by one without rounding, in whatever order."""
 
 
 def _sizes(n: int, c: int, h: int, w: int | None = None) -> dict[str, int]:
     """As many points as pixels."""
     w = h if w is None else w
     return {"n": n, "c": c, "h": h, "w": w, "oh": h, "ow": w}
+
+
+def _ties(call: CallMeta, operands: Arrays) -> None:
+    """On pixels, on edges and in the middles between them, inside and outside."""
+    image, grid = call.tensor("input"), operands["grid"]
+    if grid is None:
+        return
+    for axis, size in ((0, image.shape[3]), (1, image.shape[2])):
+        divisor = max(size - 1, 1) if call.attrs["align_corners"] else size
+        grid[..., axis] = 2 * half_pixels(grid[..., axis], size) / divisor - 1
 
 
 def _settle(call: CallMeta, operands: Arrays) -> None:
@@ -52,6 +71,33 @@ def _example() -> Filled:
             "grid_grad": np.array(grid_grad).reshape(1, 3, 3, 2),
         },
     )
+
+
+def _large(images: int) -> Expanded:
+    sizes = {"n": images, **_IMAGE, "oh": 1, "ow": 1, "output_mask": (False, True)}
+    return Expanded(name="large", sizes=sizes, values={"grad_output": 1.0, "input": 1.0, "grid": 0.0})
+
+
+def long_call(n: int, c: int, points: int) -> Expanded:
+    """A call that adds up `points` x `points` equal values at one pixel of each channel; the sum is exact."""
+    value = 1.0 / _MOST_POINTS
+    return Expanded(
+        name=f"{n} x {c} x {points} x {points}",
+        sizes={
+            **{"n": n, "c": c, "h": 2, "w": 2, "oh": points, "ow": points},
+            "align_corners": True,
+            "output_mask": (True, False),
+        },
+        # Every point lies on the centre of the first pixel, whose weight is 1.
+        values={"grad_output": value, "input": 0.0, "grid": -1.0},
+        expected=partial(_sums, n, c, value * points**2),
+    )
+
+
+def _sums(n: int, c: int, total: float) -> dict[str, npt.NDArray[Any]]:
+    sums = np.zeros((n, c, 2, 2))
+    sums[..., 0, 0] = total
+    return {"input_grad": sums}
 
 
 WORKLOADS = Workloads(
@@ -92,5 +138,15 @@ WORKLOADS = Workloads(
         "output_mask": ((True, True), (True, False), (False, True)),
     },
     examples=(Example("", DType.FLOAT32, _example),),
+    huge=Huge(
+        unit_bytes=4 * math.prod(_IMAGE.values()),
+        large=_large,
+        # None has 2^31 elements.
+        long=(
+            *(long_call(1, 1, points) for points in (256, 512, 1024, 1448, 2048, 2896)),
+            *(long_call(n, c, math.isqrt(_MOST_POINTS)) for n, c in ((1, 1), (1, 4), (1, 16), (2, 32))),
+        ),
+    ),
+    ties=_ties,
     settle=_settle,
 )

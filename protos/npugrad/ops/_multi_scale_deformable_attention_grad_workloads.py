@@ -9,7 +9,7 @@ import numpy as np
 
 from npugrad.dtypes import DType, dtype_from_name
 from npugrad.ops._multi_scale_deformable_attention_grad_data import level_starts
-from npugrad.ties import settle
+from npugrad.ties import half_pixels, settle
 from npugrad.workloads import Example, Filled, Workload, Workloads, named
 
 if TYPE_CHECKING:
@@ -33,6 +33,17 @@ _LITERAL_SIZE = 0x3F800000
 
 def _sizes(bs: int, nq: int, levels: Levels, nh: int = 8, ch: int = 32) -> dict[str, Any]:
     return {"bs": bs, "nq": nq, "nh": nh, "ch": ch, "levels": levels, "points": 4}
+
+
+def _ties(call: CallMeta, operands: Arrays) -> None:
+    """On pixels and in the middles between them, inside each level and outside."""
+    location, levels = operands["location"], operands["spatial_shape"]
+    if location is None or levels is None:
+        return
+    for level, (height, width) in enumerate(levels.tolist()):
+        for axis, size in ((0, width), (1, height)):
+            points = location[..., level, :, axis]
+            points[...] = half_pixels(points, size) / max(size, 1)
 
 
 def _settle(call: CallMeta, operands: Arrays) -> None:
@@ -115,5 +126,6 @@ WORKLOADS = Workloads(
     },
     examples=tuple(_examples()),
     fixed=_level_tables,
+    ties=_ties,
     settle=_settle,
 )

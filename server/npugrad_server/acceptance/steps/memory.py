@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from npugrad_server.acceptance.extremes import IMAGE_BYTES, MOST_BYTES, large_call, needs_operator
+from npugrad_server.acceptance.extremes import HUGE, MOST_BYTES, large_call, needs_operator
 from npugrad_server.acceptance.known import known, words
 from npugrad_server.acceptance.shapes import realistic_job
 from npugrad_server.acceptance.step import Step, StepSkipped
@@ -41,7 +41,7 @@ def run(bench: Bench, out: StepLog) -> None:
     if first.free_bytes is None or first.total_bytes is None:
         raise StepSkipped("the device has no memory of its own")
     _check_small_calls(bench, out, "before")  # they load their kernels, which stay
-    start_bytes = min(MOST_BYTES, max(IMAGE_BYTES, first.free_bytes // _FIRST_SHARE))
+    start_bytes = min(MOST_BYTES, max(HUGE.unit_bytes, first.free_bytes // _FIRST_SHARE))
     out.check("a call with room for it is answered", *_answered(_ask(bench, start_bytes)))
     before = bench.memory(give_back=True)
     refused_bytes = _grow(bench, out, start_bytes, first.total_bytes)

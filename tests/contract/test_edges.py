@@ -1,0 +1,57 @@
+"""The edges that records have are legal calls, of every kind, and are what they are called."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from npugrad.edges import NOT_FINITE, edges
+from npugrad.validation import validate_call
+
+if TYPE_CHECKING:
+    from npugrad.operator import OpRecord
+
+
+def test_every_operator_has_edges_of_every_kind_that_are_legal(record: OpRecord) -> None:
+    found = list(edges(record, record.inputs[0].dtypes[next(iter(record.products))][0]))
+    assert {edge.kind for edge in found} >= {"strided", "non-finite"}
+    assert ("ties" in {edge.kind for edge in found}) == (record.workloads.settle is not None)
+    assert len({(edge.kind, edge.name) for edge in found}) == len(found)
+    for edge in found:
+        assert validate_call(record, edge.call).violations == ()
+    floats = [p for p in record.inputs if any("float" in d for types in p.dtypes.values() for d in types)]
+    odd = [edge.name.split() for edge in found if edge.kind == "non-finite"]
+    assert {p.name for p in floats if not p.optional} <= {name for name, _ in odd}
+    assert {value for _, value in odd} == set(map(str, NOT_FINITE))
+
+
+def test_one_value_of_one_operand_is_not_finite(record: OpRecord) -> None:
+    for edge in edges(record, record.inputs[0].dtypes[next(iter(record.products))][0]):
+        if edge.kind == "non-finite" and edge.name.endswith(" nan"):
+            odd = {
+                name: int((~np.isfinite(array.astype(np.float64))).sum())
+                for name, array in edge.make().items()
+                if array is not None
+            }
+            assert odd == {name: int(edge.name == f"{name} nan") for name in odd}
+
+
+def test_what_is_settled_lies_on_no_tie(record: OpRecord) -> None:
+    """Ties are moved away by the record's own `settle`, and all that it moves are ties."""
+    workloads = record.workloads
+    if workloads.ties is None or workloads.settle is None:
+        assert workloads.ties is workloads.settle is None
+        return
+    call = record.build(**workloads.named["small"].sizes)
+    operands = record.make_inputs(call, np.random.default_rng(1))
+    before = {name: None if array is None else array.copy() for name, array in operands.items()}
+    workloads.settle(call, operands)
+    settled = {name: None if array is None else array.copy() for name, array in operands.items()}
+    workloads.settle(call, operands)
+    for name, array in operands.items():
+        assert array is None or np.array_equal(array, settled[name], equal_nan=True)  # type: ignore[arg-type]
+    workloads.ties(call, before)
+    moved = {name: None if array is None else array.copy() for name, array in before.items()}
+    workloads.ties(call, moved)
+    assert all(np.array_equal(moved[n], a) for n, a in before.items() if a is not None)  # type: ignore[arg-type]
