@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from npugrad.call import CallOptions, ExecutionInfo
 from npugrad.dtypes import dtype_from_wire, format_from_wire
-from npugrad.errors import InvalidRecipe, MalformedRequest, MalformedTensor, RequestError
+from npugrad.errors import (
+    InvalidRecipe,
+    MalformedRequest,
+    MalformedTensor,
+    RequestError,
+    UnsupportedOperator,
+)
 from npugrad.generators import Draw
 from npugrad.meta import MAX_RANK, CallMeta, TensorMeta
 from npugrad.ops import OPERATORS
@@ -441,8 +447,17 @@ def wrap(header: Any, record: OpRecord, message: Any) -> Any:
 
 
 def unwrap(header: backward_pb2.ExecuteHeader | backward_pb2.ExecuteResponseHeader) -> tuple[OpRecord, Any]:
-    """The operator and typed message of a header; raises MalformedRequest when it names none."""
+    """The operator and typed message of a header.
+
+    Raises:
+        MalformedRequest: It has no call.
+        UnsupportedOperator: OPERATOR_UNSUPPORTED. Its call is of an operator that this side does not know, as
+            a client sends it that is newer than the server.
+    """
     name = header.WhichOneof("call")
-    if name is None:
-        raise MalformedRequest(f"execute: header: found no call; expected one of {', '.join(OPERATORS)}")
-    return OPERATORS[name], getattr(header, name)
+    if name is not None:
+        return OPERATORS[name], getattr(header, name)
+    expected = f"expected one of {', '.join(OPERATORS)}"
+    if header.ByteSize():  # a header has nothing but calls: this is one of a later release
+        raise UnsupportedOperator(f"execute: header: found a call of an unknown operator; {expected}")
+    raise MalformedRequest(f"execute: header: found no call; {expected}")
