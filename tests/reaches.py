@@ -24,15 +24,17 @@ if TYPE_CHECKING:
     Compute = Callable[[OpRecord, CallMeta, Arrays], Mapping[str, Array]]
 
 MASK = "output_mask"
+_LARGE_BYTES = 2**18
 
 
-def every_sample(most_bytes: int = 2**63) -> Iterator[Any]:
-    """Each sample with no larger operand of each record, as pytest parameters `record`, `call`."""
+def every_sample(*, with_large: bool = True) -> Iterator[Any]:
+    """Each sample of each record as pytest parameters `record`, `call`; large ones are slow."""
     for record in OPERATORS.values():
         for sample in record.samples(Product.ATLAS_A2):
-            if any(meta and meta.nbytes > most_bytes for meta in sample.call.inputs.values()):
-                continue
-            yield pytest.param(record, sample.call, id=f"{record.name}-{sample.name}")
+            is_large = any(meta and meta.nbytes > _LARGE_BYTES for meta in sample.call.inputs.values())
+            if with_large or not is_large:
+                marks = [pytest.mark.slow] if is_large else []
+                yield pytest.param(record, sample.call, marks=marks, id=f"{record.name}-{sample.name}")
 
 
 def masked(record: OpRecord, call: CallMeta) -> Iterator[CallMeta]:
@@ -123,14 +125,21 @@ def _arrays(call: CallMeta, contents: Mapping[str, Array]) -> dict[str, Array | 
 
 
 def _filled(drawn: Array, values: str) -> Array:
-    """Content of the same length: as drawn, or full of one value; of integers an extreme for nan and inf."""
+    """Content of the same length: as drawn, with NaNs in it, or full of values of one kind.
+
+    Integers have an extreme of their type for NaN and infinity.
+    """
     if values == "others":
         return drawn
     if drawn.dtype.kind in "biu":
         limits = (0, 1) if drawn.dtype == bool else (np.iinfo(drawn.dtype).min, np.iinfo(drawn.dtype).max)
         number = {"zeros": 0, "ones": 1, "inf": limits[0], "nan": limits[1]}[values]
         return np.full_like(drawn, number)
-    filled = np.full_like(drawn, {"zeros": 0.0, "ones": 1.0, "nan": np.nan, "inf": np.inf}[values])
+    if values == "nan":
+        filled = drawn.copy()
+        filled[::3] = np.nan
+        return filled
+    filled = np.full_like(drawn, {"zeros": 0.0, "ones": 1.0, "inf": np.inf}[values])
     if values == "inf":
         filled[1::2] = -np.inf
     return filled

@@ -17,6 +17,13 @@ import grpc
 
 from npugrad_client._channels import REFUSAL_WAIT_S, Stubs, check_fork, closed, grpc_timeout
 from npugrad_client._frames import read_frames_async, read_response, request_frames_async, unary_request
+from npugrad_client._older import (
+    VERSION_REQUEST,
+    asked_operator,
+    lacking,
+    lacks_operator,
+    version_question,
+)
 from npugrad_client._picker import Picker
 from npugrad_client._retry import Launch, Plan, RetryBudget
 from npugrad_client._transport import open_channel
@@ -95,6 +102,7 @@ class AsyncTransport:
         """One of the small services: `validate`, `server_info` or `list_operators`; errors as in `run`."""
 
         def send(stubs: Stubs, attempt: Attempt) -> Any:
+            attempt.operator = asked_operator(service, request)
             return stubs.services[service](request, timeout=attempt.timeout_s)
 
         return (await self._follow(service, send, timeout_s))[0]
@@ -209,8 +217,18 @@ class AsyncTransport:
         attempt = self._settings.attempt(what, step)
         if self._was_closed():
             raise closed(self._settings.name)
-        with self._calling(attempt):
-            return await send(home.stubs(step.server), attempt)
+        try:
+            with self._calling(attempt):
+                return await send(home.stubs(step.server), attempt)
+        except NpugradError as error:
+            if not lacks_operator(error, attempt):
+                raise
+            refusal = error.with_traceback(None)
+        info, question = None, version_question(attempt)
+        with suppress(NpugradError), self._calling(question):
+            ask = home.stubs(step.server).services["server_info"]
+            info = await ask(VERSION_REQUEST, timeout=question.timeout_s)
+        raise lacking(refusal, attempt, info)
 
     @contextmanager
     def _calling(self, attempt: Attempt) -> Iterator[None]:

@@ -12,6 +12,7 @@ class Attempt:
 
     Attributes:
         what: Operator or service that is called.
+        operator: Operator that it is about; empty for none.
         target: Address of the server.
         timeout_s: Deadline of the try in seconds; None for none.
         is_encrypted: Whether the client speaks TLS.
@@ -27,6 +28,7 @@ class Attempt:
     upload_bytes: int = 0
     sent_bytes: int = 0
     started_s: float = field(default_factory=time.monotonic)
+    operator: str = ""
 
     @property
     def elapsed_s(self) -> float:

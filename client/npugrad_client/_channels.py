@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from npugrad import codec
 from npugrad.errors import DeadlineExceeded
+from npugrad.ops import OPERATORS
 from npugrad.v1 import backward_pb2_grpc, server_pb2_grpc, validation_pb2_grpc
 from npugrad_client._attempt import Attempt
 from npugrad_client._retry import ONCE, RetryPolicy
@@ -87,7 +88,9 @@ class Settings:
     def attempt(self, what: str, step: Launch) -> Attempt:
         """A try that begins now."""
         timeout_s = grpc_timeout(step.timeout_s, what)
-        return Attempt(what, self.targets[step.server], timeout_s, self.credentials is not None)
+        made = Attempt(what, self.targets[step.server], timeout_s, self.credentials is not None)
+        made.operator = what if what in OPERATORS else ""
+        return made
 
     def options(self, target: str) -> list[tuple[str, Any]]:
         """Options of a channel to one of the targets."""

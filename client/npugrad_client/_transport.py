@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import grpc
@@ -19,6 +19,13 @@ import grpc
 from npugrad_client._channels import REFUSAL_WAIT_S, Stubs, check_fork, closed, grpc_timeout
 from npugrad_client._forks import GATE
 from npugrad_client._frames import read_frames, read_response, request_frames, unary_request
+from npugrad_client._older import (
+    VERSION_REQUEST,
+    asked_operator,
+    lacking,
+    lacks_operator,
+    version_question,
+)
 from npugrad_client._picker import Picker
 from npugrad_client._retry import Launch, Plan, RetryBudget, Wait
 from npugrad_client.errors import Cancelled, NpugradError, translate
@@ -189,6 +196,7 @@ class Transport:
         """One of the small services: `validate`, `server_info` or `list_operators`; errors as in `run`."""
 
         def send(stubs: Stubs, attempt: Attempt, flight: Flight | None) -> Any:
+            attempt.operator = asked_operator(service, request)
             return _unary(stubs.services[service], request, attempt, flight)
 
         return self._follow(service, send, timeout_s)[0]
@@ -308,8 +316,18 @@ class Transport:
 
     def _try(self, home: _Home, step: Launch, what: str, send: Send, flight: Flight | None) -> Any:
         attempt = self._settings.attempt(what, step)
-        with GATE, self._calling(attempt, flight):
-            return send(home.stubs(step.server), attempt, flight)
+        try:
+            with GATE, self._calling(attempt, flight):
+                return send(home.stubs(step.server), attempt, flight)
+        except NpugradError as error:
+            if not lacks_operator(error, attempt):
+                raise
+            refusal = error.with_traceback(None)
+        info, question = None, version_question(attempt)
+        with suppress(NpugradError), GATE, self._calling(question, flight):
+            ask = home.stubs(step.server).services["server_info"]
+            info = _unary(ask, VERSION_REQUEST, question, flight)
+        raise lacking(refusal, attempt, info)
 
     @contextmanager
     def _calling(self, attempt: Attempt, flight: Flight | None) -> Iterator[None]:

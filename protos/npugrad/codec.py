@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 from npugrad.attribute_fields import decode_attr, encode_attr
 from npugrad.call import CallOptions, ExecutionInfo
 from npugrad.dtypes import dtype_from_wire, format_from_wire
-from npugrad.errors import InvalidRecipe, MalformedRequest, MalformedTensor, RequestError
+from npugrad.errors import (
+    InvalidRecipe,
+    MalformedRequest,
+    MalformedTensor,
+    RequestError,
+    UnsupportedOperator,
+)
 from npugrad.generators import Draw
 from npugrad.meta import MAX_RANK, CallMeta, TensorMeta
 from npugrad.products import Product, product_from_wire
@@ -406,10 +412,17 @@ def wrap(header: Any, record: OpRecord, message: Any) -> Any:
 
 
 def unwrap(header: Any, registry: Registry = REGISTRY) -> tuple[OpRecord, Any]:
-    """The operator and typed message of a header; raises MalformedRequest when it names none."""
+    """The operator and typed message of a header.
+
+    Raises:
+        MalformedRequest: It has no call.
+        UnsupportedOperator: OPERATOR_UNSUPPORTED. Its call is of an operator that this side does not know, as
+            a client sends it that is newer than the server.
+    """
     name = header.WhichOneof("call")
-    if name is None:
-        raise MalformedRequest(
-            f"execute: header: found no call; expected one of {', '.join(registry.records)}"
-        )
-    return registry.records[name], getattr(header, name)
+    if name is not None:
+        return registry.records[name], getattr(header, name)
+    expected = f"expected one of {', '.join(registry.records)}"
+    if header.ByteSize():  # a header has nothing but calls: this is one of a later release
+        raise UnsupportedOperator(f"execute: header: found a call of an unknown operator; {expected}")
+    raise MalformedRequest(f"execute: header: found no call; {expected}")

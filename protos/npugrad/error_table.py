@@ -122,7 +122,7 @@ ERRORS: tuple[ErrorRow, ...] = (
         "The content that the server made from the recipe has another digest than the caller expects.",
     ),
     ErrorRow("UNSAFE_LEVELS", None, _INVALID, False, "Level sizes or starts point outside the value tensor."),
-    ErrorRow("OPERATOR_UNSUPPORTED", None, "UNIMPLEMENTED", False, "The product has no such operator."),
+    ErrorRow("OPERATOR_UNSUPPORTED", None, "UNIMPLEMENTED", False, "Product or server lacks the operator."),
     ErrorRow("UNKNOWN_OPERATOR", None, "UNIMPLEMENTED", False, "There is no operator of this name."),
     ErrorRow(
         "DETERMINISM_UNSUPPORTED",

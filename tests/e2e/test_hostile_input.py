@@ -33,6 +33,7 @@ from npugrad.errors import (
     MalformedTensor,
     NullOperand,
     TilingError,
+    UnsupportedOperator,
 )
 from npugrad.meta import TensorMeta
 from npugrad.v1 import backward_pb2, server_pb2, tensor_pb2, validation_pb2
@@ -284,15 +285,18 @@ def test_bad_declared_output(
 
 def test_header_that_names_no_operator(wire: Wire, channel: grpc.Channel) -> None:
     unknown = backward_pb2.ExecuteHeader.FromString(b"\xfa\x01\x03\x0a\x01\x00")  # field 31 of a newer client
-    for call in (backward_pb2.ExecuteHeader(), unknown):
+    for call, kind, found in (
+        (backward_pb2.ExecuteHeader(), MalformedRequest, "no call"),
+        (unknown, UnsupportedOperator, "a call of an unknown operator"),
+    ):
         frame = backward_pb2.ExecuteRequest(header=call)
         for act in (
             lambda frame=frame: call_execute(channel, [frame]),
             lambda call=call: wire.validation.Validate(validation_pb2.ValidateRequest(call=call)),
         ):
             error = failure_of(act).error
-            assert isinstance(error, MalformedRequest)
-            assert "found no call; expected one of multi_scale" in str(error)
+            assert (type(error), error.operator) == (kind, "")
+            assert f"found {found}; expected one of multi_scale" in str(error)
 
 
 @pytest.mark.parametrize("number", [4, 99, -1, 2**31 - 1])

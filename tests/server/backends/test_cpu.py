@@ -1,14 +1,87 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 import pytest
+from tests.server.kernels.compare import every_second, outputs_for
 
 from npugrad import OPERATORS, OpRecord, Product
 from npugrad.call import CallOptions
 from npugrad.tolerance import compare
 from npugrad_server.backends.base import DeviceCall
 from npugrad_server.backends.cpu import CpuBackend
+from npugrad_server.backends.cpu.kernels import SETTING
 from npugrad_server.devices import parse_device
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+
+class Watched:
+    """A CPU backend that notes what computes: each entry into a reference, each kernel that did not refuse.
+
+    Attributes:
+        backend: It, opened.
+        entries: What it would call each as its backend.
+    """
+
+    def __init__(self) -> None:
+        self.backend, self.entries = CpuBackend(), list[str]()
+        self.backend.open(parse_device("cpu:0"), Product.ATLAS_A2, 1)
+        bound: dict[str, Any] = self.backend._kernels._bound if self.backend._kernels else {}
+        for name, kernel in bound.items():
+            bound[name] = replace(kernel, run=self._noting(kernel.run))
+
+    def _noting(self, run: Any) -> Any:
+        def noting(context: Any, address: Any) -> int:
+            status = int(run(context, address))
+            self.entries += [] if status else ["cpu"]
+            return status
+
+        return noting
+
+    def record(self, record: OpRecord) -> OpRecord:
+        """The record with a reference that is noted."""
+
+        def noting(inputs: Any, attrs: Mapping[str, Any], outputs: Any) -> None:
+            self.entries.append("cpu-reference")
+            record.reference(inputs, attrs, outputs)
+
+        return replace(record, reference=noting)
+
+
+@pytest.fixture(scope="module", params=["kernels", "none"])
+def watched(request: pytest.FixtureRequest) -> Iterator[Watched]:
+    """Give a backend with compiled kernels, where there are some, and one without."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "none":
+            patch.setenv(SETTING, "none")
+        made = Watched()
+        if request.param == "kernels" and made.backend.name != "cpu":
+            pytest.skip("no compiled kernels here")
+        yield made
+        made.backend.close()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "strided", "expanded"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("record", OPERATORS.values(), ids=OPERATORS)
+def test_each_call_says_what_computed_it(watched: Watched, record: OpRecord, dtype: str, layout: str) -> None:
+    """Also of a type that no kernel takes."""
+    call, inputs = record.build(dtype=dtype), {}
+    for name, array in record.make_inputs(call, np.random.default_rng(0)).items():
+        inputs[name] = array
+        if array is not None and layout != "contiguous":
+            one = array[(slice(0, 1),) * array.ndim]
+            inputs[name] = every_second(array) if layout == "strided" else np.broadcast_to(one, array.shape)
+    watched.entries.clear()
+    made = DeviceCall(call, inputs, outputs_for(record, call), CallOptions(), 0)
+    timings = watched.backend.run(watched.record(record), made)
+    assert watched.entries == [timings.backend or watched.backend.name]
+    takes = watched.backend._kernels is not None and record.name in watched.backend._kernels.operators
+    assert watched.entries == ["cpu" if takes and dtype != "float64" else "cpu-reference"]
 
 
 def test_operands_between_elements_are_copied_first() -> None:

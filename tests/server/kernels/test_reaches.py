@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.reaches import every_sample, masked, prove
 from tests.server.kernels.compare import computed
+from tests.server.kernels.test_at_once import CALLS
+
+from npugrad import OPERATORS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,7 +21,14 @@ if TYPE_CHECKING:
     from npugrad_server.backends.cpu.kernels import Kernels
 
 
-@pytest.mark.parametrize(("record", "call"), list(every_sample()))
+LARGER = [
+    pytest.param(OPERATORS[name], OPERATORS[name].build(**sizes), id=f"{name}-{number}")
+    for number, (name, sizes) in enumerate(CALLS)
+]
+"""Of more than one block and task."""
+
+
+@pytest.mark.parametrize(("record", "call"), [*every_sample(), *LARGER])
 def test_every_sample_under_every_mask(kernels: Kernels, record: OpRecord, call: CallMeta) -> None:
     if record.name not in kernels.operators:
         pytest.skip(f"{record.name} has no kernel")

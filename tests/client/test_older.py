@@ -1,0 +1,54 @@
+"""Answers that look like those of a server that lacks an operator, and are or are none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.client.fake_service import STREAMED, Context, abort_with, fake_service, group_norm
+
+from npugrad.errors import MalformedRequest, NpugradError, UnsupportedOperator
+from npugrad_client import Client
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+OPERATOR = "group_norm_backward"
+NO_CALL = "execute: header: found no call; expected one of gelu_backward"
+
+
+def answered(error: NpugradError) -> NpugradError:
+    """What a caller gets where a server, which says no version, answers with an error."""
+
+    def execute(frames: Iterator[Any], context: Context) -> Iterator[Any]:
+        next(frames)
+        abort_with(context, error)
+        yield
+
+    with fake_service(execute=execute) as seen, Client(seen.address, stream_from_bytes=STREAMED) as client:
+        with pytest.raises(NpugradError) as caught:
+            client.group_norm_backward(**group_norm())
+        return caught.value
+
+
+@pytest.mark.parametrize(
+    "error", [MalformedRequest(NO_CALL), UnsupportedOperator("found an unknown operator")]
+)
+def test_a_server_may_keep_its_version_to_itself(error: NpugradError) -> None:
+    found = answered(error)
+    assert type(found) is UnsupportedOperator
+    assert (found.reason, found.operator, found.request_id) == ("OPERATOR_UNSUPPORTED", OPERATOR, "abc123")
+    assert "found a server of unknown version, which has no such operator" in str(found)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MalformedRequest("execute: found another header; expected a chunk"),
+        MalformedRequest(NO_CALL, operator=OPERATOR),
+        UnsupportedOperator("group_norm_backward: no device has it", operator=OPERATOR),
+    ],
+)
+def test_other_refusals_stay_what_they_are(error: NpugradError) -> None:
+    found = answered(error)
+    assert (type(found), str(found), found.operator) == (type(error), str(error), error.operator)

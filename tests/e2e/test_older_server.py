@@ -1,0 +1,89 @@
+"""A server that lacks an operator of its clients: who calls it learns so, with the server's version."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+import pytest
+from tests.fix_server import run_server
+from tests.operators import GRID_SAMPLER, GROUP_NORM
+
+from npugrad.errors import UnsupportedOperator
+from npugrad_client import AsyncClient, Client, RetryPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.fix_server import ServerProcess
+
+    from npugrad.operator import OpRecord
+
+STREAMED, UNARY = 0, 2**30
+
+
+@pytest.fixture(scope="module", params=["1", "0"], ids=["now", "before"])
+def older(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    """A server without GroupNorm, which tells a call that it does not know from none, or does not."""
+    log_path = tmp_path_factory.mktemp("older") / "server.log"
+    program = (str(Path(__file__).with_name("older_server.py")), GROUP_NORM.name, request.param)
+    with run_server(log_path, program=program) as running:
+        yield running
+
+
+def call_of(record: OpRecord) -> dict[str, Any]:
+    call = record.build()
+    return {**record.make_inputs(call, np.random.default_rng(0)), **call.attrs}
+
+
+def validation_of(record: OpRecord) -> dict[str, Any]:
+    call = record.build()
+    return {"inputs": call.inputs, "attrs": call.attrs}
+
+
+def sync_call(address: str, name: str, call: dict[str, Any], **options: Any) -> Any:
+    with Client(address, **options) as client:
+        return getattr(client, name)(**call)
+
+
+def async_call(address: str, name: str, call: dict[str, Any], **options: Any) -> Any:
+    async def main() -> Any:
+        async with AsyncClient(address, **options) as client:
+            return await getattr(client, name)(**call)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("act", [sync_call, async_call])
+@pytest.mark.parametrize("retry", [RetryPolicy(), RetryPolicy(hedge_after_s=60)], ids=["plain", "hedged"])
+@pytest.mark.parametrize("stream_from_bytes", [STREAMED, UNARY], ids=["streamed", "unary"])
+def test_a_call_is_refused_with_operator_and_version(
+    older: ServerProcess, act: Callable[..., Any], retry: RetryPolicy, stream_from_bytes: int
+) -> None:
+    options = {"retry": retry, "stream_from_bytes": stream_from_bytes}
+    with pytest.raises(UnsupportedOperator) as caught:
+        act(older.address, GROUP_NORM.name, call_of(GROUP_NORM), **options)
+    error = caught.value
+    assert (error.reason, error.operator, error.tries) == ("OPERATOR_UNSUPPORTED", GROUP_NORM.name, 1)
+    assert str(error) == (
+        f"group_norm_backward: {older.address}: found a server of version {version('npugrad')}, which has no "
+        "such operator; expected a later one"
+    )
+    assert isinstance(error.cause, grpc.RpcError)
+    assert bool(error.request_id) is (stream_from_bytes == STREAMED)
+    grads = act(older.address, GRID_SAMPLER.name, call_of(GRID_SAMPLER), **options)
+    assert grads.info.device == "cpu:0"
+
+
+@pytest.mark.parametrize("act", [sync_call, async_call])
+def test_so_is_a_question_about_it(older: ServerProcess, act: Callable[..., Any]) -> None:
+    with pytest.raises(UnsupportedOperator, match=r"group_norm_backward: .* of version .* no such operator"):
+        act(older.address, "validate", {"operator": GROUP_NORM.name, **validation_of(GROUP_NORM)})
+    found = act(older.address, "validate", {"operator": GRID_SAMPLER.name, **validation_of(GRID_SAMPLER)})
+    assert found.status == 0
