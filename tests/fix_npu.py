@@ -99,6 +99,7 @@ def run_npu_server(
     lost_workers: bool = False,
     wait: bool = True,
     check_end: bool = True,
+    module: str = "npugrad_server",
 ) -> Iterator[NpuServer]:
     """Runs a server on simulated NPUs for a block.
 
@@ -112,11 +113,18 @@ def run_npu_server(
         lost_workers: Whether workers may end in mid call.
         wait: Whether to wait until calls are served.
         check_end: Whether the server has to end by itself, with exit code 0 and nothing leaked.
+        module: What is run, as for `run_server`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     variables = {**npu_environment(installation, folder, plan), **(env or {})}
     with run_server(
-        folder / "server.log", *flags, devices=devices, env=variables, wait=wait, check_end=check_end
+        folder / "server.log",
+        *flags,
+        devices=devices,
+        env=variables,
+        wait=wait,
+        check_end=check_end,
+        module=module,
     ) as process:
         running = NpuServer(process, Report(folder / "report"), folder / "plan")
         yield running

@@ -192,9 +192,11 @@ def fetch_page(address: str, path: str, method: str = "GET") -> tuple[int, str, 
         connection.close()
 
 
-def server_command(*flags: str, devices: str = "cpu:0", listen: str = "127.0.0.1:0") -> list[str]:
+def server_command(
+    *flags: str, devices: str = "cpu:0", listen: str = "127.0.0.1:0", module: str = "npugrad_server"
+) -> list[str]:
     """The command line of a small server; flags given here win over the small defaults."""
-    command = [SERVER_PYTHON, "-m", "npugrad_server", "serve", "--listen", listen, "--devices", devices]
+    command = [SERVER_PYTHON, "-m", module, "serve", "--listen", listen, "--devices", devices]
     named = {flag.partition("=")[0] for flag in flags}
     for flag, value in _SMALL.items():
         if flag not in named:
@@ -218,6 +220,7 @@ def run_server(
     wait: bool = True,
     check_end: bool = True,
     credentials: grpc.ChannelCredentials | None = None,
+    module: str = "npugrad_server",
 ) -> Iterator[ServerProcess]:
     """Runs a server for a block.
 
@@ -230,8 +233,9 @@ def run_server(
         wait: Whether to wait until calls are served.
         check_end: Whether to end it as `ServerProcess.stop` does; else the test ends it, or it is killed.
         credentials: What its callers need; None for plaintext.
+        module: What is run: the server's own package, or one that serves other operators.
     """
-    command = server_command(*flags, devices=devices, listen=listen)
+    command = server_command(*flags, devices=devices, listen=listen, module=module)
     with log_path.open("w") as log:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log, text=True, env=server_environment(env)

@@ -178,9 +178,9 @@ class Sample:
     call: CallMeta
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class OpRecord:
-    """One operator, completely.
+    """One operator, completely; equal to itself only.
 
     Attributes:
         name: snake_case name, as on the wire and in Python.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from npugrad import Product, TensorMeta, get_operator
+from npugrad import OPERATORS, Product, TensorMeta, get_operator
 from npugrad.call import CallOptions
 from npugrad.errors import DeviceError, NpugradError, OperatorError, UnsafeLevels
 from npugrad_server.backends.base import CallAbandoned, CallPostponed, DeviceLost, Timings, unheard
@@ -41,6 +41,7 @@ SIZE = 1 << 16
 class Recorder:
     """A backend that looks at the call and does what the test wants."""
 
+    records: Mapping[str, OpRecord] = OPERATORS
     name, description, simulated, one_mode = "recorder", "", True, False
     no_determinism = ""
     deterministic: bool | None = None

@@ -46,8 +46,9 @@ class CpuBackend:
     strided = True
     memory_bytes: int | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, records: Mapping[str, OpRecord] = OPERATORS) -> None:
         """Makes it; `open` loads the kernels."""
+        self.records = records
         self.name = REFERENCE
         self.description = "host CPU"
         self.unavailable: Mapping[str, str] = {}
@@ -72,7 +73,7 @@ class CpuBackend:
             return
         self.name = "cpu"
         self.description = f"host CPU, compiled kernels ({kernels.variant}), {kernels.threads} threads"
-        others = [name for name in OPERATORS if name not in kernels.operators]
+        others = [name for name in self.records if name not in kernels.operators]
         if others:
             self.description += f"; NumPy reference in float64 for {', '.join(others)}"
 
