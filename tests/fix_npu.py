@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pytest
 from tests.cann_sim.report import HOST_OBJECTS, Report, write_plan
 from tests.e2e.harness import workers_of
-from tests.fix_server import ServerProcess, run_server
+from tests.fix_server import SERVER_PROGRAM, ServerProcess, run_server
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from tests.cann_sim.build import Installation
@@ -99,6 +99,7 @@ def run_npu_server(
     lost_workers: bool = False,
     wait: bool = True,
     check_end: bool = True,
+    program: Sequence[str] = SERVER_PROGRAM,
 ) -> Iterator[NpuServer]:
     """Runs a server on simulated NPUs for a block.
 
@@ -112,11 +113,18 @@ def run_npu_server(
         lost_workers: Whether workers may end in mid call.
         wait: Whether to wait until calls are served.
         check_end: Whether the server has to end by itself, with exit code 0 and nothing leaked.
+        program: What Python runs, as for `run_server`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     variables = {**npu_environment(installation, folder, plan), **(env or {})}
     with run_server(
-        folder / "server.log", *flags, devices=devices, env=variables, wait=wait, check_end=check_end
+        folder / "server.log",
+        *flags,
+        devices=devices,
+        env=variables,
+        wait=wait,
+        check_end=check_end,
+        program=program,
     ) as process:
         running = NpuServer(process, Report(folder / "report"), folder / "plan")
         yield running

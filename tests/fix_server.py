@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 SERVER_PYTHON = os.environ.get("NPUGRAD_TEST_SERVER_PYTHON", sys.executable)
 """Interpreter of the servers: another one proves other versions of the libraries with the same tests."""
+SERVER_PROGRAM = ("-m", "npugrad_server")
+"""What it runs."""
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
 _READY = "listening on "
@@ -196,7 +198,7 @@ def server_command(
     *flags: str,
     devices: str = "cpu:0",
     listen: str = "127.0.0.1:0",
-    program: Sequence[str] = ("-m", "npugrad_server"),
+    program: Sequence[str] = SERVER_PROGRAM,
 ) -> list[str]:
     """The command line of a small server; flags given here win over the small defaults."""
     command = [SERVER_PYTHON, *program, "serve", "--listen", listen, "--devices", devices]
@@ -223,7 +225,7 @@ def run_server(
     wait: bool = True,
     check_end: bool = True,
     credentials: grpc.ChannelCredentials | None = None,
-    program: Sequence[str] = ("-m", "npugrad_server"),
+    program: Sequence[str] = SERVER_PROGRAM,
 ) -> Iterator[ServerProcess]:
     """Runs a server for a block.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
+from npugrad.registry import REGISTRY
 from npugrad_client import _info
 from npugrad_client._async_transport import AsyncTransport
 from npugrad_client._batch import Batch, OnError
@@ -49,6 +50,8 @@ class AsyncClient(AsyncOperators):
         ...     first.grad_input
     """
 
+    _registry = REGISTRY
+
     def __init__(
         self,
         target: str | Sequence[str],
@@ -80,7 +83,7 @@ class AsyncClient(AsyncOperators):
         chosen = settings(target, stream_from_bytes, retry, tls)
         self.target = chosen.name
         self._timeout_s = timeout_s
-        self._transport = AsyncTransport(chosen)
+        self._transport = AsyncTransport(chosen, self._registry)
 
     async def __aenter__(self) -> AsyncClient:
         """The client itself."""
@@ -144,7 +147,7 @@ class AsyncClient(AsyncOperators):
             >>> [violation.id for violation in verdict.violations]  # doctest: +SKIP
             ['grad_out.not_null', 'mean.not_null', 'rstd.not_null']
         """
-        request = _info.encode_validation(operator, inputs, attrs, outputs, product)
+        request = _info.encode_validation(operator, inputs, attrs, outputs, product, registry=self._registry)
         return _info.decode_verdict(await self._transport.ask("validate", request, self._deadline(timeout_s)))
 
     async def server_info(self, timeout_s: float | None = None) -> ServerInfo:
@@ -274,9 +277,11 @@ class AsyncClient(AsyncOperators):
     ) -> tuple[dict[str, Any], ExecutionInfo]:
         """Sends one call; results by output name and what produced them."""
         if _nbytes(inputs) < _IN_A_THREAD_FROM_BYTES:
-            prepared = prepare(record, inputs, attrs, out, options)
+            prepared = prepare(record, inputs, attrs, out, options, registry=self._registry)
         else:
-            prepared = await asyncio.to_thread(prepare, record, inputs, attrs, out, options)
+            prepared = await asyncio.to_thread(
+                prepare, record, inputs, attrs, out, options, registry=self._registry
+            )
         answer = await self._transport.run(prepared, self._deadline(timeout_s))
         if prepared.targets and prepared.nbytes >= _IN_A_THREAD_FROM_BYTES:
             filling = asyncio.ensure_future(asyncio.to_thread(finish, prepared, answer, inputs, out))

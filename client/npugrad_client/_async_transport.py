@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import grpc
 
+from npugrad.registry import REGISTRY, Registry
 from npugrad_client._channels import REFUSAL_WAIT_S, Stubs, check_fork, closed, grpc_timeout
 from npugrad_client._frames import read_frames_async, read_response, request_frames_async, unary_request
 from npugrad_client._older import (
@@ -54,9 +55,9 @@ _OPEN: weakref.WeakSet[_Home] = weakref.WeakSet()
 class _Home:
     """The channels of one process and one loop, to which grpc binds them."""
 
-    def __init__(self, settings: Settings, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, settings: Settings, loop: asyncio.AbstractEventLoop, registry: Registry) -> None:
         self.process, self.loop = os.getpid(), loop
-        self._settings = settings
+        self._settings, self._registry = settings, registry
         self._stubs: dict[int, tuple[Any, Stubs]] = {}
         self.closing = asyncio.Event()
 
@@ -64,7 +65,7 @@ class _Home:
         """The stubs of a server's channel, opened at the first call."""
         found = self._stubs.get(server)
         if found is None:
-            found = self._stubs[server] = open_channel(grpc.aio, self._settings, server)
+            found = self._stubs[server] = open_channel(grpc.aio, self._settings, server, self._registry)
             _OPEN.add(self)
         return found[1]
 
@@ -83,9 +84,9 @@ class AsyncTransport:
     loop has ended, as that of `asyncio.run` does, opens other channels in the next one.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, registry: Registry = REGISTRY) -> None:
         """Remembers where to; nothing is opened before the first call."""
-        self._settings = settings
+        self._settings, self._registry = settings, registry
         self._picker = Picker(len(settings.targets))
         self._budget = RetryBudget(settings.retry)
         self._is_closed = False
@@ -145,7 +146,7 @@ class AsyncTransport:
                 "side would crash; expected that client closed before the fork, a process started by spawn, "
                 "or a Client"
             )
-        self._home = _Home(self._settings, loop)
+        self._home = _Home(self._settings, loop, self._registry)
         return self._home
 
     def _was_closed(self) -> bool:
@@ -236,7 +237,9 @@ class AsyncTransport:
         try:
             yield
         except grpc.RpcError as error:
-            raise translate(error, attempt, is_ours=self._was_closed()) from None
+            raise translate(
+                error, attempt, is_ours=self._was_closed(), records=self._registry.records
+            ) from None
         except asyncio.CancelledError:
             if self._was_closed() and not _is_cancelled():
                 raise Cancelled(f"{attempt.what}: {attempt.target}: the client was closed") from None

@@ -11,6 +11,7 @@ import numpy as np
 from npugrad.errors import MalformedRequest
 from npugrad.meta import TensorMeta
 from npugrad.products import Product
+from npugrad.registry import REGISTRY, Registry
 from npugrad.validation import make_call, validate_call
 from npugrad_client import _arrays
 
@@ -44,6 +45,7 @@ class Prepared:
         targets: Arrays of the caller that are to be filled, by output.
         is_apart: Whether results must not land in `targets` as they arrive, because the call may be sent
             twice at once, or because they share memory with operands.
+        registry: Where its messages are.
     """
 
     record: OpRecord
@@ -54,6 +56,7 @@ class Prepared:
     is_refused: bool = False
     targets: Mapping[str, Array] = field(default_factory=dict)
     is_apart: bool = False
+    registry: Registry = REGISTRY
 
     def apart(self) -> Prepared:
         """The same call, whose results land in arrays of their own."""
@@ -85,6 +88,8 @@ def prepare(
     attrs: Mapping[str, Any],
     out: Mapping[str, Any] | None,
     options: CallOptions,
+    *,
+    registry: Registry = REGISTRY,
 ) -> Prepared:
     """Makes a call from what the caller gave.
 
@@ -104,7 +109,8 @@ def prepare(
         expected = _infer(record, call)
     contents = {n: data for n, (_, data) in packed.items() if data is not None}
     is_apart = _overlap(contents.values(), targets.values())
-    return Prepared(record, call, contents, options, expected or {}, expected is None, targets, is_apart)
+    is_refused = expected is None
+    return Prepared(record, call, contents, options, expected or {}, is_refused, targets, is_apart, registry)
 
 
 def _overlap(contents: Iterable[memoryview | Recipe], targets: Collection[Array]) -> bool:

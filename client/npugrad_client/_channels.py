@@ -9,10 +9,13 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
+from google.protobuf.message_factory import GetMessageClass
+
 from npugrad import codec
 from npugrad.errors import DeadlineExceeded
 from npugrad.ops import OPERATORS
-from npugrad.v1 import backward_pb2_grpc, server_pb2_grpc, validation_pb2_grpc
+from npugrad.registry import REGISTRY, Registry
+from npugrad.v1 import server_pb2
 from npugrad_client._attempt import Attempt
 from npugrad_client._retry import ONCE, RetryPolicy
 from npugrad_client._targets import complete_target
@@ -20,6 +23,8 @@ from npugrad_client._tls import Tls
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from google.protobuf.descriptor import ServiceDescriptor
 
     from npugrad.operator import OpRecord
     from npugrad_client._retry import Launch
@@ -137,21 +142,33 @@ def _listed(target: Iterable[str]) -> tuple[str, ...]:
 class Stubs:
     """The RPCs of one channel, blocking or not as the channel is."""
 
-    def __init__(self, channel: Any) -> None:
+    def __init__(self, channel: Any, registry: Registry = REGISTRY) -> None:
         """Makes the stubs; nothing is sent."""
-        self._backward: Any = backward_pb2_grpc.BackwardServiceStub(channel)
-        server: Any = server_pb2_grpc.ServerServiceStub(channel)
-        validation: Any = validation_pb2_grpc.ValidationServiceStub(channel)
-        self.execute: Any = self._backward.Execute
+        self._backward = _methods(channel, registry.backward)
+        server = _methods(channel, server_pb2.DESCRIPTOR.services_by_name["ServerService"])
+        self.execute: Any = self._backward["Execute"]
         self.services: dict[str, Any] = {
-            "validate": validation.Validate,
-            "server_info": server.GetServerInfo,
-            "list_operators": server.ListOperators,
+            "validate": _methods(channel, registry.validation)["Validate"],
+            "server_info": server["GetServerInfo"],
+            "list_operators": server["ListOperators"],
         }
 
     def unary(self, record: OpRecord) -> Any:
         """The unary RPC of an operator."""
-        return getattr(self._backward, record.rpc)
+        return self._backward[record.rpc]
+
+
+def _methods(channel: Any, service: ServiceDescriptor) -> dict[str, Any]:
+    """The RPCs of a service by name, as a generated stub makes them."""
+    return {
+        method.name: getattr(channel, "stream_stream" if method.client_streaming else "unary_unary")(
+            f"/{service.full_name}/{method.name}",
+            request_serializer=GetMessageClass(method.input_type).SerializeToString,
+            response_deserializer=GetMessageClass(method.output_type).FromString,
+            _registered_method=True,
+        )
+        for method in service.methods
+    }
 
 
 def channel_options(target: str) -> list[tuple[str, Any]]:

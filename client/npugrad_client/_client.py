@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
+from npugrad.registry import REGISTRY
 from npugrad_client import _info
 from npugrad_client._batch import Batch, OnError
 from npugrad_client._call import finish, prepare
@@ -49,6 +50,8 @@ class Client(Operators):
         ...     grads.grad_input, grads.info.device
     """
 
+    _registry = REGISTRY
+
     def __init__(
         self,
         target: str | Sequence[str],
@@ -88,7 +91,7 @@ class Client(Operators):
         self.target = chosen.name
         self._timeout_s = timeout_s
         self._state = (chosen, timeout_s, threads)
-        self._transport = Transport(chosen)
+        self._transport = Transport(chosen, self._registry)
         self._threads = Threads(self._transport, threads)
 
     def __getstate__(self) -> tuple[Settings, float | None, int]:
@@ -162,7 +165,7 @@ class Client(Operators):
             >>> [violation.id for violation in verdict.violations]  # doctest: +SKIP
             ['grad_out.not_null', 'mean.not_null', 'rstd.not_null']
         """
-        request = _info.encode_validation(operator, inputs, attrs, outputs, product)
+        request = _info.encode_validation(operator, inputs, attrs, outputs, product, registry=self._registry)
         return _info.decode_verdict(self._transport.ask("validate", request, self._deadline(timeout_s)))
 
     def server_info(self, timeout_s: float | None = None) -> ServerInfo:
@@ -289,6 +292,6 @@ class Client(Operators):
         timeout_s: float | None,
     ) -> tuple[dict[str, Any], ExecutionInfo]:
         """Sends one call; results by output name and what produced them."""
-        prepared = prepare(record, inputs, attrs, out, options)
+        prepared = prepare(record, inputs, attrs, out, options, registry=self._registry)
         answer = self._transport.run(prepared, self._deadline(timeout_s))
         return finish(prepared, answer, inputs, out), answer.info

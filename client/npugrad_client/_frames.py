@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from npugrad.call import ExecutionInfo
     from npugrad.meta import TensorMeta
     from npugrad.operator import OpRecord
+    from npugrad.registry import Registry
     from npugrad_client._attempt import Attempt
     from npugrad_client._call import Array, Prepared
 
@@ -29,9 +30,7 @@ def unary_request(prepared: Prepared) -> Any:
     return _encode(prepared, None)[0]
 
 
-def request_frames(
-    prepared: Prepared, is_answered: Callable[[], bool], attempt: Attempt
-) -> Iterator[backward_pb2.ExecuteRequest]:
+def request_frames(prepared: Prepared, is_answered: Callable[[], bool], attempt: Attempt) -> Iterator[Any]:
     """The frames of a streamed call.
 
     Args:
@@ -44,36 +43,37 @@ def request_frames(
     attempt.upload_bytes = sum(data.nbytes for _, data in follow)
     yield header
     if not (prepared.is_refused and is_answered()):
-        yield from chunk_frames(follow, attempt)
+        yield from chunk_frames(prepared.registry, follow, attempt)
 
 
 async def request_frames_async(
     prepared: Prepared, is_answered: Callable[[], Awaitable[bool]], attempt: Attempt
-) -> AsyncIterator[backward_pb2.ExecuteRequest]:
+) -> AsyncIterator[Any]:
     """As `request_frames`, for an event loop: no step is longer than the copy of one chunk."""
     header, follow = open_call(prepared)
     attempt.upload_bytes = sum(data.nbytes for _, data in follow)
     yield header
     if not (prepared.is_refused and await is_answered()):
-        for frame in chunk_frames(follow, attempt):
+        for frame in chunk_frames(prepared.registry, follow, attempt):
             yield frame
 
 
-def open_call(prepared: Prepared) -> tuple[backward_pb2.ExecuteRequest, list[tuple[int, memoryview]]]:
+def open_call(prepared: Prepared) -> tuple[Any, list[tuple[int, memoryview]]]:
     """The first frame of a streamed call, and (parameter index, content) of what follows in chunks."""
     message, follow = _encode(prepared, CHUNKED_FROM_BYTES)
-    header = codec.wrap(backward_pb2.ExecuteHeader(), prepared.record, message)
-    return backward_pb2.ExecuteRequest(header=header), follow
+    frame = prepared.registry.execute_request()
+    codec.wrap(frame.header, prepared.record, message)
+    return frame, follow
 
 
 def chunk_frames(
-    follow: Iterable[tuple[int, memoryview]], attempt: Attempt
-) -> Iterator[backward_pb2.ExecuteRequest]:
+    registry: Registry, follow: Iterable[tuple[int, memoryview]], attempt: Attempt
+) -> Iterator[Any]:
     """The chunks of a streamed call, one copied at a time."""
     for operand, data in follow:
         for offset, piece in layout.chunks(data, codec.CHUNK_BYTES):
             chunk = backward_pb2.Chunk(operand=operand, offset=offset, data=bytes(piece))
-            yield backward_pb2.ExecuteRequest(chunk=chunk)
+            yield registry.execute_request(chunk=chunk)
             attempt.sent_bytes += piece.nbytes  # gRPC asks for the next one once this one has gone
 
 
@@ -87,6 +87,7 @@ def _encode(prepared: Prepared, chunk_from_bytes: int | None) -> tuple[Any, list
         call.outputs,
         prepared.options,
         chunk_from_bytes=chunk_from_bytes,
+        registry=prepared.registry,
     )
 
 

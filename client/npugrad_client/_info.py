@@ -11,13 +11,15 @@ from npugrad.errors import NpugradError, RequestError, Source, Violation
 from npugrad.operator import Verdict
 from npugrad.ops import get_operator
 from npugrad.products import Product, product_from_name, product_from_wire
-from npugrad.v1 import backward_pb2, server_pb2, validation_pb2
+from npugrad.registry import REGISTRY, Registry
+from npugrad.v1 import server_pb2
 from npugrad.validation import make_call
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from npugrad.meta import TensorMeta
+    from npugrad.v1 import validation_pb2
 
 SERVER_INFO_REQUEST = server_pb2.GetServerInfoRequest()
 
@@ -192,13 +194,16 @@ def encode_validation(
     attrs: Mapping[str, Any],
     outputs: Mapping[str, TensorMeta | None] | None,
     product: Product | str | None,
-) -> validation_pb2.ValidateRequest:
+    *,
+    registry: Registry = REGISTRY,
+) -> Any:
     """The request that validates a call without data; errors as in `Client.validate`."""
-    record = get_operator(operator)
+    record = get_operator(operator, registry.records)
     call = make_call(record, inputs, attrs, outputs)
-    message, _ = codec.encode_request(call.inputs, {}, record, call.attrs, call.outputs)
-    header = codec.wrap(backward_pb2.ExecuteHeader(), record, message)
-    return validation_pb2.ValidateRequest(call=header, product=product_number(product))
+    message, _ = codec.encode_request(call.inputs, {}, record, call.attrs, call.outputs, registry=registry)
+    request = registry.validate_request(product=product_number(product))
+    codec.wrap(request.call, record, message)
+    return request
 
 
 def decode_verdict(response: validation_pb2.ValidateResponse) -> Verdict:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import grpc
 
+from npugrad.registry import REGISTRY, Registry
 from npugrad_client._channels import REFUSAL_WAIT_S, Stubs, check_fork, closed, grpc_timeout
 from npugrad_client._forks import GATE
 from npugrad_client._frames import read_frames, read_response, request_frames, unary_request
@@ -102,7 +103,7 @@ Send: TypeAlias = "Callable[[Stubs, Attempt, Flight | None], Any]"
 """Sends a call over a channel, with the timeout of the try; what it returns is the answer."""
 
 
-def open_channel(kind: Any, settings: Settings, server: int) -> tuple[Any, Stubs]:
+def open_channel(kind: Any, settings: Settings, server: int, registry: Registry) -> tuple[Any, Stubs]:
     """The channel to one of the targets, and its stubs; `kind` is the module `grpc` or `grpc.aio`."""
     target = settings.targets[server]
     options = settings.options(target)
@@ -112,14 +113,14 @@ def open_channel(kind: Any, settings: Settings, server: int) -> tuple[Any, Stubs
         ca, certificate, key = settings.credentials
         credentials = grpc.ssl_channel_credentials(ca, key, certificate)
         channel = kind.secure_channel(target, credentials, options=options)
-    return channel, Stubs(channel)
+    return channel, Stubs(channel, registry)
 
 
 class _Home:
     """The channels of one process: a fork leaves them to the parent, and the child opens its own."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, settings: Settings, registry: Registry) -> None:
+        self._settings, self._registry = settings, registry
         self._lock = threading.Lock()
         self._stubs: dict[int, tuple[Any, Stubs]] = {}
         self.picker = Picker(len(settings.targets))
@@ -136,7 +137,8 @@ class _Home:
                     raise closed(self._settings.name)
                 found = self._stubs.get(server)
                 if found is None:
-                    found = self._stubs[server] = open_channel(grpc, self._settings, server)
+                    found = open_channel(grpc, self._settings, server, self._registry)
+                    self._stubs[server] = found
                     weakref.finalize(found[0], GATE.note_close).atexit = False
         return found[1]
 
@@ -173,9 +175,14 @@ class Transport:
     Processes: channels are opened at the first call of each process.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        """Remembers where to; nothing is opened before the first call."""
-        self._settings = settings
+    def __init__(self, settings: Settings, registry: Registry = REGISTRY) -> None:
+        """Remembers where to; nothing is opened before the first call.
+
+        Args:
+            settings: Where to, and how.
+            registry: The operators and their services.
+        """
+        self._settings, self._registry = settings, registry
         self._homes: dict[int, _Home] = {}
         self._is_closed = False
         self._scope = threading.local()
@@ -237,7 +244,7 @@ class Transport:
         home = self._homes.get(process)
         if home is None:
             check_fork()
-            home = self._homes.setdefault(process, _Home(self._settings))
+            home = self._homes.setdefault(process, _Home(self._settings, self._registry))
         return home
 
     def _follow(self, what: str, send: Send, timeout_s: float | None) -> tuple[Any, int]:
@@ -337,7 +344,7 @@ class Transport:
             yield
         except grpc.RpcError as error:
             is_ours = self._is_closed or (flight is not None and flight.is_cancelled)
-            raise translate(error, attempt, is_ours=is_ours) from None
+            raise translate(error, attempt, is_ours=is_ours, records=self._registry.records) from None
         except grpc.FutureCancelledError:
             raise Cancelled(f"{what}: {target}: the call was cancelled") from None
         except ValueError:

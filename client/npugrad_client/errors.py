@@ -69,6 +69,9 @@ from npugrad.status import decode_status
 from npugrad_client._targets import DEFAULT_PORT
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from npugrad.operator import OpRecord
     from npugrad_client._attempt import Attempt
 
 __all__ = [
@@ -188,28 +191,36 @@ STATUS_CLASSES: dict[grpc.StatusCode, type[NpugradError]] = {
 """Classes for statuses without details of ours: made by grpc itself, a proxy or another service."""
 
 
-def translate(error: grpc.RpcError, attempt: Attempt, *, is_ours: bool = False) -> NpugradError:
+def translate(
+    error: grpc.RpcError,
+    attempt: Attempt,
+    *,
+    is_ours: bool = False,
+    records: Mapping[str, OpRecord] = OPERATORS,
+) -> NpugradError:
     """The exception for a failed RPC: from the service's details when there are some, else from the status.
 
     Args:
         error: What grpc raised; kept as `.cause`.
         attempt: The try that failed.
         is_ours: Whether this side cancelled it.
+        records: The operators by name.
     """
-    details = _details(error)
+    details = _details(error, records)
     if details is not None:
         translated = error_from_details(details)
     else:
         translated = _without_details(error, attempt, is_ours)
+        translated.operator = attempt.what if attempt.what in records else ""
     # Without its traceback, whose frames would hold the operands for as long as anyone holds the error.
     translated.cause = error.with_traceback(None)
     return translated
 
 
-def _details(error: Any) -> ErrorDetails | None:
+def _details(error: Any, records: Mapping[str, OpRecord]) -> ErrorDetails | None:
     """What the trailers say; not by `grpc_status`, which wants message and code as the server sent them."""
     try:
-        return decode_status(Status.FromString(_trailers(error)[_STATUS_KEY]))
+        return decode_status(Status.FromString(_trailers(error)[_STATUS_KEY]), records)
     except (KeyError, DecodeError, TypeError):  # none, or what a proxy made of them
         return None
 
@@ -237,7 +248,7 @@ def _without_details(error: Any, attempt: Attempt, is_ours: bool) -> NpugradErro
         text = attempt.late_text()
     else:
         text = f"{target}: {code.name}: {said}"
-    made = cls(f"{attempt.what}: {text}", operator=attempt.what if attempt.what in OPERATORS else "")
+    made = cls(f"{attempt.what}: {text}")
     if isinstance(made, ConnectError):
         made.is_misconfigured = bool(_UNRESOLVED.search(said) or _NO_HTTP2.search(said) or _is_hung_up(said))
     return made

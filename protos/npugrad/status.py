@@ -17,7 +17,9 @@ from npugrad.errors import ErrorDetails, NpugradError, OperatorError, RequestErr
 from npugrad.ops import OPERATORS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
+
+    from npugrad.operator import OpRecord
 
 MAX_STATUS_BYTES = 4096
 MAX_MESSAGE_BYTES = 512
@@ -82,7 +84,9 @@ def _fitting(violations: Iterable[Violation], room: int) -> error_details_pb2.Ba
     return bad_request
 
 
-def decode_status(status: status_pb2.Status) -> ErrorDetails | None:
+def decode_status(
+    status: status_pb2.Status, records: Mapping[str, OpRecord] = OPERATORS
+) -> ErrorDetails | None:
     """What a status of this service says; None when it is not one of ours."""
     info = error_details_pb2.ErrorInfo()
     bad_request, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
@@ -96,14 +100,15 @@ def decode_status(status: status_pb2.Status) -> ErrorDetails | None:
     if info.domain != DOMAIN or info.reason not in BY_REASON:
         return None
     metadata = dict(info.metadata)
-    violations = tuple(_violation(metadata.get("operator", ""), v) for v in bad_request.field_violations)
+    violations = tuple(
+        _violation(records.get(metadata.get("operator", "")), v) for v in bad_request.field_violations
+    )
     return ErrorDetails(info.reason, status.message, metadata, violations, retry_after_s)
 
 
-def _violation(operator: str, entry: error_details_pb2.BadRequest.FieldViolation) -> Violation:
+def _violation(record: OpRecord | None, entry: error_details_pb2.BadRequest.FieldViolation) -> Violation:
     found, _, expected = entry.description.removeprefix("found ").partition("; expected ")
     operands = tuple(entry.field.split(","))
-    record = OPERATORS.get(operator)
     # The record on this side knows the rest, so it need not travel.
     known = next((c for c in record.constraints if c.id == entry.reason), None) if record else None
     if known is None:

@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import npugrad
 from npugrad.errors import NpugradError
-from npugrad.v1 import backward_pb2, server_pb2, validation_pb2
+from npugrad.registry import REGISTRY, Registry
+from npugrad.v1 import server_pb2
 from npugrad_server.addresses import AddressError
 from npugrad_server.dispatch import Dispatcher
 from npugrad_server.logs import get_logger
 from npugrad_server.metrics import Metrics
 from npugrad_server.pages import Pages, serve_pages
 from npugrad_server.pool import DevicePool, keep_reaping
+from npugrad_server.pool.types import WORKER_MODULE
 from npugrad_server.preflight import StartError, npu_report, pool_settings, ready_timeout_s
 from npugrad_server.rpc.funnel import Funnel
 from npugrad_server.rpc.health import Health, register_health, register_reflection
@@ -45,13 +47,22 @@ _FAREWELL_S = 1.0
 _T = TypeVar("_T")
 
 
-async def serve(loaded: LoadedSettings, announce: Callable[[Address], None], print_fd: int = 2) -> int:
+async def serve(
+    loaded: LoadedSettings,
+    announce: Callable[[Address], None],
+    print_fd: int = 2,
+    *,
+    registry: Registry = REGISTRY,
+    worker_module: str = WORKER_MODULE,
+) -> int:
     """Runs a server until a signal ends it.
 
     Args:
         loaded: Settings and where they came from.
         announce: Called once calls are served, with the bound address.
         print_fd: Descriptor that workers print to.
+        registry: The operators and the services that carry them.
+        worker_module: Module that a worker process runs.
 
     Returns:
         Exit code: 0, or 1 when accepted calls were cut off or the gRPC server ended by itself.
@@ -61,12 +72,13 @@ async def serve(loaded: LoadedSettings, announce: Callable[[Address], None], pri
     """
     keep_freed_memory()
     log, stop, delay_s = get_logger(), Stop(), 0.0
-    made = replace(pool_settings(loaded.settings, npu_report(loaded.settings)), print_fd=print_fd)
+    made = pool_settings(loaded.settings, npu_report(loaded.settings))
+    made = replace(made, print_fd=print_fd, worker_module=worker_module)
     for name, value in loaded.settings:
         # The pool's settings have what a default such as "auto" came to.
         log.info("setting", name=name, value=getattr(made, name, value), origin=loaded.origins[name])
     stop.install()
-    app = App(loaded.settings, made)
+    app = App(loaded.settings, made, registry)
     try:
         await app.start()
         await until(stop.asked, app.ready())
@@ -123,13 +135,15 @@ class App:
         metrics_address: Where its metrics page and those of the probes are; None when they are off.
     """
 
-    def __init__(self, settings: ServerSettings, made: PoolSettings) -> None:
+    def __init__(self, settings: ServerSettings, made: PoolSettings, registry: Registry = REGISTRY) -> None:
         """Wires nothing yet.
 
         Args:
             settings: Settings of the server.
             made: Settings of its pool, from `pool_settings`.
+            registry: The operators and the services that carry them.
         """
+        self._registry = registry
         self._settings, self._made = settings, made
         self._log = get_logger()
         self._resources = AsyncExitStack()
@@ -158,7 +172,8 @@ class App:
         self._resources.callback(reaping.cancel)
         metrics.show_pool(self.pool, asyncio.get_running_loop())
         self._info = ServerServicer(
-            self.pool, Facts(self._made, int(self._settings.max_message_bytes), started_s)
+            self.pool,
+            Facts(self._made, int(self._settings.max_message_bytes), started_s, self._registry.records),
         )
         self._register()
         self.pool.on_change.append(self._device_changed)
@@ -175,17 +190,17 @@ class App:
     def _register(self) -> None:
         settings = self._settings
         backward = BackwardServicer(
-            Dispatcher(self.pool, self._made.product, int(settings.max_message_bytes)),
+            Dispatcher(self.pool, self._made.product, int(settings.max_message_bytes), self._registry),
             upload_idle_timeout_s=settings.upload_idle_timeout_s,
             reply_idle_timeout_s=settings.reply_idle_timeout_s,
         )
         names = []
-        for module, service, servicer in (
-            (backward_pb2, "BackwardService", backward),
-            (validation_pb2, "ValidationService", ValidationServicer(self._made.product, self.pool)),
-            (server_pb2, "ServerService", self._info),
+        validation = ValidationServicer(self._made.product, self.pool, self._registry)
+        for descriptor, servicer in (
+            (self._registry.backward, backward),
+            (self._registry.validation, validation),
+            (server_pb2.DESCRIPTOR.services_by_name["ServerService"], self._info),
         ):
-            descriptor = module.DESCRIPTOR.services_by_name[service]
             register(self._server, descriptor, servicer.handlers(self._funnel))
             names.append(str(descriptor.full_name))
         self._health = Health(names, settings.liveness_down_limit_s)

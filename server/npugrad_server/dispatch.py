@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from npugrad.codec import CHUNK_BYTES, MAX_MESSAGE_BYTES, check_contents, decode_request, encode_response
 from npugrad.errors import CallTooLarge
+from npugrad.registry import REGISTRY, Registry
 from npugrad.validation import error_from_verdict, validate_call
 from npugrad_server.pool import PlannedCall
 from npugrad_server.recipes import Maker
@@ -60,10 +61,15 @@ class Dispatcher:
     Attributes:
         pool: Where calls run.
         product: Product the server serves.
+        registry: The operators and their messages.
     """
 
     def __init__(
-        self, pool: DevicePool, product: Product, max_message_bytes: int = MAX_MESSAGE_BYTES
+        self,
+        pool: DevicePool,
+        product: Product,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        registry: Registry = REGISTRY,
     ) -> None:
         """Makes it.
 
@@ -71,9 +77,11 @@ class Dispatcher:
             pool: Where calls run.
             product: Product the server serves.
             max_message_bytes: Largest message that can be sent.
+            registry: The operators and their messages.
         """
         self.pool = pool
         self.product = product
+        self.registry = registry
         self._maker = Maker()
         self._max_message_bytes = max_message_bytes
 
@@ -122,7 +130,11 @@ class Dispatcher:
             await self.write(admission, request)
             outcome = await self.run(admission)
             response, _ = encode_response(
-                request.planned.record, request.planned.outputs, outcome.contents, outcome.info
+                request.planned.record,
+                request.planned.outputs,
+                outcome.contents,
+                outcome.info,
+                registry=self.registry,
             )
         return response, outcome.info
 

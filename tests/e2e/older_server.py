@@ -47,7 +47,7 @@ def _keep(found: Any, is_kept: Any) -> None:
     found.extend(kept)
 
 
-def _unwrap_as_before(header: Any) -> tuple[OpRecord, Any]:
+def _unwrap_as_before(header: Any, *_: Any) -> tuple[OpRecord, Any]:
     """What the first servers did."""
     name = header.WhichOneof("call")
     if name is None:
@@ -62,8 +62,6 @@ def main(operator: str, can_tell: str, *arguments: str) -> None:
             importlib.import_module(f"npugrad.v1.{name}_pb2")
     if can_tell == "0":
         importlib.import_module("npugrad.codec").unwrap = _unwrap_as_before  # type: ignore[attr-defined]
-    servicer: Any = importlib.import_module("npugrad_server.rpc.servicer")
-    servicer.UNARY_RPCS = {rpc: name for rpc, name in servicer.UNARY_RPCS.items() if name != operator}
     cli = importlib.import_module("npugrad_server.cli")
     sys.argv = ["npugrad-server", *arguments]
     cli.main()

@@ -11,6 +11,8 @@ from npugrad.ops.group_norm_backward import GROUP_NORM_BACKWARD
 from npugrad.ops.multi_scale_deformable_attention_grad import MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from npugrad.operator import OpRecord
 
 OPERATORS: dict[str, OpRecord] = {
@@ -25,16 +27,20 @@ OPERATORS: dict[str, OpRecord] = {
 """Every operator by name."""
 
 
-def get_operator(name: str) -> OpRecord:
+def get_operator(name: str, records: Mapping[str, OpRecord] = OPERATORS) -> OpRecord:
     """The record of an operator.
+
+    Args:
+        name: Such as ``"group_norm_backward"``.
+        records: The operators by name.
 
     Raises:
         UnsupportedOperator: There is no operator of this name; the message lists all.
     """
-    if name in OPERATORS:
-        return OPERATORS[name]
+    if name in records:
+        return records[name]
     raise UnsupportedOperator(
-        f"unknown operator {name!r}; known are {', '.join(OPERATORS)}",
+        f"unknown operator {name!r}; known are {', '.join(records)}",
         reason="UNKNOWN_OPERATOR",
         operator=name,
     )

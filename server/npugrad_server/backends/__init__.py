@@ -5,7 +5,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
+from npugrad.ops import OPERATORS
+
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from npugrad.operator import OpRecord
     from npugrad_server.backends.base import Backend
 
 _BACKENDS = {
@@ -15,8 +20,12 @@ _BACKENDS = {
 }
 
 
-def make_backend(kind: str) -> Backend:
+def make_backend(kind: str, records: Mapping[str, OpRecord] = OPERATORS) -> Backend:
     """A backend, not yet open, for devices of a kind.
+
+    Args:
+        kind: Such as ``"cpu"``.
+        records: Operators that it may be asked for, by name.
 
     Raises:
         ValueError: This build has no backend for it; the message lists those there are.
@@ -24,4 +33,4 @@ def make_backend(kind: str) -> Backend:
     if kind not in _BACKENDS:
         raise ValueError(f"found device kind {kind!r}; this build has backends for {', '.join(_BACKENDS)}")
     module, name = _BACKENDS[kind]
-    return cast("Backend", getattr(import_module(module), name)())
+    return cast("Backend", getattr(import_module(module), name)(records))

@@ -161,6 +161,7 @@ class Backend(ABC):
     """Drives one device, in a process of its own.
 
     Attributes:
+        records: Operators that it may be asked for, by name.
         name: ``"cpu"``, ``"cpu-reference"``, ``"npu"`` or ``"test"``, as results report it
             unless `Timings` names another.
         description: What the device is, for a person; final once open.
@@ -174,6 +175,7 @@ class Backend(ABC):
         memory_bytes: Memory of the device's own for calls, once open; None when it works in the host's.
     """
 
+    records: Mapping[str, OpRecord]
     name: str
     description: str
     simulated: bool = False

@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from npugrad.ops import OPERATORS
 from npugrad_server.backends.base import Backend, Comeback, DeviceLost, DeviceUnusable, Timings, unheard
 from npugrad_server.backends.cpu import CpuBackend
 
@@ -126,11 +127,12 @@ class TestBackend(Backend):
     name = "test"
     simulated = True
 
-    def __init__(self) -> None:
+    def __init__(self, records: Mapping[str, OpRecord] = OPERATORS) -> None:
         """Makes it; `open` reads the options."""
+        self.records = records
         self.description = "simulated device"
         self._options = TestOptions.parse({})
-        self._cpu = CpuBackend()
+        self._cpu = CpuBackend(records)
         self._used_bytes = 0
         self._lock = threading.Lock()
 

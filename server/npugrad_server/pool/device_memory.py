@@ -13,12 +13,12 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from npugrad.meta import CallMeta
-from npugrad.ops import get_operator
 from npugrad_server.acl.layout import arrange
 
 if TYPE_CHECKING:
     from npugrad.attributes import AttrValue
     from npugrad.meta import TensorMeta
+    from npugrad.operator import OpRecord
     from npugrad.products import Product
     from npugrad_server.pool.types import PlannedCall
 
@@ -84,7 +84,7 @@ def need_of(planned: PlannedCall) -> DeviceNeed:
         return DeviceNeed()  # it is answered before anybody looks at its operands
     call, options = planned.call, planned.options
     need = _need_of_kind(
-        planned.record.name,
+        planned.record,
         call.product,
         options.deterministic,
         tuple(call.inputs.items()),
@@ -99,7 +99,7 @@ def need_of(planned: PlannedCall) -> DeviceNeed:
 
 @lru_cache(_KINDS)
 def _need_of_kind(
-    operator: str,
+    record: OpRecord,
     product: Product,
     deterministic: bool,
     inputs: tuple[tuple[str, TensorMeta | None], ...],
@@ -108,11 +108,11 @@ def _need_of_kind(
 ) -> DeviceNeed:
     """Remembered: arranging costs the front as much as all the rest, and most calls look like one before."""
     call = CallMeta(dict(inputs), dict(attrs), dict(outputs), product)
-    arrangement = arrange(get_operator(operator), call)
+    arrangement = arrange(record, call)
     slots = arrangement.inputs + arrangement.outputs
     # Everything that the operator sees when it says how much workspace it needs.
     seen = (
-        operator,
+        record.name,
         product.value,
         deterministic,
         attrs,

@@ -130,6 +130,7 @@ class Fleet:
             self._settings.output_arena_bytes,
             self._threads,
             print_fd=self._settings.print_fd,
+            module=self._settings.worker_module,
         )
         device.spawning = loop.run_in_executor(self._executor, start)
         device.spawning.add_done_callback(lambda future: self._spawned(worker, incarnation, future))

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from npugrad_server.pool.arena import OutputArena
 from npugrad_server.pool.orphans import collect_child, start_child
+from npugrad_server.pool.types import WORKER_MODULE
 from npugrad_server.worker.descendants import MARK, end_descendants
 from npugrad_server.worker.protocol import (
     MAX_MESSAGE_BYTES,
@@ -59,6 +60,7 @@ class WorkerProcess:
         threads: int,
         *,
         print_fd: int = 2,
+        module: str = WORKER_MODULE,
     ) -> None:
         """Starts the process; takes some milliseconds.
 
@@ -69,6 +71,7 @@ class WorkerProcess:
             output_arena_bytes: Size of its results' arena.
             threads: Processors' worth of threads for linear algebra, unless the environment says.
             print_fd: Descriptor that it prints to.
+            module: Module that it runs.
 
         Raises:
             OSError: No process, memory or descriptor is left.
@@ -88,7 +91,7 @@ class WorkerProcess:
             raise
         self._control.setblocking(False)
         try:
-            self._process = self._spawn(theirs, threads, print_fd)
+            self._process = self._spawn(module, theirs, threads, print_fd)
         except BaseException:
             self._control.close()
             self.outputs.close()
@@ -96,13 +99,15 @@ class WorkerProcess:
         finally:
             theirs.close()
 
-    def _spawn(self, theirs: socket.socket, threads: int, print_fd: int) -> subprocess.Popen[bytes]:
+    def _spawn(
+        self, module: str, theirs: socket.socket, threads: int, print_fd: int
+    ) -> subprocess.Popen[bytes]:
         # Libraries look at different ones first, so one that is set counts for all of them.
         given = next((os.environ[name] for name in _THREAD_SETTINGS if name in os.environ), str(threads))
         environment = dict.fromkeys(_THREAD_SETTINGS, given) | dict(os.environ) | {MARK: self._mark}
         return start_child(
             lambda: subprocess.Popen(
-                [sys.executable, "-m", "npugrad_server.worker", self.device, str(theirs.fileno())],
+                [sys.executable, "-m", module, self.device, str(theirs.fileno())],
                 pass_fds=(theirs.fileno(), self._inputs.worker_fd, self.outputs.fd),
                 env=environment,
                 stdin=subprocess.DEVNULL,

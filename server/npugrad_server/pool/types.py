@@ -22,6 +22,10 @@ START_LIMIT_FACTOR = 3
 """How many times `worker_start_timeout_s` the first start of a worker may take in all."""
 
 
+WORKER_MODULE = "npugrad_server.worker"
+"""What a worker process runs."""
+
+
 @dataclass(frozen=True)
 class PoolSettings:
     """What a pool is opened with.
@@ -47,6 +51,7 @@ class PoolSettings:
         run_limit_s: Seconds a call may run, whatever its deadline, before its worker is ended.
         heartbeat_timeout_s: Seconds a ready worker may be silent, though asked, before it is ended.
         print_fd: Descriptor that workers print to, standard error by default.
+        worker_module: Module that a worker process runs.
     """
 
     devices: tuple[str, ...]
@@ -66,6 +71,7 @@ class PoolSettings:
     run_limit_s: float = 540.0
     heartbeat_timeout_s: float = 30.0
     print_fd: int = 2
+    worker_module: str = WORKER_MODULE
 
     @property
     def start_limit_s(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,8 @@ from npugrad.v1 import server_pb2
 from npugrad_server.rpc.validation import encode_sources, requested_product
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from npugrad.operator import Constraint, OpRecord, Param
     from npugrad.products import Product
     from npugrad_server.pool import DevicePool, DeviceStatus, PoolSettings
@@ -34,11 +36,13 @@ class Facts:
         settings: Settings of its pool.
         max_message_bytes: Largest message it takes and sends.
         started_s: `time.monotonic()` at its start.
+        records: The operators by name.
     """
 
     settings: PoolSettings
     max_message_bytes: int
     started_s: float
+    records: Mapping[str, OpRecord] = field(default_factory=lambda: OPERATORS)
 
 
 class ServerServicer:
@@ -73,7 +77,7 @@ class ServerServicer:
             versions=self._versions,
             operators=[
                 name
-                for name, record in OPERATORS.items()
+                for name, record in self._facts.records.items()
                 if settings.product in record.products and not self._pool.unavailable(name)
             ],
             draining=self._draining,
@@ -97,7 +101,7 @@ class ServerServicer:
         return server_pb2.ListOperatorsResponse(
             operators=[
                 _operator(record, product, missing=self._pool.unavailable(record.name) if own else "")
-                for record in OPERATORS.values()
+                for record in self._facts.records.values()
             ]
         )
 

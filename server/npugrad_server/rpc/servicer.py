@@ -1,25 +1,17 @@
-"""BackwardService: one line for each operator."""
+"""BackwardService: a unary RPC for each operator, and Execute."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from npugrad.ops import get_operator
 from npugrad_server.rpc.streaming import Execute
 
 if TYPE_CHECKING:
+    from npugrad.operator import OpRecord
     from npugrad_server.dispatch import Dispatcher
     from npugrad_server.rpc.funnel import Funnel, RpcCall
     from npugrad_server.rpc.register import Handler
-
-UNARY_RPCS = {
-    "MultiScaleDeformableAttentionGrad": "multi_scale_deformable_attention_grad",
-    "GridSampler2DBackward": "grid_sampler_2d_backward",
-    "GroupNormBackward": "group_norm_backward",
-    "FusedFloydAttentionGrad": "fused_floyd_attention_grad",
-}
-"""The operator that each unary RPC runs."""
 
 
 class BackwardServicer:
@@ -33,13 +25,14 @@ class BackwardServicer:
 
     def handlers(self, funnel: Funnel) -> dict[str, Handler]:
         """Every method for `register`."""
-        unary = {rpc: funnel.unary(rpc, partial(self._call, name)) for rpc, name in UNARY_RPCS.items()}
+        records = self._dispatcher.registry.records.values()
+        unary = {record.rpc: funnel.unary(record.rpc, partial(self._call, record)) for record in records}
         return {**unary, "Execute": funnel.stream("Execute", self._execute)}
 
-    async def _call(self, operator: str, message: Any, call: RpcCall) -> Any:
-        call.operator = operator
+    async def _call(self, record: OpRecord, message: Any, call: RpcCall) -> Any:
+        call.operator = record.name
         request = self._dispatcher.plan(
-            get_operator(operator),
+            record,
             message,
             request_id=call.request_id,
             timeout_s=call.timeout_s,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
     from npugrad.operator import OpRecord
+    from npugrad.registry import Registry
     from npugrad_server.pool import Admission, Outcome
 
 
@@ -106,7 +107,7 @@ class Frames:
         self._call = call
         self._upload_idle_timeout_s, self._reply_idle_timeout_s = upload_idle_timeout_s, reply_idle_timeout_s
 
-    async def read(self) -> backward_pb2.ExecuteRequest | None:
+    async def read(self) -> Any:
         """The next frame; None at the end of the client's side.
 
         Raises:
@@ -134,7 +135,7 @@ class Frames:
             "the client to read",
         )
 
-    async def write(self, frame: backward_pb2.ExecuteResponse) -> None:
+    async def write(self, frame: Any) -> None:
         """Sends a frame.
 
         Raises:
@@ -186,15 +187,15 @@ class Execute:
             await _receive(call, frames, admission, upload)
             outcome = await self._dispatcher.run(admission)
             call.info = outcome.info
-            for frame in _reply(request, outcome):
+            for frame in _reply(self._dispatcher.registry, request, outcome):
                 await frames.write(frame)
             call.sent_bytes = sum(view.nbytes for view in outcome.contents.values())
 
-    def _plan(self, call: RpcCall, frame: backward_pb2.ExecuteRequest | None) -> Request:
+    def _plan(self, call: RpcCall, frame: Any) -> Request:
         kind = "the end of the stream" if frame is None else frame.WhichOneof("frame") or "an empty frame"
         if frame is None or kind != "header":
             raise MalformedRequest(f"execute: stream: found {kind} first; expected a header")
-        record, message = unwrap(frame.header)
+        record, message = unwrap(frame.header, self._dispatcher.registry)
         call.operator = record.name
         request = self._dispatcher.plan(
             record, message, request_id=call.request_id, timeout_s=call.timeout_s, chunked=True
@@ -227,13 +228,20 @@ async def _receive(call: RpcCall, frames: Frames, admission: Admission, upload: 
     upload.finish()
 
 
-def _reply(request: Request, outcome: Outcome) -> Iterator[backward_pb2.ExecuteResponse]:
+def _reply(registry: Registry, request: Request, outcome: Outcome) -> Iterator[Any]:
     record = request.planned.record
     message, follow = encode_response(
-        record, request.planned.outputs, outcome.contents, outcome.info, chunk_from_bytes=INLINE_REPLY_BYTES
+        record,
+        request.planned.outputs,
+        outcome.contents,
+        outcome.info,
+        chunk_from_bytes=INLINE_REPLY_BYTES,
+        registry=registry,
     )
-    yield backward_pb2.ExecuteResponse(header=wrap(backward_pb2.ExecuteResponseHeader(), record, message))
+    first = registry.execute_response()
+    wrap(first.header, record, message)
+    yield first
     for operand, content in follow:
         for offset, piece in chunks(content, CHUNK_BYTES):
             chunk = backward_pb2.Chunk(operand=operand, offset=offset, data=bytes(piece))
-            yield backward_pb2.ExecuteResponse(chunk=chunk)
+            yield registry.execute_response(chunk=chunk)

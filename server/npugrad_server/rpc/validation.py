@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from npugrad.codec import decode_request, encode_meta, unwrap
 from npugrad.errors import MalformedRequest
 from npugrad.products import Product, product_from_wire
+from npugrad.registry import REGISTRY, Registry
 from npugrad.v1 import validation_pb2
 from npugrad.validation import validate_call
 
@@ -30,13 +31,15 @@ class Planner(Protocol):
 class ValidationServicer:
     """Validates calls against the documented constraints."""
 
-    def __init__(self, product: Product, planner: Planner) -> None:
+    def __init__(self, product: Product, planner: Planner, registry: Registry = REGISTRY) -> None:
         """Takes what it asks.
 
         Args:
             product: Product the server serves.
             planner: Who knows what a call would need; the pool.
+            registry: The operators and their messages.
         """
+        self._registry = registry
         self._product = product
         self._planner = planner
 
@@ -44,9 +47,7 @@ class ValidationServicer:
         """Every method for `register`."""
         return {"Validate": funnel.unary("Validate", self.validate)}
 
-    async def validate(
-        self, message: validation_pb2.ValidateRequest, call: RpcCall
-    ) -> validation_pb2.ValidateResponse:
+    async def validate(self, message: Any, call: RpcCall) -> validation_pb2.ValidateResponse:
         """Every violated constraint, or the inferred outputs and, when a device can tell, the workspace.
 
         Raises:
@@ -54,7 +55,7 @@ class ValidationServicer:
             MalformedTensor: Types, sizes or strides are not sane.
         """
         product = requested_product(message.product, self._product)
-        record, request = unwrap(message.call)
+        record, request = unwrap(message.call, self._registry)
         call.operator = record.name
         wire = decode_request(record, request, product)
         call.describe(wire.call)

@@ -11,17 +11,25 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from npugrad.ops import OPERATORS
 from npugrad_server.worker.descendants import keep_from_programs, leave
 from npugrad_server.worker.loop import Worker
 from npugrad_server.worker.memory import keep_freed_memory
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
-def main(arguments: list[str]) -> int:
+    from npugrad.operator import OpRecord
+
+
+def main(arguments: list[str], records: Mapping[str, OpRecord] = OPERATORS) -> int:
     """Runs a worker until its socket ends.
 
     Args:
         arguments: Name of the device, number of the inherited socket.
+        records: The operators by name.
 
     Returns:
         Exit status.
@@ -36,7 +44,7 @@ def main(arguments: list[str]) -> int:
     # When memory runs out a worker is to go rather than the server: its calls are run again.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("500")
-    return Worker(socket.socket(fileno=int(arguments[1]))).serve()
+    return Worker(socket.socket(fileno=int(arguments[1])), records).serve()
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def execute(backend: Backend, arenas: Arenas, talk: Conversation, stream: int) -
     """
     order = talk.order
     try:
-        return _answered(order, lambda: _execute(get_operator(order.operator), backend, arenas, talk, stream))
+        return _answered(order, lambda: _execute(backend, arenas, talk, stream))
     except CallPostponed as postponed:
         return CallDeferred(order.call, postponed.workspace_bytes)
     except CallAbandoned:
@@ -87,7 +87,7 @@ def plan(backend: Backend, order: PlanCall) -> CallPlanned | CallFailed:
     """Asks the device what a call would need; errors as for `execute`."""
     return _answered(
         order,
-        lambda: CallPlanned(order.call, backend.workspace_bytes(get_operator(order.operator), order.meta)),
+        lambda: CallPlanned(order.call, backend.workspace_bytes(_record(backend, order), order.meta)),
     )
 
 
@@ -117,8 +117,13 @@ def _answered(order: RunCall | PlanCall | AskMemory, work: Callable[[], _Answer]
         return CallFailed(order.call, "INTERNAL", message, trace=traceback.format_exc()[-_MAX_TRACE:])
 
 
-def _execute(record: OpRecord, backend: Backend, arenas: Arenas, talk: Conversation, stream: int) -> CallDone:
+def _record(backend: Backend, order: RunCall | PlanCall) -> OpRecord:
+    return get_operator(order.operator, backend.records)
+
+
+def _execute(backend: Backend, arenas: Arenas, talk: Conversation, stream: int) -> CallDone:
     order, start = talk.order, time.perf_counter()
+    record = _record(backend, order)
     talk.check_wanted()  # it may have waited in this process
     if all(meta is None for meta in order.outputs.values()):
         # Nothing is wanted. An operator may accept such a call before it looks at anything else, so the

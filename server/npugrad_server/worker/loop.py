@@ -13,6 +13,7 @@ import traceback
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NoReturn
 
+from npugrad.ops import OPERATORS
 from npugrad.products import product_from_name
 from npugrad_server.backends import make_backend
 from npugrad_server.backends.base import DeviceLost, DeviceUnusable
@@ -41,7 +42,9 @@ from npugrad_server.worker.protocol import (
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Mapping
 
+    from npugrad.operator import OpRecord
     from npugrad_server.backends.base import Backend
     from npugrad_server.worker.protocol import Message
 
@@ -55,13 +58,14 @@ _CLOSE_S = 1.0
 class Worker:
     """One process for one device."""
 
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, records: Mapping[str, OpRecord] = OPERATORS) -> None:
         """Starts to listen.
 
         Args:
             control: Packet socket to the pool.
+            records: The operators by name.
         """
-        self._control = control
+        self._control, self._records = control, records
         self._orders: SimpleQueue[Conversation | PlanCall | AskMemory | OpenDevice | None] = SimpleQueue()
         self._talks: dict[int, Conversation] = {}
         self._in_hand = 0
@@ -101,7 +105,7 @@ class Worker:
 
     def _open(self, opening: OpenDevice) -> Backend:
         device = parse_device(opening.device)
-        backend = make_backend(device.kind)
+        backend = make_backend(device.kind, self._records)
         self._say_stage("opening the device")
         backend.open(device, product_from_name(opening.product), opening.streams, self._say_stage)
         return backend

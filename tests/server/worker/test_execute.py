@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from npugrad import Product, TensorMeta, get_operator
+from npugrad import OPERATORS, Product, TensorMeta, get_operator
 from npugrad.call import CallOptions
 from npugrad.errors import DeviceError, NpugradError, OperatorError, UnsafeLevels
 from npugrad_server.backends.base import Backend, CallAbandoned, CallPostponed, DeviceLost, Timings, unheard
@@ -27,7 +27,7 @@ from npugrad_server.worker.protocol import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from npugrad.operator import OpRecord
     from npugrad_server.backends.base import DeviceCall
@@ -40,6 +40,7 @@ SIZE = 1 << 16
 class Recorder(Backend):
     """A backend that looks at the call and does what the test wants."""
 
+    records: Mapping[str, OpRecord] = OPERATORS
     name, description = "recorder", ""
 
     def __init__(self, error: Exception | None = None, *, strided: bool = False) -> None:

@@ -25,7 +25,7 @@ from npugrad_server.backends.npu.lane import Lane
 from npugrad_server.backends.npu.mode import Mode, offer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from npugrad.meta import CallMeta
     from npugrad.operator import OpRecord
@@ -45,8 +45,9 @@ class NpuBackend(Backend):
     one_mode = True
     strided = True
 
-    def __init__(self) -> None:
+    def __init__(self, records: Mapping[str, OpRecord] = OPERATORS) -> None:
         """Makes it; `open` takes the device."""
+        self.records = records
         self.description = "NPU"
         self._thread = threading.local()
 
@@ -131,7 +132,7 @@ class NpuBackend(Backend):
         Raises:
             DeviceUnusable: No operator is left, or one fails in a way that another time it may not.
         """
-        records = [record for record in OPERATORS.values() if product in record.products]
+        records = [record for record in self.records.values() if product in record.products]
         reasons = {}
         for record in records:
             on_stage(f"trying {record.name}")  # it loads its kernels

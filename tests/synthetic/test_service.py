@@ -1,0 +1,294 @@
+"""The synthetic operator through whole services, on the CPU and on a simulated NPU: every kind of attribute.
+
+What it answers on the NPU, the simulated CANN computes from what its C interface was handed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from tests.calls import TIMEOUT_S, Sample, chunk_frames, failure_of, fill
+from tests.fix_npu import run_npu_server
+from tests.fix_server import ServerProcess, run_server
+from tests.synthetic import synthetic_pb2
+from tests.synthetic.client import AsyncSyntheticClient, SyntheticClient
+from tests.synthetic.record import REGISTRY, SYNTHETIC, seen
+from tests.synthetic.synthetic_pb2_grpc import SyntheticServiceStub, SyntheticValidationServiceStub
+
+from npugrad import OPERATORS, codec
+from npugrad.attributes import KINDS, Scalar
+from npugrad.call import CallOptions
+from npugrad.errors import (
+    InvalidOperand,
+    MalformedRequest,
+    NullOperand,
+    UnsupportedOperator,
+)
+from npugrad.layout import view
+from npugrad.products import Product
+from npugrad.tolerance import compare
+from npugrad.validation import error_from_verdict, validate_call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    import grpc
+
+    from npugrad.meta import CallMeta
+    from npugrad.operator import Constraint
+
+pytestmark = pytest.mark.slow
+
+MODULE = "tests.synthetic.server"
+SAMPLES = [pytest.param(s.call, id=s.name) for s in SYNTHETIC.samples(Product.ATLAS_A2)]
+CONSTRAINTS = [pytest.param(c, id=c.id) for c in SYNTHETIC.constraints]
+PLAIN = [p.name for p in SYNTHETIC.attrs if not KINDS[p.type].is_pointer]
+REQUIRED = [p.name for p in SYNTHETIC.attrs if KINDS[p.type].is_pointer and not p.optional]
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("npu", marks=pytest.mark.npu_sim)])
+def service(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    """A server of the synthetic operator alone; what it leaves behind is looked at when it ends."""
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "cpu":
+        with run_server(folder / "server.log", program=("-m", MODULE)) as process:
+            yield process
+        return
+    simulator = request.getfixturevalue("cann_sim")
+    request.getfixturevalue("torch_npu")
+    with run_npu_server(simulator, folder, program=("-m", MODULE)) as running:
+        yield running.process
+
+
+@pytest.fixture(scope="module")
+def channel(service: ServerProcess) -> Iterator[grpc.Channel]:
+    with service.channel() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def client(service: ServerProcess) -> Iterator[Any]:
+    with SyntheticClient(service.address, timeout_s=TIMEOUT_S) as opened:
+        yield opened
+
+
+@pytest.fixture
+def kind(service: ServerProcess, client: Any) -> str:
+    (device,) = client.server_info().devices
+    return str(device.name).partition(":")[0]
+
+
+def encoded(made: Sample, chunk_from_bytes: int | None = None) -> tuple[Any, list[tuple[int, memoryview]]]:
+    return codec.encode_request(
+        made.call.inputs,
+        made.contents,
+        SYNTHETIC,
+        made.call.attrs,
+        made.call.outputs,
+        CallOptions(deterministic=True),  # else the simulator sums in any order
+        chunk_from_bytes=chunk_from_bytes,
+        registry=REGISTRY,
+    )
+
+
+def unary(channel: grpc.Channel, message: Any) -> codec.WireResult:
+    answer = SyntheticServiceStub(channel).Synthetic(message, timeout=TIMEOUT_S)
+    return codec.decode_response(SYNTHETIC, answer)
+
+
+def execute(channel: grpc.Channel, message: Any, follow: Any = ()) -> dict[str, bytes]:
+    """Calls Execute; the contents of its reply."""
+
+    def frames() -> Iterator[Any]:
+        yield synthetic_pb2.ExecuteRequest(header=synthetic_pb2.ExecuteHeader(synthetic=message))
+        for operand, content in follow:
+            for frame in chunk_frames(operand, content):
+                yield synthetic_pb2.ExecuteRequest(chunk=frame.chunk)
+
+    first, *rest = SyntheticServiceStub(channel).Execute(frames(), timeout=TIMEOUT_S)
+    result = codec.decode_response(SYNTHETIC, first.header.synthetic)
+    contents = {name: bytearray(found.data or b"") for name, found in result.contents.items()}
+    for frame in rest:
+        contents[SYNTHETIC.params[frame.chunk.operand].name] += frame.chunk.data
+    return {name: bytes(content) for name, content in contents.items()}
+
+
+def validate(channel: grpc.Channel, message: Any) -> Any:
+    request = synthetic_pb2.ValidateRequest(call=synthetic_pb2.ExecuteHeader(synthetic=message))
+    return SyntheticValidationServiceStub(channel).Validate(request, timeout=TIMEOUT_S)
+
+
+def check(made: Sample, arrays: Mapping[str, Any]) -> None:
+    """Every wanted output is right: the attributes byte for byte, the other one as the reference has it."""
+    assert {name for name, array in arrays.items() if array is not None} == set(made.outputs)
+    if arrays.get("seen") is not None:
+        assert arrays["seen"].astype(np.uint8).tobytes() == seen(made.call.attrs)
+    if arrays.get("scaled") is not None:
+        golden = np.zeros(arrays["scaled"].shape)
+        SYNTHETIC.reference(made.arrays, made.call.attrs, {"scaled": golden})
+        assert compare(golden, arrays["scaled"]).ok
+
+
+def as_arrays(made: Sample, contents: Mapping[str, bytes]) -> dict[str, Any]:
+    return {name: view(meta, contents[name]) for name, meta in made.outputs.items()}
+
+
+@pytest.mark.parametrize("call", SAMPLES)
+def test_every_sample_on_every_way(channel: grpc.Channel, client: Any, call: CallMeta, kind: str) -> None:
+    made = fill(SYNTHETIC, call)
+    result = unary(channel, encoded(made)[0])
+    contents = {name: found.data or b"" for name, found in result.contents.items()}
+    check(made, as_arrays(made, contents))
+    if made.outputs:
+        assert result.info.backend == {"cpu": "cpu-reference", "npu": "npu"}[kind]
+    assert execute(channel, *encoded(made, chunk_from_bytes=1)) == contents
+    answer = client.synthetic(**made.arrays, **call.attrs, deterministic=True)
+    found = {name: getattr(answer, name) for name in ("scaled", "seen")}
+    check(made, found)
+    assert {name: a.tobytes() for name, a in found.items() if a is not None} == contents
+
+
+def test_a_call_is_streamed_and_verified(service: ServerProcess) -> None:
+    made = fill(SYNTHETIC, SYNTHETIC.build(shape=(64, 96)))
+    with SyntheticClient(service.address, timeout_s=TIMEOUT_S, stream_from_bytes=1) as streaming:
+        answer = streaming.synthetic(**made.arrays, **made.call.attrs, verify=True, label="synthetic")
+    check(made, {"scaled": answer.scaled, "seen": answer.seen})
+
+
+def test_the_asynchronous_client(service: ServerProcess) -> None:
+    made = fill(SYNTHETIC, SYNTHETIC.build())
+
+    async def calls() -> list[Any]:
+        async with AsyncSyntheticClient(service.address, timeout_s=TIMEOUT_S) as opened:
+            verdict = await opened.validate("synthetic", inputs=made.call.inputs, attrs=made.call.attrs)
+            assert verdict.status == 0
+            return await asyncio.gather(
+                *(opened.synthetic(**made.arrays, **made.call.attrs) for _ in range(3))
+            )
+
+    for answer in asyncio.run(calls()):
+        check(made, {"scaled": answer.scaled, "seen": answer.seen})
+
+
+def test_what_is_optional_may_be_left_out(client: Any) -> None:
+    call = SYNTHETIC.build(**{p.name: None for p in SYNTHETIC.attrs if p.optional})
+    made = fill(SYNTHETIC, call)
+    given = {name: value for name, value in call.attrs.items() if value is not None}
+    answer = client.synthetic(**made.arrays, **given)
+    check(made, {"scaled": answer.scaled, "seen": answer.seen})
+
+
+@pytest.mark.parametrize("call", SAMPLES)
+def test_validate_tells_what_the_record_tells(channel: grpc.Channel, client: Any, call: CallMeta) -> None:
+    found = client.validate("synthetic", inputs=call.inputs, attrs=call.attrs, outputs=call.outputs)
+    assert found == validate_call(SYNTHETIC, call)
+    assert (found.status, found.violations) == (0, ())
+
+
+@pytest.mark.parametrize("constraint", CONSTRAINTS)
+def test_every_constraint_on_every_way(channel: grpc.Channel, client: Any, constraint: Constraint) -> None:
+    broken = constraint.violate(SYNTHETIC.build())
+    assert broken is not None
+    verdict = validate_call(SYNTHETIC, broken)
+    assert client.validate("synthetic", inputs=broken.inputs, attrs=broken.attrs, outputs=broken.outputs) == (
+        verdict
+    )
+    expected = error_from_verdict(SYNTHETIC, verdict)
+    message = encoded(Sample(SYNTHETIC, broken, {}, {}))[0]
+    for act in (unary, execute):
+        error = failure_of(lambda act=act: act(channel, message)).error  # type: ignore[misc]
+        assert type(error) is type(expected)
+        assert (error.code, error.constraint) == (constraint.code, constraint.id)
+
+
+def refused(act: Callable[[], Any], name: str) -> None:
+    error = failure_of(act).error
+    assert isinstance(error, MalformedRequest)
+    assert (error.operator, error.operand) == ("synthetic", name)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_plain_attribute_that_is_unset_is_malformed(channel: grpc.Channel, name: str) -> None:
+    message = encoded(fill(SYNTHETIC, SYNTHETIC.build()))[0]
+    message.ClearField(name)
+    for act in (unary, execute, validate):
+        refused(lambda act=act: act(channel, message), name)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_a_pointer_that_is_unset_is_null(channel: grpc.Channel, name: str) -> None:
+    message = encoded(fill(SYNTHETIC, SYNTHETIC.build()))[0]
+    message.ClearField(name)
+    for act in (unary, execute):
+        error = failure_of(lambda act=act: act(channel, message)).error  # type: ignore[misc]
+        assert isinstance(error, NullOperand)
+        assert error.constraint == f"{name}.not_null"
+    assert validate(channel, message).violations[0].id == f"{name}.not_null"
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        ("level", lambda message: setattr(message, "level", 128)),
+        ("sizes", lambda message: message.sizes.values.extend([0] * 1024)),
+        ("weights", lambda message: message.weights.values.extend([0.0] * 1024)),
+        ("mask_optional", lambda message: message.mask_optional.values.extend([True] * 1024)),
+        ("alpha", lambda message: setattr(message.alpha, "value", b"123")),
+        ("mode", lambda message: setattr(message, "mode", "a\0b")),
+        ("mode_optional", lambda message: setattr(message, "mode_optional", "x" * 4097)),
+    ],
+)
+def test_an_attribute_out_of_range_is_malformed(
+    channel: grpc.Channel, name: str, spoil: Callable[[Any], None]
+) -> None:
+    message = encoded(fill(SYNTHETIC, SYNTHETIC.build()))[0]
+    spoil(message)
+    for act in (unary, execute, validate):
+        refused(lambda act=act: act(channel, message), name)  # type: ignore[misc]
+
+
+def test_a_string_that_is_no_utf8_is_malformed(channel: grpc.Channel) -> None:
+    data = encoded(fill(SYNTHETIC, SYNTHETIC.build()))[0].SerializeToString()
+    call: Any = channel.unary_unary("/npugrad.synthetic.v1.SyntheticService/Synthetic")
+    broken = data.replace(b"\x8a\x01\x03sum", b"\x8a\x01\x03s\xffm")  # field 17, 3 bytes
+    assert broken != data
+    assert isinstance(failure_of(lambda: call(broken, timeout=TIMEOUT_S)).error, MalformedRequest)
+
+
+def test_the_client_converts_what_it_is_given(client: Any) -> None:
+    made = fill(SYNTHETIC, SYNTHETIC.build(weights=(1.0, 2.0), alpha_optional=Scalar("float32", 0.5)))
+    loose: dict[str, Any] = {"sizes": np.array([2, 3]), "weights": [1, 2], "alpha_optional": np.float32(0.5)}
+    answer = client.synthetic(**{**made.arrays, **made.call.attrs, **loose})
+    check(made, {"scaled": answer.scaled, "seen": answer.seen})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("level", 128, MalformedRequest),
+        ("seed", -1, MalformedRequest),
+        ("weights", (1e39,), MalformedRequest),
+        ("alpha", "x", MalformedRequest),
+        ("mode_optional", "\0", MalformedRequest),
+        ("mode", "median", InvalidOperand),
+        ("factor", None, TypeError),
+    ],
+)
+def test_the_client_names_what_is_wrong(client: Any, name: str, value: Any, error: type[Exception]) -> None:
+    made = fill(SYNTHETIC, SYNTHETIC.build())
+    with pytest.raises(error, match=f"synthetic: {name}: found .*; expected "):
+        client.synthetic(**{**made.arrays, **made.call.attrs, name: value})
+
+
+def test_the_server_lists_the_operator_and_no_other(client: Any) -> None:
+    assert client.server_info().operators == ("synthetic",)
+    (operator,) = client.list_operators()
+    found = {p.name: p.optional for p in operator.parameters if p.role == "attribute"}
+    assert found == {p.name: p.optional for p in SYNTHETIC.attrs}
+    with pytest.raises(UnsupportedOperator, match="known are synthetic"):
+        client.validate(next(iter(OPERATORS)), inputs={}, attrs={})
