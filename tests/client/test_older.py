@@ -9,6 +9,8 @@ from tests.client.fake_service import STREAMED, Context, abort_with, fake_servic
 
 from npugrad.errors import MalformedRequest, NpugradError, UnsupportedOperator
 from npugrad_client import Client
+from npugrad_client._attempt import Attempt
+from npugrad_client._older import version_question
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,3 +54,17 @@ def test_a_server_may_keep_its_version_to_itself(error: NpugradError) -> None:
 def test_other_refusals_stay_what_they_are(error: NpugradError) -> None:
     found = answered(error)
     assert (type(found), str(found), found.operator) == (type(error), str(error), error.operator)
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "passed_s", "most_s"), [(None, 9.0, 5.0), (2.0, 1.5, 0.5), (2.0, 9.0, 0.001)]
+)
+def test_the_version_is_asked_for_in_what_the_deadline_leaves(
+    timeout_s: float | None, passed_s: float, most_s: float
+) -> None:
+    attempt = Attempt(OPERATOR, "here:1", timeout_s)
+    attempt.started_s -= passed_s
+    question = version_question(attempt)
+    assert question.target == attempt.target
+    assert question.timeout_s is not None
+    assert 0 < question.timeout_s <= most_s
