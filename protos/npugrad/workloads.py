@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +32,8 @@ class Workload:
             acceptance makes the call.
         reduced: What a demonstration takes instead where it has less time; None where it never does.
         shown: Whether a demonstration makes the call.
+        raced: Types in which the CPU kernels are measured with it, against others that compute the same.
+        pattern: How sampling points lie there: ``"turned"`` for those of a turned image; else as in samples.
     """
 
     name: str
@@ -40,6 +42,8 @@ class Workload:
     simulated: Sizes | None = None
     reduced: Sizes | None = None
     shown: bool = False
+    raced: tuple[str, ...] = ()
+    pattern: Literal["", "turned"] = ""
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,7 @@ class Workloads:
         named: Sizes by name, the smallest first: tiny, small, medium, large, then those of models.
         variants: Keywords of the record's `build` with the values that small calls combine, in every type.
         examples: Those of the official pages.
+        flops: From sizes, the operations that the formula needs; None where memory is the limit.
         fixed: From sizes, the operands that they fix but no meta tells; None where metas tell all.
         huge: Calls that fill a device; None where the operator has no output that is needed but not wanted.
         ties: Moves, in place, operands of a small call to where a gradient jumps; None where none jumps.
@@ -131,6 +136,7 @@ class Workloads:
     named: Mapping[str, Workload]
     variants: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     examples: tuple[Example, ...] = ()
+    flops: Callable[[Sizes], float] | None = None
     fixed: Callable[[Sizes], dict[str, npt.NDArray[Any]]] | None = None
     huge: Huge | None = None
     ties: Callable[[CallMeta, Arrays], None] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -68,8 +69,18 @@ WORKLOADS = Workloads(
             sizes=_sizes(4, 64, 256, 384, 128),
             simulated=_sizes(1, 16, 256, 128, 32),
         ),
+        *(
+            Workload(name=name, model="cube of scores", sizes=sizes, raced=("float32", "bfloat16"))
+            for name, sizes in (
+                ("B1 H4 128^3 D32", _sizes(4, 128, 128, 128, 32)),
+                ("B1 H1 256^3 D64", _sizes(1, 256, 256, 256, 64)),
+                ("B1 H1 384^3 D32", _sizes(1, 384, 384, 384, 32)),
+            )
+        ),
     ),
     variants={"with_mask": (False, True), "mask_dtype": ("bool", "uint8"), "d": (32, 64, 128)},
+    # 10 products of a scores' cube with one of its factors, each two operations for an element.
+    flops=lambda sizes: 20.0 * math.prod(sizes.values()),
     examples=tuple(
         Example(f"{reading}: overflows", DType.FLOAT16, partial(_example, literal))
         for literal, reading in ((True, "as written"), (False, "as intended"))

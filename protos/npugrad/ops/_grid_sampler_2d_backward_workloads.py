@@ -13,6 +13,8 @@ from npugrad.ties import half_pixels, settle
 from npugrad.workloads import Example, Expanded, Filled, Huge, Workload, Workloads, named
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy.typing as npt
 
     from npugrad.meta import CallMeta
@@ -100,6 +102,24 @@ def _sums(n: int, c: int, total: float) -> dict[str, npt.NDArray[Any]]:
     return {"input_grad": sums}
 
 
+def _raced() -> Iterator[Workload]:
+    """Maps and pictures of a turned image, as registration and augmentation have it."""
+    single, half = ("float32",), ("float16", "bfloat16")
+    for n, c, size, types in (
+        (4, 64, 256, single),
+        (8, 3, 512, single),
+        (4, 64, 128, half),
+        (8, 3, 128, half),
+        (32, 256, 14, single + half),
+        (1, 64, 256, single),
+        (1, 64, 128, half),
+    ):
+        name = f"{n}x{c}x{size}x{size}"
+        yield Workload(name=name, sizes=_sizes(n, c, size), raced=types, pattern="turned")
+    # Points all over, which no cache helps.
+    yield Workload(name="8x3x512x512 scattered", sizes=_sizes(8, 3, 512), raced=single)
+
+
 WORKLOADS = Workloads(
     named=named(
         Workload(name="tiny", sizes=_sizes(1, 3, 8)),
@@ -130,6 +150,7 @@ WORKLOADS = Workloads(
             sizes=_sizes(8, 3, 480, 640),
             simulated=_sizes(2, 3, 90, 120),
         ),
+        *_raced(),
     ),
     variants={
         "interpolation_mode": (0, 1),

@@ -9,7 +9,12 @@ import numpy as np
 from npugrad.dtypes import DType
 from npugrad.workloads import Example, Filled, Workload, Workloads, named
 
+_ALL = ("float32", "float16", "bfloat16")
 _MASKS = tuple(mask for mask in itertools.product((False, True), repeat=3) if any(mask))
+
+
+def _maps(n: int, c: int, size: int, group: int) -> dict[str, int]:
+    return {"n": n, "c": c, "hxw": size * size, "group": group}
 
 
 def _example() -> Filled:
@@ -71,6 +76,16 @@ WORKLOADS = Workloads(
             model="finest level of a detector, pictures of 800 x 1066 pixels",
             sizes={"n": 2, "c": 256, "hxw": 13400, "group": 32, "shape": (2, 256, 100, 134)},
             simulated={"n": 2, "c": 64, "hxw": 650, "group": 32, "shape": (2, 64, 25, 26)},
+        ),
+        *(
+            Workload(name=f"{n}x{c}x{size}x{size} G{group}", sizes=_maps(n, c, size, group), raced=_ALL)
+            for n, c, size, group in (
+                (8, 320, 64, 32),  # of a diffusion model
+                (2, 128, 512, 32),  # larger than any cache
+                (64, 64, 8, 32),
+                (64, 64, 8, 8),
+                (1, 64, 512, 1),
+            )
         ),
     ),
     variants={"with_gamma": (False, True), "group": (1, 3), "output_mask": _MASKS},

@@ -27,6 +27,7 @@ _DETR: Levels = ((100, 134), (50, 67), (25, 34), (13, 17))
 _QUARTER: Levels = ((50, 67), (25, 34), (13, 17), (7, 9))
 """The same for a picture of half the height and width."""
 _THREE = _DETR[1:]
+_LEVELS_OF_128: Levels = ((80, 107), (40, 54), (20, 27), (10, 14))
 _LITERAL_SIZE = 0x3F800000
 """What the official program's `float {1, 1}` reads as in its int32 tensor: 1065353216."""
 
@@ -89,6 +90,23 @@ def _example(rank: int, size: int) -> Filled:
     )
 
 
+def _raced() -> Iterator[Workload]:
+    """Encoder and decoder of Deformable-DETR, bird's-eye views; with levels of up to 128 pixels in 16 bit."""
+    single, half = ("float32",), ("float16", "bfloat16")
+    for name, sizes, types in (
+        ("encoder 2x17821", _sizes(2, 17_821, _DETR), single),
+        ("encoder 2x11400", _sizes(2, 11_400, _LEVELS_OF_128), half),
+        ("BEV 40000", _sizes(1, 40_000, ((200, 200),)), single),
+        ("BEV 2500", _sizes(1, 2500, ((200, 200),)), single),
+        ("BEV 10000", _sizes(1, 10_000, ((100, 100),)), half),
+        ("decoder 2x300", _sizes(2, 300, _DETR), single),
+        ("decoder 2x300 of 128", _sizes(2, 300, _LEVELS_OF_128), half),
+        ("one head 17821", _sizes(1, 17_821, _DETR, nh=1), single),
+        ("small C64", _sizes(1, 100, ((16, 16), (8, 8)), nh=4, ch=64), single + half),
+    ):
+        yield Workload(name=name, sizes={**sizes, "index_dtype": "int64", "grad_output_rank": 3}, raced=types)
+
+
 WORKLOADS = Workloads(
     named=named(
         Workload(name="tiny", sizes=_sizes(1, 4, ((4, 4), (2, 2)), nh=2, ch=8)),
@@ -117,6 +135,7 @@ WORKLOADS = Workloads(
             sizes=_sizes(1, 17_821, _DETR),
             simulated=_sizes(1, 185, ((10, 14), (5, 9)), nh=4, ch=16),
         ),
+        *_raced(),
     ),
     variants={
         "index_dtype": ("int32", "int64"),
