@@ -136,7 +136,7 @@ class AsyncClient(AsyncOperators):
 
         Raises:
             UnsupportedOperator: There is no operator of this name.
-            MalformedRequest: An attribute is missing, has the wrong type or is outside int64.
+            MalformedRequest: An attribute is missing, has the wrong type or is out of range.
             TypeError: A name that the operator does not have, or an operand that is no `TensorMeta`.
             ValueError: There is no such product.
             TransportError: Nothing usable came back.

@@ -14,7 +14,7 @@ import numpy as np
 from npugrad.dtypes import DType, dtype_from_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 MAX_ENTRIES = 1024
 """Longest array."""
@@ -137,10 +137,10 @@ def _integer(value: Any) -> int:
 
 def _within(lowest: int, highest: int) -> Callable[[Any], int]:
     def convert(value: Any) -> int:
-        number = _integer(value)
-        if not lowest <= number <= highest:
-            raise OverflowError(f"outside {lowest} to {highest}")
-        return number
+        number: int = value if value.__class__ is int else _integer(value)  # most are; every call comes here
+        if lowest <= number <= highest:
+            return number
+        raise OverflowError(f"outside {lowest} to {highest}")
 
     return convert
 
@@ -163,10 +163,10 @@ def _bool(value: Any) -> bool:
     raise TypeError("not a bool")
 
 
-def _entries(value: Iterable[Any]) -> list[Any]:
+def _entries(value: Iterable[Any]) -> Sequence[Any]:
     if isinstance(value, (str, bytes)):
         raise TypeError("not a sequence of numbers")
-    entries = list(islice(value, MAX_ENTRIES + 1))
+    entries = value if isinstance(value, (tuple, list)) else list(islice(value, MAX_ENTRIES + 1))
     if len(entries) > MAX_ENTRIES:
         raise OverflowError("too long")
     return entries

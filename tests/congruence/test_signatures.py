@@ -14,6 +14,7 @@ from tests.congruence.combinations import COMBINATIONS
 from tests.congruence.signatures import SIGNATURES, CParameter
 from tests.operators import MSDA
 
+from npugrad.attributes import KINDS
 from npugrad.meta import TensorMeta
 from npugrad.operator import TensorParam
 from npugrad.ops import OPERATORS
@@ -26,14 +27,14 @@ if TYPE_CHECKING:
     from npugrad.operator import OpRecord, Param
 
 LEAST = 100
-TYPES = {"int64": "int64_t", "double": "double", "bool": "bool", "bool_array": "aclBoolArray*"}
 OUTPUTS = {"gradValue": "value", "gradLocation": "location", "gradAttnWeight": "attnWeight"}
 """Outputs of MSDA, and the operand that each is the gradient of."""
 
 
 def as_c(param: Param) -> CParameter:
     """A parameter of a record as the document prints it."""
-    return CParameter(param.c_name, "aclTensor*" if isinstance(param, TensorParam) else TYPES[param.type])
+    c_type = "aclTensor*" if isinstance(param, TensorParam) else KINDS[param.type].c_type
+    return CParameter(param.c_name, c_type)
 
 
 @pytest.mark.parametrize("record", OPERATORS.values(), ids=OPERATORS)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.synthetic.record import REGISTRY as SYNTHETIC
 
 from npugrad import codec, layout
 from npugrad.call import CallOptions, ExecutionInfo
@@ -19,8 +20,12 @@ from npugrad.registry import REGISTRY
 from npugrad.v1 import backward_pb2, operators_pb2, tensor_pb2
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from npugrad.attributes import AttrType
     from npugrad.meta import CallMeta
     from npugrad.operator import OpRecord, Sample
+    from npugrad.registry import Registry
 
 A2 = Product.ATLAS_A2
 NORM = get_operator("group_norm_backward")
@@ -58,22 +63,42 @@ def test_request_round_trip(record: OpRecord, sample: Sample) -> None:
     codec.check_contents(wire, chunked=False)
 
 
-@pytest.mark.parametrize("record", OPERATORS.values(), ids=list(OPERATORS))
-def test_messages_have_the_fields_of_the_record_in_its_order(record: OpRecord) -> None:
-    request = REGISTRY.requests[record.name].DESCRIPTOR
+FIELDS: Mapping[AttrType, str] = {
+    "int64": "TYPE_INT64",
+    "int32": "TYPE_INT32",
+    "int8": "TYPE_INT32",
+    "uint64": "TYPE_UINT64",
+    "double": "TYPE_DOUBLE",
+    "bool": "TYPE_BOOL",
+    "string": "TYPE_STRING",
+    "int64_array": "Int64Array",
+    "float_array": "FloatArray",
+    "bool_array": "BoolArray",
+    "scalar": "Scalar",
+}
+"""The type of the field of each kind of attribute, or the name of its message."""
+
+
+@pytest.mark.parametrize(
+    ("registry", "record"),
+    [pytest.param(r, s, id=s.name) for r in (REGISTRY, SYNTHETIC) for s in r.records.values()],
+)
+def test_messages_have_the_fields_of_the_record_in_its_order(registry: Registry, record: OpRecord) -> None:
+    request = registry.requests[record.name].DESCRIPTOR
     assert [f.name for f in request.fields] == ["options", *(p.name for p in record.params)]
-    response = REGISTRY.responses[record.name].DESCRIPTOR
+    response = registry.responses[record.name].DESCRIPTOR
     assert [f.name for f in response.fields] == ["info", *(p.name for p in record.outputs)]
-    kinds = {"int64": "TYPE_INT64", "double": "TYPE_DOUBLE", "bool": "TYPE_BOOL"}
     for param in record.params:
         found = request.fields_by_name[param.name]
         if isinstance(param, TensorParam):
-            assert found.message_type.name == ("Tensor" if param.role == "input" else "DeclaredOutput")
-        elif param.type == "bool_array":
-            assert found.message_type.name == "BoolArray"
+            expected = "Tensor" if param.role == "input" else "DeclaredOutput"
         else:
-            assert found.type == getattr(found, kinds[param.type])
+            expected = FIELDS[param.type]
+        if found.message_type is None:
+            assert found.type == getattr(found, expected)
             assert found.has_presence
+        else:
+            assert found.message_type.full_name == f"npugrad.v1.{expected}"
 
 
 @pytest.mark.parametrize("header", [backward_pb2.ExecuteHeader, backward_pb2.ExecuteResponseHeader])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from npugrad.attributes import Scalar
 from npugrad.dtypes import DType, Format
 from npugrad.error_table import BY_CODE
 from npugrad.errors import MalformedTensor
@@ -25,9 +26,16 @@ DTYPES = st.sampled_from(list(DType))
 FORMATS = st.sampled_from([Format.ND, Format.ND, Format.ND, Format.NCHW, Format.FRACTAL_NZ])
 VALUES = {
     "int64": st.one_of(st.integers(-3, 9), st.sampled_from([8000, 2**31, 2**63 - 1, -(2**63)])),
+    "int32": st.integers(-(2**31), 2**31 - 1),
+    "int8": st.integers(-128, 127),
+    "uint64": st.integers(0, 2**64 - 1),
     "double": st.floats(),
     "bool": st.booleans(),
+    "int64_array": st.none() | st.lists(SIZES, max_size=5).map(tuple),
+    "float_array": st.none() | st.lists(st.floats(width=32), max_size=5).map(tuple),
     "bool_array": st.one_of(st.none(), st.lists(st.booleans(), max_size=5).map(tuple)),
+    "scalar": st.none() | st.builds(Scalar, st.just("float32"), st.floats(width=32)),
+    "string": st.none() | st.text(max_size=5),
 }
 
 

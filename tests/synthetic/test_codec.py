@@ -16,27 +16,13 @@ from npugrad.validation import make_call
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from npugrad.attributes import AttrType, AttrValue
+    from npugrad.attributes import AttrValue
     from npugrad.meta import CallMeta
 
 A2 = Product.ATLAS_A2
 SAMPLES = [pytest.param(sample.call, id=sample.name) for sample in SYNTHETIC.samples(A2)]
 ATTRS = {param.name: param for param in SYNTHETIC.attrs}
 POINTERS = [name for name, param in ATTRS.items() if KINDS[param.type].is_pointer]
-FIELDS: Mapping[AttrType, str] = {
-    "int64": "TYPE_INT64",
-    "int32": "TYPE_INT32",
-    "int8": "TYPE_INT32",
-    "uint64": "TYPE_UINT64",
-    "double": "TYPE_DOUBLE",
-    "bool": "TYPE_BOOL",
-    "string": "TYPE_STRING",
-    "int64_array": "Int64Array",
-    "float_array": "FloatArray",
-    "bool_array": "BoolArray",
-    "scalar": "Scalar",
-}
-"""The type of a field of each kind, or the name of its message."""
 
 
 def encoded(call: CallMeta) -> Any:
@@ -56,19 +42,6 @@ def test_the_operator_has_every_kind_and_each_pointer_twice() -> None:
     assert {kind: kinds.count(kind) for kind in kinds} == {k: 1 + v.is_pointer for k, v in KINDS.items()}
     required = {c.operands[0] for c in SYNTHETIC.constraints if c.id.endswith(".not_null")}
     assert {name: name in required for name in POINTERS} == {n: not n.endswith("l") for n in POINTERS}
-
-
-def test_messages_have_the_field_of_each_kind() -> None:
-    request = REGISTRY.requests["synthetic"].DESCRIPTOR
-    assert [f.name for f in request.fields] == ["options", *(p.name for p in SYNTHETIC.params)]
-    assert FIELDS.keys() == KINDS.keys()
-    for name, param in ATTRS.items():
-        found, expected = request.fields_by_name[name], FIELDS[param.type]
-        if found.message_type is not None:
-            assert found.message_type.full_name == f"npugrad.v1.{expected}"
-        else:
-            assert found.type == getattr(found, expected)
-            assert found.has_presence
 
 
 @pytest.mark.parametrize("call", SAMPLES)
