@@ -82,6 +82,8 @@ class Workloads:
     Attributes:
         named: Sizes by name, the smallest first: tiny, small, medium, large, then those of models.
         variants: Keywords of the record's `build` with the values that small calls combine, in every type.
+        uneven: Keywords of the record's `build` for a small call whose axes differ in size and are no whole
+            vectors. References and CPU kernels must compute it, though a device may refuse it.
         examples: Those of the official pages.
         fixed: From sizes, the operands that they fix but no meta tells; None where metas tell all.
         settle: Moves, in place, what lies so near to a tie that two right results may differ; None where no
@@ -90,6 +92,7 @@ class Workloads:
 
     named: Mapping[str, Workload]
     variants: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    uneven: Sizes = field(default_factory=dict)
     examples: tuple[Example, ...] = ()
     fixed: Callable[[Sizes], dict[str, npt.NDArray[Any]]] | None = None
     settle: Callable[[CallMeta, Arrays], None] | None = None

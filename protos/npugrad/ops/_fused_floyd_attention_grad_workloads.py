@@ -70,6 +70,7 @@ WORKLOADS = Workloads(
         ),
     ),
     variants={"with_mask": (False, True), "mask_dtype": ("bool", "uint8"), "d": (32, 64, 128)},
+    uneven={"h": 2, "n": 35, "m": 37, "k": 67, "d": 37, "with_mask": True},
     examples=tuple(
         Example(f"{reading}: overflows", DType.FLOAT16, partial(_example, literal))
         for literal, reading in ((True, "as written"), (False, "as intended"))

@@ -91,6 +91,7 @@ WORKLOADS = Workloads(
         "align_corners": (False, True),
         "output_mask": ((True, True), (True, False), (False, True)),
     },
+    uneven={"n": 2, "c": 21, "h": 13, "w": 19, "oh": 11, "ow": 23},
     examples=(Example("", DType.FLOAT32, _example),),
     settle=_settle,
 )
