@@ -124,6 +124,8 @@ class Workloads:
     Attributes:
         named: Sizes by name, the smallest first: tiny, small, medium, large, then those of models.
         variants: Keywords of the record's `build` with the values that small calls combine, in every type.
+        uneven: Keywords of the record's `build` for a small call whose axes differ in size and are no whole
+            vectors. References and CPU kernels must compute it, though a device may refuse it.
         examples: Those of the official pages.
         flops: From sizes, the operations that the formula needs; None where memory is the limit.
         fixed: From sizes, the operands that they fix but no meta tells; None where metas tell all.
@@ -135,6 +137,7 @@ class Workloads:
 
     named: Mapping[str, Workload]
     variants: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    uneven: Sizes = field(default_factory=dict)
     examples: tuple[Example, ...] = ()
     flops: Callable[[Sizes], float] | None = None
     fixed: Callable[[Sizes], dict[str, npt.NDArray[Any]]] | None = None

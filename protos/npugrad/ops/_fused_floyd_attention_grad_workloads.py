@@ -81,6 +81,7 @@ WORKLOADS = Workloads(
     variants={"with_mask": (False, True), "mask_dtype": ("bool", "uint8"), "d": (32, 64, 128)},
     # 10 products of a scores' cube with one of its factors, each two operations for an element.
     flops=lambda sizes: 20.0 * math.prod(sizes.values()),
+    uneven={"h": 2, "n": 35, "m": 37, "k": 67, "d": 37, "with_mask": True},
     examples=tuple(
         Example(f"{reading}: overflows", DType.FLOAT16, partial(_example, literal))
         for literal, reading in ((True, "as written"), (False, "as intended"))

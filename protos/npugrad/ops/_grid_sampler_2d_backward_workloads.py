@@ -158,6 +158,7 @@ WORKLOADS = Workloads(
         "align_corners": (False, True),
         "output_mask": ((True, True), (True, False), (False, True)),
     },
+    uneven={"n": 2, "c": 21, "h": 13, "w": 19, "oh": 11, "ow": 23},
     examples=(Example("", DType.FLOAT32, _example),),
     huge=Huge(
         unit_bytes=4 * math.prod(_IMAGE.values()),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import tracemalloc
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -233,39 +231,6 @@ class TestKinks:
         assert np.flatnonzero(grads["grad_value"]).tolist() == [12]
 
 
-class TestOfficialExample:
-    """The example programs: 32 queries, location 0, weights, values and gradients 1."""
-
-    @staticmethod
-    def example(size: int, grad_output_shape: tuple[int, ...], dtype: npt.DTypeLike) -> dict[str, Array]:
-        return run(
-            {
-                "value": np.ones((1, 1, 1, 8), np.float32),
-                "spatial_shape": np.full((1, 2), size, np.int32),
-                "level_start_index": np.zeros(1, np.int32),
-                "location": np.zeros((1, 32, 1, 1, 1, 2), np.float32),
-                "attn_weight": np.ones((1, 32, 1, 1, 1), np.float32),
-                "grad_output": np.ones(grad_output_shape, np.float32),
-            },
-            dtype,
-        )
-
-    # As written, the program copies float 1.0 into an int32 tensor: H = W = 0x3F800000.
-    @pytest.mark.parametrize(
-        ("size", "grad_location"),
-        [pytest.param(1, 4, id="intended"), pytest.param(0x3F800000, 4261412864, id="literal")],
-    )
-    @pytest.mark.parametrize("grad_output_shape", [(1, 32, 8), (1, 32, 1, 8)], ids=["rank3", "rank4"])
-    @pytest.mark.parametrize("dtype", [np.float64, np.float32], ids=["float64", "float32"])
-    def test_values(
-        self, size: int, grad_location: int, grad_output_shape: tuple[int, ...], dtype: npt.DTypeLike
-    ) -> None:
-        grads = self.example(size, grad_output_shape, dtype)
-        assert set(grads["grad_value"].ravel().tolist()) == {8.0}
-        assert set(grads["grad_attn_weight"].ravel().tolist()) == {2.0}
-        assert set(grads["grad_location"].ravel().tolist()) == {float(grad_location)}
-
-
 def one_key(width: int, height: int, start: int, w: float, h: float, keys: int = 3) -> Inputs:
     """Make a call of one sample near pixel (w, h) of a level that claims any size and start."""
     return {
@@ -377,86 +342,19 @@ class TestNonFinite:
         assert np.isinf(run(inputs, np.float16)["grad_attn_weight"]).any()
 
 
-def strided(array: Array) -> Array:
-    """Copy into the middle of a larger array of reversed axes, with a gap between any two elements."""
-    room = np.zeros([2 * size + 1 for size in reversed(array.shape)], dtype=array.dtype)
-    view = room.transpose()[tuple(slice(1, 2 * size + 1, 2) for size in array.shape)]
-    view[...] = array
-    assert array.size < 2 or not view.flags.c_contiguous
-    return view
-
-
-def reversed_last(array: Array) -> Array:
-    """Give the same values a negative stride along the last axis."""
-    return np.ascontiguousarray(array[..., ::-1])[..., ::-1]
-
-
 LEVELS: Levels = [(8, 11), (4, 6), (2, 3)]
-SOURCES = [np.float32, np.float16, ml_dtypes.bfloat16, np.float64]
-# Half a unit in the last place of 1, and the smallest normal number.
-PRECISION = {
-    "float16": (2.0**-11, 2.0**-14),
-    "bfloat16": (2.0**-8, 2.0**-126),
-    "float32": (2.0**-24, 2.0**-126),
-    "float64": (2.0**-53, 2.0**-1022),
-}
 
 
 class TestLayouts:
-    @pytest.mark.parametrize("dtype", SOURCES, ids=lambda dtype: np.dtype(dtype).name)
-    @pytest.mark.parametrize("layout", [strided, reversed_last])
-    def test_strides_change_no_bit(self, layout: Any, dtype: npt.DTypeLike) -> None:
-        inputs = make(LEVELS, bs=2, nq=40, ch=16, points=4)
-        for name in ("value", "location", "attn_weight", "grad_output"):
-            inputs[name] = operand(inputs, name).astype(dtype)
-        moved: Inputs = {name: layout(array) for name, array in inputs.items() if array is not None}
-        assert_identical(run(moved), run(inputs))
-
-    @pytest.mark.parametrize(
-        "name", ["value", "spatial_shape", "level_start_index", "location", "attn_weight", "grad_output"]
-    )
-    def test_stride_zero_changes_no_bit(self, name: str) -> None:
-        inputs = make([(4, 4), (4, 4)], bs=2, nq=9)
-        array = operand(inputs, name)
-        expanded = np.broadcast_to(array[:1], array.shape)
-        assert_identical(run({**inputs, name: expanded}), run({**inputs, name: expanded.copy()}))
-
-    def test_one_element_of_gradient_serves_all(self) -> None:
-        inputs = make([(4, 4)], nq=9)
-        ones = np.broadcast_to(np.float32(1), operand(inputs, "grad_output").shape)
-        assert_identical(run({**inputs, "grad_output": ones}), run({**inputs, "grad_output": ones.copy()}))
-
     def test_both_ranks_of_grad_output_are_one(self) -> None:
         inputs = make(LEVELS, bs=2, nh=3)
         rank4 = operand(inputs, "grad_output").reshape(2, 3, 3, 8)
         assert_identical(run({**inputs, "grad_output": rank4}), run(inputs))
-        assert_identical(run({**inputs, "grad_output": strided(rank4)}), run(inputs))
-
-    def test_inputs_are_left_alone(self) -> None:
-        inputs = make(LEVELS)
-        before = {name: operand(inputs, name).copy() for name in inputs}
-        run(inputs)
-        assert_identical({name: operand(inputs, name) for name in inputs}, before)
+        strided = np.ascontiguousarray(rank4.T).T
+        assert_identical(run({**inputs, "grad_output": strided}), run(inputs))
 
 
 class TestOutputs:
-    @pytest.mark.parametrize("dtype", SOURCES, ids=lambda dtype: np.dtype(dtype).name)
-    def test_are_rounded_once(self, dtype: npt.DTypeLike) -> None:
-        inputs = make(LEVELS, bs=2, nq=40)
-        exact, found = run(inputs), run(inputs, dtype)
-        for name, array in exact.items():
-            error = np.abs(found[name].astype(np.float64) - array)
-            half_unit, tiny = PRECISION[np.dtype(dtype).name]
-            assert np.all(error <= half_unit * np.maximum(np.abs(array), tiny)), name
-
-    @pytest.mark.parametrize("name", OUTPUTS)
-    def test_each_can_be_had_alone(self, name: str) -> None:
-        inputs = make(LEVELS)
-        expected = run(inputs)[name]
-        alone = np.full_like(expected, np.nan)
-        reference(inputs, {}, {name: alone})
-        assert alone.tobytes() == expected.tobytes()
-
     @pytest.mark.parametrize("axis", ["bs", "nq", "nh", "ch", "points", "levels", "keys"])
     def test_are_zero_when_an_input_is_empty(self, axis: str) -> None:
         levels: Levels = [] if axis == "levels" else [(3, 4)]
@@ -477,30 +375,6 @@ class TestOutputs:
 
 
 class TestBlocks:
-    @pytest.mark.parametrize("scratch_bytes", [1, 1000, 30_000, 300_000])
-    def test_little_scratch_gives_the_same(self, scratch_bytes: int) -> None:
-        inputs = make(LEVELS, bs=2, nq=12, nh=3, ch=16)
-        assert_same(run(inputs, scratch_bytes=scratch_bytes), run(inputs), rtol=1e-13)
-
     def test_many_small_slabs_give_the_same(self) -> None:
         inputs = make([(2, 2)], bs=40, nq=2, nh=7, points=1)
         assert_same(run(inputs), loop(inputs))
-
-    @pytest.mark.parametrize(
-        ("keys", "queries"),
-        [pytest.param((8, 8), 20_000, id="many-queries"), pytest.param((200, 300), 800, id="many-keys")],
-    )
-    def test_stay_within_their_scratch(self, keys: tuple[int, int], queries: int) -> None:
-        """Either case holds many times the budget in float64; in the second, one slab of values does."""
-        inputs = make([keys], nq=queries, nh=1, ch=32)
-        outputs = {name: np.empty(operand(inputs, source).shape) for name, source in OUTPUTS.items()}
-        budget = 2**20
-        assert max(operand(inputs, "value").nbytes, operand(inputs, "grad_output").nbytes) > budget
-        tracemalloc.start()
-        try:
-            reference(inputs, {}, outputs, scratch_bytes=budget)
-            peak = tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-        assert budget / 8 < peak <= budget
-        assert_same(outputs, run(inputs), rtol=1e-13)
