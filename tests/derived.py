@@ -130,6 +130,19 @@ def _gaps(array: Array) -> Array:
     return view
 
 
+def _every_second(array: Array) -> Array:
+    """Each second place of the last axis left out."""
+    room = np.full((*array.shape[:-1], array.shape[-1] * 2), 7, array.dtype)
+    room[..., ::2] = array
+    return room[..., ::2]
+
+
+def _axes_swapped(array: Array) -> Array:
+    """Two axes before the last one swapped."""
+    axes = (-3, -2) if array.ndim > 2 else (0, -1)
+    return np.ascontiguousarray(array.swapaxes(*axes)).swapaxes(*axes)
+
+
 def _slice(array: Array) -> Array:
     """In the middle of a larger array."""
     room = np.full([size + 3 for size in array.shape], 7, array.dtype)
@@ -141,6 +154,8 @@ def _slice(array: Array) -> Array:
 LAYOUTS: Mapping[str, Callable[[Array], Array]] = {
     "transposed": _transposed,
     "axis_1_last": _axis_1_last,
+    "axes_swapped": _axes_swapped,
+    "every_second": _every_second,
     "gaps": _gaps,
     "slice": _slice,
 }

@@ -125,10 +125,3 @@ def assert_not_finite_alike(found: Mapping[str, Array], expected: Mapping[str, A
 def contents(outputs: Mapping[str, Array]) -> dict[str, bytes]:
     """What the outputs hold, to see whether it is written to."""
     return {name: array.tobytes() for name, array in outputs.items()}
-
-
-def every_second(array: Array) -> Array:
-    """The same elements, each second place of the last axis left out."""
-    wide = np.full((*array.shape[:-1], array.shape[-1] * 2), 7, array.dtype)
-    wide[..., ::2] = array
-    return wide[..., ::2]

@@ -91,3 +91,12 @@ def make_kernels(tested: Path) -> Iterator[Callable[[int], Kernels]]:
 def kernels(make_kernels: Callable[[int], Kernels]) -> Kernels:
     """Kernels of the variant with two threads."""
     return make_kernels(2)
+
+
+@pytest.fixture
+def has_kernel(request: pytest.FixtureRequest, kernels: Kernels) -> None:
+    """Skips a test of an operator that has no kernel: the CPU runs its reference."""
+    arguments = request.node.callspec.params
+    record = arguments["record"] if "record" in arguments else arguments["derived"].record
+    if record.name not in kernels.operators:
+        pytest.skip(f"{record.name} has no kernel")

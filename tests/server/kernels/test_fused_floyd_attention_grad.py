@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +18,6 @@ from tests.server.kernels.compare import (
     assert_same_bits,
     computed,
     contents,
-    every_second,
     examples,
     given_array,
     golden,
@@ -27,7 +25,7 @@ from tests.server.kernels.compare import (
 )
 from tests.server.kernels.conftest import ROOT
 
-from npugrad import OPERATORS, Product
+from npugrad import OPERATORS
 from npugrad.dtypes import DType
 from npugrad_server.backends.cpu.kernels import Kernels, KernelUnsupported
 
@@ -35,10 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.server.kernels.compare import Array, Inputs
+    from tests.server.kernels.compare import Inputs
 
     from npugrad.meta import CallMeta
-    from npugrad.operator import Sample
 
 
 FLOYD = OPERATORS["fused_floyd_attention_grad"]
@@ -106,15 +103,6 @@ def _empty(call: CallMeta) -> Inputs:
     }
 
 
-@pytest.mark.parametrize("product", [p for p in Product if p in FLOYD.products], ids=str)
-def test_every_sample_of_the_record(kernels: Kernels, product: Product) -> None:
-    samples: list[Sample] = list(FLOYD.samples(product))
-    assert samples
-    for sample in samples:
-        inputs = made(sample.call, 1)
-        assert_right(FLOYD, sample.call, inputs, computed(kernels, FLOYD, sample.call, inputs))
-
-
 # Sizes around every bound of the kernel: rows, tiles and ranges, few or many, either of n and m longer.
 BOUNDS = [
     dict(n=16, m=128, k=128, d=32),
@@ -136,47 +124,6 @@ def test_bits_do_not_depend_on_threads(
     assert_any_threads_give_the_same(make_kernels, FLOYD, call, inputs, (2, 3, 5))
 
 
-def test_calls_at_once_give_the_bits_of_calls_alone(make_kernels: Callable[[int], Kernels]) -> None:
-    kernels = make_kernels(3)
-    calls = [FLOYD.build(n=70 + 20 * i, m=64, k=96, d=16, h=2) for i in range(4)]
-    pairs = [(call, made(call, i)) for i, call in enumerate(calls)]
-    alone = [computed(kernels, FLOYD, *pair) for pair in pairs]
-    with ThreadPoolExecutor(4) as callers:
-        for _ in range(3):
-            together = list(callers.map(lambda pair: computed(kernels, FLOYD, *pair), pairs))
-            for found, expected in zip(together, alone, strict=True):
-                assert_same_bits(found, expected)
-
-
-def _relaid(array: Array, layout: str) -> Array:
-    if layout == "elements_first":
-        return np.ascontiguousarray(array.transpose(4, 3, 2, 1, 0)).transpose(4, 3, 2, 1, 0)
-    if layout == "every_second":
-        return every_second(array)
-    return np.ascontiguousarray(array.swapaxes(2, 3)).swapaxes(2, 3)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", ["elements_first", "every_second", "swapped"])
-@pytest.mark.parametrize(("n", "m"), [(37, 20), (20, 37)])
-def test_strides_change_no_bit(kernels: Kernels, dtype: DType, layout: str, n: int, m: int) -> None:
-    call = FLOYD.build(dtype=dtype, b=2, h=3, n=n, m=m, k=35, d=40, with_mask=True)
-    inputs = made(call, 3)
-    strided: Inputs = {name: _relaid(given_array(inputs, name), layout) for name in inputs}
-    assert all(kernels.takes_strides(FLOYD, name) for name in inputs)
-    expected = computed(kernels, FLOYD, call, inputs)
-    assert_same_bits(computed(kernels, FLOYD, call, strided), expected)
-
-
-def test_expanded_operands_are_read_where_they_lie(kernels: Kernels) -> None:
-    call = FLOYD.build(n=32, m=40, k=33, d=32, h=2, with_mask=True)
-    inputs = made(call, 4)
-    for name in ("dy", "value2", "atten_mask", "softmax_sum"):
-        array = given_array(inputs, name)
-        inputs[name] = np.broadcast_to(array[:1, :1, :1, :1, :1], array.shape)
-    assert_right(FLOYD, call, inputs, computed(kernels, FLOYD, call, inputs))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("n", "m"), [(48, 33), (33, 48)])
 def test_a_row_without_keys_passes_its_gradient_through_the_mask(
@@ -192,20 +139,6 @@ def test_a_row_without_keys_passes_its_gradient_through_the_mask(
     found = computed(kernels, FLOYD, call, inputs)
     assert_right(FLOYD, call, inputs, found)
     assert np.abs(found["dq"][1].astype(np.float32)).max() > 0
-
-
-@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan], ids=str)
-@pytest.mark.parametrize("name", OPERANDS)
-def test_values_that_are_not_finite_spread_as_in_the_reference(
-    kernels: Kernels, value: float, name: str
-) -> None:
-    call = FLOYD.build(dtype=DType.BFLOAT16, n=34, m=20, k=37, d=16)
-    inputs = made(call, 6)
-    if name.startswith("softmax"):
-        given_array(inputs, name)[0, 0, 7, 5] = value
-    else:
-        given_array(inputs, name)[0, 0, 7, 5, 3] = value
-    assert_right(FLOYD, call, inputs, computed(kernels, FLOYD, call, inputs))
 
 
 def test_gradients_beyond_float16_are_infinite(kernels: Kernels) -> None:
@@ -332,35 +265,6 @@ def test_no_scratch_memory_is_an_answer(make_kernels: Callable[[int], Kernels]) 
         assert_same_bits(computed(kernels, FLOYD, call, wanted), expected)
 
 
-def _moved(array: Array, nbytes: int) -> Array:
-    """The same so many bytes after a line of the cache begins."""
-    buffer = np.zeros(array.nbytes + nbytes + 64, np.uint8)
-    start = -buffer.ctypes.data % 64 + nbytes
-    found = buffer[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-    found[...] = array
-    return found
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("d", [32, 37])
-@pytest.mark.parametrize("elements", [1, 3])
-def test_memory_aligned_to_elements_alone_changes_no_bit(
-    kernels: Kernels, dtype: DType, d: int, elements: int
-) -> None:
-    call = FLOYD.build(dtype=dtype, n=35, m=37, k=34, d=d, with_mask=True)
-    inputs = made(call, 12)
-    expected = computed(kernels, FLOYD, call, inputs)
-    moved: Inputs = {}
-    for name in inputs:
-        array = given_array(inputs, name)
-        moved[name] = _moved(array, elements * array.itemsize)
-    outputs = {name: _moved(array, elements * array.itemsize) for name, array in expected.items()}
-    for array in outputs.values():
-        array.view(np.uint8)[...] = 0xA5
-    kernels.run(FLOYD, moved, call.attrs, outputs)
-    assert_same_bits(outputs, expected)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan], ids=str)
 def test_operands_without_a_finite_number(kernels: Kernels, dtype: DType, value: float) -> None:
@@ -408,16 +312,6 @@ def test_what_the_kernel_does_not_take_is_said_and_nothing_written(kernels: Kern
                 {n: shorter if n == name else a for n, a in outputs.items()},
             )
     assert contents(outputs) == before
-
-
-def test_outputs_nobody_wants_are_not_written(kernels: Kernels) -> None:
-    call = FLOYD.build(n=40, m=36, k=34, d=32)
-    inputs = made(call, 10)
-    expected = computed(kernels, FLOYD, call, inputs)
-    for name, array in expected.items():
-        alone = {name: np.empty_like(array)}
-        kernels.run(FLOYD, inputs, call.attrs, alone)
-        assert_same_bits(alone, {name: array})
 
 
 # What a fresh process needs beyond its operands, in bytes.

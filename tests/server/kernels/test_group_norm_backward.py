@@ -14,26 +14,21 @@ from tests.server.kernels.compare import (
     assert_errors_below,
     assert_not_finite_alike,
     assert_right,
-    assert_same_bits,
     computed,
     contents,
-    every_second,
     examples,
     given_array,
     golden,
     outputs_for,
 )
 
-from npugrad import OPERATORS, Product
+from npugrad import OPERATORS
 from npugrad.dtypes import DType
 from npugrad_server.backends.cpu.kernels import Kernels, KernelUnsupported
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.server.kernels.compare import Array, Inputs
-
-    from npugrad.operator import Sample
 
 NORM = OPERATORS["group_norm_backward"]
 SIZES = st.sampled_from([0, 1, 2, 3, 5, 7, 11])
@@ -71,15 +66,6 @@ def test_it_computes_what_the_reference_does(
     assert_right(NORM, call, inputs, computed(kernels, NORM, call, inputs))
 
 
-@pytest.mark.parametrize("product", [p for p in Product if p in NORM.products], ids=str)
-def test_every_sample_of_the_record(kernels: Kernels, product: Product) -> None:
-    samples: list[Sample] = list(NORM.samples(product))
-    assert samples
-    for sample in samples:
-        inputs = NORM.make_inputs(sample.call, np.random.default_rng(1))
-        assert_right(NORM, sample.call, inputs, computed(kernels, NORM, sample.call, inputs))
-
-
 # Sizes around every bound of the kernel: parts of a vector, a block, a chunk, whole groups or split ones, and
 # split ones whose result bypasses the cache.
 BOUNDS = [
@@ -104,42 +90,6 @@ def test_bits_do_not_depend_on_threads(
     call = NORM.build(dtype=dtype, **sizes)
     inputs = NORM.make_inputs(call, np.random.default_rng(2))
     assert_any_threads_give_the_same(make_kernels, NORM, call, inputs)
-
-
-def _relaid(array: Array, layout: str) -> Array:
-    if layout == "channels_last":
-        return np.ascontiguousarray(np.moveaxis(array, 1, -1)).transpose(
-            0, array.ndim - 1, *range(1, array.ndim - 1)
-        )
-    if layout == "every_second":
-        return every_second(array)
-    wide = np.zeros((array.shape[0], array.shape[1] + 3, *array.shape[2:]), array.dtype)
-    wide[:, 1 : 1 + array.shape[1]] = array
-    return wide[:, 1 : 1 + array.shape[1]]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", ["channels_last", "every_second", "slice"])
-@pytest.mark.parametrize("shape", [(2, 6, 5, 7), (1, 4, 70, 641), (3, 8, 33, 1)], ids=str)
-def test_strides_change_no_bit(kernels: Kernels, dtype: DType, layout: str, shape: tuple[int, ...]) -> None:
-    n, c, *image = shape
-    call = NORM.build(dtype=dtype, n=n, c=c, hxw=int(np.prod(image)), group=2, shape=shape)
-    inputs = NORM.make_inputs(call, np.random.default_rng(3))
-    expected = computed(kernels, NORM, call, inputs)
-    strided: Inputs = dict(inputs)
-    for name in ("grad_out", "input"):
-        array = given_array(inputs, name)
-        strided[name] = relaid = _relaid(array, layout)
-        assert np.array_equal(relaid.astype(np.float32), array.astype(np.float32))
-    assert_same_bits(computed(kernels, NORM, call, strided), expected)
-
-
-def test_an_expanded_gradient_is_read_where_it_lies(kernels: Kernels) -> None:
-    call = NORM.build(n=2, c=6, hxw=20, group=3, shape=(2, 6, 4, 5))
-    inputs = NORM.make_inputs(call, np.random.default_rng(4))
-    inputs = {**inputs, "grad_out": np.broadcast_to(np.float32(0.5), (2, 6, 4, 5))}
-    inputs["mean"] = np.broadcast_to(np.float32(0.25), inputs["mean"].shape)  # type: ignore[union-attr]
-    assert_right(NORM, call, inputs, computed(kernels, NORM, call, inputs))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -23,7 +23,7 @@ from tests.server.kernels.compare import (
     outputs_for,
 )
 
-from npugrad import OPERATORS, Product
+from npugrad import OPERATORS
 from npugrad.dtypes import DType
 from npugrad_server.backends.cpu.kernels import Kernels, KernelUnsupported
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from tests.server.kernels.compare import Inputs
 
     from npugrad.meta import CallMeta
-    from npugrad.operator import Sample
 
     Levels = tuple[tuple[int, int], ...]
 
@@ -157,18 +156,6 @@ def test_levels_may_overlap_leave_gaps_or_the_keys(
     given_array(inputs, "spatial_shape")[...] = levels
     given_array(inputs, "level_start_index")[...] = starts
     assert_right(MSDA, call, inputs, computed(kernels, MSDA, call, inputs))
-
-
-@pytest.mark.parametrize("product", [p for p in Product if p in MSDA.products], ids=str)
-def test_every_sample_of_the_record(kernels: Kernels, product: Product) -> None:
-    samples: list[Sample] = list(MSDA.samples(product))
-    assert samples
-    for sample in samples:
-        inputs = {
-            name: None if array is None else np.ascontiguousarray(array)
-            for name, array in MSDA.make_inputs(sample.call, np.random.default_rng(1)).items()
-        }
-        assert_right(MSDA, sample.call, inputs, computed(kernels, MSDA, sample.call, inputs))
 
 
 # Sizes around every bound of the kernel: one task or many, several bands, chunks and rounds, long rows.

@@ -6,28 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.derived import FLOATS, Derived, each, varied
 from tests.server.kernels.compare import assert_same_bits, computed, outputs_for
-
-from npugrad import OPERATORS
-from npugrad.dtypes import DType
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from npugrad.meta import CallMeta
-    from npugrad.operator import OpRecord
     from npugrad_server.backends.cpu.kernels import Kernels
 
     Array = npt.NDArray[Any]
 
-DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
-# Several vectors and a part of one on the last axis of each operand.
-SIZES: dict[str, dict[str, Any]] = {
-    "multi_scale_deformable_attention_grad": dict(nq=37, nh=3, ch=24, levels=((9, 7), (4, 5)), points=3),
-    "grid_sampler_2d_backward": dict(n=2, c=21, h=13, w=19, oh=11, ow=23),
-    "group_norm_backward": dict(n=2, c=6, hxw=1037, group=2),
-    "fused_floyd_attention_grad": dict(n=35, m=37, k=67, d=37, with_mask=True),
-}
+pytestmark = pytest.mark.usefixtures("has_kernel")
+CALLS = pytest.mark.parametrize("derived", list(each(varied)), ids=str)
 
 
 def shifted(array: Array, nbytes: int) -> Array:
@@ -39,16 +29,11 @@ def shifted(array: Array, nbytes: int) -> Array:
     return moved
 
 
-def _made(name: str, dtype: DType) -> tuple[OpRecord, CallMeta, dict[str, Array | None]]:
-    record = OPERATORS[name]
-    call = record.build(dtype=dtype, **SIZES[name])
-    return record, call, dict(record.make_inputs(call, np.random.default_rng(0)))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", SIZES)
-def test_bits_do_not_depend_on_where_tensors_lie(kernels: Kernels, name: str, dtype: DType) -> None:
-    record, call, inputs = _made(name, dtype)
+@pytest.mark.parametrize("dtype", FLOATS)
+@CALLS
+def test_bits_do_not_depend_on_where_tensors_lie(kernels: Kernels, derived: Derived, dtype: str) -> None:
+    record, call = derived.record, derived.call(dtype)
+    inputs = derived.operands(call)
     expected = computed(kernels, record, call, inputs)
     for elements in (1, 3, 7):
         moved = {
@@ -62,11 +47,12 @@ def test_bits_do_not_depend_on_where_tensors_lie(kernels: Kernels, name: str, dt
         assert_same_bits(outputs, expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", SIZES)
-def test_fractions_of_an_element_are_refused(kernels: Kernels, name: str, dtype: DType) -> None:
+@pytest.mark.parametrize("dtype", FLOATS)
+@CALLS
+def test_fractions_of_an_element_are_refused(kernels: Kernels, derived: Derived, dtype: str) -> None:
     """Stores past the cache would end the process; the backend copies such operands."""
-    record, call, inputs = _made(name, dtype)
+    record, call = derived.record, derived.call(dtype)
+    inputs = derived.operands(call)
     outputs = outputs_for(record, call)
     before = {key: array.tobytes() for key, array in outputs.items()}
     for key, array in inputs.items():
