@@ -130,7 +130,7 @@ def _gaps(array: Array) -> Array:
     return view
 
 
-def _every_second(array: Array) -> Array:
+def every_second(array: Array) -> Array:
     """Each second place of the last axis left out."""
     room = np.full((*array.shape[:-1], array.shape[-1] * 2), 7, array.dtype)
     room[..., ::2] = array
@@ -155,7 +155,7 @@ LAYOUTS: Mapping[str, Callable[[Array], Array]] = {
     "transposed": _transposed,
     "axis_1_last": _axis_1_last,
     "axes_swapped": _axes_swapped,
-    "every_second": _every_second,
+    "every_second": every_second,
     "gaps": _gaps,
     "slice": _slice,
 }

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.server.kernels.compare import every_second, outputs_for
+from tests.derived import every_second
+from tests.server.kernels.compare import outputs_for
 
 from npugrad import OPERATORS, OpRecord, Product
 from npugrad.call import CallOptions
