@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from npugrad_client.bench.result import Result
     from npugrad_client.bench.scenario import Scenario
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.large  # it measures: nothing may run beside it
 IS_LONG = os.environ.get("NPUGRAD_BENCH_STATS") == "1"
 PAIRS, MOST_WRONG = (20, 2) if IS_LONG else (3, 1)
 STALL_S = 1.0
