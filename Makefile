@@ -148,7 +148,7 @@ demo: $(STAMP_KERNELS) ## Start the service, run all four operators on real inpu
 
 test: $(STAMP_KERNELS) ## Run the tests
 	$(BIN)/python -m pytest $(ARGS)
-test-large: $(STAMP_KERNELS) ## A call of 3 GiB, and a load test with a stall: with nothing beside them
+test-large: $(STAMP_KERNELS) ## A call of 3 GiB, and what the load test claims: with nothing beside them
 	$(BIN)/python -m pytest -m large --timeout 900 -o faulthandler_timeout=840 $(ARGS)
 
 test-npu: $(STAMP_KERNELS_NPU) ## The NPU path: the unmodified torch_npu on a simulated CANN; x86-64 with g++
