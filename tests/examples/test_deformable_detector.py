@@ -16,9 +16,10 @@ NAME = "deformable_detector.py"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # a minute of arithmetic where nothing else runs
 def test_it_learns_to_find_shapes(server: ServerProcess) -> None:
     pytest.importorskip("torch")
-    done = run_example(NAME, "--target", server.address)
+    done = run_example(NAME, "--target", server.address, limit_s=540)
     assert done.returncode == 0, done.stdout + done.stderr
     (difference,) = re.findall(r"one step: ([\d.e+-]+) from PyTorch's own", done.stdout)
     assert 0 < float(difference) <= 1e-4  # not 0: somebody else has computed them
