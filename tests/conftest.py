@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from importlib.metadata import PackageNotFoundError, version
+
+from hypothesis import settings
+
+# `make test` asks for the second by `--hypothesis-profile`; a test that says how many it needs has as many.
+settings.register_profile("deep", max_examples=150)
+settings.register_profile("quick", max_examples=30)
+settings.load_profile("deep")
 
 pytest_plugins = ["tests.fix_server", "tests.fix_tls", "tests.cann_sim.fixtures", "tests.fix_npu"]
 
@@ -12,6 +20,11 @@ def pytest_configure() -> None:
     """Take interrupts as a terminal's processes do: what a shell runs in the background ignores them."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """About half of the time of a test goes into waiting, for processes, deadlines and service times."""
+    return 2 * len(os.sched_getaffinity(0))
 
 
 def pytest_report_header() -> str:

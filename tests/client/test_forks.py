@@ -66,7 +66,7 @@ def run(program: str, *arguments: str, env: dict[str, str] | None = None) -> lis
             env=clean | (env or {}),
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=250,
             check=False,
         )
     assert ran.returncode == 0, ran.stderr[-2000:]
@@ -314,7 +314,7 @@ def test_a_pre_forking_parent_shares_its_client_with_its_workers() -> None:
 
 @pytest.mark.slow
 @pytest.mark.torch
-@pytest.mark.parametrize("way", ["fork", "spawn"])
+@pytest.mark.parametrize("way", ["fork", pytest.param("spawn", marks=pytest.mark.deep)])
 def test_a_dataset_calls_from_dataloader_workers(way: str, tmp_path: os.PathLike[str]) -> None:
     pytest.importorskip("torch")
     program = """
@@ -357,7 +357,7 @@ def test_a_dataset_calls_from_dataloader_workers(way: str, tmp_path: os.PathLike
             [sys.executable, "-W", "ignore", path, service.address, way],
             capture_output=True,
             text=True,
-            timeout=110,
+            timeout=250,
             check=False,
         )
     assert ran.returncode == 0, ran.stderr[-2000:]

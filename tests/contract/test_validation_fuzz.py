@@ -136,9 +136,7 @@ def check_outputs(record: OpRecord, call: CallMeta, outputs: Mapping[str, Tensor
             assert declared is None or (declared.shape, declared.dtype) == (meta.shape, meta.dtype)
 
 
-FUZZ = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
+FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 @given(data=st.data())

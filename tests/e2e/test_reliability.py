@@ -132,7 +132,7 @@ def stack() -> Iterator[ExitStack]:
 @pytest.mark.timeout(400)  # half a minute where nothing else runs
 @pytest.mark.parametrize(
     ("listen", "kills", "restarts", "least_calls"),
-    [("127.0.0.1:0", 20, 5, 2000), ("unix", 1, 1, 100)],
+    [pytest.param("127.0.0.1:0", 20, 5, 2000, marks=pytest.mark.deep), ("unix", 1, 1, 100)],
     ids=["tcp", "unix"],
 )
 def test_no_accepted_call_is_lost_or_wrong(

@@ -9,7 +9,7 @@ from pathlib import Path
 EXAMPLES = Path(__file__).resolve().parents[2] / "client" / "examples"
 
 
-def run_example(name: str, *arguments: str, limit_s: float = 110) -> subprocess.CompletedProcess[str]:
+def run_example(name: str, *arguments: str, limit_s: float = 250) -> subprocess.CompletedProcess[str]:
     """Runs one to its end; output and errors as text."""
     command = [sys.executable, str(EXAMPLES / name), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)

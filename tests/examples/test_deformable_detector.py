@@ -15,6 +15,7 @@ pytestmark = pytest.mark.torch
 NAME = "deformable_detector.py"
 
 
+@pytest.mark.deep
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # a minute of arithmetic where nothing else runs
 def test_it_learns_to_find_shapes(server: ServerProcess) -> None:

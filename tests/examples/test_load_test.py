@@ -24,6 +24,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         yield running
 
 
+@pytest.mark.deep
 def test_promises_that_are_kept(known: ServerProcess, tmp_path: Path) -> None:
     load = ["--rate", "10", "--duration", "3s", "--shared", "--slo", "p50=1s,errors=0.1%"]
     done = run_example("load_test.py", "--target", known.address, "--out", str(tmp_path), *load)

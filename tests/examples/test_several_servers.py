@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tests.fix_server import ServerProcess
 
 
+@pytest.mark.deep
 @pytest.mark.slow
 def test_no_call_is_lost_when_a_server_is_killed() -> None:
     done = run_example("several_servers.py", "--calls", "300")

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.torch
 NAME = "spatial_transformer.py"
 
 
+@pytest.mark.deep
 @pytest.mark.slow
 def test_it_learns(server: ServerProcess) -> None:
     pytest.importorskip("torch")

@@ -30,6 +30,7 @@ def test_it_is_committed_without_outputs() -> None:
     assert [cell["id"] for cell in code if cell["outputs"] or cell["execution_count"] is not None] == []
 
 
+@pytest.mark.deep
 @pytest.mark.slow
 # The kernel's libraries warn of each other's plans; nothing of it is ours.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::ResourceWarning")

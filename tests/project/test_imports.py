@@ -37,6 +37,7 @@ def test_all_contracts_are_kept() -> None:
     assert answer.returncode == 0, answer.stdout
 
 
+@pytest.mark.deep
 @pytest.mark.slow
 @pytest.mark.parametrize(("contract", "module", "line"), FORBIDDEN)
 def test_a_forbidden_import_is_seen(contract: str, module: str, line: str, tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ sys.exit(pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", *sys.ar
 """
 
 
+@pytest.mark.deep
 def test_a_fifth_record_leaves_the_tests_of_the_others_standing() -> None:
     folders = ("tests/e2e", "tests/congruence", "tests/server/acl", "tests/server/backends")
     command = [sys.executable, "-c", FIFTH, *folders]

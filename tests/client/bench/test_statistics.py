@@ -19,6 +19,7 @@ from npugrad_client.bench.sketch import Distribution, Sketch
 _RANKS = (0.0, 1.0, 50.0, 90.0, 99.0, 99.9, 99.99, 100.0)
 
 
+@pytest.mark.deep
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
@@ -107,6 +108,7 @@ def test_counts_of_poisson_arrivals_are_as_spread_as_they_are_many() -> None:
     assert counts.var() == pytest.approx(20, rel=0.2)
 
 
+@pytest.mark.deep
 @pytest.mark.slow
 def test_intervals_cover_what_is_true() -> None:
     """Of two processes whose medians differ by a tenth, nearly every joint 95 % interval holds the tenth."""

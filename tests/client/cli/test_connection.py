@@ -109,6 +109,7 @@ def test_every_command_gets_in_with_certificates(
     assert (tmp_path / "out.npz").exists()
 
 
+@pytest.mark.deep
 @pytest.mark.slow
 def test_the_demo_and_its_example_get_in_with_certificates(
     mutual: ServerProcess, files: dict[str, str], tmp_path: Path, short_demo: int

@@ -97,6 +97,7 @@ def test_a_soak_checks_every_result_and_shows_memory_over_time() -> None:
     assert count > 20
 
 
+@pytest.mark.deep
 def test_a_soak_with_long_calls_goes_on_until_there_are_samples_enough() -> None:
     report = report_of(soak.STEP, "test:0?ms=1200")
     assert [name for name in failed(report) if name.endswith("is flat")] == []

@@ -22,6 +22,7 @@ FOLDER = "NPUGRAD_TEST_KERNELS"
 VARIANT = "NPUGRAD_TEST_KERNELS_VARIANT"
 """Environment variable: the variant to test, such as another machine's; without it all that run here."""
 VARIANTS = (os.environ[VARIANT],) if os.environ.get(VARIANT) else usable_variants()
+"""The best one first."""
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +52,11 @@ def libraries(build_module: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
-@pytest.fixture(scope="session", params=VARIANTS)
+# The others are the same sources under other flags.
+@pytest.fixture(
+    scope="session",
+    params=[*VARIANTS[:1], *(pytest.param(one, marks=pytest.mark.deep) for one in VARIANTS[1:])],
+)
 def tested(request: pytest.FixtureRequest, libraries: Path) -> Path:
     """Library of each variant in turn, which only a driver may be able to load."""
     path = libraries / f"libnpugrad_kernels_{request.param}.so"

@@ -97,6 +97,7 @@ def test_strides_refusals_and_callers_that_leave_get_through(driven: DrivenKerne
     assert_right(NORM, call, inputs, computed(driven, NORM, call, inputs))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("body", "message"),
     [

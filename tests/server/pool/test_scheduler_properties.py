@@ -608,5 +608,5 @@ class SchedulerWorld(RuleBasedStateMachine):
         self.obey(self.scheduler.tick(self.now))
 
 
-SchedulerWorld.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+SchedulerWorld.TestCase.settings = settings(stateful_step_count=60, deadline=None)
 TestSchedulerWorld = SchedulerWorld.TestCase
