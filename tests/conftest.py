@@ -5,7 +5,13 @@ from __future__ import annotations
 import signal
 from importlib.metadata import PackageNotFoundError, version
 
-pytest_plugins = ["tests.fix_server", "tests.fix_tls", "tests.cann_sim.fixtures", "tests.fix_npu"]
+pytest_plugins = [
+    "tests.fix_server",
+    "tests.fix_tls",
+    "tests.cann_sim.fixtures",
+    "tests.fix_npu",
+    "tests.summary",
+]
 
 
 def pytest_configure() -> None:

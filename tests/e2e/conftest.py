@@ -1,4 +1,4 @@
-"""A server to be hurt and what it must still be able to do; what was counted, printed at the end of a run."""
+"""A server to be hurt and what it must still be able to do; what was counted."""
 
 from __future__ import annotations
 
@@ -9,42 +9,25 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.calls import TIMEOUT_S, call_execute, call_unary, fill, sample
 from tests.e2e.harness import VICTIM_INPUT_ARENA, VICTIM_OUTPUT_ARENA, Wire, eventually, own_threads
 from tests.fix_server import run_server
+from tests.summary import tally_of
 
 from npugrad.ops import OPERATORS
 from npugrad.v1 import server_pb2
 from npugrad_client import Client
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     import grpc
     from tests.calls import Sample
     from tests.fix_server import ServerProcess
-
-    Report = Callable[[str, int | str], None]
-
-_COUNTS: pytest.StashKey[dict[str, int | str]] = pytest.StashKey()
+    from tests.summary import Tally
 
 
 @pytest.fixture(scope="session")
-def tally(pytestconfig: pytest.Config) -> Report:
-    """Give a function that adds a number to a line of the summary, or sets its text."""
-    counts = pytestconfig.stash.setdefault(_COUNTS, {})
-
-    def add(title: str, value: int | str) -> None:
-        before = counts.get(title, 0)
-        counts[title] = before + value if isinstance(before, int) and isinstance(value, int) else value
-
-    return add
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print the lines, in the order of their titles."""
-    counts = config.stash.get(_COUNTS, {})
-    if counts:
-        terminalreporter.section("end to end")
-        for title in sorted(counts):
-            terminalreporter.line(f"{title}: {counts[title]}")
+def tally(pytestconfig: pytest.Config) -> Tally:
+    """Counts for the summary of the run."""
+    return tally_of(pytestconfig, "end to end")
 
 
 @pytest.fixture(scope="module")

@@ -46,9 +46,9 @@ from npugrad_client import Client
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from tests.e2e.conftest import Report
     from tests.e2e.harness import Array
     from tests.fix_server import StartServer
+    from tests.summary import Tally
 
     from npugrad.meta import CallMeta
     from npugrad.operator import OpRecord
@@ -238,7 +238,7 @@ def typed(client: Client, case: Case, operands: Mapping[str, Any]) -> dict[str, 
 
 
 @over(TCP, UNIX, [*MATRIX, *sample_cases()])
-def test_every_call_comes_back_bit_for_bit(case: Case, target: Target, tally: Report) -> None:
+def test_every_call_comes_back_bit_for_bit(case: Case, target: Target, tally: Tally) -> None:
     operands, expected = case.operands(), case.results()
     packed = {
         n: wire_layout(a, "contiguous", np.random.default_rng(0))
@@ -261,7 +261,7 @@ def test_every_call_comes_back_bit_for_bit(case: Case, target: Target, tally: Re
 
 @over(TCP, UNIX, PLAIN)
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_a_foreign_layout_changes_no_bit(case: Case, kind: str, target: Target, tally: Report) -> None:
+def test_a_foreign_layout_changes_no_bit(case: Case, kind: str, target: Target, tally: Tally) -> None:
     """Strides, gaps, offsets and stride 0 on the wire, as clients in other languages may send them."""
     operands, expected = case.operands(), case.results()
     if kind == "expanded":
@@ -285,7 +285,7 @@ def test_a_foreign_layout_changes_no_bit(case: Case, kind: str, target: Target, 
 
 @over(UNIX, TCP, PLAIN)
 @pytest.mark.parametrize("kind", ["transposed", "every_second", "backwards", "broadcast", "read_only"])
-def test_any_array_of_the_caller_changes_no_bit(case: Case, kind: str, target: Target, tally: Report) -> None:
+def test_any_array_of_the_caller_changes_no_bit(case: Case, kind: str, target: Target, tally: Tally) -> None:
     """Views as NumPy users have them, through the client, which packs what cannot travel as it is."""
     operands = {name: None if a is None else _as_view(a, kind) for name, a in case.operands().items()}
     expected = local_results(case.record, case.call, operands) if kind == "broadcast" else case.results()
@@ -311,7 +311,7 @@ def _as_view(array: Array, kind: str) -> Array:
 
 
 @over(UNIX, TCP, LARGE)
-def test_calls_of_many_chunks_come_back_bit_for_bit(case: Case, target: Target, tally: Report) -> None:
+def test_calls_of_many_chunks_come_back_bit_for_bit(case: Case, target: Target, tally: Tally) -> None:
     operands, expected = case.operands(), case.results()
     assert max(a.nbytes for a in expected.values() if a is not None) > codec.CHUNK_BYTES
     assert differences(expected, typed(target.unary, case, operands)) == []

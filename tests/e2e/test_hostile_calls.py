@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     import grpc
     from tests.calls import Sample
-    from tests.e2e.conftest import Report
+    from tests.summary import Tally
 
     from npugrad.meta import CallMeta
     from npugrad.operator import OpRecord
@@ -139,7 +139,7 @@ LEVELS = (-(2**63), -(2**31), -1, 0, 1, 2**31 - 1, 2**32, 1_065_353_216, 2**62, 
 
 
 @pytest.mark.parametrize("index_dtype", ["int32", "int64"])
-def test_levels_outside_the_value_tensor(index_dtype: str, client: Client, tally: Report) -> None:
+def test_levels_outside_the_value_tensor(index_dtype: str, client: Client, tally: Tally) -> None:
     """Sizes and starts are the caller's data; what points outside reads zero and writes nothing."""
     rng = np.random.default_rng(11)
     made = fill(MSDA, MSDA.build(index_dtype=index_dtype))
@@ -225,7 +225,7 @@ def _violations(record: OpRecord, call: CallMeta) -> int:
 
 @each_operator
 def test_everything_broken_at_once_200_times(
-    record: OpRecord, wire: Wire, channel: grpc.Channel, tally: Report
+    record: OpRecord, wire: Wire, channel: grpc.Channel, tally: Tally
 ) -> None:
     call = break_everything(record)
     expected = validate_call(record, call)

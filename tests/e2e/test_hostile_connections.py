@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from tests.calls import Sample
-    from tests.e2e.conftest import Report
     from tests.fix_server import ServerProcess
+    from tests.summary import Tally
 
 pytestmark = pytest.mark.usefixtures("unharmed")
 
@@ -138,7 +138,7 @@ def cut_short(running: ServerProcess) -> int:
     return sum(line["status"] == "CANCELLED" for line in lines)
 
 
-def test_clients_that_vanish_mid_stream(victim: ServerProcess, large: Sample, tally: Report) -> None:
+def test_clients_that_vanish_mid_stream(victim: ServerProcess, large: Sample, tally: Tally) -> None:
     """Their connections are reset after 32 different numbers of bytes, between header and last chunk."""
     sent = sum(map(len, large.contents.values()))
     for part in range(32):
@@ -150,7 +150,7 @@ def test_clients_that_vanish_mid_stream(victim: ServerProcess, large: Sample, ta
 
 @pytest.mark.parametrize("part", [i / 8 for i in range(8)])
 def test_client_that_vanishes_while_it_is_answered(
-    part: float, victim: ServerProcess, large: Sample, tally: Report
+    part: float, victim: ServerProcess, large: Sample, tally: Tally
 ) -> None:
     received = large.call.tensor("input").nbytes
     assert_lost(victim, large, down_bytes=300 + part * received)
@@ -158,7 +158,7 @@ def test_client_that_vanishes_while_it_is_answered(
 
 
 def test_clients_that_vanish_while_their_calls_run(
-    victim: ServerProcess, legal: Mapping[str, Sample], tally: Report
+    victim: ServerProcess, legal: Mapping[str, Sample], tally: Tally
 ) -> None:
     """Everything was sent; some calls run, some wait in the queue, and nobody will read the results."""
     floyd = legal[FLOYD.name]

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     import grpc
     from tests.calls import Sample
-    from tests.e2e.conftest import Report
+    from tests.summary import Tally
 
     from npugrad.operator import OpRecord
     from npugrad_client import Client
@@ -235,7 +235,7 @@ TENSORS: dict[str, tuple[Edit, tuple[str, ...]]] = {
 @each_operator
 @pytest.mark.parametrize("what", TENSORS)
 def test_bad_tensor(
-    what: str, record: OpRecord, channel: grpc.Channel, legal: Mapping[str, Sample], tally: Report
+    what: str, record: OpRecord, channel: grpc.Channel, legal: Mapping[str, Sample], tally: Tally
 ) -> None:
     """Each operand in turn is broken in one way."""
     edit, reasons = TENSORS[what]

@@ -36,8 +36,8 @@ from npugrad.validation import error_from_verdict, validate_call
 
 if TYPE_CHECKING:
     import grpc
-    from tests.e2e.conftest import Report
     from tests.e2e.harness import Array
+    from tests.summary import Tally
 
     from npugrad.codec import WireCall
     from npugrad.operator import OpRecord
@@ -253,7 +253,7 @@ def damaged_bytes(draw: st.DrawFn) -> tuple[OpRecord, bytes]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tally: Report) -> Any:
+def outcomes(tally: Tally) -> Any:
     """Counts reasons; the summary shows them."""
     counted: Counter[str] = Counter()
     yield counted

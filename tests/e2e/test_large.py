@@ -25,9 +25,9 @@ from npugrad_client import CallTooLarge, Client
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.e2e.conftest import Report
     from tests.e2e.harness import Array
     from tests.fix_server import ServerProcess
+    from tests.summary import Tally
 
 pytestmark = pytest.mark.large
 
@@ -201,7 +201,7 @@ def assert_healthy(running: ServerProcess) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_a_call_of_3_gib(tmp_path: Path, tally: Report) -> None:
+def test_a_call_of_3_gib(tmp_path: Path, tally: Tally) -> None:
     operands = make_operands()
     result = np.empty((N, C, HXW), np.float32)
     assert operands.grad_out.nbytes == operands.input.nbytes == result.nbytes == OPERAND_BYTES == GIB
