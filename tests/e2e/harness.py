@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from tests import operators
-from tests.calls import call_execute, call_unary, chunk, cpu_results, failure_of
+from tests.calls import (
+    call_execute,
+    call_unary,
+    chunk,
+    cpu_results,
+    failure_of,
+    header_frame,
+    registry_of,
+)
 
 from npugrad import codec, layout
 from npugrad.meta import TensorMeta
@@ -170,11 +178,6 @@ class Wire:
         return self.server.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=CALL_TIMEOUT_S)
 
 
-def header(record: OpRecord, message: Any) -> backward_pb2.ExecuteRequest:
-    """The first frame of a streamed call."""
-    return backward_pb2.ExecuteRequest(header=codec.wrap(backward_pb2.ExecuteHeader(), record, message))
-
-
 def encode(
     record: OpRecord,
     call: CallMeta,
@@ -243,7 +246,9 @@ def both_ways(channel: grpc.Channel, record: OpRecord, message: Any) -> list[Npu
     """How a message is refused as a unary call and as the header of a stream."""
     failures = [
         failure_of(lambda: call_unary(channel, record, message)),
-        failure_of(lambda: call_execute(channel, [header(record, message)])),
+        failure_of(
+            lambda: call_execute(channel, [header_frame(record, message)], registry=registry_of(record))
+        ),
     ]
     return [failure.error for failure in failures]
 

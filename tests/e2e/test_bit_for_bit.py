@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.calls import cpu_backend
+from tests.calls import cpu_backend, header_frame
 from tests.e2e.harness import (
     STREAMED,
     UNARY,
@@ -25,7 +25,6 @@ from tests.e2e.harness import (
     differences,
     encode,
     expanded,
-    header,
     interleaved,
     local_results,
     outputs_of,
@@ -247,7 +246,7 @@ def test_every_call_comes_back_bit_for_bit(case: Case, target: Target, tally: Ta
     }
     message, follow = encode(case.record, case.call, packed, chunk_from_bytes=1)
     chunk_bytes = ODD_CHUNK_BYTES * (1 + max((len(d) for _, d in follow), default=0) // 2**17)
-    frames = [header(case.record, message), *interleaved(follow, chunk_bytes)]
+    frames = [header_frame(case.record, message), *interleaved(follow, chunk_bytes)]
     found = {
         "unary": typed(target.unary, case, operands),
         "streamed": typed(target.streamed, case, operands),
@@ -277,7 +276,7 @@ def test_a_foreign_layout_changes_no_bit(case: Case, kind: str, target: Target, 
     assert differences(expected, unary_results(case.record, target.wire.unary(case.record, message))) == []
     message, follow = encode(case.record, case.call, packed, chunk_from_bytes=64)
     _, results = target.wire.execute(
-        [header(case.record, message), *interleaved(follow, 64 * ODD_CHUNK_BYTES)]
+        [header_frame(case.record, message), *interleaved(follow, 64 * ODD_CHUNK_BYTES)]
     )
     assert differences(expected, results) == []
     tally("bit for bit: calls compared", 2)
@@ -321,7 +320,7 @@ def test_calls_of_many_chunks_come_back_bit_for_bit(case: Case, target: Target, 
     }
     message, follow = encode(case.record, case.call, packed, chunk_from_bytes=1)
     _, results = target.wire.execute(
-        [header(case.record, message), *interleaved(follow, codec.MAX_CHUNK_BYTES)]
+        [header_frame(case.record, message), *interleaved(follow, codec.MAX_CHUNK_BYTES)]
     )
     assert differences(expected, results) == []
     tally("bit for bit: calls compared", 3)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
-from tests.e2e.harness import CALL_TIMEOUT_S, Wire, header
+from tests.calls import header_frame
+from tests.e2e.harness import CALL_TIMEOUT_S, Wire
 from tests.fix_server import run_server
 
 from npugrad import codec
@@ -111,7 +112,7 @@ def refused_execute(wire: Wire, record: OpRecord, call: CallMeta) -> grpc.RpcErr
     answered = threading.Event()
 
     def frames() -> Iterator[backward_pb2.ExecuteRequest]:
-        yield header(record, request(record, call, "announced"))
+        yield header_frame(record, request(record, call, "announced"))
         answered.wait(CALL_TIMEOUT_S)
 
     stream = wire.backward.Execute(frames(), timeout=CALL_TIMEOUT_S)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.calls import call_execute, call_unary, chunk, failure_of, fill
+from tests.calls import call_execute, call_unary, chunk, failure_of, fill, header_frame
 from tests.e2e.harness import (
     FLOYD,
     GRID_SAMPLER,
@@ -18,7 +18,6 @@ from tests.e2e.harness import (
     both_ways,
     differences,
     each_operator,
-    header,
     local_results,
     outputs_of,
 )
@@ -236,12 +235,12 @@ def test_everything_broken_at_once_200_times(
     for _ in range(100):
         for act in (
             lambda: call_unary(channel, record, message, metadata=metadata),
-            lambda: call_execute(channel, [header(record, message)], metadata=metadata),
+            lambda: call_execute(channel, [header_frame(record, message)], metadata=metadata),
         ):
             failure = failure_of(act)
             statuses[failure.status, failure.raw] += 1
         verdict = wire.validation.Validate(
-            validation_pb2.ValidateRequest(call=header(record, message).header)
+            validation_pb2.ValidateRequest(call=header_frame(record, message).header)
         )
         verdicts[verdict.SerializeToString(deterministic=True)] += 1
     assert list(statuses.values()) == [200]

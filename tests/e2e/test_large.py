@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.calls import call_execute, call_unary, failure_of, sample
-from tests.e2e.harness import GROUP_NORM, Wire, header
+from tests.calls import call_execute, call_unary, failure_of, header_frame, sample
+from tests.e2e.harness import GROUP_NORM, Wire
 from tests.fix_server import run_server
 
 from npugrad import codec
@@ -261,4 +261,4 @@ def announced(call: Any) -> Any:
     message, _ = codec.encode_request(call.inputs, {}, GROUP_NORM, call.attrs)
     for name, meta in call.inputs.items():
         getattr(message, name).chunked_bytes = meta.content_bytes
-    return header(GROUP_NORM, message)
+    return header_frame(GROUP_NORM, message)
