@@ -195,6 +195,11 @@ def call_unary(channel: grpc.Channel, record: OpRecord, message: Any, **kwargs: 
     return codec.decode_response(record, method(message, **{"timeout": TIMEOUT_S, **kwargs}))
 
 
+def arrays_of(result: codec.WireResult, contents: Mapping[str, bytes]) -> dict[str, Any]:
+    """Each output as an array, None for one that was not computed."""
+    return {name: None if meta is None else view(meta, contents[name]) for name, meta in result.metas.items()}
+
+
 @dataclass
 class Reply:
     """A streamed reply, put together.
@@ -231,11 +236,14 @@ def call_execute(
         name = record.params[frame.chunk.operand].name
         assert frame.chunk.operand >= last, "chunks do not come in the order of the parameters"
         assert frame.chunk.offset == len(parts[name])
+        assert 1 <= len(frame.chunk.data) <= codec.MAX_CHUNK_BYTES
         last = frame.chunk.operand
         parts[name] += frame.chunk.data
         reply.chunk_sizes.append(len(frame.chunk.data))
     for name, part in parts.items():
-        assert len(part) == reply.result.contents[name].nbytes
+        meta = reply.result.metas[name]
+        assert meta is not None
+        assert len(part) == reply.result.contents[name].nbytes == meta.content_bytes
         reply.contents[name] = bytes(part)
     return reply
 

@@ -29,7 +29,6 @@ from tests.e2e.harness import (
     local_results,
     outputs_of,
     own_threads,
-    unary_results,
     wire_layout,
     workers_of,
 )
@@ -250,7 +249,7 @@ def test_every_call_comes_back_bit_for_bit(case: Case, target: Target, tally: Ta
     found = {
         "unary": typed(target.unary, case, operands),
         "streamed": typed(target.streamed, case, operands),
-        "chunked": target.wire.execute(frames)[1],
+        "chunked": target.wire.execute(frames),
     }
     problems = {way: differences(expected, results) for way, results in found.items()}
     assert not any(problems.values()), problems
@@ -273,9 +272,9 @@ def test_a_foreign_layout_changes_no_bit(case: Case, kind: str, target: Target, 
     if kind != "contiguous":
         assert not all(meta.is_contiguous for meta, _ in packed.values())
     message, _ = encode(case.record, case.call, packed)
-    assert differences(expected, unary_results(case.record, target.wire.unary(case.record, message))) == []
+    assert differences(expected, target.wire.unary(case.record, message)) == []
     message, follow = encode(case.record, case.call, packed, chunk_from_bytes=64)
-    _, results = target.wire.execute(
+    results = target.wire.execute(
         [header_frame(case.record, message), *interleaved(follow, 64 * ODD_CHUNK_BYTES)]
     )
     assert differences(expected, results) == []
@@ -319,7 +318,7 @@ def test_calls_of_many_chunks_come_back_bit_for_bit(case: Case, target: Target, 
         n: wire_layout(a, "reversed", np.random.default_rng(0)) for n, a in operands.items() if a is not None
     }
     message, follow = encode(case.record, case.call, packed, chunk_from_bytes=1)
-    _, results = target.wire.execute(
+    results = target.wire.execute(
         [header_frame(case.record, message), *interleaved(follow, codec.MAX_CHUNK_BYTES)]
     )
     assert differences(expected, results) == []

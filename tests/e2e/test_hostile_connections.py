@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 from tests.calls import TIMEOUT_S, call_execute, fill
-from tests.e2e.harness import FLOYD, GROUP_NORM, MSDA, eventually
+from tests.e2e.harness import FLOYD, GROUP_NORM, MSDA, eventually, run_victim
 from tests.http2 import PREFACE, frame, literal, message, start_call
 
 from npugrad.v1 import backward_pb2_grpc
@@ -111,6 +111,13 @@ def cable(
         yield made
     finally:
         made.close()
+
+
+@pytest.fixture(scope="module")
+def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A victim of these tests alone, as they count in its log."""
+    with run_victim(tmp_path_factory.mktemp("victim")) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
