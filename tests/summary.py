@@ -28,8 +28,9 @@ def tally_of(config: pytest.Config, section: str) -> Tally:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Hands over what this process counted, if it is not the one that prints."""
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput[_OUTPUT] = session.config.stash.get(_COUNTS, {})
+    output: Any = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output[_OUTPUT] = session.config.stash.get(_COUNTS, {})
 
 
 @pytest.hookimpl(optionalhook=True)
