@@ -11,6 +11,7 @@ import grpc
 import numpy as np
 import pytest
 from grpc_status import rpc_status
+from tests.synthetic.record import REGISTRY as SYNTHETIC_REGISTRY
 
 from npugrad import codec
 from npugrad.call import CallOptions
@@ -18,8 +19,9 @@ from npugrad.errors import NpugradError, error_from_details
 from npugrad.layout import chunks, view
 from npugrad.ops import get_operator
 from npugrad.products import Product
-from npugrad.status import MAX_STATUS_BYTES, decode_status
-from npugrad.v1 import backward_pb2, backward_pb2_grpc
+from npugrad.registry import REGISTRY
+from npugrad.status import MAX_STATUS_BYTES, decode_status, grpc_status_name
+from npugrad.v1 import backward_pb2
 from npugrad_server.backends.base import DeviceCall
 from npugrad_server.backends.cpu import CpuBackend
 from npugrad_server.devices import parse_device
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
     from npugrad.meta import CallMeta, TensorMeta
     from npugrad.operator import OpRecord
+    from npugrad.registry import Registry
 
 TIMEOUT_S = 60.0
 """Deadline of every call of a test: a hang fails it."""
@@ -61,6 +64,18 @@ def cpu_results(
     return wanted
 
 
+def registry_of(record: OpRecord) -> Registry:
+    """Where an operator's messages and services are: the contract's, or those of the synthetic operator."""
+    return REGISTRY if record.name in REGISTRY.records else SYNTHETIC_REGISTRY
+
+
+def header_frame(record: OpRecord, message: Any) -> Any:
+    """The first frame of a streamed call."""
+    frame = registry_of(record).execute_request()
+    codec.wrap(frame.header, record, message)
+    return frame
+
+
 @dataclass(frozen=True)
 class Sample:
     """A call with its data.
@@ -84,15 +99,15 @@ class Sample:
     def header(self, chunk_from_bytes: int = 1, **options: Any) -> tuple[Any, list[tuple[int, memoryview]]]:
         """The header frame of Execute, and (parameter index, content) of what follows in chunks."""
         message, follow = self._encode(chunk_from_bytes, CallOptions(**options))
-        header = codec.wrap(backward_pb2.ExecuteHeader(), self.record, message)
-        return backward_pb2.ExecuteRequest(header=header), follow
+        return header_frame(self.record, message), follow
 
     def frames(self, chunk_bytes: int = codec.CHUNK_BYTES, **options: Any) -> Iterator[Any]:
         """All frames of Execute, one operand after the other."""
         header, follow = self.header(**options)
         yield header
         for operand, content in follow:
-            yield from chunk_frames(operand, content, chunk_bytes)
+            for frame in chunk_frames(operand, content, chunk_bytes):
+                yield registry_of(self.record).execute_request(chunk=frame.chunk)
 
     def _encode(self, chunk_from_bytes: int | None, options: CallOptions) -> tuple[Any, Any]:
         return codec.encode_request(
@@ -103,6 +118,7 @@ class Sample:
             self.call.outputs,
             options,
             chunk_from_bytes=chunk_from_bytes,
+            registry=registry_of(self.record),
         )
 
     def reference(self) -> dict[str, bytes]:
@@ -169,9 +185,19 @@ def chunk(operand: int, offset: int, data: bytes) -> backward_pb2.ExecuteRequest
 
 
 def call_unary(channel: grpc.Channel, record: OpRecord, message: Any, **kwargs: Any) -> codec.WireResult:
-    """Calls the operator's unary RPC."""
-    method = getattr(backward_pb2_grpc.BackwardServiceStub(channel), record.rpc)
+    """Calls the operator's unary RPC with a message, or with the bytes of one."""
+    registry = registry_of(record)
+    method: Any = channel.unary_unary(
+        f"/{registry.backward.full_name}/{record.rpc}",
+        request_serializer=bytes if isinstance(message, bytes) else type(message).SerializeToString,
+        response_deserializer=registry.responses[record.name].FromString,
+    )
     return codec.decode_response(record, method(message, **{"timeout": TIMEOUT_S, **kwargs}))
+
+
+def arrays_of(result: codec.WireResult, contents: Mapping[str, bytes]) -> dict[str, Any]:
+    """Each output as an array, None for one that was not computed."""
+    return {name: None if meta is None else view(meta, contents[name]) for name, meta in result.metas.items()}
 
 
 @dataclass
@@ -189,13 +215,19 @@ class Reply:
     chunk_sizes: list[int] = field(default_factory=list)
 
 
-def call_execute(channel: grpc.Channel, frames: Iterable[Any], **kwargs: Any) -> Reply:
-    """Calls Execute and checks that the reply keeps the rules of the contract."""
-    stub = backward_pb2_grpc.BackwardServiceStub(channel)
-    replies = iter(stub.Execute(iter(frames), **{"timeout": TIMEOUT_S, **kwargs}))
+def call_execute(
+    channel: grpc.Channel, frames: Iterable[Any], *, registry: Registry = REGISTRY, **kwargs: Any
+) -> Reply:
+    """Calls Execute with frames or bytes, and checks that the reply keeps the rules of the contract."""
+    method: Any = channel.stream_stream(
+        f"/{registry.backward.full_name}/Execute",
+        request_serializer=lambda frame: frame if isinstance(frame, bytes) else frame.SerializeToString(),
+        response_deserializer=registry.execute_response.FromString,
+    )
+    replies = iter(method(iter(frames), **{"timeout": TIMEOUT_S, **kwargs}))
     first = next(replies)
     assert first.WhichOneof("frame") == "header"
-    record, message = codec.unwrap(first.header)
+    record, message = codec.unwrap(first.header, registry)
     reply = Reply(codec.decode_response(record, message))
     parts = {name: bytearray(found.data or b"") for name, found in reply.result.contents.items()}
     last = -1
@@ -204,11 +236,14 @@ def call_execute(channel: grpc.Channel, frames: Iterable[Any], **kwargs: Any) ->
         name = record.params[frame.chunk.operand].name
         assert frame.chunk.operand >= last, "chunks do not come in the order of the parameters"
         assert frame.chunk.offset == len(parts[name])
+        assert 1 <= len(frame.chunk.data) <= codec.MAX_CHUNK_BYTES
         last = frame.chunk.operand
         parts[name] += frame.chunk.data
         reply.chunk_sizes.append(len(frame.chunk.data))
     for name, part in parts.items():
-        assert len(part) == reply.result.contents[name].nbytes
+        meta = reply.result.metas[name]
+        assert meta is not None
+        assert len(part) == reply.result.contents[name].nbytes == meta.content_bytes
         reply.contents[name] = bytes(part)
     return reply
 
@@ -240,4 +275,6 @@ def failure_of(act: Callable[[], object]) -> Failure:
     details = decode_status(status)
     assert details is not None, status
     assert details.metadata.get("request_id"), "an error without a request id cannot be found in the log"
-    return Failure(caught.value.code(), error_from_details(details), raw)
+    error = error_from_details(details)
+    assert caught.value.code().name == grpc_status_name(error)
+    return Failure(caught.value.code(), error, raw)

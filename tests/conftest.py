@@ -13,7 +13,13 @@ settings.register_profile("deep", max_examples=150)
 settings.register_profile("quick", max_examples=30)
 settings.load_profile("deep")
 
-pytest_plugins = ["tests.fix_server", "tests.fix_tls", "tests.cann_sim.fixtures", "tests.fix_npu"]
+pytest_plugins = [
+    "tests.fix_server",
+    "tests.fix_tls",
+    "tests.cann_sim.fixtures",
+    "tests.fix_npu",
+    "tests.summary",
+]
 
 
 def pytest_configure() -> None:

@@ -70,6 +70,7 @@ class ServerProcess:
         self.credentials = credentials
         self.address = ""
         self._log_path = log_path
+        self._log_bytes = 0
         self._lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -107,6 +108,14 @@ class ServerProcess:
     def log_text(self) -> str:
         """All of standard error so far."""
         return self._log_path.read_text(errors="replace")
+
+    def later_log_text(self) -> str:
+        """What came to standard error since this was last asked; all of it the first time."""
+        with self._log_path.open("rb") as log:
+            log.seek(self._log_bytes)
+            data = log.read()
+        self._log_bytes += len(data)
+        return data.decode(errors="replace")
 
     def log_lines(self, event: str | None = None) -> list[dict[str, Any]]:
         """The structured lines so far, of one event or of all."""

@@ -14,6 +14,7 @@ import pytest
 from tests.cann_sim.fixtures import REPOSITORY, inherited
 from tests.cann_sim.report import HOST_OBJECTS, Report, leaks
 from tests.congruence.combinations import COMBINATIONS, Combination
+from tests.summary import tally_of
 
 from npugrad.ops import get_operator
 
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.cann_sim.build import Installation
+    from tests.summary import Tally
 
 TIMEOUT_S = 240
 PLAN = "record=1; threads=strict; hbm_mb=4096; cann=9.2.0-beta.2; sums=ordered"
-_LINES: pytest.StashKey[dict[str, str]] = pytest.StashKey()
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,6 @@ class RunSides(Protocol):
 
     def __call__(self, operator: str, *sides: str) -> Mapping[str, Sequence[Answer]]:
         """The answers of each side, in the order of the combinations."""
-
-
-class Tell(Protocol):
-    """Adds a line to the summary."""
-
-    def __call__(self, title: str, text: str) -> None:
-        """Lines come in the order of their titles."""
 
 
 @pytest.fixture(scope="session")
@@ -125,21 +119,7 @@ def _answers(output: Path, report: Report, operator: str) -> Sequence[Answer]:
     ]
 
 
-@pytest.fixture
-def tell(pytestconfig: pytest.Config) -> Tell:
-    """Give a function that puts a line of counts into the summary."""
-    lines = pytestconfig.stash.setdefault(_LINES, {})
-
-    def add(title: str, text: str) -> None:
-        lines[title] = text
-
-    return add
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print the lines, in the order of their titles."""
-    lines = config.stash.get(_LINES, {})
-    if lines:
-        terminalreporter.section("congruence (SIMULATED)")
-        for title in sorted(lines):
-            terminalreporter.line(f"{title}: {lines[title]}")
+@pytest.fixture(scope="session")
+def tally(pytestconfig: pytest.Config) -> Tally:
+    """Counts for the summary of the run."""
+    return tally_of(pytestconfig, "congruence (SIMULATED)")

@@ -22,7 +22,8 @@ from npugrad.ops import OPERATORS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tests.congruence.conftest import Answer, RunSides, Tell
+    from tests.congruence.conftest import Answer, RunSides
+    from tests.summary import Tally
 
     from npugrad.operator import OpRecord, Param
 
@@ -71,7 +72,7 @@ def check_tensor(name: str, tensor: Mapping[str, Any], meta: TensorMeta) -> None
 @pytest.mark.npu_sim
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_deformable_attention_follows_the_signature(run_sides: RunSides, tell: Tell) -> None:
+def test_deformable_attention_follows_the_signature(run_sides: RunSides, tally: Tally) -> None:
     (found,) = run_sides(MSDA.name, "service").values()
     count = 0
     for answer in found:
@@ -83,5 +84,5 @@ def test_deformable_attention_follows_the_signature(run_sides: RunSides, tell: T
         for name, tensor in values(plan).items():
             check_tensor(name, tensor, metas[name])
             count += 1
-    tell(f"{MSDA.name}, against its signature", f"{len(found)} combinations, {count} arguments, 0 differ")
+    tally(f"{MSDA.name}, against its signature", f"{len(found)} combinations, {count} arguments, 0 differ")
     assert len(found) == len(list(COMBINATIONS[MSDA.name]())) >= LEAST

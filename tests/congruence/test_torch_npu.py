@@ -16,7 +16,8 @@ from tests.congruence.sides import BINDINGS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.congruence.conftest import Answer, RunSides, Tell
+    from tests.congruence.conftest import Answer, RunSides
+    from tests.summary import Tally
 
 pytestmark = [pytest.mark.npu_sim, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -55,12 +56,12 @@ def compared(run_sides: RunSides, operator: str) -> Iterator[tuple[Answer, list[
 
 
 @pytest.mark.parametrize("operator", BINDINGS)
-def test_the_arguments_are_those_of_the_binding(run_sides: RunSides, tell: Tell, operator: str) -> None:
+def test_the_arguments_are_those_of_the_binding(run_sides: RunSides, tally: Tally, operator: str) -> None:
     found = list(compared(run_sides, operator))
     mistakes = [f"{ours.case.name}: {one}" for ours, all_ in found for one in all_ if not one.excuse]
     excuses = Counter(one.excuse for _, all_ in found for one in all_ if one.excuse)
     arguments = sum(len(ours.plans[0]["arguments"]) for ours, _ in found)
-    tell(
+    tally(
         f"{operator}, against torch_npu",
         f"{len(found)} combinations, {arguments} arguments, {len(mistakes)} differ; documented differences: "
         + ", ".join(f"{name} {excuses[name]}" for name in DOCUMENTED),

@@ -17,11 +17,11 @@ from npugrad.products import Product
 from npugrad.validation import error_from_verdict, validate_call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
+
+    from tests.summary import Tally
 
     from npugrad.operator import Constraint, OpRecord, Sample, TensorParam
-
-    Report = Callable[[str, str], None]
 
 REPORTABLE = {PARAM_NULLPTR, PARAM_INVALID, TILING_ERROR}
 
@@ -191,7 +191,7 @@ def test_shape_sent_to_the_device_has_the_same_elements(record: OpRecord, produc
                 assert math.prod(param.device_view(meta)) == meta.size
 
 
-def test_counts_are_reported(record: OpRecord, report: Report) -> None:
+def test_counts_are_reported(record: OpRecord, tally: Tally) -> None:
     """The numbers that a reader of the test output wants to see."""
     proofs = sum(
         constraint.violate(sample.call) is not None
@@ -204,7 +204,7 @@ def test_counts_are_reported(record: OpRecord, report: Report) -> None:
     codes = Counter(c.code for c in record.constraints)
     by_code = ", ".join(f"{code}: {count}" for code, count in sorted(codes.items()))
     picks = sum(bool(c.pick) for c in record.constraints)
-    report(
+    tally(
         f"{record.name} constraints",
         f"{len(record.constraints)} ({by_code}), {picks} with a pick between document and source, "
         f"shown by {proofs} broken calls on {len(record.products)} products",

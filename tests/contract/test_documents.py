@@ -10,11 +10,9 @@ from npugrad.errors import Source
 from npugrad.ops import OPERATORS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from tests.summary import Tally
 
     from npugrad.operator import OpRecord
-
-    Report = Callable[[str, str], None]
 
 ROWS_FILE = Path(__file__).parent / "document_rows.txt"
 
@@ -48,14 +46,14 @@ def test_the_list_has_every_operator_and_no_row_twice() -> None:
     assert max(Counter(every).values()) == 1
 
 
-def test_every_row_is_cited_or_explained(record: OpRecord, report: Report) -> None:
+def test_every_row_is_cited_or_explained(record: OpRecord, tally: Tally) -> None:
     listed = set(ROWS[record.name])
     explained = {entry.source for entry in record.not_expressible}
     found = cited(record) | explained
     assert sorted(map(str, listed - found)) == [], "rows that no constraint cites"
     assert sorted(map(str, found - listed)) == [], "citations of rows that no document has"
     covered = len(listed & cited(record))
-    report(
+    tally(
         f"{record.name} documents",
         f"{len(listed)} rows of pages and check tables, {covered} covered by constraints, "
         f"{len(explained)} not expressible",

@@ -1,4 +1,4 @@
-"""A server to be hurt and what it must still be able to do; what was counted, printed at the end of a run."""
+"""A server to be hurt and what it must still be able to do; what was counted."""
 
 from __future__ import annotations
 
@@ -6,56 +6,40 @@ from typing import TYPE_CHECKING
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tests.calls import TIMEOUT_S, call_execute, call_unary, fill, sample
-from tests.e2e.harness import VICTIM_INPUT_ARENA, VICTIM_OUTPUT_ARENA, Wire, eventually, own_threads
-from tests.fix_server import run_server
+from tests.calls import TIMEOUT_S, call_execute, call_unary, fill, registry_of, sample
+from tests.e2e.harness import Wire, eventually, run_victim
+from tests.summary import tally_of
 
 from npugrad.ops import OPERATORS
 from npugrad.v1 import server_pb2
 from npugrad_client import Client
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     import grpc
     from tests.calls import Sample
     from tests.fix_server import ServerProcess
-
-    Report = Callable[[str, int | str], None]
-
-_COUNTS: pytest.StashKey[dict[str, int | str]] = pytest.StashKey()
+    from tests.summary import Tally
 
 
 @pytest.fixture(scope="session")
-def tally(pytestconfig: pytest.Config) -> Report:
-    """Give a function that adds a number to a line of the summary, or sets its text."""
-    counts = pytestconfig.stash.setdefault(_COUNTS, {})
-
-    def add(title: str, value: int | str) -> None:
-        before = counts.get(title, 0)
-        counts[title] = before + value if isinstance(before, int) and isinstance(value, int) else value
-
-    return add
+def tally(pytestconfig: pytest.Config) -> Tally:
+    """Counts for the summary of the run."""
+    return tally_of(pytestconfig, "end to end")
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print the lines, in the order of their titles."""
-    counts = config.stash.get(_COUNTS, {})
-    if counts:
-        terminalreporter.section("end to end")
-        for title in sorted(counts):
-            terminalreporter.line(f"{title}: {counts[title]}")
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server with small arenas for one module of hostile tests."""
-    with run_server(
-        tmp_path_factory.mktemp("victim") / "server.log",
-        *("--input-arena-bytes", str(VICTIM_INPUT_ARENA), "--output-arena-bytes", str(VICTIM_OUTPUT_ARENA)),
-        env=own_threads(),
-    ) as running:
+    """A server with small arenas for hostile tests."""
+    with run_victim(tmp_path_factory.mktemp("victim")) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def normal() -> Sample:
+    """A call that the victim must always answer right."""
+    return sample()
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +76,7 @@ def watch(victim: ServerProcess) -> Iterator[grpc.Channel]:
 
 
 @pytest.fixture
-def unharmed(victim: ServerProcess, watch: grpc.Channel) -> Iterator[None]:
+def unharmed(victim: ServerProcess, watch: grpc.Channel, normal: Sample) -> Iterator[None]:
     """After the test the server is the same, healthy, holds nothing, and answers a normal call right."""
     yield
     assert victim.process.poll() is None
@@ -103,11 +87,11 @@ def unharmed(victim: ServerProcess, watch: grpc.Channel) -> Iterator[None]:
     assert [(device.state, device.restarts) for device in info.devices] == [(ready, 0)]
     answer = health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)  # type: ignore[attr-defined]
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
-    made = sample()
-    assert call_execute(watch, made.frames()).contents == made.reference()
-    contents = call_unary(watch, made.record, made.message()).contents
-    assert {name: content.data for name, content in contents.items()} == made.reference()
-    log = victim.log_text()
+    expected, registry = normal.reference(), registry_of(normal.record)
+    assert call_execute(watch, normal.frames(), registry=registry).contents == expected
+    contents = call_unary(watch, normal.record, normal.message()).contents
+    assert {name: content.data for name, content in contents.items()} == expected
+    log = victim.later_log_text()
     assert "unexpected error" not in log
     assert "Traceback" not in log
 

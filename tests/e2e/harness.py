@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,11 +13,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from tests import operators
-from tests.calls import call_execute, call_unary, chunk, cpu_results, failure_of
+from tests.calls import (
+    arrays_of,
+    call_execute,
+    call_unary,
+    chunk,
+    cpu_results,
+    failure_of,
+    header_frame,
+    registry_of,
+)
+from tests.fix_server import run_server
 
 from npugrad import codec, layout
 from npugrad.meta import TensorMeta
 from npugrad.ops import OPERATORS
+from npugrad.registry import REGISTRY
 from npugrad.v1 import backward_pb2, backward_pb2_grpc, server_pb2, server_pb2_grpc, validation_pb2_grpc
 
 if TYPE_CHECKING:
@@ -30,10 +41,11 @@ if TYPE_CHECKING:
     from npugrad.errors import NpugradError
     from npugrad.meta import CallMeta
     from npugrad.operator import OpRecord
+    from npugrad.registry import Registry
 
     Array = npt.NDArray[Any]
     Operands = Mapping[str, Array | None]
-    Frames = Iterable[backward_pb2.ExecuteRequest]
+    Frames = Iterable[backward_pb2.ExecuteRequest | bytes]
 
 RECORDS = list(OPERATORS.values())
 MSDA, GRID_SAMPLER, GROUP_NORM, FLOYD = (
@@ -46,7 +58,7 @@ each_operator = pytest.mark.parametrize("record", RECORDS, ids=list(OPERATORS))
 CALL_TIMEOUT_S = 60.0
 _PAUSE_S = 0.02
 VICTIM_INPUT_ARENA, VICTIM_OUTPUT_ARENA = 64 * 2**20, 32 * 2**20
-"""Bytes of operands, and of results, that the server of the hostile tests has room for."""
+"""Bytes of operands, and of results, that the servers of the hostile tests have room for."""
 UNARY, STREAMED = 2**40, 0
 """Values of `Client(stream_from_bytes=...)` that force one way or the other."""
 
@@ -59,6 +71,15 @@ def own_threads() -> dict[str, str]:
     own = os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
     threads = own or str(len(os.sched_getaffinity(0)))
     return {"OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads}
+
+
+@contextmanager
+def run_victim(folder: Path, **options: Any) -> Iterator[ServerProcess]:
+    """Runs a server for hostile tests, with small arenas; see `run_server` for the options."""
+    inputs, outputs = str(VICTIM_INPUT_ARENA), str(VICTIM_OUTPUT_ARENA)
+    arenas = ("--input-arena-bytes", inputs, "--output-arena-bytes", outputs)
+    with run_server(folder / "server.log", *arenas, env=own_threads(), **options) as running:
+        yield running
 
 
 # ------------------------------------------------------------------------------------------- results
@@ -157,22 +178,19 @@ class Wire:
             server_pb2_grpc.ServerServiceStub(channel),
         )
 
-    def unary(self, record: OpRecord, message: Any) -> Any:
-        """The typed response of a unary call."""
-        return getattr(self.backward, record.rpc)(message, timeout=CALL_TIMEOUT_S)
+    def unary(self, record: OpRecord, message: Any) -> dict[str, Array | None]:
+        """The results of a unary call, whose message may be given as bytes."""
+        result = call_unary(self.channel, record, message)
+        return arrays_of(result, {name: found.data or b"" for name, found in result.contents.items()})
 
-    def execute(self, frames: Frames) -> tuple[Any, dict[str, Array | None]]:
-        """The typed response and the results of a streamed call."""
-        return received(iter(self.backward.Execute(iter(frames), timeout=CALL_TIMEOUT_S)))
+    def execute(self, frames: Frames, registry: Registry = REGISTRY) -> dict[str, Array | None]:
+        """The results of a streamed call."""
+        reply = call_execute(self.channel, frames, registry=registry)
+        return arrays_of(reply.result, reply.contents)
 
     def info(self) -> server_pb2.GetServerInfoResponse:
         """What the server says of itself."""
         return self.server.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=CALL_TIMEOUT_S)
-
-
-def header(record: OpRecord, message: Any) -> backward_pb2.ExecuteRequest:
-    """The first frame of a streamed call."""
-    return backward_pb2.ExecuteRequest(header=codec.wrap(backward_pb2.ExecuteHeader(), record, message))
 
 
 def encode(
@@ -201,49 +219,13 @@ def interleaved(
                 yield chunk(*part[turn])
 
 
-def received(frames: Iterator[backward_pb2.ExecuteResponse]) -> tuple[Any, dict[str, Array | None]]:
-    """The typed response of a streamed reply and its results; every announced byte came once, in order."""
-    first = next(frames)
-    assert first.WhichOneof("frame") == "header"
-    record, message = codec.unwrap(first.header)
-    result = codec.decode_response(record, message)
-    pending = {
-        record.param_index(name): bytearray()
-        for name, content in result.contents.items()
-        if content.data is None
-    }
-    for frame in frames:
-        assert frame.WhichOneof("frame") == "chunk"
-        buffer = pending[frame.chunk.operand]
-        assert frame.chunk.offset == len(buffer)
-        assert 1 <= len(frame.chunk.data) <= codec.MAX_CHUNK_BYTES
-        buffer += frame.chunk.data
-    arrays: dict[str, Array | None] = {}
-    for name, meta in result.metas.items():
-        if meta is None:
-            arrays[name] = None
-            continue
-        data = result.contents[name].data
-        whole = pending[record.param_index(name)] if data is None else data
-        assert len(whole) == result.contents[name].nbytes == meta.content_bytes
-        arrays[name] = layout.view(meta, whole)
-    return message, arrays
-
-
-def unary_results(record: OpRecord, message: Any) -> dict[str, Array | None]:
-    """The results of a unary response."""
-    result = codec.decode_response(record, message)
-    return {
-        name: None if meta is None else layout.view(meta, result.contents[name].data or b"")
-        for name, meta in result.metas.items()
-    }
-
-
 def both_ways(channel: grpc.Channel, record: OpRecord, message: Any) -> list[NpugradError]:
     """How a message is refused as a unary call and as the header of a stream."""
     failures = [
         failure_of(lambda: call_unary(channel, record, message)),
-        failure_of(lambda: call_execute(channel, [header(record, message)])),
+        failure_of(
+            lambda: call_execute(channel, [header_frame(record, message)], registry=registry_of(record))
+        ),
     ]
     return [failure.error for failure in failures]
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.calls import cpu_backend
+from tests.calls import cpu_backend, header_frame
 from tests.e2e.harness import (
     STREAMED,
     UNARY,
@@ -25,12 +25,10 @@ from tests.e2e.harness import (
     differences,
     encode,
     expanded,
-    header,
     interleaved,
     local_results,
     outputs_of,
     own_threads,
-    unary_results,
     wire_layout,
     workers_of,
 )
@@ -46,9 +44,9 @@ from npugrad_client import Client
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from tests.e2e.conftest import Report
     from tests.e2e.harness import Array
     from tests.fix_server import StartServer
+    from tests.summary import Tally
 
     from npugrad.meta import CallMeta
     from npugrad.operator import OpRecord
@@ -238,7 +236,7 @@ def typed(client: Client, case: Case, operands: Mapping[str, Any]) -> dict[str, 
 
 
 @over(TCP, UNIX, [*MATRIX, *sample_cases()])
-def test_every_call_comes_back_bit_for_bit(case: Case, target: Target, tally: Report) -> None:
+def test_every_call_comes_back_bit_for_bit(case: Case, target: Target, tally: Tally) -> None:
     operands, expected = case.operands(), case.results()
     packed = {
         n: wire_layout(a, "contiguous", np.random.default_rng(0))
@@ -247,11 +245,11 @@ def test_every_call_comes_back_bit_for_bit(case: Case, target: Target, tally: Re
     }
     message, follow = encode(case.record, case.call, packed, chunk_from_bytes=1)
     chunk_bytes = ODD_CHUNK_BYTES * (1 + max((len(d) for _, d in follow), default=0) // 2**17)
-    frames = [header(case.record, message), *interleaved(follow, chunk_bytes)]
+    frames = [header_frame(case.record, message), *interleaved(follow, chunk_bytes)]
     found = {
         "unary": typed(target.unary, case, operands),
         "streamed": typed(target.streamed, case, operands),
-        "chunked": target.wire.execute(frames)[1],
+        "chunked": target.wire.execute(frames),
     }
     problems = {way: differences(expected, results) for way, results in found.items()}
     assert not any(problems.values()), problems
@@ -261,7 +259,7 @@ def test_every_call_comes_back_bit_for_bit(case: Case, target: Target, tally: Re
 
 @over(TCP, UNIX, PLAIN)
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_a_foreign_layout_changes_no_bit(case: Case, kind: str, target: Target, tally: Report) -> None:
+def test_a_foreign_layout_changes_no_bit(case: Case, kind: str, target: Target, tally: Tally) -> None:
     """Strides, gaps, offsets and stride 0 on the wire, as clients in other languages may send them."""
     operands, expected = case.operands(), case.results()
     if kind == "expanded":
@@ -274,10 +272,10 @@ def test_a_foreign_layout_changes_no_bit(case: Case, kind: str, target: Target, 
     if kind != "contiguous":
         assert not all(meta.is_contiguous for meta, _ in packed.values())
     message, _ = encode(case.record, case.call, packed)
-    assert differences(expected, unary_results(case.record, target.wire.unary(case.record, message))) == []
+    assert differences(expected, target.wire.unary(case.record, message)) == []
     message, follow = encode(case.record, case.call, packed, chunk_from_bytes=64)
-    _, results = target.wire.execute(
-        [header(case.record, message), *interleaved(follow, 64 * ODD_CHUNK_BYTES)]
+    results = target.wire.execute(
+        [header_frame(case.record, message), *interleaved(follow, 64 * ODD_CHUNK_BYTES)]
     )
     assert differences(expected, results) == []
     tally("bit for bit: calls compared", 2)
@@ -285,7 +283,7 @@ def test_a_foreign_layout_changes_no_bit(case: Case, kind: str, target: Target, 
 
 @over(UNIX, TCP, PLAIN)
 @pytest.mark.parametrize("kind", ["transposed", "every_second", "backwards", "broadcast", "read_only"])
-def test_any_array_of_the_caller_changes_no_bit(case: Case, kind: str, target: Target, tally: Report) -> None:
+def test_any_array_of_the_caller_changes_no_bit(case: Case, kind: str, target: Target, tally: Tally) -> None:
     """Views as NumPy users have them, through the client, which packs what cannot travel as it is."""
     operands = {name: None if a is None else _as_view(a, kind) for name, a in case.operands().items()}
     expected = local_results(case.record, case.call, operands) if kind == "broadcast" else case.results()
@@ -311,7 +309,7 @@ def _as_view(array: Array, kind: str) -> Array:
 
 
 @over(UNIX, TCP, LARGE)
-def test_calls_of_many_chunks_come_back_bit_for_bit(case: Case, target: Target, tally: Report) -> None:
+def test_calls_of_many_chunks_come_back_bit_for_bit(case: Case, target: Target, tally: Tally) -> None:
     operands, expected = case.operands(), case.results()
     assert max(a.nbytes for a in expected.values() if a is not None) > codec.CHUNK_BYTES
     assert differences(expected, typed(target.unary, case, operands)) == []
@@ -320,8 +318,8 @@ def test_calls_of_many_chunks_come_back_bit_for_bit(case: Case, target: Target, 
         n: wire_layout(a, "reversed", np.random.default_rng(0)) for n, a in operands.items() if a is not None
     }
     message, follow = encode(case.record, case.call, packed, chunk_from_bytes=1)
-    _, results = target.wire.execute(
-        [header(case.record, message), *interleaved(follow, codec.MAX_CHUNK_BYTES)]
+    results = target.wire.execute(
+        [header_frame(case.record, message), *interleaved(follow, codec.MAX_CHUNK_BYTES)]
     )
     assert differences(expected, results) == []
     tally("bit for bit: calls compared", 3)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
-from tests.e2e.harness import CALL_TIMEOUT_S, Wire, header
+from tests.calls import header_frame
+from tests.e2e.harness import CALL_TIMEOUT_S, Wire
 from tests.fix_server import run_server
 
 from npugrad import codec
@@ -32,7 +33,7 @@ from npugrad_client.errors import translate
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from tests.e2e.conftest import Report
+    from tests.summary import Tally
 
     from npugrad.errors import Violation
     from npugrad.meta import CallMeta
@@ -111,7 +112,7 @@ def refused_execute(wire: Wire, record: OpRecord, call: CallMeta) -> grpc.RpcErr
     answered = threading.Event()
 
     def frames() -> Iterator[backward_pb2.ExecuteRequest]:
-        yield header(record, request(record, call, "announced"))
+        yield header_frame(record, request(record, call, "announced"))
         answered.wait(CALL_TIMEOUT_S)
 
     stream = wire.backward.Execute(frames(), timeout=CALL_TIMEOUT_S)
@@ -201,7 +202,7 @@ def assert_translated(raised: Exception, local: OperatorError, first: Violation)
 
 @pytest.mark.parametrize(("record", "product"), EACH_PRODUCT)
 def test_legal_samples_are_valid(
-    record: OpRecord, product: Product, servers: Mapping[Product, Wire], tally: Report
+    record: OpRecord, product: Product, servers: Mapping[Product, Wire], tally: Tally
 ) -> None:
     for sample in record.samples(product):
         expected = validate_call(record, sample.call)
@@ -212,7 +213,7 @@ def test_legal_samples_are_valid(
 
 @pytest.mark.parametrize(("record", "product", "constraint"), EACH)
 def test_a_constraint_proves_itself_over_loopback(
-    record: OpRecord, product: Product, constraint: Constraint, servers: Mapping[Product, Wire], tally: Report
+    record: OpRecord, product: Product, constraint: Constraint, servers: Mapping[Product, Wire], tally: Tally
 ) -> None:
     broken = [(sample, constraint.violate(sample.call)) for sample in record.samples(product)]
     proofs = spread([(s, call) for s, call in broken if call is not None], SAMPLES.get(product, 2))
@@ -239,7 +240,7 @@ def test_a_constraint_proves_itself_over_loopback(
 
 @pytest.mark.parametrize("record", list(OPERATORS.values()), ids=list(OPERATORS))
 def test_a_product_without_the_operator_says_only_that(
-    record: OpRecord, servers: Mapping[Product, Wire], tally: Report
+    record: OpRecord, servers: Mapping[Product, Wire], tally: Tally
 ) -> None:
     """Even a call that breaks everything else is answered by the missing operator alone, and unretryably."""
     for product in Product:

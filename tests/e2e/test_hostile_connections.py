@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 from tests.calls import TIMEOUT_S, call_execute, fill
-from tests.e2e.harness import FLOYD, GROUP_NORM, MSDA, eventually
+from tests.e2e.harness import FLOYD, GROUP_NORM, MSDA, eventually, run_victim
 from tests.http2 import PREFACE, frame, literal, message, start_call
 
 from npugrad.v1 import backward_pb2_grpc
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from tests.calls import Sample
-    from tests.e2e.conftest import Report
     from tests.fix_server import ServerProcess
+    from tests.summary import Tally
 
 pytestmark = pytest.mark.usefixtures("unharmed")
 
@@ -114,6 +114,13 @@ def cable(
 
 
 @pytest.fixture(scope="module")
+def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A victim of these tests alone, as they count in its log."""
+    with run_victim(tmp_path_factory.mktemp("victim")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
 def large() -> Sample:
     """About 2 MiB up in chunks, about 1 MiB down."""
     return fill(GROUP_NORM, GROUP_NORM.build(n=1, c=16, hxw=2**14, group=4))
@@ -138,7 +145,7 @@ def cut_short(running: ServerProcess) -> int:
     return sum(line["status"] == "CANCELLED" for line in lines)
 
 
-def test_clients_that_vanish_mid_stream(victim: ServerProcess, large: Sample, tally: Report) -> None:
+def test_clients_that_vanish_mid_stream(victim: ServerProcess, large: Sample, tally: Tally) -> None:
     """Their connections are reset after 32 different numbers of bytes, between header and last chunk."""
     sent = sum(map(len, large.contents.values()))
     for part in range(32):
@@ -150,7 +157,7 @@ def test_clients_that_vanish_mid_stream(victim: ServerProcess, large: Sample, ta
 
 @pytest.mark.parametrize("part", [i / 8 for i in range(8)])
 def test_client_that_vanishes_while_it_is_answered(
-    part: float, victim: ServerProcess, large: Sample, tally: Report
+    part: float, victim: ServerProcess, large: Sample, tally: Tally
 ) -> None:
     received = large.call.tensor("input").nbytes
     assert_lost(victim, large, down_bytes=300 + part * received)
@@ -158,7 +165,7 @@ def test_client_that_vanishes_while_it_is_answered(
 
 
 def test_clients_that_vanish_while_their_calls_run(
-    victim: ServerProcess, legal: Mapping[str, Sample], tally: Report
+    victim: ServerProcess, legal: Mapping[str, Sample], tally: Tally
 ) -> None:
     """Everything was sent; some calls run, some wait in the queue, and nobody will read the results."""
     floyd = legal[FLOYD.name]

@@ -1,8 +1,8 @@
 """Bad input: every kind of it, for every operator, gets a typed error or a right result, and harms nothing.
 
 After each test `unharmed` looks at the server: the same process, healthy, no byte in use, a right answer.
-Streams, values and sizes are in `test_hostile_calls`, random messages in `test_hostile_messages`, clients
-that vanish or talk nonsense in `test_hostile_connections`.
+Streams, values and sizes are in `test_hostile_calls`, random messages in `test_hostile_messages`, bytes and
+metadata in `test_hostile_bytes`, clients that vanish or talk nonsense in `test_hostile_connections`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ from npugrad.errors import (
     InvalidOperand,
     MalformedRequest,
     MalformedTensor,
+    NpugradError,
     NullOperand,
+    OperatorError,
     TilingError,
     UnsupportedOperator,
 )
-from npugrad.meta import TensorMeta
-from npugrad.v1 import backward_pb2, server_pb2, tensor_pb2, validation_pb2
+from npugrad.meta import MAX_RANK, TensorMeta
+from npugrad.v1 import backward_pb2, operators_pb2, server_pb2, tensor_pb2, validation_pb2
 from npugrad.validation import validate_call
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
 
     import grpc
     from tests.calls import Sample
-    from tests.e2e.conftest import Report
+    from tests.summary import Tally
 
     from npugrad.operator import OpRecord
     from npugrad_client import Client
@@ -95,6 +97,41 @@ def test_forgotten_attribute(
             assert isinstance(error, MalformedRequest)
             assert (error.operator, error.operand) == (record.name, name)
             assert "found nothing; expected the attribute to be set" in str(error)
+
+
+@each_operator
+def test_nothing_but_nulls(record: OpRecord, channel: grpc.Channel, legal: Mapping[str, Sample]) -> None:
+    """The first is told, and all are counted, in a status that fits."""
+    message = small_message(legal[record.name])
+    for param in record.inputs:
+        message.ClearField(param.name)
+    for param in record.outputs:
+        getattr(message, param.name).SetInParent()
+    required = [param.name for param in record.inputs if not param.optional]
+    for error in both_ways(channel, record, message):
+        assert isinstance(error, OperatorError)
+        assert (error.code, error.constraint) == (161001, f"{required[0]}.not_null")
+        assert error.violations_total == len(required) + len(record.outputs)
+
+
+@pytest.mark.parametrize(
+    ("options", "culprit"),
+    [
+        ({"priority": 101}, "priority"),
+        ({"priority": -(2**31)}, "priority"),
+        ({"label": "x" * 65}, "label"),
+        ({"label": "a\nb"}, "label"),
+        ({"label": "\u00e9"}, "label"),
+    ],
+)
+def test_options_out_of_range(
+    options: dict[str, Any], culprit: str, channel: grpc.Channel, legal: Mapping[str, Sample]
+) -> None:
+    message = legal[GROUP_NORM.name].message()
+    message.options.CopyFrom(operators_pb2.CallOptions(**options))
+    for error in both_ways(channel, GROUP_NORM, message):
+        assert isinstance(error, MalformedRequest)
+        assert error.operand == culprit
 
 
 INTEGERS = (-(2**63), -(2**31) - 1, -1, 0, 5, 2**31, 2**63 - 1)
@@ -189,72 +226,89 @@ def _kind(name: str) -> Edit:
 
 
 DOCUMENTED = ("ACLNN_ERR_PARAM_INVALID", "ACLNN_ERR_INNER_TILING_ERROR")
-MALFORMED = ("MALFORMED_TENSOR",)
-# What is done to one operand, and the reasons it may be refused with.
-TENSORS: dict[str, tuple[Edit, tuple[str, ...]]] = {
+# What is done to one operand, and the reasons it may be refused with; a text is what MALFORMED_TENSOR says.
+TENSORS: dict[str, tuple[Edit, tuple[str, ...] | str]] = {
     "dtype_complex": (_meta(data_type=tensor_pb2.DATA_TYPE_COMPLEX64), DOCUMENTED),
     "dtype_string": (_meta(data_type=tensor_pb2.DATA_TYPE_STRING), DOCUMENTED),
     "dtype_int16": (_meta(data_type=tensor_pb2.DATA_TYPE_INT16), DOCUMENTED),
-    "dtype_unset": (_meta(data_type=0), MALFORMED),
-    "dtype_unknown": (_meta(data_type=12345), MALFORMED),
-    "dtype_negative": (_meta(data_type=-1), MALFORMED),
-    "format_unknown": (_meta(format=99), MALFORMED),
+    "dtype_float8": (_meta(data_type=tensor_pb2.DATA_TYPE_FLOAT8_E4M3FN), DOCUMENTED),
+    "dtype_unset": (_meta(data_type=0), "found data type 0;"),
+    "dtype_unknown": (_meta(data_type=12345), "found data type 12345"),
+    "dtype_negative": (_meta(data_type=-1), "found data type -1"),
+    "format_unknown": (_meta(format=99), "found format 99"),
     "rank_up": (_shape(lambda shape: [*shape, 7]), DOCUMENTED),
     "rank_9": (_shape(lambda shape: [*shape, *[1] * (9 - len(shape))]), DOCUMENTED),
-    "rank_20": (_shape(lambda shape: [1] * 20), (*DOCUMENTED, *MALFORMED)),
-    "rank_million": (_shape(lambda shape: [1] * 10**6), MALFORMED),
-    "shape": (_shape(lambda shape: [*shape[:-1], shape[-1] + 3]), (*DOCUMENTED, *MALFORMED)),
-    "size_negative": (_shape(lambda shape: [-1, *shape[1:]]), MALFORMED),
-    "size_least": (_shape(lambda shape: [-(2**63), *shape[1:]]), MALFORMED),
-    "size_overflow": (_shape(lambda shape: [2**62, 2**62]), MALFORMED),
-    "size_wraps_to_zero": (_shape(lambda shape: [2**32, 2**32]), MALFORMED),
-    "size_wraps_around": (_shape(lambda shape: [2**32 + 1, 2**32 - 1]), MALFORMED),
-    "size_greatest": (_shape(lambda shape: [2**63 - 1]), MALFORMED),
+    "rank_20": (_shape(lambda shape: [1] * 20), (*DOCUMENTED, "MALFORMED_TENSOR")),
+    "rank_33": (_shape(lambda shape: [1] * (MAX_RANK + 1)), f"found rank {MAX_RANK + 1}"),
+    "rank_million": (_shape(lambda shape: [1] * 10**6), "found rank 1000000"),
+    "shape": (_shape(lambda shape: [*shape[:-1], shape[-1] + 3]), (*DOCUMENTED, "MALFORMED_TENSOR")),
+    "size_negative": (_shape(lambda shape: [-1, *shape[1:]]), "found shape [-1"),
+    "size_least": (_shape(lambda shape: [-(2**63), *shape[1:]]), "found shape [-9223372036854775808"),
+    "size_overflow": (_shape(lambda shape: [2**62, 2**62]), "2^63 - 1 bytes"),
+    "size_wraps_to_zero": (_shape(lambda shape: [2**32, 2**32]), "2^63 - 1 bytes"),
+    "size_wraps_around": (_shape(lambda shape: [2**32 + 1, 2**32 - 1]), "2^63 - 1 bytes"),
+    "size_greatest": (_shape(lambda shape: [2**63 - 1]), "2^63 - 1 bytes"),
     "size_zero_and_greatest": (_shape(lambda shape: [0, 2**63 - 1, 2**63 - 1]), DOCUMENTED),
-    "strides_too_few": (_meta(strides=[1], shape=[2, 3]), MALFORMED),
-    "strides_too_many": (_steps(lambda steps: [*steps, 1]), MALFORMED),
-    "strides_negative": (_steps(lambda steps: [-steps[0], *steps[1:]]), MALFORMED),
-    "strides_outside": (_steps(lambda steps: [*steps[:-1], 2]), MALFORMED),
-    "strides_overflow": (_steps(lambda steps: [2**62] * len(steps)), MALFORMED),
-    "strides_inside": (_steps(lambda steps: [0] * len(steps)), MALFORMED),
-    "offset": (_meta(storage_offset=1), MALFORMED),
-    "offset_negative": (_meta(storage_offset=-1), MALFORMED),
-    "offset_greatest": (_meta(storage_offset=2**63 - 1), MALFORMED),
-    "content_shorter": (_content(lambda data: data[:-1]), MALFORMED),
-    "content_longer": (_content(lambda data: data + b"\0"), MALFORMED),
-    "content_empty": (_content(lambda data: b""), MALFORMED),
-    "content_missing": (lambda tensor: tensor.ClearField("data"), MALFORMED),
-    "content_twice": (_content(lambda data: data * 2), MALFORMED),
+    "strides_too_few": (_meta(strides=[1], shape=[2, 3]), "found 1 strides, rank 2"),
+    "strides_100_000": (_meta(strides=[1] * 100_000), "found 100000 strides"),
+    "strides_too_many": (_steps(lambda steps: [*steps, 1]), "found"),
+    "strides_negative": (_steps(lambda steps: [-steps[0], *steps[1:]]), "found strides"),
+    "strides_outside": (_steps(lambda steps: [*steps[:-1], 2]), "bytes of content; expected"),
+    "strides_overflow": (_steps(lambda steps: [2**62] * len(steps)), "found"),
+    "strides_inside": (_steps(lambda steps: [0] * len(steps)), "found"),
+    "offset": (_meta(storage_offset=1), "bytes of content; expected"),
+    "offset_negative": (_meta(storage_offset=-1), "found storage offset -1"),
+    "offset_greatest": (_meta(storage_offset=2**63 - 1), "found"),
+    "content_shorter": (_content(lambda data: data[:-1]), "bytes of content; expected"),
+    "content_longer": (_content(lambda data: data + b"\0"), "bytes of content; expected"),
+    "content_empty": (_content(lambda data: b""), "found"),
+    "content_missing": (lambda tensor: tensor.ClearField("data"), "found"),
+    "content_twice": (_content(lambda data: data * 2), "bytes of content; expected"),
     "content_in_shared_memory": (_kind("region"), ("CONTENT_UNSUPPORTED",)),
     "content_by_recipe": (_kind("recipe"), ("RECIPE_INVALID",)),
-    "content_unrelated": (lambda tensor: setattr(tensor, "chunked_bytes", 2**64 - 1), MALFORMED),
-    "meta_missing": (lambda tensor: tensor.ClearField("meta"), MALFORMED),
+    "content_unrelated": (lambda tensor: setattr(tensor, "chunked_bytes", 2**64 - 1), "found"),
+    "meta_missing": (lambda tensor: tensor.ClearField("meta"), "found"),
 }
 
 
 @each_operator
 @pytest.mark.parametrize("what", TENSORS)
 def test_bad_tensor(
-    what: str, record: OpRecord, channel: grpc.Channel, legal: Mapping[str, Sample], tally: Report
+    what: str, record: OpRecord, channel: grpc.Channel, legal: Mapping[str, Sample], tally: Tally
 ) -> None:
     """Each operand in turn is broken in one way."""
-    edit, reasons = TENSORS[what]
+    edit, expected = TENSORS[what]
     for param in record.inputs if record is not FLOYD else record.inputs[::4]:
         made = legal[record.name]
         if made.call.inputs[param.name] is None or (
             what == "shape" and not made.call.tensor(param.name).rank
         ):
             continue
-        message = made.message()
-        edit(getattr(message, param.name))
-        for error in both_ways(channel, record, message):
-            assert error.reason in reasons, error
+        for error in refusals(channel, made, param.name, edit, announce=not what.startswith("content")):
             assert error.operator == record.name
             assert param.name in str(error)
-            if reasons is MALFORMED:
+            if isinstance(expected, str):
                 assert isinstance(error, MalformedTensor)
                 assert error.operand == param.name
+                assert str(error).startswith(f"{record.name}: {param.name}: found")
+                assert expected in str(error)
+            else:
+                assert error.reason in expected, error
             tally("hostile: tensors refused", 1)
+
+
+def refusals(
+    channel: grpc.Channel, made: Sample, name: str, edit: Edit, *, announce: bool
+) -> list[NpugradError]:
+    """How a call with an edited operand is refused, with its contents and as they are only announced."""
+    message = made.message()
+    edit(getattr(message, name))
+    errors = both_ways(channel, made.record, message)
+    if announce:
+        head = made.header()[0]
+        edit(getattr(getattr(head.header, made.record.name), name))
+        errors.append(failure_of(lambda: call_execute(channel, [head])).error)
+    return errors
 
 
 @each_operator

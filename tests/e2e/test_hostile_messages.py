@@ -14,20 +14,32 @@ import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from tests.calls import TIMEOUT_S, failure_of, fill
+from tests.calls import Sample, failure_of, fill, registry_of
 from tests.e2e.harness import (
+    FLOYD,
     GRID_SAMPLER,
     GROUP_NORM,
     MSDA,
     VICTIM_INPUT_ARENA,
     VICTIM_OUTPUT_ARENA,
+    Wire,
     differences,
     local_results,
-    unary_results,
+    run_victim,
 )
+from tests.synthetic.record import REGISTRY as SYNTHETIC_REGISTRY
+from tests.synthetic.record import SYNTHETIC
 
 from npugrad import codec, layout
-from npugrad.errors import CallTooLarge, MalformedRequest, NpugradError, OperatorError, RequestError
+from npugrad.attributes import MAX_ENTRIES, MAX_STRING_BYTES
+from npugrad.errors import (
+    CallTooLarge,
+    MalformedRequest,
+    MalformedTensor,
+    NpugradError,
+    OperatorError,
+    RequestError,
+)
 from npugrad.products import Product
 from npugrad.registry import REGISTRY
 from npugrad.status import ascii_message
@@ -35,17 +47,26 @@ from npugrad.v1 import operators_pb2
 from npugrad.validation import error_from_verdict, validate_call
 
 if TYPE_CHECKING:
-    import grpc
-    from tests.e2e.conftest import Report
+    from collections.abc import Callable, Iterator
+
     from tests.e2e.harness import Array
+    from tests.fix_server import ServerProcess
+    from tests.summary import Tally
 
     from npugrad.codec import WireCall
     from npugrad.operator import OpRecord
+    from npugrad.registry import Registry
 
 pytestmark = pytest.mark.usefixtures("unharmed")
 
-# Floyd's least message has megabytes; its metas are damaged in the tests of the contract.
-BASES = {record.name: fill(record, record.build(), seed=5) for record in (GROUP_NORM, GRID_SAMPLER, MSDA)}
+# Floyd's least message has megabytes: only its header is damaged, whose operands never come.
+BASES = {
+    registry: [fill(record, record.build(), seed=5) for record in records]
+    for registry, records in (
+        (REGISTRY, (GROUP_NORM, GRID_SAMPLER, MSDA, FLOYD)),
+        (SYNTHETIC_REGISTRY, (SYNTHETIC,)),
+    )
+}
 HYPOTHESIS = settings(
     max_examples=300,
     deadline=None,  # no absolute times
@@ -68,10 +89,16 @@ class Foretold:
     results: dict[str, Array | None]
 
 
-def foretell(record: OpRecord, data: bytes) -> Foretold:
-    """Decodes bytes as the unary method does and says what must come back."""
+def foretell(record: OpRecord, data: bytes, *, chunked: bool) -> Foretold:
+    """Decodes bytes as the server does and says what must come back.
+
+    Args:
+        record: The operator.
+        data: The bytes of its request.
+        chunked: Whether they are the header of a stream, after which nothing comes.
+    """
     try:
-        message = REGISTRY.requests[record.name].FromString(data)
+        message = registry_of(record).requests[record.name].FromString(data)
     except DecodeError:
         return Foretold(MalformedRequest("request: does not parse"), {})
     try:
@@ -79,8 +106,9 @@ def foretell(record: OpRecord, data: bytes) -> Foretold:
         verdict = validate_call(record, wire.call)
         if verdict.violations:
             raise error_from_verdict(record, verdict)
-        codec.check_contents(wire, chunked=False)
+        codec.check_contents(wire, chunked=chunked)
         _check_size(wire, [m.nbytes for m in verdict.outputs.values() if m is not None])
+        _check_complete(wire)
     except NpugradError as error:
         return Foretold(error, {})
     operands = {
@@ -101,18 +129,40 @@ def _check_size(wire: WireCall, outputs: list[int]) -> None:
         raise CallTooLarge("too large", operator=wire.record.name)
 
 
-def assert_answered(channel: grpc.Channel, record: OpRecord, data: bytes) -> str:
-    """Sends bytes to the unary method of an operator; returns the reason of the right answer."""
-    method: Any = channel.unary_unary(
-        f"/npugrad.v1.BackwardService/{record.rpc}",
-        response_deserializer=REGISTRY.responses[record.name].FromString,
+def _check_complete(wire: WireCall) -> None:
+    for name, content in wire.contents.items():
+        if content.follows and content.nbytes:
+            text = f"found the end of the stream after 0 bytes; expected the announced {content.nbytes}"
+            where = {"operator": wire.record.name, "operand": name}
+            raise MalformedTensor(f"{wire.record.name}: {name}: {text}", **where)
+
+
+def as_header(record: OpRecord, data: bytes) -> bytes:
+    """The first frame of a stream around the bytes of a request, which need not be one."""
+    frame = registry_of(record).execute_request.DESCRIPTOR.fields_by_name["header"]
+    for field in (frame.message_type.fields_by_name[record.name], frame):
+        data = _varint(field.number << 3 | 2) + _varint(len(data)) + data
+    return data
+
+
+def _varint(number: int) -> bytes:
+    return bytes([number]) if number < 128 else bytes([number & 127 | 128]) + _varint(number >> 7)
+
+
+def assert_answered(wire: Wire, record: OpRecord, data: bytes) -> str:
+    """Sends bytes as a unary call and as a header; returns the reason of the right answer to the former."""
+    frames = [as_header(record, data)]
+    _assert_told(
+        foretell(record, data, chunked=True), record, lambda: wire.execute(frames, registry_of(record))
     )
-    expected = foretell(record, data)
+    return _assert_told(foretell(record, data, chunked=False), record, lambda: wire.unary(record, data))
+
+
+def _assert_told(expected: Foretold, record: OpRecord, act: Callable[[], Any]) -> str:
     if expected.error is None:
-        response = method(data, timeout=TIMEOUT_S)
-        assert differences(expected.results, unary_results(record, response)) == []
+        assert differences(expected.results, act()) == []
         return "OK"
-    error = failure_of(lambda: method(data, timeout=TIMEOUT_S)).error
+    error = failure_of(act).error
     assert (type(error), error.reason) == (type(expected.error), expected.error.reason)
     if isinstance(error, (OperatorError, RequestError)) and expected.error.operator:
         assert str(error) == ascii_message(str(expected.error))
@@ -131,7 +181,23 @@ INT64 = st.one_of(
     st.integers(-3, 40), st.integers(-(2**63), 2**63 - 1), st.sampled_from([2**31, 2**32, 2**62, 2**63 - 1])
 )
 SIZES = st.lists(st.one_of(st.integers(0, 12), INT64), max_size=10)
-BOOLS = st.lists(st.booleans(), max_size=5)
+INT32 = st.one_of(st.integers(-130, 130), st.integers(-(2**31), 2**31 - 1))
+LENGTHS = st.sampled_from([0, 1, MAX_STRING_BYTES - 1, MAX_STRING_BYTES, MAX_STRING_BYTES + 1])
+# What a field of the wire can hold for each kind, which is more than the kind allows.
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "int64": INT64,
+    "int32": INT32,
+    "int8": INT32,
+    "uint64": st.integers(0, 2**64 - 1),
+    "double": st.floats(),
+    "bool": st.booleans(),
+    "string": st.one_of(st.sampled_from(["sum", "mean"]), st.text(max_size=9), LENGTHS.map("x".__mul__)),
+}
+ENTRIES: dict[str, st.SearchStrategy[Any]] = {
+    "int64_array": INT64,
+    "float_array": st.floats(width=32),
+    "bool_array": st.booleans(),
+}
 
 
 @st.composite
@@ -179,11 +245,18 @@ def _fitting(tensor: Any) -> None:
         ]
 
 
+def good(made: Sample) -> Any:
+    """The request of a legal call."""
+    if made.record is not FLOYD:
+        return made.message()
+    return codec.unwrap(made.header()[0].header)[1]
+
+
 @st.composite
-def damaged_message(draw: st.DrawFn) -> tuple[OpRecord, Any]:
+def damaged_message(draw: st.DrawFn, registry: Registry) -> tuple[OpRecord, Any]:
     """A good request with one to four things changed."""
-    made = BASES[draw(st.sampled_from(list(BASES)))]
-    record, message = made.record, made.message()
+    made = draw(st.sampled_from(BASES[registry]))
+    record, message = made.record, good(made)
     for _ in range(draw(st.integers(1, 4))):
         param = draw(st.sampled_from(record.params))
         if draw(st.integers(0, 9)) == 0:
@@ -195,7 +268,7 @@ def damaged_message(draw: st.DrawFn) -> tuple[OpRecord, Any]:
         elif param in record.outputs:
             getattr(message, param.name).meta.CopyFrom(_declared(draw, made.call, record, param.name))
         else:
-            _damage_attribute(draw, message, param)
+            draw(damaged_attribute(message, param))
     if draw(st.integers(0, 5)) == 0:
         options = operators_pb2.CallOptions(
             priority=draw(st.integers(-(2**31), 2**31 - 1)),
@@ -209,7 +282,7 @@ def damaged_message(draw: st.DrawFn) -> tuple[OpRecord, Any]:
 
 def _declared(draw: st.DrawFn, call: Any, record: OpRecord, name: str) -> Any:
     """The meta of an output as it should be, with one thing changed or none."""
-    declared = REGISTRY.requests[record.name]()
+    declared = registry_of(record).requests[record.name]()
     meta = record.infer(call)[name]
     codec.encode_meta(meta, getattr(declared, name).meta)  # type: ignore[arg-type]
     if draw(st.booleans()):
@@ -217,22 +290,28 @@ def _declared(draw: st.DrawFn, call: Any, record: OpRecord, name: str) -> Any:
     return getattr(declared, name).meta
 
 
-def _damage_attribute(draw: st.DrawFn, message: Any, param: Any) -> None:
-    if param.type == "bool_array":
-        getattr(message, param.name).values[:] = draw(BOOLS)
+@st.composite
+def damaged_attribute(draw: st.DrawFn, message: Any, param: Any) -> None:
+    """Gives an attribute another value, legal or not."""
+    field = getattr(message, param.name)
+    if param.type in ENTRIES:
+        entry = ENTRIES[param.type]
+        size = draw(st.sampled_from([*range(6), MAX_ENTRIES, MAX_ENTRIES + 1]))
+        field.values[:] = (draw(st.lists(entry, min_size=1, max_size=5)) * MAX_ENTRIES)[:size]
+    elif param.type == "scalar":
+        if draw(st.booleans()):
+            field.data_type = draw(st.integers(-1, 30))
+        if draw(st.booleans()):
+            field.value = draw(st.binary(max_size=9))
     else:
-        setattr(
-            message,
-            param.name,
-            draw({"int64": INT64, "double": st.floats(), "bool": st.booleans()}[param.type]),
-        )
+        setattr(message, param.name, draw(VALUES[param.type]))
 
 
 @st.composite
-def damaged_bytes(draw: st.DrawFn) -> tuple[OpRecord, bytes]:
+def damaged_bytes(draw: st.DrawFn, registry: Registry) -> tuple[OpRecord, bytes]:
     """A good request as bytes, with some of them changed, cut out or doubled; or no request at all."""
-    made = BASES[draw(st.sampled_from(list(BASES)))]
-    data = bytearray(made.message().SerializeToString())
+    made = draw(st.sampled_from(BASES[registry]))
+    data = bytearray(good(made).SerializeToString())
     for _ in range(draw(st.integers(0, 6))):
         at = draw(st.integers(0, len(data) - 1))
         way = draw(st.sampled_from(["set", "cut", "double", "end"]))
@@ -253,7 +332,7 @@ def damaged_bytes(draw: st.DrawFn) -> tuple[OpRecord, bytes]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tally: Report) -> Any:
+def outcomes(tally: Tally) -> Any:
     """Counts reasons; the summary shows them."""
     counted: Counter[str] = Counter()
     yield counted
@@ -261,22 +340,48 @@ def outcomes(tally: Report) -> Any:
         tally(f"hostile: random messages answered with {reason}", count)
 
 
+@pytest.fixture(
+    scope="module", params=[REGISTRY, SYNTHETIC_REGISTRY], ids=["contract", "every-kind-of-attribute"]
+)
+def registry(request: pytest.FixtureRequest) -> Registry:
+    """The contract's operators, and one with every kind of attribute."""
+    registry: Registry = request.param
+    return registry
+
+
+@pytest.fixture(scope="module")
+def victim(
+    registry: Registry, victim: ServerProcess, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    """A server of these operators."""
+    if registry is REGISTRY:
+        yield victim
+        return
+    program = ("-m", "tests.synthetic.server")
+    with run_victim(tmp_path_factory.mktemp("victim"), program=program) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def normal(registry: Registry) -> Sample:
+    """A call of the first of them."""
+    return BASES[registry][0]
+
+
 @HYPOTHESIS
-@given(damaged_message())
+@given(data=st.data())
 def test_damaged_messages(
-    channel: grpc.Channel, outcomes: Counter[str], damaged: tuple[OpRecord, Any]
+    registry: Registry, wire: Wire, outcomes: Counter[str], data: st.DataObject
 ) -> None:
-    record, message = damaged
-    reason = assert_answered(channel, record, message.SerializeToString())
+    record, message = data.draw(damaged_message(registry))
+    reason = assert_answered(wire, record, message.SerializeToString())
     outcomes[reason] += 1
     event(reason)
 
 
 @HYPOTHESIS
-@given(damaged_bytes())
-def test_damaged_bytes(
-    channel: grpc.Channel, outcomes: Counter[str], damaged: tuple[OpRecord, bytes]
-) -> None:
-    reason = assert_answered(channel, *damaged)
+@given(data=st.data())
+def test_damaged_bytes(registry: Registry, wire: Wire, outcomes: Counter[str], data: st.DataObject) -> None:
+    reason = assert_answered(wire, *data.draw(damaged_bytes(registry)))
     outcomes[reason] += 1
     event(reason)

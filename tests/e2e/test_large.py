@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.calls import call_execute, call_unary, failure_of, sample
-from tests.e2e.harness import GROUP_NORM, Wire, header
+from tests.calls import call_execute, call_unary, failure_of, header_frame, sample
+from tests.e2e.harness import GROUP_NORM, Wire
 from tests.fix_server import run_server
 
 from npugrad import codec
@@ -25,9 +25,9 @@ from npugrad_client import CallTooLarge, Client
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.e2e.conftest import Report
     from tests.e2e.harness import Array
     from tests.fix_server import ServerProcess
+    from tests.summary import Tally
 
 pytestmark = pytest.mark.large
 
@@ -201,7 +201,7 @@ def assert_healthy(running: ServerProcess) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_a_call_of_3_gib(tmp_path: Path, tally: Report) -> None:
+def test_a_call_of_3_gib(tmp_path: Path, tally: Tally) -> None:
     operands = make_operands()
     result = np.empty((N, C, HXW), np.float32)
     assert operands.grad_out.nbytes == operands.input.nbytes == result.nbytes == OPERAND_BYTES == GIB
@@ -261,4 +261,4 @@ def announced(call: Any) -> Any:
     message, _ = codec.encode_request(call.inputs, {}, GROUP_NORM, call.attrs)
     for name, meta in call.inputs.items():
         getattr(message, name).chunked_bytes = meta.content_bytes
-    return header(GROUP_NORM, message)
+    return header_frame(GROUP_NORM, message)

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.cann_sim.build import Installation
-    from tests.e2e.conftest import Report as Tally
     from tests.e2e.npu_cases import FaultCase, Server
     from tests.fix_npu import StartNpuServer
+    from tests.summary import Tally
 
 pytestmark = [pytest.mark.npu_sim, pytest.mark.slow]
 

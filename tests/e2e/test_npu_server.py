@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
     from tests.cann_sim.build import Installation
-    from tests.e2e.conftest import Report as Tally
     from tests.fix_npu import NpuServer, StartNpuServer
+    from tests.summary import Tally
 
     from npugrad.meta import CallMeta
     from npugrad.operator import OpRecord

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.e2e.conftest import Report
     from tests.e2e.load import Work
+    from tests.summary import Tally
 
 pytestmark = pytest.mark.slow
 
@@ -143,7 +143,7 @@ def test_no_accepted_call_is_lost_or_wrong(
     work: list[Work],
     stack: ExitStack,
     tmp_path: Path,
-    tally: Report,
+    tally: Tally,
 ) -> None:
     service = Service(stack, tmp_path, f"unix:{tmp_path}/s" if listen == "unix" else listen)
     load = stack.enter_context(Load(service.running.address, work, THREADS))
@@ -201,7 +201,7 @@ def _summary(service: Service, load: Load) -> dict[str, int | str]:
 
 
 def test_a_call_that_always_kills_its_worker_fails_alone(
-    work: list[Work], stack: ExitStack, tmp_path: Path, tally: Report
+    work: list[Work], stack: ExitStack, tmp_path: Path, tally: Tally
 ) -> None:
     """It gets WORKER_LOST after three attempts; whoever calls beside it notices nothing."""
     doomed = next(item for item in work if item.record is not FLOYD)

@@ -116,8 +116,9 @@ def seen(attrs: Mapping[str, AttrValue]) -> bytes:
 def _reference(inputs: Arrays, attrs: Mapping[str, Any], outputs: Mapping[str, npt.NDArray[Any]]) -> None:
     if "scaled" in outputs:
         values = cast("npt.NDArray[Any]", inputs["input"]).astype(np.float64)
-        added = values.sum() if attrs["mode"] == "sum" else values.mean()
-        outputs["scaled"][...] = (values + added) * (attrs["factor"] * attrs["alpha"].value)
+        with np.errstate(all="ignore"):  # as the other references
+            added = values.sum() if attrs["mode"] == "sum" else values.mean()
+            outputs["scaled"][...] = (values + added) * (attrs["factor"] * attrs["alpha"].value)
     if "seen" in outputs:
         outputs["seen"][...] = np.frombuffer(seen(attrs), np.uint8)
 

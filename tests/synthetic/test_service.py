@@ -10,21 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.calls import TIMEOUT_S, Sample, chunk_frames, failure_of, fill
+from tests.calls import TIMEOUT_S, Sample, call_execute, call_unary, failure_of, fill, header_frame
+from tests.e2e.harness import both_ways
 from tests.fix_npu import run_npu_server
 from tests.fix_server import ServerProcess, run_server
 from tests.synthetic import synthetic_pb2
 from tests.synthetic.client import AsyncSyntheticClient, SyntheticClient
 from tests.synthetic.record import REGISTRY, SYNTHETIC, seen
-from tests.synthetic.synthetic_pb2_grpc import SyntheticServiceStub, SyntheticValidationServiceStub
+from tests.synthetic.synthetic_pb2_grpc import SyntheticValidationServiceStub
 
-from npugrad import OPERATORS, codec
+from npugrad import OPERATORS
 from npugrad.attributes import KINDS, Scalar
-from npugrad.call import CallOptions
 from npugrad.errors import (
     InvalidOperand,
     MalformedRequest,
     NullOperand,
+    OperatorError,
     UnsupportedOperator,
 )
 from npugrad.layout import view
@@ -33,7 +34,7 @@ from npugrad.tolerance import compare
 from npugrad.validation import error_from_verdict, validate_call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     import grpc
 
@@ -83,39 +84,27 @@ def kind(service: ServerProcess, client: Any) -> str:
     return str(device.name).partition(":")[0]
 
 
-def encoded(made: Sample, chunk_from_bytes: int | None = None) -> tuple[Any, list[tuple[int, memoryview]]]:
-    return codec.encode_request(
-        made.call.inputs,
-        made.contents,
-        SYNTHETIC,
-        made.call.attrs,
-        made.call.outputs,
-        CallOptions(deterministic=True),  # else the simulator sums in any order
-        chunk_from_bytes=chunk_from_bytes,
-        registry=REGISTRY,
-    )
+# Else the simulator sums in any order.
+OPTIONS = {"deterministic": True}
 
 
-def unary(channel: grpc.Channel, message: Any) -> codec.WireResult:
-    answer = SyntheticServiceStub(channel).Synthetic(message, timeout=TIMEOUT_S)
-    return codec.decode_response(SYNTHETIC, answer)
+def request(call: CallMeta) -> Any:
+    """The message of a call with data."""
+    return fill(SYNTHETIC, call).message(**OPTIONS)
 
 
-def execute(channel: grpc.Channel, message: Any, follow: Any = ()) -> dict[str, bytes]:
-    """Calls Execute; the contents of its reply."""
+def execute(channel: grpc.Channel, frames: Iterable[Any]) -> dict[str, bytes]:
+    """Contents of the reply."""
+    return call_execute(channel, frames, registry=REGISTRY).contents
 
-    def frames() -> Iterator[Any]:
-        yield synthetic_pb2.ExecuteRequest(header=synthetic_pb2.ExecuteHeader(synthetic=message))
-        for operand, content in follow:
-            for frame in chunk_frames(operand, content):
-                yield synthetic_pb2.ExecuteRequest(chunk=frame.chunk)
 
-    first, *rest = SyntheticServiceStub(channel).Execute(frames(), timeout=TIMEOUT_S)
-    result = codec.decode_response(SYNTHETIC, first.header.synthetic)
-    contents = {name: bytearray(found.data or b"") for name, found in result.contents.items()}
-    for frame in rest:
-        contents[SYNTHETIC.params[frame.chunk.operand].name] += frame.chunk.data
-    return {name: bytes(content) for name, content in contents.items()}
+def three_ways(channel: grpc.Channel, message: Any) -> list[Callable[[], Any]]:
+    """Calls it, streams it and validates it."""
+    return [
+        lambda: call_unary(channel, SYNTHETIC, message),
+        lambda: execute(channel, [header_frame(SYNTHETIC, message)]),
+        lambda: validate(channel, message),
+    ]
 
 
 def validate(channel: grpc.Channel, message: Any) -> Any:
@@ -141,12 +130,12 @@ def as_arrays(made: Sample, contents: Mapping[str, bytes]) -> dict[str, Any]:
 @pytest.mark.parametrize("call", SAMPLES)
 def test_every_sample_on_every_way(channel: grpc.Channel, client: Any, call: CallMeta, kind: str) -> None:
     made = fill(SYNTHETIC, call)
-    result = unary(channel, encoded(made)[0])
+    result = call_unary(channel, SYNTHETIC, made.message(**OPTIONS))
     contents = {name: found.data or b"" for name, found in result.contents.items()}
     check(made, as_arrays(made, contents))
     if made.outputs:
         assert result.info.backend == {"cpu": "cpu-reference", "npu": "npu"}[kind]
-    assert execute(channel, *encoded(made, chunk_from_bytes=1)) == contents
+    assert execute(channel, made.frames(**OPTIONS)) == contents
     answer = client.synthetic(**made.arrays, **call.attrs, deterministic=True)
     found = {name: getattr(answer, name) for name in ("scaled", "seen")}
     check(made, found)
@@ -199,9 +188,8 @@ def test_every_constraint_on_every_way(channel: grpc.Channel, client: Any, const
         verdict
     )
     expected = error_from_verdict(SYNTHETIC, verdict)
-    message = encoded(Sample(SYNTHETIC, broken, {}, {}))[0]
-    for act in (unary, execute):
-        error = failure_of(lambda act=act: act(channel, message)).error  # type: ignore[misc]
+    for error in both_ways(channel, SYNTHETIC, Sample(SYNTHETIC, broken, {}, {}).message()):
+        assert isinstance(error, OperatorError)
         assert type(error) is type(expected)
         assert (error.code, error.constraint) == (constraint.code, constraint.id)
 
@@ -214,18 +202,17 @@ def refused(act: Callable[[], Any], name: str) -> None:
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_plain_attribute_that_is_unset_is_malformed(channel: grpc.Channel, name: str) -> None:
-    message = encoded(fill(SYNTHETIC, SYNTHETIC.build()))[0]
+    message = request(SYNTHETIC.build())
     message.ClearField(name)
-    for act in (unary, execute, validate):
-        refused(lambda act=act: act(channel, message), name)  # type: ignore[misc]
+    for act in three_ways(channel, message):
+        refused(act, name)
 
 
 @pytest.mark.parametrize("name", REQUIRED)
 def test_a_pointer_that_is_unset_is_null(channel: grpc.Channel, name: str) -> None:
-    message = encoded(fill(SYNTHETIC, SYNTHETIC.build()))[0]
+    message = request(SYNTHETIC.build())
     message.ClearField(name)
-    for act in (unary, execute):
-        error = failure_of(lambda act=act: act(channel, message)).error  # type: ignore[misc]
+    for error in both_ways(channel, SYNTHETIC, message):
         assert isinstance(error, NullOperand)
         assert error.constraint == f"{name}.not_null"
     assert validate(channel, message).violations[0].id == f"{name}.not_null"
@@ -246,18 +233,17 @@ def test_a_pointer_that_is_unset_is_null(channel: grpc.Channel, name: str) -> No
 def test_an_attribute_out_of_range_is_malformed(
     channel: grpc.Channel, name: str, spoil: Callable[[Any], None]
 ) -> None:
-    message = encoded(fill(SYNTHETIC, SYNTHETIC.build()))[0]
+    message = request(SYNTHETIC.build())
     spoil(message)
-    for act in (unary, execute, validate):
-        refused(lambda act=act: act(channel, message), name)  # type: ignore[misc]
+    for act in three_ways(channel, message):
+        refused(act, name)
 
 
 def test_a_string_that_is_no_utf8_is_malformed(channel: grpc.Channel) -> None:
-    data = encoded(fill(SYNTHETIC, SYNTHETIC.build()))[0].SerializeToString()
-    call: Any = channel.unary_unary("/npugrad.synthetic.v1.SyntheticService/Synthetic")
+    data = request(SYNTHETIC.build()).SerializeToString()
     broken = data.replace(b"\x8a\x01\x03sum", b"\x8a\x01\x03s\xffm")  # field 17, 3 bytes
     assert broken != data
-    assert isinstance(failure_of(lambda: call(broken, timeout=TIMEOUT_S)).error, MalformedRequest)
+    assert isinstance(failure_of(lambda: call_unary(channel, SYNTHETIC, broken)).error, MalformedRequest)
 
 
 def test_the_client_converts_what_it_is_given(client: Any) -> None:
