@@ -20,7 +20,10 @@ SMALL = Size(calls=100, held_s=1.5, drain_delay_s=1.0, left_alone_s=0.5, endpoin
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=[] if path.name == PINNED else pytest.mark.deep, id=path.name) for path in QUICK],
+    [
+        pytest.param(path, marks=[] if path.name == PINNED else pytest.mark.deep, id=path.name)
+        for path in QUICK
+    ],
 )
 def test_a_rollout_loses_no_call_of_the_sdk_and_hardly_one_of_others(path: Way, tmp_path: Path) -> None:
     if path.missing():
