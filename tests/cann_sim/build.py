@@ -7,6 +7,7 @@ environment variables that make torch_npu, and anything else that asks for CANN,
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -17,6 +18,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -115,6 +117,7 @@ def find_torch_npu() -> Path | None:
     return Path(spec.origin).parent if spec and spec.origin else None
 
 
+@cache
 def vendor_functions(torch_npu: Path) -> set[str]:
     """The C functions of CANN that the libraries of torch_npu expect the dynamic linker to find."""
     wanted: set[str] = set()
@@ -216,7 +219,9 @@ class _Compiler:
     ) -> dict[Path, Path]:
         """Object file of each source."""
         paths, extra = list(sources), defines or {}
-        with ThreadPoolExecutor(JOBS) as pool:
+        # One process compiles; those that run tests beside it wait, and find everything there.
+        with (self.objects / ".lock").open("w") as lock, ThreadPoolExecutor(JOBS) as pool:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             objects = pool.map(lambda path: self._compile(path, extra.get(path.stem, [])), paths)
             return dict(zip(paths, objects, strict=True))
 
