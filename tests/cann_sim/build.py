@@ -260,8 +260,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layout", choices=get_args(Layout), default="split")
     parser.add_argument("--cann", default=DEFAULT_CANN, help="release to play, with the functions it has")
     parser.add_argument("--torch-npu", type=Path, help="folder of an installed torch_npu, for the traps")
+    parser.add_argument("--objects", type=Path, help="folder of compiled files; OUT_DIR/obj by default")
     options = parser.parse_args(arguments)
-    made = build(options.out.resolve(), layout=options.layout, cann=options.cann, torch_npu=options.torch_npu)
+    made = build(
+        options.out.resolve(),
+        layout=options.layout,
+        cann=options.cann,
+        torch_npu=options.torch_npu,
+        objects=options.objects and options.objects.resolve(),
+    )
     sys.stderr.write(made.warnings)
     for name, value in made.environment().items():
         print(f"export {name}={value}")
