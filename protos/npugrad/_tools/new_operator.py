@@ -47,6 +47,7 @@ _LINES = (
     ("result", "client/npugrad_client/__init__.py", r".*?_generated_ops import \(\n"),
     ("exported", "client/npugrad_client/__init__.py", r".*?__all__ = \[\n"),
     ("documented", "tests/contract/document_rows.txt", r".*\n"),
+    ("signed", "tests/congruence/signatures.py", r'.*?PROTOTYPES = """.*?(?="""\n)'),
     ("told", "CHANGELOG.md", r".*?## \[Unreleased\].*?### Added\n.*?\n(?=\n#)"),
 )
 """What is put into a file, and after what of it."""
@@ -98,6 +99,15 @@ class _Operator:
             ("constraints", f"entry {i}", text) for i, text in enumerate(self.page.constraints, start=1)
         ]
         return codes + entries
+
+    def signature(self) -> str:
+        """What the prototype has in brackets."""
+        own = [
+            *(param.declared for param in self.params),
+            "uint64_t* workspaceSize",
+            "aclOpExecutor** executor",
+        ]
+        return textwrap.fill(", ".join(own), 104, initial_indent=" " * 4, subsequent_indent=" " * 4)
 
     def field(self, param: Parameter) -> str:
         """Type of the field in a request."""

@@ -49,6 +49,7 @@ class Parameter:
 
     Attributes:
         c_name: Name in C.
+        declared: As it is in the prototype, such as ``const aclTensor* dy``.
         name: Name on the wire and in Python: without what marks it in C as optional, or as an output.
         kind: Kind of an attribute; None for a tensor.
         is_output: Whether it is a tensor that the operator writes.
@@ -61,6 +62,7 @@ class Parameter:
     """
 
     c_name: str
+    declared: str
     name: str
     kind: AttrType | None
     is_output: bool
@@ -196,6 +198,7 @@ def _parameter(declared: str, table: Mapping[str, list[str]], products: tuple[Pr
     shape, ranks = _sizes(sizes)
     return Parameter(
         c_name=c_name,
+        declared=f"{'const ' if const else ''}{c_type} {c_name}",
         name=snake_case(short.removesuffix("Out") if is_output else short),
         kind=kinds.get(c_type),
         is_output=is_output,
