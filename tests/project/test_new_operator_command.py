@@ -76,12 +76,13 @@ def test_parameters_are_read_with_their_types_ranks_and_shapes(rms_norm: Page) -
     types = {p.name: dict(p.dtypes) for p in rms_norm.parameters}
     assert types["gamma"] == dict.fromkeys(rms_norm.products, FLOATS)
     assert types["dgamma"] == dict.fromkeys(rms_norm.products, (DType.FLOAT32,))
-    assert rms_norm.codes == (
-        (161001, 1, "空指针。"),
-        (161002, 1, "数据类型不支持。"),
-        (561002, 1, "参数不满足要求。"),
+    assert rms_norm.prototype.startswith("const aclTensor* dy, const aclTensor* x, ")
+    assert rms_norm.rows == (
+        ("return codes, 161001", "row 1", "空指针。"),
+        ("return codes, 161002", "row 1", "数据类型不支持。"),
+        ("return codes, 561002", "row 1", "参数不满足要求。"),
+        ("constraints", "entry 1", "默认非确定性实现。"),
     )
-    assert rms_norm.constraints == ("默认非确定性实现。",)
 
 
 def test_attributes_exceptions_and_rows_that_span_are_read() -> None:
@@ -96,20 +97,26 @@ def test_attributes_exceptions_and_rows_that_span_are_read() -> None:
         Product.ATLAS_TRAINING: (DType.FLOAT32, DType.FLOAT64),
         Product.ATLAS_A2: (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT64),
     }
-    assert [(code, row) for code, row, _ in page.codes] == [(161001, 1), (161002, 1), (161002, 2)]
+    assert [(section[-6:], row) for section, row, _ in page.rows[:3]] == [
+        ("161001", "row 1"),
+        ("161002", "row 1"),
+        ("161002", "row 2"),
+    ]
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"),
+    ("parameter", "complaint"),
     [
-        ("# aclnnNothing", "found no C prototype"),
-        ("aclnnStatus aclnnAGetWorkspaceSize(const aclTensorList* x)", "x: found aclTensorList[*]"),
-        ("aclnnStatus aclnnAGetWorkspaceSize(const aclTensor* x)", "found no output"),
+        ("const aclTensorList* x", "x: found aclTensorList[*]; expected one of aclTensor[*], int64_t"),
+        ("const aclTensor* x", "found no output; expected a table of parameters"),
     ],
 )
-def test_a_page_that_cannot_be_read_is_refused(text: str, complaint: str) -> None:
+def test_a_page_that_cannot_be_read_is_refused(parameter: str, complaint: str) -> None:
+    made = "uint64_t* workspaceSize, aclOpExecutor** executor"
     with pytest.raises(ValueError, match=complaint):
-        read_page(text)
+        read_page(f"aclnnStatus aclnnXGetWorkspaceSize({parameter}, {made})")
+    with pytest.raises(ValueError, match="found no C prototype"):
+        read_page(parameter)
 
 
 def test_names_are_those_of_the_records() -> None:

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[3]
 _FILES = {
-    "record.py": "protos/npugrad/ops/{}.py",
-    "rules.py": "protos/npugrad/ops/_{}_rules.py",
-    "workloads.py": "protos/npugrad/ops/_{}_workloads.py",
-    "reference.py": "protos/npugrad/references/{}.py",
-    "test_record.py": "tests/contract/ops/test_{}.py",
-    "test_reference.py": "tests/contract/references/test_{}.py",
+    "protos/npugrad/ops/{}.py": "record.py",
+    "protos/npugrad/ops/_{}_rules.py": "rules.py",
+    "protos/npugrad/ops/_{}_workloads.py": "workloads.py",
+    "protos/npugrad/references/{}.py": "reference.py",
+    "tests/contract/ops/test_{}.py": "test.py",
+    "tests/contract/references/test_{}.py": "test.py",
 }
-"""What each template makes for an operator of this name."""
+"""Files of an operator by its name, and the template of each."""
 _LINES = (
     ("messages", "protos/npugrad/v1/operators.proto", r".*\n"),
     ("rpc", "protos/npugrad/v1/backward.proto", r".*?(?=  // One call of any operator)"),
@@ -88,26 +88,9 @@ class _Operator:
 
     def sources(self, code: int, word: str, more: str) -> str:
         """The first row of a code with a word in it, and more, as code."""
-        rows = [row for found, row, text in self.page.codes if found == code and word in text]
         name = {161001: "PARAM_NULLPTR", 161002: "PARAM_INVALID"}[code]
-        return _tuple([*(f"_CITE.code({name}, {row})" for row in rows[:1]), more])
-
-    def rows(self) -> list[tuple[str, str, str]]:
-        """Rows of return codes and constraints: section, row, what the page says."""
-        codes = [(f"return codes, {code}", f"row {row}", text) for code, row, text in self.page.codes]
-        entries = [
-            ("constraints", f"entry {i}", text) for i, text in enumerate(self.page.constraints, start=1)
-        ]
-        return codes + entries
-
-    def signature(self) -> str:
-        """What the prototype has in brackets."""
-        own = [
-            *(param.declared for param in self.params),
-            "uint64_t* workspaceSize",
-            "aclOpExecutor** executor",
-        ]
-        return textwrap.fill(", ".join(own), 104, initial_indent=" " * 4, subsequent_indent=" " * 4)
+        rows = [row for section, row, text in self.page.rows if str(code) in section and word in text]
+        return _tuple([*(f"_CITE.code({name}, {row.removeprefix('row ')})" for row in rows[:1]), more])
 
     def field(self, param: Parameter) -> str:
         """Type of the field in a request."""
@@ -133,10 +116,6 @@ class _Operator:
     def names(self, params: Sequence[Parameter]) -> str:
         """Names as a tuple, as code."""
         return _tuple(f'"{param.name}"' for param in params)
-
-    def words(self, params: Sequence[Parameter]) -> str:
-        """Names for a docstring."""
-        return textwrap.fill(", ".join(f"`{param.name}`" for param in params), 90, subsequent_indent=" " * 12)
 
     def products(self) -> str:
         """The products as a tuple, as code."""
@@ -190,11 +169,11 @@ def begin(page: Page) -> _Operator:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    templates.filters["comment"] = lambda text: textwrap.wrap(text, 50)
+    templates.filters["lines"] = textwrap.wrap
     texts: dict[Path, str] = {}
-    for template, place in _FILES.items():
-        path = ROOT / place.format(operator.name)
-        texts[path] = templates.get_template(f"{template}.jinja").render(op=operator)
+    for place, template in _FILES.items():
+        made = templates.get_template(f"{template}.jinja").render(op=operator, place=place)
+        texts[ROOT / place.format(operator.name)] = made
     lines = templates.get_template("lines.jinja").module
     for name, place, anchor in _LINES:
         text = texts.get(ROOT / place) or (ROOT / place).read_text("utf-8")

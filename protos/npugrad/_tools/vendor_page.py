@@ -40,7 +40,6 @@ _PRODUCTS = {
     "Atlas A2 训练系列产品": Product.ATLAS_A2,
     "Atlas A3 训练系列产品": Product.ATLAS_A3,
 }
-_MADE_BY_SERVICE = ("workspaceSize", "executor")
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,6 @@ class Parameter:
 
     Attributes:
         c_name: Name in C.
-        declared: As it is in the prototype, such as ``const aclTensor* dy``.
         name: Name on the wire and in Python: without what marks it in C as optional, or as an output.
         kind: Kind of an attribute; None for a tensor.
         is_output: Whether it is a tensor that the operator writes.
@@ -62,7 +60,6 @@ class Parameter:
     """
 
     c_name: str
-    declared: str
     name: str
     kind: AttrType | None
     is_output: bool
@@ -92,17 +89,17 @@ class Page:
         aclnn_name: Name of the function.
         repository: The vendor's public repository of the operator; empty where the page links to none.
         products: Those of our products that have it; all of them where the page has no table.
-        parameters: In the order of the C prototype.
-        codes: Rows of the table of return codes: code, row among those of the code, text.
-        constraints: Entries of the constraint section.
+        prototype: Parameters of the C prototype, spaces as in ``const aclTensor* dy, ...``.
+        parameters: In its order, without workspaceSize and executor.
+        rows: Those of the table of return codes and of the constraint section: section, row, text.
     """
 
     aclnn_name: str
     repository: str
     products: tuple[Product, ...]
+    prototype: str
     parameters: tuple[Parameter, ...]
-    codes: tuple[tuple[int, int, str], ...]
-    constraints: tuple[str, ...]
+    rows: tuple[tuple[str, str, str], ...]
 
 
 def snake_case(name: str) -> str:
@@ -127,8 +124,7 @@ def read_page(text: str) -> Page:
     table = dict(_described(first_phase))
     parameters = [
         _parameter(declared, table, products)
-        for declared in prototype[2].split(",")
-        if declared.split("*")[-1].strip() not in _MADE_BY_SERVICE
+        for declared in prototype[2].split(",")[:-2]  # workspaceSize and executor end each
     ]
     if not any(parameter.is_output for parameter in parameters):
         raise ValueError("found no output; expected a table of parameters, or tensors without const")
@@ -138,8 +134,8 @@ def read_page(text: str) -> Page:
         repository=repository[1] if repository else "",
         products=products,
         parameters=tuple(_without_exceptions(parameters, first_phase)),
-        codes=tuple(_codes(first_phase)),
-        constraints=tuple(_entries(sections.get("约束说明"))),
+        prototype=re.sub(r"\s*(\*+)\s*", r"\1 ", " ".join(prototype[2].split())),
+        rows=(*_codes(first_phase), *_constraints(sections.get("约束说明"))),
     )
 
 
@@ -198,7 +194,6 @@ def _parameter(declared: str, table: Mapping[str, list[str]], products: tuple[Pr
     shape, ranks = _sizes(sizes)
     return Parameter(
         c_name=c_name,
-        declared=f"{'const ' if const else ''}{c_type} {c_name}",
         name=snake_case(short.removesuffix("Out") if is_output else short),
         kind=kinds.get(c_type),
         is_output=is_output,
@@ -249,11 +244,17 @@ def _dtypes(text: str) -> tuple[DType, ...]:
     return tuple(dtype for dtype in DType if dtype in found)
 
 
-def _codes(section: Tag | None) -> Iterator[tuple[int, int, str]]:
-    counts: Counter[int] = Counter()
+def _codes(section: Tag | None) -> Iterator[tuple[str, str, str]]:
+    """Rows of the table of return codes; they count from 1 for each code."""
+    counts: Counter[str] = Counter()
     for _, code, text, *_ in _rows(section, "错误码"):
-        counts[int(code)] += 1
-        yield int(code), counts[int(code)], text
+        counts[code] += 1
+        yield f"return codes, {code}", f"row {counts[code]}", text
+
+
+def _constraints(section: Tag | None) -> Iterator[tuple[str, str, str]]:
+    for number, text in enumerate(_entries(section), start=1):
+        yield "constraints", f"entry {number}", text
 
 
 def _entries(section: Tag | None) -> Iterator[str]:
