@@ -270,6 +270,10 @@ gen-protos: $(STAMP_GEN) ## Regenerate protos/npugrad/v1
 gen-records: gen-protos $(STAMP)
 	for tool in $(RECORD_GENERATORS); do $(BIN)/python $$tool; done
 
+new-operator: $(STAMP) ## Begin another operator from the vendor's page: PAGE=aclnnRmsNormGrad.md
+	$(BIN)/python -m npugrad._tools.new_operator $(PAGE)
+	$(MAKE) gen
+
 baseline: $(STAMP) ## Accept the present protos as what later ones must stay compatible with
 	$(BIN)/buf build protos --exclude-source-info --output protos/baseline.binpb
-.PHONY: gen gen-protos gen-records baseline
+.PHONY: gen gen-protos gen-records new-operator baseline

@@ -251,9 +251,9 @@ def given(record: OpRecord) -> dict[str, Any]:
     return {
         **{name: getattr(npugrad_client, name) for name in npugrad_client.__all__},
         **{"__builtins__": builtins, "asyncio": asyncio, "npugrad": npugrad, "time": time},
+        **{"x": operands.get("input"), "weight": operands.get("gamma")},
         **operands,
         **{"call": call, "calls": [call] * 3, "attrs": meta.attrs, "verdict": verdict},
-        **{"x": operands.get("input"), "weight": operands.get("gamma")},
         "gradients": [operands[record.inputs[0].name]] * 3,
     }
 

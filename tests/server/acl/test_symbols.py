@@ -6,19 +6,13 @@ import ctypes
 from ctypes import POINTER, c_bool, c_double, c_int32, c_int64, c_uint64, c_void_p
 
 import pytest
+from tests.congruence.signatures import SIGNATURES
 
 from npugrad.ops import OPERATORS
 from npugrad_server.acl.symbols import DEVICE, RUNTIME, TENSORS, Symbol, operator_symbols
 
-# The C signatures of the vendor's headers: const aclTensor* and aclBoolArray* are T, int64_t is I, double is
-# D, bool is B. Then come workspaceSize and executor.
-SIGNATURES = {
-    "aclnnMultiScaleDeformableAttentionGrad": "TTTTTT TTT",
-    "aclnnGridSampler2DBackward": "TTT II B T TT",
-    "aclnnGroupNormBackward": "TTTTT IIII T TTT",
-    "aclnnFusedFloydAttentionGrad": "TTTTTT T TT T D TTTTT",
-}
-TYPES = {"T": c_void_p, "I": c_int64, "D": c_double, "B": c_bool}
+TYPES = {"int64_t": c_int64, "double": c_double, "bool": c_bool}
+"""What signatures have beside pointers."""
 
 
 def test_the_operators_are_those_with_a_known_signature() -> None:
@@ -29,7 +23,7 @@ def test_the_operators_are_those_with_a_known_signature() -> None:
 def test_both_phases_have_the_types_of_the_headers(name: str) -> None:
     record = OPERATORS[name]
     plan, launch = operator_symbols(record)
-    expected = [TYPES[letter] for letter in SIGNATURES[record.aclnn_name].replace(" ", "")]
+    expected = [TYPES.get(parameter.type, c_void_p) for parameter in SIGNATURES[record.aclnn_name]]
     assert plan.name == f"{record.aclnn_name}GetWorkspaceSize"
     assert list(plan.arguments) == [*expected, POINTER(c_uint64), POINTER(c_void_p)]
     assert launch.name == record.aclnn_name

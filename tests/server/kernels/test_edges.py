@@ -29,6 +29,7 @@ EACH = [
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("has_kernel")
 @pytest.mark.parametrize("kind", ["empty", "strided", "non-finite", "ties"])
 @pytest.mark.parametrize(("record", "dtype"), EACH)
 def test_an_edge_comes_out_as_in_the_reference(

@@ -1,0 +1,213 @@
+"""Begins another operator from its official page: `make new-operator PAGE=aclnnRmsNormGrad.md`.
+
+Writes messages, record, rules, workloads, reference, tests and the rows of the page, and names the operator
+where they are listed. What a page does not tell is a TODO, which fails a test with the number of its step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from npugrad._tools.vendor_page import read_page, snake_case
+from npugrad.dtypes import DType
+from npugrad.ops import OPERATORS
+from npugrad.products import Product
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from npugrad._tools.vendor_page import Page, Parameter
+    from npugrad.attributes import AttrType
+
+ROOT = Path(__file__).resolve().parents[3]
+_FILES = {
+    "protos/npugrad/ops/{}.py": "record.py",
+    "protos/npugrad/ops/_{}_rules.py": "rules.py",
+    "protos/npugrad/ops/_{}_workloads.py": "workloads.py",
+    "protos/npugrad/references/{}.py": "reference.py",
+    "tests/contract/ops/test_{}.py": "test.py",
+    "tests/contract/references/test_{}.py": "test.py",
+}
+"""Files of an operator by its name, and the template of each."""
+_LINES = (
+    ("messages", "protos/npugrad/v1/operators.proto", r".*\n"),
+    ("rpc", "protos/npugrad/v1/backward.proto", r".*?(?=  // One call of any operator)"),
+    ("request", "protos/npugrad/v1/backward.proto", r".*?message ExecuteHeader \{.*?(?=  \}\n)"),
+    ("response", "protos/npugrad/v1/backward.proto", r".*?message ExecuteResponseHeader \{.*?(?=  \}\n)"),
+    ("imported", "protos/npugrad/ops/__init__.py", r".*?(?=from npugrad\.ops\.)"),
+    ("listed", "protos/npugrad/ops/__init__.py", r".*?OPERATORS: .*?(?=    \)\n)"),
+    ("result", "client/npugrad_client/__init__.py", r".*?_generated_ops import \(\n"),
+    ("exported", "client/npugrad_client/__init__.py", r".*?__all__ = \[\n"),
+    ("documented", "tests/contract/document_rows.txt", r".*\n"),
+    ("signed", "tests/congruence/signatures.py", r'.*?PROTOTYPES = """.*?(?="""\n)'),
+    ("told", "CHANGELOG.md", r".*?## \[Unreleased\].*?### Added\n.*?\n(?=\n#)"),
+)
+"""What is put into a file, and after what of it."""
+_ATTRIBUTES: dict[AttrType, tuple[str, str, str]] = {
+    "int64": ("optional int64", "int", "0"),
+    "int32": ("optional int32", "int", "0"),
+    "int8": ("optional int32", "int", "0"),
+    "uint64": ("optional uint64", "int", "0"),
+    "double": ("optional double", "float", "1.0"),
+    "bool": ("optional bool", "bool", "False"),
+    "string": ("optional string", "str | None", '""'),
+    "int64_array": ("Int64Array", "tuple[int, ...] | None", "(1,)"),
+    "float_array": ("FloatArray", "tuple[float, ...] | None", "(1.0,)"),
+    "bool_array": ("BoolArray", "tuple[bool, ...] | None", "(True,)"),
+    "scalar": ("Scalar", "Scalar | None", 'Scalar("float32", 1.0)'),
+}
+"""For each kind of attribute its field in a message, its type in Python and some value."""
+_FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
+
+
+class _Operator:
+    """What the templates ask of a page."""
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        self.aclnn = page.aclnn_name
+        self.rpc = self.aclnn.removeprefix("aclnn")
+        self.name = snake_case(self.rpc)
+        self.params = page.parameters
+        self.attrs = [p for p in self.params if p.kind]
+        self.outputs = [p for p in self.params if p.is_output]
+        self.inputs = [p for p in self.params if not p.kind and not p.is_output]
+        self.required = [p for p in self.inputs if not p.is_optional]
+        self.pointers = [p for p in self.attrs if p.is_pointer and not p.is_optional]
+        self.mask = next((p for p in self.attrs if p.name == "output_mask"), None)
+        self.lacking = set(Product) - set(page.products)
+        self.repository = page.repository or "TODO"
+
+    def sources(self, code: int, word: str, more: str) -> str:
+        """The first row of a code with a word in it, and more, as code."""
+        name = {161001: "PARAM_NULLPTR", 161002: "PARAM_INVALID"}[code]
+        rows = [row for section, row, text in self.page.rows if str(code) in section and word in text]
+        return _tuple([*(f"_CITE.code({name}, {row.removeprefix('row ')})" for row in rows[:1]), more])
+
+    def field(self, param: Parameter) -> str:
+        """Type of the field in a request."""
+        if param.kind:
+            return _ATTRIBUTES[param.kind][0]
+        return "DeclaredOutput" if param.is_output else "Tensor"
+
+    def argument(self, param: Parameter) -> str:
+        """Type and default of the keyword of `build`, as code."""
+        assert param.kind
+        _, annotation, value = _ATTRIBUTES[param.kind]
+        if param is self.mask:
+            value = str((True,) * len(self.outputs))
+        if param.is_optional:
+            return f"{annotation} = None,"
+        return f"{annotation} = {value}," + ("  # noqa: B008" if param.kind == "scalar" else "")
+
+    def facts(self, param: Parameter) -> str:
+        """What the page's table says of a tensor."""
+        types = dict.fromkeys(dtype for dtypes in param.dtypes.values() for dtype in dtypes)
+        return ", ".join(filter(None, (param.shape, *types)))
+
+    def names(self, params: Sequence[Parameter]) -> str:
+        """Names as a tuple, as code."""
+        return _tuple(f'"{param.name}"' for param in params)
+
+    def products(self) -> str:
+        """The products as a tuple, as code."""
+        return _tuple(f"Product.{product.name}" for product in self.page.products)
+
+    def dtypes(self, param: Parameter, product: Product = Product.ATLAS_A2) -> tuple[DType, ...]:
+        """Types of a tensor on a product."""
+        return param.dtypes.get(product) or _FLOATS
+
+    def types(self, param: Parameter) -> str:
+        """Types of a tensor by product, as code."""
+        listed = {
+            product: _tuple(f"DType.{dtype.name}" for dtype in self.dtypes(param, product))
+            for product in self.page.products
+        }
+        if len(set(listed.values())) == 1:
+            return f"dict.fromkeys(PRODUCTS, {listed.popitem()[1]})"
+        return "{" + ", ".join(f"Product.{product.name}: {names}" for product, names in listed.items()) + "}"
+
+    def draw(self, param: Parameter) -> str:
+        """What a recipe draws, as code."""
+        first = self.dtypes(param)[0]
+        name = "normal" if "float" in first else "bernoulli" if first is DType.BOOL else "integers"
+        return f'Draw("{name}")'
+
+    def like(self, param: Parameter) -> str:
+        """The input that an output is shaped like, as the page says, or a guess."""
+        return next((p.name for p in self.required if p.c_name == param.like), self.required[0].name)
+
+
+def _tuple(items: Iterable[str]) -> str:
+    """Code of a tuple, without a comma that would spread it over lines."""
+    listed = list(items)
+    return f"({', '.join(listed)}{',' * (len(listed) == 1)})"
+
+
+def begin(page: Page) -> _Operator:
+    """Writes what the operator has of its own, and names it elsewhere.
+
+    Raises:
+        SystemExit: There is a record of this name already, or a file is not as it is expected to be.
+    """
+    operator = _Operator(page)
+    if operator.name in OPERATORS:
+        raise SystemExit(f"new_operator: found a record of {operator.name}; expected a new operator")
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).with_name("templates")),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    templates.filters["lines"] = textwrap.wrap
+    texts: dict[Path, str] = {}
+    for place, template in _FILES.items():
+        made = templates.get_template(f"{template}.jinja").render(op=operator, place=place)
+        texts[ROOT / place.format(operator.name)] = made
+    lines = templates.get_template("lines.jinja").module
+    for name, place, anchor in _LINES:
+        text = texts.get(ROOT / place) or (ROOT / place).read_text("utf-8")
+        found = re.match(anchor, text, re.DOTALL)
+        if found is None:
+            raise SystemExit(f"new_operator: {place}: found nothing like {anchor!r}; expected it there")
+        last = re.search(r"= (\d+);\n$", found[0])
+        addition = getattr(lines, name)(operator, int(last[1]) + 1 if last else 1)
+        texts[ROOT / place] = text[: found.end()] + addition + text[found.end() :]
+    for path, text in texts.items():
+        path.write_text(text, "utf-8")
+    _tidy([path for path in texts if path.suffix == ".py"])
+    return operator
+
+
+def _tidy(paths: list[Path]) -> None:
+    """Sorts what is listed, takes away imports that this operator does not need, and formats."""
+    ruff = (sys.executable, "-m", "ruff")
+    fix = ("check", "--quiet", "--fix-only", "--unsafe-fixes", "--select", "I,F401,TC,RUF022")
+    for command in (fix, ("format", "--quiet")):
+        subprocess.run([*ruff, *command, *map(str, paths)], cwd=ROOT, check=True)
+
+
+def main() -> None:
+    """Begins the operator and says what comes next."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("page", type=Path, help="markdown file, as in the vendor's repositories")
+    page = parser.parse_args().page
+    try:
+        operator = begin(read_page(page.read_text("utf-8")))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"new_operator: {page}: {error}") from error
+    print(f"{operator.name}: begun; after `make gen`, tests/project/test_new_operator.py lists what is to do")
+
+
+if __name__ == "__main__":
+    main()

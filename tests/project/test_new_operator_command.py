@@ -1,0 +1,233 @@
+"""`make new-operator` on pages: what it reads, and an operator begun with it in a copy of this repository."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from npugrad import OPERATORS, DType, Product
+from npugrad._tools.vendor_page import Page, read_page, snake_case
+from npugrad.attributes import KINDS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Run = Callable[..., subprocess.CompletedProcess[str]]
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = Path(__file__).with_name("rms_norm_grad_page.md")
+TOOLS = "protos/npugrad/_tools"
+FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
+# A page with what the other has not: an attribute of every kind, a mask, a code of two rows, an exception.
+EVERY_KIND = f"""
+## 产品支持情况
+| 产品 | 是否支持 |
+| --- | --- |
+| Atlas A2 训练系列产品 | √ |
+| Atlas 训练系列产品 | √ |
+## aclnnEveryKind2DBackwardGetWorkspaceSize
+aclnnStatus aclnnEveryKind2DBackwardGetWorkspaceSize(
+const aclTensor* gradOut, const aclTensor *weightOptional,
+{"".join(f"const {kind.c_type} {name}A, " for name, kind in KINDS.items())}
+const aclBoolArray* outputMask, aclTensor* gradInputOut, uint64_t* workspaceSize, aclOpExecutor** executor)
+
+- <table>
+  <tr><th>参数名</th><th>输入/输出</th><th>描述</th><th>使用说明</th><th>数据类型</th><th>数据格式</th><th>维度</th></tr>
+  <tr><td>gradOut</td><td>输入</td><td>-</td><td>-</td><td>FLOAT、DOUBLE、BFLOAT16</td><td>ND</td><td>[B,N]</td></tr>
+  <tr><td>weightOptional</td><td>输入</td><td>-</td><td>-</td><td>INT32</td><td>ND</td><td>1</td></tr>
+  <tr><td>gradInputOut</td><td>输出</td><td>-</td><td>-</td><td>FLOAT、DOUBLE、BFLOAT16</td><td>ND</td><td>2</td></tr>
+  </table>
+  - Atlas 训练系列产品: `gradOut`、`gradInputOut`的数据类型不支持BFLOAT16。
+- <table>
+  <tr><th>返回码</th><th>错误码</th><th>描述</th></tr>
+  <tr><td>NULLPTR</td><td>161001</td><td>空指针。</td></tr>
+  <tr><td rowspan="2">INVALID</td><td rowspan="2">161002</td><td>A | B</td></tr>
+  <tr><td>数据类型不支持。</td></tr>
+  </table>
+"""
+
+
+@pytest.fixture(scope="module")
+def rms_norm() -> Page:
+    """Return what the page of the first one says."""
+    return read_page(PAGE.read_text("utf-8"))
+
+
+def test_parameters_are_read_with_their_types_ranks_and_shapes(rms_norm: Page) -> None:
+    assert (rms_norm.aclnn_name, rms_norm.repository) == ("aclnnRmsNormGrad", "ops-nn")
+    assert rms_norm.products == (Product.ATLAS_A2, Product.ATLAS_A3)
+    found = {p.c_name: (p.name, p.is_output, p.ranks, p.like) for p in rms_norm.parameters}
+    assert found == {
+        "dy": ("dy", False, (2, 8), ""),
+        "x": ("x", False, (2, 8), "dy"),
+        "rstd": ("rstd", False, (1, 7), ""),
+        "gamma": ("gamma", False, (1, 7), ""),
+        "dxOut": ("dx", True, (2, 8), "dy"),
+        "dgammaOut": ("dgamma", True, (1, 7), "gamma"),
+    }
+    types = {p.name: dict(p.dtypes) for p in rms_norm.parameters}
+    assert types["gamma"] == dict.fromkeys(rms_norm.products, FLOATS)
+    assert types["dgamma"] == dict.fromkeys(rms_norm.products, (DType.FLOAT32,))
+    assert rms_norm.prototype.startswith("const aclTensor* dy, const aclTensor* x, ")
+    assert rms_norm.rows == (
+        ("return codes, 161001", "row 1", "空指针。"),
+        ("return codes, 161002", "row 1", "数据类型不支持。"),
+        ("return codes, 561002", "row 1", "参数不满足要求。"),
+        ("constraints", "entry 1", "默认非确定性实现。"),
+    )
+
+
+def test_attributes_exceptions_and_rows_that_span_are_read() -> None:
+    page = read_page(EVERY_KIND)
+    assert page.products == (Product.ATLAS_TRAINING, Product.ATLAS_A2)
+    grad_out, weight, *attrs, mask, grad_input = page.parameters
+    assert [attr.kind for attr in attrs] == list(KINDS)
+    assert (mask.name, mask.kind, mask.is_optional) == ("output_mask", "bool_array", False)
+    assert (weight.name, weight.is_optional, weight.ranks) == ("weight", True, (1, 1))
+    assert (grad_out.name, grad_out.shape, grad_out.ranks) == ("grad_out", "(B, N)", (2, 2))
+    assert grad_input.dtypes == {
+        Product.ATLAS_TRAINING: (DType.FLOAT32, DType.FLOAT64),
+        Product.ATLAS_A2: (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT64),
+    }
+    assert [(section[-6:], row) for section, row, _ in page.rows[:3]] == [
+        ("161001", "row 1"),
+        ("161002", "row 1"),
+        ("161002", "row 2"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("parameter", "complaint"),
+    [
+        ("const aclTensorList* x", "x: found aclTensorList[*]; expected one of aclTensor[*], int64_t"),
+        ("const aclTensor* x", "found no output; expected a table of parameters"),
+    ],
+)
+def test_a_page_that_cannot_be_read_is_refused(parameter: str, complaint: str) -> None:
+    made = "uint64_t* workspaceSize, aclOpExecutor** executor"
+    with pytest.raises(ValueError, match=complaint):
+        read_page(f"aclnnStatus aclnnXGetWorkspaceSize({parameter}, {made})")
+    with pytest.raises(ValueError, match="found no C prototype"):
+        read_page(parameter)
+
+
+def test_names_are_those_of_the_records() -> None:
+    names = ["GridSampler2DBackward", "FusedFloydAttentionGrad", "gradGammaOut", "HxW", "N", "key1", "dv2"]
+    assert [snake_case(name) for name in names] == [
+        "grid_sampler_2d_backward",
+        "fused_floyd_attention_grad",
+        "grad_gamma_out",
+        "hxw",
+        "n",
+        "key1",
+        "dv2",
+    ]
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Begin both operators in a copy, generate, and return what runs a command there."""
+    gen_python = ROOT / os.environ.get("VENV_GEN", ".venv-gen") / "bin" / "python"
+    if not gen_python.exists():
+        pytest.skip("no pinned toolchain here; `make gen` sets it up")
+    copy = tmp_path_factory.mktemp("begun") / "npugrad"
+    ignored = shutil.ignore_patterns(".*", "build", "dist", "__pycache__")
+    shutil.copytree(ROOT, copy, ignore=ignored)
+    paths = os.pathsep.join(str(copy / folder) for folder in ("protos", "server", "client"))
+
+    def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": paths}
+        return subprocess.run(
+            list(map(str, command)),
+            cwd=copy,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+
+    other = tmp_path_factory.mktemp("page") / "page.md"
+    other.write_text(EVERY_KIND, "utf-8")
+    for command in (
+        (sys.executable, "-m", "npugrad._tools.new_operator", PAGE),
+        (sys.executable, "-m", "npugrad._tools.new_operator", other),
+        (gen_python, f"{TOOLS}/gen_protos.py"),
+        (sys.executable, f"{TOOLS}/gen_client.py"),
+        (sys.executable, f"{TOOLS}/gen_docs.py"),
+    ):
+        done = run(*command)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return run
+
+
+def failures_in(run: Run, tmp_path: Path, *arguments: str) -> dict[str, str]:
+    """Run tests in the copy: what each that failed says, by its name."""
+    report = tmp_path / "report.xml"
+    options = ("-p", "no:cacheprovider", "--tb=short", f"--junitxml={report}")
+    done = run(sys.executable, "-m", "pytest", *options, *arguments)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    root = ET.parse(report).getroot()
+    assert not list(root.iter("error")), done.stdout
+    return {
+        case.get("name", ""): f"{failure.get('message')}\n{failure.text}"
+        for case in root.iter("testcase")
+        for failure in case.iter("failure")
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.deep
+@pytest.mark.timeout(600)
+class TestBegun:
+    def test_every_numbered_test_speaks(self, begun: Run, tmp_path: Path) -> None:
+        failed = failures_in(begun, tmp_path, "tests/project/test_new_operator.py")
+        steps = {
+            name.split("[")[1].rstrip("]"): text for name, text in failed.items() if "left_to_do" in name
+        }
+        assert sorted(steps) == ["step_1", "step_2", "step_3", "step_6", "step_7"]
+        shown = {name for name in failed if "left_to_do" not in name}
+        assert shown == {
+            f"test_step_6_the_demo_shows_the_documents_example_and_a_real_shape[{name}]"
+            for name in ("rms_norm_grad", "every_kind_2d_backward")
+        }
+        for place in ("v1/operators.proto", "references/rms_norm_grad.py", "ops/_rms_norm_grad_rules.py"):
+            assert re.search(rf"{place}:\d+: .*TODO", "".join(steps.values())), place
+
+    def test_the_contract_s_tests_speak_of_it_and_none_crashes(self, begun: Run, tmp_path: Path) -> None:
+        of_others = [f"--ignore-glob=*/test_{name}.py" for name in OPERATORS]
+        failed = failures_in(begun, tmp_path, "tests/contract", "-k", "rms_norm_grad", *of_others)
+        assert {name.split("[")[0] for name in failed} >= {
+            "test_every_row_is_cited_or_explained",
+            "test_every_operator_has_the_sizes_of_measurements_and_some_of_models",
+            "test_what_the_page_says_of_concrete_calls",
+            "test_an_independent_implementation_agrees",
+            "test_inputs_are_left_alone",
+        }
+        for name, text in failed.items():
+            assert re.match(r"AssertionError|(NotImplementedError|Failed): TODO", text), f"{name}: {text}"
+
+    def test_the_other_tests_are_left_standing(self, begun: Run) -> None:
+        folders = ("tests/e2e", "tests/congruence", "tests/server/acl", "tests/server/backends")
+        done = begun(
+            sys.executable, "-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider", *folders
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def test_what_is_begun_has_the_form_of_the_rest(self, begun: Run) -> None:
+        for command in ("check", "format --check"):
+            done = begun(sys.executable, "-m", "ruff", *command.split(), "protos", "client", "tests/contract")
+            assert done.returncode == 0, done.stdout + done.stderr
+
+    def test_an_operator_that_is_there_is_not_begun_again(self, begun: Run) -> None:
+        done = begun(sys.executable, "-m", "npugrad._tools.new_operator", PAGE)
+        assert done.returncode == 1
+        assert "found a record of rms_norm_grad; expected a new operator" in done.stderr
