@@ -49,8 +49,8 @@ WHEEL_PYTHONS := 3.10 3.12 3.13
 # The NumPy installed here may be too new for another Python to read its types in full, which then become Any.
 MYPY_OTHER := --no-warn-return-any --no-warn-unused-ignores
 export PIP_NO_INPUT := 1
-# Each process that a test starts would compile our modules anew.
-export PYTHONDONTWRITEBYTECODE :=
+# The tests start hundreds of processes: each would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / {printf "  make %-29s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

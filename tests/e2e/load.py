@@ -1,14 +1,22 @@
-"""Load for reliability tests: threads that call, compare each result bit for bit, and retry what may be."""
+"""Load for tests: threads that call one server, compare each result with what is known, and keep each answer.
+
+`Load` is what all have in common. `ClientLoad` calls as users do, and sends again what may be; the load on
+sick NPUs, which keeps every error, is in `npu_load`.
+"""
 
 from __future__ import annotations
 
-import itertools
 import threading
+import time
+import traceback
+from abc import ABC, abstractmethod
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+from tests.calls import fill
 from tests.e2e.harness import (
     FLOYD,
     GRID_SAMPLER,
@@ -25,14 +33,19 @@ from npugrad.errors import ConnectError, NpugradError, ServerDraining
 from npugrad_client import Client
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
+    import grpc
+    from tests.calls import Sample
     from tests.e2e.harness import Array
 
+    from npugrad.call import ExecutionInfo
     from npugrad.meta import CallMeta
     from npugrad.operator import OpRecord
 
 CALL_TIMEOUT_S = 90.0
+"""Deadline of a call, and what a load has to come as far as a test waits for, or to end."""
 _RETRY_WAIT_S = 0.1
 _RETRY_LIMIT_S = 60.0
 
@@ -42,26 +55,250 @@ class Work:
     """One call whose results are known.
 
     Attributes:
-        record: The operator.
-        operands: Its data.
-        attrs: Its attributes.
-        expected: What must come back, bit for bit.
-        stream_from_bytes: Forces it to be unary or streamed.
+        sample: The call.
+        expected: What must come back.
+        streamed: Whether it goes through Execute.
     """
 
-    record: OpRecord
-    operands: Mapping[str, Array | None]
-    attrs: Mapping[str, Any]
+    sample: Sample
     expected: Mapping[str, Array | None]
-    stream_from_bytes: int
+    streamed: bool
+
+    @property
+    def record(self) -> OpRecord:
+        """The operator."""
+        return self.sample.record
 
     def send(self, client: Client, label: str = "") -> Any:
         """The typed result."""
-        return getattr(client, self.record.name)(**self.operands, **self.attrs, label=label)
+        method = getattr(client, self.record.name)
+        return method(**self.sample.arrays, **self.sample.call.attrs, label=label)
 
     def is_right(self, result: Any) -> bool:
-        """Whether a result is the expected one."""
+        """Whether a typed result is the expected one, bit for bit."""
         return not differences(self.expected, outputs_of(self.record, result))
+
+
+@dataclass(frozen=True)
+class Told:
+    """The error that a caller got.
+
+    Attributes:
+        status: gRPC status.
+        reason: Row of the error table; the status again when the call ended without the server's words.
+        code: The vendor's number.
+        text: For a person.
+    """
+
+    status: grpc.StatusCode
+    reason: str
+    code: int | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a call.
+
+    Attributes:
+        operator: Its operator.
+        sent_s: When it was sent, by `time.monotonic()`.
+        info: What produced the result; None without one.
+        right: Whether the result was right.
+        told: The error; None with a result.
+    """
+
+    operator: str
+    sent_s: float
+    info: ExecutionInfo | None = None
+    right: bool = False
+    told: Told | None = None
+
+
+LoadT = TypeVar("LoadT", bound="Load")
+
+
+class Load(ABC):
+    """Threads that send calls in turn until so many were sent and nobody needs more.
+
+    Attributes:
+        answers: Every answer so far.
+        sent: Calls sent so far.
+        finished: Calls that have their answer, by thread.
+        failed: What went wrong, so that a call has no answer; nothing is sent after it.
+    """
+
+    def __init__(self, mix: Sequence[Work], *, threads: int, calls: int = 0, more: bool = True) -> None:
+        """Starts nothing yet.
+
+        Args:
+            mix: Calls, taken in turn by all threads.
+            threads: How many call at once.
+            calls: How many calls to send at least.
+            more: Whether to go on until `enough`.
+        """
+        self.answers: list[Answer] = []
+        self.failed: list[str] = []
+        self.sent = 0
+        self.finished = [0] * threads
+        self.progress = threading.Condition()
+        self._mix, self._calls = mix, calls
+        self._enough = threading.Event()
+        if not more:
+            self._enough.set()
+        self._threads = [
+            threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(threads)
+        ]
+
+    @abstractmethod
+    def caller(self) -> AbstractContextManager[Callable[[Work], Answer]]:
+        """Connects, and gives what sends a call and waits for its answer."""
+
+    def __enter__(self: LoadT) -> LoadT:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def enough(self) -> None:
+        """No more calls than the number given at the start."""
+        self._enough.set()
+
+    def stop(self) -> None:
+        """The same, and waits for the end of every call."""
+        self.enough()
+        for thread in self._threads:
+            thread.join(CALL_TIMEOUT_S)
+        assert not any(thread.is_alive() for thread in self._threads), "a call got no answer"
+        assert self.failed == []
+
+    def wait(self, reached: Callable[[], object], what: str) -> None:
+        """Waits until the callers have got so far; `reached` is asked after each answer."""
+        with self.progress:
+            found = self.progress.wait_for(lambda: reached() or self.failed, CALL_TIMEOUT_S)
+            assert found, f"not within {CALL_TIMEOUT_S:g} s: {what}; {len(self.answers)} answers"
+
+    def wait_for_each(self, calls: int = 1) -> None:
+        """Waits until every thread has finished so many calls more: the last of them was sent after now."""
+        goals = [finished + calls for finished in self.finished]
+        self.wait(
+            lambda: all(found >= goal for found, goal in zip(self.finished, goals, strict=True)),
+            "every thread has finished a call",
+        )
+
+    def wait_for_stuck(self, calls: int) -> None:
+        """Waits until some thread has not finished a call while the others finished so many."""
+        # Not since now: it may well finish one that is on its way before it meets what holds it up.
+        seen: dict[int, tuple[int, int]] = {}
+
+        def stuck() -> bool:
+            total = sum(self.finished)
+            for index, finished in enumerate(self.finished):
+                if seen.get(index, (-1, 0))[0] != finished:
+                    seen[index] = finished, total
+            return any(total - since >= calls for _, since in seen.values())
+
+        self.wait(stuck, "a call is held up while others go on")
+
+    def keep(self, answer: Answer) -> None:
+        """Counts an answer; called with `progress` held."""
+        self.answers.append(answer)
+
+    def _run(self, number: int) -> None:
+        try:
+            with self.caller() as send:
+                while (work := self._next()) is not None:
+                    answer = send(work)
+                    with self.progress:
+                        self.keep(answer)
+                        self.finished[number] += 1
+                        self.progress.notify_all()
+        except BaseException:
+            with self.progress:
+                self.failed.append(traceback.format_exc())
+                self.progress.notify_all()
+
+    def _next(self) -> Work | None:
+        with self.progress:
+            if self.failed or (self._enough.is_set() and self.sent >= self._calls):
+                return None
+            self.sent += 1
+            return self._mix[self.sent % len(self._mix)]
+
+
+# ------------------------------------------------------------------------------------------ as users call
+
+
+@dataclass
+class Counts:
+    """What became of the calls.
+
+    Attributes:
+        right: Answers that were right bit for bit.
+        wrong: Answers that were not.
+        refused: Errors that said the call may be retried, by class.
+        rerun: Right answers that needed more than one attempt on the server.
+        by_operator: Right answers by operator.
+    """
+
+    right: int = 0
+    wrong: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    rerun: int = 0
+    by_operator: Counter[str] = field(default_factory=Counter)
+
+
+class ClientLoad(Load):
+    """Clients that call one address, and send again what may be.
+
+    Guarantees: each call is answered, or one failed; what is retried had said that it may be.
+
+    Attributes:
+        counts: What became of the calls.
+    """
+
+    def __init__(self, address: str, work: list[Work], threads: int) -> None:
+        """Starts nothing yet; the server is at the address now or soon."""
+        super().__init__(work, threads=threads)
+        self.counts = Counts()
+        self._address = address
+
+    @contextmanager
+    def caller(self) -> Iterator[Callable[[Work], Answer]]:
+        """Connects twice, for either way to call."""
+        options: Any = {"timeout_s": CALL_TIMEOUT_S, "retry": None}
+        with (
+            Client(self._address, stream_from_bytes=UNARY, **options) as unary,
+            Client(self._address, stream_from_bytes=STREAMED, **options) as streamed,
+        ):
+            yield lambda work: self._answer(work, streamed if work.streamed else unary)
+
+    def keep(self, answer: Answer) -> None:
+        """Counts it by what became of it."""
+        super().keep(answer)
+        self.counts.right += answer.right
+        self.counts.wrong += not answer.right
+        self.counts.rerun += answer.right and answer.info is not None and answer.info.attempts > 1
+        self.counts.by_operator[answer.operator] += answer.right
+
+    def _answer(self, work: Work, client: Client) -> Answer:
+        """The answer, however often it has to be asked for."""
+        sent_s = time.monotonic()
+        for _ in range(int(_RETRY_LIMIT_S / _RETRY_WAIT_S)):
+            try:
+                result = work.send(client)
+            except NpugradError as error:
+                if not (error.retryable and isinstance(error, (ServerDraining, ConnectError))):
+                    raise
+                with self.progress:
+                    self.counts.refused[type(error).__name__] += 1
+            else:
+                return Answer(work.record.name, sent_s, result.info, work.is_right(result))
+            # A server is being started: as long as nobody ends the load, wait and try again.
+            self._enough.wait(_RETRY_WAIT_S)
+        raise AssertionError(f"{work.record.name}: refused until the time was over")
 
 
 def mixed_work() -> list[Work]:
@@ -81,164 +318,12 @@ def mixed_work() -> list[Work]:
         (FLOYD, FLOYD.build(dtype="float16", with_mask=True)),
         (FLOYD, FLOYD.build(dtype="bfloat16")),
     ]
-    rng = np.random.default_rng(20)
-    made = [
-        _work(record, call, way, rng) for record, call in small for way in (UNARY, STREAMED) for _ in range(2)
-    ]
-    made += [_work(record, call, way, rng) for record, call in large for way in (UNARY, STREAMED)]
-    return [made[index] for index in rng.permutation(len(made))]
+    calls = [(*call, streamed) for call in small for streamed in (False, True) for _ in range(2)]
+    calls += [(*call, streamed) for call in large for streamed in (False, True)]
+    order = np.random.default_rng(20).permutation(len(calls))
+    return [_work(*calls[index], seed=int(index)) for index in order]
 
 
-def _work(record: OpRecord, call: CallMeta, stream_from_bytes: int, rng: np.random.Generator) -> Work:
-    operands = record.make_inputs(call, rng)
-    return Work(record, operands, call.attrs, local_results(record, call, operands), stream_from_bytes)
-
-
-@dataclass
-class Caller:
-    """One thread's calls.
-
-    Attributes:
-        finished: Calls that have their answer.
-    """
-
-    finished: int = 0
-
-
-@dataclass
-class Counts:
-    """What became of the calls.
-
-    Attributes:
-        sent: Calls sent, every retry counted.
-        right: Answers that were right bit for bit.
-        wrong: Answers that were not.
-        refused: Errors that said the call may be retried, by class.
-        failed: Other errors: each is a call lost.
-        rerun: Right answers that needed more than one attempt on the server.
-        by_operator: Right answers by operator.
-    """
-
-    sent: int = 0
-    right: int = 0
-    wrong: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
-    failed: list[str] = field(default_factory=list)
-    rerun: int = 0
-    by_operator: Counter[str] = field(default_factory=Counter)
-
-
-class Load:
-    """Threads that call one address until they are stopped.
-
-    Guarantees: each call is answered, or counted as failed; what is retried had said that it may be.
-    """
-
-    def __init__(self, address: str, work: list[Work], threads: int) -> None:
-        """Starts nothing yet.
-
-        Args:
-            address: Where the server is, now or soon.
-            work: Calls, taken in turn by all threads.
-            threads: How many call at once.
-        """
-        self.counts = Counts()
-        self.callers = [Caller() for _ in range(threads)]
-        self._address = address
-        self._work = itertools.cycle(work)
-        self._stop = threading.Event()
-        self._progress = threading.Condition()
-        self._threads = [
-            threading.Thread(target=self._run, args=(caller,), name=f"caller-{index}", daemon=True)
-            for index, caller in enumerate(self.callers)
-        ]
-
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """Lets every thread finish its call."""
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(CALL_TIMEOUT_S)
-        assert not any(thread.is_alive() for thread in self._threads), "a call got no answer"
-
-    def wait(self, reached: Any, what: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Waits until the callers have got so far; `reached` is asked after each answer."""
-        with self._progress:
-            if not self._progress.wait_for(lambda: reached() or self.counts.failed, timeout_s):
-                raise AssertionError(f"not within {timeout_s:g} s: {what}; {self.counts}")
-
-    def wait_for_each(self, calls: int = 1) -> None:
-        """Waits until every thread has finished so many calls more: the last of them was sent after now."""
-        goals = [caller.finished + calls for caller in self.callers]
-        self.wait(
-            lambda: all(c.finished >= goal for c, goal in zip(self.callers, goals, strict=True)),
-            "every thread has finished a call",
-        )
-
-    def wait_for_stuck(self, calls: int) -> None:
-        """Waits until some thread has not finished a call while the others finished so many."""
-        # Not since now: it may well finish one that is on its way before it meets what holds it up.
-        seen: dict[int, tuple[int, int]] = {}
-
-        def stuck() -> bool:
-            total = sum(caller.finished for caller in self.callers)
-            for index, caller in enumerate(self.callers):
-                if seen.get(index, (-1, 0))[0] != caller.finished:
-                    seen[index] = caller.finished, total
-            return any(total - since >= calls for _, since in seen.values())
-
-        self.wait(stuck, "a call is held up while others go on")
-
-    def _run(self, caller: Caller) -> None:
-        with (
-            Client(self._address, timeout_s=CALL_TIMEOUT_S, stream_from_bytes=UNARY, retry=None) as unary,
-            Client(
-                self._address, timeout_s=CALL_TIMEOUT_S, stream_from_bytes=STREAMED, retry=None
-            ) as streamed,
-        ):
-            while not self._stop.is_set():
-                with self._progress:
-                    work = next(self._work)
-                result = self._answer(work, streamed if work.stream_from_bytes == STREAMED else unary)
-                right = result is not None and work.is_right(result)
-                with self._progress:
-                    self._count(work, result, right)
-                    caller.finished += 1
-                    self._progress.notify_all()
-
-    def _answer(self, work: Work, client: Client) -> Any:
-        """The result, however often it has to be asked for; None when the call is lost."""
-        for _ in range(int(_RETRY_LIMIT_S / _RETRY_WAIT_S)):
-            with self._progress:
-                self.counts.sent += 1
-            try:
-                return work.send(client)
-            except NpugradError as error:
-                if not (error.retryable and isinstance(error, (ServerDraining, ConnectError))):
-                    self._lose(work, f"{type(error).__name__} {error.reason}: {error}")
-                    return None
-                with self._progress:
-                    self.counts.refused[type(error).__name__] += 1
-            # A server is being started: as long as nobody ends the load, wait and try again.
-            self._stop.wait(_RETRY_WAIT_S)
-        self._lose(work, "refused until the time was over")
-        return None
-
-    def _lose(self, work: Work, why: str) -> None:
-        with self._progress:
-            self.counts.failed.append(f"{work.record.name}: {why}")
-
-    def _count(self, work: Work, result: Any, right: bool) -> None:
-        if result is None:
-            return
-        self.counts.right += right
-        self.counts.wrong += not right
-        self.counts.rerun += right and result.info.attempts > 1
-        self.counts.by_operator[work.record.name] += right
+def _work(record: OpRecord, call: CallMeta, streamed: bool, *, seed: int) -> Work:
+    made = fill(record, call, seed)
+    return Work(made, local_results(record, call, made.arrays), streamed)

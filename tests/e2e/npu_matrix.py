@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.cann_sim.report import HOST_OBJECTS
 from tests.e2e.harness import GROUP_NORM, Wire, eventually
 from tests.e2e.npu_cases import PLAN
-from tests.e2e.npu_load import Load, spread, works
+from tests.e2e.npu_load import NpuLoad, send, spread, works
 from tests.e2e.npu_verdict import DOWN, READY, Finding, Look, is_beside
 
 from npugrad.ops import OPERATORS
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import ExitStack
 
+    from tests.e2e.load import Answer
     from tests.e2e.npu_cases import FaultCase, Server
-    from tests.e2e.npu_load import Answer
     from tests.fix_npu import NpuServer
     from tests.fix_server import ServerProcess
 
@@ -87,24 +87,22 @@ class Site:
     def run(self, case: FaultCase) -> Finding:
         """Everything that belongs to a case, except for the judgement."""
         before = self._look()
-        load = Load(
+        load = NpuLoad(
             self._server,
             spread(case.operators),
             threads=THREADS,
             calls=CALLS,
             timeout_s=case.timeout_s,
-            more=True,
         )
         with Watch(self._server) as watch:
             with load:
-                load.wait(CALLS // 4)
+                load.wait(lambda: len(load.answers) >= CALLS // 4, f"{CALLS // 4} answers")
                 told_s = time.monotonic()
                 self._plan(case.plan)
                 self._meet(case, load, before)
                 if self._damaged | {*case.down} < {*self._kind.devices}:
                     load.wait_until(lambda answer: is_beside(answer, told_s, case.sick))
-                load.enough()
-                load.join()
+                load.stop()
                 self._await_end(case, before)
             self._plan()
             self._await_states(self._damaged)
@@ -141,11 +139,10 @@ class Site:
         A device that could not take a call comes last until it has done one well.
         """
         mix = spread(operators)
-        with Load(self._server, mix, threads=8, calls=CALLS // 2, timeout_s=60, more=True) as load:
+        with NpuLoad(self._server, mix, threads=8, calls=CALLS // 2, timeout_s=60) as load:
             for name in {*self._kind.devices} - self._damaged:
                 load.wait_until(partial(_is_from, name))
-            load.enough()
-            load.join()
+            load.stop()
         return load.answers
 
     def _drained(self) -> dict[int, int]:
@@ -160,7 +157,7 @@ class Site:
         earlier = {pid: counters["faults.injected"] for pid, counters in workers.items()}
         with self._server.channel() as channel:
             while not all(done.values()):
-                works()[GROUP_NORM.name][0].send(channel, 60)
+                send(works()[GROUP_NORM.name][0], channel, 60)
                 now = self.npu.workers()
                 done = {pid: now[pid]["faults.injected"] > earlier[pid] for pid in done}
         self._plan()
@@ -178,7 +175,7 @@ class Site:
             60,
         )
 
-    def _meet(self, case: FaultCase, load: Load, before: Look) -> None:
+    def _meet(self, case: FaultCase, load: NpuLoad, before: Look) -> None:
         """Waits until the fault has happened; sends the case's own calls, again if they did not meet it."""
         goal = before.simulator["faults.injected"] + case.injected
         for name in case.extra:

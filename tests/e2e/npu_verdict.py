@@ -13,8 +13,8 @@ from npugrad.v1 import server_pb2
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tests.e2e.load import Answer
     from tests.e2e.npu_cases import Expected, FaultCase
-    from tests.e2e.npu_load import Answer
 
 READY, DOWN = server_pb2.DEVICE_STATE_READY, server_pb2.DEVICE_STATE_DOWN
 _SERVING = health_pb2.HealthCheckResponse.SERVING

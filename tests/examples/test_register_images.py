@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.examples.run import run_example
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.fix_server import ServerProcess
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "client" / "examples" / "register_images.py"
+NAME = "register_images.py"
 
 
 @pytest.mark.deep
@@ -21,8 +21,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "client" / "examples" / "registe
 def test_error_at_least_halves_and_picture_is_written(server: ServerProcess, tmp_path: Path) -> None:
     io = pytest.importorskip("skimage.io")
     picture = tmp_path / "out.png"
-    command = [sys.executable, str(EXAMPLE), "--target", server.address, "--out", str(picture)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    done = run_example(NAME, "--target", server.address, "--out", str(picture))
     assert done.returncode == 0, done.stdout + done.stderr
     (times,) = re.findall(r"\(([\d.]+) times smaller\)", done.stdout)
     assert float(times) >= 2
@@ -32,14 +31,6 @@ def test_error_at_least_halves_and_picture_is_written(server: ServerProcess, tmp
 
 
 def test_unreachable_service_fails(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(EXAMPLE),
-        "--target",
-        "no.such.invalid:1",
-        "--out",
-        str(tmp_path / "out.png"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_example(NAME, "--target", "no.such.invalid:1", "--out", str(tmp_path / "out.png"))
     assert done.returncode != 0
     assert not (tmp_path / "out.png").exists()

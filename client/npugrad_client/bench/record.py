@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -154,50 +154,47 @@ class Record:
         self.lateness, self.loop_lag = Distribution(), Distribution()
         self.stages = {stage: Sketch() for stage in STAGES}
         self.stage_sums = dict.fromkeys(STAGES, 0.0)
-        self.windows: dict[int, Window] = {}
-        self.workloads: dict[str, Part] = {}
-        self.devices: dict[str, Part] = {}
-        self.servers: dict[str, Part] = {}
+        self.windows: defaultdict[int, Window] = defaultdict(Window)
+        self.workloads: defaultdict[str, Part] = defaultdict(Part)
+        self.devices: defaultdict[str, Part] = defaultdict(Part)
+        self.servers: defaultdict[str, Part] = defaultdict(Part)
         self.unsent_s = 0.0
 
     def window(self, at_s: float) -> Window:
         """The window of a time."""
         # A quotient is a little off: 0.3 / 0.1 is below 3. But no time before 0 is in the measured part.
         number = math.floor(at_s / self.window_s + 1e-9)
-        return self.windows.setdefault(min(number, -1) if at_s < 0 else number, Window())
-
-    def _part(self, workload: str) -> Part:
-        return self.workloads.setdefault(workload, Part())
+        return self.windows[min(number, -1) if at_s < 0 else number]
 
     def intended(self, workload: str, at_s: float) -> None:
         """Counts a call that is to be sent at this time."""
         self.window(at_s).tally.intended += 1
         if at_s >= 0:
             self.total.intended += 1
-            self._part(workload).tally.intended += 1
+            self.workloads[workload].tally.intended += 1
 
     def dropped(self, workload: str, at_s: float) -> None:
         """Counts one that is not sent, because too many are in flight."""
         self.window(at_s).tally.dropped += 1
         if at_s >= 0:
             self.total.dropped += 1
-            self._part(workload).tally.dropped += 1
+            self.workloads[workload].tally.dropped += 1
 
     def sent(self, at_s: float, started_s: float, server: str = "") -> None:
         """Counts a call that is sent, and how late; `server` is named where there are several."""
         if at_s >= 0:
             self.lateness.add(started_s - at_s)
             if server:
-                self.servers.setdefault(server, Part()).tally.intended += 1
+                self.servers[server].tally.intended += 1
 
     def failed(self, workload: str, at_s: float, reason: str, server: str = "") -> None:
         """Counts one that came back wrong."""
         self.window(at_s).tally.failed[reason] += 1
         if at_s >= 0:
             self.total.failed[reason] += 1
-            self._part(workload).tally.failed[reason] += 1
+            self.workloads[workload].tally.failed[reason] += 1
             if server:
-                self.servers.setdefault(server, Part()).tally.failed[reason] += 1
+                self.servers[server].tally.failed[reason] += 1
 
     def answered(
         self,
@@ -229,9 +226,9 @@ class Record:
         if at_s >= 0:
             self._measured(ended_s - at_s, ended_s - started_s, times)
             device = f"{server} {info.device} ({info.backend})".strip()
-            parts = [self._part(workload), self.devices.setdefault(device, Part())]
+            parts = [self.workloads[workload], self.devices[device]]
             if server:
-                parts.append(self.servers.setdefault(server, Part()))
+                parts.append(self.servers[server])
             for part in parts:
                 part.tally.answered += 1
                 part.latency.add(ended_s - at_s)
@@ -254,11 +251,11 @@ class Record:
             self.stages[stage].merge(other.stages[stage])
             self.stage_sums[stage] += other.stage_sums[stage]
         for number, window in other.windows.items():
-            self.windows.setdefault(number, Window()).merge(window)
+            self.windows[number].merge(window)
         for kind in _PARTS:
             mine = getattr(self, kind)
             for name, part in getattr(other, kind).items():
-                mine.setdefault(name, Part()).merge(part)
+                mine[name].merge(part)
         self.unsent_s = max(self.unsent_s, other.unsent_s)
 
     def as_dict(self) -> dict[str, Any]:
@@ -290,8 +287,8 @@ class Record:
             setattr(record, name, Distribution.decode(values[name]))
         record.stages = {stage: Sketch.from_list(values["stages"][stage]) for stage in STAGES}
         record.stage_sums = {stage: float(values["stage_sums_s"][stage]) for stage in STAGES}
-        record.windows = {int(n): Window.from_dict(each) for n, each in values["windows"].items()}
+        record.windows.update({int(n): Window.from_dict(each) for n, each in values["windows"].items()})
         for kind in _PARTS:
-            setattr(record, kind, {name: Part.from_dict(each) for name, each in values[kind].items()})
+            getattr(record, kind).update({name: Part.from_dict(each) for name, each in values[kind].items()})
         record.unsent_s = float(values["unsent_s"])
         return record

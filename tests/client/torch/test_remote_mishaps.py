@@ -32,8 +32,13 @@ if TYPE_CHECKING:
     from tests.fix_server import ServerProcess, StartServer
 
 pytestmark = pytest.mark.torch
-importlib.import_module("torch._dynamo")  # else the first mode does, and an interrupt must not fall into it
 LATER_MS = 60_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def dynamo() -> None:
+    """It takes seconds, and else the first mode imports it: an interrupt must not fall into that."""
+    importlib.import_module("torch._dynamo")
 
 
 def when_running(server: ServerProcess, act: Callable[[], object]) -> threading.Thread:

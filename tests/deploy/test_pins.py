@@ -1,0 +1,116 @@
+"""What the image's build installs: every version exact, hashed, and what the package asks for."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib.metadata import requires
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parents[2]
+IMAGE = ROOT / "deploy" / "image"
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    """Return pyproject.toml."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+
+
+def test_what_installs_is_recent_enough_to_install_into_another_environment_and_stays_behind() -> None:
+    (pip,) = (pin for pin, _ in _pins("requirements-build.txt") if pin.name == "pip")
+    assert Version(str(pip.specifier).removeprefix("==")) >= Version("22.3")
+    assert "pip" not in {pin.name for pin, _ in _pins("requirements-server.txt")}
+
+
+@pytest.mark.parametrize("name", ["requirements-build.txt", "requirements-server.txt"])
+def test_every_pin_is_exact_and_hashed(name: str) -> None:
+    pins = list(_pins(name))
+    assert pins
+    for pin, hashes in pins:
+        assert re.fullmatch(r"==[^*,]+", str(pin.specifier)), f"{pin} is not one version"
+        assert hashes >= 1, f"{pin} has no hash"
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_pins_meet_what_the_package_asks_for(project: dict[str, Any], python: str) -> None:
+    asked = [*project["project"]["dependencies"], *project["project"]["optional-dependencies"]["server"]]
+    _assert_pinned("requirements-server.txt", asked, python)
+    _assert_pinned("requirements-build.txt", project["build-system"]["requires"], python)
+
+
+@pytest.mark.parametrize("name", ["requirements-build.txt", "requirements-server.txt"])
+def test_pins_leave_nothing_to_be_found_at_build_time(project: dict[str, Any], name: str) -> None:
+    """Follows the requirements of the distributions installed here, so it speaks for this Python version."""
+    optional = project["project"]["optional-dependencies"]
+    roots = {
+        "requirements-build.txt": project["build-system"]["requires"],
+        "requirements-server.txt": [*project["project"]["dependencies"], *optional["server"]],
+    }
+    pinned = {canonicalize_name(pin.name) for pin, _ in _pins(name)}
+    assert _closure(roots[name]) <= pinned
+
+
+def test_torch_and_torch_npu_are_the_pair_that_the_package_names(project: dict[str, Any]) -> None:
+    text = (IMAGE / "constraints-npu.txt").read_text("utf-8")
+    rows = [Requirement(line) for line in text.splitlines() if line and not line.startswith("#")]
+    pins = {row.name: Version(str(row.specifier).removeprefix("==")) for row in rows[:2]}
+    assert pins["torch"].release[:2] == pins["torch_npu"].release[:2]
+    for asked in map(Requirement, project["project"]["optional-dependencies"]["npu"]):
+        assert pins[asked.name] in asked.specifier, asked
+
+
+def _pins(name: str) -> Iterator[tuple[Requirement, int]]:
+    """Yield each pin of a requirements file with the number of its hashes."""
+    text = (IMAGE / name).read_text("utf-8")
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    for row in re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines():
+        if row.strip():
+            requirement, *hashes = re.split(r"\s+--hash=sha256:", row.strip())
+            yield Requirement(requirement), len(hashes)
+
+
+def _assert_pinned(name: str, asked: list[str], python: str) -> None:
+    """Check that for one version of Python exactly one pin answers each requirement."""
+    environment = {"python_version": python, "python_full_version": f"{python}.9", "sys_platform": "linux"}
+    pins = [pin for pin, _ in _pins(name) if pin.marker is None or pin.marker.evaluate(environment)]
+    for requirement in map(Requirement, asked):
+        wanted = canonicalize_name(requirement.name)
+        found = [pin for pin in pins if canonicalize_name(pin.name) == wanted]
+        assert len(found) == 1, f"{name}, Python {python}, {requirement.name}: not one pin but {found}"
+        version = str(found[0].specifier).removeprefix("==")
+        assert version in requirement.specifier, f"{name} pins {found[0]}, asked for {requirement}"
+
+
+def _closure(asked: list[str]) -> set[str]:
+    """Return the distributions that the requirements need here, directly or not, extras included."""
+    done: set[tuple[str, str]] = set()
+    todo = [pair for each in map(Requirement, asked) for pair in _wanted(each)]
+    while todo:
+        name, extra = todo.pop()
+        done.add((name, extra))
+        for each in map(Requirement, requires(name) or ()):
+            if each.marker is None or each.marker.evaluate({"extra": extra}):
+                todo += _wanted(each) - done
+    return {name for name, _ in done}
+
+
+def _wanted(requirement: Requirement) -> set[tuple[str, str]]:
+    """Return what to follow: the distribution's base requirements, as the empty extra, and each extra."""
+    name = canonicalize_name(requirement.name)
+    return {(name, extra) for extra in ("", *requirement.extras)}
