@@ -140,9 +140,13 @@ def emptied(record: OpRecord) -> list[Derived]:
     for key, value in (base := smaller(record, 3).sizes).items():
         for index, nothing in enumerate([_replaced(value, 0), *[()][: isinstance(value, tuple)]]):
             derived = Derived(record, {**base, key: nothing}, f"no_{key}{index or ''}")
-            if type(value) is not bool and _is_taken(record, derived.sizes):
+            if type(value) is not bool and _is_taken(record, derived.sizes) and _has_nothing(derived):
                 found.append(derived)
     return found
+
+
+def _has_nothing(derived: Derived) -> bool:
+    return any(meta is not None and not meta.size for meta in derived.call().inputs.values())
 
 
 def longer(record: OpRecord, elements: int, divisor: int = 1) -> list[Derived]:
