@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from hypothesis import strategies as st
 
 from npugrad.ops import OPERATORS
+from npugrad.recipe import recipes
 from npugrad.validation import validate_call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from npugrad.meta import CallMeta
     from npugrad.operator import OpRecord
@@ -21,6 +25,14 @@ if TYPE_CHECKING:
     Operands = dict[str, Array | None]
 
 FLOATS = ("float32", "float16", "bfloat16")
+NO_PLACES = (
+    *(np.nan, np.inf, -np.inf, 1e9, -1e9, 3e38, -3e38, 1e-38, 4.1e15, -6.1e8, 3e16, 7.7e30, -0.0, 6e4, -6e4),
+    *(0.0, 0.5, 1.0, -1.0, -0.5, 1.5, 1e-7),
+)
+"""Coordinates that are odd or none at all."""
+SEEDS = st.integers(0, 2**32 - 1)
+"""Of what is drawn: one number, because hypothesis takes far longer to draw each size."""
+_SIZES = (1, 1, 2, 3, 5, 7, 8, 15, 16, 17, 24, 31, 33, 40, 64, 67, 129, 257)
 
 
 @dataclass(frozen=True)
@@ -45,8 +57,31 @@ class Derived:
         return self.record.build(**{"dtype": dtype, **self.sizes, **changed})
 
     def operands(self, call: CallMeta, seed: int = 1) -> Operands:
-        """Data for it."""
-        return dict(self.record.make_inputs(call, np.random.default_rng(seed)))
+        """Data for it, as of a forward pass."""
+        fixed = self.record.workloads.fixed
+        made = self.record.make_inputs(call, np.random.default_rng(seed))
+        return {**made, **(fixed(self.sizes) if fixed is not None else {})}
+
+    def unrelated(self, call: CallMeta, seed: int) -> Operands:
+        """Data for it, each operand drawn by itself: like those of no forward pass."""
+        drawn = recipes(self.record, call, seed)
+        return {**self.operands(call, seed), **{name: r.array().copy() for name, r in drawn.items()}}
+
+    def nothing(self, call: CallMeta) -> Operands:
+        """NaN wherever it may be: for a call of which nothing is left to compute."""
+        return {
+            name: None
+            if meta is None
+            else np.full(meta.shape, np.nan if "float" in meta.dtype else 0, meta.dtype.numpy)
+            for name, meta in call.inputs.items()
+        }
+
+    def on_ties(self, call: CallMeta, operands: Operands) -> Operands:
+        """The operands, copied, where gradients jump."""
+        moved = {name: None if array is None else array.copy() for name, array in operands.items()}
+        if self.record.workloads.ties is not None:
+            self.record.workloads.ties(call, moved)
+        return moved
 
 
 def varied(record: OpRecord, divisor: int = 1) -> list[Derived]:
@@ -66,34 +101,125 @@ def varied(record: OpRecord, divisor: int = 1) -> list[Derived]:
     ]
 
 
+def combined(record: OpRecord, divisor: int = 1) -> list[Derived]:
+    """The uneven call, its sizes divided, with each combination of variants that are no sizes."""
+    sizes = smaller(record, divisor).sizes
+    variants = {
+        key: values
+        for key, values in record.workloads.variants.items()
+        if isinstance(sizes.get(key, True), bool)
+    }
+    return [
+        Derived(record, {**sizes, **dict(zip(variants, chosen, strict=True))}, f"combination{number}")
+        for number, chosen in enumerate(itertools.product(*variants.values()))
+    ]
+
+
 def smaller(record: OpRecord, divisor: int) -> Derived:
-    """The uneven call with each size divided where that breaks no further constraint; none gets below 2."""
+    """The uneven call with each size divided where it is taken then; none gets below 2."""
     sizes = dict(record.workloads.uneven)
     for key, value in sizes.items():
         if type(value) is int and divisor > 1:
             changed = {**sizes, key: max(2, value // divisor)}
-            sizes = sizes if _complaints(record, changed) - _complaints(record, sizes) else changed
+            sizes = changed if _is_taken(record, changed) else sizes
     return Derived(record, sizes, "smaller")
+
+
+def ones(record: OpRecord) -> list[Derived]:
+    """The uneven call with each size 1 in turn, and with all of them."""
+    base = smaller(record, 2).sizes
+    one = {key: _replaced(value, 1) for key, value in base.items() if type(value) is not bool}
+    alone = [Derived(record, {**base, key: value}, f"one_{key}") for key, value in one.items()]
+    found = [*alone, Derived(record, {**base, **one}, "ones")]
+    return [derived for derived in found if _is_taken(record, derived.sizes)]
+
+
+def emptied(record: OpRecord) -> list[Derived]:
+    """The uneven call with each size 0 in turn, also where only a device refuses it."""
+    found = []
+    for key, value in (base := smaller(record, 3).sizes).items():
+        for index, nothing in enumerate([_replaced(value, 0), *[()][: isinstance(value, tuple)]]):
+            derived = Derived(record, {**base, key: nothing}, f"no_{key}{index or ''}")
+            if type(value) is not bool and _is_taken(record, derived.sizes) and _has_nothing(derived):
+                found.append(derived)
+    return found
+
+
+def _has_nothing(derived: Derived) -> bool:
+    return any(meta is not None and not meta.size for meta in derived.call().inputs.values())
 
 
 def longer(record: OpRecord, elements: int, divisor: int = 1) -> list[Derived]:
     """The uneven call with one size so long that an operand has so many elements, for each size that may."""
     base = smaller(record, divisor).sizes
-    allowed, found = _complaints(record, base), []
+    allowed, found = _complaints(record, base).keys(), []
     for key, value in base.items():
         sizes, factor = dict(base), 1
         while type(value) is not bool and factor < 2**20:
             factor *= 2
             sizes[key] = _multiplied(value, factor)
-            if _complaints(record, sizes) - allowed:
+            if _complaints(record, sizes).keys() - allowed:
                 break
-            if (
-                max(meta.size for meta in record.build(**sizes).inputs.values() if meta is not None)
-                >= elements
-            ):
+            if _most_elements(record, sizes) >= elements:
                 found.append(Derived(record, sizes, f"long_{key}"))
                 break
     return found
+
+
+def drawn(
+    record: OpRecord, seed: int, dtypes: Sequence[str] = FLOATS, *, most: int = 10_000, with_ties: bool = True
+) -> tuple[CallMeta, Operands]:
+    """A call of any sizes, variants and factors, with operands of no forward pass.
+
+    Args:
+        record: Its operator.
+        seed: Of all that is drawn.
+        dtypes: One of them is that of its first operand.
+        most: Elements of the largest operand, where that is possible.
+        with_ties: Whether some have places where gradients jump.
+    """
+    rng = np.random.default_rng(seed)
+    sizes, variants = dict(smaller(record, 5).sizes), record.workloads.variants
+    chosen = {key: _like(value, rng) for key, value in sizes.items()}
+    for key, values in variants.items():
+        if key not in sizes or rng.random() < 0.3:
+            chosen[key] = values[int(rng.integers(len(values)))]
+    if not _is_small(record, {**sizes, **chosen}, most):  # as many of them as may be
+        for key in rng.permutation(list(chosen)).tolist():
+            changed = {**sizes, key: chosen[key]}
+            sizes = changed if _is_small(record, changed, most) else sizes
+        chosen = {}
+    derived = Derived(record, {**sizes, **chosen}, "drawn")
+    call = derived.call(dtypes[int(rng.integers(len(dtypes)))])
+    for attr in record.attrs:
+        if attr.type == "double":
+            call = call.with_attrs(**{attr.name: float(rng.choice((1, 0, -0.5))) * call.number(attr.name)})
+    operands = derived.unrelated(call, seed)
+    spread = rng.choice((1, 1, 2, 9))
+    for name in places(derived, call) if spread > 1 else ():
+        operands[name] *= operands[name].dtype.type(spread)  # type: ignore[union-attr]
+    return call, derived.on_ties(call, operands) if with_ties and rng.random() < 0.5 else operands
+
+
+def _like(value: Any, rng: np.random.Generator) -> Any:
+    """Sizes of the same form; of a nest, as many rows as there are or others."""
+    if isinstance(value, bool):
+        return rng.random() < 0.5
+    if isinstance(value, int):
+        return int(rng.choice(_SIZES))
+    count = rng.integers(1, 5) if isinstance(value[0], tuple) else len(value)
+    return tuple(_like(value[i % len(value)], rng) for i in range(count))
+
+
+def _is_small(record: OpRecord, sizes: Mapping[str, Any], most: int) -> bool:
+    return _is_taken(record, sizes) and _most_elements(record, sizes) <= most
+
+
+def places(derived: Derived, call: CallMeta) -> list[str]:
+    """The operands that say where others are read: those that the record can put on ties."""
+    operands = derived.operands(call)
+    moved = derived.on_ties(call, operands)
+    return [name for name, array in operands.items() if not np.array_equal(array, moved[name])]  # type: ignore[arg-type]
 
 
 def each(derive: Callable[[OpRecord], list[Derived]]) -> Iterator[Derived]:
@@ -109,8 +235,33 @@ def _multiplied(value: Any, factor: int) -> Any:
     return (_multiplied(value[0], factor), *value[1:])
 
 
-def _complaints(record: OpRecord, sizes: Mapping[str, Any]) -> set[str]:
-    return {violation.id for violation in validate_call(record, record.build(**sizes)).violations}
+def _replaced(value: Any, size: int) -> Any:
+    """A size, or all in a nest of them, replaced."""
+    if isinstance(value, tuple):
+        return tuple(_replaced(part, size) for part in value)
+    return value if isinstance(value, bool) else size
+
+
+def _most_elements(record: OpRecord, sizes: Mapping[str, Any]) -> int:
+    return max(meta.size for meta in record.build(**sizes).inputs.values() if meta is not None)
+
+
+def _is_taken(record: OpRecord, sizes: Mapping[str, Any]) -> bool:
+    """Whether a call breaks only what the uneven one breaks: the limits of a device, by their code."""
+    try:
+        return set(_complaints(record, sizes).values()) <= _codes_of_uneven(record)
+    except ArithmeticError:  # such as no channel of a group
+        return False
+
+
+@cache
+def _codes_of_uneven(record: OpRecord) -> set[int]:
+    return set(_complaints(record, record.workloads.uneven).values())
+
+
+def _complaints(record: OpRecord, sizes: Mapping[str, Any]) -> dict[str, int]:
+    """Codes by constraint."""
+    return {v.id: v.code for v in validate_call(record, record.build(**sizes)).violations}
 
 
 def _transposed(array: Array) -> Array:

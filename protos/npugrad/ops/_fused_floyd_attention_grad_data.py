@@ -47,7 +47,7 @@ def _make_mask(shape: tuple[int, ...], rng: np.random.Generator) -> npt.NDArray[
     """A third of the keys masked, but all of them in the first row of every batch and none in the second."""
     mask = rng.random(shape) < 1 / 3
     mask[:, :, 0] = True
-    mask[:, :, 1] = False
+    mask[:, :, 1:2] = False
     return mask
 
 

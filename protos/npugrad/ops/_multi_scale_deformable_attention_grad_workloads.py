@@ -143,7 +143,7 @@ WORKLOADS = Workloads(
         "points": (1, 2),
         "ch": (8, 24),
     },
-    uneven={"nq": 37, "nh": 3, "ch": 24, "levels": ((9, 7), (4, 5)), "points": 3},
+    uneven={"nq": 37, "nh": 3, "ch": 20, "levels": ((9, 7), (4, 5)), "points": 3},
     examples=tuple(_examples()),
     fixed=_level_tables,
     ties=_ties,

@@ -143,7 +143,7 @@ def build(
         inputs["atten_mask"] = None
     return CallMeta(
         inputs=inputs,
-        attrs={"scale_value": float(d**-0.5 if scale_value is None else scale_value)},
+        attrs={"scale_value": float(max(d, 1) ** -0.5 if scale_value is None else scale_value)},
         product=product,
     )
 

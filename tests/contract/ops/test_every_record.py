@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from npugrad.dtypes import DType, dtype_from_name
+from npugrad.dtypes import DType, Format, dtype_from_name
 from npugrad.error_table import PARAM_INVALID, PARAM_NULLPTR, TILING_ERROR
 from npugrad.meta import CallMeta, TensorMeta
 from npugrad.ops import OPERATORS
@@ -64,6 +64,10 @@ def first(record: OpRecord, product: Product) -> CallMeta:
 
 def ids(record: OpRecord, call: CallMeta) -> list[str]:
     return [violation.id for violation in validate_call(record, call).violations]
+
+
+def _grown(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    return (*shape[:axis], shape[axis] + 1, *shape[axis + 1 :])
 
 
 def backwards(meta: TensorMeta) -> TensorMeta:
@@ -119,6 +123,38 @@ def test_declared_outputs_have_the_type_and_shape_that_are_inferred(
             name, _, kind = found.id.partition(".")
             assert name == param.name
             assert kind in kinds
+
+
+@EACH_INPUT
+def test_a_wrong_input_is_the_one_that_is_named(
+    record: OpRecord, product: Product, param: TensorParam
+) -> None:
+    """Alike each time; a type, a format, a rank or a size that does not fit."""
+    call, given = next(
+        (sample.call, meta)
+        for sample in record.samples(product)
+        if (meta := sample.call.inputs[param.name]) is not None and not sample.call.outputs
+    )
+    shapes = [
+        (),
+        (*given.shape, *[1] * (9 - given.rank)),
+        *(_grown(given.shape, axis) for axis in range(given.rank)),
+    ]
+    wrong = [
+        *(TensorMeta(dtype, given.shape) for dtype in DType),
+        *(TensorMeta(given.dtype, given.shape, storage) for storage in Format),
+        *(TensorMeta(given.dtype, shape) for shape in shapes),
+    ]
+    refused = 0
+    for meta in wrong:
+        verdict = validate_call(record, call.with_inputs(**{param.name: meta}))
+        assert verdict == validate_call(record, call.with_inputs(**{param.name: meta}))
+        assert bool(verdict.status) == bool(verdict.violations)
+        named = any(param.name in violation.operands for violation in verdict.violations)
+        is_own = meta.format != given.format or meta.dtype not in param.dtypes[product]  # whatever others are
+        assert named or not is_own or not verdict.status
+        refused += bool(verdict.status)
+    assert refused >= len(DType) - len(param.dtypes[product]) + 1
 
 
 @EACH_PRODUCT

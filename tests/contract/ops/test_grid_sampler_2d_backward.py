@@ -3,58 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
+from tests.contract.ops.changes import Changes, ids, meta
 
 import npugrad
-from npugrad import CallMeta, DType, Format, Product, TensorMeta, Verdict
+from npugrad import DType, Format, Product
 from npugrad.operator import TensorParam
 from npugrad.ops.grid_sampler_2d_backward import GRID_SAMPLER_2D_BACKWARD as RECORD
 from npugrad.validation import validate_call
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-NAME = "grid_sampler_2d_backward"
-PRODUCTS = list(Product)
-# The operands of the page's example program.
-EXAMPLE = {
-    "grad_output": TensorMeta("float32", (1, 1, 3, 3)),
-    "input": TensorMeta("float32", (1, 1, 5, 8)),
-    "grid": TensorMeta("float32", (1, 3, 3, 2)),
-}
-ATTRS: Mapping[str, Any] = {
-    "interpolation_mode": 0,
-    "padding_mode": 0,
-    "align_corners": False,
-    "output_mask": (True, True),
-}
-
-
-def check(
-    inputs: Mapping[str, TensorMeta | None] | None = None,
-    attrs: Mapping[str, Any] | None = None,
-    outputs: Mapping[str, TensorMeta | None] | None = None,
-    product: Product | str = Product.ATLAS_A2,
-) -> Verdict:
-    """Validate the example program's call with some things changed."""
-    return npugrad.validate(
-        NAME,
-        inputs={**EXAMPLE, **(inputs or {})},
-        attrs={**ATTRS, **(attrs or {})},
-        outputs=outputs,
-        product=product,
-    )
-
-
-def ids(verdict: Verdict) -> list[str]:
-    return [violation.id for violation in verdict.violations]
-
-
-def meta(*shape: int, dtype: str = "float32") -> TensorMeta:
-    return TensorMeta(dtype, shape)
+# That of the page's example program.
+EXAMPLE = Changes(RECORD, RECORD.build(n=1, c=1, h=5, w=8, oh=3, ow=3))
 
 
 class TestLegal:
@@ -70,21 +32,22 @@ class TestLegal:
         assert verdict.outputs == {"input_grad": call.inputs["input"], "grid_grad": call.inputs["grid"]}
 
     def test_modes_by_name(self) -> None:
-        assert check(attrs={"interpolation_mode": "nearest", "padding_mode": "reflection"}).status == 0
+        inputs, attrs = EXAMPLE.call.inputs, dict(EXAMPLE.call.attrs)
+        attrs.update(interpolation_mode="nearest", padding_mode="reflection")
+        assert npugrad.validate(RECORD.name, inputs=inputs, attrs=attrs).status == 0
 
-    @pytest.mark.parametrize("storage", [Format.NCHW, Format.NHWC], ids=str)
-    def test_any_format(self, storage: Format) -> None:
-        inputs = {name: TensorMeta(m.dtype, m.shape, storage) for name, m in EXAMPLE.items()}
-        assert check(inputs).status == 0
+    def test_any_format(self) -> None:
+        operands = [*EXAMPLE.call.inputs, "input_grad", "grid_grad"]
+        assert {
+            EXAMPLE.check(EXAMPLE.stored(name, storage)).status for name in operands for storage in Format
+        } == {0}
 
 
 class TestNull:
     def test_null_mask_succeeds_before_anything_else(self) -> None:
-        verdict = check(
-            {"grad_output": None, "input": meta(0, dtype="int32"), "grid": meta()},
-            {"interpolation_mode": 7, "padding_mode": -1, "output_mask": None},
-            {"input_grad": None, "grid_grad": meta(3, dtype="bool")},
-        )
+        wrong = {"grad_output": None, "input": meta(0, dtype="int32"), "grid": meta(), "output_mask": None}
+        modes = {"interpolation_mode": 7, "padding_mode": -1}
+        verdict = EXAMPLE.check({**wrong, **modes, "input_grad": None, "grid_grad": meta(3, dtype="bool")})
         assert (verdict.status, verdict.violations) == (0, ())
         assert verdict.outputs == {"input_grad": None, "grid_grad": None}
 
@@ -93,8 +56,8 @@ class TestNull:
 ROWS: list[tuple[int, dict[str, Any], list[str]]] = [
     (1, {"grad_output": meta(1, 1, 3, 3, dtype="int32")}, ["grad_output.same_dtype"]),
     (1, {"grid": meta(1, 3, 3, 2, dtype="float16")}, ["grid.same_dtype"]),
-    (1, {name: meta(*m.shape, dtype="int64") for name, m in EXAMPLE.items()}, ["input.dtype"]),
-    (1, {name: meta(*m.shape, dtype="float64") for name, m in EXAMPLE.items()}, ["input.not_double"]),
+    (1, dict(EXAMPLE.all_of("int64")), ["input.dtype"]),
+    (1, dict(EXAMPLE.all_of("float64")), ["input.not_double"]),
     (2, {"grad_output": meta(1, 1, 9)}, ["grad_output.rank"]),
     (2, {"input": meta(1, 1, 5, 8, 1)}, ["input.rank"]),
     (2, {"grid": meta()}, ["grid.rank"]),
@@ -124,56 +87,41 @@ ROWS: list[tuple[int, dict[str, Any], list[str]]] = [
 class TestInvalid:
     @pytest.mark.parametrize(("row", "change", "expected"), ROWS, ids=lambda value: str(value)[:40])
     def test_row_of_the_page(self, row: int, change: dict[str, Any], expected: list[str]) -> None:
-        verdict = check(
-            {name: value for name, value in change.items() if name in EXAMPLE},
-            {name: value for name, value in change.items() if name in ATTRS},
-            {name: value for name, value in change.items() if name.endswith("_grad")},
-        )
-        assert verdict.status == 161002
-        assert ids(verdict) == expected
+        verdict = EXAMPLE.check(change)
+        assert (verdict.status, ids(verdict)) == (161002, expected)
         for violation in verdict.violations:
             cited = {(source.section, source.row) for source in violation.sources}
             assert ("return codes, 161002", f"row {row}") in cited
 
-    @pytest.mark.parametrize("product", PRODUCTS, ids=str)
-    def test_bfloat16_where_the_product_has_it(self, product: Product) -> None:
-        inputs = {name: meta(*m.shape, dtype="bfloat16") for name, m in EXAMPLE.items()}
-        verdict = check(inputs, product=product)
+    @pytest.mark.parametrize("product", list(Product), ids=str)
+    def test_bfloat16_where_the_product_has_it_and_double_nowhere(self, product: Product) -> None:
         has_it = product is not Product.ATLAS_TRAINING
-        assert (verdict.status, ids(verdict)) == ((0, []) if has_it else (161002, ["input.dtype"]))
-
-    @pytest.mark.parametrize("product", PRODUCTS, ids=str)
-    def test_double_on_no_product(self, product: Product) -> None:
-        inputs = {name: meta(*m.shape, dtype="float64") for name, m in EXAMPLE.items()}
-        verdict = check(inputs, product=product)
-        assert (verdict.status, ids(verdict)) == (161002, ["input.not_double"])
+        expected = (0, []) if has_it else (161002, ["input.dtype"])
+        assert EXAMPLE.found(EXAMPLE.all_of("bfloat16"), product) == expected
+        assert EXAMPLE.found(EXAMPLE.all_of("float64"), product) == (161002, ["input.not_double"])
 
     @pytest.mark.parametrize("mask", [(), (True,), (True, True, True)], ids=str)
     def test_mask_of_another_length(self, mask: tuple[bool, ...]) -> None:
-        verdict = check(attrs={"output_mask": mask})
-        assert (verdict.status, ids(verdict)) == (161002, ["output_mask.length"])
+        assert EXAMPLE.found({"output_mask": mask}) == (161002, ["output_mask.length"])
 
-    def test_outputs_are_checked_although_masked_out(self) -> None:
+    def test_operands_are_checked_although_nothing_is_wanted(self) -> None:
+        nothing = {"output_mask": (False, False)}
         wrong = {"input_grad": meta(2, dtype="int8"), "grid_grad": meta(1, 3, 3, 2)}
-        verdict = check(attrs={"output_mask": (False, False)}, outputs=wrong)
-        assert verdict.status == 161002
-        assert ids(verdict) == ["input_grad.same_dtype", "input_grad.shape"]
-
-    def test_inputs_are_checked_although_nothing_is_wanted(self) -> None:
-        verdict = check({"grid": meta(1, 9, 2)}, {"output_mask": (False, False)})
-        assert (verdict.status, ids(verdict)) == (161002, ["grid.rank"])
+        expected = ["input_grad.same_dtype", "input_grad.shape"]
+        assert EXAMPLE.found({**nothing, **wrong}) == (161002, expected)
+        assert EXAMPLE.found({**nothing, "grid": meta(1, 9, 2)}) == (161002, ["grid.rank"])
 
 
 class TestManyAtOnce:
     def test_null_comes_first_then_the_rows_in_order(self) -> None:
-        verdict = check(
+        verdict = EXAMPLE.check(
             {
                 "grad_output": meta(3, 2, 4, 5, dtype="int32"),
                 "input": meta(2, 1, 0, 0),
                 "grid": meta(1, 3, 3, 3),
-            },
-            {"interpolation_mode": 2, "padding_mode": 9, "output_mask": (True,)},
-            {"input_grad": meta(7, dtype="bool"), "grid_grad": None},
+                **{"interpolation_mode": 2, "padding_mode": 9, "output_mask": (True,)},
+                **{"input_grad": meta(7, dtype="bool"), "grid_grad": None},
+            }
         )
         assert verdict.status == 161001
         assert verdict.outputs == {}
@@ -196,11 +144,8 @@ class TestManyAtOnce:
         ]
 
     def test_all_null(self) -> None:
-        nothing = dict.fromkeys(EXAMPLE)
-        verdict = check(nothing, outputs={"input_grad": None, "grid_grad": None})
-        assert verdict.status == 161001
         names = ("grad_output", "input", "grid", "input_grad", "grid_grad")
-        assert ids(verdict) == [f"{name}.not_null" for name in names]
+        assert EXAMPLE.found(dict.fromkeys(names)) == (161001, [f"{name}.not_null" for name in names])
 
 
 class TestPicks:
@@ -222,19 +167,6 @@ class TestPicks:
 
 
 class TestParameters:
-    def test_order_of_the_c_signature(self) -> None:
-        assert [p.c_name for p in RECORD.params] == [
-            "gradOutput",
-            "input",
-            "grid",
-            "interpolationMode",
-            "paddingMode",
-            "alignCorners",
-            "outputMask",
-            "inputGrad",
-            "gridGrad",
-        ]
-
     def test_outputs_are_allocated_although_masked_out(self) -> None:
         assert [(p.name, p.masked_by, p.when_masked) for p in RECORD.outputs] == [
             ("input_grad", 0, "allocate"),
@@ -253,7 +185,9 @@ class TestParameters:
 
     def test_deterministic_when_nothing_is_computed(self) -> None:
         call = RECORD.build(output_mask=None)
-        assert RECORD.determinism_check(replace(call, inputs=dict.fromkeys(EXAMPLE)), None) is None
+        assert (
+            RECORD.determinism_check(replace(call, inputs=dict.fromkeys(EXAMPLE.call.inputs)), None) is None
+        )
 
     def test_never_deterministic_in_float64(self) -> None:
         image = replace(RECORD.build().tensor("input"), dtype=DType.FLOAT64)
@@ -274,22 +208,6 @@ class TestMadeInputs:
     def test_null_stays_null(self) -> None:
         call = RECORD.build(output_mask=None).with_inputs(grid=None)
         assert RECORD.make_inputs(call, np.random.default_rng(0))["grid"] is None
-
-    @pytest.mark.torch
-    @pytest.mark.parametrize("sample", list(RECORD.samples(Product.ATLAS_A2)), ids=lambda sample: sample.name)
-    def test_reference_agrees_with_torch(self, sample: Any) -> None:
-        torch = pytest.importorskip("torch")
-        call: CallMeta = sample.call
-        inputs = RECORD.make_inputs(call, np.random.default_rng(11))
-        metas = {name: m for name, m in validate_call(RECORD, call).outputs.items() if m is not None}
-        outputs = {name: np.full(m.shape, np.nan) for name, m in metas.items()}
-        RECORD.reference(inputs, call.attrs, outputs)
-        operands = [torch.from_numpy(np.asarray(array, np.float64)) for array in inputs.values()]
-        modes = [call.attrs[name] for name in ("interpolation_mode", "padding_mode", "align_corners")]
-        expected = torch.ops.aten.grid_sampler_2d_backward(*operands, *modes, [True, True])
-        for name, gradient in zip(("input_grad", "grid_grad"), expected, strict=True):
-            if name in outputs:
-                np.testing.assert_allclose(outputs[name], gradient.numpy(), rtol=1e-12, atol=1e-12)
 
 
 def test_a_null_mask_leaves_nothing_to_violate() -> None:

@@ -1,21 +1,21 @@
-"""The Floyd attention reference against torch autograd, the formulas in einsum, and the official example."""
+"""The Floyd attention reference against torch autograd and the formulas in einsum; masks, the example."""
 
 from __future__ import annotations
 
 import math
-import tracemalloc
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.contract.references.against import against, assert_close, assert_same_bits
+from tests.derived import Derived
 
+from npugrad.ops.fused_floyd_attention_grad import FUSED_FLOYD_ATTENTION_GRAD as RECORD
 from npugrad.references.fused_floyd_attention_grad import reference
 
 Array = npt.NDArray[Any]
 Inputs = dict[str, Array | None]
-Sizes = tuple[int, int, int, int, int, int]  # B, H, N, M, K, D
 
 OUTPUTS = {"dq": "query", "dk1": "key1", "dv1": "value1", "dk2": "key2", "dv2": "value2"}
 FLT_MAX = float(np.finfo(np.float32).max)
@@ -38,29 +38,19 @@ def run(
     return outputs
 
 
-def make(sizes: Sizes, *, masked: float | None = None, seed: int = 0) -> Inputs:
+def make(masked: float | None = None, seed: int = 0, **sizes: int) -> Inputs:
     """Draw a call whose softmax statistics and attention output belong to no forward pass at all.
 
     Args:
-        sizes: B, H, N, M, K, D.
         masked: Share of masked keys, or None for no mask.
-        seed: Of the generator.
+        seed: Of all that is drawn.
+        **sizes: Of `MEDIUM` those that are others.
     """
-    rng = np.random.default_rng(seed)
-    b, h, n, m, k, d = sizes
-    by_query, by_key1, by_key2 = (b, h, n, m, d), (b, h, n, k, d), (b, h, k, m, d)
-    inputs: Inputs = {
-        "query": rng.standard_normal(by_query),
-        "key1": rng.standard_normal(by_key1),
-        "value1": rng.standard_normal(by_key1),
-        "key2": rng.standard_normal(by_key2),
-        "value2": rng.standard_normal(by_key2),
-        "dy": rng.standard_normal(by_query),
-        "atten_mask": None if masked is None else rng.random((b, 1, n, 1, k)) < masked,
-        "softmax_max": np.repeat(rng.uniform(0, 3, (b, h, n, m, 1)), 8, axis=-1),
-        "softmax_sum": np.repeat(rng.uniform(1, 9, (b, h, n, m, 1)), 8, axis=-1),
-        "attention_in": rng.standard_normal(by_query),
-    }
+    derived = Derived(RECORD, {**MEDIUM, **sizes, "with_mask": masked is not None}, "medium")
+    inputs = in_float64(derived.unrelated(derived.call("float64"), seed))
+    if masked is not None:
+        mask = operand(inputs, "atten_mask")
+        mask[...] = np.random.default_rng(seed).random(mask.shape) < masked
     return inputs
 
 
@@ -113,99 +103,79 @@ def by_autograd(inputs: Inputs, scale: float, *, passing: bool) -> dict[str, Arr
     return {name: grad.numpy() for name, grad in zip(OUTPUTS, grads, strict=True)}
 
 
-def assert_same(found: dict[str, Array], expected: dict[str, Array], rtol: float = 1e-11) -> None:
-    """Compare with an absolute tolerance of the data's scale: with one key left, dP - delta is all error."""
-    assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        finite = array[np.isfinite(array)]
-        atol = rtol * (1 + float(np.max(np.abs(finite), initial=0.0)))
-        np.testing.assert_allclose(found[name], array, rtol=rtol, atol=atol, err_msg=name)
-
-
-def assert_identical(found: dict[str, Array], expected: dict[str, Array]) -> None:
-    for name, array in expected.items():
-        assert found[name].tobytes() == array.tobytes(), name
-
-
-def sizes_id(sizes: Sizes) -> str:
-    return "b{}-h{}-n{}-m{}-k{}-d{}".format(*sizes)
-
-
-RANDOM_SIZES: list[Sizes] = [
-    (1, 1, 1, 1, 1, 1),
-    (1, 1, 3, 4, 5, 8),
-    (2, 3, 4, 2, 6, 5),
-    (1, 2, 7, 9, 3, 16),
-    (3, 1, 2, 11, 8, 4),
-]
 # Square sizes hide swapped axes, so none here is square.
-MEDIUM: Sizes = (2, 2, 12, 16, 20, 24)
+MEDIUM = {"b": 2, "h": 2, "n": 12, "m": 16, "k": 20, "d": 24}
 
 
-class TestAgainstTorch:
-    @pytest.mark.torch
-    @pytest.mark.parametrize("seed", range(15), ids=lambda seed: f"seed{seed}")
-    @pytest.mark.parametrize("masked", [None, 0.3, 0.9], ids=["unmasked", "masked30", "masked90"])
-    @pytest.mark.parametrize("sizes", RANDOM_SIZES, ids=sizes_id)
-    def test_random(self, sizes: Sizes, masked: float | None, seed: int) -> None:
-        """With 90 % masked and few keys, many rows are masked whole; the gradient passes all the same."""
-        inputs = make(sizes, masked=masked, seed=seed)
-        scale = (1 / math.sqrt(sizes[-1]), 1.0, -0.5)[seed % 3]
-        expected = by_autograd(inputs, scale, passing=True)
-        assert_same(run(inputs, scale), expected)
+def as_given(inputs: Inputs, attrs: Any) -> dict[str, Array]:
+    with np.errstate(all="ignore"):
+        return by_einsum(in_float64(inputs), attrs["scale_value"])
 
+
+def of_the_forward_pass(inputs: Inputs, attrs: Any) -> dict[str, Array]:
+    """With few keys and many masked, many rows are masked whole; the gradient passes all the same."""
+    exact = in_float64(inputs)
+    expected = by_autograd(exact, attrs["scale_value"], passing=True)
+    inputs.update(exact)
+    return expected
+
+
+def in_float64(inputs: Inputs) -> Inputs:
+    """Operands in float64, a mask in bools."""
+    return {
+        name: None if array is None else array.astype(bool if name == "atten_mask" else np.float64)
+        for name, array in inputs.items()
+    }
+
+
+# P renormalised, or delta from a recomputed output, would show: operands are drawn one by one.
+TestFormula = against(RECORD, as_given, count=400)
+TestAgainstTorch = pytest.mark.torch(against(RECORD, of_the_forward_pass, count=60))
+
+
+class TestMaskedFill:
     @pytest.mark.torch
     @pytest.mark.parametrize("seed", range(10), ids=lambda seed: f"seed{seed}")
     def test_a_partial_mask_is_masked_fill(self, seed: int) -> None:
-        inputs = make(MEDIUM, masked=0.5, seed=seed)
+        inputs = make(masked=0.5, seed=seed)
         operand(inputs, "atten_mask")[..., seed] = False
         expected = by_autograd(inputs, 0.25, passing=False)
-        assert_same(run(inputs), expected)
+        assert_close(run(inputs), expected)
 
     @pytest.mark.torch
     def test_a_full_mask_differs_from_masked_fill_in_the_score_gradients_alone(self) -> None:
-        inputs = make(MEDIUM, masked=0.5)
+        inputs = make(masked=0.5)
         operand(inputs, "atten_mask")[:, :, 3] = True
         stopped = by_autograd(inputs, 0.25, passing=False)
         passed = by_autograd(inputs, 0.25, passing=True)
         found = run(inputs)
-        assert_same(found, passed)
+        assert_close(found, passed)
         for name in ("dv1", "dv2"):
             np.testing.assert_allclose(found[name], stopped[name], rtol=1e-11, atol=1e-11)
         for name in ("dq", "dk1", "dk2"):
             assert np.max(np.abs(found[name] - stopped[name])) > 0.01, name
 
 
-class TestFormula:
-    @pytest.mark.parametrize("seed", range(8), ids=lambda seed: f"seed{seed}")
-    @pytest.mark.parametrize("masked", [None, 0.4], ids=["unmasked", "masked"])
-    @pytest.mark.parametrize("sizes", [*RANDOM_SIZES, MEDIUM], ids=sizes_id)
-    def test_the_callers_statistics_and_attention_are_taken_as_given(
-        self, sizes: Sizes, masked: float | None, seed: int
-    ) -> None:
-        """`make` draws them freely: P renormalised, or delta from a recomputed output, would show."""
-        inputs = make(sizes, masked=masked, seed=seed)
-        assert_same(run(inputs, 0.3), by_einsum(inputs, 0.3))
-
+class TestKinks:
     def test_only_the_first_of_each_eight_statistics_counts(self) -> None:
-        inputs = make(MEDIUM)
+        inputs = make()
         expected = run(inputs)
         for name in ("softmax_max", "softmax_sum"):
             operand(inputs, name)[..., 1:] = math.nan
-        assert_identical(run(inputs), expected)
+        assert_same_bits(run(inputs), expected)
 
     @pytest.mark.parametrize("scale", [0.0, -2.0, 1e-30], ids=str)
     def test_masked_scores_are_replaced_after_scaling(self, scale: float) -> None:
-        inputs = make(MEDIUM, masked=0.5)
+        inputs = make(masked=0.5)
         operand(inputs, "atten_mask")[..., 0] = False
         operand(inputs, "atten_mask")[..., 1] = True
         found = run(inputs, scale)
-        assert_same(found, by_einsum(inputs, scale))
+        assert_close(found, by_einsum(inputs, scale))
         assert not np.any(found["dv1"][:, :, :, 1])
         assert np.any(found["dv1"][:, :, :, 0])
 
     def test_a_row_masked_whole_is_uniform(self) -> None:
-        inputs = make((1, 1, 2, 3, 4, 8))
+        inputs = make(b=1, h=1, n=2, m=3, k=4, d=8)
         inputs["atten_mask"] = np.ones((1, 1, 2, 1, 4), np.uint8)
         inputs["softmax_max"] = np.full((1, 1, 2, 3, 8), -FLT_MAX, np.float32)
         inputs["softmax_sum"] = np.full((1, 1, 2, 3, 8), 4, np.float32)
@@ -216,72 +186,62 @@ class TestFormula:
 
     @pytest.mark.parametrize("one", [1, 2, 255])
     def test_any_byte_but_zero_masks(self, one: int) -> None:
-        inputs = make(MEDIUM, masked=0.4)
+        inputs = make(masked=0.4)
         as_bytes = operand(inputs, "atten_mask").astype(np.uint8) * np.uint8(one)
-        assert_identical(run({**inputs, "atten_mask": as_bytes}), run(inputs))
-
-
-def float32_halves(size: int) -> Array:
-    """Return what the example program uploads: ones of 4 bytes, read as twice as many float16."""
-    return np.ones(size // 2, np.float32).view(np.float16)
+        assert_same_bits(run({**inputs, "atten_mask": as_bytes}), run(inputs))
 
 
 class TestOfficialExample:
-    """The example program: N = M = K = 256, D = 128, all ones, maximum and sum 3, scale 1 / sqrt(128)."""
-
-    SCALE = 1 / math.sqrt(128)
+    """All ones, maximum and sum 3, scale 1 / sqrt(128): no forward pass, and beyond float16."""
 
     @staticmethod
-    def example(n: int, m: int, k: int, *, literal: bool) -> Inputs:
-        def tensor(*shape: int) -> Array:
-            elements = math.prod(shape)
-            return (float32_halves(elements) if literal else np.ones(elements, np.float16)).reshape(shape)
-
-        statistic = np.full((1, 1, n, m, 8), 3, np.float32)
-        return {
-            **dict.fromkeys(("query", "dy", "attention_in"), tensor(1, 1, n, m, 128)),
-            **dict.fromkeys(("key1", "value1"), tensor(1, 1, n, k, 128)),
-            **dict.fromkeys(("key2", "value2"), tensor(1, 1, k, m, 128)),
-            "atten_mask": np.zeros((1, 1, n, 1, k), np.uint8),
-            "softmax_max": statistic,
-            "softmax_sum": statistic,
-        }
+    def example(number: int, size: int, dtype: npt.DTypeLike = np.float64) -> dict[str, Array]:
+        """The example's corner of 16 x size x size scores, to save time."""
+        filled = RECORD.workloads.examples[number].make()
+        cut = {"key1": (16, size), "value1": (16, size), "key2": (size, size), "value2": (size, size)}
+        inputs: Inputs = {}
+        for name, array in filled.operands.items():
+            assert array is not None
+            one, other = cut.get(name, (16, size))
+            inputs[name] = array[:, :, :one, : 1 if name == "atten_mask" else other]
+        inputs["atten_mask"] = operand(inputs, "atten_mask")[..., :size]
+        return run(inputs, filled.attrs["scale_value"], dtype)
 
     def test_intended(self) -> None:
-        # N is 16 instead of 256 to save time; only the sums over n, dk2 and dv2, know of it.
-        found = run(self.example(16, 256, 256, literal=False), self.SCALE, np.float32)
-        expected = {"dq": 6.45e11, "dk1": 3.23e11, "dv1": 2.85e10, "dk2": 3.23e11 / 16, "dv2": 2.85e10 / 16}
-        for name, value in expected.items():
+        found = self.example(1, 64, np.float32)
+        # All are sums of 256 equal terms; here over 16 for dk2 and dv2, and over 64 for the others.
+        whole = {"dq": 6.45e11, "dk1": 3.23e11, "dv1": 2.85e10, "dk2": 3.23e11, "dv2": 2.85e10}
+        for name, total in whole.items():
+            value = total * (16 if name.endswith("2") else 64) / 256
             assert found[name].min() == found[name].max()
             assert found[name].max() == pytest.approx(value, rel=5e-3), name
 
     def test_literal_overflows_float16_at_odd_positions_only(self) -> None:
-        found = run(self.example(16, 16, 16, literal=True), self.SCALE, np.float16)
-        for name, array in found.items():
+        for name, array in self.example(0, 16, np.float16).items():
             assert np.all(np.isposinf(array[..., 1::2])), name
             assert not np.any(array[..., ::2]), name
 
     def test_literal_scores(self) -> None:
-        found = run(self.example(16, 16, 16, literal=True), self.SCALE)
+        found = self.example(0, 16)
         # 16 rows of dy = 1.875 times P = exp(39.77 - 3) / 3 = 3.1e15.
         assert found["dv1"][..., 1::2].max() == pytest.approx(16 * 1.875 * 3.1e15, rel=0.01)
-        assert found["dk1"][..., 1::2].max() == pytest.approx(16 * 1.875 * 7e17 * self.SCALE, rel=0.02)
+        assert found["dk1"][..., 1::2].max() == pytest.approx(16 * 1.875 * 7e17 * 128**-0.5, rel=0.02)
 
 
 class TestNonFinite:
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
     @pytest.mark.parametrize("name", ["query", "key1", "value2", "dy", "softmax_max", "softmax_sum"])
     def test_is_computed_without_a_warning(self, name: str, value: float) -> None:
-        inputs = make(MEDIUM, masked=0.3)
+        inputs = make(masked=0.3)
         operand(inputs, name)[0, 1, 2, 3] = value
         with np.errstate(all="ignore"):
             expected = by_einsum(inputs, 0.25)
         found = run(inputs)
-        assert_same(found, expected)
+        assert_close(found, expected)
         assert np.isfinite(found["dq"][1]).all()
 
     def test_a_masked_score_is_replaced_even_if_nan(self) -> None:
-        inputs = make(MEDIUM, masked=0.0)
+        inputs = make(masked=0.0)
         operand(inputs, "atten_mask")[..., 4] = True
         operand(inputs, "key1")[:, :, :, 4, 0] = math.nan
         found = run(inputs)
@@ -289,47 +249,7 @@ class TestNonFinite:
         assert np.isfinite(found["dv2"]).all()
 
     def test_a_score_far_above_the_maximum_is_infinite(self) -> None:
-        inputs = make(MEDIUM)
+        inputs = make()
         operand(inputs, "softmax_max")[...] = -1e4
         inputs["dy"] = np.abs(operand(inputs, "dy"))
         assert np.isposinf(run(inputs)["dv1"]).all()
-
-
-class TestOutputs:
-    @pytest.mark.parametrize("axis", range(6), ids=list("BHNMKD"))
-    def test_are_zero_when_an_input_is_empty(self, axis: int) -> None:
-        sizes = list(MEDIUM)
-        sizes[axis] = 0
-        b, h, n, m, k, d = sizes
-        for name, array in run(make((b, h, n, m, k, d), masked=0.3), dtype=np.float16).items():
-            assert not np.any(array), name
-
-
-class TestBlocks:
-    @pytest.mark.parametrize(
-        "sizes",
-        [
-            (1, 1, 64, 70, 66, 32),
-            (1, 1, 8, 64, 768, 32),
-            (1, 1, 8, 768, 64, 32),
-            (1, 1, 512, 8, 80, 32),
-            (1, 1, 20, 8, 2048, 32),
-        ],
-        ids=sizes_id,
-    )
-    @pytest.mark.parametrize("dtype", [np.float64, ml_dtypes.bfloat16], ids=["float64", "bfloat16"])
-    def test_stay_within_their_scratch(self, sizes: Sizes, dtype: npt.DTypeLike) -> None:
-        """The scores, and the sums of dk2 or dv2 or dk1, each hold more than the whole budget."""
-        inputs = make(sizes, masked=0.1)
-        outputs = {name: np.empty(operand(inputs, source).shape, dtype) for name, source in OUTPUTS.items()}
-        budget = 2**20
-        assert math.prod(sizes[:5]) * 8 > 2 * budget
-        tracemalloc.start()
-        try:
-            reference(inputs, {"scale_value": 0.25}, outputs, scratch_bytes=budget)
-            peak = tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-        assert budget / 8 < peak <= budget
-        if dtype == np.float64:
-            assert_same(outputs, run(inputs), rtol=1e-12)

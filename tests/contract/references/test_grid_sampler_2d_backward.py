@@ -1,4 +1,4 @@
-"""The GridSampler reference against torch float64, the official example, and other layouts and budgets."""
+"""The GridSampler reference against torch float64, and its own kinks: ties, infinity, points outside."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.contract.references.against import against, assert_close
 
+from npugrad.ops.grid_sampler_2d_backward import GRID_SAMPLER_2D_BACKWARD as RECORD
 from npugrad.references.grid_sampler_2d_backward import reference
 
 torch = pytest.importorskip("torch")
@@ -48,6 +50,18 @@ class Case(NamedTuple):
         return {name: grad.numpy() for name, grad in zip(NAMES, grads, strict=True)}
 
 
+def by_autograd(inputs: Any, attrs: Any) -> Arrays:
+    """Differentiate torch's forward pass."""
+    gradient, image, grid = (torch.from_numpy(np.asarray(a, np.float64)) for a in inputs.values())
+    leaves = [image.requires_grad_(), grid.requires_grad_()]
+    modes = MODES[attrs["interpolation_mode"]], PADDINGS[attrs["padding_mode"]], attrs["align_corners"]
+    grads = torch.autograd.grad(torch.nn.functional.grid_sample(*leaves, *modes), leaves, gradient)
+    return {name: grad.numpy() for name, grad in zip(NAMES, grads, strict=True)}
+
+
+TestAgainstTorch = against(RECORD, by_autograd, count=400)
+
+
 def make_inputs(
     sizes: tuple[int, int, int, int, int, int], seed: int = 0, dtype: str = "float64", spread: float = 1.6
 ) -> dict[str, Array]:
@@ -65,31 +79,6 @@ def one_point(x: float, y: float = 0.0, h: int = 3, w: int = 5) -> dict[str, Arr
     """Make a call of one grid point with gradient 1 on an image of consecutive numbers."""
     image = np.arange(1.0, h * w + 1).reshape(1, 1, h, w)
     return {"grad_output": np.ones((1, 1, 1, 1)), "input": image, "grid": np.array([[[[x, y]]]], float)}
-
-
-def assert_close(actual: Arrays, expected: Arrays, tolerance: float = 1e-12) -> None:
-    assert actual.keys() == expected.keys()
-    for name, want in expected.items():
-        scale = 1 + np.abs(want).max(initial=0)
-        np.testing.assert_allclose(actual[name], want, rtol=0, atol=tolerance * scale, err_msg=name)
-
-
-def assert_same_bits(actual: Arrays, expected: Arrays) -> None:
-    assert {name: array.tobytes() for name, array in actual.items()} == {
-        name: array.tobytes() for name, array in expected.items()
-    }
-
-
-@pytest.mark.parametrize("seed", range(25))
-@ALIGNMENTS
-@ALL_PADDINGS
-@ALL_MODES
-def test_matches_native_op(mode: str, padding: str, align: bool, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    n, c, h, w, oh, ow = (int(size) for size in rng.choice([1, 1, 2, 3, 4, 7], 6))
-    inputs = make_inputs((n, c, h, w, oh, ow), seed, spread=float(rng.choice([1, 2, 9])))
-    case = Case(inputs, mode, padding, align)
-    assert_close(case.run(), case.run_torch())
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
@@ -120,18 +109,6 @@ def test_matches_native_op_on_images_one_pixel_wide(
     inputs["grid"][:, 2] = -1
     case = Case(inputs, mode, padding, align)
     assert_close(case.run(), case.run_torch())
-
-
-@pytest.mark.parametrize("seed", range(8))
-@ALIGNMENTS
-@ALL_PADDINGS
-@ALL_MODES
-def test_matches_autograd(mode: str, padding: str, align: bool, seed: int) -> None:
-    case = Case(make_inputs((2, 3, 5, 4, 6, 3), seed), mode, padding, align)
-    image, grid = (torch.from_numpy(case.inputs[name]).requires_grad_() for name in ("input", "grid"))
-    out = torch.nn.functional.grid_sample(image, grid, mode, padding, align)
-    grads = torch.autograd.grad(out, [image, grid], torch.from_numpy(case.inputs["grad_output"]))
-    assert_close(case.run(), {name: grad.numpy() for name, grad in zip(NAMES, grads, strict=True)})
 
 
 @pytest.mark.parametrize("axis", ["x", "y"])
@@ -223,15 +200,3 @@ def test_non_finite_gradient_reaches_its_corners_only(bad: float) -> None:
     np.testing.assert_array_equal(np.isfinite(grads["input_grad"][0, 0]), ~touched)
     assert not grads["input_grad"][0, 0][~touched].any()
     assert not np.isfinite(grads["grid_grad"]).any()
-
-
-@pytest.mark.parametrize(
-    "sizes", [(0, 2, 3, 4, 5, 6), (2, 0, 3, 4, 5, 6), (2, 3, 4, 5, 0, 6), (2, 3, 4, 5, 6, 0)], ids=str
-)
-@ALL_MODES
-def test_empty_operands_give_zeros(mode: str, sizes: tuple[int, int, int, int, int, int]) -> None:
-    n, c, h, w, oh, ow = sizes
-    grads = Case(make_inputs(sizes), mode).run()
-    assert grads["input_grad"].shape == (n, c, h, w)
-    assert grads["grid_grad"].shape == (n, oh, ow, 2)
-    assert not any(grad.any() for grad in grads.values())

@@ -1,4 +1,4 @@
-"""The MSDA reference against torch autograd, a plain loop over Python integers, and the official examples."""
+"""The MSDA reference against torch autograd and a plain loop over Python integers; hostile levels, kinks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.contract.references.against import against, assert_close, assert_same_bits
 
+from npugrad.ops.multi_scale_deformable_attention_grad import (
+    MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD as RECORD,
+)
 from npugrad.references.multi_scale_deformable_attention_grad import reference
 
 Array = npt.NDArray[Any]
@@ -66,7 +70,7 @@ def make(
     }
 
 
-def loop(inputs: Inputs) -> dict[str, Array]:
+def loop(inputs: Inputs, attrs: Any = None) -> dict[str, Array]:
     """Write the documented rule down with one sample at a time and integers that cannot overflow."""
     value, location, weight = (operand(inputs, name) for name in ("value", "location", "attn_weight"))
     keys = value.shape[1]
@@ -105,31 +109,18 @@ def loop(inputs: Inputs) -> dict[str, Array]:
     return grads
 
 
-def assert_same(found: dict[str, Array], expected: dict[str, Array], rtol: float = 1e-11) -> None:
-    """Compare with an absolute tolerance of the tensor's own scale: sums cancel."""
-    assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        finite = array[np.isfinite(array)]
-        atol = rtol * float(np.max(np.abs(finite), initial=0.0))
-        np.testing.assert_allclose(found[name], array, rtol=rtol, atol=atol, err_msg=name)
-
-
-def assert_identical(found: dict[str, Array], expected: dict[str, Array]) -> None:
-    for name, array in expected.items():
-        assert found[name].tobytes() == array.tobytes(), name
-
-
-def by_autograd(inputs: Inputs) -> dict[str, Array]:
+def by_autograd(inputs: Inputs, attrs: Any = None) -> dict[str, Array]:
     """Differentiate the composition of grid_sample that Deformable-DETR checks its own kernel with."""
     torch = pytest.importorskip("torch")
-    value, location, weight = (
-        torch.tensor(operand(inputs, name), requires_grad=True)
-        for name in ("value", "location", "attn_weight")
-    )
+    names = ("value", "location", "attn_weight", "grad_output")
+    *leaves, gradient = (torch.from_numpy(np.array(inputs[name], np.float64)) for name in names)
+    value, location, weight = (leaf.requires_grad_() for leaf in leaves)
     bs, _, nh, ch = value.shape
-    _, nq, _, levels, points, _ = location.shape
+    _, nq, _, count, points, _ = location.shape
     sampled = []
-    for level in range(levels):
+    levels = [level for level in range(count) if operand(inputs, "spatial_shape")[level].all()]
+    weights = weight[..., levels, :].transpose(1, 2).reshape(bs * nh, 1, nq, len(levels) * points)
+    for level in levels:
         height, width = operand(inputs, "spatial_shape")[level].tolist()
         start = int(operand(inputs, "level_start_index")[level])
         image = (
@@ -137,50 +128,27 @@ def by_autograd(inputs: Inputs) -> dict[str, Array]:
         )
         grid = (2 * location[:, :, :, level] - 1).transpose(1, 2).reshape(bs * nh, nq, points, 2)
         sampled.append(torch.nn.functional.grid_sample(image, grid, align_corners=False))
-    weights = weight.transpose(1, 2).reshape(bs * nh, 1, nq, levels * points)
     output = (torch.cat(sampled, dim=-1) * weights).sum(-1).reshape(bs, nh * ch, nq).transpose(1, 2)
-    grads = torch.autograd.grad(
-        output,
-        (value, location, weight),
-        torch.tensor(operand(inputs, "grad_output")).reshape(bs, nq, nh * ch),
-    )
+    grads = torch.autograd.grad(output, leaves, gradient.reshape(bs, nq, nh * ch))
     return {name: grad.numpy() for name, grad in zip(OUTPUTS, grads, strict=True)}
 
 
-RANDOM_LEVELS: list[Levels] = [
-    [(1, 1)],
-    [(1, 7)],
-    [(6, 1), (2, 3)],
-    [(5, 3), (2, 9)],
-    [(4, 4), (3, 2), (1, 5)],
-    [(8, 11), (4, 6), (2, 3), (1, 2)],
-]
-RANDOM_SIZES = [  # bs, nq, nh, ch, points
-    (1, 1, 1, 8, 1),
-    (2, 5, 3, 8, 4),
-    (3, 7, 2, 16, 3),
-    (1, 9, 4, 24, 2),
-]
+TestAgainstTorch = pytest.mark.torch(against(RECORD, by_autograd, count=250))
 
 
-class TestAgainstTorch:
+class TestPlainLoop:
     @pytest.mark.torch
-    @pytest.mark.parametrize("seed", range(10), ids=lambda seed: f"seed{seed}")
-    @pytest.mark.parametrize("size", RANDOM_SIZES, ids=lambda size: "bs{}-nq{}-nh{}-ch{}-np{}".format(*size))
-    @pytest.mark.parametrize(
-        "levels", RANDOM_LEVELS, ids=lambda levels: "_".join(f"{height}x{width}" for height, width in levels)
-    )
-    def test_random(self, levels: Levels, size: tuple[int, int, int, int, int], seed: int) -> None:
-        bs, nq, nh, ch, points = size
-        inputs = make(
-            levels, bs=bs, nq=nq, nh=nh, ch=ch, points=points, spare_keys=seed % 2, seed=seed + 100 * nq
-        )
-        assert_same(run(inputs), by_autograd(inputs))
-
-    @pytest.mark.torch
-    def test_the_plain_loop_is_right_too(self) -> None:
+    def test_it_is_right_too(self) -> None:
         inputs = make([(5, 3), (2, 9)], bs=2, nq=4)
-        assert_same(loop(inputs), by_autograd(inputs))
+        assert_close(loop(inputs), by_autograd(inputs))
+
+    @pytest.mark.torch
+    @pytest.mark.parametrize(
+        "levels", [[(1, 7)], [(6, 1), (2, 3)], [(8, 11), (4, 6), (2, 3), (1, 2)]], ids=str
+    )
+    def test_levels_with_keys_of_no_level_between_them(self, levels: Levels) -> None:
+        inputs = make(levels, bs=2, nq=7, spare_keys=1, points=3)
+        assert_close(run(inputs), by_autograd(inputs))
 
     def test_location_is_x_then_y(self) -> None:
         inputs = make([(2, 9)], nq=4)
@@ -276,7 +244,7 @@ class TestHostileLevels:
         }
         with np.errstate(all="ignore"):
             expected = loop(inputs)
-        assert_same(run(inputs), expected)
+        assert_close(run(inputs), expected)
 
     def test_an_index_that_wraps_into_range_is_dropped(self) -> None:
         # Row 4 of width 2**62 starts at 2**64, which is 0 modulo 2**64.
@@ -304,7 +272,7 @@ class TestHostileLevels:
         indices = {
             name: operand(inputs, name).astype(dtype) for name in ("spatial_shape", "level_start_index")
         }
-        assert_identical(run({**inputs, **indices}), run(inputs))
+        assert_same_bits(run({**inputs, **indices}), run(inputs))
 
 
 class TestNonFinite:
@@ -324,7 +292,7 @@ class TestNonFinite:
         inputs = make([(5, 3), (4, 4)], spare_keys=2, nq=20)
         expected = run(inputs)
         operand(inputs, "value")[:, [0, 1, 17, 18]] = math.nan  # the spare keys
-        assert_identical(run(inputs), expected)
+        assert_same_bits(run(inputs), expected)
 
     def test_nan_reaches_what_reads_it_and_no_more(self) -> None:
         inputs = make([(4, 4)], nq=30, nh=1, points=1, seed=5)
@@ -333,13 +301,7 @@ class TestNonFinite:
         assert np.isnan(grads["grad_attn_weight"]).any()
         assert not np.isnan(grads["grad_attn_weight"]).all()
         assert np.isfinite(grads["grad_value"]).all()
-        assert_same(grads, expected)
-
-    def test_a_result_beyond_float16_is_infinite(self) -> None:
-        inputs = make([(4, 4)])
-        operand(inputs, "grad_output")[...] = 1e6
-        operand(inputs, "value")[...] = 1.0
-        assert np.isinf(run(inputs, np.float16)["grad_attn_weight"]).any()
+        assert_close(grads, expected)
 
 
 LEVELS: Levels = [(8, 11), (4, 6), (2, 3)]
@@ -349,32 +311,6 @@ class TestLayouts:
     def test_both_ranks_of_grad_output_are_one(self) -> None:
         inputs = make(LEVELS, bs=2, nh=3)
         rank4 = operand(inputs, "grad_output").reshape(2, 3, 3, 8)
-        assert_identical(run({**inputs, "grad_output": rank4}), run(inputs))
+        assert_same_bits(run({**inputs, "grad_output": rank4}), run(inputs))
         strided = np.ascontiguousarray(rank4.T).T
-        assert_identical(run({**inputs, "grad_output": strided}), run(inputs))
-
-
-class TestOutputs:
-    @pytest.mark.parametrize("axis", ["bs", "nq", "nh", "ch", "points", "levels", "keys"])
-    def test_are_zero_when_an_input_is_empty(self, axis: str) -> None:
-        levels: Levels = [] if axis == "levels" else [(3, 4)]
-        sizes = {name: 0 for name in ("bs", "nq", "nh", "ch", "points") if name == axis}
-        if axis == "levels":
-            inputs = make([(3, 4)])
-            for name in ("location", "attn_weight"):
-                inputs[name] = operand(inputs, name)[:, :, :, :0]
-            inputs["spatial_shape"] = np.zeros((0, 2), np.int64)
-            inputs["level_start_index"] = np.zeros(0, np.int64)
-        else:
-            inputs = make(levels, **sizes)
-        if axis == "keys":
-            inputs["value"] = operand(inputs, "value")[:, :0]
-        operand(inputs, "attn_weight")[...] = math.nan
-        for name, array in run(inputs, np.float32).items():
-            assert not np.any(array), name
-
-
-class TestBlocks:
-    def test_many_small_slabs_give_the_same(self) -> None:
-        inputs = make([(2, 2)], bs=40, nq=2, nh=7, points=1)
-        assert_same(run(inputs), loop(inputs))
+        assert_same_bits(run({**inputs, "grad_output": strided}), run(inputs))

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from hypothesis import HealthCheck, settings
 
 from npugrad.dtypes import DType
 from npugrad.tolerance import compare
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from npugrad.meta import CallMeta
     from npugrad.operator import OpRecord
@@ -109,6 +110,33 @@ def assert_any_threads_give_the_same(
     for count in threads:
         assert_same_bits(computed(make_kernels(count), record, call, inputs), one)
     assert_right(record, call, inputs, one)
+
+
+def bits_at_bounds(
+    record: OpRecord,
+    bounds: Sequence[Mapping[str, Any]],
+    make: Callable[[CallMeta, Mapping[str, Any]], Inputs],
+) -> Callable[..., None]:
+    """A test that any number of threads gives the same right bits, with sizes at the bounds of a kernel.
+
+    Each size in float32 and, in turn, one of the types of 16 bits.
+
+    Args:
+        record: The operator.
+        bounds: Keywords of its `build`.
+        make: Makes the operands of a call from it and its sizes.
+    """
+
+    cases = [(sizes, dtype) for i, sizes in enumerate(bounds) for dtype in (DTYPES[0], DTYPES[1 + i % 2])]
+
+    @pytest.mark.parametrize(
+        ("sizes", "dtype"), cases, ids=["-".join(map(str, (*sizes.values(), d))) for sizes, d in cases]
+    )
+    def test(make_kernels: Callable[[int], Kernels], sizes: Mapping[str, Any], dtype: DType) -> None:
+        call = record.build(dtype=dtype, **sizes)
+        assert_any_threads_give_the_same(make_kernels, record, call, make(call, sizes))
+
+    return test  # type: ignore[no-any-return]
 
 
 def assert_not_finite_alike(found: Mapping[str, Array], expected: Mapping[str, Array]) -> None:

@@ -6,12 +6,11 @@ import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
+from tests.derived import FLOATS, longer
 from tests.server.kernels.compare import assert_same_bits, computed, outputs_for
 
 from npugrad import OPERATORS
-from npugrad.dtypes import DType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -25,34 +24,26 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
     Made = tuple[OpRecord, CallMeta, Mapping[str, Array | None]]
 
-# Enough tasks for all threads; of deformable attention also levels that overlap, which have another way.
-CALLS: list[tuple[str, dict[str, Any]]] = [
-    ("multi_scale_deformable_attention_grad", dict(bs=2, nq=150, nh=4, ch=16, levels=((24, 30), (7, 9)))),
-    ("multi_scale_deformable_attention_grad", dict(bs=1, nq=1200, nh=1, ch=32, levels=((50, 60),))),
-    ("grid_sampler_2d_backward", dict(n=1, c=40, h=50, w=60, oh=45, ow=52)),
-    ("grid_sampler_2d_backward", dict(n=5, c=3, h=60, w=50, oh=40, ow=52)),
-    ("group_norm_backward", dict(n=4, c=24, hxw=2053, group=3)),
-    ("group_norm_backward", dict(n=1, c=2, hxw=70_001, group=1)),
-    ("fused_floyd_attention_grad", dict(h=2, n=40, m=36, k=70, d=16, with_mask=True)),
-    ("fused_floyd_attention_grad", dict(n=20, m=70, k=130, d=32)),
-]
-DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
+# Enough tasks for all threads.
+LONG = [derived for record in OPERATORS.values() for derived in longer(record, 2**15, 2)[::2]]
 
 
 class _Gone(Exception):
     """Nobody waits for the call."""
 
 
-def _made() -> list[Made]:
+def _made(kernels: Kernels) -> list[Made]:
+    """Calls of every operator; also with tables of integers halved, which for some is another way."""
     found: list[Made] = []
-    for (name, sizes), dtype in zip(CALLS, itertools.cycle(DTYPES), strict=False):
-        record = OPERATORS[name]
-        call = record.build(dtype=dtype, **sizes)
-        found.append((record, call, record.make_inputs(call, np.random.default_rng(len(found)))))
-    record, call, inputs = found[0]
-    starts = inputs["level_start_index"]
-    assert starts is not None
-    found.append((record, call, {**inputs, "level_start_index": starts // 2}))
+    for derived, dtype in zip(LONG, itertools.cycle(FLOATS), strict=False):
+        record, call = derived.record, derived.call(dtype)
+        if record.name not in kernels.operators:
+            continue
+        inputs = derived.operands(call, len(found))
+        found.append((record, call, inputs))
+        tables = {n: a // 2 for n, a in inputs.items() if a is not None and a.dtype.kind == "i"}
+        if tables:
+            found.append((record, call, {**inputs, **tables}))
     return found
 
 
@@ -72,7 +63,7 @@ def test_calls_beside_calls_that_are_given_up_keep_their_bits(
     make_kernels: Callable[[int], Kernels], threads: int
 ) -> None:
     kernels = make_kernels(threads)
-    made = _made()
+    made = _made(kernels)
     alone = [computed(kernels, *one) for one in made]
 
     def call_all(caller: int) -> int:

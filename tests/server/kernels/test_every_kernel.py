@@ -5,23 +5,41 @@ The bounds of each kernel, and what only it must not get wrong, are in its own f
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.derived import FLOATS, LAYOUTS, Derived, each, relaid, varied
+from hypothesis import given
+from tests.derived import (
+    FLOATS,
+    LAYOUTS,
+    NO_PLACES,
+    SEEDS,
+    Derived,
+    combined,
+    drawn,
+    each,
+    emptied,
+    longer,
+    ones,
+    places,
+    relaid,
+    varied,
+)
 from tests.server.kernels.compare import (
     assert_any_threads_give_the_same,
-    assert_not_finite_alike,
+    assert_errors_below,
     assert_right,
     assert_same_bits,
     computed,
     contents,
-    golden,
+    examples,
     outputs_for,
 )
 
+from npugrad.edges import NOT_FINITE
 from npugrad.ops import OPERATORS
+from npugrad_server.backends.cpu.kernels import KernelUnsupported
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,21 +48,36 @@ if TYPE_CHECKING:
     from npugrad_server.backends.cpu.kernels import Kernels
 
 pytestmark = pytest.mark.usefixtures("has_kernel")
+LARGEST_ERROR = 2e-6
 VARIED = list(each(varied))
+LONG = list(each(lambda record: longer(record, 2**14, 3)))
+PLACED = [*each(lambda record: [*combined(record), *ones(record)] if record.workloads.ties else [])]
+RECORDS = pytest.mark.parametrize("record", OPERATORS.values(), ids=OPERATORS)
 CALLS = pytest.mark.parametrize("derived", VARIED, ids=str)
 DTYPES = pytest.mark.parametrize("dtype", FLOATS)
-INPUTS = [
-    pytest.param(derived, name, id=f"{derived}-{name}")
-    for derived in (varied(record)[-1] for record in OPERATORS.values())
-    for name, meta in derived.call().inputs.items()
-    if meta is not None
-]
-SAMPLES = [
-    pytest.param(record, sample, id=f"{name}-{product}-{sample.name}")
-    for name, record in OPERATORS.items()
-    for product in record.products
-    for sample in record.samples(product)
-]
+
+
+def _inputs_of(*calls: Derived) -> list[Any]:
+    return [
+        pytest.param(derived, name, id=f"{derived}-{name}")
+        for derived in calls
+        for name, meta in derived.call().inputs.items()
+        if meta is not None
+    ]
+
+
+def _samples(record: OpRecord) -> list[Any]:
+    """A kernel does not know of products: each call once, in types that kernels take."""
+    found = {str((s.call.inputs, s.call.attrs)): s for p in record.products for s in record.samples(p)}
+    return [
+        pytest.param(record, s, id=f"{record.name}-{s.name}")
+        for s in found.values()
+        if any(meta is not None and meta.dtype in FLOATS for meta in s.call.inputs.values())
+    ]
+
+
+LAST = [varied(record, 2)[-1] for record in OPERATORS.values()]
+SAMPLES = [sample for record in OPERATORS.values() for sample in _samples(record)]
 
 
 @pytest.mark.parametrize(("record", "sample"), SAMPLES)
@@ -53,8 +86,52 @@ def test_every_sample_of_the_record(kernels: Kernels, record: OpRecord, sample: 
     assert_right(record, sample.call, inputs, computed(kernels, record, sample.call, inputs))
 
 
+@RECORDS
+@examples(80)
+@given(seed=SEEDS)
+def test_calls_of_any_size_are_right(kernels: Kernels, record: OpRecord, seed: int) -> None:
+    call, inputs = drawn(record, seed)
+    assert_right(record, call, inputs, computed(kernels, record, call, inputs))
+
+
+@pytest.mark.parametrize("derived", list(each(emptied)), ids=str)
+def test_sums_of_nothing_are_zero_whatever_is_left(kernels: Kernels, derived: Derived) -> None:
+    for dtype in FLOATS:
+        call = derived.call(dtype)
+        for name, array in computed(kernels, derived.record, call, derived.nothing(call)).items():
+            assert not array.any(), (name, dtype)
+
+
+@pytest.mark.parametrize("derived", [*VARIED, *LONG], ids=str)
+def test_errors_are_those_of_the_last_digits(kernels: Kernels, derived: Derived) -> None:
+    call = derived.call()
+    assert_errors_below(kernels, derived.record, call, derived.operands(call), LARGEST_ERROR)
+
+
+@pytest.mark.parametrize("derived", PLACED, ids=str)
+def test_ties_and_borders_fall_on_the_same_side(kernels: Kernels, derived: Derived) -> None:
+    """One pixel to the wrong side would be an error of the size of the data."""
+    call = derived.call()
+    inputs = derived.on_ties(call, derived.operands(call))
+    assert_errors_below(kernels, derived.record, call, inputs, LARGEST_ERROR)
+
+
+@pytest.mark.parametrize("derived", PLACED, ids=str)
+def test_places_that_are_none_are_taken_as_the_reference_does(kernels: Kernels, derived: Derived) -> None:
+    for dtype in FLOATS:
+        call = derived.call(dtype)
+        inputs = derived.operands(call)
+        for name in places(derived, call):
+            array = inputs[name]
+            assert array is not None
+            count = min(array.size, 3 * len(NO_PLACES))
+            with np.errstate(over="ignore"):
+                array.reshape(-1)[:: array.size // count][:count] = np.resize(NO_PLACES, count)
+        assert_right(derived.record, call, inputs, computed(kernels, derived.record, call, inputs))
+
+
 @DTYPES
-@CALLS
+@pytest.mark.parametrize("derived", [*VARIED, *LONG], ids=str)
 def test_bits_do_not_depend_on_threads(
     make_kernels: Callable[[int], Kernels], derived: Derived, dtype: str
 ) -> None:
@@ -75,7 +152,7 @@ def test_strides_change_no_bit(kernels: Kernels, derived: Derived, layout: str, 
 
 
 @DTYPES
-@pytest.mark.parametrize(("derived", "name"), INPUTS)
+@pytest.mark.parametrize(("derived", "name"), _inputs_of(*LAST))
 def test_an_expanded_operand_is_read_where_it_lies(
     kernels: Kernels, derived: Derived, name: str, dtype: str
 ) -> None:
@@ -94,22 +171,37 @@ def test_an_expanded_operand_is_read_where_it_lies(
         assert_same_bits(found, expected)
 
 
-@DTYPES
-@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan], ids=str)
-@pytest.mark.parametrize(("derived", "name"), INPUTS)
+@pytest.mark.parametrize(
+    ("derived", "name", "dtype"),
+    [
+        pytest.param(*param.values, dtype, id=f"{param.id}-{dtype}")
+        for calls, dtypes in ((LAST, FLOATS), (LONG, FLOATS[:1]))
+        for param in _inputs_of(*calls)
+        for dtype in dtypes
+    ],
+)
 def test_values_that_are_not_finite_spread_as_in_the_reference(
-    kernels: Kernels, derived: Derived, name: str, value: float, dtype: str
+    kernels: Kernels, derived: Derived, name: str, dtype: str
 ) -> None:
     record, call = derived.record, derived.call(dtype)
     inputs = derived.operands(call)
     array = inputs[name]
     assert array is not None
-    if array.dtype.kind in "iub?":
-        return
-    array.reshape(-1)[array.size // 2] = value
-    found = computed(kernels, record, call, inputs)
-    assert_not_finite_alike(found, golden(record, call, inputs))
-    assert_right(record, call, inputs, found)
+    for value in NOT_FINITE if array.dtype.kind not in "iub?" else ():
+        array.reshape(-1)[array.size // 2] = value
+        assert_right(record, call, inputs, computed(kernels, record, call, inputs))
+
+
+@DTYPES
+@CALLS
+def test_operands_without_a_finite_number(kernels: Kernels, derived: Derived, dtype: str) -> None:
+    call = derived.call(dtype)
+    inputs = derived.operands(call)
+    for value in NOT_FINITE:
+        for array in inputs.values():
+            if array is not None and array.dtype.kind not in "iub?":
+                array[...] = value
+        assert_right(derived.record, call, inputs, computed(kernels, derived.record, call, inputs))
 
 
 def _only(record: OpRecord, name: str) -> tuple[bool, ...]:
@@ -151,3 +243,49 @@ def test_operands_that_do_not_fit_are_refused_and_nothing_written(
         with pytest.raises(RuntimeError, match="status 3"):
             kernels.run(record, inputs, call.attrs, {**outputs, name: array[..., :-1].copy()})
     assert contents(outputs) == before
+
+
+@CALLS
+def test_an_operand_of_another_type_is_taken_or_refused_whole(kernels: Kernels, derived: Derived) -> None:
+    """Two floats of different types somewhere are refused, however many of them the kernel takes."""
+    record, call = derived.record, derived.call()
+    inputs = derived.operands(call)
+    refused = []
+    for name, array in inputs.items():
+        for dtype in ("float16", "float32", "float64", "int64"):
+            if array is None or array.dtype == dtype:
+                continue
+            with np.errstate(over="ignore", invalid="ignore"):
+                other = {**inputs, name: array.astype(dtype)}
+            outputs = outputs_for(record, call)
+            before = contents(outputs)
+            try:
+                kernels.run(record, other, call.attrs, outputs)
+            except KernelUnsupported:
+                refused.append(name)
+                assert contents(outputs) == before
+            else:
+                assert_right(record, call, other, outputs)
+    assert refused.count(record.inputs[0].name) == 3
+
+
+@CALLS
+def test_attributes_that_do_not_fit_are_refused_and_nothing_written(
+    kernels: Kernels, derived: Derived
+) -> None:
+    """Numbers that are no choice; sizes that are not those of the operands, unless the kernel needs none."""
+    record, call = derived.record, derived.call()
+    inputs = derived.operands(call)
+    for attr in record.attrs:
+        if attr.type != "int64":
+            continue
+        outputs = outputs_for(record, call)
+        before = contents(outputs)
+        wrong = {**call.attrs, attr.name: max(attr.choices.values(), default=call.integer(attr.name)) + 1}
+        try:
+            kernels.run(record, inputs, wrong, outputs)
+        except (RuntimeError, KernelUnsupported):
+            assert contents(outputs) == before
+        else:
+            assert not attr.choices, (attr.name, wrong[attr.name])
+            assert_right(record, call, inputs, outputs)

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.reaches import every_sample, masked, prove
 from tests.server.kernels.compare import computed
-from tests.server.kernels.test_at_once import CALLS
-
-from npugrad import OPERATORS
+from tests.server.kernels.test_at_once import LONG
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,10 +19,7 @@ if TYPE_CHECKING:
     from npugrad_server.backends.cpu.kernels import Kernels
 
 
-LARGER = [
-    pytest.param(OPERATORS[name], OPERATORS[name].build(**sizes), id=f"{name}-{number}")
-    for number, (name, sizes) in enumerate(CALLS)
-]
+LARGER = [pytest.param(derived.record, derived.call(), id=str(derived)) for derived in LONG]
 """Of more than one block and task."""
 
 

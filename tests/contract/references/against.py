@@ -1,0 +1,122 @@
+"""Tests that every operator's reference has: run it, and hold it against an independent implementation."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from tests.derived import SEEDS, combined, drawn, ones
+
+from npugrad.products import Product
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from tests.derived import Array, Derived, Operands
+
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord, Sample
+
+    Oracle = Callable[[Operands, Mapping[str, Any]], Mapping[str, Array]]
+
+
+def reference_of(record: OpRecord) -> Callable[..., None]:
+    """The reference with the option that every one has: how much scratch memory it may use."""
+    return record.reference
+
+
+def run(
+    record: OpRecord,
+    call: CallMeta,
+    inputs: Mapping[str, Array | None],
+    dtype: str = "float64",
+    **options: Any,
+) -> dict[str, Array]:
+    """Run the reference into outputs full of NaN, so that an element left alone shows."""
+    metas = {name: meta for name, meta in record.infer(call).items() if meta is not None}
+    outputs = {name: np.full(meta.shape, np.nan, dtype) for name, meta in metas.items()}
+    reference_of(record)(inputs, call.attrs, outputs, **options)
+    return outputs
+
+
+def assert_same_bits(found: Mapping[str, Array], expected: Mapping[str, Array]) -> None:
+    """Both have the same bytes."""
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert found[name].tobytes() == array.tobytes(), name
+
+
+def assert_close(found: Mapping[str, Array], expected: Mapping[str, Array], tolerance: float = 1e-12) -> None:
+    """Compare with an absolute tolerance of the tensor's own scale: sums cancel."""
+    assert found.keys() == expected.keys()
+    for name, want in expected.items():
+        atol = tolerance * (1 + np.abs(want[np.isfinite(want)]).max(initial=0))
+        np.testing.assert_allclose(found[name], want, rtol=0, atol=atol, err_msg=name)
+
+
+def assert_agrees(
+    record: OpRecord, call: CallMeta, inputs: Operands, oracle: Oracle, tolerance: float = 1e-11
+) -> None:
+    """The wanted outputs of the reference are those of an independent implementation, in any shape."""
+    with _one_thread():
+        expected = oracle(inputs, call.attrs)  # first: it may put other statistics into the inputs
+    found = run(record, call, inputs)
+    assert expected.keys() == {param.name for param in record.outputs}
+    assert_close(
+        found, {name: expected[name].reshape(array.shape) for name, array in found.items()}, tolerance
+    )
+
+
+def against(record: OpRecord, oracle: Oracle, *, tolerance: float = 1e-11, count: int = 200) -> type[Any]:
+    """A class of tests: samples of the record, its modes combined, and calls of random sizes.
+
+    Args:
+        record: The operator.
+        oracle: An independent implementation of all outputs, from operands of any dtype and attributes; what
+            it replaces in the operands, such as statistics of the forward pass, the reference is given too.
+        tolerance: Largest error, relative to the largest element of an output.
+        count: How many random calls.
+    """
+    samples = [sample for sample in record.samples(Product.ATLAS_A2) if _has_results(record, sample.call)]
+
+    class Against:
+        @pytest.mark.parametrize("sample", samples, ids=lambda sample: sample.name)
+        def test_samples(self, sample: Sample) -> None:
+            inputs = record.make_inputs(sample.call, np.random.default_rng(11))
+            assert_agrees(record, sample.call, inputs, oracle, tolerance)
+
+        @pytest.mark.parametrize("derived", [*combined(record, 3), *ones(record)], ids=str)
+        def test_modes_and_axes_of_one(self, derived: Derived) -> None:
+            call = derived.call("float64")
+            assert_agrees(record, call, derived.operands(call), oracle, tolerance)
+
+        @settings(max_examples=count, deadline=None)
+        @given(seed=SEEDS)
+        def test_calls_of_any_size(self, seed: int) -> None:
+            call, inputs = drawn(record, seed, ("float64",), most=1000, with_ties=False)
+            assert_agrees(record, call, inputs, oracle, tolerance)
+
+    return Against
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Torch computes little sooner alone than with threads that wait for a processor."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _has_results(record: OpRecord, call: CallMeta) -> bool:
+    """Whether something is wanted, and no operand is empty."""
+    is_empty = any(meta is not None and not meta.size for meta in call.inputs.values())
+    return not is_empty and any(meta is not None for meta in record.infer(call).values())
