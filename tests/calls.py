@@ -219,9 +219,10 @@ def call_execute(
     channel: grpc.Channel, frames: Iterable[Any], *, registry: Registry = REGISTRY, **kwargs: Any
 ) -> Reply:
     """Calls Execute with frames or bytes, and checks that the reply keeps the rules of the contract."""
+    written: Callable[[Any], bytes] = lambda f: f if isinstance(f, bytes) else f.SerializeToString()  # noqa: E731
     method: Any = channel.stream_stream(
         f"/{registry.backward.full_name}/Execute",
-        request_serializer=lambda frame: frame if isinstance(frame, bytes) else frame.SerializeToString(),
+        request_serializer=written,
         response_deserializer=registry.execute_response.FromString,
     )
     replies = iter(method(iter(frames), **{"timeout": TIMEOUT_S, **kwargs}))

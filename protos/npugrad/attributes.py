@@ -7,7 +7,7 @@ import struct
 from dataclasses import dataclass
 from itertools import islice
 from operator import index
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -260,13 +260,8 @@ KINDS: Mapping[AttrType, AttrKind] = {
 
 
 def attrs_to_json(attrs: Mapping[str, AttrValue]) -> dict[str, Any]:
-    """Attributes by name as JSON has them."""
-    return {
-        name: {"dtype": value.dtype.value, "content": value.content.hex()}
-        if isinstance(value, Scalar)
-        else value
-        for name, value in attrs.items()
-    }
+    """Attributes by name as JSON has them; a NaN keeps its sign and payload, of which JSON knows nothing."""
+    return {name: _to_json(value) for name, value in attrs.items()}
 
 
 def attrs_from_json(found: Mapping[str, Any]) -> dict[str, AttrValue]:
@@ -274,9 +269,21 @@ def attrs_from_json(found: Mapping[str, Any]) -> dict[str, AttrValue]:
     return {name: _from_json(value) for name, value in found.items()}
 
 
-def _from_json(value: Any) -> AttrValue:
+def _to_json(value: Any) -> Any:
+    if isinstance(value, Scalar):
+        return {"dtype": value.dtype.value, "content": value.content.hex()}
+    if isinstance(value, float) and math.isnan(value):
+        return {"nan": struct.pack("<d", value).hex()}
+    if isinstance(value, tuple) and any(entry != entry for entry in value):
+        return [_to_json(entry) for entry in value]
+    return value
+
+
+def _from_json(value: Any) -> Any:
     if isinstance(value, list):
-        return tuple(value)
-    if isinstance(value, dict):
-        return Scalar.of_content(dtype_from_name(value["dtype"]), bytes.fromhex(value["content"]))
-    return cast("AttrValue", value)
+        return tuple(_from_json(entry) if isinstance(entry, dict) else entry for entry in value)
+    if not isinstance(value, dict):
+        return value
+    if "nan" in value:
+        return struct.unpack("<d", bytes.fromhex(value["nan"]))[0]
+    return Scalar.of_content(dtype_from_name(value["dtype"]), bytes.fromhex(value["content"]))

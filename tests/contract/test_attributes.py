@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -12,7 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npugrad.attributes import KINDS, MAX_ENTRIES, MAX_STRING_BYTES, AttrType, Scalar
+from npugrad.attributes import (
+    KINDS,
+    MAX_ENTRIES,
+    MAX_STRING_BYTES,
+    AttrType,
+    Scalar,
+    attrs_from_json,
+    attrs_to_json,
+)
 from npugrad.dtypes import DATA_DTYPES, DType, dtype_from_name
 from npugrad.errors import MalformedRequest
 from npugrad.operator import AttrParam
@@ -237,3 +247,23 @@ def test_what_a_type_does_not_hold_is_no_scalar(dtype: str, value: Any, error: t
 def test_bits_that_are_no_scalar(dtype: str, content: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Scalar.of_content(dtype_from_name(dtype), content)
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1))
+@NO_DEADLINE
+def test_json_keeps_every_bit_of_a_number(double: int, single: int) -> None:
+    """A NaN's sign and payload among them."""
+    factor = struct.unpack("<d", double.to_bytes(8, "little"))[0]
+    weight = struct.unpack("<f", single.to_bytes(4, "little"))[0]
+    text = json.dumps(attrs_to_json({"factor": factor, "weights": (weight, 0.5)}))
+    back: Any = attrs_from_json(json.loads(text))
+    assert struct.pack("<d", back["factor"]) == struct.pack("<d", factor)
+    assert struct.pack("<2f", *back["weights"]) == struct.pack("<2f", weight, 0.5)
+
+
+def test_json_keeps_the_bits_of_a_nan() -> None:
+    odd = struct.unpack("<d", (0xFFF8_0000_0000_0ABC).to_bytes(8, "little"))[0]
+    back: Any = attrs_from_json(json.loads(json.dumps(attrs_to_json({"factor": odd, "weights": (1.0, odd)}))))
+    assert [struct.pack("<d", each) for each in (back["factor"], back["weights"][1])] == [
+        struct.pack("<d", odd)
+    ] * 2

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tests.synthetic import synthetic_pb2
@@ -115,10 +115,12 @@ def seen(attrs: Mapping[str, AttrValue]) -> bytes:
 
 def _reference(inputs: Arrays, attrs: Mapping[str, Any], outputs: Mapping[str, npt.NDArray[Any]]) -> None:
     if "scaled" in outputs:
-        values = cast("npt.NDArray[Any]", inputs["input"]).astype(np.float64)
+        values = np.array(inputs["input"], np.float64, order="C")
         with np.errstate(all="ignore"):  # as the other references
             added = values.sum() if attrs["mode"] == "sum" else values.mean()
-            outputs["scaled"][...] = (values + added) * (attrs["factor"] * attrs["alpha"].value)
+            found = (values + added) * (attrs["factor"] * attrs["alpha"].value)
+            # Which of two NaN is kept, NumPy leaves to where the arrays lie.
+            outputs["scaled"][...] = np.where(np.isnan(found), np.nan, found)
     if "seen" in outputs:
         outputs["seen"][...] = np.frombuffer(seen(attrs), np.uint8)
 
