@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # `make test` asks for the second by `--hypothesis-profile`; a test that says how many it needs has as many.
 settings.register_profile("deep", max_examples=150)
@@ -31,6 +37,16 @@ def pytest_configure() -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """About half of the time of a test goes into waiting, for processes, deadlines and service times."""
     return 2 * len(os.sched_getaffinity(0))
+
+
+@pytest.fixture(autouse=True)
+def root_logger() -> Iterator[None]:
+    """Put level and handlers back: a command that runs in this process takes them for itself."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 def pytest_report_header() -> str:

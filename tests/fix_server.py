@@ -32,7 +32,7 @@ SERVER_PYTHON = os.environ.get("NPUGRAD_TEST_SERVER_PYTHON", sys.executable)
 """Interpreter of the servers: another one proves other versions of the libraries with the same tests."""
 SERVER_PROGRAM = ("-m", "npugrad_server")
 """What it runs."""
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 30.0
 _READY = "listening on "
 _CHANNEL_OPTIONS = (

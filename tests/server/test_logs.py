@@ -24,13 +24,9 @@ def few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def root_logger() -> Iterator[None]:
-    """Put pytest's own handlers back after each test."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+def structured() -> Iterator[None]:
+    """Put the defaults of structlog back after each test."""
     yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
     structlog.reset_defaults()
 
 
