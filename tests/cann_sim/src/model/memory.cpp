@@ -87,15 +87,18 @@ void retire(const std::shared_ptr<Allocation>& allocation) {
   board().live.erase(allocation->base);
   allocation->live = false;
   count_allocation(*allocation, -1);
+  // For messages: the bytes themselves go as soon as no task needs them.
+  const auto told = std::make_shared<Allocation>(*allocation);
+  told->mirror = nullptr;
   if (allocation->space == Space::Device) {
     board().used[allocation->device] -= allocation->capacity;
-    board().freed_device.push_front(allocation);
+    board().freed_device.push_front(told);
     if (board().freed_device.size() > kRemembered) board().freed_device.pop_back();
   } else if (allocation->space == Space::Pinned) {
     // In place of the host's view; the simulator's stays until no task needs it.
     mmap(reinterpret_cast<void*>(allocation->base), round_up(allocation->capacity, kPage), PROT_NONE,
          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-    board().freed_pinned[allocation->base] = allocation;
+    board().freed_pinned[allocation->base] = told;
   }
 }
 
