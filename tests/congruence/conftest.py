@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tests.cann_sim.build import Installation
     from tests.summary import Tally
 
-TIMEOUT_S = 240
+TIMEOUT_S = 540
 PLAN = "record=1; threads=strict; hbm_mb=4096; cann=9.2.0-beta.2; sums=ordered"
 
 
