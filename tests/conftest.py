@@ -9,14 +9,16 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # `make test` asks for the second by `--hypothesis-profile`; a test that says how many it needs has as many.
-settings.register_profile("deep", max_examples=150)
-settings.register_profile("quick", max_examples=30)
+# How long an example takes is no matter of these tests: a busy machine is slow.
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("deep", unhurried, max_examples=150)
+settings.register_profile("quick", unhurried, max_examples=30)
 settings.load_profile("deep")
 
 pytest_plugins = [

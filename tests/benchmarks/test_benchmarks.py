@@ -49,7 +49,7 @@ KEYS = ["bench", "case", "dtype", "peer", "ratio", "low", "high"]
 )
 def test_one_case_gives_table_lines_and_picture(bench: str, peers: set[str] | None, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.benchmarks", bench, "--quick", "--output", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550, check=False)
     assert done.returncode == 0, done.stderr
     found_lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     lines = [line for line in found_lines if "ratio" in line]
@@ -79,7 +79,7 @@ def test_one_case_gives_table_lines_and_picture(bench: str, peers: set[str] | No
 )
 def test_options_that_make_no_sense_are_refused(arguments: list[str], message: str) -> None:
     command = [sys.executable, "-m", "tests.benchmarks", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550, check=False)
     assert (done.returncode, message in done.stderr) == (2, True), done.stderr
 
 

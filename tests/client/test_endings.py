@@ -346,7 +346,7 @@ def test_clients_that_are_left_behind_leave_nothing_and_say_nothing() -> None:
     """
     with fake_service() as service:
         command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program), service.address]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert [line.split()[0] for line in ran.stdout.splitlines()] == ["True"] * 4, ran.stdout
 
@@ -371,6 +371,6 @@ def test_many_calls_in_flight_hold_little_memory() -> None:
     """
     with fake_service() as service:
         command = [sys.executable, "-c", textwrap.dedent(program), service.address]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
     assert ran.returncode == 0, ran.stderr
     assert int(ran.stdout) < 100 * 1024, "KiB for 1,000 calls"

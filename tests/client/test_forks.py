@@ -66,7 +66,7 @@ def run(program: str, *arguments: str, env: dict[str, str] | None = None) -> lis
             env=clean | (env or {}),
             capture_output=True,
             text=True,
-            timeout=250,
+            timeout=550,
             check=False,
         )
     assert ran.returncode == 0, ran.stderr[-2000:]
@@ -357,7 +357,7 @@ def test_a_dataset_calls_from_dataloader_workers(way: str, tmp_path: os.PathLike
             [sys.executable, "-W", "ignore", path, service.address, way],
             capture_output=True,
             text=True,
-            timeout=250,
+            timeout=550,
             check=False,
         )
     assert ran.returncode == 0, ran.stderr[-2000:]

@@ -71,7 +71,6 @@ def check_tensor(name: str, tensor: Mapping[str, Any], meta: TensorMeta) -> None
 
 @pytest.mark.npu_sim
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_deformable_attention_follows_the_signature(run_sides: RunSides, tally: Tally) -> None:
     (found,) = run_sides(MSDA.name, "service").values()
     count = 0

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tests.congruence.conftest import Answer, RunSides
     from tests.summary import Tally
 
-pytestmark = [pytest.mark.npu_sim, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.npu_sim, pytest.mark.slow]
 
 LEAST = 100
 """Combinations of each operator that have to be compared."""

@@ -90,7 +90,7 @@ def test_check_fails_the_build_unless_kernels_load_or_nobody_asked_for_them(tmp_
 def test_build_for_real_says_why_a_machine_cannot() -> None:
     command, nothing = [sys.executable, "-m", "tests.deploy.image"], {"PATH": ""}
     made = subprocess.run(
-        command, cwd=ROOT, env=nothing, capture_output=True, text=True, timeout=250, check=False
+        command, cwd=ROOT, env=nothing, capture_output=True, text=True, timeout=550, check=False
     )
     assert made.returncode == 0, made.stderr
     assert made.stdout.startswith("image: skipped: no mmdebstrap, buildah, ")

@@ -287,11 +287,13 @@ def test_an_unreachable_server_costs_no_call(long_rest: None) -> None:
 @WAYS
 def test_a_slow_try_is_hedged_and_the_loser_is_cancelled(way: int) -> None:
     given_up: list[threading.Event] = []
+    held = threading.Semaphore(0)
 
     def hold(context: Context) -> None:
         ended = threading.Event()
         context.add_callback(ended.set)
         given_up.append(ended)
+        held.release()
         ended.wait(30)
 
     def unary(record: OpRecord, request: Any, context: Context) -> Any:
@@ -302,7 +304,16 @@ def test_a_slow_try_is_hedged_and_the_loser_is_cancelled(way: int) -> None:
         hold(context)
         yield from stream_zeros(frames, context)
 
-    with fake_service(unary, execute) as slow, fake_service() as quick:
+    # The other server answers once the slow one has the call: else it could be cancelled before it is there.
+    def unary_after(record: OpRecord, request: Any, context: Context) -> Any:
+        assert held.acquire(timeout=20)
+        return zeros(record, request, context)
+
+    def execute_after(frames: Any, context: Context) -> Iterator[Any]:
+        assert held.acquire(timeout=20)
+        yield from stream_zeros(frames, context)
+
+    with fake_service(unary, execute) as slow, fake_service(unary_after, execute_after) as quick:
         targets = [slow.address, quick.address]
         for answers in both(targets, RetryPolicy(hedge_after_s=0.05, max_tries=2), way):
             assert answers[0].info.tries == 2

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from npugrad_server.acceptance.report import StepReport
 
-pytestmark = [pytest.mark.npu_sim, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.npu_sim, pytest.mark.slow]
 
 _PROVE = os.environ.get("NPUGRAD_PROVE_BUNDLES") == "1"
-_END_S = 240
+_END_S = 540
 _NO_CANN = {"ASCEND_HOME_PATH": "", "ASCEND_OPP_PATH": "", "LD_LIBRARY_PATH": ""}
 _ROUND_TRIP = " 2  Round trips"
 """What is shown when step 2 begins."""

@@ -129,7 +129,6 @@ def stack() -> Iterator[ExitStack]:
         yield opened
 
 
-@pytest.mark.timeout(400)  # half a minute where nothing else runs
 @pytest.mark.parametrize(
     ("listen", "kills", "restarts", "least_calls"),
     [pytest.param("127.0.0.1:0", 20, 5, 2000, marks=pytest.mark.deep), ("unix", 1, 1, 100)],

@@ -17,7 +17,6 @@ NAME = "deformable_detector.py"
 
 @pytest.mark.deep
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # a minute of arithmetic where nothing else runs
 def test_it_learns_to_find_shapes(server: ServerProcess) -> None:
     pytest.importorskip("torch")
     done = run_example(NAME, "--target", server.address, limit_s=540)

@@ -26,7 +26,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.mark.deep
 def test_promises_that_are_kept(known: ServerProcess, tmp_path: Path) -> None:
-    load = ["--rate", "10", "--duration", "3s", "--shared", "--slo", "p50=1s,errors=0.1%"]
+    load = ["--rate", "10", "--duration", "3s", "--shared", "--slo", "p50=30s,errors=0.1%"]
     done = run_example("load_test.py", "--target", known.address, "--out", str(tmp_path), *load)
     assert done.stdout.count("met: p50: found") == 3, done.stdout + done.stderr
     assert "none of them sent: grid_sampler_2d_backward float32 medium recipe" in done.stdout

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.deep
 def test_make_test_lacks_no_row() -> None:
     command = [sys.executable, "-m", "tests.breadth"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550, check=False)
     assert done.returncode == 0, done.stderr + "\n".join(
         line for line in done.stdout.splitlines() if line.startswith("0\t")
     )

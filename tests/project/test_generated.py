@@ -116,7 +116,7 @@ def test_pinned_toolchain_makes_the_committed_bytes() -> None:
     if not python.exists():
         pytest.skip("no pinned toolchain here; `make check-gen` sets it up and makes this comparison")
     command = [str(python), str(TOOLS / "gen_protos.py"), "--check"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
     assert answer.returncode == 0, answer.stdout + answer.stderr
 
 

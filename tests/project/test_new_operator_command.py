@@ -186,7 +186,6 @@ def failures_in(run: Run, tmp_path: Path, *arguments: str) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.deep
-@pytest.mark.timeout(600)
 class TestBegun:
     def test_every_numbered_test_speaks(self, begun: Run, tmp_path: Path) -> None:
         failed = failures_in(begun, tmp_path, "tests/project/test_new_operator.py")

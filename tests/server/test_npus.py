@@ -118,7 +118,7 @@ def check(*arguments: str, env: Mapping[str, str] | None = None) -> tuple[int, l
         env={**inherited, "OMP_NUM_THREADS": "1", **(env or {})},
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=550,
         check=False,
     )
     return done.returncode, done.stdout.splitlines()

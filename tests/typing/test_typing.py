@@ -82,7 +82,7 @@ def _is_ours(path: str) -> bool:
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a checker in the root, so that it reads pyproject.toml."""
     answer = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=250, check=False
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=550, check=False
     )
     # 1: errors were found, which is what the reject files are for. Anything above: it did not run.
     assert answer.returncode in (0, 1), answer.stdout + answer.stderr

@@ -32,7 +32,7 @@ PAIRS, MOST_WRONG = (20, 2) if IS_LONG else (3, 1)
 MOST_OVERHEAD_S = 2e-3
 STALL_S = 2.0
 _IN_LONG = pytest.mark.skipif(not IS_LONG, reason="takes minutes: `make test-bench-stats`")
-_TIMEOUT = pytest.mark.timeout(1500 if IS_LONG else 300)
+_TIMEOUT = pytest.mark.timeout(1500 if IS_LONG else 600)
 
 
 def stalled(made: Scenario, server: ServerProcess) -> Result:

@@ -63,7 +63,7 @@ def test_help_is_written_to_an_ascii_terminal() -> None:
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
     environment = {**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii", "COLUMNS": "80"}
-    ran = subprocess.run(command, capture_output=True, env=environment, timeout=250, check=False)
+    ran = subprocess.run(command, capture_output=True, env=environment, timeout=550, check=False)
     assert (ran.returncode, ran.stderr) == (0, b"")
     assert ran.stdout.isascii()
     assert ran.stdout.count(b"Usage: npugrad") == 11

@@ -160,7 +160,7 @@ def test_the_real_mmcv(server: ServerProcess) -> None:
         [sys.executable, "-c", textwrap.dedent(program)],
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=550,
         check=False,
     )
     assert run.stdout.endswith("agreed\n"), run.stderr

@@ -34,7 +34,7 @@ def test_the_model_of_the_readme(server: ServerProcess, tmp_path: Path) -> None:
     script = tmp_path / "model.py"
     source = block("README.md", "npugrad_client.torch import remote")
     script.write_text(source.replace("127.0.0.1:50051", server.address), "utf-8")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=550, check=False)
     assert done.returncode == 0, done.stderr
     header, line = done.stdout.splitlines()
     assert header.split() == ["operator", "where", "why", "calls", "MiB", "seconds"]

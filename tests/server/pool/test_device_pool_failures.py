@@ -206,12 +206,12 @@ def test_a_hanging_call_is_cut_off_at_its_deadline_and_its_worker_after_the_grac
         pid = _pid(pool, 0)
         start = time.monotonic()
         with pytest.raises(DeadlineExceeded, match="while the call ran"):
-            await job(label="stuck", timeout_s=0.1).run(pool)
+            await job(label="stuck", timeout_s=2).run(pool)  # long enough to be launched on a busy machine
         assert pool.stats().running == 1
         assert pool.stats().output_arena_used_bytes > 0  # its worker could still write
         assert _pid(pool, 0) == pid
         await job(label="next").check(pool)
-        assert time.monotonic() - start >= 0.3
+        assert time.monotonic() - start >= 2.2  # its deadline and the grace
         assert pool.devices()[0].restarts == 1
 
     run_pool(scenario, "test:1?hang=stuck&compute=1", observer=losses)
