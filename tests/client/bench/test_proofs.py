@@ -21,7 +21,6 @@ from npugrad_client.bench.run import run
 if TYPE_CHECKING:
     from tests.fix_server import ServerProcess, StartServer
 
-    from npugrad_client.bench.compare import Comparison
     from npugrad_client.bench.engine import Progress
     from npugrad_client.bench.result import Result
     from npugrad_client.bench.scenario import Scenario
@@ -66,7 +65,7 @@ def test_a_stall_shows_in_an_open_loop_and_not_in_a_naive_one(start_server: Star
         f"closed loop {naive:.3f} s of {closed.answered} calls"
     )
     assert opened.answered == 240
-    assert tail > 0.6 * STALL_S, f"a third of the calls met the stall; found {tail} s"
+    assert tail > 0.8 * STALL_S, f"a third of the calls met the stall; found {tail} s"
     assert closed.record.latency.percentile_s(100) > 0.8 * STALL_S, "one call of the closed loop met it too"
     assert naive < tail / 2, f"the closed loop hides it; found {naive} s"
 
@@ -86,13 +85,9 @@ def quick_service(start_server: StartServer) -> None:
 @_TIMEOUT
 def test_the_throughput_of_known_devices_is_theirs(start_server: StartServer) -> None:
     running = start_server(devices="test:2?ms=100")
-    found = [throughput_of_a_run(running) for _ in range(3)]
-    print(f"2 devices of 100 ms: {', '.join(f'{rate:.1f}' for rate in found)}/s of 20")
-    assert max(found) == pytest.approx(2 / 0.1, rel=0.05), "the run that the machine disturbed least"
-
-
-def throughput_of_a_run(server: ServerProcess) -> float:
-    return run(scenario("closed", level=12, duration_s=6, warm_up_s=1), server.address).throughput_per_s
+    found = run(scenario("closed", level=12, duration_s=6, warm_up_s=1), running.address)
+    print(f"2 devices of 100 ms: {found.throughput_per_s:.1f}/s of 20")
+    assert found.throughput_per_s == pytest.approx(2 / 0.1, rel=0.05)
 
 
 @_IN_LONG
@@ -124,11 +119,5 @@ def test_runs_alike_are_told_from_a_fifth_slower(start_server: StartServer) -> N
         slower.append(compare(second, third, allow_flawed=True))
     for what, verdicts in (("the same build", alike), ("a fifth slower", slower)):
         print(f"{what}: {dict(Counter(each.judgement for each in verdicts))} of {PAIRS}")
-    # A machine whose speed changes between two runs leaves few of them decided; what is decided is right.
-    wrong = ("inconclusive",) if IS_LONG else ()
-    assert count(alike, "slower", "faster", *wrong) <= MOST_WRONG, [str(each) for each in alike]
-    assert count(slower, "no difference", "faster", *wrong) <= MOST_WRONG, [str(each) for each in slower]
-
-
-def count(found: list[Comparison], *judgements: str) -> int:
-    return sum(each.judgement in judgements for each in found)
+    assert sum(each.judgement != "no difference" for each in alike) <= MOST_WRONG, [str(e) for e in alike]
+    assert sum(each.judgement != "slower" for each in slower) <= MOST_WRONG, [str(e) for e in slower]
