@@ -55,13 +55,31 @@ def cpu_results(
     outputs: Mapping[str, TensorMeta | None],
 ) -> dict[str, npt.NDArray[Any]]:
     """What a CPU device answers, bit for bit: its backend's results, by wanted output."""
+    return _cpu_run(record, call, operands, outputs)[0]
+
+
+def cpu_backend_name(
+    record: OpRecord, call: CallMeta, operands: Mapping[str, npt.NDArray[Any] | None]
+) -> str:
+    """What a CPU device says computed a call: kernels do not take every type."""
+    return _cpu_run(record, call, operands, record.infer(call))[1]
+
+
+def _cpu_run(
+    record: OpRecord,
+    call: CallMeta,
+    operands: Mapping[str, npt.NDArray[Any] | None],
+    outputs: Mapping[str, TensorMeta | None],
+) -> tuple[dict[str, npt.NDArray[Any]], str]:
+    backend = cpu_backend()
     wanted = {
         name: np.zeros(meta.shape, meta.dtype.numpy) for name, meta in outputs.items() if meta is not None
     }
     contiguous = {name: None if a is None else np.array(a, order="C") for name, a in operands.items()}
-    if wanted:
-        cpu_backend().run(record, DeviceCall(call, contiguous, wanted, CallOptions(), 0))
-    return wanted
+    if not wanted:
+        return wanted, backend.name
+    timings = backend.run(record, DeviceCall(call, contiguous, wanted, CallOptions(), 0))
+    return wanted, timings.backend or backend.name
 
 
 def registry_of(record: OpRecord) -> Registry:

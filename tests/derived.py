@@ -35,7 +35,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 _SIZES = (1, 1, 2, 3, 5, 7, 8, 15, 16, 17, 24, 31, 33, 40, 64, 67, 129, 257)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Derived:
     """A kind of call of an operator.
 
@@ -180,7 +180,7 @@ def drawn(
     """
     rng = np.random.default_rng(seed)
     sizes, variants = dict(smaller(record, 5).sizes), record.workloads.variants
-    chosen = {key: _like(value, rng) for key, value in sizes.items()}
+    chosen = {key: _axes(rng) if _is_axes(value) else _like(value, rng) for key, value in sizes.items()}
     for key, values in variants.items():
         if key not in sizes or rng.random() < 0.3:
             chosen[key] = values[int(rng.integers(len(values)))]
@@ -199,6 +199,17 @@ def drawn(
     for name in places(derived, call) if spread > 1 else ():
         operands[name] *= operands[name].dtype.type(spread)  # type: ignore[union-attr]
     return call, derived.on_ties(call, operands) if with_ties and rng.random() < 0.5 else operands
+
+
+def _is_axes(value: Any) -> bool:
+    """Whether a size is a list of axes, of which there may be others."""
+    return isinstance(value, tuple) and not isinstance(value[0], tuple)
+
+
+def _axes(rng: np.random.Generator) -> tuple[int, ...]:
+    """Up to four axes, fewer long ones than short ones, so that many calls are small."""
+    sizes = rng.choice(_SIZES[: rng.choice((5, 5, len(_SIZES)))], rng.integers(0, 5))
+    return tuple(sizes.tolist())
 
 
 def _like(value: Any, rng: np.random.Generator) -> Any:

@@ -7,19 +7,23 @@ test: no arena byte may be in use when the last call is over, and the exit code 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from http.client import HTTPConnection
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import grpc
 import pytest
+from tests.zygote import Process, Zygote
 
 from npugrad.v1 import server_pb2, server_pb2_grpc
 
@@ -62,7 +66,7 @@ class ServerProcess:
 
     def __init__(
         self,
-        process: subprocess.Popen[str],
+        process: Process,
         log_path: Path,
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
@@ -210,18 +214,58 @@ def server_command(
     program: Sequence[str] = SERVER_PROGRAM,
 ) -> list[str]:
     """The command line of a small server; flags given here win over the small defaults."""
-    command = [SERVER_PYTHON, *program, "serve", "--listen", listen, "--devices", devices]
+    return [SERVER_PYTHON, *program, "serve", *server_flags(*flags, devices=devices, listen=listen)]
+
+
+def server_flags(*flags: str, devices: str = "cpu:0", listen: str = "127.0.0.1:0") -> list[str]:
+    """The flags of a small server; those given here win over the small defaults."""
     named = {flag.partition("=")[0] for flag in flags}
-    for flag, value in _SMALL.items():
-        if flag not in named:
-            command += [flag, value]
-    return [*command, *flags]
+    small = itertools.chain(*(pair for pair in _SMALL.items() if pair[0] not in named))
+    return ["--listen", listen, "--devices", devices, *small, *flags]
 
 
 def server_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of this process without its own settings of the server, and what is given."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("NPUGRAD_")}
     return {**inherited, "OMP_NUM_THREADS": "1", **(env or {})}
+
+
+@cache
+def _zygote() -> Zygote:
+    return Zygote(SERVER_PYTHON, server_environment())
+
+
+def _start(
+    arguments: Sequence[str],
+    stderr: IO[str],
+    env: Mapping[str, str] | None = None,
+    program: Sequence[str] = SERVER_PROGRAM,
+) -> Process:
+    if not env and program == SERVER_PROGRAM:
+        return _zygote().fork(arguments, server_environment(), stderr)
+    command = [SERVER_PYTHON, *program, *arguments]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=server_environment(env)
+    )
+
+
+def run_command(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs `npugrad-server` to its end; with variables for its environment by an interpreter of its own."""
+    with tempfile.TemporaryFile("w+") as stderr:
+        process = _start(arguments, stderr, env)
+        assert process.stdout is not None
+        watchdog = threading.Timer(START_TIMEOUT_S, process.kill)  # which ends its output as well
+        watchdog.start()
+        try:
+            with process.stdout as stdout:
+                output = stdout.read()
+            code = process.wait(START_TIMEOUT_S)
+        finally:
+            watchdog.cancel()
+            process.kill()
+            process.wait(STOP_TIMEOUT_S)
+        stderr.seek(0)
+        return subprocess.CompletedProcess(arguments, code, output, stderr.read())
 
 
 @contextmanager
@@ -242,18 +286,16 @@ def run_server(
         log_path: File for its standard error.
         flags: Flags of ``serve`` beyond the small defaults, such as ``"--drain-timeout-s", "5"``.
         devices: Devices, such as ``"cpu:0,cpu:1"`` or ``"test:2?ms=20"``.
-        env: Environment variables to add.
+        env: Environment variables to add; with any, an interpreter is started and not forked.
         listen: Address; a free loopback port by default.
         wait: Whether to wait until calls are served.
         check_end: Whether to end it as `ServerProcess.stop` does; else the test ends it, or it is killed.
         credentials: What its callers need; None for plaintext.
         program: What Python runs; another one than the server itself for one that is not as it should be.
     """
-    command = server_command(*flags, devices=devices, listen=listen, program=program)
+    arguments = ["serve", *server_flags(*flags, devices=devices, listen=listen)]
     with log_path.open("w") as log:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, env=server_environment(env)
-        )
+        process = _start(arguments, log, env, program)
     running = ServerProcess(process, log_path, credentials)
     try:
         if wait:

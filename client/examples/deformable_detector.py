@@ -8,7 +8,7 @@ nothing of the picture but what they sample. The kind is read from samples insid
 
 The backbone first learns by itself, here, to name the shape under each of its cells. Then the whole detector
 is fine-tuned: the gradient of the attention comes from the service through
-`multi_scale_deformable_attention`, those of all group norms and grid samples through `remote`.
+`multi_scale_deformable_attention`, those of all norms and grid samples through `remote`.
 
     python client/examples/deformable_detector.py --target localhost:50051
 

@@ -18,7 +18,9 @@ from npugrad_client._client import Client
 from npugrad_client._generated_ops import (
     FusedFloydAttentionGradResult,
     GridSampler2DBackwardResult,
+    GridSampler3DBackwardResult,
     GroupNormBackwardResult,
+    LayerNormBackwardResult,
     MultiScaleDeformableAttentionGradResult,
 )
 from npugrad_client._info import (
@@ -71,9 +73,11 @@ __all__ = [
     "ExecutionInfo",
     "FusedFloydAttentionGradResult",
     "GridSampler2DBackwardResult",
+    "GridSampler3DBackwardResult",
     "GroupNormBackwardResult",
     "InvalidOperand",
     "InvalidRecipe",
+    "LayerNormBackwardResult",
     "MalformedRequest",
     "MalformedTensor",
     "MultiScaleDeformableAttentionGradResult",

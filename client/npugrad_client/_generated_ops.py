@@ -112,6 +112,46 @@ class FusedFloydAttentionGradResult:
     info: ExecutionInfo
 
 
+@dataclass(frozen=True, eq=False)
+class LayerNormBackwardResult:
+    """Results of `layer_norm_backward`; masked-out ones are None.
+
+    Example:
+        >>> grads = client.layer_norm_backward(**call)  # doctest: +SKIP
+        >>> grads.grad_input.shape, grads.info.device   # doctest: +SKIP
+
+    Attributes:
+        grad_input: Shape and dtype of input. Gradient of input.
+        grad_weight: (R1, ..., Rj), dtype of weight, of input without it. Gradient of weight.
+        grad_bias: (R1, ..., Rj), dtype of weight, of input without it. Gradient of bias.
+        info: What produced the results and how long each stage took.
+    """
+
+    grad_input: Array
+    grad_weight: Array
+    grad_bias: Array
+    info: ExecutionInfo
+
+
+@dataclass(frozen=True, eq=False)
+class GridSampler3DBackwardResult:
+    """Results of `grid_sampler_3d_backward`; masked-out ones are None.
+
+    Example:
+        >>> grads = client.grid_sampler_3d_backward(**call)  # doctest: +SKIP
+        >>> grads.input_grad.shape, grads.info.device        # doctest: +SKIP
+
+    Attributes:
+        input_grad: (N, C, D, H, W), dtype of input. Gradient of input.
+        grid_grad: (N, OD, OH, OW, 3), dtype of input. Gradient of grid.
+        info: What produced the results and how long each stage took.
+    """
+
+    input_grad: Array
+    grid_grad: Array
+    info: ExecutionInfo
+
+
 class Operators(ABC):
     """The operators as methods; a client supplies `_run`."""
 
@@ -474,6 +514,175 @@ class Operators(ABC):
             timeout_s=timeout_s,
         )
         return FusedFloydAttentionGradResult(**results, info=info)
+
+    def layer_norm_backward(
+        self,
+        *,
+        grad_out: Operand | None = None,
+        input: Operand | None = None,
+        normalized_shape: Sequence[int] | None,
+        mean: Operand | None = None,
+        rstd: Operand | None = None,
+        weight: Operand | None = None,
+        bias: Operand | None = None,
+        output_mask: Sequence[bool] | None,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+    ) -> LayerNormBackwardResult:
+        """Gradients of layer normalisation with respect to its input, weight and bias.
+
+        Official page: aclnnLayerNormBackward. Its 56 constraints in full: `npugrad explain
+        layer_norm_backward`.
+
+        Args:
+            grad_out: (A1, ..., Ai, R1, ..., Rj), rank 1 to 8. Gradient of the normalised output. float32,
+                float16 or bfloat16.
+            input: (A1, ..., Ai, R1, ..., Rj), dtype of grad_out. The forward input.
+            normalized_shape: (R1, ..., Rj), 1 to 8 entries: the last axes of input, which are normalised
+                together.
+            mean: A1*...*Ai elements, rank 1 to 8, a dtype no narrower than that of input. Mean of each row.
+                float32, float16 or bfloat16.
+            rstd: Shape and dtype of mean. Reciprocal standard deviation of each row.
+            weight: (R1, ..., Rj), dtype of input or float32. Scale of each element of a row, ones when null.
+            bias: (R1, ..., Rj), dtype of input or float32. Shift of each element of a row; its values change
+                nothing. None is legal.
+            output_mask: Three bools: compute grad_input, grad_weight, grad_bias.
+            out: Declared outputs by name, which the documents check as well: a TensorMeta, None for a null
+                pointer, or a writable NumPy array or torch CPU tensor, which is filled in place and returned;
+                what it holds after an error is undefined. Missing ones are inferred.
+            timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for
+                none.
+            deterministic: Ask for results that do not depend on the order of summation.
+            priority: Calls of higher priority leave the queue first; -100 to 100.
+            label: Name of the caller or experiment; labels share the devices fairly.
+            verify: Have the server recompute the call with its float64 reference and refuse a result that
+                differs.
+
+        Returns:
+            grad_input: Shape and dtype of input. Gradient of input.
+            grad_weight: (R1, ..., Rj), dtype of weight, of input without it. Gradient of weight.
+            grad_bias: (R1, ..., Rj), dtype of weight, of input without it. Gradient of bias.
+            info: What produced the results and how long each stage took.
+
+        Raises:
+            NullOperand: 161001. A required operand or attribute is null.
+            InvalidOperand: 161002. An operand or attribute breaks a documented rule.
+            MalformedTensor: Shape, strides and content of an operand do not fit together.
+            RecipeMismatch: A `Recipe` with a digest gives another content on the server.
+            MalformedRequest: An attribute or option has the wrong type or is out of range.
+            OperatorError: The device cannot honour `deterministic` for this call.
+            DeviceError: The device failed, or `verify` found a result that differs.
+            TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
+            TypeError: An operand is no array, or a name or None is given that the operator does not know.
+
+        Example:
+            >>> grads = client.layer_norm_backward(        # doctest: +SKIP
+            ...     grad_out=grad_out, input=input, mean=mean, rstd=rstd, weight=weight, bias=bias,
+            ...     normalized_shape=(4,), output_mask=(True, True, True))
+            >>> grads.grad_input.shape, grads.info.device  # doctest: +SKIP
+        """
+        results, info = self._run(
+            OPERATORS["layer_norm_backward"],
+            inputs={
+                "grad_out": grad_out,
+                "input": input,
+                "mean": mean,
+                "rstd": rstd,
+                "weight": weight,
+                "bias": bias,
+            },
+            attrs={"normalized_shape": normalized_shape, "output_mask": output_mask},
+            out=out,
+            options=CallOptions(deterministic, priority, label, verify),
+            timeout_s=timeout_s,
+        )
+        return LayerNormBackwardResult(**results, info=info)
+
+    def grid_sampler_3d_backward(
+        self,
+        *,
+        grad_output: Operand | None = None,
+        input: Operand | None = None,
+        grid: Operand | None = None,
+        interpolation_mode: int | str,
+        padding_mode: int | str,
+        align_corners: bool,
+        output_mask: Sequence[bool] | None,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+    ) -> GridSampler3DBackwardResult:
+        """Gradients of three-dimensional grid sampling with respect to the sampled volumes and the grid.
+
+        Official page: aclnnGridSampler3DBackward. Its 37 constraints in full: `npugrad explain
+        grid_sampler_3d_backward`.
+
+        Args:
+            grad_output: (N, C, OD, OH, OW), dtype of input. Gradient of the sampled output.
+            input: (N, C, D, H, W) with D, H and W above 0, float32, float16, float64 or (not on the Atlas
+                training series) bfloat16. The sampled volumes.
+            grid: (N, OD, OH, OW, 3), dtype of input. Sampling points (x, y, z), inside the volume from -1 to
+                1.
+            interpolation_mode: 0 bilinear, 1 nearest. Or by name: "bilinear" or "nearest".
+            padding_mode: What a point outside the image reads: 0 zeros, 1 border, 2 reflection. Or by name:
+                "zeros", "border" or "reflection".
+            align_corners: True: -1 and 1 are the centres of the corner pixels; False: their outer edges.
+            output_mask: Two bools: compute input_grad, grid_grad. None: nothing is checked and nothing
+                computed.
+            out: Declared outputs by name, which the documents check as well: a TensorMeta, None for a null
+                pointer, or a writable NumPy array or torch CPU tensor, which is filled in place and returned;
+                what it holds after an error is undefined. Missing ones are inferred.
+            timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for
+                none.
+            deterministic: Ask for results that do not depend on the order of summation.
+            priority: Calls of higher priority leave the queue first; -100 to 100.
+            label: Name of the caller or experiment; labels share the devices fairly.
+            verify: Have the server recompute the call with its float64 reference and refuse a result that
+                differs.
+
+        Returns:
+            input_grad: (N, C, D, H, W), dtype of input. Gradient of input.
+            grid_grad: (N, OD, OH, OW, 3), dtype of input. Gradient of grid.
+            info: What produced the results and how long each stage took.
+
+        Raises:
+            NullOperand: 161001. A required operand or attribute is null.
+            InvalidOperand: 161002. An operand or attribute breaks a documented rule.
+            MalformedTensor: Shape, strides and content of an operand do not fit together.
+            RecipeMismatch: A `Recipe` with a digest gives another content on the server.
+            MalformedRequest: An attribute or option has the wrong type or is out of range.
+            OperatorError: The device cannot honour `deterministic` for this call.
+            DeviceError: The device failed, or `verify` found a result that differs.
+            TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
+            TypeError: An operand is no array, or a name or None is given that the operator does not know.
+
+        Example:
+            >>> grads = client.grid_sampler_3d_backward(   # doctest: +SKIP
+            ...     grad_output=grad_output, input=input, grid=grid, interpolation_mode="bilinear",
+            ...     padding_mode="zeros", align_corners=False, output_mask=(True, True))
+            >>> grads.input_grad.shape, grads.info.device  # doctest: +SKIP
+        """
+        results, info = self._run(
+            OPERATORS["grid_sampler_3d_backward"],
+            inputs={"grad_output": grad_output, "input": input, "grid": grid},
+            attrs={
+                "interpolation_mode": interpolation_mode,
+                "padding_mode": padding_mode,
+                "align_corners": align_corners,
+                "output_mask": output_mask,
+            },
+            out=out,
+            options=CallOptions(deterministic, priority, label, verify),
+            timeout_s=timeout_s,
+        )
+        return GridSampler3DBackwardResult(**results, info=info)
 
 
 class AsyncOperators(ABC):
@@ -839,6 +1048,175 @@ class AsyncOperators(ABC):
         )
         return FusedFloydAttentionGradResult(**results, info=info)
 
+    async def layer_norm_backward(
+        self,
+        *,
+        grad_out: Operand | None = None,
+        input: Operand | None = None,
+        normalized_shape: Sequence[int] | None,
+        mean: Operand | None = None,
+        rstd: Operand | None = None,
+        weight: Operand | None = None,
+        bias: Operand | None = None,
+        output_mask: Sequence[bool] | None,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+    ) -> LayerNormBackwardResult:
+        """Gradients of layer normalisation with respect to its input, weight and bias.
+
+        Official page: aclnnLayerNormBackward. Its 56 constraints in full: `npugrad explain
+        layer_norm_backward`.
+
+        Args:
+            grad_out: (A1, ..., Ai, R1, ..., Rj), rank 1 to 8. Gradient of the normalised output. float32,
+                float16 or bfloat16.
+            input: (A1, ..., Ai, R1, ..., Rj), dtype of grad_out. The forward input.
+            normalized_shape: (R1, ..., Rj), 1 to 8 entries: the last axes of input, which are normalised
+                together.
+            mean: A1*...*Ai elements, rank 1 to 8, a dtype no narrower than that of input. Mean of each row.
+                float32, float16 or bfloat16.
+            rstd: Shape and dtype of mean. Reciprocal standard deviation of each row.
+            weight: (R1, ..., Rj), dtype of input or float32. Scale of each element of a row, ones when null.
+            bias: (R1, ..., Rj), dtype of input or float32. Shift of each element of a row; its values change
+                nothing. None is legal.
+            output_mask: Three bools: compute grad_input, grad_weight, grad_bias.
+            out: Declared outputs by name, which the documents check as well: a TensorMeta, None for a null
+                pointer, or a writable NumPy array or torch CPU tensor, which is filled in place and returned;
+                what it holds after an error is undefined. Missing ones are inferred.
+            timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for
+                none.
+            deterministic: Ask for results that do not depend on the order of summation.
+            priority: Calls of higher priority leave the queue first; -100 to 100.
+            label: Name of the caller or experiment; labels share the devices fairly.
+            verify: Have the server recompute the call with its float64 reference and refuse a result that
+                differs.
+
+        Returns:
+            grad_input: Shape and dtype of input. Gradient of input.
+            grad_weight: (R1, ..., Rj), dtype of weight, of input without it. Gradient of weight.
+            grad_bias: (R1, ..., Rj), dtype of weight, of input without it. Gradient of bias.
+            info: What produced the results and how long each stage took.
+
+        Raises:
+            NullOperand: 161001. A required operand or attribute is null.
+            InvalidOperand: 161002. An operand or attribute breaks a documented rule.
+            MalformedTensor: Shape, strides and content of an operand do not fit together.
+            RecipeMismatch: A `Recipe` with a digest gives another content on the server.
+            MalformedRequest: An attribute or option has the wrong type or is out of range.
+            OperatorError: The device cannot honour `deterministic` for this call.
+            DeviceError: The device failed, or `verify` found a result that differs.
+            TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
+            TypeError: An operand is no array, or a name or None is given that the operator does not know.
+
+        Example:
+            >>> grads = await client.layer_norm_backward(  # doctest: +SKIP
+            ...     grad_out=grad_out, input=input, mean=mean, rstd=rstd, weight=weight, bias=bias,
+            ...     normalized_shape=(4,), output_mask=(True, True, True))
+            >>> grads.grad_input.shape, grads.info.device  # doctest: +SKIP
+        """
+        results, info = await self._run(
+            OPERATORS["layer_norm_backward"],
+            inputs={
+                "grad_out": grad_out,
+                "input": input,
+                "mean": mean,
+                "rstd": rstd,
+                "weight": weight,
+                "bias": bias,
+            },
+            attrs={"normalized_shape": normalized_shape, "output_mask": output_mask},
+            out=out,
+            options=CallOptions(deterministic, priority, label, verify),
+            timeout_s=timeout_s,
+        )
+        return LayerNormBackwardResult(**results, info=info)
+
+    async def grid_sampler_3d_backward(
+        self,
+        *,
+        grad_output: Operand | None = None,
+        input: Operand | None = None,
+        grid: Operand | None = None,
+        interpolation_mode: int | str,
+        padding_mode: int | str,
+        align_corners: bool,
+        output_mask: Sequence[bool] | None,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+    ) -> GridSampler3DBackwardResult:
+        """Gradients of three-dimensional grid sampling with respect to the sampled volumes and the grid.
+
+        Official page: aclnnGridSampler3DBackward. Its 37 constraints in full: `npugrad explain
+        grid_sampler_3d_backward`.
+
+        Args:
+            grad_output: (N, C, OD, OH, OW), dtype of input. Gradient of the sampled output.
+            input: (N, C, D, H, W) with D, H and W above 0, float32, float16, float64 or (not on the Atlas
+                training series) bfloat16. The sampled volumes.
+            grid: (N, OD, OH, OW, 3), dtype of input. Sampling points (x, y, z), inside the volume from -1 to
+                1.
+            interpolation_mode: 0 bilinear, 1 nearest. Or by name: "bilinear" or "nearest".
+            padding_mode: What a point outside the image reads: 0 zeros, 1 border, 2 reflection. Or by name:
+                "zeros", "border" or "reflection".
+            align_corners: True: -1 and 1 are the centres of the corner pixels; False: their outer edges.
+            output_mask: Two bools: compute input_grad, grid_grad. None: nothing is checked and nothing
+                computed.
+            out: Declared outputs by name, which the documents check as well: a TensorMeta, None for a null
+                pointer, or a writable NumPy array or torch CPU tensor, which is filled in place and returned;
+                what it holds after an error is undefined. Missing ones are inferred.
+            timeout_s: Deadline of the whole call in seconds; None for the client's default, math.inf for
+                none.
+            deterministic: Ask for results that do not depend on the order of summation.
+            priority: Calls of higher priority leave the queue first; -100 to 100.
+            label: Name of the caller or experiment; labels share the devices fairly.
+            verify: Have the server recompute the call with its float64 reference and refuse a result that
+                differs.
+
+        Returns:
+            input_grad: (N, C, D, H, W), dtype of input. Gradient of input.
+            grid_grad: (N, OD, OH, OW, 3), dtype of input. Gradient of grid.
+            info: What produced the results and how long each stage took.
+
+        Raises:
+            NullOperand: 161001. A required operand or attribute is null.
+            InvalidOperand: 161002. An operand or attribute breaks a documented rule.
+            MalformedTensor: Shape, strides and content of an operand do not fit together.
+            RecipeMismatch: A `Recipe` with a digest gives another content on the server.
+            MalformedRequest: An attribute or option has the wrong type or is out of range.
+            OperatorError: The device cannot honour `deterministic` for this call.
+            DeviceError: The device failed, or `verify` found a result that differs.
+            TransportError: Connection, deadline, overload or shutdown; see `.retryable`.
+            TypeError: An operand is no array, or a name or None is given that the operator does not know.
+
+        Example:
+            >>> grads = await client.grid_sampler_3d_backward(  # doctest: +SKIP
+            ...     grad_output=grad_output, input=input, grid=grid, interpolation_mode="bilinear",
+            ...     padding_mode="zeros", align_corners=False, output_mask=(True, True))
+            >>> grads.input_grad.shape, grads.info.device       # doctest: +SKIP
+        """
+        results, info = await self._run(
+            OPERATORS["grid_sampler_3d_backward"],
+            inputs={"grad_output": grad_output, "input": input, "grid": grid},
+            attrs={
+                "interpolation_mode": interpolation_mode,
+                "padding_mode": padding_mode,
+                "align_corners": align_corners,
+                "output_mask": output_mask,
+            },
+            out=out,
+            options=CallOptions(deterministic, priority, label, verify),
+            timeout_s=timeout_s,
+        )
+        return GridSampler3DBackwardResult(**results, info=info)
+
 
 class FutureOperators(ABC):
     """The operators as methods that return at once; a client supplies `_start`."""
@@ -998,6 +1376,82 @@ class FutureOperators(ABC):
                 "softmax_sum": softmax_sum,
                 "attention_in": attention_in,
                 "scale_value": scale_value,
+                "out": out,
+                "timeout_s": timeout_s,
+                "deterministic": deterministic,
+                "priority": priority,
+                "label": label,
+                "verify": verify,
+            },
+        )
+
+    def layer_norm_backward(
+        self,
+        *,
+        grad_out: Operand | None = None,
+        input: Operand | None = None,
+        normalized_shape: Sequence[int] | None,
+        mean: Operand | None = None,
+        rstd: Operand | None = None,
+        weight: Operand | None = None,
+        bias: Operand | None = None,
+        output_mask: Sequence[bool] | None,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+    ) -> Future[LayerNormBackwardResult]:
+        """Starts `Client.layer_norm_backward`, which tells all of it."""
+        return self._start(
+            "layer_norm_backward",
+            {
+                "grad_out": grad_out,
+                "input": input,
+                "normalized_shape": normalized_shape,
+                "mean": mean,
+                "rstd": rstd,
+                "weight": weight,
+                "bias": bias,
+                "output_mask": output_mask,
+                "out": out,
+                "timeout_s": timeout_s,
+                "deterministic": deterministic,
+                "priority": priority,
+                "label": label,
+                "verify": verify,
+            },
+        )
+
+    def grid_sampler_3d_backward(
+        self,
+        *,
+        grad_output: Operand | None = None,
+        input: Operand | None = None,
+        grid: Operand | None = None,
+        interpolation_mode: int | str,
+        padding_mode: int | str,
+        align_corners: bool,
+        output_mask: Sequence[bool] | None,
+        out: Out | None = None,
+        timeout_s: float | None = None,
+        deterministic: bool = False,
+        priority: int = 0,
+        label: str = "",
+        verify: bool = False,
+    ) -> Future[GridSampler3DBackwardResult]:
+        """Starts `Client.grid_sampler_3d_backward`, which tells all of it."""
+        return self._start(
+            "grid_sampler_3d_backward",
+            {
+                "grad_output": grad_output,
+                "input": input,
+                "grid": grid,
+                "interpolation_mode": interpolation_mode,
+                "padding_mode": padding_mode,
+                "align_corners": align_corners,
+                "output_mask": output_mask,
                 "out": out,
                 "timeout_s": timeout_s,
                 "deterministic": deterministic,

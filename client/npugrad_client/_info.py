@@ -110,8 +110,9 @@ class ParameterInfo:
     """One parameter of an operator, as a server describes it.
 
     Example:
-        >>> floyd = client.list_operators()[-1]               # doctest: +SKIP
-        >>> [p.name for p in floyd.parameters if p.optional]  # doctest: +SKIP
+        >>> operators = {each.name: each for each in client.list_operators()}  # doctest: +SKIP
+        >>> floyd = operators["fused_floyd_attention_grad"]                    # doctest: +SKIP
+        >>> [p.name for p in floyd.parameters if p.optional]                   # doctest: +SKIP
         ['atten_mask']
 
     Attributes:
@@ -136,8 +137,9 @@ class ConstraintInfo:
     """One constraint of an operator.
 
     Example:
-        >>> floyd = client.list_operators()[-1]                      # doctest: +SKIP
-        >>> [c.text for c in floyd.constraints if c.code == 161001]  # doctest: +SKIP
+        >>> operators = {each.name: each for each in client.list_operators()}  # doctest: +SKIP
+        >>> floyd = operators["fused_floyd_attention_grad"]                    # doctest: +SKIP
+        >>> [c.text for c in floyd.constraints if c.code == 161001]            # doctest: +SKIP
 
     Attributes:
         id: Stable identifier.

@@ -7,7 +7,9 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+    from npugrad.meta import CallMeta
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,13 @@ class TorchBinding:
         path: Its name there.
         positional: The record's names of what it takes, in its own order.
         keyword: The record's names of what it takes by these names.
+        takes: Whether it hands a legal call down as it is, which some do not.
     """
 
     path: str
     positional: tuple[str, ...]
     keyword: tuple[str, ...] = ()
+    takes: Callable[[CallMeta], bool] = lambda call: True
 
     def call(self, ops: Any, values: Mapping[str, Any]) -> tuple[Any, ...]:
         """Calls it.

@@ -142,6 +142,13 @@ class TensorMeta:
         """The fields alone: what follows from them is computed again where it is wanted."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
+    def permuted(self, axes: tuple[int, ...]) -> TensorMeta:
+        """The same elements with the axes in another order, in the format ND."""
+        if axes == tuple(range(self.rank)):
+            return self
+        shape, strides = ([each[axis] for axis in axes] for each in (self.shape, self.element_strides))
+        return TensorMeta(self.dtype, shape, strides=strides, storage_offset=self.storage_offset)
+
     def contiguous(self) -> TensorMeta:
         """The same tensor, contiguous."""
         if self.strides is None and not self.storage_offset:

@@ -107,6 +107,8 @@ class TensorParam:
         dtypes: Supported types by product.
         optional: Whether null is legal for an input.
         device_view: Shape under which it is handed to the device; None for its own.
+        axes: Its axes in the order of the formula, where its storage format may put them in another: what
+            backends and the reference are given. None where the format changes nothing.
         masked_by: For an output, its index in `output_mask`; None when it is always computed.
         when_masked: What the operator wants for a masked-out output: a null pointer or an allocated tensor.
         zero_init: Whether the device memory must be zeroed before the launch.
@@ -121,10 +123,15 @@ class TensorParam:
     dtypes: Mapping[Product, tuple[DType, ...]]
     optional: bool = False
     device_view: Callable[[TensorMeta], tuple[int, ...]] | None = None
+    axes: Callable[[TensorMeta], tuple[int, ...]] | None = None
     masked_by: int | None = None
     when_masked: Literal["null", "allocate"] = "null"
     zero_init: bool = False
     draw: Draw | None = None
+
+    def ordered(self, meta: TensorMeta) -> TensorMeta:
+        """The same elements with the axes in the order of the formula."""
+        return meta if self.axes is None else meta.permuted(self.axes(meta))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,6 +291,12 @@ class OpRecord:
         return {
             p.name: metas[p.name] for p in self.outputs if p.when_masked == "allocate" or _is_wanted(p, call)
         }
+
+    def ordered(self, call: CallMeta) -> CallMeta:
+        """The call with the axes of its operands in the order of the formula, whatever their formats."""
+        named = {p.name: p for p in self.inputs if p.axes is not None}
+        moved = {name: param.ordered(meta) for name, param in named.items() if (meta := call.inputs[name])}
+        return call.with_inputs(**moved) if moved else call
 
     def reaches(self, call: CallMeta) -> Mapping[str, frozenset[str]]:
         """The wanted outputs that each operand's values can change; no bit of any other depends on them.

@@ -95,6 +95,20 @@ def input_not_null(name: str, text: str, sources: tuple[Source, ...], **extra: A
     )
 
 
+def attr_not_null(name: str, text: str, sources: tuple[Source, ...], **extra: Any) -> Constraint:
+    """161001: a required attribute of a kind that may be null is there."""
+    return Constraint(
+        id=f"{name}.not_null",
+        code=PARAM_NULLPTR,
+        text=text,
+        sources=sources,
+        operands=(name,),
+        check=lambda call: Finding("null", "a value") if call.attrs[name] is None else None,
+        violate=lambda call: call.with_attrs(**{name: None}),
+        **{"vendor_code": PARAM_NULLPTR, **extra},
+    )
+
+
 def output_not_null(
     name: str,
     text: str,

@@ -1,7 +1,7 @@
 """How far a result may be from the float64 reference: one formula for all operators.
 
-With golden values g, T = 2^-13 (float32), 2^-10 (float16) or 2^-7 (bfloat16), and an absolute allowance
-`extra` that an operator's record may add for terms that cancel, a result is right when
+With golden values g, T = 2^-13 (float32), 2^-10 (float16), 2^-7 (bfloat16) or 2^-40 (float64), and an
+absolute allowance `extra` that an operator's record may add for terms that cancel, a result is right when
 
     each element     |e| <= 10*T*|g| + T*rms(g) + tiny + extra
     the whole tensor mean|e| <= T*(mean|g| + tiny) + extra
@@ -29,9 +29,19 @@ if TYPE_CHECKING:
     Floats = npt.NDArray[np.float64]
     Bools = npt.NDArray[np.bool_]
 
-T: dict[DType, float] = {DType.FLOAT32: 2.0**-13, DType.FLOAT16: 2.0**-10, DType.BFLOAT16: 2.0**-7}
+T: dict[DType, float] = {
+    DType.FLOAT32: 2.0**-13,
+    DType.FLOAT16: 2.0**-10,
+    DType.BFLOAT16: 2.0**-7,
+    DType.FLOAT64: 2.0**-40,
+}
 """The relative tolerance of each dtype that has one."""
-_TINY = {DType.FLOAT32: 2.0**-126, DType.FLOAT16: 2.0**-14, DType.BFLOAT16: 2.0**-126}
+_TINY = {
+    DType.FLOAT32: 2.0**-126,
+    DType.FLOAT16: 2.0**-14,
+    DType.BFLOAT16: 2.0**-126,
+    DType.FLOAT64: 2.0**-1022,
+}
 
 # Elements of a block and bytes of scratch memory one of them needs: some ten float64 values.
 _BLOCK_BYTES = 64 * 2**20
@@ -109,7 +119,7 @@ def compare(golden: npt.NDArray[Any], got: npt.NDArray[Any], extra: float = 0.0)
 
     Args:
         golden: Golden values of any float dtype, best float64, in any layout.
-        got: The result: float32, float16 or bfloat16, of the same shape, in any layout.
+        got: The result: float32, float16, bfloat16 or float64, of the same shape, in any layout.
         extra: Absolute error allowed beyond the common formula, as `OpRecord.extra_tolerance` tells.
 
     Raises:

@@ -79,6 +79,19 @@ class Example:
     make: Callable[[], Filled]
 
 
+@dataclass(frozen=True)
+class Probe:
+    """A call whose results one can work out by hand, and that a likely mistake would change.
+
+    Attributes:
+        name: What it tells.
+        make: Makes it; what it expects of some outputs is exact in float32.
+    """
+
+    name: str
+    make: Callable[[], Filled]
+
+
 def _nothing() -> dict[str, npt.NDArray[Any]]:
     return {}
 
@@ -127,6 +140,7 @@ class Workloads:
         uneven: Keywords of the record's `build` for a small call whose axes differ in size and are no whole
             vectors. References and CPU kernels must compute it, though a device may refuse it.
         examples: Those of the official pages.
+        probes: Calls that an acceptance compares with numbers worked out by hand.
         flops: From sizes, the operations that the formula needs; None where memory is the limit.
         fixed: From sizes, the operands that they fix but no meta tells; None where metas tell all.
         huge: Calls that fill a device; None where the operator has no output that is needed but not wanted.
@@ -139,6 +153,7 @@ class Workloads:
     variants: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     uneven: Sizes = field(default_factory=dict)
     examples: tuple[Example, ...] = ()
+    probes: tuple[Probe, ...] = ()
     flops: Callable[[Sizes], float] | None = None
     fixed: Callable[[Sizes], dict[str, npt.NDArray[Any]]] | None = None
     huge: Huge | None = None

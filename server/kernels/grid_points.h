@@ -33,6 +33,14 @@ struct Slopes {
   float y[kGroup];
 };
 
+// Checks what memory safety rests on.
+inline void require_shape(const Tensor& tensor, std::initializer_list<int64_t> shape, bool output = false) {
+  if (!tensor.given()) return;
+  require(tensor.rank() == static_cast<int32_t>(shape.size()) && (!output || tensor.contiguous()));
+  int axis = 0;
+  for (int64_t size : shape) require(tensor.shape(axis++) == size);
+}
+
 // A product that is rounded before it is added to: keeps the compiler from fusing them.
 NPUGRAD_INLINE HalfDoubles rounded(HalfDoubles v) {
 #if defined(__x86_64__) && defined(__AVX512F__)

@@ -16,17 +16,6 @@
 #include "grid_task.h"
 
 namespace npugrad {
-namespace {
-
-// Checks what memory safety rests on.
-void check(const Tensor& tensor, std::initializer_list<int64_t> shape, bool output) {
-  if (!tensor.given()) return;
-  require(tensor.rank() == static_cast<int32_t>(shape.size()) && (!output || tensor.contiguous()));
-  int axis = 0;
-  for (int64_t size : shape) require(tensor.shape(axis++) == size);
-}
-
-}  // namespace
 
 void grid_sampler_2d_backward(Call& call) {
   const Tensor grad_output = call.tensor(kGradOutput), input = call.tensor(kInput), grid = call.tensor(kGrid);
@@ -34,10 +23,10 @@ void grid_sampler_2d_backward(Call& call) {
   require(grad_output.given() && input.given() && grid.given() && grad_output.rank() == 4 && input.rank() == 4);
   const int64_t n = input.shape(0), c = input.shape(1), h = input.shape(2), w = input.shape(3);
   const int64_t oh = grad_output.shape(2), ow = grad_output.shape(3);
-  check(grad_output, {n, c, oh, ow}, false);
-  check(grid, {n, oh, ow, 2}, false);
-  check(input_grad, {n, c, h, w}, true);
-  check(grid_grad, {n, oh, ow, 2}, true);
+  require_shape(grad_output, {n, c, oh, ow});
+  require_shape(grid, {n, oh, ow, 2});
+  require_shape(input_grad, {n, c, h, w}, true);
+  require_shape(grid_grad, {n, oh, ow, 2}, true);
   const Sampling sampling{call.integer(0) == 1, call.integer(1), call.boolean(0)};
   require(call.integer(0) >= 0 && call.integer(0) <= 1);
   require(sampling.padding >= kZeros && sampling.padding <= kReflection);

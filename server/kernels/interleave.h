@@ -146,8 +146,9 @@ inline void to_pixels(const T* from, int64_t plane, int64_t pixel, int channels,
     for (int c = 0; c < L; ++c) to[i * L + c] = c < channels ? to_float(from[c * plane + i * pixel]) : 0.0f;
 }
 
-// Back: `count` pixels into planes `plane` apart, whose pixels lie side by side. The pixels become 0.
-template <int L, typename T>
+// Back: `count` pixels into planes `plane` apart, whose pixels lie side by side. The pixels become 0. Stream: whole
+// vectors bypass the cache.
+template <int L, bool Stream = false, typename T>
 inline void from_pixels(float* from, int64_t count, T* to, int64_t plane, int channels) {
   int64_t i = 0;
   for (; i + kWidth <= count; i += kWidth) {
@@ -158,8 +159,14 @@ inline void from_pixels(float* from, int64_t count, T* to, int64_t plane, int ch
     for (int c = 0; c < L; ++c) store(from + i * L + c * kWidth, Floats{});
     deinterleave<L>(v);
 #pragma GCC unroll 16
-    for (int c = 0; c < L; ++c)
-      if (c < channels) store(to + c * plane + i, v[c]);
+    for (int c = 0; c < L; ++c) {
+      if (c >= channels) continue;
+      if constexpr (Stream) {
+        stream(to + c * plane + i, v[c]);
+      } else {
+        store(to + c * plane + i, v[c]);
+      }
+    }
   }
   if (i == count) return;
   Floats v[L];

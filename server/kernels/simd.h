@@ -284,6 +284,7 @@ NPUGRAD_INLINE float to_float(float16 v) { return load_part(&v, 1)[0]; }
 
 template <typename T>
 NPUGRAD_INLINE T from_float(float v) {
+  if constexpr (sizeof(T) == sizeof v) return v;  // reading back part of a vector waits until it is written
   T found;
   store_part(&found, splat(v), 1);
   return found;

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tests.benchmarks.operands import FLOYD, GRID, MSDA, NORM, made
+from tests.benchmarks.operands import made
+from tests.operators import FLOYD, GRID_SAMPLER, GROUP_NORM, LAYER_NORM, MSDA
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -145,9 +146,29 @@ def _floyd_attention(_: Operands, attrs: Mapping[str, Any]) -> Callable[[Arrays]
     return backward
 
 
+def _layer_norm(_: Operands, attrs: Mapping[str, Any]) -> Callable[[Arrays], Grads]:
+    shape = attrs["normalized_shape"]
+
+    def backward(a: Arrays) -> Grads:
+        x, dy = (a[name].astype(jnp.float32) for name in ("input", "grad_out"))
+        mean, rstd = (a[name].astype(jnp.float32) for name in ("mean", "rstd"))
+        rows, axes = tuple(range(x.ndim - len(shape))), tuple(range(x.ndim - len(shape), x.ndim))
+        normal = (x - mean) * rstd
+        wide = dy * a["weight"].astype(jnp.float32)
+        of_all, of_normal = (one.mean(axes, keepdims=True) for one in (wide, wide * normal))
+        return {
+            "grad_input": (rstd * (wide - of_all - normal * of_normal)).astype(a["input"].dtype),
+            "grad_weight": (dy * normal).sum(rows).astype(a["weight"].dtype),
+            "grad_bias": dy.sum(rows).astype(a["weight"].dtype),
+        }
+
+    return backward
+
+
 _MAKE: dict[str, Callable[[Operands, Mapping[str, Any]], Callable[[Arrays], Grads]]] = {
-    NORM: _group_norm,
-    GRID: _grid_sampler,
-    MSDA: _deformable_attention,
-    FLOYD: _floyd_attention,
+    GROUP_NORM.name: _group_norm,
+    GRID_SAMPLER.name: _grid_sampler,
+    MSDA.name: _deformable_attention,
+    FLOYD.name: _floyd_attention,
+    LAYER_NORM.name: _layer_norm,
 }

@@ -35,8 +35,9 @@ from tests.benchmarks.contestant import difference
 from tests.benchmarks.goals import Figure, at_most, figure
 from tests.benchmarks.harness import Effort, Result, compare
 from tests.benchmarks.kernel_cases import DRAM, ERROR, FMA, MEMORY, KernelCase, all_cases
-from tests.benchmarks.operands import NORM, empty_outputs, made
+from tests.benchmarks.operands import empty_outputs, made
 from tests.benchmarks.processes import Entry, Field, LineProcess, ProcessEnded
+from tests.operators import GROUP_NORM
 
 from npugrad.ops import get_operator
 from npugrad_server.backends.cpu.backend import THREADS
@@ -51,7 +52,7 @@ FRESH = "npugrad, fresh memory"
 KEPT = "torch, memory kept"
 PARTS = ("speed", "errors", "memory", "start")
 _SUBJECTS = "tests.benchmarks.kernel_subjects"
-_START = {"operator": NORM, "dtype": "float32", "sizes": {"n": 2, "c": 32, "hxw": 64, "group": 8}}
+_START = {"operator": GROUP_NORM.name, "dtype": "float32", "sizes": {"n": 2, "c": 32, "hxw": 64, "group": 8}}
 _START_MS = at_most(50.0)
 _TORCH = "torch"
 _CORETYPE = "OPENBLAS_CORETYPE"

@@ -19,13 +19,6 @@ if TYPE_CHECKING:
     Call = Callable[[], Mapping[str, Array]]
     Operands = Mapping[str, Array | None]
 
-MSDA, GRID, NORM, FLOYD = (
-    "multi_scale_deformable_attention_grad",
-    "grid_sampler_2d_backward",
-    "group_norm_backward",
-    "fused_floyd_attention_grad",
-)
-
 
 def made(case: Mapping[str, Any]) -> tuple[CallMeta, dict[str, Array | None]]:
     """The call of a case and its operands.
@@ -43,12 +36,13 @@ def made(case: Mapping[str, Any]) -> tuple[CallMeta, dict[str, Array | None]]:
 
 
 def _turned(call: CallMeta, angle: float = 0.3, jitter_pixels: float = 1.0) -> Array:
-    """Sampling points of a turned image, each moved a little: neighbours stay near each other."""
+    """Sampling points of a turned image or volume, each moved a little: neighbours stay near each other."""
     meta = call.tensor("grid")
-    _, height, width, _ = meta.shape
-    y, x = np.meshgrid(np.linspace(-1, 1, height), np.linspace(-1, 1, width), indexing="ij")
-    points = np.stack([np.cos(angle) * x - np.sin(angle) * y, np.sin(angle) * x + np.cos(angle) * y], -1)
-    moved = np.random.default_rng(12).uniform(-1, 1, meta.shape) * jitter_pixels / np.array([width, height])
+    sizes = meta.shape[1:-1]
+    *deep, y, x = np.meshgrid(*(np.linspace(-1, 1, size) for size in sizes), indexing="ij")
+    turned = [np.cos(angle) * x - np.sin(angle) * y, np.sin(angle) * x + np.cos(angle) * y]
+    points = np.stack([*turned, *deep], -1)
+    moved = np.random.default_rng(12).uniform(-1, 1, meta.shape) * jitter_pixels / np.array(sizes[::-1])
     return np.asarray(points + moved).astype(meta.dtype.numpy)
 
 

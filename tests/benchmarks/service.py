@@ -37,9 +37,10 @@ from typing import TYPE_CHECKING, Any
 
 from tests.benchmarks.contestant import difference
 from tests.benchmarks.harness import Effort, Result, compare
-from tests.benchmarks.operands import FLOYD, GRID, MSDA, NORM, empty_outputs, made
+from tests.benchmarks.operands import empty_outputs, made
 from tests.benchmarks.processes import bare_server, started
 from tests.benchmarks.service_under_test import service
+from tests.operators import FLOYD, GRID_SAMPLER, GROUP_NORM, MSDA
 
 from npugrad.ops import get_operator
 from npugrad_client import Client
@@ -55,20 +56,25 @@ SUBTITLE = "whole round trips against computing in the caller's process; calls o
 OURS, REFERENCE, TORCH, GRPC = "npugrad", "reference in process", "torch backward", "grpcio, protobuf bytes"
 _LEVELS = ((50, 67), (25, 34), (13, 17))
 CASES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
-    (NORM, "2x32x8x8 G8", "float32", {"n": 2, "c": 32, "hxw": 64, "group": 8}),
-    (NORM, "2x128x32x32 G32", "float32", {"n": 2, "c": 128, "hxw": 1024, "group": 32}),
-    (NORM, "2x128x32x32 G32", "bfloat16", {"n": 2, "c": 128, "hxw": 1024, "group": 32}),
-    (GRID, "1x3x16x16", "float32", {"n": 1, "c": 3, "h": 16, "w": 16, "oh": 16, "ow": 16}),
-    (GRID, "4x3x128x128", "float32", {"n": 4, "c": 3, "h": 128, "w": 128, "oh": 128, "ow": 128}),
+    (GROUP_NORM.name, "2x32x8x8 G8", "float32", {"n": 2, "c": 32, "hxw": 64, "group": 8}),
+    (GROUP_NORM.name, "2x128x32x32 G32", "float32", {"n": 2, "c": 128, "hxw": 1024, "group": 32}),
+    (GROUP_NORM.name, "2x128x32x32 G32", "bfloat16", {"n": 2, "c": 128, "hxw": 1024, "group": 32}),
+    (GRID_SAMPLER.name, "1x3x16x16", "float32", {"n": 1, "c": 3, "h": 16, "w": 16, "oh": 16, "ow": 16}),
+    (GRID_SAMPLER.name, "4x3x128x128", "float32", {"n": 4, "c": 3, "h": 128, "w": 128, "oh": 128, "ow": 128}),
     (
-        MSDA,
+        MSDA.name,
         "32 queries",
         "float32",
         {"bs": 1, "nq": 32, "nh": 2, "ch": 8, "levels": ((8, 8), (4, 4)), "points": 4},
     ),
-    (MSDA, "decoder", "float32", {"bs": 2, "nq": 300, "nh": 8, "ch": 32, "levels": _LEVELS, "points": 4}),
-    (FLOYD, "16x128x128 D32", "bfloat16", {"b": 1, "h": 1, "n": 16, "m": 128, "k": 128, "d": 32}),
-    (FLOYD, "64x128x128 D32", "bfloat16", {"b": 1, "h": 1, "n": 64, "m": 128, "k": 128, "d": 32}),
+    (
+        MSDA.name,
+        "decoder",
+        "float32",
+        {"bs": 2, "nq": 300, "nh": 8, "ch": 32, "levels": _LEVELS, "points": 4},
+    ),
+    (FLOYD.name, "16x128x128 D32", "bfloat16", {"b": 1, "h": 1, "n": 16, "m": 128, "k": 128, "d": 32}),
+    (FLOYD.name, "64x128x128 D32", "bfloat16", {"b": 1, "h": 1, "n": 64, "m": 128, "k": 128, "d": 32}),
 )
 _CONCURRENCY = (1, 8, 32)
 _SMALL_CALL = {"nbytes": 2**10}

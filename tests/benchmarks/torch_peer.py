@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import torch
-from tests.benchmarks.operands import FLOYD, GRID, MSDA, NORM, made
+from tests.benchmarks.operands import made
+from tests.operators import FLOYD, MSDA
+
+from npugrad.ops import get_operator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from tests.benchmarks.operands import Array, Call, Operands
 
     from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
 
     Tensors = Mapping[str, torch.Tensor]
     Backward = Callable[[], Mapping[str, torch.Tensor]]
@@ -43,7 +47,7 @@ class TorchCall:
     def on(self, case: Mapping[str, Any], call: CallMeta, operands: Operands) -> Call:
         """The same with operands that are there."""
         tensors = {name: as_tensor(array) for name, array in operands.items() if array is not None}
-        backward = _MAKE[case["operator"]](tensors, call.attrs)
+        backward = _backward_of(get_operator(case["operator"]), tensors, call.attrs)
         self.take_threads(backward)
         return lambda: {name: as_array(grad) for name, grad in backward().items()}
 
@@ -77,26 +81,14 @@ def as_array(tensor: torch.Tensor) -> Array:
     return found.numpy()
 
 
-def _group_norm(tensors: Tensors, attrs: Mapping[str, Any]) -> Backward:
-    operands = [tensors[name] for name in ("grad_out", "input", "mean", "rstd", "gamma")]
-    sizes = [attrs[name] for name in ("n", "c", "hxw", "group")]
-
-    def backward() -> Mapping[str, torch.Tensor]:
-        grads = torch.ops.aten.native_group_norm_backward(*operands, *sizes, [True, True, True])
-        return dict(zip(("grad_input", "grad_gamma", "grad_beta"), grads, strict=True))
-
-    return backward
-
-
-def _grid_sampler(tensors: Tensors, attrs: Mapping[str, Any]) -> Backward:
-    operands = [tensors[name] for name in ("grad_output", "input", "grid")]
-    modes = [attrs[name] for name in ("interpolation_mode", "padding_mode", "align_corners")]
-
-    def backward() -> Mapping[str, torch.Tensor]:
-        grads = torch.ops.aten.grid_sampler_2d_backward(*operands, *modes, [True, True])
-        return dict(zip(("input_grad", "grid_grad"), grads, strict=True))
-
-    return backward
+def _backward_of(record: OpRecord, tensors: Tensors, attrs: Mapping[str, Any]) -> Backward:
+    """torch's own function for it, or the composition below."""
+    binding = record.binding
+    if binding is None or not binding.path.startswith("aten."):
+        return _COMPOSED[record.name](tensors, attrs)
+    values = {**dict.fromkeys(param.name for param in record.inputs), **tensors, **attrs}
+    names = [param.name for param in record.outputs]
+    return lambda: dict(zip(names, binding.call(torch.ops, values), strict=True))
 
 
 def _recorded(output: torch.Tensor, leaves: Tensors, gradient: torch.Tensor) -> Backward:
@@ -145,9 +137,7 @@ def _floyd_attention(tensors: Tensors, attrs: Mapping[str, Any]) -> Backward:
     return _recorded(output, leaves, tensors["dy"])
 
 
-_MAKE: dict[str, Callable[[Tensors, Mapping[str, Any]], Backward]] = {
-    NORM: _group_norm,
-    GRID: _grid_sampler,
-    MSDA: _deformable_attention,
-    FLOYD: _floyd_attention,
+_COMPOSED: dict[str, Callable[[Tensors, Mapping[str, Any]], Backward]] = {
+    MSDA.name: _deformable_attention,
+    FLOYD.name: _floyd_attention,
 }

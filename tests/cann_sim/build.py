@@ -31,7 +31,6 @@ Layout = Literal["split", "single", "both"]
 
 SOURCES = Path(__file__).parent / "src"
 DEFAULT_CANN = "9.1.0"
-FIRST_CANN_WITH_FLOYD = CannRelease.parse("9.0.0-beta.1")
 FIRST_CANN_WITH = {
     "CANN_SIM_HAS_CANN_VERSION": CannRelease.parse("8.1.RC1"),
     "CANN_SIM_HAS_VERSION_STR": CannRelease.parse("8.5.0.alpha001"),
@@ -42,11 +41,8 @@ _FLAGS = ("-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-pthread")
 
 # Libraries that torch_npu needs to find, though nothing in them is used.
 _EMPTY_LIBRARIES = ("hccl", "ge_runner", "graph", "acl_tdt_channel")
-_OPERATORS = {
-    "nn": ("group_norm_backward", "multi_scale_deformable_attention_grad", "synthetic"),
-    "cv": ("grid_sampler_2d_backward", "grid_sampler_2d_kernel"),
-    "transformer": ("fused_floyd_attention_grad",),
-}
+# What the first lines of an operator's source say of where it is.
+_PLACE = re.compile(r"^// In libopapi_(\w+)(?:, from CANN (\S+) on)?\.$", re.MULTILINE)
 # Names of the vendor's C functions, among what a library of torch_npu leaves undefined.
 _VENDOR_FUNCTION = re.compile(r"(acl|rt[A-Z]|Msprof|Hccl|Hcom|Prof|tdt|Adx)\w+")
 
@@ -153,13 +149,13 @@ def _build_runtime(compiler: _Compiler, cann: str, torch_npu: Path | None) -> No
 
 def _build_operators(compiler: _Compiler, layout: Layout, cann: str) -> None:
     built = compiler.compile(_sources("opapi"))
-    has_floyd = _is_since(cann, FIRST_CANN_WITH_FLOYD)
-    sets = {
-        name: [
-            built[SOURCES / "opapi" / f"{stem}.cpp"] for stem in stems if has_floyd or name != "transformer"
-        ]
-        for name, stems in _OPERATORS.items()
-    }
+    sets: dict[str, list[Path]] = {}
+    for source, made in built.items():
+        place = _PLACE.search(source.read_text())
+        assert place, f"{source}: found no line such as // In libopapi_nn."
+        parts = sets.setdefault(place[1], [])
+        if place[2] is None or _is_since(cann, CannRelease.parse(place[2])):
+            parts.append(made)
     if layout != "single":
         for name, parts in sets.items():
             compiler.link(f"opapi_{name}", parts, ["nnopbase", "cann_sim"])

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 REPOSITORY = Path(__file__).parents[2]
-TIMEOUT_S = 60
+TIMEOUT_S = 300
 
 LIVE = (
     *(name.removeprefix("live.") for name in HOST_OBJECTS),

@@ -96,16 +96,17 @@ def results_of_two_launches(runtime: Runtime) -> bool:
     return found[0] == found[1]
 
 
-REPEATED: dict[str, dict[str, Any]] = {
-    "multi_scale_deformable_attention_grad": {"nq": 8},
-    "grid_sampler_2d_backward": {"n": 1, "c": 4, "h": 4, "w": 4, "oh": 8, "ow": 8},
-    "group_norm_backward": {"n": 2, "c": 8, "hxw": 32, "group": 2},
+SMALL_BYTES = 2**20
+REPEATED = {
+    name: record.workloads.named["small"].sizes
+    for name, record in OPERATORS.items()
+    if sum(meta.nbytes for meta in record.build().inputs.values() if meta is not None) < SMALL_BYTES
 }
 """Calls with something to sum, by operator; Floyd attention, which is large, is looked at by itself."""
 REPEATS = 20
 
 
-def _differing(runtime: Runtime, name: str, repeats: int, **sizes: int) -> int:
+def _differing(runtime: Runtime, name: str, repeats: int, **sizes: Any) -> int:
     """How many repetitions of a launch have other bits than the first one."""
     record = get_operator(name)
     call, stream = record.build(**sizes), runtime.stream()

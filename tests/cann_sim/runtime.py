@@ -6,6 +6,7 @@ Tests use it to drive the simulator by itself. It is no launcher of the service,
 from __future__ import annotations
 
 import ctypes
+import re
 from ctypes import (
     POINTER,
     c_bool,
@@ -25,6 +26,7 @@ from ctypes import (
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from tests.cann_sim.build import SOURCES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -111,18 +113,26 @@ _NNOPBASE: dict[str, list[Any]] = {
     "aclDestroyScalar": [c_void_p],
     "aclDestroyAclOpExecutor": [c_void_p],
 }
-_T = c_void_p
-# Parameters of phase 1, before workspaceSize and executor.
-_OPERATORS: dict[str, list[Any]] = {
-    "aclnnGroupNormBackward": [*[_T] * 5, *[c_int64] * 4, c_void_p, *[_T] * 3],
-    "aclnnGridSampler2DBackward": [*[_T] * 3, c_int64, c_int64, c_bool, c_void_p, *[_T] * 2],
-    "aclnnMultiScaleDeformableAttentionGrad": [_T] * 9,
-    "aclnnFusedFloydAttentionGrad": [*[_T] * 10, c_double, *[_T] * 5],
-    "aclnnSynthetic": [
-        *[_T, c_int64, c_int, c_int8, c_uint64, c_double, c_bool],
-        *[*[_T] * 8, c_char_p, c_char_p, _T, _T],
-    ],
+_BY_VALUE = {
+    "int64_t": c_int64,
+    "int": c_int,
+    "int8_t": c_int8,
+    "uint64_t": c_uint64,
+    "double": c_double,
+    "bool": c_bool,
+    "char*": c_char_p,
 }
+"""Parameters of phase 1 that are no handles, by C type."""
+_PHASE_ONE = re.compile(r"^(?:extern \"C\" )?int (aclnn\w+)GetWorkspaceSize\(([^)]*)\) {", re.MULTILINE)
+
+
+def _operators() -> dict[str, list[Any]]:
+    """Types of phase 1 of each operator, before workspaceSize and executor, as its source defines it."""
+    return {
+        name: [_BY_VALUE.get(one.split()[-2], c_void_p) for one in parameters.split(",")[:-2]]
+        for path in sorted((SOURCES / "opapi").glob("*.cpp"))
+        for name, parameters in _PHASE_ONE.findall(path.read_text())
+    }
 
 
 class CannError(Exception):
@@ -168,7 +178,7 @@ class Runtime:
 
     def _bind_operators(self, library: Path) -> None:
         loaded = ctypes.CDLL(str(library))
-        for name, argtypes in _OPERATORS.items():
+        for name, argtypes in _operators().items():
             if hasattr(loaded, name):
                 plan, launch = getattr(loaded, f"{name}GetWorkspaceSize"), getattr(loaded, name)
                 plan.argtypes, plan.restype = [*argtypes, POINTER(c_uint64), _PP], c_int32

@@ -173,7 +173,7 @@ def test_torch_alone_starts_without_cann(torch_npu: Path) -> None:
             [sys.executable, "-c", "import torch"],
             env=environment,
             capture_output=True,
-            timeout=60,
+            timeout=300,
             check=False,
         )
         statuses[autoload] = done.returncode

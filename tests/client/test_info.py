@@ -24,6 +24,8 @@ NULLS: dict[str, set[str]] = {
     "grid_sampler_2d_backward": {"output_mask"},
     "group_norm_backward": {"gamma", "grad_input", "grad_gamma", "grad_beta"},
     "fused_floyd_attention_grad": {"atten_mask"},
+    "layer_norm_backward": {"weight", "bias", "grad_input", "grad_weight", "grad_bias"},
+    "grid_sampler_3d_backward": {"output_mask"},
 }
 """Where a null can be legal."""
 

@@ -30,6 +30,15 @@ aclnnFusedFloydAttentionGradGetWorkspaceSize(
     const aclTensor* softmaxMax, const aclTensor* softmaxSum, const aclTensor* attentionIn,
     double scaleValue, const aclTensor* dqOut, const aclTensor* dk1Out, const aclTensor* dv1Out,
     const aclTensor* dk2Out, const aclTensor* dv2Out, uint64_t* workspaceSize, aclOpExecutor** executor)
+aclnnLayerNormBackwardGetWorkspaceSize(
+    const aclTensor* gradOut, const aclTensor* input, const aclIntArray* normalizedShape,
+    const aclTensor* mean, const aclTensor* rstd, const aclTensor* weightOptional,
+    const aclTensor* biasOptional, const aclBoolArray* outputMask, aclTensor* gradInputOut,
+    aclTensor* gradWeightOut, aclTensor* gradBiasOut, uint64_t* workspaceSize, aclOpExecutor** executor)
+aclnnGridSampler3DBackwardGetWorkspaceSize(
+    const aclTensor* gradOutput, const aclTensor* input, const aclTensor* grid,
+    int64_t interpolationMode, int64_t paddingMode, bool alignCorners, const aclBoolArray* outputMask,
+    aclTensor* inputGrad, aclTensor* gridGrad, uint64_t* workspaceSize, aclOpExecutor** executor)
 """
 
 

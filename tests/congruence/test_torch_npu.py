@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.congruence.arguments import DOCUMENTED, Difference, differences
 from tests.congruence.sides import BINDINGS
+from tests.operators import GROUP_NORM
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,16 +42,10 @@ def mask_of(answer: Answer) -> tuple[bool, ...]:
     return mask
 
 
-def is_unbound(ours: Answer) -> bool:
-    """Whether the binding cannot express the call: see `UNBOUND`."""
-    inputs = ours.case.call.inputs
-    return "gamma" in inputs and inputs["gamma"] is None and any(mask_of(ours)[1:])
-
-
 def compared(run_sides: RunSides, operator: str) -> Iterator[tuple[Answer, list[Difference]]]:
     """Every combination that both sides plan, with all that differs."""
     for ours, theirs in answers(run_sides, operator):
-        if ours.digests and not is_unbound(ours):
+        if ours.digests and BINDINGS[operator].takes(ours.case.call):
             assert (len(ours.plans), len(theirs.plans)) == (1, 1), (ours.case.name, ours, theirs)
             yield ours, list(differences(ours.plans[0], theirs.plans[0]))
 
@@ -78,7 +73,7 @@ def test_the_results_are_those_of_the_binding(run_sides: RunSides, operator: str
         assert ours.error == "", ours.case.name
         # With an empty operand nothing is written: torch_npu returns what lay there, the service zeros.
         empty = any(meta is not None and not meta.size for meta in ours.case.call.inputs.values())
-        if not empty and not is_unbound(ours):
+        if not empty and BINDINGS[operator].takes(ours.case.call):
             assert (theirs.error, ours.digests) == ("", theirs.digests), ours.case.name
             count += bool(ours.digests)
     assert count >= LEAST
@@ -93,9 +88,16 @@ def test_with_nothing_wanted_the_service_plans_nothing(run_sides: RunSides, oper
             assert (len(ours.plans), [plan["workspace"] for plan in theirs.plans]) == (0, [0])
 
 
+@pytest.mark.parametrize("operator", [name for name in BINDINGS if name != GROUP_NORM.name])
+def test_no_combination_is_left_out(run_sides: RunSides, operator: str) -> None:
+    takes = BINDINGS[operator].takes
+    assert not [ours.case.name for ours, _ in answers(run_sides, operator) if not takes(ours.case.call)]
+
+
 def test_without_gamma_the_service_does_what_the_binding_cannot(run_sides: RunSides) -> None:
     """Null gamma with its gradient wanted: legal by the document, and not reachable through torch_npu."""
-    unbound = [both for both in answers(run_sides, "group_norm_backward") if is_unbound(both[0])]
+    takes = BINDINGS[GROUP_NORM.name].takes
+    unbound = [both for both in answers(run_sides, GROUP_NORM.name) if not takes(both[0].case.call)]
     assert len(unbound) == 18
     for ours, theirs in unbound:
         assert (theirs.plans, theirs.error) == ([], UNBOUND)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from npugrad.attributes import AttrValue, Scalar
 from npugrad.dtypes import DATA_DTYPES, DType, Format
 from npugrad.errors import MalformedTensor
+from npugrad.layout import view
 from npugrad.meta import INT64_MAX, MAX_RANK, CallMeta, TensorMeta
 
 SHAPES = st.lists(st.integers(0, 5), max_size=6).map(tuple)
@@ -74,6 +75,15 @@ def test_an_expanded_tensor_costs_one_element() -> None:
     meta = TensorMeta("float32", (2**20, 2**20), strides=(0, 0))
     assert (meta.size, meta.content_bytes) == (2**40, 4)
     assert not meta.is_contiguous
+
+
+def test_permuted_axes_name_the_same_elements() -> None:
+    meta = TensorMeta("int32", (2, 3, 4), "NHWC", strides=(1, 2, 6), storage_offset=5)
+    content = np.arange(29, dtype=np.int32).tobytes()
+    moved = meta.permuted((0, 2, 1))
+    np.testing.assert_array_equal(view(moved, content), view(meta, content).transpose(0, 2, 1))
+    assert moved.format == "ND"
+    assert meta.permuted((0, 1, 2)) is meta
 
 
 def test_a_transpose_has_the_bytes_of_its_base_and_is_not_contiguous() -> None:

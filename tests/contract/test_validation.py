@@ -14,6 +14,7 @@ import pytest
 
 import npugrad
 from npugrad import TensorMeta, Verdict
+from npugrad.attributes import KINDS
 from npugrad.error_table import FIND_KERNEL_ERROR, INNER_NULLPTR, PARAM_INVALID, PARAM_NULLPTR, TILING_ERROR
 from npugrad.errors import (
     InvalidOperand,
@@ -168,9 +169,9 @@ def test_a_missing_attribute_is_malformed_and_none_is_a_type_error(record: OpRec
     for param in record.attrs:
         without = {name: value for name, value in call.attrs.items() if name != param.name}
         with_none = {**without, param.name: None}
-        if param.type == "bool_array":
-            assert make_call(record, call.inputs, without).mask(param.name) is None
-            assert make_call(record, call.inputs, with_none).mask(param.name) is None
+        if KINDS[param.type].is_pointer:
+            assert make_call(record, call.inputs, without).attrs[param.name] is None
+            assert make_call(record, call.inputs, with_none).attrs[param.name] is None
             continue
         with pytest.raises(
             MalformedRequest, match=f"{record.name}: {param.name}: found nothing; expected"
@@ -311,7 +312,8 @@ def worst_call(record: OpRecord, *, seed: int, null: bool) -> CallMeta:
         p.name: None if null and p.name != last else TensorMeta("int16", (3,) * (9 - i % 3), "FRACTAL_NZ")
         for i, p in enumerate(record.inputs)
     }
-    wrong: dict[str, Any] = {"int64": -7, "double": float("nan"), "bool": True, "bool_array": (True,) * 5}
+    wrong: dict[str, Any] = {"int64": -7, "double": float("nan"), "bool": True}
+    wrong |= {"bool_array": (True,) * 5, "int64_array": (7,) * 9}
     outputs = {p.name: None if null else TensorMeta("complex64", (2, 7)) for p in record.outputs}
     return make_call(
         record,
@@ -382,7 +384,7 @@ from npugrad.meta import CallMeta
 from npugrad.validation import validate_call
 for record in OPERATORS.values():
     metas = {p.name: TensorMeta("int16", (3, 5), "FRACTAL_NZ") for p in record.inputs}
-    wrong = {"int64": -7, "double": 1.0, "bool": True, "bool_array": (True,) * 5}
+    wrong = {"int64": -7, "double": 1.0, "bool": True, "bool_array": (True,) * 5, "int64_array": (7,) * 9}
     attrs = {p.name: wrong[p.type] for p in record.attrs}
     call = CallMeta(metas, attrs, {p.name: None for p in record.outputs})
     print(record.name, [(v.id, v.found, v.expected) for v in validate_call(record, call).violations])

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests import operators
 from tests.calls import (
     arrays_of,
     call_execute,
@@ -48,12 +47,6 @@ if TYPE_CHECKING:
     Frames = Iterable[backward_pb2.ExecuteRequest | bytes]
 
 RECORDS = list(OPERATORS.values())
-MSDA, GRID_SAMPLER, GROUP_NORM, FLOYD = (
-    operators.MSDA,
-    operators.GRID_SAMPLER,
-    operators.GROUP_NORM,
-    operators.FLOYD,
-)
 each_operator = pytest.mark.parametrize("record", RECORDS, ids=list(OPERATORS))
 CALL_TIMEOUT_S = 60.0
 _PAUSE_S = 0.02

@@ -17,19 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from tests.calls import fill
-from tests.e2e.harness import (
-    FLOYD,
-    GRID_SAMPLER,
-    GROUP_NORM,
-    MSDA,
-    STREAMED,
-    UNARY,
-    differences,
-    local_results,
-    outputs_of,
-)
+from tests.e2e.harness import STREAMED, UNARY, differences, local_results, outputs_of
+from tests.operators import FLOYD, GRID_SAMPLER, GROUP_NORM, MSDA
 
 from npugrad.errors import ConnectError, NpugradError, ServerDraining
+from npugrad.ops import OPERATORS
 from npugrad_client import Client
 
 if TYPE_CHECKING:
@@ -301,6 +293,9 @@ class ClientLoad(Load):
         raise AssertionError(f"{work.record.name}: refused until the time was over")
 
 
+_OTHERS = [each for each in OPERATORS.values() if each not in (GROUP_NORM, GRID_SAMPLER, MSDA, FLOYD)]
+
+
 def mixed_work() -> list[Work]:
     """All operators in all dtypes, some kilobytes to some megabytes, unary and streamed; in a mixed order."""
     small: list[tuple[OpRecord, CallMeta]] = []
@@ -310,6 +305,7 @@ def mixed_work() -> list[Work]:
             (GROUP_NORM, GROUP_NORM.build(dtype=dtype, n=3, c=32, hxw=500, group=8, with_gamma=False)),
             (GRID_SAMPLER, GRID_SAMPLER.build(dtype=dtype)),
             (GRID_SAMPLER, GRID_SAMPLER.build(dtype=dtype, c=8, h=32, w=32, oh=16, ow=16, padding_mode=2)),
+            *((record, record.build(dtype=dtype)) for record in _OTHERS),
             (MSDA, MSDA.build(dtype=dtype)),
             (MSDA, MSDA.build(dtype=dtype, nq=40, nh=4, levels=((12, 12), (6, 6)), points=3)),
         ]

@@ -10,8 +10,9 @@ import sys
 from dataclasses import dataclass
 
 import grpc
-from tests.e2e.harness import FLOYD, GROUP_NORM, RECORDS
+from tests.e2e.harness import RECORDS
 from tests.e2e.npu_load import WIDE
+from tests.operators import FLOYD, GROUP_NORM
 
 NONE, ONE, TWO = range(1), range(1, 2), range(2, 3)
 UP_TO_ONE, UP_TO_TWO, UP_TO_FOUR, SOME = range(2), range(1, 3), range(5), range(1, sys.maxsize)

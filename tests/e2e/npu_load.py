@@ -12,11 +12,12 @@ import grpc
 import numpy as np
 from grpc_status import rpc_status
 from tests.calls import call_execute, call_unary, fill
-from tests.e2e.harness import FLOYD, GRID_SAMPLER, GROUP_NORM, MSDA
 from tests.e2e.load import Answer, Load, Told, Work
+from tests.operators import FLOYD, GRID_SAMPLER, GROUP_NORM, MSDA
 
 from npugrad.errors import error_from_details
 from npugrad.layout import view
+from npugrad.ops import OPERATORS
 from npugrad.status import decode_status
 from npugrad.tolerance import compare
 
@@ -61,6 +62,10 @@ def is_right(work: Work, contents: Mapping[str, Any]) -> bool:
 def works() -> Mapping[str, tuple[Work, ...]]:
     """Small calls by operator, in several types, unary and streamed; and `WIDE`."""
     metas = {
+        **{
+            record.name: (record.build(dtype="float32"), record.build(dtype="float16"))
+            for record in OPERATORS.values()
+        },
         GROUP_NORM.name: (
             GROUP_NORM.build(dtype="float32", n=3, c=10, hxw=7, group=5),
             GROUP_NORM.build(dtype="bfloat16", n=2, c=8, hxw=33, group=2, with_gamma=False),
@@ -75,14 +80,11 @@ def works() -> Mapping[str, tuple[Work, ...]]:
     }
     return {
         name: tuple(
-            _work(fill(GROUP_NORM if name == WIDE else _SPECS[name], meta, seed), streamed=bool(seed % 2))
+            _work(fill(OPERATORS.get(name, GROUP_NORM), meta, seed), streamed=bool(seed % 2))
             for seed, meta in enumerate(found)
         )
         for name, found in metas.items()
     }
-
-
-_SPECS = {record.name: record for record in (GROUP_NORM, GRID_SAMPLER, MSDA, FLOYD)}
 
 
 def _work(sample: Sample, *, streamed: bool) -> Work:

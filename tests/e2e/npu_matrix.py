@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.cann_sim.report import HOST_OBJECTS
-from tests.e2e.harness import GROUP_NORM, Wire, eventually
+from tests.e2e.harness import Wire, eventually
 from tests.e2e.npu_cases import PLAN
 from tests.e2e.npu_load import NpuLoad, send, spread, works
 from tests.e2e.npu_verdict import DOWN, READY, Finding, Look, is_beside
+from tests.operators import GROUP_NORM
 
 from npugrad.ops import OPERATORS
 

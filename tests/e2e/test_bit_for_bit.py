@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.calls import cpu_backend, header_frame
+from tests.calls import cpu_backend_name, header_frame
 from tests.e2e.harness import (
     STREAMED,
     UNARY,
@@ -33,13 +33,14 @@ from tests.e2e.harness import (
     workers_of,
 )
 from tests.fix_server import ServerProcess, run_server
-from tests.operators import FLOYD, GRID_SAMPLER, GROUP_NORM, MSDA
+from tests.operators import FLOYD, GRID_SAMPLER, GRID_SAMPLER_3D, GROUP_NORM, MSDA
 
 from npugrad import codec
 from npugrad.dtypes import DType
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad_client import Client
+from npugrad_server.acceptance.cases import small_calls
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -85,6 +86,10 @@ class Case:
         """What the CPU backend computes of it locally."""
         return _operands_and_results(self)[1]
 
+    def backend(self) -> str:
+        """What a CPU device names as having computed it."""
+        return cpu_backend_name(self.record, self.call, self.operands())
+
 
 @lru_cache(maxsize=64)
 def _operands_and_results(case: Case) -> tuple[dict[str, Array | None], dict[str, Array | None]]:
@@ -118,6 +123,12 @@ def grid_sampler_cases() -> Iterator[Case]:
         yield Case(f"{GRID_SAMPLER.name}-{dtype}-{text}", GRID_SAMPLER, call)
 
 
+def grid_sampler_3d_cases() -> Iterator[Case]:
+    for dtype, mode, padding in combinations((*FLOATS, DType.FLOAT64), range(2), range(3)):
+        call = GRID_SAMPLER_3D.build(dtype=dtype, interpolation_mode=mode, padding_mode=padding)
+        yield Case(f"{GRID_SAMPLER_3D.name}-{dtype}-mode{mode}-padding{padding}", GRID_SAMPLER_3D, call)
+
+
 def msda_cases() -> Iterator[Case]:
     for dtype, rank, sizes, starts in combinations(FLOATS, (3, 4), INDICES, INDICES):
         call = MSDA.build(dtype=dtype, grad_output_rank=rank, index_dtype=sizes)
@@ -135,6 +146,15 @@ def floyd_cases() -> Iterator[Case]:
         yield Case(f"{FLOYD.name}-{dtype}-mask_{mask}", FLOYD, call)
 
 
+def variant_cases(*others: Case) -> Iterator[Case]:
+    """The variants of every record that has no case yet, but for what is a sample."""
+    known = {case.record for case in others}
+    for record in (each for each in OPERATORS.values() if each not in known):
+        for small in small_calls(record, Product.ATLAS_A2, simulated=True):
+            if not small.name.startswith("sample "):
+                yield Case(f"{record.name}-{small.name.replace(' ', '-')}", record, small.call)
+
+
 def sample_cases() -> Iterator[Case]:
     """Every sample of every record: empty tensors, rank 0 and 8, limits, declared outputs."""
     for record in OPERATORS.values():
@@ -148,7 +168,14 @@ def _retyped(call: CallMeta, name: str, dtype: DType) -> Any:
     return type(meta)(dtype, meta.shape)
 
 
-MATRIX = [*group_norm_cases(), *grid_sampler_cases(), *msda_cases(), *floyd_cases()]
+MATRIX = [
+    *group_norm_cases(),
+    *grid_sampler_cases(),
+    *msda_cases(),
+    *floyd_cases(),
+    *grid_sampler_3d_cases(),
+]
+MATRIX.extend(variant_cases(*MATRIX))
 """Every operator in every dtype with every output mask, and the modes that choose other code."""
 PLAIN = [
     *(Case(f"{s.name}-{d}", s, s.build(dtype=d)) for s in (GROUP_NORM, GRID_SAMPLER, MSDA) for d in FLOATS),
@@ -168,6 +195,11 @@ LARGE = [
         MSDA.build(dtype="float16", nq=300, nh=8, ch=32, levels=((40, 40), (20, 20)), points=4),
     ),
     Case(f"{FLOYD.name}-bfloat16", FLOYD, FLOYD.build(dtype="bfloat16", h=2, d=64, with_mask=True)),
+    Case(
+        f"{GRID_SAMPLER_3D.name}-float64",
+        GRID_SAMPLER_3D,
+        GRID_SAMPLER_3D.build(dtype="float64", c=8, d=32, h=28, w=36, od=12, oh=14, ow=18),
+    ),
 ]
 """Calls whose operands and results take several chunks of 1 MiB, none of them a whole number of chunks."""
 
@@ -226,7 +258,7 @@ def typed(client: Client, case: Case, operands: Mapping[str, Any]) -> dict[str, 
     """Results of the client's typed method; what produced them is told truly."""
     result = getattr(client, case.record.name)(**operands, **case.call.attrs, out=dict(case.call.outputs))
     info = result.info
-    assert (info.backend, info.device) == (cpu_backend().name, "cpu:0")
+    assert (info.backend, info.device) == (case.backend(), "cpu:0")
     assert (info.simulated, info.attempts) == (False, 1)
     assert info.product is Product.ATLAS_A2
     return outputs_of(case.record, result)

@@ -9,18 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from tests.calls import call_execute, call_unary, chunk, failure_of, fill, header_frame
-from tests.e2e.harness import (
-    FLOYD,
-    GRID_SAMPLER,
-    GROUP_NORM,
-    MSDA,
-    Wire,
-    both_ways,
-    differences,
-    each_operator,
-    local_results,
-    outputs_of,
-)
+from tests.e2e.harness import Wire, both_ways, differences, each_operator, local_results, outputs_of
+from tests.operators import FLOYD, GRID_SAMPLER, GRID_SAMPLER_3D, GROUP_NORM, LAYER_NORM, MSDA
 
 from npugrad import codec
 from npugrad.errors import (
@@ -166,6 +156,8 @@ def _terabytes(record: OpRecord) -> CallMeta:
         GRID_SAMPLER.name: lambda: GRID_SAMPLER.build(n=2**20, c=2**10, h=2**5, w=2**5, oh=1, ow=1),
         MSDA.name: lambda: MSDA.build(bs=2**28, nq=1, nh=16, ch=256, levels=((1, 1),), points=1),
         FLOYD.name: lambda: FLOYD.build(b=1, h=1, n=2**20, m=2**20, k=128, d=32),
+        LAYER_NORM.name: lambda: LAYER_NORM.build(leading=(2**20,), normalized=(2**20,)),
+        GRID_SAMPLER_3D.name: lambda: GRID_SAMPLER_3D.build(n=2**20, c=2**10, d=1, h=2**5, w=2**5, ow=1),
     }[record.name]()
     metas = {
         name: None if m is None else TensorMeta(m.dtype, m.shape, strides=(0,) * m.rank)

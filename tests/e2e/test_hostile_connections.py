@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 from tests.calls import TIMEOUT_S, call_execute, fill
-from tests.e2e.harness import FLOYD, GROUP_NORM, MSDA, eventually, run_victim
+from tests.e2e.harness import eventually, run_victim
 from tests.http2 import PREFACE, frame, literal, message, start_call
+from tests.operators import FLOYD, GROUP_NORM, MSDA
 
 from npugrad.v1 import backward_pb2_grpc
 from npugrad_client import Client

@@ -16,10 +16,6 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from tests.calls import Sample, failure_of, fill, registry_of
 from tests.e2e.harness import (
-    FLOYD,
-    GRID_SAMPLER,
-    GROUP_NORM,
-    MSDA,
     VICTIM_INPUT_ARENA,
     VICTIM_OUTPUT_ARENA,
     Wire,
@@ -27,6 +23,7 @@ from tests.e2e.harness import (
     local_results,
     run_victim,
 )
+from tests.operators import FLOYD, GRID_SAMPLER, GROUP_NORM, MSDA
 from tests.synthetic.record import REGISTRY as SYNTHETIC_REGISTRY
 from tests.synthetic.record import SYNTHETIC
 

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from tests.calls import call_execute, call_unary, failure_of, header_frame, sample
-from tests.e2e.harness import GROUP_NORM, Wire
+from tests.e2e.harness import Wire
 from tests.fix_server import run_server
+from tests.operators import GROUP_NORM
 
 from npugrad import codec
 from npugrad.tolerance import compare

@@ -12,6 +12,7 @@ import pytest
 from tests.cann_sim.report import Report as SimulatorReport
 from tests.fix_npu import npu_environment
 
+from npugrad.ops import OPERATORS
 from npugrad_server.acceptance.report import Report
 from npugrad_server.acceptance.steps import STEPS
 
@@ -218,9 +219,12 @@ def test_an_operator_that_an_old_cann_lacks_is_excused(
     assert not any("fused_floyd" in check.name for check in determinism.checks)
     # Each mode had workers of its own.
     assert "CANN 8.5.0 reads the option once" in determinism.notes[0]
-    refused = [check for check in determinism.checks if check.name.endswith("refused by a worker without it")]
+    names = [check.name.partition(": ") for check in determinism.checks]
+    refused = [name for name, _, what in names if what == "refused by a worker without it"]
     rows = {row[0]: row for row in determinism.tables[0].rows}
-    assert len(refused) == len(rows) == 9
+    assert (len(refused), len(rows)) == (15, 16)
+    assert refused == [name for name, row in rows.items() if row[-1] != "not offered"]
+    assert {name.split()[0] for name in refused} == set(OPERATORS) - {"fused_floyd_attention_grad"}
     fixed, free = rows["multi_scale_deformable_attention_grad float32 decoder"][1:3]
     assert fixed == 1
     assert isinstance(free, int)

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.calls import call_unary, fill
-from tests.e2e.harness import FLOYD, workers_of
+from tests.e2e.harness import workers_of
 from tests.e2e.npu_cases import CASES, QUICK
 from tests.e2e.npu_matrix import Site
 from tests.e2e.npu_verdict import judge
 from tests.fix_npu import run_npu_server
+from tests.operators import FLOYD
 
 from npugrad_server.worker.descendants import processes
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tests.calls import Sample, call_execute, call_unary, failure_of, fill
 from tests.e2e.harness import wire_layout
-from tests.operators import FLOYD, GRID_SAMPLER, GROUP_NORM, MSDA
+from tests.operators import FLOYD, GRID_SAMPLER, GRID_SAMPLER_3D, GROUP_NORM, MSDA
 
 from npugrad import codec
 from npugrad.dtypes import DType
@@ -28,6 +28,7 @@ from npugrad.v1 import (
     validation_pb2,
     validation_pb2_grpc,
 )
+from npugrad_server.acceptance.cases import small_calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -127,12 +128,26 @@ def floyd_calls() -> Iterator[CallMeta]:
     yield FLOYD.build(h=2, d=64, scale_value=0.25)
 
 
+def grid_sampler_3d_calls() -> Iterator[CallMeta]:
+    for dtype, mode, padding, align in combinations((*FLOATS, DType.FLOAT64), (0, 1), (0, 1, 2), BITS):
+        yield GRID_SAMPLER_3D.build(
+            dtype=dtype, interpolation_mode=mode, padding_mode=padding, align_corners=align, h=2, ow=7
+        )
+
+
 CALLS: Mapping[str, Callable[[], Iterator[CallMeta]]] = {
     GROUP_NORM.name: group_norm_calls,
     GRID_SAMPLER.name: grid_sampler_calls,
     MSDA.name: msda_calls,
     FLOYD.name: floyd_calls,
+    GRID_SAMPLER_3D.name: grid_sampler_3d_calls,
 }
+
+
+def calls_of(record: OpRecord) -> Iterator[CallMeta]:
+    """Those above, or the record's variants where there are none."""
+    small = small_calls(record, Product.ATLAS_A2, simulated=True)
+    return CALLS[record.name]() if record.name in CALLS else (each.call for each in small)
 
 
 def every_sample() -> list[Any]:
@@ -154,13 +169,13 @@ def test_every_sample_of_every_record(npu_server: NpuServer, operator: str, name
         call(channel, sample)
 
 
-@pytest.mark.parametrize("operator", CALLS)
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_every_type_mode_and_mask_in_mixed_layouts(
     npu_server: NpuServer, operator: str, tally: Tally
 ) -> None:
     record = get_operator(operator)
     with npu_server.process.channel() as channel:
-        for number, meta in enumerate(CALLS[operator]()):
+        for number, meta in enumerate(calls_of(record)):
             call(channel, fill(record, meta, seed=number))
             call(channel, laid_out(record, meta, zlib.crc32(operator.encode()) + number))
             tally(f"simulated NPU calls within tolerance, {operator}", 2)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from npugrad.operator import OpRecord
 
 STREAMED, UNARY = 0, 2**30
+MISSED = "^group_norm_backward runs here, as the server lacks it: .*found a server of version "
 
 
 @pytest.fixture(scope="module", params=["1", "0"], ids=["now", "before"])
@@ -87,3 +88,30 @@ def test_so_is_a_question_about_it(older: ServerProcess, act: Callable[..., Any]
         act(older.address, "validate", {"operator": GROUP_NORM.name, **validation_of(GROUP_NORM)})
     found = act(older.address, "validate", {"operator": GRID_SAMPLER.name, **validation_of(GRID_SAMPLER)})
     assert found.status == 0
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("newer_first", [False, True], ids=["alone", "behind a newer one"])
+def test_remote_keeps_it_at_home_with_one_warning(
+    older: ServerProcess, server: ServerProcess, newer_first: bool
+) -> None:
+    """Also where the server that said what it has was another one than the server that gets the call."""
+    torch = pytest.importorskip("torch")
+    from npugrad_client.torch import RemoteWarning, remote
+
+    with Client(older.address) as client, Client(server.address) as newer:
+        mode = remote(client, min_bytes=0, on_refused="raise")
+        mode._server = newer.server_info() if newer_first else None
+        x = torch.randn(2, 8, 5, requires_grad=True)
+        grid = torch.zeros(1, 2, 2, 2, requires_grad=True)
+        lacking = torch.nn.functional.group_norm(x, 4).square().sum()
+        known = torch.nn.functional.grid_sample(torch.randn(1, 1, 4, 4), grid, align_corners=False).sum()
+        (expected,) = torch.autograd.grad(lacking, x, retain_graph=True)
+        with mode, pytest.warns(RemoteWarning, match=MISSED) as said:
+            [loss.backward(retain_graph=True) for loss in (lacking, known, lacking)]
+    assert len(said) == 1
+    assert torch.equal(x.grad, 2 * expected)
+    assert [(row.operator, row.is_sent, row.why, row.calls) for row in mode.summary().rows] == [
+        (GRID_SAMPLER.name, True, "", 1),
+        (GROUP_NORM.name, False, "the server lacks it", 2),
+    ]

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.e2e.harness import FLOYD, Wire, eventually, own_threads, workers_of
+from tests.e2e.harness import Wire, eventually, own_threads, workers_of
 from tests.e2e.load import CALL_TIMEOUT_S, ClientLoad, mixed_work
 from tests.fix_server import ServerProcess, run_server
+from tests.operators import FLOYD
 
 from npugrad.errors import WorkerLost
 from npugrad.ops import OPERATORS

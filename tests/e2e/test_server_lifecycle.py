@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -10,7 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 from tests.calls import TIMEOUT_S, call_execute, call_unary, failure_of, sample
-from tests.fix_server import SERVER_PYTHON, server_command, server_environment
+from tests.fix_server import run_command, server_flags
 
 from npugrad.errors import InvalidOperand
 from npugrad.products import Product
@@ -46,25 +45,11 @@ def watch_health(channel: grpc.Channel, service: str = "") -> Any:
     return stub.Watch(health_pb2.HealthCheckRequest(service=service), timeout=TIMEOUT_S)
 
 
-def run_command(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs `npugrad-server` to its end."""
-    return subprocess.run(
-        [SERVER_PYTHON, "-m", "npugrad_server", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=server_environment(env),
-        check=False,
-    )
-
-
 # ------------------------------------------------------------------------------------------- start
 
 
 def test_taken_port_is_told_before_anything_is_started(server: ServerProcess) -> None:
-    ended = subprocess.run(
-        server_command(listen=server.address), capture_output=True, text=True, timeout=60, check=False
-    )
+    ended = run_command("serve", *server_flags(listen=server.address))
     assert ended.returncode == 1
     assert f"cannot listen on {server.address}: Address already in use" in ended.stderr
     assert "listening on" not in ended.stdout
@@ -73,9 +58,7 @@ def test_taken_port_is_told_before_anything_is_started(server: ServerProcess) ->
 
 def test_taken_metrics_port_is_told(server: ServerProcess) -> None:
     taken = server.metrics_address
-    ended = subprocess.run(
-        server_command("--metrics-listen", taken), capture_output=True, text=True, timeout=60, check=False
-    )
+    ended = run_command("serve", *server_flags("--metrics-listen", taken))
     assert ended.returncode == 1
     assert f"cannot serve metrics on {taken}" in ended.stderr
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import grpc
+import numpy as np
 import pytest
 from tests.calls import (
     TIMEOUT_S,
@@ -15,9 +16,11 @@ from tests.calls import (
     sample,
 )
 from tests.fix_server import run_server
-from tests.operators import GRID_SAMPLER, GROUP_NORM
+from tests.operators import GRID_SAMPLER, GRID_SAMPLER_3D, GROUP_NORM
 
+from npugrad import TensorMeta, codec
 from npugrad.errors import CallTooLarge
+from npugrad.layout import content, view
 from npugrad.ops import OPERATORS, get_operator
 from npugrad.v1 import backward_pb2_grpc
 
@@ -89,6 +92,24 @@ def test_each_call_says_what_computed_it_where_kernels_are_not_for_all(
     (device,) = running.info().devices
     assert device.backend == "cpu"
     assert device.description.endswith("NumPy reference in float64 for grid_sampler_2d_backward")
+
+
+def test_channels_come_back_where_the_format_has_them(channel: grpc.Channel) -> None:
+    plain = fill(GRID_SAMPLER_3D, GRID_SAMPLER_3D.build())
+    expected = call_unary(channel, GRID_SAMPLER_3D, plain.message()).contents
+    metas, contents = dict(plain.call.inputs), dict(plain.contents)
+    for name in ("input", "grad_output"):
+        array = plain.arrays[name]
+        assert array is not None
+        metas[name], contents[name] = content(np.moveaxis(array, 1, -1).copy(), "NDHWC")
+    message, _ = codec.encode_request(metas, contents, GRID_SAMPLER_3D, plain.call.attrs)
+    found = call_unary(channel, GRID_SAMPLER_3D, message)
+    last = TensorMeta("float32", (2, 3, 4, 5, 3), "NDHWC")
+    assert found.metas["input_grad"] == last
+    first = view(plain.call.tensor("input"), expected["input_grad"].data or b"")
+    moved = view(last, found.contents["input_grad"].data or b"")
+    np.testing.assert_array_equal(np.moveaxis(moved, -1, 1), first)
+    assert found.contents["grid_grad"].data == expected["grid_grad"].data
 
 
 def test_request_id_comes_back_in_the_trailers_and_is_made_when_missing(channel: grpc.Channel) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -10,7 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tests.calls import call_execute, call_unary, sample
-from tests.fix_server import START_TIMEOUT_S, run_server, server_command, server_environment
+from tests.fix_server import run_command, run_server, server_flags
 
 from npugrad.v1 import server_pb2, server_pb2_grpc
 from npugrad_client import Client, Tls
@@ -148,22 +147,13 @@ def test_unix_socket_can_be_secured(
     assert running.wait() == 0
 
 
-def run_command(*flags: str, listen: str = "127.0.0.1:0", command: str = "serve") -> tuple[int, str, str]:
-    arguments = server_command(*flags, devices="test:1", listen=listen)
-    arguments[arguments.index("serve")] = command
-    done = subprocess.run(
-        arguments,
-        env=server_environment(),
-        capture_output=True,
-        text=True,
-        timeout=START_TIMEOUT_S,
-        check=False,
-    )
+def small_command(*flags: str, listen: str = "127.0.0.1:0", command: str = "serve") -> tuple[int, str, str]:
+    done = run_command(command, *server_flags(*flags, devices="test:1", listen=listen))
     return done.returncode, done.stdout, done.stderr
 
 
 def test_server_with_wrong_files_does_not_start(certificates: Certificates) -> None:
-    code, out, err = run_command("--tls-certificate", certificates.certificate, "--tls-key", "/none.key")
+    code, out, err = small_command("--tls-certificate", certificates.certificate, "--tls-key", "/none.key")
     assert code == 1
     assert "listening" not in out
     assert "npugrad-server: tls_key: cannot read '/none.key': No such file or directory" in err
@@ -178,7 +168,7 @@ def test_server_with_wrong_files_does_not_start(certificates: Certificates) -> N
     ],
 )
 def test_settings_that_do_not_go_together(flags: tuple[str, ...], problem: str) -> None:
-    code, _, err = run_command(*flags)
+    code, _, err = small_command(*flags)
     assert code == 2
     assert f"npugrad-server: {problem}" in err
     assert "(from flag)" in err
@@ -186,10 +176,10 @@ def test_settings_that_do_not_go_together(flags: tuple[str, ...], problem: str) 
 
 @pytest.mark.slow
 def test_check_tells_of_tls(certificates: Certificates) -> None:
-    code, out, _ = run_command(*certificates.mutual_flags, command="check")
+    code, out, _ = small_command(*certificates.mutual_flags, command="check")
     assert code == 0, out
     assert f"TLS: certificate of {certificates.certificate!r}; callers need one of" in out
-    code, out, _ = run_command("--tls-certificate", certificates.key, "--tls-key", "none", command="check")
+    code, out, _ = small_command("--tls-certificate", certificates.key, "--tls-key", "none", command="check")
     assert code == 1
     assert "FAIL  tls_key: cannot read 'none'" in out
     assert "FAIL  tls_certificate: found no certificate in" in out

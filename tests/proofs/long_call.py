@@ -14,8 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.calls import fill
-from tests.e2e.harness import GROUP_NORM, STREAMED, UNARY
+from tests.e2e.harness import STREAMED, UNARY
 from tests.fix_server import run_server
+from tests.operators import GROUP_NORM
 
 from npugrad.errors import NpugradError
 from npugrad_client import Client

@@ -18,11 +18,12 @@ from npugrad.attributes import KINDS, MAX_ENTRIES, MAX_STRING_BYTES, Scalar
 from npugrad.dtypes import DATA_DTYPES, DType
 from npugrad.error_table import PARAM_NULLPTR
 from npugrad.meta import CallMeta, TensorMeta
-from npugrad.operator import AttrParam, Constraint, Finding, OpRecord, Sample, TensorParam
+from npugrad.operator import AttrParam, Finding, OpRecord, Sample, TensorParam
 from npugrad.products import Product
 from npugrad.registry import Registry
 from npugrad.rules import (
     Citations,
+    attr_not_null,
     dtype_is,
     dtype_supported,
     input_not_null,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from npugrad.attributes import AttrType, AttrValue
-    from npugrad.operator import Arrays, Param
+    from npugrad.operator import Arrays, Constraint, Param
 
 DOCUMENT = "aclnnSynthetic"
 MODES = ("sum", "mean")
@@ -138,19 +139,6 @@ def _wanted(index: int, call: CallMeta) -> bool:
     return mask is not None and len(mask) == 2 and mask[index]
 
 
-def _not_null(name: str) -> Constraint:
-    return Constraint(
-        id=f"{name}.not_null",
-        code=PARAM_NULLPTR,
-        text=f"{name} is not null.",
-        sources=(_CITE.code(PARAM_NULLPTR),),
-        operands=(name,),
-        check=lambda call: Finding("null", "a value") if call.attrs[name] is None else None,
-        violate=lambda call: call.with_attrs(**{name: None}),
-        vendor_code=PARAM_NULLPTR,
-    )
-
-
 def _rule(name: str, text: str, check: Any, violate: Any, *requires: str) -> Constraint:
     operand, _, _ = name.partition(".")
     return invalid(name, text, (_CITE.parameter(operand),), (operand,), check, violate, requires=requires)
@@ -176,7 +164,10 @@ def _declared(name: str, index: int, meta: TensorMeta) -> Any:
 
 _CONSTRAINTS = (
     input_not_null("input", "input is not null.", (_CITE.code(PARAM_NULLPTR),)),
-    *map(_not_null, ("sizes", "weights", "output_mask", "alpha", "mode")),
+    *(
+        attr_not_null(name, f"{name} is not null.", (_CITE.code(PARAM_NULLPTR),))
+        for name in ("sizes", "weights", "output_mask", "alpha", "mode")
+    ),
     output_not_null("scaled", "scaled is not null.", (_CITE.code(PARAM_NULLPTR),), partial(_wanted, 0)),
     output_not_null("seen", "seen is not null.", (_CITE.code(PARAM_NULLPTR),), partial(_wanted, 1)),
     _rule(

@@ -7,9 +7,12 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    import numpy.typing as npt
     from hdrh.histogram import HdrHistogram
 
 LOWEST_US, HIGHEST_US, DIGITS = 1, 86_400_000_000, 3
@@ -46,7 +49,13 @@ class Distribution:
     @property
     def mean_s(self) -> float:
         """Mean in seconds; 0 when empty."""
-        return float(self._histogram.get_mean_value()) / 1e6 if self.count else 0.0
+        if not self.count:
+            return 0.0
+        total, counts = 0, self._counts()
+        for index in np.flatnonzero(counts).tolist():
+            least, most = self._bounds_us(index)
+            total += int(counts[index]) * (least + (most - least + 1) // 2)
+        return total / self.count / 1e6
 
     def percentile_s(self, percentile: float) -> float:
         """A percentile in seconds, 100 for the maximum; 0 when empty."""
@@ -56,8 +65,16 @@ class Distribution:
 
     def ranked_s(self, rank: int) -> float:
         """The value of a rank in seconds, from 1 for the least to `count`."""
-        # Told as a percentile, of which the library takes the nearest rank.
-        return float(self._histogram.get_value_at_percentile(rank * 100 / self.count)) / 1e6
+        index = int(np.searchsorted(np.cumsum(self._counts()), rank))
+        return self._bounds_us(index)[1] / 1e6
+
+    def _counts(self) -> npt.NDArray[np.int64]:
+        # The library's own look at 28,000 counts, one by one, takes milliseconds for each percentile.
+        return np.array(self._histogram.counts, np.int64)
+
+    def _bounds_us(self, index: int) -> tuple[int, int]:
+        least = int(self._histogram.get_value_from_index(index))
+        return least, int(self._histogram.get_highest_equivalent_value(least))
 
     def encode(self) -> str:
         """Compressed, in the V2 format that HDR tools of other languages read, as base64."""

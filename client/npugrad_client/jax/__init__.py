@@ -1,4 +1,4 @@
-"""JAX: four functions whose gradients come from the service.
+"""JAX: functions whose gradients come from the service.
 
 The forward pass is JAX's own, and may be compiled; the gradient is a host callback, so it needs devices whose
 arrays the host can reach, and has no gradient of its own.
@@ -17,5 +17,12 @@ from npugrad_client.jax._deformable import multi_scale_deformable_attention
 from npugrad_client.jax._floyd import fused_floyd_attention
 from npugrad_client.jax._grid_sample import grid_sample
 from npugrad_client.jax._group_norm import group_norm
+from npugrad_client.jax._layer_norm import layer_norm
 
-__all__ = ["fused_floyd_attention", "grid_sample", "group_norm", "multi_scale_deformable_attention"]
+__all__ = [
+    "fused_floyd_attention",
+    "grid_sample",
+    "group_norm",
+    "layer_norm",
+    "multi_scale_deformable_attention",
+]

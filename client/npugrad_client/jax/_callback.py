@@ -73,6 +73,19 @@ class Service:
         given = [operands[name] for name in names]
         return tuple(jax.pure_callback(call, shapes, *given, vmap_method="sequential"))
 
+    def wanted_gradients(
+        self,
+        operator: str,
+        operands: Mapping[str, Array | None],
+        attrs: Mapping[str, Any],
+        results: Mapping[str, Array | None],
+    ) -> tuple[Array | None, ...]:
+        """The same of an operator with a mask; a result like None is not wanted, and None."""
+        wanted = {name: value for name, value in results.items() if value is not None}
+        masked = {**attrs, "output_mask": tuple(name in wanted for name in results)}
+        found = dict(zip(wanted, self.gradients(operator, operands, masked, wanted), strict=True))
+        return tuple(found.get(name) for name in results)
+
 
 def like(shape: Sequence[int], value: Array | None) -> jax.ShapeDtypeStruct:
     """An operand of the backward pass only, of the type of `value`; None is what is refused, not this."""

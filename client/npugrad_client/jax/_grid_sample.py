@@ -1,7 +1,9 @@
-"""Grid sampling of images: bilinear and nearest, with every padding."""
+"""Grid sampling of images and volumes: bilinear and nearest, with every padding."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -11,9 +13,10 @@ from npugrad_client._legality import require_client, require_legal
 from npugrad_client.jax._callback import Array, Service, like, metas
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from npugrad_client import Client
 
-OPERATOR = "grid_sampler_2d_backward"
 _MODES: dict[Any, Any] = {"bilinear": 0, "nearest": 1}
 _PADDINGS: dict[Any, Any] = {"zeros": 0, "border": 1, "reflection": 2}
 _FAR = -100.0  # the position given to a point that has none; no image has pixels around it
@@ -33,11 +36,13 @@ def grid_sample(
     label: str = "",
     verify: bool = False,
 ) -> Array:
-    """Samples images at the points of a grid; the service computes the gradients of both.
+    """Samples images or volumes at the points of a grid; the service computes the gradients of both.
 
     Args:
-        input: (N, C, H, W) with H and W above 0, float32, float16 or bfloat16. The sampled images.
-        grid: (N, OH, OW, 2), dtype of input. Sampling points (x, y), inside the image from -1 to 1.
+        input: (N, C, H, W) or (N, C, D, H, W) with sizes of images above 0, float32, float16 or bfloat16;
+            volumes also float64. What is sampled.
+        grid: (N, OH, OW, 2) or (N, OD, OH, OW, 3), dtype of input. Sampling points (x, y) or (x, y, z),
+            inside from -1 to 1.
         client: Who calls the service in the backward pass.
         mode: ``"bilinear"`` or ``"nearest"``.
         padding_mode: What a point outside the image reads: ``"zeros"``, ``"border"`` or ``"reflection"``.
@@ -49,7 +54,7 @@ def grid_sample(
         verify: Have the server recompute the call and refuse a result that differs.
 
     Returns:
-        (N, C, OH, OW), dtype of input.
+        (N, C, OH, OW) or (N, C, OD, OH, OW), dtype of input.
 
     Raises:
         NullOperand: 161001. input or grid is None.
@@ -70,14 +75,20 @@ def grid_sample(
         "align_corners": align_corners,
         "output_mask": (True, True),
     }
-    missing = input is None or grid is None
-    grad_output = like(() if missing else (*input.shape[:2], *grid.shape[1:3]), input)
+    missing, operator = input is None or grid is None, _operator(input)
+    grad_output = like(() if missing else (*input.shape[:2], *grid.shape[1 : input.ndim - 1]), input)
     operands = {"input": input, "grid": grid, "grad_output": grad_output}
-    require_legal(OPERATOR, metas(OPERATOR, operands), attrs)
+    require_legal(operator, metas(operator, operands), attrs)
     # Numbers are as good as names to the documents, and so they are here.
     how = _How(_MODES.get(mode, mode), _PADDINGS.get(padding_mode, padding_mode), bool(align_corners))
     result: Array = _grid_sample(service, how, input, grid)
     return result
+
+
+def _operator(input: Array) -> str:
+    """That of volumes for rank 5; else that of images, which says what it expects."""
+    axes = 3 if input is not None and input.ndim == 5 else 2
+    return f"grid_sampler_{axes}d_backward"
 
 
 class _How(NamedTuple):
@@ -100,7 +111,7 @@ def _backward(service: Service, how: _How, saved: tuple[Array, Array], grad: Arr
     input, grid = saved
     operands = {"grad_output": grad, "input": input, "grid": grid}
     attrs = {**how._asdict(), "output_mask": (True, True)}
-    return service.gradients(OPERATOR, operands, attrs, {"input_grad": input, "grid_grad": grid})
+    return service.gradients(_operator(input), operands, attrs, {"input_grad": input, "grid_grad": grid})
 
 
 _grid_sample: Any = jax.custom_vjp(_apply, nondiff_argnums=(0, 1))
@@ -110,30 +121,37 @@ _grid_sample.defvjp(_forward, _backward)
 def sample(
     input: Array, grid: Array, interpolation_mode: int, padding_mode: int, align_corners: bool
 ) -> Array:
-    """The sampling itself, in float32; (N, C, OH, OW), dtype of input."""
-    height, width = input.shape[2:]
-    points = grid.astype(jnp.float32)
-    x = _position(points[..., 0], width, padding_mode, align_corners)
-    y = _position(points[..., 1], height, padding_mode, align_corners)
-    images = input.astype(jnp.float32)
+    """The sampling itself, in float32 or more; (N, C, then the axes of the points), dtype of input."""
+    dtype = jnp.promote_types(input.dtype, jnp.float32)
+    images, points = input.astype(dtype), grid.astype(dtype)
+    at = [
+        _position(points[..., -1 - axis], size, padding_mode, align_corners)
+        for axis, size in enumerate(input.shape[2:])
+    ]
     if interpolation_mode == _MODES["nearest"]:
-        return _read(images, jnp.rint(y), jnp.rint(x)).astype(input.dtype)
-    left, top = jnp.floor(x), jnp.floor(y)
-    tx, ty = (x - left)[:, None], (y - top)[:, None]
-    total = _read(images, top, left) * (1 - tx) * (1 - ty)
-    total += _read(images, top, left + 1) * tx * (1 - ty)
-    total += _read(images, top + 1, left) * (1 - tx) * ty
-    total += _read(images, top + 1, left + 1) * tx * ty
+        return _read(images, [jnp.rint(each) for each in at]).astype(input.dtype)
+    first = [jnp.floor(each) for each in at]
+    total: Array = 0
+    for corner in itertools.product((0, 1), repeat=len(at)):
+        weights = [t if step else 1 - t for t, step in zip(map(jnp.subtract, at, first), corner, strict=True)]
+        found = _read(images, [start + step for start, step in zip(first, corner, strict=True)])
+        total += found * math.prod(weights)[:, None]
     return total.astype(input.dtype)
 
 
-def _read(images: Array, y: Array, x: Array) -> Array:
-    """(N, C, *) pixels at whole positions (N, *); 0 outside of the images."""
-    height, width = images.shape[2:]
-    inside = (y >= 0) & (y < height) & (x >= 0) & (x < width)
-    row = jnp.clip(y, 0, height - 1).astype(jnp.int32)
-    column = jnp.clip(x, 0, width - 1).astype(jnp.int32)
-    pixels = jax.vmap(lambda image, i, j: image[:, i, j])(images, row, column)
+def _read(images: Array, at: Sequence[Array]) -> Array:
+    """(N, C, *) pixels at whole positions (N, *) on each axis; 0 outside of the images."""
+    inside: Array = True
+    index = []
+    for along, size in zip(at, images.shape[2:], strict=True):
+        inside &= (along >= 0) & (along < size)
+        index.append(jnp.clip(along, 0, size - 1).astype(jnp.int32))
+
+    def pick(image: Array, *where: Array) -> Array:
+        pixel = (slice(None), *where)
+        return image[pixel]
+
+    pixels = jax.vmap(pick)(images, *index)
     return jnp.where(inside[:, None], pixels, 0)
 
 

@@ -108,15 +108,8 @@ def _forward(
 def _backward(service: Service, groups: int, eps: float, saved: tuple[Array, ...], grad: Array) -> Any:
     x, mean, rstd, scale, bias = saved
     operands = {"grad_out": grad, "input": x, "mean": mean, "rstd": rstd, "gamma": scale}
-    wanted = {"grad_input": x}
-    if scale is not None:
-        wanted["grad_gamma"] = scale
-    if bias is not None:
-        wanted["grad_beta"] = bias
-    attrs = _attrs(x, groups)
-    attrs["output_mask"] = tuple(name in wanted for name in ("grad_input", "grad_gamma", "grad_beta"))
-    found = dict(zip(wanted, service.gradients(OPERATOR, operands, attrs, wanted), strict=True))
-    return found["grad_input"], found.get("grad_gamma"), found.get("grad_beta")
+    results = {"grad_input": x, "grad_gamma": scale, "grad_beta": bias}
+    return service.wanted_gradients(OPERATOR, operands, _attrs(x, groups), results)
 
 
 _group_norm: Any = jax.custom_vjp(_apply, nondiff_argnums=(0, 1, 2))

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from npugrad_client import Client
+    from npugrad_client import Client, ServerInfo
 
 MIN_BYTES = 512 * 1024
 """Default of `min_bytes`: below it the fixed cost of a call is more than half of its travel (measured).
@@ -47,6 +47,7 @@ _REFUSED = (NullOperand, InvalidOperand, TilingError, UnsupportedOperator)
 _NOT_THE_CALLERS = tuple(package.__path__[0] + os.sep for package in (npugrad_client, torch))
 """Folders whose lines tell nobody which call of `backward` a warning is about."""
 _SMALL = "smaller than min_bytes"
+_LACKING = "the server lacks it"
 _CREATE_GRAPH = "create_graph=True takes it apart"
 
 
@@ -95,7 +96,7 @@ class Remote(ContextDecorator):
         self._on_error = on_error
         self._options = options
         self._ledger = Ledger()
-        self._product = ""
+        self._server: ServerInfo | None = None
         self._entered = _Entered()
 
     def __enter__(self) -> Remote:
@@ -150,22 +151,23 @@ class Remote(ContextDecorator):
             return "no plain CPU tensors"
         if request.nbytes < self._min_bytes:
             return _SMALL
-        if request.obstacle:
-            error = InvalidOperand(f"{request.operator}: {request.obstacle}", operator=request.operator)
-            return self._refused(request, error, request.obstacle)
         return ""
 
     def _send(self, request: Request) -> tuple[tuple[Tensor | None, ...] | None, str]:
         """Results in autograd's order and types; or None and why there are none."""
         try:
-            operands = request.operands()
-            self._require_legal(request, operands)
+            server, operands = self._ask_server(), request.operands()
+            require_legal(request.operator, metas(request.operator, operands), request.attrs, server.product)
+            if request.operator not in server.operators:
+                return None, self._lacking(request, f"found a server of version {server.version}")
             method = getattr(self._client, request.operator)
             result = method(**operands, **request.attrs, **self._options)
         except NpugradError as error:
             # A number is the documents' word; without one, a server of another kind may be at that address.
             if isinstance(error, _REFUSED) and error.code is not None:
                 return None, self._refused(request, error, _kind(error))
+            if isinstance(error, UnsupportedOperator) and error.operator == request.operator:
+                return None, self._lacking(request, str(error))  # another server of the same client
             if self._on_error == "raise":
                 raise
             kind = type(error).__name__
@@ -176,11 +178,16 @@ class Remote(ContextDecorator):
         tensors = ((getattr(result, name), dtype) for name, dtype in request.results.items())
         return tuple(None if tensor is None else tensor.to(dtype) for tensor, dtype in tensors), ""
 
-    def _require_legal(self, request: Request, operands: Mapping[str, Tensor | None]) -> None:
-        if not self._product:  # two threads may both ask; they get the same answer
-            self._product = self._client.server_info(timeout_s=self._options.get("timeout_s")).product
-        given = metas(request.operator, operands)
-        require_legal(request.operator, given, request.attrs, self._product)
+    def _ask_server(self) -> ServerInfo:
+        if self._server is None:  # two threads may both ask; they get the same answer
+            self._server = self._client.server_info(timeout_s=self._options.get("timeout_s"))
+        return self._server
+
+    def _lacking(self, request: Request, found: str) -> str:
+        """Warns once that a server has no such operator, and gives that back in short."""
+        name = request.operator
+        self._warn(f"{name}: {_LACKING}", f"{name} runs here, as {_LACKING}: {found}")
+        return _LACKING
 
     def _refused(self, request: Request, error: OperatorError, why: str) -> str:
         """Raises by policy, else warns once for the kind and gives it back."""
@@ -226,15 +233,18 @@ def remote(
 ) -> Remote:
     """Sends the backward operators of an unmodified model to the service while it is entered.
 
-    Sent are the backward of `grid_sample` on images (bilinear and nearest) and of `group_norm`, on CPU
-    tensors in float32, float16 and bfloat16. Where types are mixed (bfloat16 data with float32 weights,
-    which the documents refuse) the operands travel as float32 and the results are cast back. Everything
-    else runs here, as without it. Enter it around ``backward()``; around the forward pass it does no harm,
-    and costs some microseconds for every operator.
+    Sent are the backward of `grid_sample` (bilinear and nearest), of `group_norm` and of `layer_norm`, on CPU
+    tensors in float32, float16 and bfloat16, of volumes in float64 as well. Where types are mixed (bfloat16
+    data with float32 weights, which the documents refuse but for `layer_norm`) the operands travel as float32
+    and the results are cast back. Everything else runs here, as without it. Enter it around ``backward()``;
+    around the forward pass it does no harm, and costs some microseconds for every operator.
 
     Under ``create_graph=True`` autograd itself takes the backward of `group_norm` apart into elementary
-    operators, which run here, with a warning; that of `grid_sample` is still sent. So it does under the
+    operators, which run here, with a warning; the others are still sent. So it does under the
     transforms of `torch.func`, and where mean or rstd of `native_group_norm` have gradients.
+
+    An operator that the server lacks, as one of an earlier release may, runs here with one warning, whatever
+    the policies.
 
     Inside another `remote` the inner one decides alone. Any number of threads may enter the same object, each
     for its own backward passes. It works with hooks, checkpoints of both kinds, and autocast.
@@ -242,7 +252,7 @@ def remote(
     Args:
         client: Who calls the service.
         min_bytes: Calls with less in operands and results together stay here. 0 sends all.
-        on_refused: What the documents do not allow (float64, bicubic, volumes, ...): ``"local"`` runs it
+        on_refused: What the documents do not allow (float64 images, bicubic, ...): ``"local"`` runs it
             here with one warning for each kind, ``"raise"`` raises the documented error out of backward.
         on_error: When the service fails: ``"raise"`` raises the typed error out of backward, ``"local"``
             runs the call here, with a warning for each class of error, and counts it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,14 +25,14 @@ class Request:
         inputs: Operands by name, in the types that autograd has them in.
         attrs: Attributes by name.
         results: Names of the results in autograd's order, each with the type that autograd wants.
-        obstacle: Why the service cannot have it at all; else empty.
+        may_mix: Whether the documents allow the operands to have several types.
     """
 
     operator: str
     inputs: Mapping[str, Tensor | None]
     attrs: Mapping[str, Any]
     results: Mapping[str, torch.dtype]
-    obstacle: str = ""
+    may_mix: bool = False
 
     @property
     def _given(self) -> list[Tensor]:
@@ -49,9 +50,9 @@ class Request:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether the operands have several types, all of which the service knows."""
+        """Whether the operands have several types, all of which the service knows, and may not."""
         found = {tensor.dtype for tensor in self._given}
-        return len(found) > 1 and found <= _CASTABLE
+        return len(found) > 1 and found <= _CASTABLE and not self.may_mix
 
     @property
     def nbytes(self) -> int:
@@ -76,11 +77,14 @@ _LIKE = {
     "grad_input": "input",
     "grad_gamma": "gamma",
     "grad_beta": "gamma",
+    "grad_weight": "weight",
+    "grad_bias": "bias",
 }
 """The operand that a result has the shape and the type of."""
 
 
-def _grid_sampler_2d(
+def _grid_sampler(
+    operator: str,
     grad_output: Tensor,
     input: Tensor,
     grid: Tensor,
@@ -90,7 +94,7 @@ def _grid_sampler_2d(
     output_mask: list[bool],
 ) -> Request:
     return Request(
-        "grid_sampler_2d_backward",
+        operator,
         {"grad_output": grad_output, "input": input, "grid": grid},
         {
             "interpolation_mode": interpolation_mode,
@@ -100,21 +104,6 @@ def _grid_sampler_2d(
         },
         {"input_grad": input.dtype, "grid_grad": grid.dtype},
     )
-
-
-def _grid_sampler_3d(
-    grad_output: Tensor,
-    input: Tensor,
-    grid: Tensor,
-    interpolation_mode: int,
-    padding_mode: int,
-    align_corners: bool,
-    output_mask: list[bool],
-) -> Request:
-    obstacle = f"input: found rank {input.dim()}; expected 4, the service samples images and no volumes"
-    inputs = {"grad_output": grad_output, "input": input, "grid": grid}
-    results = {"input_grad": input.dtype, "grid_grad": grid.dtype}
-    return Request("grid_sampler_3d_backward", inputs, {}, results, obstacle)
 
 
 def _group_norm(
@@ -138,10 +127,33 @@ def _group_norm(
     )
 
 
+def _layer_norm(
+    grad_out: Tensor,
+    input: Tensor,
+    normalized_shape: list[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    output_mask: list[bool],
+) -> Request:
+    scale = {"grad_weight": weight, "grad_bias": bias}
+    if weight is None and bias is not None:  # for a gradient of bias in its own type
+        weight = torch.ones_like(bias)
+    return Request(
+        "layer_norm_backward",
+        {"grad_out": grad_out, "input": input, "mean": mean, "rstd": rstd, "weight": weight, "bias": bias},
+        {"normalized_shape": tuple(map(int, normalized_shape)), "output_mask": tuple(output_mask)},
+        {"grad_input": input.dtype, **{n: input.dtype if t is None else t.dtype for n, t in scale.items()}},
+        may_mix=True,
+    )
+
+
 TRANSLATIONS: dict[Any, Callable[..., Request]] = {
-    torch.ops.aten.grid_sampler_2d_backward.default: _grid_sampler_2d,
-    torch.ops.aten.grid_sampler_3d_backward.default: _grid_sampler_3d,
+    torch.ops.aten.grid_sampler_2d_backward.default: partial(_grid_sampler, "grid_sampler_2d_backward"),
+    torch.ops.aten.grid_sampler_3d_backward.default: partial(_grid_sampler, "grid_sampler_3d_backward"),
     torch.ops.aten.native_group_norm_backward.default: _group_norm,
+    torch.ops.aten.native_layer_norm_backward.default: _layer_norm,
 }
 """What is looked at, by autograd's operator; everything else passes through."""
 TAKEN_APART = {"NativeGroupNormBackward0": "group_norm_backward"}

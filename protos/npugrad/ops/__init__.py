@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from npugrad.errors import UnsupportedOperator
 from npugrad.ops.fused_floyd_attention_grad import FUSED_FLOYD_ATTENTION_GRAD
 from npugrad.ops.grid_sampler_2d_backward import GRID_SAMPLER_2D_BACKWARD
+from npugrad.ops.grid_sampler_3d_backward import GRID_SAMPLER_3D_BACKWARD
 from npugrad.ops.group_norm_backward import GROUP_NORM_BACKWARD
+from npugrad.ops.layer_norm_backward import LAYER_NORM_BACKWARD
 from npugrad.ops.multi_scale_deformable_attention_grad import MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ OPERATORS: dict[str, OpRecord] = {
         GRID_SAMPLER_2D_BACKWARD,
         GROUP_NORM_BACKWARD,
         FUSED_FLOYD_ATTENTION_GRAD,
+        LAYER_NORM_BACKWARD,
+        GRID_SAMPLER_3D_BACKWARD,
     )
 }
 """Every operator by name."""

@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from npugrad.dtypes import DType
-from npugrad.ties import half_pixels, settle
+from npugrad.ops._grid_sampler import settle_points, ties
 from npugrad.workloads import Example, Expanded, Filled, Huge, Workload, Workloads, named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import numpy.typing as npt
-
-    from npugrad.meta import CallMeta
-    from npugrad.operator import Arrays
 
 
 _IMAGE = {"c": 16, "h": 256, "w": 256}
@@ -30,26 +27,6 @@ def _sizes(n: int, c: int, h: int, w: int | None = None) -> dict[str, int]:
     """As many points as pixels."""
     w = h if w is None else w
     return {"n": n, "c": c, "h": h, "w": w, "oh": h, "ow": w}
-
-
-def _ties(call: CallMeta, operands: Arrays) -> None:
-    """On pixels, on edges and in the middles between them, inside and outside."""
-    image, grid = call.tensor("input"), operands["grid"]
-    if grid is None:
-        return
-    for axis, size in ((0, image.shape[3]), (1, image.shape[2])):
-        divisor = max(size - 1, 1) if call.attrs["align_corners"] else size
-        grid[..., axis] = 2 * half_pixels(grid[..., axis], size) / divisor - 1
-
-
-def _settle(call: CallMeta, operands: Arrays) -> None:
-    image, grid = call.tensor("input"), operands["grid"]
-    if grid is None:
-        return
-    for axis, size in ((0, image.shape[3]), (1, image.shape[2])):
-        # For corners aligned and not, so that the same data serves either; nearest jumps at the halves.
-        for scale in (size, size - 1):
-            settle(grid[..., axis], scale / 2, (size - 1) / 2, steps=2)
 
 
 def _example() -> Filled:
@@ -169,6 +146,6 @@ WORKLOADS = Workloads(
             *(long_call(n, c, math.isqrt(_MOST_POINTS)) for n, c in ((1, 1), (1, 4), (1, 16), (2, 32))),
         ),
     ),
-    ties=_ties,
-    settle=_settle,
+    ties=ties,
+    settle=settle_points,
 )

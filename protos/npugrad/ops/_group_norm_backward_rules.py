@@ -14,6 +14,7 @@ from npugrad.ops._group_norm_backward_layout import (
     DOCUMENT,
     DTYPES,
     OUTPUTS,
+    SIGNATURE,
     build,
     gamma_shape,
     output_metas,
@@ -45,12 +46,8 @@ _CITE = Citations(DOCUMENT, "ops-nn")
 _codes, _parameter, _vendor = _CITE.code, _CITE.parameter, _CITE.check
 
 
-def _wanted(index: int) -> Any:
-    def wanted(call: CallMeta) -> bool:
-        mask = call.mask()
-        return mask is not None and len(mask) == len(OUTPUTS) and mask[index]
-
-    return wanted
+def _wanted(index: int) -> Callable[[CallMeta], bool]:
+    return partial(SIGNATURE.is_wanted, name=OUTPUTS[index])
 
 
 def _when_wanted(index: int, check: Check) -> Check:

@@ -9,6 +9,7 @@ import numpy as np
 
 from npugrad.dtypes import DType, dtype_from_name
 from npugrad.ops._multi_scale_deformable_attention_grad_data import level_starts
+from npugrad.ops._multi_scale_deformable_attention_grad_probes import probes
 from npugrad.ties import half_pixels, settle
 from npugrad.workloads import Example, Filled, Workload, Workloads, named
 
@@ -145,6 +146,7 @@ WORKLOADS = Workloads(
     },
     uneven={"nq": 37, "nh": 3, "ch": 20, "levels": ((9, 7), (4, 5)), "points": 3},
     examples=tuple(_examples()),
+    probes=tuple(probes()),
     fixed=_level_tables,
     ties=_ties,
     settle=_settle,

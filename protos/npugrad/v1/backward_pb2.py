@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from npugrad.v1 import operators_pb2 as npugrad_dot_v1_dot_operators__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19npugrad/v1/backward.proto\x12\nnpugrad.v1\x1a\x1anpugrad/v1/operators.proto\"\xe3\x02\n\rExecuteHeader\x12\x65\n%multi_scale_deformable_attention_grad\x18\x01 \x01(\x0b\x32\x34.npugrad.v1.MultiScaleDeformableAttentionGradRequestH\x00\x12L\n\x18grid_sampler_2d_backward\x18\x02 \x01(\x0b\x32(.npugrad.v1.GridSampler2DBackwardRequestH\x00\x12\x43\n\x13group_norm_backward\x18\x03 \x01(\x0b\x32$.npugrad.v1.GroupNormBackwardRequestH\x00\x12P\n\x1a\x66used_floyd_attention_grad\x18\x04 \x01(\x0b\x32*.npugrad.v1.FusedFloydAttentionGradRequestH\x00\x42\x06\n\x04\x63\x61ll\"\xef\x02\n\x15\x45xecuteResponseHeader\x12\x66\n%multi_scale_deformable_attention_grad\x18\x01 \x01(\x0b\x32\x35.npugrad.v1.MultiScaleDeformableAttentionGradResponseH\x00\x12M\n\x18grid_sampler_2d_backward\x18\x02 \x01(\x0b\x32).npugrad.v1.GridSampler2DBackwardResponseH\x00\x12\x44\n\x13group_norm_backward\x18\x03 \x01(\x0b\x32%.npugrad.v1.GroupNormBackwardResponseH\x00\x12Q\n\x1a\x66used_floyd_attention_grad\x18\x04 \x01(\x0b\x32+.npugrad.v1.FusedFloydAttentionGradResponseH\x00\x42\x06\n\x04\x63\x61ll\"6\n\x05\x43hunk\x12\x0f\n\x07operand\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"j\n\x0e\x45xecuteRequest\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.npugrad.v1.ExecuteHeaderH\x00\x12\"\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x11.npugrad.v1.ChunkH\x00\x42\x07\n\x05\x66rame\"s\n\x0f\x45xecuteResponse\x12\x33\n\x06header\x18\x01 \x01(\x0b\x32!.npugrad.v1.ExecuteResponseHeaderH\x00\x12\"\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x11.npugrad.v1.ChunkH\x00\x42\x07\n\x05\x66rame2\xb0\x04\n\x0f\x42\x61\x63kwardService\x12\x90\x01\n!MultiScaleDeformableAttentionGrad\x12\x34.npugrad.v1.MultiScaleDeformableAttentionGradRequest\x1a\x35.npugrad.v1.MultiScaleDeformableAttentionGradResponse\x12l\n\x15GridSampler2DBackward\x12(.npugrad.v1.GridSampler2DBackwardRequest\x1a).npugrad.v1.GridSampler2DBackwardResponse\x12`\n\x11GroupNormBackward\x12$.npugrad.v1.GroupNormBackwardRequest\x1a%.npugrad.v1.GroupNormBackwardResponse\x12r\n\x17\x46usedFloydAttentionGrad\x12*.npugrad.v1.FusedFloydAttentionGradRequest\x1a+.npugrad.v1.FusedFloydAttentionGradResponse\x12\x46\n\x07\x45xecute\x12\x1a.npugrad.v1.ExecuteRequest\x1a\x1b.npugrad.v1.ExecuteResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19npugrad/v1/backward.proto\x12\nnpugrad.v1\x1a\x1anpugrad/v1/operators.proto\"\xf6\x03\n\rExecuteHeader\x12\x65\n%multi_scale_deformable_attention_grad\x18\x01 \x01(\x0b\x32\x34.npugrad.v1.MultiScaleDeformableAttentionGradRequestH\x00\x12L\n\x18grid_sampler_2d_backward\x18\x02 \x01(\x0b\x32(.npugrad.v1.GridSampler2DBackwardRequestH\x00\x12\x43\n\x13group_norm_backward\x18\x03 \x01(\x0b\x32$.npugrad.v1.GroupNormBackwardRequestH\x00\x12P\n\x1a\x66used_floyd_attention_grad\x18\x04 \x01(\x0b\x32*.npugrad.v1.FusedFloydAttentionGradRequestH\x00\x12\x43\n\x13layer_norm_backward\x18\x05 \x01(\x0b\x32$.npugrad.v1.LayerNormBackwardRequestH\x00\x12L\n\x18grid_sampler_3d_backward\x18\x06 \x01(\x0b\x32(.npugrad.v1.GridSampler3DBackwardRequestH\x00\x42\x06\n\x04\x63\x61ll\"\x84\x04\n\x15\x45xecuteResponseHeader\x12\x66\n%multi_scale_deformable_attention_grad\x18\x01 \x01(\x0b\x32\x35.npugrad.v1.MultiScaleDeformableAttentionGradResponseH\x00\x12M\n\x18grid_sampler_2d_backward\x18\x02 \x01(\x0b\x32).npugrad.v1.GridSampler2DBackwardResponseH\x00\x12\x44\n\x13group_norm_backward\x18\x03 \x01(\x0b\x32%.npugrad.v1.GroupNormBackwardResponseH\x00\x12Q\n\x1a\x66used_floyd_attention_grad\x18\x04 \x01(\x0b\x32+.npugrad.v1.FusedFloydAttentionGradResponseH\x00\x12\x44\n\x13layer_norm_backward\x18\x05 \x01(\x0b\x32%.npugrad.v1.LayerNormBackwardResponseH\x00\x12M\n\x18grid_sampler_3d_backward\x18\x06 \x01(\x0b\x32).npugrad.v1.GridSampler3DBackwardResponseH\x00\x42\x06\n\x04\x63\x61ll\"6\n\x05\x43hunk\x12\x0f\n\x07operand\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"j\n\x0e\x45xecuteRequest\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.npugrad.v1.ExecuteHeaderH\x00\x12\"\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x11.npugrad.v1.ChunkH\x00\x42\x07\n\x05\x66rame\"s\n\x0f\x45xecuteResponse\x12\x33\n\x06header\x18\x01 \x01(\x0b\x32!.npugrad.v1.ExecuteResponseHeaderH\x00\x12\"\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x11.npugrad.v1.ChunkH\x00\x42\x07\n\x05\x66rame2\x80\x06\n\x0f\x42\x61\x63kwardService\x12\x90\x01\n!MultiScaleDeformableAttentionGrad\x12\x34.npugrad.v1.MultiScaleDeformableAttentionGradRequest\x1a\x35.npugrad.v1.MultiScaleDeformableAttentionGradResponse\x12l\n\x15GridSampler2DBackward\x12(.npugrad.v1.GridSampler2DBackwardRequest\x1a).npugrad.v1.GridSampler2DBackwardResponse\x12`\n\x11GroupNormBackward\x12$.npugrad.v1.GroupNormBackwardRequest\x1a%.npugrad.v1.GroupNormBackwardResponse\x12r\n\x17\x46usedFloydAttentionGrad\x12*.npugrad.v1.FusedFloydAttentionGradRequest\x1a+.npugrad.v1.FusedFloydAttentionGradResponse\x12`\n\x11LayerNormBackward\x12$.npugrad.v1.LayerNormBackwardRequest\x1a%.npugrad.v1.LayerNormBackwardResponse\x12l\n\x15GridSampler3DBackward\x12(.npugrad.v1.GridSampler3DBackwardRequest\x1a).npugrad.v1.GridSampler3DBackwardResponse\x12\x46\n\x07\x45xecute\x12\x1a.npugrad.v1.ExecuteRequest\x1a\x1b.npugrad.v1.ExecuteResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,15 +33,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'npugrad.v1.backward_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_EXECUTEHEADER']._serialized_start=70
-  _globals['_EXECUTEHEADER']._serialized_end=425
-  _globals['_EXECUTERESPONSEHEADER']._serialized_start=428
-  _globals['_EXECUTERESPONSEHEADER']._serialized_end=795
-  _globals['_CHUNK']._serialized_start=797
-  _globals['_CHUNK']._serialized_end=851
-  _globals['_EXECUTEREQUEST']._serialized_start=853
-  _globals['_EXECUTEREQUEST']._serialized_end=959
-  _globals['_EXECUTERESPONSE']._serialized_start=961
-  _globals['_EXECUTERESPONSE']._serialized_end=1076
-  _globals['_BACKWARDSERVICE']._serialized_start=1079
-  _globals['_BACKWARDSERVICE']._serialized_end=1639
+  _globals['_EXECUTEHEADER']._serialized_end=572
+  _globals['_EXECUTERESPONSEHEADER']._serialized_start=575
+  _globals['_EXECUTERESPONSEHEADER']._serialized_end=1091
+  _globals['_CHUNK']._serialized_start=1093
+  _globals['_CHUNK']._serialized_end=1147
+  _globals['_EXECUTEREQUEST']._serialized_start=1149
+  _globals['_EXECUTEREQUEST']._serialized_end=1255
+  _globals['_EXECUTERESPONSE']._serialized_start=1257
+  _globals['_EXECUTERESPONSE']._serialized_end=1372
+  _globals['_BACKWARDSERVICE']._serialized_start=1375
+  _globals['_BACKWARDSERVICE']._serialized_end=2143
 # @@protoc_insertion_point(module_scope)

@@ -21,6 +21,8 @@ class ExecuteHeader(google.protobuf.message.Message):
     GRID_SAMPLER_2D_BACKWARD_FIELD_NUMBER: builtins.int
     GROUP_NORM_BACKWARD_FIELD_NUMBER: builtins.int
     FUSED_FLOYD_ATTENTION_GRAD_FIELD_NUMBER: builtins.int
+    LAYER_NORM_BACKWARD_FIELD_NUMBER: builtins.int
+    GRID_SAMPLER_3D_BACKWARD_FIELD_NUMBER: builtins.int
     @property
     def multi_scale_deformable_attention_grad(self) -> npugrad.v1.operators_pb2.MultiScaleDeformableAttentionGradRequest:
         """A call of aclnnMultiScaleDeformableAttentionGrad."""
@@ -37,6 +39,14 @@ class ExecuteHeader(google.protobuf.message.Message):
     def fused_floyd_attention_grad(self) -> npugrad.v1.operators_pb2.FusedFloydAttentionGradRequest:
         """A call of aclnnFusedFloydAttentionGrad."""
 
+    @property
+    def layer_norm_backward(self) -> npugrad.v1.operators_pb2.LayerNormBackwardRequest:
+        """A call of aclnnLayerNormBackward."""
+
+    @property
+    def grid_sampler_3d_backward(self) -> npugrad.v1.operators_pb2.GridSampler3DBackwardRequest:
+        """A call of aclnnGridSampler3DBackward."""
+
     def __init__(
         self,
         *,
@@ -44,10 +54,12 @@ class ExecuteHeader(google.protobuf.message.Message):
         grid_sampler_2d_backward: npugrad.v1.operators_pb2.GridSampler2DBackwardRequest | None = ...,
         group_norm_backward: npugrad.v1.operators_pb2.GroupNormBackwardRequest | None = ...,
         fused_floyd_attention_grad: npugrad.v1.operators_pb2.FusedFloydAttentionGradRequest | None = ...,
+        layer_norm_backward: npugrad.v1.operators_pb2.LayerNormBackwardRequest | None = ...,
+        grid_sampler_3d_backward: npugrad.v1.operators_pb2.GridSampler3DBackwardRequest | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["call", b"call", "fused_floyd_attention_grad", b"fused_floyd_attention_grad", "grid_sampler_2d_backward", b"grid_sampler_2d_backward", "group_norm_backward", b"group_norm_backward", "multi_scale_deformable_attention_grad", b"multi_scale_deformable_attention_grad"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["call", b"call", "fused_floyd_attention_grad", b"fused_floyd_attention_grad", "grid_sampler_2d_backward", b"grid_sampler_2d_backward", "group_norm_backward", b"group_norm_backward", "multi_scale_deformable_attention_grad", b"multi_scale_deformable_attention_grad"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["call", b"call"]) -> typing.Literal["multi_scale_deformable_attention_grad", "grid_sampler_2d_backward", "group_norm_backward", "fused_floyd_attention_grad"] | None: ...
+    def HasField(self, field_name: typing.Literal["call", b"call", "fused_floyd_attention_grad", b"fused_floyd_attention_grad", "grid_sampler_2d_backward", b"grid_sampler_2d_backward", "grid_sampler_3d_backward", b"grid_sampler_3d_backward", "group_norm_backward", b"group_norm_backward", "layer_norm_backward", b"layer_norm_backward", "multi_scale_deformable_attention_grad", b"multi_scale_deformable_attention_grad"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["call", b"call", "fused_floyd_attention_grad", b"fused_floyd_attention_grad", "grid_sampler_2d_backward", b"grid_sampler_2d_backward", "grid_sampler_3d_backward", b"grid_sampler_3d_backward", "group_norm_backward", b"group_norm_backward", "layer_norm_backward", b"layer_norm_backward", "multi_scale_deformable_attention_grad", b"multi_scale_deformable_attention_grad"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["call", b"call"]) -> typing.Literal["multi_scale_deformable_attention_grad", "grid_sampler_2d_backward", "group_norm_backward", "fused_floyd_attention_grad", "layer_norm_backward", "grid_sampler_3d_backward"] | None: ...
 
 global___ExecuteHeader = ExecuteHeader
 
@@ -61,6 +73,8 @@ class ExecuteResponseHeader(google.protobuf.message.Message):
     GRID_SAMPLER_2D_BACKWARD_FIELD_NUMBER: builtins.int
     GROUP_NORM_BACKWARD_FIELD_NUMBER: builtins.int
     FUSED_FLOYD_ATTENTION_GRAD_FIELD_NUMBER: builtins.int
+    LAYER_NORM_BACKWARD_FIELD_NUMBER: builtins.int
+    GRID_SAMPLER_3D_BACKWARD_FIELD_NUMBER: builtins.int
     @property
     def multi_scale_deformable_attention_grad(self) -> npugrad.v1.operators_pb2.MultiScaleDeformableAttentionGradResponse:
         """Results of aclnnMultiScaleDeformableAttentionGrad."""
@@ -77,6 +91,14 @@ class ExecuteResponseHeader(google.protobuf.message.Message):
     def fused_floyd_attention_grad(self) -> npugrad.v1.operators_pb2.FusedFloydAttentionGradResponse:
         """Results of aclnnFusedFloydAttentionGrad."""
 
+    @property
+    def layer_norm_backward(self) -> npugrad.v1.operators_pb2.LayerNormBackwardResponse:
+        """Results of aclnnLayerNormBackward."""
+
+    @property
+    def grid_sampler_3d_backward(self) -> npugrad.v1.operators_pb2.GridSampler3DBackwardResponse:
+        """Results of aclnnGridSampler3DBackward."""
+
     def __init__(
         self,
         *,
@@ -84,10 +106,12 @@ class ExecuteResponseHeader(google.protobuf.message.Message):
         grid_sampler_2d_backward: npugrad.v1.operators_pb2.GridSampler2DBackwardResponse | None = ...,
         group_norm_backward: npugrad.v1.operators_pb2.GroupNormBackwardResponse | None = ...,
         fused_floyd_attention_grad: npugrad.v1.operators_pb2.FusedFloydAttentionGradResponse | None = ...,
+        layer_norm_backward: npugrad.v1.operators_pb2.LayerNormBackwardResponse | None = ...,
+        grid_sampler_3d_backward: npugrad.v1.operators_pb2.GridSampler3DBackwardResponse | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["call", b"call", "fused_floyd_attention_grad", b"fused_floyd_attention_grad", "grid_sampler_2d_backward", b"grid_sampler_2d_backward", "group_norm_backward", b"group_norm_backward", "multi_scale_deformable_attention_grad", b"multi_scale_deformable_attention_grad"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["call", b"call", "fused_floyd_attention_grad", b"fused_floyd_attention_grad", "grid_sampler_2d_backward", b"grid_sampler_2d_backward", "group_norm_backward", b"group_norm_backward", "multi_scale_deformable_attention_grad", b"multi_scale_deformable_attention_grad"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["call", b"call"]) -> typing.Literal["multi_scale_deformable_attention_grad", "grid_sampler_2d_backward", "group_norm_backward", "fused_floyd_attention_grad"] | None: ...
+    def HasField(self, field_name: typing.Literal["call", b"call", "fused_floyd_attention_grad", b"fused_floyd_attention_grad", "grid_sampler_2d_backward", b"grid_sampler_2d_backward", "grid_sampler_3d_backward", b"grid_sampler_3d_backward", "group_norm_backward", b"group_norm_backward", "layer_norm_backward", b"layer_norm_backward", "multi_scale_deformable_attention_grad", b"multi_scale_deformable_attention_grad"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["call", b"call", "fused_floyd_attention_grad", b"fused_floyd_attention_grad", "grid_sampler_2d_backward", b"grid_sampler_2d_backward", "grid_sampler_3d_backward", b"grid_sampler_3d_backward", "group_norm_backward", b"group_norm_backward", "layer_norm_backward", b"layer_norm_backward", "multi_scale_deformable_attention_grad", b"multi_scale_deformable_attention_grad"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["call", b"call"]) -> typing.Literal["multi_scale_deformable_attention_grad", "grid_sampler_2d_backward", "group_norm_backward", "fused_floyd_attention_grad", "layer_norm_backward", "grid_sampler_3d_backward"] | None: ...
 
 global___ExecuteResponseHeader = ExecuteResponseHeader
 

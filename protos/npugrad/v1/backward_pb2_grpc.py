@@ -57,6 +57,16 @@ class BackwardServiceStub(object):
                 request_serializer=npugrad_dot_v1_dot_operators__pb2.FusedFloydAttentionGradRequest.SerializeToString,
                 response_deserializer=npugrad_dot_v1_dot_operators__pb2.FusedFloydAttentionGradResponse.FromString,
                 _registered_method=True)
+        self.LayerNormBackward = channel.unary_unary(
+                '/npugrad.v1.BackwardService/LayerNormBackward',
+                request_serializer=npugrad_dot_v1_dot_operators__pb2.LayerNormBackwardRequest.SerializeToString,
+                response_deserializer=npugrad_dot_v1_dot_operators__pb2.LayerNormBackwardResponse.FromString,
+                _registered_method=True)
+        self.GridSampler3DBackward = channel.unary_unary(
+                '/npugrad.v1.BackwardService/GridSampler3DBackward',
+                request_serializer=npugrad_dot_v1_dot_operators__pb2.GridSampler3DBackwardRequest.SerializeToString,
+                response_deserializer=npugrad_dot_v1_dot_operators__pb2.GridSampler3DBackwardResponse.FromString,
+                _registered_method=True)
         self.Execute = channel.stream_stream(
                 '/npugrad.v1.BackwardService/Execute',
                 request_serializer=npugrad_dot_v1_dot_backward__pb2.ExecuteRequest.SerializeToString,
@@ -97,6 +107,20 @@ class BackwardServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LayerNormBackward(self, request, context):
+        """aclnnLayerNormBackward.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GridSampler3DBackward(self, request, context):
+        """aclnnGridSampler3DBackward.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Execute(self, request_iterator, context):
         """One call of any operator and any size: a header, then the chunks it announced. The header is
         checked, and refused, before any chunk is read. The reply has the same form.
@@ -127,6 +151,16 @@ def add_BackwardServiceServicer_to_server(servicer, server):
                     servicer.FusedFloydAttentionGrad,
                     request_deserializer=npugrad_dot_v1_dot_operators__pb2.FusedFloydAttentionGradRequest.FromString,
                     response_serializer=npugrad_dot_v1_dot_operators__pb2.FusedFloydAttentionGradResponse.SerializeToString,
+            ),
+            'LayerNormBackward': grpc.unary_unary_rpc_method_handler(
+                    servicer.LayerNormBackward,
+                    request_deserializer=npugrad_dot_v1_dot_operators__pb2.LayerNormBackwardRequest.FromString,
+                    response_serializer=npugrad_dot_v1_dot_operators__pb2.LayerNormBackwardResponse.SerializeToString,
+            ),
+            'GridSampler3DBackward': grpc.unary_unary_rpc_method_handler(
+                    servicer.GridSampler3DBackward,
+                    request_deserializer=npugrad_dot_v1_dot_operators__pb2.GridSampler3DBackwardRequest.FromString,
+                    response_serializer=npugrad_dot_v1_dot_operators__pb2.GridSampler3DBackwardResponse.SerializeToString,
             ),
             'Execute': grpc.stream_stream_rpc_method_handler(
                     servicer.Execute,
@@ -244,6 +278,60 @@ class BackwardService(object):
             '/npugrad.v1.BackwardService/FusedFloydAttentionGrad',
             npugrad_dot_v1_dot_operators__pb2.FusedFloydAttentionGradRequest.SerializeToString,
             npugrad_dot_v1_dot_operators__pb2.FusedFloydAttentionGradResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LayerNormBackward(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/npugrad.v1.BackwardService/LayerNormBackward',
+            npugrad_dot_v1_dot_operators__pb2.LayerNormBackwardRequest.SerializeToString,
+            npugrad_dot_v1_dot_operators__pb2.LayerNormBackwardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GridSampler3DBackward(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/npugrad.v1.BackwardService/GridSampler3DBackward',
+            npugrad_dot_v1_dot_operators__pb2.GridSampler3DBackwardRequest.SerializeToString,
+            npugrad_dot_v1_dot_operators__pb2.GridSampler3DBackwardResponse.FromString,
             options,
             channel_credentials,
             insecure,

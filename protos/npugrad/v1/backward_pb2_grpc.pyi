@@ -48,6 +48,18 @@ class BackwardServiceStub:
     ]
     """aclnnFusedFloydAttentionGrad."""
 
+    LayerNormBackward: grpc.UnaryUnaryMultiCallable[
+        npugrad.v1.operators_pb2.LayerNormBackwardRequest,
+        npugrad.v1.operators_pb2.LayerNormBackwardResponse,
+    ]
+    """aclnnLayerNormBackward."""
+
+    GridSampler3DBackward: grpc.UnaryUnaryMultiCallable[
+        npugrad.v1.operators_pb2.GridSampler3DBackwardRequest,
+        npugrad.v1.operators_pb2.GridSampler3DBackwardResponse,
+    ]
+    """aclnnGridSampler3DBackward."""
+
     Execute: grpc.StreamStreamMultiCallable[
         npugrad.v1.backward_pb2.ExecuteRequest,
         npugrad.v1.backward_pb2.ExecuteResponse,
@@ -84,6 +96,18 @@ class BackwardServiceAsyncStub:
         npugrad.v1.operators_pb2.FusedFloydAttentionGradResponse,
     ]
     """aclnnFusedFloydAttentionGrad."""
+
+    LayerNormBackward: grpc.aio.UnaryUnaryMultiCallable[
+        npugrad.v1.operators_pb2.LayerNormBackwardRequest,
+        npugrad.v1.operators_pb2.LayerNormBackwardResponse,
+    ]
+    """aclnnLayerNormBackward."""
+
+    GridSampler3DBackward: grpc.aio.UnaryUnaryMultiCallable[
+        npugrad.v1.operators_pb2.GridSampler3DBackwardRequest,
+        npugrad.v1.operators_pb2.GridSampler3DBackwardResponse,
+    ]
+    """aclnnGridSampler3DBackward."""
 
     Execute: grpc.aio.StreamStreamMultiCallable[
         npugrad.v1.backward_pb2.ExecuteRequest,
@@ -129,6 +153,22 @@ class BackwardServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[npugrad.v1.operators_pb2.FusedFloydAttentionGradResponse, collections.abc.Awaitable[npugrad.v1.operators_pb2.FusedFloydAttentionGradResponse]]:
         """aclnnFusedFloydAttentionGrad."""
+
+    @abc.abstractmethod
+    def LayerNormBackward(
+        self,
+        request: npugrad.v1.operators_pb2.LayerNormBackwardRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[npugrad.v1.operators_pb2.LayerNormBackwardResponse, collections.abc.Awaitable[npugrad.v1.operators_pb2.LayerNormBackwardResponse]]:
+        """aclnnLayerNormBackward."""
+
+    @abc.abstractmethod
+    def GridSampler3DBackward(
+        self,
+        request: npugrad.v1.operators_pb2.GridSampler3DBackwardRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[npugrad.v1.operators_pb2.GridSampler3DBackwardResponse, collections.abc.Awaitable[npugrad.v1.operators_pb2.GridSampler3DBackwardResponse]]:
+        """aclnnGridSampler3DBackward."""
 
     @abc.abstractmethod
     def Execute(

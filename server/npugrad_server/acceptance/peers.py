@@ -38,7 +38,7 @@ class PeerJob:
     Attributes:
         name: For a person.
         job: As the worker runs it, with determinism on where the operator can.
-        bound: Whether torch_npu binds the operator.
+        bound: Whether torch_npu binds the operator and hands this call down as it is.
     """
 
     name: str
@@ -86,7 +86,7 @@ def peer_jobs(bench: Bench) -> Iterator[PeerJob]:
                 made.append((workload.name, realistic_job(record, call)))
             for name, job in made:
                 options = CallOptions(deterministic=not bench.why_not_deterministic(record, job.call))
-                bound = record.binding is not None
+                bound = record.binding is not None and record.binding.takes(job.call)
                 yield PeerJob(f"{record.name} {dtype} {name}", replace(job, options=options), bound)
 
 
@@ -104,9 +104,13 @@ def check_peers(bench: Bench, out: StepLog) -> None:
     bound = [(peer, results) for peer, results in zip(jobs, ours, strict=True) if peer.bound]
     rows += _bindings(bench, out, bound)
     out.table("The same call in other ways", ("call", "way", "determinism", "equal bits", "words"), rows)
-    unbound = sorted({peer.job.record.name for peer in jobs if not peer.bound})
+    records = {peer.job.record.name: peer.job.record for peer in jobs}
+    unbound = sorted(name for name, record in records.items() if record.binding is None)
     if unbound:
         out.note(f"torch_npu binds no {', '.join(unbound)}, which so has no peer on the device.")
+    others = [peer.name for peer in jobs if not peer.bound and peer.job.record.name not in unbound]
+    if others:
+        out.note(f"torch_npu's binding makes other calls of {', '.join(others)}, which so have no peer.")
 
 
 def _formats(

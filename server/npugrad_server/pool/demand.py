@@ -61,11 +61,20 @@ def demand_of(planned: PlannedCall, *, own_memory: bool = False) -> Demand:
     if own_memory:
         need = need_of(planned)
         return Demand(inputs, outputs, need.host_bytes, need.tensor_bytes, need.key)
-    operands = [meta for meta in planned.call.inputs.values() if meta is not None]
-    memory = sum(meta.nbytes for meta in operands if not meta.is_contiguous)
+    memory = copied_bytes(planned)
     if planned.options.verify:
         memory += sum(meta.size * FLOAT64_BYTES for meta in planned.outputs.values() if meta is not None)
     return Demand(inputs, outputs, memory)
+
+
+def copied_bytes(planned: PlannedCall) -> int:
+    """Bytes of operands and results that are not contiguous with their axes in the order of the formula."""
+    outputs = ((param, planned.outputs.get(param.name)) for param in planned.record.outputs)
+    results = [param.ordered(meta) for param, meta in outputs if meta is not None]
+    # Where nothing is wanted the operands may be anything, and are not looked at.
+    call = planned.record.ordered(planned.call) if results else planned.call
+    tensors = [*call.inputs.values(), *results]
+    return sum(meta.nbytes for meta in tensors if meta is not None and not meta.is_contiguous)
 
 
 def _content_bytes(meta: TensorMeta | None) -> int | None:

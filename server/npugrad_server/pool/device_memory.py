@@ -82,7 +82,7 @@ def need_of(planned: PlannedCall) -> DeviceNeed:
     """Counts what a call takes of a device's own memory; its workspace only the device can tell."""
     if all(meta is None for meta in planned.outputs.values()):
         return DeviceNeed()  # it is answered before anybody looks at its operands
-    call, options = planned.call, planned.options
+    call, options = planned.record.ordered(planned.call), planned.options
     need = _need_of_kind(
         planned.record,
         call.product,
@@ -91,10 +91,12 @@ def need_of(planned: PlannedCall) -> DeviceNeed:
         tuple(call.attrs.items()),
         tuple(call.outputs.items()),
     )
-    if not options.verify:
-        return need
-    compared = sum(meta.size * FLOAT64_BYTES for meta in planned.outputs.values() if meta is not None)
-    return replace(need, host_bytes=need.host_bytes + compared)
+    wanted = [(p, meta) for p in planned.record.outputs if (meta := planned.outputs.get(p.name)) is not None]
+    # Results whose axes are in another order than the formula's are put in it afterwards.
+    beside = sum(meta.nbytes for param, meta in wanted if not param.ordered(meta).is_contiguous)
+    if options.verify:
+        beside += sum(meta.size * FLOAT64_BYTES for _, meta in wanted)
+    return replace(need, host_bytes=need.host_bytes + beside) if beside else need
 
 
 @lru_cache(_KINDS)
@@ -116,6 +118,7 @@ def _need_of_kind(
         product.value,
         deterministic,
         attrs,
+        tuple(meta.format.value for _, meta in inputs if meta is not None),
         tuple((slot.name, slot.meta.dtype.value, slot.meta.shape, slot.meta.strides) for slot in slots),
     )
     return DeviceNeed(

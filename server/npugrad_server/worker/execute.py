@@ -87,7 +87,7 @@ def plan(backend: Backend, order: PlanCall) -> CallPlanned | CallFailed:
     """Asks the device what a call would need; errors as for `execute`."""
     return _answered(
         order,
-        lambda: CallPlanned(order.call, backend.workspace_bytes(_record(backend, order), order.meta)),
+        lambda: CallPlanned(order.call, _workspace_bytes(backend, order)),
     )
 
 
@@ -117,6 +117,11 @@ def _answered(order: RunCall | PlanCall | AskMemory, work: Callable[[], _Answer]
         return CallFailed(order.call, "INTERNAL", message, trace=traceback.format_exc()[-_MAX_TRACE:])
 
 
+def _workspace_bytes(backend: Backend, order: PlanCall) -> int | None:
+    record = _record(backend, order)
+    return backend.workspace_bytes(record, record.ordered(order.meta))
+
+
 def _record(backend: Backend, order: RunCall | PlanCall) -> OpRecord:
     return get_operator(order.operator, backend.records)
 
@@ -129,12 +134,15 @@ def _execute(backend: Backend, arenas: Arenas, talk: Conversation, stream: int) 
         # Nothing is wanted. An operator may accept such a call before it looks at anything else, so the
         # operands may be anything and are not looked at here either.
         return CallDone(order.call, 0.0, 0.0, 0.0, 0, backend.name)
-    inputs = _operands(order, arenas, backend.strided)
-    meta = order.meta if backend.strided else _contiguous(order.meta)
+    meta = record.ordered(order.meta)
+    inputs = _operands(meta, order, arenas, backend.strided)
+    if not backend.strided:
+        meta = _contiguous(meta)
+    results = _results(record, order, arenas)
+    # Where a format puts axes in another order than the formula's, they are not contiguous.
     outputs = {
-        name: view(wanted, arenas.outputs, order.output_offsets[name])
-        for name, wanted in order.outputs.items()
-        if wanted is not None
+        name: array if array.flags.c_contiguous else np.empty(array.shape, array.dtype)
+        for name, array in results.items()
     }
     packed_s = time.perf_counter() - start
     call = DeviceCall(
@@ -151,6 +159,9 @@ def _execute(backend: Backend, arenas: Arenas, talk: Conversation, stream: int) 
     timings = backend.run(record, call)
     if order.options.verify:
         _verify(record, inputs, order, outputs)
+    for name, array in results.items():
+        if array is not outputs[name]:
+            array[...] = outputs[name]
     return CallDone(
         order.call,
         timings.copy_in_s + packed_s,
@@ -174,16 +185,25 @@ def _contiguous(call: CallMeta) -> CallMeta:
     return CallMeta(metas, call.attrs, product=call.product)
 
 
-def _operands(order: RunCall, arenas: Arenas, strided: bool) -> dict[str, Array | None]:
+def _operands(call: CallMeta, order: RunCall, arenas: Arenas, strided: bool) -> dict[str, Array | None]:
     """Views of the operands; unless strides may stay, those that have some become contiguous copies."""
     operands: dict[str, Array | None] = {}
-    for name, meta in order.meta.inputs.items():
+    for name, meta in call.inputs.items():
         if meta is None:
             operands[name] = None
             continue
         array = view(meta, arenas.inputs, order.input_offsets[name])
         operands[name] = array if strided or meta.is_contiguous else np.ascontiguousarray(array)
     return operands
+
+
+def _results(record: OpRecord, order: RunCall, arenas: Arenas) -> dict[str, Array]:
+    """Views of the wanted outputs, their axes in the order of the formula."""
+    return {
+        param.name: view(param.ordered(wanted), arenas.outputs, order.output_offsets[param.name])
+        for param in record.outputs
+        if (wanted := order.outputs[param.name]) is not None
+    }
 
 
 def _verify(

@@ -156,7 +156,8 @@ BOTH = "multi_scale_deformable_attention_grad, aclnnMultiScaleDeformableAttentio
         (
             "GridSampler",
             None,
-            r"found 'GridSampler'; did you mean grid_sampler_2d_backward, aclnnGridSampler2DBackward\?$",
+            r"found 'GridSampler'; did you mean grid_sampler_2d_backward, grid_sampler_3d_backward, "
+            r"aclnnGridSampler2DBackward, aclnnGridSampler3DBackward\?$",
         ),
         ("zzz", None, "found 'zzz'; expected an operator, an aclnn number, a reason or a constraint"),
         ("group_norm_backward", "c.pergroup", r"found 'c\.pergroup'; did you mean c\.per_group"),

@@ -29,6 +29,7 @@ from npugrad_client.jax import (  # noqa: E402
     fused_floyd_attention,
     grid_sample,
     group_norm,
+    layer_norm,
     multi_scale_deformable_attention,
 )
 
@@ -114,6 +115,43 @@ def test_group_norm(client: Client, rng: Any, dtype: Any, given: Any, wrap: Any)
     close(got[1], expected[1], dtype)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "scale_dtype", "given"),
+    [
+        *((jnp.float32, jnp.float32, given) for given in ((1, 1), (1, 0), (0, 1), (0, 0))),
+        *((dtype, scale, (1, 1)) for dtype in (jnp.float16, jnp.bfloat16) for scale in (dtype, jnp.float32)),
+        # Without a scale, results are inferred in the type of x.
+        *((dtype, jnp.float32, given) for dtype in (jnp.float16, jnp.bfloat16) for given in ((1, 0), (0, 1))),
+    ],
+)
+def test_layer_norm(client: Client, rng: Any, dtype: Any, scale_dtype: Any, given: Any) -> None:
+    x = normal(rng, 2, 8, 5, 4, dtype=dtype)
+    scale, bias = (normal(rng, 5, 4, dtype=scale_dtype) if wanted else None for wanted in given)
+
+    def plain(x: Any, scale: Any, bias: Any) -> Any:
+        wide = x.astype(jnp.float32)
+        centred = wide - wide.mean((2, 3), keepdims=True)
+        out = centred / jnp.sqrt(wide.var((2, 3), keepdims=True) + 1e-5)
+        out = out if scale is None else out * scale.astype(jnp.float32)
+        out = out if bias is None else out + bias.astype(jnp.float32)
+        return squared(out.astype(x.dtype))
+
+    def loss(x: Any, scale: Any, bias: Any) -> Any:
+        return squared(layer_norm(x, scale, bias, axes=2, client=client))
+
+    got = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(x, scale, bias)
+    expected = jax.jit(jax.value_and_grad(plain, argnums=(0, 1, 2)))(x, scale, bias)
+    np.testing.assert_allclose(got[0], expected[0], rtol=2e-2)
+    close(got[1], expected[1], dtype)
+
+
+def test_layer_norm_refuses_more_axes_than_there_are(rng: Any) -> None:
+    with Client(NOWHERE, timeout_s=5) as dead, pytest.raises(InvalidOperand):
+        layer_norm(normal(rng, 2, 3), normal(rng, 3), axes=2, client=dead)
+    with Client(NOWHERE, timeout_s=5) as dead, pytest.raises(InvalidOperand, match="rank 2; expected 3"):
+        layer_norm(normal(rng, 2, 3), axes=3, client=dead)
+
+
 @pytest.mark.parametrize("shape", [(0, 8, 5), (2, 8, 0), (2, 0, 5)])
 def test_group_norm_of_nothing(client: Client, shape: Any) -> None:
     operands = (jnp.ones(shape), jnp.ones(shape[1]), jnp.ones(shape[1]))
@@ -141,17 +179,27 @@ def test_group_norm_by_differences(client: Client, rng: Any) -> None:
 
 def points(rng: Any, n: int, height: int, width: int, *shape: int) -> Any:
     """Grid points inside cells of an image, and of its mirrors, near no kink."""
-    cells = rng.uniform(0.2, 0.8, (n, *shape, 2)) + rng.integers(-2, [width + 1, height + 1], (n, *shape, 2))
-    return jnp.asarray((2 * cells + 1) / np.array([width, height]) - 1, jnp.float32)
+    return points_in(rng, (height, width), (n, *shape))
+
+
+def points_in(rng: Any, sizes: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+    """The same for any number of axes, of which the sizes are those of the image."""
+    extent = np.array(sizes[::-1])
+    cells = rng.uniform(0.2, 0.8, (*shape, len(sizes))) + rng.integers(-2, extent + 1, (*shape, len(sizes)))
+    return jnp.asarray((2 * cells + 1) / extent - 1, jnp.float32)
 
 
 @pytest.mark.parametrize("align_corners", [False, True])
 @pytest.mark.parametrize("padding_mode", ["zeros", "border", "reflection"])
 @pytest.mark.parametrize("mode", ["bilinear", "nearest"])
-def test_grid_sample(client: Client, rng: Any, mode: str, padding_mode: str, align_corners: bool) -> None:
-    image, grid = normal(rng, 2, 3, 5, 7), points(rng, 2, 5, 7, 4, 3)
+@pytest.mark.parametrize("sizes", [(5, 7), (4, 5, 7)], ids=["images", "volumes"])
+def test_grid_sample(
+    client: Client, rng: Any, sizes: tuple[int, ...], mode: str, padding_mode: str, align_corners: bool
+) -> None:
+    image, grid = normal(rng, 2, 3, *sizes), points_in(rng, sizes, (2, 4, 3, 2)[: len(sizes) + 1])
     if align_corners:  # the same cells, in the other way of counting
-        grid = ((grid + 1) * np.array([7, 5]) - 1) / np.array([6, 4]) - 1
+        extent = np.array(sizes[::-1])
+        grid = ((grid + 1) * extent - 1) / (extent - 1) - 1
         grid = grid.astype(jnp.float32)
     how: Any = {"mode": mode, "padding_mode": padding_mode, "align_corners": align_corners}
 
@@ -169,21 +217,25 @@ def test_grid_sample(client: Client, rng: Any, mode: str, padding_mode: str, ali
 @pytest.mark.parametrize("align_corners", [False, True])
 @pytest.mark.parametrize("padding_mode", ["zeros", "border", "reflection"])
 @pytest.mark.parametrize("mode", ["bilinear", "nearest"])
-def test_sampling_is_that_of_pytorch(rng: Any, mode: str, padding_mode: str, align_corners: bool) -> None:
+@pytest.mark.parametrize("sizes", [(5, 7), (4, 5, 7)], ids=["images", "volumes"])
+def test_sampling_is_that_of_pytorch(
+    rng: Any, sizes: tuple[int, ...], mode: str, padding_mode: str, align_corners: bool
+) -> None:
     torch = pytest.importorskip("torch")
-    image = rng.standard_normal((2, 3, 5, 7)).astype(np.float32)
-    grid = rng.uniform(-3, 3, (2, 6, 5, 2)).astype(np.float32)
-    grid[0, 0, 0] = np.inf
+    image = rng.standard_normal((2, 3, *sizes)).astype(np.float32)
+    grid = rng.uniform(-3, 3, (2, *(6, 5, 3)[: len(sizes)], len(sizes))).astype(np.float32)
+    first = (0,) * (len(sizes) + 1)
+    grid[first] = np.inf
     numbers = (_grid_sample._MODES[mode], _grid_sample._PADDINGS[padding_mode], align_corners)
     got = _grid_sample.sample(jnp.asarray(image), jnp.asarray(grid), *numbers)
-    grid[0, 0, 0] = 40.5 if padding_mode != "border" else 1e6
+    grid[first] = 40.5 if padding_mode != "border" else 1e6
     expected = torch.nn.functional.grid_sample(
         torch.tensor(image), torch.tensor(grid), mode, padding_mode, align_corners
     ).numpy()
     got, expected = np.array(got), np.array(expected)
     if padding_mode == "reflection":  # an infinite point has no reflection and reads nothing
-        assert not got[0, :, 0, 0].any()
-        got[0, :, 0, 0] = expected[0, :, 0, 0]
+        assert not got[0].reshape(3, -1)[:, 0].any()
+        got[0].reshape(3, -1)[:, 0] = expected[0].reshape(3, -1)[:, 0]
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -418,6 +470,7 @@ def test_a_missing_operand_of_floyd_attention_is_null(rng: Any, position: int, s
         (fused_floyd_attention, 5, {}),
         (grid_sample, 2, {}),
         (group_norm, 3, {"groups": 1}),
+        (layer_norm, 3, {}),
         (multi_scale_deformable_attention, 5, {}),
     ],
 )

@@ -14,7 +14,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _GROUP_NORM = torch.ops.aten.native_group_norm_backward.default
-_COMPARED = {_GROUP_NORM, torch.ops.aten.grid_sampler_2d_backward.default}
+_LAYER_NORM = torch.ops.aten.native_layer_norm_backward.default
+_COMPARED = {
+    _GROUP_NORM,
+    _LAYER_NORM,
+    torch.ops.aten.grid_sampler_2d_backward.default,
+    torch.ops.aten.grid_sampler_3d_backward.default,
+}
 
 
 def assert_close(got: Tensor, golden: Tensor, what: str = "gradient", extra: float = 0.0) -> None:
@@ -50,14 +56,21 @@ class Golden(TorchDispatchMode):
         double = [a.detach().double() if isinstance(a, torch.Tensor) else a for a in args]
         for number, (one, golden) in enumerate(zip(got, func(*double), strict=True)):
             if one is not None:  # PyTorch computes some gradients that nobody wants
-                extra = _cancellation(args) if func is _GROUP_NORM and number == 0 else 0.0
+                extra = (
+                    _cancellation(func, args) if func in (_GROUP_NORM, _LAYER_NORM) and not number else 0.0
+                )
                 assert_close(one.detach(), golden, f"{func}, result {number}", extra)
 
 
-def _cancellation(args: Any) -> float:
-    """What the record of group_norm_backward adds for its grad_input, from the type of the data."""
-    grad_out, _, _, rstd, weight, n, c, _, group, _ = args
+def _cancellation(func: Any, args: Any) -> float:
+    """What the record of a norm adds for its grad_input, from the type of the data."""
+    if func is _LAYER_NORM:
+        inputs = {"grad_out": args[0], "rstd": args[4], "weight": args[5]}
+        arrays = {name: None if t is None else to_numpy(t.detach()) for name, t in inputs.items()}
+        attrs = {"normalized_shape": tuple(args[2])}
+        return OPERATORS["layer_norm_backward"].extra_tolerance(arrays, attrs, "grad_input")
+    grad_out, _, _, rstd, weight, n, c, hxw, group, _ = args
     inputs = {"grad_out": grad_out, "rstd": rstd, "gamma": weight}
     arrays = {name: None if t is None else to_numpy(t.detach()) for name, t in inputs.items()}
-    attrs = {"n": n, "c": c, "group": group}
+    attrs = {"n": n, "c": c, "hxw": hxw, "group": group}
     return OPERATORS["group_norm_backward"].extra_tolerance(arrays, attrs, "grad_input")

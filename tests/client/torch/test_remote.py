@@ -52,6 +52,17 @@ def test_nothing_is_sent_after_it(client: Client) -> None:
     assert mode.summary() == Summary(())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("mode", ["bilinear", "nearest"])
+def test_volumes_are_sent(client: Client, mode: str, dtype: Any) -> None:
+    x, grid = torch.randn(2, 3, 4, 5, 6, dtype=dtype), torch.rand(2, 3, 4, 2, 3, dtype=dtype) * 2.4 - 1.2
+    leaves = [x.requires_grad_(), grid.requires_grad_()]
+    with remote(client, min_bytes=0) as sending, Golden() as golden:
+        F.grid_sample(x, grid, mode, "border", align_corners=True).square().sum().backward()
+    assert golden.compared == sending.summary().sent == 1
+    assert [leaf.grad.dtype for leaf in leaves] == [dtype, dtype]
+
+
 @pytest.mark.parametrize("name", ["grid", "norm"])
 def test_results_are_the_services_own(client: Client, name: str) -> None:
     """Not something close that was computed here: bit for bit what the client's method gives."""
@@ -88,6 +99,44 @@ def test_only_wanted_gradients_come_back(client: Client, x_needs: int, w_needs: 
         F.group_norm(x, 2, w, b).square().sum().backward()
     assert golden.compared == mode.summary().sent == 1
     assert [t.grad is not None for t in (x, w, b)] == [bool(x_needs), bool(w_needs), bool(b_needs)]
+
+
+@pytest.mark.parametrize("given", [(), ("weight",), ("bias",), ("weight", "bias")], ids="-".join)
+@pytest.mark.parametrize("scale", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("data", [torch.float32, torch.bfloat16], ids=str)
+def test_layer_norm_is_sent_as_it_is(client: Client, data: Any, scale: Any, given: Any) -> None:
+    if data is torch.float32 and scale is torch.bfloat16:
+        pytest.skip("PyTorch refuses it")
+    x = torch.randn(3, 4, 6, dtype=data, requires_grad=True)
+    operands = {name: torch.randn(4, 6, dtype=scale, requires_grad=True) for name in given}
+    with remote(client, min_bytes=0) as mode, Golden() as golden:
+        F.layer_norm(x, (4, 6), **operands).float().square().sum().backward()
+    assert golden.compared == mode.summary().sent == 1
+    assert mode.summary().as_float32 == mode.summary().local == 0
+    for tensor in (x, *operands.values()):
+        assert (tensor.grad.dtype, tensor.grad.shape) == (tensor.dtype, tensor.shape)
+
+
+def test_the_layer_norms_of_an_encoder_are_sent(client: Client) -> None:
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 5, 8)
+    expected = gradients(layer.double(), x.double())
+    with remote(client, min_bytes=0) as mode, Golden() as golden:
+        got = gradients(layer.float(), x)
+    assert golden.compared == mode.summary().sent == 2
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-5)
+
+
+def test_the_gradient_of_a_layer_norm_s_gradient_is_autograd_s(client: Client) -> None:
+    x = torch.randn(3, 6, requires_grad=True)
+    found = []
+    for least in (0, 2**40):
+        with remote(client, min_bytes=least) as mode:
+            (grad,) = torch.autograd.grad(F.layer_norm(x, (6,)).pow(3).sum(), x, create_graph=True)
+            found.append(torch.autograd.grad(grad.square().sum(), x)[0])
+        assert (mode.summary().sent > 0) is (least == 0)
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
 
 
 def test_expanded_and_transposed_gradients_travel_as_they_are(client: Client) -> None:

@@ -65,13 +65,6 @@ REFUSED = {
     "double norm": (lambda: loss_of_group_norm(torch.float64), "group_norm_backward"),
     "double grid": (lambda: loss_of_grid_sample(torch.float64), "grid_sampler_2d_backward"),
     "bicubic": (lambda: loss_of_grid_sample(mode="bicubic"), "grid_sampler_2d_backward"),
-    "volume": (
-        lambda: (
-            x := torch.randn(1, 2, 3, 4, 5, requires_grad=True),
-            F.grid_sample(x, torch.rand(1, 2, 2, 2, 3), align_corners=False).square().sum(),
-        ),
-        "grid_sampler_3d_backward",
-    ),
 }
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
+from npugrad.dtypes import Format
+from npugrad.error_table import PARAM_INVALID
 from npugrad.meta import TensorMeta
 from npugrad.products import Product
 from npugrad.validation import validate_call
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from npugrad import Verdict
     from npugrad.meta import CallMeta
@@ -55,9 +59,34 @@ class Changes:
 
     def all_of(self, dtype: str) -> dict[str, TensorMeta]:
         """All inputs in another type."""
-        return {name: meta(*m.shape, dtype=dtype) for name, m in self.call.inputs.items() if m is not None}
+        return {n: TensorMeta(dtype, m.shape, m.format) for n, m in self.call.inputs.items() if m is not None}
 
     def stored(self, name: str, storage: Any) -> dict[str, TensorMeta]:
         """One operand, given or inferred, in another format."""
         given = self.call.inputs.get(name) or self.record.output_metas(self.call)[name]
         return {name: TensorMeta(given.dtype, given.shape, storage)}
+
+    def formats(self, name: str) -> dict[Format, tuple[int, list[str]]]:
+        """What is found with one operand in each format."""
+        return {storage: self.found(self.stored(name, storage)) for storage in Format}
+
+
+def rows_of_161002(
+    changes: Changes, rows: Sequence[tuple[int, Mapping[str, Any], list[str]]]
+) -> Callable[..., None]:
+    """A test that each row of the page's 161002 list is found, and cited by what is found.
+
+    Args:
+        changes: The call.
+        rows: Number of the row, the change that breaks it, and the constraints that say so.
+    """
+
+    @pytest.mark.parametrize(("row", "change", "expected"), rows, ids=lambda value: str(value)[:40])
+    def test(row: int, change: Mapping[str, Any], expected: list[str]) -> None:
+        verdict = changes.check(change)
+        assert (verdict.status, ids(verdict)) == (PARAM_INVALID, expected)
+        for violation in verdict.violations:
+            cited = {(source.section, source.row) for source in violation.sources}
+            assert (f"return codes, {PARAM_INVALID}", f"row {row}") in cited
+
+    return test  # type: ignore[no-any-return]

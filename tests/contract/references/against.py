@@ -16,6 +16,7 @@ from npugrad.products import Product
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    import numpy.typing as npt
     from tests.derived import Array, Derived, Operands
 
     from npugrad.meta import CallMeta
@@ -40,6 +41,27 @@ def run(
     metas = {name: meta for name, meta in record.infer(call).items() if meta is not None}
     outputs = {name: np.full(meta.shape, np.nan, dtype) for name, meta in metas.items()}
     reference_of(record)(inputs, call.attrs, outputs, **options)
+    return outputs
+
+
+def operand(inputs: Mapping[str, Array | None], name: str) -> Array:
+    """An operand that is not null."""
+    array = inputs[name]
+    assert array is not None
+    return array
+
+
+def run_like(
+    record: OpRecord,
+    inputs: Mapping[str, Array | None],
+    like: Mapping[str, str],
+    attrs: Mapping[str, Any] | None = None,
+    *,
+    dtype: npt.DTypeLike = np.float64,
+) -> dict[str, Array]:
+    """Run the reference on operands of no call: each output is NaN before, and shaped like an operand."""
+    outputs = {name: np.full(operand(inputs, source).shape, np.nan, dtype) for name, source in like.items()}
+    record.reference(inputs, attrs or {}, outputs)
     return outputs
 
 

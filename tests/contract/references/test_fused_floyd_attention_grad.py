@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tests.contract.references.against import against, assert_close, assert_same_bits
+from tests.contract.references.against import against, assert_close, assert_same_bits, operand, run_like
 from tests.derived import Derived
 
 from npugrad.ops.fused_floyd_attention_grad import FUSED_FLOYD_ATTENTION_GRAD as RECORD
-from npugrad.references.fused_floyd_attention_grad import reference
 
 Array = npt.NDArray[Any]
 Inputs = dict[str, Array | None]
@@ -21,21 +20,8 @@ OUTPUTS = {"dq": "query", "dk1": "key1", "dv1": "value1", "dk2": "key2", "dv2": 
 FLT_MAX = float(np.finfo(np.float32).max)
 
 
-def operand(inputs: Inputs, name: str) -> Array:
-    array = inputs[name]
-    assert array is not None
-    return array
-
-
-def run(
-    inputs: Inputs, scale: float = 0.25, dtype: npt.DTypeLike = np.float64, **options: int
-) -> dict[str, Array]:
-    """Run the reference into arrays that are NaN beforehand, so that what it leaves out shows."""
-    outputs = {
-        name: np.full(operand(inputs, source).shape, np.nan, dtype=dtype) for name, source in OUTPUTS.items()
-    }
-    reference(inputs, {"scale_value": scale}, outputs, **options)
-    return outputs
+def run(inputs: Inputs, scale: float = 0.25, dtype: npt.DTypeLike = np.float64) -> dict[str, Array]:
+    return run_like(RECORD, inputs, OUTPUTS, {"scale_value": scale}, dtype=dtype)
 
 
 def make(masked: float | None = None, seed: int = 0, **sizes: int) -> Inputs:

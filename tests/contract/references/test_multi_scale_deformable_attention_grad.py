@@ -10,12 +10,8 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.contract.references.against import against, assert_close, assert_same_bits
-
-from npugrad.ops.multi_scale_deformable_attention_grad import (
-    MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD as RECORD,
-)
-from npugrad.references.multi_scale_deformable_attention_grad import reference
+from tests.contract.references.against import against, assert_close, assert_same_bits, operand, run_like
+from tests.operators import MSDA as RECORD
 
 Array = npt.NDArray[Any]
 Inputs = dict[str, Array | None]
@@ -25,19 +21,8 @@ OUTPUTS = {"grad_value": "value", "grad_location": "location", "grad_attn_weight
 INT64 = np.iinfo(np.int64)
 
 
-def operand(inputs: Inputs, name: str) -> Array:
-    array = inputs[name]
-    assert array is not None
-    return array
-
-
-def run(inputs: Inputs, dtype: npt.DTypeLike = np.float64, **options: int) -> dict[str, Array]:
-    """Run the reference into arrays that are NaN beforehand, so that what it leaves out shows."""
-    outputs = {
-        name: np.full(operand(inputs, source).shape, np.nan, dtype=dtype) for name, source in OUTPUTS.items()
-    }
-    reference(inputs, {}, outputs, **options)
-    return outputs
+def run(inputs: Inputs) -> dict[str, Array]:
+    return run_like(RECORD, inputs, OUTPUTS)
 
 
 def make(

@@ -177,5 +177,5 @@ def test_peers_get_the_shapes_of_the_device_and_torch_npus_formats() -> None:
 
 
 def test_float_dtypes_are_those_that_have_a_tolerance() -> None:
-    assert set(float_dtypes(get_operator("group_norm_backward"), A2)) == set(T)
+    assert set(float_dtypes(get_operator("grid_sampler_3d_backward"), A2)) == set(T)
     assert [*float_dtypes(get_operator("fused_floyd_attention_grad"), A2)] == ["float16", "bfloat16"]

@@ -39,7 +39,9 @@ def test_a_code_leads_to_its_action(code: int, action: Action) -> None:
 
 def test_every_action_is_reached_and_no_code_has_two_rows_but_for_the_class_of_561() -> None:
     assert set(EXPECTED) == set(Action)
-    for code in range(600_000):
+    # Between two ends of ranges nothing changes.
+    ends = {end for row in FAULTS for codes in row.codes for end in codes}
+    for code in sorted({end + step for end in ends for step in (-1, 0, 1)}):
         rows = [row for row in FAULTS if row.matches(code)]
         assert len(rows) <= 1 or (code // 1000 == 561 and len(rows) == 2), code
 

@@ -91,7 +91,7 @@ def resolve(home: Path | None, **variables: str) -> dict[str, Any]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=300,
     )
     found: dict[str, Any] = json.loads(done.stdout)
     return found

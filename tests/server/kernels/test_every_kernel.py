@@ -270,6 +270,16 @@ def test_an_operand_of_another_type_is_taken_or_refused_whole(kernels: Kernels, 
 
 
 @CALLS
+def test_float64_is_left_to_the_reference(kernels: Kernels, derived: Derived) -> None:
+    call = derived.call("float64")
+    outputs = outputs_for(derived.record, call)
+    before = contents(outputs)
+    with pytest.raises(KernelUnsupported):
+        kernels.run(derived.record, derived.operands(call), call.attrs, outputs)
+    assert contents(outputs) == before
+
+
+@CALLS
 def test_attributes_that_do_not_fit_are_refused_and_nothing_written(
     kernels: Kernels, derived: Derived
 ) -> None:

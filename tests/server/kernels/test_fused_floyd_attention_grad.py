@@ -17,7 +17,6 @@ from tests.server.kernels.compare import (
     computed,
     given_array,
     golden,
-    outputs_for,
 )
 from tests.server.kernels.conftest import ROOT, VARIANTS
 
@@ -52,6 +51,12 @@ BOUNDS = [
 ]
 
 
+@pytest.mark.parametrize("sizes", [dict(n=128, m=128, k=128, d=32), dict(n=96, m=160, k=130, d=64)])
+def test_errors_stay_below_two_millionths(kernels: Kernels, sizes: dict[str, int]) -> None:
+    call = FLOYD.build(dtype=DType.FLOAT32, **sizes)
+    assert_errors_below(kernels, FLOYD, call, made(call, 7), 2e-6)
+
+
 test_bits_do_not_depend_on_threads = bits_at_bounds(FLOYD, BOUNDS, lambda call, _: made(call, 2))
 
 
@@ -82,34 +87,6 @@ def test_gradients_beyond_float16_are_infinite(kernels: Kernels) -> None:
     found = computed(kernels, FLOYD, call, inputs)
     assert_right(FLOYD, call, inputs, found)
     assert np.isinf(found["dv1"]).all()
-
-
-@pytest.mark.parametrize("sizes", [dict(n=128, m=128, k=128, d=32), dict(n=96, m=160, k=130, d=64)])
-def test_errors_stay_below_two_millionths(kernels: Kernels, sizes: dict[str, int]) -> None:
-    call = FLOYD.build(dtype=DType.FLOAT32, **sizes)
-    inputs = made(call, 7)
-    assert_errors_below(kernels, FLOYD, call, inputs, 2e-6)
-
-
-def test_a_call_nobody_wants_ends_between_tasks(make_kernels: Callable[[int], Kernels]) -> None:
-    kernels = make_kernels(3)
-    call = FLOYD.build(n=256, m=64, k=256, d=32)
-    inputs = made(call, 8)
-    asked: list[int] = []
-
-    def gone() -> None:
-        asked.append(1)
-        if len(asked) > 1:
-            raise KeyError("nobody waits")
-
-    def call_again_and_again() -> None:
-        for _ in range(1000):  # one may be over before it is asked twice
-            asked.clear()
-            kernels.run(FLOYD, inputs, call.attrs, outputs_for(FLOYD, call), gone)
-
-    with pytest.raises(KeyError, match="nobody waits"):
-        call_again_and_again()
-    assert_right(FLOYD, call, inputs, computed(kernels, FLOYD, call, inputs))
 
 
 # Calls of several callers, given up at random moments while threads wait for each other's tasks. In a process

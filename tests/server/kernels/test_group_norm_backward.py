@@ -12,6 +12,7 @@ from tests.server.kernels.compare import (
     assert_right,
     bits_at_bounds,
     computed,
+    contents,
     given_array,
     outputs_for,
 )
@@ -97,3 +98,15 @@ def test_statistics_of_another_dtype_are_taken(kernels: Kernels) -> None:
     outputs["grad_gamma"] = np.empty(6, np.float32)
     kernels.run(NORM, inputs, call.attrs, outputs)
     assert_right(NORM, call, inputs, outputs)
+
+
+def test_groups_that_do_not_divide_the_channels_are_refused(kernels: Kernels) -> None:
+    """With statistics of so many groups: else their number alone would be refused."""
+    call = NORM.build(n=2, c=6, hxw=40, group=3)
+    inputs, outputs = _inputs(call), outputs_for(NORM, call)
+    before = contents(outputs)
+    for name in ("mean", "rstd"):
+        inputs[name] = np.ones((2, 4), np.float32)
+    with pytest.raises(RuntimeError, match="status 3"):
+        kernels.run(NORM, inputs, {**call.attrs, "group": 4}, outputs)
+    assert contents(outputs) == before

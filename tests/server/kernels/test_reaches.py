@@ -9,6 +9,8 @@ from tests.reaches import every_sample, masked, prove
 from tests.server.kernels.compare import computed
 from tests.server.kernels.test_at_once import LONG
 
+from npugrad.dtypes import DType
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -27,6 +29,8 @@ LARGER = [pytest.param(derived.record, derived.call(), id=str(derived)) for deri
 def test_every_sample_under_every_mask(kernels: Kernels, record: OpRecord, call: CallMeta) -> None:
     if record.name not in kernels.operators:
         pytest.skip(f"{record.name} has no kernel")
+    if any(meta is not None and meta.dtype is DType.FLOAT64 for meta in call.inputs.values()):
+        pytest.skip("float64 is computed by the reference")
 
     def compute(
         record: OpRecord, call: CallMeta, arrays: Mapping[str, npt.NDArray[Any] | None]

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from npugrad import TensorMeta
+from npugrad import OPERATORS, TensorMeta
 from npugrad.errors import CallTooLarge
+from npugrad.validation import validate_call
 from npugrad_server.pool.demand import check_fits, demand_of
 from npugrad_server.pool.regions import ALIGNMENT
 
@@ -35,6 +36,20 @@ def test_an_offset_makes_a_copy_necessary_and_is_counted(job: Any) -> None:
     shifted = TensorMeta("float32", (2, 3), storage_offset=100)
     demand = demand_of(replace(planned, call=planned.call.with_inputs(mean=shifted)))
     assert demand.memory_bytes == 24
+
+
+def test_channels_that_come_last_are_moved_for_operands_and_results(job: Any) -> None:
+    record = OPERATORS["grid_sampler_3d_backward"]
+    call = record.build(n=2, c=3, d=4, h=5, w=6, od=2, oh=3, ow=4)
+    call = call.with_inputs(
+        input=TensorMeta("float32", (2, 4, 5, 6, 3), "NDHWC"),
+        grad_output=TensorMeta("float32", (2, 2, 3, 4, 3), "NDHWC"),
+    )
+    assert validate_call(record, call).status == 0
+    planned = replace(job().planned, record=record, call=call, outputs=record.infer(call))
+    assert demand_of(planned).memory_bytes == 4 * 3 * (2 * 2 * 4 * 5 * 6 + 2 * 2 * 3 * 4)
+    # A device with memory of its own takes operands as they lie.
+    assert demand_of(planned, own_memory=True).memory_bytes == 4 * 3 * 2 * 4 * 5 * 6
 
 
 def test_a_verification_needs_the_results_once_more_in_float64(job: Any) -> None:

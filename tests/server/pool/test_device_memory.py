@@ -95,6 +95,7 @@ def test_calls_whose_workspace_may_differ_have_different_keys(job: Any) -> None:
         job(n=2, c=6, hxw=4, group=2).planned,
         job(n=2, c=6, hxw=4, output_mask=(True, True, False)).planned,
         replace(planned, call=call.with_inputs(input=strided)),
+        replace(planned, call=call.with_inputs(input=TensorMeta("float32", (2, 6, 4), "NCHW"))),
         replace(planned, options=CallOptions(deterministic=True)),
         replace(planned, call=replace(call, product=Product.ATLAS_A3)),
     ]

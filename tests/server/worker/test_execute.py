@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from npugrad import OPERATORS, Product, TensorMeta, get_operator
+from npugrad import OPERATORS, Format, Product, TensorMeta, get_operator
 from npugrad.call import CallOptions
 from npugrad.errors import DeviceError, NpugradError, OperatorError, UnsafeLevels
+from npugrad.layout import view
+from npugrad.operator import TensorParam
 from npugrad_server.backends.base import Backend, CallAbandoned, CallPostponed, DeviceLost, Timings, unheard
 from npugrad_server.pool.arena import InputArena, OutputArena
 from npugrad_server.pool.regions import Region
@@ -132,6 +134,41 @@ def test_a_backend_that_takes_strides_gets_them_and_when_to_give_up(
     assert call.deadline_s == deadline_s
     # Before the pool ends the worker, ten seconds after the deadline.
     assert deadline_s + 5 < call.give_up_s < deadline_s + 10
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_axes_that_a_format_moves_are_in_the_formulas_order_for_the_backend_alone(
+    arenas: tuple[Arenas, InputArena], strided: bool
+) -> None:
+    def axes(meta: TensorMeta) -> tuple[int, ...]:
+        return (0, 2, 1) if meta.format is Format.NHWC else (0, 1, 2)
+
+    plain = order(output_offsets={"grad_input": 1024, "grad_beta": 0, "grad_gamma": 0})
+    record = get_operator(plain.operator)
+    moved = ("input", "grad_input")
+    params = [
+        replace(p, axes=axes) if isinstance(p, TensorParam) and p.name in moved else p for p in record.params
+    ]
+    backend = Recorder(strided=strided)
+    backend.records = {record.name: replace(record, params=tuple(params))}
+    shape = plain.meta.tensor("input").shape
+    last = TensorMeta("float32", (shape[0], shape[2], shape[1]), Format.NHWC)
+    meta = plain.meta.with_inputs(input=last)
+    run = replace(plain, meta=meta, outputs={**plain.outputs, "grad_input": last})
+    values = np.random.default_rng(0).standard_normal(last.size, np.float32).reshape(last.shape)
+    for name in ("grad_out", "mean", "rstd", "input"):
+        content = values if name == "input" else np.ones(plain.meta.tensor(name).size, np.float32)
+        arenas[1].view(Region(0, SIZE), run.input_offsets[name], content.nbytes)[:] = content.tobytes()
+    assert isinstance(execute(backend, arenas[0], run, 0), CallDone)
+    (call,) = backend.calls
+    operand, result = call.inputs["input"], call.outputs["grad_input"]
+    assert operand is not None
+    np.testing.assert_array_equal(operand, values.transpose(0, 2, 1))
+    assert (call.meta.tensor("input").shape, operand.flags.c_contiguous) == (shape, not strided)
+    assert result.flags.c_contiguous
+    written = view(last, arenas[0].outputs, 1024)
+    np.testing.assert_array_equal(written, result.transpose(0, 2, 1))
+    assert result.any()
 
 
 def test_a_call_without_a_deadline_has_the_limit_of_the_device(arenas: tuple[Arenas, InputArena]) -> None:

@@ -119,7 +119,7 @@ aclError aclrtCtxSetSysParamOpt(int option, int64_t value) {
   const auto context = current_context(user);
   if (!context) return this_thread().last_error;
   if (option == acl::kDeterministic) set_determinism(context.get(), static_cast<int>(value), user);
-  return acl::kSuccess;  // the other options do not matter to the four operators
+  return acl::kSuccess;  // the other options do not matter to the operators
 }
 
 aclError aclrtCtxGetSysParamOpt(int option, int64_t* value) {

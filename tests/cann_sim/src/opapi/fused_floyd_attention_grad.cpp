@@ -1,5 +1,6 @@
 // aclnnFusedFloydAttentionGrad, an interface generated from the operator definition: its shape rules are
 // tiling's.
+// In libopapi_transformer, from CANN 9.0.0-beta.1 on.
 #include <cfloat>
 #include <cmath>
 

@@ -1,7 +1,8 @@
 // aclnnGridSampler2DBackward. Checks in the order of the vendor's source of 2026, which takes mode 2 and
 // DOUBLE.
+// In libopapi_cv.
 #include "checks.h"
-#include "grid_sampler_2d_kernel.h"
+#include "grid_sampler_kernel.h"
 
 namespace cann_sim {
 namespace {
@@ -123,7 +124,7 @@ int aclnnGridSampler2DBackwardGetWorkspaceSize(const aclTensor* grad_output, con
   const uint64_t scratch =
       call.input ? 4 * static_cast<uint64_t>(call.input->elements()) : 0;  // inputGrad as FLOAT
   return phase.finish([&] { return check(call); }, kSystemWorkspace + scratch,
-                      [options](KernelRun& run) { grid_sampler_2d_kernel(run, options); }, workspace_size,
+                      [options](KernelRun& run) { grid_sampler_kernel(run, options); }, workspace_size,
                       executor);
 }
 

@@ -1,5 +1,6 @@
 // aclnnGroupNormBackward. Checks in the order of the vendor's source; what they say, not what the document
 // asks for.
+// In libopapi_nn.
 #include "checks.h"
 
 namespace cann_sim {

@@ -1,5 +1,6 @@
 // aclnnMultiScaleDeformableAttentionGrad. Checks in the order of the vendor's source of 2026; gradOutput has
 // rank 3.
+// In libopapi_nn.
 #include <cmath>
 
 #include "../model/api.h"

@@ -1,4 +1,5 @@
 // aclnnSynthetic, which no vendor has: an attribute of every kind. tests/synthetic/record.py says what it is.
+// In libopapi_nn.
 #include <cstring>
 
 #include "checks.h"

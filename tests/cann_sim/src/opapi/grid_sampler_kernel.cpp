@@ -1,4 +1,5 @@
-#include "grid_sampler_2d_kernel.h"
+// In libopapi_cv.
+#include "grid_sampler_kernel.h"
 
 #include <algorithm>
 #include <cmath>
@@ -126,45 +127,85 @@ Axis make_axis(double value, int64_t size, const GridOptions& options) {
   }
 }
 
+// How the cells of an image lie: its sizes on each axis, the slowest first, and where the channels are.
+struct Cells {
+  Shape sizes;
+  int64_t channels, count = 1;
+  bool channels_last;
+
+  Cells(const Shape& shape, bool last)
+      : sizes(shape.begin() + (last ? 1 : 2), shape.end() - (last ? 1 : 0)),
+        channels(last ? shape.back() : shape[1]),
+        channels_last(last) {
+    for (const int64_t size : sizes) count *= size;
+  }
+  size_t index(int64_t n, int64_t c, int64_t cell) const {
+    return static_cast<size_t>(channels_last ? (n * count + cell) * channels + c
+                                             : (n * channels + c) * count + cell);
+  }
+};
+
+// One neighbour of a point: where it lies, its weight, and the weight's derivatives along each axis.
+struct Corner {
+  int64_t cell = 0;
+  double weight = 1;
+  double slopes[3] = {1, 1, 1};
+};
+
+// The neighbour of that number, the last axis counting fastest. False if it lies outside.
+bool find_corner(const std::vector<Axis>& axes, const Shape& sizes, int64_t number,
+                 const GridOptions& options, Corner& found) {
+  int64_t step = 1;
+  for (size_t k = axes.size(); k-- > 0;) {
+    const Neighbours& near = axes[k].neighbours;
+    const int64_t i = number % near.count, index = place(near.first + i, sizes[k], options);
+    if (index < 0) return false;
+    number /= near.count;
+    found.cell += index * step;
+    step *= sizes[k];
+    found.weight *= near.weight[i];
+    for (size_t m = 0; m < axes.size(); ++m) found.slopes[m] *= m == k ? near.slope[i] : near.weight[i];
+  }
+  return true;
+}
+
 }  // namespace
 
-void grid_sampler_2d_kernel(const KernelRun& run, const GridOptions& options) {
-  const Shape& input_shape = run.shape("input");
-  const Shape& grid_shape = run.shape("grid");
-  const int64_t samples = input_shape[0], channels = input_shape[1], height = input_shape[2],
-                width = input_shape[3];
-  const int64_t points = grid_shape[1] * grid_shape[2];
+void grid_sampler_kernel(const KernelRun& run, const GridOptions& options) {
+  const Cells image(run.shape("input"), options.channels_last);
+  const Cells points(run.shape("gradOutput"), options.channels_last);
+  const size_t rank = image.sizes.size();
   const auto grad_output = run.read("gradOutput"), input = run.read("input"), grid = run.read("grid");
   std::vector<double> input_grad(input.size()), grid_grad(grid.size());
-  for (int64_t n = 0; n < samples; ++n) {
-    for (const size_t in_turn : run.summation.order(static_cast<size_t>(points))) {
+  std::vector<Axis> axes(rank);
+  for (int64_t n = 0; n < run.shape("input")[0]; ++n) {
+    for (const size_t in_turn : run.summation.order(static_cast<size_t>(points.count))) {
       const auto point = static_cast<int64_t>(in_turn);
-      const auto at_grid = static_cast<size_t>((n * points + point) * 2);
-      const Axis x = make_axis(grid[at_grid], width, options),
-                 y = make_axis(grid[at_grid + 1], height, options);
-      double slope_x = 0, slope_y = 0;
-      for (int i = 0; i < y.neighbours.count; ++i) {
-        const int64_t row = place(y.neighbours.first + i, height, options);
-        for (int j = 0; row >= 0 && j < x.neighbours.count; ++j) {
-          const int64_t column = place(x.neighbours.first + j, width, options);
-          if (column < 0) continue;
-          double dot = 0;
-          for (int64_t c = 0; c < channels; ++c) {
-            const auto at_input = static_cast<size_t>(((n * channels + c) * height + row) * width + column);
-            const double gradient = grad_output[static_cast<size_t>((n * channels + c) * points + point)];
-            run.summation.add(input_grad[at_input],
-                              y.neighbours.weight[i] * x.neighbours.weight[j] * gradient);
-            dot += input[at_input] * gradient;
+      const auto at_grid = static_cast<size_t>(n * points.count + point) * rank;
+      int64_t corners = 1;
+      for (size_t k = 0; k < rank; ++k) {
+        axes[k] = make_axis(grid[at_grid + rank - 1 - k], image.sizes[k], options);
+        corners *= axes[k].neighbours.count;
+      }
+      double slopes[3] = {};
+      for (int64_t number = 0; number < corners; ++number) {
+        Corner corner;
+        if (!find_corner(axes, image.sizes, number, options, corner)) continue;
+        double dot = 0;
+        for (int64_t c = 0; c < image.channels; ++c) {
+          const size_t at_input = image.index(n, c, corner.cell);
+          const double gradient = grad_output[points.index(n, c, point)];
+          if (run.dtype("input") == kDouble) {
+            input_grad[at_input] += corner.weight * gradient;
+          } else {
+            run.summation.add(input_grad[at_input], corner.weight * gradient);
           }
-          slope_x += dot * y.neighbours.weight[i] * x.neighbours.slope[j];
-          slope_y += dot * y.neighbours.slope[i] * x.neighbours.weight[j];
+          dot += input[at_input] * gradient;
         }
+        for (size_t k = 0; k < rank; ++k) slopes[k] += dot * corner.slopes[k];
       }
-      if (options.interpolation == kNearest) {
-        continue;  // its gradient by the grid is 0
-      }
-      grid_grad[at_grid] = x.factor * slope_x;
-      grid_grad[at_grid + 1] = y.factor * slope_y;
+      if (options.interpolation == kNearest) continue;  // its gradient by the grid is 0
+      for (size_t k = 0; k < rank; ++k) grid_grad[at_grid + rank - 1 - k] = axes[k].factor * slopes[k];
     }
   }
   if (options.wants_input_grad) run.add("inputGrad", input_grad);

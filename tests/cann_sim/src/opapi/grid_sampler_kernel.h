@@ -1,4 +1,4 @@
-// The mathematics of aclnnGridSampler2DBackward.
+// The mathematics of aclnnGridSampler2DBackward and aclnnGridSampler3DBackward.
 #pragma once
 
 #include "../nnopbase/kernel_run.h"
@@ -14,8 +14,9 @@ struct GridOptions {
   bool align_corners;
   bool wants_input_grad;
   bool wants_grid_grad;
+  bool channels_last = false;  // of gradOutput, input and inputGrad
 };
 
-void grid_sampler_2d_kernel(const KernelRun& run, const GridOptions& options);
+void grid_sampler_kernel(const KernelRun& run, const GridOptions& options);
 
 }  // namespace cann_sim

@@ -1,0 +1,103 @@
+"""Layer normalisation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from npugrad_client._legality import require_client, require_legal
+from npugrad_client.jax._callback import Array, Service, like, metas
+
+if TYPE_CHECKING:
+    from npugrad_client import Client
+
+OPERATOR = "layer_norm_backward"
+
+
+def layer_norm(
+    x: Array,
+    scale: Array | None = None,
+    bias: Array | None = None,
+    *,
+    client: Client,
+    axes: int = 1,
+    eps: float = 1e-5,
+    timeout_s: float | None = None,
+    deterministic: bool = False,
+    priority: int = 0,
+    label: str = "",
+    verify: bool = False,
+) -> Array:
+    """Layer normalisation whose gradient the service computes.
+
+    Args:
+        x: Rank 1 to 8. float32, float16 or bfloat16.
+        scale: Shape of the normalised axes, dtype of x or float32; None for ones.
+        bias: Shape of the normalised axes, dtype of scale; None for zeros.
+        client: Who calls the service in the backward pass.
+        axes: How many axes of x are normalised together, from the last one on; 1 or more.
+        eps: Added to the variance.
+        timeout_s: Deadline of the call in seconds; None for the client's default.
+        deterministic: Ask for results that do not depend on the order of summation.
+        priority: Calls of higher priority leave the queue first; -100 to 100.
+        label: Name of the caller or experiment.
+        verify: Have the server recompute the call and refuse a result that differs.
+
+    Returns:
+        Shape and dtype of x.
+
+    Raises:
+        NullOperand: 161001. x is None.
+        InvalidOperand: 161002. An operand breaks a documented rule; when the function is traced.
+        TypeError: The client is no `Client`.
+
+    Example:
+        >>> def loss(x):                                               # doctest: +SKIP
+        ...     return layer_norm(x, client=client).sum()
+        >>> jax.jit(jax.grad(loss))(x)                                 # doctest: +SKIP
+    """
+    require_client("layer_norm", client)
+    service = Service(client, timeout_s, deterministic, priority, label, verify)
+    shape = () if x is None else x.shape
+    count = max(len(shape) - axes, 0) if axes > 0 else len(shape)
+    statistics = jax.ShapeDtypeStruct((*shape[:count], *(1,) * (len(shape) - count)), jnp.float32)
+    given = {"grad_out": like(shape, x), "input": x, "mean": statistics, "rstd": statistics}
+    missing = (1,) * (axes - len(shape))  # which the document refuses
+    attrs = {"normalized_shape": missing + shape[count:], "output_mask": (True, True, True)}
+    require_legal(OPERATOR, metas(OPERATOR, {**given, "weight": scale, "bias": bias}), attrs)
+    result: Array = _layer_norm(service, count, eps, x, scale, bias)
+    return result
+
+
+def _apply(
+    service: Service, count: int, eps: float, x: Array, scale: Array | None, bias: Array | None
+) -> Array:
+    return _forward(service, count, eps, x, scale, bias)[0]
+
+
+def _forward(
+    service: Service, count: int, eps: float, x: Array, scale: Array | None, bias: Array | None
+) -> tuple[Array, tuple[Array, ...]]:
+    wide, axes = x.astype(jnp.float32), tuple(range(count, x.ndim))
+    mean = wide.mean(axes, keepdims=True)
+    rstd = jax.lax.rsqrt(wide.var(axes, keepdims=True) + eps)
+    normal = (wide - mean) * rstd
+    if scale is not None:
+        normal = normal * scale.astype(jnp.float32)
+    if bias is not None:
+        normal = normal + bias.astype(jnp.float32)
+    return normal.astype(x.dtype), (x, mean, rstd, scale, bias)
+
+
+def _backward(service: Service, count: int, eps: float, saved: tuple[Array, ...], grad: Array) -> Any:
+    x, mean, rstd, scale, bias = saved
+    weight = jnp.ones_like(bias) if scale is None and bias is not None else scale  # for its own type
+    operands = {"grad_out": grad, "input": x, "mean": mean, "rstd": rstd, "weight": weight, "bias": bias}
+    results = {"grad_input": x, "grad_weight": scale, "grad_bias": bias}
+    return service.wanted_gradients(OPERATOR, operands, {"normalized_shape": x.shape[count:]}, results)
+
+
+_layer_norm: Any = jax.custom_vjp(_apply, nondiff_argnums=(0, 1, 2))
+_layer_norm.defvjp(_forward, _backward)

@@ -1,0 +1,215 @@
+"""What the records of the backward operators of grid sampling share, in two dimensions and in three."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from npugrad.binding import TorchBinding
+from npugrad.dtypes import DType
+from npugrad.generators import Draw
+from npugrad.meta import TensorMeta
+from npugrad.operator import AttrParam, Sample, TensorParam
+from npugrad.ops._grid_sampler_rules import C_NAMES, INTERPOLATION_MODES, PADDING_MODES, accepts_unchecked
+from npugrad.ties import half_pixels, settle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    import numpy.typing as npt
+
+    from npugrad.meta import CallMeta
+    from npugrad.operator import Arrays, Param
+    from npugrad.products import Product
+    from npugrad.releases import CannRelease
+
+    DTypes = Mapping[Product, tuple[DType, ...]]
+
+MAX_DETERMINISTIC_CHANNELS = 2048
+"""Above it, and with DOUBLE, the operator leaves the AI Core, and with it the deterministic mode; on every
+release with a page of its own, 8.5.0 to 9.2.0-beta.2."""
+
+
+def params(docs: Mapping[str, str], dtypes: DTypes) -> tuple[Param, ...]:
+    """Both operators have the same parameters.
+
+    Args:
+        docs: Shape and meaning of each tensor.
+        dtypes: Types by product.
+    """
+    draws = {"grid": Draw("uniform", (-1.1, 1.1))}
+    inputs = (
+        TensorParam(
+            name=name,
+            c_name=C_NAMES[name],
+            role="input",
+            doc=docs[name],
+            dtypes=dtypes,
+            draw=draws.get(name, Draw("normal")),
+        )
+        for name in ("grad_output", "input", "grid")
+    )
+    outputs = (
+        TensorParam(
+            name=name,
+            c_name=C_NAMES[name],
+            role="output",
+            doc=docs[name],
+            dtypes=dtypes,
+            masked_by=index,
+            when_masked="allocate",  # a null output is refused whatever the mask says
+            zero_init=name == "input_grad",
+        )
+        for index, name in enumerate(("input_grad", "grid_grad"))
+    )
+    return (*inputs, *_ATTRS, *outputs)
+
+
+_ATTRS = (
+    AttrParam(
+        name="interpolation_mode",
+        c_name=C_NAMES["interpolation_mode"],
+        type="int64",
+        doc="0 bilinear, 1 nearest.",
+        choices=INTERPOLATION_MODES,
+    ),
+    AttrParam(
+        name="padding_mode",
+        c_name=C_NAMES["padding_mode"],
+        type="int64",
+        doc="What a point outside the image reads: 0 zeros, 1 border, 2 reflection.",
+        choices=PADDING_MODES,
+    ),
+    AttrParam(
+        name="align_corners",
+        c_name=C_NAMES["align_corners"],
+        type="bool",
+        doc="True: -1 and 1 are the centres of the corner pixels; False: their outer edges.",
+    ),
+    AttrParam(
+        name="output_mask",
+        c_name=C_NAMES["output_mask"],
+        type="bool_array",
+        doc="Two bools: compute input_grad, grid_grad. None: nothing is checked and nothing computed.",
+    ),
+)
+
+
+def reads(call: CallMeta) -> Mapping[str, tuple[str, ...]]:
+    """The nearest pixel does not change with the grid, so that grid_grad is 0 whatever the operands hold."""
+    is_nearest = call.attrs["interpolation_mode"] == INTERPOLATION_MODES["nearest"]
+    return {
+        "input_grad": ("grad_output", "grid"),
+        "grid_grad": () if is_nearest else ("grad_output", "input", "grid"),
+    }
+
+
+def determinism_check(call: CallMeta, release: CannRelease | None) -> str | None:
+    """Neither DOUBLE nor many channels."""
+    if accepts_unchecked(call):
+        return None
+    image = call.tensor("input")
+    if image.dtype is DType.FLOAT64:
+        return "input: found float64; expected another type where deterministic is True on an NPU"
+    channels = image.shape[1]
+    if channels <= MAX_DETERMINISTIC_CHANNELS:
+        return None
+    return (
+        f"input: found {channels} channels; expected at most {MAX_DETERMINISTIC_CHANNELS} where "
+        "deterministic is True on an NPU"
+    )
+
+
+def samples(build: Callable[..., CallMeta], dtypes: DTypes, sides: str, product: Product) -> Iterator[Sample]:
+    """Types, modes, masks, sizes, declared outputs and strides.
+
+    Args:
+        build: Of the record.
+        dtypes: Types by product.
+        sides: Keywords of `build` for the spatial axes, a letter each; those of the points have an o before.
+        product: Which.
+    """
+    for dtype in dtypes[product]:
+        yield Sample(f"{dtype}", build(dtype=dtype, product=product))
+    yield from _mode_samples(build, product)
+    for mask in ((True, False), (False, True), (False, False)):
+        yield Sample("mask" + "".join("01"[bit] for bit in mask), build(product=product, output_mask=mask))
+    yield Sample("mask_null", build(product=product, output_mask=None))
+    out = [f"o{side}" for side in sides]
+    one: dict[str, Any] = dict.fromkeys(("n", "c", *sides, *out), 1)
+    yield Sample("one_pixel", build(product=product, **one))
+    many = MAX_DETERMINISTIC_CHANNELS + 1
+    yield Sample("many_channels", build(product=product, **{**one, "c": many, "w": 2}))
+    for size in ("n", "c", *out):
+        yield Sample(f"empty_{size}", build(product=product, **{size: 0}))
+    call = build(product=product)
+    image, grid, grad = call.tensor("input"), call.tensor("grid"), call.tensor("grad_output")
+    yield Sample("declared", call.with_outputs(input_grad=image, grid_grad=grid))
+    expanded = TensorMeta(DType.FLOAT32, grad.shape, strides=(0,) * grad.rank)
+    n_step, *steps = TensorMeta(
+        DType.FLOAT32, (*image.shape[:1], *image.shape[2:], image.shape[1])
+    ).element_strides
+    channels_last = TensorMeta(DType.FLOAT32, image.shape, strides=(n_step, steps[-1], *steps[:-1]))
+    yield Sample("strided", call.with_inputs(grad_output=expanded, input=channels_last))
+
+
+def _mode_samples(build: Callable[..., CallMeta], product: Product) -> Iterator[Sample]:
+    for interpolation, interpolation_mode in INTERPOLATION_MODES.items():
+        for padding, padding_mode in PADDING_MODES.items():
+            for align_corners in (False, True):
+                call = build(
+                    product=product,
+                    interpolation_mode=interpolation_mode,
+                    padding_mode=padding_mode,
+                    align_corners=align_corners,
+                )
+                yield Sample(f"{interpolation}-{padding}" + ("-aligned" if align_corners else ""), call)
+
+
+def make_inputs(call: CallMeta, rng: np.random.Generator) -> dict[str, npt.NDArray[Any] | None]:
+    """Normal images and gradients; points mostly inside, some outside, some exactly on the border."""
+
+    def values(name: str, meta: TensorMeta) -> npt.NDArray[np.float32]:
+        return (
+            _points(meta.shape, rng) if name == "grid" else rng.standard_normal(meta.shape, dtype=np.float32)
+        )
+
+    return {
+        name: None if meta is None else values(name, meta).astype(meta.dtype.numpy)
+        for name, meta in call.inputs.items()
+    }
+
+
+def _points(shape: tuple[int, ...], rng: np.random.Generator) -> npt.NDArray[np.float32]:
+    points = rng.uniform(-1, 1, shape).astype(np.float32)
+    kind = rng.random(shape, dtype=np.float32)
+    points[kind < 0.1] *= 1.75
+    points[kind > 0.95] = np.sign(points[kind > 0.95])
+    return points
+
+
+def ties(call: CallMeta, operands: Arrays) -> None:
+    """On pixels, on edges and in the middles between them, inside and outside."""
+    image, grid = call.tensor("input"), operands["grid"]
+    if grid is None:
+        return
+    for axis, size in enumerate(reversed(image.shape[2:])):
+        divisor = max(size - 1, 1) if call.attrs["align_corners"] else size
+        grid[..., axis] = 2 * half_pixels(grid[..., axis], size) / divisor - 1
+
+
+def settle_points(call: CallMeta, operands: Arrays) -> None:
+    """Moves points away from where the gradient jumps."""
+    image, grid = call.tensor("input"), operands["grid"]
+    if grid is None:
+        return
+    for axis, size in enumerate(reversed(image.shape[2:])):
+        # For corners aligned and not, so that the same data serves either; nearest jumps at the halves.
+        for scale in (size, size - 1):
+            settle(grid[..., axis], scale / 2, (size - 1) / 2, steps=2)
+
+
+def binding(name: str) -> TorchBinding:
+    """PyTorch's operator of that name, which takes the operands and attributes in the order of the record."""
+    return TorchBinding(f"aten.{name}", tuple(n for n in C_NAMES if not n.endswith("_grad")))

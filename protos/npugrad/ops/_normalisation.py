@@ -1,0 +1,123 @@
+"""What the normalisations share: parameters, fitting data, and how far right results may differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from npugrad.generators import Draw
+from npugrad.operator import AttrParam, Sample, TensorParam
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    import numpy.typing as npt
+
+    from npugrad.attributes import AttrType
+    from npugrad.dtypes import DType
+    from npugrad.meta import CallMeta
+    from npugrad.products import Product
+
+    Array = npt.NDArray[Any]
+    Sizes = tuple[int, int, int, int]
+    """Samples, groups of channels, channels of a group, elements of a channel of a sample."""
+
+_SCALE = Draw("normal", (1.0, 0.25))
+_DRAWS = {
+    "mean": Draw("normal", (0.0, 0.1)),
+    "rstd": Draw("uniform", (0.5, 2.0)),
+    "gamma": _SCALE,
+    "weight": _SCALE,
+}
+_NORMALISED = ("grad_out", "input", "mean", "rstd")
+_MASKS = ((True, False, False), (False, True, False), (False, False, True), (False, False, False))
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Makes the parameters of one normalisation.
+
+    Attributes:
+        c_names: Names in the C signature.
+        dtypes: Data types by product.
+        optional: Inputs that may be null, the scale first.
+        outputs: In the order of output_mask: gradients of input, of the scale and of the shift.
+    """
+
+    c_names: Mapping[str, str]
+    dtypes: Mapping[Product, tuple[DType, ...]]
+    optional: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def tensor(self, name: str, doc: str) -> TensorParam:
+        """An input or an output."""
+        is_output = name in self.outputs
+        return TensorParam(
+            name=name,
+            c_name=self.c_names[name],
+            role="output" if is_output else "input",
+            doc=doc,
+            dtypes=self.dtypes,
+            optional=name in self.optional,
+            masked_by=self.outputs.index(name) if is_output else None,
+            draw=None if is_output else _DRAWS.get(name, Draw("normal")),
+        )
+
+    def attr(self, name: str, kind: AttrType, doc: str) -> AttrParam:
+        """An attribute."""
+        return AttrParam(name=name, c_name=self.c_names[name], type=kind, doc=doc)
+
+    def mask(self) -> AttrParam:
+        """Which outputs are wanted."""
+        doc = f"Three bools: compute {', '.join(self.outputs)}."
+        return self.attr("output_mask", "bool_array", doc)
+
+    def is_wanted(self, call: CallMeta, name: str) -> bool:
+        """Whether the mask is a legal one that has an output."""
+        mask = call.mask()
+        return mask is not None and len(mask) == len(self.outputs) and mask[self.outputs.index(name)]
+
+    def reads(self) -> dict[str, tuple[str, ...]]:
+        """Operands whose values each output depends on."""
+        operands = ((*_NORMALISED, self.optional[0]), _NORMALISED, ("grad_out",))
+        return dict(zip(self.outputs, operands, strict=True))
+
+
+def masked_samples(build: Callable[..., CallMeta], product: Product) -> Iterator[Sample]:
+    """One output wanted, or none."""
+    for mask in _MASKS:
+        yield Sample("mask" + "".join("01"[bit] for bit in mask), build(product=product, output_mask=mask))
+
+
+def make_inputs(call: CallMeta, rng: np.random.Generator, sizes: Sizes) -> dict[str, Array | None]:
+    """Normal data with statistics that fit it, as a forward pass would leave them."""
+    samples, groups, channels, elements = sizes
+    values = rng.standard_normal((samples, groups, channels * elements), dtype=np.float32) * 2 + 0.5
+    mean = values.mean(axis=2) if values.size else np.zeros((samples, groups), np.float32)
+    variance = values.var(axis=2) if values.size else np.ones((samples, groups), np.float32)
+    grad_out = rng.standard_normal(values.size, dtype=np.float32)
+    scale = rng.standard_normal(groups * channels, dtype=np.float32) + 1
+    bias = rng.standard_normal(scale.size, dtype=np.float32)
+    made = {"grad_out": grad_out, "input": values, "mean": mean, "rstd": 1 / np.sqrt(variance + 1e-5)}
+    made |= {"gamma": scale, "weight": scale, "bias": bias}
+    return {
+        name: None if meta is None else made[name].reshape(meta.shape).astype(meta.dtype.numpy)
+        for name, meta in call.inputs.items()
+    }
+
+
+def extra_tolerance(grad_out: Array | None, rstd: Array | None, scale: Array | None, sizes: Sizes) -> float:
+    """grad_input is a difference of large terms: 8 eps of the largest one, max|rstd * grad_out * scale|."""
+    if grad_out is None or rstd is None or not grad_out.size:
+        return 0.0
+    samples, groups, channels, _ = sizes
+    # One pass over the data: its largest magnitude in each channel, where the others are constant.
+    largest = np.abs(grad_out.reshape(samples, groups, channels, -1)).max(axis=3).astype(np.float64)
+    largest *= np.abs(rstd.reshape(samples, groups, 1).astype(np.float64))
+    if scale is not None:
+        largest *= np.abs(scale.reshape(groups, channels).astype(np.float64))
+    eps = float(ml_dtypes.finfo(grad_out.dtype).eps)  # type: ignore[no-untyped-call]
+    return 8 * eps * float(np.max(largest))

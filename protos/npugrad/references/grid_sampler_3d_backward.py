@@ -1,0 +1,5 @@
+"""Float64 reference of aclnnGridSampler3DBackward."""
+
+from npugrad.references._grid_sampling import reference
+
+__all__ = ["reference"]
