@@ -16,7 +16,7 @@ from tests.cann_sim.report import HOST_OBJECTS
 from tests.e2e.harness import Wire, eventually
 from tests.e2e.npu_cases import PLAN
 from tests.e2e.npu_load import NpuLoad, send, spread, works
-from tests.e2e.npu_verdict import DOWN, READY, Finding, Look, is_beside
+from tests.e2e.npu_verdict import DOWN, READY, Finding, Look, is_beside, is_told
 from tests.operators import GROUP_NORM
 
 from npugrad.ops import OPERATORS
@@ -177,7 +177,7 @@ class Site:
         )
 
     def _meet(self, case: FaultCase, load: NpuLoad, before: Look) -> None:
-        """Waits until the fault has happened; sends the case's own calls, again if they did not meet it."""
+        """Waits until the fault has happened and callers heard of it; sends the case's own calls until it has."""
         goal = before.simulator["faults.injected"] + case.injected
         for name in case.extra:
             load.send(works()[name][0])
@@ -190,6 +190,10 @@ class Site:
             return False
 
         eventually(has_happened, f"{case.plan} happened {case.injected} times", self._server, 60)
+        # One of several faults may be met later than the rest: it waits for a call of its operator.
+        for expected in case.errors:
+            if expected.calls.start:
+                load.wait_until(partial(is_told, expected=expected))
 
     def _await_end(self, case: FaultCase, before: Look) -> None:
         least = sum(before.restarts.values()) + case.replaced.start

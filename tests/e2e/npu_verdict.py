@@ -142,7 +142,7 @@ def _judge_callers(found: Finding) -> None:
     for answer in found.answers:
         if answer.told is None:
             continue
-        matching = [e for e in case.errors if _is(answer, e)]
+        matching = [e for e in case.errors if is_told(answer, e)]
         assert matching, f"nobody was to be told this: {answer.told}"
         assert case.unsaid not in answer.told.text
         found.failed[matching[0].reason] += 1
@@ -154,7 +154,8 @@ def _judge_callers(found: Finding) -> None:
         assert found.beside > 0, "no other device served"
 
 
-def _is(answer: Answer, expected: Expected) -> bool:
+def is_told(answer: Answer, expected: Expected) -> bool:
+    """Whether a caller got this error."""
     told = answer.told
     if told is None or told.status is not expected.status:
         return False
