@@ -177,7 +177,7 @@ class Site:
         )
 
     def _meet(self, case: FaultCase, load: NpuLoad, before: Look) -> None:
-        """Waits until the fault has happened and callers heard of it; sends the case's own calls until it has."""
+        """Waits until the fault has happened and callers were told; sends the case's own calls until then."""
         goal = before.simulator["faults.injected"] + case.injected
         for name in case.extra:
             load.send(works()[name][0])

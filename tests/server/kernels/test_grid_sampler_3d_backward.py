@@ -19,6 +19,7 @@ from tests.server.kernels.compare import (
 )
 
 from npugrad import OPERATORS
+from npugrad_server.backends.cpu.kernels import KernelUnsupported
 
 if TYPE_CHECKING:
     from tests.server.kernels.compare import Array, Inputs
@@ -115,3 +116,15 @@ def test_a_large_result_is_the_same_wherever_it_lies(kernels: Kernels, mode: int
         found.append(result)
     assert_right(GRID, call, inputs, {"input_grad": found[0]})
     np.testing.assert_array_equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_the_deepest_volume(kernels: Kernels, mode: int) -> None:
+    """Numbers of slices take memory however small a slice is: more than a million are for the reference."""
+    deepest = 2**20
+    call = GRID.build(n=1, c=2, d=deepest, h=1, w=1, od=5, oh=2, ow=3, interpolation_mode=mode)
+    inputs = made(call, 9)
+    assert_right(GRID, call, inputs, computed(kernels, GRID, call, inputs))
+    deeper = GRID.build(n=1, c=2, d=deepest + 1, h=1, w=1, od=5, oh=2, ow=3, interpolation_mode=mode)
+    with pytest.raises(KernelUnsupported):
+        computed(kernels, GRID, deeper, made(deeper, 9))
