@@ -108,9 +108,28 @@ def prepare(
     if sum(meta.nbytes for meta, _ in packed.values()) >= _INFER_FROM_BYTES:
         expected = _infer(record, call)
     contents = {n: data for n, (_, data) in packed.items() if data is not None}
+    if expected:
+        call = _shrink(record, call, contents)
     is_apart = _overlap(contents.values(), targets.values())
     is_refused = expected is None
     return Prepared(record, call, contents, options, expected or {}, is_refused, targets, is_apart, registry)
+
+
+def _shrink(record: OpRecord, call: CallMeta, contents: dict[str, memoryview | Recipe]) -> CallMeta:
+    """The call with operands of which no value is used as one repeated 0, in `contents` as well.
+
+    Args:
+        record: The operator.
+        call: A legal call.
+        contents: Content of its operands, changed in place. A recipe is short as it is.
+    """
+    sent = {}
+    for name in record.unused(call):
+        meta = call.tensor(name)
+        if isinstance(contents.get(name), memoryview):
+            sent[name] = TensorMeta(meta.dtype, meta.shape, meta.format, (0,) * meta.rank)
+            contents[name] = memoryview(bytes(meta.dtype.itemsize))
+    return call.with_inputs(**sent)
 
 
 def _overlap(contents: Iterable[memoryview | Recipe], targets: Collection[Array]) -> bool:

@@ -327,6 +327,20 @@ class OpRecord:
             for name, meta in given.items()
         }
 
+    def unused(self, call: CallMeta) -> frozenset[str]:
+        """The operands whose values reach no wanted output: what lies in them cannot matter.
+
+        Args:
+            call: A legal call.
+
+        Returns:
+            Names of operands with elements: GridSampler's ``input`` where only its own gradient is wanted,
+            GroupNorm's where only that of beta is; all of them where nothing is wanted.
+        """
+        return frozenset(
+            name for name, outputs in self.reaches(call).items() if not outputs and call.tensor(name).size
+        )
+
     def param_index(self, name: str) -> int:
         """Position of a parameter in the C signature, as chunks name it."""
         return next(i for i, p in enumerate(self.params) if p.name == name)

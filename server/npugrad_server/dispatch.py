@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from npugrad.call import ExecutionInfo
-    from npugrad.codec import WireContent
+    from npugrad.codec import WireCall, WireContent
+    from npugrad.meta import CallMeta, TensorMeta
     from npugrad.operator import OpRecord
     from npugrad.products import Product
     from npugrad_server.pool import Admission, DevicePool, Outcome
@@ -110,7 +111,8 @@ class Dispatcher:
             raise error_from_verdict(record, verdict)
         check_contents(wire, chunked=chunked)
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        planned = PlannedCall(record, wire.call, verdict.outputs, wire.options, request_id, deadline_s)
+        call, unused = set_aside(wire, verdict.outputs)
+        planned = PlannedCall(record, call, verdict.outputs, wire.options, request_id, deadline_s, unused)
         return Request(planned, wire.contents)
 
     async def call(self, request: Request) -> tuple[Any, ExecutionInfo]:
@@ -144,7 +146,7 @@ class Dispatcher:
         Raises:
             RecipeMismatch: RECIPE_MISMATCH.
         """
-        await write_inline(admission, request.contents)
+        await write_inline(admission, request)
         await self._maker.write(admission, request.contents)
 
     async def run(self, admission: Admission) -> Outcome:
@@ -153,6 +155,28 @@ class Dispatcher:
         planned = admission.planned
         info = replace(outcome.info, product=planned.call.product, request_id=planned.request_id)
         return replace(outcome, info=info)
+
+
+def set_aside(
+    wire: WireCall, outputs: Mapping[str, TensorMeta | None]
+) -> tuple[CallMeta, frozenset[str]]:
+    """Finds the operands on whose values no wanted result depends: their contents need not be kept.
+
+    Those that come as recipes are made all the same: their digest is part of the contract.
+
+    Args:
+        wire: A legal call whose contents fit it.
+        outputs: Its outputs, None for masked-out ones.
+
+    Returns:
+        The call with these operands contiguous, their axes in the order of the formula, and their names.
+    """
+    record, call = wire.record, wire.call
+    made = {name for name, content in wire.contents.items() if content.recipe is not None}
+    unused = record.unused(call) - made
+    is_run = any(meta is not None for meta in outputs.values())  # else nobody looks at its operands
+    ordered = record.ordered(call) if unused and is_run else call
+    return call.with_inputs(**{name: ordered.tensor(name).contiguous() for name in unused}), unused
 
 
 def check_reply_fits(planned: PlannedCall, max_message_bytes: int) -> None:
@@ -170,10 +194,10 @@ def check_reply_fits(planned: PlannedCall, max_message_bytes: int) -> None:
         )
 
 
-async def write_inline(admission: Admission, contents: Mapping[str, WireContent]) -> None:
+async def write_inline(admission: Admission, request: Request) -> None:
     """Copies inline contents into the input arena, in pieces between which other calls get their turn."""
-    for name, content in contents.items():
-        if not content.data:
+    for name, content in request.contents.items():
+        if not content.data or name in request.planned.unused:
             continue
         source, target = memoryview(content.data), admission.view(name)
         for start in range(0, len(source), CHUNK_BYTES):

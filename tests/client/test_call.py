@@ -285,3 +285,24 @@ def test_a_masked_out_array_stays_as_it_is_and_is_answered_by_none() -> None:
     out = {"grad_input": target}
     assert finished(prepared(out), {"grad_input": None}, out) == {"grad_input": None}
     assert (target == 7).all()
+
+
+def unused_input(value: Any, **changes: Any) -> Prepared:
+    shapes = {"grad_output": (1, 4, 3, 3), "grid": (1, 3, 3, 2)}
+    attrs = {"interpolation_mode": 0, "padding_mode": 0, "align_corners": False, "output_mask": (True, False)}
+    inputs = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    return prepare(GRID, {**inputs, "input": value}, {**attrs, **changes}, None, CallOptions())
+
+
+def test_an_operand_that_no_result_depends_on_travels_as_one_repeated_0() -> None:
+    large = np.ones((1, 4, 128, 128), np.float32)
+    sent = unused_input(large)
+    assert sent.call.inputs["input"] == TensorMeta("float32", large.shape, strides=(0, 0, 0, 0))
+    assert sent.contents["input"] == bytes(4)
+    assert sent.expected == GRID.infer(sent.call)
+    for whole in (
+        unused_input(large, output_mask=(True, True)),
+        unused_input(large, padding_mode=7),  # refused by the server, which is to see what was given
+    ):
+        assert whole.call.inputs["input"] == TensorMeta("float32", large.shape)
+        assert whole.contents["input"] == memoryview(large).cast("B")

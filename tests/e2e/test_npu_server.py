@@ -191,6 +191,9 @@ def test_strided_operands_go_down_as_views_and_outputs_as_each_operator_wants_th
         grad_out=TensorMeta(DType.FLOAT32, (2, 14, 4), strides=(0, 1, 14), storage_offset=3)
     )
     masked = GRID_SAMPLER.build(c=14, output_mask=(False, True))
+    unused = GRID_SAMPLER.build(c=15, output_mask=(True, False))
+    shape = unused.tensor("input").shape
+    unused = unused.with_inputs(input=TensorMeta(DType.FLOAT32, shape, strides=(0, 0, 0, 0)))
     heads = MSDA.build(grad_output_rank=4, nq=14)
     heads = heads.with_inputs(
         grad_output=TensorMeta(DType.FLOAT32, heads.tensor("grad_output").shape, strides=(0, 0, 0, 0))
@@ -198,6 +201,7 @@ def test_strided_operands_go_down_as_views_and_outputs_as_each_operator_wants_th
     with npu_server.process.channel() as channel:
         call(channel, fill(GROUP_NORM, turned))
         call(channel, fill(GRID_SAMPLER, masked))
+        call(channel, fill(GRID_SAMPLER, unused))
         call(channel, fill(MSDA, heads))
     norm = the_plan(npu_server, GROUP_NORM, "gradOut", [2, 14, 4])
     assert (norm["gradOut"]["strides"], norm["gradOut"]["storage"]) == ([0, 1, 14], [56])
@@ -206,6 +210,8 @@ def test_strided_operands_go_down_as_views_and_outputs_as_each_operator_wants_th
     assert norm["gradGammaOut"]["shape"] == [14]
     sampler = the_plan(npu_server, GRID_SAMPLER, "input", [2, 14, 4, 5])
     assert sampler["inputGrad"]["shape"] == [2, 14, 4, 5]
+    zeros = the_plan(npu_server, GRID_SAMPLER, "input", [2, 15, 4, 5])["input"]
+    assert (zeros["strides"], zeros["storage"]) == ([300, 20, 5, 1], [2, 15, 4, 5])
     bs, _, nh, ch = heads.tensor("grad_output").shape
     attention = the_plan(npu_server, MSDA, "gradOutput", [bs, 14, nh * ch])
     assert set(attention["gradOutput"]["strides"]) == {0}

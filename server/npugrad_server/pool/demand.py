@@ -38,6 +38,7 @@ class Demand:
         outputs: Wanted outputs.
         memory_bytes: What the worker makes of them in the host's memory: contiguous copies of other layouts,
             and the float64 results of a verification.
+        unused_bytes: The largest operand that is not kept. It takes no memory, but has the limit of a copy.
         device_bytes: What its tensors take of the device's own memory.
         workspace_key: What its workspace there depends on; None where the device has no memory of its own.
     """
@@ -45,6 +46,7 @@ class Demand:
     inputs: Layout
     outputs: Layout
     memory_bytes: int
+    unused_bytes: int = 0
     device_bytes: int = 0
     workspace_key: bytes | None = None
 
@@ -56,15 +58,17 @@ def demand_of(planned: PlannedCall, *, own_memory: bool = False) -> Demand:
         planned: The call.
         own_memory: Whether devices have memory of their own, and take operands in other layouts.
     """
-    inputs = _layout({name: _content_bytes(meta) for name, meta in planned.call.inputs.items()})
+    kept = {name: meta for name, meta in planned.call.inputs.items() if name not in planned.unused}
+    inputs = _layout({name: _content_bytes(meta) for name, meta in kept.items()})
     outputs = _layout({name: _tensor_bytes(meta) for name, meta in planned.outputs.items()})
+    unused = max((planned.call.tensor(name).nbytes for name in planned.unused), default=0)
     if own_memory:
         need = need_of(planned)
-        return Demand(inputs, outputs, need.host_bytes, need.tensor_bytes, need.key)
+        return Demand(inputs, outputs, need.host_bytes, unused, need.tensor_bytes, need.key)
     memory = copied_bytes(planned)
     if planned.options.verify:
         memory += sum(meta.size * FLOAT64_BYTES for meta in planned.outputs.values() if meta is not None)
-    return Demand(inputs, outputs, memory)
+    return Demand(inputs, outputs, memory, unused)
 
 
 def copied_bytes(planned: PlannedCall) -> int:
@@ -121,6 +125,7 @@ def check_fits(
         ("operands", demand.inputs.nbytes, input_arena_bytes, "setting input_arena_bytes"),
         ("results", demand.outputs.nbytes, output_arena_bytes, "setting output_arena_bytes"),
         ("copies in the worker", demand.memory_bytes, memory_bytes, "setting device_memory_bytes"),
+        ("an operand that is not used", demand.unused_bytes, memory_bytes, "setting device_memory_bytes"),
         ("tensors on the device", demand.device_bytes, device_bytes, "what the roomiest device has free"),
     ):
         if limit is not None and found > limit:

@@ -90,6 +90,8 @@ class PlannedCall:
         options: Options of the call.
         request_id: Identifier of the request in the log.
         deadline_s: `time.monotonic()` from which on the result is of no use; None for never.
+        unused: Operands whose content is not kept: no wanted result depends on it. They are contiguous, and
+            zeros wherever the operator looks at them.
     """
 
     record: OpRecord
@@ -98,6 +100,7 @@ class PlannedCall:
     options: CallOptions
     request_id: str
     deadline_s: float | None
+    unused: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

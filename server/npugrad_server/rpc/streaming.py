@@ -219,10 +219,12 @@ async def _receive(call: RpcCall, frames: Frames, admission: Admission, upload: 
             )
         data = frame.chunk.data  # copied at every access: read once
         name = upload.place(frame.chunk.operand, frame.chunk.offset, len(data))
+        call.received_bytes += len(data)
+        if name in admission.planned.unused:
+            continue
         if name not in views:
             views[name] = admission.view(name)
         views[name][frame.chunk.offset : frame.chunk.offset + len(data)] = data
-        call.received_bytes += len(data)
     if upload.missing_bytes:
         await frames.confirm_end()
     upload.finish()

@@ -51,7 +51,23 @@ class Arenas:
         _populate(inputs, _MADV_POPULATE_READ, opening.prefault_bytes)
         _populate(outputs, _MADV_POPULATE_WRITE, opening.prefault_bytes)
         self.opening = opening
+        self._zeros = memoryview(b"")
         self.inputs, self.outputs = memoryview(inputs), memoryview(outputs)
+
+    def zeros(self, nbytes: int) -> memoryview:
+        """So many bytes of 0, which take no memory: the kernel shows one page of it wherever nobody wrote.
+
+        Raises:
+            MemoryError: There is no room for them among the process's addresses.
+        """
+        zeros = self._zeros
+        if len(zeros) < nbytes:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            try:
+                self._zeros = zeros = memoryview(mmap.mmap(-1, nbytes, flags=flags, prot=mmap.PROT_READ))
+            except (OSError, OverflowError) as error:
+                raise MemoryError(f"found no room to map {nbytes} bytes") from error
+        return zeros[:nbytes]
 
 
 def _populate(arena: mmap.mmap, advice: int, nbytes: int) -> None:
@@ -186,13 +202,20 @@ def _contiguous(call: CallMeta) -> CallMeta:
 
 
 def _operands(call: CallMeta, order: RunCall, arenas: Arenas, strided: bool) -> dict[str, Array | None]:
-    """Views of the operands; unless strides may stay, those that have some become contiguous copies."""
+    """Views of the operands; unless strides may stay, those that have some become contiguous copies.
+
+    One that has no place in the arena is zeros: none of its values is used.
+    """
     operands: dict[str, Array | None] = {}
     for name, meta in call.inputs.items():
         if meta is None:
             operands[name] = None
             continue
-        array = view(meta, arenas.inputs, order.input_offsets[name])
+        offset = order.input_offsets.get(name)
+        if offset is None:
+            operands[name] = view(meta, arenas.zeros(meta.nbytes))
+            continue
+        array = view(meta, arenas.inputs, offset)
         operands[name] = array if strided or meta.is_contiguous else np.ascontiguousarray(array)
     return operands
 

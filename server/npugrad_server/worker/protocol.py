@@ -135,7 +135,8 @@ class RunCall:
         meta: Operands' metas as they lie in the arena, attributes, product.
         outputs: Metas of all outputs, None for those not wanted.
         options: Options of the call.
-        input_offsets: First byte of each operand that is not null, in the operands' arena.
+        input_offsets: First byte of each operand in the operands' arena; one that is not null and has none is
+            not used: it is zeros, and contiguous.
         output_offsets: First byte of each wanted output, in the results' arena.
         deadline_s: `time.monotonic()`, which all processes of a host share, from which on the result is of
             no use; None for never.

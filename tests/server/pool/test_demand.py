@@ -31,6 +31,23 @@ def test_an_expanded_operand_travels_small_and_counts_whole_on_the_device(job: A
     assert demand.memory_bytes == 2**42
 
 
+def test_an_operand_that_is_not_used_takes_no_memory_and_has_a_limit_all_the_same(job: Any) -> None:
+    planned = replace(job(n=2, c=6, hxw=5, group=3).planned, unused=frozenset({"input"}))
+    demand = demand_of(planned)
+    assert "input" not in demand.inputs.offsets
+    assert (demand.memory_bytes, demand.unused_bytes) == (0, 4 * 2 * 6 * 5)
+    assert (
+        demand_of(planned, own_memory=True).device_bytes
+        == demand_of(job().planned, own_memory=True).device_bytes
+    )
+    limits = {"input_arena_bytes": 1 << 20, "output_arena_bytes": 1 << 20}
+    check_fits("group_norm_backward", demand, **limits, memory_bytes=240)
+    with pytest.raises(
+        CallTooLarge, match="found 240 bytes of an operand that is not used; expected at most 239"
+    ):
+        check_fits("group_norm_backward", demand, **limits, memory_bytes=239)
+
+
 def test_an_offset_makes_a_copy_necessary_and_is_counted(job: Any) -> None:
     planned = job().planned
     shifted = TensorMeta("float32", (2, 3), storage_offset=100)

@@ -280,3 +280,26 @@ def test_a_call_that_a_backend_gives_back_is_answered_with_what_it_needs(
     abandoned = execute(Recorder(CallAbandoned()), arenas[0], order(), 0)
     assert isinstance(abandoned, CallFailed)
     assert abandoned.reason == "CANCELLED"
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_an_operand_without_a_place_in_the_arena_is_contiguous_zeros(
+    arenas: tuple[Arenas, InputArena], strided: bool
+) -> None:
+    backend, run = Recorder(strided=strided), order()
+    offsets = {name: offset for name, offset in run.input_offsets.items() if name != "input"}
+    assert isinstance(execute(backend, arenas[0], replace(run, input_offsets=offsets), 0), CallDone)
+    operand = backend.calls[0].inputs["input"]
+    assert operand is not None
+    assert operand.shape == run.meta.tensor("input").shape
+    assert operand.flags.c_contiguous
+    assert not operand.flags.writeable
+    assert not operand.any()
+
+
+def test_zeros_beyond_all_addresses_are_a_lack_of_memory(arenas: tuple[Arenas, InputArena]) -> None:
+    assert not any(arenas[0].zeros(100))
+    assert len(arenas[0].zeros(10)) == 10
+    for beyond in (2**60, 2**63):
+        with pytest.raises(MemoryError):
+            arenas[0].zeros(beyond)
