@@ -133,11 +133,11 @@ def test_they_take_no_memory_of_the_worker(small: ServerProcess) -> None:
         spread = np.broadcast_to(np.float32(1), (1, 4, 2**24))
         means = np.ones((1, 2), np.float32)
         # 256 MiB of input, all of which the kernel reads: the sum of grad_out comes on the way.
-        beta = {"n": 1, "c": 4, "hxw": 2**24, "group": 2, "output_mask": (False, False, True)}
+        beta: dict[str, Any] = {"n": 1, "c": 4, "hxw": 2**24, "group": 2, "output_mask": (False, False, True)}
         found: list[Any] = []
 
         def call() -> None:
-            operands = {"grad_out": spread, "input": spread, "mean": means, "rstd": means}
+            operands: dict[str, Any] = {"grad_out": spread, "input": spread, "mean": means, "rstd": means}
             found.append(client.group_norm_backward(**operands, **beta).grad_beta)
 
         assert peak_growth(worker, call) < 2**28 + 2**26  # grad_out, which came as one element, becomes whole
