@@ -157,9 +157,7 @@ class Dispatcher:
         return replace(outcome, info=info)
 
 
-def set_aside(
-    wire: WireCall, outputs: Mapping[str, TensorMeta | None]
-) -> tuple[CallMeta, frozenset[str]]:
+def set_aside(wire: WireCall, outputs: Mapping[str, TensorMeta | None]) -> tuple[CallMeta, frozenset[str]]:
     """Finds the operands on whose values no wanted result depends: their contents need not be kept.
 
     Those that come as recipes are made all the same: their digest is part of the contract.
