@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from npugrad.call import CallOptions
-from npugrad.codec import WireContent
 from npugrad.errors import RecipeMismatch
 from npugrad.ops import get_operator
 from npugrad.recipe import Recipe
@@ -34,9 +33,8 @@ def admitted(memory: bytearray) -> Admission:
     return Admission(1, planned, {"input": 64}, lambda offset, n: view[offset : offset + n], lambda _: None)
 
 
-def content(recipe: Recipe) -> Mapping[str, WireContent]:
-    nbytes = recipe.meta.content_bytes
-    return {"grad_out": WireContent(3, b"abc"), "input": WireContent(nbytes, recipe=recipe)}
+def content(recipe: Recipe) -> Mapping[str, Recipe]:
+    return {"input": recipe}
 
 
 def test_content_is_made_where_it_belongs() -> None:
@@ -148,5 +146,4 @@ def test_loop_turns_while_a_content_is_made() -> None:
     start = time.perf_counter()
     recipe.fill(memory)
     alone_s = time.perf_counter() - start
-    contents = {"input": WireContent(4 * size, recipe=recipe)}
-    assert asyncio.run(_longest_gap_s(Maker().write(admission, contents))) < alone_s / 2
+    assert asyncio.run(_longest_gap_s(Maker().write(admission, content(recipe)))) < alone_s / 2
