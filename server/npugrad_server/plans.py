@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from npugrad.products import Product
     from npugrad.registry import Registry
 
-CACHE_BYTES = 24 * 2**20
+CACHE_BYTES = 32 * 2**20
 """What plans may take together, as it is estimated."""
 _PLAN_BYTES = 8 * 1024
 """With what grows with the key, more than a plan takes: measured are 6 to 10 KiB for keys of 100 to 260 bytes,

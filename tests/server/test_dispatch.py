@@ -20,6 +20,7 @@ from npugrad.errors import (
     NpugradError,
     UnsupportedOperator,
 )
+from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad.registry import REGISTRY
 from npugrad_server.dispatch import Dispatcher
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from npugrad_server.plans import Request
     from npugrad_server.pool import PlannedCall
 
+A2 = Product.ATLAS_A2
 MIB = 2**20
 SETTINGS = PoolSettings(
     devices=("test:0?compute=1",),
@@ -98,6 +100,40 @@ def test_a_call_comes_back_with_results_info_and_request_id() -> None:
             result = decode_response(made.record, response)
             assert {name: content.data for name, content in result.contents.items()} == made.reference()
             assert (info.request_id, info.product, info.device) == ("r9", Product.ATLAS_A2, "test:0")
+
+    asyncio.run(run())
+
+
+def test_calls_of_one_plan_are_computed_from_their_own_contents() -> None:
+    first, second = sample(seed=1), sample(seed=2)
+
+    async def run() -> None:
+        async with dispatching() as dispatcher:
+            for made in (first, second, first):
+                response, info = await called(dispatcher, planned(dispatcher, made, request_id=str(id(made))))
+                contents = decode_response(made.record, response).contents
+                assert {name: content.data for name, content in contents.items()} == made.reference()
+                assert info.request_id == response.info.request_id == str(id(made))
+            assert dispatcher.planner.plans == 1
+
+    asyncio.run(run())
+
+
+def test_the_reply_to_a_known_call_is_that_to_a_new_one() -> None:
+    """Of every sample, with what is masked out or empty as it was."""
+
+    async def reply(dispatcher: Dispatcher, made: Sample) -> bytes:
+        response, _ = await called(dispatcher, planned(dispatcher, made))
+        response.ClearField("info")
+        return bytes(response.SerializeToString())
+
+    async def run() -> None:
+        async with dispatching() as dispatcher:
+            names = [(name, each.name) for name in OPERATORS for each in OPERATORS[name].samples(A2)]
+            for operator, name in names:
+                made = named_sample(operator, name)
+                replies = [await reply(dispatcher, made) for _ in range(3)]
+                assert replies[0] == replies[1] == replies[2], (operator, name)
 
     asyncio.run(run())
 
