@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from npugrad.attribute_fields import decode_attr, encode_attr
 from npugrad.call import CallOptions, ExecutionInfo
-from npugrad.dtypes import dtype_from_wire, format_from_wire
 from npugrad.errors import (
     InvalidRecipe,
     MalformedRequest,
@@ -20,7 +19,9 @@ from npugrad.errors import (
     UnsupportedOperator,
 )
 from npugrad.generators import Draw
-from npugrad.meta import MAX_RANK, CallMeta, TensorMeta
+from npugrad.meta import CallMeta, TensorMeta
+from npugrad.meta_fields import decode_meta as decode_meta
+from npugrad.meta_fields import encode_meta as encode_meta
 from npugrad.products import Product, product_from_wire
 from npugrad.recipe import DIGEST_BYTES, Recipe
 from npugrad.registry import REGISTRY, Registry
@@ -132,34 +133,6 @@ def decode_recipe(message: tensor_pb2.Recipe, meta: TensorMeta) -> Recipe:
     parameters = tuple(message.parameters[: MAX_PARAMETERS + 1])
     draw = Draw(message.generator, parameters, message.repeat or 1)
     return Recipe.of(draw, meta, message.seed, message.digest[: DIGEST_BYTES + 1])
-
-
-def decode_meta(message: tensor_pb2.TensorMeta, operator: str, operand: str) -> TensorMeta:
-    """Decodes a meta; raises MalformedTensor naming operator and operand."""
-    dtype, layout = dtype_from_wire(message.data_type), format_from_wire(message.format)
-    if dtype is None or layout is None:
-        found = f"data type {message.data_type}" if dtype is None else f"format {message.format}"
-        raise MalformedTensor(
-            f"{operator}: {operand}: found {found}; expected one of the contract's numbers",
-            operator=operator,
-            operand=operand,
-        )
-    try:
-        _check_lengths(message)
-        strides = tuple(message.strides) or None
-        return TensorMeta(dtype, tuple(message.shape), layout, strides, message.storage_offset)
-    except MalformedTensor as error:
-        raise MalformedTensor(f"{operator}: {operand}: {error}", operator=operator, operand=operand) from None
-
-
-def _check_lengths(message: tensor_pb2.TensorMeta) -> None:
-    """Refuses a long list of sizes by its length: a million of them would hold up a server for long."""
-    if len(message.shape) > MAX_RANK:
-        raise MalformedTensor(f"found rank {len(message.shape)}; expected at most {MAX_RANK}")
-    if len(message.strides) > MAX_RANK:
-        raise MalformedTensor(
-            f"found {len(message.strides)} strides, rank {len(message.shape)}; expected one for each axis"
-        )
 
 
 def _decode_declared(record: OpRecord, message: Any) -> dict[str, TensorMeta | None]:
@@ -296,16 +269,6 @@ def encode_recipe(recipe: Recipe, message: tensor_pb2.Recipe) -> None:
     message.parameters.extend(recipe.draw.parameters)
     if recipe.draw.repeat != 1:
         message.repeat = recipe.draw.repeat
-    message.SetInParent()
-
-
-def encode_meta(meta: TensorMeta, message: tensor_pb2.TensorMeta) -> None:
-    """Writes a meta into a message."""
-    message.data_type = meta.dtype.wire  # type: ignore[assignment]
-    message.shape.extend(meta.shape)
-    message.format = meta.format.wire  # type: ignore[assignment]
-    message.strides.extend(meta.strides or ())
-    message.storage_offset = meta.storage_offset
     message.SetInParent()
 
 

@@ -196,12 +196,12 @@ class App:
         )
         names = []
         validation = ValidationServicer(self._made.product, self.pool, self._registry)
-        for descriptor, servicer in (
-            (self._registry.backward, backward),
-            (self._registry.validation, validation),
-            (server_pb2.DESCRIPTOR.services_by_name["ServerService"], self._info),
+        for descriptor, servicer, codec in (
+            (self._registry.backward, backward, (backward.deserializers, backward.serializers)),
+            (self._registry.validation, validation, ()),
+            (server_pb2.DESCRIPTOR.services_by_name["ServerService"], self._info, ()),
         ):
-            register(self._server, descriptor, servicer.handlers(self._funnel))
+            register(self._server, descriptor, servicer.handlers(self._funnel), *codec)
             names.append(str(descriptor.full_name))
         self._health = Health(names, settings.liveness_down_limit_s)
         self._pages.show_state(self._health, self.pool)

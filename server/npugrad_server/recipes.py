@@ -13,7 +13,6 @@ from npugrad_server.machine import cpu_count
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from npugrad.codec import WireContent
     from npugrad.recipe import Recipe
     from npugrad_server.pool import Admission
 
@@ -34,19 +33,18 @@ class Maker:
         """Starts no thread before the first recipe."""
         self._threads = ThreadPoolExecutor(min(_MAX_THREADS, cpu_count()), thread_name_prefix="recipe")
 
-    async def write(self, admission: Admission, contents: Mapping[str, WireContent]) -> None:
-        """Writes every content that has a recipe.
+    async def write(self, admission: Admission, recipes: Mapping[str, Recipe]) -> None:
+        """Writes what recipes make.
 
         Args:
             admission: The call, not started.
-            contents: Its contents; those without a recipe are left alone.
+            recipes: Recipe of each operand that has one.
 
         Raises:
             RecipeMismatch: RECIPE_MISMATCH. A content has another digest than the caller expects.
         """
-        for name, content in contents.items():
-            if content.recipe is not None:
-                await self._write(admission, name, content.recipe)
+        for name, recipe in recipes.items():
+            await self._write(admission, name, recipe)
 
     async def _write(self, admission: Admission, name: str, recipe: Recipe) -> None:
         view, digest = admission.view(name), hashlib.sha256()

@@ -20,7 +20,9 @@ from npugrad.errors import (
     NpugradError,
     UnsupportedOperator,
 )
+from npugrad.ops import OPERATORS
 from npugrad.products import Product
+from npugrad.registry import REGISTRY
 from npugrad_server.dispatch import Dispatcher
 from npugrad_server.pool import DevicePool, PoolObserver, PoolSettings
 
@@ -29,9 +31,11 @@ if TYPE_CHECKING:
 
     from tests.calls import Sample
 
-    from npugrad_server.dispatch import Request
+    from npugrad.call import ExecutionInfo
+    from npugrad_server.plans import Request
     from npugrad_server.pool import PlannedCall
 
+A2 = Product.ATLAS_A2
 MIB = 2**20
 SETTINGS = PoolSettings(
     devices=("test:0?compute=1",),
@@ -74,7 +78,15 @@ async def dispatching(observer: PoolObserver | None = None, **changes: Any) -> A
 
 def planned(dispatcher: Dispatcher, made: Sample, message: Any = None, **kwargs: Any) -> Request:
     options = {"request_id": "r9", "timeout_s": None, "chunked": False, **kwargs}
-    return dispatcher.plan(made.record, message or made.message(), **options)
+    message = message or made.message()
+    data = message.SerializeToString()
+    return dispatcher.planner.plan(made.record, data, lambda: type(message).FromString(data), **options)
+
+
+async def called(dispatcher: Dispatcher, request: Request) -> tuple[Any, ExecutionInfo]:
+    """The response of a unary call, and what produced it."""
+    data, info = await dispatcher.call_whole(request)
+    return REGISTRY.responses[request.planned.record.name].FromString(data), info
 
 
 def test_a_call_comes_back_with_results_info_and_request_id() -> None:
@@ -84,10 +96,44 @@ def test_a_call_comes_back_with_results_info_and_request_id() -> None:
         async with dispatching() as dispatcher:
             request = planned(dispatcher, made)
             assert request.content_bytes == sum(content.nbytes for content in made.contents.values())
-            response, info = await dispatcher.call(request)
+            response, info = await called(dispatcher, request)
             result = decode_response(made.record, response)
             assert {name: content.data for name, content in result.contents.items()} == made.reference()
             assert (info.request_id, info.product, info.device) == ("r9", Product.ATLAS_A2, "test:0")
+
+    asyncio.run(run())
+
+
+def test_calls_of_one_plan_are_computed_from_their_own_contents() -> None:
+    first, second = sample(seed=1), sample(seed=2)
+
+    async def run() -> None:
+        async with dispatching() as dispatcher:
+            for made in (first, second, first):
+                response, info = await called(dispatcher, planned(dispatcher, made, request_id=str(id(made))))
+                contents = decode_response(made.record, response).contents
+                assert {name: content.data for name, content in contents.items()} == made.reference()
+                assert info.request_id == response.info.request_id == str(id(made))
+            assert dispatcher.planner.plans == 1
+
+    asyncio.run(run())
+
+
+def test_the_reply_to_a_known_call_is_that_to_a_new_one() -> None:
+    """Of every sample, with what is masked out or empty as it was."""
+
+    async def reply(dispatcher: Dispatcher, made: Sample) -> bytes:
+        response, _ = await called(dispatcher, planned(dispatcher, made))
+        response.ClearField("info")
+        return bytes(response.SerializeToString())
+
+    async def run() -> None:
+        async with dispatching() as dispatcher:
+            names = [(name, each.name) for name in OPERATORS for each in OPERATORS[name].samples(A2)]
+            for operator, name in names:
+                made = named_sample(operator, name)
+                replies = [await reply(dispatcher, made) for _ in range(3)]
+                assert replies[0] == replies[1] == replies[2], (operator, name)
 
     asyncio.run(run())
 
@@ -107,7 +153,7 @@ def test_other_work_gets_its_turn_while_large_operands_are_written() -> None:
         async with dispatching() as dispatcher:
             request = planned(dispatcher, made)
             counting = asyncio.ensure_future(count())
-            await dispatcher.call(request)
+            await called(dispatcher, request)
             counting.cancel()
             assert turns >= 16
 
@@ -140,7 +186,7 @@ def test_operator_that_the_product_lacks_is_refused() -> None:
 
     async def run() -> None:
         async with dispatching() as dispatcher:
-            dispatcher.product = Product.ATLAS_TRAINING
+            dispatcher.planner.product = Product.ATLAS_TRAINING
             with pytest.raises(UnsupportedOperator) as caught:
                 planned(dispatcher, made)
             assert caught.value.row.grpc_status == "UNIMPLEMENTED"
@@ -153,7 +199,7 @@ def test_null_mask_checks_nothing_and_returns_nothing() -> None:
 
     async def run() -> None:
         async with dispatching() as dispatcher:
-            response, _ = await dispatcher.call(planned(dispatcher, made))
+            response, _ = await called(dispatcher, planned(dispatcher, made))
             assert not decode_response(made.record, response).contents
 
     asyncio.run(run())
@@ -165,7 +211,7 @@ def test_reply_beyond_a_message_is_refused_before_it_is_admitted() -> None:
     async def run() -> None:
         async with dispatching(max_message_bytes=65536 + 100) as dispatcher:
             with pytest.raises(CallTooLarge, match="found a reply of 65776 bytes; expected at most 65636"):
-                await dispatcher.call(planned(dispatcher, made))
+                await called(dispatcher, planned(dispatcher, made))
             assert dispatcher.pool.stats().accepted_calls == 0
 
     asyncio.run(run())
@@ -181,7 +227,7 @@ def test_timeout_becomes_a_deadline_of_the_monotonic_clock() -> None:
             assert request.planned.deadline_s is not None
             assert before + 30 <= request.planned.deadline_s <= time.monotonic() + 30
             with pytest.raises(DeadlineExceeded):
-                await dispatcher.call(planned(dispatcher, made, timeout_s=0.0))
+                await called(dispatcher, planned(dispatcher, made, timeout_s=0.0))
 
     asyncio.run(run())
 
@@ -192,13 +238,13 @@ def test_cancelled_task_gives_everything_back() -> None:
     async def run() -> None:
         watcher = Watcher()
         async with dispatching(watcher) as dispatcher:
-            task = asyncio.ensure_future(dispatcher.call(planned(dispatcher, made)))
+            task = asyncio.ensure_future(called(dispatcher, planned(dispatcher, made)))
             await watcher.accepted.wait()
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
             # The worker may still have the region of a call that was cancelled; the next one shows it let go.
-            response, _ = await dispatcher.call(planned(dispatcher, made))
+            response, _ = await called(dispatcher, planned(dispatcher, made))
             assert decode_response(made.record, response).contents
 
     asyncio.run(run())
@@ -210,7 +256,7 @@ def test_call_that_never_fits_is_an_error_of_its_own() -> None:
     async def run() -> None:
         async with dispatching() as dispatcher:
             with pytest.raises(NpugradError) as caught:
-                await dispatcher.call(planned(dispatcher, made))
+                await called(dispatcher, planned(dispatcher, made))
             assert caught.value.reason == "CALL_TOO_LARGE"
 
     asyncio.run(run())

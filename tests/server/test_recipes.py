@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from npugrad.codec import WireContent
+from npugrad.call import CallOptions
 from npugrad.errors import RecipeMismatch
 from npugrad.ops import get_operator
 from npugrad.recipe import Recipe
@@ -28,14 +28,13 @@ CALL = RECORD.build(n=1, c=1, hxw=SIZE, group=1)
 
 
 def admitted(memory: bytearray) -> Admission:
-    planned = PlannedCall(RECORD, CALL, {}, None, "r1", None)  # type: ignore[arg-type]
+    planned = PlannedCall(RECORD, CALL, {}, CallOptions(), "r1", None)
     view = memoryview(memory)
     return Admission(1, planned, {"input": 64}, lambda offset, n: view[offset : offset + n], lambda _: None)
 
 
-def content(recipe: Recipe) -> Mapping[str, WireContent]:
-    nbytes = recipe.meta.content_bytes
-    return {"grad_out": WireContent(3, b"abc"), "input": WireContent(nbytes, recipe=recipe)}
+def content(recipe: Recipe) -> Mapping[str, Recipe]:
+    return {"input": recipe}
 
 
 def test_content_is_made_where_it_belongs() -> None:
@@ -140,12 +139,11 @@ def test_loop_turns_while_a_content_is_made() -> None:
     recipe = Recipe("normal", shape=(size,))
     call = RECORD.build(n=1, c=1, hxw=size, group=1)
     memory = memoryview(bytearray(4 * size))
-    planned = PlannedCall(RECORD, call, {}, None, "r1", None)  # type: ignore[arg-type]
+    planned = PlannedCall(RECORD, call, {}, CallOptions(), "r1", None)
     admission = Admission(
         1, planned, {"input": 0}, lambda offset, n: memory[offset : offset + n], lambda _: None
     )
     start = time.perf_counter()
     recipe.fill(memory)
     alone_s = time.perf_counter() - start
-    contents = {"input": WireContent(4 * size, recipe=recipe)}
-    assert asyncio.run(_longest_gap_s(Maker().write(admission, contents))) < alone_s / 2
+    assert asyncio.run(_longest_gap_s(Maker().write(admission, content(recipe)))) < alone_s / 2

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     Handler = Callable[[Any, "grpc.aio.ServicerContext[Any, Any]"], Awaitable[Any]]
     Deserializer = Callable[[bytes], Any]
+    Serializer = Callable[[Any], bytes]
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,17 @@ def tolerant_deserializer(message: type[Message], parse: Deserializer | None = N
     return deserialize
 
 
+def frame_deserializer(message: type[Message]) -> Deserializer:
+    """A tolerant parser of the frames of a stream, which are `Chunk` or messages."""
+    return tolerant_deserializer(message, frame_decoder(message))
+
+
 def register(
     server: grpc.aio.Server,
     service: ServiceDescriptor,
     handlers: Mapping[str, Handler],
     deserializers: Mapping[str, Deserializer] | None = None,
+    serializers: Mapping[str, Serializer] | None = None,
 ) -> None:
     """Adds every method of a service.
 
@@ -60,7 +67,8 @@ def register(
         service: The service's descriptor.
         handlers: Handler of each method by name; streams use the context's `read` and `write`, whose frames
             are `Chunk` or messages.
-        deserializers: Other parsers than protobuf's by name of method.
+        deserializers: Other parsers than protobuf's by name of method; `bytes` leaves what came as it is.
+        serializers: The same for what is sent.
 
     Raises:
         ValueError: Methods and handlers are not the same set.
@@ -75,15 +83,16 @@ def register(
         method = service.methods_by_name[name]
         make = _MAKE[method.client_streaming, method.server_streaming]
         parse, serialize = _codec(method)
-        methods[name] = make(handler, (deserializers or {}).get(name) or parse, serialize)
+        parse, serialize = (deserializers or {}).get(name, parse), (serializers or {}).get(name, serialize)
+        methods[name] = make(handler, parse, serialize)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, methods),))
 
 
-def _codec(method: MethodDescriptor) -> tuple[Deserializer, Callable[[Any], bytes]]:
+def _codec(method: MethodDescriptor) -> tuple[Deserializer, Serializer]:
     """How bytes become what a handler gets, and what it sends becomes bytes."""
     request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
     if method.client_streaming and method.server_streaming:
-        return tolerant_deserializer(request, frame_decoder(request)), encode_frame
+        return frame_deserializer(request), encode_frame
     return tolerant_deserializer(request), response.SerializeToString
 
 

@@ -5,41 +5,61 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from npugrad_server.rpc.funnel import sane
+from npugrad_server.rpc.headers import header_decoder
+from npugrad_server.rpc.register import frame_deserializer, tolerant_deserializer
 from npugrad_server.rpc.streaming import Execute
 
 if TYPE_CHECKING:
     from npugrad.operator import OpRecord
     from npugrad_server.dispatch import Dispatcher
     from npugrad_server.rpc.funnel import Funnel, RpcCall
-    from npugrad_server.rpc.register import Handler
+    from npugrad_server.rpc.register import Deserializer, Handler, Serializer
 
 
 class BackwardServicer:
-    """Runs the operators."""
+    """Runs the operators.
+
+    Attributes:
+        deserializers: For `register`: requests stay serialized, because most are recognised as they are.
+        serializers: For `register`.
+    """
 
     def __init__(
         self, dispatcher: Dispatcher, *, upload_idle_timeout_s: float, reply_idle_timeout_s: float
     ) -> None:
+        registry = dispatcher.registry
         self._dispatcher = dispatcher
+        parse = frame_deserializer(registry.execute_request)
         self._execute = Execute(dispatcher, upload_idle_timeout_s, reply_idle_timeout_s)
+        rpcs = [record.rpc for record in registry.records.values()]
+        self.deserializers: dict[str, Deserializer] = dict.fromkeys(rpcs, bytes)
+        self.deserializers["Execute"] = header_decoder(registry, parse)
+        self.serializers: dict[str, Serializer] = dict.fromkeys(rpcs, bytes)
 
     def handlers(self, funnel: Funnel) -> dict[str, Handler]:
         """Every method for `register`."""
-        records = self._dispatcher.registry.records.values()
-        unary = {record.rpc: funnel.unary(record.rpc, partial(self._call, record)) for record in records}
+        registry = self._dispatcher.registry
+        unary = {
+            record.rpc: funnel.unary(
+                record.rpc, partial(self._call, record, tolerant_deserializer(registry.requests[name]))
+            )
+            for name, record in registry.records.items()
+        }
         return {**unary, "Execute": funnel.stream("Execute", self._execute)}
 
-    async def _call(self, record: OpRecord, message: Any, call: RpcCall) -> Any:
-        call.operator = record.name
-        request = self._dispatcher.plan(
-            record,
-            message,
-            request_id=call.request_id,
-            timeout_s=call.timeout_s,
-            chunked=False,
+    async def _call(self, record: OpRecord, parse: Deserializer, data: bytes, call: RpcCall) -> bytes:
+        def read() -> Any:
+            message = sane(parse(data))
+            call.operator = record.name
+            return message
+
+        request = self._dispatcher.planner.plan(
+            record, data, read, request_id=call.request_id, timeout_s=call.timeout_s, chunked=False
         )
+        call.operator = record.name
         call.describe(request.planned.call)
         call.received_bytes = request.content_bytes
-        response, call.info = await self._dispatcher.call(request)
-        call.sent_bytes = sum(meta.nbytes for meta in request.planned.outputs.values() if meta is not None)
-        return response
+        reply, call.info = await self._dispatcher.call_whole(request)
+        call.sent_bytes = request.known.reply_bytes
+        return reply

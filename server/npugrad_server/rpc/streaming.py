@@ -10,6 +10,7 @@ interleave); the client ends its side after the last chunk, and not before.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
@@ -18,15 +19,17 @@ from npugrad.codec import CHUNK_BYTES, MAX_CHUNK_BYTES, encode_response, unwrap,
 from npugrad.errors import DeadlineExceeded, MalformedRequest, MalformedTensor
 from npugrad.frames import Chunk
 from npugrad.layout import chunks
-from npugrad_server.dispatch import INLINE_REPLY_BYTES, Dispatcher, Request
+from npugrad_server.dispatch import INLINE_REPLY_BYTES, Dispatcher
 from npugrad_server.rpc.funnel import RpcCall, sane
+from npugrad_server.rpc.headers import Header
 from npugrad_server.rpc.idle import IdleTimer
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Iterator
+    from collections.abc import Awaitable, Iterator, Mapping
 
     from npugrad.operator import OpRecord
     from npugrad.registry import Registry
+    from npugrad_server.plans import Request
     from npugrad_server.pool import Admission, Outcome
 
 
@@ -37,7 +40,7 @@ class Upload:
         missing_bytes: Announced bytes that have not come yet.
     """
 
-    def __init__(self, record: OpRecord, announced: dict[str, int]) -> None:
+    def __init__(self, record: OpRecord, announced: Mapping[str, int]) -> None:
         """Starts with nothing received.
 
         Args:
@@ -52,8 +55,7 @@ class Upload:
     @classmethod
     def of(cls, request: Request) -> Upload:
         """The upload that a request announces."""
-        announced = {name: content.nbytes for name, content in request.contents.items() if content.follows}
-        return cls(request.planned.record, announced)
+        return cls(request.planned.record, request.known.announced)
 
     def place(self, operand: int, offset: int, nbytes: int) -> str:
         """Takes a chunk: checks it and returns the name of its operand.
@@ -181,51 +183,76 @@ class Execute:
     """The handler of Execute."""
 
     def __init__(
-        self, dispatcher: Dispatcher, upload_idle_timeout_s: float, reply_idle_timeout_s: float
+        self,
+        dispatcher: Dispatcher,
+        upload_idle_timeout_s: float,
+        reply_idle_timeout_s: float,
     ) -> None:
+        """Makes it.
+
+        Args:
+            dispatcher: Runs the calls.
+            upload_idle_timeout_s: Longest wait for a frame.
+            reply_idle_timeout_s: Longest wait until a frame is taken.
+        """
         self._dispatcher = dispatcher
         self._timeouts = (upload_idle_timeout_s, reply_idle_timeout_s)
 
     async def __call__(self, call: RpcCall) -> None:
         """Takes one call from its header to the last chunk of its reply; errors as in `Dispatcher`."""
         with Frames(call, *self._timeouts) as frames:
-            await self._run(call, frames)
+            request = self._plan(call, await self._header(frames))
+            upload = Upload.of(request)
+            call.received_bytes = request.content_bytes - upload.missing_bytes
+            source = partial(_receive, call, frames, upload)
+            await self._dispatcher.call(request, source, partial(self._send, call, frames, request))
 
-    async def _run(self, call: RpcCall, frames: Frames) -> None:
-        header = await frames.read()
-        if header is None:
+    async def _header(self, frames: Frames) -> Header:
+        frame = await frames.read()
+        if frame is None:
             await frames.confirm_end()
-        request = self._plan(call, header)
-        upload = Upload.of(request)
-        call.received_bytes = request.content_bytes - upload.missing_bytes
-        # Leaving the block, by whatever way, gives every byte back.
-        with self._dispatcher.pool.admit(request.planned) as admission:
-            await self._dispatcher.write(admission, request)
-            await _receive(call, frames, admission, upload)
-            outcome = await self._dispatcher.run(admission)
-            call.info = outcome.info
-            for frame in _reply(self._dispatcher.registry, request, outcome):
-                await frames.write(frame)
-            call.sent_bytes = sum(view.nbytes for view in outcome.contents.values())
-
-    def _plan(self, call: RpcCall, frame: Any) -> Request:
+        elif isinstance(frame, Header):
+            return frame
         kind = "the end of the stream" if frame is None else _kind(frame)
         if kind != "header":
             raise MalformedRequest(f"execute: stream: found {kind} first; expected a header")
         record, message = unwrap(frame.header, self._dispatcher.registry)
-        call.operator = record.name
-        request = self._dispatcher.plan(
-            record, message, request_id=call.request_id, timeout_s=call.timeout_s, chunked=True
+        return Header(record, None, 0, lambda: message)
+
+    def _plan(self, call: RpcCall, header: Header) -> Request:
+        def read() -> Any:
+            message = header.read()
+            call.operator = header.record.name
+            return message
+
+        request = self._dispatcher.planner.plan(
+            header.record,
+            header.data,
+            read,
+            start=header.start,
+            request_id=call.request_id,
+            timeout_s=call.timeout_s,
+            chunked=True,
         )
+        call.operator = header.record.name
         call.describe(request.planned.call)
         return request
 
+    async def _send(self, call: RpcCall, frames: Frames, request: Request, outcome: Outcome) -> None:
+        call.info = outcome.info
+        for frame in _reply(self._dispatcher.registry, request, outcome):
+            await frames.write(frame)
+        call.sent_bytes = sum(view.nbytes for view in outcome.contents.values())
+
 
 def _kind(frame: Any) -> str:
+    if isinstance(frame, Header):
+        frame.read()  # what does not parse is no header
+        return "header"
     return "chunk" if isinstance(frame, Chunk) else frame.WhichOneof("frame") or "an empty frame"
 
 
-async def _receive(call: RpcCall, frames: Frames, admission: Admission, upload: Upload) -> None:
+async def _receive(call: RpcCall, frames: Frames, upload: Upload, admission: Admission) -> None:
     operator = admission.planned.record.name
     views = {}
     while (frame := await frames.read()) is not None:

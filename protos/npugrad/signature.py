@@ -1,0 +1,242 @@
+"""What of a serialized request decides how its call is planned: its signature, read by hand.
+
+The signature has every byte of the request but those that no plan depends on: the bytes of contents, padding,
+seeds and digests of recipes, names and offsets of regions, label and priority. So requests of one signature
+decode to the same call apart from these, and reading one takes much less than decoding it.
+
+Why no two calls share a key: all that stays is in it as it came, in the order in which it came. Where bytes
+are cut out of a field, its tag and length stay; where a field is dropped, nothing does, and another of the
+same field is refused. A message around such fields is written as its tag, what stays of it, and a 0, which
+is no tag. So a key can be read in one way only, and not with other fields than those of the request.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto
+
+from npugrad.varint import LENGTH_DELIMITED, VARINT, encode_varint, read_varint, tag
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from google.protobuf.descriptor import Descriptor
+
+MAX_KEY_BYTES = 4096
+"""Longest key; longer ones are of calls with long attributes, which cost more to remember."""
+
+_KEEP, _CUT, _DROP, _ENTER = range(4)
+"""What becomes of a field: it stays, its bytes go and their length stays, it goes whole, or it is entered."""
+_LEFT_OUT: Mapping[str, Mapping[str, int]] = {
+    "npugrad.v1.Tensor": {"data": _CUT, "padding": _DROP},
+    "npugrad.v1.Recipe": {"seed": _DROP, "digest": _DROP},
+    "npugrad.v1.SharedMemoryRegion": {"name": _DROP, "offset": _DROP},
+    "npugrad.v1.CallOptions": {"label": _DROP, "priority": _DROP},
+}
+"""What no plan depends on, by message and field."""
+_WITHOUT_PRESENCE = frozenset({"npugrad.v1.CallOptions"})
+"""Messages that mean the same unset and empty."""
+
+_FIXED = {
+    FieldDescriptorProto.TYPE_DOUBLE: (1, 8),
+    FieldDescriptorProto.TYPE_FIXED64: (1, 8),
+    FieldDescriptorProto.TYPE_SFIXED64: (1, 8),
+    FieldDescriptorProto.TYPE_FLOAT: (5, 4),
+    FieldDescriptorProto.TYPE_FIXED32: (5, 4),
+    FieldDescriptorProto.TYPE_SFIXED32: (5, 4),
+}
+"""Wire type and length of the types of fixed length."""
+_DELIMITED = frozenset(
+    (FieldDescriptorProto.TYPE_STRING, FieldDescriptorProto.TYPE_BYTES, FieldDescriptorProto.TYPE_MESSAGE)
+)
+
+
+class Signature(NamedTuple):
+    """The signature of one request, and what is not in it.
+
+    Attributes:
+        key: What requests that are planned alike have in common, and others do not.
+        taken: Values of the fields that are not in it, by name: numbers, views of the request, and mappings
+            for messages; only fields that are set.
+    """
+
+    key: bytes
+    taken: dict[str, Any]
+
+
+class SignatureReader:
+    """Reads signatures of the requests of one operator.
+
+    Thread safety: nothing changes after construction.
+    """
+
+    def __init__(self, request: Descriptor, rpc: str) -> None:
+        """Looks at the message's fields once.
+
+        Args:
+            request: Descriptor of the operator's request.
+            rpc: What tells its keys from those of the same request in another RPC.
+        """
+        self._fields = _fields_of(request, {})
+        self._prefix = f"{request.full_name} {rpc}\0".encode()
+
+    def read(self, data: bytes, start: int = 0) -> Signature | None:
+        """The signature of a serialized request, of which nothing is checked but what tells it from others.
+
+        Args:
+            data: What ends with the request.
+            start: Where the request begins.
+
+        Returns:
+            None where the general way has to say what the request is: a field that is not known or of another
+            wire type, one that is left out of the key twice, a number in more bytes than it needs, a length
+            that lies, a key above `MAX_KEY_BYTES`.
+        """
+        parts = [self._prefix]
+        try:
+            taken = _read(self._fields, data, start, len(data), parts)
+        except (KeyError, IndexError, ValueError):
+            return None
+        key = b"".join(parts)
+        return Signature(key, taken) if len(key) <= MAX_KEY_BYTES else None
+
+    def is_plain(self, data: bytes, start: int = 0) -> bool:
+        """Whether each field of a request is known, comes once and has its numbers in the fewest bytes.
+
+        Requests with the key of a plain one are plain, so one look for each key is enough.
+
+        Args:
+            data: What ends with the request, which protobuf has parsed.
+            start: Where the request begins.
+        """
+        try:
+            _check(self._fields, data, start, len(data))
+        except (KeyError, IndexError, ValueError):
+            return False
+        return True
+
+
+class _Field(NamedTuple):
+    name: str
+    action: int
+    size: int
+    """Bytes of the value where the type says so; else 0, or -1 where a length comes first."""
+    within: dict[int, _Field]
+    """Fields of its message."""
+    mark: bytes
+    """Its tag."""
+    stays: bool
+    """Whether an empty message says anything."""
+    once: tuple[str, int]
+    """What may be set once: the field, or the oneof that it is in."""
+    is_packed: bool
+    """Whether it is a list of varints."""
+
+
+def _fields_of(descriptor: Descriptor, known: dict[str, dict[int, _Field]]) -> dict[int, _Field]:
+    """Fields of a message by tag."""
+    if descriptor.full_name in known:
+        return known[descriptor.full_name]
+    fields = known[descriptor.full_name] = {}
+    proto = DescriptorProto()
+    descriptor.CopyToProto(proto)
+    for each in proto.field:
+        found = descriptor.fields_by_name[each.name].message_type
+        within = _fields_of(found, known) if found is not None else {}
+        is_list = each.label == FieldDescriptorProto.LABEL_REPEATED
+        wire_type, size = _FIXED.get(each.type, (VARINT, 0))
+        if is_list or each.type in _DELIMITED:
+            wire_type, size = LENGTH_DELIMITED, -1
+        number = tag(each.number, wire_type)
+        fields[number] = _Field(
+            name=each.name,
+            action=_action(descriptor.full_name, each.name, found),
+            size=size,
+            within=within,
+            mark=encode_varint(number),
+            stays=found is None or found.full_name not in _WITHOUT_PRESENCE,
+            once=("oneof", each.oneof_index) if each.HasField("oneof_index") else ("field", each.number),
+            is_packed=is_list and each.type not in _DELIMITED and each.type not in _FIXED,
+        )
+    return fields
+
+
+def _action(message: str, name: str, found: Descriptor | None) -> int:
+    if found is not None:
+        return _ENTER if found.full_name in _LEFT_OUT else _KEEP
+    return _LEFT_OUT.get(message, {}).get(name, _KEEP)
+
+
+def _read(fields: dict[int, _Field], data: bytes, at: int, end: int, parts: list[bytes]) -> dict[str, Any]:
+    """Adds what stays of a message to `parts` and returns the rest.
+
+    Every call comes here for each of its operands, hence no function for what can be said in two lines.
+
+    Raises:
+        KeyError, IndexError, ValueError: It is for the general way.
+    """
+    taken: dict[str, Any] = {}
+    kept = at  # what stays is added a run of fields at a time
+    while at < end:
+        begin = at
+        number = data[at]
+        at += 1
+        if number > 0x7F:
+            number, at = read_varint(data, begin)
+        name, action, size, within, mark, stays, _, _ = fields[number]
+        if size > 0:
+            at += size
+        else:
+            value: Any = data[at]
+            at += 1
+            if value > 0x7F:
+                value, at = read_varint(data, at - 1)
+            if size < 0:
+                body = at
+                at += value
+                if action == _KEEP and value > MAX_KEY_BYTES:
+                    raise ValueError(name)
+        if action == _KEEP:
+            continue
+        if name in taken or at > end:
+            raise ValueError(name)
+        parts.append(data[kept : body if action == _CUT else begin])
+        if action == _ENTER:
+            inner: list[bytes] = []
+            value = _read(within, data, body, at, inner)
+            rest = b"".join(inner)
+            if rest or stays:
+                parts += (mark, rest, b"\0")
+        elif size < 0:
+            value = memoryview(data)[body:at]
+        taken[name] = value
+        kept = at
+    if at != end:
+        raise ValueError(at)
+    parts.append(data[kept:end])
+    return taken
+
+
+def _check(fields: dict[int, _Field], data: bytes, at: int, end: int) -> None:
+    """Looks at each field of a message; raises as `_read` does."""
+    seen = set()
+    while at < end:
+        number, at = read_varint(data, at)
+        field = fields[number]
+        if field.once in seen:
+            raise ValueError(field.name)
+        seen.add(field.once)
+        if field.size > 0:
+            at += field.size
+            continue
+        value, at = read_varint(data, at)
+        if field.size == 0:
+            continue
+        begin, at = at, at + value
+        if field.within:
+            _check(field.within, data, begin, at)
+        while field.is_packed and begin < at:
+            _, begin = read_varint(data, begin)
+    if at != end:
+        raise ValueError(at)

@@ -1,0 +1,270 @@
+"""From a serialized request to a call that the pool takes: recognised by its signature, or else decoded.
+
+    signature -> known plan -> the call
+    decode -> validate -> check contents -> plan, which is kept where later calls may meet it again
+
+Wire integrity comes first, then the documented constraints, then the lengths of contents. All three follow
+from the signature, and so does what is known of a call that was legal; of one that was not, nothing is kept.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from npugrad.call import CallOptions
+from npugrad.codec import check_contents, decode_request, encode_meta
+from npugrad.plan_cache import PlanCache
+from npugrad.recipe import Recipe
+from npugrad.signature import SignatureReader
+from npugrad.template import Template
+from npugrad.validation import error_from_verdict, validate_call
+from npugrad_server.pool import CallPlan, PlannedCall
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from npugrad.codec import WireCall
+    from npugrad.generators import Draw
+    from npugrad.meta import CallMeta, TensorMeta
+    from npugrad.operator import OpRecord
+    from npugrad.products import Product
+    from npugrad.registry import Registry
+
+CACHE_BYTES = 32 * 2**20
+"""What plans may take together, as it is estimated."""
+_PLAN_BYTES = 8 * 1024
+"""With what grows with the key, more than a plan takes, its demand and the template of its reply included:
+measured are 6 to 10 KiB for keys of 100 to 260 bytes."""
+_BYTES_PER_KEY_BYTE = 24
+"""What a byte of a key may become: two are an integer of an array, with its place in a tuple."""
+_TEMPLATE_BYTES = 2**20
+"""Longest reply whose template is worth its making, for which it is written twice."""
+
+
+@dataclass(eq=False)
+class Known:
+    """What is known of every request of one signature.
+
+    Attributes:
+        plan: What the pool makes of it.
+        announced: Content length of each operand that comes in chunks.
+        drawn: What the recipes draw, and for which tensors.
+        content_bytes: Length of all contents that travel.
+        reply_bytes: Length of all contents of its reply.
+        reply: Template of its reply, once it came twice; None where that is not worth it.
+        wanted: Names of the outputs in the reply.
+    """
+
+    plan: CallPlan
+    announced: Mapping[str, int]
+    drawn: Mapping[str, tuple[Draw, TensorMeta]]
+    content_bytes: int
+    reply_bytes: int
+    reply: Template | None = None
+    wanted: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, plan: CallPlan, wire: WireCall) -> Known:
+        """What is known of requests like one that was decoded and is legal."""
+        contents = wire.contents
+        return cls(
+            plan,
+            announced={name: content.nbytes for name, content in contents.items() if content.follows},
+            drawn={name: (c.recipe.draw, c.recipe.meta) for name, c in contents.items() if c.recipe},
+            content_bytes=sum(content.nbytes for content in contents.values() if content.recipe is None),
+            reply_bytes=sum(meta.nbytes for meta in plan.outputs.values() if meta is not None),
+        )
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request that is legal and whose contents have the right lengths.
+
+    Attributes:
+        planned: The call, as the pool takes it.
+        known: What other requests of its signature have as well.
+        inline: Contents that came with it, by operand, of those that are used.
+        recipes: What makes the contents that came as recipes, by operand.
+    """
+
+    planned: PlannedCall
+    known: Known
+    inline: Mapping[str, bytes | memoryview]
+    recipes: Mapping[str, Recipe]
+
+    @property
+    def content_bytes(self) -> int:
+        """Length of all contents that travel."""
+        return self.known.content_bytes
+
+
+class Planner:
+    """Plans calls, and remembers the plans.
+
+    Attributes:
+        product: Product the calls are validated for; plans for another one are not used any more.
+    """
+
+    def __init__(self, product: Product, registry: Registry) -> None:
+        """Knows no plan yet.
+
+        Args:
+            product: Product the server serves.
+            registry: The operators and their messages.
+        """
+        self.product = product
+        self._registry = registry
+        self._readers = {
+            (name, chunked): SignatureReader(request.DESCRIPTOR, "chunked" if chunked else "whole")
+            for name, request in registry.requests.items()
+            for chunked in (False, True)
+        }
+        self._cache: PlanCache[Known] = PlanCache(CACHE_BYTES)
+
+    @property
+    def plans(self) -> int:
+        """How many plans are kept."""
+        return len(self._cache)
+
+    def plan(
+        self,
+        record: OpRecord,
+        data: bytes | None,
+        read: Callable[[], Any],
+        *,
+        start: int = 0,
+        request_id: str,
+        timeout_s: float | None,
+        chunked: bool,
+    ) -> Request:
+        """Plans the call of a serialized request.
+
+        Args:
+            record: The operator.
+            data: What ends with the request; None where that is not known.
+            read: Gives the typed request, where that is needed; its errors are passed on.
+            start: Where the request begins.
+            request_id: Identifier for the log.
+            timeout_s: Seconds until the result is of no use; None for never.
+            chunked: Whether contents may follow in chunks.
+
+        Raises:
+            MalformedTensor: Types, sizes or strides are not sane, or a content does not fit its tensor.
+            MalformedRequest: An attribute is missing or an option is out of range.
+            OperatorError: 161001, 161002, 561002 or an unsupported operator: a constraint is broken.
+            InvalidRecipe: RECIPE_INVALID.
+            RequestError: CONTENT_UNSUPPORTED.
+        """
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        reader = self._readers[record.name, chunked]
+        signature = None if data is None else reader.read(data, start)
+        if signature is not None:
+            known = self._cache.get(signature.key)
+            if known is not None and known.plan.record is record and known.plan.call.product is self.product:
+                request = self._again(known, signature.taken, request_id, deadline_s)
+                if request is not None:
+                    return request
+        wire, outputs = self._decode(record, read(), chunked)
+        call, unused = set_aside(wire, outputs)
+        is_kept = data is not None and signature is not None and reader.is_plain(data, start)
+        shared = CallOptions(deterministic=wire.options.deterministic, verify=wire.options.verify)
+        known = Known.of(CallPlan(record, call, outputs, shared, is_kept, unused), wire)
+        if signature is not None and is_kept:
+            self._cache.put(signature.key, known, wire.options.label, _nbytes(signature.key))
+        return Request(
+            PlannedCall.of(known.plan, wire.options, request_id, deadline_s),
+            known,
+            inline={
+                name: content.data
+                for name, content in wire.contents.items()
+                if content.data is not None and name not in unused
+            },
+            recipes={name: content.recipe for name, content in wire.contents.items() if content.recipe},
+        )
+
+    def _decode(
+        self, record: OpRecord, message: Any, chunked: bool
+    ) -> tuple[WireCall, Mapping[str, TensorMeta | None]]:
+        """A legal request and its outputs; errors as in `plan`."""
+        wire = decode_request(record, message, self.product)
+        verdict = validate_call(record, wire.call)
+        if verdict.violations:
+            raise error_from_verdict(record, verdict)
+        check_contents(wire, chunked=chunked)
+        return wire, verdict.outputs
+
+    def _again(
+        self, known: Known, taken: Mapping[str, Any], request_id: str, deadline_s: float | None
+    ) -> Request | None:
+        """A request whose signature is known; None where what is not in it is not legal."""
+        plan, inline, recipes = known.plan, {}, {}
+        for name, parts in taken.items():
+            if "data" in parts:
+                if name not in plan.unused:
+                    inline[name] = parts["data"]
+            elif "recipe" in parts:
+                recipe = _recipe(*known.drawn[name], parts["recipe"])
+                if recipe.problem():
+                    return None
+                recipes[name] = recipe
+        options = _options(plan.options, taken["options"]) if "options" in taken else plan.options
+        if options is None:
+            return None
+        if known.reply is None and known.reply_bytes <= _TEMPLATE_BYTES:
+            self._make_reply(known)
+        return Request(PlannedCall.of(plan, options, request_id, deadline_s), known, inline, recipes)
+
+    def _make_reply(self, known: Known) -> None:
+        record = known.plan.record
+        message = self._registry.responses[record.name]()
+        lengths = {}
+        for param in record.outputs:
+            meta = known.plan.outputs[param.name]
+            if meta is not None:
+                encode_meta(meta, getattr(message, param.name).meta)
+                lengths[param.name] = meta.nbytes
+        known.reply, known.wanted = Template(message, "info", lengths), tuple(lengths)
+
+
+def set_aside(wire: WireCall, outputs: Mapping[str, TensorMeta | None]) -> tuple[CallMeta, frozenset[str]]:
+    """Finds the operands on whose values no wanted result depends: their contents need not be kept.
+
+    Those that come as recipes are made all the same: their digest is part of the contract.
+
+    Args:
+        wire: A legal call whose contents fit it.
+        outputs: Its outputs, None for masked-out ones.
+
+    Returns:
+        The call with these operands contiguous, their axes in the order of the formula, and their names.
+    """
+    record, call = wire.record, wire.call
+    made = {name for name, content in wire.contents.items() if content.recipe is not None}
+    unused = record.unused(call) - made
+    is_run = any(meta is not None for meta in outputs.values())  # else nobody looks at its operands
+    ordered = record.ordered(call) if unused and is_run else call
+    return call.with_inputs(**{name: ordered.tensor(name).contiguous() for name in unused}), unused
+
+
+def _recipe(draw: Draw, meta: TensorMeta, given: Mapping[str, Any]) -> Recipe:
+    return Recipe.of(draw, meta, given.get("seed", 0), bytes(given.get("digest", b"")))
+
+
+def _options(shared: CallOptions, given: Mapping[str, Any]) -> CallOptions | None:
+    """Options with the label and the priority of one request; None if they are not legal."""
+    label, priority = bytes(given.get("label", b"")), given.get("priority", 0)
+    return _completed(shared.deterministic, shared.verify, label, priority)
+
+
+@lru_cache(maxsize=1024)
+def _completed(deterministic: bool, verify: bool, label: bytes, priority: int) -> CallOptions | None:
+    signed = priority - 2**64 if priority >> 63 else priority
+    options = CallOptions(deterministic, signed, label.decode(errors="replace"), verify)
+    return None if options.problem() else options
+
+
+def _nbytes(key: bytes) -> int:
+    return _PLAN_BYTES + _BYTES_PER_KEY_BYTE * len(key)
