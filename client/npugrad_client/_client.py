@@ -292,8 +292,12 @@ class Client(Operators):
         out: Mapping[str, Any] | None,
         options: CallOptions,
         timeout_s: float | None,
+        product: Product | None = None,
     ) -> tuple[dict[str, Any], ExecutionInfo]:
-        """Sends one call; results by output name and what produced them."""
-        prepared = self._plans.prepare(record, inputs, attrs, out, options)
+        """Sends one call; results by output name and what produced them.
+
+        Where a product is given, what it does not take is refused here, with the documented error.
+        """
+        prepared = self._plans.prepare(record, inputs, attrs, out, options, product)
         answer = self._transport.run(prepared, self._deadline(timeout_s))
         return finish(prepared, answer, inputs, out), answer.info
