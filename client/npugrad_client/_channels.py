@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from npugrad_client._retry import Launch
 
 STREAM_FROM_BYTES = 2**20
-"""Calls with this much data either way are streamed: below, one message is quicker, or as quick with less work;
-above, grpc and protobuf copy a message several times into fresh memory, a page fault for each 4 KiB."""
+"""Calls with this much data either way are streamed: below, one message is quicker, or as quick with less
+work; above, grpc and protobuf copy a message several times into fresh memory, a page fault for each 4 KiB."""
 LARGEST_UNARY_BYTES = 2**30
 """No setting makes a message larger than this: protobuf ends at 2 GiB."""
 REFUSAL_WAIT_S = 1.0
