@@ -8,7 +8,7 @@ import numpy as np
 
 from npugrad import codec, layout
 from npugrad.errors import NpugradError, RequestError
-from npugrad.v1 import backward_pb2
+from npugrad.frames import Chunk
 from npugrad_client._call import Answer
 
 if TYPE_CHECKING:
@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from npugrad.call import ExecutionInfo
     from npugrad.meta import TensorMeta
     from npugrad.operator import OpRecord
-    from npugrad.registry import Registry
+    from npugrad.v1.backward_pb2 import ExecuteResponse
     from npugrad_client._attempt import Attempt
     from npugrad_client._call import Array, Prepared
+
+    Frame = Chunk | ExecuteResponse
 
 CHUNKED_FROM_BYTES = 2**16
 """In a streamed call, operands below this length travel in the header."""
@@ -43,7 +45,7 @@ def request_frames(prepared: Prepared, is_answered: Callable[[], bool], attempt:
     attempt.upload_bytes = sum(data.nbytes for _, data in follow)
     yield header
     if not (prepared.is_refused and is_answered()):
-        yield from chunk_frames(prepared.registry, follow, attempt)
+        yield from chunk_frames(follow, attempt)
 
 
 async def request_frames_async(
@@ -54,7 +56,7 @@ async def request_frames_async(
     attempt.upload_bytes = sum(data.nbytes for _, data in follow)
     yield header
     if not (prepared.is_refused and await is_answered()):
-        for frame in chunk_frames(prepared.registry, follow, attempt):
+        for frame in chunk_frames(follow, attempt):
             yield frame
 
 
@@ -66,14 +68,11 @@ def open_call(prepared: Prepared) -> tuple[Any, list[tuple[int, memoryview]]]:
     return frame, follow
 
 
-def chunk_frames(
-    registry: Registry, follow: Iterable[tuple[int, memoryview]], attempt: Attempt
-) -> Iterator[Any]:
-    """The chunks of a streamed call, one copied at a time."""
+def chunk_frames(follow: Iterable[tuple[int, memoryview]], attempt: Attempt) -> Iterator[Chunk]:
+    """The chunks of a streamed call, views of the operands: gRPC has each serialized before the next."""
     for operand, data in follow:
         for offset, piece in layout.chunks(data, codec.CHUNK_BYTES):
-            chunk = backward_pb2.Chunk(operand=operand, offset=offset, data=bytes(piece))
-            yield registry.execute_request(chunk=chunk)
+            yield Chunk(operand, offset, piece)
             attempt.sent_bytes += piece.nbytes  # gRPC asks for the next one once this one has gone
 
 
@@ -107,7 +106,7 @@ def read_response(prepared: Prepared, response: Any) -> Answer:
     return Answer(arrays, result.info)
 
 
-def read_frames(prepared: Prepared, frames: Iterable[backward_pb2.ExecuteResponse]) -> Answer:
+def read_frames(prepared: Prepared, frames: Iterable[Frame]) -> Answer:
     """Results of a streamed call.
 
     Raises:
@@ -119,9 +118,7 @@ def read_frames(prepared: Prepared, frames: Iterable[backward_pb2.ExecuteRespons
     return reply.end()
 
 
-async def read_frames_async(
-    prepared: Prepared, frames: AsyncIterable[backward_pb2.ExecuteResponse]
-) -> Answer:
+async def read_frames_async(prepared: Prepared, frames: AsyncIterable[Frame]) -> Answer:
     """As `read_frames`, for an event loop: no step is longer than the copy of one chunk."""
     reply = Reply(prepared)
     async for frame in frames:
@@ -139,14 +136,14 @@ class Reply:
         self._arrays: dict[str, Array | None] = {}
         self._pending: dict[int, _Sink] = {}
 
-    def feed(self, frame: backward_pb2.ExecuteResponse) -> None:
+    def feed(self, frame: Frame) -> None:
         """Takes the next frame; raises `NpugradError` when it does not belong there."""
         if self._info is None:
             self._open(frame)
         else:
             _store(self._prepared.record, frame, self._pending)
 
-    def _open(self, frame: backward_pb2.ExecuteResponse) -> None:
+    def _open(self, frame: Frame) -> None:
         prepared = self._prepared
         result = _decode(prepared, _header(prepared.record, frame))
         self._arrays = dict.fromkeys(result.metas)
@@ -175,9 +172,9 @@ class Reply:
         return Answer(self._arrays, self._info)
 
 
-def _header(record: OpRecord, frame: backward_pb2.ExecuteResponse) -> Any:
-    kind = frame.WhichOneof("frame") or "an empty frame"
-    if kind != "header":
+def _header(record: OpRecord, frame: Frame) -> Any:
+    if isinstance(frame, Chunk) or not frame.HasField("header"):
+        kind = "chunk" if isinstance(frame, Chunk) else "an empty frame"
         raise broken(record, f"found {kind} as its first frame; expected a header")
     answered = frame.header.WhichOneof("call")
     if answered != record.name:
@@ -230,12 +227,11 @@ class _Sink:
         self.memory = array.reshape(-1).view(np.uint8).data if array.size else memoryview(b"")
 
 
-def _store(record: OpRecord, frame: backward_pb2.ExecuteResponse, pending: Mapping[int, _Sink]) -> None:
-    kind = frame.WhichOneof("frame")
-    if kind != "chunk":
-        raise broken(record, f"found {'a second header' if kind else 'an empty frame'}; expected a chunk")
-    operand, offset = frame.chunk.operand, frame.chunk.offset
-    data = frame.chunk.data  # copied at every access: read once
+def _store(record: OpRecord, frame: Frame, pending: Mapping[int, _Sink]) -> None:
+    if not isinstance(frame, Chunk):
+        found = "a second header" if frame.WhichOneof("frame") else "an empty frame"
+        raise broken(record, f"found {found}; expected a chunk")
+    operand, offset, data = frame
     sink = pending.get(operand)
     if sink is None:
         raise broken(record, f"found a chunk of parameter {operand}, which its header did not announce")

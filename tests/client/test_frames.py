@@ -31,15 +31,31 @@ from tests.client.lies import (
 )
 
 from npugrad import NpugradError, TensorMeta, codec
+from npugrad.frames import Chunk, encode_frame, frame_decoder
 from npugrad.layout import view
-from npugrad_client import Client
+from npugrad.v1 import backward_pb2
+from npugrad_client import Client, _frames
 from npugrad_client._attempt import Attempt
-from npugrad_client._frames import read_frames, read_response, request_frames, unary_request
+from npugrad_client._frames import read_response, unary_request
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
-    from npugrad.v1 import backward_pb2
+    from npugrad_client._call import Answer, Prepared
+
+
+def request_frames(
+    prepared: Prepared, is_answered: Callable[[], bool], attempt: Attempt
+) -> Iterator[backward_pb2.ExecuteRequest]:
+    """The frames of a call as a server reads them that uses protobuf."""
+    sent = map(encode_frame, _frames.request_frames(prepared, is_answered, attempt))
+    return map(backward_pb2.ExecuteRequest.FromString, sent)
+
+
+def read_frames(prepared: Prepared, frames: Iterable[backward_pb2.ExecuteResponse]) -> Answer:
+    """Reads frames as the channel hands them over."""
+    decode = frame_decoder(backward_pb2.ExecuteResponse)
+    return _frames.read_frames(prepared, (decode(frame.SerializeToString()) for frame in frames))
 
 
 def wait_never() -> bool:
@@ -78,6 +94,18 @@ def test_frames_and_message_carry_the_same_call() -> None:
             assert sent.data == alone.data
     assert not contents
     assert header.options.label == message.options.label == "test"
+
+
+def test_chunks_are_views_of_the_operands() -> None:
+    call = prepared()
+    chunks = [
+        frame
+        for frame in _frames.request_frames(call, wait_never, Attempt(RECORD.name, "here"))
+        if isinstance(frame, Chunk)
+    ]
+    assert [(chunk.operand, chunk.offset) for chunk in chunks] == [(0, 0), (1, 0)]
+    for chunk, name in zip(chunks, ("grad_out", "input"), strict=True):
+        assert np.shares_memory(np.frombuffer(chunk.data, np.uint8), np.asarray(call.contents[name]))
 
 
 def test_small_operands_travel_in_the_header() -> None:

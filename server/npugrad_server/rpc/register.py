@@ -10,10 +10,12 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
+from npugrad.frames import encode_frame, frame_decoder
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
-    from google.protobuf.descriptor import ServiceDescriptor
+    from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
     Handler = Callable[[Any, "grpc.aio.ServicerContext[Any, Any]"], Awaitable[Any]]
     Deserializer = Callable[[bytes], Any]
@@ -32,12 +34,13 @@ class Garbage:
     expected: str
 
 
-def tolerant_deserializer(message: type[Message]) -> Deserializer:
-    """A parser that returns `Garbage` where protobuf would raise."""
+def tolerant_deserializer(message: type[Message], parse: Deserializer | None = None) -> Deserializer:
+    """A parser that returns `Garbage` where protobuf, or `parse` in its place, would raise."""
+    parse = parse or message.FromString
 
-    def deserialize(data: bytes) -> Message | Garbage:
+    def deserialize(data: bytes) -> Any:
         try:
-            return message.FromString(data)
+            return parse(data)
         except DecodeError:
             return Garbage(len(data), message.DESCRIPTOR.full_name)
 
@@ -55,7 +58,8 @@ def register(
     Args:
         server: The server, not yet started.
         service: The service's descriptor.
-        handlers: Handler of each method by name; streams use the context's `read` and `write`.
+        handlers: Handler of each method by name; streams use the context's `read` and `write`, whose frames
+            are `Chunk` or messages.
         deserializers: Other parsers than protobuf's by name of method.
 
     Raises:
@@ -70,9 +74,17 @@ def register(
     for name, handler in handlers.items():
         method = service.methods_by_name[name]
         make = _MAKE[method.client_streaming, method.server_streaming]
-        parse = (deserializers or {}).get(name) or tolerant_deserializer(GetMessageClass(method.input_type))
-        methods[name] = make(handler, parse, GetMessageClass(method.output_type).SerializeToString)
+        parse, serialize = _codec(method)
+        methods[name] = make(handler, (deserializers or {}).get(name) or parse, serialize)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, methods),))
+
+
+def _codec(method: MethodDescriptor) -> tuple[Deserializer, Callable[[Any], bytes]]:
+    """How bytes become what a handler gets, and what it sends becomes bytes."""
+    request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
+    if method.client_streaming and method.server_streaming:
+        return tolerant_deserializer(request, frame_decoder(request)), encode_frame
+    return tolerant_deserializer(request), response.SerializeToString
 
 
 _MAKE: dict[tuple[bool, bool], Any] = {

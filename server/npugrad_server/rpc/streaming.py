@@ -16,13 +16,14 @@ import grpc.aio
 
 from npugrad.codec import CHUNK_BYTES, MAX_CHUNK_BYTES, encode_response, unwrap, wrap
 from npugrad.errors import DeadlineExceeded, MalformedRequest, MalformedTensor
+from npugrad.frames import Chunk
 from npugrad.layout import chunks
-from npugrad.v1 import backward_pb2
 from npugrad_server.dispatch import INLINE_REPLY_BYTES, Dispatcher, Request
 from npugrad_server.rpc.funnel import RpcCall, sane
+from npugrad_server.rpc.idle import IdleTimer
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import Awaitable, Iterator
 
     from npugrad.operator import OpRecord
     from npugrad.registry import Registry
@@ -101,23 +102,34 @@ class Upload:
 
 
 class Frames:
-    """The frames of one Execute call, none of which may be waited for longer than the settings say."""
+    """The frames of one Execute call, none of which may be waited for longer than the settings say.
+
+    A context manager, to be entered by the task that reads and writes.
+    """
 
     def __init__(self, call: RpcCall, upload_idle_timeout_s: float, reply_idle_timeout_s: float) -> None:
         self._call = call
         self._upload_idle_timeout_s, self._reply_idle_timeout_s = upload_idle_timeout_s, reply_idle_timeout_s
+        self._timer = IdleTimer()
+
+    def __enter__(self) -> Frames:
+        """Nothing: a wait starts with a frame."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Gives the timer back."""
+        self._timer.close()
 
     async def read(self) -> Any:
-        """The next frame; None at the end of the client's side.
+        """The next frame, a `Chunk` or a message; None at the end of the client's side.
 
         Raises:
             DeadlineExceeded: The client sent nothing for `upload_idle_timeout_s`.
             MalformedRequest: The bytes are no frame.
             asyncio.CancelledError: The client is gone, or its deadline has passed.
         """
-        context = self._call.context
         frame = await self._within(
-            context.read, self._upload_idle_timeout_s, "no frame from the client", "a chunk"
+            self._call.context.read(), self._upload_idle_timeout_s, "no frame from the client", "a chunk"
         )
         return None if frame is grpc.aio.EOF else sane(frame)
 
@@ -129,38 +141,40 @@ class Frames:
         """
         # A call that is alive can be sent its metadata, of which nothing will be seen but that it is early.
         await self._within(
-            lambda: self._call.context.send_initial_metadata(()),
+            self._call.context.send_initial_metadata(()),
             self._reply_idle_timeout_s,
             "no room for metadata",
             "the client to read",
         )
 
     async def write(self, frame: Any) -> None:
-        """Sends a frame.
+        """Sends a frame, a `Chunk` or a message; its data is not needed any more once this waits.
 
         Raises:
             DeadlineExceeded: The client took nothing for `reply_idle_timeout_s`.
             asyncio.CancelledError: The client is gone, or its deadline has passed.
         """
-        context = self._call.context
         await self._within(
-            lambda: context.write(frame),
+            self._call.context.write(frame),
             self._reply_idle_timeout_s,
             "no room for the reply",
             "the client to read",
         )
 
-    async def _within(
-        self, act: Callable[[], Awaitable[Any]], timeout_s: float, found: str, expected: str
-    ) -> Any:
+    async def _within(self, act: Awaitable[Any], timeout_s: float, found: str, expected: str) -> Any:
+        self._timer.start(timeout_s)
         try:
-            return await asyncio.wait_for(act(), timeout_s)
-        except asyncio.TimeoutError:
+            return await act
+        except asyncio.CancelledError:
+            if not self._timer.is_cause():
+                raise
             text = f"execute: stream: found {found} for {timeout_s:g} s; expected {expected} before that"
             raise DeadlineExceeded(text, operator=self._call.operator) from None
         except (grpc.aio.BaseError, grpc.RpcError) as error:
             # The transport fails before it cancels the task of a call that is dead.
             raise asyncio.CancelledError(f"execute: stream: found it closed: {error}") from None
+        finally:
+            self._timer.stop()
 
 
 class Execute:
@@ -174,7 +188,10 @@ class Execute:
 
     async def __call__(self, call: RpcCall) -> None:
         """Takes one call from its header to the last chunk of its reply; errors as in `Dispatcher`."""
-        frames = Frames(call, *self._timeouts)
+        with Frames(call, *self._timeouts) as frames:
+            await self._run(call, frames)
+
+    async def _run(self, call: RpcCall, frames: Frames) -> None:
         header = await frames.read()
         if header is None:
             await frames.confirm_end()
@@ -192,8 +209,8 @@ class Execute:
             call.sent_bytes = sum(view.nbytes for view in outcome.contents.values())
 
     def _plan(self, call: RpcCall, frame: Any) -> Request:
-        kind = "the end of the stream" if frame is None else frame.WhichOneof("frame") or "an empty frame"
-        if frame is None or kind != "header":
+        kind = "the end of the stream" if frame is None else _kind(frame)
+        if kind != "header":
             raise MalformedRequest(f"execute: stream: found {kind} first; expected a header")
         record, message = unwrap(frame.header, self._dispatcher.registry)
         call.operator = record.name
@@ -204,24 +221,27 @@ class Execute:
         return request
 
 
+def _kind(frame: Any) -> str:
+    return "chunk" if isinstance(frame, Chunk) else frame.WhichOneof("frame") or "an empty frame"
+
+
 async def _receive(call: RpcCall, frames: Frames, admission: Admission, upload: Upload) -> None:
     operator = admission.planned.record.name
     views = {}
     while (frame := await frames.read()) is not None:
-        kind = frame.WhichOneof("frame")
-        if kind != "chunk":
-            found = "a second header" if kind == "header" else "an empty frame"
+        if not isinstance(frame, Chunk):
+            found = "a second header" if _kind(frame) == "header" else "an empty frame"
             raise MalformedRequest(f"{operator}: stream: found {found}; expected a chunk", operator=operator)
         if not upload.missing_bytes:
             raise MalformedRequest(
                 f"{operator}: stream: found a chunk after the last announced byte; expected the end",
                 operator=operator,
             )
-        data = frame.chunk.data  # copied at every access: read once
-        name = upload.place(frame.chunk.operand, frame.chunk.offset, len(data))
+        operand, offset, data = frame
+        name = upload.place(operand, offset, len(data))
         if name not in views:
             views[name] = admission.view(name)
-        views[name][frame.chunk.offset : frame.chunk.offset + len(data)] = data
+        views[name][offset : offset + len(data)] = data
         call.received_bytes += len(data)
     if upload.missing_bytes:
         await frames.confirm_end()
@@ -243,5 +263,4 @@ def _reply(registry: Registry, request: Request, outcome: Outcome) -> Iterator[A
     yield first
     for operand, content in follow:
         for offset, piece in chunks(content, CHUNK_BYTES):
-            chunk = backward_pb2.Chunk(operand=operand, offset=offset, data=bytes(piece))
-            yield registry.execute_response(chunk=chunk)
+            yield Chunk(operand, offset, piece)

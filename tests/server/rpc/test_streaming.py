@@ -1,13 +1,25 @@
 from __future__ import annotations
 
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from npugrad.codec import MAX_CHUNK_BYTES
 from npugrad.errors import MalformedRequest, MalformedTensor
+from npugrad.frames import Chunk, encode_chunk
 from npugrad.ops import get_operator
-from npugrad_server.rpc.streaming import Upload
+from npugrad.registry import REGISTRY
+from npugrad_server.rpc.funnel import RpcCall
+from npugrad_server.rpc.register import register
+from npugrad_server.rpc.streaming import Frames, Upload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
 
 RECORD = get_operator("group_norm_backward")
 GRAD_OUT, INPUT, MEAN = (RECORD.param_index(name) for name in ("grad_out", "input", "mean"))
@@ -98,3 +110,51 @@ def test_exactly_the_sequences_that_tile_every_operand_are_taken(data: st.DataOb
             upload.finish()
     else:
         upload.finish()
+
+
+# ---------------------------------------------------------------------------------------------- frames
+
+
+def serve(handle: Callable[[Any, Any], Coroutine[Any, Any, None]], use: Callable[[Any], None]) -> None:
+    """Serves Execute by a handler, and uses a blocking stub of it in a thread."""
+    service = REGISTRY.backward
+
+    def connect(port: int) -> None:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            use(channel.stream_stream(f"/{service.full_name}/Execute", bytes, bytes))
+
+    async def run() -> None:
+        server = grpc.aio.server()
+        register(server, service, dict.fromkeys(service.methods_by_name, handle))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        await asyncio.to_thread(connect, port)
+        await server.stop(None)
+
+    asyncio.run(run())
+
+
+def test_frames_take_no_task_each() -> None:
+    count, echoed, tasks = 200, 0, 0
+
+    async def handle(_: Any, context: Any) -> None:
+        nonlocal echoed
+
+        def note(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+            nonlocal tasks
+            tasks += 1
+            return asyncio.Task(coroutine, loop=loop, **options)
+
+        asyncio.get_running_loop().set_task_factory(note)
+        with Frames(RpcCall(context, "Execute", "id"), 60, 60) as frames:
+            while (frame := await frames.read()) is not None:
+                await frames.write(frame)
+                echoed += 1
+
+    def use(execute: Any) -> None:
+        sent = [encode_chunk(Chunk(1, number, b"content")) for number in range(count)]
+        assert list(execute(iter(sent), timeout=60)) == sent
+
+    serve(handle, use)
+    assert echoed == count
+    assert tasks < count / 10

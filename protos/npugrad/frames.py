@@ -1,0 +1,107 @@
+"""Frames of a streamed call as bytes: chunks by hand, everything else by protobuf.
+
+protobuf copies the data of a chunk into a message, once more into the frame around it and once more into
+bytes, and as often on the way back. Here a chunk is copied once on its way out and not at all on its way in.
+Bytes that are not plainly a chunk are left to protobuf's own parser, so that no frame means anything else
+here than there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from npugrad.v1 import backward_pb2
+from npugrad.varint import LENGTH_DELIMITED, VARINT, encode_varint, read_varint, tag
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from google.protobuf.message import Message
+
+# Requests and replies, and those of any registry, number their chunks alike: tests/contract/test_frames.py.
+_CHUNK = tag(backward_pb2.ExecuteRequest.CHUNK_FIELD_NUMBER, LENGTH_DELIMITED)
+_OPERAND = tag(backward_pb2.Chunk.OPERAND_FIELD_NUMBER, VARINT)
+_OFFSET = tag(backward_pb2.Chunk.OFFSET_FIELD_NUMBER, VARINT)
+_DATA = tag(backward_pb2.Chunk.DATA_FIELD_NUMBER, LENGTH_DELIMITED)
+
+
+class Chunk(NamedTuple):
+    """A piece of the content of one tensor, as the message `Chunk`.
+
+    Attributes:
+        operand: Index of its parameter in the C signature, below 2**32.
+        offset: First byte of the piece in the content, below 2**64.
+        data: The piece; a view must be one of single bytes, and keeps alive what it is a view of.
+    """
+
+    operand: int
+    offset: int
+    data: bytes | memoryview
+
+
+def encode_chunk(chunk: Chunk) -> bytes:
+    """The frame that carries a chunk: the bytes that protobuf makes of an `ExecuteRequest` or a reply."""
+    operand, offset, data = chunk
+    nbytes = len(data)
+    head = bytearray()
+    for field, value in ((_OPERAND, operand), (_OFFSET, offset), (_DATA, nbytes)):
+        if value:  # protobuf leaves zeros out
+            head.append(field)
+            head += encode_varint(value)
+    return b"".join((bytes((_CHUNK,)), encode_varint(len(head) + nbytes), head, data))
+
+
+def encode_frame(frame: Chunk | Message) -> bytes:
+    """The bytes of a frame."""
+    return encode_chunk(frame) if isinstance(frame, Chunk) else frame.SerializeToString()
+
+
+def frame_decoder(message: type[Message]) -> Callable[[bytes], Any]:
+    """A parser of frames.
+
+    Args:
+        message: The frame's message, which has a oneof `frame` with a field `chunk`.
+
+    Returns:
+        A function from bytes to a `Chunk` if they are one, else to the message; it raises
+        `google.protobuf.message.DecodeError` where protobuf does.
+    """
+
+    def decode(data: bytes) -> Any:
+        chunk = _plain_chunk(data)
+        if chunk is not None:
+            return chunk
+        frame: Any = message.FromString(data)
+        if frame.WhichOneof("frame") != "chunk":
+            return frame
+        return Chunk(frame.chunk.operand, frame.chunk.offset, frame.chunk.data)
+
+    return decode
+
+
+def _plain_chunk(data: bytes) -> Chunk | None:
+    """A chunk whose fields come once each, and nothing else; None where protobuf has to say what it is."""
+    if not data or data[0] != _CHUNK:
+        return None
+    operand: int | None = None
+    offset: int | None = None
+    piece: memoryview | None = None
+    try:
+        nbytes, at = read_varint(data, 1)
+        if at + nbytes != len(data):
+            return None
+        while at < len(data):
+            field = data[at]
+            value, at = read_varint(data, at + 1)
+            if field == _DATA and piece is None and value <= len(data) - at:
+                piece = memoryview(data)[at : at + value]
+                at += value
+            elif field == _OFFSET and offset is None:
+                offset = value
+            elif field == _OPERAND and operand is None and value < 2**32:
+                operand = value
+            else:
+                return None
+    except ValueError:
+        return None
+    return Chunk(operand or 0, offset or 0, b"" if piece is None else piece)

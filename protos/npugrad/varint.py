@@ -1,0 +1,54 @@
+"""Varints, which are numbers in protobuf's wire format, and tags: for writing and reading fields by hand."""
+
+from __future__ import annotations
+
+VARINT, LENGTH_DELIMITED = 0, 2
+"""Wire types: a number; a length and as many bytes."""
+_MAX_BYTES = 10
+
+
+def tag(number: int, wire_type: int) -> int:
+    """What stands before a field: its number in the message, and how its value is written."""
+    return number << 3 | wire_type
+
+
+def encode_varint(value: int) -> bytes:
+    """Writes a number as protobuf does, in the fewest bytes.
+
+    Raises:
+        ValueError: It is not within 0 to 2**64 - 1.
+    """
+    if value >> 64:
+        raise ValueError(f"varint: found {value}; expected 0 to 2**64 - 1")
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+def read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """Reads a number that is written as `encode_varint` does.
+
+    Args:
+        data: What it is in.
+        at: Index of its first byte, 0 or more; may lie behind the end.
+
+    Returns:
+        The number, and the index of the byte after it.
+
+    Raises:
+        ValueError: There is none: cut off, above 2**64 - 1, or in more bytes than it needs, which protobuf
+            takes for some fields and not for others.
+    """
+    value = shift = 0
+    for index in range(at, min(at + _MAX_BYTES, len(data))):
+        byte = data[index]
+        value |= (byte & 0x7F) << shift
+        if byte <= 0x7F:
+            if value >> 64 or (shift and not byte):
+                break
+            return value, index + 1
+        shift += 7
+    raise ValueError(f"varint: found none at byte {at} of {len(data)}; expected one in its fewest bytes")
