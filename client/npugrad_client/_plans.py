@@ -141,15 +141,15 @@ class Plans:
             prepared: The call.
             reply: The message that answered it; None where it was streamed.
         """
-        if prepared.signature is None:
+        signature, call = prepared.signature, prepared.call
+        if signature is None or signature.names != tuple(call.inputs):  # contents go by the record's order
             return
-        arrays, call = prepared.signature.arrays, prepared.call
         metas = {name: meta for name, meta in call.inputs.items() if meta is not None}
         plan = CallPlan(
             call=call,
             expected=prepared.expected,
             nbytes=prepared.nbytes,
-            are_direct=tuple(map(_is_direct, arrays, metas.values())),
+            are_direct=tuple(map(_is_direct, signature.arrays, metas.values())),
         )
         if reply is not None:
             results = _results(prepared.record, reply)
@@ -162,7 +162,7 @@ class Plans:
                 reply=Template(reply, "info", {name: r[0].content_bytes for name, r in results.items() if r}),
                 results=results,
             )
-        self._put(prepared.signature.key, plan)
+        self._put(signature.key, plan)
 
 
 def _is_direct(array: Array, meta: TensorMeta) -> bool:

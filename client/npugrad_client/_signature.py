@@ -27,11 +27,13 @@ class Signature(NamedTuple):
     """The signature of a call.
 
     Attributes:
-        key: Equal for two calls if and only if nothing but contents, label and priority differ.
-        arrays: The operands that are not null, in the order of the record.
+        key: Equal for two calls only if nothing but contents, label and priority differ.
+        names: The inputs in the order in which they were given.
+        arrays: Those that are not null.
     """
 
     key: Hashable
+    names: tuple[str, ...]
     arrays: list[npt.NDArray[Any]]
 
 
@@ -45,7 +47,8 @@ def sign(
 ) -> Signature | None:
     """The signature of a call; None where something is of a kind that only the general way knows."""
     arrays: list[npt.NDArray[Any]] = []
-    key: list[Hashable] = [record.name, product, *inputs, *attrs]
+    names = tuple(inputs)
+    key: list[Hashable] = [record.name, product, names, tuple(attrs)]
     for name, value in inputs.items():
         if value is None:
             key.append(None)
@@ -69,7 +72,7 @@ def sign(
     key.append(packed)
     if out is not None and not _declare(out, key):
         return None
-    return Signature(tuple(key), arrays)
+    return Signature(tuple(key), names, arrays)
 
 
 def _is_plain(values: tuple[Any, ...]) -> bool:

@@ -274,6 +274,17 @@ def test_what_is_unusual_goes_without() -> None:
             read_unary(call, answer_of(call).SerializeToString(), HERE)
 
 
+def test_operands_in_another_order_are_sent_as_what_they_are() -> None:
+    inputs, attrs = split({**group_norm(), "grad_out": random((2, 4, 8))})
+    turned = dict(reversed(inputs.items()))
+    plans = Plans()
+    for _ in range(2):
+        for given in (inputs, turned):
+            call = plans.prepare(RECORD, given, attrs, None, CallOptions())
+            assert encode_unary(call) == encode_unary(prepare(RECORD, inputs, attrs, None, CallOptions()))
+            read_unary(call, answer_of(call).SerializeToString(), HERE)
+
+
 def test_plans_are_bounded_and_the_last_used_are_kept() -> None:
     plans = learned()
     for hxw in range(9, 9 + 2 * MAX_PLANS):

@@ -188,7 +188,8 @@ class Remote(ContextDecorator):
         given = dict(self._options)
         timeout_s = cast("float | None", given.pop("timeout_s", None))
         record, options = get_operator(request.operator), CallOptions(**cast("Any", given))
-        return self._client._run(record, operands, request.attrs, None, options, timeout_s, product)[0]
+        inputs = {param.name: operands.get(param.name) for param in record.inputs}
+        return self._client._run(record, inputs, request.attrs, None, options, timeout_s, product)[0]
 
     def _ask_server(self) -> ServerInfo:
         if self._server is None:  # two threads may both ask; they get the same answer
