@@ -18,6 +18,7 @@ from npugrad.meta import TensorMeta
 from npugrad.recipe import Recipe
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from types import ModuleType
 
 _DLPACK_HOST_DEVICES = (1, 3)
@@ -55,6 +56,16 @@ def is_torch(value: object) -> bool:
     """Whether a value is a torch tensor."""
     tensor = getattr(_torch(), "Tensor", None)  # absent while another thread is still importing torch
     return tensor is not None and isinstance(value, tensor)
+
+
+def has_torch(values: Iterable[object]) -> bool:
+    """Whether one of some values is a torch tensor."""
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    if tensor is not None:
+        for value in values:
+            if isinstance(value, tensor):
+                return True
+    return False
 
 
 def _torch() -> ModuleType | None:

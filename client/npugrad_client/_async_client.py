@@ -9,9 +9,10 @@ from npugrad.registry import REGISTRY
 from npugrad_client import _info
 from npugrad_client._async_transport import AsyncTransport
 from npugrad_client._batch import Batch, OnError
-from npugrad_client._call import finish, prepare
+from npugrad_client._call import finish
 from npugrad_client._channels import STREAM_FROM_BYTES, settings
 from npugrad_client._generated_ops import AsyncOperators
+from npugrad_client._plans import Plans
 from npugrad_client._retry import RETRY
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class AsyncClient(AsyncOperators):
         self.target = chosen.name
         self._timeout_s = timeout_s
         self._transport = AsyncTransport(chosen, self._registry)
+        self._plans = Plans(self._registry)
 
     async def __aenter__(self) -> AsyncClient:
         """The client itself."""
@@ -277,11 +279,9 @@ class AsyncClient(AsyncOperators):
     ) -> tuple[dict[str, Any], ExecutionInfo]:
         """Sends one call; results by output name and what produced them."""
         if _nbytes(inputs) < _IN_A_THREAD_FROM_BYTES:
-            prepared = prepare(record, inputs, attrs, out, options, registry=self._registry)
+            prepared = self._plans.prepare(record, inputs, attrs, out, options)
         else:
-            prepared = await asyncio.to_thread(
-                prepare, record, inputs, attrs, out, options, registry=self._registry
-            )
+            prepared = await asyncio.to_thread(self._plans.prepare, record, inputs, attrs, out, options)
         answer = await self._transport.run(prepared, self._deadline(timeout_s))
         if prepared.targets and prepared.nbytes >= _IN_A_THREAD_FROM_BYTES:
             filling = asyncio.ensure_future(asyncio.to_thread(finish, prepared, answer, inputs, out))
@@ -295,4 +295,8 @@ class AsyncClient(AsyncOperators):
 
 def _nbytes(inputs: Mapping[str, Any]) -> int:
     """Bytes of the operands, as far as they tell."""
-    return sum(size for value in inputs.values() if isinstance(size := getattr(value, "nbytes", None), int))
+    nbytes = 0
+    for value in inputs.values():
+        size = getattr(value, "nbytes", 0)
+        nbytes += size if isinstance(size, int) else 0
+    return nbytes

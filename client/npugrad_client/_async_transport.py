@@ -10,36 +10,30 @@ import asyncio
 import os
 import time
 import weakref
-from contextlib import aclosing, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from contextlib import aclosing, suppress
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 
 from npugrad.registry import REGISTRY, Registry
-from npugrad_client._channels import REFUSAL_WAIT_S, Stubs, check_fork, closed, grpc_timeout
-from npugrad_client._frames import read_frames_async, read_response, request_frames_async, unary_request
-from npugrad_client._older import (
-    VERSION_REQUEST,
-    asked_operator,
-    lacking,
-    lacks_operator,
-    version_question,
-)
+from npugrad_client._channels import REFUSAL_WAIT_S, Stubs, check_fork, closed
+from npugrad_client._errands import VERSION, Call, Question, begin
+from npugrad_client._frames import read_frames_async, request_frames_async
+from npugrad_client._older import lacking, lacks_operator, version_question
 from npugrad_client._picker import Picker
-from npugrad_client._retry import Launch, Plan, RetryBudget
+from npugrad_client._retry import Launch, RetryBudget
 from npugrad_client._transport import open_channel
 from npugrad_client.errors import Cancelled, NpugradError, translate
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
+    from collections.abc import AsyncGenerator, Coroutine
 
     from npugrad.v1.backward_pb2 import ExecuteResponse
     from npugrad_client._attempt import Attempt
     from npugrad_client._call import Answer, Prepared
     from npugrad_client._channels import Settings
-
-Send: TypeAlias = "Callable[[Stubs, Attempt], Awaitable[Any]]"
-"""Sends a call over a channel, with the timeout of the try; what it returns is the answer."""
+    from npugrad_client._errands import Errand
+    from npugrad_client._retry import Plan
 
 _WRITE_ENDED = "Internal error from Core"
 _STATUS_WAITS, _STATUS_WAIT_S = 10, 0.5
@@ -101,12 +95,7 @@ class AsyncTransport:
 
     async def ask(self, service: str, request: Any, timeout_s: float | None) -> Any:
         """One of the small services: `validate`, `server_info` or `list_operators`; errors as in `run`."""
-
-        def send(stubs: Stubs, attempt: Attempt) -> Any:
-            attempt.operator = asked_operator(service, request)
-            return stubs.services[service](request, timeout=attempt.timeout_s)
-
-        return (await self._follow(service, send, timeout_s))[0]
+        return (await self._follow(Question(service, request), timeout_s))[0]
 
     async def run(self, prepared: Prepared, timeout_s: float | None) -> Answer:
         """Runs a call, streamed or not by its size; cancelling the task cancels the call.
@@ -115,17 +104,8 @@ class AsyncTransport:
             NpugradError: What the server answered, or that it did not; its message names the target.
             RuntimeError: The client is closed, or belongs to another running loop.
         """
-        if self._settings.retry.hedge_after_s is not None:
-            prepared = prepared.apart()
-
-        async def send(stubs: Stubs, attempt: Attempt) -> Answer:
-            if prepared.nbytes >= self._settings.stream_from_bytes:
-                return await _streamed(stubs, prepared, attempt)
-            method = stubs.unary(prepared.record)
-            return read_response(prepared, await method(unary_request(prepared), timeout=attempt.timeout_s))
-
-        answer, tries = await self._follow(prepared.record.name, send, timeout_s)
-        return cast("Answer", answer).after(tries)
+        answer, tries = await self._follow(Call(prepared, self._settings), timeout_s)
+        return cast("Answer", answer if tries == 1 else answer.after(tries))
 
     def _here(self) -> _Home:
         """The channels of this process and loop."""
@@ -152,26 +132,25 @@ class AsyncTransport:
     def _was_closed(self) -> bool:
         return self._is_closed
 
-    async def _follow(self, what: str, send: Send, timeout_s: float | None) -> tuple[Any, int]:
+    async def _follow(self, errand: Errand, timeout_s: float | None) -> tuple[Any, int]:
         """Follows a plan to its end: the answer, and how many tries it took."""
         home = self._here()
-        limit = grpc_timeout(timeout_s, what)
-        plan = Plan(self._settings.retry, self._budget, self._picker, limit, time.monotonic())
+        plan = begin(self._settings, self._budget, self._picker, errand.what, timeout_s)
         is_alone = self._settings.retry.hedge_after_s is None
         try:
-            return await (self._alone if is_alone else self._race)(home, plan, what, send), plan.tries
+            return await (self._alone if is_alone else self._race)(home, plan, errand), plan.tries
         finally:
             plan.abandon(time.monotonic())
 
-    async def _alone(self, home: _Home, plan: Plan, what: str, send: Send) -> Any:
+    async def _alone(self, home: _Home, plan: Plan, errand: Errand) -> Any:
         """One try after the other, in this task."""
         while True:
             step = plan.next(time.monotonic())
             if not isinstance(step, Launch):
-                await self._pause(home, what, step.until)
+                await self._pause(home, errand.what, step.until)
                 continue
             try:
-                answer = await self._try(home, step, what, send)
+                answer = await self._try(home, step, errand)
             except NpugradError as error:
                 plan.failed(step.number, error, time.monotonic())
             else:
@@ -185,17 +164,17 @@ class AsyncTransport:
         if self._was_closed():
             raise Cancelled(f"{what}: {self._settings.name}: the client was closed before the next try")
 
-    async def _race(self, home: _Home, plan: Plan, what: str, send: Send) -> Any:
+    async def _race(self, home: _Home, plan: Plan, errand: Errand) -> Any:
         """Tries that may overlap, each in a task of its own; the losers are cancelled."""
         flying: dict[asyncio.Task[Any], int] = {}
         try:
             while True:
                 step = plan.next(time.monotonic())
                 if isinstance(step, Launch):
-                    flying[asyncio.ensure_future(self._try(home, step, what, send))] = step.number
+                    flying[asyncio.ensure_future(self._try(home, step, errand))] = step.number
                     continue
                 if not flying:
-                    await self._pause(home, what, step.until)
+                    await self._pause(home, errand.what, step.until)
                     continue
                 wait_s = None if step.until is None else max(0.0, step.until - time.monotonic())
                 ended, _ = await asyncio.wait(flying, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
@@ -214,28 +193,29 @@ class AsyncTransport:
                 task.cancel()
             await asyncio.gather(*flying, return_exceptions=True)
 
-    async def _try(self, home: _Home, step: Launch, what: str, send: Send) -> Any:
-        attempt = self._settings.attempt(what, step)
+    async def _try(self, home: _Home, step: Launch, errand: Errand) -> Any:
+        attempt = self._settings.attempt(errand.what, errand.operator, step)
         if self._was_closed():
             raise closed(self._settings.name)
         try:
-            with self._calling(attempt):
-                return await send(home.stubs(step.server), attempt)
+            return await self._carry(home, step.server, errand, attempt)
         except NpugradError as error:
             if not lacks_operator(error, attempt):
                 raise
             refusal = error.with_traceback(None)
         info, question = None, version_question(attempt)
-        with suppress(NpugradError), self._calling(question):
-            ask = home.stubs(step.server).services["server_info"]
-            info = await ask(VERSION_REQUEST, timeout=question.timeout_s)
+        with suppress(NpugradError):
+            info = await self._carry(home, step.server, VERSION, question)
         raise lacking(refusal, attempt, info)
 
-    @contextmanager
-    def _calling(self, attempt: Attempt) -> Iterator[None]:
-        """Turns what grpc raises into errors of ours."""
+    async def _carry(self, home: _Home, server: int, errand: Errand, attempt: Attempt) -> Any:
+        """Sends an errand to a server, and reads what comes back; what grpc raises becomes ours."""
         try:
-            yield
+            stubs = home.stubs(server)
+            if errand.streamed is not None:
+                return await _streamed(stubs, errand.streamed, attempt)
+            reply = await errand.method(stubs)(errand.encode(), timeout=attempt.timeout_s)
+            return errand.read(reply, attempt)
         except grpc.RpcError as error:
             raise translate(
                 error, attempt, is_ours=self._was_closed(), records=self._registry.records
@@ -318,9 +298,11 @@ async def _streamed(stubs: Stubs, prepared: Prepared, attempt: Attempt) -> Answe
     stream = _Stream(stubs.execute(frames, timeout=attempt.timeout_s))
     try:
         async with aclosing(stream.replies()) as replies:
-            return await read_frames_async(prepared, replies)
+            answer = await read_frames_async(prepared, replies)
     finally:
         stream.cancel()  # no effect after a complete answer; frees the stream when ours was refused
+    prepared.note_streamed()
+    return answer
 
 
 def _is_failed(task: asyncio.Task[Any]) -> bool:

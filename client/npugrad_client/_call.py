@@ -12,7 +12,7 @@ from npugrad.errors import MalformedRequest
 from npugrad.meta import TensorMeta
 from npugrad.products import Product
 from npugrad.registry import REGISTRY, Registry
-from npugrad.validation import make_call, validate_call
+from npugrad.validation import error_from_verdict, make_call, validate_call
 from npugrad_client import _arrays
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from npugrad.meta import CallMeta
     from npugrad.operator import OpRecord
     from npugrad.recipe import Recipe
+    from npugrad_client._plans import CallPlan, Plans
+    from npugrad_client._signature import Signature
 
     Array = npt.NDArray[Any]
 
@@ -45,7 +47,12 @@ class Prepared:
         targets: Arrays of the caller that are to be filled, by output.
         is_apart: Whether results must not land in `targets` as they arrive, because the call may be sent
             twice at once, or because they share memory with operands.
+        unused: Operands of which no value is used: one repeated 0 is sent in their place.
         registry: Where its messages are.
+        plans: Where a plan for calls of its signature is kept once it is answered well.
+        signature: Its signature; None for a call of which no plan is made.
+        plan: The plan it was made by, if there was one.
+        request: The encoded request, if the plan is that of a unary call; `contents` is empty then.
     """
 
     record: OpRecord
@@ -56,15 +63,27 @@ class Prepared:
     is_refused: bool = False
     targets: Mapping[str, Array] = field(default_factory=dict)
     is_apart: bool = False
+    unused: frozenset[str] = frozenset()
     registry: Registry = REGISTRY
+    plans: Plans | None = None
+    signature: Signature | None = None
+    plan: CallPlan | None = None
+    request: bytes | None = None
 
     def apart(self) -> Prepared:
         """The same call, whose results land in arrays of their own."""
         return replace(self, is_apart=True)
 
+    def note_streamed(self) -> None:
+        """It was streamed and answered well: a plan for calls of its signature is kept."""
+        if self.plans is not None and self.plan is None:
+            self.plans.keep(self, None)
+
     @property
     def nbytes(self) -> int:
         """Bytes of data in the larger direction."""
+        if self.plan is not None:
+            return self.plan.nbytes
         sent = sum(data.nbytes for data in self.contents.values() if isinstance(data, memoryview))
         received = sum(meta.nbytes for meta in self.expected.values() if meta is not None)
         return max(sent, received)
@@ -88,57 +107,86 @@ def prepare(
     attrs: Mapping[str, Any],
     out: Mapping[str, Any] | None,
     options: CallOptions,
+    product: Product | None = None,
     *,
     registry: Registry = REGISTRY,
 ) -> Prepared:
     """Makes a call from what the caller gave.
 
+    Args:
+        record: The operator.
+        inputs: Operands by name, None for null.
+        attrs: Attributes by name.
+        out: Declared outputs by name.
+        options: Options of the call.
+        product: The one that must take the call; None to let the server say what its own takes.
+        registry: Where its messages are.
+
     Raises:
         TypeError: An operand is no array, `out` cannot be filled or names no output, an attribute is None.
         MalformedRequest: An attribute or option is of the wrong type or out of range.
+        OperatorError: The documents refuse the call on the product that is named.
     """
+    require_options(record, options)
+    packed = {n: _arrays.pack_operand(v, record.name, n) for n, v in inputs.items() if v is not None}
+    declared, targets = _declare(record, out or {})
+    metas = {n: packed[n][0] if n in packed else None for n in inputs}
+    call = make_call(record, metas, attrs, declared, product or Product.ATLAS_A2)
+    expected: Mapping[str, TensorMeta | None] | None = {}
+    if product is not None:
+        expected = _require_legal(record, call)
+    elif sum(meta.nbytes for meta, _ in packed.values()) >= _INFER_FROM_BYTES:
+        expected = _infer(record, call)
+    contents = {n: data for n, (_, data) in packed.items() if data is not None}
+    unused = _unused(record, call, contents) if expected else frozenset()
+    if unused:
+        call = _shrink(call, contents, unused)
+    is_apart = overlap(contents.values(), targets.values())
+    is_refused = expected is None
+    return Prepared(
+        record, call, contents, options, expected or {}, is_refused, targets, is_apart, unused, registry
+    )
+
+
+def _unused(record: OpRecord, call: CallMeta, contents: Mapping[str, memoryview | Recipe]) -> frozenset[str]:
+    """The operands of a legal call of which no value is used; recipes are short as they are."""
+    return frozenset(name for name in record.unused(call) if isinstance(contents.get(name), memoryview))
+
+
+def _shrink(call: CallMeta, contents: dict[str, memoryview | Recipe], unused: frozenset[str]) -> CallMeta:
+    """The call with some operands as one repeated 0; `contents` is changed in place."""
+    sent = {}
+    for name in unused:
+        meta = call.tensor(name)
+        sent[name] = TensorMeta(meta.dtype, meta.shape, meta.format, (0,) * meta.rank)
+        contents[name] = memoryview(bytes(meta.dtype.itemsize))
+    return call.with_inputs(**sent)
+
+
+def require_options(record: OpRecord, options: CallOptions) -> None:
+    """Raises `MalformedRequest` where an option is of the wrong type or out of range."""
     problem = options.problem()
     if problem:
         name, text = problem
         raise MalformedRequest(f"{record.name}: {name}: {text}", operator=record.name, operand=name)
-    packed = {n: _arrays.pack_operand(v, record.name, n) for n, v in inputs.items() if v is not None}
-    declared, targets = _declare(record, out or {})
-    call = make_call(record, {n: packed[n][0] if n in packed else None for n in inputs}, attrs, declared)
-    expected: Mapping[str, TensorMeta | None] | None = {}
-    if sum(meta.nbytes for meta, _ in packed.values()) >= _INFER_FROM_BYTES:
-        expected = _infer(record, call)
-    contents = {n: data for n, (_, data) in packed.items() if data is not None}
-    if expected:
-        call = _shrink(record, call, contents)
-    is_apart = _overlap(contents.values(), targets.values())
-    is_refused = expected is None
-    return Prepared(record, call, contents, options, expected or {}, is_refused, targets, is_apart, registry)
 
 
-def _shrink(record: OpRecord, call: CallMeta, contents: dict[str, memoryview | Recipe]) -> CallMeta:
-    """The call with operands of which no value is used as one repeated 0, in `contents` as well.
-
-    Args:
-        record: The operator.
-        call: A legal call.
-        contents: Content of its operands, changed in place. A recipe is short as it is.
-    """
-    sent = {}
-    for name in record.unused(call):
-        meta = call.tensor(name)
-        if isinstance(contents.get(name), memoryview):
-            sent[name] = TensorMeta(meta.dtype, meta.shape, meta.format, (0,) * meta.rank)
-            contents[name] = memoryview(bytes(meta.dtype.itemsize))
-    return call.with_inputs(**sent)
-
-
-def _overlap(contents: Iterable[memoryview | Recipe], targets: Collection[Array]) -> bool:
+def overlap(contents: Iterable[Array | memoryview | Recipe], targets: Collection[Array]) -> bool:
     """Whether results that land in an array of the caller would change an operand.
 
     It is sent again when the call is.
     """
-    sent = [np.frombuffer(data, np.uint8) for data in contents if isinstance(data, memoryview)]
-    return any(np.may_share_memory(data, target) for target in targets for data in sent)
+    sent = [np.frombuffer(data, np.uint8) if isinstance(data, memoryview) else data for data in contents]
+    arrays = [data for data in sent if isinstance(data, np.ndarray)]
+    return any(np.may_share_memory(data, target) for target in targets for data in arrays)
+
+
+def _require_legal(record: OpRecord, call: CallMeta) -> Mapping[str, TensorMeta | None]:
+    """The outputs of a call that its product takes; raises the documented error where it does not."""
+    verdict = validate_call(record, call)
+    if verdict.violations:
+        raise error_from_verdict(record, verdict)
+    return verdict.outputs
 
 
 def _infer(record: OpRecord, call: CallMeta) -> Mapping[str, TensorMeta | None] | None:
@@ -173,7 +221,9 @@ def finish(
     prepared: Prepared, answer: Answer, inputs: Mapping[str, Any], out: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Results as the caller wants them: his own arrays filled, torch tensors where he gave some."""
-    as_torch = any(_arrays.is_torch(value) for value in inputs.values())
+    as_torch = _arrays.has_torch(inputs.values())
+    if not as_torch and not prepared.targets:
+        return answer.arrays
     results: dict[str, Any] = {}
     for name, array in answer.arrays.items():
         target = prepared.targets.get(name)

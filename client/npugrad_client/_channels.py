@@ -14,7 +14,6 @@ from google.protobuf.message_factory import GetMessageClass
 from npugrad import codec
 from npugrad.errors import DeadlineExceeded
 from npugrad.frames import encode_frame, frame_decoder
-from npugrad.ops import OPERATORS
 from npugrad.registry import REGISTRY, Registry
 from npugrad.v1 import server_pb2
 from npugrad_client._attempt import Attempt
@@ -31,8 +30,8 @@ if TYPE_CHECKING:
     from npugrad_client._retry import Launch
 
 STREAM_FROM_BYTES = 2**20
-"""Calls with this much data either way are streamed: below, one message is quicker, or takes less work;
-above, grpc and protobuf copy a message several times into fresh memory, a page fault for each 4 KiB."""
+"""Calls with this much data either way are streamed: below, one message is quicker, or as quick with less
+work; above, grpc and protobuf copy a message several times into fresh memory, a page fault for each 4 KiB."""
 LARGEST_UNARY_BYTES = 2**30
 """No setting makes a message larger than this: protobuf ends at 2 GiB."""
 REFUSAL_WAIT_S = 1.0
@@ -91,12 +90,12 @@ class Settings:
         """The targets, for messages."""
         return ", ".join(self.targets)
 
-    def attempt(self, what: str, step: Launch) -> Attempt:
+    def attempt(self, what: str, operator: str, step: Launch) -> Attempt:
         """A try that begins now."""
-        timeout_s = grpc_timeout(step.timeout_s, what)
-        made = Attempt(what, self.targets[step.server], timeout_s, self.credentials is not None)
-        made.operator = what if what in OPERATORS else ""
-        return made
+        timeout_s = None if step.timeout_s is None else grpc_timeout(step.timeout_s, what)
+        return Attempt(
+            what, self.targets[step.server], timeout_s, self.credentials is not None, operator=operator
+        )
 
     def options(self, target: str) -> list[tuple[str, Any]]:
         """Options of a channel to one of the targets."""
@@ -145,9 +144,13 @@ class Stubs:
 
     def __init__(self, channel: Any, registry: Registry = REGISTRY) -> None:
         """Makes the stubs; nothing is sent."""
-        self._backward = _methods(channel, registry.backward)
+        # Bytes both ways: most are made and read without a message.
+        self._unary = {
+            name: channel.unary_unary(f"/{registry.backward.full_name}/{record.rpc}", _registered_method=True)
+            for name, record in registry.records.items()
+        }
         server = _methods(channel, server_pb2.DESCRIPTOR.services_by_name["ServerService"])
-        self.execute: Any = self._backward["Execute"]
+        self.execute: Any = _methods(channel, registry.backward)["Execute"]
         self.services: dict[str, Any] = {
             "validate": _methods(channel, registry.validation)["Validate"],
             "server_info": server["GetServerInfo"],
@@ -155,8 +158,8 @@ class Stubs:
         }
 
     def unary(self, record: OpRecord) -> Any:
-        """The unary RPC of an operator."""
-        return self._backward[record.rpc]
+        """The unary RPC of an operator, which takes and gives encoded messages."""
+        return self._unary[record.name]
 
 
 def _methods(channel: Any, service: ServiceDescriptor) -> dict[str, Any]:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from npugrad.registry import REGISTRY
 from npugrad_client import _info
 from npugrad_client._batch import Batch, OnError
-from npugrad_client._call import finish, prepare
+from npugrad_client._call import finish
 from npugrad_client._channels import STREAM_FROM_BYTES, settings
 from npugrad_client._futures import Submit, Threads, run_batch
 from npugrad_client._generated_ops import Operators
+from npugrad_client._plans import Plans
 from npugrad_client._retry import RETRY
 from npugrad_client._transport import Transport
 
@@ -92,6 +93,7 @@ class Client(Operators):
         self._timeout_s = timeout_s
         self._state = (chosen, timeout_s, threads)
         self._transport = Transport(chosen, self._registry)
+        self._plans = Plans(self._registry)
         self._threads = Threads(self._transport, threads)
 
     def __getstate__(self) -> tuple[Settings, float | None, int]:
@@ -290,8 +292,12 @@ class Client(Operators):
         out: Mapping[str, Any] | None,
         options: CallOptions,
         timeout_s: float | None,
+        product: Product | None = None,
     ) -> tuple[dict[str, Any], ExecutionInfo]:
-        """Sends one call; results by output name and what produced them."""
-        prepared = prepare(record, inputs, attrs, out, options, registry=self._registry)
+        """Sends one call; results by output name and what produced them.
+
+        Where a product is given, what it does not take is refused here, with the documented error.
+        """
+        prepared = self._plans.prepare(record, inputs, attrs, out, options, product)
         answer = self._transport.run(prepared, self._deadline(timeout_s))
         return finish(prepared, answer, inputs, out), answer.info

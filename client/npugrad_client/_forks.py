@@ -38,7 +38,8 @@ class ForkGate:
 
     def reset(self) -> None:
         """In a child: the threads that were inside are not there, nor whoever held the lock."""
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()  # taken as such where nothing waits: each call does twice
+        self._changed = threading.Condition(self._lock)
         self._inside: list[int] = []
         self._forks = 0
         self._settled_at = 0.0
@@ -63,13 +64,13 @@ class ForkGate:
             self._changed.notify_all()
 
     def __enter__(self) -> None:
-        with self._changed:
+        with self._lock:
             while self._forks:
                 self._changed.wait()
             self._inside.append(threading.get_ident())
 
     def __exit__(self, *_: object) -> None:
-        with self._changed:
+        with self._lock:
             self._inside.remove(threading.get_ident())
             if self._forks:
                 self._changed.notify_all()

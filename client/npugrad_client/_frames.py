@@ -152,7 +152,7 @@ class Reply:
                 continue
             found = result.contents[name]
             if found.data is None:
-                array = self._arrays[name] = _destination(prepared, name, meta)
+                array = self._arrays[name] = destination(prepared, name, meta)
                 self._pending[prepared.record.param_index(name)] = _Sink(name, array)
             else:
                 self._arrays[name] = _copied(prepared, name, meta, found)
@@ -205,7 +205,7 @@ def _type(meta: TensorMeta | None) -> Any:
     return meta and (meta.dtype, meta.shape)
 
 
-def _destination(prepared: Prepared, name: str, meta: TensorMeta) -> Array:
+def destination(prepared: Prepared, name: str, meta: TensorMeta) -> Array:
     """The caller's own array where results can land in it as they are, else a new one."""
     target = None if prepared.is_apart else prepared.targets.get(name)
     if target is not None and target.flags.c_contiguous and target.dtype == meta.dtype.numpy:
@@ -214,7 +214,7 @@ def _destination(prepared: Prepared, name: str, meta: TensorMeta) -> Array:
 
 
 def _copied(prepared: Prepared, name: str, meta: TensorMeta, found: codec.WireContent | None) -> Array:
-    array = _destination(prepared, name, meta)
+    array = destination(prepared, name, meta)
     array[...] = layout.view(meta, (found and found.data) or b"")
     return array
 

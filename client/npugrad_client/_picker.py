@@ -76,7 +76,9 @@ class Picker:
     def pick(self, now: float, avoid: Collection[int] = ()) -> int:
         """The server for a try, if possible none of those to avoid; `ended` must follow."""
         with self._lock:
-            server = min(range(len(self._servers)), key=lambda index: self._rank(index, now, avoid))
+            server = 0
+            if len(self._servers) > 1:
+                server = min(range(len(self._servers)), key=lambda index: self._rank(index, now, avoid))
             self._servers[server].flying += 1
             self._turn = (server + 1) % len(self._servers)
             return server

@@ -202,8 +202,11 @@ class Plan:
         return Launch(self.tries, server, self._try_timeout(now))
 
     def _try_timeout(self, now: float) -> float | None:
-        limits = [self._policy.try_timeout_s, None if self._deadline is None else self._deadline - now]
-        return min((limit for limit in limits if limit is not None), default=None)
+        limit = self._policy.try_timeout_s
+        if self._deadline is None:
+            return limit
+        left_s = self._deadline - now
+        return left_s if limit is None else min(limit, left_s)
 
     def answered(self, number: int, now: float) -> None:
         """A try has brought the answer; the call is over."""

@@ -12,31 +12,28 @@ import threading
 import time
 import weakref
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 
 from npugrad.registry import REGISTRY, Registry
-from npugrad_client._channels import REFUSAL_WAIT_S, Stubs, check_fork, closed, grpc_timeout
+from npugrad_client._channels import REFUSAL_WAIT_S, Stubs, check_fork, closed
+from npugrad_client._errands import VERSION, Call, Question, begin
 from npugrad_client._forks import GATE
-from npugrad_client._frames import read_frames, read_response, request_frames, unary_request
-from npugrad_client._older import (
-    VERSION_REQUEST,
-    asked_operator,
-    lacking,
-    lacks_operator,
-    version_question,
-)
+from npugrad_client._frames import read_frames, request_frames
+from npugrad_client._older import lacking, lacks_operator, version_question
 from npugrad_client._picker import Picker
-from npugrad_client._retry import Launch, Plan, RetryBudget, Wait
+from npugrad_client._retry import Launch, RetryBudget, Wait
 from npugrad_client.errors import Cancelled, NpugradError, translate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from npugrad_client._attempt import Attempt
     from npugrad_client._call import Answer, Prepared
     from npugrad_client._channels import Settings
+    from npugrad_client._errands import Errand
+    from npugrad_client._retry import Plan
 
 
 class Flight:
@@ -97,10 +94,6 @@ class _Alarm:
 
     def wait(self, pause_s: float) -> bool:
         return self._rings.wait(pause_s)
-
-
-Send: TypeAlias = "Callable[[Stubs, Attempt, Flight | None], Any]"
-"""Sends a call over a channel, with the timeout of the try; what it returns is the answer."""
 
 
 def open_channel(kind: Any, settings: Settings, server: int, registry: Registry) -> tuple[Any, Stubs]:
@@ -201,12 +194,7 @@ class Transport:
 
     def ask(self, service: str, request: Any, timeout_s: float | None) -> Any:
         """One of the small services: `validate`, `server_info` or `list_operators`; errors as in `run`."""
-
-        def send(stubs: Stubs, attempt: Attempt, flight: Flight | None) -> Any:
-            attempt.operator = asked_operator(service, request)
-            return _unary(stubs.services[service], request, attempt, flight)
-
-        return self._follow(service, send, timeout_s)[0]
+        return self._follow(Question(service, request), timeout_s)[0]
 
     def run(self, prepared: Prepared, timeout_s: float | None) -> Answer:
         """Runs a call, streamed or not by its size.
@@ -215,17 +203,8 @@ class Transport:
             NpugradError: What the server answered, or that it did not; its message names the target.
             RuntimeError: The client is closed.
         """
-        if self._settings.retry.hedge_after_s is not None:
-            prepared = prepared.apart()
-
-        def send(stubs: Stubs, attempt: Attempt, flight: Flight | None) -> Answer:
-            if prepared.nbytes >= self._settings.stream_from_bytes:
-                return _streamed(stubs, prepared, attempt, flight)
-            method = stubs.unary(prepared.record)
-            return read_response(prepared, _unary(method, unary_request(prepared), attempt, flight))
-
-        answer, tries = self._follow(prepared.record.name, send, timeout_s)
-        return cast("Answer", answer).after(tries)
+        answer, tries = self._follow(Call(prepared, self._settings), timeout_s)
+        return cast("Answer", answer if tries == 1 else answer.after(tries))
 
     @contextmanager
     def cancellable(self, flight: Flight) -> Iterator[None]:
@@ -247,28 +226,27 @@ class Transport:
             home = self._homes.setdefault(process, _Home(self._settings, self._registry))
         return home
 
-    def _follow(self, what: str, send: Send, timeout_s: float | None) -> tuple[Any, int]:
+    def _follow(self, errand: Errand, timeout_s: float | None) -> tuple[Any, int]:
         """Follows a plan to its end: the answer, and how many tries it took."""
         home = self._home()
-        limit = grpc_timeout(timeout_s, what)
-        plan = Plan(self._settings.retry, home.budget, home.picker, limit, time.monotonic())
+        plan = begin(self._settings, home.budget, home.picker, errand.what, timeout_s)
         outer: Flight | None = getattr(self._scope, "flight", None)
         try:
             if self._settings.retry.hedge_after_s is None:
-                return self._alone(home, plan, what, send, outer), plan.tries
-            return self._race(home, plan, what, send, outer or Flight()), plan.tries
+                return self._alone(home, plan, errand, outer), plan.tries
+            return self._race(home, plan, errand, outer or Flight()), plan.tries
         finally:
             plan.abandon(time.monotonic())
 
-    def _alone(self, home: _Home, plan: Plan, what: str, send: Send, flight: Flight | None) -> Any:
+    def _alone(self, home: _Home, plan: Plan, errand: Errand, flight: Flight | None) -> Any:
         """One try after the other, in this thread."""
         while True:
             step = plan.next(time.monotonic())
             if isinstance(step, Wait):
-                self._pause(home, what, step, flight)
+                self._pause(home, errand.what, step, flight)
                 continue
             try:
-                answer = self._try(home, step, what, send, flight)
+                answer = self._try(home, step, errand, flight)
             except NpugradError as error:
                 plan.failed(step.number, error, time.monotonic())
             else:
@@ -284,14 +262,14 @@ class Transport:
         if is_woken or self._is_closed:
             raise Cancelled(f"{what}: {self._settings.name}: the call was cancelled before its next try")
 
-    def _race(self, home: _Home, plan: Plan, what: str, send: Send, outer: Flight) -> Any:
+    def _race(self, home: _Home, plan: Plan, errand: Errand, outer: Flight) -> Any:
         """Tries that may overlap, each in a thread of its own; the losers are cancelled."""
         ended: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
         flights: dict[int, Flight] = {}
 
         def work(step: Launch, flight: Flight) -> None:
             try:
-                ended.put((step.number, self._try(home, step, what, send, flight), None))
+                ended.put((step.number, self._try(home, step, errand, flight), None))
             except BaseException as error:
                 ended.put((step.number, None, error))
 
@@ -303,7 +281,7 @@ class Transport:
                     threading.Thread(target=work, args=(step, flight), daemon=True).start()
                     continue
                 if len(flights) == 0:
-                    self._pause(home, what, step, outer)
+                    self._pause(home, errand.what, step, outer)
                     continue
                 try:
                     wait_s = None if step.until is None else max(0.0, step.until - time.monotonic())
@@ -321,36 +299,38 @@ class Transport:
             for flight in flights.values():
                 flight.cancel()
 
-    def _try(self, home: _Home, step: Launch, what: str, send: Send, flight: Flight | None) -> Any:
-        attempt = self._settings.attempt(what, step)
+    def _try(self, home: _Home, step: Launch, errand: Errand, flight: Flight | None) -> Any:
+        attempt = self._settings.attempt(errand.what, errand.operator, step)
         try:
-            with GATE, self._calling(attempt, flight):
-                return send(home.stubs(step.server), attempt, flight)
+            return self._carry(home, step.server, errand, attempt, flight)
         except NpugradError as error:
             if not lacks_operator(error, attempt):
                 raise
             refusal = error.with_traceback(None)
         info, question = None, version_question(attempt)
-        with suppress(NpugradError), GATE, self._calling(question, flight):
-            ask = home.stubs(step.server).services["server_info"]
-            info = _unary(ask, VERSION_REQUEST, question, flight)
+        with suppress(NpugradError):
+            info = self._carry(home, step.server, VERSION, question, flight)
         raise lacking(refusal, attempt, info)
 
-    @contextmanager
-    def _calling(self, attempt: Attempt, flight: Flight | None) -> Iterator[None]:
-        """Turns what grpc raises into errors of ours."""
-        what, target = attempt.what, attempt.target
+    def _carry(
+        self, home: _Home, server: int, errand: Errand, attempt: Attempt, flight: Flight | None
+    ) -> Any:
+        """Sends an errand to a server, and reads what comes back; what grpc raises becomes ours."""
         try:
-            yield
+            with GATE:
+                stubs = home.stubs(server)
+                if errand.streamed is not None:
+                    return _streamed(stubs, errand.streamed, attempt, flight)
+                return errand.read(_unary(errand.method(stubs), errand.encode(), attempt, flight), attempt)
         except grpc.RpcError as error:
             is_ours = self._is_closed or (flight is not None and flight.is_cancelled)
             raise translate(error, attempt, is_ours=is_ours, records=self._registry.records) from None
         except grpc.FutureCancelledError:
-            raise Cancelled(f"{what}: {target}: the call was cancelled") from None
+            raise Cancelled(f"{attempt.what}: {attempt.target}: the call was cancelled") from None
         except ValueError:
             if not self._is_closed:
                 raise
-            raise closed(target) from None
+            raise closed(attempt.target) from None
 
 
 def _unary(method: Any, request: Any, attempt: Attempt, flight: Flight | None) -> Any:
@@ -368,6 +348,8 @@ def _streamed(stubs: Stubs, prepared: Prepared, attempt: Attempt, flight: Flight
     if not stream.add_callback(ended.set):
         ended.set()
     try:
-        return read_frames(prepared, iter(stream))
+        answer = read_frames(prepared, iter(stream))
     finally:
         stream.cancel()  # no effect after a complete answer; frees the stream when ours was refused
+    prepared.note_streamed()
+    return answer

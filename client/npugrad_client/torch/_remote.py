@@ -15,6 +15,8 @@ from torch._C import _autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import npugrad_client
+from npugrad.call import CallOptions
+from npugrad.ops import get_operator
 from npugrad_client._legality import require_client, require_legal
 from npugrad_client.errors import (
     InvalidOperand,
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from npugrad.products import Product
     from npugrad_client import Client, ServerInfo
 
 MIN_BYTES = 512 * 1024
@@ -157,11 +160,11 @@ class Remote(ContextDecorator):
         """Results in autograd's order and types; or None and why there are none."""
         try:
             server, operands = self._ask_server(), request.operands()
-            require_legal(request.operator, metas(request.operator, operands), request.attrs, server.product)
-            if request.operator not in server.operators:
+            if request.operator not in server.operators:  # which matters for a legal call only
+                known = metas(request.operator, operands)
+                require_legal(request.operator, known, request.attrs, server.product)
                 return None, self._lacking(request, f"found a server of version {server.version}")
-            method = getattr(self._client, request.operator)
-            result = method(**operands, **request.attrs, **self._options)
+            found = self._run_legal(request, operands, server.product)
         except NpugradError as error:
             # A number is the documents' word; without one, a server of another kind may be at that address.
             if isinstance(error, _REFUSED) and error.code is not None:
@@ -175,8 +178,18 @@ class Remote(ContextDecorator):
                 f"{request.operator}: {kind}", f"{request.operator} runs here, as the service failed: {error}"
             )
             return None, FAILED + kind
-        tensors = ((getattr(result, name), dtype) for name, dtype in request.results.items())
+        tensors = ((found[name], dtype) for name, dtype in request.results.items())
         return tuple(None if tensor is None else tensor.to(dtype) for tensor, dtype in tensors), ""
+
+    def _run_legal(
+        self, request: Request, operands: Mapping[str, Tensor | None], product: Product
+    ) -> dict[str, Any]:
+        """Results by output name; what the product does not take, the client refuses before it is sent."""
+        given = dict(self._options)
+        timeout_s = cast("float | None", given.pop("timeout_s", None))
+        record, options = get_operator(request.operator), CallOptions(**cast("Any", given))
+        inputs = {param.name: operands.get(param.name) for param in record.inputs}
+        return self._client._run(record, inputs, request.attrs, None, options, timeout_s, product)[0]
 
     def _ask_server(self) -> ServerInfo:
         if self._server is None:  # two threads may both ask; they get the same answer

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -21,10 +22,8 @@ from tests.client.torch.models import (  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+from npugrad_client import Client  # noqa: E402
 from npugrad_client.torch import RemoteWarning, Summary, remote  # noqa: E402
-
-if TYPE_CHECKING:
-    from npugrad_client import Client
 
 pytestmark = pytest.mark.torch
 Tensor = Any  # with its own type, each `grad` would have to be shown not to be None
@@ -50,6 +49,24 @@ def test_nothing_is_sent_after_it(client: Client) -> None:
         pass
     loss_of_group_norm()[1].backward()
     assert mode.summary() == Summary(())
+
+
+def test_a_call_is_validated_once_and_one_like_it_not_at_all(client: Client) -> None:
+    entered: list[str] = []
+
+    def note(frame: Any, event: str, arg: object) -> None:
+        if event == "call":
+            entered.append(frame.f_code.co_name)
+
+    with Client(client.target) as fresh, remote(fresh, min_bytes=0) as mode:
+        for expected in (1, 0):
+            loss = loss_of_group_norm(weight=torch.randn(8))[1]
+            sys.setprofile(note)
+            loss.backward()
+            sys.setprofile(None)
+            assert entered.count("validate_call") == expected
+            entered.clear()
+    assert mode.summary().sent == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

@@ -1,0 +1,346 @@
+"""Calls by plan: sent and answered as without one, byte for byte, and kept only where that is certain."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from tests.client.fake_service import INFO, STREAMED, fake_service, group_norm, zeros
+
+from npugrad import OPERATORS, NpugradError, TensorMeta, codec
+from npugrad.call import CallOptions
+from npugrad.errors import InvalidOperand, MalformedRequest
+from npugrad.layout import view
+from npugrad.products import Product
+from npugrad.recipe import Recipe
+from npugrad_client import Client
+from npugrad_client._attempt import Attempt
+from npugrad_client._call import Prepared, prepare
+from npugrad_client._plans import MAX_PLANS, Plans
+from npugrad_client._unary import encode_unary, read_unary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from npugrad.operator import OpRecord, Sample
+
+RECORD = OPERATORS["group_norm_backward"]
+INPUTS = [p.name for p in RECORD.inputs]
+HERE = Attempt(RECORD.name, "here")
+
+
+def split(call: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    return {n: call[n] for n in INPUTS}, {n: v for n, v in call.items() if n not in INPUTS}
+
+
+def planned(plans: Plans, out: Any = None, options: CallOptions | None = None, **changes: Any) -> Prepared:
+    inputs, attrs = split({**group_norm(), **changes})
+    return plans.prepare(RECORD, inputs, attrs, out, options or CallOptions())
+
+
+def general(out: Any = None, options: CallOptions | None = None, **changes: Any) -> Prepared:
+    inputs, attrs = split({**group_norm(), **changes})
+    return prepare(RECORD, inputs, attrs, out, options or CallOptions())
+
+
+def answer_of(call: Prepared, fill: int = 0) -> Any:
+    """A right reply, of this byte throughout."""
+    metas = dict(call.record.infer(call.call))
+    contents = {n: memoryview(bytes([fill]) * m.nbytes) for n, m in metas.items() if m is not None}
+    return codec.encode_response(call.record, metas, contents, INFO)[0]
+
+
+def learned(out: Any = None, **changes: Any) -> Plans:
+    """Plans with that of one call."""
+    plans = Plans()
+    call = planned(plans, out, **changes)
+    assert call.plan is None
+    read_unary(call, answer_of(call).SerializeToString(), HERE)
+    return plans
+
+
+def random(shape: tuple[int, ...]) -> Any:
+    return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {"grad_out": random((2, 4, 8))},
+    "null": {"gamma": None},
+    "transposed": {"grad_out": random((8, 4, 2)).T},
+    "column-major": {"grad_out": np.asfortranarray(random((2, 4, 8)))},
+    "big-endian": {"grad_out": random((2, 4, 8)).astype(">f4")},
+    "reversed": {"grad_out": random((2, 4, 8))[:, ::-1]},
+    "with gaps": {"grad_out": random((2, 4, 16))[..., ::2]},
+    "expanded": {"grad_out": np.broadcast_to(np.float32(3), (2, 4, 8))},
+    "not used": {
+        **{n: random((2, 4, 4096)) for n in ("grad_out", "input")},
+        "hxw": 4096,
+        "output_mask": (False, False, True),
+    },
+    "empty": {
+        **{n: np.zeros(s, np.float32) for n, s in (("grad_out", (0, 4, 8)), ("input", (0, 4, 8)))},
+        **{n: np.zeros((0, 2), np.float32) for n in ("mean", "rstd")},
+        "n": 0,
+    },
+    "masked": {"output_mask": (False, True, False)},
+    "labelled": {"options": CallOptions(True, -3, "me", True)},
+    "declared": {"out": {"grad_input": TensorMeta("float32", (2, 4, 8)), "grad_beta": None}},
+}
+
+
+@pytest.mark.parametrize("changes", CALLS.values(), ids=CALLS)
+def test_a_call_by_plan_is_the_same_bytes(changes: dict[str, Any]) -> None:
+    found = planned(learned(**changes), **changes)
+    assert found.plan is not None
+    assert found.request == encode_unary(general(**changes))
+    assert found.nbytes == general(**changes).nbytes
+
+
+def test_an_operand_that_is_not_used_does_not_travel_with_a_plan_either() -> None:
+    call = planned(learned(**CALLS["not used"]), **CALLS["not used"])
+    assert call.plan is not None
+    assert len(encode_unary(call)) < 4 * 2 * 4 * 4096 + 1000
+
+
+@pytest.mark.parametrize("changes", CALLS.values(), ids=CALLS)
+def test_a_reply_by_plan_is_the_same_arrays(changes: dict[str, Any]) -> None:
+    found, same = planned(learned(**changes), **changes), general(**changes)
+    reply = answer_of(same, 7).SerializeToString()
+    got, expected = read_unary(found, reply, HERE), read_unary(same, reply, HERE)
+    assert got.info == expected.info
+    assert list(got.arrays) == list(expected.arrays)
+    for name, array in got.arrays.items():
+        other = expected.arrays[name]
+        assert (array is None) is (other is None)
+        if array is not None and other is not None:
+            assert (array.dtype, array.shape, array.tobytes()) == (other.dtype, other.shape, other.tobytes())
+            assert array.flags.writeable
+            assert array.flags.owndata
+
+
+@pytest.mark.parametrize(
+    ("record", "sample"),
+    [
+        pytest.param(record, sample, id=f"{record.name}-{sample.name}")
+        for record in OPERATORS.values()
+        for sample in record.samples(Product.ATLAS_A2)
+    ],
+)
+def test_every_operator_goes_by_plan(record: OpRecord, sample: Sample) -> None:
+    call, plans = sample.call, Plans()
+    inputs = {
+        n: None if m is None else view(m, np.random.default_rng(0).bytes(m.content_bytes))
+        for n, m in call.inputs.items()
+    }
+    arguments = (record, inputs, dict(call.attrs), dict(call.outputs), CallOptions(label="x"))
+    first = plans.prepare(*arguments)
+    read_unary(first, answer_of(first).SerializeToString(), HERE)
+    if first.signature is not None:
+        found = plans.prepare(*arguments)
+        assert found.request == encode_unary(prepare(*arguments))
+        assert read_unary(found, answer_of(first, 1).SerializeToString(), HERE).arrays.keys() == {
+            p.name for p in record.outputs
+        }
+
+
+def test_labels_and_priorities_share_a_plan_and_travel() -> None:
+    plans = learned()
+    for options in (CallOptions(label="a"), CallOptions(priority=5, label="b"), CallOptions()):
+        found = planned(plans, options=options)
+        assert found.plan is not None
+        assert found.request == encode_unary(general(options=options))
+    for number in range(1000):
+        planned(plans, options=CallOptions(label=str(number)))
+    assert len(plans._options) < 100
+
+
+@pytest.mark.parametrize("options", [CallOptions(priority=101), CallOptions(label="\n")])
+def test_a_bad_option_is_refused_where_there_is_a_plan(options: CallOptions) -> None:
+    with pytest.raises(MalformedRequest) as caught:
+        planned(learned(), options=options)
+    with pytest.raises(MalformedRequest) as expected:
+        general(options=options)
+    assert str(caught.value) == str(expected.value)
+
+
+def test_true_is_no_integer_where_there_is_a_plan() -> None:
+    n, c = 1, 4
+    legal = group_norm(n=n, c=c)
+    with pytest.raises(MalformedRequest, match="n: found True; expected an integer"):
+        planned(learned(**legal), **{**legal, "n": True})
+
+
+# ---------------------------------------------------------------------------------------- the caller's arrays
+
+
+def test_the_callers_array_is_filled_directly() -> None:
+    target = np.ones((2, 4, 8), np.float32)
+    out = {"grad_input": target}
+    found = planned(learned(out), out)
+    assert read_unary(found, answer_of(found).SerializeToString(), HERE).arrays["grad_input"] is target
+    assert not target.any()
+
+
+def test_an_array_that_shares_memory_with_an_operand_is_not_filled_before_the_end() -> None:
+    shared = np.ones((2, 4, 8), np.float32)
+    plans = learned({"grad_input": np.ones((2, 4, 8), np.float32)})
+    found = planned(plans, {"grad_input": shared}, grad_out=shared)
+    assert found.plan is not None
+    assert found.is_apart
+    answer = read_unary(found, answer_of(found).SerializeToString(), HERE)
+    assert answer.arrays["grad_input"] is not shared
+    assert shared.all()
+
+
+def test_a_call_that_may_be_sent_twice_fills_arrays_of_its_own() -> None:
+    out, other = ({"grad_input": np.ones((2, 4, 8), np.float32)} for _ in range(2))
+    found = planned(learned(other), out).apart()
+    answer = read_unary(found, answer_of(found).SerializeToString(), HERE)
+    assert answer.arrays["grad_input"] is not out["grad_input"]
+    assert out["grad_input"].all()
+
+
+def test_a_read_only_array_is_refused_where_there_is_a_plan() -> None:
+    target = np.ones((2, 4, 8), np.float32)
+    plans = learned({"grad_input": target})
+    target.flags.writeable = False
+    with pytest.raises(TypeError, match="grad_input: found a read-only array in out"):
+        planned(plans, {"grad_input": target})
+
+
+# --------------------------------------------------------------------------------------------------- replies
+
+
+def without_gamma(message: Any) -> None:
+    message.ClearField("grad_gamma")
+
+
+def too_short(message: Any) -> None:
+    message.grad_gamma.data = b"123"
+
+
+def other_shape(message: Any) -> None:
+    message.grad_gamma.meta.shape[0] = 2
+
+
+def no_product(message: Any) -> None:
+    message.info.product = 0
+
+
+def announced(message: Any) -> None:
+    message.grad_gamma.chunked_bytes = 16
+
+
+@pytest.mark.parametrize("lie", [without_gamma, too_short, other_shape, no_product, announced])
+def test_a_reply_that_differs_is_judged_as_without_a_plan(lie: Callable[[Any], None]) -> None:
+    """What the record infers is known of larger calls only."""
+    sizes = group_norm(n=4, c=8, hxw=1024, group=2)
+    found, same = planned(learned(**sizes), **sizes), general(**sizes)
+    reply = answer_of(found)
+    lie(reply)
+    with pytest.raises(NpugradError) as caught:
+        read_unary(found, reply.SerializeToString(), HERE)
+    with pytest.raises(NpugradError) as expected:
+        read_unary(same, reply.SerializeToString(), HERE)
+    assert str(caught.value) == str(expected.value)
+
+
+def test_bytes_that_are_no_reply_are_an_error_where_there_is_a_plan() -> None:
+    with pytest.raises(NpugradError, match=r"^group_norm_backward: here: INTERNAL: .*deserializ"):
+        read_unary(planned(learned()), b"\xff\xff", HERE)
+
+
+def test_a_server_that_answers_otherwise_is_learned_anew() -> None:
+    plans = learned()
+    reply = answer_of(general())
+    reply.grad_gamma.padding = b"1234"
+    for _ in range(2):
+        found = planned(plans)
+        arrays = read_unary(found, reply.SerializeToString(), HERE).arrays
+        assert arrays["grad_gamma"] is not None
+    assert found.plan is not None
+    assert found.plan.reply is not None
+    assert found.plan.reply.split(reply.SerializeToString()) is not None
+
+
+# --------------------------------------------------------------------------------------------- what is kept
+
+
+def test_nothing_is_kept_of_a_call_that_was_not_answered_well() -> None:
+    plans = Plans()
+    call, reply = planned(plans), answer_of(general())
+    no_product(reply)
+    with pytest.raises(NpugradError):
+        read_unary(call, reply.SerializeToString(), HERE)
+    assert planned(plans).plan is None
+
+
+def test_what_is_unusual_goes_without() -> None:
+    plans = Plans()
+    for changes in ({"n": np.int64(2)}, {"grad_out": Recipe("normal", shape=(2, 4, 8))}):
+        for _ in range(2):
+            call = planned(plans, **changes)
+            assert call.plan is None
+            read_unary(call, answer_of(call).SerializeToString(), HERE)
+
+
+def test_operands_in_another_order_are_sent_as_what_they_are() -> None:
+    inputs, attrs = split({**group_norm(), "grad_out": random((2, 4, 8))})
+    turned = dict(reversed(inputs.items()))
+    plans = Plans()
+    for _ in range(2):
+        for given in (inputs, turned):
+            call = plans.prepare(RECORD, given, attrs, None, CallOptions())
+            assert encode_unary(call) == encode_unary(prepare(RECORD, inputs, attrs, None, CallOptions()))
+            read_unary(call, answer_of(call).SerializeToString(), HERE)
+
+
+def test_plans_are_bounded_and_the_last_used_are_kept() -> None:
+    plans = learned()
+    for hxw in range(9, 9 + 2 * MAX_PLANS):
+        call = planned(plans, **group_norm(hxw=hxw))
+        read_unary(call, answer_of(call).SerializeToString(), HERE)
+        assert planned(plans).plan is not None
+        assert len(plans._young) + len(plans._old) <= MAX_PLANS
+    assert planned(plans, **group_norm(hxw=9)).plan is None
+
+
+def test_a_call_for_a_product_is_refused_as_the_documents_say() -> None:
+    inputs, attrs = split(group_norm(n=1, c=8001, hxw=2, group=1))
+    plans = Plans()
+    with pytest.raises(InvalidOperand):
+        plans.prepare(RECORD, inputs, attrs, None, CallOptions(), Product.ATLAS_A2)
+    found = plans.prepare(RECORD, inputs, attrs, None, CallOptions(), Product.ATLAS_TRAINING)
+    assert found.expected["grad_gamma"] == TensorMeta("float32", (8001,))
+
+
+# ------------------------------------------------------------------------------------------- over the wire
+
+
+@pytest.mark.parametrize("stream_from_bytes", [STREAMED, 2**20])
+def test_calls_over_the_wire_are_the_same_again(stream_from_bytes: int) -> None:
+    def echoing(record: OpRecord, request: Any, context: Any) -> Any:
+        reply = zeros(record, request, context)
+        reply.grad_input.data = request.grad_out.data
+        return reply
+
+    with (
+        fake_service(unary=echoing) as service,
+        Client(service.address, timeout_s=30, stream_from_bytes=stream_from_bytes) as client,
+    ):
+        for number in range(3):
+            grad_out = np.full((2, 4, 8), number, np.float32)
+            grads = client.group_norm_backward(**{**group_norm(), "grad_out": grad_out}, label=f"n{number}")
+            if stream_from_bytes:
+                np.testing.assert_array_equal(grads.grad_input, grad_out)
+            assert client._plans._young
+    if stream_from_bytes:
+        assert [request.options.label for request in service.headers] == ["n0", "n1", "n2"]
+    else:
+        headers = [f.header.group_norm_backward for f in service.frames if f.HasField("header")]
+        assert [header.options.label for header in headers] == ["n0", "n1", "n2"]
+        chunks = [f.chunk.data for f in service.frames if f.HasField("chunk")]
+        assert not chunks, "small operands travel in the header"
+        contents = [np.frombuffer(h.grad_out.data, np.float32)[0] for h in headers]
+        assert contents == [0, 1, 2]
