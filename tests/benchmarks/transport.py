@@ -14,8 +14,9 @@ What limits it
     interpreter's lock, and fresh memory costs about ten times a copy (page faults). Our server's processes
     have malloc keep what is freed (`keep_freed_memory`), and chunks of 1 MiB fit what it keeps, which is why
     streams beat one large message; protobuf would add a copy of each chunk when it is built, serialized,
-    parsed and read, so that ours are written and read by hand. A stream costs about two unary calls before the first byte. The ceiling is raw TCP: two copies
-    in the kernel, none in user space. Two cores are shared by client, front process and worker.
+    parsed and read, so that ours are written and read by hand. A stream costs about two unary calls before
+    the first byte. The ceiling is raw TCP: two copies in the kernel, none in user space. Two cores are shared
+    by client, front process and worker.
 
 What was expected before the first run
     1 and 64 KiB: 0.3 to 0.5 against either bare grpcio (a second process, validation and a log line for each
