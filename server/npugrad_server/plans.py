@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from npugrad.call import CallOptions
+from npugrad.call import MAX_LABEL, CallOptions
 from npugrad.codec import check_contents, decode_request, encode_meta
 from npugrad.plan_cache import PlanCache
 from npugrad.recipe import Recipe
@@ -231,8 +231,10 @@ def _recipe(draw: Draw, meta: TensorMeta, given: Mapping[str, Any]) -> Recipe:
 
 def _options(shared: CallOptions, given: Mapping[str, Any]) -> CallOptions | None:
     """Options with the label and the priority of one request; None if they are not legal."""
-    label, priority = bytes(given.get("label", b"")), given.get("priority", 0)
-    return _completed(shared.deterministic, shared.verify, label, priority)
+    label, priority = given.get("label", b""), given.get("priority", 0)
+    if len(label) > MAX_LABEL:  # which nobody should have to remember
+        return None
+    return _completed(shared.deterministic, shared.verify, bytes(label), priority)
 
 
 @lru_cache(maxsize=1024)
