@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 CACHE_BYTES = 32 * 2**20
 """What plans may take together, as it is estimated."""
 _PLAN_BYTES = 8 * 1024
-"""With what grows with the key, more than a plan takes: measured are 6 to 10 KiB for keys of 100 to 260 bytes,
-the demand and the template of the reply included."""
+"""With what grows with the key, more than a plan takes: measured are 6 to 10 KiB for keys of 100 to 260
+bytes, demand, line of the log and template of the reply included."""
 _BYTES_PER_KEY_BYTE = 24
 """What a byte of a key may become: two are an integer of an array, with its place in a tuple."""
 _TEMPLATE_BYTES = 2**20
