@@ -26,7 +26,7 @@ from npugrad_server.pool import CallPlan, PlannedCall
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from npugrad.codec import WireCall
+    from npugrad.codec import WireCall, WireContent
     from npugrad.generators import Draw
     from npugrad.meta import TensorMeta
     from npugrad.operator import OpRecord
@@ -54,7 +54,7 @@ class Known:
         drawn: What the recipes draw, and for which tensors.
         content_bytes: Length of all contents that travel.
         reply_bytes: Length of all contents of its reply.
-        reply: Template of its reply, once it came twice; None where that is not worth it.
+        reply: Template of a unary reply, once the call came twice; None where that is not worth it.
         wanted: Names of the outputs in the reply.
     """
 
@@ -67,15 +67,16 @@ class Known:
     wanted: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, plan: CallPlan, wire: WireCall) -> Known:
-        """What is known of requests like one that was decoded and is legal."""
+    def of(cls, wire: WireCall, outputs: Mapping[str, TensorMeta | None], *, is_kept: bool) -> Known:
+        """What is known of requests like one that was decoded and is legal, with these outputs."""
         contents = wire.contents
+        options = CallOptions(deterministic=wire.options.deterministic, verify=wire.options.verify)
         return cls(
-            plan,
+            CallPlan(wire.record, wire.call, outputs, options, is_kept),
             announced={name: content.nbytes for name, content in contents.items() if content.follows},
             drawn={name: (c.recipe.draw, c.recipe.meta) for name, c in contents.items() if c.recipe},
             content_bytes=sum(content.nbytes for content in contents.values() if content.recipe is None),
-            reply_bytes=sum(meta.nbytes for meta in plan.outputs.values() if meta is not None),
+            reply_bytes=sum(meta.nbytes for meta in outputs.values() if meta is not None),
         )
 
 
@@ -94,6 +95,13 @@ class Request:
     known: Known
     inline: Mapping[str, bytes | memoryview]
     recipes: Mapping[str, Recipe]
+
+    @classmethod
+    def of(cls, planned: PlannedCall, known: Known, contents: Mapping[str, WireContent]) -> Request:
+        """One that was decoded."""
+        inline = {name: content.data for name, content in contents.items() if content.data is not None}
+        recipes = {name: content.recipe for name, content in contents.items() if content.recipe is not None}
+        return cls(planned, known, inline, recipes)
 
     @property
     def content_bytes(self) -> int:
@@ -166,21 +174,16 @@ class Planner:
             if known is not None and known.plan.record is record and known.plan.call.product is self.product:
                 request = self._again(known, signature.taken, request_id, deadline_s)
                 if request is not None:
+                    if known.reply is None and not chunked and known.reply_bytes <= _TEMPLATE_BYTES:
+                        self._make_reply(known)
                     return request
         wire, outputs = self._decode(record, read(), chunked)
         is_kept = data is not None and signature is not None and reader.is_plain(data, start)
-        shared = CallOptions(deterministic=wire.options.deterministic, verify=wire.options.verify)
-        known = Known.of(CallPlan(record, wire.call, outputs, shared, is_kept), wire)
+        known = Known.of(wire, outputs, is_kept=is_kept)
         if signature is not None and is_kept:
             self._cache.put(signature.key, known, wire.options.label, _nbytes(signature.key))
-        return Request(
-            PlannedCall.of(known.plan, wire.options, request_id, deadline_s),
-            known,
-            inline={
-                name: content.data for name, content in wire.contents.items() if content.data is not None
-            },
-            recipes={name: content.recipe for name, content in wire.contents.items() if content.recipe},
-        )
+        planned = PlannedCall.of(known.plan, wire.options, request_id, deadline_s)
+        return Request.of(planned, known, wire.contents)
 
     def _decode(
         self, record: OpRecord, message: Any, chunked: bool
@@ -209,8 +212,6 @@ class Planner:
         options = _options(plan.options, taken["options"]) if "options" in taken else plan.options
         if options is None:
             return None
-        if known.reply is None and known.reply_bytes <= _TEMPLATE_BYTES:
-            self._make_reply(known)
         return Request(PlannedCall.of(plan, options, request_id, deadline_s), known, inline, recipes)
 
     def _make_reply(self, known: Known) -> None:
