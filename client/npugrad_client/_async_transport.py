@@ -1,6 +1,6 @@
 """The channels to the servers on an event loop: what `_transport` does, without blocking the loop.
 
-No step on the loop is longer than the copy of one chunk: larger calls are streamed, and their frames are
+No step on the loop is longer than the copy of 2 MiB: larger calls are streamed, and their frames are
 made and read one at a time, straight from the operands and into the results.
 """
 

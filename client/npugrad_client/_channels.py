@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from npugrad.operator import OpRecord
     from npugrad_client._retry import Launch
 
-STREAM_FROM_BYTES = 2**20
-"""Calls with this much data either way are streamed: below, one message is quicker; above, grpc copies a
-message several times into fresh memory."""
+STREAM_FROM_BYTES = 2**21
+"""Calls with this much data either way are streamed. Below, one message is quicker: a stream costs a thread
+and several turns of both sides. Above, the copies of one chunk overlap with the way of another."""
 LARGEST_UNARY_BYTES = 2**30
 """No setting makes a message larger than this: protobuf ends at 2 GiB."""
 REFUSAL_WAIT_S = 1.0

@@ -6,16 +6,17 @@ What is called
     tensors for each that it returns. The device is ``test:1?ms=0``, which writes zeros: what is left is
     encoding, validation, admission, the copy into shared memory, the hop to the worker process, S bytes of
     zeros written there, and the way back into a new NumPy array. (Into an array of the caller's, by `out`, it
-    took as long: 1.06 [0.65, 1.58] at 64 MiB.) Calls under 1 MiB are unary, the others streamed in chunks of
+    took as long: 1.06 [0.65, 1.58] at 64 MiB.) Calls under 2 MiB are unary, the others streamed in chunks of
     1 MiB; that is the client's own choice.
 
 What limits it
     grpcio takes and gives `bytes` only: every message is copied into fresh memory at both ends under the
     interpreter's lock, and fresh memory costs about ten times a copy (page faults). Our server's processes
     have malloc keep what is freed (`keep_freed_memory`), and chunks of 1 MiB fit what it keeps, which is why
-    streams beat one large message; protobuf adds a copy of each chunk when it is built, serialized, parsed
-    and read. A stream costs about two unary calls before the first byte. The ceiling is raw TCP: two copies
-    in the kernel, none in user space. Two cores are shared by client, front process and worker.
+    streams beat one large message; protobuf would add a copy of each chunk when it is built, serialized,
+    parsed and read, so that ours are written and read by hand. A stream costs about two unary calls before
+    the first byte. The ceiling is raw TCP: two copies in the kernel, none in user space. Two cores are shared
+    by client, front process and worker.
 
 What was expected before the first run
     1 and 64 KiB: 0.3 to 0.5 against either bare grpcio (a second process, validation and a log line for each

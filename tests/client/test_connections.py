@@ -291,3 +291,13 @@ def test_bytes_that_are_no_reply_are_an_error() -> None:
         pytest.raises(NpugradError, match=f"{service.address}: INTERNAL: .*deserializ"),
     ):
         client.group_norm_backward(**group_norm())
+
+
+@pytest.mark.parametrize("data", [b"\xff\xff", b"\x12\x04\x1a\x09ab"], ids=["nothing", "half a chunk"])
+def test_frames_that_are_none_are_an_error(data: Any) -> None:
+    with (
+        fake_service(execute=lambda *_: iter([data])) as service,
+        Client(service.address, timeout_s=20, stream_from_bytes=STREAMED) as client,
+        pytest.raises(NpugradError, match=f"{service.address}: INTERNAL: .*deserializ"),
+    ):
+        client.group_norm_backward(**group_norm())
