@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from npugrad.attributes import AttrValue, Scalar
 
 INT64_MAX = 2**63 - 1
+_SUMMARY_CHARACTERS = 512
 MAX_RANK = 32
 """Largest rank that travels: NumPy's own limit before 2.0. The operators' limits are lower."""
 
@@ -184,6 +185,13 @@ class CallMeta:
         """Makes the mappings read-only."""
         for name in ("inputs", "attrs", "outputs"):
             object.__setattr__(self, name, _frozen(getattr(self, name)))
+
+    @cached_property
+    def summary(self) -> str:
+        """Types, shapes and attributes in a line, for logs; what is too long for one is cut off."""
+        operands = [f"{name}={meta}" for name, meta in self.inputs.items() if meta is not None]
+        attrs = [f"{name}={value}" for name, value in self.attrs.items()]
+        return ", ".join(operands + attrs)[:_SUMMARY_CHARACTERS]
 
     def tensor(self, name: str) -> TensorMeta:
         """An input that a required constraint has shown to be there."""

@@ -191,7 +191,11 @@ def _read(fields: dict[int, _Field], data: bytes, at: int, end: int, parts: list
             value: Any = data[at]
             at += 1
             if value > 0x7F:
-                value, at = read_varint(data, at - 1)
+                if 0 < data[at] <= 0x7F:  # two bytes, as most lengths have
+                    value += (data[at] - 1) << 7
+                    at += 1
+                else:
+                    value, at = read_varint(data, at - 1)
             if size < 0:
                 body = at
                 at += value

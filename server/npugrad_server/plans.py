@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from npugrad.call import CallOptions
+from npugrad.call import MAX_LABEL, CallOptions
 from npugrad.codec import check_contents, decode_request, encode_meta
 from npugrad.plan_cache import PlanCache
 from npugrad.recipe import Recipe
@@ -26,7 +26,7 @@ from npugrad_server.pool import CallPlan, PlannedCall
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from npugrad.codec import WireCall
+    from npugrad.codec import WireCall, WireContent
     from npugrad.generators import Draw
     from npugrad.meta import CallMeta, TensorMeta
     from npugrad.operator import OpRecord
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 CACHE_BYTES = 32 * 2**20
 """What plans may take together, as it is estimated."""
 _PLAN_BYTES = 8 * 1024
-"""With what grows with the key, more than a plan takes, its demand and the template of its reply included:
-measured are 6 to 10 KiB for keys of 100 to 260 bytes."""
+"""With what grows with the key, more than a plan takes: measured are 6 to 10 KiB for keys of 100 to 260
+bytes, demand, line of the log and template of the reply included."""
 _BYTES_PER_KEY_BYTE = 24
 """What a byte of a key may become: two are an integer of an array, with its place in a tuple."""
 _TEMPLATE_BYTES = 2**20
@@ -54,7 +54,7 @@ class Known:
         drawn: What the recipes draw, and for which tensors.
         content_bytes: Length of all contents that travel.
         reply_bytes: Length of all contents of its reply.
-        reply: Template of its reply, once it came twice; None where that is not worth it.
+        reply: Template of a unary reply, once the call came twice; None where that is not worth it.
         wanted: Names of the outputs in the reply.
     """
 
@@ -67,15 +67,17 @@ class Known:
     wanted: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, plan: CallPlan, wire: WireCall) -> Known:
-        """What is known of requests like one that was decoded and is legal."""
+    def of(cls, wire: WireCall, outputs: Mapping[str, TensorMeta | None], *, is_kept: bool) -> Known:
+        """What is known of requests like one that was decoded and is legal, with these outputs."""
         contents = wire.contents
+        options = CallOptions(deterministic=wire.options.deterministic, verify=wire.options.verify)
+        call, unused = set_aside(wire, outputs)
         return cls(
-            plan,
+            CallPlan(wire.record, call, outputs, options, is_kept, unused),
             announced={name: content.nbytes for name, content in contents.items() if content.follows},
             drawn={name: (c.recipe.draw, c.recipe.meta) for name, c in contents.items() if c.recipe},
             content_bytes=sum(content.nbytes for content in contents.values() if content.recipe is None),
-            reply_bytes=sum(meta.nbytes for meta in plan.outputs.values() if meta is not None),
+            reply_bytes=sum(meta.nbytes for meta in outputs.values() if meta is not None),
         )
 
 
@@ -94,6 +96,14 @@ class Request:
     known: Known
     inline: Mapping[str, bytes | memoryview]
     recipes: Mapping[str, Recipe]
+
+    @classmethod
+    def of(cls, planned: PlannedCall, known: Known, contents: Mapping[str, WireContent]) -> Request:
+        """One that was decoded."""
+        used = {name: content for name, content in contents.items() if name not in planned.unused}
+        inline = {name: content.data for name, content in used.items() if content.data is not None}
+        recipes = {name: content.recipe for name, content in contents.items() if content.recipe is not None}
+        return cls(planned, known, inline, recipes)
 
     @property
     def content_bytes(self) -> int:
@@ -166,24 +176,16 @@ class Planner:
             if known is not None and known.plan.record is record and known.plan.call.product is self.product:
                 request = self._again(known, signature.taken, request_id, deadline_s)
                 if request is not None:
+                    if known.reply is None and not chunked and known.reply_bytes <= _TEMPLATE_BYTES:
+                        self._make_reply(known)
                     return request
         wire, outputs = self._decode(record, read(), chunked)
-        call, unused = set_aside(wire, outputs)
         is_kept = data is not None and signature is not None and reader.is_plain(data, start)
-        shared = CallOptions(deterministic=wire.options.deterministic, verify=wire.options.verify)
-        known = Known.of(CallPlan(record, call, outputs, shared, is_kept, unused), wire)
+        known = Known.of(wire, outputs, is_kept=is_kept)
         if signature is not None and is_kept:
             self._cache.put(signature.key, known, wire.options.label, _nbytes(signature.key))
-        return Request(
-            PlannedCall.of(known.plan, wire.options, request_id, deadline_s),
-            known,
-            inline={
-                name: content.data
-                for name, content in wire.contents.items()
-                if content.data is not None and name not in unused
-            },
-            recipes={name: content.recipe for name, content in wire.contents.items() if content.recipe},
-        )
+        planned = PlannedCall.of(known.plan, wire.options, request_id, deadline_s)
+        return Request.of(planned, known, wire.contents)
 
     def _decode(
         self, record: OpRecord, message: Any, chunked: bool
@@ -213,8 +215,6 @@ class Planner:
         options = _options(plan.options, taken["options"]) if "options" in taken else plan.options
         if options is None:
             return None
-        if known.reply is None and known.reply_bytes <= _TEMPLATE_BYTES:
-            self._make_reply(known)
         return Request(PlannedCall.of(plan, options, request_id, deadline_s), known, inline, recipes)
 
     def _make_reply(self, known: Known) -> None:
@@ -255,8 +255,10 @@ def _recipe(draw: Draw, meta: TensorMeta, given: Mapping[str, Any]) -> Recipe:
 
 def _options(shared: CallOptions, given: Mapping[str, Any]) -> CallOptions | None:
     """Options with the label and the priority of one request; None if they are not legal."""
-    label, priority = bytes(given.get("label", b"")), given.get("priority", 0)
-    return _completed(shared.deterministic, shared.verify, label, priority)
+    label, priority = given.get("label", b""), given.get("priority", 0)
+    if len(label) > MAX_LABEL:  # which nobody should have to remember
+        return None
+    return _completed(shared.deterministic, shared.verify, bytes(label), priority)
 
 
 @lru_cache(maxsize=1024)

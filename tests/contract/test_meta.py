@@ -205,3 +205,9 @@ def test_calls_are_values_too() -> None:
     for wrong in (lambda: call.tensor("y"), lambda: call.integer("scale"), lambda: call.number("mask")):
         with pytest.raises(KeyError):
             wrong()
+
+
+def test_summary_has_what_is_there_and_fits_a_line() -> None:
+    call = CallMeta({"x": TensorMeta("float16", (2, 3)), "y": None}, {"eps": 0.5, "mask": (True, False)})
+    assert call.summary == "x=float16[2, 3], eps=0.5, mask=(True, False)"
+    assert len(call.with_attrs(mask=(True,) * 1000).summary) == 512

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.calls import named_sample, sample
 
-from npugrad.codec import decode_response
+from npugrad.codec import CHUNK_BYTES, decode_response
 from npugrad.errors import (
     CallTooLarge,
     DeadlineExceeded,
@@ -156,6 +157,35 @@ def test_other_work_gets_its_turn_while_large_operands_are_written() -> None:
             await called(dispatcher, request)
             counting.cancel()
             assert turns >= 16
+
+    asyncio.run(run())
+
+
+def test_a_content_that_does_not_fill_its_operand_is_never_written() -> None:
+    made = sample(n=1, c=4, hxw=300_000, group=2)
+
+    async def run() -> None:
+        async with dispatching() as dispatcher:
+            request = planned(dispatcher, made)
+            short = {**request.inline, "input": bytes(request.inline["input"])[:-CHUNK_BYTES]}
+            with pytest.raises(ValueError, match=r"input: found \d+ bytes of content; expected 4800000"):
+                await dispatcher.call_whole(replace(request, inline=short))
+
+    asyncio.run(run())
+
+
+def test_a_long_reply_of_a_known_call_is_written_the_general_way() -> None:
+    made = sample(n=1, c=4, hxw=300_000, group=2)
+
+    async def run() -> None:
+        async with dispatching() as dispatcher:
+            for _ in range(2):
+                request = planned(dispatcher, made)
+                response, _ = await called(dispatcher, request)
+                contents = decode_response(made.record, response).contents
+                assert {name: content.data for name, content in contents.items()} == made.reference()
+            assert request.known.reply is None
+            assert request.planned.plan.is_kept
 
     asyncio.run(run())
 

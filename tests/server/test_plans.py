@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -219,6 +221,22 @@ def test_what_is_refused_is_refused_every_time_and_not_kept(
         plan(planner(), message)
     assert texts == {str(caught.value)}
     assert made.plans == 1
+
+
+def test_long_labels_leave_nothing_behind() -> None:
+    made, message = planner(), sample().message()
+    plan(made, message)
+    tracemalloc.start()
+    try:
+        for number in range(20):
+            message.options.label = f"{number}" * 2**18
+            with pytest.raises(MalformedRequest, match="label"):
+                plan(made, message)
+        gc.collect()
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 2 * 2**20
 
 
 def test_a_bad_digest_of_a_known_recipe_is_refused_as_that_of_a_new_one() -> None:

@@ -43,7 +43,6 @@ REQUEST_ID_KEY = "x-request-id"
 """Metadata key of a request identifier, both ways."""
 STATUS_KEY = "grpc-status-details-bin"
 _SANE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
-_SUMMARY_CHARACTERS = 512
 _OURS = "/npugrad."
 _LATENCY_S = 5e-3
 _OUR_FAULT = frozenset({"INTERNAL", "UNKNOWN", "DATA_LOSS"})
@@ -96,9 +95,7 @@ class RpcCall:
 
     def describe(self, call: CallMeta) -> None:
         """Notes types, shapes and attributes for the log."""
-        operands = [f"{name}={meta}" for name, meta in call.inputs.items() if meta is not None]
-        attrs = [f"{name}={value}" for name, value in call.attrs.items()]
-        self.operands = ", ".join(operands + attrs)[:_SUMMARY_CHARACTERS]
+        self.operands = call.summary
 
 
 class Funnel(grpc.aio.ServerInterceptor):
