@@ -25,13 +25,11 @@ from npugrad_server.pool.arena import OutputArena
 from npugrad_server.pool.orphans import collect_child, start_child
 from npugrad_server.pool.types import WORKER_MODULE
 from npugrad_server.worker.descendants import MARK, end_descendants
+from npugrad_server.worker.packets import MAX_MESSAGE_BYTES, decode, encode
 from npugrad_server.worker.protocol import (
-    MAX_MESSAGE_BYTES,
     DeviceFailed,
     OpenDevice,
     OpenFailed,
-    decode,
-    encode,
 )
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from npugrad_server.devices import parse_device
 from npugrad_server.worker.conversation import Conversation
 from npugrad_server.worker.descendants import leave
 from npugrad_server.worker.execute import Arenas, execute, memory, plan
+from npugrad_server.worker.packets import MAX_MESSAGE_BYTES, decode, encode
 from npugrad_server.worker.protocol import (
-    MAX_MESSAGE_BYTES,
     AbandonCall,
     AskMemory,
     DeviceFailed,
@@ -36,8 +36,6 @@ from npugrad_server.worker.protocol import (
     RunCall,
     WorkspaceGranted,
     WorkspaceRefused,
-    decode,
-    encode,
 )
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from npugrad.call import CallOptions
 from npugrad_server.pool.arena import InputArena, OutputArena
 from npugrad_server.pool.regions import Region
 from npugrad_server.worker.loop import EXIT_DEVICE_LOST
+from npugrad_server.worker.packets import MAX_MESSAGE_BYTES, decode, encode
 from npugrad_server.worker.protocol import (
-    MAX_MESSAGE_BYTES,
     AbandonCall,
     AskMemory,
     CallDeferred,
@@ -43,8 +43,6 @@ from npugrad_server.worker.protocol import (
     RunCall,
     WorkspaceGranted,
     WorkspaceRefused,
-    decode,
-    encode,
 )
 
 if TYPE_CHECKING:
