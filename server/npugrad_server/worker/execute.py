@@ -14,7 +14,7 @@ from npugrad import get_operator
 from npugrad.errors import DeviceError, NpugradError, OperatorError, RequestError
 from npugrad.tolerance import compare
 from npugrad_server.backends.base import CallAbandoned, CallPostponed, DeviceCall, DeviceLost
-from npugrad_server.worker.plans import operands_of, results_of
+from npugrad_server.worker.plans import arrays
 from npugrad_server.worker.protocol import (
     CallDeferred,
     CallDone,
@@ -135,13 +135,11 @@ def _execute(backend: Backend, arenas: Arenas, talk: Conversation, stream: int) 
         # anything and are not looked at here either.
         return CallDone(talk.call, 0.0, 0.0, 0.0, 0, backend.name)
     first, first_result, options = _given(talk, prepared)
-    inputs = operands_of(prepared, arenas.inputs, first)
-    results = results_of(prepared, arenas.outputs, first_result)
-    # Where a format puts axes in another order than the formula's, they are not contiguous.
-    outputs = {
-        name: array if array.flags.c_contiguous else np.empty(array.shape, array.dtype)
-        for name, array in results.items()
-    }
+    inputs = {**prepared.nulls, **arrays(prepared.operands, arenas.inputs, first)}
+    results = arrays(prepared.results, arenas.outputs, first_result)
+    outputs = dict(results)
+    for name in prepared.moved:
+        outputs[name] = np.empty(results[name].shape, results[name].dtype)
     packed_s = time.perf_counter() - start
     deadline_s = talk.order.deadline_s
     call = DeviceCall(
@@ -159,9 +157,8 @@ def _execute(backend: Backend, arenas: Arenas, talk: Conversation, stream: int) 
     timings = backend.run(prepared.record, call)
     if options.verify:
         _verify(prepared, inputs, outputs)
-    for name, array in results.items():
-        if array is not outputs[name]:
-            array[...] = outputs[name]
+    for name in prepared.moved:
+        results[name][...] = outputs[name]
     return CallDone(
         talk.call,
         timings.copy_in_s + packed_s,

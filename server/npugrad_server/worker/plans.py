@@ -11,7 +11,7 @@ from npugrad import get_operator
 from npugrad.meta import CallMeta
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     import numpy.typing as npt
 
@@ -28,6 +28,7 @@ class Place(NamedTuple):
     """Where a tensor lies in an arena, counted from the base of its call, and how.
 
     Attributes:
+        name: Name of the parameter.
         meta: Its meta, for messages.
         dtype: Type of its elements.
         shape: Size of each axis.
@@ -38,6 +39,7 @@ class Place(NamedTuple):
         packed: Whether it is copied to be contiguous.
     """
 
+    name: str
     meta: TensorMeta
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -46,25 +48,6 @@ class Place(NamedTuple):
     start: int
     end: int
     packed: bool
-
-    def array(self, memory: memoryview, base: int) -> Array:
-        """A view of the tensor, or a contiguous copy; writable if the memory is.
-
-        Args:
-            memory: The arena.
-            base: First byte of the call in it.
-
-        Raises:
-            ValueError: The content would leave the arena.
-        """
-        meta, dtype, shape, strides, content, start, end, packed = self
-        if base + content < 0 or base + end > len(memory):
-            available = len(memory) - base - content
-            raise ValueError(f"found {available} bytes for {meta}; expected {meta.content_bytes}")
-        if strides is None:
-            return np.empty(shape, dtype)
-        array: Array = np.ndarray(shape, dtype, memory, base + start, strides)
-        return np.ascontiguousarray(array) if packed else array
 
 
 @dataclass(frozen=True)
@@ -77,8 +60,10 @@ class Prepared:
         meta: Metas of the operands as the backend gets them, attributes and product.
         input_offset: First byte of the operands when the call was brought.
         output_offset: First byte of the wanted outputs then.
-        operands: Where each operand lies, counted from there; None for null.
+        nulls: None for each operand, in their order.
+        operands: Where each operand that is not null lies, counted from there.
         results: Where each wanted output lies, its axes in the order of the formula.
+        moved: Names of those that are not contiguous, because a format puts axes in another order.
     """
 
     record: OpRecord
@@ -86,8 +71,10 @@ class Prepared:
     meta: CallMeta
     input_offset: int
     output_offset: int
-    operands: tuple[tuple[str, Place | None], ...]
-    results: tuple[tuple[str, Place], ...]
+    nulls: Mapping[str, None]
+    operands: tuple[Place, ...]
+    results: tuple[Place, ...]
+    moved: tuple[str, ...]
 
 
 class Plan:
@@ -129,31 +116,36 @@ class Plan:
 def _prepare(backend: Backend, order: RunCall) -> Prepared:
     record = get_operator(order.operator, backend.records)
     if all(meta is None for meta in order.outputs.values()):
-        return Prepared(record, True, order.meta, 0, 0, (), ())
+        return Prepared(record, True, order.meta, 0, 0, {}, (), (), ())
     call = record.ordered(order.meta)
     first, first_result = _lowest(order.input_offsets), _lowest(order.output_offsets)
     operands = tuple(
-        (name, None if meta is None else _place(meta, order.input_offsets[name] - first, backend.strided))
+        _place(name, meta, order.input_offsets[name] - first, backend.strided)
         for name, meta in call.inputs.items()
+        if meta is not None
     )
+    wanted = [(param, meta) for param in record.outputs if (meta := order.outputs[param.name]) is not None]
     results = tuple(
-        (param.name, _place(param.ordered(wanted), order.output_offsets[param.name] - first_result, True))
-        for param in record.outputs
-        if (wanted := order.outputs[param.name]) is not None
+        _place(param.name, param.ordered(meta), order.output_offsets[param.name] - first_result, True)
+        for param, meta in wanted
     )
-    meta = call if backend.strided else _contiguous(call)
-    return Prepared(record, False, meta, first, first_result, operands, results)
+    seen = call if backend.strided else _contiguous(call)
+    moved = tuple(place.name for place in results if not place.meta.is_contiguous)
+    return Prepared(
+        record, False, seen, first, first_result, dict.fromkeys(call.inputs), operands, results, moved
+    )
 
 
 def _lowest(offsets: Mapping[str, int]) -> int:
     return min(offsets.values(), default=0)
 
 
-def _place(meta: TensorMeta, content: int, strided: bool) -> Place:
+def _place(name: str, meta: TensorMeta, content: int, strided: bool) -> Place:
     """Where a tensor lies whose content begins at this byte; copied unless it may be strided, or is not."""
     dtype = meta.dtype.numpy
     itemsize = dtype.itemsize
     return Place(
+        name=name,
         meta=meta,
         dtype=dtype,
         shape=meta.shape,
@@ -170,11 +162,25 @@ def _contiguous(call: CallMeta) -> CallMeta:
     return CallMeta(metas, call.attrs, product=call.product)
 
 
-def operands_of(prepared: Prepared, memory: memoryview, base: int) -> dict[str, Array | None]:
-    """Views of a call's operands, or contiguous copies; None for null. Arguments and errors as in `Place`."""
-    return {name: None if place is None else place.array(memory, base) for name, place in prepared.operands}
+def arrays(places: Iterable[Place], memory: memoryview, base: int) -> dict[str, Array]:
+    """Views of tensors by name, or contiguous copies of those that are packed; writable if the memory is.
 
+    Args:
+        places: Where they lie.
+        memory: The arena.
+        base: First byte of the call in it.
 
-def results_of(prepared: Prepared, memory: memoryview, base: int) -> dict[str, Array]:
-    """Views of the memory of a call's wanted outputs. Arguments and errors as in `Place.array`."""
-    return {name: place.array(memory, base) for name, place in prepared.results}
+    Raises:
+        ValueError: A content would leave the arena.
+    """
+    found: dict[str, Array] = {}
+    for name, meta, dtype, shape, strides, content, start, end, packed in places:
+        if base + content < 0 or base + end > len(memory):
+            available = len(memory) - base - content
+            raise ValueError(f"found {available} bytes for {meta}; expected {meta.content_bytes}")
+        if strides is None:
+            found[name] = np.empty(shape, dtype)
+            continue
+        array: Array = np.ndarray(shape, dtype, memory, base + start, strides)
+        found[name] = np.ascontiguousarray(array) if packed else array
+    return found
