@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -51,6 +51,9 @@ class DeviceCall:
             it never will.
         check_wanted: To be called before work is started that takes long. Raises `CallAbandoned` when the
             caller has gone, and `DeadlineExceeded` when the result would come too late.
+        memo: For the backend, to keep what follows from record, metas, attributes, and shapes and strides of
+            the arrays: empty at first, and the same for calls in which none of these differ. Threads that run
+            such calls at once share it.
     """
 
     meta: CallMeta
@@ -62,6 +65,7 @@ class DeviceCall:
     deadline_s: float | None = None
     reserve_workspace: Callable[[int], None] = _grant
     check_wanted: Callable[[], None] = _go_on
+    memo: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -178,16 +178,27 @@ class TestBackend(Backend):
             DeviceLost: The options ask for it.
         """
         start = time.perf_counter()
-        label = call.options.label
-        self._fail_at_start(label)
+        label, workspace_bytes = call.options.label, self._options.workspace_bytes
+        if label in self._options.labels.values():
+            self._fail_at_start(label)
+            workspace_bytes *= 2 if self._options.meets("big", label) else 1
+        if self._options.memory_bytes is None:
+            if workspace_bytes:
+                call.reserve_workspace(workspace_bytes)
+            self._serve(record, call, start)
+        else:
+            self._serve_in_memory(record, call, start, workspace_bytes)
+        return Timings(run_s=time.perf_counter() - start, workspace_bytes=workspace_bytes)
+
+    def _serve_in_memory(
+        self, record: OpRecord, call: DeviceCall, start: float, workspace_bytes: int
+    ) -> None:
         tensors = [array for array in (*call.inputs.values(), *call.outputs.values()) if array is not None]
-        workspace_bytes = self._options.workspace_bytes * (2 if self._options.meets("big", label) else 1)
         with self._taken(sum(array.nbytes for array in tensors)):
             if workspace_bytes:
                 call.reserve_workspace(workspace_bytes)
             with self._taken(workspace_bytes):
                 self._serve(record, call, start)
-        return Timings(run_s=time.perf_counter() - start, workspace_bytes=workspace_bytes)
 
     @contextmanager
     def _taken(self, nbytes: int) -> Iterator[None]:
@@ -209,7 +220,7 @@ class TestBackend(Backend):
         else:
             for output in call.outputs.values():
                 output.fill(0)
-        if self._options.meets("corrupt", call.options.label):
+        if self._options.labels and self._options.meets("corrupt", call.options.label):
             _flip_bit(call)
         end = start + self._options.service_s
         while (left_s := end - time.perf_counter()) > 0:

@@ -21,7 +21,7 @@ class Layout:
     """Where tensors lie in one region.
 
     Attributes:
-        offsets: First byte of each tensor, counted from the start of the region.
+        offsets: First byte of each tensor, counted from the start of the region, where the first one lies.
         nbytes: Length of the region.
     """
 

@@ -270,6 +270,10 @@ class DevicePool:
         needed, now = answer.workspace_bytes, time.monotonic()
         self._apply(self._scheduler.deferred(worker, incarnation, answer.call, needed, now))
 
+    def worker_lacks(self, worker: int, call: int) -> None:
+        """The process of a device lacks the plan of a call."""
+        self._driver.bring_whole(worker, call)
+
     def worker_planned(self, worker: int, incarnation: int, answer: CallPlanned) -> None:
         """A process has said what a call would need."""
         self._questions.take(answer)

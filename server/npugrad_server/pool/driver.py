@@ -16,7 +16,7 @@ from npugrad_server.pool.commands import (
     StartCall,
     TellWorker,
 )
-from npugrad_server.worker.protocol import WorkspaceGranted, WorkspaceRefused
+from npugrad_server.worker.protocol import AbandonCall, WorkspaceGranted, WorkspaceRefused
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -73,9 +73,19 @@ class Driver:
     def _start(self, command: StartCall) -> None:
         entry = self._entries[command.call]
         process = self._fleet.process(command.worker)
-        process.send(entry.started(command, process.outputs))
+        process.send(entry.started(command, process))
         device = self._fleet.name(command.worker)
         self._observer.call_started(entry.planned, device, command.attempt, command.queued_s)
+
+    def bring_whole(self, worker: int, call: int) -> None:
+        """A process lacks the plan of a call that it was sent by number: it gets the call whole."""
+        entry, process = self._entries.get(call), self._fleet.process(worker)
+        if entry is None or not process.plans.lacks(call):
+            return  # nothing that it was asked
+        _log.warning("request %s: %s lacks its plan", entry.planned.request_id, self._fleet.name(worker))
+        process.send(entry.whole())
+        if entry.future is not None and entry.future.done():
+            process.send(AbandonCall(call))  # it may have been told before it had the call
 
     def _complete(self, entry: Entry) -> None:
         if entry.start is None:

@@ -9,7 +9,7 @@ from npugrad.call import ExecutionInfo
 from npugrad_server.pool.answers import error_from_answer
 from npugrad_server.pool.commands import CallRequest
 from npugrad_server.pool.types import Outcome
-from npugrad_server.worker.protocol import CallDone, CallFailed, RunCall
+from npugrad_server.worker.protocol import CallDone, CallFailed, RunAgain, RunCall
 
 if TYPE_CHECKING:
     import asyncio
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from npugrad_server.pool.arena import OutputArena
     from npugrad_server.pool.commands import StartCall
     from npugrad_server.pool.demand import Demand
+    from npugrad_server.pool.process import WorkerProcess
     from npugrad_server.pool.regions import Region
     from npugrad_server.pool.types import PlannedCall
     from npugrad_server.worker.protocol import DeviceReady
@@ -72,10 +73,42 @@ class Entry:
             operator=planned.record.name,
         )
 
-    def started(self, start: StartCall, arena: OutputArena) -> RunCall:
-        """Notes where it runs; returns the order for the worker."""
-        self.start, self.arena, self.answer = start, arena, None
+    def started(self, start: StartCall, process: WorkerProcess) -> RunCall | RunAgain:
+        """Notes where it runs; returns the order for the worker.
+
+        A call that has to be run again is brought whole, whatever its first worker was brought: what went
+        wrong with it must not depend on what was kept.
+        """
+        self.start, self.arena, self.answer = start, process.outputs, None
         planned = self.planned
+        if not planned.plan.is_kept or start.attempt > 1:
+            return self.whole()
+        number, known = process.plans.begin(start.call, planned.plan)
+        if not known:
+            return self.whole(number)
+        return RunAgain(
+            start.call,
+            number,
+            self.operands.offset,
+            start.region.offset,
+            planned.deadline_s,
+            start.workspace_bytes,
+            planned.options.priority,
+            planned.options.label,
+        )
+
+    def whole(self, plan: int | None = None) -> RunCall:
+        """The order for the worker with all that there is to say, after `started`.
+
+        Args:
+            plan: Number under which the worker is to keep what later calls share with it.
+
+        Raises:
+            RuntimeError: It was not started.
+        """
+        start, planned = self.start, self.planned
+        if start is None:
+            raise RuntimeError(f"{planned.record.name}: ordered before its start")
         return RunCall(
             call=start.call,
             operator=planned.record.name,
@@ -86,6 +119,7 @@ class Entry:
             output_offsets={k: start.region.offset + v for k, v in self.demand.outputs.offsets.items()},
             deadline_s=planned.deadline_s,
             workspace_bytes=start.workspace_bytes,
+            plan=plan,
         )
 
     def outcome(self, device: str, ready: DeviceReady) -> Outcome:

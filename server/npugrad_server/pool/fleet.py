@@ -21,6 +21,7 @@ from npugrad_server.worker.protocol import (
     CallDone,
     CallFailed,
     CallPlanned,
+    CallUnknown,
     DeviceFailed,
     DeviceOpening,
     DeviceReady,
@@ -59,6 +60,9 @@ class Events(Protocol):
 
     def worker_deferred(self, worker: int, incarnation: int, answer: CallDeferred) -> None:
         """A process has given a call back, for want of room for its workspace."""
+
+    def worker_lacks(self, worker: int, call: int) -> None:
+        """The process of a device lacks the plan of a call."""
 
     def worker_planned(self, worker: int, incarnation: int, answer: CallPlanned) -> None:
         """A process has said what a call would need."""
@@ -225,10 +229,14 @@ class Fleet:
         elif isinstance(message, DeviceOpening):
             self._events.worker_opening(worker, process.incarnation, message.stage)
         elif isinstance(message, (CallDone, CallFailed)):
+            process.plans.end(message.call)
             self._events.worker_answered(worker, process.incarnation, message)
         elif isinstance(message, NeedWorkspace):
             self._events.worker_asks(worker, process.incarnation, message)
+        elif isinstance(message, CallUnknown):
+            self._events.worker_lacks(worker, message.call)
         elif isinstance(message, CallDeferred):
+            process.plans.end(message.call)
             self._events.worker_deferred(worker, process.incarnation, message)
         elif isinstance(message, CallPlanned):
             self._events.worker_planned(worker, process.incarnation, message)

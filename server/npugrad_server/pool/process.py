@@ -23,15 +23,14 @@ from typing import TYPE_CHECKING
 
 from npugrad_server.pool.arena import OutputArena
 from npugrad_server.pool.orphans import collect_child, start_child
+from npugrad_server.pool.sent_plans import SentPlans
 from npugrad_server.pool.types import WORKER_MODULE
 from npugrad_server.worker.descendants import MARK, end_descendants
+from npugrad_server.worker.packets import MAX_MESSAGE_BYTES, decode, encode
 from npugrad_server.worker.protocol import (
-    MAX_MESSAGE_BYTES,
     DeviceFailed,
     OpenDevice,
     OpenFailed,
-    decode,
-    encode,
 )
 
 if TYPE_CHECKING:
@@ -49,7 +48,15 @@ _THREAD_SETTINGS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
 
 
 class WorkerProcess:
-    """A process, its socket and its output arena. Made in a thread, then used on one event loop."""
+    """A process, its socket and its output arena. Made in a thread, then used on one event loop.
+
+    Attributes:
+        device: Name with options.
+        incarnation: Number of this process among those of the device.
+        exited: Set after everything has ended.
+        outputs: Its output arena.
+        plans: What it was brought that later calls can name.
+    """
 
     def __init__(
         self,
@@ -79,6 +86,7 @@ class WorkerProcess:
         self.device = device
         self.incarnation = incarnation
         self.exited = asyncio.Event()
+        self.plans = SentPlans(self.send)
         self._mark = uuid.uuid4().hex
         self._inputs = inputs
         self._last_words = ""

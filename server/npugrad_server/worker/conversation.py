@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from npugrad.errors import DeadlineExceeded, DeviceOutOfMemory
 from npugrad_server.backends.base import CallAbandoned, CallPostponed
-from npugrad_server.worker.protocol import AbandonCall, NeedWorkspace, WorkspaceRefused
+from npugrad_server.worker.plans import Plan
+from npugrad_server.worker.protocol import AbandonCall, NeedWorkspace, RunCall, WorkspaceRefused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from npugrad_server.worker.protocol import Message, RunCall, WorkspaceGranted
+    from npugrad_server.worker.protocol import Message, RunAgain, WorkspaceGranted
 
 ANSWER_TIMEOUT_S = 30.0
 """Seconds the pool has to answer; it does so at once, unless its event loop hangs."""
@@ -24,10 +25,18 @@ class Conversation:
 
     Attributes:
         order: The call.
+        plan: What it shares with other calls; its own where it was brought whole and nothing is to be kept.
+        call: Its number.
+        operator: Name of its operator.
     """
 
     def __init__(
-        self, order: RunCall, send: Callable[[Message], None], timeout_s: float = ANSWER_TIMEOUT_S
+        self,
+        order: RunCall | RunAgain,
+        send: Callable[[Message], None],
+        timeout_s: float = ANSWER_TIMEOUT_S,
+        *,
+        plan: Plan | None = None,
     ) -> None:
         """Asks nothing yet.
 
@@ -35,18 +44,24 @@ class Conversation:
             order: The call.
             send: Sends a message to the pool.
             timeout_s: Seconds the pool has to answer a question.
+            plan: The plan that the call has; None for one of its own, which only a whole call can have.
+
+        Raises:
+            TypeError: The call is not whole, and there is no plan.
         """
+        if plan is None:
+            if not isinstance(order, RunCall):
+                raise TypeError("found a call by number without a plan; expected a whole one")
+            plan = Plan(order)
         self.order = order
+        self.plan = plan
+        self.call = order.call
+        self.operator = plan.order.operator
         self._send = send
         self._timeout_s = timeout_s
         self._abandoned = False
         self._set_aside = order.workspace_bytes
         self._replies: SimpleQueue[WorkspaceGranted | WorkspaceRefused] = SimpleQueue()
-
-    @property
-    def call(self) -> int:
-        """Number of the call."""
-        return self.order.call
 
     def hear(self, message: AbandonCall | WorkspaceGranted | WorkspaceRefused) -> None:
         """Takes what the pool says about the call."""
@@ -66,8 +81,9 @@ class Conversation:
             raise CallAbandoned
         deadline_s = self.order.deadline_s
         if deadline_s is not None and time.monotonic() >= deadline_s:
-            operator = self.order.operator
-            raise DeadlineExceeded(f"{operator}: the deadline passed before the launch", operator=operator)
+            raise DeadlineExceeded(
+                f"{self.operator}: the deadline passed before the launch", operator=self.operator
+            )
 
     def reserve_workspace(self, nbytes: int) -> None:
         """Makes sure that the pool has set this much device memory aside; asks it if need be.
@@ -91,10 +107,10 @@ class Conversation:
             self._set_aside = nbytes
         elif reply.final:
             raise DeviceOutOfMemory(
-                f"{self.order.operator}: found {nbytes} bytes of workspace that the device's operator needs; "
+                f"{self.operator}: found {nbytes} bytes of workspace that the device's operator needs; "
                 f"expected at most {reply.most_bytes} beside its tensors",
                 source="device",
-                operator=self.order.operator,
+                operator=self.operator,
             )
         else:
             raise CallPostponed(nbytes)

@@ -6,31 +6,37 @@ import contextlib
 import mmap
 import time
 import traceback
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from npugrad import get_operator
 from npugrad.errors import DeviceError, NpugradError, OperatorError, RequestError
-from npugrad.layout import view
-from npugrad.meta import CallMeta
 from npugrad.tolerance import compare
 from npugrad_server.backends.base import CallAbandoned, CallPostponed, DeviceCall, DeviceLost
-from npugrad_server.worker.protocol import CallDeferred, CallDone, CallFailed, CallPlanned, MemoryFound
+from npugrad_server.worker.plans import arrays
+from npugrad_server.worker.protocol import (
+    CallDeferred,
+    CallDone,
+    CallFailed,
+    CallPlanned,
+    MemoryFound,
+    RunAgain,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     import numpy.typing as npt
 
-    from npugrad.operator import OpRecord
+    from npugrad.call import CallOptions
     from npugrad_server.backends.base import Backend
     from npugrad_server.worker.conversation import Conversation
-    from npugrad_server.worker.protocol import Answer, AskMemory, OpenDevice, PlanCall, RunCall
+    from npugrad_server.worker.plans import Prepared
+    from npugrad_server.worker.protocol import Answer, AskMemory, OpenDevice, PlanCall
 
     Array = npt.NDArray[Any]
 
-_Answer = TypeVar("_Answer", "CallDone", "CallPlanned", "MemoryFound")
 _GRACE_SHARE = 0.75
 """Part of the pool's grace after which a backend gives up, so that its own report comes before the end."""
 _MAX_TRACE = 16_000  # the end of a trace tells most; the whole must fit a message
@@ -90,96 +96,90 @@ def execute(backend: Backend, arenas: Arenas, talk: Conversation, stream: int) -
     Raises:
         DeviceLost: The process has to go.
     """
-    order = talk.order
     try:
-        return _answered(order, lambda: _execute(backend, arenas, talk, stream))
+        return _execute(backend, arenas, talk, stream)
+    except DeviceLost:
+        raise
     except CallPostponed as postponed:
-        return CallDeferred(order.call, postponed.workspace_bytes)
+        return CallDeferred(talk.call, postponed.workspace_bytes)
     except CallAbandoned:
-        return CallFailed(order.call, "CANCELLED", f"{order.operator}: nobody waits for the call any more")
+        return CallFailed(talk.call, "CANCELLED", f"{talk.operator}: nobody waits for the call any more")
+    except Exception as error:
+        return _failed(talk, error)
 
 
 def plan(backend: Backend, order: PlanCall) -> CallPlanned | CallFailed:
     """Asks the device what a call would need; errors as for `execute`."""
-    return _answered(
-        order,
-        lambda: CallPlanned(order.call, _workspace_bytes(backend, order)),
-    )
+    try:
+        record = get_operator(order.operator, backend.records)
+        return CallPlanned(order.call, backend.workspace_bytes(record, record.ordered(order.meta)))
+    except DeviceLost:
+        raise
+    except Exception as error:
+        return _failed(order, error)
 
 
 def memory(backend: Backend, order: AskMemory) -> MemoryFound | CallFailed:
     """Asks the device how its memory stands; errors as for `execute`."""
-
-    def ask() -> MemoryFound:
+    try:
         free, total = backend.memory_now(give_back=order.give_back) or (None, None)
         return MemoryFound(order.call, free, total)
-
-    return _answered(order, ask)
-
-
-def _answered(order: RunCall | PlanCall | AskMemory, work: Callable[[], _Answer]) -> _Answer | CallFailed:
-    try:
-        return work()
-    except (DeviceLost, CallPostponed, CallAbandoned):
+    except DeviceLost:
         raise
-    except MemoryError:
+    except Exception as error:
+        return _failed(order, error)
+
+
+def _failed(order: Conversation | PlanCall | AskMemory, error: Exception) -> CallFailed:
+    """The answer that an error is; to be called while it is handled."""
+    if isinstance(error, MemoryError):
         message = f"{order.operator}: the device has no memory for the call now"
         return CallFailed(order.call, "DEVICE_OUT_OF_MEMORY", message)
-    except NpugradError as error:
+    if isinstance(error, NpugradError):
         return CallFailed(order.call, error.reason, str(error), _metadata(error))
-    except Exception as error:
-        # The exception's own words may quote the data, so the caller gets its type only.
-        message = f"{order.operator}: the backend failed with {type(error).__name__}"
-        return CallFailed(order.call, "INTERNAL", message, trace=traceback.format_exc()[-_MAX_TRACE:])
-
-
-def _workspace_bytes(backend: Backend, order: PlanCall) -> int | None:
-    record = _record(backend, order)
-    return backend.workspace_bytes(record, record.ordered(order.meta))
-
-
-def _record(backend: Backend, order: RunCall | PlanCall) -> OpRecord:
-    return get_operator(order.operator, backend.records)
+    # The exception's own words may quote the data, so the caller gets its type only.
+    message = f"{order.operator}: the backend failed with {type(error).__name__}"
+    return CallFailed(order.call, "INTERNAL", message, trace=traceback.format_exc()[-_MAX_TRACE:])
 
 
 def _execute(backend: Backend, arenas: Arenas, talk: Conversation, stream: int) -> CallDone:
-    order, start = talk.order, time.perf_counter()
-    record = _record(backend, order)
+    start = time.perf_counter()
+    prepared = talk.plan.prepared(backend)
     talk.check_wanted()  # it may have waited in this process
-    if all(meta is None for meta in order.outputs.values()):
-        # Nothing is wanted. An operator may accept such a call before it looks at anything else, so the
-        # operands may be anything and are not looked at here either.
-        return CallDone(order.call, 0.0, 0.0, 0.0, 0, backend.name)
-    meta = record.ordered(order.meta)
-    inputs = _operands(meta, order, arenas, backend.strided)
-    if not backend.strided:
-        meta = _contiguous(meta)
-    results = _results(record, order, arenas)
-    # Where a format puts axes in another order than the formula's, they are not contiguous.
-    outputs = {
-        name: array if array.flags.c_contiguous else np.empty(array.shape, array.dtype)
-        for name, array in results.items()
-    }
+    if prepared.wants_nothing:
+        # An operator may accept such a call before it looks at anything else, so the operands may be
+        # anything and are not looked at here either.
+        return CallDone(talk.call, 0.0, 0.0, 0.0, 0, backend.name)
+    first, first_result, options = _given(talk, prepared)
+    inputs = {**prepared.nulls, **arrays(prepared.operands, arenas.inputs, first)}
+    if prepared.unused:
+        nbytes = max(place.end for place in prepared.unused)
+        inputs |= arrays(prepared.unused, arenas.zeros(nbytes), 0)
+    results = arrays(prepared.results, arenas.outputs, first_result)
+    outputs = dict(results)
+    for name in prepared.moved:
+        outputs[name] = np.empty(results[name].shape, results[name].dtype)
     packed_s = time.perf_counter() - start
+    deadline_s = talk.order.deadline_s
     call = DeviceCall(
-        meta,
+        prepared.meta,
         inputs,
         outputs,
-        order.options,
+        options,
         stream,
-        give_up_s=_give_up_s(order, arenas.opening),
-        deadline_s=order.deadline_s,
-        reserve_workspace=talk.reserve_workspace,
-        check_wanted=talk.check_wanted,
+        _give_up_s(deadline_s, arenas.opening),
+        deadline_s,
+        talk.reserve_workspace,
+        talk.check_wanted,
+        talk.plan.memo,
     )
-    timings = backend.run(record, call)
-    if order.options.verify:
-        _verify(record, inputs, order, outputs)
-    for name, array in results.items():
-        if array is not outputs[name]:
-            array[...] = outputs[name]
+    timings = backend.run(prepared.record, call)
+    if options.verify:
+        _verify(prepared, inputs, outputs)
+    for name in prepared.moved:
+        results[name][...] = outputs[name]
     return CallDone(
-        order.call,
+        talk.call,
         timings.copy_in_s + packed_s,
         timings.run_s,
         timings.copy_out_s,
@@ -188,60 +188,33 @@ def _execute(backend: Backend, arenas: Arenas, talk: Conversation, stream: int) 
     )
 
 
-def _give_up_s(order: RunCall, opening: OpenDevice) -> float:
+def _given(talk: Conversation, prepared: Prepared) -> tuple[int, int, CallOptions]:
+    """First byte of the operands, first byte of the wanted outputs, and the options."""
+    order = talk.order
+    if isinstance(order, RunAgain):
+        return order.input_offset, order.output_offset, talk.plan.options(order.priority, order.label)
+    return prepared.input_offset, prepared.output_offset, order.options
+
+
+def _give_up_s(deadline_s: float | None, opening: OpenDevice) -> float:
     """When a device that still runs the call is to be given up: nobody can wait for it any more."""
     limit_s = time.monotonic() + opening.run_limit_s
-    if order.deadline_s is None:
+    if deadline_s is None:
         return limit_s
-    return min(limit_s, order.deadline_s + _GRACE_SHARE * opening.hang_grace_s)
+    return min(limit_s, deadline_s + _GRACE_SHARE * opening.hang_grace_s)
 
 
-def _contiguous(call: CallMeta) -> CallMeta:
-    metas = {name: None if meta is None else meta.contiguous() for name, meta in call.inputs.items()}
-    return CallMeta(metas, call.attrs, product=call.product)
-
-
-def _operands(call: CallMeta, order: RunCall, arenas: Arenas, strided: bool) -> dict[str, Array | None]:
-    """Views of the operands; unless strides may stay, those that have some become contiguous copies.
-
-    One that has no place in the arena is zeros: none of its values is used.
-    """
-    operands: dict[str, Array | None] = {}
-    for name, meta in call.inputs.items():
-        if meta is None:
-            operands[name] = None
-            continue
-        offset = order.input_offsets.get(name)
-        if offset is None:
-            operands[name] = view(meta, arenas.zeros(meta.nbytes))
-            continue
-        array = view(meta, arenas.inputs, offset)
-        operands[name] = array if strided or meta.is_contiguous else np.ascontiguousarray(array)
-    return operands
-
-
-def _results(record: OpRecord, order: RunCall, arenas: Arenas) -> dict[str, Array]:
-    """Views of the wanted outputs, their axes in the order of the formula."""
-    return {
-        param.name: view(param.ordered(wanted), arenas.outputs, order.output_offsets[param.name])
-        for param in record.outputs
-        if (wanted := order.outputs[param.name]) is not None
-    }
-
-
-def _verify(
-    record: OpRecord, inputs: Mapping[str, Array | None], order: RunCall, outputs: Mapping[str, Array]
-) -> None:
+def _verify(prepared: Prepared, inputs: Mapping[str, Array | None], outputs: Mapping[str, Array]) -> None:
     """Computes the call again with the reference and compares.
 
     Raises:
         DeviceError: VERIFICATION_FAILED, a result is outside the tolerance.
     """
+    record, attrs = prepared.record, prepared.meta.attrs
     golden = {name: np.empty(array.shape, np.float64) for name, array in outputs.items()}
-    record.reference(inputs, order.meta.attrs, golden)
+    record.reference(inputs, attrs, golden)
     for name, array in outputs.items():
-        extra = record.extra_tolerance(inputs, order.meta.attrs, name)
-        found = compare(golden[name], array, extra)
+        found = compare(golden[name], array, record.extra_tolerance(inputs, attrs, name))
         if not found.ok:
             raise DeviceError(
                 f"{record.name}: {name}: found a result {found}; expected that of the reference",

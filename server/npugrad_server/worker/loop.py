@@ -21,23 +21,25 @@ from npugrad_server.devices import parse_device
 from npugrad_server.worker.conversation import Conversation
 from npugrad_server.worker.descendants import leave
 from npugrad_server.worker.execute import Arenas, execute, memory, plan
+from npugrad_server.worker.packets import MAX_MESSAGE_BYTES, decode, encode, pack
 from npugrad_server.worker.protocol import (
-    MAX_MESSAGE_BYTES,
     AbandonCall,
     AskMemory,
+    CallDone,
+    CallUnknown,
     DeviceFailed,
     DeviceOpening,
     DeviceReady,
+    ForgetPlan,
     OpenDevice,
     OpenFailed,
     Ping,
     PlanCall,
     Pong,
+    RunAgain,
     RunCall,
     WorkspaceGranted,
     WorkspaceRefused,
-    decode,
-    encode,
 )
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 
     from npugrad.operator import OpRecord
     from npugrad_server.backends.base import Backend
+    from npugrad_server.worker.plans import Plan
     from npugrad_server.worker.protocol import Message
 
 EXIT_DEVICE_LOST = 70
@@ -68,6 +71,7 @@ class Worker:
         self._control, self._records = control, records
         self._orders: SimpleQueue[Conversation | PlanCall | AskMemory | OpenDevice | None] = SimpleQueue()
         self._talks: dict[int, Conversation] = {}
+        self._plans: dict[int, Plan] = {}  # the listening thread's; bounded by what the pool has it forget
         self._in_hand = 0
         self._lock = threading.Lock()
         self._ending = threading.Lock()
@@ -158,14 +162,21 @@ class Worker:
         leave(0)
 
     def _take(self, message: Message) -> None:
-        if isinstance(message, OpenDevice):
-            self._orders.put(message)
+        if isinstance(message, RunAgain):
+            known = self._plans.get(message.plan)
+            if known is None:
+                self._send(CallUnknown(message.call))
+            else:
+                self._begin(Conversation(message, self._send, plan=known))
         elif isinstance(message, RunCall):
             talk = Conversation(message, self._send)
-            with self._lock:
-                self._in_hand += 1
-                self._talks[message.call] = talk
-            self._orders.put(talk)
+            if message.plan is not None:
+                self._plans[message.plan] = talk.plan
+            self._begin(talk)
+        elif isinstance(message, ForgetPlan):
+            self._plans.pop(message.plan, None)
+        elif isinstance(message, OpenDevice):
+            self._orders.put(message)
         elif isinstance(message, (PlanCall, AskMemory)):
             with self._lock:
                 self._in_hand += 1
@@ -178,9 +189,15 @@ class Worker:
             if found is not None:  # otherwise the answer is on its way
                 found.hear(message)
 
+    def _begin(self, talk: Conversation) -> None:
+        with self._lock:
+            self._in_hand += 1
+            self._talks[talk.call] = talk
+        self._orders.put(talk)
+
     def _send(self, message: Message) -> None:
         try:
-            self._control.send(encode(message))
+            self._control.send(pack(message) if isinstance(message, CallDone) else encode(message))
         except OSError:
             leave(0)  # the pool is gone
 

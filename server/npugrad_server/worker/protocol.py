@@ -1,10 +1,11 @@
-"""What the pool and a worker say to each other: small JSON messages, one a packet.
+"""What the pool and a worker say to each other: small messages, one a packet (see `packets`).
 
     pool                      worker
     OpenDevice         ->
                        <-     DeviceOpening, at each stage of it
                        <-     DeviceReady, or OpenFailed and the end
-    RunCall            ->
+    RunCall, RunAgain  ->
+                       <-     CallUnknown, when it lacks the plan of a RunAgain: the call comes again, whole
                        <-     NeedWorkspace, when its workspace is not set aside yet
     WorkspaceGranted, or WorkspaceRefused  ->
     AbandonCall        ->     at any time; there is still an answer
@@ -13,6 +14,7 @@
                        <-     CallPlanned, CallFailed, or DeviceFailed and the end
     AskMemory          ->
                        <-     MemoryFound, CallFailed, or DeviceFailed and the end
+    ForgetPlan         ->     at any time when no call of the plan is on its way
     Ping               ->     at any time
                        <-     Pong, whatever runs
 
@@ -21,22 +23,16 @@ Tensors are not in the messages; they lie in the arenas, where the messages say.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
 
-from npugrad.attributes import attrs_from_json, attrs_to_json
-from npugrad.call import CallOptions
-from npugrad.meta import CallMeta, TensorMeta
-from npugrad.products import product_from_name
 from npugrad_server.backends.base import Comeback
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-MAX_MESSAGE_BYTES = 192 * 1024
-"""Largest message; an operator's metas need some kilobytes, each of its longest attributes 24 and less. Below
-the kernel's default socket buffer."""
+    from npugrad.call import CallOptions
+    from npugrad.meta import CallMeta, TensorMeta
 
 
 @dataclass(frozen=True)
@@ -127,7 +123,7 @@ class DeviceFailed:
 
 @dataclass(frozen=True)
 class RunCall:
-    """Run a call.
+    """Run a call, which is brought whole.
 
     Attributes:
         call: Its number, for the answer.
@@ -141,6 +137,8 @@ class RunCall:
         deadline_s: `time.monotonic()`, which all processes of a host share, from which on the result is of
             no use; None for never.
         workspace_bytes: Device memory that is set aside for its workspace; None where nobody counts it.
+        plan: Number under which the worker keeps what later calls share with it; no other plan of the process
+            has or had it. None when there is nothing to keep.
     """
 
     call: int
@@ -152,6 +150,55 @@ class RunCall:
     output_offsets: Mapping[str, int]
     deadline_s: float | None = None
     workspace_bytes: int | None = None
+    plan: int | None = None
+
+
+@dataclass(frozen=True)
+class RunAgain:
+    """Run a call that is like an earlier one but for what is said here.
+
+    Attributes:
+        call: Its number, for the answer.
+        plan: Number under which the earlier call was to be kept.
+        input_offset: First byte of its operands, in their arena: where the earlier call has the lowest of its
+            offsets. Each operand lies as far from there as it does in that call.
+        output_offset: First byte of its wanted outputs, in the results' arena, likewise.
+        deadline_s: As in `RunCall`, and so are the others.
+        workspace_bytes: Device memory that is set aside for its workspace.
+        priority: Option of the call.
+        label: Option of the call.
+    """
+
+    call: int
+    plan: int
+    input_offset: int
+    output_offset: int
+    deadline_s: float | None = None
+    workspace_bytes: int | None = None
+    priority: int = 0
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class ForgetPlan:
+    """No later call has this plan.
+
+    Attributes:
+        plan: Its number.
+    """
+
+    plan: int
+
+
+@dataclass(frozen=True)
+class CallUnknown:
+    """The worker has no plan of the number that a `RunAgain` named; nothing of the call was done.
+
+    Attributes:
+        call: Number of the call.
+    """
+
+    call: int
 
 
 @dataclass(frozen=True)
@@ -320,122 +367,16 @@ class CallDeferred:
 
 
 Order: TypeAlias = (
-    "OpenDevice | RunCall | PlanCall | AskMemory | AbandonCall | WorkspaceGranted | WorkspaceRefused | Ping"
+    "OpenDevice | RunCall | RunAgain | ForgetPlan | PlanCall | AskMemory | AbandonCall | WorkspaceGranted "
+    "| WorkspaceRefused | Ping"
 )
 """What the pool says."""
 Answer: TypeAlias = "CallDone | CallFailed | CallDeferred"
 """What a worker says when it is done with a call."""
 Opening: TypeAlias = "DeviceOpening | DeviceReady | OpenFailed"
 """What a worker says of opening its device."""
-Report: TypeAlias = "Opening | DeviceFailed | CallPlanned | MemoryFound | NeedWorkspace | Pong | Answer"
+Report: TypeAlias = (
+    "Opening | DeviceFailed | CallPlanned | MemoryFound | CallUnknown | NeedWorkspace | Pong | Answer"
+)
 """What a worker says."""
 Message: TypeAlias = "Order | Report"
-_PLAIN = {
-    cls.__name__: cls
-    for cls in (
-        OpenDevice,
-        DeviceOpening,
-        DeviceReady,
-        OpenFailed,
-        DeviceFailed,
-        AskMemory,
-        MemoryFound,
-        Ping,
-        Pong,
-        AbandonCall,
-        NeedWorkspace,
-        WorkspaceGranted,
-        WorkspaceRefused,
-        CallDone,
-        CallPlanned,
-        CallFailed,
-        CallDeferred,
-    )
-}
-
-
-def encode(message: Message) -> bytes:
-    """One packet.
-
-    Raises:
-        ValueError: It exceeds `MAX_MESSAGE_BYTES`.
-    """
-    if isinstance(message, RunCall):
-        payload = _run_payload(message)
-    elif isinstance(message, PlanCall):
-        payload = {"call": message.call, "operator": message.operator, **_call_to_json(message.meta)}
-    else:
-        payload = asdict(message)
-    packet = json.dumps([type(message).__name__, payload], separators=(",", ":")).encode()
-    if len(packet) > MAX_MESSAGE_BYTES:
-        raise ValueError(f"found a message of {len(packet)} bytes; expected at most {MAX_MESSAGE_BYTES}")
-    return packet
-
-
-def decode(packet: bytes) -> Message:
-    """Reads a packet.
-
-    Raises:
-        ValueError: It is not a message of this protocol.
-    """
-    try:
-        kind, payload = json.loads(packet)
-        if kind == RunCall.__name__:
-            return _run_message(payload)
-        if kind == PlanCall.__name__:
-            return PlanCall(payload["call"], payload["operator"], _call_from_json(payload))
-        return _PLAIN[kind](**payload)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not a message of this protocol: {error!r}") from error
-
-
-def _run_payload(message: RunCall) -> dict[str, Any]:
-    return {
-        "call": message.call,
-        "operator": message.operator,
-        **_call_to_json(message.meta),
-        "outputs": _metas_to_json(message.outputs),
-        "options": asdict(message.options),
-        "input_offsets": dict(message.input_offsets),
-        "output_offsets": dict(message.output_offsets),
-        "deadline_s": message.deadline_s,
-        "workspace_bytes": message.workspace_bytes,
-    }
-
-
-def _run_message(payload: dict[str, Any]) -> RunCall:
-    return RunCall(
-        call=payload["call"],
-        operator=payload["operator"],
-        meta=_call_from_json(payload),
-        outputs=_metas_from_json(payload["outputs"]),
-        options=CallOptions(**payload["options"]),
-        input_offsets=payload["input_offsets"],
-        output_offsets=payload["output_offsets"],
-        deadline_s=payload["deadline_s"],
-        workspace_bytes=payload["workspace_bytes"],
-    )
-
-
-def _call_to_json(call: CallMeta) -> dict[str, Any]:
-    return {
-        "product": call.product.value,
-        "inputs": _metas_to_json(call.inputs),
-        "attrs": attrs_to_json(call.attrs),
-    }
-
-
-def _call_from_json(payload: dict[str, Any]) -> CallMeta:
-    attrs = attrs_from_json(payload["attrs"])
-    return CallMeta(_metas_from_json(payload["inputs"]), attrs, product=product_from_name(payload["product"]))
-
-
-def _metas_to_json(metas: Mapping[str, TensorMeta | None]) -> dict[str, Any]:
-    return {
-        name: None if meta is None else [getattr(meta, f.name) for f in fields(TensorMeta)]
-        for name, meta in metas.items()
-    }
-
-
-def _metas_from_json(metas: dict[str, Any]) -> dict[str, TensorMeta | None]:
-    return {name: None if given is None else TensorMeta(*given) for name, given in metas.items()}

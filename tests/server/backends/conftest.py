@@ -20,16 +20,14 @@ from npugrad.call import CallOptions
 from npugrad.tolerance import compare
 from npugrad_server.pool.arena import InputArena, OutputArena
 from npugrad_server.pool.regions import Region, aligned
+from npugrad_server.worker.packets import MAX_MESSAGE_BYTES, decode, encode
 from npugrad_server.worker.protocol import (
-    MAX_MESSAGE_BYTES,
     CallDone,
     DeviceOpening,
     DeviceReady,
     Message,
     OpenDevice,
     RunCall,
-    decode,
-    encode,
 )
 
 if TYPE_CHECKING:

@@ -19,6 +19,8 @@ from npugrad_server.devices import parse_device
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    import numpy.typing as npt
+
 
 class Watched:
     """A CPU backend that notes what computes: each entry into a reference, each kernel that did not refuse.
@@ -106,6 +108,36 @@ def test_operands_between_elements_are_copied_first() -> None:
         found.append({name: array.tobytes() for name, array in outputs.items()})
     backend.close()
     assert found[0] == found[1]
+
+
+def shifted(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The same array between the elements of its memory."""
+    memory = np.zeros(array.nbytes + 1, np.uint8)
+    moved = memory[1:].view(array.dtype).reshape(array.shape)
+    moved[...] = array
+    return moved
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "strided"])
+@pytest.mark.parametrize("record", OPERATORS.values(), ids=OPERATORS)
+def test_what_is_kept_between_calls_changes_no_bit(record: OpRecord, layout: str) -> None:
+    call = record.build()
+    backend = CpuBackend()
+    backend.open(parse_device("cpu:0"), call.product, 1)
+    memo: dict[Any, Any] = {}
+    for turn in range(4):
+        move = shifted if turn == 2 else np.copy
+        inputs = {
+            name: None if array is None else move(array) if layout == "contiguous" else every_second(array)
+            for name, array in record.make_inputs(call, np.random.default_rng(turn)).items()
+        }
+        found = []
+        for kept in (memo, {}):
+            outputs = outputs_for(record, call)
+            backend.run(record, DeviceCall(call, inputs, outputs, CallOptions(), 0, memo=kept))
+            found.append({name: array.tobytes() for name, array in outputs.items()})
+        assert found[0] == found[1]
+    backend.close()
 
 
 @pytest.mark.slow

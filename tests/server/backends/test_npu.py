@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.operators import GROUP_NORM
+from tests.operators import GROUP_NORM, MSDA
+from tests.server.backends.conftest import ARENA_BYTES
 
 from npugrad.call import CallOptions
 from npugrad.meta import TensorMeta
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
+from npugrad_server.pool.regions import Region
 from npugrad_server.worker.loop import EXIT_DEVICE_LOST
 from npugrad_server.worker.protocol import (
     AskMemory,
@@ -26,6 +29,7 @@ from npugrad_server.worker.protocol import (
     DeviceReady,
     MemoryFound,
     PlanCall,
+    RunAgain,
 )
 
 if TYPE_CHECKING:
@@ -38,6 +42,7 @@ pytestmark = [pytest.mark.npu_sim, pytest.mark.slow]
 
 NORM = GROUP_NORM.build(n=2, c=6, hxw=64, group=2)
 EXPANDED = NORM.with_inputs(grad_out=TensorMeta("float32", (2, 6, 64), strides=(0, 0, 0)))
+ARENA, QUARTER = Region(0, ARENA_BYTES), ARENA_BYTES // 4
 PLAN_NORM, RUN_NORM = "aclnnGroupNormBackwardGetWorkspaceSize", "aclnnGroupNormBackward"
 
 
@@ -67,6 +72,53 @@ def test_every_operator_is_within_tolerance_and_tells_where_the_time_went(
     done = npu_worker.check(record, call)
     assert min(done.copy_in_s, done.run_s, done.copy_out_s) > 0
     assert done.workspace_bytes > 0
+
+
+@pytest.mark.parametrize("record", OPERATORS.values(), ids=OPERATORS)
+def test_a_call_by_number_has_the_results_of_one_brought_whole(
+    npu_worker: NpuWorker, record: OpRecord
+) -> None:
+    for plan, sample in enumerate(record.samples(Product.ATLAS_A2)):
+        # Only then are the bits of one call those of the next.
+        deterministic = record.determinism_check(sample.call, None) is None
+        options = CallOptions(deterministic=deterministic)
+        order, arrays = npu_worker.order(record, sample.call, plan=plan, options=options)
+        found = []
+        for base in (0, ARENA_BYTES // 2, ARENA_BYTES // 4):
+            again = RunAgain(order.call, plan, base, base)
+            npu_worker.inputs.view(ARENA, base, QUARTER)[:] = npu_worker.inputs.view(ARENA, 0, QUARTER)
+            npu_worker.send(again if base else order)
+            done = npu_worker.receive()
+            assert isinstance(done, CallDone), (sample.name, done)
+            moved = {name: base + offset for name, offset in order.output_offsets.items()}
+            result = replace(order, output_offsets=moved)
+            if all(meta is None or meta.is_contiguous for meta in sample.call.inputs.values()):
+                npu_worker.compare(result, record, arrays)  # others were written as if they were
+            found.append(npu_worker.contents(result))
+        assert not deterministic or found[0] == found[1] == found[2]
+    assert npu_worker.live() == {}
+
+
+def test_what_is_checked_and_asked_for_is_so_for_a_call_by_number_as_well(npu_worker: NpuWorker) -> None:
+    call = next(MSDA.samples(Product.ATLAS_A2)).call
+    order, _ = npu_worker.order(MSDA, call, plan=1)
+    npu_worker.send(order)
+    assert isinstance(npu_worker.receive(), CallDone)
+    shapes = call.tensor("spatial_shape")
+    levels = npu_worker.inputs.view(ARENA, order.input_offsets["spatial_shape"], shapes.nbytes)
+    right = bytes(levels)
+    levels[:] = bytes([127]) * shapes.nbytes
+    npu_worker.send(RunAgain(2, 1, 0, 0))
+    failed = npu_worker.receive()
+    assert isinstance(failed, CallFailed)
+    assert failed.reason == "UNSAFE_LEVELS"
+    levels[:] = right
+    npu_worker.send(RunAgain(3, 1, 0, 0, deadline_s=time.monotonic()))
+    late = npu_worker.receive()
+    assert isinstance(late, CallFailed)
+    assert late.reason == "DEADLINE_EXCEEDED"
+    npu_worker.send(RunAgain(4, 1, 0, 0))
+    assert isinstance(npu_worker.receive(), CallDone)
 
 
 def test_the_stages_are_told_apart(npu_worker: NpuWorker) -> None:

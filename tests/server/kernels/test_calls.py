@@ -13,7 +13,7 @@ from tests.server.kernels.compare import assert_right, assert_same_bits, compute
 from npugrad import OPERATORS
 from npugrad.dtypes import DType
 from npugrad.operator import AttrParam
-from npugrad_server.backends.cpu.calls import Layout
+from npugrad_server.backends.cpu.calls import Block, Layout
 
 if TYPE_CHECKING:
     from npugrad.meta import CallMeta
@@ -72,6 +72,50 @@ def test_an_operand_inside_another_array_is_found_there(kernels: Kernels) -> Non
     assert_same_bits(
         computed(kernels, NORM, call, {**inputs, "input": wide[2]}), computed(kernels, NORM, call, inputs)
     )
+
+
+def test_calls_that_share_blocks_are_computed_as_if_they_had_their_own(kernels: Kernels) -> None:
+    call, _ = _made()
+    spare: list[Block] = []
+    for seed in range(3):
+        inputs, outputs = _made(seed=seed)[1], outputs_for(NORM, call)
+        kernels.run(NORM, inputs, call.attrs, outputs, lambda: None, spare=spare)
+        assert_same_bits(outputs, computed(kernels, NORM, call, inputs))
+        assert len(spare) == 1
+
+
+def test_threads_that_share_blocks_take_one_each(kernels: Kernels) -> None:
+    call, _ = _made()
+    spare: list[Block] = []
+    rounds = 50
+    found: dict[int, list[dict[str, Any]]] = {}
+
+    def run(seed: int) -> None:
+        inputs = _made(seed=seed)[1]
+        found[seed] = [outputs_for(NORM, call) for _ in range(rounds)]
+        for outputs in found[seed]:
+            kernels.run(NORM, inputs, call.attrs, outputs, lambda: None, spare=spare)
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert 1 <= len(spare) <= len(threads)
+    for seed, results in found.items():
+        right = computed(kernels, NORM, call, _made(seed=seed)[1])
+        for outputs in results:
+            assert_same_bits(outputs, right)
+
+
+def test_a_block_takes_only_arrays_like_those_before(kernels: Kernels) -> None:
+    call, inputs = _made()
+    spare: list[Block] = []
+    kernels.run(NORM, inputs, call.attrs, outputs_for(NORM, call), spare=spare)
+    for other in (None, inputs["input"][:1], inputs["input"].view(np.int32), inputs["input"].T):
+        blocks = list(spare)
+        with pytest.raises(ValueError, match="found input of another type, shape or strides"):
+            kernels.run(NORM, {**inputs, "input": other}, call.attrs, outputs_for(NORM, call), spare=blocks)
 
 
 def test_strides_that_c_cannot_take_are_refused(kernels: Kernels) -> None:

@@ -19,12 +19,14 @@ from npugrad_server.pool.regions import Region
 from npugrad_server.worker.conversation import Conversation
 from npugrad_server.worker.execute import Arenas
 from npugrad_server.worker.execute import execute as execute_talk
+from npugrad_server.worker.plans import Plan
 from npugrad_server.worker.protocol import (
     AbandonCall,
     CallDeferred,
     CallDone,
     CallFailed,
     OpenDevice,
+    RunAgain,
     RunCall,
 )
 
@@ -303,3 +305,90 @@ def test_zeros_beyond_all_addresses_are_a_lack_of_memory(arenas: tuple[Arenas, I
     for beyond in (2**60, 2**63):
         with pytest.raises(MemoryError):
             arenas[0].zeros(beyond)
+
+
+def again(plan: Plan, **changes: Any) -> Conversation:
+    return Conversation(replace(RunAgain(2, 9, 0, 0), **changes), nobody_is_asked, plan=plan)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_call_by_number_finds_its_tensors_where_it_says_and_keeps_the_rest(
+    arenas: tuple[Arenas, InputArena], strided: bool
+) -> None:
+    backend = Recorder(strided=strided)
+    first = replace_strides(order(options=CallOptions(verify=True)), "input", (1, 2, 12))
+    first = replace(first, input_offsets={name: at + 512 for name, at in first.input_offsets.items()})
+    plan = Plan(first)
+    values = get_operator(first.operator).make_inputs(first.meta, np.random.default_rng(0))
+    answers, results = [], []
+    for talk, base in (
+        (Conversation(first, nobody_is_asked, plan=plan), 512),
+        (again(plan, input_offset=8192, output_offset=16384, label="x", priority=-3), 8192),
+        (again(plan, input_offset=4096, output_offset=20480, deadline_s=time.monotonic() + 50), 4096),
+    ):
+        for name, array in values.items():
+            if array is not None:
+                at = base + first.input_offsets[name] - 512
+                content = np.asfortranarray(array).tobytes("A") if name == "input" else array.tobytes()
+                arenas[1].view(Region(0, SIZE), at, array.nbytes)[:] = content
+        answers.append(execute_talk(backend, arenas[0], talk, 1))
+        results.append({name: array.copy() for name, array in backend.calls[-1].outputs.items()})
+        arenas[1].view(Region(0, SIZE), 0, SIZE)[:] = bytes(SIZE)  # no later call may look there
+    assert [type(answer) for answer in answers] == [CallDone] * 3
+    assert [answer.call for answer in answers] == [1, 2, 2]
+    whole, other, third = backend.calls
+    assert other.meta is third.meta is whole.meta
+    assert other.memo is third.memo is whole.memo
+    assert [call.options for call in backend.calls] == [
+        CallOptions(verify=True),
+        CallOptions(verify=True, label="x", priority=-3),
+        CallOptions(verify=True),
+    ]
+    assert (other.deadline_s, third.deadline_s is None) == (None, False)
+    for name, array in results[0].items():
+        assert array.any()
+        for base, found in ((0, results[0]), (16384, results[1]), (20480, results[2])):
+            assert found[name].tobytes() == array.tobytes()
+            written = arenas[0].outputs[base + first.output_offsets[name] :][: array.nbytes]
+            assert bytes(written) == array.tobytes()
+
+
+@pytest.mark.parametrize("changes", [{"input_offset": SIZE}, {"output_offset": SIZE - 64}])
+def test_a_call_by_number_that_leaves_the_arena_is_an_error(
+    arenas: tuple[Arenas, InputArena], changes: dict[str, int]
+) -> None:
+    backend, plan = Recorder(), Plan(order())
+    failed = execute_talk(backend, arenas[0], again(plan, **changes), 0)
+    assert isinstance(failed, CallFailed)
+    assert (failed.reason, failed.call) == ("INTERNAL", 2)
+    assert "bytes for float32" in failed.trace
+    assert backend.calls == []
+    assert isinstance(execute_talk(backend, arenas[0], again(plan), 0), CallDone)
+
+
+def test_a_call_by_number_that_came_too_late_or_that_nobody_waits_for_reaches_no_backend(
+    arenas: tuple[Arenas, InputArena],
+) -> None:
+    backend, plan = Recorder(), Plan(order())
+    late = execute_talk(backend, arenas[0], again(plan, deadline_s=time.monotonic()), 0)
+    assert isinstance(late, CallFailed)
+    assert late.message == "group_norm_backward: the deadline passed before the launch"
+    talk = again(plan)
+    talk.hear(AbandonCall(2))
+    abandoned = execute_talk(backend, arenas[0], talk, 0)
+    assert isinstance(abandoned, CallFailed)
+    assert (abandoned.call, abandoned.reason) == (2, "CANCELLED")
+    assert backend.calls == []
+
+
+def test_a_plan_whose_operator_nobody_knows_is_an_answer_each_time(arenas: tuple[Arenas, InputArena]) -> None:
+    plan = Plan(order(operator="softmax"))
+    for _ in range(2):
+        failed = execute_talk(Recorder(), arenas[0], again(plan), 0)
+        assert isinstance(failed, CallFailed)
+        assert failed.reason == "UNKNOWN_OPERATOR"
+
+
+def test_a_call_by_number_needs_a_plan() -> None:
+    with pytest.raises(TypeError, match="found a call by number without a plan"):
+        Conversation(RunAgain(1, 2, 3, 4), nobody_is_asked)

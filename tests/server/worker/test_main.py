@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,17 +21,19 @@ from npugrad.call import CallOptions
 from npugrad_server.pool.arena import InputArena, OutputArena
 from npugrad_server.pool.regions import Region
 from npugrad_server.worker.loop import EXIT_DEVICE_LOST
+from npugrad_server.worker.packets import MAX_MESSAGE_BYTES, decode, encode, pack
 from npugrad_server.worker.protocol import (
-    MAX_MESSAGE_BYTES,
     AbandonCall,
     AskMemory,
     CallDeferred,
     CallDone,
     CallFailed,
     CallPlanned,
+    CallUnknown,
     DeviceFailed,
     DeviceOpening,
     DeviceReady,
+    ForgetPlan,
     MemoryFound,
     Message,
     NeedWorkspace,
@@ -40,11 +42,10 @@ from npugrad_server.worker.protocol import (
     Ping,
     PlanCall,
     Pong,
+    RunAgain,
     RunCall,
     WorkspaceGranted,
     WorkspaceRefused,
-    decode,
-    encode,
 )
 
 if TYPE_CHECKING:
@@ -313,6 +314,78 @@ def test_a_call_can_be_handed_in_again_after_it_was_given_up() -> None:
         one.send(AbandonCall(1))  # too late to mean anything
         one.send(order(1))
         assert isinstance(one.receive(), CallDone)
+
+
+def test_a_worker_runs_by_number_what_it_was_brought_until_it_is_to_forget_it() -> None:
+    with worker() as one:
+        assert isinstance(one.receive(), DeviceReady)
+        run = replace(order(1), plan=40)
+        record = get_operator(run.operator)
+        operands = record.make_inputs(run.meta, np.random.default_rng(3))
+        golden = cpu_results(record, run.meta, operands, run.outputs)
+        one.send(RunAgain(9, 40, 0, 0))
+        assert one.receive() == CallUnknown(9)
+        one.send(run)
+        assert isinstance(one.receive(), CallDone)
+        for call, base in ((2, 1 << 16), (3, 1 << 18)):
+            for name, array in operands.items():
+                assert array is not None
+                at = base + run.input_offsets[name]
+                one.inputs.view(Region(0, SIZE), at, array.nbytes)[:] = array.tobytes()
+            one.send(RunAgain(call, 40, base, base + 64))
+            done = one.receive()
+            assert isinstance(done, CallDone)
+            assert (done.call, done.backend) == (call, cpu_backend().name)
+            for name, array in golden.items():
+                at = base + 64 + run.output_offsets[name]
+                assert bytes(one.outputs.view(Region(0, SIZE), at, array.nbytes)) == array.tobytes()
+        one.send(ForgetPlan(40))
+        one.send(ForgetPlan(41))  # which it never had
+        one.send(RunAgain(4, 40, 0, 0))
+        assert one.receive() == CallUnknown(4)
+
+
+def test_a_call_keeps_its_plan_until_it_ends_whatever_is_to_be_forgotten() -> None:
+    with worker("test:0?ms=60000", streams=2) as one:
+        assert isinstance(one.receive(), DeviceReady)
+        one.send(replace(order(1), plan=1))
+        one.send(RunAgain(2, 1, 0, 0))
+        one.send(RunAgain(3, 1, 0, 0))  # waits for a stream
+        one.send(ForgetPlan(1))
+        for call in (3, 2, 1):
+            one.send(AbandonCall(call))
+        answers = [one.receive() for _ in range(3)]
+        assert {type(answer) for answer in answers} == {CallFailed}
+        assert {answer.call for answer in answers if isinstance(answer, CallFailed)} == {1, 2, 3}
+
+
+def test_the_label_of_a_call_by_number_is_its_own() -> None:
+    with worker("test:0?oom=x") as one:
+        assert isinstance(one.receive(), DeviceReady)
+        one.send(replace(order(1), plan=1))
+        assert isinstance(one.receive(), CallDone)
+        for label, kind in (("x", CallFailed), ("y", CallDone), ("", CallDone)):
+            one.send(RunAgain(2, 1, 0, 0, label=label))
+            assert isinstance(one.receive(), kind)
+
+
+def test_a_call_by_number_asks_for_the_workspace_that_is_not_set_aside() -> None:
+    with worker(OWN_MEMORY) as one:
+        assert isinstance(one.receive(), DeviceReady)
+        one.send(replace(order(1, workspace_bytes=5000), plan=1))
+        assert isinstance(one.receive(), CallDone)
+        one.send(RunAgain(2, 1, 0, 0, workspace_bytes=4999))
+        assert one.receive() == NeedWorkspace(2, 5000)
+        one.send(WorkspaceRefused(2, False))
+        assert one.receive() == CallDeferred(2, 5000)
+
+
+@pytest.mark.parametrize("packet", [b"\1", pack(RunAgain(1, 2, 3, 4))[:-1]])
+def test_a_worker_that_is_sent_a_call_by_number_that_is_cut_ends(packet: bytes) -> None:
+    with worker("test:0") as one:
+        assert isinstance(one.receive(), DeviceReady)
+        one.control.send(packet)
+        assert one.process.wait(10) == 2
 
 
 def test_streams_answer_out_of_order() -> None:

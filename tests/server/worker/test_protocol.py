@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from npugrad import CallMeta, Product, TensorMeta
 from npugrad.attributes import Scalar
 from npugrad.call import CallOptions
+from npugrad_server.worker.packets import MAX_MESSAGE_BYTES, decode, encode
 from npugrad_server.worker.protocol import (
-    MAX_MESSAGE_BYTES,
     AbandonCall,
     AskMemory,
     CallDeferred,
@@ -29,8 +29,6 @@ from npugrad_server.worker.protocol import (
     RunCall,
     WorkspaceGranted,
     WorkspaceRefused,
-    decode,
-    encode,
 )
 
 metas = st.builds(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from npugrad.operator import OpRecord
     from npugrad.products import Product
     from npugrad_server.backends.base import DeviceCall
+    from npugrad_server.backends.cpu.calls import Arrays, Block
     from npugrad_server.devices import DeviceName
 
 THREADS = "OMP_NUM_THREADS"
@@ -81,10 +82,14 @@ class CpuBackend(Backend):
         call.check_wanted()
         start = time.perf_counter()
         if self._kernels is not None and record.name in self._kernels.operators:
-            inputs = self._packed(self._kernels, record, call.inputs)
+            inputs, copied = self._packed(self._kernels, record, call.inputs)
             packed = time.perf_counter()
+            # What was copied may have other strides than where it need not be.
+            spare: list[Block] = call.memo.setdefault(("blocks", *copied), [])
             try:
-                self._kernels.run(record, inputs, call.meta.attrs, call.outputs, call.check_wanted)
+                self._kernels.run(
+                    record, inputs, call.meta.attrs, call.outputs, call.check_wanted, spare=spare
+                )
                 return Timings(copy_in_s=packed - start, run_s=time.perf_counter() - packed)
             except KernelUnsupported:
                 pass  # nothing was written; the reference takes any dtype
@@ -99,14 +104,15 @@ class CpuBackend(Backend):
     @staticmethod
     def _packed(
         kernels: Kernels, record: OpRecord, inputs: Mapping[str, npt.NDArray[Any] | None]
-    ) -> dict[str, npt.NDArray[Any] | None]:
-        return {
-            name: array
-            if array is None
-            or (array.flags.aligned and (array.flags.c_contiguous or kernels.takes_strides(record, name)))
-            else array.copy()
-            for name, array in inputs.items()
-        }
+    ) -> tuple[Arrays, tuple[str, ...]]:
+        """The operands as the kernel takes them, and the names of those that are copies."""
+        copies: dict[str, npt.NDArray[Any]] = {}
+        for name, array in inputs.items():
+            if array is None or (array.flags.aligned and array.flags.c_contiguous):
+                continue
+            if not array.flags.aligned or not kernels.takes_strides(record, name):
+                copies[name] = array.copy()
+        return ({**inputs, **copies}, tuple(copies)) if copies else (inputs, ())
 
     def close(self) -> None:
         """Ends the threads; no call runs."""

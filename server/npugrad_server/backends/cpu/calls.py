@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # Words of 64 bits of a call and of a tensor; two numbers of 32 bits share one, the first in its lower half as
 # on every machine that there are kernels for.
 _WORD, _CALL_WORDS, _TENSOR_WORDS = 8, 8, 4
+_ADDRESS = struct.Struct("q")
 
 
 class Layout:
@@ -35,6 +36,7 @@ class Layout:
     Attributes:
         record: The operator's record.
         tensors: Names of its tensors, inputs and outputs.
+        roles: The same names, and whether each is an input.
     """
 
     def __init__(self, record: OpRecord) -> None:
@@ -43,7 +45,7 @@ class Layout:
         tensors = [param for param in record.params if isinstance(param, TensorParam)]
         attrs = [param for param in record.params if isinstance(param, AttrParam)]
         self.tensors = tuple(param.name for param in tensors)
-        self._is_input = tuple((param.name, param.role == "input") for param in tensors)
+        self.roles = tuple((param.name, param.role == "input") for param in tensors)
         self._integers = _of_kinds(attrs, {"int64", "int32", "int8"}, "int64_array")
         self._reals = _of_kinds(attrs, {"double"}, "float_array")
         self._bools = _of_kinds(attrs, {"bool"}, "bool_array")
@@ -52,7 +54,7 @@ class Layout:
 
     def arrays(self, inputs: Arrays, outputs: Arrays) -> list[npt.NDArray[Any] | None]:
         """Operands and results; None for null and for what is not wanted."""
-        return [(inputs if is_input else outputs).get(name) for name, is_input in self._is_input]
+        return [(inputs if is_input else outputs).get(name) for name, is_input in self.roles]
 
     def integers(self, attrs: Mapping[str, Any]) -> list[int]:
         """Attributes of the kinds of signed integers, and those of arrays, as many as each has."""
@@ -129,6 +131,45 @@ def described(
     struct.pack_into(f"{len(words)}q{len(reals)}d{len(bools)}B", call, 0, *words, *reals, *bools)
     struct.pack_into(f"{len(steps)}q", call, _WORD * sizes, *steps)
     return call
+
+
+class Block:
+    """A described call whose arrays are exchanged for others with the same types, shapes and strides.
+
+    For one call at a time.
+
+    Attributes:
+        address: Where the call lies.
+    """
+
+    def __init__(self, layout: Layout, arrays: Sequence[npt.NDArray[Any] | None], call: bytearray) -> None:
+        """Takes what `described` made of the arrays.
+
+        Args:
+            layout: Of the operator.
+            arrays: As `layout.arrays` orders them.
+            call: The described call.
+        """
+        self._call = call
+        self.address = address_of(call)
+        first = _WORD * (_CALL_WORDS + len(arrays))
+        self._slots = tuple(
+            (name, is_input, first + _WORD * _TENSOR_WORDS * index, array.dtype, array.shape, array.strides)
+            for index, ((name, is_input), array) in enumerate(zip(layout.roles, arrays, strict=True))
+            if array is not None
+        )
+
+    def point_to(self, inputs: Arrays, outputs: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Exchanges the arrays, which the caller keeps alive.
+
+        Raises:
+            ValueError: One of them is not like the one before.
+        """
+        for name, is_input, place, *like in self._slots:
+            array = inputs[name] if is_input else outputs[name]
+            if array is None or [array.dtype, array.shape, array.strides] != like:
+                raise ValueError(f"found {name} of another type, shape or strides; expected those before")
+            _ADDRESS.pack_into(self._call, place, array.__array_interface__["data"][0])
 
 
 def address_of(block: bytearray) -> int:

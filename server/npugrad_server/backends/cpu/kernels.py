@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from npugrad_server.backends.cpu.calls import Layout, address_of, described
+from npugrad_server.backends.cpu.calls import Block, Layout, described
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -239,6 +239,8 @@ class Kernels:
         attrs: Mapping[str, Any],
         outputs: Mapping[str, npt.NDArray[Any]],
         check_wanted: Callable[[], None] | None = None,
+        *,
+        spare: list[Block] | None = None,
     ) -> None:
         """Computes a call.
 
@@ -249,21 +251,32 @@ class Kernels:
             outputs: Wanted outputs by name, C-contiguous; every element is written.
             check_wanted: Called before the start and then between tasks, at most a hundred times a second;
                 what it raises ends the call.
+            spare: Blocks of calls that differ from this one in the addresses of their arrays alone, and have
+                `check_wanted` if it has; one is taken, or made, and put back. Several threads may share it.
 
         Raises:
             KernelUnsupported: The kernel does not compute such a call; nothing was written.
             MemoryError: There is no scratch memory.
             RuntimeError: The kernel has a bug, or operands do not fit each other.
         """
-        layout = self._layout(record)
-        arrays = layout.arrays(inputs, outputs)  # alive until the kernel has returned
-        call = described(layout, arrays, attrs, _ASK_ADDRESS if check_wanted else 0)
-        run, address = self._bound[record.name].run, address_of(call)
-        if check_wanted is None:
-            status = run(self._context, address)
+        # `inputs` and `outputs` keep the arrays alive until the kernel has returned.
+        block = _taken(spare)
+        if block is None:
+            layout = self._layout(record)
+            arrays = layout.arrays(inputs, outputs)
+            block = Block(
+                layout, arrays, described(layout, arrays, attrs, _ASK_ADDRESS if check_wanted else 0)
+            )
         else:
-            with _Polled(address, check_wanted):
-                status = run(self._context, address)
+            block.point_to(inputs, outputs)
+        run = self._bound[record.name].run
+        if check_wanted is None:
+            status = run(self._context, block.address)
+        else:
+            with _Polled(block.address, check_wanted):
+                status = run(self._context, block.address)
+        if spare is not None:
+            spare.append(block)
         if status == _UNSUPPORTED:
             raise KernelUnsupported(f"{record.name}: no kernel for such operands")
         if status == _NO_MEMORY:
@@ -276,6 +289,13 @@ class Kernels:
         context, self._context = self._context, None
         if context is not None:
             self._functions.npugrad_close(context)
+
+
+def _taken(spare: list[Block] | None) -> Block | None:
+    try:
+        return spare.pop() if spare else None
+    except IndexError:  # another thread took the last one
+        return None
 
 
 class _Polled:

@@ -26,7 +26,7 @@ import numpy as np
 
 from npugrad.errors import UnsafeLevels
 from npugrad_server.acl.faults import Action
-from npugrad_server.acl.layout import arrange
+from npugrad_server.acl.layout import Arrangement, arrange
 from npugrad_server.acl.runtime import AclError, concerning
 from npugrad_server.acl.tensor import DeviceTensor
 from npugrad_server.backends.base import DeviceLost, Timings
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from npugrad.meta import CallMeta
     from npugrad.operator import OpRecord
     from npugrad_server.acl.launcher import Launcher
-    from npugrad_server.acl.layout import Arrangement, Slot
+    from npugrad_server.acl.layout import Slot
     from npugrad_server.acl.runtime import Runtime
     from npugrad_server.backends.base import DeviceCall
     from npugrad_server.backends.npu.bringup import DeviceBuffer, NpuDevice
@@ -118,7 +118,9 @@ class Lane:
             DeviceLost: The process has to go.
         """
         start_s = time.perf_counter()
-        arrangement = arrange(record, call.meta)
+        arrangement: Arrangement | None = call.memo.get(Arrangement)
+        if arrangement is None:
+            call.memo[Arrangement] = arrangement = arrange(record, call.meta)
         job = _Job(record, call, arrangement, _operands(record, call, arrangement), start_s)
         try:
             return self._try(job)

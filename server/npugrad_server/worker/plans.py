@@ -1,0 +1,199 @@
+"""What follows from a call whatever its contents, its place and its moment: made once, used by many calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from npugrad import get_operator
+from npugrad.meta import CallMeta
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    import numpy.typing as npt
+
+    from npugrad.call import CallOptions
+    from npugrad.meta import TensorMeta
+    from npugrad.operator import OpRecord
+    from npugrad_server.backends.base import Backend
+    from npugrad_server.worker.protocol import RunCall
+
+    Array = npt.NDArray[Any]
+
+
+class Place(NamedTuple):
+    """Where a tensor lies in an arena, counted from the base of its call, and how.
+
+    Attributes:
+        name: Name of the parameter.
+        meta: Its meta, for messages.
+        dtype: Type of its elements.
+        shape: Size of each axis.
+        strides: Steps in bytes; None for an empty tensor, which has no memory.
+        content: First byte of its content.
+        start: First byte of its first element.
+        end: End of its content.
+        packed: Whether it is copied to be contiguous.
+    """
+
+    name: str
+    meta: TensorMeta
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    content: int
+    start: int
+    end: int
+    packed: bool
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a backend needs of a call that does not differ from the next one.
+
+    Attributes:
+        record: Record of the operator.
+        wants_nothing: Whether no output is wanted: the operands may then be anything, and are not here.
+        meta: Metas of the operands as the backend gets them, attributes and product.
+        input_offset: First byte of the operands when the call was brought.
+        output_offset: First byte of the wanted outputs then.
+        nulls: None for each operand, in their order.
+        operands: Where each operand that is not null lies, counted from there.
+        unused: Those that lie nowhere: none of their values is used, so that they are zeros.
+        results: Where each wanted output lies, its axes in the order of the formula.
+        moved: Names of those that are not contiguous, because a format puts axes in another order.
+    """
+
+    record: OpRecord
+    wants_nothing: bool
+    meta: CallMeta
+    input_offset: int
+    output_offset: int
+    nulls: Mapping[str, None]
+    operands: tuple[Place, ...]
+    unused: tuple[Place, ...]
+    results: tuple[Place, ...]
+    moved: tuple[str, ...]
+
+
+class Plan:
+    """A call that was brought whole; `RunAgain` names it. Any number of streams may run it at once.
+
+    Attributes:
+        order: The call that brought it.
+        memo: What the backend keeps of it.
+    """
+
+    def __init__(self, order: RunCall) -> None:
+        """Keeps the call; nothing of it was looked at yet."""
+        self.order = order
+        self.memo: dict[Any, Any] = {}
+        self._prepared: Prepared | None = None
+        self._options = order.options
+
+    def prepared(self, backend: Backend) -> Prepared:
+        """What follows from the call.
+
+        Args:
+            backend: Runs it; always the same one.
+
+        Raises:
+            UnsupportedOperator: The backend has no such operator.
+        """
+        if self._prepared is None:  # two streams may both make it: they make the same
+            self._prepared = _prepare(backend, self.order)
+        return self._prepared
+
+    def options(self, priority: int, label: str) -> CallOptions:
+        """The options of a call with this priority and label; mostly they are those of the one before."""
+        options = self._options
+        if options.label != label or options.priority != priority:
+            self._options = options = replace(options, label=label, priority=priority)
+        return options
+
+
+def _prepare(backend: Backend, order: RunCall) -> Prepared:
+    record = get_operator(order.operator, backend.records)
+    if all(meta is None for meta in order.outputs.values()):
+        return Prepared(record, True, order.meta, 0, 0, {}, (), (), (), ())
+    call = record.ordered(order.meta)
+    first, first_result = _lowest(order.input_offsets), _lowest(order.output_offsets)
+    given = [(name, meta, order.input_offsets.get(name)) for name, meta in call.inputs.items() if meta]
+    operands = tuple(
+        _place(name, meta, offset - first, backend.strided)
+        for name, meta, offset in given
+        if offset is not None
+    )
+    unused = tuple(_place(name, meta, 0, True) for name, meta, offset in given if offset is None)
+    wanted = [(param, meta) for param in record.outputs if (meta := order.outputs[param.name]) is not None]
+    results = tuple(
+        _place(param.name, param.ordered(meta), order.output_offsets[param.name] - first_result, True)
+        for param, meta in wanted
+    )
+    seen = call if backend.strided else _contiguous(call)
+    moved = tuple(place.name for place in results if not place.meta.is_contiguous)
+    return Prepared(
+        record,
+        False,
+        seen,
+        first,
+        first_result,
+        dict.fromkeys(call.inputs),
+        operands,
+        unused,
+        results,
+        moved,
+    )
+
+
+def _lowest(offsets: Mapping[str, int]) -> int:
+    return min(offsets.values(), default=0)
+
+
+def _place(name: str, meta: TensorMeta, content: int, strided: bool) -> Place:
+    """Where a tensor lies whose content begins at this byte; copied unless it may be strided, or is not."""
+    dtype = meta.dtype.numpy
+    itemsize = dtype.itemsize
+    return Place(
+        name=name,
+        meta=meta,
+        dtype=dtype,
+        shape=meta.shape,
+        strides=tuple(step * itemsize for step in meta.element_strides) if meta.size else None,
+        content=content,
+        start=content + meta.storage_offset * itemsize,
+        end=content + meta.content_bytes,
+        packed=not strided and not meta.is_contiguous,
+    )
+
+
+def _contiguous(call: CallMeta) -> CallMeta:
+    metas = {name: None if meta is None else meta.contiguous() for name, meta in call.inputs.items()}
+    return CallMeta(metas, call.attrs, product=call.product)
+
+
+def arrays(places: Iterable[Place], memory: memoryview, base: int) -> dict[str, Array]:
+    """Views of tensors by name, or contiguous copies of those that are packed; writable if the memory is.
+
+    Args:
+        places: Where they lie.
+        memory: The arena.
+        base: First byte of the call in it.
+
+    Raises:
+        ValueError: A content would leave the arena.
+    """
+    found: dict[str, Array] = {}
+    for name, meta, dtype, shape, strides, content, start, end, packed in places:
+        if base + content < 0 or base + end > len(memory):
+            available = len(memory) - base - content
+            raise ValueError(f"found {available} bytes for {meta}; expected {meta.content_bytes}")
+        if strides is None:
+            found[name] = np.empty(shape, dtype)
+            continue
+        array: Array = np.ndarray(shape, dtype, memory, base + start, strides)
+        found[name] = np.ascontiguousarray(array) if packed else array
+    return found

@@ -1,0 +1,130 @@
+"""Which plans a process was brought: numbers, what is dropped, and when it is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npugrad import get_operator
+from npugrad.call import CallOptions
+from npugrad_server.pool import CallPlan
+from npugrad_server.pool.sent_plans import SentPlans
+from npugrad_server.worker.protocol import ForgetPlan
+
+
+def plans(count: int) -> list[CallPlan]:
+    record = get_operator("group_norm_backward")
+    call = record.build()
+    return [CallPlan(record, call, record.infer(call), CallOptions(), is_kept=True) for _ in range(count)]
+
+
+@pytest.fixture
+def told() -> list[ForgetPlan]:
+    return []
+
+
+def test_a_plan_is_brought_once_and_plans_that_look_alike_are_two(told: list[ForgetPlan]) -> None:
+    sent = SentPlans(told.append)
+    one, other = plans(2)
+    assert sent.begin(1, one) == (0, False)
+    assert sent.begin(2, one) == (0, True)
+    assert sent.begin(3, other) == (1, False)
+    assert sent.begin(4, replace(one)) == (2, False)
+    sent.end(1)
+    assert sent.begin(5, one) == (0, True)
+    assert told == []
+
+
+def test_the_plan_that_was_used_longest_ago_goes_first(told: list[ForgetPlan]) -> None:
+    sent = SentPlans(told.append, most=2)
+    one, two, three = plans(3)
+    for call, plan in enumerate((one, two, one)):
+        sent.begin(call, plan)
+        sent.end(call)
+    assert sent.begin(10, three) == (2, False)
+    assert told == [ForgetPlan(1)]
+    sent.end(10)
+    assert sent.begin(11, two) == (3, False)
+    assert told == [ForgetPlan(1), ForgetPlan(0)]
+
+
+def test_a_plan_is_forgotten_after_the_last_of_its_calls(told: list[ForgetPlan]) -> None:
+    sent = SentPlans(told.append, most=1)
+    one, two = plans(2)
+    sent.begin(1, one)
+    sent.begin(2, one)
+    sent.begin(3, two)
+    sent.end(1)
+    sent.end(1)  # an answer that was told twice
+    sent.end(77)  # a call that had no number
+    assert told == []
+    sent.end(2)
+    assert told == [ForgetPlan(0)]
+    assert sent.begin(4, one) == (2, False)
+    assert told == [ForgetPlan(0)]
+    sent.end(3)
+    assert told == [ForgetPlan(0), ForgetPlan(1)]
+
+
+def test_a_number_that_the_process_lacks_is_given_to_no_later_call(told: list[ForgetPlan]) -> None:
+    sent = SentPlans(told.append)
+    (one,) = plans(1)
+    sent.begin(1, one)
+    sent.end(1)
+    sent.begin(2, one)
+    sent.begin(3, one)
+    assert sent.lacks(2)
+    assert not sent.lacks(2)  # it has no number any more
+    assert not sent.lacks(1)
+    assert sent.begin(4, one) == (1, False)
+    assert sent.lacks(3)
+    assert sent.begin(5, one) == (1, True)
+    assert told == []
+
+
+events = st.lists(
+    st.tuples(st.sampled_from(["begin", "begin", "begin", "end", "lacks"]), st.integers(0, 5)), max_size=60
+)
+
+
+@given(events, st.integers(1, 3))
+def test_a_process_that_does_as_it_is_told_has_every_plan_that_is_named(
+    events: list[tuple[str, int]], most: int
+) -> None:
+    kept: dict[int, CallPlan] = {}
+    running: dict[int, int] = {}
+    sent_as: dict[int, int] = {}
+    brought: set[int] = set()
+
+    def forget(message: ForgetPlan) -> None:
+        kept.pop(message.plan, None)  # unless it was lacking
+        assert message.plan not in running.values()
+
+    sent = SentPlans(forget, most)
+    all_plans = plans(6)
+    for call, (event, which) in enumerate(events):
+        if event == "begin":
+            number, known = sent.begin(call, all_plans[which])
+            if known:
+                assert kept[number] is all_plans[which]
+            else:
+                assert number not in brought
+                brought.add(number)
+                kept[number] = all_plans[which]
+            running[call] = sent_as[call] = number
+        elif running:
+            ended = sorted(running)[which % len(running)]
+            del running[ended]
+            if event == "end":
+                sent.end(ended)
+            else:
+                assert sent.lacks(ended)
+                kept.pop(sent_as[ended], None)
+        assert len(kept.keys() - running.values()) <= most
+    for call in list(running):
+        del running[call]
+        sent.end(call)
+    assert len(kept) <= most
