@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from npugrad.call import CallOptions
 from npugrad.codec import WireContent
 from npugrad.errors import RecipeMismatch
 from npugrad.ops import get_operator
@@ -28,7 +29,7 @@ CALL = RECORD.build(n=1, c=1, hxw=SIZE, group=1)
 
 
 def admitted(memory: bytearray) -> Admission:
-    planned = PlannedCall(RECORD, CALL, {}, None, "r1", None)  # type: ignore[arg-type]
+    planned = PlannedCall(RECORD, CALL, {}, CallOptions(), "r1", None)
     view = memoryview(memory)
     return Admission(1, planned, {"input": 64}, lambda offset, n: view[offset : offset + n], lambda _: None)
 
@@ -140,7 +141,7 @@ def test_loop_turns_while_a_content_is_made() -> None:
     recipe = Recipe("normal", shape=(size,))
     call = RECORD.build(n=1, c=1, hxw=size, group=1)
     memory = memoryview(bytearray(4 * size))
-    planned = PlannedCall(RECORD, call, {}, None, "r1", None)  # type: ignore[arg-type]
+    planned = PlannedCall(RECORD, call, {}, CallOptions(), "r1", None)
     admission = Admission(
         1, planned, {"input": 0}, lambda offset, n: memory[offset : offset + n], lambda _: None
     )

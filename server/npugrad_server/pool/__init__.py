@@ -6,6 +6,7 @@ from npugrad_server.pool.admission import Admission
 from npugrad_server.pool.device_pool import DevicePool
 from npugrad_server.pool.orphans import keep_reaping
 from npugrad_server.pool.types import (
+    CallPlan,
     DeviceState,
     DeviceStatus,
     Outcome,
@@ -17,6 +18,7 @@ from npugrad_server.pool.types import (
 
 __all__ = [
     "Admission",
+    "CallPlan",
     "DevicePool",
     "DeviceState",
     "DeviceStatus",

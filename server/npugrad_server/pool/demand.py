@@ -50,12 +50,19 @@ class Demand:
 
 
 def demand_of(planned: PlannedCall, *, own_memory: bool = False) -> Demand:
-    """Counts what a call needs.
+    """What a call needs, counted once for each plan.
 
     Args:
         planned: The call.
         own_memory: Whether devices have memory of their own, and take operands in other layouts.
     """
+    demands = planned.plan.demands
+    if own_memory not in demands:
+        demands[own_memory] = _count(planned, own_memory)
+    return demands[own_memory]
+
+
+def _count(planned: PlannedCall, own_memory: bool) -> Demand:
     inputs = _layout({name: _content_bytes(meta) for name, meta in planned.call.inputs.items()})
     outputs = _layout({name: _tensor_bytes(meta) for name, meta in planned.outputs.items()})
     if own_memory:

@@ -5,7 +5,7 @@ Free of gRPC, settings libraries and protobuf, so that the pool can be run and t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from npugrad.meta import CallMeta, TensorMeta
     from npugrad.operator import OpRecord
     from npugrad.products import Product
+    from npugrad_server.pool.demand import Demand
 
 
 START_LIMIT_FACTOR = 3
@@ -79,6 +80,30 @@ class PoolSettings:
         return START_LIMIT_FACTOR * self.worker_start_timeout_s
 
 
+@dataclass(frozen=True, eq=False)
+class CallPlan:
+    """What follows from a legal request's signature, whatever its contents: made once, used by many calls.
+
+    Calls share a plan where they have the same object; two plans that look alike are two. Nothing that was
+    measured is in it: workspace, memory and the state of devices are asked anew for each call.
+
+    Attributes:
+        record: Record of the operator.
+        call: Metas and attributes.
+        outputs: Inferred outputs by name, None for masked-out ones.
+        options: Options of the call; label and priority, which differ from call to call, at their defaults.
+        is_kept: Whether later calls may meet it again.
+        demands: What the call needs, once it was counted, by whether devices have memory of their own.
+    """
+
+    record: OpRecord
+    call: CallMeta
+    outputs: Mapping[str, TensorMeta | None]
+    options: CallOptions
+    is_kept: bool
+    demands: dict[bool, Demand] = field(default_factory=dict, init=False, repr=False)
+
+
 @dataclass(frozen=True)
 class PlannedCall:
     """A call that the validator passed.
@@ -90,6 +115,7 @@ class PlannedCall:
         options: Options of the call.
         request_id: Identifier of the request in the log.
         deadline_s: `time.monotonic()` from which on the result is of no use; None for never.
+        plan: What of it other calls may share; one of its own unless it was made by `of`.
     """
 
     record: OpRecord
@@ -98,6 +124,37 @@ class PlannedCall:
     options: CallOptions
     request_id: str
     deadline_s: float | None
+    plan: CallPlan = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Makes a plan that no other call has."""
+        options = replace(self.options, label="", priority=0)
+        plan = CallPlan(self.record, self.call, self.outputs, options, is_kept=False)
+        object.__setattr__(self, "plan", plan)
+
+    @classmethod
+    def of(
+        cls, plan: CallPlan, options: CallOptions, request_id: str, deadline_s: float | None
+    ) -> PlannedCall:
+        """A call of a plan.
+
+        Args:
+            plan: The plan.
+            options: The plan's options, with the label and the priority of this call.
+            request_id: Identifier of the request in the log.
+            deadline_s: `time.monotonic()` from which on the result is of no use; None for never.
+        """
+        made = cls.__new__(cls)
+        made.__dict__.update(
+            record=plan.record,
+            call=plan.call,
+            outputs=plan.outputs,
+            options=options,
+            request_id=request_id,
+            deadline_s=deadline_s,
+            plan=plan,
+        )
+        return made
 
 
 @dataclass(frozen=True)
