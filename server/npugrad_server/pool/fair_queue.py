@@ -6,7 +6,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Hashable, Iterator
 
 
 class Queueable(Protocol):
@@ -28,7 +28,7 @@ class Queueable(Protocol):
         ...
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> Hashable:
         """Calls of one label and kind never pass each other."""
         ...
 
@@ -80,7 +80,7 @@ class FairQueue(Generic[T]):
         """
         for priority in sorted(self._rounds, reverse=True):
             for lane in self._rounds[priority].values():
-                passed: set[str] = set()
+                passed: set[Hashable] = set()
                 for call in lane.values():
                     if call.kind in passed:
                         continue
