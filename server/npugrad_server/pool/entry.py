@@ -29,6 +29,7 @@ class Entry:
 
     Attributes:
         admission: The caller's hold on it.
+        planned: The call.
         demand: What it needs.
         operands: Its part of the input arena.
         future: Where the caller waits; None before `DevicePool.run`.
@@ -41,6 +42,7 @@ class Entry:
     """
 
     admission: Admission
+    planned: PlannedCall
     demand: Demand
     operands: Region
     future: asyncio.Future[Outcome] | None = None
@@ -50,11 +52,6 @@ class Entry:
     arena: OutputArena | None = None
     answer: CallDone | CallFailed | None = None
     held: OutputArena | None = None
-
-    @property
-    def planned(self) -> PlannedCall:
-        """The call."""
-        return self.admission.planned
 
     def request(self) -> CallRequest:
         """What the scheduler has to know of it."""

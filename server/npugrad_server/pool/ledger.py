@@ -56,7 +56,7 @@ class CallRecord:
         id: Unique number.
         priority: Priority of the queue.
         label: Label of the queue.
-        kind: Kind of the queue: what its devices are chosen by.
+        kind: Kind of the queue: operator and deterministic mode, which its devices are chosen by.
     """
 
     request: CallRequest

@@ -68,7 +68,7 @@ class Placement:
 
     def why_never(self, call: CallRecord) -> tuple[str, str] | None:
         """Why a call can run nowhere now: row of the error table and what happened; None when it may."""
-        offer = self._offer(call)
+        offer = self._offers.of(*call.kind)
         if offer.refused is not None:
             return offer.refused
         most, found = offer.most_bytes, call.request.device_bytes
@@ -82,20 +82,17 @@ class Placement:
 
     def is_confined(self, call: CallRecord) -> bool:
         """Whether some device that is ready is not for it, so that those of another kind may pass it."""
-        return self._offer(call).is_confined
+        return self._offers.of(*call.kind).is_confined
 
     def has_other(self, call: CallRecord) -> bool:
         """Whether a device is ready that could take a call which one could not."""
         return bool(self._others(call))
 
-    def _offer(self, call: CallRecord) -> Offer:
-        return self._offers.of(call.request.operator, call.request.deterministic)
-
     def _choices(self, call: CallRecord) -> Sequence[WorkerRecord]:
         """Devices that a call may go to, now or once they are ready."""
         if call.declined_by is None:
-            return self._offer(call).fitting
-        return self._others(call) or self._offer(call).fitting
+            return self._offers.of(*call.kind).fitting
+        return self._others(call) or self._offers.of(*call.kind).fitting
 
     def _others(self, call: CallRecord) -> list[WorkerRecord]:
         """Where a call goes that a device could not take; none for other calls."""
@@ -106,7 +103,7 @@ class Placement:
 
     def _targets(self, call: CallRecord) -> Sequence[WorkerRecord]:
         """Those of its choices worth waiting for."""
-        offer = self._offer(call)
+        offer = self._offers.of(*call.kind)
         if call.declined_by is None and not offer.is_bounded:
             return offer.fitting
         choices = self._choices(call)

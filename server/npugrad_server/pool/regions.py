@@ -51,9 +51,9 @@ class RegionAllocator:
 
     def allocate(self, nbytes: int) -> Region | None:
         """Takes a region of at least this many bytes; None when no gap is large enough."""
-        wanted = aligned(nbytes)
-        if not wanted:
+        if not nbytes:
             return EMPTY
+        wanted = aligned(nbytes)
         for index, offset in enumerate(self._gaps):
             gap = self._gap_bytes[offset]
             if gap >= wanted:

@@ -84,7 +84,7 @@ class RpcCall:
 
     def __post_init__(self) -> None:
         """Remembers how long the client will wait."""
-        self._granted_s = self.timeout_s or 0.0
+        self._granted_s: float = self.context.time_remaining() or 0.0
 
     @property
     def timeout_s(self) -> float | None:
