@@ -45,6 +45,7 @@ REQUEST_ID_KEY = "x-request-id"
 STATUS_KEY = "grpc-status-details-bin"
 _SANE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 _SUMMARY_CHARACTERS = 512
+_MOST_SUMMARIES = 256
 _OURS = "/npugrad."
 _LATENCY_S = 5e-3
 _LEVELS = {
@@ -264,6 +265,10 @@ class Funnel(grpc.aio.ServerInterceptor):
         )
 
 
+_summaries: dict[int, tuple[CallMeta, str]] = {}
+"""Of the calls that were logged last, for the thread that makes the lines."""
+
+
 def _current_task() -> asyncio.Task[Any]:
     task = asyncio.current_task()
     if task is None:
@@ -299,9 +304,17 @@ def _error_fields(error: NpugradError) -> dict[str, Any]:
 
 
 def _summary(call: CallMeta) -> str:
-    operands = [f"{name}={meta}" for name, meta in call.inputs.items() if meta is not None]
-    attrs = [f"{name}={value}" for name, value in call.attrs.items()]
-    return ", ".join(operands + attrs)[:_SUMMARY_CHARACTERS]
+    """Types, shapes and attributes; made once for calls that share their metas."""
+    # The metas are kept with the text, so that no other ones can have their number meanwhile.
+    known = _summaries.get(id(call))
+    if known is None:
+        operands = [f"{name}={meta}" for name, meta in call.inputs.items() if meta is not None]
+        attrs = [f"{name}={value}" for name, value in call.attrs.items()]
+        known = (call, ", ".join(operands + attrs)[:_SUMMARY_CHARACTERS])
+        if len(_summaries) >= _MOST_SUMMARIES:
+            _summaries.clear()
+        _summaries[id(call)] = known
+    return known[1]
 
 
 def sane(message: Any) -> Any:
