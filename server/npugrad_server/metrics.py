@@ -31,6 +31,8 @@ SNAPSHOT_TIMEOUT_S = 5.0
 
 # From a tiny CPU call to a large NPU one, three steps a decade.
 _SECONDS = (*(round(m * 10.0**e, 6) for e in range(-4, 2) for m in (1, 2.5, 5)), 100.0)
+_MOST_OBSERVED = 256
+"""Times that wait to be counted in a histogram."""
 _T = TypeVar("_T")
 _STAGES = tuple((stage, f"{stage}_s") for stage in ("queued", "copy_in", "run", "copy_out"))
 """Stages and the fields of `ExecutionInfo` that have their seconds."""
@@ -174,7 +176,9 @@ class Metrics(PoolObserver):
         """
         self._active.values[(method,)] -= 1
         self._calls.counts[method, operator, status, reason, device] += 1
-        self._call_seconds.observe((method, operator), seconds)
+        self._call_seconds.observed.append(((method, operator), seconds))
+        if len(self._call_seconds.observed) >= _MOST_OBSERVED:
+            self._call_seconds.count()
 
     def bytes_moved(self, operator: str, received: int, sent: int) -> None:
         """Content bytes of one call, in and out."""
@@ -201,8 +205,11 @@ class Metrics(PoolObserver):
         """A call has its answer; the stages of a good one are kept."""
         if info is None:
             return
+        operator, device, observed = planned.record.name, info.device, self._stages.observed
         for stage, name in _STAGES:
-            self._stages.observe((planned.record.name, info.device, stage), getattr(info, name))
+            observed.append(((operator, device, stage), getattr(info, name)))
+        if len(observed) >= _MOST_OBSERVED:
+            self._stages.count()
 
     def call_requeued(self, planned: PlannedCall, device: str) -> None:
         """The worker of a device died under a call."""

@@ -3,14 +3,16 @@
 The metrics of prometheus_client cost a lock, a look-up and a dozen frames each time, which adds up where
 there are many for every call. What these show is the same.
 
-Thread safety: counted on one thread, the event loop's; collected on any. A page may so show a call in one
+Thread safety: added to on one thread, the event loop's; collected on any. A page may so show a call in one
 family and not yet in another one.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from bisect import bisect_left
+from collections import deque
 from math import inf
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
@@ -112,7 +114,11 @@ class GaugeTally(_Tally):
 
 
 class HistogramTally(_Tally):
-    """Counts how large something was."""
+    """Counts how large something was.
+
+    Attributes:
+        observed: What was not counted yet, labels and how large: append to it.
+    """
 
     def __init__(
         self,
@@ -135,21 +141,22 @@ class HistogramTally(_Tally):
         self._bounds = (*buckets, inf)
         self._names = [str(floatToGoString(bound)) for bound in self._bounds]  # type: ignore[no-untyped-call]
         self._cells = Cells(lambda: [0.0] * (len(self._bounds) + 1))  # one of each bucket, then the sum
+        self.observed: deque[tuple[Labels, float]] = deque()
+        self._lock = threading.Lock()
         super().__init__(name, text, labels, registry)
 
-    def observe(self, labels: Labels, amount: float) -> None:
-        """Counts one.
-
-        Args:
-            labels: Values of its labels.
-            amount: How large it was.
-        """
-        cell = self._cells[labels]
-        cell[bisect_left(self._bounds, amount)] += 1
-        cell[-1] += amount
+    def count(self) -> None:
+        """Counts what was observed. Somebody has to from time to time, also if nobody looks."""
+        with self._lock:
+            while self.observed:
+                labels, amount = self.observed.popleft()
+                cell = self._cells[labels]
+                cell[bisect_left(self._bounds, amount)] += 1
+                cell[-1] += amount
 
     def collect(self) -> Iterator[Metric]:
         """The histogram as prometheus_client would show it."""
+        self.count()
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
         for labels, cell in list(self._cells.items()):
             *counts, total = tuple(cell)

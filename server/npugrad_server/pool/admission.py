@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from types import TracebackType
 
     from npugrad_server.pool.types import PlannedCall
@@ -65,12 +65,20 @@ class Admission:
                 f"{self.planned.record.name}: operands can be written only before the call runs"
             )
         start = self._offsets[name]
-        return self.lend(self._memory[start : start + meta.content_bytes])
-
-    def lend(self, view: memoryview) -> memoryview:
-        """Remembers a view that is void once the admission is closed."""
+        view = self._memory[start : start + meta.content_bytes]
         self._views.append(view)
         return view
+
+    def lend(self, memory: memoryview, parts: Iterable[tuple[str, int, int]]) -> dict[str, memoryview]:
+        """Views that are void once the admission is closed.
+
+        Args:
+            memory: What they are parts of, which is void then as well.
+            parts: Name, first byte and length of each.
+        """
+        found = {name: memory[start : start + nbytes] for name, start, nbytes in parts}
+        self._views += [memory, *found.values()]
+        return found
 
     def close(self) -> None:
         """Gives every byte back; may be called again. A call that still waits or runs is cancelled.

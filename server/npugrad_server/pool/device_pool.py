@@ -141,15 +141,15 @@ class DevicePool:
         if self._scheduler.all_down:
             raise error_without_device(self.devices(), planned)
         deterministic = planned.options.deterministic
-        refused = self._scheduler.why_refused(operator, deterministic)
-        if refused is not None:
-            raise error_from_verdict(planned, *refused)
+        offer = self._scheduler.offer(operator, deterministic)
+        if offer.refused is not None:
+            raise error_from_verdict(planned, *offer.refused)
         waiting = self._uploads + self._scheduler.queue_depth
         demand, region = self._gate.reserve(
             planned,
             waiting,
             self._scheduler.running,
-            self._scheduler.most_device_bytes(operator, deterministic),
+            offer.most_bytes,
         )
         admission = Admission(
             next(self._numbers),
@@ -194,7 +194,7 @@ class DevicePool:
         admission.started = True
         entry = self._entries[admission.number]
         self._uploads -= 1
-        entry.future, entry.submitted_s = self._loop.create_future(), time.monotonic()
+        entry.future, entry.submitted_s = asyncio.Future(loop=self._loop), time.monotonic()
         self._apply(self._scheduler.submit(entry.request(), entry.submitted_s))
         try:
             return await entry.future

@@ -105,12 +105,11 @@ class Entry:
         return Outcome(self._contents(self.start.region, self.arena), self._info(device, ready))
 
     def _contents(self, region: Region, arena: OutputArena) -> dict[str, memoryview]:
-        offsets = self.demand.outputs.offsets
-        return {
-            name: self.admission.lend(arena.view(region, offsets[name], meta.nbytes))
-            for name, meta in self.planned.outputs.items()
-            if meta is not None
-        }
+        parts = []
+        for name, meta in self.planned.outputs.items():
+            if meta is not None:
+                parts.append((name, self.demand.outputs.offsets[name], meta.nbytes))
+        return self.admission.lend(arena.view(region, 0, region.nbytes), parts)
 
     def _info(self, device: str, ready: DeviceReady) -> ExecutionInfo:
         answer, start = self.answer, self.start

@@ -71,6 +71,8 @@ class Placement:
         offer = self._offers.of(*call.kind)
         if offer.refused is not None:
             return offer.refused
+        if offer.able and not offer.is_bounded:
+            return None
         most, found = offer.most_bytes, call.request.device_bytes
         if most is not None and found > most:
             what = f"found {found} bytes of tensors on the device; expected at most {most}"
@@ -119,11 +121,13 @@ class Placement:
     def place(self, call: CallRecord) -> WorkerRecord | None:
         """Puts a call on the best worker with room for it, its memory taken; None when none has room now."""
         for worker in self._by_rank(call):
-            workspace = self._workspace_of(call, worker)
-            device_bytes = 0
-            if workspace is not None:
+            workspace, device_bytes = None, 0
+            if worker.memory_bytes is not None:
+                workspace = self._workspace_of(call, worker.memory_bytes)
                 device_bytes = call.request.device_bytes + workspace_footprint(workspace)
-            if not worker.has_free(device_bytes) or not self._has_free(worker, call):
+                if not worker.has_free(device_bytes):
+                    continue
+            if self._memory[worker.spec.memory] < call.request.memory_bytes:
                 continue
             region = worker.outputs.allocate(call.request.output_bytes)
             if region is not None:
@@ -142,19 +146,14 @@ class Placement:
             choices.sort(key=lambda worker: _rank(call, worker))
         return choices
 
-    def _has_free(self, worker: WorkerRecord, call: CallRecord) -> bool:
-        return self._memory[worker.spec.memory] >= call.request.memory_bytes
-
-    def _workspace_of(self, call: CallRecord, worker: WorkerRecord) -> int | None:
-        """Workspace to set aside for a call; None where the device has no memory of its own."""
-        if worker.memory_bytes is None:
-            return None
+    def _workspace_of(self, call: CallRecord, memory_bytes: int) -> int:
+        """Workspace to set aside for a call on a device that has so much memory of its own."""
         expected = self._expected(call)
         wanted = call.request.device_bytes + workspace_footprint(expected)
         if any(choice.could_hold(wanted) for choice in self._choices(call)):
             return expected
         # What was learned may be true no more. It gets all there is, and its first phase has the last word.
-        return largest_workspace(worker.memory_bytes - call.request.device_bytes)
+        return largest_workspace(memory_bytes - call.request.device_bytes)
 
     def _expected(self, call: CallRecord) -> int:
         if call.workspace_bytes is not None:

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from npugrad_server.pool.commands import CallRequest, Command, Failure, WorkerSpec
+    from npugrad_server.pool.offers import Offer
     from npugrad_server.pool.types import PoolSettings
 
 
@@ -79,7 +80,7 @@ class Scheduler:
     @property
     def queue_depth(self) -> int:
         """Calls that wait for a worker."""
-        return len(self._queue)
+        return self._queue.count
 
     @property
     def running(self) -> int:
@@ -96,9 +97,13 @@ class Scheduler:
         """Whether no device is ready or about to be."""
         return self._lifecycle.all_down
 
+    def offer(self, operator: str, deterministic: bool) -> Offer:
+        """What the devices have for calls of an operator and mode now."""
+        return self._placement.offer(operator, deterministic)
+
     def most_device_bytes(self, operator: str = "", deterministic: bool = False) -> int | None:
         """The most of a device's own memory that a call can have; None where it has no bound, or not yet."""
-        return self._placement.offer(operator, deterministic).most_bytes
+        return self.offer(operator, deterministic).most_bytes
 
     def why_lacking(self, operator: str) -> str:
         """Why no device can run an operator; empty when one can, or may once it is ready."""
@@ -106,7 +111,7 @@ class Scheduler:
 
     def why_refused(self, operator: str, deterministic: bool) -> tuple[str, str] | None:
         """Row of the error table and why no device runs such calls; None when one does, or may once ready."""
-        return self._placement.offer(operator, deterministic).refused
+        return self.offer(operator, deterministic).refused
 
     def next_alarm(self) -> float | None:
         """When `tick` is due; None when only an event can change anything."""
@@ -331,7 +336,7 @@ class Scheduler:
     # -------------------------------------------------------------------------------------------- dispatching
 
     def _dispatch(self, now: float, out: list[Command]) -> None:
-        while len(self._queue) and self._has_stream() and self._start_one(now, out):
+        while self._queue.count and self._has_stream() and self._start_one(now, out):
             pass
 
     def _has_stream(self) -> bool:

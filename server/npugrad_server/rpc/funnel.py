@@ -75,7 +75,7 @@ class RpcCall:
     context: Context
     method: str
     request_id: str
-    task: asyncio.Task[Any]
+    task: asyncio.Task[Any] | None
     operator: str = ""
     described: CallMeta | None = None
     info: ExecutionInfo | None = None
@@ -123,7 +123,7 @@ class Funnel(grpc.aio.ServerInterceptor):
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         """Remembers the task of an RPC of ours; those of health and reflection may never end."""
         if handler_call_details.method.startswith(_OURS):
-            self._follow(_current_task())
+            self._follow(asyncio.current_task())
         return await continuation(handler_call_details)
 
     @property
@@ -194,17 +194,19 @@ class Funnel(grpc.aio.ServerInterceptor):
         return handle
 
     def _arrive(self, method: str, context: Context) -> RpcCall:
-        call = RpcCall(context, method, _request_id(context), _current_task())
+        call = RpcCall(context, method, _request_id(context), asyncio.current_task())
         self._metrics.call_arrived(method)
-        self._follow(call.task)
+        if call.task not in self._active:
+            self._follow(call.task)
         return call
 
-    def _follow(self, task: asyncio.Task[Any]) -> None:
+    def _follow(self, task: asyncio.Task[Any] | None) -> None:
         """That task ends after the status was sent, and not when the handler returns."""
-        if task not in self._active:
-            self._active.add(task)
-            self._unanswered.add(task)
-            task.add_done_callback(self._ended)
+        if task is None:
+            raise RuntimeError("a handler runs in the task of its RPC")
+        self._active.add(task)
+        self._unanswered.add(task)
+        task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._active.discard(task)
@@ -245,7 +247,8 @@ class Funnel(grpc.aio.ServerInterceptor):
             )
 
     def _answered(self, call: RpcCall, status: str, reason: str, error: NpugradError | None) -> None:
-        self._unanswered.discard(call.task)
+        if call.task is not None:
+            self._unanswered.discard(call.task)
         seconds = time.monotonic() - call.started_s
         device = call.info.device if call.info else ""
         self._metrics.call_answered(call.method, call.operator, status, reason, device, seconds)
@@ -267,13 +270,6 @@ class Funnel(grpc.aio.ServerInterceptor):
 
 _summaries: dict[int, tuple[CallMeta, str]] = {}
 """Of the calls that were logged last, for the thread that makes the lines."""
-
-
-def _current_task() -> asyncio.Task[Any]:
-    task = asyncio.current_task()
-    if task is None:
-        raise RuntimeError("a handler runs in the task of its RPC")
-    return task
 
 
 def _fields(
