@@ -64,24 +64,25 @@ class RpcCall:
         context: gRPC's side of it.
         method: Name of the RPC.
         request_id: The client's identifier if it is sane, else one of ours.
-        task: What runs it.
         operator: Operator, once known.
         described: Types, shapes and attributes, once known; never contents.
         info: What produced the result, once there.
         received_bytes: Content bytes that have come so far.
         sent_bytes: Content bytes that go.
+        started_s: `time.monotonic()` of its arrival.
+        task: What runs it.
     """
 
     context: Context
     method: str
     request_id: str
-    task: asyncio.Task[Any] | None
     operator: str = ""
     described: CallMeta | None = None
     info: ExecutionInfo | None = None
     received_bytes: int = 0
     sent_bytes: int = 0
     started_s: float = field(default_factory=time.monotonic)
+    task: asyncio.Task[Any] | None = None
 
     def __post_init__(self) -> None:
         """Remembers how long the client will wait."""
@@ -194,7 +195,7 @@ class Funnel(grpc.aio.ServerInterceptor):
         return handle
 
     def _arrive(self, method: str, context: Context) -> RpcCall:
-        call = RpcCall(context, method, _request_id(context), asyncio.current_task())
+        call = RpcCall(context, method, _request_id(context), task=asyncio.current_task())
         self._metrics.call_arrived(method)
         if call.task not in self._active:
             self._follow(call.task)
