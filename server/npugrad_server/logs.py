@@ -1,13 +1,15 @@
 """The log: one structured line an event on standard error, as JSON or for a person.
 
-Lines are written by a thread of their own, so that a slow reader of standard error never holds up the
-event loop; when it falls too far behind, lines are dropped and counted. Nor does one that reads nothing at
-all hold up the end of the process. The standard library's log, which gRPC and asyncio write to, goes the
-same way, and so does what workers print.
+Lines are made and written by a thread of their own, many at a time, so that neither their making nor a slow
+reader of standard error holds up the event loop; when it falls too far behind, lines are dropped and counted.
+Warnings and errors wait for no others. Nor does a reader that reads nothing at all hold up the end of the
+process. The standard library's log, which gRPC and asyncio write to, goes the same way, and so does what
+workers print.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import logging.handlers
 import os
@@ -17,14 +19,21 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TextIO
+from datetime import datetime, timezone
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 import structlog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from typing import TypeAlias
 
     from structlog.typing import EventDict, WrappedLogger
+
+    Line: TypeAlias = "tuple[int, float, str, Callable[..., EventDict], tuple[object, ...]]"
+    """Level, seconds since the epoch, event, what makes the fields, and its arguments."""
+    Entry: TypeAlias = "logging.LogRecord | Line"
 
 MAX_BACKLOG_LINES = 10_000
 """Lines that may wait for standard error before others are dropped."""
@@ -32,22 +41,33 @@ MAX_VALUE_CHARACTERS = 2048
 """Longest text in a line, tracebacks aside: callers choose parts of it."""
 FAREWELL_S = 2.0
 """Seconds that lines have to be written at the end; those left then are lost."""
+PAUSE_S = 0.02
+"""Seconds that a line waits for others, to be written with them; one that warns does not."""
+MAX_BATCH_LINES = 256
+"""Lines that are written at once at most."""
+_RUSH_LINES = 64
+"""Lines that wait when they wait for no more: at this pace there is enough to write at once."""
 _MAX_PRINTED_BYTES = 65536
 """Longest line of another process; a longer one becomes several."""
 _COUNT = "lines"
 
 
 class LogBacklog(logging.handlers.QueueHandler):
-    """Hands records to the writing thread and never waits.
+    """Hands entries to the writing thread and never waits.
 
     Attributes:
-        lines: Records that wait for the writing thread; None ends it.
+        lines: Entries that wait for the writing thread; None ends it.
+        urgent: Set when one of them must not wait for others.
         dropped_lines: Lines lost because standard error was not read, since that was last said.
+        all_dropped_lines: Lines that all backlogs of the process have lost so far.
     """
 
+    all_dropped_lines: ClassVar[int] = 0
+
     def __init__(self) -> None:
-        self.lines: queue.Queue[logging.LogRecord | None] = queue.Queue(MAX_BACKLOG_LINES)
+        self.lines: queue.SimpleQueue[Entry | None] = queue.SimpleQueue()
         super().__init__(self.lines)
+        self.urgent = threading.Event()
         self.dropped_lines = 0
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
@@ -56,10 +76,46 @@ class LogBacklog(logging.handlers.QueueHandler):
 
     def enqueue(self, record: logging.LogRecord) -> None:
         """Queues the record, or drops it."""
+        self.put(record, record.levelno)
+
+    def put(self, entry: Entry, level: int) -> None:
+        """Queues an entry, or drops it.
+
+        Args:
+            entry: What becomes a line.
+            level: Its level.
+        """
+        waiting = self.lines.qsize()
+        if waiting >= MAX_BACKLOG_LINES:
+            self._drop()
+            return
+        self.lines.put(entry)
+        if level >= logging.WARNING or waiting == _RUSH_LINES:
+            self.urgent.set()
+
+    def _drop(self) -> None:
+        self.acquire()
         try:
-            self.lines.put_nowait(record)
-        except queue.Full:
             self.dropped_lines += 1
+            LogBacklog.all_dropped_lines += 1
+        finally:
+            self.release()
+
+    def take(self, pause_s: float) -> list[Entry | None]:
+        """Waits for an entry, then for others, and takes them.
+
+        Args:
+            pause_s: Seconds to wait for others, unless one is urgent.
+        """
+        found = [self.lines.get()]
+        if pause_s and found[0] is not None:
+            self.urgent.wait(pause_s)
+            self.urgent.clear()
+        while found[-1] is not None and len(found) < MAX_BATCH_LINES and not self.lines.empty():
+            found.append(self.lines.get())
+        if not self.lines.empty():
+            self.urgent.set()  # what is left has waited
+        return found
 
     def take_dropped(self) -> logging.LogRecord | None:
         """What says how many lines were dropped; None when none were, or it was said before."""
@@ -72,49 +128,57 @@ class LogBacklog(logging.handlers.QueueHandler):
         said = {"name": "npugrad_server", "msg": "log lines dropped", _COUNT: count, **level}
         return logging.makeLogRecord(said) if count else None
 
+    def end(self) -> None:
+        """Lets the writing thread end when it has written what there is."""
+        self.lines.put(None)
+        self.urgent.set()
+
 
 class LogWriter(threading.Thread):
     """Writes the lines of a backlog, however long that takes."""
 
-    def __init__(self, backlog: LogBacklog, formatter: logging.Formatter, stream: TextIO) -> None:
+    def __init__(
+        self, backlog: LogBacklog, show: Callable[[Entry], str], stream: TextIO, pause_s: float = 0.0
+    ) -> None:
         """Writes nothing yet.
 
         Args:
             backlog: Where the lines come from.
-            formatter: Makes a line of a record.
+            show: Makes a line of an entry.
             stream: Where they go.
+            pause_s: Seconds that a line waits for others.
         """
         super().__init__(name="log", daemon=True)
-        self._backlog, self._formatter = backlog, formatter
+        self._backlog, self._show, self._pause_s = backlog, show, pause_s
         self._write = _writer(stream)
         self._left = False
 
     def run(self) -> None:
         """Writes until `close`. Takes no lock while it does, as the end of the process takes them all."""
-        lines, record = self._backlog.lines, None
-        while record is not None or (record := lines.get()) is not None:
-            self._write(self._line(record))
+        lines, entries = self._backlog.lines, [*self._backlog.take(self._pause_s)]
+        while entries[-1] is not None:
+            self._write("".join(map(self._line, entries)))
             if self._left:
                 return
             # Said when everything before was written: more often, it would crowd out the others.
-            record = self._backlog.take_dropped() if lines.empty() else None
-        if (record := self._backlog.take_dropped()) is not None:
-            self._write(self._line(record))
+            dropped = self._backlog.take_dropped() if lines.empty() else None
+            entries = self._backlog.take(self._pause_s) if dropped is None else [dropped]
+        entries[-1] = self._backlog.take_dropped()
+        self._write("".join(self._line(entry) for entry in entries if entry is not None))
 
-    def _line(self, record: logging.LogRecord) -> str:
+    def _line(self, entry: Entry | None) -> str:
+        if entry is None:
+            return ""
         try:
-            return f"{self._formatter.format(record)}\n"
+            return f"{self._show(entry)}\n"
         except Exception as error:  # the thread must not end for what one line cannot show
-            return f"a line of {record.name} cannot be shown: {error!r}\n"
+            name = entry.name if isinstance(entry, logging.LogRecord) else entry[2]
+            return f"a line of {name} cannot be shown: {error!r}\n"
 
     def close(self, timeout_s: float) -> None:
         """Ends the thread when it has written what there is, or leaves it behind when the time is over."""
-        end_s = time.monotonic() + timeout_s
-        try:
-            self._backlog.lines.put(None, timeout=timeout_s)
-            self.join(max(0.0, end_s - time.monotonic()))
-        except queue.Full:
-            pass
+        self._backlog.end()
+        self.join(timeout_s)
         self._left = True
 
 
@@ -155,7 +219,7 @@ def relayed(stream: TextIO | None = None) -> Iterator[int]:
     """
     ours, theirs = os.pipe()
     backlog = LogBacklog()
-    writer = LogWriter(backlog, logging.Formatter("%(message)s"), stream or sys.stderr)
+    writer = LogWriter(backlog, _as_printed, stream or sys.stderr)
     reader = threading.Thread(target=_read_lines, args=(ours, backlog), name="relay", daemon=True)
     writer.start()
     reader.start()
@@ -171,7 +235,11 @@ def _read_lines(descriptor: int, backlog: LogBacklog) -> None:
     with os.fdopen(descriptor, "rb") as pipe:
         while line := pipe.readline(_MAX_PRINTED_BYTES):
             text = line.decode(errors="backslashreplace").removesuffix("\n")
-            backlog.handle(logging.makeLogRecord({"msg": text}))
+            backlog.put(logging.makeLogRecord({"msg": text}), logging.NOTSET)
+
+
+def _as_printed(entry: Entry) -> str:
+    return entry.getMessage() if isinstance(entry, logging.LogRecord) else entry[2]
 
 
 def configure(log_format: str, level: str, stream: TextIO | None = None) -> Callable[[], None]:
@@ -203,11 +271,13 @@ def configure(log_format: str, level: str, stream: TextIO | None = None) -> Call
         ],
     )
     backlog = LogBacklog()
-    writer = LogWriter(backlog, formatter, target)
+    show = _show_with(formatter, _renderer(log_format, target)[-1])
+    writer = LogWriter(backlog, show, target, PAUSE_S)
     writer.start()
     root = logging.getLogger()
     root.handlers[:] = [backlog]
     root.setLevel(level.upper())
+    _Later.backlog, _Later.level = backlog, root.level
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,
@@ -220,6 +290,8 @@ def configure(log_format: str, level: str, stream: TextIO | None = None) -> Call
     )
 
     def close() -> None:
+        if _Later.backlog is backlog:
+            _Later.backlog = None
         writer.close(FAREWELL_S)
         root.handlers.remove(backlog)
 
@@ -229,7 +301,60 @@ def configure(log_format: str, level: str, stream: TextIO | None = None) -> Call
 def _renderer(log_format: str, stream: TextIO) -> list[Any]:
     if log_format == "console" or (log_format == "auto" and stream.isatty()):
         return [structlog.dev.ConsoleRenderer(colors=stream.isatty())]
-    return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(_to_json)]
+
+
+def _to_json(event: EventDict, default: Callable[[Any], Any]) -> str:
+    return _encoder(default).encode(event)
+
+
+@cache
+def _encoder(default: Callable[[Any], Any]) -> json.JSONEncoder:
+    """What `json.dumps` would make anew for every line."""
+    return json.JSONEncoder(default=default)
+
+
+def _show_with(formatter: logging.Formatter, render: Callable[..., Any]) -> Callable[[Entry], str]:
+    """What makes a line of any entry: the same of a record and of a `Line` with the same fields."""
+
+    def show(entry: Entry) -> str:
+        if isinstance(entry, logging.LogRecord):
+            return formatter.format(entry)
+        level, time_s, event, make, facts = entry
+        name = logging.getLevelName(level).lower()
+        when = datetime.fromtimestamp(time_s, timezone.utc).isoformat().replace("+00:00", "Z")
+        fields = {**make(*facts), "event": event, "level": name, "timestamp": when}
+        return str(render(None, name, _shorten(None, name, fields)))
+
+    return show
+
+
+class _Later:
+    """Where `log_later` puts its lines.
+
+    Attributes:
+        backlog: Of the writing thread; None while the log of the process is not set up.
+        level: Least level that is written.
+    """
+
+    backlog: LogBacklog | None = None
+    level: int = logging.NOTSET
+
+
+def log_later(level: int, event: str, make: Callable[..., EventDict], *facts: object) -> None:
+    """Logs a line that the writing thread makes, for what is logged so often that making it counts.
+
+    Args:
+        level: Of the standard library, such as `logging.INFO`.
+        event: What happened.
+        make: Makes the fields, in their order, on another thread.
+        facts: Its arguments; they must not change any more, and are kept until the line is written.
+    """
+    backlog = _Later.backlog
+    if backlog is None:
+        get_logger().log(level, event, **make(*facts))
+    elif level >= _Later.level:
+        backlog.put((level, time.time(), event, make, facts), level)
 
 
 def _shorten(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:

@@ -10,11 +10,13 @@ import asyncio
 import concurrent.futures
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from npugrad_server.logs import LogBacklog
 from npugrad_server.pool import DeviceState, PoolObserver
+from npugrad_server.tallies import CounterTally, GaugeTally, HistogramTally
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -29,8 +31,11 @@ SNAPSHOT_TIMEOUT_S = 5.0
 
 # From a tiny CPU call to a large NPU one, three steps a decade.
 _SECONDS = (*(round(m * 10.0**e, 6) for e in range(-4, 2) for m in (1, 2.5, 5)), 100.0)
+_MOST_OBSERVED = 256
+"""Times that wait to be counted in a histogram."""
 _T = TypeVar("_T")
-_STAGES = ("queued", "copy_in", "run", "copy_out")
+_STAGES = tuple((stage, f"{stage}_s") for stage in ("queued", "copy_in", "run", "copy_out"))
+"""Stages and the fields of `ExecutionInfo` that have their seconds."""
 
 
 class PoolFigures(Protocol):
@@ -69,44 +74,43 @@ class Metrics(PoolObserver):
         build.labels(version, product).set(1)
         self._make_call_counters(self.registry)
         self._make_pool_counters(self.registry)
+        self.registry.register(_LogCollector())
 
     def _make_call_counters(self, registry: CollectorRegistry) -> None:
-        self._calls = Counter(
+        self._calls = CounterTally(
             "npugrad_calls",
             "Calls answered, by gRPC status and reason of the error table; device is empty where none ran.",
             ("method", "operator", "status", "reason", "device"),
-            registry=registry,
+            registry,
         )
-        self._call_seconds = Histogram(
+        self._call_seconds = HistogramTally(
             "npugrad_call_seconds",
             "Seconds from the arrival of a call to its answer, uploads included.",
             ("method", "operator"),
+            registry,
             buckets=_SECONDS,
-            registry=registry,
         )
-        self._received = Counter(
-            "npugrad_received_bytes", "Bytes of operands of answered calls.", ("operator",), registry=registry
+        self._received = CounterTally(
+            "npugrad_received_bytes", "Bytes of operands of answered calls.", ("operator",), registry
         )
-        self._sent = Counter(
-            "npugrad_sent_bytes", "Bytes of results of answered calls.", ("operator",), registry=registry
+        self._sent = CounterTally(
+            "npugrad_sent_bytes", "Bytes of results of answered calls.", ("operator",), registry
         )
-        self._active = Gauge(
+        self._active = GaugeTally(
             "npugrad_active_calls",
             "Calls in progress, those not yet admitted included.",
             ("method",),
-            registry=registry,
+            registry,
         )
 
     def _make_pool_counters(self, registry: CollectorRegistry) -> None:
-        self._accepted = Counter(
-            "npugrad_accepted_calls", "Calls admitted.", ("operator",), registry=registry
-        )
-        self._stages = Histogram(
+        self._accepted = CounterTally("npugrad_accepted_calls", "Calls admitted.", ("operator",), registry)
+        self._stages = HistogramTally(
             "npugrad_stage_seconds",
             "Seconds of each stage of a successful call: queued, copy_in, run, copy_out.",
             ("operator", "device", "stage"),
+            registry,
             buckets=_SECONDS,
-            registry=registry,
         )
         self._rerun = Counter(
             "npugrad_calls_rerun",
@@ -132,8 +136,8 @@ class Metrics(PoolObserver):
             ("device",),
             registry=registry,
         )
-        self._attempts = Counter(
-            "npugrad_attempts", "Calls handed to a device, each try counted.", ("device",), registry=registry
+        self._attempts = CounterTally(
+            "npugrad_attempts", "Calls handed to a device, each try counted.", ("device",), registry
         )
         self._transitions = Counter(
             "npugrad_device_transitions",
@@ -155,7 +159,7 @@ class Metrics(PoolObserver):
 
     def call_arrived(self, method: str) -> None:
         """A call of an RPC came in."""
-        self._active.labels(method).inc()
+        self._active.values[(method,)] += 1
 
     def call_answered(
         self, method: str, operator: str, status: str, reason: str, device: str, seconds: float
@@ -170,14 +174,16 @@ class Metrics(PoolObserver):
             device: Device that ran it; empty for none.
             seconds: Seconds since it arrived.
         """
-        self._active.labels(method).dec()
-        self._calls.labels(method, operator, status, reason, device).inc()
-        self._call_seconds.labels(method, operator).observe(seconds)
+        self._active.values[(method,)] -= 1
+        self._calls.counts[method, operator, status, reason, device] += 1
+        self._call_seconds.observed.append(((method, operator), seconds))
+        if len(self._call_seconds.observed) >= _MOST_OBSERVED:
+            self._call_seconds.count()
 
     def bytes_moved(self, operator: str, received: int, sent: int) -> None:
         """Content bytes of one call, in and out."""
-        self._received.labels(operator).inc(received)
-        self._sent.labels(operator).inc(sent)
+        self._received.counts[(operator,)] += received
+        self._sent.counts[(operator,)] += sent
 
     def device_rejected(self, operator: str, code: int) -> None:
         """A device refused what the validator had passed."""
@@ -187,11 +193,11 @@ class Metrics(PoolObserver):
 
     def call_accepted(self, planned: PlannedCall) -> None:
         """A call was admitted."""
-        self._accepted.labels(planned.record.name).inc()
+        self._accepted.counts[(planned.record.name,)] += 1
 
     def call_started(self, planned: PlannedCall, device: str, attempt: int, queued_s: float) -> None:
         """A call was handed to a device."""
-        self._attempts.labels(device).inc()
+        self._attempts.counts[(device,)] += 1
 
     def call_finished(
         self, planned: PlannedCall, reason: str, seconds: float, info: ExecutionInfo | None
@@ -199,9 +205,11 @@ class Metrics(PoolObserver):
         """A call has its answer; the stages of a good one are kept."""
         if info is None:
             return
-        for stage in _STAGES:
-            value = getattr(info, f"{stage}_s")
-            self._stages.labels(planned.record.name, info.device, stage).observe(value)
+        operator, device, observed = planned.record.name, info.device, self._stages.observed
+        for stage, name in _STAGES:
+            observed.append(((operator, device, stage), getattr(info, name)))
+        if len(observed) >= _MOST_OBSERVED:
+            self._stages.count()
 
     def call_requeued(self, planned: PlannedCall, device: str) -> None:
         """The worker of a device died under a call."""
@@ -258,6 +266,15 @@ def ask(loop: asyncio.AbstractEventLoop, question: Callable[[], _T], timeout_s: 
     except concurrent.futures.TimeoutError:
         waiting.cancel()
         raise TimeoutError(f"the event loop did not answer within {timeout_s:g} s") from None
+
+
+class _LogCollector(Collector):
+    """What the log counts."""
+
+    def collect(self) -> Iterator[Metric]:
+        """The lines that the process has lost."""
+        text = "Lines of the log, those that workers print included, lost because nobody read them in time."
+        yield CounterMetricFamily("npugrad_log_lines_dropped", text, value=LogBacklog.all_dropped_lines)
 
 
 class _PoolCollector(Collector):

@@ -7,13 +7,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks import client, kernels, service, transport
+from tests.benchmarks import client, frames, kernels, service, transport
 from tests.benchmarks.harness import FULL, QUICK, Effort
 from tests.benchmarks.kernels import Choice
 from tests.benchmarks.processes import ROOT
 from tests.benchmarks.report import Bench, report
 
-NAMES = ("transport", "service", "client", "kernels")
+NAMES = ("transport", "service", "client", "kernels", "frames")
 
 
 def main() -> None:
@@ -65,6 +65,8 @@ def _bench(name: str, effort: Effort, choice: Choice) -> Bench:
     if name == "kernels":
         found = kernels.run(effort, choice)
         return Bench(choice.bench, kernels.TITLE, kernels.subtitle(choice), found, kernels.facts(choice))
+    if name == "frames":
+        return Bench(name, frames.TITLE, frames.SUBTITLE, frames.run(), {})
     module = {"transport": transport, "service": service, "client": client}[name]
     return Bench(name, module.TITLE, module.SUBTITLE, module.run(effort), {})
 

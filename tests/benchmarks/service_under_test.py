@@ -11,25 +11,29 @@ from typing import TYPE_CHECKING
 from tests.fix_server import run_server
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 # Arenas that hold the largest case some times over; what they are filled with at start is the default.
 _FLAGS = ("--input-arena-bytes", "1GiB", "--output-arena-bytes", "512MiB", "--prefault-bytes", "64MiB")
 
 
 @contextmanager
-def service(devices: str) -> Iterator[str]:
+def service(devices: str, environment: Mapping[str, str] | None = None) -> Iterator[str]:
     """A server on loopback; yields its address, and fails when its end was not clean.
 
     Args:
         devices: Such as ``"cpu:0"``.
+        environment: Variables beside those of this process.
     """
     # As many threads for linear algebra as its peers take by default.
     threads = os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     with (
         tempfile.TemporaryDirectory(prefix="npugrad-bench-") as folder,
         run_server(
-            Path(folder) / "server.log", *_FLAGS, devices=devices, env={"OMP_NUM_THREADS": threads}
+            Path(folder) / "server.log",
+            *_FLAGS,
+            devices=devices,
+            env={"OMP_NUM_THREADS": threads, **(environment or {})},
         ) as running,
     ):
         yield running.address

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -66,6 +67,36 @@ def test_one_case_gives_table_lines_and_picture(bench: str, peers: set[str] | No
         assert all(line["verdict"] in {None, "must", "stretch", "NOT REACHED"} for line in figures)
         assert {"largest error of dq", "loading and first call, over NumPy"} <= {f["what"] for f in figures}
         assert ET.parse(tmp_path / "kernels-rooflines.svg").getroot().tag.endswith("svg")
+
+
+@pytest.mark.slow
+@pytest.mark.deep
+def test_frames_of_every_process_are_counted(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.benchmarks", "frames", "--quick", "--output", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550, check=False)
+    assert done.returncode == 0, done.stderr
+    median, mean = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert set(median["peers"]) == {"client", "front process", "worker"}
+    assert 0 < sum(median["peers"].values()) <= median["value"] * 1.1
+    assert all(count > 10 for count in median["peers"].values())
+    assert mean["value"] > 0
+
+
+def test_a_frame_counts_each_time_it_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "switch").write_bytes(b"\7")
+    program = (
+        "def three():\n yield 1\n yield 2\n"
+        "for _ in three(): pass\n"
+        "open(__import__('os').environ['FRAMES_FOLDER'] + '/switch', 'r+b').write(b'\\xff')\n"
+        "(lambda: None)()\n"
+    )
+    path = str(ROOT / "tests" / "benchmarks" / "counting")
+    environment = {**os.environ, "PYTHONPATH": path, "FRAMES_FOLDER": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", program], env=environment, timeout=60, check=True)
+    (file,) = tmp_path.glob("*.json")
+    found = json.loads(file.read_text())
+    assert found["command"] == [sys.executable, "-c", program]
+    assert [call for call in found["counts"] if call[2] == "three"] == [[7, "<string>", "three", 3]]
 
 
 @pytest.mark.parametrize(

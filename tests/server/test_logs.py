@@ -4,8 +4,10 @@ import io
 import json
 import logging
 import os
+import re
 import subprocess
 import threading
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -91,6 +93,81 @@ def test_console_form_is_for_people() -> None:
     next(end)
     assert "listening" in stream.getvalue()
     assert not stream.getvalue().startswith("{")
+
+
+@pytest.mark.parametrize("log_format", ["json", "console"])
+@pytest.mark.parametrize("level", [logging.INFO, logging.WARNING, logging.ERROR])
+def test_line_that_is_made_later_is_the_same(log_format: str, level: int) -> None:
+    stream, end = written(log_format)
+    fields = {"request_id": "a b", "seconds": 0.25, "error": "\u00e9" * 5000, "code": None, "device": ""}
+    logs.get_logger().log(level, "call", **fields)
+    logs.log_later(level, "call", dict, fields)
+    next(end)
+    time = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z")
+    assert all(time.search(line) for line in stream.getvalue().splitlines())
+    at_once, later = (time.sub("TIME", line) for line in stream.getvalue().splitlines())
+    assert at_once == later
+
+
+def test_line_that_is_made_later_is_of_its_time_and_below_the_level_is_none() -> None:
+    stream, end = written(level="warning")
+    made: list[int] = []
+
+    def make(number: int) -> dict[str, Any]:
+        made.append(number)
+        return {"number": number}
+
+    logs.log_later(logging.INFO, "quiet", make, 1)
+    before = datetime.now(timezone.utc)
+    logs.log_later(logging.WARNING, "loud", make, 2)
+    after = datetime.now(timezone.utc)
+    next(end)
+    (line,) = map(json.loads, stream.getvalue().splitlines())
+    assert made == [2]
+    assert before <= datetime.fromisoformat(line["timestamp"].replace("Z", "+00:00")) <= after
+
+
+def test_line_that_cannot_be_made_is_told_and_the_next_one_is_written() -> None:
+    stream, end = written()
+    logs.log_later(logging.INFO, "call", dict, 3)
+    logs.log_later(logging.INFO, "call", dict)
+    next(end)
+    broken, line = stream.getvalue().splitlines()
+    assert broken.startswith("a line of call cannot be shown: TypeError")
+    assert json.loads(line)["event"] == "call"
+
+
+def test_without_a_log_of_the_process_a_line_is_made_at_once() -> None:
+    with structlog.testing.capture_logs() as captured:
+        logs.log_later(logging.ERROR, "call", dict, {"code": 3})
+    assert captured == [{"code": 3, "event": "call", "log_level": "error"}]
+
+
+def test_a_warning_waits_for_no_others_and_nor_does_what_was_said_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logs, "PAUSE_S", 3600.0)
+    ours, theirs = os.pipe()
+    with open(ours, "rb") as read, open(theirs, "w") as stream:
+        close = logs.configure("json", "info", stream)
+        for number in range(3 * logs.MAX_BATCH_LINES):  # more than are written at once
+            logs.log_later(logging.INFO, "call", dict, {"number": number})
+        logging.getLogger("npugrad_server.pool").warning("cpu:0: its worker was killed")
+        found = [json.loads(read.readline()) for _ in range(3 * logs.MAX_BATCH_LINES + 1)]
+        assert found[-1]["event"] == "cpu:0: its worker was killed"
+        assert [line["number"] for line in found[:-1]] == list(range(3 * logs.MAX_BATCH_LINES))
+        logs.log_later(logging.INFO, "call", dict)
+        close()
+        assert json.loads(read.readline())["event"] == "call"
+
+
+def test_dropped_lines_of_all_backlogs_are_counted() -> None:
+    before = logs.LogBacklog.all_dropped_lines
+    for _ in range(2):
+        backlog = logs.LogBacklog()
+        for _ in range(logs.MAX_BACKLOG_LINES + 7):
+            backlog.put((logging.INFO, 0.0, "call", dict, ()), logging.INFO)
+    assert logs.LogBacklog.all_dropped_lines == before + 14
 
 
 def test_backlog_drops_lines_and_counts_them_instead_of_waiting() -> None:

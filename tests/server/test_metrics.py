@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -8,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from npugrad.call import CallOptions, ExecutionInfo
 from npugrad.ops import get_operator
 from npugrad.products import Product
+from npugrad_server.logs import MAX_BACKLOG_LINES, LogBacklog
 from npugrad_server.metrics import Metrics
 from npugrad_server.pool import DeviceState, DeviceStatus, PlannedCall, PoolStats
 
@@ -92,6 +94,16 @@ def test_what_the_pool_tells_is_counted() -> None:
         labels = {"operator": call.record.name, "device": "cpu:0", "stage": stage}
         assert value("npugrad_stage_seconds_sum", labels) == seconds
         assert value("npugrad_stage_seconds_count", labels) == 1
+
+
+def test_lines_that_the_log_lost_are_counted() -> None:
+    metrics = Metrics("1", "atlas-a2")
+    before = metrics.registry.get_sample_value("npugrad_log_lines_dropped_total")
+    assert before is not None
+    backlog = LogBacklog()
+    for _ in range(MAX_BACKLOG_LINES + 3):
+        backlog.put((logging.INFO, 0.0, "call", dict, ()), logging.INFO)
+    assert metrics.registry.get_sample_value("npugrad_log_lines_dropped_total") == before + 3
 
 
 def test_every_name_starts_with_ours_and_tells_its_unit() -> None:

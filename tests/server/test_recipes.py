@@ -29,8 +29,7 @@ CALL = RECORD.build(n=1, c=1, hxw=SIZE, group=1)
 
 def admitted(memory: bytearray) -> Admission:
     planned = PlannedCall(RECORD, CALL, {}, CallOptions(), "r1", None)
-    view = memoryview(memory)
-    return Admission(1, planned, {"input": 64}, lambda offset, n: view[offset : offset + n], lambda _: None)
+    return Admission(1, planned, {"input": 64}, memoryview(memory), lambda _: None)
 
 
 def content(recipe: Recipe) -> Mapping[str, Recipe]:
@@ -140,9 +139,7 @@ def test_loop_turns_while_a_content_is_made() -> None:
     call = RECORD.build(n=1, c=1, hxw=size, group=1)
     memory = memoryview(bytearray(4 * size))
     planned = PlannedCall(RECORD, call, {}, CallOptions(), "r1", None)
-    admission = Admission(
-        1, planned, {"input": 0}, lambda offset, n: memory[offset : offset + n], lambda _: None
-    )
+    admission = Admission(1, planned, {"input": 0}, memory, lambda _: None)
     start = time.perf_counter()
     recipe.fill(memory)
     alone_s = time.perf_counter() - start

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from types import TracebackType
 
     from npugrad_server.pool.types import PlannedCall
@@ -27,7 +26,7 @@ class Admission:
         number: int,
         planned: PlannedCall,
         offsets: Mapping[str, int],
-        memory: Callable[[int, int], memoryview],
+        memory: memoryview,
         on_close: Callable[[Admission], None],
     ) -> None:
         """Made by `DevicePool.admit`.
@@ -36,7 +35,7 @@ class Admission:
             number: Unique number.
             planned: The call.
             offsets: First byte of each operand in its memory.
-            memory: Gives operand memory: first byte and length.
+            memory: Memory of the operands, which is void for the admission once it is closed.
             on_close: Called once, when it is closed.
         """
         self.planned = planned
@@ -46,7 +45,7 @@ class Admission:
         self._offsets = offsets
         self._memory = memory
         self._on_close = on_close
-        self._views: list[memoryview] = []
+        self._views = [memory]
 
     def view(self, name: str) -> memoryview:
         """Writable memory of an operand's content, exactly its `content_bytes`.
@@ -65,12 +64,21 @@ class Admission:
             raise RuntimeError(
                 f"{self.planned.record.name}: operands can be written only before the call runs"
             )
-        return self.lend(self._memory(self._offsets[name], meta.content_bytes))
-
-    def lend(self, view: memoryview) -> memoryview:
-        """Remembers a view that is void once the admission is closed."""
+        start = self._offsets[name]
+        view = self._memory[start : start + meta.content_bytes]
         self._views.append(view)
         return view
+
+    def lend(self, memory: memoryview, parts: Iterable[tuple[str, int, int]]) -> dict[str, memoryview]:
+        """Views that are void once the admission is closed.
+
+        Args:
+            memory: What they are parts of, which is void then as well.
+            parts: Name, first byte and length of each.
+        """
+        found = {name: memory[start : start + nbytes] for name, start, nbytes in parts}
+        self._views += [memory, *found.values()]
+        return found
 
     def close(self) -> None:
         """Gives every byte back; may be called again. A call that still waits or runs is cancelled.
@@ -81,10 +89,11 @@ class Admission:
         if self.closed:
             return
         self.closed = True
-        for view in self._views:
-            with contextlib.suppress(BufferError):  # an array was made of it, which is then the user's fault
-                view.release()
-        self._views.clear()
+        while self._views:
+            try:
+                self._views.pop().release()
+            except BufferError:
+                continue  # an array was made of it, which is then the user's fault
         self._on_close(self)
 
     def __enter__(self) -> Admission:

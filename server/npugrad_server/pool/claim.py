@@ -38,7 +38,7 @@ class Claim:
 
     def keeps_off(self, call: CallRecord, worker: WorkerRecord) -> bool:
         """Whether the worker is kept free for another call, of no lower priority."""
-        held = self._current()
+        held = None if self._held is None else self._current()
         if held is None or held[0] is call or held[0].priority < call.priority:
             return False
         claimed = held[1]

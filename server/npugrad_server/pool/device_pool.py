@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -102,6 +103,7 @@ class DevicePool:
         self._closing = False
         self._states: dict[int, DeviceState] = {}
         self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_s = math.inf
         self._progress = asyncio.Event()
 
     @classmethod
@@ -139,24 +141,24 @@ class DevicePool:
         if self._scheduler.all_down:
             raise error_without_device(self.devices(), planned)
         deterministic = planned.options.deterministic
-        refused = self._scheduler.why_refused(operator, deterministic)
-        if refused is not None:
-            raise error_from_verdict(planned, *refused)
+        offer = self._scheduler.offer(operator, deterministic)
+        if offer.refused is not None:
+            raise error_from_verdict(planned, *offer.refused)
         waiting = self._uploads + self._scheduler.queue_depth
         demand, region = self._gate.reserve(
             planned,
             waiting,
             self._scheduler.running,
-            self._scheduler.most_device_bytes(operator, deterministic),
+            offer.most_bytes,
         )
         admission = Admission(
             next(self._numbers),
             planned,
             demand.inputs.offsets,
-            lambda offset, nbytes: self._inputs.view(region, offset, nbytes),
+            self._inputs.view(region, 0, region.nbytes),
             self._closed,
         )
-        self._entries[admission.number] = Entry(admission, demand, region)
+        self._entries[admission.number] = Entry(admission, planned, demand, region)
         self._uploads += 1
         self._accepted += 1
         self._observer.call_accepted(planned)
@@ -192,7 +194,7 @@ class DevicePool:
         admission.started = True
         entry = self._entries[admission.number]
         self._uploads -= 1
-        entry.future, entry.submitted_s = self._loop.create_future(), time.monotonic()
+        entry.future, entry.submitted_s = asyncio.Future(loop=self._loop), time.monotonic()
         self._apply(self._scheduler.submit(entry.request(), entry.submitted_s))
         try:
             return await entry.future
@@ -318,14 +320,25 @@ class DevicePool:
         self._signal()
 
     def _set_alarm(self) -> None:
+        """Has the scheduler woken when it wants to be, or before.
+
+        Most alarms are of calls that end long before: a timer that turns out to be too early costs less than
+        a new one for every call.
+        """
+        when = self._scheduler.next_alarm()
+        if when is None or when >= self._alarm_s or self._closing:
+            return
+        self._cancel_alarm()
+        self._alarm_s = when
+        self._alarm = self._loop.call_later(max(0.0, when - time.monotonic()), self._tick)
+
+    def _cancel_alarm(self) -> None:
         if self._alarm is not None:
             self._alarm.cancel()
-            self._alarm = None
-        when = None if self._closing else self._scheduler.next_alarm()
-        if when is not None:
-            self._alarm = self._loop.call_later(max(0.0, when - time.monotonic()), self._tick)
+        self._alarm, self._alarm_s = None, math.inf
 
     def _tick(self) -> None:
+        self._alarm, self._alarm_s = None, math.inf
         self._apply(self._scheduler.tick(time.monotonic()))
 
     # ------------------------------------------------------------------------------------ how the pool stands
@@ -402,7 +415,7 @@ class DevicePool:
     def abandon(self) -> None:
         """Answers calls inside, and every later one, with `ServerDraining`; workers stay. Idempotent."""
         self._closing = True
-        self._set_alarm()
+        self._cancel_alarm()
         for number, entry in list(self._entries.items()):
             if entry.future is not None and not entry.future.done():
                 self._replies.finish(entry, _shut_down(entry.planned))

@@ -90,7 +90,8 @@ class Driver:
     def _complete(self, entry: Entry) -> None:
         if entry.start is None:
             raise RuntimeError(f"{entry.planned.record.name}: completed without a start")
-        self._replies.complete(entry, self._fleet.devices[entry.start.worker])
+        worker = entry.start.worker
+        self._replies.complete(entry, self._fleet.name(worker), self._fleet.devices[worker].info)
 
     def _tell(self, command: TellWorker) -> None:
         self._fleet.tell(command.worker, command.incarnation, command.message)

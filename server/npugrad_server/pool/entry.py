@@ -30,6 +30,7 @@ class Entry:
 
     Attributes:
         admission: The caller's hold on it.
+        planned: The call.
         demand: What it needs.
         operands: Its part of the input arena.
         future: Where the caller waits; None before `DevicePool.run`.
@@ -42,6 +43,7 @@ class Entry:
     """
 
     admission: Admission
+    planned: PlannedCall
     demand: Demand
     operands: Region
     future: asyncio.Future[Outcome] | None = None
@@ -51,11 +53,6 @@ class Entry:
     arena: OutputArena | None = None
     answer: CallDone | CallFailed | None = None
     held: OutputArena | None = None
-
-    @property
-    def planned(self) -> PlannedCall:
-        """The call."""
-        return self.admission.planned
 
     def request(self) -> CallRequest:
         """What the scheduler has to know of it."""
@@ -142,12 +139,11 @@ class Entry:
         return Outcome(self._contents(self.start.region, self.arena), self._info(device, ready))
 
     def _contents(self, region: Region, arena: OutputArena) -> dict[str, memoryview]:
-        offsets = self.demand.outputs.offsets
-        return {
-            name: self.admission.lend(arena.view(region, offsets[name], meta.nbytes))
-            for name, meta in self.planned.outputs.items()
-            if meta is not None
-        }
+        parts = []
+        for name, meta in self.planned.outputs.items():
+            if meta is not None:
+                parts.append((name, self.demand.outputs.offsets[name], meta.nbytes))
+        return self.admission.lend(arena.view(region, 0, region.nbytes), parts)
 
     def _info(self, device: str, ready: DeviceReady) -> ExecutionInfo:
         answer, start = self.answer, self.start

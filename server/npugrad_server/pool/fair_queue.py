@@ -6,7 +6,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Hashable, Iterator
 
 
 class Queueable(Protocol):
@@ -28,7 +28,7 @@ class Queueable(Protocol):
         ...
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> Hashable:
         """Calls of one label and kind never pass each other."""
         ...
 
@@ -40,15 +40,18 @@ class FairQueue(Generic[T]):
     """Calls in lanes, one for each priority and label; the first of a lane leaves, or one it lets pass.
 
     A label that has had its turn goes to the end of its priority's round.
+
+    Attributes:
+        count: How many there are.
     """
 
     def __init__(self) -> None:
         """Starts empty."""
         self._rounds: dict[int, OrderedDict[str, OrderedDict[int, T]]] = {}
-        self._count = 0
+        self.count = 0
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
     def __iter__(self) -> Iterator[T]:
         """Every call, in no promised order."""
@@ -59,7 +62,7 @@ class FairQueue(Generic[T]):
     def push(self, call: T) -> None:
         """Appends a call to its lane."""
         self._lane(call)[call.id] = call
-        self._count += 1
+        self.count += 1
 
     def restore(self, call: T) -> None:
         """Puts a call that had left back to the very front of its lane and its label's turn with it."""
@@ -67,7 +70,7 @@ class FairQueue(Generic[T]):
         lane[call.id] = call
         lane.move_to_end(call.id, last=False)
         self._rounds[call.priority].move_to_end(call.label, last=False)
-        self._count += 1
+        self.count += 1
 
     def _lane(self, call: T) -> OrderedDict[int, T]:
         return self._rounds.setdefault(call.priority, OrderedDict()).setdefault(call.label, OrderedDict())
@@ -80,7 +83,7 @@ class FairQueue(Generic[T]):
         """
         for priority in sorted(self._rounds, reverse=True):
             for lane in self._rounds[priority].values():
-                passed: set[str] = set()
+                passed: set[Hashable] = set()
                 for call in lane.values():
                     if call.kind in passed:
                         continue
@@ -101,7 +104,7 @@ class FairQueue(Generic[T]):
         lanes = self._rounds[call.priority]
         lane = lanes[call.label]
         del lane[call.id]
-        self._count -= 1
+        self.count -= 1
         if not lane:
             del lanes[call.label]
         if not lanes:

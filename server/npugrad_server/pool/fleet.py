@@ -109,6 +109,7 @@ class Fleet:
             events: Who is told.
         """
         self.devices = [Device(name) for name in names]
+        self._names = [name.name for name in names]
         self._settings = settings
         self._inputs = inputs
         self._events = events
@@ -178,7 +179,7 @@ class Fleet:
 
     def name(self, worker: int) -> str:
         """Name of a device, without options."""
-        return self.devices[worker].name.name
+        return self._names[worker]
 
     def process(self, worker: int) -> WorkerProcess:
         """The process of a worker.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING
 
 from npugrad_server.pool.regions import EMPTY, Region, RegionAllocator
@@ -52,6 +53,10 @@ class CallRecord:
         last_reason: How the last of them ended.
         last_code: The vendor's number of a device failure under it; None without one.
         suspect: Whether a device failed under it, so that it is tried only once more.
+        id: Unique number.
+        priority: Priority of the queue.
+        label: Label of the queue.
+        kind: Kind of the queue: operator and deterministic mode, which its devices are chosen by.
     """
 
     request: CallRequest
@@ -70,31 +75,21 @@ class CallRecord:
     too_large: bool = False
     declined_by: tuple[int, int] | None = None
     deaths: int = 0
-    killed: Counter[int] = field(default_factory=Counter)
-    accuses: Counter[int] = field(default_factory=Counter)
+    killed: dict[int, int] = field(default_factory=partial(defaultdict, int))
+    accuses: dict[int, int] = field(default_factory=partial(defaultdict, int))
     last_reason: str = ""
     last_code: int | None = None
     suspect: bool = False
+    id: int = field(init=False)
+    priority: int = field(init=False)
+    label: str = field(init=False)
+    kind: tuple[str, bool] = field(init=False)
 
-    @property
-    def id(self) -> int:
-        """Unique number."""
-        return self.request.id
-
-    @property
-    def priority(self) -> int:
-        """Priority of the queue."""
-        return self.request.priority
-
-    @property
-    def label(self) -> str:
-        """Label of the queue."""
-        return self.request.label
-
-    @property
-    def kind(self) -> str:
-        """Kind of the queue: what its devices are chosen by."""
-        return f"{self.request.operator}{'?deterministic' * self.request.deterministic}"
+    def __post_init__(self) -> None:
+        """Takes what the queue looks at again and again out of the request."""
+        request = self.request
+        self.id, self.priority, self.label = request.id, request.priority, request.label
+        self.kind = (request.operator, request.deterministic)
 
     @property
     def alone(self) -> bool:
@@ -204,14 +199,13 @@ class WorkerRecord:
         no_mode = self.no_determinism if deterministic and self.state is DeviceState.READY else ""
         return self.why_lacks(operator) or no_mode
 
-    def may_run(self, call: CallRecord) -> bool:
-        """Whether it runs calls of the operator and mode, or may once it is ready."""
-        refuses = self.why_refuses(call.request.operator, call.request.deterministic)
-        return self.state is not DeviceState.DOWN and not refuses
+    def runs(self, operator: str, deterministic: bool) -> bool:
+        """Whether it runs calls of an operator and mode, or may once it is ready."""
+        return self.state is not DeviceState.DOWN and not self.why_refuses(operator, deterministic)
 
-    def suits(self, call: CallRecord) -> bool:
-        """Whether a call would run in the mode it asks for, and no other."""
-        return self.deterministic in (None, call.request.deterministic)
+    def may_run(self, call: CallRecord) -> bool:
+        """Whether it runs calls such as this one, or may once it is ready."""
+        return self.runs(call.request.operator, call.request.deterministic)
 
     def has_declined(self, call: CallRecord) -> bool:
         """Whether the present process could not take the call."""
@@ -235,7 +229,7 @@ class WorkerRecord:
 
     def has_free(self, nbytes: int) -> bool:
         """Whether so much of its own memory can be had now."""
-        return self.could_hold(nbytes + self.memory_used_bytes)
+        return self.memory_bytes is None or nbytes + self.memory_used_bytes <= self.memory_bytes
 
     def is_current(self, incarnation: int) -> bool:
         """Whether an event of this process is about the present one."""

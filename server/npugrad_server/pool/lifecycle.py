@@ -32,7 +32,7 @@ from npugrad_server.pool.regions import RegionAllocator
 from npugrad_server.pool.types import START_LIMIT_FACTOR, DeviceState
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from npugrad_server.pool.commands import Command
     from npugrad_server.pool.ledger import CallRecord, WorkerRecord
@@ -48,16 +48,24 @@ _FIRST_STAGE = "starting its process"
 
 
 class Lifecycle:
-    """Changes the states of workers; part of the scheduler, which knows their calls."""
+    """Changes the states of workers; part of the scheduler, which knows their calls.
 
-    def __init__(self, settings: PoolSettings, workers: Sequence[WorkerRecord]) -> None:
-        """Starts nothing yet."""
-        self._settings, self._workers = settings, workers
+    Attributes:
+        all_down: Whether no device is ready or about to be.
+    """
 
-    @property
-    def all_down(self) -> bool:
-        """Whether no device is ready or about to be."""
-        return all(worker.state is DeviceState.DOWN for worker in self._workers)
+    def __init__(
+        self, settings: PoolSettings, workers: Sequence[WorkerRecord], on_change: Callable[[], None]
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            settings: Times and limits.
+            workers: The devices.
+            on_change: Called whenever one of them is in another state.
+        """
+        self._settings, self._workers, self._on_change = settings, workers, on_change
+        self.all_down = not workers
 
     @property
     def why_down(self) -> str:
@@ -198,10 +206,11 @@ class Lifecycle:
             return quick
         return min(longest * _power(_GROWTH, beyond), slowest)
 
-    @staticmethod
-    def _change(worker: WorkerRecord, state: DeviceState, reason: str, out: list[Command]) -> None:
-        """Puts a device into a state and says so."""
+    def _change(self, worker: WorkerRecord, state: DeviceState, reason: str, out: list[Command]) -> None:
+        """Puts a device into a state and says so, when what else is new of it is noted."""
         worker.state, worker.reason = state, reason
+        self.all_down = all(each.state is DeviceState.DOWN for each in self._workers)
+        self._on_change()
         out.append(DeviceChanged(worker.index))
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from npugrad_server.pool.claim import Claim
 from npugrad_server.pool.device_memory import largest_workspace, workspace_footprint
+from npugrad_server.pool.offers import Offers, most_bytes
 from npugrad_server.pool.types import DeviceState
 from npugrad_server.pool.workspaces import LearnedWorkspaces
 from npugrad_server.worker.protocol import WorkspaceGranted, WorkspaceRefused
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from npugrad_server.pool.ledger import CallRecord, WorkerRecord
+    from npugrad_server.pool.offers import Offer
 
 
 class Placement:
@@ -32,6 +34,7 @@ class Placement:
 
     Attributes:
         claim: The worker that is kept free for a call that waits too long.
+        running: Calls on workers, those that nobody waits for included.
     """
 
     def __init__(self, workers: Sequence[WorkerRecord], memory: Mapping[str, int]) -> None:
@@ -44,70 +47,54 @@ class Placement:
         self._workers = workers
         self._memory = dict(memory)
         self._workspaces = LearnedWorkspaces()
+        self._offers = Offers(workers)
         self.claim = Claim()
+        self.running = 0
         self._starts = 0
 
     # -------------------------------------------------------------------------------------------- what can be
 
-    def most_device_bytes(self, operator: str = "", deterministic: bool = False) -> int | None:
-        """The most of a device's own memory that a call can have; None where it has no bound, or not yet."""
-        return _most([w for w in self._coming() if not w.why_refuses(operator, deterministic)])
+    def offer(self, operator: str, deterministic: bool) -> Offer:
+        """What the devices have for calls of an operator and mode."""
+        return self._offers.of(operator, deterministic)
 
     def why_lacking(self, operator: str) -> str:
         """Why no device can run an operator; empty when one can, or may once it is ready."""
-        reasons = [worker.why_lacks(operator) for worker in self._coming()]
-        return "; ".join(dict.fromkeys(reasons)) if all(reasons) else ""
+        return self._offers.why_lacking(operator)
 
-    def why_refused(self, operator: str, deterministic: bool) -> tuple[str, str] | None:
-        """Row of the error table and why no device runs such calls; None when one does, or may once ready."""
-        lacking = self.why_lacking(operator)
-        if lacking:
-            return "OPERATOR_UNSUPPORTED", f"no device has it: {lacking}"
-        reasons = [worker.why_refuses(operator, deterministic) for worker in self._coming()]
-        if not reasons or not all(reasons):
-            return None
-        told = "; ".join(dict.fromkeys(reasons))
-        return (
-            "DETERMINISM_UNSUPPORTED",
-            f"deterministic: found True; expected False on these devices: {told}",
-        )
+    def worker_changed(self) -> None:
+        """A device has come into another state, or is found to be another one than before."""
+        self._offers.forget()
 
     def why_never(self, call: CallRecord) -> tuple[str, str] | None:
         """Why a call can run nowhere now: row of the error table and what happened; None when it may."""
-        operator, deterministic = call.request.operator, call.request.deterministic
-        refused = self.why_refused(operator, deterministic)
-        if refused is not None:
-            return refused
-        most, found = self.most_device_bytes(operator, deterministic), call.request.device_bytes
+        offer = self._offers.of(*call.kind)
+        if offer.refused is not None:
+            return offer.refused
+        if offer.able and not offer.is_bounded:
+            return None
+        most, found = offer.most_bytes, call.request.device_bytes
         if most is not None and found > most:
             what = f"found {found} bytes of tensors on the device; expected at most {most}"
             return "CALL_TOO_LARGE", what
-        if not any(worker.may_run(call) and worker.could_hold(found) for worker in self._workers):
-            return "NO_DEVICE", "the devices that may run it are down"
-        return None
+        for worker in offer.able:
+            if worker.could_hold(found):
+                return None
+        return "NO_DEVICE", "the devices that may run it are down"
 
     def is_confined(self, call: CallRecord) -> bool:
         """Whether some device that is ready is not for it, so that those of another kind may pass it."""
-        ready = [worker for worker in self._workers if worker.state is DeviceState.READY]
-        return not all(worker in self._fitting(call) for worker in ready)
+        return self._offers.of(*call.kind).is_confined
 
     def has_other(self, call: CallRecord) -> bool:
         """Whether a device is ready that could take a call which one could not."""
         return bool(self._others(call))
 
-    def _coming(self) -> list[WorkerRecord]:
-        """Devices that are ready, or may be one day."""
-        return [worker for worker in self._workers if not worker.gone]
-
-    def _choices(self, call: CallRecord) -> list[WorkerRecord]:
+    def _choices(self, call: CallRecord) -> Sequence[WorkerRecord]:
         """Devices that a call may go to, now or once they are ready."""
-        return self._others(call) or self._fitting(call)
-
-    def _fitting(self, call: CallRecord) -> list[WorkerRecord]:
-        """Devices with its operator and mode; any mode will do for a call that asks for none."""
-        able = [worker for worker in self._workers if worker.may_run(call)]
-        suiting = [worker for worker in able if worker.suits(call)]
-        return suiting if any(worker.state is DeviceState.READY for worker in suiting) else able
+        if call.declined_by is None:
+            return self._offers.of(*call.kind).fitting
+        return self._others(call) or self._offers.of(*call.kind).fitting
 
     def _others(self, call: CallRecord) -> list[WorkerRecord]:
         """Where a call goes that a device could not take; none for other calls."""
@@ -116,8 +103,11 @@ class Placement:
         ready = [w for w in self._workers if w.state is DeviceState.READY and not w.has_declined(call)]
         return [w for w in ready if w.may_run(call) and w.could_hold(call.request.device_bytes)]
 
-    def _targets(self, call: CallRecord) -> list[WorkerRecord]:
+    def _targets(self, call: CallRecord) -> Sequence[WorkerRecord]:
         """Those of its choices worth waiting for."""
+        offer = self._offers.of(*call.kind)
+        if call.declined_by is None and not offer.is_bounded:
+            return offer.fitting
         choices = self._choices(call)
         wanted = call.request.device_bytes + workspace_footprint(self._expected(call))
         targets = [worker for worker in choices if worker.could_hold(wanted)] or choices
@@ -130,13 +120,14 @@ class Placement:
 
     def place(self, call: CallRecord) -> WorkerRecord | None:
         """Puts a call on the best worker with room for it, its memory taken; None when none has room now."""
-        choices = [w for w in self._targets(call) if w.admits(call) and not self.claim.keeps_off(call, w)]
-        for worker in sorted(choices, key=lambda w: _rank(call, w)):
-            workspace = self._workspace_of(call, worker)
-            device_bytes = 0
-            if workspace is not None:
+        for worker in self._by_rank(call):
+            workspace, device_bytes = None, 0
+            if worker.memory_bytes is not None:
+                workspace = self._workspace_of(call, worker.memory_bytes)
                 device_bytes = call.request.device_bytes + workspace_footprint(workspace)
-            if not worker.has_free(device_bytes) or not self._has_free(worker, call):
+                if not worker.has_free(device_bytes):
+                    continue
+            if self._memory[worker.spec.memory] < call.request.memory_bytes:
                 continue
             region = worker.outputs.allocate(call.request.output_bytes)
             if region is not None:
@@ -145,19 +136,24 @@ class Placement:
                 return worker
         return None
 
-    def _has_free(self, worker: WorkerRecord, call: CallRecord) -> bool:
-        return self._memory[worker.spec.memory] >= call.request.memory_bytes
+    def _by_rank(self, call: CallRecord) -> list[WorkerRecord]:
+        """The workers that a call may join now, the best first."""
+        choices = []
+        for worker in self._targets(call):
+            if worker.admits(call) and not self.claim.keeps_off(call, worker):
+                choices.append(worker)
+        if len(choices) > 1:
+            choices.sort(key=lambda worker: _rank(call, worker))
+        return choices
 
-    def _workspace_of(self, call: CallRecord, worker: WorkerRecord) -> int | None:
-        """Workspace to set aside for a call; None where the device has no memory of its own."""
-        if worker.memory_bytes is None:
-            return None
+    def _workspace_of(self, call: CallRecord, memory_bytes: int) -> int:
+        """Workspace to set aside for a call on a device that has so much memory of its own."""
         expected = self._expected(call)
         wanted = call.request.device_bytes + workspace_footprint(expected)
         if any(choice.could_hold(wanted) for choice in self._choices(call)):
             return expected
         # What was learned may be true no more. It gets all there is, and its first phase has the last word.
-        return largest_workspace(worker.memory_bytes - call.request.device_bytes)
+        return largest_workspace(memory_bytes - call.request.device_bytes)
 
     def _expected(self, call: CallRecord) -> int:
         if call.workspace_bytes is not None:
@@ -169,6 +165,7 @@ class Placement:
         self._starts += 1
         worker.last_start = self._starts
         worker.running[call.id] = call
+        self.running += 1
         self._memory[worker.spec.memory] -= call.request.memory_bytes
         worker.memory_used_bytes += device_bytes
         call.device_bytes, call.set_aside_bytes, call.too_large = device_bytes, workspace, False
@@ -176,6 +173,7 @@ class Placement:
     def take_off(self, call: int, worker: WorkerRecord) -> CallRecord:
         """Takes a call off its worker; its outputs stay where they are."""
         record = worker.running.pop(call)
+        self.running -= 1
         self._memory[worker.spec.memory] += record.request.memory_bytes
         worker.memory_used_bytes -= record.device_bytes
         record.device_bytes, record.set_aside_bytes = 0, None
@@ -209,16 +207,10 @@ class Placement:
             return WorkspaceGranted(call.id)
         choices = [*self._choices(call), worker]
         call.too_large = not call.void and not any(choice.could_hold(wanted) for choice in choices)
-        most = largest_workspace((_most(choices) or 0) - call.request.device_bytes)
+        most = largest_workspace((most_bytes(choices) or 0) - call.request.device_bytes)
         return WorkspaceRefused(call.id, call.too_large, most)
 
 
 def _rank(call: CallRecord, worker: WorkerRecord) -> tuple[int, bool, int, int]:
     """The smallest is the best: a device that fails calls at once would else be the least busy one."""
     return call.killed[worker.index], worker.short, len(worker.running), worker.last_start
-
-
-def _most(workers: Sequence[WorkerRecord]) -> int | None:
-    """The most memory of its own that one of them has; None when one has no bound, or none yet."""
-    found = [worker.memory_bytes for worker in workers if worker.memory_bytes is not None]
-    return max(found, default=0) if len(found) == len(workers) else None

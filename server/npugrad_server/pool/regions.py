@@ -51,25 +51,22 @@ class RegionAllocator:
 
     def allocate(self, nbytes: int) -> Region | None:
         """Takes a region of at least this many bytes; None when no gap is large enough."""
-        wanted = aligned(nbytes)
-        if not wanted:
+        if not nbytes:
             return EMPTY
+        wanted = -(-nbytes // ALIGNMENT) * ALIGNMENT
         for index, offset in enumerate(self._gaps):
             gap = self._gap_bytes[offset]
             if gap >= wanted:
-                self._shrink(index, offset, gap, wanted)
+                del self._gap_bytes[offset]
+                if gap == wanted:
+                    del self._gaps[index]
+                else:
+                    self._gaps[index] = offset + wanted
+                    self._gap_bytes[offset + wanted] = gap - wanted
                 self._live[offset] = wanted
                 self.used_bytes += wanted
                 return Region(offset, wanted)
         return None
-
-    def _shrink(self, index: int, offset: int, gap: int, wanted: int) -> None:
-        del self._gap_bytes[offset]
-        if gap == wanted:
-            del self._gaps[index]
-        else:
-            self._gaps[index] = offset + wanted
-            self._gap_bytes[offset + wanted] = gap - wanted
 
     def free(self, region: Region) -> None:
         """Takes a region back.
@@ -85,7 +82,8 @@ class RegionAllocator:
         self.used_bytes -= region.nbytes
         start, end = region.offset, region.offset + region.nbytes
         if end in self._gap_bytes:
-            end += self._drop_gap(end)
+            del self._gaps[bisect_left(self._gaps, end)]
+            end += self._gap_bytes.pop(end)
         index = bisect_left(self._gaps, start)
         if index and self._gaps[index - 1] + self._gap_bytes[self._gaps[index - 1]] == start:
             start = self._gaps[index - 1]
@@ -93,7 +91,3 @@ class RegionAllocator:
         else:
             insort(self._gaps, start)
             self._gap_bytes[start] = end - start
-
-    def _drop_gap(self, offset: int) -> int:
-        del self._gaps[bisect_left(self._gaps, offset)]
-        return self._gap_bytes.pop(offset)

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from npugrad.call import ExecutionInfo
     from npugrad_server.pool.commands import FailCall
     from npugrad_server.pool.entry import Entry
-    from npugrad_server.pool.fleet import Device
     from npugrad_server.pool.types import DeviceStatus, PoolObserver
-    from npugrad_server.worker.protocol import CallDone
+    from npugrad_server.worker.protocol import CallDone, DeviceReady
 
 _log = logging.getLogger(__name__)
 
@@ -47,12 +46,18 @@ class Replies:
         if isinstance(answer, CallFailed) and answer.trace:
             _log.error("request %s: %s\n%s", entry.planned.request_id, answer.message, answer.trace)
 
-    def complete(self, entry: Entry, device: Device) -> None:
-        """The worker's answer goes to the caller."""
-        if device.info is None:
-            raise RuntimeError(f"{device.name}: answered before it was ready")
+    def complete(self, entry: Entry, device: str, ready: DeviceReady | None) -> None:
+        """The worker's answer goes to the caller.
+
+        Args:
+            entry: The call.
+            device: Name of the device.
+            ready: What its worker said of it.
+        """
+        if ready is None:
+            raise RuntimeError(f"{device}: answered before it was ready")
         try:
-            outcome = entry.outcome(device.name.name, device.info)
+            outcome = entry.outcome(device, ready)
         except NpugradError as error:
             self.finish(entry, error)
             return

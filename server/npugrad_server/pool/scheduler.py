@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from npugrad_server.pool.commands import CallRequest, Command, Failure, WorkerSpec
+    from npugrad_server.pool.offers import Offer
     from npugrad_server.pool.types import PoolSettings
 
 
@@ -69,7 +70,7 @@ class Scheduler:
         self._settings = settings
         self.workers = [WorkerRecord(index, spec) for index, spec in enumerate(workers)]
         self._placement = Placement(self.workers, memory)
-        self._lifecycle = Lifecycle(settings, self.workers)
+        self._lifecycle = Lifecycle(settings, self.workers, self._placement.worker_changed)
         self._calls: dict[int, CallRecord] = {}
         self._queue: FairQueue[CallRecord] = FairQueue()
         self._alarms = Alarms(self._is_live)
@@ -79,12 +80,12 @@ class Scheduler:
     @property
     def queue_depth(self) -> int:
         """Calls that wait for a worker."""
-        return len(self._queue)
+        return self._queue.count
 
     @property
     def running(self) -> int:
         """Calls on workers, those that nobody waits for included."""
-        return sum(len(worker.running) for worker in self.workers)
+        return self._placement.running
 
     @property
     def output_used_bytes(self) -> int:
@@ -96,9 +97,13 @@ class Scheduler:
         """Whether no device is ready or about to be."""
         return self._lifecycle.all_down
 
+    def offer(self, operator: str, deterministic: bool) -> Offer:
+        """What the devices have for calls of an operator and mode now."""
+        return self._placement.offer(operator, deterministic)
+
     def most_device_bytes(self, operator: str = "", deterministic: bool = False) -> int | None:
         """The most of a device's own memory that a call can have; None where it has no bound, or not yet."""
-        return self._placement.most_device_bytes(operator, deterministic)
+        return self.offer(operator, deterministic).most_bytes
 
     def why_lacking(self, operator: str) -> str:
         """Why no device can run an operator; empty when one can, or may once it is ready."""
@@ -106,12 +111,15 @@ class Scheduler:
 
     def why_refused(self, operator: str, deterministic: bool) -> tuple[str, str] | None:
         """Row of the error table and why no device runs such calls; None when one does, or may once ready."""
-        return self._placement.why_refused(operator, deterministic)
+        return self.offer(operator, deterministic).refused
 
     def next_alarm(self) -> float | None:
         """When `tick` is due; None when only an event can change anything."""
-        times = [self._alarms.next(), *(worker.alarm for worker in self.workers)]
-        return min((time for time in times if time is not None), default=None)
+        first = self._alarms.next()
+        for worker in self.workers:
+            if worker.alarm is not None and (first is None or worker.alarm < first):
+                first = worker.alarm
+        return first
 
     # ------------------------------------------------------------------------------------------------- events
 
@@ -328,13 +336,18 @@ class Scheduler:
     # -------------------------------------------------------------------------------------------- dispatching
 
     def _dispatch(self, now: float, out: list[Command]) -> None:
-        while self._start_one(now, out):
+        while self._queue.count and self._has_stream() and self._start_one(now, out):
             pass
+
+    def _has_stream(self) -> bool:
+        """Whether some device could take one more call."""
+        for worker in self.workers:
+            if worker.state is DeviceState.READY and len(worker.running) < worker.spec.streams:
+                return True
+        return False
 
     def _start_one(self, now: float, out: list[Command]) -> bool:
         """Starts the first call that can; returns whether there was one."""
-        if all(len(w.running) >= w.spec.streams or w.state is not DeviceState.READY for w in self.workers):
-            return False
         blocked: list[CallRecord] = []
         for call in self._queue.in_turn(self._placement.is_confined):
             deadline = call.request.deadline_s

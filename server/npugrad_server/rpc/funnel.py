@@ -9,10 +9,11 @@ Handlers take a message and an `RpcCall`, and raise `NpugradError`; the funnel d
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import re
 import time
 import traceback
-import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,11 +23,11 @@ import grpc.aio
 from npugrad.error_table import RUNTIME_ERROR
 from npugrad.errors import MalformedRequest, NpugradError, OperatorError
 from npugrad.status import encode_status, grpc_status_name
-from npugrad_server.logs import get_logger
+from npugrad_server.logs import get_logger, log_later
 from npugrad_server.rpc.register import Garbage
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
 
     from google.rpc.status_pb2 import Status
 
@@ -45,7 +46,12 @@ STATUS_KEY = "grpc-status-details-bin"
 _SANE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 _OURS = "/npugrad."
 _LATENCY_S = 5e-3
-_OUR_FAULT = frozenset({"INTERNAL", "UNKNOWN", "DATA_LOSS"})
+_LEVELS = {
+    **dict.fromkeys(("INTERNAL", "UNKNOWN", "DATA_LOSS"), logging.ERROR),
+    "UNAVAILABLE": logging.WARNING,
+}
+"""How the log takes the statuses that are our fault, or nobody's; the others are the caller's affair."""
+_RPC_FIELDS = ("request_id", "method", "peer", "status", "reason")
 
 
 @dataclass
@@ -57,25 +63,28 @@ class RpcCall:
         method: Name of the RPC.
         request_id: The client's identifier if it is sane, else one of ours.
         operator: Operator, once known.
-        operands: Types, shapes and attributes, once known; never contents.
+        described: Types, shapes and attributes, once known; never contents.
         info: What produced the result, once there.
         received_bytes: Content bytes that have come so far.
         sent_bytes: Content bytes that go.
+        started_s: `time.monotonic()` of its arrival.
+        task: What runs it.
     """
 
     context: Context
     method: str
     request_id: str
     operator: str = ""
-    operands: str = ""
+    described: CallMeta | None = None
     info: ExecutionInfo | None = None
     received_bytes: int = 0
     sent_bytes: int = 0
     started_s: float = field(default_factory=time.monotonic)
+    task: asyncio.Task[Any] | None = None
 
     def __post_init__(self) -> None:
         """Remembers how long the client will wait."""
-        self._granted_s = self.timeout_s or 0.0
+        self._granted_s: float = self.context.time_remaining() or 0.0
 
     @property
     def timeout_s(self) -> float | None:
@@ -95,7 +104,7 @@ class RpcCall:
 
     def describe(self, call: CallMeta) -> None:
         """Notes types, shapes and attributes for the log."""
-        self.operands = call.summary
+        self.described = call
 
 
 class Funnel(grpc.aio.ServerInterceptor):
@@ -113,7 +122,7 @@ class Funnel(grpc.aio.ServerInterceptor):
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         """Remembers the task of an RPC of ours; those of health and reflection may never end."""
         if handler_call_details.method.startswith(_OURS):
-            self._follow()
+            self._follow(asyncio.current_task())
         return await continuation(handler_call_details)
 
     @property
@@ -143,57 +152,64 @@ class Funnel(grpc.aio.ServerInterceptor):
 
     def unary(self, method: str, handler: UnaryHandler) -> Handler:
         """The gRPC handler of a unary RPC."""
+        return self._handler(method, lambda box, call: handler(sane(box.pop()), call))
+
+    def stream(self, method: str, handler: StreamHandler) -> Handler:
+        """The gRPC handler of a bidirectional RPC, which reads and writes frames itself."""
+        return self._handler(method, lambda _, call: handler(call))
+
+    def _handler(self, method: str, begin: Callable[[list[Any], RpcCall], Awaitable[Any]]) -> Handler:
+        """The gRPC handler of an RPC.
+
+        Args:
+            method: Its name.
+            begin: Answers it, given a box with its message and the call.
+        """
 
         async def handle(message: Any, context: Context) -> Any:
             box = [message]
             # gRPC keeps the frames of an abort in a cycle that only the garbage collector opens, which may
             # take long to come: a large message must not be in them.
             del message
-            return await self._pass(method, context, lambda call: handler(sane(box.pop()), call))
+            call = self._arrive(method, context)
+            try:
+                answer = await begin(box, call)
+            except asyncio.CancelledError:
+                # Nobody listens any more. A deadline that passed arrives here as a cancellation, too.
+                reason = "DEADLINE_EXCEEDED" if call.is_late else "CANCELLED"
+                self._answered(call, reason, reason, None)
+                raise
+            except Exception as error:
+                status = self._failed(call, error)
+                traceback.clear_frames(error.__traceback__)
+            else:
+                context.set_trailing_metadata(((REQUEST_ID_KEY, call.request_id),))
+                self._answered(call, "OK", "OK", None)
+                return answer
+            # Outside of the handler of the error, or the error would become the context of the abort.
+            await _abort(call, status)
+            raise AssertionError("an abort returned")
 
         return handle
 
-    def stream(self, method: str, handler: StreamHandler) -> Handler:
-        """The gRPC handler of a bidirectional RPC, which reads and writes frames itself."""
+    def _arrive(self, method: str, context: Context) -> RpcCall:
+        call = RpcCall(context, method, _request_id(context), task=asyncio.current_task())
+        self._metrics.call_arrived(method)
+        if call.task not in self._active:
+            self._follow(call.task)
+        return call
 
-        async def handle(_: Any, context: Context) -> None:
-            await self._pass(method, context, handler)
-
-        return handle
-
-    async def _pass(self, method: str, context: Context, handler: Callable[[RpcCall], Awaitable[Any]]) -> Any:
-        call = RpcCall(context, method, _request_id(context))
-        self._arrive(call)
-        try:
-            answer = await handler(call)
-        except asyncio.CancelledError:
-            # Nobody listens any more. A deadline that passed arrives here as a cancellation, too.
-            reason = "DEADLINE_EXCEEDED" if call.is_late else "CANCELLED"
-            self._answered(call, reason, reason, None)
-            raise
-        except Exception as error:
-            status = self._failed(call, error)
-            traceback.clear_frames(error.__traceback__)
-        else:
-            context.set_trailing_metadata(((REQUEST_ID_KEY, call.request_id),))
-            self._answered(call, "OK", "OK", None)
-            return answer
-        # Outside of the handler of the error, or the error would become the context of the abort.
-        await _abort(call, status)
-        raise AssertionError("an abort returned")
-
-    def _arrive(self, call: RpcCall) -> None:
-        self._metrics.call_arrived(call.method)
-        self._follow()
-
-    def _follow(self) -> None:
-        task = asyncio.current_task()
+    def _follow(self, task: asyncio.Task[Any] | None) -> None:
+        """That task ends after the status was sent, and not when the handler returns."""
         if task is None:
             raise RuntimeError("a handler runs in the task of its RPC")
-        # That task ends after the status was sent, and not when the handler returns.
-        for tasks in (self._active, self._unanswered):
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+        self._active.add(task)
+        self._unanswered.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._active.discard(task)
+        self._unanswered.discard(task)
 
     def _failed(self, call: RpcCall, error: Exception) -> Status:
         """Logs and counts an error; returns its status."""
@@ -230,38 +246,52 @@ class Funnel(grpc.aio.ServerInterceptor):
             )
 
     def _answered(self, call: RpcCall, status: str, reason: str, error: NpugradError | None) -> None:
-        self._unanswered.discard(asyncio.current_task())
+        if call.task is not None:
+            self._unanswered.discard(call.task)
         seconds = time.monotonic() - call.started_s
         device = call.info.device if call.info else ""
         self._metrics.call_answered(call.method, call.operator, status, reason, device, seconds)
         if call.operator:
             self._metrics.bytes_moved(call.operator, call.received_bytes, call.sent_bytes)
-        level = "error" if status in _OUR_FAULT else "warning" if status == "UNAVAILABLE" else "info"
-        getattr(self._log, level)("call", **_line(call, status, reason, error, seconds))
+        level = _LEVELS.get(status, logging.INFO)
+        # Nothing that the writing thread gets holds the RPC, its message or the frames of the error.
+        sizes = (call.received_bytes, call.sent_bytes)
+        log_later(
+            level,
+            "call",
+            _fields,
+            (call.request_id, call.method, call.context.peer(), status, reason, seconds),
+            (call.operator, call.described, *sizes) if call.operator else None,
+            call.info,
+            None if error is None else _error_fields(error),
+        )
 
 
-def _line(
-    call: RpcCall, status: str, reason: str, error: NpugradError | None, seconds: float
+def _fields(
+    rpc: tuple[str, str, str, str, str, float],
+    call: tuple[str, CallMeta | None, int, int] | None,
+    info: ExecutionInfo | None,
+    error: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    line: dict[str, Any] = {
-        "request_id": call.request_id,
-        "method": call.method,
-        "peer": call.context.peer(),
-        "status": status,
-        "reason": reason,
-        "seconds": round(seconds, 6),
-    }
-    if call.operator:
-        line |= {"operator": call.operator, "operands": call.operands}
-        line |= {"received_bytes": call.received_bytes, "sent_bytes": call.sent_bytes}
-    if call.info is not None:
-        line |= {"device": call.info.device, "backend": call.info.backend, "attempts": call.info.attempts}
-        line |= {"queued_s": round(call.info.queued_s, 6), "run_s": round(call.info.run_s, 6)}
-    if error is not None:
-        line["error"] = str(error)
+    """What the log says of a call."""
+    *named, seconds = rpc
+    line: dict[str, Any] = dict(zip(_RPC_FIELDS, named, strict=True))
+    line["seconds"] = round(seconds, 6)
+    if call is not None:
+        operator, described, received_bytes, sent_bytes = call
+        line |= {"operator": operator, "operands": "" if described is None else described.summary}
+        line |= {"received_bytes": received_bytes, "sent_bytes": sent_bytes}
+    if info is not None:
+        line |= {"device": info.device, "backend": info.backend, "attempts": info.attempts}
+        line |= {"queued_s": round(info.queued_s, 6), "run_s": round(info.run_s, 6)}
+    return line if error is None else {**line, **error}
+
+
+def _error_fields(error: NpugradError) -> dict[str, Any]:
+    found: dict[str, Any] = {"error": str(error)}
     if isinstance(error, OperatorError):
-        line |= {"code": error.code, "constraint": error.constraint}
-    return line
+        found |= {"code": error.code, "constraint": error.constraint}
+    return found
 
 
 def sane(message: Any) -> Any:
@@ -281,7 +311,7 @@ def _request_id(context: Context) -> str:
     for key, value in context.invocation_metadata() or ():
         if key == REQUEST_ID_KEY and isinstance(value, str) and _SANE_REQUEST_ID.fullmatch(value):
             return value
-    return uuid.uuid4().hex
+    return os.urandom(16).hex()
 
 
 async def _abort(call: RpcCall, status: Status) -> NoReturn:

@@ -556,6 +556,15 @@ class SchedulerWorld(RuleBasedStateMachine):
             alarm = self.scheduler.next_alarm()
             assert alarm is None or alarm >= self.now or self.scheduler.tick(self.now) == []
 
+    @invariant()
+    def what_is_kept_of_the_devices_is_so(self) -> None:
+        if hasattr(self, "scheduler"):
+            offers, workers = self.scheduler._placement._offers, self.scheduler.workers
+            for kind, offer in offers._known.items():
+                assert offer == offers.fresh(*kind)
+            assert self.scheduler.all_down == all(worker.state is DeviceState.DOWN for worker in workers)
+            assert self.scheduler.running == sum(len(worker.running) for worker in workers)
+
     def teardown(self) -> None:
         """Whatever happened: once it calms down, every call gets its answer and its memory goes back."""
         if not hasattr(self, "scheduler"):

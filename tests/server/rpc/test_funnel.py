@@ -24,6 +24,7 @@ from npugrad.errors import (
     Violation,
     WorkerLost,
 )
+from npugrad.ops import get_operator
 from npugrad.status import MAX_STATUS_BYTES, decode_status
 from npugrad.v1 import server_pb2
 from npugrad_server.metrics import Metrics
@@ -391,6 +392,34 @@ def test_call_whose_message_is_still_on_its_way_is_in_progress() -> None:
 
 async def _awaited(call: Any) -> Any:
     return await call(server_pb2.GetServerInfoRequest(), timeout=20)
+
+
+def test_each_call_is_logged_with_its_own_operands(lines: list[Any]) -> None:
+    """Also after so many others that what the log keeps of them was let go."""
+    record = get_operator("group_norm_backward")
+    shapes = [n % 300 + 1 for n in range(700)]
+    shared = record.build(n=2)
+
+    async def run() -> None:
+        async with serving() as (harness, call):
+            for n in shapes:
+
+                async def answer(rpc: RpcCall, n: int = n) -> Any:
+                    rpc.operator = record.name
+                    rpc.describe(shared if n == 2 else record.build(n=n))
+                    return server_pb2.GetServerInfoResponse()
+
+                harness.act = answer
+                await call(server_pb2.GetServerInfoRequest(), timeout=20)
+
+    asyncio.run(run())
+    found = [line["operands"] for line in lines if line["event"] == "call"]
+    expected = []
+    for n in shapes:
+        meta = record.build(n=n)
+        tensors = [f"{name}={tensor}" for name, tensor in meta.inputs.items() if tensor is not None]
+        expected.append(", ".join([*tensors, *(f"{k}={v}" for k, v in meta.attrs.items())])[:512])
+    assert found == expected
 
 
 def test_log_lines_can_be_written_as_json(lines: list[Any]) -> None:

@@ -1,0 +1,55 @@
+"""Counts the Python frames that the threads of this process enter while a switch says so.
+
+Any interpreter that has this folder on its PYTHONPATH imports it before its program; see
+`tests.benchmarks.frames`. It asks for nothing but the standard library, as workers start light.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import CodeType, FrameType
+
+FOLDER = "FRAMES_FOLDER"
+"""Variable that names the folder of the switch, where the counts go as well."""
+OFF, DONE = 0, 255
+"""What the switch says beside the number of the call that is counted, 1 to 254."""
+
+
+def _watch(folder: Path) -> None:
+    with (folder / "switch").open("rb") as file:
+        switch = mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_READ)
+    counts: dict[tuple[int, CodeType], int] = {}
+    written = False
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        nonlocal written
+        call = switch[0]
+        if event != "call" or call == OFF:
+            return
+        if call != DONE:
+            key = (call, frame.f_code)
+            counts[key] = counts.get(key, 0) + 1
+        elif not written:
+            written = True
+            _write(folder, counts)
+
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+
+
+def _write(folder: Path, counts: dict[tuple[int, CodeType], int]) -> None:
+    import json
+
+    found = [(call, code.co_filename, code.co_name, count) for (call, code), count in counts.items()]
+    (folder / f"{os.getpid()}.json").write_text(json.dumps({"command": sys.orig_argv, "counts": found}))
+
+
+if FOLDER in os.environ:
+    _watch(Path(os.environ[FOLDER]))

@@ -1,0 +1,101 @@
+"""What our own counters show is what prometheus_client's would, to the byte."""
+
+from __future__ import annotations
+
+import re
+import threading
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from npugrad_server.tallies import CounterTally, GaugeTally, HistogramTally
+
+BUCKETS = (0.001, 0.25, 1.0, 100.0)
+LABELS = ("operator", "device")
+labels = st.sampled_from([("a", "cpu:0"), ("a", "cpu:1"), ('b"\\\n', "")])
+amounts = st.one_of(st.sampled_from([0.0, *BUCKETS, inf]), st.floats(-1, 1000))
+
+
+def page(registry: CollectorRegistry) -> str:
+    """The page, without times."""
+    return re.sub(rb"(_created\{.*\}) \S+", rb"\1", generate_latest(registry)).decode()
+
+
+@given(st.lists(st.tuples(labels, st.floats(0, 1e9))))
+def test_counter_shows_what_the_library_shows(found: list[tuple[tuple[str, str], float]]) -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    tally, counter = (
+        CounterTally("x_y", "A text.", LABELS, ours),
+        Counter("x_y", "A text.", LABELS, registry=theirs),
+    )
+    for key, amount in found:
+        tally.counts[key] += amount
+        counter.labels(*key).inc(amount)
+    assert page(ours) == page(theirs)
+
+
+@given(st.lists(st.tuples(labels, st.sampled_from([1, -1]))))
+def test_gauge_shows_what_the_library_shows(found: list[tuple[tuple[str, str], int]]) -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    tally, gauge = GaugeTally("x", "A text.", LABELS, ours), Gauge("x", "A text.", LABELS, registry=theirs)
+    for key, amount in found:
+        tally.values[key] += amount
+        gauge.labels(*key).inc(amount)
+    assert page(ours) == page(theirs)
+
+
+@given(st.lists(st.tuples(labels, amounts)))
+def test_histogram_shows_what_the_library_shows(found: list[tuple[tuple[str, str], float]]) -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    tally = HistogramTally("x", "A text.", LABELS, ours, buckets=BUCKETS)
+    histogram = Histogram("x", "A text.", LABELS, registry=theirs, buckets=BUCKETS)
+    for key, amount in found:
+        tally.observed.append((key, amount))
+        if amount > 500:
+            tally.count()
+        histogram.labels(*key).observe(amount)
+    assert page(ours) == page(theirs)
+
+
+def test_a_combination_is_created_when_it_is_first_met() -> None:
+    registry = CollectorRegistry()
+    tally = CounterTally("x", "A text.", LABELS, registry)
+    tally.counts["a", "b"] += 1
+    created = registry.get_sample_value("x_created", {"operator": "a", "device": "b"})
+    tally.counts["a", "b"] += 1
+    assert registry.get_sample_value("x_created", {"operator": "a", "device": "b"}) == created
+    assert registry.get_sample_value("x_total", {"operator": "a", "device": "b"}) == 2
+
+
+def test_a_name_is_given_once() -> None:
+    registry = CollectorRegistry()
+    CounterTally("x", "A text.", LABELS, registry)
+    with pytest.raises(ValueError, match="Duplicated"):
+        Counter("x", "A text.", LABELS, registry=registry)
+
+
+def test_new_combinations_do_not_disturb_whoever_looks() -> None:
+    registry = CollectorRegistry()
+    counter = CounterTally("x", "A text.", LABELS, registry)
+    histogram = HistogramTally("y", "A text.", LABELS, registry, buckets=BUCKETS)
+    done = threading.Event()
+
+    def count() -> None:
+        for number in range(500):
+            counter.counts["a", str(number)] += 1
+            histogram.observed.append((("a", str(number)), 0.5))
+            if number % 7 == 0:
+                histogram.count()
+        done.set()
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    while not done.is_set():
+        generate_latest(registry)
+    thread.join()
+    (family,) = histogram.collect()
+    counted = {s.labels["device"]: s.value for s in family.samples if s.name == "y_sum"}
+    assert counted == {str(number): 0.5 for number in range(500)}
