@@ -45,6 +45,10 @@ PAUSE_S = 0.02
 """Seconds that a line waits for others, to be written with them; one that warns does not."""
 MAX_BATCH_LINES = 256
 """Lines that are written at once at most."""
+_LEVEL_NAMES = {
+    level: logging.getLevelName(level).lower()
+    for level in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
+}
 _RUSH_LINES = 64
 """Lines that wait when they wait for no more: at this pace there is enough to write at once."""
 _MAX_PRINTED_BYTES = 65536
@@ -321,7 +325,7 @@ def _show_with(formatter: logging.Formatter, render: Callable[..., Any]) -> Call
         if isinstance(entry, logging.LogRecord):
             return formatter.format(entry)
         level, time_s, event, make, facts = entry
-        name = logging.getLevelName(level).lower()
+        name = _LEVEL_NAMES[level]
         when = datetime.fromtimestamp(time_s, timezone.utc).isoformat().replace("+00:00", "Z")
         fields = {**make(*facts), "event": event, "level": name, "timestamp": when}
         return str(render(None, name, _shorten(None, name, fields)))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backlog that is soon full: beside it, a pipe takes some 1,000 lines."""
-    monkeypatch.setattr(logs, "MAX_BACKLOG_LINES", 500)
+    monkeypatch.setattr(logs, "MAX_BACKLOG_LINES", 2000)
 
 
 @pytest.fixture(autouse=True)

@@ -305,7 +305,9 @@ class DevicePool:
                 self._changed(command)
             else:
                 self._driver.carry_out(command)
-        self._set_alarm()
+        when = self._scheduler.next_alarm()
+        if when is not None and when < self._alarm_s and not self._closing:
+            self._set_alarm(when)
 
     def _changed(self, command: DeviceChanged) -> None:
         if self._closing:
@@ -319,15 +321,12 @@ class DevicePool:
             callback()
         self._signal()
 
-    def _set_alarm(self) -> None:
-        """Has the scheduler woken when it wants to be, or before.
+    def _set_alarm(self, when: float) -> None:
+        """Has the scheduler woken sooner than it would be.
 
-        Most alarms are of calls that end long before: a timer that turns out to be too early costs less than
-        a new one for every call.
+        Never later: most alarms are of calls that end long before, and a timer that turns out to be too early
+        costs less than a new one for every call.
         """
-        when = self._scheduler.next_alarm()
-        if when is None or when >= self._alarm_s or self._closing:
-            return
         self._cancel_alarm()
         self._alarm_s = when
         self._alarm = self._loop.call_later(max(0.0, when - time.monotonic()), self._tick)

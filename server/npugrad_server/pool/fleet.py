@@ -150,9 +150,9 @@ class Fleet:
             return
         try:
             process.attach(
-                lambda message: self._received(worker, process, message),
-                lambda reason: self._exited(worker, process, reason),
-                lambda reason: self._ended(worker, process, reason),
+                partial(self._received, worker, process),
+                partial(self._exited, worker, process),
+                partial(self._ended, worker, process),
             )
         except RuntimeError as error:
             process.discard()

@@ -135,7 +135,7 @@ class Scheduler:
         out: list[Command] = []
         call = CallRecord(request, now)
         self._calls[call.id] = call
-        if self.all_down:
+        if self._lifecycle.all_down:
             self._fail(call, "NO_DEVICE", self._lifecycle.why_down, out)
             return out
         self._queue.push(call)
