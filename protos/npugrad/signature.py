@@ -178,8 +178,9 @@ def _read(fields: dict[int, _Field], data: bytes, at: int, end: int, parts: list
     """
     taken: dict[str, Any] = {}
     kept = at  # what stays is added a run of fields at a time
+    value: Any = None
     while at < end:
-        begin = at
+        begin = body = at
         number = data[at]
         at += 1
         if number > 0x7F:
@@ -188,7 +189,7 @@ def _read(fields: dict[int, _Field], data: bytes, at: int, end: int, parts: list
         if size > 0:
             at += size
         else:
-            value: Any = data[at]
+            value = data[at]
             at += 1
             if value > 0x7F:
                 if 0 < data[at] <= 0x7F:  # two bytes, as most lengths have

@@ -159,7 +159,8 @@ class LogWriter(threading.Thread):
 
     def run(self) -> None:
         """Writes until `close`. Takes no lock while it does, as the end of the process takes them all."""
-        lines, entries = self._backlog.lines, [*self._backlog.take(self._pause_s)]
+        lines = self._backlog.lines
+        entries: list[Entry | None] = self._backlog.take(self._pause_s)
         while entries[-1] is not None:
             self._write("".join(map(self._line, entries)))
             if self._left:

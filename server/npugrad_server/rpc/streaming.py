@@ -209,11 +209,12 @@ class Execute:
 
     async def _header(self, frames: Frames) -> Header:
         frame = await frames.read()
+        if isinstance(frame, Header):
+            return frame
         if frame is None:
             await frames.confirm_end()
-        elif isinstance(frame, Header):
-            return frame
-        kind = "the end of the stream" if frame is None else _kind(frame)
+            raise MalformedRequest("execute: stream: found the end of the stream first; expected a header")
+        kind = _kind(frame)
         if kind != "header":
             raise MalformedRequest(f"execute: stream: found {kind} first; expected a header")
         record, message = unwrap(frame.header, self._dispatcher.registry)

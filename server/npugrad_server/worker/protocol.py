@@ -367,8 +367,16 @@ class CallDeferred:
 
 
 Order: TypeAlias = (
-    "OpenDevice | RunCall | RunAgain | ForgetPlan | PlanCall | AskMemory | AbandonCall | WorkspaceGranted "
-    "| WorkspaceRefused | Ping"
+    OpenDevice
+    | RunCall
+    | RunAgain
+    | ForgetPlan
+    | PlanCall
+    | AskMemory
+    | AbandonCall
+    | WorkspaceGranted
+    | WorkspaceRefused
+    | Ping
 )
 """What the pool says."""
 Answer: TypeAlias = "CallDone | CallFailed | CallDeferred"
