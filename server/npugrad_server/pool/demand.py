@@ -38,7 +38,8 @@ class Demand:
         outputs: Wanted outputs.
         memory_bytes: What the worker makes of them in the host's memory: contiguous copies of other layouts,
             and the float64 results of a verification.
-        unused_bytes: The largest operand that is not kept. It takes no memory, but has the limit of a copy.
+        unused_bytes: The largest operand that is not kept. It takes no memory, but has a limit all the same:
+            that of an operand that is kept as it came or as a copy, whichever is the higher.
         device_bytes: What its tensors take of the device's own memory.
         workspace_key: What its workspace there depends on; None where the device has no memory of its own.
     """
@@ -128,11 +129,14 @@ def check_fits(
     Raises:
         CallTooLarge: It exceeds one of them; the message names the setting.
     """
+    kept_or_copied = max(
+        (input_arena_bytes, "setting input_arena_bytes"), (memory_bytes, "setting device_memory_bytes")
+    )
     for what, found, limit, setting in (
         ("operands", demand.inputs.nbytes, input_arena_bytes, "setting input_arena_bytes"),
         ("results", demand.outputs.nbytes, output_arena_bytes, "setting output_arena_bytes"),
         ("copies in the worker", demand.memory_bytes, memory_bytes, "setting device_memory_bytes"),
-        ("an operand that is not used", demand.unused_bytes, memory_bytes, "setting device_memory_bytes"),
+        ("an operand that is not used", demand.unused_bytes, *kept_or_copied),
         ("tensors on the device", demand.device_bytes, device_bytes, "what the roomiest device has free"),
     ):
         if limit is not None and found > limit:

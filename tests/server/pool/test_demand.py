@@ -40,12 +40,25 @@ def test_an_operand_that_is_not_used_takes_no_memory_and_has_a_limit_all_the_sam
         demand_of(planned, own_memory=True).device_bytes
         == demand_of(job().planned, own_memory=True).device_bytes
     )
-    limits = {"input_arena_bytes": 1 << 20, "output_arena_bytes": 1 << 20}
-    check_fits("group_norm_backward", demand, **limits, memory_bytes=240)
-    with pytest.raises(
-        CallTooLarge, match="found 240 bytes of an operand that is not used; expected at most 239"
-    ):
-        check_fits("group_norm_backward", demand, **limits, memory_bytes=239)
+
+
+@pytest.mark.parametrize(
+    ("setting", "limits"),
+    [
+        ("input_arena_bytes", {"input_arena_bytes": 2**20, "memory_bytes": 0}),
+        ("device_memory_bytes", {"input_arena_bytes": 2**10, "memory_bytes": 2**20}),
+    ],
+)
+def test_an_operand_that_is_not_used_may_have_what_a_kept_or_a_copied_one_may(
+    setting: str, limits: dict[str, int], job: Any
+) -> None:
+    """Contiguous it needed the arena alone, and expanded the memory of copies, when it was still kept."""
+    planned = replace(job(n=2, c=6, hxw=5, group=3).planned, unused=frozenset({"input"}))
+    demand = replace(demand_of(planned), unused_bytes=2**20)
+    check_fits("group_norm_backward", demand, **limits, output_arena_bytes=2**20)
+    too_much = replace(demand, unused_bytes=2**20 + 1)
+    with pytest.raises(CallTooLarge, match=rf"not used; expected at most {2**20} \(setting {setting}"):
+        check_fits("group_norm_backward", too_much, **limits, output_arena_bytes=2**20)
 
 
 def test_an_offset_makes_a_copy_necessary_and_is_counted(job: Any) -> None:
