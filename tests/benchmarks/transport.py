@@ -1,13 +1,13 @@
 """Round trips of S bytes each way: our client, server and worker process against bare transports.
 
 What is called
-    `grid_sampler_2d_backward` for input_grad only, one output point: the image (S bytes) goes out, its
-    gradient (S bytes) comes back, and the other operands are 12 bytes. group_norm_backward would send two
-    tensors for each that it returns. The device is ``test:1?ms=0``, which writes zeros: what is left is
-    encoding, validation, admission, the copy into shared memory, the hop to the worker process, S bytes of
-    zeros written there, and the way back into a new NumPy array. (Into an array of the caller's, by `out`, it
-    took as long: 1.06 [0.65, 1.58] at 64 MiB.) Calls under 2 MiB are unary, the others streamed in chunks of
-    1 MiB; that is the client's own choice.
+    `grid_sampler_2d_backward`, one output point: the image (S bytes) goes out, its gradient (S bytes) comes
+    back, and the other tensors are 20 bytes. Without the gradient of the grid the image would not travel, for
+    no result would depend on it; group_norm_backward would send two tensors for each that it returns. The
+    device is ``test:1?ms=0``, which writes zeros: what is left is encoding, validation, admission, the copy
+    into shared memory, the hop to the worker process, S bytes of zeros written there, and the way back into a
+    new NumPy array. (Into an array of the caller's, by `out`, it took as long: 1.06 [0.65, 1.58] at 64 MiB.)
+    Calls under 2 MiB are unary, the others streamed in chunks of 1 MiB; that is the client's own choice.
 
 What limits it
     grpcio takes and gives `bytes` only: every message is copied into fresh memory at both ends under the
@@ -75,7 +75,7 @@ class ServiceEcho:
                 interpolation_mode=0,
                 padding_mode=0,
                 align_corners=False,
-                output_mask=(True, False),
+                output_mask=(True, True),
             )
             return {"echo": grads.input_grad}
 
