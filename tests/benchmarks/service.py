@@ -78,7 +78,8 @@ CASES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     (FLOYD.name, "16x128x128 D32", "bfloat16", {"b": 1, "h": 1, "n": 16, "m": 128, "k": 128, "d": 32}),
     (FLOYD.name, "64x128x128 D32", "bfloat16", {"b": 1, "h": 1, "n": 64, "m": 128, "k": 128, "d": 32}),
 )
-_CONCURRENCY = (1, 8, 32)
+CONCURRENCY = (1, 8, 32)
+LOADED = {"simulated device": "test:1?ms=0", "cpu:0": "cpu:0"}
 GOALS: Mapping[str, Mapping[str, Goal]] = {
     f"{MSDA.name} decoder": {TORCH: at_least(0.7, 1)},
     f"{FLOYD.name} 64x128x128 D32": {TORCH: at_least(0.5, 0.8)},
@@ -131,9 +132,7 @@ class ReferenceCall:
 def run(effort: Effort) -> Iterator[Result | Figure]:
     """Measures every case."""
     yield from _operators(effort)
-    for label, devices in (("simulated device", "test:1?ms=0"), ("cpu:0", "cpu:0"))[
-        : 1 if effort.quick else None
-    ]:
+    for label, devices in list(LOADED.items())[: 1 if effort.quick else None]:
         yield from _throughput(effort, label, devices)
 
 
@@ -175,7 +174,7 @@ def _throughput(effort: Effort, label: str, devices: str) -> Iterator[Result | F
         contestants = stack.enter_context(started(effort, subjects))
         for contestant in contestants.values():
             contestant.prepare(_SMALL_CALL)
-        for concurrency in _CONCURRENCY[: 1 if effort.quick else None]:
+        for concurrency in CONCURRENCY[: 1 if effort.quick else None]:
             slots = {name: contestant.loaded_s(concurrency) for name, contestant in contestants.items()}
             yield from _measured(f"1 KiB, {concurrency} in flight, {label}", "float32", slots, effort)
 

@@ -61,7 +61,7 @@ DEVICES = "test:1?ms=0"
 OURS, STUB = "npugrad", "generated stub"
 PROTOBUF, IDENTITY, TCP = "grpcio, protobuf bytes", "grpcio, identity", "raw TCP"
 _ROW_BYTES = 256
-_CASES = {
+CASES = {
     "1 KiB": 2**10,
     "1 KiB, generated stub": 2**10,
     "64 KiB": 2**16,
@@ -157,7 +157,7 @@ def run(effort: Effort) -> Iterator[Result | Figure]:
             TCP: {"subject": f"{echo}:TcpEcho", "address": tcp},
         }
         contestants = stack.enter_context(started(effort, subjects))
-        for name, nbytes in list(_CASES.items())[: _QUICK if effort.quick else None]:
+        for name, nbytes in list(CASES.items())[: _QUICK if effort.quick else None]:
             caller = STUB if name.endswith(STUB) else OURS
             chosen = {who: contestants[who] for who in (caller, PROTOBUF, IDENTITY, TCP)}
             result = _case(name, {"nbytes": nbytes}, chosen, effort)
