@@ -206,12 +206,12 @@ prove-rollout: $(STAMP_KERNELS) $(ENVOY)/.stamp ## What a rollout costs callers,
 bench: $(STAMP_KERNELS) ## All benchmarks: tables, JSON lines, pictures under build/bench; ARGS=--quick tries them out
 	$(BIN)/python -m tests.benchmarks $(ARGS)
 
-bench-transport bench-service bench-client bench-frames: $(STAMP_KERNELS) ## One of them
+bench-transport bench-service bench-client bench-frames bench-memory: $(STAMP_KERNELS) ## One of them
 	$(BIN)/python -m tests.benchmarks $(@:bench-%=%) $(ARGS)
 
 bench-kernels: $(STAMP_KERNELS) ## What was promised of the CPU kernels; ARGS="--operator group_norm --variant avx2"
 	$(BIN)/python -m tests.benchmarks kernels $(addprefix --peer-python ,$(wildcard $(VENV_PEERS)/bin/python)) $(ARGS)
-.PHONY: bench bench-transport bench-service bench-client bench-frames bench-kernels
+.PHONY: bench bench-transport bench-service bench-client bench-frames bench-memory bench-kernels
 
 # ------------------------------------------------------------------------------------ checks
 

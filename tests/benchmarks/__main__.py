@@ -7,13 +7,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks import client, frames, kernels, service, transport
+from tests.benchmarks import client, frames, kernels, memory, service, transport
 from tests.benchmarks.harness import FULL, QUICK, Effort
 from tests.benchmarks.kernels import Choice
 from tests.benchmarks.processes import ROOT
 from tests.benchmarks.report import Bench, report
 
-NAMES = ("transport", "service", "client", "kernels", "frames")
+NAMES = ("transport", "service", "client", "kernels", "frames", "memory")
 
 
 def main() -> None:
@@ -22,6 +22,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; all by default")
     parser.add_argument("--quick", action="store_true", help="first cases only; the figures mean nothing")
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "bench", help="folder for pictures")
+    parser.add_argument("--whole", action="store_true", help="memory: as many calls as promised; hours")
     chosen = _add_choice(parser)
     options = parser.parse_args()
     unknown = [name for name in options.names if name not in NAMES]
@@ -37,7 +38,7 @@ def main() -> None:
         parser.error("no case is left; expected parts of names of operator, case and data type")
     options.output.mkdir(parents=True, exist_ok=True)
     for name in options.names or NAMES:
-        report(_bench(name, effort, choice), effort, options.output)
+        report(_bench(name, effort, choice, options.whole), effort, options.output)
 
 
 def _add_choice(parser: argparse.ArgumentParser) -> tuple[str, ...]:
@@ -61,12 +62,14 @@ def _add_choice(parser: argparse.ArgumentParser) -> tuple[str, ...]:
     return tuple(field.name for field in fields(Choice))
 
 
-def _bench(name: str, effort: Effort, choice: Choice) -> Bench:
+def _bench(name: str, effort: Effort, choice: Choice, whole: bool) -> Bench:
     if name == "kernels":
         found = kernels.run(effort, choice)
         return Bench(choice.bench, kernels.TITLE, kernels.subtitle(choice), found, kernels.facts(choice))
     if name == "frames":
         return Bench(name, frames.TITLE, frames.SUBTITLE, frames.run(), {})
+    if name == "memory":
+        return Bench(name, memory.TITLE, memory.SUBTITLE, memory.run(effort, whole=whole), {})
     module = {"transport": transport, "service": service, "client": client}[name]
     return Bench(name, module.TITLE, module.SUBTITLE, module.run(effort), {})
 

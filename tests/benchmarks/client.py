@@ -40,6 +40,7 @@ import grpc.aio
 import numpy as np
 from tests.benchmarks.canned import SMALL, small_call
 from tests.benchmarks.contestant import difference
+from tests.benchmarks.goals import at_least, promised
 from tests.benchmarks.harness import Effort, Result, compare
 from tests.benchmarks.processes import ROOT, LineProcess, started
 
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Mapping
 
     import numpy.typing as npt
+    from tests.benchmarks.goals import Figure, Goal
 
     from npugrad.operator import OpRecord
 
@@ -64,6 +66,11 @@ TITLE = "Client: what it adds to a bare gRPC call"
 SUBTITLE = "smallest calls to a server that answers at once; bursts on one event loop; importing it"
 OURS, STUB, IMPORTS = "npugrad", "generated stub", "grpc, NumPy and protobuf alone"
 IN_FLIGHT = (1, 64, 1000)
+GOALS: Mapping[str, Mapping[str, Goal]] = {
+    **{f"{operator}, one at a time": {STUB: at_least(0.85, 0.95)} for operator in SMALL},
+    "asyncio, 1000 in flight": {STUB: at_least(0.7, 0.9)},
+}
+"""What was promised of a case, by peer."""
 _LIBRARIES = "import grpc, grpc.aio, numpy, google.protobuf.message, google.protobuf.descriptor_pool"
 
 
@@ -192,7 +199,7 @@ class Imports:
         return call
 
 
-def run(effort: Effort) -> Iterator[Result]:
+def run(effort: Effort) -> Iterator[Result | Figure]:
     """Measures every case."""
     with ExitStack() as stack:
         server = LineProcess("tests.benchmarks.canned")
@@ -201,22 +208,22 @@ def run(effort: Effort) -> Iterator[Result]:
         cases: list[dict[str, Any]] = [{"operator": name} for name in SMALL][: 1 if effort.quick else None]
         pair = {OURS: "ClientCall", STUB: "StubCall"}
         for case in cases:
-            yield _compared(f"{case['operator']}, one at a time", case, pair, address, effort)
+            yield from _compared(f"{case['operator']}, one at a time", case, pair, address, effort)
         bursts = {OURS: "AsyncClientBurst", STUB: "AsyncStubBurst"}
         for count in IN_FLIGHT[: 1 if effort.quick else None]:
             burst = {"operator": "group_norm_backward", "in_flight": count}
-            yield _compared(f"asyncio, {count} in flight", burst, bursts, address, effort)
+            yield from _compared(f"asyncio, {count} in flight", burst, bursts, address, effort)
     programs = {OURS: "import npugrad_client", IMPORTS: _LIBRARIES}
     subjects = {name: {"subject": f"{__name__}:Imports", "program": text} for name, text in programs.items()}
-    yield _measured("import", "", {}, subjects, effort)
+    yield from _measured("import", "", {}, subjects, effort)
 
 
 def _compared(
     name: str, case: Mapping[str, Any], pair: Mapping[str, str], address: str, effort: Effort
-) -> Result:
+) -> Iterator[Result | Figure]:
     subjects = {who: {"subject": f"{__name__}:{what}", "address": address} for who, what in pair.items()}
     dtype = str(small_call(get_operator(case["operator"])).tensor(_first(case)).dtype)
-    return _measured(name, dtype, case, subjects, effort)
+    yield from _measured(name, dtype, case, subjects, effort)
 
 
 def _first(case: Mapping[str, Any]) -> str:
@@ -229,7 +236,7 @@ def _measured(
     case: Mapping[str, Any],
     subjects: Mapping[str, Mapping[str, Any]],
     effort: Effort,
-) -> Result:
+) -> Iterator[Result | Figure]:
     with started(effort, subjects) as contestants:
         for contestant in contestants.values():
             contestant.prepare(case)
@@ -237,4 +244,6 @@ def _measured(
         if any(difference(ours, peer) > 0 for peer in peers if ours):
             raise RuntimeError(f"{name}: the results of the two differ")
         slots = {who: contestant.median_s for who, contestant in contestants.items()}
-        return compare(name, dtype, slots, effort)
+        result = compare(name, dtype, slots, effort)
+    yield result
+    yield from promised(result, GOALS.get(name, {}))

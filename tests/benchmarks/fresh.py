@@ -12,15 +12,12 @@ import importlib
 import json
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-_KIB = 1024
 
 
 def memory(subject: str, case: dict[str, Any]) -> dict[str, float]:
@@ -30,6 +27,7 @@ def memory(subject: str, case: dict[str, Any]) -> dict[str, float]:
     pass needs. Libraries are loaded before.
     """
     from tests.benchmarks.operands import made
+    from tests.benchmarks.resident import restart_peak, status_bytes
 
     module, _, name = subject.partition(":")
     contestant = getattr(importlib.import_module(module), name)()
@@ -37,16 +35,9 @@ def memory(subject: str, case: dict[str, Any]) -> dict[str, float]:
     # What was freed while making the operands goes back, or the call would find it there.
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from what is there
-    before = _status_bytes("VmRSS")
+    before = restart_peak()
     contestant.on(case, call, operands)()
-    return {"extra_bytes": _status_bytes("VmHWM") - before}
-
-
-def _status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith(f"{field}:"))
-    return int(line.split()[1]) * _KIB
+    return {"extra_bytes": status_bytes("VmHWM") - before}
 
 
 def start(case: dict[str, Any]) -> dict[str, float]:

@@ -12,8 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from typing import TextIO
+
+    from tests.benchmarks.harness import Result
 
 _TABLE_COLUMNS = 190
 
@@ -121,6 +123,19 @@ def figure(
         peers: The same figure of others, by name.
     """
     return Figure(*place, what, statistics.median(seen), min(seen), max(seen), unit, goal, peers or {})
+
+
+def promised(result: Result, goals: Mapping[str, Goal]) -> Iterator[Figure]:
+    """The figures of a comparison that were to be reached.
+
+    Args:
+        result: What was measured.
+        goals: By peer, for the peer's figure over ours. Those of peers that took no part are passed over.
+    """
+    for peer in result.peers:
+        if peer in goals:
+            place, what = (result.case, result.dtype), f"{peer}'s time over ours"
+            yield figure(place, what, result.ratios(peer), goals[peer])
 
 
 def show_figures(bench: str, figures: Sequence[Figure], stream: TextIO) -> None:

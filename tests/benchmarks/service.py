@@ -36,6 +36,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from tests.benchmarks.contestant import difference
+from tests.benchmarks.goals import at_least, promised
 from tests.benchmarks.harness import Effort, Result, compare
 from tests.benchmarks.operands import empty_outputs, made
 from tests.benchmarks.processes import bare_server, started
@@ -46,8 +47,9 @@ from npugrad.ops import get_operator
 from npugrad_client import Client
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
+    from tests.benchmarks.goals import Figure, Goal
     from tests.benchmarks.operands import Array, Call
     from tests.benchmarks.processes import Contestant
 
@@ -76,7 +78,15 @@ CASES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     (FLOYD.name, "16x128x128 D32", "bfloat16", {"b": 1, "h": 1, "n": 16, "m": 128, "k": 128, "d": 32}),
     (FLOYD.name, "64x128x128 D32", "bfloat16", {"b": 1, "h": 1, "n": 64, "m": 128, "k": 128, "d": 32}),
 )
-_CONCURRENCY = (1, 8, 32)
+CONCURRENCY = (1, 8, 32)
+LOADED = {"simulated device": "test:1?ms=0", "cpu:0": "cpu:0"}
+GOALS: Mapping[str, Mapping[str, Goal]] = {
+    f"{MSDA.name} decoder": {TORCH: at_least(0.7, 1)},
+    f"{FLOYD.name} 64x128x128 D32": {TORCH: at_least(0.5, 0.8)},
+    f"{GRID_SAMPLER.name} 4x3x128x128": {TORCH: at_least(0.25, 0.5)},
+    "1 KiB, 32 in flight, simulated device": {GRPC: at_least(0.45, 0.7)},
+}
+"""What was promised of a case, by peer."""
 _SMALL_CALL = {"nbytes": 2**10}
 TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}
 
@@ -119,16 +129,14 @@ class ReferenceCall:
         return in_process
 
 
-def run(effort: Effort) -> Iterator[Result]:
+def run(effort: Effort) -> Iterator[Result | Figure]:
     """Measures every case."""
     yield from _operators(effort)
-    for label, devices in (("simulated device", "test:1?ms=0"), ("cpu:0", "cpu:0"))[
-        : 1 if effort.quick else None
-    ]:
+    for label, devices in list(LOADED.items())[: 1 if effort.quick else None]:
         yield from _throughput(effort, label, devices)
 
 
-def _operators(effort: Effort) -> Iterator[Result]:
+def _operators(effort: Effort) -> Iterator[Result | Figure]:
     with ExitStack() as stack:
         address = stack.enter_context(service("cpu:0"))
         subjects: dict[str, dict[str, str]] = {
@@ -144,7 +152,7 @@ def _operators(effort: Effort) -> Iterator[Result]:
                 contestant.prepare(case)
             _check_same(f"{operator} {dtype}", dtype, contestants)
             slots = {name: contestant.median_s for name, contestant in contestants.items()}
-            yield compare(f"{operator} {sizes_name}", dtype, slots, effort)
+            yield from _measured(f"{operator} {sizes_name}", dtype, slots, effort)
 
 
 def _check_same(case: str, dtype: str, contestants: Mapping[str, Contestant]) -> None:
@@ -156,7 +164,7 @@ def _check_same(case: str, dtype: str, contestants: Mapping[str, Contestant]) ->
             raise RuntimeError(f"{case}: the results of {name!r} differ from ours by about {worst:.1e}")
 
 
-def _throughput(effort: Effort, label: str, devices: str) -> Iterator[Result]:
+def _throughput(effort: Effort, label: str, devices: str) -> Iterator[Result | Figure]:
     with ExitStack() as stack:
         address, grpc = stack.enter_context(service(devices)), stack.enter_context(bare_server("grpc"))
         subjects = {
@@ -166,6 +174,14 @@ def _throughput(effort: Effort, label: str, devices: str) -> Iterator[Result]:
         contestants = stack.enter_context(started(effort, subjects))
         for contestant in contestants.values():
             contestant.prepare(_SMALL_CALL)
-        for concurrency in _CONCURRENCY[: 1 if effort.quick else None]:
+        for concurrency in CONCURRENCY[: 1 if effort.quick else None]:
             slots = {name: contestant.loaded_s(concurrency) for name, contestant in contestants.items()}
-            yield compare(f"1 KiB, {concurrency} in flight, {label}", "float32", slots, effort)
+            yield from _measured(f"1 KiB, {concurrency} in flight, {label}", "float32", slots, effort)
+
+
+def _measured(
+    case: str, dtype: str, slots: Mapping[str, Callable[[], float]], effort: Effort
+) -> Iterator[Result | Figure]:
+    result = compare(case, dtype, slots, effort)
+    yield result
+    yield from promised(result, GOALS.get(case, {}))

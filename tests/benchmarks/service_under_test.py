@@ -13,16 +13,21 @@ from tests.fix_server import run_server
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from tests.fix_server import ServerProcess
+
 # Arenas that hold the largest case some times over; what they are filled with at start is the default.
 _FLAGS = ("--input-arena-bytes", "1GiB", "--output-arena-bytes", "512MiB", "--prefault-bytes", "64MiB")
 
 
 @contextmanager
-def service(devices: str, environment: Mapping[str, str] | None = None) -> Iterator[str]:
-    """A server on loopback; yields its address, and fails when its end was not clean.
+def running_service(
+    devices: str, *flags: str, environment: Mapping[str, str] | None = None
+) -> Iterator[ServerProcess]:
+    """A server on loopback, which fails when its end was not clean.
 
     Args:
         devices: Such as ``"cpu:0"``.
+        flags: Beside those of all benchmarks.
         environment: Variables beside those of this process.
     """
     # As many threads for linear algebra as its peers take by default.
@@ -32,8 +37,16 @@ def service(devices: str, environment: Mapping[str, str] | None = None) -> Itera
         run_server(
             Path(folder) / "server.log",
             *_FLAGS,
+            *flags,
             devices=devices,
             env={"OMP_NUM_THREADS": threads, **(environment or {})},
         ) as running,
     ):
+        yield running
+
+
+@contextmanager
+def service(devices: str, environment: Mapping[str, str] | None = None) -> Iterator[str]:
+    """The same; yields its address."""
+    with running_service(devices, environment=environment) as running:
         yield running.address

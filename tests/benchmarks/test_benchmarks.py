@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.benchmarks import client, frames, memory, service, transport
+from tests.benchmarks.__main__ import NAMES
+from tests.benchmarks.canned import SMALL
 from tests.benchmarks.contestant import difference, fingerprint, largest_error
-from tests.benchmarks.goals import at_least, at_most, figure, show_figures
+from tests.benchmarks.goals import at_least, at_most, figure, promised, show_figures
 from tests.benchmarks.harness import Effort, Result, compare, in_both_orders
 from tests.benchmarks.kernel_cases import ERROR, MEMORY, all_cases
 from tests.benchmarks.picture import svg
@@ -25,6 +28,40 @@ from npugrad_server.backends.cpu.kernels import KernelsUnavailable, find_library
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+STUB, NAIVE, TCP, TORCH = "generated stub", "grpcio, protobuf bytes", "raw TCP", "torch backward"
+PROMISED = {
+    "transport": {
+        ("1 KiB, generated stub", NAIVE): at_least(0.5, 0.65),
+        ("1 KiB", NAIVE): at_least(0.42, 0.55),
+        ("64 KiB", NAIVE): at_least(0.5, 0.7),
+        ("1 MiB", NAIVE): at_least(1, 1.5),
+        ("16 MiB", NAIVE): at_least(5, 7),
+        ("16 MiB", TCP): at_least(0.5, 0.6),
+        ("64 MiB", NAIVE): at_least(6, 8),
+        ("64 MiB", TCP): at_least(0.5, 0.6),
+    },
+    "service": {
+        ("1 KiB, 32 in flight, simulated device", NAIVE): at_least(0.45, 0.7),
+        ("multi_scale_deformable_attention_grad decoder", TORCH): at_least(0.7, 1),
+        ("fused_floyd_attention_grad 64x128x128 D32", TORCH): at_least(0.5, 0.8),
+        ("grid_sampler_2d_backward 4x3x128x128", TORCH): at_least(0.25, 0.5),
+    },
+    "client": {
+        **{(f"{operator}, one at a time", STUB): at_least(0.85, 0.95) for operator in SMALL},
+        ("asyncio, 1000 in flight", STUB): at_least(0.7, 0.9),
+    },
+    "memory": {
+        ("64 MiB, peak over content", "server"): at_most(1.3, 1.1),
+        ("64 MiB, peak over content", "client"): at_most(1.2, 1.1),
+        **{
+            (kind, who): at_most(32, 4)
+            for kind in ("calls of one signature", "signatures", "calls of 4 MiB")
+            for who in ("server", "client")
+        },
+    },
+}
 
 
 def _has_kernels() -> bool:
@@ -56,6 +93,10 @@ def test_one_case_gives_table_lines_and_picture(bench: str, peers: set[str] | No
     lines = [line for line in found_lines if "ratio" in line]
     assert all(list(line) == KEYS and line["bench"] == bench for line in lines)
     assert all(0 < line["low"] <= line["ratio"] <= line["high"] for line in lines)
+    held = {(line["case"], line["what"]) for line in found_lines if "what" in line}
+    cases = {line["case"] for line in lines}
+    for case, peer in PROMISED.get(bench, {}):
+        assert case not in cases or peer == TORCH or (case, f"{peer}'s time over ours") in held
     found = {line["peer"] for line in lines}
     assert found == peers if peers else "FMA roofline" in found
     assert all(f"x {peer}" in done.stdout and "cpu: " in done.stdout for peer in found)
@@ -67,6 +108,19 @@ def test_one_case_gives_table_lines_and_picture(bench: str, peers: set[str] | No
         assert all(line["verdict"] in {None, "must", "stretch", "NOT REACHED"} for line in figures)
         assert {"largest error of dq", "loading and first call, over NumPy"} <= {f["what"] for f in figures}
         assert ET.parse(tmp_path / "kernels-rooflines.svg").getroot().tag.endswith("svg")
+
+
+@pytest.mark.slow
+@pytest.mark.deep
+def test_memory_of_server_and_client_has_a_line_for_each_promise(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.benchmarks", "memory", "--quick", "--output", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [(line["case"], line["what"].partition("'s growth")[0]) for line in lines] == [*PROMISED["memory"]]
+    assert all(line["verdict"] for line in lines)
+    peaks = [line["value"] for line in lines if line["case"] == memory.PEAK]
+    assert all(0.9 < peak < 5 for peak in peaks)  # what holds a content at all has it in memory
 
 
 @pytest.mark.slow
@@ -195,6 +249,41 @@ def test_figures_are_shown_with_their_verdicts() -> None:
     assert lines[0]["value"] == 4.5
     assert lines[1]["peers"] == {"torch": 2e-6}
     assert "1 of 2 goals not reached" in stream.getvalue()
+
+
+def test_what_was_promised_of_the_service_is_what_its_benchmarks_are_held_to() -> None:
+    modules = {"transport": transport, "service": service, "client": client, "memory": memory}
+    assert modules.keys() == PROMISED.keys() < set(NAMES)
+    for name, module in modules.items():
+        goals = {(case, who): goal for case, each in module.GOALS.items() for who, goal in each.items()}
+        assert goals == PROMISED[name], name
+    assert at_most(500, 300) == frames.GOAL
+
+
+def test_each_of_these_cases_is_measured() -> None:
+    assert transport.GOALS.keys() == transport.CASES.keys()
+    of_operators = {f"{operator} {sizes}" for operator, sizes, *_ in CASES}
+    loads = {
+        f"1 KiB, {count} in flight, {label}" for count in service.CONCURRENCY for label in service.LOADED
+    }
+    assert service.GOALS.keys() <= of_operators | loads
+    bursts = {f"asyncio, {count} in flight" for count in client.IN_FLIGHT}
+    assert client.GOALS.keys() <= bursts | {f"{name}, one at a time" for name in SMALL}
+
+
+def test_a_promise_of_a_peer_that_took_part_has_its_figure() -> None:
+    result = Result("case", "float32", ours=(1.0, 2.0), peers={"peer": (0.5, 1.5), "other": (1.0, 1.0)})
+    (found,) = promised(result, {"peer": at_least(0.6), "absent": at_least(1)})
+    assert (found.what, found.value, found.verdict) == ("peer's time over ours", 0.625, "must")
+
+
+def test_signatures_differ_from_number_to_number() -> None:
+    calls = [memory.signature(number) for number in (*range(600), *range(10**6, 10**6 + 600))]
+    shapes = {
+        tuple(value.shape if isinstance(value, np.ndarray) else value for value in call.values())
+        for call in calls
+    }
+    assert len(shapes) == len(calls)
 
 
 def test_every_goal_is_of_something_that_is_measured() -> None:

@@ -1,13 +1,13 @@
 """Round trips of S bytes each way: our client, server and worker process against bare transports.
 
 What is called
-    `grid_sampler_2d_backward` for input_grad only, one output point: the image (S bytes) goes out, its
-    gradient (S bytes) comes back, and the other operands are 12 bytes. group_norm_backward would send two
-    tensors for each that it returns. The device is ``test:1?ms=0``, which writes zeros: what is left is
-    encoding, validation, admission, the copy into shared memory, the hop to the worker process, S bytes of
-    zeros written there, and the way back into a new NumPy array. (Into an array of the caller's, by `out`, it
-    took as long: 1.06 [0.65, 1.58] at 64 MiB.) Calls under 2 MiB are unary, the others streamed in chunks of
-    1 MiB; that is the client's own choice.
+    `grid_sampler_2d_backward`, one output point: the image (S bytes) goes out, its gradient (S bytes) comes
+    back, and the other tensors are 20 bytes. Without the gradient of the grid the image would not travel, for
+    no result would depend on it; group_norm_backward would send two tensors for each that it returns. The
+    device is ``test:1?ms=0``, which writes zeros: what is left is encoding, validation, admission, the copy
+    into shared memory, the hop to the worker process, S bytes of zeros written there, and the way back into a
+    new NumPy array. (Into an array of the caller's, by `out`, it took as long: 1.06 [0.65, 1.58] at 64 MiB.)
+    Calls under 2 MiB are unary, the others streamed in chunks of 1 MiB; that is the client's own choice.
 
 What limits it
     grpcio takes and gives `bytes` only: every message is copied into fresh memory at both ends under the
@@ -31,18 +31,26 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+import grpc
 import numpy as np
 from tests.benchmarks.echo import payload
+from tests.benchmarks.goals import at_least, promised
 from tests.benchmarks.harness import Effort, Result, compare
 from tests.benchmarks.processes import bare_server, started
 from tests.benchmarks.service_under_test import service
+from tests.operators import GRID_SAMPLER
 
+from npugrad.call import CallOptions
+from npugrad.v1 import backward_pb2_grpc
 from npugrad_client import Client
+from npugrad_client._call import prepare
+from npugrad_client._frames import unary_request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     import numpy.typing as npt
+    from tests.benchmarks.goals import Figure, Goal
     from tests.benchmarks.processes import Contestant
 
     Call = Callable[[], Mapping[str, npt.NDArray[Any]]]
@@ -50,9 +58,41 @@ if TYPE_CHECKING:
 TITLE = "Transport: S bytes out and S bytes back over loopback"
 SUBTITLE = "simulated device, which writes zeros; the peers only echo, their gRPC calls are unary"
 DEVICES = "test:1?ms=0"
-OURS, PROTOBUF, IDENTITY, TCP = "npugrad", "grpcio, protobuf bytes", "grpcio, identity", "raw TCP"
+OURS, STUB = "npugrad", "generated stub"
+PROTOBUF, IDENTITY, TCP = "grpcio, protobuf bytes", "grpcio, identity", "raw TCP"
 _ROW_BYTES = 256
-_CASES = (("1 KiB", 2**10), ("64 KiB", 2**16), ("1 MiB", 2**20), ("16 MiB", 2**24), ("64 MiB", 2**26))
+CASES = {
+    "1 KiB": 2**10,
+    "1 KiB, generated stub": 2**10,
+    "64 KiB": 2**16,
+    "1 MiB": 2**20,
+    "16 MiB": 2**24,
+    "64 MiB": 2**26,
+}
+GOALS: Mapping[str, Mapping[str, Goal]] = {
+    "1 KiB": {PROTOBUF: at_least(0.42, 0.55)},
+    "1 KiB, generated stub": {PROTOBUF: at_least(0.5, 0.65)},
+    "64 KiB": {PROTOBUF: at_least(0.5, 0.7)},
+    "1 MiB": {PROTOBUF: at_least(1.0, 1.5)},
+    "16 MiB": {PROTOBUF: at_least(5, 7), TCP: at_least(0.5, 0.6)},
+    "64 MiB": {PROTOBUF: at_least(6, 8), TCP: at_least(0.5, 0.6)},
+}
+"""What was promised of a case, by peer."""
+_QUICK = 2
+
+
+def arguments(nbytes: int) -> dict[str, Any]:
+    """Those of a call that sends an image of so many bytes and returns its gradient."""
+    point = np.zeros((1, 1, 1, 2), np.float32)
+    return {
+        "grad_output": point[..., :1],
+        "input": payload(nbytes).reshape(1, 1, -1, _ROW_BYTES // 4),
+        "grid": point,
+        "interpolation_mode": 0,
+        "padding_mode": 0,
+        "align_corners": False,
+        "output_mask": (True, True),
+    }
 
 
 class ServiceEcho:
@@ -64,20 +104,33 @@ class ServiceEcho:
 
     def prepare(self, case: Mapping[str, Any]) -> Call:
         """A call that sends an image of `nbytes` and returns its gradient."""
-        image = payload(case["nbytes"]).reshape(1, 1, -1, _ROW_BYTES // 4)
-        point = np.zeros((1, 1, 1, 2), np.float32)
+        given = arguments(case["nbytes"])
 
         def call() -> Mapping[str, npt.NDArray[Any]]:
-            grads = self._client.grid_sampler_2d_backward(
-                grad_output=point[..., :1],
-                input=image,
-                grid=point,
-                interpolation_mode=0,
-                padding_mode=0,
-                align_corners=False,
-                output_mask=(True, False),
-            )
-            return {"echo": grads.input_grad}
+            return {"echo": self._client.grid_sampler_2d_backward(**given).input_grad}
+
+        _check(call(), given["input"])
+        return call
+
+
+class StubEcho:
+    """The generated stub, with a request that is there, for the service without its client."""
+
+    def __init__(self, address: str) -> None:
+        """Opens a channel."""
+        self._stub = backward_pb2_grpc.BackwardServiceStub(grpc.insecure_channel(address))
+
+    def prepare(self, case: Mapping[str, Any]) -> Call:
+        """The call of `ServiceEcho`; its result is a view of the answer."""
+        given = arguments(case["nbytes"])
+        image = given["input"]
+        operands = {param.name: given.pop(param.name) for param in GRID_SAMPLER.inputs}
+        request = unary_request(prepare(GRID_SAMPLER, operands, given, None, CallOptions()))
+        method = getattr(self._stub, GRID_SAMPLER.rpc)
+
+        def call() -> Mapping[str, npt.NDArray[Any]]:
+            data = method(request).input_grad.data
+            return {"echo": np.frombuffer(data, np.float32).reshape(image.shape)}
 
         _check(call(), image)
         return call
@@ -90,21 +143,26 @@ def _check(found: Mapping[str, npt.NDArray[Any]], image: npt.NDArray[Any]) -> No
         )
 
 
-def run(effort: Effort) -> Iterator[Result]:
+def run(effort: Effort) -> Iterator[Result | Figure]:
     """Measures every case."""
     with ExitStack() as stack:
         ours = stack.enter_context(service(DEVICES))
-        grpc, tcp = (stack.enter_context(bare_server(kind)) for kind in ("grpc", "tcp"))
+        grpc_server, tcp = (stack.enter_context(bare_server(kind)) for kind in ("grpc", "tcp"))
         echo = "tests.benchmarks.echo"
         subjects = {
             OURS: {"subject": f"{__name__}:ServiceEcho", "address": ours},
-            PROTOBUF: {"subject": f"{echo}:GrpcEcho", "address": grpc, "message": "protobuf"},
-            IDENTITY: {"subject": f"{echo}:GrpcEcho", "address": grpc, "message": "identity"},
+            STUB: {"subject": f"{__name__}:StubEcho", "address": ours},
+            PROTOBUF: {"subject": f"{echo}:GrpcEcho", "address": grpc_server, "message": "protobuf"},
+            IDENTITY: {"subject": f"{echo}:GrpcEcho", "address": grpc_server, "message": "identity"},
             TCP: {"subject": f"{echo}:TcpEcho", "address": tcp},
         }
         contestants = stack.enter_context(started(effort, subjects))
-        for name, nbytes in _CASES[: 1 if effort.quick else None]:
-            yield _case(name, {"nbytes": nbytes}, contestants, effort)
+        for name, nbytes in list(CASES.items())[: _QUICK if effort.quick else None]:
+            caller = STUB if name.endswith(STUB) else OURS
+            chosen = {who: contestants[who] for who in (caller, PROTOBUF, IDENTITY, TCP)}
+            result = _case(name, {"nbytes": nbytes}, chosen, effort)
+            yield result
+            yield from promised(result, GOALS[name])
 
 
 def _case(
