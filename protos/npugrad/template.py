@@ -10,11 +10,12 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from google.protobuf.message import DecodeError
 
+from npugrad.varint import LENGTH_DELIMITED, encode_varint, tag
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -52,23 +53,20 @@ class Template:
             contents: Its tensors whose `data` differs, in the order of their numbers: bytes of it by field.
         """
         self._class, self._varying = type(message), varying
-        plain, marked = (_serialized(message, varying, contents, first) for first in (b"\x00", b"\x01"))
-        marks = np.flatnonzero(np.frombuffer(plain, np.uint8) != np.frombuffer(marked, np.uint8))
-        starts = iter(marks.tolist())  # a mark is the first byte of its content
-        slices, heads, places, end = [], [], [], 0
-        for length in contents.values():
-            start = next(starts) if length else end
-            heads.append(plain[end:start])
-            places.append(end)
-            end = start + length
-            slices.append(slice(start, end))
-        heads.append(plain[end:])
-        places.append(end)
-        self._opening = plain[: marks[0]] if marks.size else plain
+        slices, heads, places, end, head = [], [], [], 0, b""
+        for before, length in _pieces(message, varying, contents):
+            head += before
+            if length is not None:
+                heads.append(head)
+                places.append(end)
+                start = end + len(head)
+                end, head = start + length, b""
+                slices.append(slice(start, end))
+        self._opening = (*heads, head)[0]
         self._slices = tuple(slices)
-        self._heads = tuple(zip(heads, places, strict=True))
-        self._parts: list[Any] = [b"", *chain.from_iterable((head, b"") for head in heads)]
-        self.nbytes = len(plain)
+        self._heads = tuple(zip((*heads, head), (*places, end), strict=True))
+        self._parts: list[Any] = [b"", *chain.from_iterable((each, b"") for each in heads), head, b""]
+        self.nbytes = end + len(head)
 
     def encode(self, contents: Sequence[Content], varying: bytes = b"") -> bytes:
         """The message with these contents, as protobuf would serialize it.
@@ -111,11 +109,33 @@ class Template:
         return list(map(view.__getitem__, self._slices)), rest
 
 
-def _serialized(message: Any, varying: str, contents: Mapping[str, int], first: bytes) -> bytes:
-    """The message with contents of zeros, but for their first byte."""
-    filled = type(message)()
-    filled.CopyFrom(message)
-    filled.ClearField(varying)
-    for name, length in contents.items():
-        getattr(filled, name).data = first[:length].ljust(length, b"\0")
-    return bytes(filled.SerializeToString())
+def _pieces(message: Any, varying: str, contents: Mapping[str, int]) -> Iterator[tuple[bytes, int | None]]:
+    """What stands before each content, and its length; None with what stands behind the last one of a field.
+
+    No content is made for that, as some are long.
+    """
+    fields = {field.number: (field.name, value) for field, value in message.ListFields()}
+    for name in contents:
+        fields[message.DESCRIPTOR.fields_by_name[name].number] = (name, getattr(message, name))
+    for number, (name, value) in sorted(fields.items()):
+        if name in contents:
+            opening, closing = _around(value, contents[name])
+            nbytes = len(opening) + contents[name] + len(closing)
+            yield (
+                encode_varint(tag(number, LENGTH_DELIMITED)) + encode_varint(nbytes) + opening,
+                contents[name],
+            )
+            yield closing, None
+        elif name != varying:
+            yield type(message)(**{name: value}).SerializeToString(), None
+
+
+def _around(tensor: Any, length: int) -> tuple[bytes, bytes]:
+    """What stands in a serialized tensor before content of this length, and behind it."""
+    bare = type(tensor)(**{field.name: value for field, value in tensor.ListFields() if field.name != "data"})
+    bare.data = b"\0"
+    plain = bare.SerializeToString()
+    bare.data = b"\1"
+    marked = bare.SerializeToString()
+    at = next(index for index, byte in enumerate(plain) if byte != marked[index])
+    return plain[: at - 1] + encode_varint(length), plain[at + 1 :]  # without the length, 1, before the mark

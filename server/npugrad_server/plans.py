@@ -41,7 +41,7 @@ bytes, demand, line of the log and template of the reply included."""
 _BYTES_PER_KEY_BYTE = 24
 """What a byte of a key may become: two are an integer of an array, with its place in a tuple."""
 _TEMPLATE_BYTES = 2**20
-"""Longest reply whose template is worth its making, for which it is written twice."""
+"""Longest reply, by its contents, that is made of a template."""
 
 
 @dataclass(eq=False)
@@ -54,7 +54,7 @@ class Known:
         drawn: What the recipes draw, and for which tensors.
         content_bytes: Length of all contents that travel.
         reply_bytes: Length of all contents of its reply.
-        reply: Template of a unary reply, once the call came twice; None where that is not worth it.
+        reply: Template of a unary reply, once the call came twice; None for one too long for it.
         wanted: Names of the outputs in the reply.
     """
 
