@@ -101,17 +101,9 @@ class Scheduler:
         """What the devices have for calls of an operator and mode now."""
         return self._placement.offer(operator, deterministic)
 
-    def most_device_bytes(self, operator: str = "", deterministic: bool = False) -> int | None:
-        """The most of a device's own memory that a call can have; None where it has no bound, or not yet."""
-        return self.offer(operator, deterministic).most_bytes
-
     def why_lacking(self, operator: str) -> str:
         """Why no device can run an operator; empty when one can, or may once it is ready."""
         return self._placement.why_lacking(operator)
-
-    def why_refused(self, operator: str, deterministic: bool) -> tuple[str, str] | None:
-        """Row of the error table and why no device runs such calls; None when one does, or may once ready."""
-        return self.offer(operator, deterministic).refused
 
     def next_alarm(self) -> float | None:
         """When `tick` is due; None when only an event can change anything."""
