@@ -142,10 +142,8 @@ def check_reply_fits(request: Request, max_message_bytes: int) -> None:
 async def write_inline(admission: Admission, contents: Mapping[str, bytes | memoryview]) -> None:
     """Copies contents into the input arena, in pieces between which other calls get their turn."""
     copied = 0
-    for name, content in contents.items():
-        if not content:
-            continue
-        target = admission.view(name)
+    targets = admission.views(contents)
+    for (name, content), target in zip(contents.items(), targets, strict=True):
         if len(content) != len(target):
             raise ValueError(f"{name}: found {len(content)} bytes of content; expected {len(target)}")
         source = memoryview(content)

@@ -48,26 +48,29 @@ class Admission:
         self._views = [memory]
 
     def view(self, name: str) -> memoryview:
-        """Writable memory of an operand's content, exactly its `content_bytes`.
+        """Writable memory of an operand's content, exactly its `content_bytes`; errors as of `views`."""
+        return self.views((name,))[0]
 
-        Args:
-            name: Operand.
+    def views(self, names: Iterable[str]) -> list[memoryview]:
+        """Writable memory of the contents of some operands.
 
         Raises:
-            KeyError: The operand is null or the operator has none of this name.
+            KeyError: An operand is null, or the operator has none of this name.
             RuntimeError: The admission was closed, or its call was started: operands do not change any more.
         """
-        meta = self.planned.call.inputs[name]
-        if meta is None:
-            raise KeyError(f"{self.planned.record.name}: {name} is null")
         if self.closed or self.started:
             raise RuntimeError(
                 f"{self.planned.record.name}: operands can be written only before the call runs"
             )
-        start = self._offsets[name]
-        view = self._memory[start : start + meta.content_bytes]
-        self._views.append(view)
-        return view
+        found = []
+        for name in names:
+            meta = self.planned.call.inputs[name]
+            if meta is None:
+                raise KeyError(f"{self.planned.record.name}: {name} is null")
+            start = self._offsets[name]
+            found.append(self._memory[start : start + meta.content_bytes])
+        self._views += found
+        return found
 
     def lend(self, memory: memoryview, parts: Iterable[tuple[str, int, int]]) -> dict[str, memoryview]:
         """Views that are void once the admission is closed.

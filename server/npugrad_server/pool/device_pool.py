@@ -141,7 +141,7 @@ class DevicePool:
         if self._scheduler.all_down:
             raise error_without_device(self.devices(), planned)
         deterministic = planned.options.deterministic
-        offer = self._scheduler.offer(operator, deterministic)
+        offer = self._scheduler.offers[operator, deterministic]
         if offer.refused is not None:
             raise error_from_verdict(planned, *offer.refused)
         waiting = self._uploads + self._scheduler.queue_depth
@@ -227,7 +227,7 @@ class DevicePool:
     def worker_ready(self, worker: int, incarnation: int, ready: DeviceReady) -> None:
         """A process has opened its device."""
         for operator, reason in ready.unavailable.items():
-            _log.warning("%s: without %s: %s", self._fleet.name(worker), operator, reason)
+            _log.warning("%s: without %s: %s", self._fleet.names[worker], operator, reason)
         memory_bytes = None
         if ready.memory_bytes is not None:
             memory_bytes = budget(ready.memory_bytes, self._settings.streams_per_device)
@@ -292,7 +292,7 @@ class DevicePool:
         """A process has ended, or, where the host is to blame, could not be started."""
         self._questions.lost(worker, incarnation)
         if not self._closing:
-            self._observer.worker_lost(self._fleet.name(worker), reason)
+            self._observer.worker_lost(self._fleet.names[worker], reason)
         self._apply(self._scheduler.lost(worker, incarnation, reason, time.monotonic(), host=host))
 
     # --------------------------------------------------------------------------- what the scheduler decides
@@ -354,7 +354,7 @@ class DevicePool:
         device, record = self._fleet.devices[worker], self._scheduler.workers[worker]
         info = device.info
         return DeviceStatus(
-            name=self._fleet.name(worker),
+            name=self._fleet.names[worker],
             backend=info.backend if info else "",
             description=info.description if info else "",
             simulated=info.simulated if info else False,

@@ -56,25 +56,25 @@ class Driver:
         elif isinstance(command, FailCall):
             self._replies.fail(self._entries[command.call], command)
         elif isinstance(command, RequeueCall):
-            self._replies.requeued(self._entries[command.call], self._fleet.name(command.worker))
+            self._replies.requeued(self._entries[command.call], self._fleet.names[command.worker])
         elif isinstance(command, RedirectCall):
-            device = self._fleet.name(command.worker)
+            device = self._fleet.names[command.worker]
             self._replies.redirected(self._entries[command.call], device, command.reason)
         elif isinstance(command, PostponeCall):
-            self._replies.postponed(self._entries[command.call], self._fleet.name(command.worker))
+            self._replies.postponed(self._entries[command.call], self._fleet.names[command.worker])
         elif isinstance(command, TellWorker):
             self._tell(command)
         elif isinstance(command, SpawnWorker):
             self._fleet.spawn(command.worker, command.incarnation)
         elif isinstance(command, KillWorker):
-            _log.warning("%s: its worker is ended: %s", self._fleet.name(command.worker), command.reason)
+            _log.warning("%s: its worker is ended: %s", self._fleet.names[command.worker], command.reason)
             self._fleet.kill(command.worker, command.incarnation)
 
     def _start(self, command: StartCall) -> None:
         entry = self._entries[command.call]
         process = self._fleet.process(command.worker)
         process.send(entry.started(command, process))
-        device = self._fleet.name(command.worker)
+        device = self._fleet.names[command.worker]
         self._observer.call_started(entry.planned, device, command.attempt, command.queued_s)
 
     def bring_whole(self, worker: int, call: int) -> None:
@@ -82,7 +82,7 @@ class Driver:
         entry, process = self._entries.get(call), self._fleet.process(worker)
         if entry is None or not process.plans.lacks(call):
             return  # nothing that it was asked
-        _log.warning("request %s: %s lacks its plan", entry.planned.request_id, self._fleet.name(worker))
+        _log.warning("request %s: %s lacks its plan", entry.planned.request_id, self._fleet.names[worker])
         process.send(entry.whole())
         if entry.future is not None and entry.future.done():
             process.send(AbandonCall(call))  # it may have been told before it had the call
@@ -91,11 +91,11 @@ class Driver:
         if entry.start is None:
             raise RuntimeError(f"{entry.planned.record.name}: completed without a start")
         worker = entry.start.worker
-        self._replies.complete(entry, self._fleet.name(worker), self._fleet.devices[worker].info)
+        self._replies.complete(entry, self._fleet.names[worker], self._fleet.devices[worker].info)
 
     def _tell(self, command: TellWorker) -> None:
         self._fleet.tell(command.worker, command.incarnation, command.message)
-        device = self._fleet.name(command.worker)
+        device = self._fleet.names[command.worker]
         if isinstance(command.message, WorkspaceGranted):
             self._observer.workspace_asked(device, "granted")
         elif isinstance(command.message, WorkspaceRefused):

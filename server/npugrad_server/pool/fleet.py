@@ -109,7 +109,7 @@ class Fleet:
             events: Who is told.
         """
         self.devices = [Device(name) for name in names]
-        self._names = [name.name for name in names]
+        self.names = tuple(name.name for name in names)
         self._settings = settings
         self._inputs = inputs
         self._events = events
@@ -176,10 +176,6 @@ class Fleet:
             device.process.kill()
         elif device.spawning is not None:
             device.spawning.add_done_callback(lambda _: self.kill(worker, incarnation))
-
-    def name(self, worker: int) -> str:
-        """Name of a device, without options."""
-        return self._names[worker]
 
     def process(self, worker: int) -> WorkerProcess:
         """The process of a worker.

@@ -36,8 +36,8 @@ class Offer:
     is_bounded: bool
 
 
-class Offers:
-    """The offers of the devices as they are. `forget` belongs to every change of a device.
+class Offers(dict[tuple[str, bool], Offer]):
+    """The offers of the devices as they are, by operator and mode; `clear` belongs to every change of one.
 
     There are as many as operators and modes that calls have come with.
     """
@@ -48,19 +48,13 @@ class Offers:
         Args:
             workers: The devices.
         """
+        super().__init__()
         self._workers = workers
-        self._known: dict[tuple[str, bool], Offer] = {}
 
-    def of(self, operator: str, deterministic: bool) -> Offer:
-        """The offer for calls of an operator and mode."""
-        found = self._known.get((operator, deterministic))
-        if found is None:
-            self._known[operator, deterministic] = found = self.fresh(operator, deterministic)
+    def __missing__(self, kind: tuple[str, bool]) -> Offer:
+        """The offer for calls of an operator and mode that nobody has asked for since."""
+        self[kind] = found = self.fresh(*kind)
         return found
-
-    def forget(self) -> None:
-        """A device has come into another state, or is found to be another one than before."""
-        self._known.clear()
 
     def fresh(self, operator: str, deterministic: bool) -> Offer:
         """The offer, found anew."""

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from npugrad_server.pool.ledger import CallRecord, WorkerRecord
-    from npugrad_server.pool.offers import Offer
 
 
 class Placement:
@@ -35,6 +34,7 @@ class Placement:
     Attributes:
         claim: The worker that is kept free for a call that waits too long.
         running: Calls on workers, those that nobody waits for included.
+        offers: What the devices have for calls, by operator and mode.
     """
 
     def __init__(self, workers: Sequence[WorkerRecord], memory: Mapping[str, int]) -> None:
@@ -47,28 +47,24 @@ class Placement:
         self._workers = workers
         self._memory = dict(memory)
         self._workspaces = LearnedWorkspaces()
-        self._offers = Offers(workers)
+        self.offers = Offers(workers)
         self.claim = Claim()
         self.running = 0
         self._starts = 0
 
     # -------------------------------------------------------------------------------------------- what can be
 
-    def offer(self, operator: str, deterministic: bool) -> Offer:
-        """What the devices have for calls of an operator and mode."""
-        return self._offers.of(operator, deterministic)
-
     def why_lacking(self, operator: str) -> str:
         """Why no device can run an operator; empty when one can, or may once it is ready."""
-        return self._offers.why_lacking(operator)
+        return self.offers.why_lacking(operator)
 
     def worker_changed(self) -> None:
         """A device has come into another state, or is found to be another one than before."""
-        self._offers.forget()
+        self.offers.clear()
 
     def why_never(self, call: CallRecord) -> tuple[str, str] | None:
         """Why a call can run nowhere now: row of the error table and what happened; None when it may."""
-        offer = self._offers.of(*call.kind)
+        offer = self.offers[call.kind]
         if offer.refused is not None:
             return offer.refused
         if offer.able and not offer.is_bounded:
@@ -84,7 +80,7 @@ class Placement:
 
     def is_confined(self, call: CallRecord) -> bool:
         """Whether some device that is ready is not for it, so that those of another kind may pass it."""
-        return self._offers.of(*call.kind).is_confined
+        return self.offers[call.kind].is_confined
 
     def has_other(self, call: CallRecord) -> bool:
         """Whether a device is ready that could take a call which one could not."""
@@ -93,8 +89,8 @@ class Placement:
     def _choices(self, call: CallRecord) -> Sequence[WorkerRecord]:
         """Devices that a call may go to, now or once they are ready."""
         if call.declined_by is None:
-            return self._offers.of(*call.kind).fitting
-        return self._others(call) or self._offers.of(*call.kind).fitting
+            return self.offers[call.kind].fitting
+        return self._others(call) or self.offers[call.kind].fitting
 
     def _others(self, call: CallRecord) -> list[WorkerRecord]:
         """Where a call goes that a device could not take; none for other calls."""
@@ -105,7 +101,7 @@ class Placement:
 
     def _targets(self, call: CallRecord) -> Sequence[WorkerRecord]:
         """Those of its choices worth waiting for."""
-        offer = self._offers.of(*call.kind)
+        offer = self.offers[call.kind]
         if call.declined_by is None and not offer.is_bounded:
             return offer.fitting
         choices = self._choices(call)

@@ -50,12 +50,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from npugrad_server.pool.commands import CallRequest, Command, Failure, WorkerSpec
-    from npugrad_server.pool.offers import Offer
     from npugrad_server.pool.types import PoolSettings
 
 
 class Scheduler:
-    """The state of all calls and workers; every event is a method that returns the commands that follow."""
+    """The state of all calls and workers; every event is a method that returns the commands that follow.
+
+    Attributes:
+        workers: The devices.
+        offers: What they have for calls, by operator and mode.
+    """
 
     def __init__(
         self, settings: PoolSettings, workers: Sequence[WorkerSpec], memory: Mapping[str, int]
@@ -70,6 +74,7 @@ class Scheduler:
         self._settings = settings
         self.workers = [WorkerRecord(index, spec) for index, spec in enumerate(workers)]
         self._placement = Placement(self.workers, memory)
+        self.offers = self._placement.offers
         self._lifecycle = Lifecycle(settings, self.workers, self._placement.worker_changed)
         self._calls: dict[int, CallRecord] = {}
         self._queue: FairQueue[CallRecord] = FairQueue()
@@ -96,10 +101,6 @@ class Scheduler:
     def all_down(self) -> bool:
         """Whether no device is ready or about to be."""
         return self._lifecycle.all_down
-
-    def offer(self, operator: str, deterministic: bool) -> Offer:
-        """What the devices have for calls of an operator and mode now."""
-        return self._placement.offer(operator, deterministic)
 
     def why_lacking(self, operator: str) -> str:
         """Why no device can run an operator; empty when one can, or may once it is ready."""

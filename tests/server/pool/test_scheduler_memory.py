@@ -135,13 +135,13 @@ def test_a_call_of_a_kind_that_waits_for_room_is_overtaken_by_others_for_a_while
 def test_a_call_too_large_for_every_device_fails_and_one_too_large_for_one_waits_for_the_other() -> None:
     scheduler = Scheduler(SETTINGS, [WorkerSpec(1, 1024, "host")] * 2, {"host": 0})
     scheduler.start(0)
-    assert [scheduler.offer("", False).most_bytes] == [None]
+    assert [scheduler.offers["", False].most_bytes] == [None]
     scheduler.submit(on_device(1, 7), 0)
     scheduler.submit(on_device(2, 9), 0)
     assert started(scheduler.ready(0, 1, 0, memory_bytes=4 * BLOCK)) == []
-    assert [scheduler.offer("", False).most_bytes] == [None]
+    assert [scheduler.offers["", False].most_bytes] == [None]
     commands = scheduler.ready(1, 1, 0, memory_bytes=8 * BLOCK)
-    assert scheduler.offer("", False).most_bytes == 8 * BLOCK
+    assert scheduler.offers["", False].most_bytes == 8 * BLOCK
     assert started(commands) == [1]
     (failed,) = of(FailCall, commands)
     assert (failed.call, failed.reason) == (2, "CALL_TOO_LARGE")

@@ -212,7 +212,7 @@ def test_memory_of_a_device_that_lacks_the_operator_does_not_count() -> None:
     scheduler = make(2, streams=2)
     be_ready(scheduler, 0, memory_bytes=4 * BLOCK)
     be_ready(scheduler, 1, {"p": WHY}, memory_bytes=8 * BLOCK)
-    assert (scheduler.offer("p", False).most_bytes, scheduler.offer("q", False).most_bytes) == (
+    assert (scheduler.offers["p", False].most_bytes, scheduler.offers["q", False].most_bytes) == (
         4 * BLOCK,
         8 * BLOCK,
     )
@@ -254,13 +254,13 @@ def test_a_call_of_one_mode_passes_one_of_its_label_that_waits_for_the_other() -
 def test_a_deterministic_call_that_no_device_can_take_is_refused_with_the_reasons() -> None:
     scheduler = make(2)
     be_ready(scheduler, 0, deterministic=False)
-    assert scheduler.offer("p", True).refused is None  # the other one may
+    assert scheduler.offers["p", True].refused is None  # the other one may
     assert submit(scheduler, 1, "p", deterministic=True) == []
     (failed,) = of(FailCall, scheduler.ready(1, 1, 0, deterministic=False, no_determinism="named so"))
     assert (failed.call, failed.reason) == (1, "DETERMINISM_UNSUPPORTED")
     assert failed.detail == (f"deterministic: found True; expected False on these devices: {ONCE}; named so")
-    assert scheduler.offer("p", True).refused == (failed.reason, failed.detail)
-    assert scheduler.offer("p", False).refused is None
+    assert scheduler.offers["p", True].refused == (failed.reason, failed.detail)
+    assert scheduler.offers["p", False].refused is None
     assert len(submit(scheduler, 2, "p")) == 1
 
 
@@ -299,8 +299,8 @@ def test_what_a_deterministic_call_can_have_is_what_its_devices_have() -> None:
     scheduler = make(2)
     be_ready(scheduler, 0, deterministic=False, memory_bytes=8 * BLOCK)
     be_ready(scheduler, 1, deterministic=True, memory_bytes=4 * BLOCK)
-    assert scheduler.offer("p", True).most_bytes == 4 * BLOCK
-    assert scheduler.offer("p", False).most_bytes == 8 * BLOCK
+    assert scheduler.offers["p", True].most_bytes == 4 * BLOCK
+    assert scheduler.offers["p", False].most_bytes == 8 * BLOCK
     large = CallRequest(1, operator="p", deterministic=True, device_bytes=5 * BLOCK)
     (failed,) = of(FailCall, scheduler.submit(large, 0))
     assert failed.reason == "CALL_TOO_LARGE"

@@ -559,8 +559,8 @@ class SchedulerWorld(RuleBasedStateMachine):
     @invariant()
     def what_is_kept_of_the_devices_is_so(self) -> None:
         if hasattr(self, "scheduler"):
-            offers, workers = self.scheduler._placement._offers, self.scheduler.workers
-            for kind, offer in offers._known.items():
+            offers, workers = self.scheduler.offers, self.scheduler.workers
+            for kind, offer in offers.items():
                 assert offer == offers.fresh(*kind)
             assert self.scheduler.all_down == all(worker.state is DeviceState.DOWN for worker in workers)
             assert self.scheduler.running == sum(len(worker.running) for worker in workers)
