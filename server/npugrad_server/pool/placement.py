@@ -88,9 +88,12 @@ class Placement:
 
     def _choices(self, call: CallRecord) -> Sequence[WorkerRecord]:
         """Devices that a call may go to, now or once they are ready."""
-        if call.declined_by is None:
-            return self.offers[call.kind].fitting
-        return self._others(call) or self.offers[call.kind].fitting
+        if call.declined_by is not None and (others := self._others(call)):
+            return others
+        offer = self.offers[call.kind]
+        if not offer.is_bounded or any(w.could_hold(call.request.device_bytes) for w in offer.fitting):
+            return offer.fitting
+        return offer.able  # where its own kind of device is too small, one that keeps another mode will do
 
     def _others(self, call: CallRecord) -> list[WorkerRecord]:
         """Where a call goes that a device could not take; none for other calls."""

@@ -289,6 +289,15 @@ def test_calls_that_ask_for_no_mode_take_a_deterministic_device_where_no_other_i
     assert submit(scheduler, 3, "p") == []
 
 
+def test_calls_that_ask_for_no_mode_take_a_deterministic_device_where_no_other_has_room_for_them() -> None:
+    scheduler = make(2)
+    be_ready(scheduler, 0, deterministic=False, memory_bytes=4 * BLOCK)
+    assert submit(scheduler, 1, "p", device_bytes=4 * BLOCK)[0].worker == 0
+    be_ready(scheduler, 1, deterministic=True, memory_bytes=8 * BLOCK)
+    assert [start.worker for start in submit(scheduler, 2, "p", device_bytes=5 * BLOCK)] == [1]
+    assert submit(scheduler, 3, "p", device_bytes=4 * BLOCK) == []  # device 0 will do, later
+
+
 def test_a_device_that_keeps_a_mode_runs_calls_of_both_beside_each_other() -> None:
     scheduler = make(1, streams=2)
     be_ready(scheduler, 0, deterministic=True)

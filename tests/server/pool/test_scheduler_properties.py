@@ -193,7 +193,9 @@ class SchedulerWorld(RuleBasedStateMachine):
             and not (worker.state is DeviceState.READY and self.processes[worker.index].refuses(call))
         ]
         suiting = [worker for worker in able if worker.deterministic in (None, call.request.deterministic)]
-        some_suit = any(worker.state is DeviceState.READY for worker in suiting)
+        some_suit = any(worker.state is DeviceState.READY for worker in suiting) and any(
+            worker.could_hold(call.request.device_bytes) for worker in suiting
+        )
         return self._others(call, able) or (suiting if some_suit else able)
 
     @staticmethod
@@ -397,10 +399,15 @@ class SchedulerWorld(RuleBasedStateMachine):
             for again in call.starts[before:]:
                 assert (again.workspace_bytes or 0) >= call.workspace, "placed where it has no room"
 
-    @precondition(lambda self: any(c.running for c in self.calls.values()))
+    def _answerable(self) -> list[int]:
+        """Calls that run, but for one that a process has named as what its device failed under."""
+        named = {process.named for process in self.processes.values()}
+        return [number for number, call in self.calls.items() if call.running and number not in named]
+
+    @precondition(lambda self: self._answerable())
     @rule(data=st.data(), reason=st.sampled_from(["", "", "INTERNAL", *sorted(ELSEWHERE)]))
     def answer(self, data: st.DataObject, reason: str) -> None:
-        self._answer(data.draw(st.sampled_from([n for n, c in self.calls.items() if c.running])), reason)
+        self._answer(data.draw(st.sampled_from(self._answerable())), reason)
 
     def _answer(self, number: int, reason: str = "") -> None:
         call = self.calls[number]
