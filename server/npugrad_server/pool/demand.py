@@ -129,14 +129,15 @@ def check_fits(
     Raises:
         CallTooLarge: It exceeds one of them; the message names the setting.
     """
-    kept_or_copied = max(
-        (input_arena_bytes, "setting input_arena_bytes"), (memory_bytes, "setting device_memory_bytes")
+    kept, copied = (
+        (input_arena_bytes, "setting input_arena_bytes"),
+        (memory_bytes, "setting device_memory_bytes"),
     )
     for what, found, limit, setting in (
         ("operands", demand.inputs.nbytes, input_arena_bytes, "setting input_arena_bytes"),
         ("results", demand.outputs.nbytes, output_arena_bytes, "setting output_arena_bytes"),
         ("copies in the worker", demand.memory_bytes, memory_bytes, "setting device_memory_bytes"),
-        ("an operand that is not used", demand.unused_bytes, *kept_or_copied),
+        ("an operand that is not used", demand.unused_bytes, *max(kept, copied)),
         ("tensors on the device", demand.device_bytes, device_bytes, "what the roomiest device has free"),
     ):
         if limit is not None and found > limit:
