@@ -17,11 +17,11 @@ import grpc
 
 from npugrad.registry import REGISTRY, Registry
 from npugrad_client._channels import REFUSAL_WAIT_S, Stubs, check_fork, closed
-from npugrad_client._errands import VERSION, Call, Question, begin
 from npugrad_client._frames import read_frames_async, request_frames_async
 from npugrad_client._older import lacking, lacks_operator, version_question
 from npugrad_client._picker import Picker
 from npugrad_client._retry import Launch, RetryBudget
+from npugrad_client._rpcs import VERSION, Call, Query, begin
 from npugrad_client._transport import open_channel
 from npugrad_client.errors import Cancelled, NpugradError, translate
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from npugrad_client._attempt import Attempt
     from npugrad_client._call import Answer, Prepared
     from npugrad_client._channels import Settings
-    from npugrad_client._errands import Errand
     from npugrad_client._retry import Plan
+    from npugrad_client._rpcs import Rpc
 
 _WRITE_ENDED = "Internal error from Core"
 _STATUS_WAITS, _STATUS_WAIT_S = 10, 0.5
@@ -95,7 +95,7 @@ class AsyncTransport:
 
     async def ask(self, service: str, request: Any, timeout_s: float | None) -> Any:
         """One of the small services: `validate`, `server_info` or `list_operators`; errors as in `run`."""
-        return (await self._follow(Question(service, request), timeout_s))[0]
+        return (await self._follow(Query(service, request), timeout_s))[0]
 
     async def run(self, prepared: Prepared, timeout_s: float | None) -> Answer:
         """Runs a call, streamed or not by its size; cancelling the task cancels the call.
@@ -132,25 +132,25 @@ class AsyncTransport:
     def _was_closed(self) -> bool:
         return self._is_closed
 
-    async def _follow(self, errand: Errand, timeout_s: float | None) -> tuple[Any, int]:
+    async def _follow(self, rpc: Rpc, timeout_s: float | None) -> tuple[Any, int]:
         """Follows a plan to its end: the answer, and how many tries it took."""
         home = self._here()
-        plan = begin(self._settings, self._budget, self._picker, errand.what, timeout_s)
+        plan = begin(self._settings, self._budget, self._picker, rpc.what, timeout_s)
         is_alone = self._settings.retry.hedge_after_s is None
         try:
-            return await (self._alone if is_alone else self._race)(home, plan, errand), plan.tries
+            return await (self._alone if is_alone else self._race)(home, plan, rpc), plan.tries
         finally:
             plan.abandon(time.monotonic())
 
-    async def _alone(self, home: _Home, plan: Plan, errand: Errand) -> Any:
+    async def _alone(self, home: _Home, plan: Plan, rpc: Rpc) -> Any:
         """One try after the other, in this task."""
         while True:
             step = plan.next(time.monotonic())
             if not isinstance(step, Launch):
-                await self._pause(home, errand.what, step.until)
+                await self._pause(home, rpc.what, step.until)
                 continue
             try:
-                answer = await self._try(home, step, errand)
+                answer = await self._try(home, step, rpc)
             except NpugradError as error:
                 plan.failed(step.number, error, time.monotonic())
             else:
@@ -164,17 +164,17 @@ class AsyncTransport:
         if self._was_closed():
             raise Cancelled(f"{what}: {self._settings.name}: the client was closed before the next try")
 
-    async def _race(self, home: _Home, plan: Plan, errand: Errand) -> Any:
+    async def _race(self, home: _Home, plan: Plan, rpc: Rpc) -> Any:
         """Tries that may overlap, each in a task of its own; the losers are cancelled."""
         flying: dict[asyncio.Task[Any], int] = {}
         try:
             while True:
                 step = plan.next(time.monotonic())
                 if isinstance(step, Launch):
-                    flying[asyncio.ensure_future(self._try(home, step, errand))] = step.number
+                    flying[asyncio.ensure_future(self._try(home, step, rpc))] = step.number
                     continue
                 if not flying:
-                    await self._pause(home, errand.what, step.until)
+                    await self._pause(home, rpc.what, step.until)
                     continue
                 wait_s = None if step.until is None else max(0.0, step.until - time.monotonic())
                 ended, _ = await asyncio.wait(flying, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
@@ -193,12 +193,12 @@ class AsyncTransport:
                 task.cancel()
             await asyncio.gather(*flying, return_exceptions=True)
 
-    async def _try(self, home: _Home, step: Launch, errand: Errand) -> Any:
-        attempt = self._settings.attempt(errand.what, errand.operator, step)
+    async def _try(self, home: _Home, step: Launch, rpc: Rpc) -> Any:
+        attempt = self._settings.attempt(rpc.what, rpc.operator, step)
         if self._was_closed():
             raise closed(self._settings.name)
         try:
-            return await self._carry(home, step.server, errand, attempt)
+            return await self._carry(home, step.server, rpc, attempt)
         except NpugradError as error:
             if not lacks_operator(error, attempt):
                 raise
@@ -208,14 +208,14 @@ class AsyncTransport:
             info = await self._carry(home, step.server, VERSION, question)
         raise lacking(refusal, attempt, info)
 
-    async def _carry(self, home: _Home, server: int, errand: Errand, attempt: Attempt) -> Any:
-        """Sends an errand to a server, and reads what comes back; what grpc raises becomes ours."""
+    async def _carry(self, home: _Home, server: int, rpc: Rpc, attempt: Attempt) -> Any:
+        """Sends an RPC to a server, and reads what comes back; what grpc raises becomes ours."""
         try:
             stubs = home.stubs(server)
-            if errand.streamed is not None:
-                return await _streamed(stubs, errand.streamed, attempt)
-            reply = await errand.method(stubs)(errand.encode(), timeout=attempt.timeout_s)
-            return errand.read(reply, attempt)
+            if rpc.streamed is not None:
+                return await _streamed(stubs, rpc.streamed, attempt)
+            reply = await rpc.method(stubs)(rpc.encode(), timeout=attempt.timeout_s)
+            return rpc.read(reply, attempt)
         except grpc.RpcError as error:
             raise translate(
                 error, attempt, is_ours=self._was_closed(), records=self._registry.records

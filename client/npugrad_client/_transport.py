@@ -18,12 +18,12 @@ import grpc
 
 from npugrad.registry import REGISTRY, Registry
 from npugrad_client._channels import REFUSAL_WAIT_S, Stubs, check_fork, closed
-from npugrad_client._errands import VERSION, Call, Question, begin
 from npugrad_client._forks import GATE
 from npugrad_client._frames import read_frames, request_frames
 from npugrad_client._older import lacking, lacks_operator, version_question
 from npugrad_client._picker import Picker
 from npugrad_client._retry import Launch, RetryBudget, Wait
+from npugrad_client._rpcs import VERSION, Call, Query, begin
 from npugrad_client.errors import Cancelled, NpugradError, translate
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from npugrad_client._attempt import Attempt
     from npugrad_client._call import Answer, Prepared
     from npugrad_client._channels import Settings
-    from npugrad_client._errands import Errand
     from npugrad_client._retry import Plan
+    from npugrad_client._rpcs import Rpc
 
 
 class Flight:
@@ -194,7 +194,7 @@ class Transport:
 
     def ask(self, service: str, request: Any, timeout_s: float | None) -> Any:
         """One of the small services: `validate`, `server_info` or `list_operators`; errors as in `run`."""
-        return self._follow(Question(service, request), timeout_s)[0]
+        return self._follow(Query(service, request), timeout_s)[0]
 
     def run(self, prepared: Prepared, timeout_s: float | None) -> Answer:
         """Runs a call, streamed or not by its size.
@@ -226,27 +226,27 @@ class Transport:
             home = self._homes.setdefault(process, _Home(self._settings, self._registry))
         return home
 
-    def _follow(self, errand: Errand, timeout_s: float | None) -> tuple[Any, int]:
+    def _follow(self, rpc: Rpc, timeout_s: float | None) -> tuple[Any, int]:
         """Follows a plan to its end: the answer, and how many tries it took."""
         home = self._home()
-        plan = begin(self._settings, home.budget, home.picker, errand.what, timeout_s)
+        plan = begin(self._settings, home.budget, home.picker, rpc.what, timeout_s)
         outer: Flight | None = getattr(self._scope, "flight", None)
         try:
             if self._settings.retry.hedge_after_s is None:
-                return self._alone(home, plan, errand, outer), plan.tries
-            return self._race(home, plan, errand, outer or Flight()), plan.tries
+                return self._alone(home, plan, rpc, outer), plan.tries
+            return self._race(home, plan, rpc, outer or Flight()), plan.tries
         finally:
             plan.abandon(time.monotonic())
 
-    def _alone(self, home: _Home, plan: Plan, errand: Errand, flight: Flight | None) -> Any:
+    def _alone(self, home: _Home, plan: Plan, rpc: Rpc, flight: Flight | None) -> Any:
         """One try after the other, in this thread."""
         while True:
             step = plan.next(time.monotonic())
             if isinstance(step, Wait):
-                self._pause(home, errand.what, step, flight)
+                self._pause(home, rpc.what, step, flight)
                 continue
             try:
-                answer = self._try(home, step, errand, flight)
+                answer = self._try(home, step, rpc, flight)
             except NpugradError as error:
                 plan.failed(step.number, error, time.monotonic())
             else:
@@ -262,14 +262,14 @@ class Transport:
         if is_woken or self._is_closed:
             raise Cancelled(f"{what}: {self._settings.name}: the call was cancelled before its next try")
 
-    def _race(self, home: _Home, plan: Plan, errand: Errand, outer: Flight) -> Any:
+    def _race(self, home: _Home, plan: Plan, rpc: Rpc, outer: Flight) -> Any:
         """Tries that may overlap, each in a thread of its own; the losers are cancelled."""
         ended: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
         flights: dict[int, Flight] = {}
 
         def work(step: Launch, flight: Flight) -> None:
             try:
-                ended.put((step.number, self._try(home, step, errand, flight), None))
+                ended.put((step.number, self._try(home, step, rpc, flight), None))
             except BaseException as error:
                 ended.put((step.number, None, error))
 
@@ -281,7 +281,7 @@ class Transport:
                     threading.Thread(target=work, args=(step, flight), daemon=True).start()
                     continue
                 if len(flights) == 0:
-                    self._pause(home, errand.what, step, outer)
+                    self._pause(home, rpc.what, step, outer)
                     continue
                 try:
                     wait_s = None if step.until is None else max(0.0, step.until - time.monotonic())
@@ -299,10 +299,10 @@ class Transport:
             for flight in flights.values():
                 flight.cancel()
 
-    def _try(self, home: _Home, step: Launch, errand: Errand, flight: Flight | None) -> Any:
-        attempt = self._settings.attempt(errand.what, errand.operator, step)
+    def _try(self, home: _Home, step: Launch, rpc: Rpc, flight: Flight | None) -> Any:
+        attempt = self._settings.attempt(rpc.what, rpc.operator, step)
         try:
-            return self._carry(home, step.server, errand, attempt, flight)
+            return self._carry(home, step.server, rpc, attempt, flight)
         except NpugradError as error:
             if not lacks_operator(error, attempt):
                 raise
@@ -312,16 +312,14 @@ class Transport:
             info = self._carry(home, step.server, VERSION, question, flight)
         raise lacking(refusal, attempt, info)
 
-    def _carry(
-        self, home: _Home, server: int, errand: Errand, attempt: Attempt, flight: Flight | None
-    ) -> Any:
-        """Sends an errand to a server, and reads what comes back; what grpc raises becomes ours."""
+    def _carry(self, home: _Home, server: int, rpc: Rpc, attempt: Attempt, flight: Flight | None) -> Any:
+        """Sends an RPC to a server, and reads what comes back; what grpc raises becomes ours."""
         try:
             with GATE:
                 stubs = home.stubs(server)
-                if errand.streamed is not None:
-                    return _streamed(stubs, errand.streamed, attempt, flight)
-                return errand.read(_unary(errand.method(stubs), errand.encode(), attempt, flight), attempt)
+                if rpc.streamed is not None:
+                    return _streamed(stubs, rpc.streamed, attempt, flight)
+                return rpc.read(_unary(rpc.method(stubs), rpc.encode(), attempt, flight), attempt)
         except grpc.RpcError as error:
             is_ours = self._is_closed or (flight is not None and flight.is_cancelled)
             raise translate(error, attempt, is_ours=is_ours, records=self._registry.records) from None

@@ -40,8 +40,6 @@ _PLAN_BYTES = 8 * 1024
 bytes, demand, line of the log and template of the reply included."""
 _BYTES_PER_KEY_BYTE = 24
 """What a byte of a key may become: two are an integer of an array, with its place in a tuple."""
-_TEMPLATE_BYTES = 2**20
-"""Longest reply, by its contents, that is made of a template."""
 
 
 @dataclass(eq=False)
@@ -54,7 +52,7 @@ class Known:
         drawn: What the recipes draw, and for which tensors.
         content_bytes: Length of all contents that travel.
         reply_bytes: Length of all contents of its reply.
-        reply: Template of a unary reply, once the call came twice; None for one too long for it.
+        reply: Template of a unary reply, once the call came twice.
         wanted: Names of the outputs in the reply.
     """
 
@@ -176,7 +174,7 @@ class Planner:
             if known is not None and known.plan.record is record and known.plan.call.product is self.product:
                 request = self._again(known, signature.taken, request_id, deadline_s)
                 if request is not None:
-                    if known.reply is None and not chunked and known.reply_bytes <= _TEMPLATE_BYTES:
+                    if known.reply is None and not chunked:
                         self._make_reply(known)
                     return request
         wire, outputs = self._decode(record, read(), chunked)

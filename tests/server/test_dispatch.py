@@ -174,7 +174,7 @@ def test_a_content_that_does_not_fill_its_operand_is_never_written() -> None:
     asyncio.run(run())
 
 
-def test_a_long_reply_of_a_known_call_is_written_the_general_way() -> None:
+def test_a_long_reply_of_a_known_call_is_made_of_its_template() -> None:
     made = sample(n=1, c=4, hxw=300_000, group=2)
 
     async def run() -> None:
@@ -184,7 +184,7 @@ def test_a_long_reply_of_a_known_call_is_written_the_general_way() -> None:
                 response, _ = await called(dispatcher, request)
                 contents = decode_response(made.record, response).contents
                 assert {name: content.data for name, content in contents.items()} == made.reference()
-            assert request.known.reply is None
+            assert request.known.reply is not None
             assert request.planned.plan.is_kept
 
     asyncio.run(run())

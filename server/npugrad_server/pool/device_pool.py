@@ -344,7 +344,7 @@ class DevicePool:
 
     def unavailable(self, operator: str) -> str:
         """Why no device can run an operator; empty while one can, or may once it is ready."""
-        return self._scheduler.why_lacking(operator)
+        return self._scheduler.offers.why_lacking(operator)
 
     def devices(self) -> tuple[DeviceStatus, ...]:
         """Every device, in the order of the settings."""

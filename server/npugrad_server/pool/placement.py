@@ -54,10 +54,6 @@ class Placement:
 
     # -------------------------------------------------------------------------------------------- what can be
 
-    def why_lacking(self, operator: str) -> str:
-        """Why no device can run an operator; empty when one can, or may once it is ready."""
-        return self.offers.why_lacking(operator)
-
     def worker_changed(self) -> None:
         """A device has come into another state, or is found to be another one than before."""
         self.offers.clear()

@@ -102,10 +102,6 @@ class Scheduler:
         """Whether no device is ready or about to be."""
         return self._lifecycle.all_down
 
-    def why_lacking(self, operator: str) -> str:
-        """Why no device can run an operator; empty when one can, or may once it is ready."""
-        return self._placement.why_lacking(operator)
-
     def next_alarm(self) -> float | None:
         """When `tick` is due; None when only an event can change anything."""
         first = self._alarms.next()

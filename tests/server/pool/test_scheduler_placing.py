@@ -105,8 +105,8 @@ def test_a_call_that_no_device_can_run_is_refused_with_the_reasons() -> None:
     be_ready(scheduler, 0, {"p": WHY})
     be_ready(scheduler, 1, {"p": "no kernels"})
     be_ready(scheduler, 2, {"p": WHY, "q": WHY})
-    assert scheduler.why_lacking("p") == f"{WHY}; no kernels"
-    assert scheduler.why_lacking("q") == scheduler.why_lacking("r") == ""
+    assert scheduler.offers.why_lacking("p") == f"{WHY}; no kernels"
+    assert scheduler.offers.why_lacking("q") == scheduler.offers.why_lacking("r") == ""
     (failed,) = of(FailCall, scheduler.submit(CallRequest(1, operator="p"), 0))
     assert (failed.reason, failed.detail) == ("OPERATOR_UNSUPPORTED", f"no device has it: {WHY}; no kernels")
 
@@ -114,7 +114,7 @@ def test_a_call_that_no_device_can_run_is_refused_with_the_reasons() -> None:
 def test_a_call_waits_for_a_device_that_starts_and_is_refused_once_that_lacks_its_operator_too() -> None:
     scheduler = make(2)
     be_ready(scheduler, 0, {"p": WHY})
-    assert scheduler.why_lacking("p") == ""
+    assert scheduler.offers.why_lacking("p") == ""
     assert submit(scheduler, 1, "p", deadline_s=5.0) == submit(scheduler, 2, "p") == []
     assert [failed.reason for failed in of(FailCall, scheduler.tick(5.0))] == ["DEADLINE_EXCEEDED"]
     (failed,) = of(FailCall, scheduler.ready(1, 1, 6, lacks={"p": WHY}))
@@ -141,7 +141,7 @@ def test_a_call_is_to_come_again_when_the_only_device_that_may_run_it_is_down_fo
     be_ready(scheduler, 0, {"p": WHY})
     scheduler.lost(1, 1, "signal 9", 0)
     assert scheduler.workers[1].state is DeviceState.DOWN
-    assert scheduler.why_lacking("p") == ""
+    assert scheduler.offers.why_lacking("p") == ""
     (failed,) = of(FailCall, scheduler.submit(CallRequest(1, operator="p"), 0))
     assert failed.reason == "NO_DEVICE"
     scheduler.tick(10)

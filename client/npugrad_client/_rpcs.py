@@ -1,4 +1,4 @@
-"""What a transport carries to a server: a call, or a question to one of the small services.
+"""The RPCs that a transport sends: a call of an operator, or a query to one of the small services.
 
 All of it that does not wait is here, for both transports.
 """
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from npugrad_client._retry import RetryBudget
 
 
-class Question:
-    """A question to one of the small services.
+class Query:
+    """A query to one of the small services.
 
     Attributes:
         what: `validate`, `server_info` or `list_operators`.
@@ -32,7 +32,7 @@ class Question:
     streamed: Prepared | None = None
 
     def __init__(self, service: str, request: Any) -> None:
-        """The question that a message puts."""
+        """The query that a message makes."""
         self.what, self._request = service, request
         self.operator = asked_operator(service, request)
 
@@ -80,14 +80,14 @@ class Call:
         return read_unary(self._prepared, reply, attempt)
 
 
-Errand: TypeAlias = Call | Question
-VERSION = Question("server_info", VERSION_REQUEST)
+Rpc: TypeAlias = Call | Query
+VERSION = Query("server_info", VERSION_REQUEST)
 """What version a server has."""
 
 
 def begin(
     settings: Settings, budget: RetryBudget, picker: Picker, what: str, timeout_s: float | None
 ) -> Plan:
-    """The tries of an errand; errors as of `grpc_timeout`."""
+    """The tries of an RPC; errors as of `grpc_timeout`."""
     limit = None if timeout_s is None else grpc_timeout(timeout_s, what)
     return Plan(settings.retry, budget, picker, limit, time.monotonic())
