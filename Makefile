@@ -69,7 +69,7 @@ $(STAMP): pyproject.toml
 	@echo "make: setting up $(VENV) (some minutes the first time)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python $(PIP_INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-	    --editable '.[server,bench,demo,dev]' '$(TORCH)'
+	    --editable '.[server,otel,bench,demo,dev]' '$(TORCH)'
 	touch $@
 
 $(STAMP_GEN): $(TOOLS)/gen_protos.py
@@ -88,7 +88,7 @@ $(STAMP_FLOOR): pyproject.toml | $(STAMP)
 $(STAMP_NPU): pyproject.toml
 	test -x $(VENV_NPU)/bin/python || $(PYTHON) -m venv $(VENV_NPU)
 	$(VENV_NPU)/bin/python $(PIP_INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-	    --editable '.[server,bench,dev]' '$(TORCH)' '$(TORCH_NPU)'
+	    --editable '.[server,otel,bench,dev]' '$(TORCH)' '$(TORCH_NPU)'
 	touch $@
 
 # Peers of bench-kernels beside torch. One is compiled against the torch that is there, which takes some minutes.

@@ -31,6 +31,7 @@ from npugrad_client._info import (
     ServerInfo,
     ServerLimits,
 )
+from npugrad_client._progress import Progress
 from npugrad_client._retry import RetryPolicy
 from npugrad_client._tls import Tls
 from npugrad_client.errors import (
@@ -86,6 +87,7 @@ __all__ = [
     "OperatorError",
     "OperatorInfo",
     "ParameterInfo",
+    "Progress",
     "Recipe",
     "RecipeMismatch",
     "RequestError",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from npugrad.registry import REGISTRY
@@ -11,19 +12,27 @@ from npugrad_client._async_transport import AsyncTransport
 from npugrad_client._batch import Batch, OnError
 from npugrad_client._call import finish
 from npugrad_client._channels import STREAM_FROM_BYTES, settings
+from npugrad_client._clock import CallClock, tracing_by
 from npugrad_client._generated_ops import AsyncOperators
 from npugrad_client._plans import Plans
+from npugrad_client._profile import profiling
 from npugrad_client._retry import RETRY
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from types import TracebackType
+
+    from opentelemetry.trace import TracerProvider
 
     from npugrad.call import CallOptions, ExecutionInfo
     from npugrad.meta import TensorMeta
     from npugrad.operator import OpRecord, Verdict
     from npugrad.products import Product
+    from npugrad_client._clock import Sink
     from npugrad_client._info import OperatorInfo, ServerInfo
+    from npugrad_client._progress import Progress
     from npugrad_client._retry import RetryPolicy
     from npugrad_client._tls import Tls
 
@@ -61,6 +70,7 @@ class AsyncClient(AsyncOperators):
         stream_from_bytes: int = STREAM_FROM_BYTES,
         retry: RetryPolicy | None = RETRY,
         tls: Tls | bool | None = None,
+        tracing: bool | TracerProvider = False,
     ) -> None:
         """Opens a client; the connection is made at the first call.
 
@@ -75,9 +85,12 @@ class AsyncClient(AsyncOperators):
             retry: When calls are tried again; None for never.
             tls: What to trust and who the client is; True to trust the system's authorities; None for a
                 connection that is not encrypted.
+            tracing: Whether calls, their tries and stages become spans of OpenTelemetry: True by its global
+                tracer provider, or a provider. The servers get the context of each try, as W3C has it.
 
         Raises:
-            TypeError: A target is no text, or `retry` or `tls` is of another type.
+            ImportError: `tracing` is wanted, and OpenTelemetry is not installed (the extra ``otel``).
+            TypeError: A target is no text, or `retry`, `tls` or `tracing` is of another type.
             ValueError: A target is empty or a URL, there is none, or `tls` names what is no PEM.
             OSError: A file that `tls` names cannot be read.
         """
@@ -86,6 +99,8 @@ class AsyncClient(AsyncOperators):
         self._timeout_s = timeout_s
         self._transport = AsyncTransport(chosen, self._registry)
         self._plans = Plans(self._registry)
+        self._sinks: list[Sink] = []
+        self._tracing = tracing_by(tracing)
 
     async def __aenter__(self) -> AsyncClient:
         """The client itself."""
@@ -265,6 +280,28 @@ class AsyncClient(AsyncOperators):
                 await asyncio.gather(*workers, return_exceptions=True)
         return batch.results()
 
+    def profile(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
+        """Writes where the time of each call goes to a file while it is entered: a Chrome trace.
+
+        Open the file in https://ui.perfetto.dev or chrome://tracing. It has every call that ends, well or
+        not: its tries and stages, and what each server did for it, which is placed in the middle of the time
+        that the client waited. It is written by a thread, a second after a call at the latest, and can be
+        opened after a crash as well. Any number may be entered at once, by any thread, each for a file of
+        its own; the calls of a process that is forked are not in it.
+
+        Args:
+            path: The file; what is there is overwritten.
+
+        Raises:
+            OSError: The file cannot be opened; or, at the end and unless something else was raised, not all
+                could be written. No call fails for that.
+
+        Example:
+            >>> with client.profile("calls.json"):  # doctest: +SKIP
+            ...     await client.group_norm_backward(**call)
+        """
+        return profiling(path, self._sinks)
+
     def _deadline(self, timeout_s: float | None) -> float | None:
         return self._timeout_s if timeout_s is None else timeout_s
 
@@ -276,21 +313,26 @@ class AsyncClient(AsyncOperators):
         out: Mapping[str, Any] | None,
         options: CallOptions,
         timeout_s: float | None,
+        *,
+        progress: bool | str | Callable[[Progress], None] = False,
     ) -> tuple[dict[str, Any], ExecutionInfo]:
         """Sends one call; results by output name and what produced them."""
-        if _nbytes(inputs) < _IN_A_THREAD_FROM_BYTES:
-            prepared = self._plans.prepare(record, inputs, attrs, out, options)
-        else:
-            prepared = await asyncio.to_thread(self._plans.prepare, record, inputs, attrs, out, options)
-        answer = await self._transport.run(prepared, self._deadline(timeout_s))
-        if prepared.targets and prepared.nbytes >= _IN_A_THREAD_FROM_BYTES:
-            filling = asyncio.ensure_future(asyncio.to_thread(finish, prepared, answer, inputs, out))
-            try:
-                return await asyncio.shield(filling), answer.info
-            except asyncio.CancelledError:
-                await asyncio.wait([filling])  # nobody may write into the caller's arrays afterwards
-                raise
-        return finish(prepared, answer, inputs, out), answer.info
+        with CallClock(record.name, self._sinks, self._tracing) as clock:
+            if _nbytes(inputs) < _IN_A_THREAD_FROM_BYTES:
+                prepared = self._plans.prepare(record, inputs, attrs, out, options)
+            else:
+                prepared = await asyncio.to_thread(self._plans.prepare, record, inputs, attrs, out, options)
+            clock.packed_s, clock.prepared = time.monotonic(), prepared
+            answer = await self._transport.run(prepared, self._deadline(timeout_s), clock, progress)
+            clock.info = answer.info
+            if prepared.targets and prepared.nbytes >= _IN_A_THREAD_FROM_BYTES:
+                filling = asyncio.ensure_future(asyncio.to_thread(finish, prepared, answer, inputs, out))
+                try:
+                    return await asyncio.shield(filling), answer.info
+                except asyncio.CancelledError:
+                    await asyncio.wait([filling])  # nobody may write into the caller's arrays afterwards
+                    raise
+            return finish(prepared, answer, inputs, out), answer.info
 
 
 def _nbytes(inputs: Mapping[str, Any]) -> int:

@@ -17,9 +17,10 @@ import grpc
 
 from npugrad.registry import REGISTRY, Registry
 from npugrad_client._channels import REFUSAL_WAIT_S, Stubs, check_fork, closed
-from npugrad_client._frames import read_frames_async, request_frames_async
+from npugrad_client._frames import read_frames_async, request_frames_async, server_stages
 from npugrad_client._older import lacking, lacks_operator, version_question
 from npugrad_client._picker import Picker
+from npugrad_client._progress import reported_async
 from npugrad_client._retry import Launch, RetryBudget
 from npugrad_client._rpcs import VERSION, Call, Query, begin
 from npugrad_client._transport import open_channel
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from npugrad_client._attempt import Attempt
     from npugrad_client._call import Answer, Prepared
     from npugrad_client._channels import Settings
+    from npugrad_client._clock import CallClock
     from npugrad_client._retry import Plan
     from npugrad_client._rpcs import Rpc
 
@@ -97,14 +99,21 @@ class AsyncTransport:
         """One of the small services: `validate`, `server_info` or `list_operators`; errors as in `run`."""
         return (await self._follow(Query(service, request), timeout_s))[0]
 
-    async def run(self, prepared: Prepared, timeout_s: float | None) -> Answer:
+    async def run(
+        self, prepared: Prepared, timeout_s: float | None, clock: CallClock, progress: Any = False
+    ) -> Answer:
         """Runs a call, streamed or not by its size; cancelling the task cancels the call.
 
         Raises:
             NpugradError: What the server answered, or that it did not; its message names the target.
             RuntimeError: The client is closed, or belongs to another running loop.
+            TypeError: `progress` is of another type.
         """
-        answer, tries = await self._follow(Call(prepared, self._settings), timeout_s)
+        call = Call(prepared, self._settings, clock)
+        if progress:
+            answer, tries = await reported_async(call, progress, lambda: self._follow(call, timeout_s))
+        else:
+            answer, tries = await self._follow(call, timeout_s)
         return cast("Answer", answer if tries == 1 else answer.after(tries))
 
     def _here(self) -> _Home:
@@ -195,11 +204,14 @@ class AsyncTransport:
 
     async def _try(self, home: _Home, step: Launch, rpc: Rpc) -> Any:
         attempt = self._settings.attempt(rpc.what, rpc.operator, step)
+        if rpc.clock is not None:
+            rpc.clock.begin_try(attempt)
         if self._was_closed():
             raise closed(self._settings.name)
         try:
             return await self._carry(home, step.server, rpc, attempt)
         except NpugradError as error:
+            attempt.fail(error)
             if not lacks_operator(error, attempt):
                 raise
             refusal = error.with_traceback(None)
@@ -213,8 +225,11 @@ class AsyncTransport:
         try:
             stubs = home.stubs(server)
             if rpc.streamed is not None:
-                return await _streamed(stubs, rpc.streamed, attempt)
-            reply = await rpc.method(stubs)(rpc.encode(), timeout=attempt.timeout_s)
+                return await _streamed(stubs, rpc.streamed, attempt, rpc.clock)
+            request = rpc.encode()
+            attempt.packed_s = time.monotonic()
+            reply = await rpc.method(stubs)(request, timeout=attempt.timeout_s, metadata=attempt.metadata)
+            attempt.received_s = time.monotonic()
             return rpc.read(reply, attempt)
         except grpc.RpcError as error:
             raise translate(
@@ -268,6 +283,9 @@ class _Stream:
                 await asyncio.wait_for(self._told.wait(), _STATUS_WAIT_S)
                 return
 
+    async def trailing_metadata(self) -> Any:
+        return await self._stream.trailing_metadata()
+
     def cancel(self) -> None:
         self._stream.cancel()
 
@@ -286,7 +304,7 @@ def _is_write_ended(error: grpc.aio.AioRpcError) -> bool:
     return error.code() is grpc.StatusCode.INTERNAL and error.details() == _WRITE_ENDED
 
 
-async def _streamed(stubs: Stubs, prepared: Prepared, attempt: Attempt) -> Answer:
+async def _streamed(stubs: Stubs, prepared: Prepared, attempt: Attempt, clock: CallClock | None) -> Answer:
     async def is_answered() -> bool:
         try:
             await asyncio.wait_for(stream.ended.wait(), REFUSAL_WAIT_S)
@@ -295,10 +313,11 @@ async def _streamed(stubs: Stubs, prepared: Prepared, attempt: Attempt) -> Answe
         return True
 
     frames = request_frames_async(prepared, is_answered, attempt)
-    stream = _Stream(stubs.execute(frames, timeout=attempt.timeout_s))
+    stream = _Stream(stubs.execute(frames, timeout=attempt.timeout_s, metadata=attempt.metadata))
     try:
         async with aclosing(stream.replies()) as replies:
-            answer = await read_frames_async(prepared, replies)
+            answer = await read_frames_async(prepared, replies, attempt, clock)
+        attempt.stages = server_stages(await stream.trailing_metadata())
     finally:
         stream.cancel()  # no effect after a complete answer; frees the stream when ours was refused
     prepared.note_streamed()

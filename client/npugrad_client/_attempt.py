@@ -1,9 +1,15 @@
-"""What is known of one try of a call, for the message of its failure."""
+"""What is known of one try of a call, for the message of its failure and for its progress."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from npugrad.status import grpc_status_name
+
+if TYPE_CHECKING:
+    from npugrad.errors import NpugradError
 
 
 @dataclass
@@ -18,7 +24,20 @@ class Attempt:
         is_encrypted: Whether the client speaks TLS.
         upload_bytes: What a streamed call sends in chunks; 0 for one that travels whole.
         sent_bytes: How much of that gRPC has taken so far.
-        started_s: When the try began, on the monotonic clock.
+        download_bytes: What a streamed reply brings in chunks; None until its first frame says so.
+        received_bytes: How much of that has arrived.
+        started_s: When the try began, on the monotonic clock, as all that follow; 0.0 for what was not.
+        packed_s: When its message was made.
+        sent_s: When gRPC had taken all frames of a streamed call.
+        first_s: When the first frame of a streamed reply came.
+        received_s: When the whole reply was there.
+        ended_s: When it failed, or its results were read.
+        error: Class of its error; empty while there is none.
+        error_text: Message of that error.
+        status: Name of its gRPC status.
+        number: 1 for the first try of a call.
+        stages: What the server said of its stages, serialized.
+        metadata: What is sent with it; None for nothing.
     """
 
     what: str
@@ -27,8 +46,26 @@ class Attempt:
     is_encrypted: bool = False
     upload_bytes: int = 0
     sent_bytes: int = 0
+    download_bytes: int | None = None
+    received_bytes: int = 0
     started_s: float = field(default_factory=time.monotonic)
     operator: str = ""
+    packed_s: float = 0.0
+    sent_s: float = 0.0
+    first_s: float = 0.0
+    received_s: float = 0.0
+    ended_s: float = 0.0
+    error: str = ""
+    error_text: str = ""
+    status: str = ""
+    number: int = 1
+    stages: bytes = b""
+    metadata: tuple[tuple[str, str], ...] | None = None
+
+    def fail(self, error: NpugradError) -> None:
+        """The try has failed."""
+        self.ended_s, self.error = time.monotonic(), type(error).__name__
+        self.error_text, self.status = str(error), grpc_status_name(error)
 
     @property
     def elapsed_s(self) -> float:

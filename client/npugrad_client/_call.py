@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from npugrad.validation import error_from_verdict, make_call, validate_call
 from npugrad_client import _arrays
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Hashable, Iterable
 
     import numpy.typing as npt
 
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from npugrad.operator import OpRecord
     from npugrad.recipe import Recipe
     from npugrad_client._plans import CallPlan, Plans
-    from npugrad_client._signature import Signature
 
     Array = npt.NDArray[Any]
 
+CHUNKED_FROM_BYTES = 2**16
+"""In a streamed call, operands below this length travel in the header."""
 _INFER_FROM_BYTES = 2**16
 """Below this much operand data a reply is small as well: no need to infer it to choose how to send."""
 
@@ -50,9 +51,11 @@ class Prepared:
         unused: Operands of which no value is used: one repeated 0 is sent in their place.
         registry: Where its messages are.
         plans: Where a plan for calls of its signature is kept once it is answered well.
-        signature: Its signature; None for a call of which no plan is made.
+        key: Its signature; None for a call of which no plan is made.
+        arrays: With a signature, the inputs that are not null, in the order in which they were given.
         plan: The plan it was made by, if there was one.
-        request: The encoded request, if the plan is that of a unary call; `contents` is empty then.
+        request: By plan, the encoded request, or the encoded header of a streamed call; `contents` is then
+            what follows it in chunks.
     """
 
     record: OpRecord
@@ -66,7 +69,8 @@ class Prepared:
     unused: frozenset[str] = frozenset()
     registry: Registry = REGISTRY
     plans: Plans | None = None
-    signature: Signature | None = None
+    key: Hashable = None
+    arrays: Sequence[Array] = ()
     plan: CallPlan | None = None
     request: bytes | None = None
 
@@ -98,7 +102,9 @@ class Answer:
 
     def after(self, tries: int) -> Answer:
         """The same answer, with how often the call was sent."""
-        return self if tries == 1 else replace(self, info=replace(self.info, tries=tries))
+        if tries == 1:
+            return self
+        return replace(self, info=replace(self.info, tries=tries).note(self.info.recorded))
 
 
 def prepare(

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from npugrad.operator import OpRecord
     from npugrad_client._retry import Launch
 
-STREAM_FROM_BYTES = 2**21
-"""Calls with this much data either way are streamed. Below, one message is quicker: a stream costs a thread
-and several turns of both sides. Above, the copies of one chunk overlap with the way of another."""
+STREAM_FROM_BYTES = 2**21 + 1
+"""Calls with more than 2 MiB of data either way are streamed. Up to there one message is quicker: a stream
+costs a thread and several turns of both sides. Above, the copies of one chunk overlap with the way of
+another."""
 LARGEST_UNARY_BYTES = 2**30
 """No setting makes a message larger than this: protobuf ends at 2 GiB."""
 REFUSAL_WAIT_S = 1.0
@@ -58,6 +59,13 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 _LOOPBACK = re.compile(r"(dns:/*|ipv4:|ipv6:)?(localhost|127\.[0-9.]+|\[::1\])(:[0-9]+)?", re.I)
+_UNIX = re.compile(r"unix(-abstract)?:.*", re.I)
+_SAME_HOST: tuple[tuple[str, int], ...] = (
+    # How much of a reply gRPC reads ahead. By default it probes how much is on its way, to fill a long line;
+    # on one host what it finds is how far the reader is behind, many MiB, which it then has to hold.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", codec.CHUNK_BYTES),
+)
 
 
 _SEVERAL = re.compile(r"dns:|ipv[46]:[^,]*,", re.I)
@@ -94,7 +102,12 @@ class Settings:
         """A try that begins now."""
         timeout_s = None if step.timeout_s is None else grpc_timeout(step.timeout_s, what)
         return Attempt(
-            what, self.targets[step.server], timeout_s, self.credentials is not None, operator=operator
+            what,
+            self.targets[step.server],
+            timeout_s,
+            self.credentials is not None,
+            operator=operator,
+            number=step.number,
         )
 
     def options(self, target: str) -> list[tuple[str, Any]]:
@@ -180,7 +193,10 @@ def _methods(channel: Any, service: ServiceDescriptor) -> dict[str, Any]:
 def channel_options(target: str) -> list[tuple[str, Any]]:
     """Options of a channel to a target."""
     options: list[tuple[str, Any]] = list(_OPTIONS)
-    if _LOOPBACK.fullmatch(target):
+    is_loopback = _LOOPBACK.fullmatch(target)
+    if is_loopback or _UNIX.fullmatch(target):
+        options += _SAME_HOST
+    if is_loopback:
         options.append(("grpc.enable_http_proxy", 0))  # grpc would ask a proxy for this very host
     if _SEVERAL.match(target):
         options.append(("grpc.service_config", _ROUND_ROBIN))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from npugrad.registry import REGISTRY
@@ -9,22 +10,30 @@ from npugrad_client import _info
 from npugrad_client._batch import Batch, OnError
 from npugrad_client._call import finish
 from npugrad_client._channels import STREAM_FROM_BYTES, settings
+from npugrad_client._clock import CallClock, tracing_by
 from npugrad_client._futures import Submit, Threads, run_batch
 from npugrad_client._generated_ops import Operators
 from npugrad_client._plans import Plans
+from npugrad_client._profile import profiling
 from npugrad_client._retry import RETRY
 from npugrad_client._transport import Transport
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from types import TracebackType
+
+    from opentelemetry.trace import TracerProvider
 
     from npugrad.call import CallOptions, ExecutionInfo
     from npugrad.meta import TensorMeta
     from npugrad.operator import OpRecord, Verdict
     from npugrad.products import Product
     from npugrad_client._channels import Settings
+    from npugrad_client._clock import Sink
     from npugrad_client._info import OperatorInfo, ServerInfo
+    from npugrad_client._progress import Progress
     from npugrad_client._retry import RetryPolicy
     from npugrad_client._tls import Tls
 
@@ -62,6 +71,7 @@ class Client(Operators):
         retry: RetryPolicy | None = RETRY,
         tls: Tls | bool | None = None,
         threads: int = 16,
+        tracing: bool | TracerProvider = False,
     ) -> None:
         """Opens a client; the connection is made at the first call.
 
@@ -77,30 +87,42 @@ class Client(Operators):
             tls: What to trust and who the client is; True to trust the system's authorities; None for a
                 connection that is not encrypted.
             threads: Calls of `submit` in flight at once.
+            tracing: Whether calls, their tries and stages become spans of OpenTelemetry: True by its global
+                tracer provider, or a provider. The servers get the context of each try, as W3C has it.
 
         Raises:
-            TypeError: A target is no text, or `retry` or `tls` is of another type.
+            ImportError: `tracing` is wanted, and OpenTelemetry is not installed (the extra ``otel``).
+            TypeError: A target is no text, or `retry`, `tls` or `tracing` is of another type.
             ValueError: A target is empty or a URL, there is none, `tls` names what is no PEM, or `threads` is
                 below 1.
             OSError: A file that `tls` names cannot be read.
         """
         if threads < 1:
             raise ValueError(f"threads: found {threads}; expected 1 or more")
-        self._open(settings(target, stream_from_bytes, retry, tls), timeout_s, threads)
+        self._open(settings(target, stream_from_bytes, retry, tls), timeout_s, threads, tracing)
 
-    def _open(self, chosen: Settings, timeout_s: float | None, threads: int) -> None:
+    def _open(
+        self, chosen: Settings, timeout_s: float | None, threads: int, tracing: bool | TracerProvider
+    ) -> None:
         self.target = chosen.name
         self._timeout_s = timeout_s
-        self._state = (chosen, timeout_s, threads)
+        self._state = (chosen, timeout_s, threads, tracing)
         self._transport = Transport(chosen, self._registry)
         self._plans = Plans(self._registry)
+        self._sinks: list[Sink] = []
+        self._tracing = tracing_by(tracing)
         self._threads = Threads(self._transport, threads)
 
-    def __getstate__(self) -> tuple[Settings, float | None, int]:
+    def __getstate__(self) -> tuple[Settings, float | None, int, bool | TracerProvider]:
         """What another process needs to open a client of its own; with a private key, if there is one."""
+        if not isinstance(self._state[-1], bool):
+            raise TypeError(
+                "tracing: found a TracerProvider, which cannot be pickled; expected True, the global one of "
+                "each process"
+            )
         return self._state
 
-    def __setstate__(self, state: tuple[Settings, float | None, int]) -> None:
+    def __setstate__(self, state: tuple[Settings, float | None, int, bool | TracerProvider]) -> None:
         """Opens a client like the one that was pickled."""
         self._open(*state)
 
@@ -271,6 +293,28 @@ class Client(Operators):
         finally:
             threads.close()
 
+    def profile(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
+        """Writes where the time of each call goes to a file while it is entered: a Chrome trace.
+
+        Open the file in https://ui.perfetto.dev or chrome://tracing. It has every call that ends, well or
+        not: its tries and stages, and what each server did for it, which is placed in the middle of the time
+        that the client waited. It is written by a thread, a second after a call at the latest, and can be
+        opened after a crash as well. Any number may be entered at once, by any thread, each for a file of
+        its own; the calls of a process that is forked are not in it.
+
+        Args:
+            path: The file; what is there is overwritten.
+
+        Raises:
+            OSError: The file cannot be opened; or, at the end and unless something else was raised, not all
+                could be written. No call fails for that.
+
+        Example:
+            >>> with client.profile("calls.json"):  # doctest: +SKIP
+            ...     client.group_norm_backward(**call)
+        """
+        return profiling(path, self._sinks)
+
     @property
     def submit(self) -> Submit:
         """The same methods, returning a `concurrent.futures.Future` at once.
@@ -293,11 +337,16 @@ class Client(Operators):
         options: CallOptions,
         timeout_s: float | None,
         product: Product | None = None,
+        *,
+        progress: bool | str | Callable[[Progress], None] = False,
     ) -> tuple[dict[str, Any], ExecutionInfo]:
         """Sends one call; results by output name and what produced them.
 
         Where a product is given, what it does not take is refused here, with the documented error.
         """
-        prepared = self._plans.prepare(record, inputs, attrs, out, options, product)
-        answer = self._transport.run(prepared, self._deadline(timeout_s))
-        return finish(prepared, answer, inputs, out), answer.info
+        with CallClock(record.name, self._sinks, self._tracing) as clock:
+            prepared = self._plans.prepare(record, inputs, attrs, out, options, product)
+            clock.packed_s, clock.prepared = time.monotonic(), prepared
+            answer = self._transport.run(prepared, self._deadline(timeout_s), clock, progress)
+            clock.info = answer.info
+            return finish(prepared, answer, inputs, out), answer.info

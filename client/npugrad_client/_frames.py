@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,7 +10,8 @@ import numpy as np
 from npugrad import codec, layout
 from npugrad.errors import NpugradError, RequestError
 from npugrad.frames import Chunk
-from npugrad_client._call import Answer
+from npugrad.timeline import TIMELINE_KEY
+from npugrad_client._call import CHUNKED_FROM_BYTES, Answer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
@@ -20,11 +22,9 @@ if TYPE_CHECKING:
     from npugrad.v1.backward_pb2 import ExecuteResponse
     from npugrad_client._attempt import Attempt
     from npugrad_client._call import Array, Prepared
+    from npugrad_client._clock import CallClock
 
     Frame = Chunk | ExecuteResponse
-
-CHUNKED_FROM_BYTES = 2**16
-"""In a streamed call, operands below this length travel in the header."""
 
 
 def unary_request(prepared: Prepared) -> Any:
@@ -46,6 +46,7 @@ def request_frames(prepared: Prepared, is_answered: Callable[[], bool], attempt:
     yield header
     if not (prepared.is_refused and is_answered()):
         yield from chunk_frames(follow, attempt)
+    attempt.sent_s = time.monotonic()
 
 
 async def request_frames_async(
@@ -58,10 +59,15 @@ async def request_frames_async(
     if not (prepared.is_refused and await is_answered()):
         for frame in chunk_frames(follow, attempt):
             yield frame
+    attempt.sent_s = time.monotonic()
 
 
 def open_call(prepared: Prepared) -> tuple[Any, list[tuple[int, memoryview]]]:
     """The first frame of a streamed call, and (parameter index, content) of what follows in chunks."""
+    if prepared.request is not None:
+        index = prepared.record.param_index
+        views = ((index(name), data) for name, data in prepared.contents.items())
+        return prepared.request, [(each, data) for each, data in views if isinstance(data, memoryview)]
     message, follow = _encode(prepared, CHUNKED_FROM_BYTES)
     frame = prepared.registry.execute_request()
     codec.wrap(frame.header, prepared.record, message)
@@ -90,13 +96,13 @@ def _encode(prepared: Prepared, chunk_from_bytes: int | None) -> tuple[Any, list
     )
 
 
-def read_response(prepared: Prepared, response: Any) -> Answer:
+def read_response(prepared: Prepared, response: Any, clock: CallClock | None = None) -> Answer:
     """Results of a unary call.
 
     Raises:
         NpugradError: The reply is malformed, or is no answer to this call.
     """
-    result = _decode(prepared, response)
+    result = _decode(prepared, response, clock)
     arrays: dict[str, Array | None] = {}
     for name, meta in result.metas.items():
         found = result.contents.get(name)
@@ -106,32 +112,44 @@ def read_response(prepared: Prepared, response: Any) -> Answer:
     return Answer(arrays, result.info)
 
 
-def read_frames(prepared: Prepared, frames: Iterable[Frame]) -> Answer:
+def read_frames(
+    prepared: Prepared, frames: Iterable[Frame], attempt: Attempt, clock: CallClock | None = None
+) -> Answer:
     """Results of a streamed call.
+
+    Args:
+        prepared: The call.
+        frames: The reply.
+        attempt: Told how much there is to receive, how much has come, and when.
+        clock: What is measured of the call, for its info.
 
     Raises:
         NpugradError: The reply is malformed, incomplete, or no answer to this call.
     """
-    reply = Reply(prepared)
+    reply = Reply(prepared, attempt, clock)
     for frame in frames:
         reply.feed(frame)
+        del frame  # else it takes memory until the next one is whole
     return reply.end()
 
 
-async def read_frames_async(prepared: Prepared, frames: AsyncIterable[Frame]) -> Answer:
+async def read_frames_async(
+    prepared: Prepared, frames: AsyncIterable[Frame], attempt: Attempt, clock: CallClock | None = None
+) -> Answer:
     """As `read_frames`, for an event loop: no step is longer than the copy of one chunk."""
-    reply = Reply(prepared)
+    reply = Reply(prepared, attempt, clock)
     async for frame in frames:
         reply.feed(frame)
+        del frame  # as above
     return reply.end()
 
 
 class Reply:
     """The reply to a streamed call as it arrives, frame by frame; what is fed lands in its array."""
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, prepared: Prepared, attempt: Attempt, clock: CallClock | None = None) -> None:
         """A reply of which nothing has arrived."""
-        self._prepared = prepared
+        self._prepared, self._attempt, self._clock = prepared, attempt, clock
         self._info: ExecutionInfo | None = None
         self._arrays: dict[str, Array | None] = {}
         self._pending: dict[int, _Sink] = {}
@@ -141,11 +159,12 @@ class Reply:
         if self._info is None:
             self._open(frame)
         else:
-            _store(self._prepared.record, frame, self._pending)
+            self._attempt.received_bytes += _store(self._prepared.record, frame, self._pending)
 
     def _open(self, frame: Frame) -> None:
         prepared = self._prepared
-        result = _decode(prepared, _header(prepared.record, frame))
+        self._attempt.first_s = time.monotonic()
+        result = _decode(prepared, _header(prepared.record, frame), self._clock)
         self._arrays = dict.fromkeys(result.metas)
         for name, meta in result.metas.items():
             if meta is None:
@@ -156,6 +175,7 @@ class Reply:
                 self._pending[prepared.record.param_index(name)] = _Sink(name, array)
             else:
                 self._arrays[name] = _copied(prepared, name, meta, found)
+        self._attempt.download_bytes = sum(sink.array.nbytes for sink in self._pending.values())
         self._info = result.info
 
     def end(self) -> Answer:
@@ -169,6 +189,7 @@ class Reply:
                     record,
                     f"found {sink.filled} bytes of {sink.name} at its end; expected {sink.array.nbytes}",
                 )
+        self._attempt.received_s = time.monotonic()
         return Answer(self._arrays, self._info)
 
 
@@ -182,11 +203,11 @@ def _header(record: OpRecord, frame: Frame) -> Any:
     return getattr(frame.header, record.name)
 
 
-def _decode(prepared: Prepared, message: Any) -> codec.WireResult:
+def _decode(prepared: Prepared, message: Any, clock: CallClock | None) -> codec.WireResult:
     """Metas, contents and info of a response; only what the call can have as results is let through."""
     record = prepared.record
     try:
-        result = codec.decode_response(record, message)
+        result = codec.decode_response(record, message, clock)
     except RequestError as error:  # the request was fine: not the caller's mistake
         raise broken(record, str(error).removeprefix(f"{record.name}: ")) from None
     for name, meta in result.metas.items():
@@ -227,7 +248,8 @@ class _Sink:
         self.memory = array.reshape(-1).view(np.uint8).data if array.size else memoryview(b"")
 
 
-def _store(record: OpRecord, frame: Frame, pending: Mapping[int, _Sink]) -> None:
+def _store(record: OpRecord, frame: Frame, pending: Mapping[int, _Sink]) -> int:
+    """Puts a chunk where it belongs; returns its bytes."""
     if not isinstance(frame, Chunk):
         found = "a second header" if frame.WhichOneof("frame") else "an empty frame"
         raise broken(record, f"found {found}; expected a chunk")
@@ -243,8 +265,17 @@ def _store(record: OpRecord, frame: Frame, pending: Mapping[int, _Sink]) -> None
         )
     sink.memory[sink.filled : sink.filled + len(data)] = data
     sink.filled += len(data)
+    return len(data)
 
 
 def broken(record: OpRecord, text: str) -> NpugradError:
     """The error of a server that does not keep to the contract."""
     return NpugradError(f"{record.name}: the server's reply is malformed: {text}", operator=record.name)
+
+
+def server_stages(metadata: Iterable[tuple[str, str | bytes]] | None) -> bytes:
+    """What the trailing metadata of a streamed call say of the server's stages."""
+    for key, value in metadata or ():
+        if key == TIMELINE_KEY and isinstance(value, bytes):
+            return value
+    return b""

@@ -16,9 +16,11 @@ from npugrad.ops import OPERATORS
 from npugrad_client._arrays import ArrayLike, Operand
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from concurrent.futures import Future
 
     from npugrad.operator import OpRecord
+    from npugrad_client._progress import Progress
 
 Array = Any
 """A result: a NumPy array, or a torch CPU tensor where an operand was one."""
@@ -164,6 +166,8 @@ class Operators(ABC):
         out: Mapping[str, Any] | None,
         options: CallOptions,
         timeout_s: float | None,
+        *,
+        progress: bool | str | Callable[[Progress], None] = False,
     ) -> tuple[dict[str, Any], ExecutionInfo]:
         """Sends one call; results by output name and what produced them."""
 
@@ -182,6 +186,7 @@ class Operators(ABC):
         priority: int = 0,
         label: str = "",
         verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
     ) -> MultiScaleDeformableAttentionGradResult:
         """Gradients of multi-scale deformable attention with respect to values, locations and weights.
 
@@ -207,6 +212,10 @@ class Operators(ABC):
             label: Name of the caller or experiment; labels share the devices fairly.
             verify: Have the server recompute the call with its float64 reference and refuse a result that
                 differs.
+            progress: True, or a title, shows stage, bytes, rate and time left on standard error while the
+                call lasts, if that is a terminal or a notebook. A callable is told, some 10 times a second at
+                most and at each change of stage, in a thread of its own or on the event loop; what it raises
+                ends the call.
 
         Returns:
             grad_value: (bs, nk, nh, ch), dtype of value. Gradient of value.
@@ -247,6 +256,7 @@ class Operators(ABC):
             out=out,
             options=CallOptions(deterministic, priority, label, verify),
             timeout_s=timeout_s,
+            progress=progress,
         )
         return MultiScaleDeformableAttentionGradResult(**results, info=info)
 
@@ -266,6 +276,7 @@ class Operators(ABC):
         priority: int = 0,
         label: str = "",
         verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
     ) -> GridSampler2DBackwardResult:
         """Gradients of two-dimensional grid sampling with respect to the sampled images and the grid.
 
@@ -293,6 +304,10 @@ class Operators(ABC):
             label: Name of the caller or experiment; labels share the devices fairly.
             verify: Have the server recompute the call with its float64 reference and refuse a result that
                 differs.
+            progress: True, or a title, shows stage, bytes, rate and time left on standard error while the
+                call lasts, if that is a terminal or a notebook. A callable is told, some 10 times a second at
+                most and at each change of stage, in a thread of its own or on the event loop; what it raises
+                ends the call.
 
         Returns:
             input_grad: (N, C, H, W), dtype of input. Gradient of input.
@@ -328,6 +343,7 @@ class Operators(ABC):
             out=out,
             options=CallOptions(deterministic, priority, label, verify),
             timeout_s=timeout_s,
+            progress=progress,
         )
         return GridSampler2DBackwardResult(**results, info=info)
 
@@ -350,6 +366,7 @@ class Operators(ABC):
         priority: int = 0,
         label: str = "",
         verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
     ) -> GroupNormBackwardResult:
         """Gradients of group normalisation with respect to its input, scale and shift.
 
@@ -379,6 +396,10 @@ class Operators(ABC):
             label: Name of the caller or experiment; labels share the devices fairly.
             verify: Have the server recompute the call with its float64 reference and refuse a result that
                 differs.
+            progress: True, or a title, shows stage, bytes, rate and time left on standard error while the
+                call lasts, if that is a terminal or a notebook. A callable is told, some 10 times a second at
+                most and at each change of stage, in a thread of its own or on the event loop; what it raises
+                ends the call.
 
         Returns:
             grad_input: Shape of input, dtype of grad_out. Gradient of input.
@@ -410,6 +431,7 @@ class Operators(ABC):
             out=out,
             options=CallOptions(deterministic, priority, label, verify),
             timeout_s=timeout_s,
+            progress=progress,
         )
         return GroupNormBackwardResult(**results, info=info)
 
@@ -433,6 +455,7 @@ class Operators(ABC):
         priority: int = 0,
         label: str = "",
         verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
     ) -> FusedFloydAttentionGradResult:
         """Gradients of Floyd attention, which scores and weighs two sets of keys and values together.
 
@@ -465,6 +488,10 @@ class Operators(ABC):
             label: Name of the caller or experiment; labels share the devices fairly.
             verify: Have the server recompute the call with its float64 reference and refuse a result that
                 differs.
+            progress: True, or a title, shows stage, bytes, rate and time left on standard error while the
+                call lasts, if that is a terminal or a notebook. A callable is told, some 10 times a second at
+                most and at each change of stage, in a thread of its own or on the event loop; what it raises
+                ends the call.
 
         Returns:
             dq: (B, H, N, M, D), dtype of query. Gradient of query.
@@ -512,6 +539,7 @@ class Operators(ABC):
             out=out,
             options=CallOptions(deterministic, priority, label, verify),
             timeout_s=timeout_s,
+            progress=progress,
         )
         return FusedFloydAttentionGradResult(**results, info=info)
 
@@ -532,6 +560,7 @@ class Operators(ABC):
         priority: int = 0,
         label: str = "",
         verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
     ) -> LayerNormBackwardResult:
         """Gradients of layer normalisation with respect to its input, weight and bias.
 
@@ -561,6 +590,10 @@ class Operators(ABC):
             label: Name of the caller or experiment; labels share the devices fairly.
             verify: Have the server recompute the call with its float64 reference and refuse a result that
                 differs.
+            progress: True, or a title, shows stage, bytes, rate and time left on standard error while the
+                call lasts, if that is a terminal or a notebook. A callable is told, some 10 times a second at
+                most and at each change of stage, in a thread of its own or on the event loop; what it raises
+                ends the call.
 
         Returns:
             grad_input: Shape and dtype of input. Gradient of input.
@@ -599,6 +632,7 @@ class Operators(ABC):
             out=out,
             options=CallOptions(deterministic, priority, label, verify),
             timeout_s=timeout_s,
+            progress=progress,
         )
         return LayerNormBackwardResult(**results, info=info)
 
@@ -618,6 +652,7 @@ class Operators(ABC):
         priority: int = 0,
         label: str = "",
         verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
     ) -> GridSampler3DBackwardResult:
         """Gradients of three-dimensional grid sampling with respect to the sampled volumes and the grid.
 
@@ -646,6 +681,10 @@ class Operators(ABC):
             label: Name of the caller or experiment; labels share the devices fairly.
             verify: Have the server recompute the call with its float64 reference and refuse a result that
                 differs.
+            progress: True, or a title, shows stage, bytes, rate and time left on standard error while the
+                call lasts, if that is a terminal or a notebook. A callable is told, some 10 times a second at
+                most and at each change of stage, in a thread of its own or on the event loop; what it raises
+                ends the call.
 
         Returns:
             input_grad: (N, C, D, H, W), dtype of input. Gradient of input.
@@ -681,6 +720,7 @@ class Operators(ABC):
             out=out,
             options=CallOptions(deterministic, priority, label, verify),
             timeout_s=timeout_s,
+            progress=progress,
         )
         return GridSampler3DBackwardResult(**results, info=info)
 
@@ -697,6 +737,8 @@ class AsyncOperators(ABC):
         out: Mapping[str, Any] | None,
         options: CallOptions,
         timeout_s: float | None,
+        *,
+        progress: bool | str | Callable[[Progress], None] = False,
     ) -> tuple[dict[str, Any], ExecutionInfo]:
         """Sends one call; results by output name and what produced them."""
 
@@ -715,6 +757,7 @@ class AsyncOperators(ABC):
         priority: int = 0,
         label: str = "",
         verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
     ) -> MultiScaleDeformableAttentionGradResult:
         """Gradients of multi-scale deformable attention with respect to values, locations and weights.
 
@@ -740,6 +783,10 @@ class AsyncOperators(ABC):
             label: Name of the caller or experiment; labels share the devices fairly.
             verify: Have the server recompute the call with its float64 reference and refuse a result that
                 differs.
+            progress: True, or a title, shows stage, bytes, rate and time left on standard error while the
+                call lasts, if that is a terminal or a notebook. A callable is told, some 10 times a second at
+                most and at each change of stage, in a thread of its own or on the event loop; what it raises
+                ends the call.
 
         Returns:
             grad_value: (bs, nk, nh, ch), dtype of value. Gradient of value.
@@ -780,6 +827,7 @@ class AsyncOperators(ABC):
             out=out,
             options=CallOptions(deterministic, priority, label, verify),
             timeout_s=timeout_s,
+            progress=progress,
         )
         return MultiScaleDeformableAttentionGradResult(**results, info=info)
 
@@ -799,6 +847,7 @@ class AsyncOperators(ABC):
         priority: int = 0,
         label: str = "",
         verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
     ) -> GridSampler2DBackwardResult:
         """Gradients of two-dimensional grid sampling with respect to the sampled images and the grid.
 
@@ -826,6 +875,10 @@ class AsyncOperators(ABC):
             label: Name of the caller or experiment; labels share the devices fairly.
             verify: Have the server recompute the call with its float64 reference and refuse a result that
                 differs.
+            progress: True, or a title, shows stage, bytes, rate and time left on standard error while the
+                call lasts, if that is a terminal or a notebook. A callable is told, some 10 times a second at
+                most and at each change of stage, in a thread of its own or on the event loop; what it raises
+                ends the call.
 
         Returns:
             input_grad: (N, C, H, W), dtype of input. Gradient of input.
@@ -861,6 +914,7 @@ class AsyncOperators(ABC):
             out=out,
             options=CallOptions(deterministic, priority, label, verify),
             timeout_s=timeout_s,
+            progress=progress,
         )
         return GridSampler2DBackwardResult(**results, info=info)
 
@@ -883,6 +937,7 @@ class AsyncOperators(ABC):
         priority: int = 0,
         label: str = "",
         verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
     ) -> GroupNormBackwardResult:
         """Gradients of group normalisation with respect to its input, scale and shift.
 
@@ -912,6 +967,10 @@ class AsyncOperators(ABC):
             label: Name of the caller or experiment; labels share the devices fairly.
             verify: Have the server recompute the call with its float64 reference and refuse a result that
                 differs.
+            progress: True, or a title, shows stage, bytes, rate and time left on standard error while the
+                call lasts, if that is a terminal or a notebook. A callable is told, some 10 times a second at
+                most and at each change of stage, in a thread of its own or on the event loop; what it raises
+                ends the call.
 
         Returns:
             grad_input: Shape of input, dtype of grad_out. Gradient of input.
@@ -943,6 +1002,7 @@ class AsyncOperators(ABC):
             out=out,
             options=CallOptions(deterministic, priority, label, verify),
             timeout_s=timeout_s,
+            progress=progress,
         )
         return GroupNormBackwardResult(**results, info=info)
 
@@ -966,6 +1026,7 @@ class AsyncOperators(ABC):
         priority: int = 0,
         label: str = "",
         verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
     ) -> FusedFloydAttentionGradResult:
         """Gradients of Floyd attention, which scores and weighs two sets of keys and values together.
 
@@ -998,6 +1059,10 @@ class AsyncOperators(ABC):
             label: Name of the caller or experiment; labels share the devices fairly.
             verify: Have the server recompute the call with its float64 reference and refuse a result that
                 differs.
+            progress: True, or a title, shows stage, bytes, rate and time left on standard error while the
+                call lasts, if that is a terminal or a notebook. A callable is told, some 10 times a second at
+                most and at each change of stage, in a thread of its own or on the event loop; what it raises
+                ends the call.
 
         Returns:
             dq: (B, H, N, M, D), dtype of query. Gradient of query.
@@ -1045,6 +1110,7 @@ class AsyncOperators(ABC):
             out=out,
             options=CallOptions(deterministic, priority, label, verify),
             timeout_s=timeout_s,
+            progress=progress,
         )
         return FusedFloydAttentionGradResult(**results, info=info)
 
@@ -1065,6 +1131,7 @@ class AsyncOperators(ABC):
         priority: int = 0,
         label: str = "",
         verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
     ) -> LayerNormBackwardResult:
         """Gradients of layer normalisation with respect to its input, weight and bias.
 
@@ -1094,6 +1161,10 @@ class AsyncOperators(ABC):
             label: Name of the caller or experiment; labels share the devices fairly.
             verify: Have the server recompute the call with its float64 reference and refuse a result that
                 differs.
+            progress: True, or a title, shows stage, bytes, rate and time left on standard error while the
+                call lasts, if that is a terminal or a notebook. A callable is told, some 10 times a second at
+                most and at each change of stage, in a thread of its own or on the event loop; what it raises
+                ends the call.
 
         Returns:
             grad_input: Shape and dtype of input. Gradient of input.
@@ -1132,6 +1203,7 @@ class AsyncOperators(ABC):
             out=out,
             options=CallOptions(deterministic, priority, label, verify),
             timeout_s=timeout_s,
+            progress=progress,
         )
         return LayerNormBackwardResult(**results, info=info)
 
@@ -1151,6 +1223,7 @@ class AsyncOperators(ABC):
         priority: int = 0,
         label: str = "",
         verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
     ) -> GridSampler3DBackwardResult:
         """Gradients of three-dimensional grid sampling with respect to the sampled volumes and the grid.
 
@@ -1179,6 +1252,10 @@ class AsyncOperators(ABC):
             label: Name of the caller or experiment; labels share the devices fairly.
             verify: Have the server recompute the call with its float64 reference and refuse a result that
                 differs.
+            progress: True, or a title, shows stage, bytes, rate and time left on standard error while the
+                call lasts, if that is a terminal or a notebook. A callable is told, some 10 times a second at
+                most and at each change of stage, in a thread of its own or on the event loop; what it raises
+                ends the call.
 
         Returns:
             input_grad: (N, C, D, H, W), dtype of input. Gradient of input.
@@ -1214,6 +1291,7 @@ class AsyncOperators(ABC):
             out=out,
             options=CallOptions(deterministic, priority, label, verify),
             timeout_s=timeout_s,
+            progress=progress,
         )
         return GridSampler3DBackwardResult(**results, info=info)
 
@@ -1240,6 +1318,7 @@ class FutureOperators(ABC):
         priority: int = 0,
         label: str = "",
         verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
     ) -> Future[MultiScaleDeformableAttentionGradResult]:
         """Starts `Client.multi_scale_deformable_attention_grad`, which tells all of it."""
         return self._start(
@@ -1257,6 +1336,7 @@ class FutureOperators(ABC):
                 "priority": priority,
                 "label": label,
                 "verify": verify,
+                "progress": progress,
             },
         )
 
@@ -1276,6 +1356,7 @@ class FutureOperators(ABC):
         priority: int = 0,
         label: str = "",
         verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
     ) -> Future[GridSampler2DBackwardResult]:
         """Starts `Client.grid_sampler_2d_backward`, which tells all of it."""
         return self._start(
@@ -1294,6 +1375,7 @@ class FutureOperators(ABC):
                 "priority": priority,
                 "label": label,
                 "verify": verify,
+                "progress": progress,
             },
         )
 
@@ -1316,6 +1398,7 @@ class FutureOperators(ABC):
         priority: int = 0,
         label: str = "",
         verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
     ) -> Future[GroupNormBackwardResult]:
         """Starts `Client.group_norm_backward`, which tells all of it."""
         return self._start(
@@ -1337,6 +1420,7 @@ class FutureOperators(ABC):
                 "priority": priority,
                 "label": label,
                 "verify": verify,
+                "progress": progress,
             },
         )
 
@@ -1360,6 +1444,7 @@ class FutureOperators(ABC):
         priority: int = 0,
         label: str = "",
         verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
     ) -> Future[FusedFloydAttentionGradResult]:
         """Starts `Client.fused_floyd_attention_grad`, which tells all of it."""
         return self._start(
@@ -1382,6 +1467,7 @@ class FutureOperators(ABC):
                 "priority": priority,
                 "label": label,
                 "verify": verify,
+                "progress": progress,
             },
         )
 
@@ -1402,6 +1488,7 @@ class FutureOperators(ABC):
         priority: int = 0,
         label: str = "",
         verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
     ) -> Future[LayerNormBackwardResult]:
         """Starts `Client.layer_norm_backward`, which tells all of it."""
         return self._start(
@@ -1421,6 +1508,7 @@ class FutureOperators(ABC):
                 "priority": priority,
                 "label": label,
                 "verify": verify,
+                "progress": progress,
             },
         )
 
@@ -1440,6 +1528,7 @@ class FutureOperators(ABC):
         priority: int = 0,
         label: str = "",
         verify: bool = False,
+        progress: bool | str | Callable[[Progress], None] = False,
     ) -> Future[GridSampler3DBackwardResult]:
         """Starts `Client.grid_sampler_3d_backward`, which tells all of it."""
         return self._start(
@@ -1458,5 +1547,6 @@ class FutureOperators(ABC):
                 "priority": priority,
                 "label": label,
                 "verify": verify,
+                "progress": progress,
             },
         )

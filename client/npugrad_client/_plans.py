@@ -13,20 +13,20 @@ import numpy as np
 
 from npugrad import codec, layout
 from npugrad.call import CallOptions
+from npugrad.frames import encode_header
 from npugrad.registry import REGISTRY, Registry
-from npugrad.template import Template
+from npugrad.template import Template, announce
 from npugrad_client import _arrays
-from npugrad_client._call import Prepared, overlap, prepare, require_options
+from npugrad_client._call import CHUNKED_FROM_BYTES, Prepared, overlap, prepare, require_options
 from npugrad_client._signature import sign
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Hashable, Mapping, Sequence
 
     from npugrad.meta import CallMeta, TensorMeta
     from npugrad.operator import OpRecord
     from npugrad.products import Product
     from npugrad_client._call import Array
-    from npugrad_client._signature import Signature
 
 MAX_PLANS = 256
 """Plans that a client keeps, of some kilobytes each: those that were used last."""
@@ -45,7 +45,8 @@ class CallPlan:
         nbytes: Bytes of data in the larger direction.
         are_direct: Of each operand that is not null, whether its content is the array's memory as it is.
         zeros: What is sent in place of each of which no value is used; None for the others.
-        request: The request but for contents and options; None for a call that is streamed.
+        request: The request but for contents and options; of a call that is streamed, that in its header.
+        follows: Of each operand that is not null, its name if it comes in chunks after that; else None.
         reply: The reply but for contents and info; None for a call that is streamed.
         results: Outputs by name, None for those that the reply does not have; of the others meta and NumPy's
             type.
@@ -56,7 +57,8 @@ class CallPlan:
     nbytes: int
     are_direct: tuple[bool, ...]
     zeros: tuple[bytes | None, ...]
-    request: Template | None = None
+    request: Template
+    follows: tuple[str | None, ...]
     reply: Template | None = None
     results: Mapping[str, tuple[TensorMeta, np.dtype[Any]] | None] = field(default_factory=dict)
 
@@ -87,17 +89,20 @@ class Plans:
     ) -> Prepared:
         """Makes a call from what the caller gave, as `_call.prepare` does, with the same errors."""
         signature = sign(record, inputs, attrs, out, options, product)
-        plan = None if signature is None else self._find(signature.key)
-        if signature is None or plan is None:
+        key, arrays = signature or (None, [])
+        plan = None if key is None else self._find(key)
+        if plan is None:
             made = prepare(record, inputs, attrs, out, options, product, registry=self._registry)
-            return made if signature is None else replace(made, plans=self, signature=signature)
+            if key is None or tuple(inputs) != tuple(made.call.inputs):  # contents go by the record's order
+                return made
+            return replace(made, plans=self, key=key, arrays=arrays)
         varying = self._encoded(record, options)
         targets = _targets(record, out) if out else {}
-        contents = _contents(plan, signature)
+        contents = _contents(plan, arrays)
         return Prepared(
             record=record,
             call=plan.call,
-            contents={} if plan.request else _named(plan, contents),
+            contents={} if plan.reply else _following(plan, contents),
             options=options,
             expected=plan.expected,
             targets=targets,
@@ -105,9 +110,18 @@ class Plans:
             registry=self._registry,
             plans=self,
             plan=plan,
-            signature=signature,
-            request=plan.request.encode(contents, varying) if plan.request else None,
+            key=key,
+            arrays=arrays,
+            request=plan.request.encode(contents, varying)
+            if plan.reply
+            else self._header(record, plan, contents, varying),
         )
+
+    def _header(self, record: OpRecord, plan: CallPlan, contents: Sequence[Any], varying: bytes) -> bytes:
+        """The first frame of a call that is streamed."""
+        inline = [each for name, each in zip(plan.follows, contents, strict=True) if name is None]
+        message = plan.request.encode(inline, varying)
+        return encode_header(self._registry.execute_request, record.name, message)
 
     def _find(self, key: Hashable) -> CallPlan | None:
         plan = self._young.get(key)
@@ -143,29 +157,33 @@ class Plans:
             prepared: The call.
             reply: The message that answered it; None where it was streamed.
         """
-        signature, call = prepared.signature, prepared.call
-        if signature is None or signature.names != tuple(call.inputs):  # contents go by the record's order
+        call, arrays = prepared.call, prepared.arrays
+        if prepared.key is None:
             return
         metas = {name: meta for name, meta in call.inputs.items() if meta is not None}
+        request, _ = codec.encode_request(
+            call.inputs, {}, prepared.record, call.attrs, call.outputs, registry=self._registry
+        )
+        lengths = {name: meta.content_bytes for name, meta in metas.items()}
+        chunk_from_bytes = CHUNKED_FROM_BYTES if reply is None else None
+        inline = announce(request, lengths, chunk_from_bytes)
         plan = CallPlan(
             call=call,
             expected=prepared.expected,
             nbytes=prepared.nbytes,
-            are_direct=tuple(map(_is_direct, signature.arrays, metas.values())),
+            are_direct=tuple(map(_is_direct, arrays, metas.values())),
             zeros=tuple(bytes(m.content_bytes) if n in prepared.unused else None for n, m in metas.items()),
+            request=Template(request, "options", inline),
+            follows=tuple(None if name in inline else name for name in metas),
         )
         if reply is not None:
             results = _results(prepared.record, reply)
-            request, _ = codec.encode_request(
-                call.inputs, {}, prepared.record, call.attrs, call.outputs, registry=self._registry
-            )
             plan = replace(
                 plan,
-                request=Template(request, "options", {name: m.content_bytes for name, m in metas.items()}),
                 reply=Template(reply, "info", {name: r[0].content_bytes for name, r in results.items() if r}),
                 results=results,
             )
-        self._put(signature.key, plan)
+        self._put(prepared.key, plan)
 
 
 def _is_direct(array: Array, meta: TensorMeta) -> bool:
@@ -173,21 +191,24 @@ def _is_direct(array: Array, meta: TensorMeta) -> bool:
     return is_whole and array.flags.c_contiguous and array.dtype == meta.dtype.numpy
 
 
-def _contents(plan: CallPlan, signature: Signature) -> list[Any]:
+def _contents(plan: CallPlan, arrays: Sequence[Array]) -> Sequence[Any]:
     """Contiguous memory for each operand that is not null; its own where that will do."""
     if all(plan.are_direct):
-        return signature.arrays
-    each = zip(plan.are_direct, plan.zeros, signature.arrays, strict=True)
+        return arrays
+    each = zip(plan.are_direct, plan.zeros, arrays, strict=True)
     return [
         array if is_direct else layout.content(array)[1] if zero is None else memoryview(zero)
         for is_direct, zero, array in each
     ]
 
 
-def _named(plan: CallPlan, contents: list[Any]) -> dict[str, memoryview]:
-    names = (name for name, meta in plan.call.inputs.items() if meta is not None)
-    views = (each if isinstance(each, memoryview) else layout.content(each)[1] for each in contents)
-    return dict(zip(names, views, strict=True))
+def _following(plan: CallPlan, contents: Sequence[Any]) -> dict[str, memoryview]:
+    """What follows the header in chunks."""
+    return {
+        name: each if isinstance(each, memoryview) else layout.content(each)[1]
+        for name, each in zip(plan.follows, contents, strict=True)
+        if name is not None
+    }
 
 
 def _targets(record: OpRecord, out: Mapping[str, Any]) -> dict[str, Array]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from npugrad_client._attempt import Attempt
     from npugrad_client._call import Answer, Prepared
     from npugrad_client._channels import Settings, Stubs
+    from npugrad_client._clock import CallClock
     from npugrad_client._picker import Picker
     from npugrad_client._retry import RetryBudget
 
@@ -30,6 +31,7 @@ class Query:
     """
 
     streamed: Prepared | None = None
+    clock: CallClock | None = None
 
     def __init__(self, service: str, request: Any) -> None:
         """The query that a message makes."""
@@ -56,16 +58,21 @@ class Call:
         what: Name of the operator.
         operator: The same.
         streamed: The call, where it is to be streamed; None for one that travels as one message.
+        clock: What is measured of it.
     """
 
-    def __init__(self, prepared: Prepared, settings: Settings) -> None:
+    def __init__(self, prepared: Prepared, settings: Settings, clock: CallClock) -> None:
         """The call, streamed or not by its size."""
+        self.clock = clock
         if settings.retry.hedge_after_s is not None:
             prepared = prepared.apart()
         self._prepared = prepared
         self.what = self.operator = prepared.record.name
-        is_streamed = prepared.request is None and prepared.nbytes >= settings.stream_from_bytes
+        is_streamed = prepared.nbytes >= settings.stream_from_bytes
         self.streamed = prepared if is_streamed else None
+        if clock.trace is not None:
+            method = "Execute" if is_streamed else prepared.record.rpc
+            clock.trace.prepared(prepared.registry.backward.full_name, method, prepared.nbytes)
 
     def method(self, stubs: Stubs) -> Any:
         """The RPC on a channel."""
@@ -77,7 +84,7 @@ class Call:
 
     def read(self, reply: bytes, attempt: Attempt) -> Answer:
         """The results from what came back; raises `NpugradError` where that is no answer to the call."""
-        return read_unary(self._prepared, reply, attempt)
+        return read_unary(self._prepared, reply, attempt, self.clock)
 
 
 Rpc: TypeAlias = Call | Query

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import marshal
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,20 +23,6 @@ _PLAIN = frozenset((int, float, bool, str, type(None)))
 _MAX_ATTRS_BYTES = 4096
 
 
-class Signature(NamedTuple):
-    """The signature of a call.
-
-    Attributes:
-        key: Equal for two calls only if nothing but contents, label and priority differ.
-        names: The inputs in the order in which they were given.
-        arrays: Those that are not null.
-    """
-
-    key: Hashable
-    names: tuple[str, ...]
-    arrays: list[npt.NDArray[Any]]
-
-
 def sign(
     record: OpRecord,
     inputs: Mapping[str, Any],
@@ -44,11 +30,15 @@ def sign(
     out: Mapping[str, Any] | None,
     options: CallOptions,
     product: Product | None = None,
-) -> Signature | None:
-    """The signature of a call; None where something is of a kind that only the general way knows."""
+) -> tuple[Hashable, list[npt.NDArray[Any]]] | None:
+    """The signature of a call, and its inputs that are not null.
+
+    Returns:
+        A key, equal for two calls only if nothing but contents, label and priority differ, and the arrays in
+        the order in which they were given. None where something is of a kind that only the general way knows.
+    """
     arrays: list[npt.NDArray[Any]] = []
-    names = tuple(inputs)
-    key: list[Hashable] = [record.name, product, names, tuple(attrs)]
+    key: list[Hashable] = [record.name, product, tuple(inputs), tuple(attrs)]
     for name, value in inputs.items():
         if value is None:
             key.append(None)
@@ -72,7 +62,7 @@ def sign(
     key.append(packed)
     if out is not None and not _declare(out, key):
         return None
-    return Signature(tuple(key), names, arrays)
+    return tuple(key), arrays
 
 
 def _is_plain(values: tuple[Any, ...]) -> bool:

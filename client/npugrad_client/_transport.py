@@ -19,9 +19,10 @@ import grpc
 from npugrad.registry import REGISTRY, Registry
 from npugrad_client._channels import REFUSAL_WAIT_S, Stubs, check_fork, closed
 from npugrad_client._forks import GATE
-from npugrad_client._frames import read_frames, request_frames
+from npugrad_client._frames import read_frames, request_frames, server_stages
 from npugrad_client._older import lacking, lacks_operator, version_question
 from npugrad_client._picker import Picker
+from npugrad_client._progress import reported
 from npugrad_client._retry import Launch, RetryBudget, Wait
 from npugrad_client._rpcs import VERSION, Call, Query, begin
 from npugrad_client.errors import Cancelled, NpugradError, translate
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from npugrad_client._attempt import Attempt
     from npugrad_client._call import Answer, Prepared
     from npugrad_client._channels import Settings
+    from npugrad_client._clock import CallClock
     from npugrad_client._retry import Plan
     from npugrad_client._rpcs import Rpc
 
@@ -196,24 +198,38 @@ class Transport:
         """One of the small services: `validate`, `server_info` or `list_operators`; errors as in `run`."""
         return self._follow(Query(service, request), timeout_s)[0]
 
-    def run(self, prepared: Prepared, timeout_s: float | None) -> Answer:
+    def run(
+        self, prepared: Prepared, timeout_s: float | None, clock: CallClock, progress: Any = False
+    ) -> Answer:
         """Runs a call, streamed or not by its size.
 
         Raises:
             NpugradError: What the server answered, or that it did not; its message names the target.
             RuntimeError: The client is closed.
+            TypeError: `progress` is of another type.
         """
-        answer, tries = self._follow(Call(prepared, self._settings), timeout_s)
+        call = Call(prepared, self._settings, clock)
+        if progress:
+            answer, tries = self._report(call, timeout_s, progress)
+        else:
+            answer, tries = self._follow(call, timeout_s)
         return cast("Answer", answer if tries == 1 else answer.after(tries))
+
+    def _report(self, call: Call, timeout_s: float | None, progress: Any) -> tuple[Any, int]:
+        """As `_follow`, and tells how far the call is; cancelled when that raises."""
+        outer: Flight | None = getattr(self._scope, "flight", None)
+        flight = Flight() if outer is None else outer.attach(Flight())
+        with reported(call, progress, flight.cancel), self.cancellable(flight):
+            return self._follow(call, timeout_s)
 
     @contextmanager
     def cancellable(self, flight: Flight) -> Iterator[None]:
         """Calls that this thread makes in the block are cancelled by `flight.cancel()`."""
-        self._scope.flight = flight
+        outer, self._scope.flight = getattr(self._scope, "flight", None), flight
         try:
             yield
         finally:
-            self._scope.flight = None
+            self._scope.flight = outer
 
     def _home(self) -> _Home:
         """The channels of this process. No lock: a fork may have left it held by a thread that is gone."""
@@ -301,9 +317,12 @@ class Transport:
 
     def _try(self, home: _Home, step: Launch, rpc: Rpc, flight: Flight | None) -> Any:
         attempt = self._settings.attempt(rpc.what, rpc.operator, step)
+        if rpc.clock is not None:
+            rpc.clock.begin_try(attempt)
         try:
             return self._carry(home, step.server, rpc, attempt, flight)
         except NpugradError as error:
+            attempt.fail(error)
             if not lacks_operator(error, attempt):
                 raise
             refusal = error.with_traceback(None)
@@ -318,8 +337,12 @@ class Transport:
             with GATE:
                 stubs = home.stubs(server)
                 if rpc.streamed is not None:
-                    return _streamed(stubs, rpc.streamed, attempt, flight)
-                return rpc.read(_unary(rpc.method(stubs), rpc.encode(), attempt, flight), attempt)
+                    return _streamed(stubs, rpc.streamed, attempt, rpc.clock, flight)
+                request = rpc.encode()
+                attempt.packed_s = time.monotonic()
+                reply = _unary(rpc.method(stubs), request, attempt, flight)
+                attempt.received_s = time.monotonic()
+                return rpc.read(reply, attempt)
         except grpc.RpcError as error:
             is_ours = self._is_closed or (flight is not None and flight.is_cancelled)
             raise translate(error, attempt, is_ours=is_ours, records=self._registry.records) from None
@@ -332,21 +355,25 @@ class Transport:
 
 
 def _unary(method: Any, request: Any, attempt: Attempt, flight: Flight | None) -> Any:
-    if flight is None:
-        return method(request, timeout=attempt.timeout_s)  # quicker than by a future
-    return flight.attach(method.future(request, timeout=attempt.timeout_s)).result()
+    if flight is None:  # quicker than by a future
+        return method(request, timeout=attempt.timeout_s, metadata=attempt.metadata)
+    future = method.future(request, timeout=attempt.timeout_s, metadata=attempt.metadata)
+    return flight.attach(future).result()
 
 
-def _streamed(stubs: Stubs, prepared: Prepared, attempt: Attempt, flight: Flight | None) -> Answer:
+def _streamed(
+    stubs: Stubs, prepared: Prepared, attempt: Attempt, clock: CallClock | None, flight: Flight | None
+) -> Answer:
     ended = threading.Event()
     frames = request_frames(prepared, lambda: ended.wait(REFUSAL_WAIT_S), attempt)
-    stream: Any = stubs.execute(frames, timeout=attempt.timeout_s)
+    stream: Any = stubs.execute(frames, timeout=attempt.timeout_s, metadata=attempt.metadata)
     if flight is not None:
         flight.attach(stream)
     if not stream.add_callback(ended.set):
         ended.set()
     try:
-        answer = read_frames(prepared, iter(stream))
+        answer = read_frames(prepared, iter(stream), attempt, clock)
+        attempt.stages = server_stages(stream.trailing_metadata())
     finally:
         stream.cancel()  # no effect after a complete answer; frees the stream when ours was refused
     prepared.note_streamed()

@@ -15,6 +15,7 @@ from npugrad_client._frames import destination, read_response, unary_request
 if TYPE_CHECKING:
     from npugrad_client._attempt import Attempt
     from npugrad_client._call import Array, Prepared
+    from npugrad_client._clock import CallClock
     from npugrad_client._plans import CallPlan
 
 
@@ -25,13 +26,14 @@ def encode_unary(prepared: Prepared) -> bytes:
     return bytes(unary_request(prepared).SerializeToString())
 
 
-def read_unary(prepared: Prepared, data: bytes, attempt: Attempt) -> Answer:
+def read_unary(prepared: Prepared, data: bytes, attempt: Attempt, clock: CallClock | None = None) -> Answer:
     """Results of a unary call; a plan for those that follow is kept.
 
     Raises:
         NpugradError: The reply is malformed, or is no answer to this call.
     """
-    answer = None if prepared.plan is None else _read_by_plan(prepared, prepared.plan, data)
+    plan = prepared.plan
+    answer = None if plan is None else _read_by_plan(prepared, plan, data, attempt, clock)
     if answer is None:
         try:
             reply = prepared.registry.responses[prepared.record.name].FromString(data)
@@ -39,22 +41,26 @@ def read_unary(prepared: Prepared, data: bytes, attempt: Attempt) -> Answer:
             name = prepared.record.name
             text = f"{name}: {attempt.target}: INTERNAL: Exception deserializing response!"
             raise NpugradError(text, operator=name) from None
-        answer = read_response(prepared, reply)
+        answer = read_response(prepared, reply, clock)
+        attempt.stages = reply.info.timeline.SerializeToString()
         if prepared.plans is not None:
             prepared.plans.keep(prepared, reply)
     return answer
 
 
-def _read_by_plan(prepared: Prepared, plan: CallPlan, data: bytes) -> Answer | None:
+def _read_by_plan(
+    prepared: Prepared, plan: CallPlan, data: bytes, attempt: Attempt, clock: CallClock | None
+) -> Answer | None:
     """Results where the reply is as the plan says; None where it takes another look."""
     found = None if plan.reply is None else plan.reply.split(data)
     if found is None:
         return None
     contents, rest = found
     try:
-        info = codec.decode_info(rest.info)
+        info = codec.decode_info(rest.info, clock)
     except MalformedRequest:
         return None
+    attempt.stages = rest.info.timeline.SerializeToString()
     arrays: dict[str, Array | None] = {}
     pieces = iter(contents)
     for name, result in plan.results.items():

@@ -64,6 +64,7 @@ Dtype = Annotated[
 OperatorName = Annotated[
     str, typer.Argument(metavar="OPERATOR", help=f"One of {', '.join(OPERATORS)}.", show_default=False)
 ]
+_PROGRESS_FROM_BYTES = 16 * 2**20
 _META_FORM = "NAME=DTYPE[SIZES]"
 
 
@@ -218,12 +219,19 @@ def call(
     verify: Annotated[
         bool, typer.Option("--verify", help="Have the server check the results against the reference.")
     ] = False,
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="Print where the time of the call went.")
+    ] = False,
     target: Targets = DEFAULT_TARGETS,
     encrypted: Encrypted = False,
     tls_ca: Authority = None,
     tls_certificate: Certificate = None,
     tls_key: Key = None,
     timeout: Timeout = 600.0,
+    progress: Annotated[
+        bool | None,
+        typer.Option(help="Show bytes, rate and time left on a terminal; from 16 MiB on by default."),
+    ] = None,
 ) -> None:
     """Run an operator on the operands of a file and write the results to another.
 
@@ -237,10 +245,16 @@ def call(
         operands, attrs = files.read_call(record, file, dtype or ())
         attrs |= files.parse_attrs(record, attr or ())
         files.check_complete(record, attrs)
-        answer = getattr(client, record.name)(**operands, **attrs, deterministic=deterministic, verify=verify)
+        if progress is None:
+            progress = sum(array.nbytes for array in operands.values()) >= _PROGRESS_FROM_BYTES
+        answer = getattr(client, record.name)(
+            **operands, **attrs, deterministic=deterministic, verify=verify, progress=progress
+        )
         results = {p.name: getattr(answer, p.name) for p in record.outputs}
         files.write_results(path, results)
         show.results(out, results, answer.info)
+        if timeline:
+            out.print(str(answer.info.timeline), markup=False, highlight=False, soft_wrap=True)
         out.print(f"written to {path}", soft_wrap=True)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 if TYPE_CHECKING:
     from npugrad.products import Product
+    from npugrad.timeline import Recorded, Timeline
 
 MAX_LABEL = 64
 """Longest label of a call, in characters."""
@@ -89,6 +90,8 @@ class ExecutionInfo:
         request_id: Identifier of the request in the server's log.
         tries: How often the client sent the call; above 1 when a server was lost or busy, or slow where the
             client hedges. Not on the wire.
+        recorded: What `timeline` is made from; None where nothing was recorded. No field, so that
+            `dataclasses.asdict` gives what was always in it.
     """
 
     backend: str
@@ -103,3 +106,19 @@ class ExecutionInfo:
     copy_out_s: float = 0.0
     request_id: str = ""
     tries: int = 1
+    recorded: ClassVar[Recorded | None] = None
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Where the time of the call went, from its first line to its results; None where nobody recorded it.
+
+        Example:
+            >>> print(result.info.timeline)                                           # doctest: +SKIP
+            >>> result.info.timeline.seconds("send")                                  # doctest: +SKIP
+        """
+        return None if self.recorded is None else self.recorded.timeline()
+
+    def note(self, recorded: Recorded | None) -> ExecutionInfo:
+        """Notes what was measured of the call; for whoever makes the info, which is returned."""
+        object.__setattr__(self, "recorded", recorded)
+        return self

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from npugrad.attributes import AttrValue
     from npugrad.operator import OpRecord
+    from npugrad.timeline import Recorded
     from npugrad.v1 import operators_pb2, tensor_pb2
 
 MAX_MESSAGE_BYTES = 2**31 - 1
@@ -322,7 +323,7 @@ def encode_response(
     return message, follow
 
 
-def decode_response(record: OpRecord, message: Any) -> WireResult:
+def decode_response(record: OpRecord, message: Any, recorded: Recorded | None = None) -> WireResult:
     """Decodes a typed response; raises MalformedTensor when the server's answer is not sane."""
     metas: dict[str, TensorMeta | None] = {}
     contents: dict[str, WireContent] = {}
@@ -340,7 +341,7 @@ def decode_response(record: OpRecord, message: Any) -> WireResult:
             raise MalformedTensor(
                 f"{record.name}: {param.name}: {problem}", operator=record.name, operand=param.name
             )
-    return WireResult(metas, contents, decode_info(message.info))
+    return WireResult(metas, contents, decode_info(message.info, recorded))
 
 
 _INFO_FIELDS = (
@@ -350,19 +351,28 @@ _INFO_FIELDS = (
 
 
 def encode_info(info: ExecutionInfo, message: operators_pb2.ExecutionInfo) -> None:
-    """Writes execution info into a message."""
+    """Writes execution info into a message, its timeline apart."""
     for name in _INFO_FIELDS:
         setattr(message, name, getattr(info, name))
     message.product = info.product.wire  # type: ignore[assignment]
 
 
-def decode_info(message: operators_pb2.ExecutionInfo) -> ExecutionInfo:
-    """Reads execution info from a message; raises MalformedRequest for a product that is not known here."""
+def decode_info(message: operators_pb2.ExecutionInfo, recorded: Recorded | None = None) -> ExecutionInfo:
+    """Reads execution info from a message.
+
+    Args:
+        message: The message.
+        recorded: What the client measured of the call.
+
+    Raises:
+        MalformedRequest: The product is not known here.
+    """
     product = product_from_wire(message.product)
     if product is None:  # never guessed: a result must say what it was computed for
         found = f"info: found product {message.product}"
         raise MalformedRequest(f"{found}; expected one of the contract's numbers")
-    return ExecutionInfo(product=product, **{name: getattr(message, name) for name in _INFO_FIELDS})
+    fields = {name: getattr(message, name) for name in _INFO_FIELDS}
+    return ExecutionInfo(product=product, **fields).note(recorded)
 
 
 # ------------------------------------------------------------------------------------- headers

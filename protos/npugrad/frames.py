@@ -51,8 +51,34 @@ def encode_chunk(chunk: Chunk) -> bytes:
     return b"".join((bytes((_CHUNK,)), encode_varint(len(head) + nbytes), head, data))
 
 
-def encode_frame(frame: Chunk | Message) -> bytes:
-    """The bytes of a frame."""
+def encode_header(frame: Any, operator: str, message: bytes) -> bytes:
+    """The frame that opens a stream, with a request or a response that is serialized already.
+
+    Args:
+        frame: The frame's message, which has a field `header` with a oneof `call`.
+        operator: Name of the operator, and of its field there.
+        message: The serialized request or response.
+
+    Returns:
+        The bytes that protobuf makes of the frame.
+
+    Example:
+        >>> from npugrad.v1.backward_pb2 import ExecuteResponse
+        >>> data = encode_header(ExecuteResponse, "layer_norm_backward", b"")
+        >>> ExecuteResponse.FromString(data).header.WhichOneof("call")
+        'layer_norm_backward'
+    """
+    header = frame.DESCRIPTOR.fields_by_name["header"]
+    call = header.message_type.fields_by_name[operator]
+    opening = encode_varint(tag(call.number, LENGTH_DELIMITED)) + encode_varint(len(message))
+    nbytes = encode_varint(len(opening) + len(message))
+    return b"".join((encode_varint(tag(header.number, LENGTH_DELIMITED)), nbytes, opening, message))
+
+
+def encode_frame(frame: Chunk | Message | bytes) -> bytes:
+    """The bytes of a frame; of one that is serialized already, those that it is."""
+    if isinstance(frame, bytes):
+        return frame
     return encode_chunk(frame) if isinstance(frame, Chunk) else frame.SerializeToString()
 
 

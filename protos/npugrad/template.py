@@ -109,6 +109,26 @@ class Template:
         return list(map(view.__getitem__, self._slices)), rest
 
 
+def announce(message: Any, lengths: Mapping[str, int], chunk_from_bytes: int | None) -> dict[str, int]:
+    """Announces the contents that are sent in chunks, in a message that has none yet.
+
+    Args:
+        message: A typed request or response.
+        lengths: Bytes of each content.
+        chunk_from_bytes: Length from which they are; None announces none.
+
+    Returns:
+        Bytes of each content that the message is to carry.
+    """
+    carried = {}
+    for name, nbytes in lengths.items():
+        if chunk_from_bytes is not None and nbytes >= max(chunk_from_bytes, 1):
+            getattr(message, name).chunked_bytes = nbytes
+        else:
+            carried[name] = nbytes
+    return carried
+
+
 def _pieces(message: Any, varying: str, contents: Mapping[str, int]) -> Iterator[tuple[bytes, int | None]]:
     """What stands before each content, and its length; None with what stands behind the last one of a field.
 

@@ -24,7 +24,13 @@ from npugrad_server.metrics import Metrics
 from npugrad_server.pages import Pages, serve_pages
 from npugrad_server.pool import DevicePool, keep_reaping
 from npugrad_server.pool.types import WORKER_MODULE
-from npugrad_server.preflight import StartError, npu_report, pool_settings, ready_timeout_s
+from npugrad_server.preflight import (
+    StartError,
+    npu_report,
+    pool_settings,
+    ready_timeout_s,
+    tracing_problem,
+)
 from npugrad_server.rpc.funnel import Funnel
 from npugrad_server.rpc.health import Health, register_health, register_reflection
 from npugrad_server.rpc.register import register
@@ -33,7 +39,6 @@ from npugrad_server.rpc.servicer import BackwardServicer
 from npugrad_server.rpc.transport import open_server
 from npugrad_server.rpc.validation import ValidationServicer
 from npugrad_server.tls import TlsError
-from npugrad_server.worker.memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -41,9 +46,11 @@ if TYPE_CHECKING:
     from npugrad_server.addresses import Address
     from npugrad_server.config import LoadedSettings, ServerSettings
     from npugrad_server.pool import PoolSettings
+    from npugrad_server.rpc.tracing import Tracing
 
 _FAREWELL_S = 1.0
 """Seconds that clients get to take their last answers, and the end of their connections."""
+_SERVER_SERVICE = server_pb2.DESCRIPTOR.services_by_name["ServerService"]
 _T = TypeVar("_T")
 
 
@@ -70,7 +77,6 @@ async def serve(
     Raises:
         StartError: Something that the start needs is missing.
     """
-    keep_freed_memory()
     log, stop, delay_s = get_logger(), Stop(), 0.0
     made = pool_settings(loaded.settings, npu_report(loaded.settings))
     made = replace(made, print_fd=print_fd, worker_module=worker_module)
@@ -154,12 +160,13 @@ class App:
         """Takes the ports, starts the workers and serves; devices become ready later.
 
         Raises:
-            StartError: A port is taken, TLS cannot be served, or there is no memory for the arenas.
+            StartError: A port is taken, TLS cannot be served, there is no memory for the arenas, or no
+                OpenTelemetry for traces.
         """
         started_s = time.monotonic()
         metrics = Metrics(npugrad.__version__, str(self._made.product))
         try:
-            self._funnel = Funnel(metrics)
+            self._funnel = Funnel(metrics, self._open_tracing())
             self._server, self.address = open_server(self._settings, self._funnel)
             self._serve_pages(metrics)
             self.pool = await DevicePool.open(self._made, metrics)
@@ -180,6 +187,28 @@ class App:
         await self._server.start()
         self._end = asyncio.create_task(self._server.wait_for_termination())
 
+    def _open_tracing(self) -> Tracing | None:
+        settings = self._settings
+        if problem := tracing_problem(settings):
+            raise StartError(problem)
+        if not settings.is_tracing:
+            return None
+        from npugrad_server.rpc import tracing as spans  # here only: OpenTelemetry is an extra
+
+        try:
+            processor = spans.otlp_processor()
+        except (ValueError, OSError) as error:
+            raise StartError(f"OTEL_*: {error}") from None
+        tracing = spans.Tracing(
+            processor,
+            spans.resource(str(self._made.product)),
+            (self._registry.backward, self._registry.validation, _SERVER_SERVICE),
+            ratio=settings.trace_ratio,
+            trusts_callers=settings.trust_trace_context,
+        )
+        self._resources.push_async_callback(asyncio.to_thread, tracing.close)
+        return tracing
+
     def _serve_pages(self, metrics: Metrics) -> None:
         self._pages = Pages(metrics.registry, asyncio.get_running_loop())
         if self._settings.metrics_address is not None:
@@ -199,7 +228,7 @@ class App:
         for descriptor, servicer, codec in (
             (self._registry.backward, backward, (backward.deserializers, backward.serializers)),
             (self._registry.validation, validation, ()),
-            (server_pb2.DESCRIPTOR.services_by_name["ServerService"], self._info, ()),
+            (_SERVER_SERVICE, self._info, ()),
         ):
             register(self._server, descriptor, servicer.handlers(self._funnel), *codec)
             names.append(str(descriptor.full_name))

@@ -33,6 +33,7 @@ from npugrad_server.config import (
 )
 from npugrad_server.preflight import Finding, StartError
 from npugrad_server.preflight import check as check_all
+from npugrad_server.worker.memory import keep_freed_memory, use_one_malloc_arena
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -126,6 +127,8 @@ def _metavar(name: str, field: FieldInfo) -> str:
 @with_settings
 def serve(flags: dict[str, Any], config: str | None) -> None:
     """Serve until SIGTERM or SIGINT; prints "listening on ADDR" once calls are served."""
+    keep_freed_memory()
+    use_one_malloc_arena()  # before the log's threads
     loaded = _loaded(flags, config)
     close_log = logs.configure(loaded.settings.log_format, loaded.settings.log_level)
     try:

@@ -89,6 +89,18 @@ class ServerSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least level that is logged."
     )
+    trace_ratio: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Part of the calls, 0 to 1, that are traced: spans of OpenTelemetry, sent by OTLP over "
+        "gRPC to where the standard OTEL_* variables say. Needs the extra otel.",
+    )
+    trust_trace_context: bool = Field(
+        default=False,
+        description="Let the callers' trace context decide which of their calls are traced, where they send "
+        "one; trace_ratio decides the others.",
+    )
     input_arena_bytes: ByteSize | None = Field(
         default=None,
         description="Bytes of operands held at once, such as 2GiB; no call can have more. "
@@ -260,6 +272,11 @@ class ServerSettings(BaseSettings):
     def tls(self) -> Literal["off", "server", "mutual"]:
         """Whether the server shows a certificate, or callers do as well."""
         return "off" if not self.tls_certificate else "mutual" if self.tls_client_ca else "server"
+
+    @property
+    def is_tracing(self) -> bool:
+        """Whether any call may be traced."""
+        return self.trace_ratio > 0 or self.trust_trace_context
 
     @property
     def listen_address(self) -> Address:

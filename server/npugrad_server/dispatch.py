@@ -12,11 +12,13 @@ one whose source has nothing (`rpc/servicer.py`); a streamed one has its frames 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Any
 
 from npugrad.codec import CHUNK_BYTES, MAX_MESSAGE_BYTES, encode_info, encode_response
 from npugrad.errors import CallTooLarge
 from npugrad.registry import REGISTRY, Registry
+from npugrad.timeline import encode_marks
 from npugrad_server.plans import Planner, Request
 from npugrad_server.recipes import Maker
 
@@ -30,9 +32,6 @@ if TYPE_CHECKING:
     Source = Callable[[Admission], Awaitable[None]]
     Sink = Callable[[Outcome], Awaitable[None]]
 
-INLINE_REPLY_BYTES = 256 * 1024
-"""Results below this length travel in the header of a streamed reply, the others in chunks after it. The
-header so stays below gRPC's default message limit of 4 MiB, which other clients may have."""
 _REPLY_OVERHEAD_BYTES = 64 * 1024
 """More than everything in a response but its contents."""
 
@@ -82,12 +81,20 @@ class Dispatcher:
             OperatorError: The device refused or failed.
         """
         # Leaving the block, by whatever way, gives every byte back.
-        with self.pool.admit(request.planned) as admission:
+        with self.pool.admit(request) as admission:
             await write_inline(admission, request.inline)
             if request.recipes:
                 await self._maker.write(admission, request.recipes)
             await source(admission)
-            await sink(await self.pool.run(admission))
+            request.marks.append(("receive", time.monotonic()))
+            try:
+                outcome = await self.pool.run(admission)
+            except BaseException:
+                admission.mark_failed()
+                raise
+            finally:
+                request.marks.extend(admission.marks)
+            await sink(outcome)
 
     async def call_whole(self, request: Request) -> tuple[bytes, ExecutionInfo]:
         """Runs a call whose contents are all in its request.
@@ -102,21 +109,36 @@ class Dispatcher:
         replies: list[tuple[bytes, ExecutionInfo]] = []
 
         async def sink(outcome: Outcome) -> None:
-            replies.append((self._reply(request, outcome), outcome.info))
+            reply = self.reply_by_template(request, outcome) or self._reply(request, outcome)
+            replies.append((reply, outcome.info))
 
         await self.call(request, _nothing_follows, sink)
         return replies[0]
 
     def _reply(self, request: Request, outcome: Outcome) -> bytes:
-        known, planned, contents = request.known, request.planned, outcome.contents
+        plan = request.plan
+        whole, _ = encode_response(
+            plan.record, plan.outputs, outcome.contents, outcome.info, registry=self.registry
+        )
+        mark_encoded(request, whole)
+        return bytes(whole.SerializeToString())
+
+    def reply_by_template(self, request: Request, outcome: Outcome) -> bytes | None:
+        """The serialized response with the contents that it carries; None where no template is known."""
+        known = request.known
         if known.reply is None:
-            whole, _ = encode_response(
-                planned.record, planned.outputs, contents, outcome.info, registry=self.registry
-            )
-            return bytes(whole.SerializeToString())
-        info = self.registry.responses[planned.record.name]()
-        encode_info(outcome.info, info.info)
-        return known.reply.encode([*map(contents.__getitem__, known.wanted)], info.SerializeToString())
+            return None
+        rest = self.registry.responses[request.plan.record.name]()
+        encode_info(outcome.info, rest.info)
+        mark_encoded(request, rest)
+        carried = [*map(outcome.contents.__getitem__, known.carried)]
+        return known.reply.encode(carried, rest.SerializeToString())
+
+
+def mark_encoded(request: Request, response: Any) -> None:
+    """Ends the stage in which a response is made, and writes the stages so far into it."""
+    request.marks.append(("encode", time.monotonic()))
+    encode_marks(request.marks, response.info.timeline)
 
 
 async def _nothing_follows(admission: Admission) -> None:
@@ -131,7 +153,7 @@ def check_reply_fits(request: Request, max_message_bytes: int) -> None:
     """
     found = request.known.reply_bytes + _REPLY_OVERHEAD_BYTES
     if found > max_message_bytes:
-        name = request.planned.record.name
+        name = request.plan.record.name
         raise CallTooLarge(
             f"{name}: found a reply of {found} bytes; expected at most {max_message_bytes} "
             "in a unary call, use Execute",

@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from npugrad.timeline import SERVER_STAGES
 from npugrad_server.logs import LogBacklog
 from npugrad_server.pool import DeviceState, PoolObserver
 from npugrad_server.tallies import CounterTally, GaugeTally, HistogramTally
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from prometheus_client.core import Metric
 
     from npugrad.call import ExecutionInfo
+    from npugrad.timeline import Mark
     from npugrad_server.pool import DeviceStatus, PlannedCall, PoolStats
 
 SNAPSHOT_TIMEOUT_S = 5.0
@@ -36,6 +39,8 @@ _MOST_OBSERVED = 256
 _T = TypeVar("_T")
 _STAGES = tuple((stage, f"{stage}_s") for stage in ("queued", "copy_in", "run", "copy_out"))
 """Stages and the fields of `ExecutionInfo` that have their seconds."""
+_OUTSIDE = frozenset(SERVER_STAGES) - {stage for stage, _ in _STAGES} - {"lost"}
+"""Stages whose seconds are in no field of `ExecutionInfo`."""
 
 
 class PoolFigures(Protocol):
@@ -107,7 +112,8 @@ class Metrics(PoolObserver):
         self._accepted = CounterTally("npugrad_accepted_calls", "Calls admitted.", ("operator",), registry)
         self._stages = HistogramTally(
             "npugrad_stage_seconds",
-            "Seconds of each stage of a successful call: queued, copy_in, run, copy_out.",
+            "Seconds of each stage of a successful call: decode, validate, receive, queued, copy_in, run, "
+            "copy_out, verify, encode, send_back.",
             ("operator", "device", "stage"),
             registry,
             buckets=_SECONDS,
@@ -185,6 +191,13 @@ class Metrics(PoolObserver):
         self._received.counts[(operator,)] += received
         self._sent.counts[(operator,)] += sent
 
+    def stages_passed(self, operator: str, device: str, marks: Sequence[Mark]) -> None:
+        """The stages of a successful call that `call_finished` does not tell of."""
+        observed = self._stages.observed
+        for (_, start_s), (stage, end_s) in pairwise(marks):
+            if stage in _OUTSIDE:
+                observed.append(((operator, device, stage), end_s - start_s))
+
     def device_rejected(self, operator: str, code: int) -> None:
         """A device refused what the validator had passed."""
         self._rejected.labels(operator, str(code)).inc()
@@ -193,7 +206,7 @@ class Metrics(PoolObserver):
 
     def call_accepted(self, planned: PlannedCall) -> None:
         """A call was admitted."""
-        self._accepted.counts[(planned.record.name,)] += 1
+        self._accepted.counts[(planned.plan.record.name,)] += 1
 
     def call_started(self, planned: PlannedCall, device: str, attempt: int, queued_s: float) -> None:
         """A call was handed to a device."""
@@ -205,7 +218,7 @@ class Metrics(PoolObserver):
         """A call has its answer; the stages of a good one are kept."""
         if info is None:
             return
-        operator, device, observed = planned.record.name, info.device, self._stages.observed
+        operator, device, observed = planned.plan.record.name, info.device, self._stages.observed
         for stage, name in _STAGES:
             observed.append(((operator, device, stage), getattr(info, name)))
         if len(observed) >= _MOST_OBSERVED:

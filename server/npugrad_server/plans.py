@@ -19,22 +19,26 @@ from npugrad.codec import check_contents, decode_request, encode_meta
 from npugrad.plan_cache import PlanCache
 from npugrad.recipe import Recipe
 from npugrad.signature import SignatureReader
-from npugrad.template import Template
+from npugrad.template import Template, announce
 from npugrad.validation import error_from_verdict, validate_call
 from npugrad_server.pool import CallPlan, PlannedCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from npugrad.codec import WireCall, WireContent
+    from npugrad.codec import WireCall
     from npugrad.generators import Draw
     from npugrad.meta import CallMeta, TensorMeta
     from npugrad.operator import OpRecord
     from npugrad.products import Product
     from npugrad.registry import Registry
+    from npugrad.timeline import Mark
 
 CACHE_BYTES = 32 * 2**20
 """What plans may take together, as it is estimated."""
+INLINE_REPLY_BYTES = 256 * 1024
+"""Results below this length travel in the header of a streamed reply, the others in chunks after it. The
+header so stays below gRPC's default message limit of 4 MiB, which other clients may have."""
 _PLAN_BYTES = 8 * 1024
 """With what grows with the key, more than a plan takes: measured are 6 to 10 KiB for keys of 100 to 260
 bytes, demand, line of the log and template of the reply included."""
@@ -52,8 +56,9 @@ class Known:
         drawn: What the recipes draw, and for which tensors.
         content_bytes: Length of all contents that travel.
         reply_bytes: Length of all contents of its reply.
-        reply: Template of a unary reply, once the call came twice.
-        wanted: Names of the outputs in the reply.
+        reply: Template of a reply, or of that in the header of a streamed one, once the call came twice.
+        carried: Names of the outputs in it.
+        follow: Parameter index and name of those that come in chunks after it.
     """
 
     plan: CallPlan
@@ -62,7 +67,8 @@ class Known:
     content_bytes: int
     reply_bytes: int
     reply: Template | None = None
-    wanted: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
+    follow: tuple[tuple[int, str], ...] = ()
 
     @classmethod
     def of(cls, wire: WireCall, outputs: Mapping[str, TensorMeta | None], *, is_kept: bool) -> Known:
@@ -80,33 +86,36 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Request:
-    """A request that is legal and whose contents have the right lengths.
+class Request(PlannedCall):
+    """A call whose request is legal, and whose contents have the right lengths.
 
     Attributes:
-        planned: The call, as the pool takes it.
         known: What other requests of its signature have as well.
         inline: Contents that came with it, by operand, of those that are used.
         recipes: What makes the contents that came as recipes, by operand.
+        marks: When its stages ended, from its arrival on.
     """
 
-    planned: PlannedCall
     known: Known
     inline: Mapping[str, bytes | memoryview]
     recipes: Mapping[str, Recipe]
+    marks: list[Mark]
 
     @classmethod
-    def of(cls, planned: PlannedCall, known: Known, contents: Mapping[str, WireContent]) -> Request:
+    def decoded(
+        cls,
+        known: Known,
+        wire: WireCall,
+        request_id: str,
+        deadline_s: float | None,
+        marks: list[Mark],
+    ) -> Request:
         """One that was decoded."""
-        used = {name: content for name, content in contents.items() if name not in planned.unused}
+        contents, unused = wire.contents, known.plan.unused
+        used = {name: content for name, content in contents.items() if name not in unused}
         inline = {name: content.data for name, content in used.items() if content.data is not None}
         recipes = {name: content.recipe for name, content in contents.items() if content.recipe is not None}
-        return cls(planned, known, inline, recipes)
-
-    @property
-    def content_bytes(self) -> int:
-        """Length of all contents that travel."""
-        return self.known.content_bytes
+        return cls(known.plan, wire.options, request_id, deadline_s, known, inline, recipes, marks)
 
 
 class Planner:
@@ -147,6 +156,7 @@ class Planner:
         request_id: str,
         timeout_s: float | None,
         chunked: bool,
+        marks: list[Mark] | None = None,
     ) -> Request:
         """Plans the call of a serialized request.
 
@@ -158,6 +168,7 @@ class Planner:
             request_id: Identifier for the log.
             timeout_s: Seconds until the result is of no use; None for never.
             chunked: Whether contents may follow in chunks.
+            marks: When it arrived; its stages are added.
 
         Raises:
             MalformedTensor: Types, sizes or strides are not sane, or a content does not fit its tensor.
@@ -166,30 +177,35 @@ class Planner:
             InvalidRecipe: RECIPE_INVALID.
             RequestError: CONTENT_UNSUPPORTED.
         """
-        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        now = time.monotonic()
+        deadline_s = None if timeout_s is None else now + timeout_s
+        marks = [("", now)] if marks is None else marks
         reader = self._readers[record.name, chunked]
         signature = None if data is None else reader.read(data, start)
         if signature is not None:
             known = self._cache.get(signature.key)
             if known is not None and known.plan.record is record and known.plan.call.product is self.product:
-                request = self._again(known, signature.taken, request_id, deadline_s)
+                request = self._again(known, signature.taken, request_id, deadline_s, marks)
                 if request is not None:
-                    if known.reply is None and not chunked:
-                        self._make_reply(known)
+                    marks.append(("decode", time.monotonic()))
+                    if known.reply is None:
+                        self._make_reply(known, INLINE_REPLY_BYTES if chunked else None)
                     return request
-        wire, outputs = self._decode(record, read(), chunked)
+        wire, outputs = self._decode(record, read(), chunked, marks)
         is_kept = data is not None and signature is not None and reader.is_plain(data, start)
         known = Known.of(wire, outputs, is_kept=is_kept)
         if signature is not None and is_kept:
             self._cache.put(signature.key, known, wire.options.label, _nbytes(signature.key))
-        planned = PlannedCall.of(known.plan, wire.options, request_id, deadline_s)
-        return Request.of(planned, known, wire.contents)
+        request = Request.decoded(known, wire, request_id, deadline_s, marks)
+        marks.append(("validate", time.monotonic()))
+        return request
 
     def _decode(
-        self, record: OpRecord, message: Any, chunked: bool
+        self, record: OpRecord, message: Any, chunked: bool, marks: list[Mark]
     ) -> tuple[WireCall, Mapping[str, TensorMeta | None]]:
         """A legal request and its outputs; errors as in `plan`."""
         wire = decode_request(record, message, self.product)
+        marks.append(("decode", time.monotonic()))
         verdict = validate_call(record, wire.call)
         if verdict.violations:
             raise error_from_verdict(record, verdict)
@@ -197,7 +213,12 @@ class Planner:
         return wire, verdict.outputs
 
     def _again(
-        self, known: Known, taken: Mapping[str, Any], request_id: str, deadline_s: float | None
+        self,
+        known: Known,
+        taken: Mapping[str, Any],
+        request_id: str,
+        deadline_s: float | None,
+        marks: list[Mark],
     ) -> Request | None:
         """A request whose signature is known; None where what is not in it is not legal."""
         plan, inline, recipes = known.plan, {}, {}
@@ -213,9 +234,9 @@ class Planner:
         options = _options(plan.options, taken["options"]) if "options" in taken else plan.options
         if options is None:
             return None
-        return Request(PlannedCall.of(plan, options, request_id, deadline_s), known, inline, recipes)
+        return Request(plan, options, request_id, deadline_s, known, inline, recipes, marks)
 
-    def _make_reply(self, known: Known) -> None:
+    def _make_reply(self, known: Known, chunk_from_bytes: int | None) -> None:
         record = known.plan.record
         message = self._registry.responses[record.name]()
         lengths = {}
@@ -224,7 +245,10 @@ class Planner:
             if meta is not None:
                 encode_meta(meta, getattr(message, param.name).meta)
                 lengths[param.name] = meta.nbytes
-        known.reply, known.wanted = Template(message, "info", lengths), tuple(lengths)
+        carried = announce(message, lengths, chunk_from_bytes)
+        known.carried = tuple(carried)
+        known.follow = tuple((record.param_index(name), name) for name in lengths if name not in carried)
+        known.reply = Template(message, "info", carried)
 
 
 def set_aside(wire: WireCall, outputs: Mapping[str, TensorMeta | None]) -> tuple[CallMeta, frozenset[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from npugrad.errors import NpugradError
@@ -79,6 +80,17 @@ def pool_settings(settings: ServerSettings, report: NpuReport) -> PoolSettings:
     return made
 
 
+def tracing_problem(settings: ServerSettings) -> str:
+    """What is missing for traces, where they are wanted; empty for nothing."""
+    try:
+        if not settings.is_tracing or find_spec("opentelemetry.exporter.otlp.proto.grpc"):
+            return ""
+    except ModuleNotFoundError:  # of a package above it
+        pass
+    name = "trace_ratio" if settings.trace_ratio else "trust_trace_context"
+    return f"{name}: found no OpenTelemetry; expected the extra otel: pip install 'npugrad[server,otel]'"
+
+
 def ready_timeout_s(settings: ServerSettings | PoolSettings) -> float:
     """Seconds from the opening of the pool until a server without a ready device gives up."""
     return START_LIMIT_FACTOR * settings.worker_start_timeout_s + READY_MARGIN_S
@@ -147,6 +159,8 @@ async def check(settings: ServerSettings) -> list[Finding]:
     findings = [*_tls(settings), _free("gRPC", settings.listen_address)]
     if settings.metrics_address is not None:
         findings.append(_free("metrics", settings.metrics_address))
+    if problem := tracing_problem(settings):
+        findings.append(Finding(False, problem))
     report = npu_report(settings)
     try:
         # A device that does not open is reported at once, not after all the tries of a running server.

@@ -58,7 +58,7 @@ class Maker:
         for start in range(0, len(view), PIECE_BYTES):
             await _to_its_end(asyncio.get_running_loop().run_in_executor(self._threads, make, start))
         if recipe.digest not in (b"", digest.digest()):
-            operator = admission.planned.record.name
+            operator = admission.planned.plan.record.name
             raise RecipeMismatch(
                 f"{operator}: {name}: found content with digest {digest.hexdigest()} made from {recipe}; "
                 f"expected {recipe.digest.hex()}",

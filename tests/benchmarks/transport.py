@@ -7,7 +7,7 @@ What is called
     device is ``test:1?ms=0``, which writes zeros: what is left is encoding, validation, admission, the copy
     into shared memory, the hop to the worker process, S bytes of zeros written there, and the way back into a
     new NumPy array. (Into an array of the caller's, by `out`, it took as long: 1.06 [0.65, 1.58] at 64 MiB.)
-    Calls under 2 MiB are unary, the others streamed in chunks of 1 MiB; that is the client's own choice.
+    Calls of up to 2 MiB are unary, the others streamed in chunks of 1 MiB; that is the client's own choice.
 
 What limits it
     grpcio takes and gives `bytes` only: every message is copied into fresh memory at both ends under the

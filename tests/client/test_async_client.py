@@ -73,7 +73,7 @@ def doc_of(cls: type, method: str) -> str:
 
 def test_both_clients_have_the_same_methods_with_the_same_signatures() -> None:
     assert surface(AsyncClient) == surface(Client)
-    for name in surface(AsyncClient):
+    for name in surface(AsyncClient).keys() - {"profile"}:  # which waits for nothing
         assert inspect.iscoroutinefunction(getattr(AsyncClient, name)), name
 
 

@@ -68,7 +68,7 @@ def test_a_method_takes_the_records_parameters_and_nothing_else(operator: str) -
     """Operands default to null, attributes have no default, and all go by keyword."""
     record, method = OPERATORS[operator], getattr(Client, operator)
     parameters = list(inspect.signature(method).parameters.values())[1:]
-    options = ["out", "timeout_s", "deterministic", "priority", "label", "verify"]
+    options = ["out", "timeout_s", "deterministic", "priority", "label", "verify", "progress"]
     own = [p.name for p in record.params if p not in record.outputs]
     assert [p.name for p in parameters] == own + options
     assert {p.kind for p in parameters} == {inspect.Parameter.KEYWORD_ONLY}

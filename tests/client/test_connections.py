@@ -274,6 +274,23 @@ def test_other_hosts_may_be_behind_one(target: str, is_direct: bool) -> None:
     assert (("grpc.enable_http_proxy", 0) in channel_options(target)) is is_direct
 
 
+@pytest.mark.parametrize(
+    ("target", "is_short"),
+    [
+        ("localhost:50051", True),
+        ("dns:///localhost:1", True),
+        ("unix:/run/npugrad.sock", True),
+        ("unix:///run/npugrad.sock", True),
+        ("unix-abstract:npugrad", True),
+        ("unix.example.org:1", False),
+        ("10.0.0.1:1", False),
+        ("dns:///service.ns:50051", False),
+    ],
+)
+def test_little_is_read_ahead_on_one_host_alone(target: str, is_short: bool) -> None:
+    assert (("grpc.http2.bdp_probe", 0) in channel_options(target)) is is_short
+
+
 def test_a_service_of_another_kind_is_named() -> None:
     with (
         fake_service() as service,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,8 @@ def request_frames(
 def read_frames(prepared: Prepared, frames: Iterable[backward_pb2.ExecuteResponse]) -> Answer:
     """Reads frames as the channel hands them over."""
     decode = frame_decoder(backward_pb2.ExecuteResponse)
-    return _frames.read_frames(prepared, (decode(frame.SerializeToString()) for frame in frames))
+    attempt = Attempt(RECORD.name, "here")
+    return _frames.read_frames(prepared, (decode(frame.SerializeToString()) for frame in frames), attempt)
 
 
 def wait_never() -> bool:
@@ -251,6 +253,27 @@ def test_an_endless_reply_is_left_at_its_first_frame_too_many() -> None:
     with pytest.raises(NpugradError, match="malformed"):
         read_frames(call, endless())
     assert len(taken) == 1
+
+
+def test_a_frame_is_gone_before_the_next_one_is_asked_for() -> None:
+    call, fed = prepared(), []
+    decode = frame_decoder(backward_pb2.ExecuteResponse)
+
+    def watched(message: backward_pb2.ExecuteResponse) -> Any:
+        frame = decode(message.SerializeToString())
+        if isinstance(frame, Chunk):
+            memory = np.frombuffer(frame.data, np.uint8).copy()
+            fed.append(weakref.ref(memory))
+            frame = frame._replace(data=memory.data)
+        return frame
+
+    def frames() -> Iterator[Any]:
+        for message in reply(call):
+            yield watched(message)
+            assert [each for each in fed if each() is not None] == []
+
+    _frames.read_frames(call, frames(), Attempt(RECORD.name, "here"))
+    assert fed
 
 
 def test_a_result_that_was_masked_out_is_named() -> None:

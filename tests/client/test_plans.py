@@ -11,12 +11,14 @@ from tests.client.fake_service import INFO, STREAMED, fake_service, group_norm, 
 from npugrad import OPERATORS, NpugradError, TensorMeta, codec
 from npugrad.call import CallOptions
 from npugrad.errors import InvalidOperand, MalformedRequest
+from npugrad.frames import encode_frame
 from npugrad.layout import view
 from npugrad.products import Product
 from npugrad.recipe import Recipe
 from npugrad_client import Client
 from npugrad_client._attempt import Attempt
 from npugrad_client._call import Prepared, prepare
+from npugrad_client._frames import open_call
 from npugrad_client._plans import MAX_PLANS, Plans
 from npugrad_client._unary import encode_unary, read_unary
 
@@ -136,12 +138,27 @@ def test_every_operator_goes_by_plan(record: OpRecord, sample: Sample) -> None:
     arguments = (record, inputs, dict(call.attrs), dict(call.outputs), CallOptions(label="x"))
     first = plans.prepare(*arguments)
     read_unary(first, answer_of(first).SerializeToString(), HERE)
-    if first.signature is not None:
+    if first.key is not None:
         found = plans.prepare(*arguments)
         assert found.request == encode_unary(prepare(*arguments))
         assert read_unary(found, answer_of(first, 1).SerializeToString(), HERE).arrays.keys() == {
             p.name for p in record.outputs
         }
+
+
+@pytest.mark.parametrize(("hxw", "chunked"), [(16, 0), (2**13, 2)])
+def test_a_streamed_call_opens_by_plan_as_protobuf_writes_it(hxw: int, chunked: int) -> None:
+    call, plans = RECORD.build(n=2, c=4, hxw=hxw, group=2), Plans()
+    inputs = RECORD.make_inputs(call, np.random.default_rng(3))
+    arguments = (RECORD, inputs, dict(call.attrs), None, CallOptions(label="x", priority=3))
+    plans.prepare(*arguments).note_streamed()
+    found = plans.prepare(*arguments)
+    assert found.plan is not None
+    header, follow = open_call(found)
+    expected, contents = open_call(prepare(*arguments))
+    assert encode_frame(header) == encode_frame(expected)
+    assert follow == contents
+    assert len(follow) == chunked
 
 
 def test_labels_and_priorities_share_a_plan_and_travel() -> None:

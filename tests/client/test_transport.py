@@ -53,6 +53,16 @@ def test_operands_of_a_mebibyte_are_streamed(hxw: int, method: str) -> None:
     assert service.methods == [method]
 
 
+@pytest.mark.parametrize(("hxw", "method"), [(65_535, "GroupNormBackward"), (65_536, "Execute")])
+def test_two_mebibytes_travel_as_one_message(hxw: int, method: str) -> None:
+    call = group_norm(n=1, c=4, hxw=hxw, group=2)
+    nbytes = sum(given.nbytes for given in call.values() if isinstance(given, np.ndarray))
+    assert (nbytes <= 2**21) is (method == "GroupNormBackward")
+    with fake_service() as service, Client(service.address, timeout_s=20) as client:
+        client.group_norm_backward(**call)
+    assert service.methods == [method]
+
+
 def test_tiny_operands_with_large_results_are_streamed() -> None:
     shape = (2, 4, 2**18)
     call = expanded(group_norm(), shape)

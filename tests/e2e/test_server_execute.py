@@ -22,7 +22,7 @@ from npugrad.codec import CHUNK_BYTES, MAX_CHUNK_BYTES
 from npugrad.errors import DeadlineExceeded, InvalidOperand, MalformedRequest, MalformedTensor, NullOperand
 from npugrad.ops import OPERATORS
 from npugrad.v1 import backward_pb2, backward_pb2_grpc
-from npugrad_server.dispatch import INLINE_REPLY_BYTES
+from npugrad_server.plans import INLINE_REPLY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

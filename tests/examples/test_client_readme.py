@@ -29,7 +29,7 @@ def test_every_block_runs_after_the_ones_before_it(
     server: ServerProcess, certificates: Certificates, tmp_path: Path
 ) -> None:
     found = blocks()
-    assert len(found) == 5
+    assert len(found) == 8
     assert "..." not in "".join(found)
     key, certificate = certificates.caller()
     for name, pem in (("client.key", key), ("client.pem", certificate)):

@@ -33,6 +33,8 @@ FORBIDDEN = [
     ("torch", "protos/npugrad/layout.py", "import torch"),
     ("torch", "client/npugrad_client/_arrays.py", "import torch"),
     ("jax", "client/npugrad_client/_arrays.py", "import jax"),
+    ("otel", "client/npugrad_client/_transport.py", "import opentelemetry"),
+    ("otel", "server/npugrad_server/rpc/funnel.py", "import opentelemetry.trace"),
     ("tools", "client/npugrad_client/_arrays.py", "import npugrad._tools"),
 ]
 

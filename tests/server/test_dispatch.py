@@ -21,11 +21,14 @@ from npugrad.errors import (
     NpugradError,
     UnsupportedOperator,
 )
+from npugrad.frames import encode_frame
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad.registry import REGISTRY
-from npugrad_server.dispatch import Dispatcher
+from npugrad_server import dispatch
+from npugrad_server.dispatch import Dispatcher, _nothing_follows
 from npugrad_server.pool import DevicePool, PoolObserver, PoolSettings
+from npugrad_server.rpc.streaming import _reply
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
 
     from npugrad.call import ExecutionInfo
     from npugrad_server.plans import Request
-    from npugrad_server.pool import PlannedCall
+    from npugrad_server.pool import Outcome, PlannedCall
 
 A2 = Product.ATLAS_A2
 MIB = 2**20
@@ -87,7 +90,7 @@ def planned(dispatcher: Dispatcher, made: Sample, message: Any = None, **kwargs:
 async def called(dispatcher: Dispatcher, request: Request) -> tuple[Any, ExecutionInfo]:
     """The response of a unary call, and what produced it."""
     data, info = await dispatcher.call_whole(request)
-    return REGISTRY.responses[request.planned.record.name].FromString(data), info
+    return REGISTRY.responses[request.plan.record.name].FromString(data), info
 
 
 def test_a_call_comes_back_with_results_info_and_request_id() -> None:
@@ -96,7 +99,7 @@ def test_a_call_comes_back_with_results_info_and_request_id() -> None:
     async def run() -> None:
         async with dispatching() as dispatcher:
             request = planned(dispatcher, made)
-            assert request.content_bytes == sum(content.nbytes for content in made.contents.values())
+            assert request.known.content_bytes == sum(content.nbytes for content in made.contents.values())
             response, info = await called(dispatcher, request)
             result = decode_response(made.record, response)
             assert {name: content.data for name, content in result.contents.items()} == made.reference()
@@ -174,6 +177,32 @@ def test_a_content_that_does_not_fill_its_operand_is_never_written() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("hxw", [16, 2**14], ids=["carried", "in chunks"])
+def test_the_streamed_reply_to_a_known_call_is_what_protobuf_writes(
+    hxw: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, replies = sample(n=2, c=4, hxw=hxw, group=2), []
+    monkeypatch.setattr(dispatch, "encode_marks", lambda marks, message: None)  # the times differ
+
+    async def run() -> None:
+        async with dispatching() as dispatcher:
+            for _ in range(2):
+                request = planned(dispatcher, made, chunked=True)
+
+                async def sink(outcome: Outcome, request: Request = request) -> None:
+                    known = request.known
+                    for template in (known.reply, None):
+                        known.reply = template
+                        replies.append([encode_frame(each) for each in _reply(dispatcher, request, outcome)])
+
+                await dispatcher.call(request, _nothing_follows, sink)
+
+    asyncio.run(run())
+    first, _, by_template, by_protobuf = replies
+    assert by_template == by_protobuf
+    assert len(first) == len(by_template) == (1 if hxw == 16 else 2)
+
+
 def test_a_long_reply_of_a_known_call_is_made_of_its_template() -> None:
     made = sample(n=1, c=4, hxw=300_000, group=2)
 
@@ -185,7 +214,7 @@ def test_a_long_reply_of_a_known_call_is_made_of_its_template() -> None:
                 contents = decode_response(made.record, response).contents
                 assert {name: content.data for name, content in contents.items()} == made.reference()
             assert request.known.reply is not None
-            assert request.planned.plan.is_kept
+            assert request.plan.is_kept
 
     asyncio.run(run())
 
@@ -254,8 +283,8 @@ def test_timeout_becomes_a_deadline_of_the_monotonic_clock() -> None:
         async with dispatching() as dispatcher:
             before = time.monotonic()
             request = planned(dispatcher, made, timeout_s=30.0)
-            assert request.planned.deadline_s is not None
-            assert before + 30 <= request.planned.deadline_s <= time.monotonic() + 30
+            assert request.deadline_s is not None
+            assert before + 30 <= request.deadline_s <= time.monotonic() + 30
             with pytest.raises(DeadlineExceeded):
                 await called(dispatcher, planned(dispatcher, made, timeout_s=0.0))
 

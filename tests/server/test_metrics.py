@@ -34,7 +34,7 @@ class Figures:
 def planned() -> PlannedCall:
     record = get_operator("group_norm_backward")
     call = record.build()
-    return PlannedCall(record, call, record.infer(call), CallOptions(), "r", None)
+    return PlannedCall.alone(record, call, record.infer(call), CallOptions(), "r", None)
 
 
 def test_page_shows_the_pool_as_its_loop_sees_it() -> None:
@@ -80,7 +80,7 @@ def test_what_the_pool_tells_is_counted() -> None:
     metrics.call_finished(call, "WORKER_LOST", 10.0, None)
     metrics.device_changed(Figures().devices()[1])
     value = metrics.registry.get_sample_value
-    assert value("npugrad_accepted_calls_total", {"operator": call.record.name}) == 1
+    assert value("npugrad_accepted_calls_total", {"operator": call.plan.record.name}) == 1
     assert value("npugrad_attempts_total", {"device": "cpu:0"}) == 2
     assert value("npugrad_workers_lost_total", {"device": "cpu:0"}) == 1
     assert value("npugrad_calls_rerun_total", {"device": "cpu:0"}) == 1
@@ -91,7 +91,7 @@ def test_what_the_pool_tells_is_counted() -> None:
     assert value("npugrad_device_transitions_total", {"device": "cpu:1", "state": "down"}) == 1
     stages = {"queued": 1, "copy_in": 2, "run": 3, "copy_out": 4}
     for stage, seconds in stages.items():
-        labels = {"operator": call.record.name, "device": "cpu:0", "stage": stage}
+        labels = {"operator": call.plan.record.name, "device": "cpu:0", "stage": stage}
         assert value("npugrad_stage_seconds_sum", labels) == seconds
         assert value("npugrad_stage_seconds_count", labels) == 1
 

@@ -69,11 +69,14 @@ def of_recipes(seed: int = 7, digest: bytes = b"") -> Any:
 
 def assert_alike(found: Request, expected: Request) -> None:
     """Whether a plan was known must not show in anything."""
-    assert found.planned == expected.planned
+    assert (found.plan.record, found.plan.call) == (expected.plan.record, expected.plan.call)
+    assert (found.plan.outputs, found.plan.unused) == (expected.plan.outputs, expected.plan.unused)
+    assert (found.options, found.request_id) == (expected.options, expected.request_id)
+    assert found.deadline_s == expected.deadline_s
     assert contents_of(found) == contents_of(expected)
     assert found.recipes == expected.recipes
     assert found.known.announced == expected.known.announced
-    assert found.content_bytes == expected.content_bytes
+    assert found.known.content_bytes == expected.known.content_bytes
     assert found.known.reply_bytes == expected.known.reply_bytes
 
 
@@ -81,14 +84,14 @@ def test_calls_of_one_signature_share_a_plan_and_nothing_else() -> None:
     made, first, second = planner(), sample(seed=1), sample(seed=2)
     one = plan(made, first.message(label="a", priority=3), request_id="r1")
     two = plan(made, second.message(label="b"), request_id="r2", timeout_s=60.0)
-    assert one.planned.plan is two.planned.plan
-    assert one.planned.plan.is_kept
+    assert one.plan is two.plan
+    assert one.plan.is_kept
     assert made.plans == 1
-    assert one.planned.options == CallOptions(label="a", priority=3)
-    assert two.planned.options == CallOptions(label="b")
-    assert (one.planned.request_id, two.planned.request_id) == ("r1", "r2")
-    assert one.planned.deadline_s is None
-    assert two.planned.deadline_s is not None
+    assert one.options == CallOptions(label="a", priority=3)
+    assert two.options == CallOptions(label="b")
+    assert (one.request_id, two.request_id) == ("r1", "r2")
+    assert one.deadline_s is None
+    assert two.deadline_s is not None
     assert contents_of(two) == {name: bytes(content) for name, content in second.contents.items()}
     assert contents_of(one) != contents_of(two)
 
@@ -112,14 +115,14 @@ def test_a_known_call_of_any_operator_is_what_it_was_when_it_was_new(registry: R
             made = planner(registry)
             new = plan(made, message, record)
             assert_alike(plan(made, message, record), new)
-            assert new.planned.plan.is_kept == bool(made.plans)
+            assert new.plan.is_kept == bool(made.plans)
 
 
 def test_calls_in_chunks_and_whole_ones_share_no_plan() -> None:
     made = planner()
     message = sample().message()
     whole, chunked = plan(made, message), plan(made, message, chunked=True)
-    assert whole.planned.plan is not chunked.planned.plan
+    assert whole.plan is not chunked.plan
     assert made.plans == 2
 
 
@@ -129,7 +132,7 @@ def test_announced_contents_are_known_with_their_lengths() -> None:
     message = getattr(frame.header, NORM.name)
     new, again = plan(made, message, chunked=True), plan(made, message, chunked=True)
     assert_alike(again, new)
-    assert new.planned.plan is again.planned.plan
+    assert new.plan is again.plan
     names = {NORM.param_index(name): name for name in each.contents}
     assert again.known.announced == {names[index]: len(content) for index, content in follow}
     for _ in range(2):
@@ -140,7 +143,7 @@ def test_announced_contents_are_known_with_their_lengths() -> None:
 def test_seed_and_digest_of_a_known_recipe_are_those_of_its_request() -> None:
     made = planner()
     first, second = plan(made, of_recipes()), plan(made, of_recipes(2**64 - 1, DIGEST))
-    assert first.planned.plan is second.planned.plan
+    assert first.plan is second.plan
     assert {recipe.seed for recipe in first.recipes.values()} == {7}
     assert {(recipe.seed, recipe.digest) for recipe in second.recipes.values()} == {(2**64 - 1, DIGEST)}
     assert_alike(second, plan(planner(), of_recipes(2**64 - 1, DIGEST)))
@@ -255,8 +258,8 @@ def test_requests_that_are_not_plain_have_plans_of_their_own(extra: bytes) -> No
     made, message = planner(), sample(n=2).message()
     data = message.SerializeToString() + extra
     first, second = (of_bytes(made, data, type(message)) for _ in range(2))
-    assert first.planned.plan is not second.planned.plan
-    assert not first.planned.plan.is_kept
+    assert first.plan is not second.plan
+    assert not first.plan.is_kept
     assert made.plans == 0
     assert_alike(first, plan(made, message))
 
@@ -265,7 +268,7 @@ def test_what_may_begin_anywhere_is_never_recognised() -> None:
     made, message = planner(), sample().message()
     for _ in range(2):
         request = made.plan(NORM, None, lambda: message, request_id="", timeout_s=None, chunked=True)
-        assert not request.planned.plan.is_kept
+        assert not request.plan.is_kept
     assert made.plans == 0
 
 
@@ -274,11 +277,11 @@ def test_a_plan_does_not_outlive_its_product_or_its_record() -> None:
     first = plan(made, message)
     made.product = Product.ATLAS_A3
     other = plan(made, message)
-    assert other.planned.call.product is Product.ATLAS_A3
-    assert other.planned.plan is not first.planned.plan
+    assert other.plan.call.product is Product.ATLAS_A3
+    assert other.plan is not first.plan
     record = _copied(NORM)
     again = plan(made, message, record)
-    assert again.planned.record is record
+    assert again.plan.record is record
     assert made.plans == 1
 
 
@@ -303,7 +306,7 @@ def test_a_caller_of_many_signatures_leaves_the_plans_of_others(monkeypatch: pyt
     for number in range(1, 100):
         plan(made, sample(hxw=number).message(label="somebody"))
     assert 2 < made.plans < 40
-    assert plan(made, sample().message()).planned.plan is mine.planned.plan
+    assert plan(made, sample().message()).plan is mine.plan
 
 
 @given(st.binary(max_size=40), st.integers(0, 2000))
@@ -322,7 +325,8 @@ def _outcome(made: Planner, data: bytes, message: Any) -> Any:
         request = of_bytes(made, data, message)
     except Exception as error:
         return type(error), str(error)
-    return request.planned, contents_of(request), request.content_bytes
+    plan, sent = request.plan, request.known.content_bytes
+    return plan.call, plan.outputs, plan.unused, request.options, contents_of(request), sent
 
 
 KNOWING = planner()

@@ -17,19 +17,24 @@ from npugrad.ops import get_operator
 from npugrad.recipe import Recipe
 from npugrad_server.pool import PlannedCall
 from npugrad_server.pool.admission import Admission
+from npugrad_server.pool.demand import Demand, Layout
+from npugrad_server.pool.regions import Region
 from npugrad_server.recipes import PIECE_BYTES, Maker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from npugrad.meta import CallMeta
 
 RECORD = get_operator("group_norm_backward")
 SIZE = 2 * PIECE_BYTES // 4 + 1000
 CALL = RECORD.build(n=1, c=1, hxw=SIZE, group=1)
 
 
-def admitted(memory: bytearray) -> Admission:
-    planned = PlannedCall(RECORD, CALL, {}, CallOptions(), "r1", None)
-    return Admission(1, planned, {"input": 64}, memoryview(memory), lambda _: None)
+def admitted(memory: bytearray, call: CallMeta = CALL, offset: int = 64) -> Admission:
+    planned = PlannedCall.alone(RECORD, call, {}, CallOptions(), "r1", None)
+    demand = Demand(Layout({"input": offset}, len(memory)), Layout({}, 0), memory_bytes=0)
+    return Admission(1, planned, demand, Region(0, len(memory)), memoryview(memory), lambda _: None)
 
 
 def content(recipe: Recipe) -> Mapping[str, Recipe]:
@@ -137,10 +142,9 @@ def test_loop_turns_while_a_content_is_made() -> None:
     size = 2**25
     recipe = Recipe("normal", shape=(size,))
     call = RECORD.build(n=1, c=1, hxw=size, group=1)
-    memory = memoryview(bytearray(4 * size))
-    planned = PlannedCall(RECORD, call, {}, CallOptions(), "r1", None)
-    admission = Admission(1, planned, {"input": 0}, memory, lambda _: None)
+    memory = bytearray(4 * size)
+    admission = admitted(memory, call, 0)
     start = time.perf_counter()
-    recipe.fill(memory)
+    recipe.fill(memoryview(memory))
     alone_s = time.perf_counter() - start
     assert asyncio.run(_longest_gap_s(Maker().write(admission, content(recipe)))) < alone_s / 2

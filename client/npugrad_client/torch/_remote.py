@@ -37,7 +37,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from npugrad.products import Product
-    from npugrad_client import Client, ServerInfo
+    from npugrad.timeline import Timeline
+    from npugrad_client import Client, ExecutionInfo, ServerInfo
+
+    _Sent = tuple[tuple[Tensor | None, ...], Timeline | None]
 
 MIN_BYTES = 512 * 1024
 """Default of `min_bytes`: below it the fixed cost of a call is more than half of its travel (measured).
@@ -132,11 +135,11 @@ class Remote(ContextDecorator):
         why, nbytes = self._why_local(request), request.nbytes
         if not why:
             started = time.perf_counter()
-            results, why = self._send(request)
-            if results is not None:
-                self._count(
-                    request, nbytes, started, is_sent=True, why="as float32" if request.is_mixed else ""
-                )
+            sent, why = self._send(request)
+            if sent is not None:
+                results, timeline = sent
+                why = "as float32" if request.is_mixed else ""
+                self._count(request, nbytes, started, is_sent=True, why=why, timeline=timeline)
                 return results
         started = time.perf_counter()
         with _deciding:  # an outer `remote` must not send what this one keeps
@@ -144,9 +147,9 @@ class Remote(ContextDecorator):
         self._count(request, nbytes, started, is_sent=False, why=why)
         return local
 
-    def _count(self, request: Request, nbytes: int, started: float, *, is_sent: bool, why: str) -> None:
+    def _count(self, request: Request, nbytes: int, started: float, **found: Any) -> None:
         seconds = time.perf_counter() - started
-        self._ledger.add(request.operator, is_sent=is_sent, why=why, nbytes=nbytes, seconds=seconds)
+        self._ledger.add(request.operator, nbytes=nbytes, seconds=seconds, **found)
 
     def _why_local(self, request: Request) -> str:
         """Why a call must stay here; empty when it is to be sent."""
@@ -156,15 +159,15 @@ class Remote(ContextDecorator):
             return _SMALL
         return ""
 
-    def _send(self, request: Request) -> tuple[tuple[Tensor | None, ...] | None, str]:
-        """Results in autograd's order and types; or None and why there are none."""
+    def _send(self, request: Request) -> tuple[_Sent | None, str]:
+        """Results in autograd's order and types, and where the time went; or None and why there are none."""
         try:
             server, operands = self._ask_server(), request.operands()
             if request.operator not in server.operators:  # which matters for a legal call only
                 known = metas(request.operator, operands)
                 require_legal(request.operator, known, request.attrs, server.product)
                 return None, self._lacking(request, f"found a server of version {server.version}")
-            found = self._run_legal(request, operands, server.product)
+            found, info = self._run_legal(request, operands, server.product)
         except NpugradError as error:
             # A number is the documents' word; without one, a server of another kind may be at that address.
             if isinstance(error, _REFUSED) and error.code is not None:
@@ -179,17 +182,21 @@ class Remote(ContextDecorator):
             )
             return None, FAILED + kind
         tensors = ((found[name], dtype) for name, dtype in request.results.items())
-        return tuple(None if tensor is None else tensor.to(dtype) for tensor, dtype in tensors), ""
+        results = tuple(None if tensor is None else tensor.to(dtype) for tensor, dtype in tensors)
+        return (results, info.timeline), ""
 
     def _run_legal(
         self, request: Request, operands: Mapping[str, Tensor | None], product: Product
-    ) -> dict[str, Any]:
-        """Results by output name; what the product does not take, the client refuses before it is sent."""
+    ) -> tuple[dict[str, Any], ExecutionInfo]:
+        """Results by output name, and what produced them.
+
+        What the product does not take, the client refuses before it is sent.
+        """
         given = dict(self._options)
         timeout_s = cast("float | None", given.pop("timeout_s", None))
         record, options = get_operator(request.operator), CallOptions(**cast("Any", given))
         inputs = {param.name: operands.get(param.name) for param in record.inputs}
-        return self._client._run(record, inputs, request.attrs, None, options, timeout_s, product)[0]
+        return self._client._run(record, inputs, request.attrs, None, options, timeout_s, product)
 
     def _ask_server(self) -> ServerInfo:
         if self._server is None:  # two threads may both ask; they get the same answer

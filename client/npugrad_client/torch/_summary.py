@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from npugrad.timeline import SERVER_STAGES
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
+
+    from npugrad.timeline import Timeline
 
 _HEADER = ("operator", "where", "why", "calls", "MiB", "seconds")
+TRANSPORT = "transport"
+"""What `SummaryRow.stages` has beside stages: the time that none of them covers."""
+_STAGES = ("pack", "wait", "send", *SERVER_STAGES, "read", "unpack", TRANSPORT)
+_SHOWN_FROM = 0.01
+"""Share of a call's time from which on a stage has a column; that of the operator itself always has one."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +32,9 @@ class SummaryRow:
         calls: How many.
         bytes: Bytes of their operands and results, whether or not they travelled.
         seconds: Time they took, travel included.
+        stages: Seconds of those that were sent by stage, as in a `Timeline`, and by ``"transport"`` those
+            that no stage covers. Together they may be more than `seconds`: one side sends while the other
+            receives.
 
     Example:
         >>> row = SummaryRow("group_norm_backward", is_sent=True, why="", calls=2, bytes=2**20, seconds=0.5)
@@ -36,6 +48,7 @@ class SummaryRow:
     calls: int
     bytes: int
     seconds: float
+    stages: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -77,15 +90,20 @@ class Summary:
         return sum(row.calls for row in self.rows if row.why.startswith(FAILED))
 
     def __str__(self) -> str:
-        """The table."""
-        cells = [_HEADER, *(_cells(row) for row in self.rows)]
-        widths = [max(len(line[column]) for line in cells) for column in range(len(_HEADER))]
-        return "\n".join(_line(line, widths) for line in cells)
+        """The table, and a second one of where the time of calls went that were sent."""
+        table = _table([_HEADER, *(_cells(row) for row in self.rows)], texts=3)
+        measured = [row for row in self.rows if row.stages]
+        if not measured:
+            return table
+        columns = [stage for stage in _STAGES if any(_is_shown(stage, row) for row in measured)]
+        header = ("operator", "why", "ms a call", *columns)
+        lines = [header, *(_stage_cells(row, columns) for row in measured)]
+        title = "Where the time of what was sent went, in ms a call; stages below 1 % are left out"
+        return f"{table}\n\n{title}\n{_table(lines, texts=2)}"
 
 
 FAILED = "service failed: "
 """How the reason of a call begins that was tried at the service and then ran here."""
-_NUMBERS_FROM = 3
 
 
 def _cells(row: SummaryRow) -> tuple[str, ...]:
@@ -94,9 +112,24 @@ def _cells(row: SummaryRow) -> tuple[str, ...]:
     return (row.operator, where, row.why or "-", *numbers)
 
 
-def _line(cells: tuple[str, ...], widths: list[int]) -> str:
+def _is_shown(stage: str, row: SummaryRow) -> bool:
+    return stage == "run" or row.stages.get(stage, 0.0) >= row.seconds * _SHOWN_FROM
+
+
+def _stage_cells(row: SummaryRow, stages: Sequence[str]) -> tuple[str, ...]:
+    seconds = (row.seconds, *(row.stages.get(stage, 0.0) for stage in stages))
+    return (row.operator, row.why or "-", *(f"{each / row.calls * 1e3:.1f}" for each in seconds))
+
+
+def _table(lines: Sequence[tuple[str, ...]], texts: int) -> str:
+    """Lines of cells as text; the first cells are texts, the others numbers."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(_line(line, widths, texts) for line in lines)
+
+
+def _line(cells: tuple[str, ...], widths: Sequence[int], texts: int) -> str:
     pairs = enumerate(zip(cells, widths, strict=True))
-    padded = (cell.rjust(width) if i >= _NUMBERS_FROM else cell.ljust(width) for i, (cell, width) in pairs)
+    padded = (cell.ljust(width) if i < texts else cell.rjust(width) for i, (cell, width) in pairs)
     return "  ".join(padded).rstrip()
 
 
@@ -106,14 +139,28 @@ class Ledger:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._rows: dict[tuple[str, bool, str], tuple[int, int, float]] = {}
+        self._stages: dict[tuple[str, bool, str], dict[str, float]] = {}
         self._said: set[str] = set()
 
-    def add(self, operator: str, *, is_sent: bool, why: str, nbytes: int, seconds: float) -> None:
+    def add(
+        self,
+        operator: str,
+        *,
+        is_sent: bool,
+        why: str,
+        nbytes: int,
+        seconds: float,
+        timeline: Timeline | None = None,
+    ) -> None:
         """Counts one call."""
         key = (operator, is_sent, why)
+        spent = {} if timeline is None else {**timeline.by_stage, TRANSPORT: timeline.transport_s}
         with self._lock:
-            calls, total, spent = self._rows.get(key, (0, 0, 0.0))
-            self._rows[key] = (calls + 1, total + nbytes, spent + seconds)
+            calls, total, so_far_s = self._rows.get(key, (0, 0, 0.0))
+            self._rows[key] = (calls + 1, total + nbytes, so_far_s + seconds)
+            stages = self._stages.setdefault(key, {})
+            for stage, stage_s in spent.items():
+                stages[stage] = stages.get(stage, 0.0) + stage_s
 
     def once(self, kind: str, say: Callable[[], None]) -> None:
         """Says something unless something of this kind was said before."""
@@ -126,5 +173,5 @@ class Ledger:
     def summary(self) -> Summary:
         """The counts so far."""
         with self._lock:
-            rows = [SummaryRow(*key, *counts) for key, counts in self._rows.items()]
+            rows = [SummaryRow(*key, *counts, {**self._stages[key]}) for key, counts in self._rows.items()]
         return Summary(tuple(sorted(rows, key=lambda row: (row.operator, not row.is_sent, row.why))))

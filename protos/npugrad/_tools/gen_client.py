@@ -46,9 +46,11 @@ from npugrad.meta import TensorMeta
 from npugrad_client._arrays import ArrayLike, Operand
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from concurrent.futures import Future
 
     {scalar}from npugrad.operator import OpRecord
+    from npugrad_client._progress import Progress
 
 Array = Any
 """A result: a NumPy array, or a torch CPU tensor where an operand was one."""
@@ -70,6 +72,8 @@ class {name}(ABC):
         out: Mapping[str, Any] | None,
         options: CallOptions,
         timeout_s: float | None,
+        *,
+        progress: bool | str | Callable[[Progress], None] = False,
     ) -> tuple[dict[str, Any], ExecutionInfo]:
         """Sends one call; results by output name and what produced them."""
 '''
@@ -116,6 +120,14 @@ _COMMON = (
         "bool",
         "False",
         "Have the server recompute the call with its float64 reference and refuse a result that differs.",
+    ),
+    (
+        "progress",
+        "bool | str | Callable[[Progress], None]",
+        "False",
+        "True, or a title, shows stage, bytes, rate and time left on standard error while the call lasts, if "
+        "that is a terminal or a notebook. A callable is told, some 10 times a second at most and at each "
+        "change of stage, in a thread of its own or on the event loop; what it raises ends the call.",
     ),
 )
 
@@ -257,7 +269,7 @@ def _method(record: OpRecord, def_: str, await_: str) -> str:
     lines += ["            attrs={" + ", ".join(f'"{p.name}": {p.name}' for p in record.attrs) + "},"]
     lines += ["            out=out,"]
     lines += ["            options=CallOptions(deterministic, priority, label, verify),"]
-    lines += ["            timeout_s=timeout_s,", "        )"]
+    lines += ["            timeout_s=timeout_s,", "            progress=progress,", "        )"]
     lines += [f"        return {_class_name(record)}(**results, info=info)"]
     return "\n".join(lines)
 

@@ -8,7 +8,9 @@ travels as an int32 and is malformed out of its range.
 """
 
 import builtins
+import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import npugrad.v1.tensor_pb2
@@ -21,6 +23,70 @@ else:
     import typing_extensions
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+class _Stage:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _StageEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Stage.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    STAGE_UNSPECIFIED: _Stage.ValueType  # 0
+    """Not set."""
+    STAGE_DECODE: _Stage.ValueType  # 1
+    """The request is read."""
+    STAGE_VALIDATE: _Stage.ValueType  # 2
+    """The documented constraints are checked."""
+    STAGE_RECEIVE: _Stage.ValueType  # 3
+    """Operands are written to the server's memory: copied from the message, made from recipes or taken from chunks."""
+    STAGE_QUEUED: _Stage.ValueType  # 4
+    """The call waits for a device, until its worker has taken it up: a little longer than queued_s, which ends when
+    the call is handed over.
+    """
+    STAGE_LOST: _Stage.ValueType  # 5
+    """A start came to nothing: the worker died, the device could not take the call, or the caller gave it up."""
+    STAGE_COPY_IN: _Stage.ValueType  # 6
+    """Operands are copied to the device."""
+    STAGE_RUN: _Stage.ValueType  # 7
+    """The operator runs."""
+    STAGE_COPY_OUT: _Stage.ValueType  # 8
+    """Results are copied from the device."""
+    STAGE_VERIFY: _Stage.ValueType  # 9
+    """The results are compared with those of the reference."""
+    STAGE_ENCODE: _Stage.ValueType  # 10
+    """The reply is made; of a unary call without the last copy of its contents."""
+    STAGE_SEND_BACK: _Stage.ValueType  # 11
+    """The chunks of a streamed reply are taken by the transport."""
+
+class Stage(_Stage, metaclass=_StageEnumTypeWrapper):
+    """What a server does for a call."""
+
+STAGE_UNSPECIFIED: Stage.ValueType  # 0
+"""Not set."""
+STAGE_DECODE: Stage.ValueType  # 1
+"""The request is read."""
+STAGE_VALIDATE: Stage.ValueType  # 2
+"""The documented constraints are checked."""
+STAGE_RECEIVE: Stage.ValueType  # 3
+"""Operands are written to the server's memory: copied from the message, made from recipes or taken from chunks."""
+STAGE_QUEUED: Stage.ValueType  # 4
+"""The call waits for a device, until its worker has taken it up: a little longer than queued_s, which ends when
+the call is handed over.
+"""
+STAGE_LOST: Stage.ValueType  # 5
+"""A start came to nothing: the worker died, the device could not take the call, or the caller gave it up."""
+STAGE_COPY_IN: Stage.ValueType  # 6
+"""Operands are copied to the device."""
+STAGE_RUN: Stage.ValueType  # 7
+"""The operator runs."""
+STAGE_COPY_OUT: Stage.ValueType  # 8
+"""Results are copied from the device."""
+STAGE_VERIFY: Stage.ValueType  # 9
+"""The results are compared with those of the reference."""
+STAGE_ENCODE: Stage.ValueType  # 10
+"""The reply is made; of a unary call without the last copy of its contents."""
+STAGE_SEND_BACK: Stage.ValueType  # 11
+"""The chunks of a streamed reply are taken by the transport."""
+global___Stage = Stage
 
 class _Product:
     ValueType = typing.NewType("ValueType", builtins.int)
@@ -103,6 +169,7 @@ class ExecutionInfo(google.protobuf.message.Message):
     RUN_S_FIELD_NUMBER: builtins.int
     COPY_OUT_S_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
+    TIMELINE_FIELD_NUMBER: builtins.int
     backend: builtins.str
     """Backend that ran the operator: "cpu" (compiled kernels), "cpu-reference" (NumPy), "npu", "test"."""
     device: builtins.str
@@ -125,6 +192,12 @@ class ExecutionInfo(google.protobuf.message.Message):
     """Seconds spent copying results from the device."""
     request_id: builtins.str
     """Identifier of the request, as in the server's log."""
+    @property
+    def timeline(self) -> global___Timeline:
+        """Where the time went in the server, up to the making of this message. Of a streamed call, the trailing
+        metadata "npugrad-timeline-bin" has another one, serialized, with what came after.
+        """
+
     def __init__(
         self,
         *,
@@ -139,10 +212,58 @@ class ExecutionInfo(google.protobuf.message.Message):
         run_s: builtins.float = ...,
         copy_out_s: builtins.float = ...,
         request_id: builtins.str = ...,
+        timeline: global___Timeline | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "backend", b"backend", "copy_in_s", b"copy_in_s", "copy_out_s", b"copy_out_s", "device", b"device", "product", b"product", "queued_s", b"queued_s", "request_id", b"request_id", "run_s", b"run_s", "simulated", b"simulated", "workspace_bytes", b"workspace_bytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["timeline", b"timeline"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "backend", b"backend", "copy_in_s", b"copy_in_s", "copy_out_s", b"copy_out_s", "device", b"device", "product", b"product", "queued_s", b"queued_s", "request_id", b"request_id", "run_s", b"run_s", "simulated", b"simulated", "timeline", b"timeline", "workspace_bytes", b"workspace_bytes"]) -> None: ...
 
 global___ExecutionInfo = ExecutionInfo
+
+@typing.final
+class Timeline(google.protobuf.message.Message):
+    """Stages of a call in the server, one after another."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STAGES_FIELD_NUMBER: builtins.int
+    @property
+    def stages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StageTime]:
+        """In order; gaps between them are no stage."""
+
+    def __init__(
+        self,
+        *,
+        stages: collections.abc.Iterable[global___StageTime] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["stages", b"stages"]) -> None: ...
+
+global___Timeline = Timeline
+
+@typing.final
+class StageTime(google.protobuf.message.Message):
+    """One stage."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: builtins.int
+    START_S_FIELD_NUMBER: builtins.int
+    END_S_FIELD_NUMBER: builtins.int
+    stage: global___Stage.ValueType
+    """Which one."""
+    start_s: builtins.float
+    """Seconds from the arrival of the call to the start of the stage."""
+    end_s: builtins.float
+    """Seconds from there to its end."""
+    def __init__(
+        self,
+        *,
+        stage: global___Stage.ValueType = ...,
+        start_s: builtins.float = ...,
+        end_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["end_s", b"end_s", "stage", b"stage", "start_s", b"start_s"]) -> None: ...
+
+global___StageTime = StageTime
 
 @typing.final
 class MultiScaleDeformableAttentionGradRequest(google.protobuf.message.Message):

@@ -294,7 +294,7 @@ class Bench:
             call=next(self._numbers),
             operator=job.record.name,
             meta=job.call,
-            outputs=planned.outputs,
+            outputs=planned.plan.outputs,
             options=job.options,
             input_offsets={name: operands.offset + at for name, at in demand.inputs.offsets.items()},
             output_offsets={name: results.offset + at for name, at in demand.outputs.offsets.items()},
@@ -414,7 +414,7 @@ class Pending:
         """Copies of the results, once they are there."""
         arena, found = self._link.outputs, {}
         for name, offset in self._demand.outputs.offsets.items():
-            meta = self._planned.outputs[name]
+            meta = self._planned.plan.outputs[name]
             if meta is not None:
                 found[name] = view(meta, arena.view(self.results, offset, meta.nbytes)).copy()
         return found

@@ -46,7 +46,7 @@ class Job:
     def planned(self) -> PlannedCall:
         """As the pool takes it."""
         outputs = self.record.infer(self.call) if self.outputs is None else self.outputs
-        return PlannedCall(self.record, self.call, outputs, self.options, "acceptance", self.deadline_s)
+        return PlannedCall.alone(self.record, self.call, outputs, self.options, "acceptance", self.deadline_s)
 
     def write(self, name: str, memory: memoryview) -> None:
         """Lays an operand out in memory as its meta says; of elements that repeat one, the first is taken."""

@@ -54,7 +54,7 @@ class KnownJob:
 
 def known(name: str, job: Job) -> KnownJob:
     """Computes a call with the float64 reference of its record."""
-    metas = {output: meta for output, meta in job.planned().outputs.items() if meta is not None}
+    metas = {output: meta for output, meta in job.planned().plan.outputs.items() if meta is not None}
     golden = {output: np.zeros(meta.shape) for output, meta in metas.items()}
     if golden:
         job.record.reference(job.arrays, job.call.attrs, golden)

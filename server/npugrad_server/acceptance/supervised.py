@@ -65,7 +65,7 @@ class SupervisedDevice:
                 if meta is not None:
                     job.write(name, admission.view(name))
             outcome = await self.pool.run(admission)
-            metas = {name: meta for name, meta in planned.outputs.items() if meta is not None}
+            metas = {name: meta for name, meta in planned.plan.outputs.items() if meta is not None}
             return {n: view(meta, outcome.contents[n]).copy() for n, meta in metas.items()}, outcome.info
 
     def status(self) -> DeviceStatus:

@@ -32,9 +32,9 @@ def unheard(stage: str) -> None:
     """Nobody listens to what opening a device is at."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class DeviceCall:
-    """One call with its memory, and how its backend asks the pool.
+    """One call with its memory, and how its backend, which changes nothing of it, asks the pool.
 
     Attributes:
         meta: Metas of the operands as `inputs` has them, attributes and product.

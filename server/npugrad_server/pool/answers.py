@@ -34,7 +34,7 @@ _LEAST_RETRY_S = 1.0
 
 def error_from_answer(planned: PlannedCall, answer: CallFailed) -> NpugradError:
     """The exception a worker's answer stands for; its source is the device."""
-    operator, request_id = planned.record.name, planned.request_id
+    operator, request_id = planned.plan.record.name, planned.request_id
     if answer.reason == "INTERNAL":
         return DeviceError(
             answer.message, reason="INTERNAL", source="device", operator=operator, request_id=request_id
@@ -55,8 +55,8 @@ def error_from_verdict(
         detail: What happened.
         code: The vendor's number, when a device failed.
     """
-    message = f"{planned.record.name}: {detail}"
-    operator, request_id = planned.record.name, planned.request_id
+    message = f"{planned.plan.record.name}: {detail}"
+    operator, request_id = planned.plan.record.name, planned.request_id
     if reason == "DEADLINE_EXCEEDED":
         return DeadlineExceeded(message, operator=operator, request_id=request_id)
     if reason == "CALL_TOO_LARGE":
@@ -78,7 +78,7 @@ def error_without_device(devices: Sequence[DeviceStatus], planned: PlannedCall |
         devices: Every device.
         planned: The call, if there is one.
     """
-    operator = planned.record.name if planned is not None else ""
+    operator = planned.plan.record.name if planned is not None else ""
     found: dict[str, list[str]] = {}
     for device in devices:
         if device.state is not DeviceState.READY:

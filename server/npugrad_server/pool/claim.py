@@ -42,7 +42,7 @@ class Claim:
         if held is None or held[0] is call or held[0].priority < call.priority:
             return False
         claimed = held[1]
-        same_memory = worker.spec.memory == claimed.spec.memory and call.request.memory_bytes > 0
+        same_memory = worker.spec.memory == claimed.spec.memory and call.memory_bytes > 0
         return worker is claimed or same_memory
 
     def drop(self, call: CallRecord) -> None:

@@ -1,4 +1,4 @@
-"""What goes into the scheduler and what comes out of it: requests, and commands for the driver."""
+"""What goes into the scheduler beside calls, and what comes out of it: commands for the driver."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING, TypeAlias
 from npugrad_server.backends.base import Comeback
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
-
-    from npugrad_server.pool.regions import Region
     from npugrad_server.worker.protocol import AbandonCall, WorkspaceGranted, WorkspaceRefused
 
 
@@ -30,35 +27,6 @@ class WorkerSpec:
     output_bytes: int
     memory: str
     heavy: bool = False
-
-
-@dataclass(frozen=True)
-class CallRequest:
-    """A call as the scheduler sees it.
-
-    Attributes:
-        id: Unique number.
-        priority: Calls of higher priority leave the queue first.
-        label: Labels take turns.
-        deterministic: Mode of the device the call asks for.
-        deadline_s: Time from which on its result is of no use; None for never.
-        output_bytes: What it takes of an output arena.
-        memory_bytes: What it takes of the host's memory beside arenas.
-        device_bytes: What its tensors take of the memory of a device that has its own.
-        workspace_key: What its workspace there depends on; None where nothing is known of it.
-        operator: Name that devices which cannot run it give; it means nothing else here.
-    """
-
-    id: int
-    priority: int = 0
-    label: str = ""
-    deterministic: bool = False
-    deadline_s: float | None = None
-    output_bytes: int = 0
-    memory_bytes: int = 0
-    device_bytes: int = 0
-    workspace_key: Hashable = None
-    operator: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,7 +69,7 @@ class KillWorker:
 
 @dataclass(frozen=True)
 class StartCall:
-    """Hand a call to a worker; its outputs go into `region` of that worker's arena.
+    """Hand a call to a worker; its record says which region of that worker's arena its outputs go into.
 
     `workspace_bytes` of the device's own memory are set aside for its workspace; None where it has none.
     """
@@ -109,7 +77,6 @@ class StartCall:
     call: int
     worker: int
     incarnation: int
-    region: Region
     attempt: int
     queued_s: float
     workspace_bytes: int | None = None

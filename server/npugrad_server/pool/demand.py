@@ -66,25 +66,25 @@ def demand_of(planned: PlannedCall, *, own_memory: bool = False) -> Demand:
 
 
 def _count(planned: PlannedCall, own_memory: bool) -> Demand:
-    kept = {name: meta for name, meta in planned.call.inputs.items() if name not in planned.unused}
+    kept = {name: meta for name, meta in planned.plan.call.inputs.items() if name not in planned.plan.unused}
     inputs = _layout({name: _content_bytes(meta) for name, meta in kept.items()})
-    outputs = _layout({name: _tensor_bytes(meta) for name, meta in planned.outputs.items()})
-    unused = max((planned.call.tensor(name).nbytes for name in planned.unused), default=0)
+    outputs = _layout({name: _tensor_bytes(meta) for name, meta in planned.plan.outputs.items()})
+    unused = max((planned.plan.call.tensor(name).nbytes for name in planned.plan.unused), default=0)
     if own_memory:
         need = need_of(planned)
         return Demand(inputs, outputs, need.host_bytes, unused, need.tensor_bytes, need.key)
     memory = copied_bytes(planned)
     if planned.options.verify:
-        memory += sum(meta.size * FLOAT64_BYTES for meta in planned.outputs.values() if meta is not None)
+        memory += sum(meta.size * FLOAT64_BYTES for meta in planned.plan.outputs.values() if meta is not None)
     return Demand(inputs, outputs, memory, unused)
 
 
 def copied_bytes(planned: PlannedCall) -> int:
     """Bytes of operands and results that are not contiguous with their axes in the order of the formula."""
-    outputs = ((param, planned.outputs.get(param.name)) for param in planned.record.outputs)
+    outputs = ((param, planned.plan.outputs.get(param.name)) for param in planned.plan.record.outputs)
     results = [param.ordered(meta) for param, meta in outputs if meta is not None]
     # Where nothing is wanted the operands may be anything, and are not looked at.
-    call = planned.record.ordered(planned.call) if results else planned.call
+    call = planned.plan.record.ordered(planned.plan.call) if results else planned.plan.call
     tensors = [*call.inputs.values(), *results]
     return sum(meta.nbytes for meta in tensors if meta is not None and not meta.is_contiguous)
 

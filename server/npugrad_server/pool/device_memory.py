@@ -80,18 +80,22 @@ def budget(free_bytes: int, streams: int) -> int:
 
 def need_of(planned: PlannedCall) -> DeviceNeed:
     """Counts what a call takes of a device's own memory; its workspace only the device can tell."""
-    if all(meta is None for meta in planned.outputs.values()):
+    if all(meta is None for meta in planned.plan.outputs.values()):
         return DeviceNeed()  # it is answered before anybody looks at its operands
-    call, options = planned.record.ordered(planned.call), planned.options
+    call, options = planned.plan.record.ordered(planned.plan.call), planned.options
     need = _need_of_kind(
-        planned.record,
+        planned.plan.record,
         call.product,
         options.deterministic,
         tuple(call.inputs.items()),
         tuple(call.attrs.items()),
         tuple(call.outputs.items()),
     )
-    wanted = [(p, meta) for p in planned.record.outputs if (meta := planned.outputs.get(p.name)) is not None]
+    wanted = [
+        (p, meta)
+        for p in planned.plan.record.outputs
+        if (meta := planned.plan.outputs.get(p.name)) is not None
+    ]
     # Results whose axes are in another order than the formula's are put in it afterwards.
     beside = sum(meta.nbytes for param, meta in wanted if not param.ordered(meta).is_contiguous)
     if options.verify:

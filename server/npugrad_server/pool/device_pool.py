@@ -21,7 +21,6 @@ from npugrad_server.pool.arena import InputArena
 from npugrad_server.pool.commands import DeviceChanged, ReleaseCall, WorkerSpec
 from npugrad_server.pool.device_memory import budget
 from npugrad_server.pool.driver import Driver
-from npugrad_server.pool.entry import Entry
 from npugrad_server.pool.fleet import Fleet
 from npugrad_server.pool.gate import Gate
 from npugrad_server.pool.questions import Questions
@@ -85,8 +84,8 @@ class DevicePool:
             own_memory=any(device.owns_memory for device in devices),
         )
         self._fleet = Fleet(settings, devices, self._inputs, self)
-        self._entries: dict[int, Entry] = {}
-        self._driver = Driver(self._fleet, self._entries, self._replies, self._observer)
+        self._admissions: dict[int, Admission] = {}
+        self._driver = Driver(self._fleet, self._admissions, self._replies, self._observer)
         self._scheduler = Scheduler(
             settings,
             [
@@ -135,7 +134,7 @@ class DevicePool:
             UnsupportedOperator: No device can run the operator.
             OperatorError: DETERMINISM_UNSUPPORTED, no device can run it deterministically.
         """
-        operator = planned.record.name
+        operator = planned.plan.record.name
         if self._closing:
             raise _shut_down(planned)
         if self._scheduler.all_down:
@@ -154,11 +153,12 @@ class DevicePool:
         admission = Admission(
             next(self._numbers),
             planned,
-            demand.inputs.offsets,
+            demand,
+            region,
             self._inputs.view(region, 0, region.nbytes),
             self._closed,
         )
-        self._entries[admission.number] = Entry(admission, planned, demand, region)
+        self._admissions[admission.number] = admission
         self._uploads += 1
         self._accepted += 1
         self._observer.call_accepted(planned)
@@ -188,19 +188,19 @@ class DevicePool:
         """
         planned = admission.planned
         if admission.closed or admission.started:
-            raise RuntimeError(f"{planned.record.name}: an admission runs once, before it is closed")
+            raise RuntimeError(f"{planned.plan.record.name}: an admission runs once, before it is closed")
         if self._closing:
             raise _shut_down(planned)
         admission.started = True
-        entry = self._entries[admission.number]
         self._uploads -= 1
-        entry.future, entry.submitted_s = asyncio.Future(loop=self._loop), time.monotonic()
-        self._apply(self._scheduler.submit(entry.request(), entry.submitted_s))
+        future: asyncio.Future[Outcome] = asyncio.Future(loop=self._loop)
+        admission.future = future
+        self._apply(self._scheduler.submit(admission.record, time.monotonic()))
         try:
-            return await entry.future
+            return await future
         except asyncio.CancelledError:
             self._apply(self._scheduler.cancel(admission.number, time.monotonic()))
-            self._replies.report(entry, "CANCELLED", None)
+            self._replies.report(admission, "CANCELLED", None)
             raise
 
     async def workspace_bytes(self, record: OpRecord, call: CallMeta) -> int | None:
@@ -209,10 +209,9 @@ class DevicePool:
 
     def _closed(self, admission: Admission) -> None:
         """An admission was closed: its memory goes back now, or when its worker is done with it."""
-        entry = self._entries[admission.number]
-        if entry.held is not None:
-            self._fleet.let_go(entry.held)
-            entry.held = None
+        if admission.held is not None:
+            self._fleet.let_go(admission.held)
+            admission.held = None
         if admission.started:
             self._apply(self._scheduler.close(admission.number, time.monotonic()))
         else:
@@ -220,7 +219,7 @@ class DevicePool:
             self._release(admission.number)
 
     def _release(self, number: int) -> None:
-        self._gate.operands.free(self._entries.pop(number).operands)
+        self._gate.operands.free(self._admissions.pop(number).operands)
 
     # ----------------------------------------------------------------------------------- what the workers say
 
@@ -248,9 +247,9 @@ class DevicePool:
         """A process has answered a call."""
         if self._questions.take(answer):
             return
-        entry = self._entries.get(answer.call)
-        if entry is not None:
-            self._replies.take(entry, answer)
+        admission = self._admissions.get(answer.call)
+        if admission is not None:
+            self._replies.take(admission, answer)
         good, workspace_bytes, reason = isinstance(answer, CallDone), None, ""
         if isinstance(answer, CallDone):
             self._gate.note(answer.copy_in_s + answer.run_s + answer.copy_out_s)
@@ -415,9 +414,9 @@ class DevicePool:
         """Answers calls inside, and every later one, with `ServerDraining`; workers stay. Idempotent."""
         self._closing = True
         self._cancel_alarm()
-        for number, entry in list(self._entries.items()):
-            if entry.future is not None and not entry.future.done():
-                self._replies.finish(entry, _shut_down(entry.planned))
+        for number, admission in list(self._admissions.items()):
+            if admission.future is not None and not admission.future.done():
+                self._replies.finish(admission, _shut_down(admission.planned))
                 self._apply(self._scheduler.cancel(number, time.monotonic()))
 
     async def close(self) -> None:
@@ -436,7 +435,7 @@ def _next_try_s(worker: WorkerRecord) -> float | None:
 
 def _shut_down(planned: PlannedCall) -> ServerDraining:
     return ServerDraining(
-        f"{planned.record.name}: the server was shut down before the result was there",
-        operator=planned.record.name,
+        f"{planned.plan.record.name}: the server was shut down before the result was there",
+        operator=planned.plan.record.name,
         request_id=planned.request_id,
     )

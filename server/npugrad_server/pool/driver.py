@@ -21,8 +21,8 @@ from npugrad_server.worker.protocol import AbandonCall, WorkspaceGranted, Worksp
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from npugrad_server.pool.admission import Admission
     from npugrad_server.pool.commands import Command
-    from npugrad_server.pool.entry import Entry
     from npugrad_server.pool.fleet import Fleet
     from npugrad_server.pool.replies import Replies
     from npugrad_server.pool.types import PoolObserver
@@ -34,17 +34,17 @@ class Driver:
     """The scheduler's hands. On the pool's event loop."""
 
     def __init__(
-        self, fleet: Fleet, entries: Mapping[int, Entry], replies: Replies, observer: PoolObserver
+        self, fleet: Fleet, admissions: Mapping[int, Admission], replies: Replies, observer: PoolObserver
     ) -> None:
         """Does nothing yet.
 
         Args:
             fleet: The processes.
-            entries: The pool's calls by number.
+            admissions: The pool's calls by number.
             replies: The way of answers to callers.
             observer: Who counts.
         """
-        self._fleet, self._entries, self._replies = fleet, entries, replies
+        self._fleet, self._admissions, self._replies = fleet, admissions, replies
         self._observer = observer
 
     def carry_out(self, command: Command) -> None:
@@ -52,16 +52,16 @@ class Driver:
         if isinstance(command, StartCall):
             self._start(command)
         elif isinstance(command, CompleteCall):
-            self._complete(self._entries[command.call])
+            self._complete(self._admissions[command.call])
         elif isinstance(command, FailCall):
-            self._replies.fail(self._entries[command.call], command)
+            self._replies.fail(self._admissions[command.call], command)
         elif isinstance(command, RequeueCall):
-            self._replies.requeued(self._entries[command.call], self._fleet.names[command.worker])
+            self._replies.requeued(self._admissions[command.call], self._fleet.names[command.worker])
         elif isinstance(command, RedirectCall):
             device = self._fleet.names[command.worker]
-            self._replies.redirected(self._entries[command.call], device, command.reason)
+            self._replies.redirected(self._admissions[command.call], device, command.reason)
         elif isinstance(command, PostponeCall):
-            self._replies.postponed(self._entries[command.call], self._fleet.names[command.worker])
+            self._replies.postponed(self._admissions[command.call], self._fleet.names[command.worker])
         elif isinstance(command, TellWorker):
             self._tell(command)
         elif isinstance(command, SpawnWorker):
@@ -71,27 +71,27 @@ class Driver:
             self._fleet.kill(command.worker, command.incarnation)
 
     def _start(self, command: StartCall) -> None:
-        entry = self._entries[command.call]
+        admission = self._admissions[command.call]
         process = self._fleet.process(command.worker)
-        process.send(entry.started(command, process))
+        process.send(admission.order(command, process))
         device = self._fleet.names[command.worker]
-        self._observer.call_started(entry.planned, device, command.attempt, command.queued_s)
+        self._observer.call_started(admission.planned, device, command.attempt, command.queued_s)
 
     def bring_whole(self, worker: int, call: int) -> None:
         """A process lacks the plan of a call that it was sent by number: it gets the call whole."""
-        entry, process = self._entries.get(call), self._fleet.process(worker)
-        if entry is None or not process.plans.lacks(call):
+        admission, process = self._admissions.get(call), self._fleet.process(worker)
+        if admission is None or not process.plans.lacks(call):
             return  # nothing that it was asked
-        _log.warning("request %s: %s lacks its plan", entry.planned.request_id, self._fleet.names[worker])
-        process.send(entry.whole())
-        if entry.future is not None and entry.future.done():
+        _log.warning("request %s: %s lacks its plan", admission.planned.request_id, self._fleet.names[worker])
+        process.send(admission.whole())
+        if admission.future is not None and admission.future.done():
             process.send(AbandonCall(call))  # it may have been told before it had the call
 
-    def _complete(self, entry: Entry) -> None:
-        if entry.start is None:
-            raise RuntimeError(f"{entry.planned.record.name}: completed without a start")
-        worker = entry.start.worker
-        self._replies.complete(entry, self._fleet.names[worker], self._fleet.devices[worker].info)
+    def _complete(self, admission: Admission) -> None:
+        if admission.start is None:
+            raise RuntimeError(f"{admission.planned.plan.record.name}: completed without a start")
+        worker = admission.start.worker
+        self._replies.complete(admission, self._fleet.names[worker], self._fleet.devices[worker].info)
 
     def _tell(self, command: TellWorker) -> None:
         self._fleet.tell(command.worker, command.incarnation, command.message)

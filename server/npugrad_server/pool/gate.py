@@ -64,7 +64,7 @@ class Gate:
             CallTooLarge: It can never fit.
             ServerBusy: QUEUE_FULL, queue or operand memory are full now.
         """
-        operator, demand = planned.record.name, demand_of(planned, own_memory=self._own_memory)
+        operator, demand = planned.plan.record.name, demand_of(planned, own_memory=self._own_memory)
         check_fits(
             operator,
             demand,

@@ -13,9 +13,9 @@ from npugrad_server.pool.regions import EMPTY, Region, RegionAllocator
 from npugrad_server.pool.types import DeviceState
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Hashable, Mapping
 
-    from npugrad_server.pool.commands import CallRequest, Failure, WorkerSpec
+    from npugrad_server.pool.commands import Failure, WorkerSpec
 
 
 class Stage(Enum):
@@ -29,11 +29,22 @@ class Stage(Enum):
 
 @dataclass
 class CallRecord:
-    """One call, from submit until its memory is given back.
+    """One call as the scheduler sees it, from submit until its memory is given back.
+
+    Whoever submits it says what it is, which does not change; where it stands is the scheduler's.
 
     Attributes:
-        request: What was asked.
-        submitted_s: When.
+        id: Unique number.
+        priority: Calls of higher priority leave the queue first.
+        label: Labels take turns.
+        deterministic: Mode of the device the call asks for.
+        deadline_s: Time from which on its result is of no use; None for never.
+        output_bytes: What it takes of an output arena.
+        memory_bytes: What it takes of the host's memory beside arenas.
+        device_bytes: What its tensors take of the memory of a device that has its own.
+        workspace_key: What its workspace there depends on; None where nothing is known of it.
+        operator: Name that devices which cannot run it give; it means nothing else here.
+        submitted_s: When its operands were complete.
         stage: Where it stands.
         void: Whether the caller has an answer already, though a worker still runs the call.
         closed: Whether the caller is done with operands and results.
@@ -42,7 +53,7 @@ class CallRecord:
         kill_at: When its worker is ended if it still runs.
         region: Its outputs.
         arena: Allocator the region is from; that of a dead worker once the worker died.
-        device_bytes: What it holds of its worker's own memory.
+        held_bytes: What it holds of its worker's own memory.
         set_aside_bytes: The part of that for its workspace, before rounding; None where nobody counts it.
         workspace_bytes: Workspace that a device said it needs; None before one did.
         too_large: Whether it was told that no device has the workspace it needs.
@@ -53,14 +64,20 @@ class CallRecord:
         last_reason: How the last of them ended.
         last_code: The vendor's number of a device failure under it; None without one.
         suspect: Whether a device failed under it, so that it is tried only once more.
-        id: Unique number.
-        priority: Priority of the queue.
-        label: Label of the queue.
         kind: Kind of the queue: operator and deterministic mode, which its devices are chosen by.
     """
 
-    request: CallRequest
-    submitted_s: float
+    id: int
+    priority: int = 0
+    label: str = ""
+    deterministic: bool = False
+    deadline_s: float | None = None
+    output_bytes: int = 0
+    memory_bytes: int = 0
+    device_bytes: int = 0
+    workspace_key: Hashable = None
+    operator: str = ""
+    submitted_s: float = 0.0
     stage: Stage = Stage.QUEUED
     void: bool = False
     closed: bool = False
@@ -69,7 +86,7 @@ class CallRecord:
     kill_at: float = math.inf
     region: Region = EMPTY
     arena: RegionAllocator | None = None
-    device_bytes: int = 0
+    held_bytes: int = 0
     set_aside_bytes: int | None = None
     workspace_bytes: int | None = None
     too_large: bool = False
@@ -80,16 +97,11 @@ class CallRecord:
     last_reason: str = ""
     last_code: int | None = None
     suspect: bool = False
-    id: int = field(init=False)
-    priority: int = field(init=False)
-    label: str = field(init=False)
     kind: tuple[str, bool] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Takes what the queue looks at again and again out of the request."""
-        request = self.request
-        self.id, self.priority, self.label = request.id, request.priority, request.label
-        self.kind = (request.operator, request.deterministic)
+        """Joins what its devices are chosen by."""
+        self.kind = (self.operator, self.deterministic)
 
     @property
     def alone(self) -> bool:
@@ -205,7 +217,7 @@ class WorkerRecord:
 
     def may_run(self, call: CallRecord) -> bool:
         """Whether it runs calls such as this one, or may once it is ready."""
-        return self.runs(call.request.operator, call.request.deterministic)
+        return self.runs(call.operator, call.deterministic)
 
     def has_declined(self, call: CallRecord) -> bool:
         """Whether the present process could not take the call."""
@@ -220,7 +232,7 @@ class WorkerRecord:
         if call.alone or any(other.alone for other in self.running.values()):
             return False
         return not self.one_mode or all(
-            other.request.deterministic == call.request.deterministic for other in self.running.values()
+            other.deterministic == call.deterministic for other in self.running.values()
         )
 
     def could_hold(self, nbytes: int) -> bool:

@@ -65,7 +65,7 @@ class Placement:
             return offer.refused
         if offer.able and not offer.is_bounded:
             return None
-        most, found = offer.most_bytes, call.request.device_bytes
+        most, found = offer.most_bytes, call.device_bytes
         if most is not None and found > most:
             what = f"found {found} bytes of tensors on the device; expected at most {most}"
             return "CALL_TOO_LARGE", what
@@ -87,7 +87,7 @@ class Placement:
         if call.declined_by is not None and (others := self._others(call)):
             return others
         offer = self.offers[call.kind]
-        if not offer.is_bounded or any(w.could_hold(call.request.device_bytes) for w in offer.fitting):
+        if not offer.is_bounded or any(w.could_hold(call.device_bytes) for w in offer.fitting):
             return offer.fitting
         return offer.able  # where its own kind of device is too small, one that keeps another mode will do
 
@@ -96,7 +96,7 @@ class Placement:
         if call.declined_by is None:
             return []
         ready = [w for w in self._workers if w.state is DeviceState.READY and not w.has_declined(call)]
-        return [w for w in ready if w.may_run(call) and w.could_hold(call.request.device_bytes)]
+        return [w for w in ready if w.may_run(call) and w.could_hold(call.device_bytes)]
 
     def _targets(self, call: CallRecord) -> Sequence[WorkerRecord]:
         """Those of its choices worth waiting for."""
@@ -104,7 +104,7 @@ class Placement:
         if call.declined_by is None and not offer.is_bounded:
             return offer.fitting
         choices = self._choices(call)
-        wanted = call.request.device_bytes + workspace_footprint(self._expected(call))
+        wanted = call.device_bytes + workspace_footprint(self._expected(call))
         targets = [worker for worker in choices if worker.could_hold(wanted)] or choices
         if call.declined_by is None:
             return targets
@@ -119,12 +119,12 @@ class Placement:
             workspace, device_bytes = None, 0
             if worker.memory_bytes is not None:
                 workspace = self._workspace_of(call, worker.memory_bytes)
-                device_bytes = call.request.device_bytes + workspace_footprint(workspace)
+                device_bytes = call.device_bytes + workspace_footprint(workspace)
                 if not worker.has_free(device_bytes):
                     continue
-            if self._memory[worker.spec.memory] < call.request.memory_bytes:
+            if self._memory[worker.spec.memory] < call.memory_bytes:
                 continue
-            region = worker.outputs.allocate(call.request.output_bytes)
+            region = worker.outputs.allocate(call.output_bytes)
             if region is not None:
                 call.region, call.arena = region, worker.outputs
                 self._join(call, worker, device_bytes, workspace)
@@ -144,16 +144,16 @@ class Placement:
     def _workspace_of(self, call: CallRecord, memory_bytes: int) -> int:
         """Workspace to set aside for a call on a device that has so much memory of its own."""
         expected = self._expected(call)
-        wanted = call.request.device_bytes + workspace_footprint(expected)
+        wanted = call.device_bytes + workspace_footprint(expected)
         if any(choice.could_hold(wanted) for choice in self._choices(call)):
             return expected
         # What was learned may be true no more. It gets all there is, and its first phase has the last word.
-        return largest_workspace(memory_bytes - call.request.device_bytes)
+        return largest_workspace(memory_bytes - call.device_bytes)
 
     def _expected(self, call: CallRecord) -> int:
         if call.workspace_bytes is not None:
             return call.workspace_bytes
-        return self._workspaces.expect(call.request.workspace_key)
+        return self._workspaces.expect(call.workspace_key)
 
     def _join(self, call: CallRecord, worker: WorkerRecord, device_bytes: int, workspace: int | None) -> None:
         self.claim.drop(call)
@@ -161,17 +161,17 @@ class Placement:
         worker.last_start = self._starts
         worker.running[call.id] = call
         self.running += 1
-        self._memory[worker.spec.memory] -= call.request.memory_bytes
+        self._memory[worker.spec.memory] -= call.memory_bytes
         worker.memory_used_bytes += device_bytes
-        call.device_bytes, call.set_aside_bytes, call.too_large = device_bytes, workspace, False
+        call.held_bytes, call.set_aside_bytes, call.too_large = device_bytes, workspace, False
 
     def take_off(self, call: int, worker: WorkerRecord) -> CallRecord:
         """Takes a call off its worker; its outputs stay where they are."""
         record = worker.running.pop(call)
         self.running -= 1
-        self._memory[worker.spec.memory] += record.request.memory_bytes
-        worker.memory_used_bytes -= record.device_bytes
-        record.device_bytes, record.set_aside_bytes = 0, None
+        self._memory[worker.spec.memory] += record.memory_bytes
+        worker.memory_used_bytes -= record.held_bytes
+        record.held_bytes, record.set_aside_bytes = 0, None
         return record
 
     def wait(self, call: CallRecord) -> None:
@@ -182,8 +182,8 @@ class Placement:
 
     def learn(self, call: CallRecord, nbytes: int) -> None:
         """A device said how much workspace a call needs."""
-        if call.request.workspace_key is not None:
-            self._workspaces.learn(call.request.workspace_key, nbytes)
+        if call.workspace_key is not None:
+            self._workspaces.learn(call.workspace_key, nbytes)
 
     def extend(
         self, call: CallRecord, worker: WorkerRecord, nbytes: int
@@ -193,16 +193,16 @@ class Placement:
             return WorkspaceGranted(call.id)  # nobody counts it
         self.learn(call, nbytes)
         call.too_large = False
-        wanted = call.request.device_bytes + workspace_footprint(nbytes)
-        more = wanted - call.device_bytes
+        wanted = call.device_bytes + workspace_footprint(nbytes)
+        more = wanted - call.held_bytes
         if not call.void and (more <= 0 or worker.has_free(more)):
             if more > 0:
                 worker.memory_used_bytes += more
-                call.device_bytes, call.set_aside_bytes = wanted, nbytes
+                call.held_bytes, call.set_aside_bytes = wanted, nbytes
             return WorkspaceGranted(call.id)
         choices = [*self._choices(call), worker]
         call.too_large = not call.void and not any(choice.could_hold(wanted) for choice in choices)
-        most = largest_workspace((most_bytes(choices) or 0) - call.request.device_bytes)
+        most = largest_workspace((most_bytes(choices) or 0) - call.device_bytes)
         return WorkspaceRefused(call.id, call.too_large, most)
 
 

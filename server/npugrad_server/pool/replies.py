@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from npugrad.call import ExecutionInfo
+    from npugrad_server.pool.admission import Admission
     from npugrad_server.pool.commands import FailCall
-    from npugrad_server.pool.entry import Entry
     from npugrad_server.pool.types import DeviceStatus, PoolObserver
     from npugrad_server.worker.protocol import CallDone, DeviceReady
 
@@ -40,74 +40,79 @@ class Replies:
         self.count = 0
         self._observer = observer
 
-    def take(self, entry: Entry, answer: CallDone | CallFailed) -> None:
+    def take(self, admission: Admission, answer: CallDone | CallFailed) -> None:
         """Keeps a worker's answer until the scheduler says whether it counts."""
-        entry.answer = answer
+        admission.answer = answer
         if isinstance(answer, CallFailed) and answer.trace:
-            _log.error("request %s: %s\n%s", entry.planned.request_id, answer.message, answer.trace)
+            _log.error("request %s: %s\n%s", admission.planned.request_id, answer.message, answer.trace)
 
-    def complete(self, entry: Entry, device: str, ready: DeviceReady | None) -> None:
+    def complete(self, admission: Admission, device: str, ready: DeviceReady | None) -> None:
         """The worker's answer goes to the caller.
 
         Args:
-            entry: The call.
+            admission: The call.
             device: Name of the device.
             ready: What its worker said of it.
         """
         if ready is None:
             raise RuntimeError(f"{device}: answered before it was ready")
         try:
-            outcome = entry.outcome(device, ready)
+            outcome = admission.outcome(device, ready)
         except NpugradError as error:
-            self.finish(entry, error)
+            self.finish(admission, error)
             return
-        if entry.future is not None and not entry.future.done():
-            entry.future.set_result(outcome)
-        self.report(entry, "OK", outcome.info)
+        if admission.future is not None and not admission.future.done():
+            admission.future.set_result(outcome)
+        self.report(admission, "OK", outcome.info)
 
-    def fail(self, entry: Entry, command: FailCall) -> None:
+    def fail(self, admission: Admission, command: FailCall) -> None:
         """The scheduler's verdict goes to the caller."""
-        planned = entry.planned
+        planned = admission.planned
         if command.reason == "WORKER_LOST":
             _log.error(
-                "request %s: %s is suspect: %s", planned.request_id, planned.record.name, command.detail
+                "request %s: %s is suspect: %s", planned.request_id, planned.plan.record.name, command.detail
             )
         if command.reason == "NO_DEVICE":
-            self.finish(entry, error_without_device(self._devices(), planned))
+            self.finish(admission, error_without_device(self._devices(), planned))
         else:
-            self.finish(entry, error_from_verdict(planned, command.reason, command.detail, command.code))
+            self.finish(admission, error_from_verdict(planned, command.reason, command.detail, command.code))
 
-    def finish(self, entry: Entry, error: NpugradError) -> None:
+    def finish(self, admission: Admission, error: NpugradError) -> None:
         """An error goes to the caller."""
-        if entry.future is not None and not entry.future.done():
-            entry.future.set_exception(error)
-        self.report(entry, error.reason, None)
+        if admission.future is not None and not admission.future.done():
+            admission.future.set_exception(error)
+        self.report(admission, error.reason, None)
 
-    def report(self, entry: Entry, reason: str, info: ExecutionInfo | None) -> None:
+    def report(self, admission: Admission, reason: str, info: ExecutionInfo | None) -> None:
         """Tells the observer, once, how a call ended."""
-        if not entry.reported:
-            entry.reported = True
+        if not admission.reported:
+            admission.reported = True
             self.count += 1
-            self._observer.call_finished(entry.planned, reason, time.monotonic() - entry.submitted_s, info)
+            self._observer.call_finished(
+                admission.planned, reason, time.monotonic() - admission.record.submitted_s, info
+            )
 
-    def requeued(self, entry: Entry, device: str) -> None:
+    def requeued(self, admission: Admission, device: str) -> None:
         """The worker died under a call, which waits again."""
+        admission.mark_lost()
         _log.warning(
-            "request %s: %s died under it; it waits for another try", entry.planned.request_id, device
+            "request %s: %s died under it; it waits for another try", admission.planned.request_id, device
         )
-        self._observer.call_requeued(entry.planned, device)
+        self._observer.call_requeued(admission.planned, device)
 
-    def redirected(self, entry: Entry, device: str, reason: str) -> None:
+    def redirected(self, admission: Admission, device: str, reason: str) -> None:
         """A device could not take a call, which waits for another one."""
+        admission.mark_lost()
         _log.warning(
             "request %s: %s answered %s; it waits for another device",
-            entry.planned.request_id,
+            admission.planned.request_id,
             device,
             reason,
         )
-        self._observer.call_redirected(entry.planned, device, reason)
+        self._observer.call_redirected(admission.planned, device, reason)
 
-    def postponed(self, entry: Entry, device: str) -> None:
+    def postponed(self, admission: Admission, device: str) -> None:
         """There was no room for a call's workspace; it waits again."""
-        _log.info("request %s: %s has no room for its workspace now", entry.planned.request_id, device)
-        self._observer.call_postponed(entry.planned, device)
+        admission.mark_lost()
+        _log.info("request %s: %s has no room for its workspace now", admission.planned.request_id, device)
+        self._observer.call_postponed(admission.planned, device)

@@ -49,7 +49,7 @@ from npugrad_server.worker.protocol import AbandonCall
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from npugrad_server.pool.commands import CallRequest, Command, Failure, WorkerSpec
+    from npugrad_server.pool.commands import Command, Failure, WorkerSpec
     from npugrad_server.pool.types import PoolSettings
 
 
@@ -119,17 +119,17 @@ class Scheduler:
             self._lifecycle.begin(worker, now, out)
         return out
 
-    def submit(self, request: CallRequest, now: float) -> list[Command]:
+    def submit(self, call: CallRecord, now: float) -> list[Command]:
         """A call's operands are all there."""
         out: list[Command] = []
-        call = CallRecord(request, now)
+        call.submitted_s = now
         self._calls[call.id] = call
         if self._lifecycle.all_down:
             self._fail(call, "NO_DEVICE", self._lifecycle.why_down, out)
             return out
         self._queue.push(call)
-        if request.deadline_s is not None:
-            self._alarms.set(request.deadline_s, call.id, len(self._calls))
+        if call.deadline_s is not None:
+            self._alarms.set(call.deadline_s, call.id, len(self._calls))
         self._dispatch(now, out)
         return out
 
@@ -339,7 +339,7 @@ class Scheduler:
         """Starts the first call that can; returns whether there was one."""
         blocked: list[CallRecord] = []
         for call in self._queue.in_turn(self._placement.is_confined):
-            deadline = call.request.deadline_s
+            deadline = call.deadline_s
             if deadline is not None and deadline <= now:
                 self._give_up(call, "DEADLINE_EXCEEDED", "the deadline passed in the queue", out)
                 return True  # its lane has changed
@@ -369,7 +369,6 @@ class Scheduler:
                 call.id,
                 worker.index,
                 worker.incarnation,
-                call.region,
                 call.attempts,
                 waited,
                 call.set_aside_bytes,
@@ -458,7 +457,7 @@ class Scheduler:
 
     def _overdue(self, call: CallRecord, now: float, out: list[Command]) -> None:
         """An alarm of a call has come: its deadline, or the end of its grace."""
-        deadline = call.request.deadline_s
+        deadline = call.deadline_s
         if call.stage is Stage.RUNNING and call.kill_at <= now:
             self._end_for(call, now, out)
         elif call.void or deadline is None or deadline > now:

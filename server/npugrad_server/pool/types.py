@@ -93,7 +93,8 @@ class CallPlan:
         outputs: Inferred outputs by name, None for masked-out ones.
         options: Options of the call; label and priority, which differ from call to call, at their defaults.
         is_kept: Whether later calls may meet it again.
-        unused: Operands whose content is not kept: no wanted result depends on it.
+        unused: Operands whose content is not kept: no wanted result depends on it. They are contiguous, and
+            zeros wherever the operator looks at them.
         demands: What the call needs, once it was counted, by whether devices have memory of their own.
     """
 
@@ -111,56 +112,30 @@ class PlannedCall:
     """A call that the validator passed.
 
     Attributes:
-        record: Record of the operator.
-        call: Metas and attributes.
-        outputs: Inferred outputs by name, None for masked-out ones.
-        options: Options of the call.
+        plan: What of it other calls may share.
+        options: Options of the call: the plan's, with the label and the priority of this one.
         request_id: Identifier of the request in the log.
         deadline_s: `time.monotonic()` from which on the result is of no use; None for never.
-        unused: Operands whose content is not kept: no wanted result depends on it. They are contiguous, and
-            zeros wherever the operator looks at them.
-        plan: What of it other calls may share; one of its own unless it was made by `of`.
     """
 
-    record: OpRecord
-    call: CallMeta
-    outputs: Mapping[str, TensorMeta | None]
+    plan: CallPlan
     options: CallOptions
     request_id: str
     deadline_s: float | None
-    unused: frozenset[str] = frozenset()
-    plan: CallPlan = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        """Makes a plan that no other call has."""
-        options = replace(self.options, label="", priority=0)
-        plan = CallPlan(self.record, self.call, self.outputs, options, is_kept=False, unused=self.unused)
-        object.__setattr__(self, "plan", plan)
 
     @classmethod
-    def of(
-        cls, plan: CallPlan, options: CallOptions, request_id: str, deadline_s: float | None
+    def alone(
+        cls,
+        record: OpRecord,
+        call: CallMeta,
+        outputs: Mapping[str, TensorMeta | None],
+        options: CallOptions,
+        request_id: str = "",
+        deadline_s: float | None = None,
     ) -> PlannedCall:
-        """A call of a plan.
-
-        Args:
-            plan: The plan.
-            options: The plan's options, with the label and the priority of this call.
-            request_id: Identifier of the request in the log.
-            deadline_s: `time.monotonic()` from which on the result is of no use; None for never.
-        """
-        made = cls.__new__(cls)
-        made.__dict__.update(
-            record=plan.record,
-            call=plan.call,
-            outputs=plan.outputs,
-            options=options,
-            request_id=request_id,
-            deadline_s=deadline_s,
-            unused=plan.unused,
-            plan=plan,
-        )
-        return made
+        """A call with a plan that no other call has; arguments as the attributes of both."""
+        shared = replace(options, label="", priority=0)
+        return cls(CallPlan(record, call, outputs, shared, is_kept=False), options, request_id, deadline_s)
 
 
 @dataclass(frozen=True)

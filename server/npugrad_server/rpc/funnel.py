@@ -23,18 +23,21 @@ import grpc.aio
 from npugrad.error_table import RUNTIME_ERROR
 from npugrad.errors import MalformedRequest, NpugradError, OperatorError
 from npugrad.status import encode_status, grpc_status_name
+from npugrad.timeline import TIMELINE_KEY, seconds_by_stage
 from npugrad_server.logs import get_logger, log_later
 from npugrad_server.rpc.register import Garbage
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from google.rpc.status_pb2 import Status
 
     from npugrad.call import ExecutionInfo
     from npugrad.meta import CallMeta
+    from npugrad.timeline import Mark
     from npugrad_server.metrics import Metrics
     from npugrad_server.rpc.register import Handler
+    from npugrad_server.rpc.tracing import Tracing
 
     Context = grpc.aio.ServicerContext[Any, Any]
     UnaryHandler = Callable[[Any, "RpcCall"], Awaitable[Any]]
@@ -67,7 +70,8 @@ class RpcCall:
         info: What produced the result, once there.
         received_bytes: Content bytes that have come so far.
         sent_bytes: Content bytes that go.
-        started_s: `time.monotonic()` of its arrival.
+        marks: When its stages ended; the first mark is its arrival.
+        timeline: What the trailing metadata say of its stages; empty where the reply says it.
         task: What runs it.
     """
 
@@ -79,11 +83,13 @@ class RpcCall:
     info: ExecutionInfo | None = None
     received_bytes: int = 0
     sent_bytes: int = 0
-    started_s: float = field(default_factory=time.monotonic)
+    marks: list[Mark] = field(init=False)
+    timeline: bytes = b""
     task: asyncio.Task[Any] | None = None
 
     def __post_init__(self) -> None:
-        """Remembers how long the client will wait."""
+        """It has arrived; remembers how long the client will wait."""
+        self.marks = [("", time.monotonic())]
         self._granted_s: float = self.context.time_remaining() or 0.0
 
     @property
@@ -113,8 +119,8 @@ class Funnel(grpc.aio.ServerInterceptor):
     Guarantees: every RPC whose message came is logged and counted once, and none is left out of `settle`.
     """
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+    def __init__(self, metrics: Metrics, tracing: Tracing | None = None) -> None:
+        self._metrics, self._tracing = metrics, tracing
         self._log = get_logger()
         self._active: set[asyncio.Task[Any]] = set()
         self._unanswered: set[asyncio.Task[Any]] = set()
@@ -183,7 +189,9 @@ class Funnel(grpc.aio.ServerInterceptor):
                 status = self._failed(call, error)
                 traceback.clear_frames(error.__traceback__)
             else:
-                context.set_trailing_metadata(((REQUEST_ID_KEY, call.request_id),))
+                named = (REQUEST_ID_KEY, call.request_id)
+                told = (TIMELINE_KEY, call.timeline)
+                context.set_trailing_metadata((named, told) if call.timeline else (named,))
                 self._answered(call, "OK", "OK", None)
                 return answer
             # Outside of the handler of the error, or the error would become the context of the abort.
@@ -248,11 +256,17 @@ class Funnel(grpc.aio.ServerInterceptor):
     def _answered(self, call: RpcCall, status: str, reason: str, error: NpugradError | None) -> None:
         if call.task is not None:
             self._unanswered.discard(call.task)
-        seconds = time.monotonic() - call.started_s
+        seconds = time.monotonic() - call.marks[0][1]
         device = call.info.device if call.info else ""
         self._metrics.call_answered(call.method, call.operator, status, reason, device, seconds)
         if call.operator:
             self._metrics.bytes_moved(call.operator, call.received_bytes, call.sent_bytes)
+        stages = tuple(call.marks)
+        span = None
+        if self._tracing is not None:
+            span = self._tracing.ended(call, seconds, (status, reason, "" if error is None else str(error)))
+        if call.info is not None and error is None:
+            self._metrics.stages_passed(call.operator, device, stages)
         level = _LEVELS.get(status, logging.INFO)
         # Nothing that the writing thread gets holds the RPC, its message or the frames of the error.
         sizes = (call.received_bytes, call.sent_bytes)
@@ -264,6 +278,8 @@ class Funnel(grpc.aio.ServerInterceptor):
             (call.operator, call.described, *sizes) if call.operator else None,
             call.info,
             None if error is None else _error_fields(error),
+            stages,
+            span,
         )
 
 
@@ -272,6 +288,8 @@ def _fields(
     call: tuple[str, CallMeta | None, int, int] | None,
     info: ExecutionInfo | None,
     error: Mapping[str, Any] | None,
+    marks: Sequence[Mark],
+    span: tuple[str, str] | None,
 ) -> dict[str, Any]:
     """What the log says of a call."""
     *named, seconds = rpc
@@ -284,6 +302,10 @@ def _fields(
     if info is not None:
         line |= {"device": info.device, "backend": info.backend, "attempts": info.attempts}
         line |= {"queued_s": round(info.queued_s, 6), "run_s": round(info.run_s, 6)}
+    if len(marks) > 1:
+        line["stages"] = {stage: round(seconds, 6) for stage, seconds in seconds_by_stage(marks).items()}
+    if span is not None:
+        line["trace_id"], line["span_id"] = span
     return line if error is None else {**line, **error}
 
 

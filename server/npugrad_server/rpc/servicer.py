@@ -55,11 +55,17 @@ class BackwardServicer:
             return message
 
         request = self._dispatcher.planner.plan(
-            record, data, read, request_id=call.request_id, timeout_s=call.timeout_s, chunked=False
+            record,
+            data,
+            read,
+            request_id=call.request_id,
+            timeout_s=call.timeout_s,
+            chunked=False,
+            marks=call.marks,
         )
         call.operator = record.name
-        call.describe(request.planned.call)
-        call.received_bytes = request.content_bytes
+        call.describe(request.plan.call)
+        call.received_bytes = request.known.content_bytes
         reply, call.info = await self._dispatcher.call_whole(request)
         call.sent_bytes = request.known.reply_bytes
         return reply

@@ -10,6 +10,7 @@ interleave); the client ends its side after the last chunk, and not before.
 from __future__ import annotations
 
 import asyncio
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,11 @@ import grpc.aio
 
 from npugrad.codec import CHUNK_BYTES, MAX_CHUNK_BYTES, encode_response, unwrap, wrap
 from npugrad.errors import DeadlineExceeded, MalformedRequest, MalformedTensor
-from npugrad.frames import Chunk
+from npugrad.frames import Chunk, encode_header
 from npugrad.layout import chunks
-from npugrad_server.dispatch import INLINE_REPLY_BYTES, Dispatcher
+from npugrad.timeline import serialize_marks
+from npugrad_server.dispatch import mark_encoded
+from npugrad_server.plans import INLINE_REPLY_BYTES
 from npugrad_server.rpc.funnel import RpcCall, sane
 from npugrad_server.rpc.headers import Header
 from npugrad_server.rpc.idle import IdleTimer
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Iterator, Mapping
 
     from npugrad.operator import OpRecord
-    from npugrad.registry import Registry
+    from npugrad_server.dispatch import Dispatcher
     from npugrad_server.plans import Request
     from npugrad_server.pool import Admission, Outcome
 
@@ -55,7 +58,7 @@ class Upload:
     @classmethod
     def of(cls, request: Request) -> Upload:
         """The upload that a request announces."""
-        return cls(request.planned.record, request.known.announced)
+        return cls(request.plan.record, request.known.announced)
 
     def place(self, operand: int, offset: int, nbytes: int) -> str:
         """Takes a chunk: checks it and returns the name of its operand.
@@ -201,9 +204,11 @@ class Execute:
     async def __call__(self, call: RpcCall) -> None:
         """Takes one call from its header to the last chunk of its reply; errors as in `Dispatcher`."""
         with Frames(call, *self._timeouts) as frames:
-            request = self._plan(call, await self._header(frames))
+            header = await self._header(frames)
+            call.marks.append(("", time.monotonic()))  # until then there was nothing to decode
+            request = self._plan(call, header)
             upload = Upload.of(request)
-            call.received_bytes = request.content_bytes - upload.missing_bytes
+            call.received_bytes = request.known.content_bytes - upload.missing_bytes
             source = partial(_receive, call, frames, upload)
             await self._dispatcher.call(request, source, partial(self._send, call, frames, request))
 
@@ -234,15 +239,18 @@ class Execute:
             request_id=call.request_id,
             timeout_s=call.timeout_s,
             chunked=True,
+            marks=call.marks,
         )
         call.operator = header.record.name
-        call.describe(request.planned.call)
+        call.describe(request.plan.call)
         return request
 
     async def _send(self, call: RpcCall, frames: Frames, request: Request, outcome: Outcome) -> None:
         call.info = outcome.info
-        for frame in _reply(self._dispatcher.registry, request, outcome):
+        for frame in _reply(self._dispatcher, request, outcome):
             await frames.write(frame)
+        request.marks.append(("send_back", time.monotonic()))
+        call.timeline = serialize_marks(request.marks)
         call.sent_bytes = sum(view.nbytes for view in outcome.contents.values())
 
 
@@ -254,7 +262,7 @@ def _kind(frame: Any) -> str:
 
 
 async def _receive(call: RpcCall, frames: Frames, upload: Upload, admission: Admission) -> None:
-    operator = admission.planned.record.name
+    operator = admission.planned.plan.record.name
     views = {}
     while (frame := await frames.read()) is not None:
         if not isinstance(frame, Chunk):
@@ -268,7 +276,7 @@ async def _receive(call: RpcCall, frames: Frames, upload: Upload, admission: Adm
         operand, offset, data = frame
         name = upload.place(operand, offset, len(data))
         call.received_bytes += len(data)
-        if name in admission.planned.unused:
+        if name in admission.planned.plan.unused:
             continue
         if name not in views:
             views[name] = admission.view(name)
@@ -278,19 +286,32 @@ async def _receive(call: RpcCall, frames: Frames, upload: Upload, admission: Adm
     upload.finish()
 
 
-def _reply(registry: Registry, request: Request, outcome: Outcome) -> Iterator[Any]:
-    record = request.planned.record
+def _reply(dispatcher: Dispatcher, request: Request, outcome: Outcome) -> Iterator[Any]:
+    header, follow = _open_reply(dispatcher, request, outcome)
+    yield header
+    for operand, content in follow:
+        for offset, piece in chunks(content, CHUNK_BYTES):
+            yield Chunk(operand, offset, piece)
+
+
+def _open_reply(
+    dispatcher: Dispatcher, request: Request, outcome: Outcome
+) -> tuple[Any, list[tuple[int, memoryview]]]:
+    """The first frame, and (parameter index, content) of what follows in chunks."""
+    plan, registry = request.plan, dispatcher.registry
+    known = dispatcher.reply_by_template(request, outcome)
+    if known is not None:
+        follow = [(index, outcome.contents[name]) for index, name in request.known.follow]
+        return encode_header(registry.execute_response, plan.record.name, known), follow
     message, follow = encode_response(
-        record,
-        request.planned.outputs,
+        plan.record,
+        plan.outputs,
         outcome.contents,
         outcome.info,
         chunk_from_bytes=INLINE_REPLY_BYTES,
         registry=registry,
     )
-    first = registry.execute_response()
-    wrap(first.header, record, message)
-    yield first
-    for operand, content in follow:
-        for offset, piece in chunks(content, CHUNK_BYTES):
-            yield Chunk(operand, offset, piece)
+    mark_encoded(request, message)
+    frame = registry.execute_response()
+    wrap(frame.header, plan.record, message)
+    return frame, follow

@@ -13,7 +13,7 @@ import numpy as np
 from npugrad import get_operator
 from npugrad.errors import DeviceError, NpugradError, OperatorError, RequestError
 from npugrad.tolerance import compare
-from npugrad_server.backends.base import CallAbandoned, CallPostponed, DeviceCall, DeviceLost
+from npugrad_server.backends.base import CallAbandoned, CallPostponed, DeviceLost
 from npugrad_server.worker.plans import arrays
 from npugrad_server.worker.protocol import (
     CallDeferred,
@@ -21,7 +21,6 @@ from npugrad_server.worker.protocol import (
     CallFailed,
     CallPlanned,
     MemoryFound,
-    RunAgain,
 )
 
 if TYPE_CHECKING:
@@ -29,9 +28,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from npugrad.call import CallOptions
     from npugrad_server.backends.base import Backend
-    from npugrad_server.worker.conversation import Conversation
+    from npugrad_server.worker.call import WorkerCall
     from npugrad_server.worker.plans import Prepared
     from npugrad_server.worker.protocol import Answer, AskMemory, OpenDevice, PlanCall
 
@@ -84,28 +82,28 @@ def _populate(arena: mmap.mmap, advice: int, nbytes: int) -> None:
             arena.madvise(advice, 0, whole)
 
 
-def execute(backend: Backend, arenas: Arenas, talk: Conversation, stream: int) -> Answer:
+def execute(backend: Backend, arenas: Arenas, call: WorkerCall, stream: int) -> Answer:
     """Runs a call; whatever an operator or a device does wrong becomes an answer.
 
     Args:
         backend: Runs it.
         arenas: Operands and results.
-        talk: The call, and how the pool is asked about it.
+        call: The call.
         stream: Which of the worker's streams runs it.
 
     Raises:
         DeviceLost: The process has to go.
     """
     try:
-        return _execute(backend, arenas, talk, stream)
+        return _execute(backend, arenas, call, stream)
     except DeviceLost:
         raise
     except CallPostponed as postponed:
-        return CallDeferred(talk.call, postponed.workspace_bytes)
+        return CallDeferred(call.call, postponed.workspace_bytes)
     except CallAbandoned:
-        return CallFailed(talk.call, "CANCELLED", f"{talk.operator}: nobody waits for the call any more")
+        return CallFailed(call.call, "CANCELLED", f"{call.operator}: nobody waits for the call any more")
     except Exception as error:
-        return _failed(talk, error)
+        return _failed(call, error)
 
 
 def plan(backend: Backend, order: PlanCall) -> CallPlanned | CallFailed:
@@ -130,7 +128,7 @@ def memory(backend: Backend, order: AskMemory) -> MemoryFound | CallFailed:
         return _failed(order, error)
 
 
-def _failed(order: Conversation | PlanCall | AskMemory, error: Exception) -> CallFailed:
+def _failed(order: WorkerCall | PlanCall | AskMemory, error: Exception) -> CallFailed:
     """The answer that an error is; to be called while it is handled."""
     if isinstance(error, MemoryError):
         message = f"{order.operator}: the device has no memory for the call now"
@@ -142,58 +140,43 @@ def _failed(order: Conversation | PlanCall | AskMemory, error: Exception) -> Cal
     return CallFailed(order.call, "INTERNAL", message, trace=traceback.format_exc()[-_MAX_TRACE:])
 
 
-def _execute(backend: Backend, arenas: Arenas, talk: Conversation, stream: int) -> CallDone:
-    start = time.perf_counter()
-    prepared = talk.plan.prepared(backend)
-    talk.check_wanted()  # it may have waited in this process
+def _execute(backend: Backend, arenas: Arenas, call: WorkerCall, stream: int) -> CallDone:
+    start = time.monotonic()
+    prepared = call.plan.prepared(backend)
+    call.check_wanted()  # it may have waited in this process
     if prepared.wants_nothing:
         # An operator may accept such a call before it looks at anything else, so the operands may be
         # anything and are not looked at here either.
-        return CallDone(talk.call, 0.0, 0.0, 0.0, 0, backend.name)
-    first, first_result, options = _given(talk, prepared)
-    inputs = {**prepared.nulls, **arrays(prepared.operands, arenas.inputs, first)}
+        return CallDone(call.call, 0.0, 0.0, 0.0, 0, backend.name, start)
+    inputs = {**prepared.nulls, **arrays(prepared.operands, arenas.inputs, call.input_offset)}
     if prepared.unused:
         nbytes = max(place.end for place in prepared.unused)
         inputs |= arrays(prepared.unused, arenas.zeros(nbytes), 0)
-    results = arrays(prepared.results, arenas.outputs, first_result)
+    results = arrays(prepared.results, arenas.outputs, call.output_offset)
     outputs = dict(results)
     for name in prepared.moved:
         outputs[name] = np.empty(results[name].shape, results[name].dtype)
-    packed_s = time.perf_counter() - start
-    deadline_s = talk.order.deadline_s
-    call = DeviceCall(
-        prepared.meta,
-        inputs,
-        outputs,
-        options,
-        stream,
-        _give_up_s(deadline_s, arenas.opening),
-        deadline_s,
-        talk.reserve_workspace,
-        talk.check_wanted,
-        talk.plan.memo,
-    )
+    call.meta, call.inputs, call.outputs, call.stream = prepared.meta, inputs, outputs, stream
+    call.give_up_s = _give_up_s(call.deadline_s, arenas.opening)
+    packed_s = time.monotonic() - start
     timings = backend.run(prepared.record, call)
-    if options.verify:
+    verify_s = 0.0
+    if call.options.verify:
+        run_until = time.monotonic()
         _verify(prepared, inputs, outputs)
+        verify_s = time.monotonic() - run_until
     for name in prepared.moved:
         results[name][...] = outputs[name]
     return CallDone(
-        talk.call,
+        call.call,
         timings.copy_in_s + packed_s,
         timings.run_s,
         timings.copy_out_s,
         timings.workspace_bytes,
         timings.backend or backend.name,
+        start,
+        verify_s,
     )
-
-
-def _given(talk: Conversation, prepared: Prepared) -> tuple[int, int, CallOptions]:
-    """First byte of the operands, first byte of the wanted outputs, and the options."""
-    order = talk.order
-    if isinstance(order, RunAgain):
-        return order.input_offset, order.output_offset, talk.plan.options(order.priority, order.label)
-    return prepared.input_offset, prepared.output_offset, order.options
 
 
 def _give_up_s(deadline_s: float | None, opening: OpenDevice) -> float:

@@ -18,7 +18,7 @@ from npugrad.products import product_from_name
 from npugrad_server.backends import make_backend
 from npugrad_server.backends.base import DeviceLost, DeviceUnusable
 from npugrad_server.devices import parse_device
-from npugrad_server.worker.conversation import Conversation
+from npugrad_server.worker.call import WorkerCall
 from npugrad_server.worker.descendants import leave
 from npugrad_server.worker.execute import Arenas, execute, memory, plan
 from npugrad_server.worker.packets import MAX_MESSAGE_BYTES, decode, encode, pack
@@ -36,11 +36,11 @@ from npugrad_server.worker.protocol import (
     Ping,
     PlanCall,
     Pong,
-    RunAgain,
     RunCall,
     WorkspaceGranted,
     WorkspaceRefused,
 )
+from npugrad_server.worker.run_again import RunAgain
 
 if TYPE_CHECKING:
     import socket
@@ -69,8 +69,8 @@ class Worker:
             records: The operators by name.
         """
         self._control, self._records = control, records
-        self._orders: SimpleQueue[Conversation | PlanCall | AskMemory | OpenDevice | None] = SimpleQueue()
-        self._talks: dict[int, Conversation] = {}
+        self._orders: SimpleQueue[WorkerCall | PlanCall | AskMemory | OpenDevice | None] = SimpleQueue()
+        self._calls: dict[int, WorkerCall] = {}
         self._plans: dict[int, Plan] = {}  # the listening thread's; bounded by what the pool has it forget
         self._in_hand = 0
         self._lock = threading.Lock()
@@ -118,10 +118,10 @@ class Worker:
         self._send(DeviceOpening(stage))
 
     def _stream(self, backend: Backend, arenas: Arenas, index: int) -> None:
-        while isinstance(order := self._orders.get(), (Conversation, PlanCall, AskMemory)):
+        while isinstance(order := self._orders.get(), (WorkerCall, PlanCall, AskMemory)):
             answer: Message
             try:
-                if isinstance(order, Conversation):
+                if isinstance(order, WorkerCall):
                     answer = execute(backend, arenas, order, index)
                 elif isinstance(order, PlanCall):
                     answer = plan(backend, order)
@@ -131,10 +131,11 @@ class Worker:
                 self._end(order.call, lost)
             with self._lock:
                 # Before the answer, after which the pool may hand the same call in again.
-                self._talks.pop(order.call, None)
+                self._calls.pop(order.call, None)
             self._send(answer)
             with self._lock:
                 self._in_hand -= 1
+            del order  # with its operands, of which some were copied
         self._orders.put(None)  # for the next stream
 
     def _end(self, call: int, lost: DeviceLost) -> NoReturn:
@@ -167,12 +168,12 @@ class Worker:
             if known is None:
                 self._send(CallUnknown(message.call))
             else:
-                self._begin(Conversation(message, self._send, plan=known))
+                self._begin(WorkerCall(message, self._send, plan=known))
         elif isinstance(message, RunCall):
-            talk = Conversation(message, self._send)
+            call = WorkerCall(message, self._send)
             if message.plan is not None:
-                self._plans[message.plan] = talk.plan
-            self._begin(talk)
+                self._plans[message.plan] = call.plan
+            self._begin(call)
         elif isinstance(message, ForgetPlan):
             self._plans.pop(message.plan, None)
         elif isinstance(message, OpenDevice):
@@ -185,15 +186,15 @@ class Worker:
             self._send(Pong())
         elif isinstance(message, (AbandonCall, WorkspaceGranted, WorkspaceRefused)):
             with self._lock:
-                found = self._talks.get(message.call)
+                found = self._calls.get(message.call)
             if found is not None:  # otherwise the answer is on its way
                 found.hear(message)
 
-    def _begin(self, talk: Conversation) -> None:
+    def _begin(self, call: WorkerCall) -> None:
         with self._lock:
             self._in_hand += 1
-            self._talks[talk.call] = talk
-        self._orders.put(talk)
+            self._calls[call.call] = call
+        self._orders.put(call)
 
     def _send(self, message: Message) -> None:
         try:

@@ -3,26 +3,27 @@
 Most are a line of JSON: the name of the message and its fields. What is said once for each call is packed,
 little-endian, behind a first byte that no JSON begins with:
 
-    1 RunAgain   priority, call, plan, offset of the operands, of the results, deadline, workspace, label
-    2 CallDone   call, seconds of copying in, running and copying out, workspace, backend
+    1 RunAgain   which is its packet
+    2 CallDone   call, seconds of copying in, running and copying out, workspace, start, seconds of verifying,
+                 backend
 
-The text comes last and ends with the packet. No deadline is NaN, a workspace that nobody counts is -1.
+The text comes last and ends with the packet.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, fields
 from struct import Struct
 from typing import TYPE_CHECKING, Any
 
 from npugrad.attributes import attrs_from_json, attrs_to_json
-from npugrad.call import MAX_LABEL, CallOptions
+from npugrad.call import CallOptions
 from npugrad.meta import CallMeta, TensorMeta
 from npugrad.products import product_from_name
 from npugrad_server.worker import protocol
-from npugrad_server.worker.protocol import CallDone, PlanCall, RunAgain, RunCall
+from npugrad_server.worker.protocol import CallDone, PlanCall, RunCall
+from npugrad_server.worker.run_again import RunAgain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,9 +34,8 @@ MAX_MESSAGE_BYTES = 192 * 1024
 """Largest message; an operator's metas need some kilobytes, each of its longest attributes 24 and less. Below
 the kernel's default socket buffer."""
 
-_AGAIN, _DONE = 1, 2
-_AGAIN_FIELDS = Struct("<BbQQQQdq")
-_DONE_FIELDS = Struct("<BQdddQ")
+_DONE = 2
+_DONE_FIELDS = Struct("<BQdddQdd")
 _PLAIN = {
     cls.__name__: cls
     for cls in (
@@ -69,7 +69,7 @@ def encode(message: Message) -> bytes:
         ValueError: It exceeds `MAX_MESSAGE_BYTES`.
     """
     if isinstance(message, RunAgain):
-        return pack(message)
+        return message
     if isinstance(message, RunCall):
         payload = _run_payload(message)
     elif isinstance(message, PlanCall):
@@ -82,23 +82,17 @@ def encode(message: Message) -> bytes:
     return packet
 
 
-def pack(message: RunAgain | CallDone) -> bytes:
+def pack(message: CallDone) -> bytes:
     """One packet of a fixed layout, which takes a tenth of the time that JSON takes."""
-    if isinstance(message, RunAgain):
-        deadline_s, workspace_bytes = message.deadline_s, message.workspace_bytes
-        numbers = _AGAIN_FIELDS.pack(
-            _AGAIN,
-            message.priority,
-            message.call,
-            message.plan,
-            message.input_offset,
-            message.output_offset,
-            math.nan if deadline_s is None else deadline_s,
-            -1 if workspace_bytes is None else workspace_bytes,
-        )
-        return numbers + message.label.encode()
     numbers = _DONE_FIELDS.pack(
-        _DONE, message.call, message.copy_in_s, message.run_s, message.copy_out_s, message.workspace_bytes
+        _DONE,
+        message.call,
+        message.copy_in_s,
+        message.run_s,
+        message.copy_out_s,
+        message.workspace_bytes,
+        message.begun_s,
+        message.verify_s,
     )
     return numbers + message.backend.encode()
 
@@ -112,8 +106,8 @@ def decode(packet: bytes) -> Message:
     kind = packet[0] if packet else None
     if kind == _DONE:
         return _done(packet)
-    if kind == _AGAIN:
-        return _again(packet)
+    if kind == RunAgain.KIND:
+        return RunAgain.received(packet)
     try:
         name, payload = json.loads(packet)
         if name == RunCall.__name__:
@@ -125,30 +119,11 @@ def decode(packet: bytes) -> Message:
         raise ValueError(f"not a message of this protocol: {error!r}") from error
 
 
-def _again(packet: bytes) -> RunAgain:
-    _check_length(packet, _AGAIN_FIELDS.size, MAX_LABEL)
-    _, priority, call, plan, operands, results, deadline_s, workspace_bytes = _AGAIN_FIELDS.unpack_from(
-        packet
-    )
-    if workspace_bytes < -1:
-        raise ValueError(f"found {workspace_bytes} bytes of workspace; expected -1 or more")
-    return RunAgain(
-        call,
-        plan,
-        operands,
-        results,
-        None if math.isnan(deadline_s) else deadline_s,
-        None if workspace_bytes < 0 else workspace_bytes,
-        priority,
-        packet[_AGAIN_FIELDS.size :].decode(),
-    )
-
-
 def _done(packet: bytes) -> CallDone:
     _check_length(packet, _DONE_FIELDS.size, MAX_MESSAGE_BYTES)
-    _, call, copy_in_s, run_s, copy_out_s, workspace_bytes = _DONE_FIELDS.unpack_from(packet)
+    _, call, copy_in_s, run_s, copy_out_s, workspace_bytes, *rest = _DONE_FIELDS.unpack_from(packet)
     backend = packet[_DONE_FIELDS.size :].decode()
-    return CallDone(call, copy_in_s, run_s, copy_out_s, workspace_bytes, backend)
+    return CallDone(call, copy_in_s, run_s, copy_out_s, workspace_bytes, backend, *rest)
 
 
 def _check_length(packet: bytes, nbytes: int, text_bytes: int) -> None:

@@ -58,10 +58,8 @@ class Prepared:
         record: Record of the operator.
         wants_nothing: Whether no output is wanted: the operands may then be anything, and are not here.
         meta: Metas of the operands as the backend gets them, attributes and product.
-        input_offset: First byte of the operands when the call was brought.
-        output_offset: First byte of the wanted outputs then.
         nulls: None for each operand, in their order.
-        operands: Where each operand that is not null lies, counted from there.
+        operands: Where each operand that is not null lies, counted from the first.
         unused: Those that lie nowhere: none of their values is used, so that they are zeros.
         results: Where each wanted output lies, its axes in the order of the formula.
         moved: Names of those that are not contiguous, because a format puts axes in another order.
@@ -70,8 +68,6 @@ class Prepared:
     record: OpRecord
     wants_nothing: bool
     meta: CallMeta
-    input_offset: int
-    output_offset: int
     nulls: Mapping[str, None]
     operands: tuple[Place, ...]
     unused: tuple[Place, ...]
@@ -118,9 +114,9 @@ class Plan:
 def _prepare(backend: Backend, order: RunCall) -> Prepared:
     record = get_operator(order.operator, backend.records)
     if all(meta is None for meta in order.outputs.values()):
-        return Prepared(record, True, order.meta, 0, 0, {}, (), (), (), ())
+        return Prepared(record, True, order.meta, {}, (), (), (), ())
     call = record.ordered(order.meta)
-    first, first_result = _lowest(order.input_offsets), _lowest(order.output_offsets)
+    first, first_result = lowest(order.input_offsets), lowest(order.output_offsets)
     given = [(name, meta, order.input_offsets.get(name)) for name, meta in call.inputs.items() if meta]
     operands = tuple(
         _place(name, meta, offset - first, backend.strided)
@@ -139,8 +135,6 @@ def _prepare(backend: Backend, order: RunCall) -> Prepared:
         record,
         False,
         seen,
-        first,
-        first_result,
         dict.fromkeys(call.inputs),
         operands,
         unused,
@@ -149,7 +143,8 @@ def _prepare(backend: Backend, order: RunCall) -> Prepared:
     )
 
 
-def _lowest(offsets: Mapping[str, int]) -> int:
+def lowest(offsets: Mapping[str, int]) -> int:
+    """Where the tensors of a call begin in their arena; 0 where there are none."""
     return min(offsets.values(), default=0)
 
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from npugrad_server.backends.base import Comeback
+from npugrad_server.worker.run_again import RunAgain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -151,32 +152,6 @@ class RunCall:
     deadline_s: float | None = None
     workspace_bytes: int | None = None
     plan: int | None = None
-
-
-@dataclass(frozen=True)
-class RunAgain:
-    """Run a call that is like an earlier one but for what is said here.
-
-    Attributes:
-        call: Its number, for the answer.
-        plan: Number under which the earlier call was to be kept.
-        input_offset: First byte of its operands, in their arena: where the earlier call has the lowest of its
-            offsets. Each operand lies as far from there as it does in that call.
-        output_offset: First byte of its wanted outputs, in the results' arena, likewise.
-        deadline_s: As in `RunCall`, and so are the others.
-        workspace_bytes: Device memory that is set aside for its workspace.
-        priority: Option of the call.
-        label: Option of the call.
-    """
-
-    call: int
-    plan: int
-    input_offset: int
-    output_offset: int
-    deadline_s: float | None = None
-    workspace_bytes: int | None = None
-    priority: int = 0
-    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -323,7 +298,8 @@ class MemoryFound:
 class CallDone:
     """The results lie in the arena; the attributes are those of `npugrad_server.backends.base.Timings`.
 
-    The backend is always named.
+    The backend is always named. The worker took up the call at `begun_s` of `time.monotonic`, which is one
+    clock for all processes of a machine, and spent `verify_s` on the comparison with the reference.
     """
 
     call: int
@@ -332,6 +308,8 @@ class CallDone:
     copy_out_s: float
     workspace_bytes: int
     backend: str
+    begun_s: float = field(default=0.0, compare=False)
+    verify_s: float = 0.0
 
 
 @dataclass(frozen=True)

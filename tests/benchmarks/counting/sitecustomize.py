@@ -25,7 +25,7 @@ OFF, DONE = 0, 255
 def _watch(folder: Path) -> None:
     with (folder / "switch").open("rb") as file:
         switch = mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_READ)
-    counts: dict[tuple[int, CodeType], int] = {}
+    counts: dict[tuple[int, CodeType, str], int] = {}
     written = False
 
     def profile(frame: FrameType, event: str, _: object) -> None:
@@ -34,7 +34,7 @@ def _watch(folder: Path) -> None:
         if event != "call" or call == OFF:
             return
         if call != DONE:
-            key = (call, frame.f_code)
+            key = (call, frame.f_code, _name(frame))
             counts[key] = counts.get(key, 0) + 1
         elif not written:
             written = True
@@ -44,10 +44,21 @@ def _watch(folder: Path) -> None:
     sys.setprofile(profile)
 
 
-def _write(folder: Path, counts: dict[tuple[int, CodeType], int]) -> None:
+def _name(frame: FrameType) -> str:
+    """Name of a function; of a constructor, that of the class whose object it makes."""
+    code = frame.f_code
+    is_record = code.co_name == "<lambda>" and code.co_varnames[:1] == ("_cls",)  # of a NamedTuple
+    if not is_record and code.co_name not in ("__init__", "__new__"):
+        return code.co_name
+    first = frame.f_locals.get(code.co_varnames[0]) if code.co_varnames else None
+    made = first if isinstance(first, type) else type(first)
+    return f"{made.__module__}.{made.__qualname__}()"
+
+
+def _write(folder: Path, counts: dict[tuple[int, CodeType, str], int]) -> None:
     import json
 
-    found = [(call, code.co_filename, code.co_name, count) for (call, code), count in counts.items()]
+    found = [(call, code.co_filename, name, count) for (call, code, name), count in counts.items()]
     (folder / f"{os.getpid()}.json").write_text(json.dumps({"command": sys.orig_argv, "counts": found}))
 
 

@@ -8,8 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from tests.calls import sample
-from tests.client.cli.command import failed, run
-from tests.client.fake_service import abort_with, fake_service, group_norm
+from tests.client.cli.command import failed, process, run
+from tests.client.fake_service import Gate, abort_with, fake_service, group_norm
+from tests.client.terminal import Terminal
 
 from npugrad import OPERATORS, Product
 from npugrad.errors import InvalidOperand, ServerBusy
@@ -110,6 +111,59 @@ def test_flags_stand_above_the_file_and_options_reach_the_server(file: str, out:
     assert list(request.output_mask.values) == [True, False, False]
 
 
+# ------------------------------------------------------------------------------------------ progress
+
+
+@pytest.fixture
+def large_file(tmp_path: Path) -> str:
+    """Operands of 16 MiB and some."""
+    return saved(tmp_path / "large.npz", group_norm(hxw=2**18))
+
+
+def on_a_terminal(file: str, out: Path, *flags: str, waits_for: str) -> str:
+    """What a terminal shows of a call, which the service holds until it has shown this."""
+    service = Gate()
+    command = ("-m", "npugrad_client.cli", "call", "group_norm_backward", file, "-o", str(out), *flags)
+    with (
+        fake_service(service.unary, service.execute) as fake,
+        Terminal(*command, NPUGRAD_TARGET=fake.address) as terminal,
+    ):
+        service.wait_for_call()
+        terminal.wait_for(waits_for)
+        service.open()
+        status, output, shown = terminal.end()
+    assert status == 0, shown
+    assert "on test:0" in output
+    assert output.endswith(f"written to {out}\n")
+    assert "group_norm_backward" not in output
+    return shown
+
+
+def test_a_large_call_shows_its_progress_on_a_terminal(large_file: str, out: Path) -> None:
+    on_a_terminal(large_file, out, waits_for="group_norm_backward sending .* of 16 MiB")
+
+
+def test_progress_can_be_left_out(large_file: str, out: Path) -> None:
+    assert on_a_terminal(large_file, out, "--no-progress", waits_for="") == ""
+
+
+def test_a_small_call_shows_it_when_asked_to(file: str, out: Path) -> None:
+    assert on_a_terminal(file, out, waits_for="") == ""
+    on_a_terminal(file, out, "--progress", waits_for="group_norm_backward waiting for the result")
+
+
+@pytest.mark.parametrize("flags", [(), ("--progress",)])
+def test_no_progress_is_shown_where_there_is_no_terminal(
+    large_file: str, out: Path, flags: tuple[str, ...]
+) -> None:
+    with fake_service() as service:
+        ended = process(
+            "call", "group_norm_backward", large_file, "-o", str(out), *flags, target=service.address
+        )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.endswith(f"written to {out}\n")
+
+
 # ------------------------------------------------------------------------------------------ what is refused
 
 
@@ -152,3 +206,13 @@ def test_all_missing_attributes_are_told(tmp_path: Path, out: Path) -> None:
 def test_text_is_no_operand(tmp_path: Path, out: Path) -> None:
     file = saved(tmp_path / "in.npz", {**group_norm(), "gamma": np.array(["a"])})
     assert failed(call(file, out), 2).startswith("group_norm_backward: gamma: found dtype <U1; expected")
+
+
+def test_the_timeline_is_printed_where_it_is_asked_for(server: ServerProcess, file: str, out: Path) -> None:
+    plain = call(file, out, target=server.address).stdout
+    shown = call(file, out, "--timeline", target=server.address).stdout.splitlines()
+    assert "transport" not in plain
+    heading = next(number for number, line in enumerate(shown) if line.startswith("group_norm_backward: "))
+    stages = [line.split()[0] for line in shown[heading + 2 : -1]]
+    assert stages[0] == "pack"
+    assert {"run", "transport"} <= {*stages}

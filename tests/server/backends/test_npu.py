@@ -29,8 +29,8 @@ from npugrad_server.worker.protocol import (
     DeviceReady,
     MemoryFound,
     PlanCall,
-    RunAgain,
 )
+from npugrad_server.worker.run_again import RunAgain
 
 if TYPE_CHECKING:
     from tests.server.backends.conftest import NpuWorker, StartNpuWorker

@@ -54,14 +54,15 @@ class Job:
 
     def golden(self) -> dict[str, npt.NDArray[Any]]:
         """What the CPU backend makes of the operands in this process."""
-        return cpu_results(self.planned.record, self.planned.call, self.inputs, self.planned.outputs)
+        plan = self.planned.plan
+        return cpu_results(plan.record, plan.call, self.inputs, plan.outputs)
 
     def write(self, admission: Any) -> None:
         """Writes the operands, in the layout that the metas of the call declare."""
         for name, array in self.inputs.items():
             if array is not None:
                 meta, data = content(array)
-                assert meta.content_bytes == self.planned.call.tensor(name).content_bytes
+                assert meta.content_bytes == self.planned.plan.call.tensor(name).content_bytes
                 admission.view(name)[:] = data
 
     async def run(self, pool: DevicePool) -> tuple[dict[str, bytes], Outcome]:
@@ -110,7 +111,8 @@ def make_job(
         call = call.with_inputs(**{k: None if a is None else content(a)[0] for k, a in inputs.items()})
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     options = CallOptions(priority=priority, label=label, verify=verify)
-    return Job(PlannedCall(record, call, record.infer(call), options, f"request-{seed}", deadline), inputs)
+    planned = PlannedCall.alone(record, call, record.infer(call), options, f"request-{seed}", deadline)
+    return Job(planned, inputs)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from npugrad_server.worker.descendants import leave
 from npugrad_server.worker.loop import Worker
-from npugrad_server.worker.protocol import RunAgain
+from npugrad_server.worker.run_again import RunAgain
 
 if TYPE_CHECKING:
     from npugrad_server.worker.protocol import Message

@@ -111,7 +111,9 @@ def test_a_long_reason_of_one_device_does_not_hide_that_of_another(job: Any) -> 
 @pytest.mark.parametrize("length", [0, 1, 60, 600])
 def test_the_reasons_always_fit_a_status(job: Any, count: int, length: int) -> None:
     devices = [down(index, f"{index}" + "x" * length) for index in range(count)]
-    planned = replace(job().planned, record=OPERATORS["multi_scale_deformable_attention_grad"])
+    planned = job().planned
+    record = OPERATORS["multi_scale_deformable_attention_grad"]
+    planned = replace(planned, plan=replace(planned.plan, record=record))
     words = str(error_without_device(devices, planned))
     assert words.startswith("multi_scale_deformable_attention_grad: no device is ready: ")
     assert len(words) <= MAX_MESSAGE_BYTES

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.server.pool.plans import altered
 
 from npugrad import OPERATORS, TensorMeta
 from npugrad.errors import CallTooLarge
@@ -26,13 +27,13 @@ def test_bytes_are_exact_and_every_tensor_is_aligned(job: Any) -> None:
 def test_an_expanded_operand_travels_small_and_counts_whole_on_the_device(job: Any) -> None:
     planned = job().planned
     expanded = TensorMeta("float32", (2**20, 2**20), strides=(0, 0))
-    demand = demand_of(replace(planned, call=planned.call.with_inputs(grad_out=expanded)))
+    demand = demand_of(altered(planned, call=planned.plan.call.with_inputs(grad_out=expanded)))
     assert demand.inputs.offsets["input"] == ALIGNMENT
     assert demand.memory_bytes == 2**42
 
 
 def test_an_operand_that_is_not_used_takes_no_memory_and_has_a_limit_all_the_same(job: Any) -> None:
-    planned = replace(job(n=2, c=6, hxw=5, group=3).planned, unused=frozenset({"input"}))
+    planned = altered(job(n=2, c=6, hxw=5, group=3).planned, unused=frozenset({"input"}))
     demand = demand_of(planned)
     assert "input" not in demand.inputs.offsets
     assert (demand.memory_bytes, demand.unused_bytes) == (0, 4 * 2 * 6 * 5)
@@ -53,7 +54,7 @@ def test_an_operand_that_is_not_used_may_have_what_a_kept_or_a_copied_one_may(
     setting: str, limits: dict[str, int], job: Any
 ) -> None:
     """Contiguous it needed the arena alone, and expanded the memory of copies, when it was still kept."""
-    planned = replace(job(n=2, c=6, hxw=5, group=3).planned, unused=frozenset({"input"}))
+    planned = altered(job(n=2, c=6, hxw=5, group=3).planned, unused=frozenset({"input"}))
     demand = replace(demand_of(planned), unused_bytes=2**20)
     check_fits("group_norm_backward", demand, **limits, output_arena_bytes=2**20)
     too_much = replace(demand, unused_bytes=2**20 + 1)
@@ -64,7 +65,7 @@ def test_an_operand_that_is_not_used_may_have_what_a_kept_or_a_copied_one_may(
 def test_an_offset_makes_a_copy_necessary_and_is_counted(job: Any) -> None:
     planned = job().planned
     shifted = TensorMeta("float32", (2, 3), storage_offset=100)
-    demand = demand_of(replace(planned, call=planned.call.with_inputs(mean=shifted)))
+    demand = demand_of(altered(planned, call=planned.plan.call.with_inputs(mean=shifted)))
     assert demand.memory_bytes == 24
 
 
@@ -76,7 +77,7 @@ def test_channels_that_come_last_are_moved_for_operands_and_results(job: Any) ->
         grad_output=TensorMeta("float32", (2, 2, 3, 4, 3), "NDHWC"),
     )
     assert validate_call(record, call).status == 0
-    planned = replace(job().planned, record=record, call=call, outputs=record.infer(call))
+    planned = altered(job().planned, record=record, call=call, outputs=record.infer(call))
     assert demand_of(planned).memory_bytes == 4 * 3 * (2 * 2 * 4 * 5 * 6 + 2 * 2 * 3 * 4)
     # A device with memory of its own takes operands as they lie.
     assert demand_of(planned, own_memory=True).memory_bytes == 4 * 3 * 2 * 4 * 5 * 6
@@ -89,8 +90,8 @@ def test_a_verification_needs_the_results_once_more_in_float64(job: Any) -> None
 
 def test_a_device_with_memory_of_its_own_takes_strides_and_holds_the_tensors(job: Any) -> None:
     planned = job().planned
-    expanded = replace(
-        planned, call=planned.call.with_inputs(mean=TensorMeta("float32", (2, 3), strides=(0, 0)))
+    expanded = altered(
+        planned, call=planned.plan.call.with_inputs(mean=TensorMeta("float32", (2, 3), strides=(0, 0)))
     )
     assert demand_of(expanded).memory_bytes == 24
     demand = demand_of(expanded, own_memory=True)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.server.pool.plans import altered
 
 from npugrad import OPERATORS, Product, TensorMeta
 from npugrad.call import CallOptions
@@ -55,15 +56,15 @@ def test_a_part_of_the_memory_is_left_out_of_the_budget(free: int, streams: int,
 def test_the_tensors_of_a_call_are_counted_as_they_lie_on_the_device(name: str) -> None:
     record = OPERATORS[name]
     call = record.build()
-    planned = PlannedCall(record, call, record.infer(call), CallOptions(), "", None)
+    planned = PlannedCall.alone(record, call, record.infer(call), CallOptions(), "", None)
     need = need_of(planned)
-    metas = [meta for meta in (*call.inputs.values(), *planned.outputs.values()) if meta is not None]
+    metas = [meta for meta in (*call.inputs.values(), *planned.plan.outputs.values()) if meta is not None]
     assert need.tensor_bytes == sum(footprint(meta.nbytes) for meta in metas)
     # Only what is checked before the launch is copied on the host.
     assert need.host_bytes == sum(call.tensor(operand).nbytes for operand in record.checked_operands)
     verified = need_of(replace(planned, options=CallOptions(verify=True)))
     assert verified.host_bytes - need.host_bytes == sum(
-        8 * meta.size for meta in planned.outputs.values() if meta is not None
+        8 * meta.size for meta in planned.plan.outputs.values() if meta is not None
     )
 
 
@@ -72,8 +73,8 @@ def test_an_expanded_operand_is_small_on_a_device_and_a_sparse_one_is_packed_on_
     expanded = TensorMeta("float32", (2, 6, 4), strides=(0, 0, 0))
     sparse = TensorMeta("float32", (2, 6, 4), strides=(24000, 4000, 1000))
     plain, first, second = (
-        need_of(replace(planned, call=planned.call.with_inputs(input=meta)))
-        for meta in (planned.call.inputs["input"], expanded, sparse)
+        need_of(altered(planned, call=planned.plan.call.with_inputs(input=meta)))
+        for meta in (planned.plan.call.inputs["input"], expanded, sparse)
     )
     assert first.tensor_bytes <= plain.tensor_bytes == second.tensor_bytes
     assert (plain.host_bytes, first.host_bytes, second.host_bytes) == (0, 0, 4 * 48)
@@ -81,23 +82,23 @@ def test_an_expanded_operand_is_small_on_a_device_and_a_sparse_one_is_packed_on_
 
 def test_a_call_of_which_nothing_is_wanted_takes_nothing_whatever_its_operands(job: Any) -> None:
     planned = job().planned
-    call = planned.call.with_inputs(input=None)
-    assert need_of(replace(planned, call=call, outputs=dict.fromkeys(planned.outputs))) == DeviceNeed()
+    call = planned.plan.call.with_inputs(input=None)
+    assert need_of(altered(planned, call=call, outputs=dict.fromkeys(planned.plan.outputs))) == DeviceNeed()
 
 
 def test_calls_whose_workspace_may_differ_have_different_keys(job: Any) -> None:
     planned = job(n=2, c=6, hxw=4).planned
-    call = planned.call
+    call = planned.plan.call
     strided = TensorMeta("float32", (2, 6, 4), strides=(1, 2, 12))
     others = [
         job(n=2, c=6, hxw=8).planned,
         job(n=2, c=6, hxw=4, dtype="float16").planned,
         job(n=2, c=6, hxw=4, group=2).planned,
         job(n=2, c=6, hxw=4, output_mask=(True, True, False)).planned,
-        replace(planned, call=call.with_inputs(input=strided)),
-        replace(planned, call=call.with_inputs(input=TensorMeta("float32", (2, 6, 4), "NCHW"))),
+        altered(planned, call=call.with_inputs(input=strided)),
+        altered(planned, call=call.with_inputs(input=TensorMeta("float32", (2, 6, 4), "NCHW"))),
         replace(planned, options=CallOptions(deterministic=True)),
-        replace(planned, call=replace(call, product=Product.ATLAS_A3)),
+        altered(planned, call=replace(call, product=Product.ATLAS_A3)),
     ]
     keys = {need_of(each).key for each in (planned, *others)}
     assert len(keys) == len(others) + 1

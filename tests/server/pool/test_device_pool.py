@@ -3,12 +3,12 @@ from __future__ import annotations
 import asyncio
 import mmap
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from tests.calls import cpu_backend
+from tests.server.pool.plans import altered
 
 from npugrad import TensorMeta
 from npugrad.errors import CallTooLarge, DeadlineExceeded, ServerBusy, ServerDraining
@@ -90,7 +90,7 @@ def test_other_layouts_are_made_contiguous_by_the_worker(
     run_pool: Any, job: Any, layout: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
 ) -> None:
     one = job(layout=layout)
-    assert any(not meta.is_contiguous for meta in one.planned.call.inputs.values())
+    assert any(not meta.is_contiguous for meta in one.planned.plan.call.inputs.values())
 
     async def scenario(pool: DevicePool) -> None:
         await one.check(pool)
@@ -173,8 +173,8 @@ def test_priorities_and_labels_decide_who_is_next(run_pool: Any, job: Any) -> No
 def test_what_can_never_fit_is_refused_and_names_the_setting(run_pool: Any, job: Any) -> None:
     huge = TensorMeta("float32", (2**20, 2**10, 2**10), strides=(0, 0, 0))
     one = job()
-    stretched = one.planned.call.with_inputs(grad_out=huge)
-    planned = replace(one.planned, call=stretched)
+    stretched = one.planned.plan.call.with_inputs(grad_out=huge)
+    planned = altered(one.planned, call=stretched)
 
     async def scenario(pool: DevicePool) -> None:
         for call, setting in [
@@ -316,7 +316,7 @@ def test_an_admission_runs_once_and_its_views_end_with_it(run_pool: Any, job: An
         one = job(with_gamma=False)
         with pool.admit(one.planned) as admission:
             operand = admission.view("input")
-            assert (operand.readonly, operand.nbytes) == (False, one.planned.call.tensor("input").nbytes)
+            assert (operand.readonly, operand.nbytes) == (False, one.planned.plan.call.tensor("input").nbytes)
             with pytest.raises(KeyError, match="gamma is null"):
                 admission.view("gamma")
             with pytest.raises(KeyError):

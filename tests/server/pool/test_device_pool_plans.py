@@ -15,7 +15,8 @@ from npugrad.errors import DeviceOutOfMemory
 from npugrad_server.pool import CallPlan, PlannedCall
 from npugrad_server.pool.process import WorkerProcess
 from npugrad_server.pool.sent_plans import MOST_PLANS, SentPlans
-from npugrad_server.worker.protocol import AbandonCall, ForgetPlan, RunAgain, RunCall
+from npugrad_server.worker.protocol import AbandonCall, ForgetPlan, RunCall
+from npugrad_server.worker.run_again import RunAgain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,9 +33,9 @@ def shared(job: Callable[..., Any], count: int, **sizes: Any) -> list[Any]:
     """Calls of one plan, each with operands of its own."""
     jobs = [job(seed=seed, **sizes) for seed in range(count)]
     first = jobs[0].planned
-    plan = CallPlan(first.record, first.call, first.outputs, first.plan.options, is_kept=True)
+    plan = CallPlan(first.plan.record, first.plan.call, first.plan.outputs, first.plan.options, is_kept=True)
     return [
-        replace(each, planned=PlannedCall.of(plan, each.planned.options, each.planned.request_id, None))
+        replace(each, planned=PlannedCall(plan, each.planned.options, each.planned.request_id, None))
         for each in jobs
     ]
 
@@ -190,7 +191,7 @@ def test_the_label_that_a_call_has_is_the_workers_as_well(run_pool: Any, job: An
         options = replace(second.planned.options, label="x", priority=5)
         plan = second.planned.plan
         with pytest.raises(DeviceOutOfMemory):
-            await replace(second, planned=PlannedCall.of(plan, options, "r", None)).run(pool)
+            await replace(second, planned=PlannedCall(plan, options, "r", None)).run(pool)
         await second.run(pool)
 
     run_pool(scenario, "test:1?oom=x")

@@ -10,7 +10,6 @@ from tests.server.pool.scheduling import SETTINGS, of, open_scheduler, started
 
 from npugrad_server.backends.base import Comeback
 from npugrad_server.pool.commands import (
-    CallRequest,
     FailCall,
     Failure,
     KillWorker,
@@ -18,6 +17,7 @@ from npugrad_server.pool.commands import (
     StartCall,
     WorkerSpec,
 )
+from npugrad_server.pool.ledger import CallRecord
 from npugrad_server.pool.lifecycle import SLOWEST_S
 from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.pool.types import DeviceState
@@ -69,10 +69,10 @@ def test_spawns_that_fail_count_against_no_device_and_are_repeated_quickly_for_e
         assert down(worker) == (turn > MOST)
     assert lose(scheduler, now, host=True) == QUICK
     # Meanwhile nobody waits for it, and it is back with the first process that can be started.
-    assert [failed.reason for failed in of(FailCall, scheduler.submit(CallRequest(1), now))] == ["NO_DEVICE"]
+    assert [failed.reason for failed in of(FailCall, scheduler.submit(CallRecord(1), now))] == ["NO_DEVICE"]
     be_ready(scheduler, now)
     assert worker.state is DeviceState.READY
-    assert started(scheduler.submit(CallRequest(2), now)) == [2]
+    assert started(scheduler.submit(CallRecord(2), now)) == [2]
 
 
 def test_an_idle_worker_may_be_killed_however_often() -> None:
@@ -92,7 +92,7 @@ def test_deaths_under_calls_are_not_the_devices_whatever_becomes_of_the_calls(en
     scheduler, now = open_scheduler(), 0.0
     (worker,) = scheduler.workers
     for number in range(20):
-        request = CallRequest(number, deadline_s=now + 0.25 if end == "deadline" else None)
+        request = CallRecord(number, deadline_s=now + 0.25 if end == "deadline" else None)
         assert started(scheduler.submit(request, now)) == [number]
         while True:
             if end == "cancelled":
@@ -112,8 +112,8 @@ def test_deaths_count_against_the_device_once_another_one_has_done_the_calls() -
     bad, good = scheduler.workers
     for number in range(0, 60, 2):
         # Two, so that one of them goes to the bad device.
-        starts = of(StartCall, scheduler.submit(CallRequest(number), now))
-        starts += of(StartCall, scheduler.submit(CallRequest(number + 1), now))
+        starts = of(StartCall, scheduler.submit(CallRecord(number), now))
+        starts += of(StartCall, scheduler.submit(CallRecord(number + 1), now))
         on_good = next(start.call for start in starts if start.worker == good.index)
         waits.append(lose(scheduler, now))
         assert down(bad) == (len(waits) > MOST + 1)
@@ -132,7 +132,7 @@ def test_deaths_count_against_the_device_once_another_one_has_done_the_calls() -
 def test_the_death_of_several_calls_at_once_proves_nothing_against_the_device() -> None:
     scheduler = open_scheduler(2, streams=2)
     for number in (1, 2, 3, 4):
-        scheduler.submit(CallRequest(number), 0)
+        scheduler.submit(CallRecord(number), 0)
     lose(scheduler, 0)
     for number in (2, 4, 1, 3):
         scheduler.answered(1, 1, number, True, 0)
@@ -157,7 +157,7 @@ def test_a_device_that_does_not_open_is_tried_slower_and_slower_without_end() ->
 
 def test_calls_are_refused_while_a_device_that_is_down_is_tried_and_served_once_it_is_open() -> None:
     scheduler = started_scheduler(max_respawns=0)
-    scheduler.submit(CallRequest(1), 0)
+    scheduler.submit(CallRecord(1), 0)
     (worker,) = scheduler.workers
     scheduler.failing(0, 1, Failure("it does not open"), 0)
     assert [failed.call for failed in of(FailCall, scheduler.lost(0, 1, "status 1", 0))] == [1]
@@ -165,9 +165,9 @@ def test_calls_are_refused_while_a_device_that_is_down_is_tried_and_served_once_
     assert worker.alive
     scheduler.progress(0, worker.incarnation, "importing torch_npu", 100)
     assert (worker.state, worker.reason) == (DeviceState.DOWN, "status 1")
-    assert [failed.call for failed in of(FailCall, scheduler.submit(CallRequest(2), 100))] == [2]
+    assert [failed.call for failed in of(FailCall, scheduler.submit(CallRecord(2), 100))] == [2]
     be_ready(scheduler, 101)
-    assert started(scheduler.submit(CallRequest(3), 101)) == [3]
+    assert started(scheduler.submit(CallRecord(3), 101)) == [3]
 
 
 # ----------------------------------------------------------------------------------- how long a start takes

@@ -8,7 +8,6 @@ from tests.server.pool.scheduling import SETTINGS, finish, of, open_scheduler, s
 
 from npugrad_server.pool.claim import MAX_OVERTAKEN
 from npugrad_server.pool.commands import (
-    CallRequest,
     FailCall,
     PostponeCall,
     ReleaseCall,
@@ -16,6 +15,7 @@ from npugrad_server.pool.commands import (
     TellWorker,
     WorkerSpec,
 )
+from npugrad_server.pool.ledger import CallRecord
 from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.worker.protocol import AbandonCall, WorkspaceGranted, WorkspaceRefused
 
@@ -31,9 +31,9 @@ def workspace(blocks: int) -> int:
     return blocks * BLOCK - 32
 
 
-def on_device(number: int, blocks: int, key: str | None = "key", **changes: Any) -> CallRequest:
+def on_device(number: int, blocks: int, key: str | None = "key", **changes: Any) -> CallRecord:
     label = changes.pop("label", str(number))
-    return CallRequest(number, label=label, device_bytes=blocks * BLOCK, workspace_key=key, **changes)
+    return CallRecord(number, label=label, device_bytes=blocks * BLOCK, workspace_key=key, **changes)
 
 
 def ask(scheduler: Scheduler, start: StartCall, blocks: int) -> WorkspaceGranted | WorkspaceRefused:
@@ -254,7 +254,7 @@ def test_a_call_nobody_waits_for_gets_no_workspace_and_is_told_so() -> None:
 
 def test_a_deadline_that_passes_while_a_call_runs_is_told_to_its_worker() -> None:
     scheduler = open_scheduler()
-    scheduler.submit(CallRequest(1, deadline_s=5.0), 0)
+    scheduler.submit(CallRecord(1, deadline_s=5.0), 0)
     commands = scheduler.tick(5.0)
     assert [failed.reason for failed in of(FailCall, commands)] == ["DEADLINE_EXCEEDED"]
     assert of(TellWorker, commands) == [TellWorker(0, 1, AbandonCall(1))]

@@ -12,7 +12,6 @@ from npugrad_server.backends.base import Comeback
 from npugrad_server.pool.attempts import ELSEWHERE
 from npugrad_server.pool.claim import MAX_OVERTAKEN
 from npugrad_server.pool.commands import (
-    CallRequest,
     CompleteCall,
     FailCall,
     Failure,
@@ -24,7 +23,7 @@ from npugrad_server.pool.commands import (
     TellWorker,
     WorkerSpec,
 )
-from npugrad_server.pool.regions import EMPTY
+from npugrad_server.pool.ledger import CallRecord
 from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.pool.types import DeviceState, PoolSettings
 from npugrad_server.worker.protocol import WorkspaceRefused
@@ -76,7 +75,7 @@ def opened(workers: int, streams: int = 1, settings: PoolSettings = SETTINGS) ->
 
 
 def submit(scheduler: Scheduler, number: int, operator: str = "", **changes: object) -> list[StartCall]:
-    request = replace(CallRequest(number, operator=operator), **changes)  # type: ignore[arg-type]
+    request = replace(CallRecord(number, operator=operator), **changes)  # type: ignore[arg-type]
     return of(StartCall, scheduler.submit(request, 0))
 
 
@@ -107,7 +106,7 @@ def test_a_call_that_no_device_can_run_is_refused_with_the_reasons() -> None:
     be_ready(scheduler, 2, {"p": WHY, "q": WHY})
     assert scheduler.offers.why_lacking("p") == f"{WHY}; no kernels"
     assert scheduler.offers.why_lacking("q") == scheduler.offers.why_lacking("r") == ""
-    (failed,) = of(FailCall, scheduler.submit(CallRequest(1, operator="p"), 0))
+    (failed,) = of(FailCall, scheduler.submit(CallRecord(1, operator="p"), 0))
     assert (failed.reason, failed.detail) == ("OPERATOR_UNSUPPORTED", f"no device has it: {WHY}; no kernels")
 
 
@@ -142,7 +141,7 @@ def test_a_call_is_to_come_again_when_the_only_device_that_may_run_it_is_down_fo
     scheduler.lost(1, 1, "signal 9", 0)
     assert scheduler.workers[1].state is DeviceState.DOWN
     assert scheduler.offers.why_lacking("p") == ""
-    (failed,) = of(FailCall, scheduler.submit(CallRequest(1, operator="p"), 0))
+    (failed,) = of(FailCall, scheduler.submit(CallRecord(1, operator="p"), 0))
     assert failed.reason == "NO_DEVICE"
     scheduler.tick(10)
     be_ready(scheduler, 1, now=10)
@@ -216,7 +215,7 @@ def test_memory_of_a_device_that_lacks_the_operator_does_not_count() -> None:
         4 * BLOCK,
         8 * BLOCK,
     )
-    (failed,) = of(FailCall, scheduler.submit(CallRequest(1, operator="p", device_bytes=5 * BLOCK), 0))
+    (failed,) = of(FailCall, scheduler.submit(CallRecord(1, operator="p", device_bytes=5 * BLOCK), 0))
     assert failed.reason == "CALL_TOO_LARGE"
     (start,) = submit(scheduler, 2, "p", device_bytes=2 * BLOCK)
     (told,) = of(TellWorker, scheduler.need_workspace(0, 1, start.call, 5 * BLOCK - 32))
@@ -234,9 +233,9 @@ def test_calls_go_to_the_device_that_keeps_their_mode_though_another_is_idle() -
         (start,) = submit(scheduler, number, "p", deterministic=wanted)
         assert start.worker == wanted
     assert submit(scheduler, 3, "p", deterministic=True) == submit(scheduler, 4, "p", label="b") == []
-    (third,) = of(StartCall, answer(scheduler, StartCall(1, 1, 1, EMPTY, 1, 0)))
+    (third,) = of(StartCall, answer(scheduler, StartCall(1, 1, 1, 1, 0)))
     assert (third.call, third.worker) == (3, 1)
-    (fourth,) = of(StartCall, answer(scheduler, StartCall(2, 0, 1, EMPTY, 1, 0)))
+    (fourth,) = of(StartCall, answer(scheduler, StartCall(2, 0, 1, 1, 0)))
     assert (fourth.call, fourth.worker) == (4, 0)
 
 
@@ -268,7 +267,7 @@ def test_where_every_device_lacks_the_operator_or_the_mode_the_mode_is_what_is_t
     scheduler = make(2)
     be_ready(scheduler, 0, {"p": WHY}, deterministic=True)
     be_ready(scheduler, 1, deterministic=False)
-    (failed,) = of(FailCall, scheduler.submit(CallRequest(1, operator="p", deterministic=True), 0))
+    (failed,) = of(FailCall, scheduler.submit(CallRecord(1, operator="p", deterministic=True), 0))
     assert (failed.reason, WHY in failed.detail, ONCE in failed.detail) == (
         "DETERMINISM_UNSUPPORTED",
         True,
@@ -310,7 +309,7 @@ def test_what_a_deterministic_call_can_have_is_what_its_devices_have() -> None:
     be_ready(scheduler, 1, deterministic=True, memory_bytes=4 * BLOCK)
     assert scheduler.offers["p", True].most_bytes == 4 * BLOCK
     assert scheduler.offers["p", False].most_bytes == 8 * BLOCK
-    large = CallRequest(1, operator="p", deterministic=True, device_bytes=5 * BLOCK)
+    large = CallRecord(1, operator="p", deterministic=True, device_bytes=5 * BLOCK)
     (failed,) = of(FailCall, scheduler.submit(large, 0))
     assert failed.reason == "CALL_TOO_LARGE"
 

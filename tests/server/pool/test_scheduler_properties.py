@@ -14,7 +14,6 @@ from npugrad import Product
 from npugrad_server.backends.base import Comeback
 from npugrad_server.pool.attempts import ELSEWHERE, SUSPECT_ATTEMPTS
 from npugrad_server.pool.commands import (
-    CallRequest,
     CompleteCall,
     FailCall,
     Failure,
@@ -29,6 +28,7 @@ from npugrad_server.pool.commands import (
     WorkerSpec,
 )
 from npugrad_server.pool.device_memory import workspace_footprint
+from npugrad_server.pool.ledger import CallRecord
 from npugrad_server.pool.lifecycle import SLOWEST_S, STARTS_AT_ONCE, TURN_S
 from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.pool.types import DeviceState, PoolSettings
@@ -51,7 +51,7 @@ OPERATORS = ("", "p", "q")
 class Call:
     """What the world knows of a call."""
 
-    request: CallRequest
+    request: CallRecord
     starts: list[StartCall] = field(default_factory=list)
     running: bool = False
     answers: int = 0
@@ -242,7 +242,7 @@ class SchedulerWorld(RuleBasedStateMachine):
         call.running = call.region_live = True
 
     def _check_region(self, call: Call, start: StartCall) -> None:
-        region = start.region
+        region = call.request.region
         assert region.nbytes >= call.request.output_bytes
         assert region.offset + region.nbytes <= ARENA
         for other in self.calls.values():
@@ -250,8 +250,9 @@ class SchedulerWorld(RuleBasedStateMachine):
                 continue
             last = other.starts[-1]
             if (last.worker, last.incarnation) == (start.worker, start.incarnation):
-                apart = region.offset + region.nbytes, last.region.offset + last.region.nbytes
-                assert apart[0] <= last.region.offset or apart[1] <= region.offset, "regions overlap"
+                theirs = other.request.region
+                apart = region.offset + region.nbytes, theirs.offset + theirs.nbytes
+                assert apart[0] <= theirs.offset or apart[1] <= region.offset, "regions overlap"
 
     def _on(self, worker: int) -> list[Call]:
         return [c for c in self.calls.values() if c.running and c.starts[-1].worker == worker]
@@ -311,7 +312,7 @@ class SchedulerWorld(RuleBasedStateMachine):
     ) -> None:
         number = len(self.calls)
         due = None if deadline is None else self.now + deadline
-        request = CallRequest(
+        request = CallRecord(
             number,
             priority,
             label,

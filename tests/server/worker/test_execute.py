@@ -16,7 +16,7 @@ from npugrad.operator import TensorParam
 from npugrad_server.backends.base import Backend, CallAbandoned, CallPostponed, DeviceLost, Timings, unheard
 from npugrad_server.pool.arena import InputArena, OutputArena
 from npugrad_server.pool.regions import Region
-from npugrad_server.worker.conversation import Conversation
+from npugrad_server.worker.call import WorkerCall
 from npugrad_server.worker.execute import Arenas
 from npugrad_server.worker.execute import execute as execute_talk
 from npugrad_server.worker.plans import Plan
@@ -26,9 +26,9 @@ from npugrad_server.worker.protocol import (
     CallDone,
     CallFailed,
     OpenDevice,
-    RunAgain,
     RunCall,
 )
+from npugrad_server.worker.run_again import RunAgain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -85,11 +85,11 @@ def order(**changes: Any) -> RunCall:
 
 
 def nobody_is_asked(message: Message) -> None:
-    raise AssertionError(f"the pool was asked {message}")
+    raise AssertionError(f"the pool was asked {message!r}")
 
 
 def execute(backend: Recorder, arenas: Arenas, run: RunCall, stream: int) -> Answer:
-    return execute_talk(backend, arenas, Conversation(run, nobody_is_asked), stream)
+    return execute_talk(backend, arenas, WorkerCall(run, nobody_is_asked), stream)
 
 
 def test_a_backend_gets_contiguous_operands_it_cannot_write_and_the_wanted_outputs(
@@ -267,7 +267,7 @@ def test_a_call_that_came_too_late_or_that_nobody_waits_for_reaches_no_backend(
     assert isinstance(late, CallFailed)
     assert (late.reason, late.trace) == ("DEADLINE_EXCEEDED", "")
     assert "group_norm_backward: the deadline passed before the launch" in late.message
-    talk = Conversation(order(), nobody_is_asked)
+    talk = WorkerCall(order(), nobody_is_asked)
     talk.hear(AbandonCall(1))
     abandoned = execute_talk(backend, arenas[0], talk, 0)
     assert isinstance(abandoned, CallFailed)
@@ -307,8 +307,10 @@ def test_zeros_beyond_all_addresses_are_a_lack_of_memory(arenas: tuple[Arenas, I
             arenas[0].zeros(beyond)
 
 
-def again(plan: Plan, **changes: Any) -> Conversation:
-    return Conversation(replace(RunAgain(2, 9, 0, 0), **changes), nobody_is_asked, plan=plan)
+def again(plan: Plan, **changes: Any) -> WorkerCall:
+    return WorkerCall(
+        RunAgain(2, 9, **{"input_offset": 0, "output_offset": 0, **changes}), nobody_is_asked, plan=plan
+    )
 
 
 @pytest.mark.parametrize("strided", [False, True])
@@ -322,7 +324,7 @@ def test_a_call_by_number_finds_its_tensors_where_it_says_and_keeps_the_rest(
     values = get_operator(first.operator).make_inputs(first.meta, np.random.default_rng(0))
     answers, results = [], []
     for talk, base in (
-        (Conversation(first, nobody_is_asked, plan=plan), 512),
+        (WorkerCall(first, nobody_is_asked, plan=plan), 512),
         (again(plan, input_offset=8192, output_offset=16384, label="x", priority=-3), 8192),
         (again(plan, input_offset=4096, output_offset=20480, deadline_s=time.monotonic() + 50), 4096),
     ):
@@ -391,4 +393,4 @@ def test_a_plan_whose_operator_nobody_knows_is_an_answer_each_time(arenas: tuple
 
 def test_a_call_by_number_needs_a_plan() -> None:
     with pytest.raises(TypeError, match="found a call by number without a plan"):
-        Conversation(RunAgain(1, 2, 3, 4), nobody_is_asked)
+        WorkerCall(RunAgain(1, 2, 3, 4), nobody_is_asked)

@@ -21,7 +21,7 @@ from npugrad.call import CallOptions
 from npugrad_server.pool.arena import InputArena, OutputArena
 from npugrad_server.pool.regions import Region
 from npugrad_server.worker.loop import EXIT_DEVICE_LOST
-from npugrad_server.worker.packets import MAX_MESSAGE_BYTES, decode, encode, pack
+from npugrad_server.worker.packets import MAX_MESSAGE_BYTES, decode, encode
 from npugrad_server.worker.protocol import (
     AbandonCall,
     AskMemory,
@@ -42,11 +42,11 @@ from npugrad_server.worker.protocol import (
     Ping,
     PlanCall,
     Pong,
-    RunAgain,
     RunCall,
     WorkspaceGranted,
     WorkspaceRefused,
 )
+from npugrad_server.worker.run_again import RunAgain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -380,7 +380,7 @@ def test_a_call_by_number_asks_for_the_workspace_that_is_not_set_aside() -> None
         assert one.receive() == CallDeferred(2, 5000)
 
 
-@pytest.mark.parametrize("packet", [b"\1", pack(RunAgain(1, 2, 3, 4))[:-1]])
+@pytest.mark.parametrize("packet", [b"\1", RunAgain(1, 2, 3, 4)[:-1]])
 def test_a_worker_that_is_sent_a_call_by_number_that_is_cut_ends(packet: bytes) -> None:
     with worker("test:0") as one:
         assert isinstance(one.receive(), DeviceReady)

@@ -1,4 +1,4 @@
-"""Freed memory stays with the process: page faults of real processes, counted by the kernel."""
+"""Freed memory stays with the process, once: page faults and resident memory of real processes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,46 @@ for _ in range(10):
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
+# Threads that are there at once and use as much memory one after the other: what grpc's do with chunks.
+_THREADS = """
+import sys, threading
+from pathlib import Path
+from npugrad_server.worker.memory import keep_freed_memory, use_one_malloc_arena
+keep_freed_memory()
+if sys.argv[1] == "one":
+    use_one_malloc_arena()
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1])
+def work(turn, done, end):
+    turn.wait()
+    blocks = [b"x" * 2**20 for _ in range(12)]
+    del blocks
+    done.set()
+    end.wait()
+end, turns = threading.Event(), []
+for _ in range(6):
+    turn, done = threading.Event(), threading.Event()
+    threading.Thread(target=work, args=(turn, done, end)).start()
+    turns.append((turn, done))
+found = []
+for turn, done in turns:
+    turn.set()
+    done.wait()
+    found.append(resident())
+end.set()
+print(found[-1] - found[0])
+"""
 
-def faults(how: str) -> int:
+_GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc takes no notice")
+
+
+def printed(program: str, how: str, **settings: str) -> int:
     plain = {
         name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_", "LD_"))
     }
     done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, how],
-        env=plain,
+        [sys.executable, "-c", program, how],
+        env={**plain, **settings},
         capture_output=True,
         text=True,
         timeout=60,
@@ -41,9 +73,26 @@ def faults(how: str) -> int:
     return int(done.stdout)
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc takes no notice")
+@_GLIBC
 def test_blocks_are_reused_without_page_faults() -> None:
     pages = 10 * 12 * 2**20 // os.sysconf("SC_PAGE_SIZE")
-    kept, plain = faults("keep"), faults("plain")
+    kept, plain = printed(_PROGRAM, "keep"), printed(_PROGRAM, "plain")
     assert plain > pages / 2, "glibc keeps what is freed by itself: the function is not needed any more"
     assert kept < pages / 20, f"{kept} page faults; {plain} without"
+
+
+@_GLIBC
+def test_threads_reuse_what_others_freed() -> None:
+    pages = 5 * 12 * 2**20 // os.sysconf("SC_PAGE_SIZE")
+    one, several = printed(_THREADS, "one"), printed(_THREADS, "several")
+    assert several > pages / 2, "threads reuse it by themselves: the function is not needed any more"
+    assert one < pages / 10, f"{one} more pages resident; {several} without"
+
+
+@_GLIBC
+@pytest.mark.parametrize(
+    ("name", "value"), [("MALLOC_ARENA_MAX", "8"), ("GLIBC_TUNABLES", "glibc.malloc.arena_max=8")]
+)
+def test_arenas_that_somebody_asked_for_stay(name: str, value: str) -> None:
+    pages = 5 * 12 * 2**20 // os.sysconf("SC_PAGE_SIZE")
+    assert printed(_THREADS, "one", **{name: value}) > pages / 2

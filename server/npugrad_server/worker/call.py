@@ -1,4 +1,4 @@
-"""What the pool and a worker say to each other about one call between the order and the answer."""
+"""One call in a worker: what its backend gets of it, and what it and the pool say to each other meanwhile."""
 
 from __future__ import annotations
 
@@ -7,27 +7,31 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from npugrad.errors import DeadlineExceeded, DeviceOutOfMemory
-from npugrad_server.backends.base import CallAbandoned, CallPostponed
-from npugrad_server.worker.plans import Plan
+from npugrad_server.backends.base import CallAbandoned, CallPostponed, DeviceCall
+from npugrad_server.worker.plans import Plan, lowest
 from npugrad_server.worker.protocol import AbandonCall, NeedWorkspace, RunCall, WorkspaceRefused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from npugrad_server.worker.protocol import Message, RunAgain, WorkspaceGranted
+    from npugrad_server.worker.protocol import Message, WorkspaceGranted
+    from npugrad_server.worker.run_again import RunAgain
 
 ANSWER_TIMEOUT_S = 30.0
 """Seconds the pool has to answer; it does so at once, unless its event loop hangs."""
 
 
-class Conversation:
+class WorkerCall(DeviceCall):
     """A call in hand. The listening thread calls `hear`; the thread that runs the call, the rest.
 
+    Its tensors and its stream, which a backend looks at as well, are there once `execute` knows them.
+
     Attributes:
-        order: The call.
         plan: What it shares with other calls; its own where it was brought whole and nothing is to be kept.
         call: Its number.
         operator: Name of its operator.
+        input_offset: First byte of its operands in their arena.
+        output_offset: First byte of its wanted outputs in theirs.
     """
 
     def __init__(
@@ -53,14 +57,28 @@ class Conversation:
             if not isinstance(order, RunCall):
                 raise TypeError("found a call by number without a plan; expected a whole one")
             plan = Plan(order)
-        self.order = order
         self.plan = plan
-        self.call = order.call
         self.operator = plan.order.operator
+        if isinstance(order, RunCall):
+            self.call, self.deadline_s, self._set_aside = order.call, order.deadline_s, order.workspace_bytes
+            self.input_offset, self.output_offset = lowest(order.input_offsets), lowest(order.output_offsets)
+            self.options = order.options
+        else:
+            (
+                self.call,
+                _,
+                self.input_offset,
+                self.output_offset,
+                self.deadline_s,
+                self._set_aside,
+                priority,
+                label,
+            ) = order.fields()
+            self.options = plan.options(priority, label)
+        self.memo = plan.memo
         self._send = send
         self._timeout_s = timeout_s
         self._abandoned = False
-        self._set_aside = order.workspace_bytes
         self._replies: SimpleQueue[WorkspaceGranted | WorkspaceRefused] = SimpleQueue()
 
     def hear(self, message: AbandonCall | WorkspaceGranted | WorkspaceRefused) -> None:
@@ -79,7 +97,7 @@ class Conversation:
         """
         if self._abandoned:
             raise CallAbandoned
-        deadline_s = self.order.deadline_s
+        deadline_s = self.deadline_s
         if deadline_s is not None and time.monotonic() >= deadline_s:
             raise DeadlineExceeded(
                 f"{self.operator}: the deadline passed before the launch", operator=self.operator

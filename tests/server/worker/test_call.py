@@ -11,7 +11,7 @@ from npugrad import get_operator
 from npugrad.call import CallOptions
 from npugrad.errors import DeadlineExceeded, DeviceOutOfMemory
 from npugrad_server.backends.base import CallAbandoned, CallPostponed
-from npugrad_server.worker.conversation import Conversation
+from npugrad_server.worker.call import WorkerCall
 from npugrad_server.worker.protocol import (
     AbandonCall,
     NeedWorkspace,
@@ -37,7 +37,7 @@ class Pool:
     def __init__(self, *replies: WorkspaceGranted | WorkspaceRefused) -> None:
         self.replies = list(replies)
         self.asked: list[Message] = []
-        self.talk = Conversation(order(), self.send, timeout_s=30)
+        self.talk = WorkerCall(order(), self.send, timeout_s=30)
         self.threads: list[threading.Thread] = []
 
     def send(self, message: Message) -> None:
@@ -65,7 +65,7 @@ def test_what_was_granted_is_asked_for_once() -> None:
 @pytest.mark.parametrize("set_aside", [None, 100, 5000])
 def test_what_is_set_aside_or_not_counted_is_not_asked_for(set_aside: int | None) -> None:
     asked: list[Message] = []
-    talk = Conversation(order(workspace_bytes=set_aside), asked.append)
+    talk = WorkerCall(order(workspace_bytes=set_aside), asked.append)
     talk.reserve_workspace(100)
     assert asked == []
 
@@ -92,7 +92,7 @@ def test_room_never_is_an_error_with_numbers() -> None:
 
 def test_a_pool_that_does_not_answer_postpones_the_call() -> None:
     asked: list[Message] = []
-    talk = Conversation(order(), asked.append, timeout_s=0.05)
+    talk = WorkerCall(order(), asked.append, timeout_s=0.05)
     start = time.monotonic()
     with pytest.raises(CallPostponed):
         talk.reserve_workspace(100)
@@ -101,12 +101,12 @@ def test_a_pool_that_does_not_answer_postpones_the_call() -> None:
 
 
 def test_whether_anybody_waits() -> None:
-    talk = Conversation(order(deadline_s=time.monotonic() + 60), lambda _: None)
+    talk = WorkerCall(order(deadline_s=time.monotonic() + 60), lambda _: None)
     talk.check_wanted()
     talk.hear(AbandonCall(7))
     with pytest.raises(CallAbandoned):
         talk.check_wanted()
-    late = Conversation(order(deadline_s=time.monotonic()), lambda _: None)
+    late = WorkerCall(order(deadline_s=time.monotonic()), lambda _: None)
     with pytest.raises(DeadlineExceeded, match="group_norm_backward: the deadline passed before the launch"):
         late.check_wanted()
-    Conversation(order(), lambda _: None).check_wanted()
+    WorkerCall(order(), lambda _: None).check_wanted()

@@ -1,0 +1,221 @@
+"""Progress of one call: what a caller is told of its tries while they go on.
+
+Nothing is told from where frames are made and read: they count bytes, and the counts are looked at from
+beside the call, by a thread or by a task of the same event loop. A call whose progress nobody asked for has
+neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import contextmanager, nullcontext
+from contextvars import copy_context
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator
+    from contextlib import AbstractContextManager
+
+    from npugrad_client._attempt import Attempt
+    from npugrad_client._rpcs import Call
+
+    Tell = Callable[["Progress"], None]
+
+T = TypeVar("T")
+
+Stage = Literal["sending", "waiting", "receiving", "done"]
+"""What a call is at; each comes once, in this order, in every try that gets that far."""
+_STAGES: tuple[Stage, ...] = get_args(Stage)
+_EVERY_S = 0.1
+"""How often the counts are looked at."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a call is, as a callable given as ``progress`` is told.
+
+    A call of less than 2 MiB travels as one message: it has stages, and no bytes are counted. Nor are those
+    of a streamed call that travel in its first message, such as operands below 64 KiB.
+
+    Example:
+        >>> def show(progress: Progress) -> None:
+        ...     print(progress.stage, progress.sent_bytes, "of", progress.bytes_to_send)
+        >>> client.group_norm_backward(**call, progress=show)          # doctest: +SKIP
+
+    Attributes:
+        stage: ``"sending"``, ``"waiting"`` for the result, ``"receiving"`` or ``"done"``.
+        sent_bytes: Bytes of operands that were handed to the connection.
+        bytes_to_send: Of how many; 0 until known.
+        received_bytes: Bytes of results that have arrived.
+        bytes_to_receive: Of how many; 0 until known.
+        try_number: The try that this is about, from 1. Each begins anew; of several at once it is the one
+            that is furthest.
+    """
+
+    stage: Stage
+    sent_bytes: int = 0
+    bytes_to_send: int = 0
+    received_bytes: int = 0
+    bytes_to_receive: int = 0
+    try_number: int = 1
+
+
+class Report:
+    """The tries of one call, and what was told of them."""
+
+    def __init__(self, tell: Tell, call: Call) -> None:
+        """A report of a call, to whoever is told."""
+        self._tell, self._is_streamed, self._attempts = tell, call.streamed is not None, call.clock.attempts
+        self._next: dict[int, int] = {}
+        """Of each try, the first of its stages that was not told."""
+
+    def look(self) -> None:
+        """Tells how far the call is."""
+        if self._attempts:
+            self._advance(self._furthest())
+
+    def end(self) -> None:
+        """Tells that the call is answered, after the stages that went by unseen."""
+        answered = min(
+            (each for each in list(self._attempts) if each.received_s and not each.error),
+            key=lambda each: each.received_s,
+        )
+        self._advance(replace(self._of(answered), stage="done"))
+
+    def _furthest(self) -> Progress:
+        """How far the try is that is furthest; where none goes on, the last one."""
+        attempts = list(self._attempts)
+        alive = [each for each in attempts if not each.error] or attempts[-1:]
+        return max(map(self._of, alive), key=_how_far)
+
+    def _of(self, attempt: Attempt) -> Progress:
+        stage: Stage = "waiting"  # looked at before the bytes: those of a later stage are complete
+        if attempt.download_bytes is not None:
+            stage = "receiving"
+        elif self._is_streamed and not attempt.sent_s:
+            stage = "sending"
+        received = attempt.received_bytes, attempt.download_bytes or 0
+        return Progress(stage, attempt.sent_bytes, attempt.upload_bytes, *received, attempt.number)
+
+    def _advance(self, found: Progress) -> None:
+        """Tells what was found, after the stages that the try has gone through since it was told of."""
+        reached = _STAGES.index(found.stage)
+        for stage in _STAGES[self._next.get(found.try_number, 0) : reached]:
+            self._tell(_at(stage, found))
+        self._next[found.try_number] = reached + 1
+        self._tell(found)
+
+
+def _how_far(progress: Progress) -> tuple[int, int, int, int]:
+    return (
+        _STAGES.index(progress.stage),
+        progress.received_bytes,
+        progress.sent_bytes,
+        -progress.try_number,
+    )
+
+
+def _at(stage: Stage, later: Progress) -> Progress:
+    """How far a call was at a stage, from what is known later."""
+    if stage in ("sending", "waiting"):
+        return replace(later, stage=stage, received_bytes=0, bytes_to_receive=0)
+    return replace(later, stage=stage)
+
+
+def _listener(progress: Any, operator: str) -> AbstractContextManager[Tell | None]:
+    """What is to be told; None for nothing, because a bar could not be seen."""
+    if callable(progress):
+        return nullcontext(cast("Tell", progress))
+    if not isinstance(progress, (bool, str)):
+        found = type(progress).__name__
+        raise TypeError(f"{operator}: progress: found {found}; expected a bool, a title or a callable")
+    from npugrad_client._progress_bar import bar  # here, because most calls need none
+
+    return bar(progress if isinstance(progress, str) else operator)
+
+
+@contextmanager
+def reported(call: Call, progress: Any, cancel: Callable[[], Any]) -> Iterator[None]:
+    """Reports, from a thread, on a call that is made in the block.
+
+    Args:
+        call: The call.
+        progress: What its caller gave.
+        cancel: Cancels the call, from any thread.
+
+    Raises:
+        TypeError: `progress` is of another type.
+        BaseException: What the callable raised, in place of the error of the call that was cancelled for it.
+    """
+    with _listener(progress, call.what) as tell:
+        if tell is None:
+            yield
+            return
+        report = Report(tell, call)
+        follower = _Follower(report, cancel)
+        try:
+            yield
+        finally:
+            follower.stop()
+        report.end()
+
+
+class _Follower:
+    """The thread that looks at a call."""
+
+    def __init__(self, report: Report, cancel: Callable[[], Any]) -> None:
+        self._report, self._cancel = report, cancel
+        self._error: BaseException | None = None
+        self._over = threading.Event()
+        # With the context of the call, whose variables the callable sees.
+        self._thread = threading.Thread(target=copy_context().run, args=(self._work,), daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        try:
+            while not self._over.wait(_EVERY_S):
+                self._report.look()
+        except BaseException as error:
+            self._error = error
+            self._cancel()
+
+    def stop(self) -> None:
+        """Ends the thread; raises what the callable did."""
+        self._over.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error from None
+
+
+async def reported_async(call: Call, progress: Any, run: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Reports on a call from another task of its loop; errors as of `reported`.
+
+    Args:
+        call: The call.
+        progress: What its caller gave.
+        run: Makes the call.
+    """
+    with _listener(progress, call.what) as tell:
+        if tell is None:
+            return await run()
+        report = Report(tell, call)
+        answer, looking = asyncio.ensure_future(run()), asyncio.ensure_future(_look_on(report))
+        try:
+            await asyncio.wait((answer, looking), return_when=asyncio.FIRST_COMPLETED)
+            if looking.done():
+                looking.result()
+            answer.result()
+        finally:
+            answer.cancel()
+            looking.cancel()
+            await asyncio.gather(answer, looking, return_exceptions=True)
+        report.end()
+        return answer.result()
+
+
+async def _look_on(report: Report) -> None:
+    while True:
+        await asyncio.sleep(_EVERY_S)
+        report.look()

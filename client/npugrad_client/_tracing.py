@@ -1,0 +1,161 @@
+"""Spans of OpenTelemetry: one for a call, in it one for each try, and one for each stage that the client has.
+
+The spans of a call and of its tries begin when they do, because the server is told of which try it is part;
+everything else is made when the call ends. What the server said of its stages becomes attributes of the try:
+spans of them are the server's own affair, by its own clock.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import TYPE_CHECKING
+
+from google.rpc import code_pb2
+from opentelemetry import trace
+from opentelemetry.trace import SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+import npugrad
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Span, Tracer, TracerProvider
+
+    from npugrad.call import ExecutionInfo
+    from npugrad.timeline import Timeline
+    from npugrad_client._attempt import Attempt
+    from npugrad_client._clock import CallClock
+
+_W3C = TraceContextTextMapPropagator()
+"""Baggage is the caller's own: it does not travel."""
+_ADDRESS = re.compile(r"(?:dns:(?://[^/]*/)?)?\[?(?P<host>.+?)\]?(?::(?P<port>[0-9]+))?")
+
+
+class Tracing:
+    """Makes the spans of a client's calls."""
+
+    def __init__(self, provider: TracerProvider | None = None) -> None:
+        """Spans by a provider; by the global one where it is None.
+
+        Raises:
+            TypeError: It is no provider.
+        """
+        if not isinstance(provider, (trace.TracerProvider, type(None))):
+            raise TypeError(f"tracing: found {type(provider).__name__}; expected a TracerProvider or a bool")
+        self._tracer = trace.get_tracer("npugrad_client", npugrad.__version__, provider)
+
+    def begin(self, operator: str, begun_s: float) -> CallTrace:
+        """The spans of a call that begins, in the current span of who makes it."""
+        return CallTrace(self._tracer, operator, begun_s)
+
+
+class CallTrace:
+    """The spans of one call. Times are seconds of `time.monotonic`."""
+
+    def __init__(self, tracer: Tracer, operator: str, begun_s: float) -> None:
+        """Begins that of the call."""
+        self._tracer = tracer
+        # One reading of both clocks for all spans of a call, so that they keep their order.
+        self._epoch_ns = time.time_ns() - time.monotonic_ns()
+        self._attributes: dict[str, str | int] = {"rpc.system": "grpc"}
+        self._tries: dict[int, Span] = {}
+        self._span = tracer.start_span(
+            operator, start_time=self._ns(begun_s), attributes={"npugrad.operator": operator}
+        )
+        self._context = trace.set_span_in_context(self._span)
+
+    def prepared(self, service: str, method: str, nbytes: int) -> None:
+        """Its RPC is known, and the bytes of its data in the larger direction."""
+        self._attributes |= {"rpc.service": service, "rpc.method": method}
+        self._span.set_attribute("npugrad.bytes", nbytes)
+
+    def begin_try(self, attempt: Attempt) -> None:
+        """A try begins; gives it the metadata that tell the server."""
+        context = self._context
+        if self._span.is_recording():
+            named = f"{self._attributes['rpc.service']}/{self._attributes['rpc.method']}"
+            span = self._tracer.start_span(
+                named,
+                context,
+                SpanKind.CLIENT,
+                {**self._attributes, **_address(attempt.target), "npugrad.try": attempt.number},
+                start_time=self._ns(attempt.started_s),
+            )
+            self._tries[attempt.number] = span
+            context = trace.set_span_in_context(span)
+        carrier: dict[str, str] = {}
+        _W3C.inject(carrier, context)
+        attempt.metadata = tuple(carrier.items()) or None
+
+    def end(self, clock: CallClock, error: BaseException | None) -> None:
+        """The call has ended."""
+        span = self._span
+        if span.is_recording():
+            span.set_attribute("npugrad.tries", len(self._tries))
+            span.set_attributes({} if clock.info is None else _of_info(clock.info))
+            self._end_tries(clock)
+            if error is not None:
+                _fail(span, type(error).__name__, str(error), self._ns(clock.ended_s))
+        span.end(self._ns(clock.ended_s))
+
+    def _end_tries(self, clock: CallClock) -> None:
+        timeline, spans = clock.timeline(), dict(self._tries)
+        ends = {one.number: clock.begun_s + one.end_s for one in timeline.tries}
+        self._make_stages(timeline, clock.begun_s, ends)
+        for attempt in list(clock.attempts):
+            span = spans.get(attempt.number)
+            if span is None:  # a hedge that began when the answer was there
+                continue
+            end_ns = self._ns(min(ends.get(attempt.number, clock.ended_s), clock.ended_s))
+            # What nobody waited for any more was cancelled.
+            status = attempt.status or ("OK" if attempt.received_s else "CANCELLED")
+            span.set_attribute("rpc.grpc.status_code", code_pb2.Code.Value(status))
+            if attempt.error:
+                _fail(span, attempt.error, attempt.error_text, end_ns)
+            span.set_attributes(_server_seconds(timeline, attempt.number))
+            span.end(end_ns)
+
+    def _make_stages(self, timeline: Timeline, origin_s: float, ends: dict[int, float]) -> None:
+        contexts: dict[int, Context] = {0: self._context}
+        contexts |= {n: trace.set_span_in_context(span) for n, span in dict(self._tries).items()}
+        for stage, where, start_s, end_s, number in timeline.stages:
+            if where == "client" and number in contexts:
+                span = self._tracer.start_span(
+                    stage, contexts[number], start_time=self._ns(origin_s + start_s)
+                )
+                span.end(self._ns(min(origin_s + end_s, ends.get(number, origin_s + end_s))))
+
+    def _ns(self, at_s: float) -> int:
+        """Nanoseconds since the epoch."""
+        return self._epoch_ns + round(at_s * 1e9)
+
+
+def _fail(span: Span, kind: str, message: str, at_ns: int) -> None:
+    """Says of a span how it failed; not by the exception itself, whose frames hold the operands."""
+    span.set_status(Status(StatusCode.ERROR, message))
+    span.set_attribute("error.type", kind)
+    span.add_event("exception", {"exception.type": kind, "exception.message": message}, at_ns)
+
+
+def _of_info(info: ExecutionInfo) -> dict[str, str]:
+    named = {"device": info.device, "backend": info.backend, "request_id": info.request_id}
+    return {f"npugrad.{name}": value for name, value in named.items()}
+
+
+def _server_seconds(timeline: Timeline, number: int) -> dict[str, float]:
+    """Seconds of the server's stages in a try, as attributes."""
+    found: dict[str, float] = {}
+    for interval in timeline.stages:
+        if (interval.where, interval.number) == ("server", number):
+            name = f"npugrad.server.{interval.stage}_s"
+            found[name] = found.get(name, 0.0) + interval.end_s - interval.start_s
+    return found
+
+
+def _address(target: str) -> dict[str, str | int]:
+    match = None if target.startswith("unix:") else _ADDRESS.fullmatch(target)
+    if match is None:
+        return {"server.address": target}
+    port = match["port"]
+    return {"server.address": match["host"], **({"server.port": int(port)} if port else {})}

@@ -1,0 +1,227 @@
+"""Where the time of a call went: its stages, in the client and in the server, as intervals.
+
+Each process measures by a clock of its own. Whoever draws a call places what the server measured in the
+middle of the time for which the client waited: how long the way there took and how long the way back, nobody
+can tell. What no stage covers is shown as transport, and is not counted as measured.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+
+from google.protobuf.message import DecodeError
+
+from npugrad.v1 import operators_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+Mark: TypeAlias = "tuple[str, float]"
+"""A stage and when it ended, on the clock of its process. It began at the mark before; one without a name is
+no stage."""
+
+TIMELINE_KEY = "npugrad-timeline-bin"
+"""Metadata key of what a server says of a streamed call when all of it is sent."""
+SERVER_STAGES = tuple(name.removeprefix("STAGE_").lower() for name in operators_pb2.Stage.keys()[1:])
+"""What a server does for a call, in order: ``decode``, ``validate``, ``receive``, ``queued``, ``lost``,
+``copy_in``, ``run``, ``copy_out``, ``verify``, ``encode``, ``send_back``."""
+CLIENT_STAGES = ("pack", "send", "wait", "read", "unpack")
+"""What a client does: packs the operands, sends them, waits for its next try, reads the chunks of the reply
+and makes arrays of it. ``send`` and ``read`` are those of streamed calls; of one that travels as one message
+gRPC does not tell when it was sent."""
+_NUMBERS = {name: number for number, name in enumerate(SERVER_STAGES, 1)}
+_MAX_STAGES = 64
+"""More than there are, with some attempts."""
+_BAR = 40
+
+
+class Interval(NamedTuple):
+    """Part of a call.
+
+    Attributes:
+        stage: One of `CLIENT_STAGES` or `SERVER_STAGES`.
+        where: ``"client"`` or ``"server"``.
+        start_s: Seconds from the start of the call to its start.
+        end_s: Seconds from the start of the call to its end.
+        number: Number of the try that it belongs to, from 1; 0 for what belongs to none.
+    """
+
+    stage: str
+    where: str
+    start_s: float
+    end_s: float
+    number: int = 0
+
+
+class Try(NamedTuple):
+    """One time that a client sent a call: there are several after a failure, or where it hedges.
+
+    Attributes:
+        number: 1 for the first.
+        target: Address of the server.
+        start_s: Seconds from the start of the call to its start.
+        end_s: Seconds from the start of the call to its end.
+        error: Class of its error; empty for the one that was answered.
+    """
+
+    number: int
+    target: str
+    start_s: float
+    end_s: float
+    error: str
+
+
+class Recorded(Protocol):
+    """What was measured of a call."""
+
+    def timeline(self) -> Timeline:
+        """Its timeline."""
+        ...
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Where the time of a call went; printing it gives a table.
+
+    Example:
+        >>> timeline = Timeline("group_norm_backward", 0.01, (
+        ...     Interval("pack", "client", 0.0, 0.002), Interval("run", "server", 0.004, 0.0095, 1)))
+        >>> timeline
+        Timeline(group_norm_backward: 10.0 ms; run 5.5, pack 2.0, transport 2.5)
+        >>> timeline.seconds("run"), round(timeline.covered_s, 6)
+        (0.0055, 0.0075)
+
+    Attributes:
+        operator: Name of the operator.
+        wall_s: Seconds from the call of the client's method to its return.
+        stages: Its parts, by their start. Those of client and server may overlap: one sends while the other
+            receives.
+        tries: How often it was sent, and what became of it.
+    """
+
+    operator: str
+    wall_s: float
+    stages: tuple[Interval, ...] = ()
+    tries: tuple[Try, ...] = ()
+
+    def seconds(self, stage: str) -> float:
+        """Seconds spent in a stage, all tries together; 0.0 for one that the call did not have."""
+        return self.by_stage.get(stage, 0.0)
+
+    @property
+    def by_stage(self) -> Mapping[str, float]:
+        """Seconds spent in each stage that the call had, in the order in which they began."""
+        found: dict[str, float] = {}
+        for interval in self.stages:
+            found[interval.stage] = found.get(interval.stage, 0.0) + interval.end_s - interval.start_s
+        return found
+
+    @property
+    def covered_s(self) -> float:
+        """Seconds for which at least one stage was under way."""
+        covered, reached = 0.0, 0.0
+        for interval in self.stages:  # by their start
+            covered += max(0.0, min(interval.end_s, self.wall_s) - max(interval.start_s, reached))
+            reached = max(reached, interval.end_s)
+        return covered
+
+    @property
+    def transport_s(self) -> float:
+        """The other seconds: gRPC, the network, and handing over between threads and processes."""
+        return max(0.0, self.wall_s - self.covered_s)
+
+    def __repr__(self) -> str:
+        """Such as ``Timeline(group_norm_backward: 10.0 ms; run 5.5, pack 2.0, transport 2.5)``."""
+        longest = sorted(self.by_stage.items(), key=lambda each: -each[1])
+        parts = [*longest, ("transport", self.transport_s)]
+        named = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in parts)
+        return f"Timeline({self.operator}: {self.wall_s * 1e3:.1f} ms; {named})"
+
+    def __str__(self) -> str:
+        """A table of the stages, with a bar for each."""
+        covered = self.covered_s / self.wall_s if self.wall_s else 1.0
+        lines = [
+            f"{self.operator}: {self.wall_s * 1e3:.2f} ms, {covered:.0%} of it measured",
+            f"{'stage':<10}{'where':<8}{'start ms':>10}{'ms':>10}",
+        ]
+        lines += [_row(i.stage, i.where, i.start_s, i.end_s, self.wall_s) for i in self.stages]
+        lines.append(f"{'transport':<10}{'rest':<8}{'':>10}{self.transport_s * 1e3:>10.2f}")
+        if len(self.tries) > 1:
+            lines += ["try  server, error"]
+            lines += [f"{t.number:<5}{t.target}{t.error and f', {t.error}'}" for t in self.tries]
+        return "\n".join(lines)
+
+
+def _row(stage: str, where: str, start_s: float, end_s: float, wall_s: float) -> str:
+    scale = _BAR / wall_s if wall_s else 0.0
+    begin = min(int(start_s * scale), _BAR - 1)
+    bar = " " * begin + "━" * max(1, min(round((end_s - start_s) * scale), _BAR - begin))
+    return f"{stage:<10}{where:<8}{start_s * 1e3:>10.2f}{(end_s - start_s) * 1e3:>10.2f}  {bar}"
+
+
+# ------------------------------------------------------------------------------------------- the wire
+
+
+def encode_marks(marks: Sequence[Mark], message: operators_pb2.Timeline) -> None:
+    """Writes the stages between marks into a message; the first mark is the arrival of the call."""
+    origin, add = marks[0][1], message.stages.add
+    for (_, start_s), (stage, end_s) in pairwise(marks):
+        if stage:
+            add(stage=_NUMBERS[stage], start_s=start_s - origin, end_s=end_s - origin)
+
+
+def seconds_by_stage(marks: Sequence[Mark]) -> dict[str, float]:
+    """Seconds between marks by stage, in the order in which the stages began."""
+    found: dict[str, float] = {}
+    for (_, start_s), (stage, end_s) in pairwise(marks):
+        if stage:
+            found[stage] = found.get(stage, 0.0) + end_s - start_s
+    return found
+
+
+def serialize_marks(marks: Sequence[Mark]) -> bytes:
+    """The stages between marks as `TIMELINE_KEY` carries them."""
+    message = operators_pb2.Timeline()
+    encode_marks(marks, message)
+    return bytes(message.SerializeToString())
+
+
+def parse_stages(data: bytes) -> list[tuple[str, float, float]]:
+    """The stages that a server sent: name, start and end in seconds from the arrival of the call.
+
+    Whatever cannot be meant is left out: a stage of a later release, times that are no numbers or run
+    backwards. Nothing depends on it but what is shown.
+    """
+    try:
+        message = operators_pb2.Timeline.FromString(data)
+    except DecodeError:
+        return []
+    return [
+        (SERVER_STAGES[each.stage - 1], each.start_s, each.end_s)
+        for each in message.stages[:_MAX_STAGES]
+        if 1 <= each.stage <= len(SERVER_STAGES) and 0 <= each.start_s <= each.end_s < math.inf
+    ]
+
+
+def placed(
+    stages: Iterable[tuple[str, float, float]], start_s: float, end_s: float, number: int
+) -> list[Interval]:
+    """A server's stages on the client's clock.
+
+    Args:
+        stages: From `parse_stages`.
+        start_s: When the client began to send.
+        end_s: When it had the reply.
+        number: Number of the try.
+    """
+    found = [*stages]
+    spare_s = (end_s - start_s) - max((end for _, _, end in found), default=0.0)
+    origin = start_s + max(0.0, spare_s / 2)
+    return [
+        Interval(stage, "server", origin + start, min(origin + end, end_s), number)
+        for stage, start, end in found
+        if origin + start <= end_s
+    ]

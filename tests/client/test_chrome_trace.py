@@ -1,0 +1,118 @@
+"""Calls as a Chrome trace: whatever was measured, what is in one lane nests or follows."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npugrad.timeline import SERVER_STAGES, serialize_marks
+from npugrad_client._attempt import Attempt
+from npugrad_client._chrome_trace import Trace
+from npugrad_client._clock import CallClock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+OPERATOR = "group_norm_backward"
+TARGETS = ("127.0.0.1:50051", 'unix:"/a\\b"')
+TIMES = st.floats(0.0, 0.01)
+
+
+def made(begun_s: float, ended_s: float, *attempts: Attempt) -> CallClock:
+    """A call that was measured so."""
+    clock = CallClock(OPERATOR)
+    clock.begun_s, clock.packed_s, clock.ended_s = begun_s, begun_s, ended_s
+    clock.attempts += attempts
+    return clock
+
+
+@st.composite
+def attempts(draw: st.DrawFn, begun_s: float, number: int) -> Attempt:
+    """A try that may have got nowhere, overlap others, outlive its call, and of which a server may lie."""
+    attempt = Attempt(OPERATOR, draw(st.sampled_from(TARGETS)), number=number)
+    attempt.started_s = begun_s + draw(TIMES)
+    for name in ("packed_s", "sent_s", "first_s", "received_s", "ended_s"):
+        setattr(attempt, name, draw(st.just(0.0) | TIMES.map(lambda after_s: attempt.started_s + after_s)))
+    attempt.error = draw(st.sampled_from(("", "ConnectError")))
+    ends = draw(st.lists(st.tuples(st.sampled_from(SERVER_STAGES), TIMES), max_size=4))
+    attempt.stages = serialize_marks([("", 0.0), *ends])
+    return attempt
+
+
+@st.composite
+def clocks(draw: st.DrawFn) -> CallClock:
+    begun_s = 1e6 + draw(TIMES) * 10
+    clock = made(begun_s, begun_s + draw(TIMES))
+    clock.packed_s += draw(TIMES)
+    clock.attempts += [draw(attempts(begun_s, number)) for number in range(1, 1 + draw(st.integers(0, 3)))]
+    return clock
+
+
+def events(calls: Iterable[CallClock]) -> list[dict[str, Any]]:
+    trace = Trace()
+    texts = trace.begin()
+    for number, clock in enumerate(calls):
+        texts += trace.events(clock, {"request_id": f"{number}", "error": 'a "quoted" one\n'})
+    return [json.loads(text) for text in texts]
+
+
+def lanes(found: Iterable[dict[str, Any]]) -> dict[tuple[int, int], list[dict[str, Any]]]:
+    """The slices of each lane, by their start, the longest first."""
+    by_lane = defaultdict(list)
+    for event in found:
+        if event["ph"] == "X":
+            by_lane[event["pid"], event["tid"]].append(event)
+    return {
+        lane: sorted(slices, key=lambda each: (each["ts"], -each["dur"])) for lane, slices in by_lane.items()
+    }
+
+
+@given(st.lists(clocks(), max_size=8))
+def test_what_is_in_one_lane_nests_or_follows(calls: list[CallClock]) -> None:
+    found = events(sorted(calls, key=lambda clock: clock.ended_s))
+    for slices in lanes(found).values():
+        open_until: list[int] = []
+        for each in slices:
+            assert each["dur"] > 0
+            while open_until and open_until[-1] <= each["ts"]:
+                open_until.pop()
+            assert not open_until or each["ts"] + each["dur"] <= open_until[-1]
+            open_until.append(each["ts"] + each["dur"])
+
+
+@given(st.lists(clocks(), max_size=8))
+def test_each_call_is_there_once_and_every_lane_has_a_name(calls: list[CallClock]) -> None:
+    found = events(calls)
+    drawn = [each["args"]["request_id"] for each in of_client(found) if each["name"] == OPERATOR]
+    assert drawn == [str(number) for number in range(len(calls))]
+    assert {(e["pid"], e["tid"]) for e in found if e["name"] == "thread_name"} == set(lanes(found))
+
+
+def of_client(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [event for event in found if event["ph"] == "X" and event["pid"] == 1]
+
+
+def test_calls_that_follow_share_a_lane_and_calls_at_once_have_one_each() -> None:
+    calls = [made(1.0, 2.0), made(2.0, 3.0), made(2.5, 3.5), made(2.0, 4.0), made(4.0, 5.0)]
+    assert [each["tid"] for each in of_client(events(calls))] == [1, 1, 2, 3, 3]
+
+
+def test_tries_at_once_have_lanes_of_their_own_with_their_stages_below_them() -> None:
+    first = Attempt(OPERATOR, "a:1", started_s=1.1)
+    second = Attempt(OPERATOR, "b:1", started_s=1.5, packed_s=1.6, received_s=1.9, number=2)
+    second.stages = serialize_marks([("", 7.0), ("run", 7.1)])
+    found = events([made(1.0, 2.0, first, second)])
+    assert {(each["name"], each["tid"]) for each in of_client(found)} == {
+        (OPERATOR, 1), ("try 1", 1), ("try 2", 2), ("pack", 2), ("unpack", 2)
+    }  # fmt: skip
+    begins, ends = (event for event in found if event["ph"] in "sf")
+    assert (begins["ph"], ends["ph"], begins["id"]) == ("s", "f", ends["id"])
+    run = next(event for event in found if event["name"] == "run")
+    assert (begins["pid"], begins["tid"], ends["pid"]) == (1, 2, run["pid"])
+    assert begins["ts"] == ends["ts"] == run["ts"]
+    (server,) = [e["args"]["name"] for e in found if e["name"] == "process_name" and e["pid"] == run["pid"]]
+    assert server == "server b:1"

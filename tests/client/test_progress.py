@@ -1,0 +1,311 @@
+"""Progress of calls: what a callable is told, what it may end, and the bar on a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from itertools import groupby, pairwise
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from tests.client.fake_service import (
+    STREAMED,
+    UNARY,
+    Context,
+    Gate,
+    abort_with,
+    fake_service,
+    group_norm,
+    stream_zeros,
+    zeros,
+)
+from tests.client.terminal import STAGES, Staged, Terminal
+
+from npugrad.errors import ServerBusy
+from npugrad_client import AsyncClient, Client, NpugradError, Progress, RetryPolicy
+from npugrad_client._attempt import Attempt
+from npugrad_client._clock import CallClock
+from npugrad_client._progress import Report
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.fix_server import ServerProcess
+
+    from npugrad.operator import OpRecord
+
+    Make = Callable[..., Any]
+
+MIB = 2**20
+
+
+def sized(mib: int) -> dict[str, Any]:
+    """A call with two operands and one result of so many MiB."""
+    return group_norm(hxw=mib * MIB // 4 // 8)
+
+
+LARGE_MIB = 32
+"""Of each operand: more than a connection holds of what its server does not read."""
+
+
+class Stop(BaseException):
+    """What a callable raises; no error of the client's."""
+
+
+def plain(address: str, call: dict[str, Any], **options: Any) -> Any:
+    with Client(address, timeout_s=60, **options) as client:
+        return client.group_norm_backward(**call)
+
+
+def submitted(address: str, call: dict[str, Any], **options: Any) -> Any:
+    with Client(address, timeout_s=60, **options) as client:
+        return client.submit.group_norm_backward(**call).result(60)
+
+
+def asynchronous(address: str, call: dict[str, Any], **options: Any) -> Any:
+    async def run() -> Any:
+        async with AsyncClient(address, timeout_s=60, **options) as client:
+            return await client.group_norm_backward(**call)
+
+    return asyncio.run(run())
+
+
+WAYS = pytest.mark.parametrize("make", [plain, submitted, asynchronous])
+
+
+def stages(seen: list[Progress]) -> list[str]:
+    return [stage for stage, _ in groupby(progress.stage for progress in seen)]
+
+
+def assert_only_forward(seen: list[Progress]) -> None:
+    for before, after in pairwise(seen):
+        assert before.sent_bytes <= after.sent_bytes
+        assert before.received_bytes <= after.received_bytes
+        assert max(before.bytes_to_send, after.sent_bytes) <= after.bytes_to_send
+        assert max(before.bytes_to_receive, after.received_bytes) <= after.bytes_to_receive
+
+
+# ---------------------------------------------------------------------------------------------- callables
+
+
+@WAYS
+def test_a_streamed_call_is_told_to_its_end(server: ServerProcess, make: Make) -> None:
+    seen: list[Progress] = []
+    make(server.address, {**sized(4), "progress": seen.append})
+    assert stages(seen) == [*STAGES, "done"]
+    assert_only_forward(seen)
+    last = seen[-1]
+    assert last.sent_bytes == last.bytes_to_send == 8 * MIB
+    assert last.received_bytes == last.bytes_to_receive
+    assert 4 * MIB <= last.received_bytes < 5 * MIB  # with the small results, if they came in chunks
+    assert last.try_number == 1
+
+
+@WAYS
+def test_every_stage_is_told_while_it_lasts(make: Make) -> None:
+    service, seen = Staged(), []
+
+    def tell(progress: Progress) -> None:
+        seen.append(progress)
+        if progress.stage != "done" and (progress.stage != "sending" or progress.sent_bytes):
+            service.may_end[progress.stage].set()  # nothing goes on before it is told
+
+    with fake_service(execute=service.execute) as fake:
+        make(fake.address, {**sized(LARGE_MIB), "progress": tell})
+    assert stages(seen) == [*STAGES, "done"]
+    assert_only_forward(seen)
+    amid = next(progress for progress in seen if progress.sent_bytes)
+    assert amid.stage == "sending"
+    assert amid.sent_bytes < amid.bytes_to_send
+    begun = next(progress for progress in seen if progress.stage == "receiving")
+    assert (begun.received_bytes, begun.bytes_to_receive) == (0, seen[-1].received_bytes)
+
+
+@WAYS
+def test_a_unary_call_has_stages_and_no_bytes(server: ServerProcess, make: Make) -> None:
+    seen: list[Progress] = []
+    make(server.address, {**group_norm(), "progress": seen.append}, stream_from_bytes=UNARY)
+    assert [Progress(progress.stage) for progress in seen] == seen
+    assert stages(seen) == [*STAGES, "done"]
+
+
+@WAYS
+@pytest.mark.parametrize("way", [UNARY, STREAMED], ids=["unary", "streamed"])
+def test_what_a_callable_raises_cancels_the_call_and_comes_out(make: Make, way: int) -> None:
+    gate, given_up = Gate(), threading.Event()
+
+    def hold(context: Context) -> None:
+        context.add_callback(given_up.set)
+        gate.hold()
+
+    def unary(record: Any, request: Any, context: Context) -> Any:
+        hold(context)
+
+    def execute(frames: Iterator[Any], context: Context) -> Iterator[Any]:
+        for _ in frames:
+            pass
+        hold(context)
+        yield from ()
+
+    def tell(progress: Progress) -> None:
+        if progress.stage == "waiting":
+            gate.wait_for_call()
+            raise Stop
+
+    with fake_service(unary, execute) as fake:
+        with pytest.raises(Stop):
+            make(fake.address, {**group_norm(), "progress": tell}, stream_from_bytes=way)
+        assert given_up.wait(30)
+        gate.open()
+
+
+@WAYS
+def test_what_a_callable_raises_at_the_end_comes_out(server: ServerProcess, make: Make) -> None:
+    def tell(progress: Progress) -> None:
+        if progress.stage == "done":
+            raise Stop
+
+    with pytest.raises(Stop):
+        make(server.address, {**group_norm(), "progress": tell})
+
+
+@WAYS
+def test_an_error_of_the_call_comes_out_and_nothing_is_told_done(server: ServerProcess, make: Make) -> None:
+    seen: list[Progress] = []
+    with pytest.raises(NpugradError, match="group"):
+        make(server.address, {**group_norm(), "group": 0, "progress": seen.append})
+    assert "done" not in stages(seen)
+
+
+@WAYS
+def test_a_retry_begins_anew(make: Make) -> None:
+    was_told, tries, seen = threading.Event(), [], []
+
+    def tell(progress: Progress) -> None:
+        seen.append(progress)
+        if progress.sent_bytes:
+            was_told.set()
+
+    def execute(frames: Iterator[Any], context: Context) -> Iterator[Any]:
+        tries.append(1)
+        if len(tries) == 1:
+            was_told.wait(30)
+            abort_with(context, ServerBusy("full", retry_after_s=0))
+        yield from stream_zeros(frames, context)
+
+    with fake_service(execute=execute) as fake:
+        answer = make(fake.address, {**sized(LARGE_MIB), "progress": tell})
+    assert answer.info.tries == 2
+    first, second = ([p for p in seen if p.try_number == number] for number in (1, 2))
+    assert seen == first + second
+    assert stages(first) == ["sending"]
+    assert stages(second) == [*STAGES, "done"]
+    assert_only_forward(first)
+    assert_only_forward(second)
+    assert second[-1].sent_bytes == second[-1].bytes_to_send > 0
+
+
+@WAYS
+@pytest.mark.parametrize("call", [group_norm(), sized(4)], ids=["unary", "streamed"])
+def test_of_tries_at_once_the_furthest_is_told(server: ServerProcess, make: Make, call: Any) -> None:
+    seen: list[Progress] = []
+    retry = RetryPolicy(hedge_after_s=0.0, max_tries=3)
+    make(server.address, {**call, "progress": seen.append}, retry=retry)
+    assert seen[-1].stage == "done"
+    assert seen[-1].received_bytes == seen[-1].bytes_to_receive
+    for number, told in groupby(seen, lambda progress: progress.try_number):
+        assert number in (1, 2, 3)
+        assert_only_forward(list(told))
+
+
+def test_tries_that_overtake_each_other_tell_each_stage_once() -> None:
+    first, second = Attempt("", "a:1"), Attempt("", "b:1", number=2)
+    clock, told = CallClock("group_norm_backward"), list[Progress]()
+    clock.attempts += [first, second]
+    report = Report(told.append, cast("Any", SimpleNamespace(streamed=True, clock=clock)))
+    for attempt in (first, second, first, second):
+        attempt.sent_s, attempt.download_bytes = 1.0, 2 * MIB
+        attempt.received_bytes = max(first.received_bytes, second.received_bytes) + 1
+        report.look()
+    second.received_s = 2.0
+    report.end()
+    for number, last in ((1, []), (2, ["done"])):
+        seen = [each for each in told if each.try_number == number]
+        assert stages(seen) == ["sending", "waiting", "receiving", *last]
+        assert_only_forward(seen)
+
+
+@WAYS
+def test_the_try_that_was_answered_is_told_as_done(make: Make) -> None:
+    gate, seen, tries = Gate(), list[Progress](), itertools.count(1)
+
+    def held_once(record: OpRecord, request: Any, context: Context) -> Any:
+        return gate.unary(record, request, context) if next(tries) == 1 else zeros(record, request, context)
+
+    with fake_service(held_once) as fake:
+        answer = make(
+            fake.address, {**group_norm(), "progress": seen.append}, retry=RetryPolicy(hedge_after_s=0.2)
+        )
+        gate.open()
+    assert answer.info.tries == 2
+    assert (seen[-1].stage, seen[-1].try_number) == ("done", 2)
+
+
+@WAYS
+def test_progress_of_another_type_is_refused_before_anything_is_sent(make: Make) -> None:
+    expected = "group_norm_backward: progress: found int; expected a bool, a title or a callable"
+    with fake_service() as fake:
+        with pytest.raises(TypeError, match=expected):
+            make(fake.address, {**group_norm(), "progress": 7})
+        assert fake.methods == []
+
+
+# --------------------------------------------------------------------------------------------------- bars
+
+PROGRAM = """
+import sys
+from npugrad_client import Client
+from tests.client.test_progress import LARGE_MIB, asynchronous, plain, sized
+title = sys.argv[3] if len(sys.argv) > 3 else True
+print(vars()[sys.argv[2]](sys.argv[1], {**sized(LARGE_MIB), "progress": title}).info.device)
+"""
+
+
+@pytest.mark.parametrize("make", [plain, asynchronous])
+def test_a_bar_is_drawn_on_a_terminal_and_gone_at_the_end(make: Make) -> None:
+    service = Staged()
+    with (
+        fake_service(execute=service.execute) as fake,
+        Terminal("-c", PROGRAM, fake.address, make.__name__) as terminal,
+    ):
+        terminal.wait_for(r"group_norm_backward sending +\S+ [1-9]\S* MiB of 64 MiB")
+        service.may_end["sending"].set()
+        terminal.wait_for(r"group_norm_backward waiting for the result +\S+ 0:0\d")
+        service.may_end["waiting"].set()
+        terminal.wait_for(r"group_norm_backward receiving +\S+ 0 B of 32 MiB")
+        service.may_end["receiving"].set()
+        status, output, shown = terminal.end()
+    assert (status, output) == (0, "test:0\n")
+    assert shown.endswith("\r\x1b[2K\x1b[?25h\r")  # the line is erased
+
+
+def test_a_title_is_shown_as_it_is() -> None:
+    service = Staged()
+    with (
+        fake_service(execute=service.execute) as fake,
+        Terminal("-c", PROGRAM, fake.address, "plain", "[red]step 3") as terminal,
+    ):
+        terminal.wait_for(r"\[red\]step 3 sending")
+        for event in service.may_end.values():
+            event.set()
+        assert terminal.end()[0] == 0
+
+
+@WAYS
+def test_nothing_is_shown_where_there_is_no_terminal(
+    server: ServerProcess, make: Make, capfd: pytest.CaptureFixture[str]
+) -> None:
+    make(server.address, {**sized(4), "progress": True})
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,345 @@
+"""Spans of a client: what each is about, how they lie in each other, what servers are told."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import subprocess
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from opentelemetry.trace import SpanContext, SpanKind, StatusCode, TraceFlags, TraceState
+from tests.client.fake_service import (
+    STREAMED,
+    UNARY,
+    Context,
+    Gate,
+    abort_with,
+    fake_service,
+    group_norm,
+    stream_zeros,
+    zeros,
+)
+
+from npugrad.errors import ServerBusy
+from npugrad_client import AsyncClient, Client, InvalidOperand, RetryPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from opentelemetry.sdk.trace import ReadableSpan
+    from tests.fix_server import ServerProcess
+
+    from npugrad.operator import OpRecord
+
+WAYS = pytest.mark.parametrize("way", [UNARY, STREAMED], ids=["unary", "streamed"])
+QUICK = RetryPolicy(initial_backoff_s=0.001)
+OPERATOR = "group_norm_backward"
+
+
+class Spans:
+    """A provider that keeps what ended."""
+
+    def __init__(self) -> None:
+        self._kept = InMemorySpanExporter()
+        self.provider = TracerProvider(shutdown_on_exit=False)
+        self.provider.add_span_processor(SimpleSpanProcessor(self._kept))
+
+    def all(self) -> list[ReadableSpan]:
+        """Everything, by its start."""
+        return sorted(self._kept.get_finished_spans(), key=lambda span: span.start_time or 0)
+
+    def call(self) -> ReadableSpan:
+        """That of the only call."""
+        (found,) = (span for span in self.all() if span.name == OPERATOR)
+        return found
+
+    def tries(self) -> list[ReadableSpan]:
+        """Those of tries."""
+        return [span for span in self.all() if span.kind is SpanKind.CLIENT]
+
+    def inside(self, parent: ReadableSpan) -> list[ReadableSpan]:
+        """The children of a span."""
+        return [span for span in self.all() if span.parent and span.parent.span_id == ids(parent).span_id]
+
+
+def ids(span: ReadableSpan) -> SpanContext:
+    """Its context."""
+    return cast("SpanContext", span.context)
+
+
+def seconds(span: ReadableSpan) -> float:
+    """How long it took."""
+    return ((span.end_time or 0) - (span.start_time or 0)) / 1e9
+
+
+@pytest.fixture
+def spans() -> Iterator[Spans]:
+    """Kept spans."""
+    kept = Spans()
+    yield kept
+    kept.provider.shutdown()
+
+
+class Told:
+    """A service that notes what headers it was sent, and refuses the first calls."""
+
+    def __init__(self, refusals: int = 0, error: Exception | None = None) -> None:
+        self.headers: list[dict[str, Any]] = []
+        self._refusals = refusals
+        self._error: Any = error or ServerBusy("the queue is full", operator=OPERATOR)
+
+    def _note(self, context: Context) -> None:
+        self.headers.append(dict(context.invocation_metadata() or ()))
+        if len(self.headers) <= self._refusals:
+            abort_with(context, self._error)
+
+    def unary(self, record: OpRecord, request: Any, context: Context) -> Any:
+        """A handler of unary calls."""
+        self._note(context)
+        return zeros(record, request, context)
+
+    def execute(self, frames: Any, context: Context) -> Iterator[Any]:
+        """A handler of streamed calls."""
+        self._note(context)
+        yield from stream_zeros(frames, context)
+
+    @property
+    def span_ids(self) -> list[str]:
+        """The spans that the calls said they were of."""
+        return [header["traceparent"].split("-")[2] for header in self.headers]
+
+
+def make_call(address: str, way: int, is_async: bool, **options: Any) -> Any:
+    """One call, with either client."""
+
+    async def work() -> Any:
+        async with AsyncClient(address, stream_from_bytes=way, **options) as client:
+            return await client.group_norm_backward(**group_norm())
+
+    if is_async:
+        return asyncio.run(work())
+    with Client(address, stream_from_bytes=way, **options) as client:
+        return client.group_norm_backward(**group_norm())
+
+
+BOTH = pytest.mark.parametrize("is_async", [False, True], ids=["threads", "asyncio"])
+
+
+@WAYS
+@BOTH
+def test_a_call_and_its_try_are_spans_of_one_trace_and_the_server_is_told_of_the_try(
+    spans: Spans, way: int, is_async: bool
+) -> None:
+    told = Told()
+    with fake_service(told.unary, told.execute) as seen:
+        tracer = spans.provider.get_tracer("test")
+        with tracer.start_as_current_span("outer") as outer:
+            make_call(seen.address, way, is_async, tracing=spans.provider)
+    call, (one,) = spans.call(), spans.tries()
+    host, port = seen.address.split(":")
+    method = "Execute" if way == STREAMED else "GroupNormBackward"
+    assert call.parent == outer.get_span_context()
+    assert one in spans.inside(call)
+    assert one.name == f"npugrad.v1.BackwardService/{method}"
+    assert dict(one.attributes or {}) == {
+        "rpc.system": "grpc",
+        "rpc.service": "npugrad.v1.BackwardService",
+        "rpc.method": method,
+        "rpc.grpc.status_code": 0,
+        "server.address": host,
+        "server.port": int(port),
+        "npugrad.try": 1,
+    }
+    expected = {"npugrad.operator": OPERATOR, "npugrad.device": "test:0", "npugrad.tries": 1}
+    assert expected.items() <= dict(call.attributes or {}).items()
+    assert (call.status.status_code, one.status.status_code) == (StatusCode.UNSET, StatusCode.UNSET)
+    (header,) = told.headers
+    told_of, flags = header["traceparent"].rsplit("-", 1)
+    assert told_of == f"00-{ids(call).trace_id:032x}-{ids(one).span_id:016x}"
+    assert int(flags, 16) & TraceFlags.SAMPLED
+    assert "baggage" not in header
+
+
+@WAYS
+@BOTH
+def test_retries_are_spans_of_one_trace_and_each_says_how_it_failed(
+    spans: Spans, way: int, is_async: bool
+) -> None:
+    told = Told(refusals=2)
+    with fake_service(told.unary, told.execute) as seen:
+        make_call(seen.address, way, is_async, tracing=spans.provider, retry=QUICK)
+    call, tries = spans.call(), spans.tries()
+    assert told.span_ids == [f"{ids(one).span_id:016x}" for one in tries]
+    assert {one.parent and one.parent.span_id for one in tries} == {ids(call).span_id}
+    assert {ids(span).trace_id for span in spans.all()} == {ids(call).trace_id}
+    attributes = [dict(one.attributes or {}) for one in tries]
+    assert [a["npugrad.try"] for a in attributes] == [1, 2, 3]
+    assert [a["rpc.grpc.status_code"] for a in attributes] == [8, 8, 0]
+    assert [a.get("error.type") for a in attributes] == ["ServerBusy", "ServerBusy", None]
+    assert [one.status.status_code for one in tries] == [StatusCode.ERROR] * 2 + [StatusCode.UNSET]
+    for one in tries[:2]:
+        (event,) = one.events
+        assert "the queue is full" in str((event.attributes or {})["exception.message"])
+    assert call.status.status_code is StatusCode.UNSET
+    assert (call.attributes or {})["npugrad.tries"] == 3
+    assert [span.name for span in spans.inside(call) if span.name == "wait"] == ["wait"] * 2
+
+
+@BOTH
+def test_a_call_that_fails_says_so_without_its_operands(spans: Spans, is_async: bool) -> None:
+    told = Told(1, InvalidOperand("group: found 3", code=161002, operator=OPERATOR))
+    with fake_service(told.unary) as seen, pytest.raises(InvalidOperand):
+        make_call(seen.address, UNARY, is_async, tracing=spans.provider)
+    call, (one,) = spans.call(), spans.tries()
+    for span in (call, one):
+        (event,) = span.events
+        assert span.status.status_code is StatusCode.ERROR
+        assert (span.attributes or {})["error.type"] == "InvalidOperand"
+        assert set(event.attributes or {}) == {"exception.type", "exception.message"}
+    assert (one.attributes or {})["rpc.grpc.status_code"] == 3
+
+
+def test_a_call_that_is_never_sent_is_a_span_without_tries(spans: Spans) -> None:
+    with Client("localhost:1", tracing=spans.provider) as client, pytest.raises(TypeError):
+        client.group_norm_backward(**{**group_norm(), "input": object()})
+    assert [span.name for span in spans.all() if span.name != "pack"] == [OPERATOR]
+    assert spans.call().status.status_code is StatusCode.ERROR
+
+
+@BOTH
+def test_a_hedge_is_another_try_of_the_trace_and_the_loser_is_cancelled(spans: Spans, is_async: bool) -> None:
+    gate, told = Gate(), Told()
+    policy = RetryPolicy(hedge_after_s=0.01, max_tries=2)
+
+    def unary(record: OpRecord, request: Any, context: Context) -> Any:
+        answer = told.unary(record, request, context)
+        if len(told.headers) == 1:
+            gate.hold()
+        return answer
+
+    with fake_service(unary) as seen:
+        make_call(seen.address, UNARY, is_async, tracing=spans.provider, retry=policy)
+        gate.open()
+    call, tries = spans.call(), spans.tries()
+    assert sorted(told.span_ids) == sorted(f"{ids(one).span_id:016x}" for one in tries)
+    codes = {(one.attributes or {})["npugrad.try"]: one.attributes for one in tries}
+    assert [(codes[n] or {})["rpc.grpc.status_code"] for n in (1, 2)] == [1, 0]
+    assert {one.parent and one.parent.span_id for one in tries} == {ids(call).span_id}
+
+
+@WAYS
+def test_stages_lie_in_their_parents_and_take_as_long_as_the_timeline_says(
+    server: ServerProcess, spans: Spans, way: int
+) -> None:
+    result = make_call(server.address, way, False, tracing=spans.provider)
+    call, (one,) = spans.call(), spans.tries()
+    found: Counter[str] = Counter()
+    for parent in (call, one):
+        for span in spans.inside(parent):
+            assert (parent.start_time or 0) <= (span.start_time or 0) <= (span.end_time or 0)
+            assert (span.end_time or 0) <= (parent.end_time or 0)
+            if span.kind is SpanKind.INTERNAL:
+                found[span.name] += seconds(span)  # type: ignore[assignment]
+    timeline = result.info.timeline
+    ours = {i.stage for i in timeline.stages if i.where == "client"}
+    assert found == pytest.approx({stage: timeline.seconds(stage) for stage in ours}, abs=1e-6)
+    theirs = {
+        key.removeprefix("npugrad.server.").removesuffix("_s"): value
+        for key, value in (one.attributes or {}).items()
+        if key.startswith("npugrad.server.")
+    }
+    assert {"decode", "queued", "run", "encode"} <= theirs.keys()
+    assert theirs == pytest.approx({stage: timeline.seconds(stage) for stage in theirs})
+    assert seconds(call) == pytest.approx(timeline.wall_s, abs=1e-6)
+
+
+def test_a_trace_that_is_not_sampled_goes_on_unsampled_with_its_state(spans: Spans) -> None:
+    """The server is told, so that one that trusts its callers does not begin half a trace."""
+    state = TraceState([("vendor", "1")])
+    outer = trace.NonRecordingSpan(SpanContext(0xABC, 0xDEF, True, TraceFlags(0), state))
+    told = Told()
+    with (
+        fake_service(told.unary) as seen,
+        trace.use_span(outer),
+        Client(seen.address, tracing=TracerProvider(ALWAYS_OFF, shutdown_on_exit=False)) as client,
+    ):
+        client.group_norm_backward(**group_norm())
+    (header,) = told.headers
+    _, trace_id, _, flags = header["traceparent"].split("-")
+    assert (int(trace_id, 16), flags, header["tracestate"]) == (0xABC, "00", "vendor=1")
+
+
+def test_futures_are_in_the_span_of_who_started_them(spans: Spans) -> None:
+    tracer = spans.provider.get_tracer("test")
+    with fake_service() as seen, Client(seen.address, tracing=spans.provider) as client:
+        with tracer.start_as_current_span("outer") as outer:
+            future = client.submit.group_norm_backward(**group_norm())
+        future.result()
+    assert spans.call().parent == outer.get_span_context()
+
+
+@WAYS
+@BOTH
+def test_without_tracing_nothing_is_sent(way: int, is_async: bool) -> None:
+    told = Told()
+    with fake_service(told.unary, told.execute) as seen:
+        make_call(seen.address, way, is_async)
+    (header,) = told.headers
+    assert not header.keys() & {"traceparent", "tracestate", "baggage"}
+
+
+def test_without_a_provider_nothing_is_sent_either() -> None:
+    """Of an application that never set one up."""
+    told = Told()
+    with fake_service(told.unary) as seen:
+        make_call(seen.address, UNARY, False, tracing=True)
+    assert "traceparent" not in told.headers[0]
+
+
+_WITHOUT = """
+import sys
+sys.modules["opentelemetry"] = None
+from npugrad_client import AsyncClient, Client
+from tests.client.fake_service import group_norm
+with Client(sys.argv[1]) as client:
+    client.group_norm_backward(**group_norm())
+assert not [name for name in sys.modules if name.startswith("opentelemetry.")]
+for kind in (Client, AsyncClient):
+    try:
+        kind(sys.argv[1], tracing=True)
+    except ImportError as error:
+        print(error)
+"""
+
+
+def test_a_client_needs_opentelemetry_for_tracing_only_and_says_how_to_get_it() -> None:
+    with fake_service() as seen:
+        ran = subprocess.run(
+            [sys.executable, "-c", _WITHOUT, seen.address], capture_output=True, text=True, timeout=120
+        )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("pip install 'npugrad[otel]'") == 2
+
+
+def test_what_is_no_provider_is_refused() -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(TypeError, match=r"tracing: found str; expected a TracerProvider or a bool"):
+            kind("localhost", tracing=cast("Any", "jaeger"))
+
+
+def test_a_client_that_traces_by_the_global_provider_can_be_pickled_and_no_other(spans: Spans) -> None:
+    with Client("localhost", tracing=True) as client, pickle.loads(pickle.dumps(client)) as copy:
+        assert copy._tracing is not None
+    with (
+        Client("localhost", tracing=spans.provider) as client,
+        pytest.raises(TypeError, match="expected True"),
+    ):
+        pickle.dumps(client)
