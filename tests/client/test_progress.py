@@ -246,7 +246,7 @@ def test_the_try_that_was_answered_is_told_as_done(make: Make) -> None:
 
     with fake_service(held_once) as fake:
         answer = make(
-            fake.address, {**group_norm(), "progress": seen.append}, retry=RetryPolicy(hedge_after_s=0.2)
+            fake.address, {**group_norm(), "progress": seen.append}, retry=RetryPolicy(hedge_after_s=1.0)
         )
         gate.open()
     assert answer.info.tries == 2

@@ -6,6 +6,7 @@ import asyncio
 import pickle
 import subprocess
 import sys
+import threading
 from collections import Counter
 from typing import TYPE_CHECKING, Any, cast
 
@@ -216,12 +217,17 @@ def test_a_call_that_is_never_sent_is_a_span_without_tries(spans: Spans) -> None
 
 @BOTH
 def test_a_hedge_is_another_try_of_the_trace_and_the_loser_is_cancelled(spans: Spans, is_async: bool) -> None:
-    gate, told = Gate(), Told()
+    gate, told, arriving = Gate(), Told(), threading.Lock()
     policy = RetryPolicy(hedge_after_s=0.01, max_tries=2)
+    held: list[str] = []
 
     def unary(record: OpRecord, request: Any, context: Context) -> Any:
-        answer = told.unary(record, request, context)
-        if len(told.headers) == 1:
+        with arriving:
+            answer = told.unary(record, request, context)
+            is_first = not held
+            if is_first:
+                held.append(told.span_ids[-1])
+        if is_first:
             gate.hold()
         return answer
 
@@ -230,8 +236,10 @@ def test_a_hedge_is_another_try_of_the_trace_and_the_loser_is_cancelled(spans: S
         gate.open()
     call, tries = spans.call(), spans.tries()
     assert sorted(told.span_ids) == sorted(f"{ids(one).span_id:016x}" for one in tries)
-    codes = {(one.attributes or {})["npugrad.try"]: one.attributes for one in tries}
-    assert [(codes[n] or {})["rpc.grpc.status_code"] for n in (1, 2)] == [1, 0]
+    assert sorted(int(str((one.attributes or {})["npugrad.try"])) for one in tries) == [1, 2]
+    # On a busy machine either try may arrive first; the one that does is held and loses.
+    codes = {f"{ids(one).span_id:016x}": (one.attributes or {})["rpc.grpc.status_code"] for one in tries}
+    assert (codes.pop(held[0]), list(codes.values())) == (1, [0])
     assert {one.parent and one.parent.span_id for one in tries} == {ids(call).span_id}
 
 
@@ -306,6 +314,7 @@ def test_without_a_provider_nothing_is_sent_either() -> None:
 
 _WITHOUT = """
 import sys
+import threading
 sys.modules["opentelemetry"] = None
 from npugrad_client import AsyncClient, Client
 from tests.client.fake_service import group_norm
