@@ -98,7 +98,11 @@ class EdgeCall:
         places = self.placed(rule)
         edges = np.rint(places - self.sampled.edge) + self.sampled.edge
         if mutant == "ceil":
-            return self.at(np.where(places == edges, edges - _BESIDE, places))
+            positions, *slopes = np.moveaxis(self.sampled.located(np.arange(len(places)), rule), -1, 0)
+            is_on = positions == np.rint(positions - self.sampled.edge) + self.sampled.edge
+            for slope in slopes:
+                is_on &= slope != 0
+            return self.at(np.where(is_on, 2 * edges - places, places))
         if mutant == "shifted":
             return self.at(places + 1)
         flipped = np.where(places >= edges, edges - _BESIDE, edges + _BESIDE)

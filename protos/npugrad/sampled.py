@@ -24,6 +24,8 @@ REACH = 3 * 2.0**-24
 """How far float32 can put a point from its exact place, as a share of the axis's size in pixels."""
 _BESIDE = 2.0**-30
 """A place so far beside an edge, as a share of the size, is on one side of it and has its values."""
+_ON_EDGE = 2.0**-40
+"""A place so near to an edge may come to lie on either side, once it is turned into a coordinate and back."""
 
 
 class SampledCall(ABC):
@@ -115,6 +117,20 @@ class SampledCall(ABC):
         beside = edges[:, np.newaxis] + signs * step[:, np.newaxis]
         own = self.placed(points, rule)[:, np.newaxis]
         return np.where(self.may_move(points)[:, np.newaxis], beside, own)
+
+    def off_edges(self, positions: Floats, sizes: Floats, side: Floats) -> Floats:
+        """Positions, moved off the edges that they lie on, so that no rounding takes them to the other side.
+
+        Args:
+            positions: (k, axes).
+            sizes: Pixels of each axis, (k, axes).
+            side: 1 or -1 where the values that belong to an edge are those above or below it, (k, axes).
+        """
+        edges = self._edges(positions)
+        scale = np.maximum(sizes, np.abs(edges))
+        is_on = np.abs(positions - edges) < _ON_EDGE * scale
+        towards = np.where(positions == edges, side, np.sign(positions - edges))
+        return np.where(is_on, edges + towards * _BESIDE * scale, positions)
 
     def _edges(self, places: Floats) -> Floats:
         nearest: Floats = np.rint(places - self.edge) + self.edge

@@ -72,12 +72,15 @@ class _Grid(SampledCall):
     def placed(self, points: Ints, rule: CoordinateRule) -> Floats:
         """Undoes the padding: what was clipped lies outside or on the last pixel, what was folded before."""
         position, slope = np.moveaxis(self.located(points, rule), -1, 0)
+        has_place = position != _NO_PLACE
+        above = np.where(
+            np.rint(position) < position, -1.0, 1.0
+        )  # the one below only where nearest rounds down
+        position = np.where(slope == 0, position, self.off_edges(position, self.sizes(points), above))
         low, outside = (0.0, 0.0) if self._align else (-0.5, 0.25)
         clipped = np.where(position <= 0, -outside, position + outside)
         place = np.where(slope < 0, 2 * low - position, np.where(slope == 0, clipped, position))
-        if self._padding != PADDING_MODES["zeros"]:
-            place[position == _NO_PLACE] = np.nan
-        return place
+        return place if self._padding == PADDING_MODES["zeros"] else np.where(has_place, place, np.nan)
 
     def read(self, points: Ints, places: Floats, names: tuple[str, ...]) -> dict[str, Floats]:
         rows = np.zeros(places.shape)

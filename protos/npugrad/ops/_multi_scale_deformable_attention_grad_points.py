@@ -49,13 +49,15 @@ class Sampled(SampledCall):
         return self._size(points).astype(np.float64)
 
     def places(self, points: Ints) -> Floats:
-        return self.placed(points, CoordinateRule.FLOAT64)
+        return self._pixels(points, CoordinateRule.FLOAT64)
 
     def located(self, points: Ints, rule: CoordinateRule) -> Floats:
-        return self.placed(points, rule)[..., np.newaxis]
+        return self._pixels(points, rule)[..., np.newaxis]
 
     def placed(self, points: Ints, rule: CoordinateRule) -> Floats:
-        return attention_pixels(self._location[self._at(points)], self._size(points), rule)
+        pixels = self._pixels(points, rule)
+        above = np.where(pixels == -1, -1.0, 1.0)  # at -1 a sample is out of reach
+        return self.off_edges(pixels, self.sizes(points), above)
 
     def read(self, points: Ints, places: Floats, names: tuple[str, ...]) -> dict[str, Floats]:
         found = {name: np.zeros((*places.shape[:2], self.rows[name])) for name in names}
@@ -81,6 +83,9 @@ class Sampled(SampledCall):
             moved = np.zeros((1, *sums.shape[1:]))
             reference(inputs, {}, {"grad_value": moved})
             sums[batch : batch + 1] += moved
+
+    def _pixels(self, points: Ints, rule: CoordinateRule) -> Floats:
+        return attention_pixels(self._location[self._at(points)], self._size(points), rule)
 
     def _at(self, points: Ints) -> tuple[Ints, ...]:
         return np.unravel_index(points, self._shape)
