@@ -73,9 +73,7 @@ class _Grid(SampledCall):
         """Undoes the padding: what was clipped lies outside or on the last pixel, what was folded before."""
         position, slope = np.moveaxis(self.located(points, rule), -1, 0)
         has_place = position != _NO_PLACE
-        above = np.where(
-            np.rint(position) < position, -1.0, 1.0
-        )  # the one below only where nearest rounds down
+        above = np.where(np.rint(position) < position, -1.0, 1.0)  # -1 where nearest rounds a half down
         position = np.where(slope == 0, position, self.off_edges(position, self.sizes(points), above))
         low, outside = (0.0, 0.0) if self._align else (-0.5, 0.25)
         clipped = np.where(position <= 0, -outside, position + outside)
