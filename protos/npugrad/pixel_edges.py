@@ -51,17 +51,19 @@ class Explanation:
 
     Attributes:
         rule: The rule of coordinates.
+        alike: Other rules that place every point of the call where this one does.
         moved: Points on the other side of an edge than the rule says.
         points: Points of the call.
     """
 
     rule: CoordinateRule
+    alike: tuple[CoordinateRule, ...]
     moved: int
     points: int
 
     def __str__(self) -> str:
         """In words."""
-        text = f"right by coordinate rule {self.rule}"
+        text = f"right by coordinate rule {' = '.join((self.rule, *self.alike))}"
         if not self.moved:
             return text
         return (
@@ -87,8 +89,15 @@ def explanations(
         for rule in call.rules[1:]:
             if _explains_most(call, rule, suspects, results, golden):
                 call.compute(rule, golden)
-                yield Explanation(rule, 0, call.count)
+                yield _explanation(call, rule, 0)
                 yield from _with_moves(call, rule, results, golden)
+
+
+def _explanation(call: SampledCall, rule: CoordinateRule, moved: int) -> Explanation:
+    others = (other for other in call.rules if other is not rule)
+    return Explanation(
+        rule, tuple(other for other in others if not _differ(call, rule, other)), moved, call.count
+    )
 
 
 def _most_moves(call: SampledCall) -> int:
@@ -113,7 +122,7 @@ def _with_moves(
     # Across an edge bilinear sums differ in nothing but what is not finite.
     if sums is not None and not compare(sums, results[call.sums]).ok:
         call.add_up(rule, points, places, sums)
-    yield Explanation(rule, len(points), call.count)
+    yield _explanation(call, rule, len(points))
 
 
 def _wrong_points(call: SampledCall, results: Mapping[str, Array], golden: Mapping[str, Floats]) -> Ints:
@@ -169,16 +178,16 @@ def _explains_most(
 ) -> bool:
     """Whether a rule is worth the whole reference, judged by points that are wrong by the service's own."""
     if len(suspects) <= _most_moves(call):
-        return _places_differ(call, rule)
+        return _differ(call, rule, call.rules[0])
     places = call.placed(suspects, rule)[:, np.newaxis]
     _, used = _read(call, suspects, places, results, golden)
     return int(np.count_nonzero(used > 1)) <= _most_moves(call)
 
 
-def _places_differ(call: SampledCall, rule: CoordinateRule) -> bool:
-    """Whether a rule places any point otherwise than the service's own."""
+def _differ(call: SampledCall, rule: CoordinateRule, other: CoordinateRule) -> bool:
+    """Whether two rules place any point otherwise."""
     for span in spans(call.count, _POINT_BYTES):
         points = np.arange(span.start, span.stop)
-        if (call.located(points, rule) != call.located(points, call.rules[0])).any():
+        if (call.located(points, rule) != call.located(points, other)).any():
             return True
     return False
