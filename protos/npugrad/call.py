@@ -88,6 +88,9 @@ class ExecutionInfo:
         run_s: Seconds the operator ran.
         copy_out_s: Seconds spent copying results from the device.
         request_id: Identifier of the request in the server's log.
+        verification: What `verify` has to tell of a right result: by which rule of coordinates it is right if
+            not by the service's own, and how many points lie on the other side of a pixel edge. Empty where
+            there is nothing to tell.
         tries: How often the client sent the call; above 1 when a server was lost or busy, or slow where the
             client hedges. Not on the wire.
         recorded: What `timeline` is made from; None where nothing was recorded. No field, so that
@@ -105,6 +108,7 @@ class ExecutionInfo:
     run_s: float = 0.0
     copy_out_s: float = 0.0
     request_id: str = ""
+    verification: str = ""
     tries: int = 1
     recorded: ClassVar[Recorded | None] = None
 

@@ -346,7 +346,7 @@ def decode_response(record: OpRecord, message: Any, recorded: Recorded | None = 
 
 _INFO_FIELDS = (
     "backend", "device", "simulated", "workspace_bytes", "attempts",
-    "queued_s", "copy_in_s", "run_s", "copy_out_s", "request_id",
+    "queued_s", "copy_in_s", "run_s", "copy_out_s", "request_id", "verification",
 )  # fmt: skip
 
 

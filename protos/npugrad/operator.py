@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from npugrad.meta import CallMeta, TensorMeta
     from npugrad.products import Product
     from npugrad.releases import CannRelease
+    from npugrad.sampled import SampledCall
     from npugrad.workloads import Workloads
 
     Arrays = Mapping[str, "npt.NDArray[Any] | None"]
@@ -233,6 +234,8 @@ class OpRecord:
         binding: torch_npu's own binding of the operator; None where no version has one.
         references_by_rule: The same under each named rule by which kernels turn coordinates into pixels, that
             of the service first; empty where the operator has no coordinates.
+        sampled: The points of a call by its operands and attributes, where the results jump at the edges of
+            pixels; None where they do not.
         checked_operands: Operands whose values `data_check` reads; of others it may use only the shape.
     """
 
@@ -261,6 +264,7 @@ class OpRecord:
     references_by_rule: Mapping[CoordinateRule, Reference] = field(
         default_factory=lambda: MappingProxyType({})
     )
+    sampled: Callable[[Arrays, Mapping[str, Any]], SampledCall] | None = None
     checked_operands: tuple[str, ...] = ()
 
     @cached_property

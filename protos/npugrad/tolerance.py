@@ -84,6 +84,43 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class Allowance:
+    """What the formula allows in one tensor.
+
+    Attributes:
+        relative: Error of an element, as a share of its golden value.
+        absolute: Error of any element beyond it.
+        mean: Mean error of all elements.
+    """
+
+    relative: float
+    absolute: float
+    mean: float
+
+    @classmethod
+    def of(cls, golden: npt.NDArray[Any], got: npt.NDArray[Any], extra: float = 0.0) -> Allowance:
+        """That of a whole tensor; arguments and errors as for `compare`."""
+        return _allowance(_scale(golden, got), _tolerance(golden, got), got, extra)
+
+    def used(self, golden: npt.NDArray[Any], got: npt.NDArray[Any]) -> Floats:
+        """The share of what is allowed that each of some elements uses; above 1 it is wrong.
+
+        Args:
+            golden: Golden values of some elements of the tensor, few enough to be held several times.
+            got: Their results, in the dtype of the tensor and of the same shape.
+        """
+        shape = np.broadcast_shapes(golden.shape, got.shape)
+        flat = (np.broadcast_to(array, shape).reshape(-1) for array in (golden, got))
+        values, result = (np.array(array, np.float64) for array in flat)
+        return self._of_block(_block(0, values, result, got.dtype)).reshape(shape)
+
+    def _of_block(self, block: _Block) -> Floats:
+        used: Floats = block.error / (self.relative * np.abs(block.golden) + self.absolute)
+        used[block.unlike] = np.inf
+        return used
+
+
+@dataclass(frozen=True)
 class _Scale:
     """Sums over the golden values whose cast is finite."""
 
@@ -125,17 +162,12 @@ def compare(golden: npt.NDArray[Any], got: npt.NDArray[Any], extra: float = 0.0)
     Raises:
         ValueError: The shapes differ, or the formula has no tolerance for the result's dtype.
     """
-    tolerance = _tolerance(golden, got)
-    tiny = _TINY[dtype_from_name(got.dtype)]
-    scale = _scale(golden, got)
-    allowed_mean = tolerance * (scale.mean + tiny) + extra
+    tolerance, scale = _tolerance(golden, got), _scale(golden, got)
+    allowed = _allowance(scale, tolerance, got, extra)
     worst, largest, total, mismatches, non_finite = 0.0, 0.0, 0.0, 0, 0
     first: int | None = None
     for block in _blocks(golden, got):
-        fraction = block.error / (
-            10 * tolerance * np.abs(block.golden) + (tolerance * scale.rms + tiny + extra)
-        )
-        fraction[block.unlike] = np.inf
+        fraction = allowed._of_block(block)
         off = fraction > 1
         if first is None and off.any():
             first = block.start + int(off.argmax())
@@ -145,7 +177,7 @@ def compare(golden: npt.NDArray[Any], got: npt.NDArray[Any], extra: float = 0.0)
         largest = max(largest, float(block.error.max()))
         total += float(block.error.sum())
     mean_error = total / scale.count if scale.count else 0.0
-    worst = max(worst, mean_error / allowed_mean)
+    worst = max(worst, mean_error / allowed.mean)
     return Comparison(
         ok=worst <= 1,
         max_relative_error=_ratio(largest, scale.largest),
@@ -155,6 +187,36 @@ def compare(golden: npt.NDArray[Any], got: npt.NDArray[Any], extra: float = 0.0)
         non_finite=non_finite,
         size=got.size,
         first_mismatch=None if first is None else tuple(map(int, np.unravel_index(first, got.shape))),
+    )
+
+
+def wrong_elements(
+    golden: npt.NDArray[Any], got: npt.NDArray[Any], most: int, extra: float = 0.0
+) -> npt.NDArray[np.int64]:
+    """The flat indices of the first elements outside their tolerance, in order.
+
+    Args:
+        golden: As for `compare`.
+        got: As for `compare`.
+        most: How many to find at most.
+        extra: As for `compare`.
+    """
+    allowed = Allowance.of(golden, got, extra)
+    found = [np.zeros(0, np.int64)]
+    for block in _blocks(golden, got):
+        found.append(np.flatnonzero(allowed._of_block(block) > 1)[:most] + block.start)
+        most -= found[-1].size
+        if not most:
+            break
+    return np.concatenate(found)
+
+
+def _allowance(scale: _Scale, tolerance: float, got: npt.NDArray[Any], extra: float) -> Allowance:
+    tiny = _TINY[dtype_from_name(got.dtype)]
+    return Allowance(
+        relative=10 * tolerance,
+        absolute=tolerance * scale.rms + tiny + extra,
+        mean=tolerance * (scale.mean + tiny) + extra,
     )
 
 
@@ -170,17 +232,21 @@ def _tolerance(golden: npt.NDArray[Any], got: npt.NDArray[Any]) -> float:
 def _blocks(golden: npt.NDArray[Any], got: npt.NDArray[Any]) -> Iterator[_Block]:
     for span in spans(got.size, _ELEMENT_BYTES, _BLOCK_BYTES):
         values = flat_float64(golden, span.start, span.stop)
-        result = flat_float64(got, span.start, span.stop)
-        cast = _cast(values, got.dtype)
-        finite = np.isfinite(cast) & np.isfinite(result)
-        same = (cast == result) | (np.isnan(cast) & np.isnan(result))
-        unlike = ~finite & ~same
-        # A golden value whose cast is infinite may itself be finite; it still takes no part in the sums.
-        values[~np.isfinite(cast)] = 0.0
-        result[~finite] = 0.0
-        error = np.abs(np.subtract(result, values, out=result), out=result)
-        error[~finite] = 0.0
-        yield _Block(span.start, values, error, finite, unlike, int(np.count_nonzero(~np.isfinite(cast))))
+        yield _block(span.start, values, flat_float64(got, span.start, span.stop), got.dtype)
+
+
+def _block(start: int, values: Floats, result: Floats, dtype: np.dtype[Any]) -> _Block:
+    """Takes both arrays for its own."""
+    cast = _cast(values, dtype)
+    finite = np.isfinite(cast) & np.isfinite(result)
+    same = (cast == result) | (np.isnan(cast) & np.isnan(result))
+    unlike = ~finite & ~same
+    # A golden value whose cast is infinite may itself be finite; it still takes no part in the sums.
+    values[~np.isfinite(cast)] = 0.0
+    result[~finite] = 0.0
+    error = np.abs(np.subtract(result, values, out=result), out=result)
+    error[~finite] = 0.0
+    return _Block(start, values, error, finite, unlike, int(np.count_nonzero(~np.isfinite(cast))))
 
 
 def _cast(values: Floats, dtype: np.dtype[Any]) -> Floats:

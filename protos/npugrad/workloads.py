@@ -145,8 +145,6 @@ class Workloads:
         fixed: From sizes, the operands that they fix but no meta tells; None where metas tell all.
         huge: Calls that fill a device; None where the operator has no output that is needed but not wanted.
         ties: Moves, in place, operands of a small call to where a gradient jumps; None where none jumps.
-        settle: Moves, in place, what lies so near to a tie that two right results may differ; None where no
-            gradient jumps.
     """
 
     named: Mapping[str, Workload]
@@ -158,7 +156,6 @@ class Workloads:
     fixed: Callable[[Sizes], dict[str, npt.NDArray[Any]]] | None = None
     huge: Huge | None = None
     ties: Callable[[CallMeta, Arrays], None] | None = None
-    settle: Callable[[CallMeta, Arrays], None] | None = None
 
     @property
     def accepted(self) -> tuple[Workload, ...]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def test_every_operator_has_edges_of_every_kind_that_are_legal(record: OpRecord) -> None:
     found = list(edges(record, record.inputs[0].dtypes[next(iter(record.products))][0]))
     assert {edge.kind for edge in found} >= {"strided", "non-finite"}
-    assert ("ties" in {edge.kind for edge in found}) == (record.workloads.settle is not None)
+    assert ("ties" in {edge.kind for edge in found}) == (record.workloads.ties is not None)
     assert len({(edge.kind, edge.name) for edge in found}) == len(found)
     for edge in found:
         assert validate_call(record, edge.call).violations == ()
@@ -37,21 +37,20 @@ def test_one_value_of_one_operand_is_not_finite(record: OpRecord) -> None:
             assert odd == {name: int(edge.name == f"{name} nan") for name in odd}
 
 
-def test_what_is_settled_lies_on_no_tie(record: OpRecord) -> None:
-    """Ties are moved away by the record's own `settle`, and all that it moves are ties."""
-    workloads = record.workloads
-    if workloads.ties is None or workloads.settle is None:
-        assert workloads.ties is workloads.settle is None
+def test_an_operator_that_jumps_at_pixel_edges_has_calls_on_them_and_rules_to_judge_them(
+    record: OpRecord,
+) -> None:
+    assert (
+        (record.sampled is not None) == (record.workloads.ties is not None) == bool(record.references_by_rule)
+    )
+
+
+def test_what_is_moved_onto_ties_stays_there(record: OpRecord) -> None:
+    if record.workloads.ties is None:
         return
-    call = record.build(**workloads.named["small"].sizes)
+    call = record.build(**record.workloads.named["small"].sizes)
     operands = record.make_inputs(call, np.random.default_rng(1))
-    before = {name: None if array is None else array.copy() for name, array in operands.items()}
-    workloads.settle(call, operands)
-    settled = {name: None if array is None else array.copy() for name, array in operands.items()}
-    workloads.settle(call, operands)
-    for name, array in operands.items():
-        assert array is None or np.array_equal(array, settled[name], equal_nan=True)  # type: ignore[arg-type]
-    workloads.ties(call, before)
-    moved = {name: None if array is None else array.copy() for name, array in before.items()}
-    workloads.ties(call, moved)
-    assert all(np.array_equal(moved[n], a) for n, a in before.items() if a is not None)  # type: ignore[arg-type]
+    record.workloads.ties(call, operands)
+    moved = {name: None if array is None else array.copy() for name, array in operands.items()}
+    record.workloads.ties(call, moved)
+    assert all(np.array_equal(moved[n], a) for n, a in operands.items() if a is not None)  # type: ignore[arg-type]

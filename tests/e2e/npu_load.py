@@ -15,11 +15,11 @@ from tests.calls import call_execute, call_unary, fill
 from tests.e2e.load import Answer, Load, Told, Work
 from tests.operators import FLOYD, GRID_SAMPLER, GROUP_NORM, MSDA
 
+from npugrad.agreement import agreement
 from npugrad.errors import error_from_details
 from npugrad.layout import view
 from npugrad.ops import OPERATORS
 from npugrad.status import decode_status
-from npugrad.tolerance import compare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,14 +48,10 @@ def send(
 def is_right(work: Work, contents: Mapping[str, Any]) -> bool:
     """Whether every wanted output is there and within tolerance of the float64 results."""
     made, expected = work.sample, {n: a for n, a in work.expected.items() if a is not None}
-    return contents.keys() == made.outputs.keys() and all(
-        compare(
-            expected[name],
-            view(meta, contents[name]),
-            made.record.extra_tolerance(made.arrays, made.call.attrs, name),
-        ).ok
-        for name, meta in made.outputs.items()
-    )
+    if contents.keys() != made.outputs.keys():
+        return False
+    results = {name: view(meta, contents[name]) for name, meta in made.outputs.items()}
+    return agreement(made.record, made.arrays, made.call.attrs, results, expected).ok
 
 
 @cache

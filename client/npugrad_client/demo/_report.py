@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.table import Table
 
-from npugrad.tolerance import compare
+from npugrad.agreement import agreement
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,6 +33,7 @@ class Row:
         wall_s: Seconds the whole call took for the caller.
         error: Largest error over the largest reference value, worst output.
         used: Largest share of the tolerance that an output used; at most 1 when all is well.
+        explanation: How pixel edges explain the results; empty where there is nothing to explain.
         official: Whether the official example's values came out; None where there are none.
         is_right: Whether the results are within all tolerances.
     """
@@ -43,6 +44,7 @@ class Row:
     wall_s: float
     error: float
     used: float
+    explanation: str
     official: bool | None
     is_right: bool
 
@@ -54,22 +56,19 @@ def run_case(client: Client, case: Case) -> Row:
     answer = getattr(client, case.record.name)(**inputs.operands, **inputs.attrs, label="demo")
     wall_s = time.perf_counter() - start
     results = {p.name: getattr(answer, p.name) for p in case.record.outputs}
-    golden = {name: np.empty(a.shape, np.float64) for name, a in results.items() if a is not None}
-    case.record.reference(inputs.operands, inputs.attrs, golden)
-    comparisons = [
-        compare(golden[name], results[name], case.record.extra_tolerance(inputs.operands, inputs.attrs, name))
-        for name in golden
-    ]
+    wanted = {name: array for name, array in results.items() if array is not None}
+    found = agreement(case.record, inputs.operands, inputs.attrs, wanted)
     official = _official(inputs, results)
     return Row(
         case=case,
         shapes=_shapes(case, inputs),
         info=answer.info,
         wall_s=wall_s,
-        error=max(c.max_relative_error for c in comparisons),
-        used=max(c.worst for c in comparisons),
+        error=max(c.max_relative_error for c in found.comparisons.values()),
+        used=max(c.worst for c in found.comparisons.values()),
+        explanation=found.explanation,
         official=official,
-        is_right=all(c.ok for c in comparisons) and official is not False,
+        is_right=found.ok and official is not False,
     )
 
 
@@ -108,6 +107,10 @@ def tables(rows: list[Row]) -> Iterator[Table]:
         yield result
 
 
+def _verdict(row: Row) -> str:
+    return ("right" if row.is_right else "WRONG") + _VERDICTS[row.official]
+
+
 def _cells(row: Row) -> list[str]:
     info = row.info
     simulated = ", SIMULATED" if info.simulated else ""
@@ -121,5 +124,5 @@ def _cells(row: Row) -> list[str]:
         f"{info.queued_s:.3f}",
         f"{info.run_s:.3f}",
         f"{max(row.wall_s - info.queued_s - info.run_s, 0.0):.3f}",
-        ("right" if row.is_right else "WRONG") + _VERDICTS[row.official],
+        ", ".join(filter(None, (_verdict(row), row.explanation))),
     ]

@@ -12,7 +12,7 @@ from npugrad.generators import Draw
 from npugrad.meta import TensorMeta
 from npugrad.operator import AttrParam, Sample, TensorParam
 from npugrad.ops._grid_sampler_rules import C_NAMES, INTERPOLATION_MODES, PADDING_MODES, accepts_unchecked
-from npugrad.ties import half_pixels, settle
+from npugrad.ties import half_pixels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -197,17 +197,6 @@ def ties(call: CallMeta, operands: Arrays) -> None:
     for axis, size in enumerate(reversed(image.shape[2:])):
         divisor = max(size - 1, 1) if call.attrs["align_corners"] else size
         grid[..., axis] = 2 * half_pixels(grid[..., axis], size) / divisor - 1
-
-
-def settle_points(call: CallMeta, operands: Arrays) -> None:
-    """Moves points away from where the gradient jumps."""
-    image, grid = call.tensor("input"), operands["grid"]
-    if grid is None:
-        return
-    for axis, size in enumerate(reversed(image.shape[2:])):
-        # For corners aligned and not, so that the same data serves either; nearest jumps at the halves.
-        for scale in (size, size - 1):
-            settle(grid[..., axis], scale / 2, (size - 1) / 2, steps=2)
 
 
 def binding(name: str) -> TorchBinding:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from npugrad.dtypes import DType
-from npugrad.ops._grid_sampler import settle_points, ties
+from npugrad.ops._grid_sampler import ties
 from npugrad.workloads import Example, Expanded, Filled, Huge, Workload, Workloads, named
 
 if TYPE_CHECKING:
@@ -147,5 +147,4 @@ WORKLOADS = Workloads(
         ),
     ),
     ties=ties,
-    settle=settle_points,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from npugrad.dtypes import DType
-from npugrad.ops._grid_sampler import settle_points, ties
+from npugrad.ops._grid_sampler import ties
 from npugrad.workloads import Example, Filled, Workload, Workloads, named
 
 
@@ -84,5 +84,4 @@ WORKLOADS = Workloads(
     uneven={"n": 2, "c": 19, "d": 5, "h": 7, "w": 9, "od": 4, "oh": 6, "ow": 11},
     examples=(Example("", DType.FLOAT32, _example),),
     ties=ties,
-    settle=settle_points,
 )

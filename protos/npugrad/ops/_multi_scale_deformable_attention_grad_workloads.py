@@ -10,7 +10,7 @@ import numpy as np
 from npugrad.dtypes import DType, dtype_from_name
 from npugrad.ops._multi_scale_deformable_attention_grad_data import level_starts
 from npugrad.ops._multi_scale_deformable_attention_grad_probes import probes
-from npugrad.ties import half_pixels, settle
+from npugrad.ties import half_pixels
 from npugrad.workloads import Example, Filled, Workload, Workloads, named
 
 if TYPE_CHECKING:
@@ -46,15 +46,6 @@ def _ties(call: CallMeta, operands: Arrays) -> None:
         for axis, size in ((0, width), (1, height)):
             points = location[..., level, :, axis]
             points[...] = half_pixels(points, size) / max(size, 1)
-
-
-def _settle(call: CallMeta, operands: Arrays) -> None:
-    location, levels = operands["location"], operands["spatial_shape"]
-    if location is None or levels is None:
-        return
-    for level, (height, width) in enumerate(levels.tolist()):
-        for axis, size in ((0, width), (1, height)):
-            settle(location[..., level, :, axis], size, -0.5, steps=1)
 
 
 def _level_tables(sizes: Sizes) -> dict[str, npt.NDArray[Any]]:
@@ -149,5 +140,4 @@ WORKLOADS = Workloads(
     probes=tuple(probes()),
     fixed=_level_tables,
     ties=_ties,
-    settle=_settle,
 )

@@ -17,6 +17,7 @@ from npugrad.operator import OpRecord
 from npugrad.ops import _grid_sampler
 from npugrad.ops._grid_sampler_2d_backward_rules import CONSTRAINTS, DOCUMENT, DTYPES, NOT_EXPRESSIBLE
 from npugrad.ops._grid_sampler_2d_backward_workloads import WORKLOADS
+from npugrad.ops._grid_sampler_points import sampled
 from npugrad.ops._grid_sampler_rules import LIKE, accepts_unchecked
 from npugrad.products import Product
 from npugrad.references.grid_sampler_2d_backward import reference
@@ -103,6 +104,7 @@ GRID_SAMPLER_2D_BACKWARD = OpRecord(
     determinism_check=_grid_sampler.determinism_check,
     min_cann="8.0",
     binding=_grid_sampler.binding("grid_sampler_2d_backward"),
+    sampled=sampled,
     accepts_unchecked=accepts_unchecked,
 )
 """The record; order of params is the order of aclnnGridSampler2DBackwardGetWorkspaceSize."""

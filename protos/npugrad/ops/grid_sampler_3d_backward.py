@@ -23,6 +23,7 @@ from npugrad.ops._grid_sampler_3d_backward_rules import (
     channels_first,
 )
 from npugrad.ops._grid_sampler_3d_backward_workloads import WORKLOADS
+from npugrad.ops._grid_sampler_points import sampled
 from npugrad.ops._grid_sampler_rules import LIKE, accepts_unchecked
 from npugrad.products import Product
 from npugrad.references.grid_sampler_3d_backward import reference
@@ -114,6 +115,7 @@ GRID_SAMPLER_3D_BACKWARD = OpRecord(
     determinism_check=_determinism_check,
     min_cann="8.5",
     binding=_grid_sampler.binding("grid_sampler_3d_backward"),
+    sampled=sampled,
     accepts_unchecked=accepts_unchecked,
 )
 """The record; order of params is the order of aclnnGridSampler3DBackwardGetWorkspaceSize."""

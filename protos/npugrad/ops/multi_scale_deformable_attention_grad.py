@@ -18,6 +18,7 @@ from npugrad.generators import Draw
 from npugrad.meta import CallMeta, TensorMeta
 from npugrad.operator import OpRecord, Sample, TensorParam
 from npugrad.ops._multi_scale_deformable_attention_grad_data import levels_complaint, make_inputs
+from npugrad.ops._multi_scale_deformable_attention_grad_points import Sampled
 from npugrad.ops._multi_scale_deformable_attention_grad_rules import (
     C_NAMES,
     CONSTRAINTS,
@@ -237,6 +238,7 @@ MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD = OpRecord(
     determinism_check=_determinism_check,
     min_cann="8.0",
     data_check=levels_complaint,
+    sampled=Sampled,
     checked_operands=("spatial_shape", "level_start_index"),
 )
 """The record; order of params is the order of aclnnMultiScaleDeformableAttentionGradGetWorkspaceSize."""

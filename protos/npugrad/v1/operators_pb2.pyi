@@ -170,6 +170,7 @@ class ExecutionInfo(google.protobuf.message.Message):
     COPY_OUT_S_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
     TIMELINE_FIELD_NUMBER: builtins.int
+    VERIFICATION_FIELD_NUMBER: builtins.int
     backend: builtins.str
     """Backend that ran the operator: "cpu" (compiled kernels), "cpu-reference" (NumPy), "npu", "test"."""
     device: builtins.str
@@ -192,6 +193,10 @@ class ExecutionInfo(google.protobuf.message.Message):
     """Seconds spent copying results from the device."""
     request_id: builtins.str
     """Identifier of the request, as in the server's log."""
+    verification: builtins.str
+    """Of a call with `verify`, what there is to tell of a right result: by which rule of coordinates it is right
+    if not by the service's own, and how many points lie on the other side of a pixel edge. Else empty.
+    """
     @property
     def timeline(self) -> global___Timeline:
         """Where the time went in the server, up to the making of this message. Of a streamed call, the trailing
@@ -213,9 +218,10 @@ class ExecutionInfo(google.protobuf.message.Message):
         copy_out_s: builtins.float = ...,
         request_id: builtins.str = ...,
         timeline: global___Timeline | None = ...,
+        verification: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["timeline", b"timeline"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "backend", b"backend", "copy_in_s", b"copy_in_s", "copy_out_s", b"copy_out_s", "device", b"device", "product", b"product", "queued_s", b"queued_s", "request_id", b"request_id", "run_s", b"run_s", "simulated", b"simulated", "timeline", b"timeline", "workspace_bytes", b"workspace_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "backend", b"backend", "copy_in_s", b"copy_in_s", "copy_out_s", b"copy_out_s", "device", b"device", "product", b"product", "queued_s", b"queued_s", "request_id", b"request_id", "run_s", b"run_s", "simulated", b"simulated", "timeline", b"timeline", "verification", b"verification", "workspace_bytes", b"workspace_bytes"]) -> None: ...
 
 global___ExecutionInfo = ExecutionInfo
 

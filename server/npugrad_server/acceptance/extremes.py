@@ -66,7 +66,7 @@ def long_call(product: Product, expanded: Expanded) -> KnownJob:
     """A call that takes long, with its exact results."""
     golden = expanded.expected()
     job = _expanded(product, expanded, "long")
-    return KnownJob(f"{RECORD.name} {expanded.name}", job, golden, dict.fromkeys(golden, 0.0))
+    return KnownJob(f"{RECORD.name} {expanded.name}", job, golden)
 
 
 def _expanded(product: Product, expanded: Expanded, label: str) -> Job:

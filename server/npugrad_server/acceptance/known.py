@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from npugrad.tolerance import compare
+from npugrad.agreement import agreement, computed
 from npugrad_server.worker.protocol import CallDone, CallFailed
 
 if TYPE_CHECKING:
@@ -29,13 +29,11 @@ class KnownJob:
         name: For a person.
         job: The call with its data.
         golden: Right values of each wanted output, in float64.
-        extra: Absolute tolerance of each beyond the common formula.
     """
 
     name: str
     job: Job
     golden: Mapping[str, npt.NDArray[np.float64]]
-    extra: Mapping[str, float]
 
     def complaint(self, ran: Ran) -> str:
         """What is wrong with what came of the call; empty when its results are right."""
@@ -44,22 +42,21 @@ class KnownJob:
         return self.wrong(ran.outputs)
 
     def wrong(self, outputs: Mapping[str, npt.NDArray[Any]]) -> str:
-        """Which outputs are outside their tolerance; empty when none is."""
+        """What is outside its tolerance; empty when nothing is."""
         if outputs.keys() != self.golden.keys():
             return f"found outputs {sorted(outputs)}; expected {sorted(self.golden)}"
         with np.errstate(invalid="ignore"):  # what a sick device returns may be a signaling NaN
-            found = {name: compare(self.golden[name], got, self.extra[name]) for name, got in outputs.items()}
-        return "; ".join(f"{name}: {result}" for name, result in found.items() if not result.ok)
+            job = self.job
+            found = agreement(job.record, job.arrays, job.call.attrs, outputs, self.golden)
+        return "" if found.ok else str(found)
 
 
 def known(name: str, job: Job) -> KnownJob:
     """Computes a call with the float64 reference of its record."""
     metas = {output: meta for output, meta in job.planned().plan.outputs.items() if meta is not None}
-    golden = {output: np.zeros(meta.shape) for output, meta in metas.items()}
-    if golden:
-        job.record.reference(job.arrays, job.call.attrs, golden)
-    extra = {output: job.record.extra_tolerance(job.arrays, job.call.attrs, output) for output in golden}
-    return KnownJob(name, job, golden, extra)
+    shapes = {output: meta.shape for output, meta in metas.items()}
+    golden = computed(job.record, job.arrays, job.call.attrs, shapes) if shapes else {}
+    return KnownJob(name, job, golden)
 
 
 def words(answer: CallDone | CallFailed | DeviceFailed) -> str:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from npugrad.tolerance import compare
+from npugrad.agreement import agreement
 from npugrad_server.worker.protocol import CallDone
 
 if TYPE_CHECKING:
@@ -15,21 +13,16 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from npugrad.agreement import Agreement
     from npugrad.tolerance import Comparison
     from npugrad_server.acceptance.job import Job, Ran
     from npugrad_server.acceptance.report import Cell
     from npugrad_server.acceptance.step import StepLog
 
 
-def compare_with_reference(job: Job, outputs: Mapping[str, npt.NDArray[Any]]) -> dict[str, Comparison]:
-    """Each output of a call against the record's float64 reference, within the record's tolerance."""
-    record, attrs = job.record, job.call.attrs
-    golden = {name: np.empty(array.shape, np.float64) for name, array in outputs.items()}
-    record.reference(job.arrays, attrs, golden)
-    return {
-        name: compare(golden[name], array, record.extra_tolerance(job.arrays, attrs, name))
-        for name, array in outputs.items()
-    }
+def compare_with_reference(job: Job, outputs: Mapping[str, npt.NDArray[Any]]) -> Agreement:
+    """The outputs of a call against the record's float64 reference, within the record's tolerance."""
+    return agreement(job.record, job.arrays, job.call.attrs, outputs)
 
 
 @dataclass
@@ -53,14 +46,12 @@ class Accuracy:
             out.keep_call(name, job, ran)
             return out.check(name, False, "a result", _words(ran))
         found = compare_with_reference(job, ran.outputs)
-        for output, comparison in found.items():
+        for output, comparison in found.comparisons.items():
             row = self._worst.setdefault((job.record.name, dtype, kind, output), _Row())
             row.take(comparison)
-        wrong = {output: comparison for output, comparison in found.items() if not comparison.ok}
-        if wrong:
+        if not found.ok:
             out.keep_call(name, job, ran)
-        said = "; ".join(f"{output}: {comparison}" for output, comparison in (wrong or found).items())
-        return out.check(name, not wrong, "within tolerance of the float64 reference", said or "no outputs")
+        return out.check(name, found.ok, "within tolerance of the float64 reference", str(found))
 
     def rows(self) -> Iterator[tuple[Cell, ...]]:
         """Operator, type, kind, output, calls, largest relative error, largest share of what is allowed."""

@@ -11,7 +11,7 @@ from npugrad.call import CallOptions
 from npugrad.dtypes import Format
 from npugrad.meta import TensorMeta
 from npugrad_server.acceptance.job import make_job
-from npugrad_server.acceptance.shapes import build, float_dtypes, realistic_job
+from npugrad_server.acceptance.shapes import build, float_dtypes
 from npugrad_server.acl.layout import arrange
 from npugrad_server.backends.npu.trials.exchange import Case, part
 
@@ -83,7 +83,7 @@ def peer_jobs(bench: Bench) -> Iterator[PeerJob]:
             made = [("small", make_job(record, record.build(dtype=dtype, product=settings.product)))]
             for workload in () if settings.quick else record.workloads.accepted[:1]:
                 call = build(record, workload, settings.simulated, dtype=dtype, product=settings.product)
-                made.append((workload.name, realistic_job(record, call)))
+                made.append((workload.name, make_job(record, call)))
             for name, job in made:
                 options = CallOptions(deterministic=not bench.why_not_deterministic(record, job.call))
                 bound = record.binding is not None and record.binding.takes(job.call)

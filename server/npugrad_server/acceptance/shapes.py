@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from npugrad.tolerance import T
-from npugrad_server.acceptance.job import Job, make_job
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,11 +47,3 @@ def realistic_calls(
     for workload in record.workloads.accepted:
         for dtype in float_dtypes(record, product):
             yield workload, dtype, build(record, workload, simulated, dtype=dtype, product=product)
-
-
-def realistic_job(record: OpRecord, call: CallMeta, seed: int = 0, **options: Any) -> Job:
-    """A call with data that no rounding of a coordinate can turn into another result."""
-    job = make_job(record, call, seed, **options)
-    if record.workloads.settle is not None:
-        record.workloads.settle(call, job.arrays)
-    return job

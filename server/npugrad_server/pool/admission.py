@@ -229,6 +229,7 @@ class Admission:
             run_s=answer.run_s,
             copy_out_s=answer.copy_out_s,
             request_id=planned.request_id,
+            verification=answer.verification,
         )
         self._mark_done(answer)
         return Outcome(self._lend(self.arena), info)

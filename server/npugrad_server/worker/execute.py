@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from npugrad import get_operator
+from npugrad.agreement import agreement
 from npugrad.errors import DeviceError, NpugradError, OperatorError, RequestError
-from npugrad.tolerance import compare
 from npugrad_server.backends.base import CallAbandoned, CallPostponed, DeviceLost
 from npugrad_server.worker.plans import arrays
 from npugrad_server.worker.protocol import (
@@ -160,10 +160,10 @@ def _execute(backend: Backend, arenas: Arenas, call: WorkerCall, stream: int) ->
     call.give_up_s = _give_up_s(call.deadline_s, arenas.opening)
     packed_s = time.monotonic() - start
     timings = backend.run(prepared.record, call)
-    verify_s = 0.0
+    verify_s, verification = 0.0, ""
     if call.options.verify:
         run_until = time.monotonic()
-        _verify(prepared, inputs, outputs)
+        verification = _verify(prepared, inputs, outputs)
         verify_s = time.monotonic() - run_until
     for name in prepared.moved:
         results[name][...] = outputs[name]
@@ -176,6 +176,7 @@ def _execute(backend: Backend, arenas: Arenas, call: WorkerCall, stream: int) ->
         timings.backend or backend.name,
         start,
         verify_s,
+        verification,
     )
 
 
@@ -187,24 +188,27 @@ def _give_up_s(deadline_s: float | None, opening: OpenDevice) -> float:
     return min(limit_s, deadline_s + _GRACE_SHARE * opening.hang_grace_s)
 
 
-def _verify(prepared: Prepared, inputs: Mapping[str, Array | None], outputs: Mapping[str, Array]) -> None:
+def _verify(prepared: Prepared, inputs: Mapping[str, Array | None], outputs: Mapping[str, Array]) -> str:
     """Computes the call again with the reference and compares.
 
+    Returns:
+        What there is to tell of a right result; see `Agreement.explanation`.
+
     Raises:
-        DeviceError: VERIFICATION_FAILED, a result is outside the tolerance.
+        DeviceError: VERIFICATION_FAILED, a result is outside the tolerance and no pixel edge explains it.
     """
-    record, attrs = prepared.record, prepared.meta.attrs
-    golden = {name: np.empty(array.shape, np.float64) for name, array in outputs.items()}
-    record.reference(inputs, attrs, golden)
-    for name, array in outputs.items():
-        found = compare(golden[name], array, record.extra_tolerance(inputs, attrs, name))
-        if not found.ok:
-            raise DeviceError(
-                f"{record.name}: {name}: found a result {found}; expected that of the reference",
-                reason="VERIFICATION_FAILED",
-                operator=record.name,
-                source="device",
-            )
+    record = prepared.record
+    found = agreement(record, inputs, prepared.meta.attrs, outputs)
+    if found.ok:
+        return found.explanation
+    name, differs = next(iter(found.wrong.items()))
+    tried = f"; {found.tried}" if found.tried else ""
+    raise DeviceError(
+        f"{record.name}: {name}: found a result {differs}{tried}; expected that of the reference",
+        reason="VERIFICATION_FAILED",
+        operator=record.name,
+        source="device",
+    )
 
 
 def _metadata(error: NpugradError) -> dict[str, str]:

@@ -83,7 +83,9 @@ def encode(message: Message) -> bytes:
 
 
 def pack(message: CallDone) -> bytes:
-    """One packet of a fixed layout, which takes a tenth of the time that JSON takes."""
+    """One packet of a fixed layout, which takes a tenth of the time that JSON takes; what is rare is JSON."""
+    if message.verification:
+        return encode(message)
     numbers = _DONE_FIELDS.pack(
         _DONE,
         message.call,

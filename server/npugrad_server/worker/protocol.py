@@ -299,7 +299,8 @@ class CallDone:
     """The results lie in the arena; the attributes are those of `npugrad_server.backends.base.Timings`.
 
     The backend is always named. The worker took up the call at `begun_s` of `time.monotonic`, which is one
-    clock for all processes of a machine, and spent `verify_s` on the comparison with the reference.
+    clock for all processes of a machine, and spent `verify_s` on the comparison with the reference, of which
+    `verification` tells what there is to tell.
     """
 
     call: int
@@ -310,6 +311,7 @@ class CallDone:
     backend: str
     begun_s: float = field(default=0.0, compare=False)
     verify_s: float = 0.0
+    verification: str = ""
 
 
 @dataclass(frozen=True)

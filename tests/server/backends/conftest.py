@@ -16,8 +16,8 @@ import pytest
 from tests.cann_sim.report import HOST_OBJECTS, Report, write_plan
 from tests.fix_npu import npu_environment
 
+from npugrad.agreement import agreement
 from npugrad.call import CallOptions
-from npugrad.tolerance import compare
 from npugrad_server.pool.arena import InputArena, OutputArena
 from npugrad_server.pool.regions import Region, aligned
 from npugrad_server.worker.packets import MAX_MESSAGE_BYTES, decode, encode
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-    import numpy.typing as npt
     from tests.cann_sim.build import Installation
 
     from npugrad.meta import CallMeta
@@ -139,14 +138,12 @@ class NpuWorker:
     def compare(self, order: RunCall, record: OpRecord, arrays: Mapping[str, Any]) -> None:
         """The results in the arena are within tolerance of the reference."""
         metas = {name: meta for name, meta in order.outputs.items() if meta is not None}
-        golden: dict[str, npt.NDArray[np.float64]] = {n: np.zeros(m.shape) for n, m in metas.items()}
-        record.reference(arrays, order.meta.attrs, golden)
+        results = {}
         for name, meta in metas.items():
             content = self.outputs.view(Region(0, ARENA_BYTES), order.output_offsets[name], meta.nbytes)
-            got = np.frombuffer(bytes(content), meta.dtype.numpy).reshape(meta.shape)
-            extra = record.extra_tolerance(arrays, order.meta.attrs, name)
-            comparison = compare(golden[name], got, extra)
-            assert comparison.ok, f"{name}: {comparison}"
+            results[name] = np.frombuffer(bytes(content), meta.dtype.numpy).reshape(meta.shape)
+        judged = agreement(record, arrays, order.meta.attrs, results)
+        assert judged.ok, judged
 
 
 class StartNpuWorker(Protocol):

@@ -26,12 +26,12 @@ from tests.cann_sim.report import HOST_OBJECTS
 from tests.cann_sim.runtime import Runtime as Simulator
 from tests.operators import FLOYD, GRID_SAMPLER, GROUP_NORM
 
+from npugrad.agreement import agreement
 from npugrad.call import CallOptions
 from npugrad.errors import DeadlineExceeded, DeviceOutOfMemory, OperatorError
 from npugrad.layout import view
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
-from npugrad.tolerance import compare
 from npugrad_server.acl.launcher import Launcher
 from npugrad_server.acl.layout import arrange
 from npugrad_server.acl.libraries import Cann, Functions, Missing
@@ -109,11 +109,8 @@ def checked(
     outputs = {name: np.zeros(found.shape, found.dtype.numpy) for name, found in wanted.items()}
     call = DeviceCall(meta, inputs, outputs, CallOptions(), 0, time.monotonic() + 60)
     timings = run(record, replace(call, **changes))
-    golden: dict[str, npt.NDArray[np.float64]] = {n: np.zeros(a.shape) for n, a in outputs.items()}
-    record.reference(inputs, meta.attrs, golden)
-    for name, array in outputs.items():
-        found = compare(golden[name], array, record.extra_tolerance(inputs, meta.attrs, name))
-        assert found.ok, f"{record.name}: {name}: {found}"
+    judged = agreement(record, inputs, meta.attrs, outputs)
+    assert judged.ok, f"{record.name}: {judged}"
     return timings
 
 

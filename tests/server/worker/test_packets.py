@@ -34,6 +34,7 @@ done = st.builds(
     copy_out_s=seconds,
     workspace_bytes=numbers,
     backend=st.text(max_size=32),
+    verification=st.text(max_size=200),
 )
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from npugrad.errors import NpugradError
 from npugrad_server.acceptance.extremes import find_long_call
+from npugrad_server.acceptance.job import make_job
 from npugrad_server.acceptance.known import known
-from npugrad_server.acceptance.shapes import realistic_job
 from npugrad_server.acceptance.step import Step
 from npugrad_server.acceptance.watch import Watch
 
@@ -38,8 +38,7 @@ def run(bench: Bench, out: StepLog) -> None:
     """Kills the worker twice: where calls may be run again, and where they may not."""
     long = find_long_call(bench, out, _TARGET_S, _LEAST_S)
     small = [
-        known(record.name, realistic_job(record, next(bench.samples(record)).call))
-        for record in bench.operators
+        known(record.name, make_job(record, next(bench.samples(record)).call)) for record in bench.operators
     ]
     with bench.pool() as device:
         _killed_and_run_again(device, out, long, small)

@@ -9,8 +9,9 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from npugrad.call import CallOptions
+from npugrad_server.acceptance.job import make_job
 from npugrad_server.acceptance.known import known
-from npugrad_server.acceptance.shapes import build, float_dtypes, realistic_job
+from npugrad_server.acceptance.shapes import build, float_dtypes
 from npugrad_server.acceptance.step import Step
 from npugrad_server.worker.protocol import CallDone, CallFailed
 
@@ -175,7 +176,7 @@ def _jobs(bench: Bench) -> Iterator[tuple[str, Job]]:
         for workload in record.workloads.accepted[:1]:
             for dtype in float_dtypes(record, settings.product):
                 call = build(record, workload, settings.simulated, dtype=dtype, product=settings.product)
-                yield f"{record.name} {dtype} {workload.name}", realistic_job(record, call)
+                yield f"{record.name} {dtype} {workload.name}", make_job(record, call)
 
 
 def _judged(runs: list[Ran]) -> _Repeated:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from npugrad_server.acceptance.extremes import HUGE, MOST_BYTES, large_call, needs_operator
+from npugrad_server.acceptance.job import make_job
 from npugrad_server.acceptance.known import known, words
-from npugrad_server.acceptance.shapes import realistic_job
 from npugrad_server.acceptance.step import Step, StepSkipped
 from npugrad_server.acl.faults import Action, fault_of
 from npugrad_server.worker.protocol import CallDone, CallFailed, DeviceFailed
@@ -118,7 +118,7 @@ def _is_refusal(answer: Answer | None) -> bool:
 
 def _check_small_calls(bench: Bench, out: StepLog, when: str) -> None:
     for record in bench.operators:
-        job = known(record.name, realistic_job(record, next(bench.samples(record)).call))
+        job = known(record.name, make_job(record, next(bench.samples(record)).call))
         ran = bench.run_job(job.job)
         complaint = job.complaint(ran)
         if complaint:

@@ -12,7 +12,7 @@ from npugrad_server.acceptance.job import make_job
 from npugrad_server.acceptance.numerics import COLUMNS, Accuracy
 from npugrad_server.acceptance.peers import check_peers
 from npugrad_server.acceptance.probes import check_probes
-from npugrad_server.acceptance.shapes import factor, float_dtypes, realistic_calls, realistic_job
+from npugrad_server.acceptance.shapes import factor, float_dtypes, realistic_calls
 from npugrad_server.acceptance.step import Step
 from npugrad_server.worker.protocol import CallDone
 
@@ -67,7 +67,7 @@ def _realistic(bench: Bench, out: StepLog, record: OpRecord, accuracy: Accuracy)
     calls = list(realistic_calls(record, bench.settings.product, bench.settings.simulated))
     for done, (size, dtype, call) in enumerate(calls):
         out.progress(done, len(calls), f"{record.name}: {size.name} {dtype}")
-        job = realistic_job(record, call, seed=done)
+        job = make_job(record, call, seed=done)
         name = f"{record.name}: {dtype} {size.name}"
         accuracy.check(out, name, size.name, str(dtype), job, bench.run_job(job))
 

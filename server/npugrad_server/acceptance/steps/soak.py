@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 from npugrad_server.acceptance.columns import TIME
 from npugrad_server.acceptance.growth import settled
+from npugrad_server.acceptance.job import make_job
 from npugrad_server.acceptance.known import in_flight, known
 from npugrad_server.acceptance.link import DeviceGone
-from npugrad_server.acceptance.shapes import build, float_dtypes, realistic_job
+from npugrad_server.acceptance.shapes import build, float_dtypes
 from npugrad_server.acceptance.step import Step
 
 if TYPE_CHECKING:
@@ -123,9 +124,9 @@ def _jobs(bench: Bench, out: StepLog) -> Iterator[KnownJob]:
         out.progress(done, len(bench.operators), f"right results for {record.name}")
         for sample in bench.samples(record):
             if not record.accepts_unchecked(sample.call):  # of those there is nothing to compare
-                yield known(record.name, realistic_job(record, sample.call))
+                yield known(record.name, make_job(record, sample.call))
         for call in _larger(bench, record):
-            yield known(record.name, realistic_job(record, call))
+            yield known(record.name, make_job(record, call))
 
 
 def _larger(bench: Bench, record: OpRecord) -> Iterator[CallMeta]:

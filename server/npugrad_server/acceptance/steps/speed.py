@@ -9,8 +9,9 @@ from statistics import median, quantiles
 from typing import TYPE_CHECKING
 
 from npugrad_server.acceptance.columns import CALLS_PER_S, P90, STAGES
+from npugrad_server.acceptance.job import make_job
 from npugrad_server.acceptance.known import in_flight, known, words
-from npugrad_server.acceptance.shapes import factor, realistic_calls, realistic_job
+from npugrad_server.acceptance.shapes import factor, realistic_calls
 from npugrad_server.acceptance.step import Step
 from npugrad_server.worker.protocol import CallDone
 
@@ -115,7 +116,7 @@ def _cases(bench: Bench, out: StepLog) -> Iterator[Case]:
                 continue  # no speed of the simulation is worth a second type
             seen.add(size.name)
             out.progress(0, 1, f"right results for {record.name}, {size.name} {dtype}")
-            job = known(f"{record.name} {size.name} {dtype}", realistic_job(record, call))
+            job = known(f"{record.name} {size.name} {dtype}", make_job(record, call))
             yield Case(job, record.name, f"{size.name} {dtype}")
             smaller.append(f"{record.name} {size.name}: 1/{factor(record, size):.0f}")
     if settings.simulated:

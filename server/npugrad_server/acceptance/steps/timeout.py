@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from npugrad.errors import NpugradError
 from npugrad_server.acceptance.extremes import find_long_call
+from npugrad_server.acceptance.job import make_job
 from npugrad_server.acceptance.known import known, words
-from npugrad_server.acceptance.shapes import realistic_job
 from npugrad_server.acceptance.step import Step
 from npugrad_server.acceptance.watch import Watch
 from npugrad_server.worker.protocol import DeviceFailed
@@ -35,7 +35,7 @@ def run(bench: Bench, out: StepLog) -> None:
     """Cuts a long call below the validator, then under the pool."""
     long = find_long_call(bench, out, _TARGET_S, _LEAST_S)
     record = bench.operators[0]
-    small = known(record.name, realistic_job(record, next(bench.samples(record)).call))
+    small = known(record.name, make_job(record, next(bench.samples(record)).call))
     _cut_by_worker(bench, out, long)
     limit_s = long.run_s / _SHARE
     with bench.pool(run_limit_s=limit_s) as device:

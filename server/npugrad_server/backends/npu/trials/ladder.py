@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
+from npugrad.agreement import agreement, computed
 from npugrad.ops import OPERATORS
 from npugrad.products import Product, chip_kind, product_from_soc
-from npugrad.tolerance import compare
 from npugrad_server.acl.bare import BareDevice
 from npugrad_server.acl.launcher import Launcher
 from npugrad_server.acl.layout import arrange
@@ -159,16 +159,11 @@ class Ladder:
         call = next(iter(record.samples(self.product))).call
         inputs = record.make_inputs(call, np.random.default_rng(0))
         outputs = self._launch(record, call, inputs)
-        golden = {name: np.zeros(array.shape) for name, array in outputs.items()}
-        record.reference(inputs, call.attrs, golden)
-        wrong = {}
-        for name, array in outputs.items():
-            found = compare(golden[name], array, record.extra_tolerance(inputs, call.attrs, name))
-            if not found.ok:
-                wrong[name] = str(found)
-        if wrong:
+        golden = computed(record, inputs, call.attrs, {name: a.shape for name, a in outputs.items()})
+        found = agreement(record, inputs, call.attrs, outputs, golden)
+        if not found.ok:
             self._keep(record, {**inputs, **outputs, **{f"{n}.expected": golden[n] for n in golden}})
-            raise Wrong("; ".join(f"{name}: {text}" for name, text in wrong.items()))
+            raise Wrong(str(found))
         return f"{', '.join(outputs)} right"
 
     def _launch(

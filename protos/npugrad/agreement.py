@@ -1,0 +1,112 @@
+"""Whether the results of a call are right: within tolerance of its reference, or explained by pixel edges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from npugrad import pixel_edges
+from npugrad.tolerance import compare
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy.typing as npt
+
+    from npugrad.operator import Arrays, OpRecord
+    from npugrad.tolerance import Comparison
+
+    Golden = dict[str, npt.NDArray[np.float64]]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the comparison of a call's results with its reference found.
+
+    Attributes:
+        comparisons: By name of the output; those of the rule that explains the results best known, which is
+            the service's own where none does.
+        explanation: By which rule the results are right, and how many points were allowed the other side
+            of a pixel edge, in words; empty where the operator has no such points or the service's own rule
+            explains everything, and where nothing explains the results.
+        tried: The rules that were tried and did not explain the results, for a person; empty where the
+            results are right.
+    """
+
+    comparisons: Mapping[str, Comparison]
+    explanation: str = ""
+    tried: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every output is right."""
+        return all(found.ok for found in self.comparisons.values())
+
+    @property
+    def wrong(self) -> dict[str, Comparison]:
+        """The comparisons of outputs that are not right."""
+        return {name: found for name, found in self.comparisons.items() if not found.ok}
+
+    def __str__(self) -> str:
+        """One line for a person; no value of any tensor."""
+        shown = self.wrong or self.comparisons
+        said = [f"{name}: {found}" for name, found in shown.items()]
+        return "; ".join(filter(None, (*said, self.explanation, self.tried))) or "no outputs"
+
+
+def computed(
+    record: OpRecord, inputs: Arrays, attrs: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> Golden:
+    """The reference's float64 values of the outputs whose shapes are given by name."""
+    golden = {name: np.empty(shape, np.float64) for name, shape in shapes.items()}
+    record.reference(inputs, attrs, golden)
+    return golden
+
+
+def agreement(
+    record: OpRecord,
+    inputs: Arrays,
+    attrs: Mapping[str, Any],
+    results: Mapping[str, npt.NDArray[Any]],
+    golden: Mapping[str, npt.NDArray[np.float64]] | None = None,
+) -> Agreement:
+    """Compares results with the reference; where they differ, asks whether a pixel edge explains it.
+
+    Args:
+        record: The operator.
+        inputs: Operands of a legal call by name, None for null.
+        attrs: Attributes by name.
+        results: Wanted outputs by name, of any float dtype that `compare` takes.
+        golden: What `computed` gives, where the caller has it already; it is not changed.
+
+    Raises:
+        ValueError: As for `compare`.
+    """
+    shapes = {name: array.shape for name, array in results.items()}
+    values = computed(record, inputs, attrs, shapes) if golden is None else golden
+    found = Agreement(_compared(record, inputs, attrs, results, values))
+    if found.ok or record.sampled is None:
+        return found
+    if golden is not None:
+        values = {name: array.copy() for name, array in golden.items()}
+    call = record.sampled(inputs, attrs)
+    for explained in pixel_edges.explanations(call, results, values):
+        comparisons = _compared(record, inputs, attrs, results, values)
+        if all(each.ok for each in comparisons.values()):
+            return Agreement(comparisons, explanation=str(explained))
+    return Agreement(found.comparisons, tried=f"no coordinate rule explains it: {', '.join(call.rules)}")
+
+
+def _compared(
+    record: OpRecord,
+    inputs: Arrays,
+    attrs: Mapping[str, Any],
+    results: Mapping[str, npt.NDArray[Any]],
+    golden: Mapping[str, npt.NDArray[np.float64]],
+) -> dict[str, Comparison]:
+    return {
+        name: compare(golden[name], array, record.extra_tolerance(inputs, attrs, name))
+        for name, array in results.items()
+    }
