@@ -11,8 +11,9 @@ from torch.nn.functional import grid_sample
 
 from npugrad_client._legality import DEFORMABLE_ATTENTION as OPERATOR
 from npugrad_client._legality import require_client, require_legal_deformable_attention
+from npugrad_client._policy import Options
 from npugrad_client.errors import UnsafeLevels
-from npugrad_client.torch._calls import Options, cast_given, metas, require_tensors
+from npugrad_client.torch._calls import cast_given, metas, require_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

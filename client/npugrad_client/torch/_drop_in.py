@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from npugrad_client._legality import require_client
-from npugrad_client.torch._calls import Options
+from npugrad_client._policy import Options
 from npugrad_client.torch._deformable import forward, gradients
 
 if TYPE_CHECKING:

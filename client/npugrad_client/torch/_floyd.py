@@ -25,7 +25,8 @@ from npugrad_client._legality import (
     require_client,
     require_legal_floyd_attention,
 )
-from npugrad_client.torch._calls import Options, cast_given, metas, require_tensors
+from npugrad_client._policy import Options
+from npugrad_client.torch._calls import cast_given, metas, require_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

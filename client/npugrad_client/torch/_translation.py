@@ -70,6 +70,11 @@ class Request:
             return dict(self.inputs)
         return {name: None if tensor is None else tensor.float() for name, tensor in self.inputs.items()}
 
+    def give_back(self, found: Mapping[str, Tensor | None]) -> tuple[Tensor | None, ...]:
+        """The service's results in autograd's order and types."""
+        tensors = ((found[name], dtype) for name, dtype in self.results.items())
+        return tuple(None if tensor is None else tensor.to(dtype) for tensor, dtype in tensors)
+
 
 _LIKE = {
     "input_grad": "input",

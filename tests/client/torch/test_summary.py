@@ -12,8 +12,8 @@ from tests.client.torch.models import Transformer, gradients  # noqa: E402
 
 from npugrad.timeline import CLIENT_STAGES, SERVER_STAGES, Interval, Timeline  # noqa: E402
 from npugrad_client._costs import CostRow  # noqa: E402
+from npugrad_client._summary import TRANSPORT, Ledger  # noqa: E402
 from npugrad_client.torch import remote  # noqa: E402
-from npugrad_client.torch._summary import TRANSPORT, Ledger  # noqa: E402
 
 if TYPE_CHECKING:
     from npugrad_client import Client

@@ -1,4 +1,4 @@
-"""What went where: counts of one `remote`, and their table."""
+"""What went where: counts of calls by where they ran, and their table."""
 
 from __future__ import annotations
 
