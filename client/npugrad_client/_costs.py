@@ -135,16 +135,15 @@ class _Entry:
         self.since_calls, self.since_rate = 0, 0.0
         """Calls since the slower way was looked at, and their seconds for each byte, added up."""
 
-    def choose(self) -> tuple[bool, str]:
-        """Whether to send the next call, and why not."""
+    def why_local(self) -> str:
+        """Why the next call stays here; empty when it is to be sent."""
         if self._is_learning():
-            sends = self.sent.calls < self.local.calls
-            return sends, "" if sends else MEASURED_HERE
+            return "" if self.sent.calls < self.local.calls else MEASURED_HERE
         sends = self._is_faster_sent()
         if self._is_time_to_look(sends):
             self.since_calls, self.since_rate = 0, 0.0
-            return not sends, MEASURED_HERE if sends else ""
-        return sends, "" if sends else FASTER_HERE
+            return MEASURED_HERE if sends else ""
+        return "" if sends else FASTER_HERE
 
     def add(self, is_sent: bool, seconds: float, nbytes: int) -> None:
         (self.sent if is_sent else self.local).add(seconds, nbytes)
@@ -188,19 +187,19 @@ class _Entry:
 class Costs:
     """Learns what calls take either way; any number of threads may use one.
 
-    `choose` sends the first calls of a kind in turn, one here and one there, and then the faster way; a way
-    that becomes slow is left as soon as the median of its last calls says so. The other way is looked at
-    again when that costs at most 1 % of what the kind took since.
+    `why_local` sends every second one of the first calls of a kind, and then takes the faster way; one that
+    becomes slow is left as soon as its last calls say so. The other way is looked at again when that costs at
+    most 1 % of what the kind took since.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._entries: dict[Kind, _Entry] = {}
 
-    def choose(self, kind: Kind) -> tuple[bool, str]:
-        """Whether to send the next call of a kind, and in a word why not."""
+    def why_local(self, kind: Kind) -> str:
+        """Why the next call of a kind stays here; empty when it is to be sent."""
         with self._lock:
-            return self._entry(kind, "").choose()
+            return self._entry(kind, "").why_local()
 
     def add(self, kind: Kind, text: str, *, is_sent: bool, seconds: float, nbytes: int) -> None:
         """Counts a call; `text` is what `describe` says of it."""

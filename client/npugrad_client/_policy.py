@@ -17,6 +17,7 @@ from npugrad.call import CallOptions
 from npugrad.meta import TensorMeta
 from npugrad.ops import get_operator
 from npugrad_client import _arrays
+from npugrad_client._costs import FASTER_HERE, MEASURED_HERE, Costs, describe, kind_of
 from npugrad_client._legality import require_legal
 from npugrad_client._summary import FAILED, Ledger, Summary
 from npugrad_client.errors import (
@@ -86,6 +87,7 @@ class Request(Protocol):
 
     Attributes:
         operator: Name of the operator.
+        inputs: Operands by name, in the caller's types; None for those that are not there.
         attrs: Attributes by name.
         nbytes: Bytes of operands and results.
         is_plain: Whether all operands are dense arrays in CPU memory.
@@ -94,6 +96,8 @@ class Request(Protocol):
 
     @property
     def operator(self) -> str: ...
+    @property
+    def inputs(self) -> Mapping[str, Any]: ...
     @property
     def attrs(self) -> Mapping[str, Any]: ...
     @property
@@ -126,6 +130,7 @@ class Engine:
         min_bytes: int = MIN_BYTES,
         on_refused: Literal["local", "raise"] = "local",
         on_error: Literal["raise", "local"] = "raise",
+        policy: Literal["always", "faster"] = "always",
     ) -> None:
         """None of the calls yet.
 
@@ -136,11 +141,14 @@ class Engine:
             raise ValueError(f"remote: min_bytes: found {min_bytes}; expected 0 or more")
         _require("on_refused", on_refused, ("local", "raise"))
         _require("on_error", on_error, ("raise", "local"))
+        _require("policy", policy, ("always", "faster"))
         self._client = client
         self._options = options
         self._min_bytes = min_bytes
         self._on_refused = on_refused
         self._on_error = on_error
+        self._policy = policy
+        self._costs = Costs()
         self._ledger = Ledger()
         self._server: ServerInfo | None = None
 
@@ -152,17 +160,21 @@ class Engine:
             NpugradError: The service failed, and the policy is to raise.
         """
         why, nbytes = self._why_local(request), request.nbytes
+        begun = started = time.perf_counter()
         if not why:
-            started = time.perf_counter()
             sent, why = self._send(request)
             if sent is not None:
                 results, timeline = sent
                 why = "as float32" if request.is_mixed else ""
                 self._count(request, nbytes, started, is_sent=True, why=why, timeline=timeline)
+                self._learn(request, nbytes, begun, is_sent=True)
                 return results
-        started = time.perf_counter()
+            started = time.perf_counter()
         kept = local()
         self._count(request, nbytes, started, is_sent=False, why=why)
+        if why in (FASTER_HERE, MEASURED_HERE) or why.startswith(FAILED):
+            # Who wants to be sent and fails takes the time of both ways.
+            self._learn(request, nbytes, begun, is_sent=why.startswith(FAILED))
         return kept
 
     def keep(self, operator: str, why: str) -> None:
@@ -172,7 +184,12 @@ class Engine:
 
     def summary(self) -> Summary:
         """What went where so far, all threads together."""
-        return self._ledger.summary()
+        return self._ledger.summary(self._costs.rows())
+
+    def _learn(self, request: Request, nbytes: int, begun: float, *, is_sent: bool) -> None:
+        seconds, inputs = time.perf_counter() - begun, request.inputs
+        kind = kind_of(request.operator, inputs, request.attrs)
+        self._costs.add(kind, describe(inputs), is_sent=is_sent, seconds=seconds, nbytes=nbytes)
 
     def _count(self, request: Request, nbytes: int, started: float, **found: Any) -> None:
         seconds = time.perf_counter() - started
@@ -184,6 +201,8 @@ class Engine:
             return "no plain CPU tensors"
         if request.nbytes < self._min_bytes:
             return _SMALL
+        if self._policy == "faster":
+            return self._costs.why_local(kind_of(request.operator, request.inputs, request.attrs))
         return ""
 
     def _send(self, request: Request) -> tuple[_Sent | None, str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,7 +36,7 @@ times = st.floats(1e-5, 10.0)
 
 @dataclass
 class World:
-    """Calls of one kind whose times either way are given by the number of the call."""
+    """Calls of one kind whose seconds either way follow from the number of the call."""
 
     here: Seconds
     there: Seconds
@@ -45,7 +46,8 @@ class World:
         """Seconds of so many calls; which were sent, and what was said of each."""
         total_s, ways, whys = 0.0, list[bool](), list[str]()
         for number in range(calls):
-            sends, why = self.costs.choose(kind)
+            why = self.costs.why_local(kind)
+            sends = not why
             seconds = (self.there if sends else self.here)(number)
             self.costs.add(kind, "text", is_sent=sends, seconds=seconds, nbytes=BYTES)
             total_s += seconds
@@ -61,12 +63,8 @@ def world(here: float, there: float) -> World:
 @given(here=times, there=times)
 def test_learning_is_short_and_the_faster_way_is_found(here: float, there: float) -> None:
     made = world(here, there)
-    _, ways, whys = made.run(2 * TRIALS)
-    assert ways.count(True) <= TRIALS
-    assert {why for why, sends in zip(whys, ways, strict=True) if sends} <= {""}
-    sends, why = made.costs.choose(KIND)
-    assert sends is (there < 0.95 * here)
-    assert why == ("" if sends else FASTER_HERE)
+    assert made.run(2 * TRIALS)[1].count(True) <= TRIALS
+    assert made.costs.why_local(KIND) == ("" if there < 0.95 * here else FASTER_HERE)
 
 
 @given(here=times, there=times)
@@ -175,7 +173,7 @@ def test_beyond_so_many_kinds_the_others_of_an_operator_are_one() -> None:
     rows = costs.rows()
     assert len(rows) == _MOST_KINDS + 1
     assert (rows[0].kind, rows[0].sent) == (REST, 50)
-    assert costs.choose(Kind("floyd", ("new",)))[0] is False  # none of them ran here so far
+    assert costs.why_local(Kind("floyd", ("new",))) == MEASURED_HERE  # none of them ran here so far
 
 
 # ----------------------------------------------------------------------------------------------- figures
@@ -184,10 +182,9 @@ def test_beyond_so_many_kinds_the_others_of_an_operator_are_one() -> None:
 def test_what_sending_won_counts_by_byte() -> None:
     costs = Costs()
     for nbytes in (100, 300):
-        costs.add(KIND, "text", is_sent=True, seconds=nbytes * 0.01, nbytes=nbytes)
-    costs.add(KIND, "text", is_sent=False, seconds=4.0, nbytes=200)
-    (row,) = costs.rows()
-    assert row == CostRow("floyd", "text", 2, 1, pytest.approx(2.0), pytest.approx(4.0), pytest.approx(4.0))
+        costs.add(KIND, "text", is_sent=True, seconds=nbytes / 64, nbytes=nbytes)
+    costs.add(KIND, "text", is_sent=False, seconds=6.25, nbytes=200)
+    assert costs.rows() == (CostRow("floyd", "text", 2, 1, 3.125, 6.25, 6.25),)
 
 
 def test_what_is_known_one_way_only_is_not_guessed() -> None:
@@ -198,7 +195,7 @@ def test_what_is_known_one_way_only_is_not_guessed() -> None:
 
 def test_a_choice_alone_makes_no_row() -> None:
     costs = Costs()
-    costs.choose(KIND)
+    costs.why_local(KIND)
     assert costs.rows() == ()
 
 
@@ -209,9 +206,9 @@ def test_threads_lose_no_call() -> None:
         start.wait()
         made.run(200)
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
+    with ThreadPoolExecutor(8) as pool:
+        for future in [pool.submit(work) for _ in range(8)]:
+            future.result()
     (row,) = made.costs.rows()
     assert row.sent + row.local == 1600
     assert row.sent <= TRIALS + 8 + 1600 // 32

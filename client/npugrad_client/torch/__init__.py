@@ -14,6 +14,7 @@ This package imports torch; `npugrad_client` itself never does.
 
 from __future__ import annotations
 
+from npugrad_client._costs import CostRow
 from npugrad_client._policy import MIN_BYTES, RemoteWarning
 from npugrad_client._summary import Summary, SummaryRow
 from npugrad_client.torch._deformable import multi_scale_deformable_attention
@@ -23,6 +24,7 @@ from npugrad_client.torch._remote import Remote, remote
 
 __all__ = [
     "MIN_BYTES",
+    "CostRow",
     "DropIn",
     "Remote",
     "RemoteWarning",

@@ -98,6 +98,7 @@ def remote(
     min_bytes: int = MIN_BYTES,
     on_refused: Literal["local", "raise"] = "local",
     on_error: Literal["raise", "local"] = "raise",
+    policy: Literal["always", "faster"] = "always",
     timeout_s: float | None = None,
     deterministic: bool = False,
     priority: int = 0,
@@ -129,6 +130,10 @@ def remote(
             here with one warning for each kind, ``"raise"`` raises the documented error out of backward.
         on_error: When the service fails: ``"raise"`` raises the typed error out of backward, ``"local"``
             runs the call here, with a warning for each class of error, and counts it.
+        policy: ``"faster"`` sends what the service is faster with. Of each kind (operator, types, flags,
+            and sizes up to a power of two) the first calls run in turn here and there, at most three each,
+            and then the faster way; the other one is looked at again when that costs at most 1 % of what
+            the kind took since. ``"always"`` sends all that it can.
         timeout_s: Deadline of each call in seconds; None for the client's default.
         deterministic: Ask for results that do not depend on the order of summation.
         priority: Calls of higher priority leave the queue first; -100 to 100.
@@ -151,7 +156,10 @@ def remote(
         timeout_s=timeout_s, deterministic=deterministic, priority=priority, label=label, verify=verify
     )
     require_client("remote", client)
-    return Remote(Engine(client, options, min_bytes=min_bytes, on_refused=on_refused, on_error=on_error))
+    engine = Engine(
+        client, options, min_bytes=min_bytes, on_refused=on_refused, on_error=on_error, policy=policy
+    )
+    return Remote(engine)
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
