@@ -56,7 +56,8 @@ def multi_scale_deformable_attention(
         level_start_index: (nl). First key of each level. int32 or int64.
         location: (bs, nq, nh, nl, np, 2), nq below 500000, np up to 16, dtype of value. Sampling points
             (x, y), 0 to 1 across a level. One outside of the level, or at NaN, reads nothing.
-        attn_weight: (bs, nq, nh, nl, np), dtype of value. Attention weight of each sampling point.
+        attn_weight: (bs, nq, nh, nl, np), dtype of value. Attention weight of each sampling point. That of a
+            point that reads nothing does not matter, be it NaN or infinite.
         client: Who calls the service in the backward pass.
         compute_dtype: Type to cast value, location and attn_weight to, so that others than the three above,
             and several at once, can be used; the result has the type of value again. None casts nothing.
@@ -158,16 +159,21 @@ def _add_level(result: Tensor, maps: Tensor, location: Tensor, weight: Tensor) -
         location: (nq, nh, np, 2).
         weight: (nq, nh, np).
     """
-    nq, nh, points, _ = location.shape
+    nq, nh, count, _ = location.shape
     if not maps.numel():
         return
-    block = max(1, _BLOCK_BYTES // (4 * max(1, maps.shape[1] * nh * points)))
+    sizes = torch.tensor((maps.shape[3], maps.shape[2]), dtype=torch.float32)  # as x, y
+    block = max(1, _BLOCK_BYTES // (4 * max(1, maps.shape[1] * nh * count)))
     for begin in range(0, nq, block):
         span = slice(begin, begin + block)
-        # What is outside contributes nothing, however far; not even NaN, as 0 times an infinite weight would.
-        grid = (2 * location[span].float() - 1).nan_to_num(nan=_OUTSIDE).clamp(-_OUTSIDE, _OUTSIDE)
+        points = location[span].float()
+        pixels = points * sizes - 0.5
+        # What is outside contributes nothing, however far: not even NaN, as 0 times an infinite weight would.
+        # The test is that of the CUDA kernels of Deformable-DETR (ms_deform_im2col_cuda.cuh) and mmcv.
+        is_outside = ~((pixels > -1) & (pixels < sizes)).all(-1)
+        grid = (2 * points - 1).nan_to_num(nan=_OUTSIDE).clamp(-_OUTSIDE, _OUTSIDE)
         samples = grid_sample(maps, grid.transpose(0, 1), align_corners=False)  # (nh, ch, block, np)
-        weights = weight[span].float().transpose(0, 1).unsqueeze(1)
+        weights = weight[span].float().masked_fill(is_outside, 0).transpose(0, 1).unsqueeze(1)
         result[span] += (samples * weights).sum(-1).permute(2, 0, 1)
 
 

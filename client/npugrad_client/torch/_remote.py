@@ -11,7 +11,7 @@ from torch._C import _autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from npugrad_client._legality import require_client
-from npugrad_client._policy import MIN_BYTES, Deciding, Engine, Options
+from npugrad_client._policy import MIN_BYTES, Deciding, Engine, Options, Policies, require_policies
 from npugrad_client.torch._translation import TAKEN_APART, TAKEN_APART_BY, TRANSLATIONS
 
 if TYPE_CHECKING:
@@ -39,8 +39,9 @@ class Remote(ContextDecorator):
         >>> mode.summary().sent                                        # doctest: +SKIP
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, client: Client, options: Options, policies: Policies) -> None:
+        self._policies = policies
+        self._engine = Engine(client, options, policies)
         self._entered = _Entered()
 
     def __enter__(self) -> Remote:
@@ -58,7 +59,7 @@ class Remote(ContextDecorator):
 
     def summary(self) -> Summary:
         """What went where so far, all threads together; print it for a table."""
-        return self._engine.summary()
+        return self._policies.summary()
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs one operator, here or there."""
@@ -96,7 +97,7 @@ def remote(
     client: Client,
     *,
     min_bytes: int = MIN_BYTES,
-    on_refused: Literal["local", "raise"] = "local",
+    on_refused: Literal["warn", "local", "raise"] = "warn",
     on_error: Literal["raise", "local"] = "raise",
     policy: Literal["always", "faster"] = "always",
     timeout_s: float | None = None,
@@ -126,8 +127,9 @@ def remote(
     Args:
         client: Who calls the service.
         min_bytes: Calls with less in operands and results together stay here. 0 sends all.
-        on_refused: What the documents do not allow (float64 images, bicubic, ...): ``"local"`` runs it
-            here with one warning for each kind, ``"raise"`` raises the documented error out of backward.
+        on_refused: What the documents do not allow (float64 images, bicubic, ...), or what is no dense CPU
+            tensor: ``"warn"`` runs it here, with one warning for each kind, ``"local"`` without a word,
+            ``"raise"`` raises the documented error, or TypeError, out of backward.
         on_error: When the service fails: ``"raise"`` raises the typed error out of backward, ``"local"``
             runs the call here, with a warning for each class of error, and counts it.
         policy: ``"faster"`` sends what the service is faster with. Of each kind (operator, types, flags,
@@ -156,10 +158,9 @@ def remote(
         timeout_s=timeout_s, deterministic=deterministic, priority=priority, label=label, verify=verify
     )
     require_client("remote", client)
-    engine = Engine(
-        client, options, min_bytes=min_bytes, on_refused=on_refused, on_error=on_error, policy=policy
-    )
-    return Remote(engine)
+    require_policies("remote", on_refused, on_error, min_bytes, policy)
+    policies = Policies(on_refused=on_refused, on_error=on_error, min_bytes=min_bytes, policy=policy)
+    return Remote(client, options, policies)
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]

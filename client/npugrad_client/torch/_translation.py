@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _CASTABLE = {torch.float32, torch.float16, torch.bfloat16}
 
 
@@ -39,14 +40,16 @@ class Request:
         return [tensor for tensor in self.inputs.values() if tensor is not None]
 
     @property
-    def is_plain(self) -> bool:
-        """Whether all operands are dense CPU tensors and no subclass with ideas of its own."""
-        return all(
-            type(tensor) in (torch.Tensor, torch.nn.Parameter)
-            and tensor.device.type == "cpu"
-            and tensor.layout is torch.strided
-            for tensor in self._given
-        )
+    def odd(self) -> str | None:
+        """Which operand is no dense CPU tensor, or of a subclass, which may have ideas of its own."""
+        for name, tensor in self.inputs.items():
+            if tensor is None:
+                continue
+            if type(tensor) not in _PLAIN:
+                return f"{name}: found a {type(tensor).__name__}"
+            if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
+                return f"{name}: found {tensor.dtype} of {tensor.layout} on {tensor.device}"
+        return None
 
     @property
     def is_mixed(self) -> bool:

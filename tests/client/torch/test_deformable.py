@@ -100,6 +100,38 @@ def test_a_point_outside_reads_nothing(wild: float) -> None:
     assert torch.equal(_deformable.forward(value, shapes, starts, location, weight), expected)
 
 
+@pytest.mark.parametrize("weird", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("outside", [float("nan"), float("inf"), 1e30, 1.125, -0.125])  # 4 and -1 in pixels
+def test_the_weight_of_a_point_outside_is_not_read(
+    client: Client, outside: float, axis: int, weird: float
+) -> None:
+    """As in the CUDA kernels of Deformable-DETR and mmcv, forward and backward."""
+    value = torch.randn(1, 16, 2, 8, requires_grad=True)
+    shapes, starts = torch.tensor([[4, 4]]), torch.tensor([0])
+    location, weight = torch.rand(1, 3, 2, 1, 2, 2), torch.rand(1, 3, 2, 1, 2)
+    location[0, 1, 1, 0, 1, axis] = outside
+    weight[0, 1, 1, 0, 1] = 0
+    found = []
+    for number in (0.0, weird):
+        weight = weight.detach().clone()
+        weight[0, 1, 1, 0, 1] = number
+        floats = (value, location.requires_grad_(), weight.requires_grad_())
+        out = multi_scale_deformable_attention(value, shapes, starts, *floats[1:], client=client)
+        found.append((out, *torch.autograd.grad(out.sum(), floats)))
+    for without, got in zip(*found, strict=True):
+        assert torch.equal(got, without)
+        assert got.isfinite().all()
+
+
+def test_the_weight_of_a_point_just_inside_is_read() -> None:
+    value, shapes, starts = torch.randn(1, 16, 1, 8), torch.tensor([[4, 4]]), torch.tensor([0])
+    for x in (-0.1249, 1.1249):
+        weight = torch.full((1, 1, 1, 1, 1), float("nan"))
+        got = _deformable.forward(value, shapes, starts, torch.full((1, 1, 1, 1, 1, 2), x), weight)
+        assert got.isnan().all()
+
+
 def test_int32_levels_with_gaps_between_them(client: Client) -> None:
     value, shapes, starts, location, weight = operands()
     spread = torch.zeros(2, value.shape[1] + 9, 2, 8)
