@@ -24,7 +24,7 @@ What disturbs a measurement makes it longer, so that a doubt is decided for what
 """
 _SURELY = 2.0
 """After two calls that took more than so many times the slowest one here, no third is sent to learn."""
-_MARGIN = 0.95
+MARGIN = 0.95
 """Sent is what takes less than so much of the time here: a tie is not worth a network."""
 _LOOK_EVERY = 32
 """Calls of a kind after which the slower way may be looked at again."""
@@ -157,7 +157,7 @@ class _Entry:
         return min(sent.calls, local.calls) < TRIALS
 
     def _is_faster_sent(self) -> bool:
-        return median(self.sent.recent) < _MARGIN * min(self.local.recent)
+        return median(self.sent.recent) < MARGIN * min(self.local.recent)
 
     def _is_time_to_look(self, sends: bool) -> bool:
         """Whether what a look at the other way probably costs is small beside what the kind took since."""

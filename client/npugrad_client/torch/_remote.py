@@ -16,6 +16,7 @@ from npugrad_client.torch._translation import TAKEN_APART, TAKEN_APART_BY, TRANS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
     from types import TracebackType
 
     from npugrad_client import Client
@@ -185,6 +186,11 @@ class _Entered(threading.local):
 
 
 _deciding = Deciding()
+
+
+def keeping_local() -> AbstractContextManager[None]:
+    """While it is entered, every `remote` of this thread leaves all that it sees here, and counts nothing."""
+    return _deciding
 
 
 def _is_recomputing() -> bool:
