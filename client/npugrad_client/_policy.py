@@ -195,6 +195,7 @@ class Engine:
         self._options = options
         self._policies = policies
         self._ledger = policies._ledger
+        self.on_refused = policies.on_refused
 
     def run(self, request: Request, local: Callable[[], R]) -> R | tuple[Any, ...]:
         """Results of a call in the caller's order and types: the service's, or those of `local`.
