@@ -140,7 +140,9 @@ class Policies:
         return self._ledger.summary(self._costs.rows())
 
 
-def require_policies(owner: str, on_refused: str, on_error: str, min_bytes: int, policy: str) -> None:
+def require_policies(
+    owner: str, on_refused: str, on_error: str, min_bytes: int, policy: str = "always"
+) -> None:
     """Refuses words that are none of a policy's.
 
     Raises:
@@ -212,6 +214,7 @@ class Engine:
         self._policies = policies
         self._ledger = policies._ledger
         self._costs = policies._costs
+        self.on_refused = policies.on_refused
 
     def run(self, request: Request, local: Callable[[], R]) -> R | tuple[Any, ...]:
         """Results of a call in the caller's order and types: the service's, or those of `local`.
