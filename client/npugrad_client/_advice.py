@@ -10,7 +10,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from statistics import fmean, median
+from statistics import fmean
 from typing import TYPE_CHECKING, TypeVar
 
 from npugrad_client._costs import MARGIN, Kind, describe, kind_of
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-_PROBES = 5
-"""How often a call is sent to learn its time, after one that brings the server its plan."""
-_PROBE_S = 10.0
-"""A kind that takes longer than that is sent twice."""
+_PROBES = 20
+"""How often a call is sent at most to learn its time, the first ones included that do not count."""
+_PROBE_S = 2.0
+"""After so long no more of a kind are sent than must be."""
+_FEWEST_PROBES = 3
 _MOST_KINDS = 100
 """Kinds that are sent to learn their time."""
 _UNMEASURED = f"not measured, as there are more than {_MOST_KINDS} kinds"
@@ -195,7 +196,9 @@ class Profile:
         if len(self._seen) >= _MOST_KINDS:
             seen.why = _UNMEASURED
             return seen
-        while len(seen.remote) <= _PROBES and (len(seen.remote) < 2 or self._clock() - begun < _PROBE_S):
+        while len(seen.remote) < _FEWEST_PROBES or (
+            len(seen.remote) < _PROBES and self._clock() - begun < _PROBE_S
+        ):
             started = self._clock()
             seen.why = self._send(request)
             if seen.why:
@@ -230,12 +233,17 @@ def _kind_of(request: Request) -> tuple[Kind, int]:
     return kind_of(request.operator, request.inputs, request.attrs), request.nbytes
 
 
+def _usual_s(seconds: Sequence[float]) -> float:
+    """The mean of all but the first time, which brings the server its plan, and the slowest of the others."""
+    return fmean(sorted(seconds[1:])[:-1])
+
+
 def _row(kind: Kind, seen: _Seen, passes: Sequence[_Calls]) -> KindAdvice:
     count, nbytes = sum(each.count for each in passes), sum(each.nbytes for each in passes)
     local_s = sum(each.seconds for each in passes) / count
     scale = nbytes / count / max(seen.nbytes, 1)  # sizes of a kind differ up to a factor
     if len(passes) == 1 and seen.local:  # which was the first pass, or about it: these were warm
-        local_s = min(local_s, median(seen.local) * scale)
-    remote_s = median(seen.remote[1:]) * scale if seen.remote else None
+        local_s = min(local_s, _usual_s(seen.local) * scale)
+    remote_s = _usual_s(seen.remote) * scale if seen.remote else None
     per_pass = count / len(passes)
     return KindAdvice(kind.operator, seen.text, per_pass, nbytes / count, local_s, remote_s, seen.why)

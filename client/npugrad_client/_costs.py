@@ -58,8 +58,8 @@ class CostRow:
         kind: Type and shape of the largest operand of its first call, such as ``"float32[2,32,64,64]"``.
         sent: Calls that the service computed, or failed to.
         local: Calls that ran here.
-        sent_s: Seconds of a typical call when it is sent, travel included; None where none was.
-        local_s: Seconds of a typical call when it runs here; None where none did.
+        sent_s: Seconds of a call of average size when it is sent, travel included; None where none was.
+        local_s: Seconds of such a call when it runs here; None where none did.
         won_s: Seconds by which all that was sent was faster than here; below 0 it was slower. None where it
             is not known.
 
@@ -115,9 +115,9 @@ class _Way:
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     """Seconds for each byte of the last calls."""
 
-    @property
-    def rate(self) -> float | None:
-        return median(self.recent) if self.recent else None
+    def seconds_of(self, nbytes: float) -> float | None:
+        """What calls of so many bytes took on average; None where there were none."""
+        return self.seconds * nbytes / max(self.nbytes, 1) if self.calls else None
 
     def add(self, seconds: float, nbytes: int) -> None:
         self.calls += 1
@@ -171,16 +171,16 @@ class _Entry:
 
     def row(self, operator: str) -> CostRow:
         sent, local = self.sent, self.local
-        typical = (sent.nbytes + local.nbytes) / max(sent.calls + local.calls, 1)
-        is_known = sent.calls and local.rate is not None
+        average = (sent.nbytes + local.nbytes) / max(sent.calls + local.calls, 1)
+        instead_s = local.seconds_of(sent.nbytes) if sent.calls else None
         return CostRow(
             operator,
             self.text,
             sent.calls,
             local.calls,
-            None if sent.rate is None else sent.rate * typical,
-            None if local.rate is None else local.rate * typical,
-            (local.rate or 0.0) * sent.nbytes - sent.seconds if is_known else None,
+            sent.seconds_of(average),
+            local.seconds_of(average),
+            None if instead_s is None else instead_s - sent.seconds,
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from npugrad_client._advice import _MOST_KINDS, _PROBES, Advice, KindAdvice, Profile
+from npugrad_client._advice import _FEWEST_PROBES, _MOST_KINDS, _PROBES, Advice, KindAdvice, Profile
 from npugrad_client.errors import ConnectError
 
 
@@ -47,18 +47,20 @@ class World:
         here: Seconds of a call here, by operator.
         there: Seconds of a call that is sent.
         refused: Why an operator cannot be sent.
+        disturbed_s: Seconds that a call takes instead, by its number among those that are sent.
         sent: Operators that were sent, one for each time.
     """
 
     def __init__(self, here: dict[str, float], there: dict[str, float]) -> None:
         self.now_s, self.here, self.there = 0.0, here, there
         self.refused: dict[str, str] = {}
+        self.disturbed_s = {1: 0.5}
         self.sent: list[str] = []
         self.profile = Profile(self._send, lambda: self.now_s)
 
     def _send(self, request: Any) -> str:
         self.sent.append(request.operator)
-        self.now_s += self.there[request.operator] * (3.0 if len(self.sent) == 1 else 1.0)
+        self.now_s += self.disturbed_s.get(len(self.sent), self.there[request.operator])
         return self.refused.get(request.operator, "")
 
     def step(self, *requests: Request, forward_s: float = 1.0, other_s: float = 2.0) -> None:
@@ -97,10 +99,10 @@ def test_a_step_is_told_without_the_time_of_the_measurement() -> None:
 
 
 def test_a_kind_is_sent_so_often_and_never_again() -> None:
-    world = World({"norm": 0.5}, {"norm": 0.25})
+    world = World({"norm": 0.005}, {"norm": 0.0025})
     for _ in range(3):
         world.step(Request(), Request(size=300))
-    assert len(world.sent) == _PROBES + 1
+    assert len(world.sent) == _PROBES
 
 
 def test_the_first_time_that_a_call_is_sent_brings_the_plan_and_does_not_count() -> None:
@@ -145,10 +147,18 @@ def test_sizes_of_a_kind_count_by_byte() -> None:
     assert (row.kind, row.bytes, row.remote_s) == ("float32[256]", 2 * 4 * 384, 3.0)
 
 
-def test_a_long_call_is_sent_twice_only() -> None:
+def test_a_long_call_is_sent_as_often_as_must_be() -> None:
     world = World({"norm": 1.0}, {"norm": 20.0})
     world.step(Request())
-    assert len(world.sent) == 2
+    assert len(world.sent) == _FEWEST_PROBES
+
+
+def test_one_disturbed_call_does_not_count() -> None:
+    world = World({"norm": 0.5}, {"norm": 1.0})
+    world.disturbed_s = {2: 100.0}
+    world.step(Request())
+    (row,) = world.profile.advice().rows
+    assert row.remote_s == 1.0
 
 
 def test_what_cannot_be_sent_costs_one_try_and_says_why() -> None:
