@@ -18,6 +18,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from npugrad_client._fitting import fits
 from npugrad_client._legality import FLOYD_ATTENTION as OPERATOR
 from npugrad_client._legality import (
     LANES,
@@ -30,7 +31,6 @@ from npugrad_client.torch._calls import cast_given, metas, require_tensors
 from npugrad_client.torch._floyd_gradient import (
     MASKED,
     blocks,
-    fit_together,
     gradients,
     gradients_of_gradients,
     wide,
@@ -125,8 +125,7 @@ def fused_floyd_attention(
 def _require(on_refused: str, scale: float, *operands: Tensor, mask: Tensor | None) -> None:
     given: dict[str, Tensor | None] = dict(zip(_NAMES, (*operands, mask), strict=True))
     known = metas(OPERATOR, given)
-    is_given = all(tensor is not None for tensor in operands)
-    if on_refused == "raise" or not is_given or not fit_together(*operands, mask=mask):
+    if on_refused == "raise" or not fits(OPERATOR, known, {}):
         require_legal_floyd_attention(known, scale)
 
 

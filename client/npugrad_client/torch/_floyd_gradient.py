@@ -20,20 +20,6 @@ _BLOCK_BYTES = 32 * 2**20
 """Scores of one block, in the type of the computation; some six such blocks live at a time."""
 
 
-def fit_together(*operands: Tensor, mask: Tensor | None) -> bool:
-    """Whether query, keys, values and mask have sizes and kinds of types that mean something."""
-    query, key1, value1, key2, value2 = operands
-    if any(tensor.dim() != 5 or not tensor.is_floating_point() for tensor in operands):
-        return False
-    (b, h, n, m, d), k = query.shape, key1.shape[3]
-    return (
-        k > 0
-        and key1.shape == value1.shape == (b, h, n, k, d)
-        and key2.shape == value2.shape == (b, h, k, m, d)
-        and (mask is None or (mask.shape == (b, 1, n, 1, k) and mask.dtype in (torch.bool, torch.uint8)))
-    )
-
-
 def wide(*tensors: Tensor) -> torch.dtype:
     """The type to compute in."""
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
