@@ -16,7 +16,7 @@ from npugrad import OPERATORS
 from npugrad.attributes import KINDS
 from npugrad.products import Product, product_from_name
 from npugrad_client import _arrays
-from npugrad_client._cli import bench, files, show
+from npugrad_client._cli import advise, bench, files, show
 from npugrad_client._cli.connection import (
     AT_ONCE,
     DEFAULT_TARGETS,
@@ -47,6 +47,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench.app, name="bench")
+app.command(context_settings=advise.CONTEXT)(advise.advise)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 Attr = Annotated[

@@ -14,15 +14,19 @@ This package imports torch; `npugrad_client` itself never does.
 
 from __future__ import annotations
 
+from npugrad_client._costs import CostRow
+from npugrad_client._policy import MIN_BYTES, Policies, RemoteWarning
+from npugrad_client._summary import Summary, SummaryRow
 from npugrad_client.torch._deformable import multi_scale_deformable_attention
 from npugrad_client.torch._drop_in import DropIn, drop_in
 from npugrad_client.torch._floyd import fused_floyd_attention
-from npugrad_client.torch._remote import MIN_BYTES, Remote, RemoteWarning, remote
-from npugrad_client.torch._summary import Summary, SummaryRow
+from npugrad_client.torch._remote import Remote, remote
 
 __all__ = [
     "MIN_BYTES",
+    "CostRow",
     "DropIn",
+    "Policies",
     "Remote",
     "RemoteWarning",
     "Summary",

@@ -1,8 +1,8 @@
-"""What the functions of this package share: options of a call, types and shapes for the validator."""
+"""What the functions of this package share: types and shapes for the validator."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict, cast
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
@@ -13,24 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
-
-
-class Options(TypedDict, total=False):
-    """What every call of the service takes beside operands and attributes.
-
-    Attributes:
-        timeout_s: Deadline of the whole call in seconds; None for the client's default.
-        deterministic: Ask for results that do not depend on the order of summation.
-        priority: Calls of higher priority leave the queue first; -100 to 100.
-        label: Name of the caller or experiment.
-        verify: Have the server recompute the call and refuse a result that differs.
-    """
-
-    timeout_s: float | None
-    deterministic: bool
-    priority: int
-    label: str
-    verify: bool
 
 
 def require_tensors(operator: str, operands: Mapping[str, Tensor | None]) -> None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
-import time
-import warnings
 from contextlib import ContextDecorator
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -14,57 +10,19 @@ import torch
 from torch._C import _autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import npugrad_client
-from npugrad.call import CallOptions
-from npugrad.ops import get_operator
-from npugrad_client._legality import require_client, require_legal
-from npugrad_client.errors import (
-    InvalidOperand,
-    NpugradError,
-    NullOperand,
-    OperatorError,
-    TilingError,
-    UnsupportedOperator,
-)
-from npugrad_client.torch._calls import Options, metas
-from npugrad_client.torch._summary import FAILED, Ledger, Summary
-from npugrad_client.torch._translation import TAKEN_APART, TAKEN_APART_BY, TRANSLATIONS, Request
+from npugrad_client._legality import require_client
+from npugrad_client._policy import MIN_BYTES, Deciding, Engine, Options, Policies, require_policies
+from npugrad_client.torch._translation import TAKEN_APART, TAKEN_APART_BY, TRANSLATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
     from types import TracebackType
 
-    from torch import Tensor
+    from npugrad_client import Client
+    from npugrad_client._summary import Summary
 
-    from npugrad.products import Product
-    from npugrad.timeline import Timeline
-    from npugrad_client import Client, ExecutionInfo, ServerInfo
-
-    _Sent = tuple[tuple[Tensor | None, ...], Timeline | None]
-
-MIN_BYTES = 512 * 1024
-"""Default of `min_bytes`: below it the fixed cost of a call is more than half of its travel (measured).
-
-Example:
-    >>> with remote(client, min_bytes=4 * MIN_BYTES):           # doctest: +SKIP
-    ...     loss.backward()
-"""
-_REFUSED = (NullOperand, InvalidOperand, TilingError, UnsupportedOperator)
-_NOT_THE_CALLERS = tuple(package.__path__[0] + os.sep for package in (npugrad_client, torch))
-"""Folders whose lines tell nobody which call of `backward` a warning is about."""
-_SMALL = "smaller than min_bytes"
-_LACKING = "the server lacks it"
 _CREATE_GRAPH = "create_graph=True takes it apart"
-
-
-class RemoteWarning(UserWarning):
-    """Something that could have been sent was not; said once for each kind by each `remote`.
-
-    Example:
-        >>> warnings.simplefilter("error", RemoteWarning)              # doctest: +SKIP
-        >>> with remote(client):                                       # doctest: +SKIP
-        ...     loss.backward()  # raises where it would have warned
-    """
 
 
 class Remote(ContextDecorator):
@@ -82,27 +40,9 @@ class Remote(ContextDecorator):
         >>> mode.summary().sent                                        # doctest: +SKIP
     """
 
-    def __init__(
-        self,
-        client: Client,
-        *,
-        min_bytes: int,
-        on_refused: Literal["local", "raise"],
-        on_error: Literal["raise", "local"],
-        options: Options,
-    ) -> None:
-        require_client("remote", client)
-        if min_bytes < 0:
-            raise ValueError(f"remote: min_bytes: found {min_bytes}; expected 0 or more")
-        _require("on_refused", on_refused, ("local", "raise"))
-        _require("on_error", on_error, ("raise", "local"))
-        self._client = client
-        self._min_bytes = min_bytes
-        self._on_refused = on_refused
-        self._on_error = on_error
-        self._options = options
-        self._ledger = Ledger()
-        self._server: ServerInfo | None = None
+    def __init__(self, client: Client, options: Options, policies: Policies) -> None:
+        self._policies = policies
+        self._engine = Engine(client, options, policies)
         self._entered = _Entered()
 
     def __enter__(self) -> Remote:
@@ -120,7 +60,7 @@ class Remote(ContextDecorator):
 
     def summary(self) -> Summary:
         """What went where so far, all threads together; print it for a table."""
-        return self._ledger.summary()
+        return self._policies.summary()
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs one operator, here or there."""
@@ -131,96 +71,12 @@ class Remote(ContextDecorator):
             self._notice_taken_apart(func)
             with _deciding:  # an outer `remote` must not tell of it as well
                 return func(*args, **kwargs)
-        request = translate(*args, **kwargs)
-        why, nbytes = self._why_local(request), request.nbytes
-        if not why:
-            started = time.perf_counter()
-            sent, why = self._send(request)
-            if sent is not None:
-                results, timeline = sent
-                why = "as float32" if request.is_mixed else ""
-                self._count(request, nbytes, started, is_sent=True, why=why, timeline=timeline)
-                return results
-        started = time.perf_counter()
-        with _deciding:  # an outer `remote` must not send what this one keeps
-            local = func(*args, **kwargs)
-        self._count(request, nbytes, started, is_sent=False, why=why)
-        return local
 
-    def _count(self, request: Request, nbytes: int, started: float, **found: Any) -> None:
-        seconds = time.perf_counter() - started
-        self._ledger.add(request.operator, nbytes=nbytes, seconds=seconds, **found)
+        def local() -> Any:
+            with _deciding:  # an outer `remote` must not send what this one keeps
+                return func(*args, **kwargs)
 
-    def _why_local(self, request: Request) -> str:
-        """Why a call must stay here; empty when it is to be sent."""
-        if not request.is_plain:
-            return "no plain CPU tensors"
-        if request.nbytes < self._min_bytes:
-            return _SMALL
-        return ""
-
-    def _send(self, request: Request) -> tuple[_Sent | None, str]:
-        """Results in autograd's order and types, and where the time went; or None and why there are none."""
-        try:
-            server, operands = self._ask_server(), request.operands()
-            if request.operator not in server.operators:  # which matters for a legal call only
-                known = metas(request.operator, operands)
-                require_legal(request.operator, known, request.attrs, server.product)
-                return None, self._lacking(request, f"found a server of version {server.version}")
-            found, info = self._run_legal(request, operands, server.product)
-        except NpugradError as error:
-            # A number is the documents' word; without one, a server of another kind may be at that address.
-            if isinstance(error, _REFUSED) and error.code is not None:
-                return None, self._refused(request, error, _kind(error))
-            if isinstance(error, UnsupportedOperator) and error.operator == request.operator:
-                return None, self._lacking(request, str(error))  # another server of the same client
-            if self._on_error == "raise":
-                raise
-            kind = type(error).__name__
-            self._warn(
-                f"{request.operator}: {kind}", f"{request.operator} runs here, as the service failed: {error}"
-            )
-            return None, FAILED + kind
-        tensors = ((found[name], dtype) for name, dtype in request.results.items())
-        results = tuple(None if tensor is None else tensor.to(dtype) for tensor, dtype in tensors)
-        return (results, info.timeline), ""
-
-    def _run_legal(
-        self, request: Request, operands: Mapping[str, Tensor | None], product: Product
-    ) -> tuple[dict[str, Any], ExecutionInfo]:
-        """Results by output name, and what produced them.
-
-        What the product does not take, the client refuses before it is sent.
-        """
-        given = dict(self._options)
-        timeout_s = cast("float | None", given.pop("timeout_s", None))
-        record, options = get_operator(request.operator), CallOptions(**cast("Any", given))
-        inputs = {param.name: operands.get(param.name) for param in record.inputs}
-        return self._client._run(record, inputs, request.attrs, None, options, timeout_s, product)
-
-    def _ask_server(self) -> ServerInfo:
-        if self._server is None:  # two threads may both ask; they get the same answer
-            self._server = self._client.server_info(timeout_s=self._options.get("timeout_s"))
-        return self._server
-
-    def _lacking(self, request: Request, found: str) -> str:
-        """Warns once that a server has no such operator, and gives that back in short."""
-        name = request.operator
-        self._warn(f"{name}: {_LACKING}", f"{name} runs here, as {_LACKING}: {found}")
-        return _LACKING
-
-    def _refused(self, request: Request, error: OperatorError, why: str) -> str:
-        """Raises by policy, else warns once for the kind and gives it back."""
-        if self._on_refused == "raise":
-            raise error
-        self._warn(
-            f"{request.operator}: {why}",
-            f"{request.operator} runs here, as the service does not take it: {error}",
-        )
-        return why
-
-    def _warn(self, kind: str, text: str) -> None:
-        self._ledger.once(kind, lambda: _warn_caller(text))
+        return self._engine.run(translate(*args, **kwargs), local)
 
     def _notice_taken_apart(self, func: Any) -> None:
         """Counts a node that autograd computes with elementary operators, which are not the service's."""
@@ -235,16 +91,16 @@ class Remote(ContextDecorator):
         if evaluation == self._entered.last_taken_apart:
             return
         self._entered.last_taken_apart = evaluation
-        self._ledger.add(operator, is_sent=False, why=why, nbytes=0, seconds=0.0)
-        self._warn(f"{operator}: {why}", f"{operator} runs here, as {why}")
+        self._engine.keep(operator, why)
 
 
 def remote(
     client: Client,
     *,
     min_bytes: int = MIN_BYTES,
-    on_refused: Literal["local", "raise"] = "local",
+    on_refused: Literal["warn", "local", "raise"] = "warn",
     on_error: Literal["raise", "local"] = "raise",
+    policy: Literal["always", "faster"] = "always",
     timeout_s: float | None = None,
     deterministic: bool = False,
     priority: int = 0,
@@ -272,10 +128,15 @@ def remote(
     Args:
         client: Who calls the service.
         min_bytes: Calls with less in operands and results together stay here. 0 sends all.
-        on_refused: What the documents do not allow (float64 images, bicubic, ...): ``"local"`` runs it
-            here with one warning for each kind, ``"raise"`` raises the documented error out of backward.
+        on_refused: What the documents do not allow (float64 images, bicubic, ...), or what is no dense CPU
+            tensor: ``"warn"`` runs it here, with one warning for each kind, ``"local"`` without a word,
+            ``"raise"`` raises the documented error, or TypeError, out of backward.
         on_error: When the service fails: ``"raise"`` raises the typed error out of backward, ``"local"``
             runs the call here, with a warning for each class of error, and counts it.
+        policy: ``"faster"`` sends what the service is faster with. Of each kind (operator, types, flags,
+            and sizes up to a power of two) the first calls run in turn here and there, at most three each,
+            and then the faster way; the other one is looked at again when that costs at most 1 % of what
+            the kind took since. ``"always"`` sends all that it can.
         timeout_s: Deadline of each call in seconds; None for the client's default.
         deterministic: Ask for results that do not depend on the order of summation.
         priority: Calls of higher priority leave the queue first; -100 to 100.
@@ -297,7 +158,10 @@ def remote(
     options = Options(
         timeout_s=timeout_s, deterministic=deterministic, priority=priority, label=label, verify=verify
     )
-    return Remote(client, min_bytes=min_bytes, on_refused=on_refused, on_error=on_error, options=options)
+    require_client("remote", client)
+    require_policies("remote", on_refused, on_error, min_bytes, policy)
+    policies = Policies(on_refused=on_refused, on_error=on_error, min_bytes=min_bytes, policy=policy)
+    return Remote(client, options, policies)
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -321,50 +185,14 @@ class _Entered(threading.local):
         self.last_taken_apart: tuple[int, int] | None = None
 
 
-class _Deciding(threading.local):
-    """Whether an inner `remote` of this thread has decided that the operator stays here."""
-
-    depth = 0
-
-    @property
-    def is_local(self) -> bool:
-        return self.depth > 0
-
-    def __enter__(self) -> None:
-        self.depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        self.depth -= 1
+_deciding = Deciding()
 
 
-_deciding = _Deciding()
-
-
-def _warn_caller(text: str) -> None:
-    """Warns with the caller's line: that of `backward()`, below which are frames of PyTorch and of ours."""
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_CALLERS):
-        frame = frame.f_back
-    known = frame.f_globals
-    registry = known.setdefault("__warningregistry__", {})
-    warnings.warn_explicit(
-        text, RemoteWarning, frame.f_code.co_filename, frame.f_lineno, known.get("__name__"), registry
-    )
-
-
-def _kind(error: OperatorError) -> str:
-    """What two refusals have in common that need only one warning: the constraint, not the numbers."""
-    first = error.violations[0] if error.violations else None
-    if first is None:
-        return f"{error.code}"
-    return f"{', '.join(first.operands)}: expected {first.expected}"
+def keeping_local() -> AbstractContextManager[None]:
+    """While it is entered, every `remote` of this thread leaves all that it sees here, and counts nothing."""
+    return _deciding
 
 
 def _is_recomputing() -> bool:
     """Whether a checkpoint runs a forward pass again inside a node, which only it does with such hooks."""
     return _autograd._top_saved_tensors_default_hooks(False) is not None
-
-
-def _require(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"remote: {name}: found {value!r}; expected {' or '.join(map(repr, known))}")

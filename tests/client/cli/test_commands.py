@@ -31,7 +31,7 @@ ATTRS = ("n=2", "c=3", "hxw=4", "group=1", "output_mask=true,true,false")
 
 def test_without_arguments_it_shows_what_there_is() -> None:
     result = run()
-    for command in ("info", "ops", "validate", "call", "explain", "demo", "bench"):
+    for command in ("info", "ops", "validate", "call", "explain", "demo", "bench", "advise"):
         assert f" {command} " in result.output
 
 
@@ -40,7 +40,7 @@ def test_it_tells_its_version() -> None:
     assert (result.exit_code, result.stdout) == (0, f"npugrad {npugrad.__version__}\n")
 
 
-@pytest.mark.parametrize("command", ["info", "ops", "validate", "call", "explain", "demo", "bench"])
+@pytest.mark.parametrize("command", ["info", "ops", "validate", "call", "explain", "demo", "bench", "advise"])
 def test_every_command_has_help(command: str) -> None:
     result = run(*command.split(), "--help")
     assert result.exit_code == 0
@@ -53,7 +53,7 @@ def test_help_is_written_to_an_ascii_terminal() -> None:
     program = """
     import sys
     from npugrad_client.cli import main
-    for command in ("", "info", "ops", "validate", "call", "explain", "demo",
+    for command in ("", "info", "ops", "validate", "call", "explain", "demo", "advise",
                     "bench", "bench compare", "bench report", "bench scenarios"):
         sys.argv = ["npugrad", *command.split(), "--help"]
         try:
@@ -66,7 +66,7 @@ def test_help_is_written_to_an_ascii_terminal() -> None:
     ran = subprocess.run(command, capture_output=True, env=environment, timeout=550, check=False)
     assert (ran.returncode, ran.stderr) == (0, b"")
     assert ran.stdout.isascii()
-    assert ran.stdout.count(b"Usage: npugrad") == 11
+    assert ran.stdout.count(b"Usage: npugrad") == 12
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What went where: counts of one `remote`, and their table."""
+"""What went where: counts of calls by where they ran, and their table."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from npugrad.timeline import Timeline
+    from npugrad_client._costs import CostRow
 
 _HEADER = ("operator", "where", "why", "calls", "MiB", "seconds")
 TRANSPORT = "transport"
 """What `SummaryRow.stages` has beside stages: the time that none of them covers."""
 _STAGES = ("pack", "wait", "send", *SERVER_STAGES, "read", "unpack", TRANSPORT)
+_COSTS_HEADER = ("operator", "kind", "sent", "ms sent", "local", "ms local", "won s")
+_MOST_COSTS = 20
+"""Kinds that have a line of their own."""
 _SHOWN_FROM = 0.01
 """Share of a call's time from which on a stage has a column; that of the operator itself always has one."""
 
@@ -57,6 +61,8 @@ class Summary:
 
     Attributes:
         rows: By operator, what was sent first.
+        costs: What calls took here and there, by operator and kind, what took longest first. Times here are
+            known of the kinds that ``policy="faster"`` tried here.
 
     Example:
         >>> row = SummaryRow("group_norm_backward", is_sent=True, why="", calls=2, bytes=2**20, seconds=0.5)
@@ -68,6 +74,7 @@ class Summary:
     """
 
     rows: tuple[SummaryRow, ...]
+    costs: tuple[CostRow, ...] = ()
 
     @property
     def sent(self) -> int:
@@ -89,17 +96,16 @@ class Summary:
         """Calls that were tried at the service, failed there, and then ran here."""
         return sum(row.calls for row in self.rows if row.why.startswith(FAILED))
 
+    @property
+    def won_s(self) -> float | None:
+        """Seconds that sending won, of the kinds whose time here is known; None where none is."""
+        known = [row.won_s for row in self.costs if row.won_s is not None]
+        return sum(known) if known else None
+
     def __str__(self) -> str:
-        """The table, and a second one of where the time of calls went that were sent."""
+        """The table; a second one of where the time of calls went that were sent; a third of what it won."""
         table = _table([_HEADER, *(_cells(row) for row in self.rows)], texts=3)
-        measured = [row for row in self.rows if row.stages]
-        if not measured:
-            return table
-        columns = [stage for stage in _STAGES if any(_is_shown(stage, row) for row in measured)]
-        header = ("operator", "why", "ms a call", *columns)
-        lines = [header, *(_stage_cells(row, columns) for row in measured)]
-        title = "Where the time of what was sent went, in ms a call; stages below 1 % are left out"
-        return f"{table}\n\n{title}\n{_table(lines, texts=2)}"
+        return "\n\n".join(part for part in (table, _stages_part(self.rows), _costs_part(self)) if part)
 
 
 FAILED = "service failed: "
@@ -110,6 +116,48 @@ def _cells(row: SummaryRow) -> tuple[str, ...]:
     where = "sent" if row.is_sent else "local"
     numbers = (str(row.calls), f"{row.bytes / 2**20:.2f}", f"{row.seconds:.3f}")
     return (row.operator, where, row.why or "-", *numbers)
+
+
+def _stages_part(rows: Sequence[SummaryRow]) -> str:
+    measured = [row for row in rows if row.stages]
+    if not measured:
+        return ""
+    columns = [stage for stage in _STAGES if any(_is_shown(stage, row) for row in measured)]
+    header = ("operator", "why", "ms a call", *columns)
+    lines = [header, *(_stage_cells(row, columns) for row in measured)]
+    title = "Where the time of what was sent went, in ms a call; stages below 1 % are left out"
+    return f"{title}\n{_table(lines, texts=2)}"
+
+
+def _costs_part(summary: Summary) -> str:
+    """What sending won, by kind, and in a sentence."""
+    costs = summary.costs
+    if not costs:
+        return ""
+    lines = [_COSTS_HEADER, *(_cost_cells(row) for row in costs[:_MOST_COSTS])]
+    parts = ["What sending won, by operator and kind; below 0 it was slower than here"]
+    parts.append(_table(lines, texts=2))
+    if len(costs) > _MOST_COSTS:
+        parts.append(f"and {len(costs) - _MOST_COSTS} further kinds, which took less")
+    won_s, unknown = summary.won_s, sum(row.sent for row in costs if row.won_s is None)
+    if won_s is not None:
+        parts.append(f"Sending won {won_s:.3f} s." if won_s >= 0 else f"Sending cost {-won_s:.3f} s.")
+    if unknown:
+        parts.append(
+            f"What {unknown} sent call{'s' * (unknown > 1)} would have taken here is not known: "
+            'remote(..., policy="faster") learns it, `npugrad advise` measures it.'
+        )
+    return "\n".join(parts)
+
+
+def _cost_cells(row: CostRow) -> tuple[str, ...]:
+    sent, local = (_ms(seconds) for seconds in (row.sent_s, row.local_s))
+    won = "?" if row.won_s is None else f"{row.won_s:.3f}"
+    return (row.operator, row.kind, str(row.sent), sent, str(row.local), local, won if row.sent else "-")
+
+
+def _ms(seconds: float | None) -> str:
+    return "?" if seconds is None else f"{seconds * 1e3:.1f}"
 
 
 def _is_shown(stage: str, row: SummaryRow) -> bool:
@@ -170,8 +218,9 @@ class Ledger:
             self._said.add(kind)
         say()
 
-    def summary(self) -> Summary:
-        """The counts so far."""
+    def summary(self, costs: Sequence[CostRow] = ()) -> Summary:
+        """The counts so far, with what is known of costs."""
         with self._lock:
             rows = [SummaryRow(*key, *counts, {**self._stages[key]}) for key, counts in self._rows.items()]
-        return Summary(tuple(sorted(rows, key=lambda row: (row.operator, not row.is_sent, row.why))))
+        rows.sort(key=lambda row: (row.operator, not row.is_sent, row.why))
+        return Summary(tuple(rows), tuple(costs))

@@ -1,0 +1,249 @@
+"""What a backward pass takes here and would take with its operators sent: measured, added up, and advised.
+
+The first call of each kind is also sent, some times, and run here as often, on its own operands. What that
+takes is left out of the passes in which it happens.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import TYPE_CHECKING, TypeVar
+
+from npugrad_client._costs import MARGIN, Kind, describe, kind_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from npugrad_client._policy import Request
+
+R = TypeVar("R")
+
+_PROBES = 20
+"""How often a call is sent at most to learn its time, the first ones included that do not count."""
+_PROBE_S = 2.0
+"""After so long no more of a kind are sent than must be."""
+_FEWEST_PROBES = 3
+_MOST_KINDS = 100
+"""Kinds that are sent to learn their time."""
+_UNMEASURED = f"not measured, as there are more than {_MOST_KINDS} kinds"
+
+
+@dataclass(frozen=True)
+class KindAdvice:
+    """One kind of calls.
+
+    Attributes:
+        operator: Name such as ``"group_norm_backward"``.
+        kind: Type and shape of the largest operand of its first call, such as ``"float32[2,32,64,64]"``.
+        calls: Calls in a backward pass.
+        bytes: Bytes of a call's operands and results, on average.
+        local_s: Seconds of a call here.
+        remote_s: Seconds of a call that is sent, as measured; None where it cannot be sent.
+        why: Why it cannot be sent; else empty.
+    """
+
+    operator: str
+    kind: str
+    calls: float
+    bytes: float
+    local_s: float
+    remote_s: float | None
+    why: str = ""
+
+    @property
+    def send(self) -> bool:
+        """Whether it is worth sending: a tie is not."""
+        return self.remote_s is not None and self.remote_s < MARGIN * self.local_s
+
+    @property
+    def won_s(self) -> float:
+        """Seconds of a backward pass that sending it wins; below 0 it loses. 0 for what cannot be sent."""
+        return 0.0 if self.remote_s is None else self.calls * (self.local_s - self.remote_s)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What was measured of some backward passes, on average.
+
+    Attributes:
+        passes: Backward passes that were measured.
+        is_warm: Whether a pass before them warmed up.
+        backward_s: Seconds of one, with all of it here.
+        step_s: Seconds from the end of one to the end of the next: a whole step, where it has one backward
+            pass. None where there was one pass only.
+        rows: The kinds that the service knows, what takes longest here first.
+    """
+
+    passes: int
+    is_warm: bool
+    backward_s: float
+    step_s: float | None
+    rows: tuple[KindAdvice, ...]
+
+    @property
+    def known_s(self) -> float:
+        """Seconds of a pass in operators that the service knows."""
+        return sum(row.calls * row.local_s for row in self.rows)
+
+    @property
+    def all_sent_s(self) -> float:
+        """Seconds that a pass would take with all sent that can be."""
+        return self.backward_s - sum(row.won_s for row in self.rows)
+
+    @property
+    def advised_s(self) -> float:
+        """Seconds that a pass would take with that sent which is worth it."""
+        return self.backward_s - sum(row.won_s for row in self.rows if row.send)
+
+
+@dataclass
+class _Calls:
+    """Calls of a kind in one pass."""
+
+    count: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class _Pass:
+    begun_s: float
+    ended_s: float = 0.0
+    probing_s: float = 0.0
+    kinds: dict[Kind, _Calls] = field(default_factory=dict)
+
+
+@dataclass
+class _Seen:
+    """A kind, and what its first call took: sent, and here."""
+
+    text: str
+    nbytes: int
+    why: str = ""
+    remote: list[float] = field(default_factory=list)
+    local: list[float] = field(default_factory=list)
+
+
+class Profile:
+    """Watches the backward passes of one thread: the first that has one.
+
+    Thread safety: calls and passes of other threads run as if it were not there.
+    """
+
+    def __init__(
+        self, send: Callable[[Request], str], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """Of no pass yet.
+
+        Args:
+            send: Sends a call and waits for its results. Returns why it cannot be sent, or an empty text.
+            clock: Seconds.
+        """
+        self._send, self._clock = send, clock
+        self._thread: int | None = None
+        self._now: _Pass | None = None
+        self._passes: list[_Pass] = []
+        self._seen: dict[Kind, _Seen] = {}
+
+    @property
+    def passes(self) -> int:
+        """Backward passes that have ended well."""
+        return len(self._passes)
+
+    @contextmanager
+    def backward(self) -> Iterator[bool]:
+        """Around a backward pass; whether it is watched, which one inside another, or elsewhere, is not."""
+        me = threading.get_ident()
+        if self._now is not None or self._thread not in (None, me):
+            yield False
+            return
+        self._thread, self._now = me, _Pass(self._clock())
+        try:
+            yield True
+            self._now.ended_s = self._clock()
+            self._passes.append(self._now)
+        finally:
+            self._now = None
+
+    def call(self, request: Request, local: Callable[[], R]) -> R:
+        """Runs a call here, and the first one of a kind elsewhere as well."""
+        started = self._clock()
+        result = local()
+        seconds, now = self._clock() - started, self._now
+        if now is None or self._thread != threading.get_ident():
+            return result
+        kind, nbytes = _kind_of(request)
+        if kind not in self._seen:
+            before = self._clock()
+            self._seen[kind] = self._probe(request, nbytes, local)
+            now.probing_s += self._clock() - before
+        calls = now.kinds.setdefault(kind, _Calls())
+        calls.count, calls.nbytes, calls.seconds = (
+            calls.count + 1,
+            calls.nbytes + nbytes,
+            calls.seconds + seconds,
+        )
+        return result
+
+    def _probe(self, request: Request, nbytes: int, local: Callable[[], object]) -> _Seen:
+        if request.odd is not None:
+            return _Seen(request.odd, nbytes, "no dense CPU tensors")
+        seen, begun = _Seen(describe(request.inputs), nbytes), self._clock()
+        if len(self._seen) >= _MOST_KINDS:
+            seen.why = _UNMEASURED
+            return seen
+        while len(seen.remote) < _FEWEST_PROBES or (
+            len(seen.remote) < _PROBES and self._clock() - begun < _PROBE_S
+        ):
+            started = self._clock()
+            seen.why = self._send(request)
+            if seen.why:
+                return seen
+            sent = self._clock()
+            local()  # in turn, as in a pass: each finds caches and cores as the other leaves them
+            seen.remote.append(sent - started)
+            seen.local.append(self._clock() - sent)
+        return seen
+
+    def advice(self) -> Advice:
+        """What was measured; at least one pass must have ended. The first one only warms up, if it can."""
+        is_warm = len(self._passes) > 1
+        found = self._passes[is_warm:]
+        backward_s = fmean(each.ended_s - each.begun_s - each.probing_s for each in found)
+        step_s = None
+        if is_warm:
+            whole_s = found[-1].ended_s - self._passes[0].ended_s
+            step_s = (whole_s - sum(each.probing_s for each in found)) / len(found)
+        kinds = {kind: seen for kind, seen in self._seen.items() if any(kind in each.kinds for each in found)}
+        rows = [
+            _row(kind, seen, [p.kinds.get(kind, _Calls()) for p in found]) for kind, seen in kinds.items()
+        ]
+        rows.sort(key=lambda row: (-row.calls * row.local_s, row.operator, row.kind))
+        return Advice(len(found), is_warm, backward_s, step_s, tuple(rows))
+
+
+def _kind_of(request: Request) -> tuple[Kind, int]:
+    """The kind of a call and its bytes; what is odd has neither shapes nor bytes that one could rely on."""
+    if request.odd is not None:
+        return Kind(request.operator, (request.odd,)), 0
+    return kind_of(request.operator, request.inputs, request.attrs), request.nbytes
+
+
+def _usual_s(seconds: Sequence[float]) -> float:
+    """The mean of all but the first time, which brings the server its plan, and the slowest of the others."""
+    return fmean(sorted(seconds[1:])[:-1])
+
+
+def _row(kind: Kind, seen: _Seen, passes: Sequence[_Calls]) -> KindAdvice:
+    count, nbytes = sum(each.count for each in passes), sum(each.nbytes for each in passes)
+    local_s = sum(each.seconds for each in passes) / count
+    scale = nbytes / count / max(seen.nbytes, 1)  # sizes of a kind differ up to a factor
+    if len(passes) == 1 and seen.local:  # which was the first pass, or about it: these were warm
+        local_s = min(local_s, _usual_s(seen.local) * scale)
+    remote_s = _usual_s(seen.remote) * scale if seen.remote else None
+    per_pass = count / len(passes)
+    return KindAdvice(kind.operator, seen.text, per_pass, nbytes / count, local_s, remote_s, seen.why)

@@ -1,0 +1,228 @@
+"""What calls of a kind take, sent and run here, and which way is the faster one.
+
+Calls of a kind have operator, types and flags in common, and sizes up to the same power of two: models whose
+sizes change from step to step have few kinds all the same. Within a kind, times are compared by byte.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping
+
+TRIALS = 3
+"""Calls of a kind that go each way before one is chosen."""
+_RECENT = 5
+"""Calls of each way that count for the choice: the median of those sent, the fastest of those that ran here.
+
+What disturbs a measurement makes it longer, so that a doubt is decided for what was there before.
+"""
+_SURELY = 2.0
+"""After two calls that took more than so many times the slowest one here, no third is sent to learn."""
+MARGIN = 0.95
+"""Sent is what takes less than so much of the time here: a tie is not worth a network."""
+_LOOK_EVERY = 32
+"""Calls of a kind after which the slower way may be looked at again."""
+_LOOK_SHARE = 0.01
+"""What looking may cost, of the time that the kind took since the last look."""
+_MOST_KINDS = 256
+"""Further kinds of an operator count as one."""
+REST = "other sizes"
+FASTER_HERE = "faster here"
+MEASURED_HERE = "measured here"
+
+
+class Kind(NamedTuple):
+    """What calls have in common that take about the same time for each byte.
+
+    Attributes:
+        operator: Name of the operator.
+        signature: Types, flags and powers of two of the sizes; empty for all kinds beyond the most.
+    """
+
+    operator: str
+    signature: tuple[Hashable, ...]
+
+
+@dataclass(frozen=True)
+class CostRow:
+    """What calls of one kind took, sent and here.
+
+    Attributes:
+        operator: Name such as ``"group_norm_backward"``.
+        kind: Type and shape of the largest operand of its first call, such as ``"float32[2,32,64,64]"``.
+        sent: Calls that the service computed, or failed to.
+        local: Calls that ran here.
+        sent_s: Seconds of a call of average size when it is sent, travel included; None where none was.
+        local_s: Seconds of such a call when it runs here; None where none did.
+        won_s: Seconds by which all that was sent was faster than here; below 0 it was slower. None where it
+            is not known.
+
+    Example:
+        >>> row = CostRow("group_norm_backward", "float32[2,32,64,64]", 10, 3, 0.5, 0.2, -3.0)
+        >>> row.sent * (row.local_s - row.sent_s)
+        -3.0
+    """
+
+    operator: str
+    kind: str
+    sent: int
+    local: int
+    sent_s: float | None
+    local_s: float | None
+    won_s: float | None
+
+
+def kind_of(operator: str, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> Kind:
+    """The kind of a call.
+
+    Args:
+        operator: Name of the operator.
+        inputs: Its operands, of which `dtype` and `shape` are read; None is null.
+        attrs: Its attributes. Numbers count by their power of two, so that modes keep apart.
+    """
+    operands = tuple(None if t is None else (t.dtype, *map(_size, t.shape)) for t in inputs.values())
+    return Kind(operator, (operands, tuple(map(_size, attrs.values()))))
+
+
+def describe(inputs: Mapping[str, Any]) -> str:
+    """Type and shape of the largest operand, such as ``"float32[2,32,64,64]"``."""
+    given = [tensor for tensor in inputs.values() if tensor is not None]
+    largest = max(given, key=lambda tensor: tensor.nbytes)
+    return f"{str(largest.dtype).removeprefix('torch.')}[{','.join(map(str, largest.shape))}]"
+
+
+def _size(value: Any) -> Hashable:
+    if isinstance(value, tuple | list):
+        return tuple(map(_size, value))
+    if isinstance(value, bool):
+        return value
+    return value.bit_length() if isinstance(value, int) else None
+
+
+@dataclass
+class _Way:
+    """Calls of a kind that went one way."""
+
+    calls: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    """Seconds for each byte of the last calls."""
+
+    def seconds_of(self, nbytes: float) -> float | None:
+        """What calls of so many bytes took on average; None where there were none."""
+        return self.seconds * nbytes / max(self.nbytes, 1) if self.calls else None
+
+    def add(self, seconds: float, nbytes: int) -> None:
+        self.calls += 1
+        self.nbytes += nbytes
+        self.seconds += seconds
+        self.recent.append(seconds / max(nbytes, 1))
+
+
+class _Entry:
+    """One kind."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.sent, self.local = _Way(), _Way()
+        self.since_calls, self.since_rate = 0, 0.0
+        """Calls since the slower way was looked at, and their seconds for each byte, added up."""
+
+    def why_local(self) -> str:
+        """Why the next call stays here; empty when it is to be sent."""
+        if self._is_learning():
+            return "" if self.sent.calls < self.local.calls else MEASURED_HERE
+        sends = self._is_faster_sent()
+        if self._is_time_to_look(sends):
+            self.since_calls, self.since_rate = 0, 0.0
+            return MEASURED_HERE if sends else ""
+        return "" if sends else FASTER_HERE
+
+    def add(self, is_sent: bool, seconds: float, nbytes: int) -> None:
+        (self.sent if is_sent else self.local).add(seconds, nbytes)
+        self.since_calls += 1
+        self.since_rate += seconds / max(nbytes, 1)
+
+    def _is_learning(self) -> bool:
+        sent, local = self.sent, self.local
+        if sent.calls >= 2 and local.calls >= 2 and min(sent.recent) > _SURELY * max(local.recent):
+            return False
+        return min(sent.calls, local.calls) < TRIALS
+
+    def _is_faster_sent(self) -> bool:
+        return median(self.sent.recent) < MARGIN * min(self.local.recent)
+
+    def _is_time_to_look(self, sends: bool) -> bool:
+        """Whether what a look at the other way probably costs is small beside what the kind took since."""
+        best, other = median(self.sent.recent), min(self.local.recent)
+        if not sends:
+            best, other = other, best
+        last = (self.local if sends else self.sent).recent[-1]
+        if last < best and self.since_calls == 1:  # it was faster when it was looked at: once more
+            return True
+        return self.since_calls >= _LOOK_EVERY and max(last, other) - best <= _LOOK_SHARE * self.since_rate
+
+    def row(self, operator: str) -> CostRow:
+        sent, local = self.sent, self.local
+        average = (sent.nbytes + local.nbytes) / max(sent.calls + local.calls, 1)
+        instead_s = local.seconds_of(sent.nbytes) if sent.calls else None
+        return CostRow(
+            operator,
+            self.text,
+            sent.calls,
+            local.calls,
+            sent.seconds_of(average),
+            local.seconds_of(average),
+            None if instead_s is None else instead_s - sent.seconds,
+        )
+
+
+class Costs:
+    """Learns what calls take either way; any number of threads may use one.
+
+    `why_local` sends every second one of the first calls of a kind, and then takes the faster way; one that
+    becomes slow is left as soon as its last calls say so. The other way is looked at again when that costs at
+    most 1 % of what the kind took since.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: dict[Kind, _Entry] = {}
+
+    def why_local(self, kind: Kind) -> str:
+        """Why the next call of a kind stays here; empty when it is to be sent."""
+        with self._lock:
+            return self._entry(kind, "").why_local()
+
+    def add(self, kind: Kind, text: str, *, is_sent: bool, seconds: float, nbytes: int) -> None:
+        """Counts a call; `text` is what `describe` says of it."""
+        with self._lock:
+            entry = self._entry(kind, text)
+            entry.text = entry.text or text
+            entry.add(is_sent, seconds, nbytes)
+
+    def rows(self) -> tuple[CostRow, ...]:
+        """What is known of each kind, what took longest first."""
+        with self._lock:
+            found = [entry.row(kind.operator) for kind, entry in self._entries.items() if entry.text]
+        return tuple(sorted(found, key=lambda row: (-_total_s(row), row.operator, row.kind)))
+
+    def _entry(self, kind: Kind, text: str) -> _Entry:
+        entry = self._entries.get(kind)
+        if entry is None and len(self._entries) >= _MOST_KINDS:
+            kind, text = Kind(kind.operator, ()), REST
+            entry = self._entries.get(kind)
+        if entry is None:
+            entry = self._entries[kind] = _Entry(text)
+        return entry
+
+
+def _total_s(row: CostRow) -> float:
+    return row.sent * (row.sent_s or 0.0) + row.local * (row.local_s or 0.0)

@@ -1,0 +1,379 @@
+"""Where a backward call runs, at the service or here; what is said of it, and what is counted.
+
+One engine for all that may keep a call here, in `npugrad_client.torch` and `npugrad_client.jax`. It knows no
+framework: the call comes as a `Request`, and what computes it here as a function.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar, cast
+
+from npugrad.call import CallOptions
+from npugrad.meta import TensorMeta
+from npugrad.ops import get_operator
+from npugrad_client import _arrays
+from npugrad_client._costs import FASTER_HERE, MEASURED_HERE, Costs, describe, kind_of
+from npugrad_client._legality import require_legal
+from npugrad_client._summary import FAILED, Ledger, Summary
+from npugrad_client.errors import (
+    InvalidOperand,
+    NpugradError,
+    NullOperand,
+    OperatorError,
+    TilingError,
+    UnsupportedOperator,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from npugrad.products import Product
+    from npugrad.timeline import Timeline
+    from npugrad_client import Client, ExecutionInfo, ServerInfo
+
+    _Sent = tuple[tuple[Any, ...], Timeline | None]
+
+R = TypeVar("R")
+
+MIN_BYTES = 512 * 1024
+"""Default of `min_bytes`: below it the fixed cost of a call is more than half of its travel (measured).
+
+Example:
+    >>> with remote(client, min_bytes=4 * MIN_BYTES):           # doctest: +SKIP
+    ...     loss.backward()
+"""
+_REFUSED = (NullOperand, InvalidOperand, TilingError, UnsupportedOperator)
+_FRAMEWORKS = ("npugrad_client", "torch", "jax", "jaxlib")
+"""Packages whose lines tell nobody which of the caller's lines a warning is about."""
+_REFUSALS = ("warn", "local", "raise")
+_ERRORS = ("raise", "local")
+_POLICIES = ("always", "faster")
+_SMALL = "smaller than min_bytes"
+_ODD = "no plain CPU tensors"
+_LACKING = "the server lacks it"
+
+
+class RemoteWarning(UserWarning):
+    """Something that could have been sent was not; said once for each kind by each `remote` or `Policies`.
+
+    Example:
+        >>> warnings.simplefilter("error", RemoteWarning)              # doctest: +SKIP
+        >>> with remote(client):                                       # doctest: +SKIP
+        ...     loss.backward()  # raises where it would have warned
+    """
+
+
+class Options(TypedDict, total=False):
+    """What every call of the service takes beside operands and attributes.
+
+    Attributes:
+        timeout_s: Deadline of the whole call in seconds; None for the client's default.
+        deterministic: Ask for results that do not depend on the order of summation.
+        priority: Calls of higher priority leave the queue first; -100 to 100.
+        label: Name of the caller or experiment.
+        verify: Have the server recompute the call and refuse a result that differs.
+    """
+
+    timeout_s: float | None
+    deterministic: bool
+    priority: int
+    label: str
+    verify: bool
+
+
+class Policies:
+    """What becomes of a call that is small, refused or fails, and what became of those so far.
+
+    The functions of `npugrad_client.torch` and `npugrad_client.jax` take one, and any number of calls of any
+    functions may share it. Without one they send every call, and raise what the documents refuse.
+
+    What stays here is computed by a formula of ours, in every type and of any sizes that fit together.
+
+    Thread safety: any number of threads may use one. Counts are shared.
+
+    Args:
+        on_refused: What the documents do not allow (float64, 5 channels, ...): ``"warn"`` runs it here, with
+            one warning for each kind, ``"local"`` runs it here without a word, ``"raise"`` raises the
+            documented error.
+        on_error: When the service fails: ``"raise"`` raises the typed error, ``"local"`` runs the call here,
+            with a warning for each class of error, and counts it.
+        min_bytes: Calls with less in operands and results together stay here. 0 sends all.
+        policy: ``"faster"`` sends what the service is faster with, which it learns from the first calls of
+            each kind; ``"always"`` sends all that it can.
+
+    Raises:
+        ValueError: A policy that there is not, or a negative `min_bytes`.
+
+    Example:
+        >>> policies = Policies(on_refused="warn", on_error="local")
+        >>> out = multi_scale_deformable_attention(        # doctest: +SKIP
+        ...     *operands, client=client, policies=policies)
+        >>> policies.summary().sent
+        0
+    """
+
+    def __init__(
+        self,
+        *,
+        on_refused: Literal["warn", "local", "raise"] = "warn",
+        on_error: Literal["raise", "local"] = "raise",
+        min_bytes: int = 0,
+        policy: Literal["always", "faster"] = "always",
+    ) -> None:
+        require_policies("Policies", on_refused, on_error, min_bytes, policy)
+        self.on_refused = on_refused
+        self.on_error = on_error
+        self.min_bytes = min_bytes
+        self.policy = policy
+        self._costs = Costs()
+        self._ledger = Ledger()
+        self._servers: weakref.WeakKeyDictionary[Client, ServerInfo] = weakref.WeakKeyDictionary()
+
+    def summary(self) -> Summary:
+        """What went where so far, all threads together; print it for a table."""
+        return self._ledger.summary(self._costs.rows())
+
+
+def require_policies(
+    owner: str, on_refused: str, on_error: str, min_bytes: int, policy: str = "always"
+) -> None:
+    """Refuses words that are none of a policy's.
+
+    Raises:
+        ValueError: A policy that there is not, or a negative `min_bytes`.
+    """
+    if min_bytes < 0:
+        raise ValueError(f"{owner}: min_bytes: found {min_bytes}; expected 0 or more")
+    for name, value, known in (
+        ("on_refused", on_refused, _REFUSALS),
+        ("on_error", on_error, _ERRORS),
+        ("policy", policy, _POLICIES),
+    ):
+        if value not in known:
+            raise ValueError(f"{owner}: {name}: found {value!r}; expected {' or '.join(map(repr, known))}")
+
+
+class Request(Protocol):
+    """One backward call in the words of the service."""
+
+    @property
+    def operator(self) -> str:
+        """Name of the operator."""
+        ...
+
+    @property
+    def inputs(self) -> Mapping[str, Any]:
+        """Operands by name, in the caller's types; None for those that are not there."""
+        ...
+
+    @property
+    def attrs(self) -> Mapping[str, Any]:
+        """Attributes by name."""
+        ...
+
+    @property
+    def odd(self) -> str | None:
+        """Which operand is nothing to send, and what it is; None where all are dense, in CPU memory."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of operands and results; asked for where no operand is odd."""
+        ...
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the operands have several types, all of which the service knows, and may not."""
+        ...
+
+    def operands(self) -> Mapping[str, Any]:
+        """Operands by name, None for those that are not there; mixed types as float32."""
+        ...
+
+    def give_back(self, found: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The service's results in the caller's order and types; None where there is none."""
+        ...
+
+
+class Engine:
+    """Decides where each call runs, runs it, and counts.
+
+    Thread safety: any number of threads may use one.
+    """
+
+    def __init__(self, client: Client, options: Options, policies: Policies) -> None:
+        """Of calls by this client, with these options."""
+        self._client = client
+        self._options = options
+        self._policies = policies
+        self._ledger = policies._ledger
+        self._costs = policies._costs
+        self.on_refused = policies.on_refused
+
+    def run(self, request: Request, local: Callable[[], R]) -> R | tuple[Any, ...]:
+        """Results of a call in the caller's order and types: the service's, or those of `local`.
+
+        Raises:
+            OperatorError: The documents refuse the call, and the policy is to raise.
+            NpugradError: The service failed, and the policy is to raise.
+        """
+        why, nbytes = self._why_local(request)
+        begun = started = time.perf_counter()
+        if not why:
+            sent, why = self._send(request)
+            if sent is not None:
+                results, timeline = sent
+                why = "as float32" if request.is_mixed else ""
+                self._count(request, nbytes, started, is_sent=True, why=why, timeline=timeline)
+                self._learn(request, nbytes, begun, is_sent=True)
+                return results
+            started = time.perf_counter()
+        kept = local()
+        self._count(request, nbytes, started, is_sent=False, why=why)
+        if why in (FASTER_HERE, MEASURED_HERE) or why.startswith(FAILED):
+            # Who wants to be sent and fails takes the time of both ways.
+            self._learn(request, nbytes, begun, is_sent=why.startswith(FAILED))
+        return kept
+
+    def keep(self, operator: str, why: str) -> None:
+        """Counts a call that the framework computes in another way, and tells of it once."""
+        self._ledger.add(operator, is_sent=False, why=why, nbytes=0, seconds=0.0)
+        self._warn(f"{operator}: {why}", f"{operator} runs here, as {why}")
+
+    def _learn(self, request: Request, nbytes: int, begun: float, *, is_sent: bool) -> None:
+        seconds, inputs = time.perf_counter() - begun, request.inputs
+        kind = kind_of(request.operator, inputs, request.attrs)
+        self._costs.add(kind, describe(inputs), is_sent=is_sent, seconds=seconds, nbytes=nbytes)
+
+    def _count(self, request: Request, nbytes: int, started: float, **found: Any) -> None:
+        seconds = time.perf_counter() - started
+        self._ledger.add(request.operator, nbytes=nbytes, seconds=seconds, **found)
+
+    def _why_local(self, request: Request) -> tuple[str, int]:
+        """Why a call must stay here, which is empty when it is to be sent, and its bytes."""
+        odd = request.odd
+        if odd is not None:
+            found = f"{request.operator}: {odd}; expected a dense array in CPU memory"
+            return self._refused(request, TypeError(found), f"{_ODD}: {odd}", _ODD), 0
+        nbytes = request.nbytes
+        if nbytes < self._policies.min_bytes:
+            return _SMALL, nbytes
+        if self._policies.policy == "always":
+            return "", nbytes
+        return self._costs.why_local(kind_of(request.operator, request.inputs, request.attrs)), nbytes
+
+    def _send(self, request: Request) -> tuple[_Sent | None, str]:
+        """Results in the caller's order and types, and where the time went; or None, and why."""
+        try:
+            server, operands = self._ask_server(), request.operands()
+            if request.operator not in server.operators:  # which matters for a legal call only
+                known = _metas(request.operator, operands)
+                require_legal(request.operator, known, request.attrs, server.product)
+                return None, self._lacking(request, f"found a server of version {server.version}")
+            found, info = self._run_legal(request, operands, server.product)
+        except NpugradError as error:
+            # A number is the documents' word; without one, a server of another kind may be at that address.
+            if isinstance(error, _REFUSED) and error.code is not None:
+                kind = _kind(error)
+                return None, self._refused(request, error, kind, kind)
+            if isinstance(error, UnsupportedOperator) and error.operator == request.operator:
+                return None, self._lacking(request, str(error))  # another server of the same client
+            if self._policies.on_error == "raise":
+                raise
+            kind = type(error).__name__
+            self._warn(
+                f"{request.operator}: {kind}", f"{request.operator} runs here, as the service failed: {error}"
+            )
+            return None, FAILED + kind
+        return (request.give_back(found), info.timeline), ""
+
+    def _run_legal(
+        self, request: Request, operands: Mapping[str, Any], product: Product
+    ) -> tuple[dict[str, Any], ExecutionInfo]:
+        """Results by output name, and what produced them.
+
+        What the product does not take, the client refuses before it is sent.
+        """
+        given = dict(self._options)
+        timeout_s = cast("float | None", given.pop("timeout_s", None))
+        record, options = get_operator(request.operator), CallOptions(**cast("Any", given))
+        inputs = {param.name: operands.get(param.name) for param in record.inputs}
+        return self._client._run(record, inputs, request.attrs, None, options, timeout_s, product)
+
+    def _ask_server(self) -> ServerInfo:
+        known = self._policies._servers
+        server = known.get(self._client)
+        if server is None:  # two threads may both ask; they get the same answer
+            server = known[self._client] = self._client.server_info(self._options.get("timeout_s"))
+        return server
+
+    def _lacking(self, request: Request, found: str) -> str:
+        """Warns once that a server has no such operator, and gives that back in short."""
+        name = request.operator
+        self._warn(f"{name}: {_LACKING}", f"{name} runs here, as {_LACKING}: {found}")
+        return _LACKING
+
+    def _refused(self, request: Request, error: Exception, kind: str, why: str) -> str:
+        """Raises, warns once for the kind, or says nothing, by policy; gives back why."""
+        if self._policies.on_refused == "raise":
+            raise error
+        if self._policies.on_refused == "warn":
+            name = request.operator
+            self._warn(f"{name}: {kind}", f"{name} runs here, as the service does not take it: {error}")
+        return why
+
+    def _warn(self, kind: str, text: str) -> None:
+        self._ledger.once(kind, lambda: _warn_caller(text))
+
+
+class Deciding(threading.local):
+    """Whether the engine that is asked first has decided, in this thread, that a call stays here."""
+
+    depth = 0
+
+    @property
+    def is_local(self) -> bool:
+        return self.depth > 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+
+def _metas(operator: str, operands: Mapping[str, Any]) -> dict[str, TensorMeta | None]:
+    """Type and shape of each operand; of its data nothing is touched."""
+    arrays = {
+        name: None if operand is None else _arrays.to_numpy(operand, operator, name)
+        for name, operand in operands.items()
+    }
+    return {n: None if array is None else TensorMeta(array.dtype, array.shape) for n, array in arrays.items()}
+
+
+def _warn_caller(text: str) -> None:
+    """Warns with the caller's line: that of `backward()`, below which are frames of frameworks and ours."""
+    known = (sys.modules.get(name) for name in _FRAMEWORKS)
+    folders = tuple(package.__path__[0] + os.sep for package in known if package is not None)
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(folders):
+        frame = frame.f_back
+    names = frame.f_globals
+    registry = names.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(
+        text, RemoteWarning, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"), registry
+    )
+
+
+def _kind(error: OperatorError) -> str:
+    """What two refusals have in common that need only one warning: the constraint, not the numbers."""
+    first = error.violations[0] if error.violations else None
+    if first is None:
+        return f"{error.code}"
+    return f"{', '.join(first.operands)}: expected {first.expected}"

@@ -1,0 +1,151 @@
+"""Runs a script and watches its backward passes; see `npugrad advise`."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import traceback
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from npugrad_client._advice import Advice, Profile
+from npugrad_client._policy import Engine, Options, Policies
+from npugrad_client.errors import NpugradError, OperatorError
+from npugrad_client.torch._remote import keeping_local
+from npugrad_client.torch._translation import TRANSLATIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from npugrad_client import Client
+    from npugrad_client._policy import Request
+
+_ENTRIES = ("backward", "grad")
+"""Functions of `torch.autograd` by which every backward pass begins, `Tensor.backward` included."""
+
+
+class ScriptError(Exception):
+    """A script of which nothing can be said: it failed, or had no backward pass."""
+
+
+class _Enough(BaseException):
+    """Ends a script when enough was seen of it; nothing that a script catches by its class."""
+
+
+def advise(client: Client, script: Path, arguments: Sequence[str], steps: int) -> Advice:
+    """Runs a script, sends each kind of its backward calls some times, and says what is worth sending.
+
+    The script runs as its own main program, in this process, and its gradients are PyTorch's own: a `remote`
+    that it enters sends nothing. Only the thread that has the first backward pass is watched.
+
+    Args:
+        client: Who calls the service.
+        script: A file with a Python program.
+        arguments: What it finds in ``sys.argv[1:]``.
+        steps: Backward passes after which it is ended; 0 lets it run to its end.
+
+    Raises:
+        ScriptError: It failed, in which case its traceback was written to standard error, or ended with a
+            status that is not 0, or had no backward pass.
+        NpugradError: The service failed.
+    """
+    profile = Profile(_sender(client))
+    with _watched(profile, steps), keeping_local():
+        _run(script, arguments)
+    if not profile.passes:
+        raise ScriptError(
+            f"{script}: found no backward pass; expected it to call backward() or torch.autograd.grad, in "
+            "its own process"
+        )
+    return profile.advice()
+
+
+def _sender(client: Client) -> Callable[[Request], str]:
+    """A function that sends a call, and says why it cannot be sent."""
+    engine = Engine(client, Options(), Policies(on_refused="raise"))
+
+    def send(request: Request) -> str:
+        try:
+            return "" if engine.run(request, lambda: None) is not None else "the server lacks it"
+        except OperatorError as error:
+            if error.code is None:
+                raise
+            return f"refused with {error.code}, {error.constraint}"
+
+    return send
+
+
+def _run(script: Path, arguments: Sequence[str]) -> None:
+    """Runs a script as `python script arguments` does, but in this process."""
+    argv, path = sys.argv, sys.path[:]
+    sys.argv, sys.path[0] = [str(script), *arguments], str(script.resolve().parent)
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except _Enough:
+        pass
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise ScriptError(f"{script} ended with {end.code!r}; nothing can be said of it") from None
+    except NpugradError:
+        raise
+    except Exception as error:
+        _print_traceback(error, script)
+        name = type(error).__name__
+        raise ScriptError(f"{script} failed with {name}, see above; nothing can be said of it") from None
+    finally:
+        sys.argv, sys.path[:] = argv, path
+
+
+def _print_traceback(error: Exception, script: Path) -> None:
+    """Prints what Python prints of an error, without the frames of who ran the script."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != str(script):
+        trace = trace.tb_next
+    traceback.print_exception(type(error), error, trace)
+
+
+@contextmanager
+def _watched(profile: Profile, steps: int) -> Iterator[None]:
+    """Has every backward pass of the process begin in a way that a profile sees."""
+    originals = {name: getattr(torch.autograd, name) for name in _ENTRIES}
+
+    def watching(original: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with profile.backward() as is_watched:
+                if not is_watched:
+                    return original(*args, **kwargs)
+                with _Watch(profile):
+                    found = original(*args, **kwargs)
+            if profile.passes == steps:
+                raise _Enough
+            return found
+
+        return watched
+
+    for name, original in originals.items():
+        setattr(torch.autograd, name, watching(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch.autograd, name, original)
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Shows a profile the operators that the service knows."""
+
+    def __init__(self, profile: Profile) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._profile = profile
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given, translate = kwargs or {}, TRANSLATIONS.get(func)
+        if translate is None:
+            return func(*args, **given)
+        return self._profile.call(translate(*args, **given), lambda: func(*args, **given))

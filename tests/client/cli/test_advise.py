@@ -1,0 +1,240 @@
+"""`npugrad advise`: a user's script is run, measured and left as it is; each mistake is one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.client.cli.command import NOWHERE, failed, process, run
+
+torch = pytest.importorskip("torch")
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.fix_server import ServerProcess
+
+pytestmark = pytest.mark.torch
+
+MODEL = """
+import sys, torch
+model = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 1), torch.nn.GroupNorm(4, 16), torch.nn.LayerNorm(12))
+x = torch.randn(2, 3, 10, 12)
+"""
+STEPS = """
+for step in range(10):
+    model(x).square().mean().backward()
+    print("step", step)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Any:
+    """Writes a program."""
+
+    def write(text: str) -> str:
+        path = tmp_path / "train.py"
+        path.write_text(textwrap.dedent(text), "utf-8")
+        return str(path)
+
+    return write
+
+
+def advice(server: ServerProcess, *arguments: str) -> Any:
+    ran = run("advise", "--json", *arguments, target=server.address)
+    assert ran.exit_code == 0, ran.output
+    return json.loads(ran.stdout)
+
+
+def test_it_tells_what_each_operator_takes_here_and_there(server: ServerProcess, script: Any) -> None:
+    found = advice(server, script(MODEL + STEPS))
+    assert (found["passes"], found["is_warm"]) == (3, True)
+    assert {row["operator"]: row["kind"] for row in found["rows"]} == {
+        "group_norm_backward": "float32[2,16,10,12]",
+        "layer_norm_backward": "float32[2,16,10,12]",
+    }
+    won_s = 0.0
+    for row in found["rows"]:
+        assert row["calls"] == 1
+        assert row["bytes"] >= 3 * 4 * 2 * 16 * 10 * 12
+        assert row["local_s"] > 0
+        assert row["remote_s"] > 0
+        assert row["send"] is (row["remote_s"] < 0.95 * row["local_s"])
+        won_s += row["won_s"]
+    assert 0 < found["known_s"] < found["backward_s"] < found["step_s"]
+    assert found["all_sent_s"] == pytest.approx(found["backward_s"] - won_s)
+
+
+def test_a_person_gets_a_table_and_sentences(server: ServerProcess, script: Any) -> None:
+    ran = run("advise", script(MODEL + STEPS), target=server.address)
+    assert ran.exit_code == 0, ran.output
+    lines = ran.stdout.splitlines()
+    assert lines[:3] == ["step 0", "step 1", "step 2"]  # the fourth backward pass is the last
+    assert "3 backward passes, after one to warm up; server " in lines[3]
+    assert re.split(" {2,}", lines[4].strip()) == [
+        "operator", "kind", "calls", "MiB", "ms here", "ms sent", "won ms", "advice",
+    ]  # fmt: skip
+    assert sorted(line.split()[0] for line in lines[5:7]) == ["group_norm_backward", "layer_norm_backward"]
+    assert lines[7].startswith("A backward pass takes ")
+    assert lines[8].startswith("With all of them sent it would take about ")
+    assert lines[9].startswith(("Send nothing: every operator is faster here.", "With those sent"))
+
+
+def test_what_a_script_prints_is_not_in_the_json(server: ServerProcess, script: Any) -> None:
+    ran = run("advise", "--json", script(MODEL + STEPS), target=server.address)
+    json.loads(ran.stdout)
+    assert "step 0\n" in ran.stderr
+
+
+def test_its_arguments_are_the_scripts_own(server: ServerProcess, script: Any) -> None:
+    program = MODEL + "assert sys.argv[1:] == ['--steps', '1', '--json', 'x'], sys.argv\n" + STEPS
+    before = sys.argv, sys.path[:]
+    assert advice(server, "--steps", "2", script(program), "--steps", "1", "--json", "x")["passes"] == 1
+    assert (sys.argv, sys.path) == before
+
+
+def test_zero_steps_let_it_run_to_its_end(server: ServerProcess, script: Any) -> None:
+    assert advice(server, "--steps", "0", script(MODEL + STEPS))["passes"] == 9
+
+
+def test_a_module_beside_the_script_is_found(server: ServerProcess, script: Any, tmp_path: Path) -> None:
+    (tmp_path / "beside_the_script.py").write_text(MODEL, "utf-8")
+    program = "from beside_the_script import *\nassert __name__ == '__main__'\n" + STEPS
+    assert advice(server, script(program))["passes"] == 3
+
+
+def test_torch_is_as_before_afterwards(server: ServerProcess, script: Any) -> None:
+    before = torch.autograd.backward, torch.autograd.grad
+    advice(server, script(MODEL + STEPS))
+    failed(run("advise", script("raise SystemExit(3)"), target=server.address), 1)
+    assert (torch.autograd.backward, torch.autograd.grad) == before
+
+
+GRADIENTS = """
+for _ in range(3):
+    torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+"""
+CHECKPOINT = """
+from torch.utils.checkpoint import checkpoint
+x.requires_grad_()
+for _ in range(3):
+    checkpoint(model, x, use_reentrant=True).square().mean().backward()
+"""
+
+
+@pytest.mark.parametrize("steps", [GRADIENTS, CHECKPOINT], ids=["grad", "reentrant checkpoint"])
+def test_other_ways_to_a_backward_pass(server: ServerProcess, script: Any, steps: str) -> None:
+    found = advice(server, script(MODEL + steps))
+    assert found["passes"] == 2
+    assert [row["calls"] for row in found["rows"]] == [1, 1]
+
+
+def test_gradients_are_pytorchs_own_and_a_remote_of_the_script_sends_nothing(
+    server: ServerProcess, script: Any
+) -> None:
+    program = f"""
+    from npugrad_client import Client
+    from npugrad_client.torch import remote
+    model(x).square().mean().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    with Client("{server.address}") as client, remote(client, min_bytes=0) as mode:
+        for _ in range(3):
+            model.zero_grad()
+            model(x).square().mean().backward()
+    for parameter, gradient in zip(model.parameters(), expected):
+        assert torch.equal(parameter.grad, gradient)
+    assert mode.summary().rows == ()
+    """
+    found = advice(server, "--steps", "0", script(MODEL + textwrap.dedent(program)))
+    assert found["passes"] == 3
+    assert all(row["calls"] == 1 and row["remote_s"] > 0 for row in found["rows"])
+
+
+def test_what_the_documents_refuse_is_told_with_its_number(server: ServerProcess, script: Any) -> None:
+    program = MODEL + "model, x = model.double(), x.double()\n" + STEPS
+    rows = advice(server, script(program))["rows"]
+    assert [row["remote_s"] for row in rows] == [None, None]
+    assert all(row["why"].startswith("refused with 161002, ") for row in rows)
+    assert run("advise", script(program), target=server.address).stdout.endswith(
+        "There is nothing to send.\n"
+    )
+
+
+# ---------------------------------------------------------------------------------------------- bad input
+
+
+def test_a_script_without_a_backward_pass_is_told(server: ServerProcess, script: Any) -> None:
+    path = script(MODEL + "model(x)\n")
+    message = failed(run("advise", path, target=server.address), 1)
+    assert message.startswith(f"{path}: found no backward pass; expected it to call backward()")
+
+
+def test_a_backward_pass_without_a_known_operator_is_an_answer(server: ServerProcess, script: Any) -> None:
+    path = script("import torch\n(torch.ones(3, requires_grad=True) ** 2).sum().backward()\n")
+    ran = run("advise", path, target=server.address)
+    assert ran.exit_code == 0
+    assert ran.stdout.endswith("There is nothing to send.\n")
+    assert advice(server, path)["rows"] == []
+
+
+def test_a_script_that_fails_shows_its_own_traceback(server: ServerProcess, script: Any) -> None:
+    path = script(MODEL + "def inner():\n    return 1 / 0\ninner()\n")
+    ran = run("advise", path, target=server.address)
+    assert ran.exit_code == 1
+    lines = ran.stderr.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[1].startswith(f'  File "{path}", line ')
+    assert "runpy" not in ran.stderr
+    assert "ZeroDivisionError: division by zero" in lines
+    assert lines[-1] == f"{path} failed with ZeroDivisionError, see above; nothing can be said of it"
+
+
+def test_a_script_that_cannot_be_compiled_fails_too(server: ServerProcess, script: Any) -> None:
+    path = script("def (:\n")
+    ran = run("advise", path, target=server.address)
+    assert ran.exit_code == 1
+    assert "SyntaxError: invalid syntax" in ran.stderr
+
+
+@pytest.mark.parametrize(("code", "shown"), [("3", "3"), ("'no data'", "'no data'")])
+def test_a_script_that_ends_with_a_status_is_no_measurement(
+    server: ServerProcess, script: Any, code: str, shown: str
+) -> None:
+    path = script(f"import sys\nsys.exit({code})\n")
+    message = failed(run("advise", path, target=server.address), 1)
+    assert message == f"{path} ended with {shown}; nothing can be said of it\n"
+
+
+def test_a_script_that_ends_by_exit_is_measured(server: ServerProcess, script: Any) -> None:
+    program = MODEL + "model(x).square().mean().backward()\nsys.exit(0)\n"
+    found = advice(server, script(program))
+    assert (found["passes"], found["is_warm"], found["step_s"]) == (1, False, None)
+
+
+def test_without_a_server_the_script_is_not_run(script: Any, tmp_path: Path) -> None:
+    path = script(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    assert f"cannot reach {NOWHERE}: " in failed(run("advise", path), 1)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_failure_of_the_service_is_one_line(server: ServerProcess, script: Any) -> None:
+    program = MODEL + "from npugrad_client import ConnectError\nraise ConnectError('gone')\n"
+    assert "gone" in failed(run("advise", script(program), target=server.address), 1)
+
+
+@pytest.mark.parametrize("name", ["missing.py", "."])
+def test_what_is_no_file_is_wrong_usage(tmp_path: Path, name: str) -> None:
+    message = failed(run("advise", str(tmp_path / name)), 2)
+    assert message.startswith("SCRIPT: found no file ")
+
+
+@pytest.mark.slow
+def test_as_a_process(server: ServerProcess, script: Any) -> None:
+    ran = process("advise", "--steps", "2", script(MODEL + STEPS), target=server.address)
+    assert ran.returncode == 0, ran.stderr
+    assert "1 backward pass, after one to warm up" in ran.stdout
+    assert ran.stderr == ""
