@@ -165,10 +165,28 @@ class Engine:
         self._count(request, nbytes, started, is_sent=False, why=why)
         return kept
 
+    def foresees(self, request: Request) -> bool:
+        """Whether a call would be sent, as far as can be known before all of its data is there.
+
+        Tells once of a call that the documents refuse. A service that fails is left to the call itself.
+        """
+        if self._why_local(request):
+            return False
+        name = request.operator
+        try:
+            server = self._ask_server()
+            require_legal(name, _metas(name, request.operands()), request.attrs, server.product)
+        except NpugradError as error:
+            if isinstance(error, OperatorError):
+                text = f"{name} is not made use of, as the service does not take it: {error}"
+                self.tell(f"{name} foreseen: {_kind(error)}", text)
+            return False
+        return name in server.operators
+
     def keep(self, operator: str, why: str) -> None:
         """Counts a call that the framework computes in another way, and tells of it once."""
         self._ledger.add(operator, is_sent=False, why=why, nbytes=0, seconds=0.0)
-        self._warn(f"{operator}: {why}", f"{operator} runs here, as {why}")
+        self.tell(f"{operator}: {why}", f"{operator} runs here, as {why}")
 
     def summary(self) -> Summary:
         """What went where so far, all threads together."""
@@ -204,7 +222,7 @@ class Engine:
             if self._on_error == "raise":
                 raise
             kind = type(error).__name__
-            self._warn(
+            self.tell(
                 f"{request.operator}: {kind}", f"{request.operator} runs here, as the service failed: {error}"
             )
             return None, FAILED + kind
@@ -231,20 +249,21 @@ class Engine:
     def _lacking(self, request: Request, found: str) -> str:
         """Warns once that a server has no such operator, and gives that back in short."""
         name = request.operator
-        self._warn(f"{name}: {_LACKING}", f"{name} runs here, as {_LACKING}: {found}")
+        self.tell(f"{name}: {_LACKING}", f"{name} runs here, as {_LACKING}: {found}")
         return _LACKING
 
     def _refused(self, request: Request, error: OperatorError, why: str) -> str:
         """Raises by policy, else warns once for the kind and gives it back."""
         if self._on_refused == "raise":
             raise error
-        self._warn(
+        self.tell(
             f"{request.operator}: {why}",
             f"{request.operator} runs here, as the service does not take it: {error}",
         )
         return why
 
-    def _warn(self, kind: str, text: str) -> None:
+    def tell(self, kind: str, text: str) -> None:
+        """Warns of something, once for each kind."""
         self._ledger.once(kind, lambda: _warn_caller(text))
 
 

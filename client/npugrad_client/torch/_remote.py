@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from npugrad_client._legality import require_client
 from npugrad_client._policy import MIN_BYTES, Deciding, Engine, Options
+from npugrad_client.torch import _fused
+from npugrad_client.torch._recognised import enter, leave
 from npugrad_client.torch._translation import TAKEN_APART, TAKEN_APART_BY, TRANSLATIONS
 
 if TYPE_CHECKING:
@@ -39,12 +41,14 @@ class Remote(ContextDecorator):
         >>> mode.summary().sent                                        # doctest: +SKIP
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, fused: bool) -> None:
         self._engine = engine
+        self._attend = _fused.Fuser(engine).attend if fused else None
         self._entered = _Entered()
 
     def __enter__(self) -> Remote:
         """Starts to look at the backward operators of this thread."""
+        enter(self._attend, self._engine.tell)
         mode = _Mode(self)
         mode.__enter__()  # type: ignore[no-untyped-call]
         self._entered.modes.append(mode)
@@ -55,6 +59,7 @@ class Remote(ContextDecorator):
     ) -> None:
         """Stops it."""
         self._entered.modes.pop().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        leave()
 
     def summary(self) -> Summary:
         """What went where so far, all threads together; print it for a table."""
@@ -62,7 +67,7 @@ class Remote(ContextDecorator):
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs one operator, here or there."""
-        translate = TRANSLATIONS.get(func)
+        translate = _TRANSLATIONS.get(func)
         if translate is None or _deciding.is_local:
             if func not in TAKEN_APART_BY or _deciding.is_local:
                 return func(*args, **kwargs)
@@ -98,6 +103,7 @@ def remote(
     min_bytes: int = MIN_BYTES,
     on_refused: Literal["local", "raise"] = "local",
     on_error: Literal["raise", "local"] = "raise",
+    fused: bool = True,
     timeout_s: float | None = None,
     deterministic: bool = False,
     priority: int = 0,
@@ -116,6 +122,13 @@ def remote(
     operators, which run here, with a warning; the others are still sent. So it does under the
     transforms of `torch.func`, and where mean or rstd of `native_group_norm` have gradients.
 
+    Multi-scale deformable attention that a model composes of `grid_sample`, one call for each level, is sent
+    as one call if the forward pass runs inside as well: that of transformers, of mmcv, of copies of
+    Mask2Former's, and what `register_deformable_attention` names. While a `remote` is entered these functions
+    are replaced; other threads, and what is compiled or exported, run them as they are. So does a
+    call that would not be sent. A point on the edge between two pixels may get the gradient of the other
+    pixel, as the operator rounds coordinates in another way.
+
     An operator that the server lacks, as one of an earlier release may, runs here with one warning, whatever
     the policies.
 
@@ -129,6 +142,7 @@ def remote(
             here with one warning for each kind, ``"raise"`` raises the documented error out of backward.
         on_error: When the service fails: ``"raise"`` raises the typed error out of backward, ``"local"``
             runs the call here, with a warning for each class of error, and counts it.
+        fused: Send deformable attention as one call; False leaves each `grid_sample` to itself.
         timeout_s: Deadline of each call in seconds; None for the client's default.
         deterministic: Ask for results that do not depend on the order of summation.
         priority: Calls of higher priority leave the queue first; -100 to 100.
@@ -151,7 +165,8 @@ def remote(
         timeout_s=timeout_s, deterministic=deterministic, priority=priority, label=label, verify=verify
     )
     require_client("remote", client)
-    return Remote(Engine(client, options, min_bytes=min_bytes, on_refused=on_refused, on_error=on_error))
+    engine = Engine(client, options, min_bytes=min_bytes, on_refused=on_refused, on_error=on_error)
+    return Remote(engine, fused=fused)
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -176,6 +191,7 @@ class _Entered(threading.local):
 
 
 _deciding = Deciding()
+_TRANSLATIONS = {**TRANSLATIONS, _fused.GRADIENT: _fused.translate}
 
 
 def _is_recomputing() -> bool:

@@ -84,6 +84,9 @@ _LIKE = {
     "grad_beta": "gamma",
     "grad_weight": "weight",
     "grad_bias": "bias",
+    "grad_value": "value",
+    "grad_location": "location",
+    "grad_attn_weight": "attn_weight",
 }
 """The operand that a result has the shape and the type of."""
 
