@@ -200,7 +200,8 @@ class Operators(ABC):
             level_start_index: (nl). First key of each level. int32 or int64.
             location: (bs, nq, nh, nl, np, 2), nq below 500000, np up to 16, dtype of value. Sampling points
                 (x, y), 0 to 1 across a level.
-            attn_weight: (bs, nq, nh, nl, np), dtype of value. Attention weight of each sampling point.
+            attn_weight: (bs, nq, nh, nl, np), dtype of value. Attention weight of each sampling point. That
+                of a point outside of its level, or at NaN, is not read, even where it is NaN or infinite.
             grad_output: (bs, nq, nh, ch) or (bs, nq, nh*ch), dtype of value. Gradient of the forward output.
             out: Declared outputs by name, which the documents check as well: a TensorMeta, None for a null
                 pointer, or a writable NumPy array or torch CPU tensor, which is filled in place and returned;
@@ -771,7 +772,8 @@ class AsyncOperators(ABC):
             level_start_index: (nl). First key of each level. int32 or int64.
             location: (bs, nq, nh, nl, np, 2), nq below 500000, np up to 16, dtype of value. Sampling points
                 (x, y), 0 to 1 across a level.
-            attn_weight: (bs, nq, nh, nl, np), dtype of value. Attention weight of each sampling point.
+            attn_weight: (bs, nq, nh, nl, np), dtype of value. Attention weight of each sampling point. That
+                of a point outside of its level, or at NaN, is not read, even where it is NaN or infinite.
             grad_output: (bs, nq, nh, ch) or (bs, nq, nh*ch), dtype of value. Gradient of the forward output.
             out: Declared outputs by name, which the documents check as well: a TensorMeta, None for a null
                 pointer, or a writable NumPy array or torch CPU tensor, which is filled in place and returned;

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar, cast
 
 from npugrad.call import CallOptions
@@ -49,12 +50,15 @@ Example:
 _REFUSED = (NullOperand, InvalidOperand, TilingError, UnsupportedOperator)
 _FRAMEWORKS = ("npugrad_client", "torch", "jax", "jaxlib")
 """Packages whose lines tell nobody which of the caller's lines a warning is about."""
+_REFUSALS = ("warn", "local", "raise")
+_ERRORS = ("raise", "local")
 _SMALL = "smaller than min_bytes"
+_ODD = "no plain CPU tensors"
 _LACKING = "the server lacks it"
 
 
 class RemoteWarning(UserWarning):
-    """Something that could have been sent was not; said once for each kind by each `remote`.
+    """Something that could have been sent was not; said once for each kind by each `remote` or `Policies`.
 
     Example:
         >>> warnings.simplefilter("error", RemoteWarning)              # doctest: +SKIP
@@ -81,27 +85,94 @@ class Options(TypedDict, total=False):
     verify: bool
 
 
-class Request(Protocol):
-    """One backward call in the words of the service.
+class Policies:
+    """What becomes of a call that is small, refused or fails, and what became of those so far.
 
-    Attributes:
-        operator: Name of the operator.
-        attrs: Attributes by name.
-        nbytes: Bytes of operands and results.
-        is_plain: Whether all operands are dense arrays in CPU memory.
-        is_mixed: Whether the operands have several types, all of which the service knows, and may not.
+    The functions of `npugrad_client.torch` and `npugrad_client.jax` take one, and any number of calls of any
+    functions may share it. Without one they send every call, and raise what the documents refuse.
+
+    What stays here is computed by a formula of ours, in every type and of any sizes that fit together.
+
+    Thread safety: any number of threads may use one. Counts are shared.
+
+    Args:
+        on_refused: What the documents do not allow (float64, 5 channels, ...): ``"warn"`` runs it here, with
+            one warning for each kind, ``"local"`` runs it here without a word, ``"raise"`` raises the
+            documented error.
+        on_error: When the service fails: ``"raise"`` raises the typed error, ``"local"`` runs the call here,
+            with a warning for each class of error, and counts it.
+        min_bytes: Calls with less in operands and results together stay here. 0 sends all.
+
+    Raises:
+        ValueError: A policy that there is not, or a negative `min_bytes`.
+
+    Example:
+        >>> policies = Policies(on_refused="warn", on_error="local")
+        >>> out = multi_scale_deformable_attention(        # doctest: +SKIP
+        ...     *operands, client=client, policies=policies)
+        >>> policies.summary().sent
+        0
     """
 
+    def __init__(
+        self,
+        *,
+        on_refused: Literal["warn", "local", "raise"] = "warn",
+        on_error: Literal["raise", "local"] = "raise",
+        min_bytes: int = 0,
+    ) -> None:
+        require_policies("Policies", on_refused, on_error, min_bytes)
+        self.on_refused = on_refused
+        self.on_error = on_error
+        self.min_bytes = min_bytes
+        self._ledger = Ledger()
+        self._servers: weakref.WeakKeyDictionary[Client, ServerInfo] = weakref.WeakKeyDictionary()
+
+    def summary(self) -> Summary:
+        """What went where so far, all threads together; print it for a table."""
+        return self._ledger.summary()
+
+
+def require_policies(owner: str, on_refused: str, on_error: str, min_bytes: int) -> None:
+    """Refuses words that are none of a policy's.
+
+    Raises:
+        ValueError: A policy that there is not, or a negative `min_bytes`.
+    """
+    if min_bytes < 0:
+        raise ValueError(f"{owner}: min_bytes: found {min_bytes}; expected 0 or more")
+    for name, value, known in (("on_refused", on_refused, _REFUSALS), ("on_error", on_error, _ERRORS)):
+        if value not in known:
+            raise ValueError(f"{owner}: {name}: found {value!r}; expected {' or '.join(map(repr, known))}")
+
+
+class Request(Protocol):
+    """One backward call in the words of the service."""
+
     @property
-    def operator(self) -> str: ...
+    def operator(self) -> str:
+        """Name of the operator."""
+        ...
+
     @property
-    def attrs(self) -> Mapping[str, Any]: ...
+    def attrs(self) -> Mapping[str, Any]:
+        """Attributes by name."""
+        ...
+
     @property
-    def nbytes(self) -> int: ...
+    def odd(self) -> str | None:
+        """Which operand is nothing to send, and what it is; None where all are dense, in CPU memory."""
+        ...
+
     @property
-    def is_plain(self) -> bool: ...
+    def nbytes(self) -> int:
+        """Bytes of operands and results; asked for where no operand is odd."""
+        ...
+
     @property
-    def is_mixed(self) -> bool: ...
+    def is_mixed(self) -> bool:
+        """Whether the operands have several types, all of which the service knows, and may not."""
+        ...
 
     def operands(self) -> Mapping[str, Any]:
         """Operands by name, None for those that are not there; mixed types as float32."""
@@ -118,31 +189,13 @@ class Engine:
     Thread safety: any number of threads may use one.
     """
 
-    def __init__(
-        self,
-        client: Client,
-        options: Options,
-        *,
-        min_bytes: int = MIN_BYTES,
-        on_refused: Literal["local", "raise"] = "local",
-        on_error: Literal["raise", "local"] = "raise",
-    ) -> None:
-        """None of the calls yet.
-
-        Raises:
-            ValueError: A policy that there is not, or a negative `min_bytes`.
-        """
-        if min_bytes < 0:
-            raise ValueError(f"remote: min_bytes: found {min_bytes}; expected 0 or more")
-        _require("on_refused", on_refused, ("local", "raise"))
-        _require("on_error", on_error, ("raise", "local"))
+    def __init__(self, client: Client, options: Options, policies: Policies) -> None:
+        """Of calls by this client, with these options."""
         self._client = client
         self._options = options
-        self._min_bytes = min_bytes
-        self._on_refused = on_refused
-        self._on_error = on_error
-        self._ledger = Ledger()
-        self._server: ServerInfo | None = None
+        self._policies = policies
+        self._ledger = policies._ledger
+        self.on_refused = policies.on_refused
 
     def run(self, request: Request, local: Callable[[], R]) -> R | tuple[Any, ...]:
         """Results of a call in the caller's order and types: the service's, or those of `local`.
@@ -151,7 +204,7 @@ class Engine:
             OperatorError: The documents refuse the call, and the policy is to raise.
             NpugradError: The service failed, and the policy is to raise.
         """
-        why, nbytes = self._why_local(request), request.nbytes
+        why, nbytes = self._why_local(request)
         if not why:
             started = time.perf_counter()
             sent, why = self._send(request)
@@ -170,14 +223,14 @@ class Engine:
 
         Tells once of a call that the documents refuse. A service that fails is left to the call itself.
         """
-        if self._why_local(request):
+        if request.odd is not None or request.nbytes < self._policies.min_bytes:
             return False
         name = request.operator
         try:
             server = self._ask_server()
             require_legal(name, _metas(name, request.operands()), request.attrs, server.product)
         except NpugradError as error:
-            if isinstance(error, OperatorError):
+            if isinstance(error, OperatorError) and self._policies.on_refused != "local":
                 text = f"{name} is not made use of, as the service does not take it: {error}"
                 self.tell(f"{name} foreseen: {_kind(error)}", text)
             return False
@@ -188,21 +241,18 @@ class Engine:
         self._ledger.add(operator, is_sent=False, why=why, nbytes=0, seconds=0.0)
         self.tell(f"{operator}: {why}", f"{operator} runs here, as {why}")
 
-    def summary(self) -> Summary:
-        """What went where so far, all threads together."""
-        return self._ledger.summary()
-
     def _count(self, request: Request, nbytes: int, started: float, **found: Any) -> None:
         seconds = time.perf_counter() - started
         self._ledger.add(request.operator, nbytes=nbytes, seconds=seconds, **found)
 
-    def _why_local(self, request: Request) -> str:
-        """Why a call must stay here; empty when it is to be sent."""
-        if not request.is_plain:
-            return "no plain CPU tensors"
-        if request.nbytes < self._min_bytes:
-            return _SMALL
-        return ""
+    def _why_local(self, request: Request) -> tuple[str, int]:
+        """Why a call must stay here, which is empty when it is to be sent, and its bytes."""
+        odd = request.odd
+        if odd is not None:
+            found = f"{request.operator}: {odd}; expected a dense array in CPU memory"
+            return self._refused(request, TypeError(found), f"{_ODD}: {odd}", _ODD), 0
+        nbytes = request.nbytes
+        return (_SMALL if nbytes < self._policies.min_bytes else ""), nbytes
 
     def _send(self, request: Request) -> tuple[_Sent | None, str]:
         """Results in the caller's order and types, and where the time went; or None, and why."""
@@ -216,10 +266,11 @@ class Engine:
         except NpugradError as error:
             # A number is the documents' word; without one, a server of another kind may be at that address.
             if isinstance(error, _REFUSED) and error.code is not None:
-                return None, self._refused(request, error, _kind(error))
+                kind = _kind(error)
+                return None, self._refused(request, error, kind, kind)
             if isinstance(error, UnsupportedOperator) and error.operator == request.operator:
                 return None, self._lacking(request, str(error))  # another server of the same client
-            if self._on_error == "raise":
+            if self._policies.on_error == "raise":
                 raise
             kind = type(error).__name__
             self.tell(
@@ -242,9 +293,11 @@ class Engine:
         return self._client._run(record, inputs, request.attrs, None, options, timeout_s, product)
 
     def _ask_server(self) -> ServerInfo:
-        if self._server is None:  # two threads may both ask; they get the same answer
-            self._server = self._client.server_info(timeout_s=self._options.get("timeout_s"))
-        return self._server
+        known = self._policies._servers
+        server = known.get(self._client)
+        if server is None:  # two threads may both ask; they get the same answer
+            server = known[self._client] = self._client.server_info(self._options.get("timeout_s"))
+        return server
 
     def _lacking(self, request: Request, found: str) -> str:
         """Warns once that a server has no such operator, and gives that back in short."""
@@ -252,14 +305,13 @@ class Engine:
         self.tell(f"{name}: {_LACKING}", f"{name} runs here, as {_LACKING}: {found}")
         return _LACKING
 
-    def _refused(self, request: Request, error: OperatorError, why: str) -> str:
-        """Raises by policy, else warns once for the kind and gives it back."""
-        if self._on_refused == "raise":
+    def _refused(self, request: Request, error: Exception, kind: str, why: str) -> str:
+        """Raises, warns once for the kind, or says nothing, by policy; gives back why."""
+        if self._policies.on_refused == "raise":
             raise error
-        self.tell(
-            f"{request.operator}: {why}",
-            f"{request.operator} runs here, as the service does not take it: {error}",
-        )
+        if self._policies.on_refused == "warn":
+            name = request.operator
+            self.tell(f"{name}: {kind}", f"{name} runs here, as the service does not take it: {error}")
         return why
 
     def tell(self, kind: str, text: str) -> None:
@@ -312,8 +364,3 @@ def _kind(error: OperatorError) -> str:
     if first is None:
         return f"{error.code}"
     return f"{', '.join(first.operands)}: expected {first.expected}"
-
-
-def _require(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"remote: {name}: found {value!r}; expected {' or '.join(map(repr, known))}")

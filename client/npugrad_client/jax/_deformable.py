@@ -42,7 +42,8 @@ def multi_scale_deformable_attention(
         level_start_index: (nl). First key of each level. int32 or int64.
         location: (bs, nq, nh, nl, np, 2), nq below 500000, np up to 16, dtype of value. Sampling points
             (x, y), 0 to 1 across a level. One outside of the level, or at NaN, reads nothing.
-        attn_weight: (bs, nq, nh, nl, np), dtype of value. Attention weight of each sampling point.
+        attn_weight: (bs, nq, nh, nl, np), dtype of value. Attention weight of each sampling point. That of a
+            point that reads nothing does not matter, be it NaN or infinite.
         client: Who calls the service in the backward pass.
         timeout_s: Deadline of the call in seconds; None for the client's default.
         deterministic: Ask for results that do not depend on the order of summation.

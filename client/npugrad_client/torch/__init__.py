@@ -14,7 +14,7 @@ This package imports torch; `npugrad_client` itself never does.
 
 from __future__ import annotations
 
-from npugrad_client._policy import MIN_BYTES, RemoteWarning
+from npugrad_client._policy import MIN_BYTES, Policies, RemoteWarning
 from npugrad_client._summary import Summary, SummaryRow
 from npugrad_client.torch._deformable import multi_scale_deformable_attention
 from npugrad_client.torch._drop_in import DropIn, drop_in
@@ -25,6 +25,7 @@ from npugrad_client.torch._remote import Remote, remote
 __all__ = [
     "MIN_BYTES",
     "DropIn",
+    "Policies",
     "Remote",
     "RemoteWarning",
     "Summary",

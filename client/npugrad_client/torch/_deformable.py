@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import grid_sample
 
+from npugrad.meta import TensorMeta
 from npugrad_client._legality import DEFORMABLE_ATTENTION as OPERATOR
 from npugrad_client._legality import require_client, require_legal_deformable_attention
-from npugrad_client._policy import Options
-from npugrad_client.errors import UnsafeLevels
+from npugrad_client._policy import Engine, Options, Policies
 from npugrad_client.torch._calls import cast_given, metas, require_tensors
+from npugrad_client.torch._deformable_gradient import (
+    fit_together,
+    gradients,
+    gradients_of_gradients,
+    is_near,
+    levels_of,
+    wide,
+)
+from npugrad_client.torch._translation import Request
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from npugrad_client import Client, MultiScaleDeformableAttentionGradResult
+    from npugrad_client import Client
 
-_NAMES = ("value", "spatial_shape", "level_start_index", "location", "attn_weight")
+_NAMES: tuple[str, ...] = ("value", "spatial_shape", "level_start_index", "location", "attn_weight")
+_FLOATS = ("value", "location", "attn_weight")
+_STRICT = Policies(on_refused="raise")
 _BLOCK_BYTES = 32 * 2**20
-"""Samples of one block of queries, in float32."""
+"""Samples of one block of queries, in the type of the computation."""
 _OUTSIDE = 4.0
 """A coordinate of `grid_sample` so far out that no corner of any level is near."""
 
@@ -38,6 +49,7 @@ def multi_scale_deformable_attention(
     *,
     client: Client,
     compute_dtype: torch.dtype | None = None,
+    policies: Policies | None = None,
     timeout_s: float | None = None,
     deterministic: bool = False,
     priority: int = 0,
@@ -46,8 +58,9 @@ def multi_scale_deformable_attention(
 ) -> Tensor:
     """Multi-scale deformable attention whose gradient the service computes.
 
-    The forward pass runs here, in float32 whatever the types, and needs some 32 MiB beside its operands. The
-    gradient has no gradient of its own.
+    The forward pass runs here, in float32, or in float64 where an operand has that, and needs some 32 MiB and
+    a copy of one sample of value beside its operands. Operands of several types travel as float32, and each
+    gradient has the type of its operand. The gradient's own gradient is computed here.
 
     Args:
         value: (bs, nk, nh, ch), ch a multiple of 8 up to 256, nh up to 16. The feature maps of all levels.
@@ -56,10 +69,13 @@ def multi_scale_deformable_attention(
         level_start_index: (nl). First key of each level. int32 or int64.
         location: (bs, nq, nh, nl, np, 2), nq below 500000, np up to 16, dtype of value. Sampling points
             (x, y), 0 to 1 across a level. One outside of the level, or at NaN, reads nothing.
-        attn_weight: (bs, nq, nh, nl, np), dtype of value. Attention weight of each sampling point.
+        attn_weight: (bs, nq, nh, nl, np), dtype of value. Attention weight of each sampling point. That of a
+            point that reads nothing does not matter, be it NaN or infinite.
         client: Who calls the service in the backward pass.
         compute_dtype: Type to cast value, location and attn_weight to, so that others than the three above,
-            and several at once, can be used; the result has the type of value again. None casts nothing.
+            can be used; the result has the type of value again. None casts nothing.
+        policies: What becomes of calls that are small, refused or fail, and their counts; None sends every
+            call, and raises what the documents refuse before anything is computed.
         timeout_s: Deadline of the call in seconds; None for the client's default.
         deterministic: Ask for results that do not depend on the order of summation.
         priority: Calls of higher priority leave the queue first; -100 to 100.
@@ -71,7 +87,8 @@ def multi_scale_deformable_attention(
 
     Raises:
         NullOperand: 161001. An operand is None.
-        InvalidOperand: 161002. An operand breaks a documented rule; from here, before anything is computed.
+        InvalidOperand: 161002. An operand breaks a documented rule, and the policy is to raise, or the
+            operands do not fit together; from here, before anything is computed.
         UnsafeLevels: A level reaches outside of value.
         TypeError: An operand is no dense CPU tensor, or the client no `Client`.
 
@@ -89,97 +106,147 @@ def multi_scale_deformable_attention(
     floats: tuple[Tensor, ...] = (value, location, attn_weight)
     if compute_dtype is not None:
         floats = cast_given(floats, compute_dtype)
+    engine = Engine(client, options, policies or _STRICT)
     operands = (floats[0], spatial_shape, level_start_index, *floats[1:])
-    result: Tensor = _DeformableAttention.apply(*operands, client, options)  # type: ignore[no-untyped-call]
-    return result.to(value.dtype)
+    return differentiable(engine, *operands).to(value.dtype)
 
 
-class _DeformableAttention(Function):
+class Decides(Protocol):
+    """What decides where a gradient is computed, such as an `Engine`."""
+
+    @property
+    def on_refused(self) -> str:
+        """What becomes of what the documents do not allow."""
+        ...
+
+    def run(self, request: Request, local: Callable[[], Any]) -> Any:
+        """The results of `local`, or the service's."""
+        ...
+
+
+def differentiable(engine: Decides, *operands: Tensor) -> Tensor:
+    """The attention, (bs, nq, nh*ch) in the type of value; its gradient is where the engine wants it.
+
+    Args:
+        engine: Decides, and counts.
+        operands: The five of the function above; errors as there.
+    """
+    result: Tensor = _Attention.apply(engine, *operands)  # type: ignore[no-untyped-call]
+    return result
+
+
+def differentiate(engine: Decides, *operands: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of value, location and attn_weight, in their types, from where the engine wants them.
+
+    Args:
+        engine: Decides, and counts.
+        operands: The six of the documents, in their order.
+    """
+    grads: tuple[Tensor, Tensor, Tensor] = _Gradients.apply(  # type: ignore[no-untyped-call]
+        engine, *operands
+    )
+    return grads
+
+
+def request_of(*operands: Tensor) -> Request:
+    """The call of six operands in the words of the service."""
+    given = dict(zip((*_NAMES, "grad_output"), operands, strict=True))
+    results = {f"grad_{name}": given[name].dtype for name in _FLOATS}
+    return Request(OPERATOR, given, {}, results, takes_subclasses=True)
+
+
+def require(on_refused: str, *operands: Tensor) -> None:
+    """Refuses five operands before anything is computed: what no policy, or not this one, can do.
+
+    Raises:
+        NullOperand: 161001. An operand is None.
+        InvalidOperand: 161002. One breaks a documented rule, and `on_refused` is ``"raise"``, or they do not
+            fit together.
+        TypeError: One is no dense CPU tensor.
+    """
+    given = dict(zip(_NAMES, operands, strict=True))
+    require_tensors(OPERATOR, given)
+    known = metas(OPERATOR, given)
+    is_given = all(tensor is not None for tensor in operands)
+    if on_refused == "raise" or not is_given or not fit_together(*operands):
+        if Request(OPERATOR, given, {}, {}).is_mixed:
+            known |= {name: TensorMeta("float32", given[name].shape) for name in _FLOATS}
+        require_legal_deformable_attention(known)
+
+
+class _Attention(Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        *operands, ctx.client, ctx.options = arguments
-        result = forward(*operands)
+        ctx.engine, *operands = arguments
+        require(ctx.engine.on_refused, *operands)
         ctx.save_for_backward(*operands)
-        return result
+        return forward(*operands)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        grads = differentiate(ctx.engine, *ctx.saved_tensors, *grad_outputs)
+        return None, grads[0], None, None, grads[1], grads[2]
+
+
+class _Gradients(Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        engine, *operands = arguments
+        ctx.save_for_backward(*operands)
+        found: tuple[Tensor, ...] = engine.run(request_of(*operands), lambda: gradients(*operands))
+        return found
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator takes ctx its name
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
-        grads = gradients(ctx.client, ctx.options, *ctx.saved_tensors, *grad_outputs)
-        return grads.grad_value, None, None, grads.grad_location, grads.grad_attn_weight, None, None
-
-
-def gradients(
-    client: Client, options: Options, *operands: Tensor, out: dict[str, Tensor] | None = None
-) -> MultiScaleDeformableAttentionGradResult:
-    """Calls the service with the six operands in the order of the documents."""
-    value, spatial_shape, level_start_index, location, attn_weight, grad_output = operands
-    return client.multi_scale_deformable_attention_grad(
-        value=value,
-        spatial_shape=spatial_shape,
-        level_start_index=level_start_index,
-        location=location,
-        attn_weight=attn_weight,
-        grad_output=grad_output,
-        out=out,
-        **options,
-    )
+        value, location, weight, upstream = gradients_of_gradients(*ctx.saved_tensors, second=grad_outputs)
+        return None, value, None, None, location, weight, upstream
 
 
 def forward(
     value: Tensor, spatial_shape: Tensor, level_start_index: Tensor, location: Tensor, attn_weight: Tensor
 ) -> Tensor:
-    """The attention itself, (bs, nq, nh*ch) in the type of value; operands and errors as above."""
-    operands = (value, spatial_shape, level_start_index, location, attn_weight)
-    require_legal_deformable_attention(metas(OPERATOR, dict(zip(_NAMES, operands, strict=True))))
-    levels = list(_levels(spatial_shape, level_start_index, value.shape[1]))
-    bs, nq = location.shape[:2]
-    _, _, nh, ch = value.shape
+    """The attention itself, (bs, nq, nh*ch) in the type of value, of all sizes that fit together."""
+    levels = levels_of(spatial_shape, level_start_index, value.shape[1])
+    bs, nq, nh, _, points, _ = location.shape
+    ch, dtype = value.shape[3], wide(value, location, attn_weight)
+    block = max(1, _BLOCK_BYTES // (dtype.itemsize * max(1, ch * nh * len(levels) * points)))
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        result = value.new_zeros((bs, nq, nh, ch), dtype=torch.float32)
+        result = value.new_zeros((bs, nq, nh, ch), dtype=dtype)
         for sample in range(bs):
-            for number, (start, height, width) in enumerate(levels):
-                keys = value[sample, start : start + height * width]
-                maps = keys.reshape(height, width, nh, ch).permute(2, 3, 0, 1).float().contiguous()
-                _add_level(
-                    result[sample], maps, location[sample, :, :, number], attn_weight[sample, :, :, number]
-                )
+            maps = [_map(value[sample].to(dtype), *level) for level in levels]
+            for begin in range(0, nq, block):
+                here = (sample, slice(begin, begin + block))
+                result[here] = _attend(maps, location[here].to(dtype), attn_weight[here].to(dtype))
         return result.reshape(bs, nq, nh * ch).to(value.dtype)
 
 
-def _add_level(result: Tensor, maps: Tensor, location: Tensor, weight: Tensor) -> None:
-    """Adds what one level of one sample contributes.
+def _map(keys: Tensor, start: int, height: int, width: int) -> Tensor:
+    """(nh, ch, height, width): one level of one sample."""
+    level = keys[start : start + height * width]
+    return level.reshape(height, width, *keys.shape[1:]).permute(2, 3, 0, 1).contiguous()
+
+
+def _attend(maps: Sequence[Tensor], location: Tensor, weight: Tensor) -> Tensor:
+    """(nq, nh, ch): the attention of a block of queries of one sample.
 
     Args:
-        result: (nq, nh, ch), added to.
-        maps: (nh, ch, height, width).
-        location: (nq, nh, np, 2).
-        weight: (nq, nh, np).
+        maps: The levels, each (nh, ch, height, width).
+        location: (nq, nh, nl, np, 2), in the type of maps.
+        weight: (nq, nh, nl, np), as well.
     """
-    nq, nh, points, _ = location.shape
-    if not maps.numel():
-        return
-    block = max(1, _BLOCK_BYTES // (4 * max(1, maps.shape[1] * nh * points)))
-    for begin in range(0, nq, block):
-        span = slice(begin, begin + block)
-        # What is outside contributes nothing, however far; not even NaN, as 0 times an infinite weight would.
-        grid = (2 * location[span].float() - 1).nan_to_num(nan=_OUTSIDE).clamp(-_OUTSIDE, _OUTSIDE)
-        samples = grid_sample(maps, grid.transpose(0, 1), align_corners=False)  # (nh, ch, block, np)
-        weights = weight[span].float().transpose(0, 1).unsqueeze(1)
-        result[span] += (samples * weights).sum(-1).permute(2, 0, 1)
-
-
-def _levels(spatial_shape: Tensor, level_start_index: Tensor, keys: int) -> Iterator[tuple[int, int, int]]:
-    """First key, height and width of each level, all inside of value."""
-    pairs = zip(level_start_index.tolist(), spatial_shape.tolist(), strict=True)
-    for number, (start, (height, width)) in enumerate(pairs):
-        if height < 0 or width < 0 or start < 0 or start + height * width > keys:
-            raise UnsafeLevels(
-                f"{OPERATOR}: spatial_shape: found level {number} of {height} x {width} from key {start}; "
-                f"expected one inside of value, which has {keys} keys",
-                operator=OPERATOR,
-                operand="spatial_shape",
-            )
-        yield start, height, width
+    samples, weights = [], []
+    for number, level in enumerate(maps):
+        points = location[:, :, number].transpose(0, 1)  # (nh, nq, np, 2)
+        near = is_near(points, *level.shape[2:])
+        # What is outside contributes nothing, however far: not even NaN, as 0 times an infinite weight would.
+        weights.append(weight[:, :, number].transpose(0, 1).where(near, 0))
+        grid = (2 * points - 1).where(near.unsqueeze(-1), _OUTSIDE)
+        nothing = level.new_zeros((*level.shape[:2], *grid.shape[1:3]))
+        samples.append(grid_sample(level, grid, align_corners=False) if level.numel() else nothing)
+    if not maps:
+        return location.new_zeros(())
+    weighted = torch.cat(samples, -1) * torch.cat(weights, -1).unsqueeze(1)
+    return weighted.sum(-1).permute(2, 0, 1)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import sys
 import threading
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from npugrad_client._legality import require_client
-from npugrad_client._policy import Options
-from npugrad_client.torch._deformable import forward, gradients
+from npugrad_client._policy import Engine, Options, Policies, require_policies
+from npugrad_client.torch._deformable import differentiate, forward, require
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from torch import Tensor
 
-    from npugrad_client import Client, MultiScaleDeformableAttentionGradResult
+    from npugrad_client import Client
+    from npugrad_client._summary import Summary
 
 DEFORMABLE_DETR = "MultiScaleDeformableAttention"
 MMCV = "mmcv._ext"
@@ -32,11 +33,12 @@ class DropIn:
         >>> stand_in.install()                                         # doctest: +SKIP
         >>> loss(model(images)).backward()                             # doctest: +SKIP
         >>> stand_in.remove()                                          # doctest: +SKIP
+        >>> print(stand_in.summary())                                  # doctest: +SKIP
     """
 
-    def __init__(self, client: Client, options: Options) -> None:
-        self._client = client
-        self._options = options
+    def __init__(self, client: Client, options: Options, policies: Policies) -> None:
+        self._policies = policies
+        self._engine = Engine(client, options, policies)
         self._replaced: dict[str, ModuleType | None] = {}
 
     def __enter__(self) -> DropIn:
@@ -77,21 +79,24 @@ class DropIn:
                 raise RuntimeError("drop_in: found another one, or none, installed last; expected this one")
             _active.pop()
             for name, module in self._replaced.items():
+                if sys.modules.get(name) is not _STAND_INS[name]:
+                    continue  # another library's by now, which this would undo
                 if module is None:
-                    sys.modules.pop(name, None)
+                    del sys.modules[name]
                 else:
                     sys.modules[name] = module
 
-    def grads(
-        self, *operands: Tensor, out: dict[str, Tensor] | None = None
-    ) -> MultiScaleDeformableAttentionGradResult:
-        """Calls the service with the six operands in the order of the documents."""
-        return gradients(self._client, self._options, *operands, out=out)
+    def summary(self) -> Summary:
+        """What went where so far, all threads together; print it for a table."""
+        return self._policies.summary()
 
 
 def drop_in(
     client: Client,
     *,
+    min_bytes: int = 0,
+    on_refused: Literal["warn", "local", "raise"] = "warn",
+    on_error: Literal["raise", "local"] = "raise",
     timeout_s: float | None = None,
     deterministic: bool = False,
     priority: int = 0,
@@ -107,11 +112,20 @@ def drop_in(
     operator, changes nothing. Other operators of a compiled ``mmcv._ext`` that is there already are handed
     through; where there is none, they raise NotImplementedError when they are called.
 
+    Both passes run in every floating type and with any sizes that fit together: what the documents refuse
+    (float64, 5 channels, ...) has its gradient computed here, by a formula of ours. Operands of several
+    types, as under autocast, travel as float32, and each gradient has the type of its operand.
+
     Modules are one for a process, and so is this: all threads see it. Of several the last one counts, and
     they are removed in the reverse order.
 
     Args:
         client: Who calls the service in the backward pass.
+        min_bytes: Gradients with less in operands and results together are computed here. 0 sends all.
+        on_refused: What the documents do not allow: ``"warn"`` runs it here, with one warning for each kind,
+            ``"local"`` without a word, ``"raise"`` raises the documented error out of the forward pass.
+        on_error: When the service fails: ``"raise"`` raises the typed error out of backward, ``"local"``
+            runs the call here, with a warning for each class of error, and counts it.
         timeout_s: Deadline of each call in seconds; None for the client's default.
         deterministic: Ask for results that do not depend on the order of summation.
         priority: Calls of higher priority leave the queue first; -100 to 100.
@@ -119,10 +133,12 @@ def drop_in(
         verify: Have the server recompute each call and refuse a result that differs.
 
     Returns:
-        A context manager that installs and removes it; or call `install()` and `remove()`.
+        A context manager that installs and removes it; or call `install()` and `remove()`. Its `summary()`
+        tells what went where.
 
     Raises:
         TypeError: The client is no `Client`.
+        ValueError: A policy that there is not, or a negative `min_bytes`.
 
     Example:
         >>> with drop_in(client):                                      # doctest: +SKIP
@@ -131,10 +147,12 @@ def drop_in(
         ...     loss(model(images)).backward()
     """
     require_client("drop_in", client)
+    require_policies("drop_in", on_refused, on_error, min_bytes)
     options = Options(
         timeout_s=timeout_s, deterministic=deterministic, priority=priority, label=label, verify=verify
     )
-    return DropIn(client, options)
+    policies = Policies(on_refused=on_refused, on_error=on_error, min_bytes=min_bytes)
+    return DropIn(client, options, policies)
 
 
 class _StandIn(ModuleType):
@@ -175,22 +193,22 @@ def _forward(
     im2col_step: int,
 ) -> Tensor:
     """Both extensions' forward pass, (bs, nq, nh*ch)."""
-    _last()
-    return forward(value, spatial_shapes, level_start_index, sampling_locations, attention_weights)
+    operands = (value, spatial_shapes, level_start_index, sampling_locations, attention_weights)
+    require(_last()._engine.on_refused, *operands)
+    return forward(*operands)
 
 
 def _backward_returned(*operands: Any) -> list[Tensor]:
     """Deformable-DETR's: six tensors and im2col_step in, three gradients out."""
     *tensors, _im2col_step = operands
-    grads = _last().grads(*tensors)
-    return [grads.grad_value, grads.grad_location, grads.grad_attn_weight]
+    return list(differentiate(_last()._engine, *tensors))
 
 
-def _backward_filled(*tensors: Tensor, im2col_step: int) -> None:
-    """mmcv's: six tensors in, and three that are filled."""
-    *operands, grad_value, grad_location, grad_attn_weight = tensors
-    out = {"grad_value": grad_value, "grad_location": grad_location, "grad_attn_weight": grad_attn_weight}
-    _last().grads(*operands, out=out)
+def _backward_filled(*operands: Any, im2col_step: int | None = None) -> None:
+    """mmcv's: six tensors in, and three that are filled; im2col_step comes last where it has no name."""
+    tensors, filled = operands[:6], operands[6:9]
+    for target, grad in zip(filled, differentiate(_last()._engine, *tensors), strict=True):
+        target.copy_(grad)
 
 
 _STAND_INS = {

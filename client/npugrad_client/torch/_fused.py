@@ -1,37 +1,28 @@
 """Deformable attention that a model composes of `grid_sample`, as one operator with one gradient call.
 
-The forward pass is ours and runs here. Its gradient is an operator of PyTorch's dispatcher, which a `remote`
-sees in the backward pass like any other; without a `remote` it runs here.
+The forward pass is ours and runs here. In the backward pass the innermost `remote` of that time decides where
+the gradient is computed, as it does of every operator; without one it is here.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from npugrad_client._legality import DEFORMABLE_ATTENTION as OPERATOR
 from npugrad_client.torch import _deformable
-from npugrad_client.torch._translation import Request
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
-    from npugrad_client._policy import Engine
+    from npugrad_client._policy import Engine, Request
     from npugrad_client.torch._recognised import Operands, Recognised
 
-_library = torch.library.Library("npugrad", "DEF")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
-    f"{OPERATOR}(Tensor value, Tensor spatial_shape, Tensor level_start_index, Tensor location, "
-    "Tensor attn_weight, Tensor grad_output) -> (Tensor, Tensor, Tensor)"
-)
-GRADIENT = getattr(torch.ops.npugrad, OPERATOR).default
-"""What `remote` sees of a fused function's backward pass."""
+R = TypeVar("R")
 
 
 class Fuser:
@@ -40,13 +31,14 @@ class Fuser:
     Thread safety: any number of threads may use one.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, *, is_on: bool) -> None:
+        self.engine = engine
+        self.is_on = is_on
         self._agrees: dict[Recognised, bool] = {}
 
     def attend(self, function: Recognised, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
         """The function's result, or None where it must run as it is."""
-        if not torch.is_grad_enabled() or self._agrees.get(function) is False:
+        if not self.is_on or not torch.is_grad_enabled() or self._agrees.get(function) is False:
             return None
         given = function.operands(args, kwargs)
         operands = None if given is None or not _is_plain(given) else _operands(given)
@@ -54,15 +46,14 @@ class Fuser:
             return None
         if function not in self._agrees and not self._compare(function, given, operands):
             return None
-        result: Tensor = _Attention.apply(*operands)  # type: ignore[no-untyped-call]
-        return result
+        return _deformable.differentiable(_INNERMOST, *operands)
 
     def _is_sent(self, operands: tuple[Tensor, ...]) -> bool:
         """Whether the gradient would be sent; if not, the function's calls of `grid_sample` may well be."""
-        value, shapes, starts, location, weight = operands
+        value, location = operands[0], operands[3]
         output = (*location.shape[:2], value.shape[2] * value.shape[3])
         grad_output = value.detach().new_empty(()).expand(output)
-        return self._engine.foresees(translate(value, shapes, starts, location, weight, grad_output))
+        return self.engine.foresees(_deformable.request_of(*operands, grad_output))
 
     def _compare(self, function: Recognised, given: Operands, operands: tuple[Tensor, ...]) -> bool:
         """Whether a function computes what its name says, found out from its first call and in float32."""
@@ -82,7 +73,7 @@ class Fuser:
         )
         if not agrees:
             text = f"{function.name} is left alone, as its result is not that of the operator"
-            self._engine.tell(f"fused: {function.name}", text)
+            self.engine.tell(f"fused: {function.name}", text)
         return agrees
 
 
@@ -109,73 +100,29 @@ def _operands(given: Operands) -> tuple[Tensor, ...] | None:
     return value, torch.tensor(given.spatial_shapes), torch.tensor(starts), location, weight
 
 
-class _Attention(Function):
-    @staticmethod
-    def forward(ctx: Any, *operands: Tensor) -> Tensor:
-        ctx.save_for_backward(*operands)
-        return _deformable.forward(*operands)
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator takes ctx its name
-        ctx: Any, *grad_outputs: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        grad_value, grad_location, grad_attn_weight = GRADIENT(*ctx.saved_tensors, *grad_outputs)
-        return grad_value, None, None, grad_location, grad_attn_weight
+def attend(function: Recognised, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """What the innermost `remote` makes of a call; None where the function must run as it is."""
+    fuser = _innermost()
+    return None if fuser is None else fuser.attend(function, args, kwargs)
 
 
-def _gradients(
-    value: Tensor,
-    spatial_shape: Tensor,
-    level_start_index: Tensor,
-    location: Tensor,
-    attn_weight: Tensor,
-    grad_output: Tensor,
-) -> tuple[Tensor, ...]:
-    """The operator itself, where it is not sent: in float32, level by level."""
-    nq, nh, ch = location.shape[1], *value.shape[2:]
-    into = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in (value, location, attn_weight)]
-    grad_value, grad_location, grad_weight = into
-    outer = grad_output.float().reshape(-1, nq, nh, ch).permute(0, 2, 3, 1).reshape(-1, ch, nq, 1)
-    levels = zip(level_start_index.tolist(), spatial_shape.tolist(), strict=True)
-    for level, (start, (height, width)) in enumerate(levels):
-        keys = slice(start, start + height * width)
-        maps = value[:, keys].float().permute(0, 2, 3, 1).reshape(-1, ch, height, width)
-        points = (2 * location[:, :, :, level].float() - 1).transpose(1, 2).flatten(0, 1)
-        weight = attn_weight[:, :, :, level].float().transpose(1, 2).reshape(outer.shape[0], 1, nq, -1)
-        samples = torch.ops.aten.grid_sampler_2d(maps, points, 0, 0, False)
-        by_maps, by_points = torch.ops.aten.grid_sampler_2d_backward(
-            outer * weight, maps, points, 0, 0, False, [True, True]
-        )
-        per_head = (value.shape[0], nh)
-        grad_value[:, keys] = by_maps.reshape(*per_head, ch, -1).permute(0, 3, 1, 2)
-        grad_location[:, :, :, level] = 2 * by_points.unflatten(0, per_head).transpose(1, 2)
-        grad_weight[:, :, :, level] = (samples * outer).sum(1).unflatten(0, per_head).transpose(1, 2)
-    return tuple(grad.to(like.dtype) for grad, like in zip(into, (value, location, attn_weight), strict=True))
+def _innermost() -> Fuser | None:
+    """That of the innermost `remote`, also in threads that autograd has given its modes to."""
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        fuser = getattr(mode, "fuser", None)
+        if isinstance(fuser, Fuser):
+            return fuser
+    return None
 
 
-_library.impl(OPERATOR, _gradients, "CPU")  # type: ignore[no-untyped-call]
+class _Innermost:
+    """The engine of whatever `remote` is the innermost when the gradient is wanted."""
+
+    on_refused = "local"
+
+    def run(self, request: Request, local: Callable[[], R]) -> R | tuple[Any, ...]:
+        fuser = _innermost()
+        return local() if fuser is None else fuser.engine.run(request, local)
 
 
-def translate(
-    value: Tensor,
-    spatial_shape: Tensor,
-    level_start_index: Tensor,
-    location: Tensor,
-    attn_weight: Tensor,
-    grad_output: Tensor,
-) -> Request:
-    """The operator in the words of the service."""
-    return Request(
-        OPERATOR,
-        {
-            "value": value,
-            "spatial_shape": spatial_shape,
-            "level_start_index": level_start_index,
-            "location": location,
-            "attn_weight": attn_weight,
-            "grad_output": grad_output,
-        },
-        {},
-        {"grad_value": value.dtype, "grad_location": location.dtype, "grad_attn_weight": attn_weight.dtype},
-    )
+_INNERMOST = _Innermost()

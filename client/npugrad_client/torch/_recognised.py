@@ -169,14 +169,6 @@ class Recognised:
         return Operands(value, location, weight, pairs, rerun)
 
 
-class _Entered(threading.local):
-    """Who attends to the calls of a thread, the innermost last; None for one that lets them be."""
-
-    def __init__(self) -> None:
-        self.attendants: list[Attend | None] = []
-
-
-_entered = _Entered()
 _lock = threading.Lock()
 _depth = 0
 """How often `remote` is entered now, in all threads."""
@@ -186,32 +178,29 @@ _wrappers: dict[FunctionType, FunctionType] = {}
 """By original, for ever: who else patches may keep one for longer than `remote` is entered."""
 
 
-def enter(attend: Attend | None, tell: Callable[[str, str], None]) -> None:
-    """Has the thread's calls attended to; for None, by nobody.
+def replace(attend: Attend, tell: Callable[[str, str], None]) -> None:
+    """Replaces all known functions, until `restore`.
 
     Args:
-        attend: Computes a call of a known function, or returns None where the function itself must.
+        attend: Computes a call of a known function, or returns None where the function itself must; the same
+            for ever.
         tell: Is told, by kind and in words, of what has a known function's place and is not it.
     """
     global _depth
-    if attend is not None:
-        with _lock:
-            found = list(_find())
+    with _lock:
+        found = list(_find())
+    for place in found:
+        if isinstance(place.recognised, str):
+            tell(f"left alone: {place.what}", f"{place.what} is left alone: {place.recognised}")
+    with _lock:
+        _depth += 1
         for place in found:
-            if isinstance(place.recognised, str):
-                tell(f"left alone: {place.what}", f"{place.what} is left alone: {place.recognised}")
-        with _lock:
-            _depth += 1
-            for place in found:
-                _replace(place)
-    _entered.attendants.append(attend)
+            _replace(place, attend)
 
 
-def leave() -> None:
-    """Undoes the thread's last `enter`; what was replaced comes back when nobody has entered any more."""
+def restore() -> None:
+    """Undoes one `replace`; what was there before comes back with the last one."""
     global _depth
-    if _entered.attendants.pop() is None:
-        return
     with _lock:
         _depth -= 1
         while _replaced and not _depth:
@@ -272,25 +261,24 @@ def _recognise(found: Any) -> Recognised | str:
     return "found something else in its place"
 
 
-def _replace(place: _Place) -> None:
+def _replace(place: _Place, attend: Attend) -> None:
     """Puts the wrapper of a function into a place, unless it is there."""
     if isinstance(place.recognised, str):
         return
     wrapper = _wrappers.get(place.original)
     if wrapper is None:
-        wrapper = _wrappers[place.original] = _wrap(place.original, place.recognised)
+        wrapper = _wrappers[place.original] = _wrap(place.original, place.recognised, attend)
     entry = (place.holder, place.name, place.original)
     if vars(place.holder).get(place.name) in (place.original, wrapper) and entry not in _replaced:
         setattr(place.holder, place.name, wrapper)
         _replaced.append(entry)
 
 
-def _wrap(original: FunctionType, recognised: Recognised) -> FunctionType:
+def _wrap(original: FunctionType, recognised: Recognised, attend: Attend) -> FunctionType:
     @functools.wraps(original)
     def attended(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():  # what is compiled or exported is the function itself
-            attend = _entered.attendants[-1] if _entered.attendants else None
-            result = None if attend is None else attend(recognised, args, kwargs)
+            result = attend(recognised, args, kwargs)
             if result is not None:
                 return result
         return original(*args, **kwargs)

@@ -11,9 +11,9 @@ from torch._C import _autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from npugrad_client._legality import require_client
-from npugrad_client._policy import MIN_BYTES, Deciding, Engine, Options
-from npugrad_client.torch import _fused
-from npugrad_client.torch._recognised import enter, leave
+from npugrad_client._policy import MIN_BYTES, Deciding, Engine, Options, Policies, require_policies
+from npugrad_client.torch._fused import Fuser, attend
+from npugrad_client.torch._recognised import replace, restore
 from npugrad_client.torch._translation import TAKEN_APART, TAKEN_APART_BY, TRANSLATIONS
 
 if TYPE_CHECKING:
@@ -41,14 +41,16 @@ class Remote(ContextDecorator):
         >>> mode.summary().sent                                        # doctest: +SKIP
     """
 
-    def __init__(self, engine: Engine, *, fused: bool) -> None:
-        self._engine = engine
-        self._attend = _fused.Fuser(engine).attend if fused else None
+    def __init__(self, client: Client, options: Options, policies: Policies, *, fused: bool) -> None:
+        self._policies = policies
+        self._engine = Engine(client, options, policies)
+        self._fuser = Fuser(self._engine, is_on=fused)
         self._entered = _Entered()
 
     def __enter__(self) -> Remote:
         """Starts to look at the backward operators of this thread."""
-        enter(self._attend, self._engine.tell)
+        if self._fuser.is_on:
+            replace(attend, self._engine.tell)
         mode = _Mode(self)
         mode.__enter__()  # type: ignore[no-untyped-call]
         self._entered.modes.append(mode)
@@ -59,15 +61,16 @@ class Remote(ContextDecorator):
     ) -> None:
         """Stops it."""
         self._entered.modes.pop().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        leave()
+        if self._fuser.is_on:
+            restore()
 
     def summary(self) -> Summary:
         """What went where so far, all threads together; print it for a table."""
-        return self._engine.summary()
+        return self._policies.summary()
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs one operator, here or there."""
-        translate = _TRANSLATIONS.get(func)
+        translate = TRANSLATIONS.get(func)
         if translate is None or _deciding.is_local:
             if func not in TAKEN_APART_BY or _deciding.is_local:
                 return func(*args, **kwargs)
@@ -101,7 +104,7 @@ def remote(
     client: Client,
     *,
     min_bytes: int = MIN_BYTES,
-    on_refused: Literal["local", "raise"] = "local",
+    on_refused: Literal["warn", "local", "raise"] = "warn",
     on_error: Literal["raise", "local"] = "raise",
     fused: bool = True,
     timeout_s: float | None = None,
@@ -138,8 +141,9 @@ def remote(
     Args:
         client: Who calls the service.
         min_bytes: Calls with less in operands and results together stay here. 0 sends all.
-        on_refused: What the documents do not allow (float64 images, bicubic, ...): ``"local"`` runs it
-            here with one warning for each kind, ``"raise"`` raises the documented error out of backward.
+        on_refused: What the documents do not allow (float64 images, bicubic, ...), or what is no dense CPU
+            tensor: ``"warn"`` runs it here, with one warning for each kind, ``"local"`` without a word,
+            ``"raise"`` raises the documented error, or TypeError, out of backward.
         on_error: When the service fails: ``"raise"`` raises the typed error out of backward, ``"local"``
             runs the call here, with a warning for each class of error, and counts it.
         fused: Send deformable attention as one call; False leaves each `grid_sample` to itself.
@@ -165,8 +169,9 @@ def remote(
         timeout_s=timeout_s, deterministic=deterministic, priority=priority, label=label, verify=verify
     )
     require_client("remote", client)
-    engine = Engine(client, options, min_bytes=min_bytes, on_refused=on_refused, on_error=on_error)
-    return Remote(engine, fused=fused)
+    require_policies("remote", on_refused, on_error, min_bytes)
+    policies = Policies(on_refused=on_refused, on_error=on_error, min_bytes=min_bytes)
+    return Remote(client, options, policies, fused=fused)
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -175,6 +180,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, owner: Remote) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._owner = owner
+        self.fuser = owner._fuser
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -191,7 +197,6 @@ class _Entered(threading.local):
 
 
 _deciding = Deciding()
-_TRANSLATIONS = {**TRANSLATIONS, _fused.GRADIENT: _fused.translate}
 
 
 def _is_recomputing() -> bool:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _CASTABLE = {torch.float32, torch.float16, torch.bfloat16}
 
 
@@ -26,6 +27,8 @@ class Request:
         attrs: Attributes by name.
         results: Names of the results in autograd's order, each with the type that autograd wants.
         may_mix: Whether the documents allow the operands to have several types.
+        takes_subclasses: Whether subclasses of tensors are sent: where the caller asked for this very
+            operator, and not in place of PyTorch's own, which a subclass may have another idea of.
     """
 
     operator: str
@@ -33,25 +36,28 @@ class Request:
     attrs: Mapping[str, Any]
     results: Mapping[str, torch.dtype]
     may_mix: bool = False
+    takes_subclasses: bool = False
 
     @property
     def _given(self) -> list[Tensor]:
         return [tensor for tensor in self.inputs.values() if tensor is not None]
 
     @property
-    def is_plain(self) -> bool:
-        """Whether all operands are dense CPU tensors and no subclass with ideas of its own."""
-        return all(
-            type(tensor) in (torch.Tensor, torch.nn.Parameter)
-            and tensor.device.type == "cpu"
-            and tensor.layout is torch.strided
-            for tensor in self._given
-        )
+    def odd(self) -> str | None:
+        """Which operand is no dense CPU tensor, or of a subclass, which may have ideas of its own."""
+        for name, tensor in self.inputs.items():
+            if tensor is None:
+                continue
+            if type(tensor) not in _PLAIN and not self.takes_subclasses:
+                return f"{name}: found a {type(tensor).__name__}"
+            if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
+                return f"{name}: found {tensor.dtype} of {tensor.layout} on {tensor.device}"
+        return None
 
     @property
     def is_mixed(self) -> bool:
         """Whether the operands have several types, all of which the service knows, and may not."""
-        found = {tensor.dtype for tensor in self._given}
+        found = {tensor.dtype for tensor in self._given if tensor.is_floating_point()}
         return len(found) > 1 and found <= _CASTABLE and not self.may_mix
 
     @property
@@ -68,7 +74,10 @@ class Request:
         """The operands in one type: mixed ones as float32."""
         if not self.is_mixed:
             return dict(self.inputs)
-        return {name: None if tensor is None else tensor.float() for name, tensor in self.inputs.items()}
+        return {
+            name: tensor.float() if tensor is not None and tensor.is_floating_point() else tensor
+            for name, tensor in self.inputs.items()
+        }
 
     def give_back(self, found: Mapping[str, Tensor | None]) -> tuple[Tensor | None, ...]:
         """The service's results in autograd's order and types."""

@@ -97,7 +97,8 @@ _PARAMS = (
     ),
     _input(
         "attn_weight",
-        "(bs, nq, nh, nl, np), dtype of value. Attention weight of each sampling point.",
+        "(bs, nq, nh, nl, np), dtype of value. Attention weight of each sampling point. That of a point "
+        "outside of its level, or at NaN, is not read, even where it is NaN or infinite.",
         draw=Draw("uniform", (0.0, 0.125)),  # adds up to about 1 over four levels of four points
     ),
     _input(

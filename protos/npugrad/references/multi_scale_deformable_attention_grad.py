@@ -14,7 +14,11 @@ a sample with `-1 < h < H` and `-1 < w < W` reads up to four corners, those insi
     h0+1, w0   lh*hw    +hw    -lh          grad_attn_weight = sum(go * val)
     h0+1, w0+1 lh*lw    +lw    +lh          grad_location = (W * a * sum(go * dw), H * a * sum(go * dh))
 
-with `v = value[b, s + y*W + x, m, :]`. Any other sample, one at NaN too, contributes nothing.
+with `v = value[b, s + y*W + x, m, :]`. Any other sample, one at NaN too, contributes nothing and its
+gradients are 0, whatever its weight is, be it NaN or infinite: the vendor's kernel (GridSampleCompute in
+multi_scale_deformable_attention_grad.h) skips it, and so do those of Deformable-DETR
+(ms_deform_im2col_cuda.cuh) and mmcv (ms_deform_attn_cuda_kernel.cuh), forward and backward. mmcv's function
+in plain PyTorch, which is no peer here, multiplies such a weight by 0 and gets NaN.
 `spatial_shape` and `level_start_index` are the caller's data and may say anything: a corner whose flat
 index lies outside [0, num_keys) is dropped, and the index is never computed in a way that can wrap.
 """

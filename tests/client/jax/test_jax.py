@@ -303,6 +303,26 @@ def test_a_point_outside_reads_nothing_not_even_what_is_not_finite(rng: Any) -> 
     np.testing.assert_array_equal(got, np.zeros((2, 6, 16)))
 
 
+@pytest.mark.parametrize("weird", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("outside", [np.nan, np.inf, 1e30, -3.0])
+def test_the_weight_of_a_point_outside_is_not_read(
+    client: Client, rng: Any, outside: float, weird: float
+) -> None:
+    value, shapes, starts, location, weight = deformable(rng)
+    location = location.at[0, 1, 1, 0, 1, 0].set(outside)
+
+    def attention(*floats: Any) -> Any:
+        return multi_scale_deformable_attention(floats[0], shapes, starts, *floats[1:], client=client)
+
+    found = []
+    for number in (0.0, weird):
+        out, back = jax.vjp(attention, value, location, weight.at[0, 1, 1, 0, 1].set(number))
+        found.append((out, *back(jnp.ones_like(out))))
+    for without, got in zip(*found, strict=True):
+        np.testing.assert_array_equal(got, without)
+        assert np.isfinite(got).all()
+
+
 @pytest.mark.parametrize(("bs", "nq", "nk"), [(0, 6, 47), (2, 0, 47), (2, 6, 0)])
 def test_deformable_attention_of_nothing(client: Client, rng: Any, bs: int, nq: int, nk: int) -> None:
     value, shapes, starts, location, weight = deformable(rng)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,13 @@ import torch.nn.functional as F  # noqa: E402
 from tests.client.torch.agreement import assert_close  # noqa: E402
 
 from npugrad_client import Client, ConnectError, InvalidOperand, NullOperand, UnsafeLevels  # noqa: E402
-from npugrad_client.torch import _deformable, multi_scale_deformable_attention  # noqa: E402
+from npugrad_client.torch import (  # noqa: E402
+    Policies,
+    RemoteWarning,
+    _deformable,
+    _deformable_gradient,
+    multi_scale_deformable_attention,
+)
 
 pytestmark = pytest.mark.torch
 Tensor = Any  # with its own type, each `grad` would have to be shown not to be None
@@ -100,6 +107,38 @@ def test_a_point_outside_reads_nothing(wild: float) -> None:
     assert torch.equal(_deformable.forward(value, shapes, starts, location, weight), expected)
 
 
+@pytest.mark.parametrize("weird", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("outside", [float("nan"), float("inf"), 1e30, 1.125, -0.125])  # 4 and -1 in pixels
+def test_the_weight_of_a_point_outside_is_not_read(
+    client: Client, outside: float, axis: int, weird: float
+) -> None:
+    """As in the CUDA kernels of Deformable-DETR and mmcv, forward and backward."""
+    value = torch.randn(1, 16, 2, 8, requires_grad=True)
+    shapes, starts = torch.tensor([[4, 4]]), torch.tensor([0])
+    location, weight = torch.rand(1, 3, 2, 1, 2, 2), torch.rand(1, 3, 2, 1, 2)
+    location[0, 1, 1, 0, 1, axis] = outside
+    weight[0, 1, 1, 0, 1] = 0
+    found = []
+    for number in (0.0, weird):
+        weight = weight.detach().clone()
+        weight[0, 1, 1, 0, 1] = number
+        floats = (value, location.requires_grad_(), weight.requires_grad_())
+        out = multi_scale_deformable_attention(value, shapes, starts, *floats[1:], client=client)
+        found.append((out, *torch.autograd.grad(out.sum(), floats)))
+    for without, got in zip(*found, strict=True):
+        assert torch.equal(got, without)
+        assert got.isfinite().all()
+
+
+def test_the_weight_of_a_point_just_inside_is_read() -> None:
+    value, shapes, starts = torch.randn(1, 16, 1, 8), torch.tensor([[4, 4]]), torch.tensor([0])
+    for x in (-0.1249, 1.1249):
+        weight = torch.full((1, 1, 1, 1, 1), float("nan"))
+        got = _deformable.forward(value, shapes, starts, torch.full((1, 1, 1, 1, 1, 2), x), weight)
+        assert got.isnan().all()
+
+
 def test_int32_levels_with_gaps_between_them(client: Client) -> None:
     value, shapes, starts, location, weight = operands()
     spread = torch.zeros(2, value.shape[1] + 9, 2, 8)
@@ -168,12 +207,132 @@ def test_autocast_computes_in_the_types_given(client: Client) -> None:
     assert torch.equal(got, expected)
 
 
-def test_the_gradient_has_no_gradient(client: Client) -> None:
+def test_the_gradients_gradient_is_computed_here(client: Client) -> None:
     call = operands()
-    out = multi_scale_deformable_attention(*call, client=client)
-    (first,) = torch.autograd.grad(out.square().sum(), call[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
+    found = []
+    for function in (partial(multi_scale_deformable_attention, client=client), composed):
+        floats = [call[0], call[3], call[4]]
+        first = torch.autograd.grad(function(*call).pow(3).sum(), floats, create_graph=True)
+        found.append(torch.autograd.grad(sum(each.square().sum() for each in first), floats))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize("ch", [1, 5, 8])
+def test_gradcheck_and_gradgradcheck_of_what_runs_here(client: Client, ch: int) -> None:
+    value, shapes, starts, location, weight = in_float64(operands(bs=1, nq=2, points=2, ch=ch))
+    policies = Policies(on_refused="local")
+
+    def attention(*floats: Tensor) -> Any:
+        return multi_scale_deformable_attention(
+            floats[0], shapes, starts, *floats[1:], client=client, policies=policies
+        )
+
+    assert torch.autograd.gradcheck(attention, (value, location, weight))
+    assert torch.autograd.gradgradcheck(attention, (value, location, weight), fast_mode=True)
+    assert policies.summary().sent == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_what_runs_here_agrees_with_float64(client: Client, dtype: Any) -> None:
+    call = operands(dtype, ch=5)
+    policies = Policies()
+    out = multi_scale_deformable_attention(*call, client=client, policies=policies)
+    golden_call = in_float64(call)
+    golden = composed(*golden_call)
+    tiny = {"rtol": 1e-14, "atol": 1e-14} if dtype is torch.float64 else {}
+    torch.testing.assert_close(out, golden.to(dtype), **tiny)
+    grad = torch.randn(out.shape).to(dtype)
+    with pytest.warns(RemoteWarning, match="value: found .*; expected"):
+        out.backward(grad)
+    golden.backward(grad.double())
+    assert (policies.summary().sent, policies.summary().local) == (0, 1)
+    for number in (0, 3, 4):
+        assert call[number].grad.dtype is dtype
+        if dtype is torch.float64:
+            torch.testing.assert_close(call[number].grad, golden_call[number].grad, rtol=1e-11, atol=1e-11)
+        else:
+            assert_close(call[number].grad, golden_call[number].grad, f"gradient {number}")
+
+
+def test_blocks_do_not_change_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = [*operands(nq=23), torch.randn(2, 23, 16)]
+    whole = _deformable_gradient.gradients(*call)
+    monkeypatch.setattr(_deformable_gradient, "_BLOCK_BYTES", 5 * 4 * 8 * 2 * 3)  # five queries
+    for one, other in zip(_deformable_gradient.gradients(*call), whole, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("wild", [float("nan"), float("inf"), -float("inf"), 1e30, -1e30, 100.0])
+def test_the_gradients_of_a_point_outside_are_zero_here_as_well(wild: float) -> None:
+    call: Any = [t.detach() for t in operands()]
+    call[3][1, 2, 1, 0, 1, 0], call[4][1, 2, 1, 0, 1] = wild, float("nan")
+    call.append(torch.randn(2, 6, 16))
+    grads = _deformable_gradient.gradients(*call)
+    assert all(grad.isfinite().all() for grad in grads)
+    assert not grads[1][1, 2, 1, 0, 1].any()
+    assert grads[2][1, 2, 1, 0, 1] == 0
+
+
+@pytest.mark.parametrize("empty", ["bs", "nq", "points", "keys", "levels"])
+def test_nothing_to_attend_to_runs_here(empty: str) -> None:
+    value, shapes, starts, location, weight = (t.detach() for t in operands())
+    if empty == "bs":
+        value, location, weight = value[:0], location[:0], weight[:0]
+    if empty == "nq":
+        location, weight = location[:, :0], weight[:, :0]
+    if empty == "points":
+        location, weight = location[..., :0, :], weight[..., :0]
+    if empty == "keys":
+        value, shapes, starts = value[:, :0], shapes * 0, starts * 0
+    if empty == "levels":
+        shapes, starts, location, weight = shapes[:0], starts[:0], location[:, :, :, :0], weight[:, :, :, :0]
+    call: Any = (value, shapes, starts, location, weight)
+    out = _deformable.forward(*call)
+    assert not out.any()
+    assert torch.equal(_deformable_gradient.attend(*call), out)
+    call = (*call, torch.ones_like(out))
+    for grad, operand in zip(_deformable_gradient.gradients(*call), (value, location, weight), strict=True):
+        assert grad.shape == operand.shape
+        assert not grad.any()
+
+
+def test_policies_are_shared_and_counted(client: Client) -> None:
+    policies = Policies(min_bytes=2**20)
+    for nq in (6, 4096):
+        multi_scale_deformable_attention(*operands(nq=nq), client=client, policies=policies).sum().backward()
+    assert [(row.is_sent, row.why, row.calls) for row in policies.summary().rows] == [
+        (True, "", 1),
+        (False, "smaller than min_bytes", 1),
+    ]
+
+
+def test_a_failure_of_the_service_may_be_made_good_here() -> None:
+    call = operands()
+    policies = Policies(on_error="local")
+    with Client("127.0.0.1:1", retry=None) as dead:
+        out = multi_scale_deformable_attention(*call, client=dead, policies=policies)
+        with pytest.warns(RemoteWarning, match="runs here, as the service failed"):
+            out.sum().backward()
+    golden = in_float64(call)
+    composed(*golden).sum().backward()
+    assert_close(call[0].grad, golden[0].grad)
+    assert policies.summary().failed == 1
+
+
+def test_mixed_types_are_sent_as_float32(client: Client) -> None:
+    value, shapes, starts, location, weight = operands()
+    mixed = (value.detach().bfloat16().requires_grad_(), shapes, starts, location, weight)
+    policies = Policies(on_refused="raise")
+    out = multi_scale_deformable_attention(*mixed, client=client, policies=policies)
+    out.float().square().sum().backward()
+    assert out.dtype is torch.bfloat16
+    assert (policies.summary().as_float32, policies.summary().local) == (1, 0)
+    assert [t.grad.dtype for t in (mixed[0], location, weight)] == [
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+    ]
 
 
 BROKEN = {

@@ -356,6 +356,23 @@ def test_a_service_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         assert mode.summary().failed == len(LEVELS)
 
 
+def test_the_remote_of_the_backward_pass_decides_where_the_gradient_runs(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, call = library(monkeypatch), operands()
+    with remote(client, min_bytes=0) as forward:
+        first, second = (home.multi_scale_deformable_attn_pytorch(*call) for _ in range(2))
+    with remote(client, min_bytes=2**30) as backward:
+        kept = gradients(call, first)
+    assert sent(forward) == sent(backward) == {}
+    assert [(row.operator, row.why) for row in backward.summary().rows] == [(FUSED, "smaller than min_bytes")]
+    with remote(client, min_bytes=0, fused=False) as backward:
+        got = gradients(call, second)
+    assert sent(backward) == {FUSED: 1}
+    for one, other in zip(got, kept, strict=True):
+        assert_close(one, other)
+
+
 def test_a_function_of_ones_own(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_recognised, "_known", [*_recognised._known])
     names = {"value": "feats", "shapes": "sizes", "locations": "places", "weights": "scores"}

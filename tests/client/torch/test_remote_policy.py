@@ -93,17 +93,49 @@ def test_or_raises_the_documented_error_out_of_backward(client: Client, make: An
     assert mode.summary().sent == 1
 
 
-def test_subclasses_of_tensors_stay_here(client: Client) -> None:
-    base: Any = torch.Tensor
+@pytest.mark.parametrize(("make", "operator"), REFUSED.values(), ids=REFUSED)
+def test_or_runs_here_without_a_word(client: Client, make: Any, operator: str) -> None:
+    with remote(client, min_bytes=0, on_refused="local") as mode:
+        make()[1].backward()
+    assert [(row.operator, row.is_sent) for row in mode.summary().rows] == [(operator, False)]
 
-    class Mine(base):  # type: ignore[misc]
-        pass
 
-    x = torch.randn(2, 8, 5).as_subclass(Mine).requires_grad_()
-    with remote(client, min_bytes=0) as mode:
-        F.group_norm(x, 4).square().sum().backward()
-    assert x.grad is not None
-    assert [row.why for row in mode.summary().rows if not row.is_sent] in ([], ["no plain CPU tensors"])
+TensorClass: Any = torch.Tensor
+
+
+class Mine(TensorClass):  # type: ignore[misc]
+    """A subclass that does nothing of its own."""
+
+
+class Wrapped(TensorClass):  # type: ignore[misc]
+    """One that says what it is when it computes, as those with ideas of their own do."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        return out.as_subclass(cls) if type(out) is torch.Tensor else out
+
+
+def subclassed(cls: Any) -> Any:
+    x = torch.randn(2, 8, 5, requires_grad=True)
+    F.group_norm(x.as_subclass(cls), 4).square().sum().backward()
+    return x.grad
+
+
+@pytest.mark.parametrize("cls", [Mine, Wrapped])
+def test_subclasses_of_tensors_stay_here_and_are_told_once(client: Client, cls: Any) -> None:
+    told = f"group_norm_backward runs here, .*found a {cls.__name__}; expected a dense array in CPU memory"
+    with remote(client, min_bytes=0) as mode, pytest.warns(RemoteWarning, match=told) as said:
+        assert not any(subclassed(cls) is None for _ in range(2))
+    assert len(said) == 1
+    assert [(row.is_sent, row.why, row.calls) for row in mode.summary().rows] == [
+        (False, "no plain CPU tensors", 2)
+    ]
+
+
+def test_or_are_an_error(client: Client) -> None:
+    with remote(client, min_bytes=0, on_refused="raise"), pytest.raises(TypeError, match="found a Mine"):
+        subclassed(Mine)
 
 
 # ------------------------------------------------------------------------------------- gradients of gradients
@@ -276,7 +308,7 @@ def test_options_reach_the_service(client: Client) -> None:
         loss_of_group_norm()[1].backward()
 
 
-@pytest.mark.parametrize("policy", [{"on_refused": "warn"}, {"on_error": "ignore"}])
+@pytest.mark.parametrize("policy", [{"on_refused": "ignore"}, {"on_error": "ignore"}])
 def test_a_policy_that_there_is_not(client: Client, policy: dict[str, Any]) -> None:
     (name,) = policy
     with pytest.raises(ValueError, match=f"^remote: {name}: found '.*'; expected '.*' or '"):
