@@ -34,17 +34,21 @@ class Fuser:
     def __init__(self, engine: Engine, *, is_on: bool) -> None:
         self.engine = engine
         self.is_on = is_on
-        self._agrees: dict[Recognised, bool] = {}
 
     def attend(self, function: Recognised, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
         """The function's result, or None where it must run as it is."""
-        if not self.is_on or not torch.is_grad_enabled() or self._agrees.get(function) is False:
+        if not self.is_on or not torch.is_grad_enabled():
             return None
         given = function.operands(args, kwargs)
         operands = None if given is None or not _is_plain(given) else _operands(given)
         if given is None or operands is None or not self._is_sent(operands):
             return None
-        if function not in self._agrees and not self._compare(function, given, operands):
+        if function.agrees is None:
+            function.agrees = _agrees(given, operands)
+        if function.agrees is False:
+            text = f"{function.name} is left alone, as its result is not that of the operator"
+            self.engine.tell(f"fused: {function.name}", text)
+        if not function.agrees:
             return None
         return _deformable.differentiable(_INNERMOST, *operands)
 
@@ -55,30 +59,25 @@ class Fuser:
         grad_output = value.detach().new_empty(()).expand(output)
         return self.engine.foresees(_deformable.request_of(*operands, grad_output))
 
-    def _compare(self, function: Recognised, given: Operands, operands: tuple[Tensor, ...]) -> bool:
-        """Whether a function computes what its name says, found out from its first call and in float32."""
-        value, shapes, starts, location, weight = (tensor.detach() for tensor in operands)
-        floats = (value.float(), location.float(), weight.float())
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            try:
-                theirs = given.rerun(*floats)
-            except Exception:
-                return False  # the function itself says what is wrong
-            ours = _deformable.forward(floats[0], shapes, starts, *floats[1:])
-        scale = theirs.norm()
-        if not (scale.isfinite() and scale):  # tells nothing; NaN at a point outside is left out here
-            return False
-        self._agrees[function] = agrees = ours.shape == theirs.shape and bool(
-            (ours - theirs).norm() <= _ROUNDING * scale
-        )
-        if not agrees:
-            text = f"{function.name} is left alone, as its result is not that of the operator"
-            self.engine.tell(f"fused: {function.name}", text)
-        return agrees
-
 
 _ROUNDING = 1e-4
 """Relative norm of a difference of two forward passes in float32."""
+
+
+def _agrees(given: Operands, operands: tuple[Tensor, ...]) -> bool | None:
+    """Whether a function computes what its name says, in float32; None if this call does not tell."""
+    value, shapes, starts, location, weight = (tensor.detach() for tensor in operands)
+    floats = (value.float(), location.float(), weight.float())
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        try:
+            theirs = given.rerun(*floats)
+        except Exception:
+            return None  # the function itself says what is wrong
+        ours = _deformable.forward(floats[0], shapes, starts, *floats[1:])
+        scale = theirs.norm()
+        if not (scale.isfinite() and scale):
+            return None  # NaN at a point outside is left out of ours
+        return ours.shape == theirs.shape and bool((ours - theirs).norm() <= _ROUNDING * scale)
 
 
 def _is_plain(given: Operands) -> bool:

@@ -140,9 +140,11 @@ class Recognised:
 
     Attributes:
         name: Module and qualified name.
+        agrees: Whether it was seen to compute what its name says; None if it was not called yet.
     """
 
     def __init__(self, original: FunctionType, known: _Known) -> None:
+        self.agrees: bool | None = None
         self.name = f"{original.__module__}.{original.__qualname__}"
         self._original = original
         self._signature = inspect.signature(original)
