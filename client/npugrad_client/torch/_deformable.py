@@ -9,13 +9,12 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import grid_sample
 
-from npugrad.meta import TensorMeta
+from npugrad_client._fitting import as_sent, fits
 from npugrad_client._legality import DEFORMABLE_ATTENTION as OPERATOR
 from npugrad_client._legality import require_client, require_legal_deformable_attention
 from npugrad_client._policy import Engine, Options, Policies
 from npugrad_client.torch._calls import cast_given, metas, require_tensors
 from npugrad_client.torch._deformable_gradient import (
-    fit_together,
     gradients,
     gradients_of_gradients,
     is_near,
@@ -167,11 +166,8 @@ def require(on_refused: str, *operands: Tensor) -> None:
     given = dict(zip(_NAMES, operands, strict=True))
     require_tensors(OPERATOR, given)
     known = metas(OPERATOR, given)
-    is_given = all(tensor is not None for tensor in operands)
-    if on_refused == "raise" or not is_given or not fit_together(*operands):
-        if Request(OPERATOR, given, {}, {}).is_mixed:
-            known |= {name: TensorMeta("float32", given[name].shape) for name in _FLOATS}
-        require_legal_deformable_attention(known)
+    if on_refused == "raise" or not fits(OPERATOR, known, {}):
+        require_legal_deformable_attention(as_sent(known))
 
 
 class _Attention(Function):

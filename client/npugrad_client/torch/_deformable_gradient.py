@@ -26,22 +26,6 @@ _BLOCK_BYTES = 32 * 2**20
 """What one corner of one level reads for a block of queries; some five such live at a time for each level."""
 
 
-def fit_together(
-    value: Tensor, spatial_shape: Tensor, level_start_index: Tensor, location: Tensor, attn_weight: Tensor
-) -> bool:
-    """Whether five operands have ranks, sizes and kinds of types that mean something, documented or not."""
-    floats, levels = (value, location, attn_weight), (spatial_shape, level_start_index)
-    return (
-        (value.dim(), location.dim(), location.shape[-1:]) == (4, 6, (2,))
-        and attn_weight.shape == location.shape[:-1]
-        and (value.shape[0], value.shape[2]) == (location.shape[0], location.shape[2])
-        and spatial_shape.shape == (location.shape[3], 2)
-        and level_start_index.shape == (location.shape[3],)
-        and all(tensor.is_floating_point() for tensor in floats)
-        and all(tensor.dtype in (torch.int32, torch.int64) for tensor in levels)
-    )
-
-
 def levels_of(spatial_shape: Tensor, level_start_index: Tensor, keys: int) -> list[Level]:
     """First key, height and width of each level, all inside of value.
 

@@ -18,6 +18,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from npugrad_client._fitting import fits
 from npugrad_client._legality import FLOYD_ATTENTION as OPERATOR
 from npugrad_client._legality import (
     LANES,
@@ -25,20 +26,28 @@ from npugrad_client._legality import (
     require_client,
     require_legal_floyd_attention,
 )
-from npugrad_client._policy import Options
+from npugrad_client._policy import Engine, Options, Policies
 from npugrad_client.torch._calls import cast_given, metas, require_tensors
+from npugrad_client.torch._floyd_gradient import (
+    MASKED,
+    blocks,
+    gradients,
+    gradients_of_gradients,
+    wide,
+)
+from npugrad_client.torch._translation import Request
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor
 
     from npugrad_client import Client
 
 _NAMES = ("query", "key1", "value1", "key2", "value2", "atten_mask")
+_SAVED = ("softmax_max", "softmax_sum", "attention_in", "dy")
+_RESULTS = ("dq", "dk1", "dv1", "dk2", "dv2")
 _BLOCK_BYTES = 32 * 2**20
-"""Scores of one block, in float32; some three such blocks live at a time."""
-_MASKED = torch.finfo(torch.float32).min
+"""Scores of one block, in the type of the computation; some three such blocks live at a time."""
+_STRICT = Policies(on_refused="raise")
 
 
 def fused_floyd_attention(
@@ -52,6 +61,7 @@ def fused_floyd_attention(
     atten_mask: Tensor | None = None,
     scale: float | None = None,
     compute_dtype: torch.dtype | None = None,
+    policies: Policies | None = None,
     timeout_s: float | None = None,
     priority: int = 0,
     label: str = "",
@@ -59,9 +69,10 @@ def fused_floyd_attention(
 ) -> Tensor:
     """Floyd attention, which scores and weighs two sets of keys and values together; gradient remote.
 
-    The forward pass runs here, accumulates in float32, and needs some 100 MiB beside operands, their copies
-    of one head in float32, and the result. Saved for the gradient are the operands, the result, and two
-    float32 values for each row. The gradient has no gradient of its own.
+    The forward pass runs here, accumulates in float32, or in float64 where an operand has that, and needs
+    some 100 MiB beside operands, their copies of one head in that type, and the result. Saved for the
+    gradient are the operands, the result, and two values for each row. The gradient's own gradient is
+    computed here.
 
     Args:
         query: (B, H, N, M, D), float16 or bfloat16. Queries; M is a multiple of 128.
@@ -74,7 +85,9 @@ def fused_floyd_attention(
         atten_mask: (B, 1, N, 1, K), bool or uint8; None for no mask. 1 takes a key out.
         scale: Factor of the scores; None for 1 / sqrt(D).
         compute_dtype: float16 or bfloat16 to cast the five operands to, so that float32 ones can be used;
-            the result has the type of query again. None casts nothing, and float32 is an error.
+            the result has the type of query again. None casts nothing.
+        policies: What becomes of calls that are small, refused or fail, and their counts; None sends every
+            call, and raises what the documents refuse, float32 among it, before anything is computed.
         timeout_s: Deadline of the call in seconds; None for the client's default.
         priority: Calls of higher priority leave the queue first; -100 to 100.
         label: Name of the caller or experiment.
@@ -85,9 +98,10 @@ def fused_floyd_attention(
 
     Raises:
         NullOperand: 161001. An operand other than the mask is None.
-        InvalidOperand: 161002. A type that the documents do not allow; from here, before anything is
-            computed.
-        TilingError: 561002. Sizes that the documents do not allow, or that do not fit together.
+        InvalidOperand: 161002. A type that the documents do not allow, where the policy is to raise; from
+            here, before anything is computed.
+        TilingError: 561002. Sizes that the documents do not allow, where the policy is to raise, or that do
+            not fit together.
         TypeError: An operand is no dense CPU tensor, or the client no `Client`.
 
     Example:
@@ -101,48 +115,70 @@ def fused_floyd_attention(
     if compute_dtype is not None:
         operands = cast_given(operands, compute_dtype)
     factor = default_floyd_scale(query) if scale is None else scale
-    result: Tensor = _FloydAttention.apply(  # type: ignore[no-untyped-call]
-        *operands, atten_mask, factor, client, options
+    engine = Engine(client, options, policies or _STRICT)
+    result: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+        engine, factor, *operands, atten_mask
     )
     return result.to(query.dtype)
 
 
-class _FloydAttention(Function):
+def _require(on_refused: str, scale: float, *operands: Tensor, mask: Tensor | None) -> None:
+    given: dict[str, Tensor | None] = dict(zip(_NAMES, (*operands, mask), strict=True))
+    known = metas(OPERATOR, given)
+    if on_refused == "raise" or not fits(OPERATOR, known, {}):
+        require_legal_floyd_attention(known, scale)
+
+
+class _Attention(Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        query, key1, value1, key2, value2, mask, ctx.scale, ctx.client, ctx.options = arguments
-        operands = (query, key1, value1, key2, value2)
-        given: dict[str, Tensor | None] = dict(zip(_NAMES, (*operands, mask), strict=True))
-        require_legal_floyd_attention(metas(OPERATOR, given), ctx.scale)
+        ctx.engine, ctx.scale, *operands, mask = arguments
+        _require(ctx.engine.on_refused, ctx.scale, *operands, mask=mask)
+        query, key1, value1, key2, value2 = operands
         result = forward(query, key1, value1, key2, value2, mask=mask, scale=ctx.scale)
         # Repeated without memory of their own: on the wire too each value travels once.
-        largest, total = (
-            rows.unsqueeze(-1).expand(*rows.shape, LANES) for rows in (result.largest, result.total)
-        )
-        ctx.save_for_backward(*operands, mask, largest, total, result.attention)
+        rows = (each.unsqueeze(-1).expand(*each.shape, LANES) for each in (result.largest, result.total))
+        ctx.save_for_backward(*operands, mask, *rows, result.attention)
         return result.attention
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        grads: tuple[Tensor, ...] = _Gradients.apply(  # type: ignore[no-untyped-call]
+            ctx.engine, ctx.scale, *ctx.saved_tensors, *grad_outputs
+        )
+        return None, None, *grads, None
+
+
+class _Gradients(Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        engine, ctx.scale, *operands, mask, largest, total, attention, upstream = arguments
+        ctx.save_for_backward(*operands, mask, upstream)
+        tensors = (*operands, mask, largest, total, attention, upstream)
+        results = {name: tensor.dtype for name, tensor in zip(_RESULTS, operands, strict=True)}
+        request = Request(
+            OPERATOR,
+            dict(zip((*_NAMES, *_SAVED), tensors, strict=True)),
+            {"scale_value": ctx.scale},
+            results,
+            may_mix=True,  # statistics are float32, the others not
+            takes_subclasses=True,
+        )
+        found: tuple[Tensor, ...] = engine.run(
+            request, lambda: gradients(*operands, mask=mask, scale=ctx.scale, upstream=upstream)
+        )
+        return found
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator takes ctx its name
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
-        query, key1, value1, key2, value2, mask, largest, total, attention = ctx.saved_tensors
-        grads = ctx.client.fused_floyd_attention_grad(
-            query=query,
-            key1=key1,
-            value1=value1,
-            key2=key2,
-            value2=value2,
-            dy=grad_outputs[0],
-            atten_mask=mask,
-            softmax_max=largest,
-            softmax_sum=total,
-            attention_in=attention,
-            scale_value=ctx.scale,
-            **ctx.options,
+        *operands, mask, upstream = ctx.saved_tensors
+        found = gradients_of_gradients(
+            *operands, mask=mask, scale=ctx.scale, upstream=upstream, second=grad_outputs
         )
-        return grads.dq, grads.dk1, grads.dv1, grads.dk2, grads.dv2, None, None, None, None
+        return None, None, *found[:5], None, None, None, None, found[5]
 
 
 @dataclass(frozen=True)
@@ -151,8 +187,8 @@ class Forward:
 
     Attributes:
         attention: (B, H, N, M, D), dtype of query.
-        largest: (B, H, N, M), float32. Largest score of each row.
-        total: (B, H, N, M), float32. Sum of exp(score - largest) of each row.
+        largest: (B, H, N, M), in the type of the computation. Largest score of each row.
+        total: (B, H, N, M), as well. Sum of exp(score - largest) of each row.
     """
 
     attention: Tensor
@@ -172,16 +208,17 @@ def forward(
     block_bytes: int = _BLOCK_BYTES,
 ) -> Forward:
     """The attention itself, of any sizes and types; operands as above."""
-    b, h, n, m, _ = query.shape
+    (b, h, n, m, _), dtype = query.shape, wide(query, key1, value1, key2, value2)
+    row_bytes = dtype.itemsize * key1.shape[3]
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        largest = query.new_empty((b, h, n, m), dtype=torch.float32)
+        largest = query.new_empty((b, h, n, m), dtype=dtype)
         result = Forward(torch.empty_like(query), largest, torch.empty_like(largest))
         for batch in range(b):
             for head in range(h):
                 tensors = (query, key1, value1, key2, value2)
-                one = _Head(*(tensor[batch, head].float() for tensor in tensors))
+                one = _Head(*(tensor[batch, head].to(dtype) for tensor in tensors))
                 gone = None if mask is None else mask[batch, 0].bool()  # (N, 1, K)
-                for rows, columns in _blocks(n, m, key1.shape[3], block_bytes):
+                for rows, columns in blocks(n, m, row_bytes, block_bytes):
                     here = (batch, head, rows, columns)
                     attention, result.largest[here], result.total[here] = _attend(
                         one, gone, scale, rows, columns
@@ -192,23 +229,13 @@ def forward(
 
 @dataclass(frozen=True)
 class _Head:
-    """Operands of one head of one sample, in float32."""
+    """Operands of one head of one sample, in the type of the computation."""
 
     query: Tensor
     key1: Tensor
     value1: Tensor
     key2: Tensor
     value2: Tensor
-
-
-def _blocks(n: int, m: int, k: int, block_bytes: int) -> Iterator[tuple[slice, slice]]:
-    """Spans of N and of M whose scores fit into a block; a row of K is never divided."""
-    fitting = max(1, block_bytes // (4 * max(1, k)))
-    columns = min(m, fitting)
-    rows = max(1, fitting // max(1, columns))
-    for first in range(0, n, rows):
-        for left in range(0, m, max(1, columns)):
-            yield slice(first, first + rows), slice(left, left + columns)
 
 
 def _attend(
@@ -222,7 +249,7 @@ def _attend(
     score += (query.transpose(0, 1) @ key2.transpose(1, 2)).transpose(0, 1)
     score *= scale
     if gone is not None:
-        score.masked_fill_(gone[rows], _MASKED)
+        score.masked_fill_(gone[rows], MASKED)
     largest = score.amax(-1)
     weight = score.sub_(largest.unsqueeze(-1)).exp_()
     total = weight.sum(-1)

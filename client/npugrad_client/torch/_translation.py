@@ -96,6 +96,11 @@ _LIKE = {
     "grad_value": "value",
     "grad_location": "location",
     "grad_attn_weight": "attn_weight",
+    "dq": "query",
+    "dk1": "key1",
+    "dv1": "value1",
+    "dk2": "key2",
+    "dv2": "value2",
 }
 """The operand that a result has the shape and the type of."""
 

@@ -12,7 +12,13 @@ torch = pytest.importorskip("torch")
 from tests.client.torch.agreement import assert_close  # noqa: E402
 
 from npugrad_client import Client, InvalidOperand, NullOperand, TilingError  # noqa: E402
-from npugrad_client.torch import _floyd, fused_floyd_attention  # noqa: E402
+from npugrad_client.torch import (  # noqa: E402
+    Policies,
+    RemoteWarning,
+    _floyd,
+    _floyd_gradient,
+    fused_floyd_attention,
+)
 
 pytestmark = pytest.mark.torch
 Tensor = Any  # with its own type, each `grad` would have to be shown not to be None
@@ -58,7 +64,7 @@ def test_forward_in_blocks_against_float64(masked: bool, block_bytes: int) -> No
 
 def test_no_block_of_scores_is_larger_than_was_asked_for() -> None:
     for n, m, k, limit in ((16, 128, 128, 2**16), (3, 7, 5, 64), (2, 2, 100, 8)):
-        blocks = list(_floyd._blocks(n, m, k, limit))
+        blocks = list(_floyd_gradient.blocks(n, m, 4 * k, limit))
         covered = {(i, j) for rows, cols in blocks for i in range(n)[rows] for j in range(m)[cols]}
         assert len(covered) == n * m
         largest = max(len(range(n)[rows]) * len(range(m)[cols]) * k * 4 for rows, cols in blocks)
@@ -211,9 +217,89 @@ def test_a_mask_of_the_wrong_shape_is_refused(client: Client) -> None:
         )
 
 
-def test_the_gradient_has_no_gradient(client: Client) -> None:
-    call = operands(**SIZES)
-    out = fused_floyd_attention(*call, client=client)
-    (first,) = torch.autograd.grad(out.float().square().sum(), call[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
+def test_the_gradients_gradient_is_computed_here(client: Client) -> None:
+    call = operands(torch.bfloat16, **SIZES)
+    golden = doubled(call)
+    found = []
+    for out, leaves in (
+        (fused_floyd_attention(*call, client=client), call),
+        (composed(*golden, mask=None, scale=32**-0.5)[0], golden),
+    ):
+        first = torch.autograd.grad(out.double().square().sum(), leaves[0], create_graph=True)[0]
+        found.append(torch.autograd.grad(first.double().square().sum(), leaves[0])[0])
+    error = (found[0].double() - found[1]).norm() / found[1].norm()
+    assert error < 5e-2
+
+
+# ------------------------------------------------------------------------------------ what runs here
+
+ODD_SIZES = {"b": 2, "h": 1, "n": 3, "m": 4, "k": 5, "d": 2}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradcheck_and_gradgradcheck_of_what_runs_here(client: Client, masked: bool) -> None:
+    mask = torch.rand(2, 1, 3, 1, 5) < 0.4 if masked else None
+    policies = Policies(on_refused="local")
+
+    def attention(*call: Tensor) -> Any:
+        return fused_floyd_attention(*call, client=client, atten_mask=mask, policies=policies)
+
+    call = operands(torch.float64, **ODD_SIZES)
+    assert torch.autograd.gradcheck(attention, call, fast_mode=True)
+    assert torch.autograd.gradgradcheck(attention, call, fast_mode=True)
+    assert policies.summary().sent == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("block_bytes", [4, 2**20], ids=["rows", "whole"])
+def test_what_runs_here_agrees_with_float64(
+    client: Client, monkeypatch: pytest.MonkeyPatch, dtype: Any, block_bytes: int
+) -> None:
+    monkeypatch.setattr(_floyd_gradient, "_BLOCK_BYTES", block_bytes)
+    call, policies = operands(dtype, **ODD_SIZES), Policies()
+    mask = (torch.rand(2, 1, 3, 1, 5) < 0.4).to(torch.uint8)
+    golden = doubled(call)
+    out = fused_floyd_attention(*call, client=client, atten_mask=mask, policies=policies)
+    grad = torch.randn(out.shape).to(dtype)
+    with pytest.warns(RemoteWarning, match="fused_floyd_attention_grad runs here, .*; expected"):
+        out.backward(grad)
+    composed(*golden, mask=mask, scale=2**-0.5)[0].backward(grad.double())
+    for name, one, other in zip(("q", "k1", "v1", "k2", "v2"), call, golden, strict=True):
+        assert one.grad.dtype is dtype
+        assert_close(one.grad, other.grad, name)
+    assert (policies.summary().sent, policies.summary().local) == (0, 1)
+
+
+def test_a_failure_of_the_service_may_be_made_good_here() -> None:
+    call, policies = operands(**SIZES), Policies(on_error="local")
+    golden = doubled(call)
+    with Client("127.0.0.1:1", retry=None) as dead:
+        out = fused_floyd_attention(*call, client=dead, policies=policies)
+        with pytest.warns(RemoteWarning, match="runs here, as the service failed"):
+            out.sum().backward()
+    composed(*golden, mask=None, scale=32**-0.5)[0].sum().backward()
+    assert_close(call[2].grad, golden[2].grad)
+    assert policies.summary().failed == 1
+
+
+def test_what_is_sent_is_counted(client: Client) -> None:
+    call, policies = operands(**SIZES), Policies(on_refused="raise")
+    fused_floyd_attention(*call, client=client, policies=policies).sum().backward()
+    (row,) = policies.summary().rows
+    assert (row.operator, row.is_sent, row.calls) == ("fused_floyd_attention_grad", True, 1)
+    assert row.bytes > 3 * sum(t.nbytes for t in call) // 2
+
+
+MISFITS = {
+    "k of key2": lambda c: [*c[:3], c[3][:, :, :2], c[4]],
+    "rank": lambda c: [c[0][0], *c[1:]],
+    "no keys": lambda c: [c[0], *(t[:, :, :, :0] for t in c[1:3]), *(t[:, :, :0] for t in c[3:])],
+    "whole numbers": lambda c: [t.long() for t in c],
+}
+
+
+@pytest.mark.parametrize("change", MISFITS.values(), ids=MISFITS)
+def test_what_does_not_fit_together_is_refused_whatever_the_policy(client: Client, change: Any) -> None:
+    call = change([t.detach() for t in operands(**ODD_SIZES)])
+    with pytest.raises((InvalidOperand, TilingError), match="expected"):
+        fused_floyd_attention(*call, client=client, policies=Policies(on_refused="local"))
