@@ -241,10 +241,28 @@ class Engine:
             self._learn(request, nbytes, begun, is_sent=why.startswith(FAILED))
         return kept
 
+    def foresees(self, request: Request) -> bool:
+        """Whether a call would be sent, as far as can be known before all of its data is there.
+
+        Tells once of a call that the documents refuse. A service that fails is left to the call itself.
+        """
+        if request.odd is not None or request.nbytes < self._policies.min_bytes:
+            return False
+        name = request.operator
+        try:
+            server = self._ask_server()
+            require_legal(name, _metas(name, request.operands()), request.attrs, server.product)
+        except NpugradError as error:
+            if isinstance(error, OperatorError) and self._policies.on_refused != "local":
+                text = f"{name} is not made use of, as the service does not take it: {error}"
+                self.tell(f"{name} foreseen: {_kind(error)}", text)
+            return False
+        return name in server.operators
+
     def keep(self, operator: str, why: str) -> None:
         """Counts a call that the framework computes in another way, and tells of it once."""
         self._ledger.add(operator, is_sent=False, why=why, nbytes=0, seconds=0.0)
-        self._warn(f"{operator}: {why}", f"{operator} runs here, as {why}")
+        self.tell(f"{operator}: {why}", f"{operator} runs here, as {why}")
 
     def _learn(self, request: Request, nbytes: int, begun: float, *, is_sent: bool) -> None:
         seconds, inputs = time.perf_counter() - begun, request.inputs
@@ -287,7 +305,7 @@ class Engine:
             if self._policies.on_error == "raise":
                 raise
             kind = type(error).__name__
-            self._warn(
+            self.tell(
                 f"{request.operator}: {kind}", f"{request.operator} runs here, as the service failed: {error}"
             )
             return None, FAILED + kind
@@ -316,7 +334,7 @@ class Engine:
     def _lacking(self, request: Request, found: str) -> str:
         """Warns once that a server has no such operator, and gives that back in short."""
         name = request.operator
-        self._warn(f"{name}: {_LACKING}", f"{name} runs here, as {_LACKING}: {found}")
+        self.tell(f"{name}: {_LACKING}", f"{name} runs here, as {_LACKING}: {found}")
         return _LACKING
 
     def _refused(self, request: Request, error: Exception, kind: str, why: str) -> str:
@@ -325,10 +343,11 @@ class Engine:
             raise error
         if self._policies.on_refused == "warn":
             name = request.operator
-            self._warn(f"{name}: {kind}", f"{name} runs here, as the service does not take it: {error}")
+            self.tell(f"{name}: {kind}", f"{name} runs here, as the service does not take it: {error}")
         return why
 
-    def _warn(self, kind: str, text: str) -> None:
+    def tell(self, kind: str, text: str) -> None:
+        """Warns of something, once for each kind."""
         self._ledger.once(kind, lambda: _warn_caller(text))
 
 

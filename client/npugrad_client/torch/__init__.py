@@ -20,6 +20,7 @@ from npugrad_client._summary import Summary, SummaryRow
 from npugrad_client.torch._deformable import multi_scale_deformable_attention
 from npugrad_client.torch._drop_in import DropIn, drop_in
 from npugrad_client.torch._floyd import fused_floyd_attention
+from npugrad_client.torch._recognised import register_deformable_attention
 from npugrad_client.torch._remote import Remote, remote
 
 __all__ = [
@@ -34,5 +35,6 @@ __all__ = [
     "drop_in",
     "fused_floyd_attention",
     "multi_scale_deformable_attention",
+    "register_deformable_attention",
     "remote",
 ]

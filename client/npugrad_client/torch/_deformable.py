@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.autograd import Function
@@ -24,13 +24,13 @@ from npugrad_client.torch._deformable_gradient import (
 from npugrad_client.torch._translation import Request
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
     from npugrad_client import Client
 
-_NAMES = ("value", "spatial_shape", "level_start_index", "location", "attn_weight")
+_NAMES: tuple[str, ...] = ("value", "spatial_shape", "level_start_index", "location", "attn_weight")
 _FLOATS = ("value", "location", "attn_weight")
 _STRICT = Policies(on_refused="raise")
 _BLOCK_BYTES = 32 * 2**20
@@ -110,7 +110,20 @@ def multi_scale_deformable_attention(
     return differentiable(engine, *operands).to(value.dtype)
 
 
-def differentiable(engine: Engine, *operands: Tensor) -> Tensor:
+class Decides(Protocol):
+    """What decides where a gradient is computed, such as an `Engine`."""
+
+    @property
+    def on_refused(self) -> str:
+        """What becomes of what the documents do not allow."""
+        ...
+
+    def run(self, request: Request, local: Callable[[], Any]) -> Any:
+        """The results of `local`, or the service's."""
+        ...
+
+
+def differentiable(engine: Decides, *operands: Tensor) -> Tensor:
     """The attention, (bs, nq, nh*ch) in the type of value; its gradient is where the engine wants it.
 
     Args:
@@ -121,7 +134,7 @@ def differentiable(engine: Engine, *operands: Tensor) -> Tensor:
     return result
 
 
-def differentiate(engine: Engine, *operands: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def differentiate(engine: Decides, *operands: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of value, location and attn_weight, in their types, from where the engine wants them.
 
     Args:
@@ -132,6 +145,13 @@ def differentiate(engine: Engine, *operands: Tensor) -> tuple[Tensor, Tensor, Te
         engine, *operands
     )
     return grads
+
+
+def request_of(*operands: Tensor) -> Request:
+    """The call of six operands in the words of the service."""
+    given = dict(zip((*_NAMES, "grad_output"), operands, strict=True))
+    results = {f"grad_{name}": given[name].dtype for name in _FLOATS}
+    return Request(OPERATOR, given, {}, results, takes_subclasses=True)
 
 
 def require(on_refused: str, *operands: Tensor) -> None:
@@ -169,10 +189,7 @@ class _Gradients(Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         engine, *operands = arguments
         ctx.save_for_backward(*operands)
-        given = dict(zip((*_NAMES, "grad_output"), operands, strict=True))
-        results = {f"grad_{name}": given[name].dtype for name in _FLOATS}
-        request = Request(OPERATOR, given, {}, results, takes_subclasses=True)
-        found: tuple[Tensor, ...] = engine.run(request, lambda: gradients(*operands))
+        found: tuple[Tensor, ...] = engine.run(request_of(*operands), lambda: gradients(*operands))
         return found
 
     @staticmethod

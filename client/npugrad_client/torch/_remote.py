@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from npugrad_client._legality import require_client
 from npugrad_client._policy import MIN_BYTES, Deciding, Engine, Options, Policies, require_policies
+from npugrad_client.torch._fused import Fuser, attend
+from npugrad_client.torch._recognised import replace, restore
 from npugrad_client.torch._translation import TAKEN_APART, TAKEN_APART_BY, TRANSLATIONS
 
 if TYPE_CHECKING:
@@ -40,13 +42,16 @@ class Remote(ContextDecorator):
         >>> mode.summary().sent                                        # doctest: +SKIP
     """
 
-    def __init__(self, client: Client, options: Options, policies: Policies) -> None:
+    def __init__(self, client: Client, options: Options, policies: Policies, *, fused: bool) -> None:
         self._policies = policies
         self._engine = Engine(client, options, policies)
+        self._fuser = Fuser(self._engine, is_on=fused)
         self._entered = _Entered()
 
     def __enter__(self) -> Remote:
         """Starts to look at the backward operators of this thread."""
+        if self._fuser.is_on:
+            replace(attend, self._engine.tell)
         mode = _Mode(self)
         mode.__enter__()  # type: ignore[no-untyped-call]
         self._entered.modes.append(mode)
@@ -57,6 +62,8 @@ class Remote(ContextDecorator):
     ) -> None:
         """Stops it."""
         self._entered.modes.pop().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        if self._fuser.is_on:
+            restore()
 
     def summary(self) -> Summary:
         """What went where so far, all threads together; print it for a table."""
@@ -101,6 +108,7 @@ def remote(
     on_refused: Literal["warn", "local", "raise"] = "warn",
     on_error: Literal["raise", "local"] = "raise",
     policy: Literal["always", "faster"] = "always",
+    fused: bool = True,
     timeout_s: float | None = None,
     deterministic: bool = False,
     priority: int = 0,
@@ -118,6 +126,13 @@ def remote(
     Under ``create_graph=True`` autograd itself takes the backward of `group_norm` apart into elementary
     operators, which run here, with a warning; the others are still sent. So it does under the
     transforms of `torch.func`, and where mean or rstd of `native_group_norm` have gradients.
+
+    Multi-scale deformable attention that a model composes of `grid_sample`, one call for each level, is sent
+    as one call if the forward pass runs inside as well: that of transformers, of mmcv, of copies of
+    Mask2Former's, and what `register_deformable_attention` names. While a `remote` is entered these functions
+    are replaced; other threads, and what is compiled or exported, run them as they are. So does a
+    call that would not be sent. A point on the edge between two pixels may get the gradient of the other
+    pixel, as the operator rounds coordinates in another way.
 
     An operator that the server lacks, as one of an earlier release may, runs here with one warning, whatever
     the policies.
@@ -137,6 +152,7 @@ def remote(
             and sizes up to a power of two) the first calls run in turn here and there, at most three each,
             and then the faster way; the other one is looked at again when that costs at most 1 % of what
             the kind took since. ``"always"`` sends all that it can.
+        fused: Send deformable attention as one call; False leaves each `grid_sample` to itself.
         timeout_s: Deadline of each call in seconds; None for the client's default.
         deterministic: Ask for results that do not depend on the order of summation.
         priority: Calls of higher priority leave the queue first; -100 to 100.
@@ -161,7 +177,7 @@ def remote(
     require_client("remote", client)
     require_policies("remote", on_refused, on_error, min_bytes, policy)
     policies = Policies(on_refused=on_refused, on_error=on_error, min_bytes=min_bytes, policy=policy)
-    return Remote(client, options, policies)
+    return Remote(client, options, policies, fused=fused)
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -170,6 +186,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, owner: Remote) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._owner = owner
+        self.fuser = owner._fuser
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

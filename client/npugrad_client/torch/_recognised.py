@@ -1,0 +1,288 @@
+"""Functions of other libraries that `remote` knows for deformable attention, and replaces while entered.
+
+A function is known by module and qualified name, wherever it was imported to, and by the names of its
+parameters. What stands in its place, put there by another library, is not it and is never touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    Attend = Callable[["Recognised", tuple[Any, ...], Mapping[str, Any]], Tensor | None]
+    """Computes a call of a function, or returns None where the function must."""
+
+_FUNCTION = ("value", "value_spatial_shapes", "sampling_locations", "attention_weights")
+_METHOD = (
+    *("self", "value", "value_spatial_shapes", "value_spatial_shapes_list", "level_start_index"),
+    *("sampling_locations", "attention_weights", "im2col_step"),
+)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What a function must be called, and what it must take.
+
+    Attributes:
+        module: Name of its module, with ``*`` for any part of it.
+        qualname: Name inside of the module, such as ``"Attention.forward"``.
+        parameters: Names of all its parameters, in order.
+        roles: Which of them are value, spatial shapes, locations and weights.
+    """
+
+    module: str
+    qualname: str
+    parameters: tuple[str, ...]
+    roles: tuple[str, str, str, str]
+
+    def is_named(self, module: str, qualname: str) -> bool:
+        return qualname == self.qualname and fnmatchcase(module, self.module)
+
+
+_IN_LIST = ("value", "value_spatial_shapes_list", "sampling_locations", "attention_weights")
+_known: list[_Known] = [
+    _Known("transformers.models.*.modeling_*", "MultiScaleDeformableAttention.forward", _METHOD, _IN_LIST),
+    *(
+        _Known(module, qualname, _FUNCTION, _FUNCTION)
+        for module, qualname in (
+            ("transformers.models.*.modeling_*", "multi_scale_deformable_attention"),
+            ("mmcv.ops.multi_scale_deform_attn", "multi_scale_deformable_attn_pytorch"),
+            ("*.ops.functions.ms_deform_attn_func", "ms_deform_attn_core_pytorch"),
+            ("kornia.models.rt_detr.architecture.rtdetr_head", "_deformable_attention_kernel"),
+            ("ultralytics.nn.modules.utils", "multi_scale_deformable_attn_pytorch"),
+        )
+    ),
+]
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def register_deformable_attention(
+    name: str,
+    *,
+    parameters: Sequence[str] = _FUNCTION,
+    value: str = "value",
+    spatial_shapes: str = "value_spatial_shapes",
+    locations: str = "sampling_locations",
+    weights: str = "attention_weights",
+) -> None:
+    """Has every `remote` take a function of yours for multi-scale deformable attention.
+
+    The function must compute it by `grid_sample` with zeros outside and ``align_corners=False``, one level
+    after the other, and return (bs, nq, nh*ch). It is replaced wherever a module has it under its own name,
+    from the next time that a `remote` is entered on, and only if its parameters are those given here and
+    its first result is that of the operator.
+
+    Args:
+        name: Module and qualified name, such as ``"models.attention:sample"`` or
+            ``"models.attention:Sampler.forward"``. The module may have ``*`` for any part of it.
+        parameters: Names of all parameters in order, with ``"self"`` for a method.
+        value: Which of them is value, (bs, nk, nh, ch).
+        spatial_shapes: Which is height and width of each level: (nl, 2), or a list of pairs.
+        locations: Which is the sampling points, (bs, nq, nh, nl, np, 2), x and y, 0 to 1 across a level.
+        weights: Which is the attention weights, (bs, nq, nh, nl, np).
+
+    Raises:
+        ValueError: A name without its module, or a role that is no parameter.
+
+    Example:
+        >>> register_deformable_attention("models.attention:sample",       # doctest: +SKIP
+        ...     parameters=("feats", "shapes", "points", "scores"), value="feats",
+        ...     spatial_shapes="shapes", locations="points", weights="scores")
+    """
+    module, colon, qualname = name.partition(":")
+    if not (module and colon and qualname):
+        raise ValueError(f"register_deformable_attention: name: found {name!r}; expected 'module:function'")
+    roles = (value, spatial_shapes, locations, weights)
+    for role in roles:
+        if role not in parameters:
+            raise ValueError(
+                f"register_deformable_attention: parameters: found {tuple(parameters)}; expected {role!r} "
+                "among them"
+            )
+    with _lock:
+        _known.insert(0, _Known(module, qualname, tuple(parameters), roles))
+
+
+@dataclass(frozen=True)
+class Operands:
+    """One call's arguments by what they are.
+
+    Attributes:
+        value: (bs, nk, nh, ch), if the call is a right one, which nobody has looked at.
+        location: (bs, nq, nh, nl, np, 2), so too.
+        attn_weight: (bs, nq, nh, nl, np), so too.
+        spatial_shapes: Height and width of each level.
+        rerun: Calls the function itself with other value, location and attn_weight.
+    """
+
+    value: Tensor
+    location: Tensor
+    attn_weight: Tensor
+    spatial_shapes: list[tuple[int, int]]
+    rerun: Callable[[Tensor, Tensor, Tensor], Any]
+
+
+class Recognised:
+    """A function that was found and is known.
+
+    Attributes:
+        name: Module and qualified name.
+        agrees: Whether it was seen to compute what its name says; None if it was not called yet.
+    """
+
+    def __init__(self, original: FunctionType, known: _Known) -> None:
+        self.agrees: bool | None = None
+        self.name = f"{original.__module__}.{original.__qualname__}"
+        self._original = original
+        self._signature = inspect.signature(original)
+        self._roles = known.roles
+
+    def operands(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Operands | None:
+        """The arguments of a call by what they are; None where they are something else."""
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+            value, shapes, location, weight = (bound.arguments[role] for role in self._roles)
+            if not all(type(tensor) in _PLAIN for tensor in (value, location, weight)):
+                return None
+            pairs = [(int(height), int(width)) for height, width in shapes]
+        except (KeyError, TypeError, ValueError):
+            return None  # the function itself says what is wrong
+
+        def rerun(*floats: Tensor) -> Any:
+            value_role, _, *others = self._roles
+            given = dict(zip((value_role, *others), floats, strict=True))
+            again = self._signature.bind(*args, **kwargs)
+            again.arguments.update(given)
+            return self._original(*again.args, **again.kwargs)
+
+        return Operands(value, location, weight, pairs, rerun)
+
+
+_lock = threading.Lock()
+_depth = 0
+"""How often `remote` is entered now, in all threads."""
+_replaced: list[tuple[Any, str, FunctionType]] = []
+"""Where a wrapper is, under which name, and what was there."""
+_wrappers: dict[FunctionType, FunctionType] = {}
+"""By original, for ever: who else patches may keep one for longer than `remote` is entered."""
+
+
+def replace(attend: Attend, tell: Callable[[str, str], None]) -> None:
+    """Replaces all known functions, until `restore`.
+
+    Args:
+        attend: Computes a call of a known function, or returns None where the function itself must; the same
+            for ever.
+        tell: Is told, by kind and in words, of what has a known function's place and is not it.
+    """
+    global _depth
+    with _lock:
+        found = list(_find())
+    for place in found:
+        if isinstance(place.recognised, str):
+            tell(f"left alone: {place.what}", f"{place.what} is left alone: {place.recognised}")
+    with _lock:
+        _depth += 1
+        for place in found:
+            _replace(place, attend)
+
+
+def restore() -> None:
+    """Undoes one `replace`; what was there before comes back with the last one."""
+    global _depth
+    with _lock:
+        _depth -= 1
+        while _replaced and not _depth:
+            holder, name, original = _replaced.pop()
+            if vars(holder).get(name) is _wrappers[original]:  # else another library has patched it since
+                setattr(holder, name, original)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a function of a known name was found.
+
+    Attributes:
+        holder: The module or the class that has it.
+        name: Its name there.
+        original: The function, unwrapped if it is wrapped by us.
+        what: Module and qualified name of the place.
+        recognised: The function, or why it is not known.
+    """
+
+    holder: Any
+    name: str
+    original: Any
+    what: str
+    recognised: Recognised | str
+
+
+def _find() -> Iterator[_Place]:
+    """Every place where a known function is, and those at its home where something else is."""
+    ours = {wrapper: original for original, wrapper in _wrappers.items()}
+    paths = {known.qualname: known.qualname.split(".") for known in _known}
+    imported: list[tuple[str, object]] = list(sys.modules.items())
+    for module_name, module in imported:
+        if not isinstance(module, ModuleType):
+            continue
+        for qualname, (*outer, name) in paths.items():
+            holder: Any = module
+            for part in outer:
+                holder = vars(holder).get(part) if isinstance(holder, (ModuleType, type)) else None
+            found = vars(holder).get(name) if isinstance(holder, (ModuleType, type)) else None
+            if found is None:
+                continue
+            original = ours.get(found, found) if isinstance(found, FunctionType) else found
+            recognised = _recognise(original)
+            if isinstance(recognised, Recognised) or any(k.is_named(module_name, qualname) for k in _known):
+                yield _Place(holder, name, original, f"{module_name}.{qualname}", recognised)
+
+
+def _recognise(found: Any) -> Recognised | str:
+    """What a thing is, or why it is left alone."""
+    if isinstance(found, FunctionType) and not hasattr(found, "__wrapped__"):
+        for known in _known:
+            if known.is_named(found.__module__, found.__qualname__):
+                takes = tuple(inspect.signature(found).parameters)
+                if takes == known.parameters:
+                    return Recognised(found, known)
+                return f"found parameters {', '.join(takes)}; expected {', '.join(known.parameters)}"
+    return "found something else in its place"
+
+
+def _replace(place: _Place, attend: Attend) -> None:
+    """Puts the wrapper of a function into a place, unless it is there."""
+    if isinstance(place.recognised, str):
+        return
+    wrapper = _wrappers.get(place.original)
+    if wrapper is None:
+        wrapper = _wrappers[place.original] = _wrap(place.original, place.recognised, attend)
+    entry = (place.holder, place.name, place.original)
+    if vars(place.holder).get(place.name) in (place.original, wrapper) and entry not in _replaced:
+        setattr(place.holder, place.name, wrapper)
+        _replaced.append(entry)
+
+
+def _wrap(original: FunctionType, recognised: Recognised, attend: Attend) -> FunctionType:
+    @functools.wraps(original)
+    def attended(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():  # what is compiled or exported is the function itself
+            result = attend(recognised, args, kwargs)
+            if result is not None:
+                return result
+        return original(*args, **kwargs)
+
+    return cast("FunctionType", attended)

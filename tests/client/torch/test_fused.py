@@ -1,0 +1,399 @@
+"""Deformable attention of other libraries, recognised by `remote` and sent as one call."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.client.torch.agreement import assert_close  # noqa: E402
+from tests.client.torch.composed_attention import (  # noqa: E402
+    FUNCTIONS,
+    LEVELS,
+    MMCV,
+    NAMES,
+    gradients,
+    library,
+    module,
+    operands,
+    transformers,
+)
+from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from npugrad_client import Client, ConnectError, RetryPolicy  # noqa: E402
+from npugrad_client.torch import RemoteWarning, _recognised, register_deformable_attention, remote  # noqa: E402
+
+pytestmark = pytest.mark.torch
+FUSED, COMPOSED = "multi_scale_deformable_attention_grad", "grid_sampler_2d_backward"
+
+
+def sent(mode: Any) -> dict[str, int]:
+    return {row.operator: row.calls for row in mode.summary().rows if row.is_sent}
+
+
+def is_fused(out: Any) -> bool:
+    return "_AttentionBackward" in type(out.grad_fn).__name__
+
+
+@pytest.mark.parametrize(("name", "function"), FUNCTIONS)
+def test_a_known_function_is_sent_as_one_call(
+    client: Client, monkeypatch: pytest.MonkeyPatch, name: str, function: str
+) -> None:
+    home = library(monkeypatch, name, function)
+    # As a model's code has it: under its name, in a module of its own.
+    user = module(monkeypatch, "some.model", f"import sys\n{function} = sys.modules[{name!r}].{function}")
+    original, call = vars(home)[function], operands()
+    with remote(client, min_bytes=0) as mode:
+        out = vars(user)[function](*call)
+        got = gradients(call, out)
+        assert vars(home)[function] is vars(user)[function] is not original
+    assert sent(mode) == {FUSED: 1}
+    assert mode.summary().local == 0
+    assert vars(home)[function] is vars(user)[function] is original
+    expected = original(*call)
+    assert_close(out.detach(), expected.detach())
+    for one, other in zip(got, gradients(call, expected), strict=True):
+        assert_close(one, other)
+
+
+def test_a_method_of_transformers_is_sent_as_one_call(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = transformers(monkeypatch).MultiScaleDeformableAttention
+    original, layer = vars(kind)["forward"], kind()
+    value, shapes, location, weight = operands()
+    call = (value, torch.tensor(shapes), shapes, torch.tensor([0, 63, 83]), location, weight, 64)
+    with remote(client, min_bytes=0) as mode:
+        got = gradients([value, shapes, location, weight], layer(*call))
+    assert sent(mode) == {FUSED: 1}
+    assert vars(kind)["forward"] is original
+    for one, other in zip(got, gradients([value, shapes, location, weight], layer(*call)), strict=True):
+        assert_close(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_service_and_the_formula_here_agree(
+    client: Client, monkeypatch: pytest.MonkeyPatch, dtype: Any, seed: int
+) -> None:
+    attend = vars(library(monkeypatch))
+    call = operands(dtype, ch=8 * (seed + 1), nq=3 + 5 * seed, seed=seed)
+    with remote(client, min_bytes=0) as mode:
+        out = attend[MMCV[1]](*call)
+        there = gradients(call, out)
+        again = attend[MMCV[1]](*call)
+    here = gradients(call, again)  # after it: by the operator's own kernel
+    assert sent(mode) == {FUSED: 1}
+    assert out.dtype is dtype
+    for one, other in zip(there, here, strict=True):
+        assert one.dtype is other.dtype is dtype
+        assert_close(one, other.float())
+
+
+def test_only_points_on_edges_may_get_another_gradient(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, call = library(monkeypatch), operands(nq=64)
+    original = home.multi_scale_deformable_attn_pytorch
+    steps = torch.randint(0, 8, call[2].shape)
+    lattice = torch.rand(call[2].shape) < 0.5
+    sizes = torch.tensor(LEVELS).flip(1)[:, None]
+    location = torch.where(lattice, (steps % sizes + 0.5) / sizes, call[2].detach())
+    call[2] = location.requires_grad_()
+    with remote(client, min_bytes=0):
+        got = gradients(call, home.multi_scale_deformable_attn_pytorch(*call))
+    expected = gradients(call, original(*call))
+    for number in (0, 2):  # continuous across edges
+        assert_close(got[number], expected[number])
+    scale = expected[1].abs().max()
+    differs = ((got[1] - expected[1]).abs() > 1e-4 * scale).any(-1)
+    pixels = location.detach().double() * sizes - 0.5
+    is_edge = ((pixels - pixels.round()).abs() <= 3 * 2**-24 * sizes).any(-1)
+    assert is_edge.sum() > 1000
+    assert not (differs & ~is_edge).any()
+
+
+def test_without_fusing_each_level_is_a_call(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, call = library(monkeypatch), operands()
+    original = home.multi_scale_deformable_attn_pytorch
+    with remote(client, min_bytes=0, fused=False) as mode:
+        assert home.multi_scale_deformable_attn_pytorch is original
+        gradients(call, original(*call))
+    assert sent(mode) == {COMPOSED: len(LEVELS)}
+
+
+def test_the_inner_remote_decides(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, call = library(monkeypatch), operands()
+    original = home.multi_scale_deformable_attn_pytorch
+    with remote(client, min_bytes=0):
+        with remote(client, min_bytes=0, fused=False):
+            assert not is_fused(home.multi_scale_deformable_attn_pytorch(*call))
+            with remote(client, min_bytes=0):
+                assert is_fused(home.multi_scale_deformable_attn_pytorch(*call))
+        assert is_fused(home.multi_scale_deformable_attn_pytorch(*call))
+    assert home.multi_scale_deformable_attn_pytorch is original
+
+
+def test_other_threads_keep_the_function(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, call = library(monkeypatch), operands()
+    original = home.multi_scale_deformable_attn_pytorch
+    inside, seen, found = threading.Event(), threading.Event(), []
+
+    def enter() -> None:
+        with remote(client, min_bytes=0):
+            inside.set()
+            assert seen.wait(60)
+            found.append(is_fused(home.multi_scale_deformable_attn_pytorch(*call)))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    assert inside.wait(60)
+    assert home.multi_scale_deformable_attn_pytorch is not original
+    assert not is_fused(home.multi_scale_deformable_attn_pytorch(*call))
+    with remote(client, min_bytes=0):
+        seen.set()
+        thread.join()
+        assert is_fused(home.multi_scale_deformable_attn_pytorch(*call))  # the other one's end undid nothing
+    assert found == [True]
+    assert home.multi_scale_deformable_attn_pytorch is original
+
+
+def test_a_changed_signature_is_left_alone_and_told_once(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = "value, value_spatial_shapes, sampling_locations, attention_weights, scale=1"
+    home, call = library(monkeypatch, parameters=parameters), operands()
+    mode = remote(client, min_bytes=0)
+    with (
+        pytest.warns(RemoteWarning, match=r"left alone: found parameters value, .* scale; expected value"),
+        mode,
+    ):
+        gradients(call, home.multi_scale_deformable_attn_pytorch(*call))
+    with mode:  # and a second warning would be an error
+        pass
+    assert sent(mode) == {COMPOSED: len(LEVELS)}
+
+
+def test_a_warning_that_is_an_error_leaves_nothing_entered(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = library(
+        monkeypatch, "ultralytics.nn.modules.utils", parameters="value, value_spatial_shapes, x"
+    )
+    home = library(monkeypatch)
+    original, before = home.multi_scale_deformable_attn_pytorch, changed.multi_scale_deformable_attn_pytorch
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RemoteWarning)
+        with pytest.raises(RemoteWarning), remote(client):
+            pass
+    assert home.multi_scale_deformable_attn_pytorch is original
+    assert changed.multi_scale_deformable_attn_pytorch is before
+    assert not is_fused(original(*operands()))
+
+
+def test_a_users_own_function_under_a_known_name_is_left_alone(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = library(monkeypatch, "my.model", MMCV[1]).multi_scale_deformable_attn_pytorch
+    home, call = library(monkeypatch), operands()
+    home.multi_scale_deformable_attn_pytorch = own
+    mode = remote(client, min_bytes=0)
+    with pytest.warns(RemoteWarning, match="left alone: found something else"):
+        mode.__enter__()
+    with mode:
+        assert home.multi_scale_deformable_attn_pytorch is own
+        gradients(call, own(*call))
+    mode.__exit__(None, None, None)
+    assert sent(mode) == {COMPOSED: len(LEVELS)}
+    assert home.multi_scale_deformable_attn_pytorch is own
+
+
+def test_a_function_that_another_library_wrapped_is_left_alone(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = library(monkeypatch)
+    original = home.multi_scale_deformable_attn_pytorch
+
+    @functools.wraps(original)
+    def theirs(*args: Any) -> Any:
+        return original(*args)
+
+    home.multi_scale_deformable_attn_pytorch = theirs
+    with pytest.warns(RemoteWarning, match="left alone"), remote(client, min_bytes=0):
+        assert home.multi_scale_deformable_attn_pytorch is theirs
+
+
+def test_what_is_patched_over_wins_and_nothing_of_it_is_undone(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, call = library(monkeypatch), operands()
+    original = home.multi_scale_deformable_attn_pytorch
+    with remote(client, min_bytes=0):
+        kept = home.multi_scale_deformable_attn_pytorch
+        home.multi_scale_deformable_attn_pytorch = theirs = functools.partial(original)
+        assert not is_fused(home.multi_scale_deformable_attn_pytorch(*call))
+    assert home.multi_scale_deformable_attn_pytorch is theirs
+    home.multi_scale_deformable_attn_pytorch = kept  # they restore what they found
+    assert not is_fused(kept(*call))
+    with remote(client, min_bytes=0):
+        assert is_fused(home.multi_scale_deformable_attn_pytorch(*call))
+    assert home.multi_scale_deformable_attn_pytorch is original
+
+
+def test_a_function_that_computes_something_else_is_left_alone(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = f"def {MMCV[1]}({NAMES['parameters']}):\n    return 2 * value.flatten(2)[:, :11]"
+    home, call = module(monkeypatch, MMCV[0], source), operands()
+    with remote(client, min_bytes=0):
+        with pytest.warns(RemoteWarning, match="its result is not that of the operator"):
+            home.multi_scale_deformable_attn_pytorch(*call)
+        out = home.multi_scale_deformable_attn_pytorch(*call)
+    assert torch.equal(out, 2 * call[0].flatten(2)[:, :11])
+
+
+def test_a_call_too_small_to_send_stays_as_it_is(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, call = library(monkeypatch), operands()
+    with remote(client, min_bytes=2**20) as mode:
+        out = home.multi_scale_deformable_attn_pytorch(*call)
+        assert not is_fused(out)
+        gradients(call, out)
+    assert sent(mode) == {}
+
+
+@pytest.mark.parametrize(("dtype", "ch"), [(torch.float32, 12), (torch.float64, 8)])
+def test_what_the_operator_refuses_stays_as_it_is(
+    client: Client, monkeypatch: pytest.MonkeyPatch, dtype: Any, ch: int
+) -> None:
+    home, call = library(monkeypatch), operands(dtype, ch=ch)
+    with remote(client, min_bytes=0) as mode:
+        with pytest.warns(RemoteWarning, match=f"{FUSED} is not made use of"):
+            out = home.multi_scale_deformable_attn_pytorch(*call)
+        assert not is_fused(out)
+        if dtype is torch.float32:
+            gradients(call, out)
+    assert sent(mode) == ({COMPOSED: len(LEVELS)} if dtype is torch.float32 else {})
+
+
+def test_calls_that_make_no_gradient_stay_as_they_are(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, call = library(monkeypatch), operands()
+    with remote(client, min_bytes=0):
+        with torch.no_grad():
+            assert home.multi_scale_deformable_attn_pytorch(*call).grad_fn is None
+        plain = [t.detach() if isinstance(t, torch.Tensor) else t for t in call]
+        assert home.multi_scale_deformable_attn_pytorch(*plain).grad_fn is None
+        with pytest.raises(TypeError, match="missing 1 required positional argument"):
+            home.multi_scale_deformable_attn_pytorch(*call[:3])
+        with pytest.raises(RuntimeError, match="split"):
+            home.multi_scale_deformable_attn_pytorch(call[0], [(3, 3)], *call[2:])
+
+
+def test_autocast_gives_the_types_that_the_function_gives(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, call = library(monkeypatch), operands()
+    call[0] = call[0].detach().bfloat16().requires_grad_()
+    original = home.multi_scale_deformable_attn_pytorch
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = original(*call)
+        with remote(client, min_bytes=0) as mode:
+            out = home.multi_scale_deformable_attn_pytorch(*call)
+            got = gradients(call, out)
+    assert out.dtype is expected.dtype
+    assert sent(mode) == {FUSED: 1}
+    for one, other in zip(got, gradients(call, expected), strict=True):
+        assert one.dtype is other.dtype
+        assert_close(one, other.float())
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_under_a_checkpoint(client: Client, monkeypatch: pytest.MonkeyPatch, use_reentrant: bool) -> None:
+    home, call = library(monkeypatch), operands()
+    with remote(client, min_bytes=0) as mode:
+        attend = functools.partial(checkpoint, use_reentrant=use_reentrant)
+        out = attend(lambda *args: home.multi_scale_deformable_attn_pytorch(*args), *call)
+        out.sum().backward()
+    assert sent(mode) == {FUSED: 1}
+
+
+def test_what_is_exported_compiled_or_transformed_is_the_function(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, (value, shapes, location, weight) = library(monkeypatch), operands()
+
+    class Model(nn.Module):
+        def forward(self, value: Any, location: Any, weight: Any) -> Any:
+            return home.multi_scale_deformable_attn_pytorch(value, shapes, location, weight)
+
+    model, call = Model(), (value, location, weight)
+    with remote(client, min_bytes=0):
+        exported = torch.export.export(model, call)
+        gradient = torch.func.grad(lambda x: model(x, location, weight).sum())(value)
+        kept = home.multi_scale_deformable_attn_pytorch
+    home.multi_scale_deformable_attn_pytorch = kept  # as another thread sees it, in which nothing is entered
+    compiled = torch.compile(model, backend="eager", fullgraph=True)(*call)
+    names = [str(node.target) for node in exported.graph.nodes]
+    assert sum("grid_sampler" in name for name in names) == len(LEVELS)
+    assert not is_fused(compiled)
+    assert gradient.shape == value.shape
+
+
+def test_a_service_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    home, call = library(monkeypatch), operands()
+    with Client("127.0.0.1:1", retry=RetryPolicy(retry_for_s=0)) as nobody:
+        with remote(nobody, min_bytes=0), pytest.raises(ConnectError):
+            gradients(call, home.multi_scale_deformable_attn_pytorch(*call))
+        with pytest.warns(RemoteWarning), remote(nobody, min_bytes=0, on_error="local") as mode:
+            gradients(call, home.multi_scale_deformable_attn_pytorch(*call))
+        assert mode.summary().failed == len(LEVELS)
+
+
+def test_the_remote_of_the_backward_pass_decides_where_the_gradient_runs(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, call = library(monkeypatch), operands()
+    with remote(client, min_bytes=0) as forward:
+        first, second = (home.multi_scale_deformable_attn_pytorch(*call) for _ in range(2))
+    with remote(client, min_bytes=2**30) as backward:
+        kept = gradients(call, first)
+    assert sent(forward) == sent(backward) == {}
+    assert [(row.operator, row.why) for row in backward.summary().rows] == [(FUSED, "smaller than min_bytes")]
+    with remote(client, min_bytes=0, fused=False) as backward:
+        got = gradients(call, second)
+    assert sent(backward) == {FUSED: 1}
+    for one, other in zip(got, kept, strict=True):
+        assert_close(one, other)
+
+
+def test_a_function_of_ones_own(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_recognised, "_known", [*_recognised._known])
+    names = {"value": "feats", "shapes": "sizes", "locations": "places", "weights": "scores"}
+    home = library(monkeypatch, "my.model", "sample", parameters="scores, places, feats, sizes", **names)
+    register_deformable_attention(
+        "my.*:sample",
+        parameters=("scores", "places", "feats", "sizes"),
+        value="feats",
+        spatial_shapes="sizes",
+        locations="places",
+        weights="scores",
+    )
+    value, shapes, location, weight = call = operands()
+    with remote(client, min_bytes=0) as mode:
+        out = home.sample(sizes=torch.tensor(shapes), places=location, feats=value, scores=weight)
+        gradients(call, out)
+    assert sent(mode) == {FUSED: 1}
+
+
+def test_what_cannot_be_registered() -> None:
+    with pytest.raises(ValueError, match=r"name: found 'sample'; expected 'module:function'"):
+        register_deformable_attention("sample")
+    with pytest.raises(ValueError, match=r"parameters: found \('a',\); expected 'value' among"):
+        register_deformable_attention("my.model:sample", parameters=("a",))

@@ -1,0 +1,133 @@
+"""One step of real models, here and under `remote`: `make models`.
+
+Each model is built from its configuration, small and without weights. Its backward pass runs here, under
+``remote(fused=False)`` and under ``remote()``, with everything sent that may be, to a service of its own on
+this machine. Gradients are compared with those computed here by the same rule: without fusing by PyTorch
+alone, with it by the operator's formula. The table has the calls that were sent, their MiB, and the
+least seconds of a backward pass; the differences are relative norms over all parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import warnings
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tests.models.zoo import MODELS
+
+from npugrad_client import Client
+from npugrad_client.demo._service import local_service
+from npugrad_client.torch import RemoteWarning, remote
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Gradients = dict[str, torch.Tensor]
+ROUNDING = 1e-5
+"""Largest relative norm of a difference, over all parameters."""
+TIMES = 3
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step's gradients, the least seconds of its backward pass, calls that were sent, and their MiB."""
+
+    gradients: Gradients
+    seconds: float
+    sent: int = 0
+    mib: float = 0.0
+
+
+def step(model: Any, output: Callable[[], Any], around: Any = None, backward: Any = None) -> Step:
+    """Runs a model forward and backward.
+
+    Args:
+        model: The model.
+        output: What its loss is the mean square of.
+        around: A `remote` for the whole step.
+        backward: False leaves `around` before the backward pass.
+    """
+    model.zero_grad()
+    with around or nullcontext():
+        loss = output().square().mean()
+        if backward is not False:
+            started = time.perf_counter()
+            loss.backward()
+            seconds = time.perf_counter() - started
+    if backward is False:
+        started = time.perf_counter()
+        loss.backward()
+        seconds = time.perf_counter() - started
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    rows = [row for row in around.summary().rows if row.is_sent] if around else []
+    return Step(found, seconds, sum(row.calls for row in rows), sum(row.bytes for row in rows) / 2**20)
+
+
+def best(run: Callable[[], Step]) -> Step:
+    """The fastest of some runs, all of which have the same gradients but for rounding."""
+    return min((run() for _ in range(TIMES)), key=lambda one: one.seconds)
+
+
+def difference(got: Gradients, expected: Gradients) -> float:
+    """Relative norm over all parameters."""
+    assert got.keys() == expected.keys()
+    error = sum(float((got[name] - expected[name]).double().square().sum()) for name in expected)
+    total = sum(float(tensor.double().square().sum()) for tensor in expected.values())
+    return float((error / total) ** 0.5)
+
+
+def compare(client: Client, made: Callable[[], Any]) -> tuple[tuple[str, ...], bool]:
+    """A model's line of the table, and whether its gradients are right."""
+    torch.manual_seed(0)
+    model, output = made()
+    model.eval()  # nothing random
+    here = best(lambda: step(model, output))
+    before = best(lambda: step(model, output, remote(client, min_bytes=0, fused=False)))
+    after = best(lambda: step(model, output, remote(client, min_bytes=0)))
+    formula = step(model, output, remote(client, min_bytes=0), backward=False)
+    errors = (
+        difference(before.gradients, here.gradients),
+        difference(after.gradients, formula.gradients),
+        difference(after.gradients, here.gradients),
+    )
+    counts = (f"{before.sent} -> {after.sent}", f"{before.mib:.1f} -> {after.mib:.1f}")
+    seconds = (f"{one.seconds:.3f}" for one in (here, before, after))
+    is_right = max(errors[:2]) <= ROUNDING
+    shown = (f"{error:.1e}" for error in errors)
+    return (made.__name__, *counts, *seconds, *shown, "ok" if is_right else "WRONG"), is_right
+
+
+HEADER = (
+    *("model", "sent calls", "MiB", "s here", "s fused=False", "s remote"),
+    *("fused=False - here", "remote - formula", "remote - here", ""),
+)
+
+
+def main() -> int:
+    """Prints the table; exit code 0 if all gradients are right."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    options.add_argument("models", nargs="*", metavar="NAME", help="all by default")
+    chosen = options.parse_args().models
+    lines, is_right = [HEADER], True
+    with warnings.catch_warnings(), local_service("--metrics-listen", "") as address, Client(address) as client:
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", RemoteWarning)
+        for made in MODELS:
+            if not chosen or made.__name__ in chosen:
+                line, right = compare(client, made)
+                lines.append(line)
+                is_right &= right
+                print(" ".join(line), file=sys.stderr, flush=True)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    return 0 if is_right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
