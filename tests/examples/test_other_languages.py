@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(params=["node", "cpp"])
+@pytest.fixture(params=["node", "cpp", "go"])
 def command(request: pytest.FixtureRequest) -> list[str]:
     """What runs the example; skips where its toolchain could not be had."""
     try:
