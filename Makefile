@@ -39,6 +39,8 @@ STAMP_KERNELS_NPU := $(VENV_NPU)/.kernels
 KERNEL_SOURCES := $(wildcard $(addprefix server/kernels/,*.cpp *.h *.map)) server/kernels/build.py
 STAMP_ZIG := $(VENV_ZIG)/.stamp
 STAMP_JAX := $(VENV_JAX)/.stamp
+EXAMPLES := client/examples/other_languages
+STAMP_EXAMPLES := build/examples/.stamp
 ENVOY := build/proofs/envoy
 # Modules are compiled when they are first imported: pip would compile all of torch in each environment.
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
@@ -61,7 +63,7 @@ help: ## List the commands
 venv: $(STAMP) ## Set up .venv with everything for development
 .PHONY: venv
 
-environments: $(STAMP) $(STAMP_GEN) $(STAMP_FLOOR) $(STAMP_NPU) $(STAMP_JAX) ## Set up those of all checks and tests
+environments: $(STAMP) $(STAMP_GEN) $(STAMP_FLOOR) $(STAMP_NPU) $(STAMP_JAX) $(STAMP_EXAMPLES) ## Set up those of all checks and tests
 .PHONY: environments
 
 # torch is pinned: any other version would pull gigabytes of libraries that a CPU host cannot use.
@@ -117,6 +119,15 @@ $(STAMP_ZIG):
 $(STAMP_JAX): pyproject.toml
 	test -x $(VENV_JAX)/bin/python || $(PYTHON) -m venv $(VENV_JAX)
 	$(VENV_JAX)/bin/python $(PIP_INSTALL) --editable '.[server,jax,dev]'
+	touch $@
+
+# Tests of the examples in other languages skip, saying so, until they are built.
+examples: $(STAMP_EXAMPLES) ## Build the examples in other languages, with toolchains below build
+.PHONY: examples
+
+$(STAMP_EXAMPLES): $(wildcard $(EXAMPLES)/*/*.* $(EXAMPLES)/*/Makefile protos/npugrad/v1/*.proto) \
+    tests/examples/foreign.py | $(STAMP)
+	$(BIN)/python -m tests.examples.foreign
 	touch $@
 
 # One of the proxies of prove-rollout; the others are the system's.

@@ -384,8 +384,15 @@ def wrap(header: Any, record: OpRecord, message: Any) -> Any:
     return header
 
 
-def unwrap(header: Any, registry: Registry = REGISTRY) -> tuple[OpRecord, Any]:
+def unwrap(
+    header: Any, registry: Registry = REGISTRY, field: str = "execute: header"
+) -> tuple[OpRecord, Any]:
     """The operator and typed message of a header.
+
+    Args:
+        header: An ExecuteHeader.
+        registry: The operators and their messages.
+        field: The RPC and its field that has the header, as errors name them.
 
     Raises:
         MalformedRequest: It has no call.
@@ -397,5 +404,5 @@ def unwrap(header: Any, registry: Registry = REGISTRY) -> tuple[OpRecord, Any]:
         return registry.records[name], getattr(header, name)
     expected = f"expected one of {', '.join(registry.records)}"
     if header.ByteSize():  # a header has nothing but calls: this is one of a later release
-        raise UnsupportedOperator(f"execute: header: found a call of an unknown operator; {expected}")
-    raise MalformedRequest(f"execute: header: found no call; {expected}")
+        raise UnsupportedOperator(f"{field}: found a call of an unknown operator; {expected}")
+    raise MalformedRequest(f"{field}: found no call; {expected}")

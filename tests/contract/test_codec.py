@@ -221,9 +221,18 @@ def test_bad_option_is_malformed_and_named(field: str, value: Any) -> None:
     assert caught.value.operand == field
 
 
-def test_header_without_a_call_is_malformed() -> None:
-    with pytest.raises(MalformedRequest, match="header: found no call"):
-        codec.unwrap(backward_pb2.ExecuteHeader())
+@pytest.mark.parametrize("field", ["execute: header", "validate: call"])
+def test_header_without_a_call_is_malformed(field: str) -> None:
+    with pytest.raises(MalformedRequest, match=f"^{field}: found no call; expected one of"):
+        codec.unwrap(backward_pb2.ExecuteHeader(), field=field)
+
+
+@pytest.mark.parametrize("record", OPERATORS.values(), ids=list(OPERATORS))
+def test_the_operand_of_a_chunk_is_the_number_of_its_field_less_2(record: OpRecord) -> None:
+    """As backward.proto says, so that a caller without the C signature can count."""
+    numbers = {f.name: f.number for f in REGISTRY.requests[record.name].DESCRIPTOR.fields}
+    assert numbers.pop("options") == 1
+    assert numbers == {p.name: record.param_index(p.name) + 2 for p in record.params}
 
 
 INFO = ExecutionInfo(

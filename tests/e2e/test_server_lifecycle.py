@@ -367,6 +367,24 @@ def test_validate_tells_every_violation_and_needs_no_content(server: ServerProce
             assert not bad.outputs
 
 
+@pytest.mark.parametrize(
+    ("call", "found"),
+    [
+        (None, "validate: call: found no call; expected one of multi_scale_deformable_attention_grad"),
+        (b"", "validate: call: found no call; expected one of multi_scale_deformable_attention_grad"),
+        (b"\xfa\x01\x00", "validate: call: found a call of an unknown operator; expected one of"),  # field 31
+    ],
+)
+def test_validate_names_its_own_field(server: ServerProcess, call: bytes | None, found: str) -> None:
+    header = None if call is None else backward_pb2.ExecuteHeader.FromString(call)
+    with server.channel() as channel:
+        stub = validation_pb2_grpc.ValidationServiceStub(channel)
+        failure = failure_of(
+            lambda: stub.Validate(validation_pb2.ValidateRequest(call=header), timeout=TIMEOUT_S)
+        )
+    assert str(failure.error).startswith(found)
+
+
 def test_validate_takes_another_product_and_refuses_an_unknown_one(server: ServerProcess) -> None:
     made = sample(dtype="bfloat16")
     header = backward_pb2.ExecuteHeader(group_norm_backward=made.message())

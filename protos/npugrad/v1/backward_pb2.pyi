@@ -125,7 +125,11 @@ class Chunk(google.protobuf.message.Message):
     OFFSET_FIELD_NUMBER: builtins.int
     DATA_FIELD_NUMBER: builtins.int
     operand: builtins.int
-    """Which tensor: index of its parameter in the C signature of GetWorkspaceSize, counted from 0."""
+    """Which tensor: index of its parameter in the C signature of GetWorkspaceSize, counted from 0. That is
+    the number of its field in the operator's request less 2, and of a result, the number of the field
+    that declares it in the request, less 2: grad_input of GroupNormBackward, field 12 of the request and
+    2 of the response, is operand 10.
+    """
     offset: builtins.int
     """First byte of the piece in the content of the tensor."""
     data: builtins.bytes

@@ -28,7 +28,7 @@ if _version_not_supported:
 
 class BackwardServiceStub(object):
     """Runs the backward operators. Unary calls carry all data in one message; Execute carries calls of
-    any size. Errors are google.rpc.Status details: ErrorInfo (domain "npugrad") and BadRequest.
+    any size. Errors are google.rpc.Status details: ErrorInfo (domain "npugrad") and others; see errors.proto.
     """
 
     def __init__(self, channel):
@@ -76,7 +76,7 @@ class BackwardServiceStub(object):
 
 class BackwardServiceServicer(object):
     """Runs the backward operators. Unary calls carry all data in one message; Execute carries calls of
-    any size. Errors are google.rpc.Status details: ErrorInfo (domain "npugrad") and BadRequest.
+    any size. Errors are google.rpc.Status details: ErrorInfo (domain "npugrad") and others; see errors.proto.
     """
 
     def MultiScaleDeformableAttentionGrad(self, request, context):
@@ -177,7 +177,7 @@ def add_BackwardServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class BackwardService(object):
     """Runs the backward operators. Unary calls carry all data in one message; Execute carries calls of
-    any size. Errors are google.rpc.Status details: ErrorInfo (domain "npugrad") and BadRequest.
+    any size. Errors are google.rpc.Status details: ErrorInfo (domain "npugrad") and others; see errors.proto.
     """
 
     @staticmethod

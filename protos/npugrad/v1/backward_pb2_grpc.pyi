@@ -20,7 +20,7 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
 
 class BackwardServiceStub:
     """Runs the backward operators. Unary calls carry all data in one message; Execute carries calls of
-    any size. Errors are google.rpc.Status details: ErrorInfo (domain "npugrad") and BadRequest.
+    any size. Errors are google.rpc.Status details: ErrorInfo (domain "npugrad") and others; see errors.proto.
     """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
@@ -70,7 +70,7 @@ class BackwardServiceStub:
 
 class BackwardServiceAsyncStub:
     """Runs the backward operators. Unary calls carry all data in one message; Execute carries calls of
-    any size. Errors are google.rpc.Status details: ErrorInfo (domain "npugrad") and BadRequest.
+    any size. Errors are google.rpc.Status details: ErrorInfo (domain "npugrad") and others; see errors.proto.
     """
 
     MultiScaleDeformableAttentionGrad: grpc.aio.UnaryUnaryMultiCallable[
@@ -119,7 +119,7 @@ class BackwardServiceAsyncStub:
 
 class BackwardServiceServicer(metaclass=abc.ABCMeta):
     """Runs the backward operators. Unary calls carry all data in one message; Execute carries calls of
-    any size. Errors are google.rpc.Status details: ErrorInfo (domain "npugrad") and BadRequest.
+    any size. Errors are google.rpc.Status details: ErrorInfo (domain "npugrad") and others; see errors.proto.
     """
 
     @abc.abstractmethod

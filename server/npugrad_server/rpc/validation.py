@@ -51,11 +51,11 @@ class ValidationServicer:
         """Every violated constraint, or the inferred outputs and, when a device can tell, the workspace.
 
         Raises:
-            MalformedRequest: No operator is named, an attribute is missing, or there is no such product.
+            MalformedRequest: There is no call, an attribute is missing, or there is no such product.
             MalformedTensor: Types, sizes or strides are not sane.
         """
         product = requested_product(message.product, self._product)
-        record, request = unwrap(message.call, self._registry)
+        record, request = unwrap(message.call, self._registry, "validate: call")
         call.operator = record.name
         wire = decode_request(record, request, product)
         call.describe(wire.call)
