@@ -1,4 +1,4 @@
-"""`python -m tests.examples.foreign`: makes the examples in other languages ready to run, below `build`.
+"""`python -m tests.examples.foreign [node cpp go]`: makes examples in other languages ready to run, below `build`.
 
 Nothing is installed. Node.js and npm are those that the development environment has, packages come by the
 example's own lock file; what the system lacks for C++ and Go is unpacked from Debian's packages. Where a
@@ -72,10 +72,11 @@ def command(language: str) -> list[str]:
     return found
 
 
-def main() -> int:
+def main(languages: Iterable[str] = ()) -> int:
     """Makes each ready; the exit status tells whether one that could be built was not."""
     makers: dict[str, Callable[[Path], None]] = {"node": make_node, "cpp": make_cpp, "go": make_go}
-    for language, make in makers.items():
+    for language in languages or makers:
+        make = makers[language]
         folder = OUT / language
         folder.mkdir(parents=True, exist_ok=True)
         (folder / UNAVAILABLE).unlink(missing_ok=True)
@@ -224,4 +225,4 @@ def _run(line: list[str], folder: Path, environment: Mapping[str, str] | None = 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
