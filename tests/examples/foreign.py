@@ -1,4 +1,4 @@
-"""`python -m tests.examples.foreign [node cpp go]`: makes examples in other languages ready to run, below `build`.
+"""`python -m tests.examples.foreign [node cpp go]`: makes examples in other languages ready to run.
 
 Nothing is installed. Node.js and npm are those that the development environment has, packages come by the
 example's own lock file; what the system lacks for C++ and Go is unpacked from Debian's packages. Where a
