@@ -111,7 +111,8 @@ def attention_pixels(
     """
     _check(rule, ATTENTION_RULES)
     location = widened(location, rule)
-    pixels: Array = location * size.astype(location.dtype) - location.dtype.type(0.5)
+    with np.errstate(all="ignore"):
+        pixels: Array = location * size.astype(location.dtype) - location.dtype.type(0.5)
     return pixels.astype(np.float64)
 
 
