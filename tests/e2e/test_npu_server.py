@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 from tests.calls import Sample, call_execute, call_unary, failure_of, fill
 from tests.e2e.harness import wire_layout
+from tests.edge_calls import ATTENTION, IMAGES, SAMPLERS, attention_call, grid_call
 from tests.operators import FLOYD, GRID_SAMPLER, GRID_SAMPLER_3D, GROUP_NORM, MSDA
 
 from npugrad import codec
 from npugrad.agreement import agreement
+from npugrad.coordinates import CoordinateRule
 from npugrad.dtypes import DType
 from npugrad.layout import view
 from npugrad.meta import TensorMeta
@@ -28,6 +30,7 @@ from npugrad.v1 import (
     validation_pb2,
     validation_pb2_grpc,
 )
+from npugrad_client import Client
 from npugrad_server.acceptance.cases import small_calls
 
 if TYPE_CHECKING:
@@ -368,6 +371,21 @@ def test_results_can_be_verified_and_a_wrong_one_is_held_back(start_npu_server: 
         failure = failure_of(lambda: call_execute(channel, sample.frames(verify=True)))
         assert failure.error.reason == "VERIFICATION_FAILED"
         call(channel, sample, verify=True)
+
+
+@pytest.mark.parametrize("record", SAMPLERS, ids=lambda record: record.name)
+def test_points_on_pixel_edges_are_verified_by_the_rules_of_a_card(
+    npu_server: NpuServer, record: OpRecord
+) -> None:
+    """The simulated card has the vendor's coordinates, which part from the service's own."""
+    made = attention_call("identity") if record is ATTENTION else grid_call(record, "identity", 3)
+    with Client(npu_server.process.address) as client:
+        method = getattr(client, record.name)
+        info = method(**made.inputs, **made.meta.attrs, verify=True).info
+        assert info.simulated
+    rule = CoordinateRule.VENDOR_A2 if CoordinateRule.VENDOR_A2 in made.rules else CoordinateRule.MMCV
+    assert info.verification == made.judged(made.by_rule(rule)).explanation
+    assert ("vendor-a2" in info.verification) == (record is IMAGES), "a size at which it matters"
 
 
 def test_one_library_with_all_operators_serves_as_well(

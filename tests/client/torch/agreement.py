@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from npugrad import OPERATORS, tolerance
+from npugrad.agreement import agreement
 from npugrad_client import _arrays
 
 if TYPE_CHECKING:
@@ -15,19 +16,22 @@ if TYPE_CHECKING:
 
 _GROUP_NORM = torch.ops.aten.native_group_norm_backward.default
 _LAYER_NORM = torch.ops.aten.native_layer_norm_backward.default
-_COMPARED = {
-    _GROUP_NORM,
-    _LAYER_NORM,
-    torch.ops.aten.grid_sampler_2d_backward.default,
-    torch.ops.aten.grid_sampler_3d_backward.default,
+_SAMPLERS = {
+    torch.ops.aten.grid_sampler_2d_backward.default: OPERATORS["grid_sampler_2d_backward"],
+    torch.ops.aten.grid_sampler_3d_backward.default: OPERATORS["grid_sampler_3d_backward"],
 }
+_COMPARED = {_GROUP_NORM, _LAYER_NORM, *_SAMPLERS}
 
 
 def assert_close(got: Tensor, golden: Tensor, what: str = "gradient", extra: float = 0.0) -> None:
     """A gradient is within the project's tolerance of float64."""
-    assert got.shape == golden.shape
-    found = tolerance.compare(to_numpy(golden.double()), to_numpy(got), extra)
+    found = _found(got, golden, extra)
     assert found.ok, f"{what}: {found}"
+
+
+def _found(got: Tensor, golden: Tensor, extra: float) -> tolerance.Comparison:
+    assert got.shape == golden.shape
+    return tolerance.compare(to_numpy(golden.double()), to_numpy(got), extra)
 
 
 def to_numpy(tensor: Tensor) -> Any:
@@ -59,7 +63,19 @@ class Golden(TorchDispatchMode):
                 extra = (
                     _cancellation(func, args) if func in (_GROUP_NORM, _LAYER_NORM) and not number else 0.0
                 )
-                assert_close(one.detach(), golden, f"{func}, result {number}", extra)
+                found = _found(one.detach(), golden, extra)
+                assert found.ok or _is_right_at_edges(func, args, got), f"{func}, result {number}: {found}"
+
+
+def _is_right_at_edges(func: Any, args: Any, got: Any) -> bool:
+    """Whether results are right by a rule of coordinates in float32, which PyTorch's float64 has not."""
+    if func not in _SAMPLERS:
+        return False
+    inputs = {n: to_numpy(t.detach()) for n, t in zip(("grad_output", "input", "grid"), args, strict=False)}
+    attrs = dict(zip(("interpolation_mode", "padding_mode", "align_corners"), args[3:6], strict=True))
+    named = zip(("input_grad", "grid_grad"), got, strict=True)
+    results = {name: to_numpy(tensor.detach()) for name, tensor in named if tensor is not None}
+    return agreement(_SAMPLERS[func], inputs, attrs, results).ok
 
 
 def _cancellation(func: Any, args: Any) -> float:
