@@ -58,7 +58,7 @@ class Request:
                 continue
             if type(tensor) not in _PLAIN and not self.takes_subclasses:
                 return f"{name}: found a {type(tensor).__name__}"
-            if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
+            if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized:
                 return f"{name}: found {tensor.dtype} of {tensor.layout} on {tensor.device}"
         return None
 
