@@ -304,7 +304,8 @@ class Engine:
     def _send(self, request: Request) -> tuple[_Sent | None, str]:
         """Results in the caller's order and types, and where the time went; or None, and why."""
         try:
-            server, operands = self._ask_server(), request.operands()
+            server = None if self._policies is STRICT else self._ask_server()
+            operands = request.operands()
             if server is not None and request.operator not in server.operators:  # it matters if it is legal
                 known = _metas(request.operator, operands)
                 require_legal(request.operator, known, request.attrs, server.product)
@@ -342,10 +343,7 @@ class Engine:
         inputs = {param.name: operands.get(param.name) for param in record.inputs}
         return self._client._run(record, inputs, request.attrs, None, options, timeout_s, product)
 
-    def _ask_server(self) -> ServerInfo | None:
-        """What server there is; None where the call is sent whatever it is."""
-        if self._policies is STRICT:
-            return None
+    def _ask_server(self) -> ServerInfo:
         known = self._policies._servers
         server = known.get(self._client)
         if server is None:  # two threads may both ask; they get the same answer

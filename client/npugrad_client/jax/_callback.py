@@ -161,7 +161,7 @@ class _Call:
     """A call as the engine wants it: traced, with arrays that have no values yet, or with arrays of NumPy."""
 
     operator: str
-    arrays: Mapping[str, Array]
+    inputs: Mapping[str, Array]
     attrs: Mapping[str, Any]
     results: Mapping[str, jax.ShapeDtypeStruct]
     odd: None = None
@@ -174,7 +174,7 @@ class _Call:
     @property
     def nbytes(self) -> int:
         """Bytes of operands and results."""
-        every = (*self.arrays.values(), *self.results.values())
+        every = (*self.inputs.values(), *self.results.values())
         return sum(int(np.prod(each.shape)) * each.dtype.itemsize for each in every)
 
     @property
@@ -184,7 +184,7 @@ class _Call:
 
     def metas(self) -> dict[str, TensorMeta | None]:
         """Type and shape of each operand."""
-        return metas(self.operator, self.arrays)
+        return metas(self.operator, self.inputs)
 
     def require_legal(self) -> None:
         """Refuses what no product takes."""
@@ -194,10 +194,10 @@ class _Call:
     def operands(self) -> dict[str, Array]:
         """The operands in one type: mixed ones as float32."""
         if not self.is_mixed:
-            return dict(self.arrays)
+            return dict(self.inputs)
         return {
             name: array.astype(np.float32) if array.dtype.name in FLOATS else array
-            for name, array in self.arrays.items()
+            for name, array in self.inputs.items()
         }
 
     def give_back(self, found: Mapping[str, Any]) -> tuple[Any, ...]:
