@@ -167,11 +167,6 @@ class _Call:
     odd: None = None
 
     @property
-    def inputs(self) -> Mapping[str, Array]:
-        """Operands by name."""
-        return self.arrays
-
-    @property
     def nbytes(self) -> int:
         """Bytes of operands and results."""
         every = (*self.inputs.values(), *self.results.values())
