@@ -10,7 +10,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING, TypeVar
 
 from npugrad_client._costs import MARGIN, Kind, describe, kind_of
@@ -41,7 +41,7 @@ class KindAdvice:
         kind: Type and shape of the largest operand of its first call, such as ``"float32[2,32,64,64]"``.
         calls: Calls in a backward pass.
         bytes: Bytes of a call's operands and results, on average.
-        local_s: Seconds of a call here.
+        local_s: Seconds of a call here, the median.
         remote_s: Seconds of a call that is sent, as measured; None where it cannot be sent.
         why: Why it cannot be sent; else empty.
     """
@@ -102,11 +102,10 @@ class Advice:
 
 @dataclass
 class _Calls:
-    """Calls of a kind in one pass."""
+    """Calls of a kind in one pass: bytes and seconds of each."""
 
-    count: int = 0
-    nbytes: int = 0
-    seconds: float = 0.0
+    nbytes: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -182,11 +181,8 @@ class Profile:
             self._seen[kind] = self._probe(request, nbytes, local)
             now.probing_s += self._clock() - before
         calls = now.kinds.setdefault(kind, _Calls())
-        calls.count, calls.nbytes, calls.seconds = (
-            calls.count + 1,
-            calls.nbytes + nbytes,
-            calls.seconds + seconds,
-        )
+        calls.nbytes.append(nbytes)
+        calls.seconds.append(seconds)
         return result
 
     def _probe(self, request: Request, nbytes: int, local: Callable[[], object]) -> _Seen:
@@ -239,11 +235,15 @@ def _usual_s(seconds: Sequence[float]) -> float:
 
 
 def _row(kind: Kind, seen: _Seen, passes: Sequence[_Calls]) -> KindAdvice:
-    count, nbytes = sum(each.count for each in passes), sum(each.nbytes for each in passes)
-    local_s = sum(each.seconds for each in passes) / count
-    scale = nbytes / count / max(seen.nbytes, 1)  # sizes of a kind differ up to a factor
+    nbytes = [each for calls in passes for each in calls.nbytes]
+    seconds = [each for calls in passes for each in calls.seconds]
+    average = fmean(nbytes)
+    # By byte, as sizes of a kind differ; the median, as what disturbs a call here is no reason to send it.
+    rates = [each_s / max(size, 1) for each_s, size in zip(seconds, nbytes, strict=True)]
+    local_s, scale = median(rates) * max(average, 1), average / max(seen.nbytes, 1)
     if len(passes) == 1 and seen.local:  # which was the first pass, or about it: these were warm
         local_s = min(local_s, _usual_s(seen.local) * scale)
     remote_s = _usual_s(seen.remote) * scale if seen.remote else None
-    per_pass = count / len(passes)
-    return KindAdvice(kind.operator, seen.text, per_pass, nbytes / count, local_s, remote_s, seen.why)
+    return KindAdvice(
+        kind.operator, seen.text, len(nbytes) / len(passes), average, local_s, remote_s, seen.why
+    )

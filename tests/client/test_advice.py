@@ -133,6 +133,17 @@ def test_in_one_pass_a_first_call_that_had_to_warm_up_is_not_the_time_of_all() -
     assert row.local_s == 0.5
 
 
+def test_a_call_that_was_disturbed_here_is_no_reason_to_send() -> None:
+    world = World({"norm": 0.5}, {"norm": 2.0})
+    for _ in range(4):
+        world.step(Request())
+    world.here["norm"] = 50.0
+    world.step(Request())
+    (row,) = world.profile.advice().rows
+    assert row.local_s == 0.5
+    assert not row.send
+
+
 def test_a_tie_stays_here() -> None:
     assert not KindAdvice("norm", "", 1, 1, 1.0, 1.0).send
     assert not KindAdvice("norm", "", 1, 1, 1.0, 0.96).send

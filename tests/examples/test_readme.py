@@ -57,6 +57,9 @@ def test_shell_example_runs(
     call = record.build()
     arrays: dict[str, Any] = {**record.make_inputs(call, np.random.default_rng(1)), **call.attrs}
     np.savez(tmp_path / "in.npz", **arrays)
+    (tmp_path / "train.py").write_text(
+        "import torch\ntorch.nn.GroupNorm(2, 4)(torch.randn(2, 4, 8)).square().sum().backward()\n", "utf-8"
+    )
     monkeypatch.chdir(tmp_path)
     arguments = shlex.split(command)[1:]
     if arguments[0] == "bench":
