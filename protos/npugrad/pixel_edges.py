@@ -63,7 +63,7 @@ class Explanation:
 
     def __str__(self) -> str:
         """In words."""
-        text = f"right by coordinate rule {' = '.join((self.rule, *self.alike))}"
+        text = f"by coordinate rule {' = '.join((self.rule, *self.alike))}"
         if not self.moved:
             return text
         return (

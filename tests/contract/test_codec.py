@@ -228,7 +228,7 @@ def test_header_without_a_call_is_malformed() -> None:
 
 INFO = ExecutionInfo(
     "cpu", "cpu:3", Product.ATLAS_TRAINING, True, 2**40, 2, 0.5, 0.25, 1.5, 0.125, "request-1",
-    "right by coordinate rule vendor-a2",
+    "by coordinate rule vendor-a2",
 )  # fmt: skip
 
 

@@ -111,7 +111,7 @@ def test_a_few_points_may_lie_on_the_other_side_and_are_told(
     rule = call.rules[number]
     found = call.judged(moved(call, movable(call, 7), rule))
     assert found.ok, found
-    assert found.explanation.startswith(f"right by coordinate rule {rule}")
+    assert found.explanation.startswith(f"by coordinate rule {rule}")
     assert f"but for 7 of {call.sampled.count} points" in found.explanation
     assert found.comparisons.keys() == call.by_rule(rule).keys()
 
