@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.derived import SEEDS
+from tests.derived import NO_PLACES, SEEDS
 from tests.edge_calls import (
     ATTENTION,
     DTYPES,
@@ -67,6 +67,28 @@ def test_mistakes_are_refused(record: OpRecord, kind: str, mutant: str, seed: in
         found = call.judged(results)
         assert not found.ok, f"{call}, {mutant} by {rule}: {found.explanation}"
         assert "no coordinate rule explains it" in str(found)
+
+
+@each_sampler
+@given(seed=SEEDS)
+@settings(deadline=None, max_examples=6)
+def test_coordinates_that_are_no_place_are_judged_like_others(record: OpRecord, seed: int) -> None:
+    call = drawn(record, "lattice", seed)
+    rng = np.random.default_rng(seed)
+    name = "location" if record is ATTENTION else "grid"
+    coordinates = call.inputs[name]
+    odd = rng.random(coordinates.shape) < 0.2
+    with np.errstate(all="ignore"):
+        coordinates[odd] = rng.choice(NO_PLACES, int(odd.sum())).astype(coordinates.dtype)
+    for rule in call.rules:
+        results = call.by_rule(rule)
+        found = call.judged(results)
+        assert found.ok, f"{call} by {rule}: {found}"
+        with np.errstate(all="ignore"):
+            for values in results.values():
+                largest = np.abs(values[np.isfinite(values)]).max(initial=1)
+                values.reshape(-1)[rng.integers(0, values.size, 200)] += largest
+        assert not call.judged(results).ok
 
 
 def on_edges(record: OpRecord, **attrs: Any) -> EdgeCall:
