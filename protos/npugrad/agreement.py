@@ -26,13 +26,11 @@ class Agreement:
     """What the comparison of a call's results with its reference found.
 
     Attributes:
-        comparisons: By name of the output; those of the rule that explains the results best known, which is
-            the service's own where none does.
-        explanation: By which rule the results are right, and how many points were allowed the other side
-            of a pixel edge, in words; empty where the operator has no such points or the service's own rule
-            explains everything, and where nothing explains the results.
-        tried: The rules that were tried and did not explain the results, for a person; empty where the
-            results are right.
+        comparisons: By name of the output: with the values that explain the results, else with those of the
+            service's own rule of coordinates.
+        explanation: By which rule the results are right, and how many points lie on the other side of a
+            pixel edge, in words; empty where the service's own rule explains everything, or nothing does.
+        tried: The rules that do not explain results that are wrong, in words; empty where there are none.
     """
 
     comparisons: Mapping[str, Comparison]
@@ -92,10 +90,11 @@ def agreement(
     if golden is not None:
         values = {name: array.copy() for name, array in golden.items()}
     call = record.sampled(inputs, attrs)
-    for explained in pixel_edges.explanations(call, results, values):
-        comparisons = _compared(record, inputs, attrs, results, values)
-        if all(each.ok for each in comparisons.values()):
-            return Agreement(comparisons, explanation=str(explained))
+    with np.errstate(all="ignore"):  # places may be NaN or infinite
+        for explained in pixel_edges.explanations(call, results, values):
+            comparisons = _compared(record, inputs, attrs, results, values)
+            if all(each.ok for each in comparisons.values()):
+                return Agreement(comparisons, explanation=str(explained))
     return Agreement(found.comparisons, tried=f"no coordinate rule explains it: {', '.join(call.rules)}")
 
 

@@ -63,7 +63,7 @@ class Explanation:
 
     def __str__(self) -> str:
         """In words."""
-        text = f"right by coordinate rule {' = '.join((self.rule, *self.alike))}"
+        text = f"by coordinate rule {' = '.join((self.rule, *self.alike))}"
         if not self.moved:
             return text
         return (
@@ -83,14 +83,13 @@ def explanations(
         golden: The reference's values of each by the service's own rule, C-contiguous. Whenever an
             explanation is yielded they are its values.
     """
-    with np.errstate(all="ignore"):
-        suspects = _wrong_points(call, results, golden)
-        yield from _with_moves(call, call.rules[0], results, golden)
-        for rule in call.rules[1:]:
-            if _explains_most(call, rule, suspects, results, golden):
-                call.compute(rule, golden)
-                yield _explanation(call, rule, 0)
-                yield from _with_moves(call, rule, results, golden)
+    suspects = _wrong_points(call, results, golden)
+    yield from _with_moves(call, call.rules[0], results, golden)
+    for rule in call.rules[1:]:
+        if _explains_most(call, rule, suspects, results, golden):
+            call.compute(rule, golden)
+            yield _explanation(call, rule, 0)
+            yield from _with_moves(call, rule, results, golden)
 
 
 def _explanation(call: SampledCall, rule: CoordinateRule, moved: int) -> Explanation:

@@ -237,7 +237,7 @@ def test_the_operand_of_a_chunk_is_the_number_of_its_field_less_2(record: OpReco
 
 INFO = ExecutionInfo(
     "cpu", "cpu:3", Product.ATLAS_TRAINING, True, 2**40, 2, 0.5, 0.25, 1.5, 0.125, "request-1",
-    "right by coordinate rule vendor-a2",
+    "by coordinate rule vendor-a2",
 )  # fmt: skip
 
 

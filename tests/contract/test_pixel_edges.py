@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.derived import SEEDS
+from tests.derived import NO_PLACES, SEEDS
 from tests.edge_calls import (
     ATTENTION,
     DTYPES,
@@ -69,6 +69,28 @@ def test_mistakes_are_refused(record: OpRecord, kind: str, mutant: str, seed: in
         assert "no coordinate rule explains it" in str(found)
 
 
+@each_sampler
+@given(seed=SEEDS)
+@settings(deadline=None, max_examples=6)
+def test_coordinates_that_are_no_place_are_judged_like_others(record: OpRecord, seed: int) -> None:
+    call = drawn(record, "lattice", seed)
+    rng = np.random.default_rng(seed)
+    name = "location" if record is ATTENTION else "grid"
+    coordinates = call.inputs[name]
+    odd = rng.random(coordinates.shape) < 0.2
+    with np.errstate(all="ignore"):
+        coordinates[odd] = rng.choice(NO_PLACES, int(odd.sum())).astype(coordinates.dtype)
+    for rule in call.rules:
+        results = call.by_rule(rule)
+        found = call.judged(results)
+        assert found.ok, f"{call} by {rule}: {found}"
+        with np.errstate(all="ignore"):
+            for values in results.values():
+                largest = np.abs(values[np.isfinite(values)]).max(initial=1)
+                values.reshape(-1)[rng.integers(0, values.size, 200)] += largest
+        assert not call.judged(results).ok
+
+
 def on_edges(record: OpRecord, **attrs: Any) -> EdgeCall:
     """A call of many points that lie so near to an edge that the rules part."""
     if record is ATTENTION:
@@ -111,7 +133,7 @@ def test_a_few_points_may_lie_on_the_other_side_and_are_told(
     rule = call.rules[number]
     found = call.judged(moved(call, movable(call, 7), rule))
     assert found.ok, found
-    assert found.explanation.startswith(f"right by coordinate rule {rule}")
+    assert found.explanation.startswith(f"by coordinate rule {rule}")
     assert f"but for 7 of {call.sampled.count} points" in found.explanation
     assert found.comparisons.keys() == call.by_rule(rule).keys()
 

@@ -77,8 +77,8 @@ def test_points_on_edges_are_accepted_by_whatever_rule_and_refused_on_the_wrong_
     assert verified(client, call, "") == ""
     for rule in call.rules:
         told = verified(client, call, rule.value)
-        assert told == "" or told.startswith("right by coordinate rule "), told
-    assert verified(client, call, CoordinateRule.FLOAT64.value) == "right by coordinate rule float64"
+        assert told == "" or told.startswith("by coordinate rule "), told
+    assert verified(client, call, CoordinateRule.FLOAT64.value) == "by coordinate rule float64"
     with pytest.raises(DeviceError, match="no coordinate rule explains it") as caught:
         verified(client, call, "shifted")
     assert caught.value.reason == "VERIFICATION_FAILED"
@@ -87,4 +87,4 @@ def test_points_on_edges_are_accepted_by_whatever_rule_and_refused_on_the_wrong_
 def test_the_rule_of_the_vendor_is_told(client: Client) -> None:
     call = grid_call(IMAGES, "identity", 3, padding_mode=0)  # of a size at which it matters
     told = verified(client, call, "vendor-a2")
-    assert told == "right by coordinate rule torch-unfused = vendor-a2 = vendor-950"
+    assert told == "by coordinate rule torch-unfused = vendor-a2 = vendor-950"

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from rich.console import Console
+from tests.edge_calls import IMAGES, grid_call
 
+from npugrad.coordinates import CoordinateRule
+from npugrad.workloads import Filled
 from npugrad_client import Client, GridSampler2DBackwardResult
 from npugrad_client.demo._cases import Case, official_cases
 from npugrad_client.demo._report import run_case, tables
 
 if TYPE_CHECKING:
     from tests.fix_server import ServerProcess
-
-    from npugrad.workloads import Filled
 
 OFFICIAL = {case.record.name: case for case in official_cases()}
 GRID, NORM = OFFICIAL["grid_sampler_2d_backward"], OFFICIAL["group_norm_backward"]
@@ -56,6 +57,24 @@ def test_wrong_official_value_makes_the_row_wrong(server: ServerProcess) -> None
     text = page.getvalue()
     assert "WRONG" in text
     assert "OFFICIAL VALUES DIFFER" in text
+
+
+def test_a_result_on_pixel_edges_is_right_and_says_by_which_rule(server: ServerProcess) -> None:
+    call = grid_call(IMAGES, "identity", 3, padding_mode=0)
+    results = call.by_rule(CoordinateRule.FLOAT64)
+
+    class OnAnotherDevice(Client):
+        def grid_sampler_2d_backward(self, **operands: Any) -> GridSampler2DBackwardResult:
+            answer = super().grid_sampler_2d_backward(**operands)
+            return replace(answer, input_grad=results["input_grad"], grid_grad=results["grid_grad"])
+
+    with OnAnotherDevice(server.address) as client:
+        row = run_case(client, replace(GRID, make=lambda: Filled(call.inputs, call.meta.attrs)))
+    assert row.is_right
+    page = StringIO()
+    for table in tables([row]):
+        Console(width=300, file=page).print(table)
+    assert "right, by coordinate rule float64" in page.getvalue()
 
 
 def test_wrong_result_makes_the_row_wrong(server: ServerProcess) -> None:

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.edge_calls import IMAGES, grid_call
 
 from npugrad import get_operator
+from npugrad.coordinates import CoordinateRule
 from npugrad_server.acceptance.job import Ran, make_job
+from npugrad_server.acceptance.known import known
 from npugrad_server.acceptance.numerics import COLUMNS, Accuracy
 from npugrad_server.acceptance.probes import check_probes
 from npugrad_server.acceptance.step import StepLog
@@ -53,6 +56,19 @@ def test_right_results_pass_and_their_errors_are_kept() -> None:
         assert 0 < error < 1e-3
         assert 0 < worst < 1
     assert len(COLUMNS) == 7
+
+
+def test_points_on_pixel_edges_pass_with_the_rule_that_explains_them() -> None:
+    call = grid_call(IMAGES, "identity", 3, padding_mode=0)
+    job, out = replace(make_job(call.record, call.meta), arrays=call.inputs), StepLog()
+    results = call.by_rule(CoordinateRule.VENDOR_A2)
+    assert Accuracy().check(out, "one", "small", "float32", job, Ran(results, DONE))
+    assert out.checks[0].found.endswith("by coordinate rule torch-unfused = vendor-a2 = vendor-950")
+    assert known("one", job).complaint(Ran(results, DONE)) == ""
+    mistaken = call.mutated("hundredth", CoordinateRule.VENDOR_A2)
+    assert not Accuracy().check(out, "one", "small", "float32", job, Ran(mistaken, DONE))
+    assert out.checks[1].found.endswith("no coordinate rule explains it: " + ", ".join(call.rules))
+    assert known("one", job).complaint(Ran(mistaken, DONE)) == out.checks[1].found
 
 
 def test_one_wrong_element_fails_with_the_output_and_where(bench: Bench) -> None:
