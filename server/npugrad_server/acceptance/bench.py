@@ -30,8 +30,8 @@ from npugrad_server.acceptance.supervised import SupervisedDevice
 from npugrad_server.acceptance.trial import open_trial
 from npugrad_server.devices import DETERMINISTIC, parse_device
 from npugrad_server.pool import PoolSettings
+from npugrad_server.pool.admission import demand_of
 from npugrad_server.pool.arena import InputArena
-from npugrad_server.pool.demand import demand_of
 from npugrad_server.pool.regions import RegionAllocator
 from npugrad_server.worker.protocol import (
     AskMemory,
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from npugrad_server.acceptance.job import Arrays
     from npugrad_server.acceptance.trial import Trial
     from npugrad_server.pool import PlannedCall
-    from npugrad_server.pool.demand import Demand
+    from npugrad_server.pool.admission import Demand
     from npugrad_server.pool.regions import Region
     from npugrad_server.worker.protocol import DeviceReady
 

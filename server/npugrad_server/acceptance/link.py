@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout  # before 3.11 not the builtin one
 from typing import TYPE_CHECKING
 
-from npugrad_server.backends.base import Comeback
+from npugrad_server.backends.base import RestartPolicy
 from npugrad_server.machine import cpu_count
 from npugrad_server.pool.process import WorkerProcess
 from npugrad_server.worker.protocol import (
@@ -156,4 +156,4 @@ class WorkerLink:
         if self._failure is not None:
             return self._failure
         words = self._ended.result() if self._ended.done() else "the worker process ends"
-        return DeviceFailed(0, words, 0, Comeback.SOON.value, retry=True, blameless=False)
+        return DeviceFailed(0, words, 0, RestartPolicy.SOON.value, retry=True, exempt=False)

@@ -11,7 +11,7 @@ from functools import partial
 from threading import Barrier, Event
 from typing import TYPE_CHECKING, Protocol
 
-from npugrad_server.backends.base import Comeback
+from npugrad_server.backends.base import RestartPolicy
 from npugrad_server.machine import cpu_count
 from npugrad_server.pool.commands import Failure
 from npugrad_server.pool.heartbeat import Heartbeat
@@ -61,7 +61,7 @@ class Events(Protocol):
     def worker_deferred(self, worker: int, incarnation: int, answer: CallDeferred) -> None:
         """A process has given a call back, for want of room for its workspace."""
 
-    def worker_lacks(self, worker: int, call: int) -> None:
+    def worker_missed_plan(self, worker: int, call: int) -> None:
         """The process of a device lacks the plan of a call."""
 
     def worker_planned(self, worker: int, incarnation: int, answer: CallPlanned) -> None:
@@ -231,7 +231,7 @@ class Fleet:
         elif isinstance(message, NeedWorkspace):
             self._events.worker_asks(worker, process.incarnation, message)
         elif isinstance(message, CallUnknown):
-            self._events.worker_lacks(worker, message.call)
+            self._events.worker_missed_plan(worker, message.call)
         elif isinstance(message, CallDeferred):
             process.plans.end(message.call)
             self._events.worker_deferred(worker, process.incarnation, message)
@@ -294,11 +294,11 @@ class Fleet:
 
 
 def _failure(message: OpenFailed | DeviceFailed) -> Failure:
-    comeback = Comeback(message.comeback)
+    restart_policy = RestartPolicy(message.restart_policy)
     if isinstance(message, OpenFailed):
-        return Failure(message.message, comeback)
+        return Failure(message.message, restart_policy)
     return Failure(
-        message.message, comeback, message.call, message.code or None, message.retry, message.blameless
+        message.message, restart_policy, message.call, message.code or None, message.retry, message.exempt
     )
 
 

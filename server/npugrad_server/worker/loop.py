@@ -89,7 +89,7 @@ class Worker:
         try:
             arenas, backend = Arenas(opening), self._open(opening)
         except (DeviceUnusable, DeviceLost) as error:
-            self._send(OpenFailed(str(error)[:_MAX_REASON], error.comeback.value))
+            self._send(OpenFailed(str(error)[:_MAX_REASON], error.restart_policy.value))
             return 1
         except Exception as error:
             self._send(OpenFailed(f"{type(error).__name__}: {error}"[:_MAX_REASON]))
@@ -143,7 +143,7 @@ class Worker:
         # Streams fail together; one report is enough, and no other answer may follow it.
         self._ending.acquire()
         message = str(lost)[:_MAX_REASON]
-        self._send(DeviceFailed(call, message, lost.code, lost.comeback.value, lost.retry, lost.blameless))
+        self._send(DeviceFailed(call, message, lost.code, lost.restart_policy.value, lost.retry, lost.exempt))
         os._exit(EXIT_DEVICE_LOST)
 
     def _listen(self) -> None:

@@ -26,7 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
-from npugrad_server.backends.base import Comeback
+from npugrad_server.backends.base import RestartPolicy
 from npugrad_server.worker.run_again import RunAgain
 
 if TYPE_CHECKING:
@@ -96,11 +96,11 @@ class OpenFailed:
 
     Attributes:
         message: Why, for a person.
-        comeback: When another try makes sense: a `Comeback`.
+        restart_policy: When another try makes sense: a `RestartPolicy`.
     """
 
     message: str
-    comeback: str = Comeback.SOON.value
+    restart_policy: str = RestartPolicy.SOON.value
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,9 @@ class DeviceFailed:
     call: int
     message: str
     code: int
-    comeback: str
+    restart_policy: str
     retry: bool
-    blameless: bool
+    exempt: bool
 
 
 @dataclass(frozen=True)

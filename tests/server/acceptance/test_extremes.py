@@ -23,7 +23,7 @@ from npugrad_server.acceptance.extremes import (
 from npugrad_server.acceptance.known import known
 from npugrad_server.acceptance.step import StepLog, StepSkipped
 from npugrad_server.acl.layout import arrange
-from npugrad_server.pool.demand import demand_of
+from npugrad_server.pool.admission import demand_of
 
 if TYPE_CHECKING:
     from npugrad_server.acceptance.job import Job

@@ -441,7 +441,7 @@ def test_the_option_of_determinism_is_set_only_when_it_changes(npu_worker: NpuWo
 
 
 @pytest.mark.parametrize(
-    ("plan", "code", "comeback", "words"),
+    ("plan", "code", "restart_policy", "words"),
     [
         ("kernel:1:507015", 507015, "soon", "exception, timeout or trap of a core"),
         (f"{RUN_NORM}:1:507018", 507018, "soon", f"{RUN_NORM} returned 507018"),
@@ -454,7 +454,7 @@ def test_the_option_of_determinism_is_set_only_when_it_changes(npu_worker: NpuWo
     ],
 )
 def test_a_device_that_fails_ends_its_worker_with_the_reason(
-    start_npu_worker: StartNpuWorker, plan: str, code: int, comeback: str, words: str
+    start_npu_worker: StartNpuWorker, plan: str, code: int, restart_policy: str, words: str
 ) -> None:
     worker = start_npu_worker()
     worker.check(GROUP_NORM, NORM)
@@ -463,7 +463,7 @@ def test_a_device_that_fails_ends_its_worker_with_the_reason(
     worker.send(order)
     said = worker.receive()
     assert isinstance(said, DeviceFailed), said
-    assert (said.call, said.code, said.comeback, said.retry) == (order.call, code, comeback, True)
+    assert (said.call, said.code, said.restart_policy, said.retry) == (order.call, code, restart_policy, True)
     assert f"returned {code}" in said.message
     assert words in said.message
     assert worker.process.wait(10) == EXIT_DEVICE_LOST
@@ -476,7 +476,7 @@ def test_a_hang_is_cut_by_the_bounded_wait(start_npu_worker: StartNpuWorker) -> 
     said = worker.ask(GROUP_NORM, NORM, deadline_s=start + 1.0)
     took = time.monotonic() - start
     assert isinstance(said, DeviceFailed), said
-    assert (said.code, said.retry, said.blameless) == (507046, False, True)
+    assert (said.code, said.retry, said.exempt) == (507046, False, True)
     assert "aclrtSynchronizeStreamWithTimeout returned 507046" in said.message
     assert 1.0 < took < 1.95  # before the pool would end it
     assert worker.process.wait(10) == EXIT_DEVICE_LOST

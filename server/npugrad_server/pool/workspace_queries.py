@@ -24,7 +24,7 @@ ANSWER_TIMEOUT_S = 5.0
 """Seconds a device has to answer; it may be busy with a call on every stream."""
 
 
-class Questions:
+class WorkspaceQueries:
     """Asks workers, and gives each answer to whoever waits for it. On the pool's event loop."""
 
     def __init__(self, fleet: Fleet, scheduler: Scheduler, numbers: Iterator[int]) -> None:
@@ -74,7 +74,7 @@ class Questions:
         return min(able, key=lambda worker: len(worker.running)).index if able else None
 
     def take(self, answer: CallPlanned | CallDone | CallFailed) -> bool:
-        """Takes the answer to a question; returns whether it was one."""
+        """Takes the answer to a query; returns whether it was one."""
         if answer.call not in self._open:
             return False
         if not isinstance(answer, CallPlanned):
