@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from npugrad.products import Product
     from npugrad_server.pool import DevicePool, Outcome, Ticket
 
-    Source = Callable[[Ticket], Awaitable[None]]
-    Sink = Callable[[Outcome], Awaitable[None]]
+    OperandSource = Callable[[Ticket], Awaitable[None]]
+    ResultSink = Callable[[Outcome], Awaitable[None]]
 
 _REPLY_OVERHEAD_BYTES = 64 * 1024
 """More than everything in a response but its contents."""
@@ -66,7 +66,7 @@ class Dispatcher:
         self._maker = Maker()
         self._max_message_bytes = max_message_bytes
 
-    async def call(self, request: Request, source: Source, sink: Sink) -> None:
+    async def call(self, request: Request, source: OperandSource, sink: ResultSink) -> None:
         """Runs a call.
 
         Args:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from tests.cann_sim.bench import SHAPES, Bench, queue_upload
 from tests.cann_sim.operators import Launch, make_arrays
 from tests.cann_sim.runtime import DETERMINISTIC, Runtime
 from tests.cann_sim.scenarios import KIB, scenario
+from tests.cann_sim.testbed import SHAPES, Testbed, queue_upload
 
 from npugrad.meta import TensorMeta
 from npugrad.ops import get_operator
@@ -51,69 +51,69 @@ def tensor_at_a_host_address(runtime: Runtime) -> None:
 
 @scenario
 def tensor_without_an_address(runtime: Runtime) -> None:
-    bench = Bench(runtime)
-    bench.replace("mean", 0)
-    bench.launch(runtime.stream())
+    testbed = Testbed(runtime)
+    testbed.replace("mean", 0)
+    testbed.launch(runtime.stream())
 
 
 @scenario
 def tensor_longer_than_its_memory(runtime: Runtime) -> None:
-    bench = Bench(runtime)
-    bench.replace("gradOut", runtime.malloc(64))
-    bench.launch(runtime.stream())
+    testbed = Testbed(runtime)
+    testbed.replace("gradOut", runtime.malloc(64))
+    testbed.launch(runtime.stream())
 
 
 @scenario
 def view_longer_than_its_storage(runtime: Runtime) -> None:
-    bench = Bench(runtime)
-    bench.replace("mean", bench.addresses["gradOut"], strides=(2, 2), storage=(2,))
-    bench.launch(runtime.stream())
+    testbed = Testbed(runtime)
+    testbed.replace("mean", testbed.addresses["gradOut"], strides=(2, 2), storage=(2,))
+    testbed.launch(runtime.stream())
 
 
 @scenario
 def two_outputs_at_one_place(runtime: Runtime) -> None:
-    bench = Bench(runtime)
-    bench.replace("gradBetaOut", bench.addresses["gradGammaOut"])
-    bench.launch(runtime.stream())
+    testbed = Testbed(runtime)
+    testbed.replace("gradBetaOut", testbed.addresses["gradGammaOut"])
+    testbed.launch(runtime.stream())
 
 
 @scenario
 def an_output_over_an_input(runtime: Runtime) -> None:
-    bench = Bench(runtime)
-    bench.replace("gradInput", bench.addresses["input"])
-    bench.launch(runtime.stream())
+    testbed = Testbed(runtime)
+    testbed.replace("gradInput", testbed.addresses["input"])
+    testbed.launch(runtime.stream())
 
 
 @scenario
 def outputs_without_padding(runtime: Runtime) -> None:
-    bench = Bench(runtime)
+    testbed = Testbed(runtime)
     block = runtime.malloc(KIB)
-    bench.replace("gradGammaOut", block)
-    bench.replace("gradBetaOut", block + 4 * SHAPES["gradGammaOut"][0])
-    bench.launch(runtime.stream())
+    testbed.replace("gradGammaOut", block)
+    testbed.replace("gradBetaOut", block + 4 * SHAPES["gradGammaOut"][0])
+    testbed.launch(runtime.stream())
 
 
 @scenario
 def workspace_smaller_than_asked_for(runtime: Runtime) -> None:
-    size, executor = Bench(runtime).plan()
+    size, executor = Testbed(runtime).plan()
     runtime.call("aclnnGroupNormBackward", runtime.malloc(size), size - 1, executor, runtime.stream())
 
 
 @scenario
 def workspace_smaller_than_its_size_says(runtime: Runtime) -> None:
-    size, executor = Bench(runtime).plan()
+    size, executor = Testbed(runtime).plan()
     runtime.call("aclnnGroupNormBackward", runtime.malloc(size // 2), size, executor, runtime.stream())
 
 
 @scenario
 def workspace_over_an_operand(runtime: Runtime) -> None:
-    bench = Bench(runtime)
-    size, executor = bench.plan()
+    testbed = Testbed(runtime)
+    size, executor = testbed.plan()
     runtime.call("aclDestroyAclOpExecutor", executor)
     block = runtime.malloc(size)
-    bench.replace("mean", block + size // 2 // 32 * 32)
-    bench.workspace = block
-    bench.launch(runtime.stream())
+    testbed.replace("mean", block + size // 2 // 32 * 32)
+    testbed.workspace = block
+    testbed.launch(runtime.stream())
 
 
 @scenario
@@ -156,32 +156,32 @@ def two_streams_use_one_buffer(runtime: Runtime) -> None:
 
 @scenario
 def host_copies_from_what_a_kernel_still_writes(runtime: Runtime) -> None:
-    bench = Bench(runtime)
-    bench.launch(runtime.stream())
-    runtime.download(bench.addresses["gradInput"], 4)
+    testbed = Testbed(runtime)
+    testbed.launch(runtime.stream())
+    runtime.download(testbed.addresses["gradInput"], 4)
 
 
 @scenario
 def queue_work_on_a_context_known_to_have_failed(runtime: Runtime) -> None:
-    stream, bench = runtime.stream(), Bench(runtime)
-    bench.launch(stream)
+    stream, testbed = runtime.stream(), Testbed(runtime)
+    testbed.launch(stream)
     assert runtime.status("aclrtSynchronizeStream", stream) == 507015
-    queue_upload(runtime, bench.addresses["mean"], 8, stream)
+    queue_upload(runtime, testbed.addresses["mean"], 8, stream)
 
 
 @scenario
 def plan_on_a_context_known_to_have_failed(runtime: Runtime) -> None:
-    stream, bench = runtime.stream(), Bench(runtime)
-    bench.launch(stream)
+    stream, testbed = runtime.stream(), Testbed(runtime)
+    testbed.launch(stream)
     assert runtime.status("aclrtSynchronizeStream", stream) == 507015
-    bench.plan()
+    testbed.plan()
 
 
 @scenario
 def phases_on_two_threads(runtime: Runtime) -> None:
-    stream, bench = runtime.stream(), Bench(runtime)
-    planned = bench.plan()
-    in_another_thread(runtime, lambda: bench.launch(stream, planned))
+    stream, testbed = runtime.stream(), Testbed(runtime)
+    planned = testbed.plan()
+    in_another_thread(runtime, lambda: testbed.launch(stream, planned))
 
 
 @scenario
@@ -193,12 +193,12 @@ def two_threads_on_one_stream(runtime: Runtime) -> None:
 
 @scenario
 def operand_on_another_device(runtime: Runtime) -> None:
-    bench = Bench(runtime)
+    testbed = Testbed(runtime)
     runtime.call("aclrtSetDevice", 1)
     foreign = runtime.malloc(KIB)
     runtime.call("aclrtSetDevice", 0)
-    bench.replace("mean", foreign)
-    bench.launch(runtime.stream())
+    testbed.replace("mean", foreign)
+    testbed.launch(runtime.stream())
 
 
 @scenario
@@ -211,29 +211,29 @@ def copy_to_another_device(runtime: Runtime) -> None:
 
 @scenario
 def plan_without_a_device(runtime: Runtime) -> None:
-    bench = Bench(runtime)
-    thread = threading.Thread(target=lambda: void(bench.plan()))
+    testbed = Testbed(runtime)
+    thread = threading.Thread(target=lambda: void(testbed.plan()))
     thread.start()
     thread.join()
 
 
 @scenario
 def determinism_changes_under_a_kernel(runtime: Runtime) -> None:
-    Bench(runtime).launch(runtime.stream())
+    Testbed(runtime).launch(runtime.stream())
     runtime.call("aclrtCtxSetSysParamOpt", DETERMINISTIC, 1)
 
 
 @scenario
 def determinism_changes_between_the_phases(runtime: Runtime) -> None:
-    Bench(runtime).plan()
+    Testbed(runtime).plan()
     runtime.call("aclrtCtxSetSysParamOpt", DETERMINISTIC, 1)
 
 
 @scenario
 def nothing_wrong(runtime: Runtime) -> None:
     """The control: what all others do right."""
-    stream, bench = runtime.stream(), Bench(runtime)
-    bench.launch(stream)
+    stream, testbed = runtime.stream(), Testbed(runtime)
+    testbed.launch(stream)
     runtime.call("aclrtSynchronizeStream", stream)
-    bench.close()
+    testbed.close()
     runtime.call("aclrtDestroyStream", stream)

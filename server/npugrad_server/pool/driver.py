@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from npugrad_server.worker.protocol import (
         CallDeferred,
         CallFailed,
-        CallPlanned,
         DeviceReady,
         NeedWorkspace,
+        WorkspaceFound,
     )
 
 _log = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ class Driver:
         if ticket.future is not None and ticket.future.done():
             process.send(AbandonCall(call))  # it may have been told before it had the call
 
-    def worker_planned(self, worker: int, incarnation: int, answer: CallPlanned) -> None:
+    def worker_found_workspace(self, worker: int, incarnation: int, answer: WorkspaceFound) -> None:
         """A process has said what a call would need."""
         self.queries.take(answer)
 

@@ -20,13 +20,13 @@ from npugrad_server.worker.protocol import (
     CallDeferred,
     CallDone,
     CallFailed,
-    CallPlanned,
     CallUnknown,
     DeviceFailed,
     DeviceOpening,
     DeviceReady,
     NeedWorkspace,
     OpenFailed,
+    WorkspaceFound,
 )
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Events(Protocol):
     def worker_missed_plan(self, worker: int, call: int) -> None:
         """The process of a device lacks the plan of a call."""
 
-    def worker_planned(self, worker: int, incarnation: int, answer: CallPlanned) -> None:
+    def worker_found_workspace(self, worker: int, incarnation: int, answer: WorkspaceFound) -> None:
         """A process has said what a call would need."""
 
     def worker_failing(self, worker: int, incarnation: int, failure: Failure) -> None:
@@ -235,8 +235,8 @@ class Fleet:
         elif isinstance(message, CallDeferred):
             process.plans.end(message.call)
             self._events.worker_deferred(worker, process.incarnation, message)
-        elif isinstance(message, CallPlanned):
-            self._events.worker_planned(worker, process.incarnation, message)
+        elif isinstance(message, WorkspaceFound):
+            self._events.worker_found_workspace(worker, process.incarnation, message)
         elif isinstance(message, (OpenFailed, DeviceFailed)):
             self._events.worker_failing(worker, process.incarnation, _failure(message))
 

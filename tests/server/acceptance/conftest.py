@@ -1,4 +1,4 @@
-"""A bench on a CPU: the same processes and messages as on an NPU."""
+"""A testbed on a CPU: the same processes and messages as on an NPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from npugrad.products import Product
 from npugrad.releases import CannRelease
-from npugrad_server.acceptance.bench import Bench, BenchSettings
+from npugrad_server.acceptance.testbed import BenchSettings, Testbed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,19 +25,21 @@ SETTINGS = BenchSettings(
 
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[Bench]:
+def testbed() -> Iterator[Testbed]:
     """One for all tests of a module, which leave a worker behind that answers, or none."""
-    with Bench(SETTINGS) as made:
+    with Testbed(SETTINGS) as made:
         yield made
 
 
 @pytest.fixture
-def make_bench() -> Iterator[Callable[[str], Bench]]:
-    """Gives a function that opens a bench on another device, for this test alone."""
-    made: list[Bench] = []
+def make_bench() -> Iterator[Callable[[str], Testbed]]:
+    """Gives a function that opens a testbed on another device, for this test alone."""
+    made: list[Testbed] = []
 
-    def make(device: str) -> Bench:
-        made.append(Bench(BenchSettings(device, Product.ATLAS_A2, start_timeout_s=30, arena_bytes=64 << 20)))
+    def make(device: str) -> Testbed:
+        made.append(
+            Testbed(BenchSettings(device, Product.ATLAS_A2, start_timeout_s=30, arena_bytes=64 << 20))
+        )
         return made[-1]
 
     yield make

@@ -71,7 +71,7 @@ def scenario(function: Scenario) -> Scenario:
 
 
 @dataclass
-class Bench:
+class Testbed:
     """An open backend, and the simulator under it.
 
     Attributes:
@@ -151,12 +151,12 @@ def in_threads(*targets: Callable[[], None]) -> None:
 @scenario
 def one_call() -> int:
     """One small call, traced alone; the workspace that the pool was asked for."""
-    bench = Bench()
+    testbed = Testbed()
     asked: list[int] = []
-    bench.run(GROUP_NORM, NORM)
-    bench.sim.set_plan("trace=1;copy_ms=5")
-    bench.run(GROUP_NORM, NORM, reserve_workspace=asked.append)
-    bench.sim.set_plan("")
+    testbed.run(GROUP_NORM, NORM)
+    testbed.sim.set_plan("trace=1;copy_ms=5")
+    testbed.run(GROUP_NORM, NORM, reserve_workspace=asked.append)
+    testbed.sim.set_plan("")
     (nbytes,) = asked
     return nbytes
 
@@ -181,9 +181,9 @@ class Refusal:
 @scenario
 def refusals() -> dict[str, Any]:
     """By refusal: what was held afterwards and not before, and how many launches there were."""
-    bench = Bench()
-    bench.sim.set_plan("copy_ms=10")  # copies are under way whenever somebody says no
-    bench.run(GROUP_NORM, NORM)
+    testbed = Testbed()
+    testbed.sim.set_plan("copy_ms=10")  # copies are under way whenever somebody says no
+    testbed.run(GROUP_NORM, NORM)
     cases: dict[str, tuple[Exception, str, int]] = {
         "postponed": (CallPostponed(1), "reserve_workspace", 1),
         "never enough": (DeviceOutOfMemory("no"), "reserve_workspace", 1),
@@ -192,46 +192,46 @@ def refusals() -> dict[str, Any]:
         "abandoned": (CallAbandoned(), "check_wanted", 2),
         "too late": (DeadlineExceeded("no"), "check_wanted", 2),
     }
-    return {name: _refused(bench, *case) for name, case in cases.items()}
+    return {name: _refused(testbed, *case) for name, case in cases.items()}
 
 
-def _refused(bench: Bench, error: Exception, question: str, at: int) -> dict[str, int]:
-    launches, before = bench.sim.counter(LAUNCH), bench.held()
+def _refused(testbed: Testbed, error: Exception, question: str, at: int) -> dict[str, int]:
+    launches, before = testbed.sim.counter(LAUNCH), testbed.held()
     changes: dict[str, Any] = {question: Refusal(error, at)}
     with pytest.raises(type(error)) as caught:
-        bench.run(GROUP_NORM, NORM, **changes)
+        testbed.run(GROUP_NORM, NORM, **changes)
     assert caught.value is error
-    after = bench.held()
+    after = testbed.held()
     changed = {name: after[name] - before[name] for name in HELD if after[name] != before[name]}
-    changed["launches"] = bench.sim.counter(LAUNCH) - launches
+    changed["launches"] = testbed.sim.counter(LAUNCH) - launches
     # Pinned memory is written again at once: the simulator aborts if a queued copy still reads it.
-    bench.run(GROUP_NORM, NORM, seed=1)
+    testbed.run(GROUP_NORM, NORM, seed=1)
     return changed
 
 
 @scenario
 def refusal_in_turns() -> list[int]:
     """How many copies each try of a large call queued, which one or another question ended."""
-    bench = Bench()
+    testbed = Testbed()
     large = GROUP_NORM.build(n=2, c=32, hxw=33_000, group=4)
     counts = []
     for at in (3, 10_000):
-        before = bench.sim.counter("calls.aclrtMemcpyAsync")
+        before = testbed.sim.counter("calls.aclrtMemcpyAsync")
         try:
-            bench.run(GROUP_NORM, large, check_wanted=Refusal(CallAbandoned(), at))
+            testbed.run(GROUP_NORM, large, check_wanted=Refusal(CallAbandoned(), at))
         except CallAbandoned:
-            bench.run(GROUP_NORM, NORM)
-        counts.append(bench.sim.counter("calls.aclrtMemcpyAsync") - before)
+            testbed.run(GROUP_NORM, NORM)
+        counts.append(testbed.sim.counter("calls.aclrtMemcpyAsync") - before)
     return counts
 
 
 @scenario
 def reserved_once() -> list[int]:
     """Workspace asked for by a call that was tried twice."""
-    bench = Bench()
+    testbed = Testbed()
     asked: list[int] = []
-    bench.sim.set_plan("aclnnGroupNormBackward:1:207018")
-    bench.run(GROUP_NORM, NORM, reserve_workspace=asked.append)
+    testbed.sim.set_plan("aclnnGroupNormBackward:1:207018")
+    testbed.run(GROUP_NORM, NORM, reserve_workspace=asked.append)
     return asked
 
 
@@ -251,19 +251,19 @@ def without_events() -> dict[str, float]:
 @scenario
 def overlap() -> int:
     """A long kernel on one stream, whole calls on another meanwhile; how many of those there were."""
-    bench = Bench(streams=2)
+    testbed = Testbed(streams=2)
     for stream in (0, 1):
-        bench.run(GROUP_NORM, NORM, stream=stream)
-    bench.sim.set_plan("record=1;kernel.aclnnGridSampler2DBackward:1:slow=5000")
+        testbed.run(GROUP_NORM, NORM, stream=stream)
+    testbed.sim.set_plan("record=1;kernel.aclnnGridSampler2DBackward:1:slow=5000")
     over, short = threading.Event(), [0]
 
     def long_one() -> None:
-        bench.run(GRID_SAMPLER, GRID_SAMPLER.build(), stream=0)
+        testbed.run(GRID_SAMPLER, GRID_SAMPLER.build(), stream=0)
         over.set()
 
     def short_ones() -> None:
         while not over.is_set():
-            bench.run(GROUP_NORM, NORM, stream=1)
+            testbed.run(GROUP_NORM, NORM, stream=1)
             short[0] += 1
 
     in_threads(long_one, short_ones)
@@ -273,8 +273,8 @@ def overlap() -> int:
 @scenario
 def mixed_modes() -> dict[str, bool]:
     """Four callers of both modes on two streams; the mode of each call by its first size."""
-    bench = Bench(streams=2)
-    bench.sim.set_plan("record=1;kernel_ms=2;copy_ms=1")
+    testbed = Testbed(streams=2)
+    testbed.sim.set_plan("record=1;kernel_ms=2;copy_ms=1")
     free: SimpleQueue[int] = SimpleQueue()
     for stream in (0, 1):
         free.put(stream)
@@ -288,7 +288,7 @@ def mixed_modes() -> dict[str, bool]:
             stream = free.get()
             options = CallOptions(deterministic=deterministic)
             try:
-                bench.run(record, record.build(n=n), stream=stream, options=options)
+                testbed.run(record, record.build(n=n), stream=stream, options=options)
             finally:
                 free.put(stream)
 
@@ -299,19 +299,19 @@ def mixed_modes() -> dict[str, bool]:
 @scenario
 def planned_while_modes_change() -> int:
     """Workspaces asked for while calls of both modes take turns; how many."""
-    bench = Bench(streams=2)
+    testbed = Testbed(streams=2)
     # An executor of a first phase alone lives so long.
-    bench.sim.set_plan("aclDestroyAclOpExecutor:*:slow=3")
+    testbed.sim.set_plan("aclDestroyAclOpExecutor:*:slow=3")
     over, planned = threading.Event(), [0]
 
     def calls() -> None:
         for turn in range(60):
-            bench.run(GROUP_NORM, NORM, options=CallOptions(deterministic=turn % 2 == 0))
+            testbed.run(GROUP_NORM, NORM, options=CallOptions(deterministic=turn % 2 == 0))
         over.set()
 
     def plans() -> None:
         while not over.is_set():
-            assert bench.backend.workspace_bytes(GROUP_NORM, NORM)
+            assert testbed.backend.workspace_bytes(GROUP_NORM, NORM)
             planned[0] += 1
 
     in_threads(calls, plans)
@@ -321,7 +321,7 @@ def planned_while_modes_change() -> int:
 @scenario
 def not_deterministic() -> dict[str, list[Any]]:
     """Reason and words of the refusal, and number of phases 1, for what cannot be deterministic; and can."""
-    bench = Bench()
+    testbed = Testbed()
     calls = {
         "floyd": (FLOYD, FLOYD.build()),
         "sampler 2049": (GRID_SAMPLER, GRID_SAMPLER.build(n=1, c=2049, h=1, w=1, oh=1, ow=1)),
@@ -329,19 +329,19 @@ def not_deterministic() -> dict[str, list[Any]]:
     }
     found: dict[str, list[Any]] = {}
     for name, (record, meta) in calls.items():
-        plans, reason, words = bench.sim.counter(f"plans.{record.aclnn_name}"), "", ""
+        plans, reason, words = testbed.sim.counter(f"plans.{record.aclnn_name}"), "", ""
         try:
-            bench.run(record, meta, options=CallOptions(deterministic=True))
+            testbed.run(record, meta, options=CallOptions(deterministic=True))
         except OperatorError as error:
             reason, words = error.reason, str(error)
-        found[name] = [reason, words, bench.sim.counter(f"plans.{record.aclnn_name}") - plans]
+        found[name] = [reason, words, testbed.sim.counter(f"plans.{record.aclnn_name}") - plans]
     return found
 
 
 @scenario
 def many_calls() -> dict[str, Any]:
     """Hundreds of mixed calls on two streams: what was held before and after, and how many kernels ran."""
-    bench = Bench(streams=2)
+    testbed = Testbed(streams=2)
     # Of the operator whose reference takes long, one call will do.
     samples = [
         (record, sample.call)
@@ -352,22 +352,22 @@ def many_calls() -> dict[str, Any]:
     def rounds(stream: int, turns: range) -> None:
         for turn in turns:
             for record, call in samples:
-                bench.run(record, call, seed=turn, stream=stream)
+                testbed.run(record, call, seed=turn, stream=stream)
 
     # Each stream has one thread, from the first call on: the simulator was told to insist on it.
     with ThreadPoolExecutor(1) as other:
         other.submit(rounds, 1, range(1)).result()
         rounds(0, range(1))
-        before, ran = bench.held(), _kernels(bench)
+        before, ran = testbed.held(), _kernels(testbed)
         done = other.submit(rounds, 1, range(1, 8))
         rounds(0, range(1, 8))
         done.result()
     largest = max(arrange(record, call).nbytes for record, call in samples)
-    return {"before": before, "after": bench.held(), "kernels": _kernels(bench) - ran, "largest": largest}
+    return {"before": before, "after": testbed.held(), "kernels": _kernels(testbed) - ran, "largest": largest}
 
 
-def _kernels(bench: Bench) -> int:
-    return sum(bench.sim.counter(f"kernels.{record.aclnn_name}") for record in OPERATORS.values())
+def _kernels(testbed: Testbed) -> int:
+    return sum(testbed.sim.counter(f"kernels.{record.aclnn_name}") for record in OPERATORS.values())
 
 
 def main(name: str) -> None:

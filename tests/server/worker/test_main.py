@@ -25,10 +25,10 @@ from npugrad_server.worker.packets import MAX_MESSAGE_BYTES, decode, encode
 from npugrad_server.worker.protocol import (
     AbandonCall,
     AskMemory,
+    AskWorkspace,
     CallDeferred,
     CallDone,
     CallFailed,
-    CallPlanned,
     CallUnknown,
     DeviceFailed,
     DeviceOpening,
@@ -40,9 +40,9 @@ from npugrad_server.worker.protocol import (
     OpenDevice,
     OpenFailed,
     Ping,
-    PlanCall,
     Pong,
     RunCall,
+    WorkspaceFound,
     WorkspaceGranted,
     WorkspaceRefused,
 )
@@ -218,8 +218,8 @@ def test_a_device_without_phases_cannot_tell_a_workspace() -> None:
     with worker("test:0") as one:
         assert isinstance(one.receive(), DeviceReady)
         run = order(4)
-        one.send(PlanCall(4, run.operator, run.meta))
-        assert one.receive() == CallPlanned(4, None)
+        one.send(AskWorkspace(4, run.operator, run.meta))
+        assert one.receive() == WorkspaceFound(4, None)
 
 
 def test_a_device_in_the_hosts_memory_has_none_of_its_own() -> None:
