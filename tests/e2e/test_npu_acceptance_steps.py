@@ -12,9 +12,9 @@ from tests.cann_sim.report import Report as SimulatorReport
 from tests.fix_npu import npu_environment
 
 from npugrad.products import Product
+from npugrad_server.acceptance.rig import BenchSettings, Rig
 from npugrad_server.acceptance.runner import run_steps
 from npugrad_server.acceptance.steps import ladder, memory, round_trip, soak, timeout
-from npugrad_server.acceptance.testbed import BenchSettings, Testbed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,8 +76,8 @@ class SimulatedNode:
         settings = BenchSettings(
             "npu:0", Product.ATLAS_A2, soak_s=4.0, simulated=True, start_timeout_s=60.0, arena_bytes=512 << 20
         )
-        with Testbed(settings) as testbed:
-            (report,) = run_steps(testbed, [step], self.saboteur)
+        with Rig(settings) as rig:
+            (report,) = run_steps(rig, [step], self.saboteur)
         assert self.simulator.violations() == []
         assert not self.saboteur.triggers, "the step never came to the point"
         return report

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from npugrad_server.acceptance.limits import Limits
     from npugrad_server.acceptance.report import StepOutcome
+    from npugrad_server.acceptance.rig import Rig
     from npugrad_server.acceptance.step import Keeper, Step
-    from npugrad_server.acceptance.testbed import Testbed
 
 _NO_TIME = "the time for all steps together was over"
 _TRACE_LINES = 6
@@ -36,7 +36,7 @@ class StepListener(Listener, Protocol):
 
 
 def run_steps(
-    testbed: Testbed,
+    rig: Rig,
     steps: Iterable[Step],
     listener: StepListener,
     *,
@@ -46,11 +46,11 @@ def run_steps(
 ) -> Iterator[StepReport]:
     """Runs steps; yields the report of each as soon as it has ended.
 
-    A step begins with a worker that answers, of the testbed's own settings. Once the device does not open any
+    A step begins with a worker that answers, of the rig's own settings. Once the device does not open any
     more the rest that needs it is skipped, and all of the rest once somebody interrupts.
 
     Args:
-        testbed: The device.
+        rig: The device.
         steps: What to run.
         listener: Who is shown.
         limits: How long each may take; for ever by default.
@@ -68,8 +68,8 @@ def run_steps(
             outcome, error = _skipped(_NO_TIME)
         else:
             try:
-                with limits.step(_extra_s(testbed, step)) if limits else nullcontext():
-                    outcome, error = _run(testbed, step, log)
+                with limits.step(_extra_s(rig, step)) if limits else nullcontext():
+                    outcome, error = _run(rig, step, log)
             except DeviceGone as lost:
                 gone = error = f"the device is gone: {lost}"
             except (StepTimeout, KeyboardInterrupt) as end:
@@ -80,15 +80,15 @@ def run_steps(
                         f"cut short: {_NO_TIME}, as the host is slow or something hangs"
                     )
                 with suppress(DeviceGone):
-                    testbed.stop(kill=True)
+                    rig.stop(kill=True)
         report = _report(step, log, outcome, error, time.monotonic() - start)
         listener.finished(report)
         yield report
 
 
-def _extra_s(testbed: Testbed, step: Step) -> float:
+def _extra_s(rig: Rig, step: Step) -> float:
     """What a step may take beyond the limit, as it was asked to."""
-    return testbed.settings.soak_s if step.lasts else 0.0
+    return rig.settings.soak_s if step.lasts else 0.0
 
 
 def _report(step: Step, log: StepLog, outcome: StepOutcome, error: str, seconds: float) -> StepReport:
@@ -105,17 +105,17 @@ def _report(step: Step, log: StepLog, outcome: StepOutcome, error: str, seconds:
     )
 
 
-def _run(testbed: Testbed, step: Step, log: StepLog) -> tuple[StepOutcome, str]:
+def _run(rig: Rig, step: Step, log: StepLog) -> tuple[StepOutcome, str]:
     if step.needs_device:
-        testbed.start()
+        rig.start()
     try:
-        step.run(testbed, log)
+        step.run(rig, log)
     except StepSkipped as reason:
         return _skipped(str(reason))
     except DeviceGone as error:
         # Perhaps only this step's way of opening it failed.
         log.note(f"opened once more after: {error}")
-        testbed.restart()
+        rig.restart()
         return "failed", str(error)
     except Exception as error:
         return "failed", _last_lines(error)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from npugrad_server.acceptance.job import Job, Ran
     from npugrad_server.acceptance.report import Cell
-    from npugrad_server.acceptance.testbed import Testbed
+    from npugrad_server.acceptance.rig import Rig
 
 
 class StepSkipped(Exception):
@@ -32,14 +32,14 @@ class Step:
         about: One sentence: what it shows.
         run: Does it, and writes what it finds. What it raises fails the step, and the next one goes on.
         needs_device: Whether it makes no sense while the device does not open.
-        lasts: Whether it takes as long as the testbed's `soak_s` asks, beyond what a step may take.
+        lasts: Whether it takes as long as the rig's `soak_s` asks, beyond what a step may take.
     """
 
     number: int
     key: str
     title: str
     about: str
-    run: Callable[[Testbed, StepLog], None]
+    run: Callable[[Rig, StepLog], None]
     needs_device: bool = True
     lasts: bool = False
 

@@ -27,7 +27,7 @@ _MARGIN_S = 5.0
 
 
 class SupervisedDevice:
-    """A pool of one device, driven from a plain thread; made by `Testbed.pool`.
+    """A pool of one device, driven from a plain thread; made by `Rig.pool`.
 
     Attributes:
         pool: The pool; to be touched on its loop only, with `on_loop`.

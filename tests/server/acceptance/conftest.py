@@ -1,4 +1,4 @@
-"""A testbed on a CPU: the same processes and messages as on an NPU."""
+"""A rig on a CPU: the same processes and messages as on an NPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from npugrad.products import Product
 from npugrad.releases import CannRelease
-from npugrad_server.acceptance.testbed import BenchSettings, Testbed
+from npugrad_server.acceptance.rig import BenchSettings, Rig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,21 +25,19 @@ SETTINGS = BenchSettings(
 
 
 @pytest.fixture(scope="module")
-def testbed() -> Iterator[Testbed]:
+def rig() -> Iterator[Rig]:
     """One for all tests of a module, which leave a worker behind that answers, or none."""
-    with Testbed(SETTINGS) as made:
+    with Rig(SETTINGS) as made:
         yield made
 
 
 @pytest.fixture
-def make_bench() -> Iterator[Callable[[str], Testbed]]:
-    """Gives a function that opens a testbed on another device, for this test alone."""
-    made: list[Testbed] = []
+def make_bench() -> Iterator[Callable[[str], Rig]]:
+    """Gives a function that opens a rig on another device, for this test alone."""
+    made: list[Rig] = []
 
-    def make(device: str) -> Testbed:
-        made.append(
-            Testbed(BenchSettings(device, Product.ATLAS_A2, start_timeout_s=30, arena_bytes=64 << 20))
-        )
+    def make(device: str) -> Rig:
+        made.append(Rig(BenchSettings(device, Product.ATLAS_A2, start_timeout_s=30, arena_bytes=64 << 20)))
         return made[-1]
 
     yield make

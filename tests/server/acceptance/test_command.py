@@ -24,8 +24,8 @@ from npugrad_server.acceptance.steps import STEPS
 from npugrad_server.cli import FAILED, USAGE, app
 
 if TYPE_CHECKING:
+    from npugrad_server.acceptance.rig import Rig
     from npugrad_server.acceptance.step import StepLog
-    from npugrad_server.acceptance.testbed import Testbed
 
 run = CliRunner().invoke
 REPORT = Report("0.1.0", "2026-01-02T03:04:05+00:00", True, {"chip": "Ascend910B2"})
@@ -76,14 +76,14 @@ def test_wrong_usage_ends_with_2_and_says_why(arguments: list[str], complaint: s
     assert complaint in result.output
 
 
-def ask_pid(testbed: Testbed, out: StepLog) -> None:
+def ask_pid(rig: Rig, out: StepLog) -> None:
     out.progress(0, 2, "asking")
-    out.check("the worker has a number", testbed.pid > 0, "one", "one")
+    out.check("the worker has a number", rig.pid > 0, "one", "one")
     out.table("numbers", ("x",), [(1,)])
     os.write(2, b"words of a library\n")
 
 
-def fail(testbed: Testbed, out: StepLog) -> None:
+def fail(rig: Rig, out: StepLog) -> None:
     out.check("the sky is green", False, "green", "blue", "today")
 
 
@@ -135,7 +135,7 @@ def test_what_is_left_out_is_said_and_makes_it_a_part(
 
 
 def test_a_folder_that_is_missing_is_told_before_anything_runs(tmp_path: Path) -> None:
-    def never(testbed: Testbed, out: StepLog) -> None:
+    def never(rig: Rig, out: StepLog) -> None:
         pytest.fail("a step ran")
 
     options = AcceptanceOptions(0, tmp_path / "no" / "out.json", (Step(1, "a", "A", "A.", never),))

@@ -71,7 +71,7 @@ def scenario(function: Scenario) -> Scenario:
 
 
 @dataclass
-class Testbed:
+class Rig:
     """An open backend, and the simulator under it.
 
     Attributes:
@@ -151,12 +151,12 @@ def in_threads(*targets: Callable[[], None]) -> None:
 @scenario
 def one_call() -> int:
     """One small call, traced alone; the workspace that the pool was asked for."""
-    testbed = Testbed()
+    rig = Rig()
     asked: list[int] = []
-    testbed.run(GROUP_NORM, NORM)
-    testbed.sim.set_plan("trace=1;copy_ms=5")
-    testbed.run(GROUP_NORM, NORM, reserve_workspace=asked.append)
-    testbed.sim.set_plan("")
+    rig.run(GROUP_NORM, NORM)
+    rig.sim.set_plan("trace=1;copy_ms=5")
+    rig.run(GROUP_NORM, NORM, reserve_workspace=asked.append)
+    rig.sim.set_plan("")
     (nbytes,) = asked
     return nbytes
 
@@ -181,9 +181,9 @@ class Refusal:
 @scenario
 def refusals() -> dict[str, Any]:
     """By refusal: what was held afterwards and not before, and how many launches there were."""
-    testbed = Testbed()
-    testbed.sim.set_plan("copy_ms=10")  # copies are under way whenever somebody says no
-    testbed.run(GROUP_NORM, NORM)
+    rig = Rig()
+    rig.sim.set_plan("copy_ms=10")  # copies are under way whenever somebody says no
+    rig.run(GROUP_NORM, NORM)
     cases: dict[str, tuple[Exception, str, int]] = {
         "postponed": (CallPostponed(1), "reserve_workspace", 1),
         "never enough": (DeviceOutOfMemory("no"), "reserve_workspace", 1),
@@ -192,46 +192,46 @@ def refusals() -> dict[str, Any]:
         "abandoned": (CallAbandoned(), "check_wanted", 2),
         "too late": (DeadlineExceeded("no"), "check_wanted", 2),
     }
-    return {name: _refused(testbed, *case) for name, case in cases.items()}
+    return {name: _refused(rig, *case) for name, case in cases.items()}
 
 
-def _refused(testbed: Testbed, error: Exception, question: str, at: int) -> dict[str, int]:
-    launches, before = testbed.sim.counter(LAUNCH), testbed.held()
+def _refused(rig: Rig, error: Exception, question: str, at: int) -> dict[str, int]:
+    launches, before = rig.sim.counter(LAUNCH), rig.held()
     changes: dict[str, Any] = {question: Refusal(error, at)}
     with pytest.raises(type(error)) as caught:
-        testbed.run(GROUP_NORM, NORM, **changes)
+        rig.run(GROUP_NORM, NORM, **changes)
     assert caught.value is error
-    after = testbed.held()
+    after = rig.held()
     changed = {name: after[name] - before[name] for name in HELD if after[name] != before[name]}
-    changed["launches"] = testbed.sim.counter(LAUNCH) - launches
+    changed["launches"] = rig.sim.counter(LAUNCH) - launches
     # Pinned memory is written again at once: the simulator aborts if a queued copy still reads it.
-    testbed.run(GROUP_NORM, NORM, seed=1)
+    rig.run(GROUP_NORM, NORM, seed=1)
     return changed
 
 
 @scenario
 def refusal_in_turns() -> list[int]:
     """How many copies each try of a large call queued, which one or another question ended."""
-    testbed = Testbed()
+    rig = Rig()
     large = GROUP_NORM.build(n=2, c=32, hxw=33_000, group=4)
     counts = []
     for at in (3, 10_000):
-        before = testbed.sim.counter("calls.aclrtMemcpyAsync")
+        before = rig.sim.counter("calls.aclrtMemcpyAsync")
         try:
-            testbed.run(GROUP_NORM, large, check_wanted=Refusal(CallAbandoned(), at))
+            rig.run(GROUP_NORM, large, check_wanted=Refusal(CallAbandoned(), at))
         except CallAbandoned:
-            testbed.run(GROUP_NORM, NORM)
-        counts.append(testbed.sim.counter("calls.aclrtMemcpyAsync") - before)
+            rig.run(GROUP_NORM, NORM)
+        counts.append(rig.sim.counter("calls.aclrtMemcpyAsync") - before)
     return counts
 
 
 @scenario
 def reserved_once() -> list[int]:
     """Workspace asked for by a call that was tried twice."""
-    testbed = Testbed()
+    rig = Rig()
     asked: list[int] = []
-    testbed.sim.set_plan("aclnnGroupNormBackward:1:207018")
-    testbed.run(GROUP_NORM, NORM, reserve_workspace=asked.append)
+    rig.sim.set_plan("aclnnGroupNormBackward:1:207018")
+    rig.run(GROUP_NORM, NORM, reserve_workspace=asked.append)
     return asked
 
 
@@ -251,19 +251,19 @@ def without_events() -> dict[str, float]:
 @scenario
 def overlap() -> int:
     """A long kernel on one stream, whole calls on another meanwhile; how many of those there were."""
-    testbed = Testbed(streams=2)
+    rig = Rig(streams=2)
     for stream in (0, 1):
-        testbed.run(GROUP_NORM, NORM, stream=stream)
-    testbed.sim.set_plan("record=1;kernel.aclnnGridSampler2DBackward:1:slow=5000")
+        rig.run(GROUP_NORM, NORM, stream=stream)
+    rig.sim.set_plan("record=1;kernel.aclnnGridSampler2DBackward:1:slow=5000")
     over, short = threading.Event(), [0]
 
     def long_one() -> None:
-        testbed.run(GRID_SAMPLER, GRID_SAMPLER.build(), stream=0)
+        rig.run(GRID_SAMPLER, GRID_SAMPLER.build(), stream=0)
         over.set()
 
     def short_ones() -> None:
         while not over.is_set():
-            testbed.run(GROUP_NORM, NORM, stream=1)
+            rig.run(GROUP_NORM, NORM, stream=1)
             short[0] += 1
 
     in_threads(long_one, short_ones)
@@ -273,8 +273,8 @@ def overlap() -> int:
 @scenario
 def mixed_modes() -> dict[str, bool]:
     """Four callers of both modes on two streams; the mode of each call by its first size."""
-    testbed = Testbed(streams=2)
-    testbed.sim.set_plan("record=1;kernel_ms=2;copy_ms=1")
+    rig = Rig(streams=2)
+    rig.sim.set_plan("record=1;kernel_ms=2;copy_ms=1")
     free: SimpleQueue[int] = SimpleQueue()
     for stream in (0, 1):
         free.put(stream)
@@ -288,7 +288,7 @@ def mixed_modes() -> dict[str, bool]:
             stream = free.get()
             options = CallOptions(deterministic=deterministic)
             try:
-                testbed.run(record, record.build(n=n), stream=stream, options=options)
+                rig.run(record, record.build(n=n), stream=stream, options=options)
             finally:
                 free.put(stream)
 
@@ -299,19 +299,19 @@ def mixed_modes() -> dict[str, bool]:
 @scenario
 def planned_while_modes_change() -> int:
     """Workspaces asked for while calls of both modes take turns; how many."""
-    testbed = Testbed(streams=2)
+    rig = Rig(streams=2)
     # An executor of a first phase alone lives so long.
-    testbed.sim.set_plan("aclDestroyAclOpExecutor:*:slow=3")
+    rig.sim.set_plan("aclDestroyAclOpExecutor:*:slow=3")
     over, planned = threading.Event(), [0]
 
     def calls() -> None:
         for turn in range(60):
-            testbed.run(GROUP_NORM, NORM, options=CallOptions(deterministic=turn % 2 == 0))
+            rig.run(GROUP_NORM, NORM, options=CallOptions(deterministic=turn % 2 == 0))
         over.set()
 
     def plans() -> None:
         while not over.is_set():
-            assert testbed.backend.workspace_bytes(GROUP_NORM, NORM)
+            assert rig.backend.workspace_bytes(GROUP_NORM, NORM)
             planned[0] += 1
 
     in_threads(calls, plans)
@@ -321,7 +321,7 @@ def planned_while_modes_change() -> int:
 @scenario
 def not_deterministic() -> dict[str, list[Any]]:
     """Reason and words of the refusal, and number of phases 1, for what cannot be deterministic; and can."""
-    testbed = Testbed()
+    rig = Rig()
     calls = {
         "floyd": (FLOYD, FLOYD.build()),
         "sampler 2049": (GRID_SAMPLER, GRID_SAMPLER.build(n=1, c=2049, h=1, w=1, oh=1, ow=1)),
@@ -329,19 +329,19 @@ def not_deterministic() -> dict[str, list[Any]]:
     }
     found: dict[str, list[Any]] = {}
     for name, (record, meta) in calls.items():
-        plans, reason, words = testbed.sim.counter(f"plans.{record.aclnn_name}"), "", ""
+        plans, reason, words = rig.sim.counter(f"plans.{record.aclnn_name}"), "", ""
         try:
-            testbed.run(record, meta, options=CallOptions(deterministic=True))
+            rig.run(record, meta, options=CallOptions(deterministic=True))
         except OperatorError as error:
             reason, words = error.reason, str(error)
-        found[name] = [reason, words, testbed.sim.counter(f"plans.{record.aclnn_name}") - plans]
+        found[name] = [reason, words, rig.sim.counter(f"plans.{record.aclnn_name}") - plans]
     return found
 
 
 @scenario
 def many_calls() -> dict[str, Any]:
     """Hundreds of mixed calls on two streams: what was held before and after, and how many kernels ran."""
-    testbed = Testbed(streams=2)
+    rig = Rig(streams=2)
     # Of the operator whose reference takes long, one call will do.
     samples = [
         (record, sample.call)
@@ -352,22 +352,22 @@ def many_calls() -> dict[str, Any]:
     def rounds(stream: int, turns: range) -> None:
         for turn in turns:
             for record, call in samples:
-                testbed.run(record, call, seed=turn, stream=stream)
+                rig.run(record, call, seed=turn, stream=stream)
 
     # Each stream has one thread, from the first call on: the simulator was told to insist on it.
     with ThreadPoolExecutor(1) as other:
         other.submit(rounds, 1, range(1)).result()
         rounds(0, range(1))
-        before, ran = testbed.held(), _kernels(testbed)
+        before, ran = rig.held(), _kernels(rig)
         done = other.submit(rounds, 1, range(1, 8))
         rounds(0, range(1, 8))
         done.result()
     largest = max(arrange(record, call).nbytes for record, call in samples)
-    return {"before": before, "after": testbed.held(), "kernels": _kernels(testbed) - ran, "largest": largest}
+    return {"before": before, "after": rig.held(), "kernels": _kernels(rig) - ran, "largest": largest}
 
 
-def _kernels(testbed: Testbed) -> int:
-    return sum(testbed.sim.counter(f"kernels.{record.aclnn_name}") for record in OPERATORS.values())
+def _kernels(rig: Rig) -> int:
+    return sum(rig.sim.counter(f"kernels.{record.aclnn_name}") for record in OPERATORS.values())
 
 
 def main(name: str) -> None:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from npugrad.call import ExecutionInfo
     from npugrad_server.acceptance.extremes import LongCall
     from npugrad_server.acceptance.known import KnownJob
+    from npugrad_server.acceptance.rig import Rig
     from npugrad_server.acceptance.step import StepLog
     from npugrad_server.acceptance.supervised import Outputs, SupervisedDevice
-    from npugrad_server.acceptance.testbed import Testbed
 
     Running = Future[tuple[Outputs, ExecutionInfo]]
 
@@ -34,18 +34,17 @@ _ANSWER_S = 60.0
 """Seconds that every call has for its answer beyond what replacing a worker may take."""
 
 
-def run(testbed: Testbed, out: StepLog) -> None:
+def run(rig: Rig, out: StepLog) -> None:
     """Kills the worker twice: where calls may be run again, and where they may not."""
-    long = find_long_call(testbed, out, _TARGET_S, _LEAST_S)
+    long = find_long_call(rig, out, _TARGET_S, _LEAST_S)
     small = [
-        known(record.name, realistic_job(record, next(testbed.samples(record)).call))
-        for record in testbed.operators
+        known(record.name, realistic_job(record, next(rig.samples(record)).call)) for record in rig.operators
     ]
-    with testbed.pool() as device:
+    with rig.pool() as device:
         _killed_and_run_again(device, out, long, small)
-    with testbed.pool(max_attempts=1) as device:
+    with rig.pool(max_attempts=1) as device:
         _killed_and_told(device, out, long, small)
-    testbed.start()
+    rig.start()
 
 
 def _killed_and_run_again(

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from npugrad_server.acceptance.report import Cell
+    from npugrad_server.acceptance.rig import Rig
     from npugrad_server.acceptance.step import StepLog
-    from npugrad_server.acceptance.testbed import Testbed
 
     RunAnswer = CallDone | CallFailed | DeviceFailed
 
@@ -34,19 +34,19 @@ _MARGIN_BYTES = 16 * _MIB
 _LIMIT_S = 120.0
 
 
-def run(testbed: Testbed, out: StepLog) -> None:
+def run(rig: Rig, out: StepLog) -> None:
     """Grows a call until the device has no memory for it, then looks what that left behind."""
-    needs_operator(testbed)
-    pid, first = testbed.pid, testbed.memory(give_back=True)
+    needs_operator(rig)
+    pid, first = rig.pid, rig.memory(give_back=True)
     if first.free_bytes is None or first.total_bytes is None:
         raise StepSkipped("the device has no memory of its own")
-    _check_small_calls(testbed, out, "before")  # they load their kernels, which stay
+    _check_small_calls(rig, out, "before")  # they load their kernels, which stay
     start_bytes = min(MOST_BYTES, max(HUGE.unit_bytes, first.free_bytes // _FIRST_SHARE))
-    out.check("a call with room for it is answered", *_answered(_ask(testbed, start_bytes)))
-    before = testbed.memory(give_back=True)
-    refused_bytes = _grow(testbed, out, start_bytes, first.total_bytes)
+    out.check("a call with room for it is answered", *_answered(_ask(rig, start_bytes)))
+    before = rig.memory(give_back=True)
+    refused_bytes = _grow(rig, out, start_bytes, first.total_bytes)
     if refused_bytes is not None:
-        refusals = [_ask(testbed, refused_bytes) for _ in range(_REPEATS - 1)]
+        refusals = [_ask(rig, refused_bytes) for _ in range(_REPEATS - 1)]
         wrong = [words(answer) for answer in refusals if not _is_refusal(answer)]
         out.check(
             "it is refused every time",
@@ -54,21 +54,21 @@ def run(testbed: Testbed, out: StepLog) -> None:
             f"DEVICE_OUT_OF_MEMORY {_REPEATS} times",
             wrong[0] if wrong else f"DEVICE_OUT_OF_MEMORY {_REPEATS} times",
         )
-    alive = testbed.alive and testbed.pid == pid
+    alive = rig.alive and rig.pid == pid
     out.check(
         "the worker lives on",
         alive,
         f"process {pid}",
-        f"process {testbed.pid}" if testbed.alive else "the worker ended",
+        f"process {rig.pid}" if rig.alive else "the worker ended",
     )
     if not alive:
         return
-    _check_small_calls(testbed, out, "after")
-    after = testbed.memory(give_back=True)
+    _check_small_calls(rig, out, "after")
+    after = rig.memory(give_back=True)
     _check_memory(out, before.free_bytes or 0, after.free_bytes or 0)
 
 
-def _grow(testbed: Testbed, out: StepLog, start_bytes: int, total_bytes: int) -> int | None:
+def _grow(rig: Rig, out: StepLog, start_bytes: int, total_bytes: int) -> int | None:
     """Grows a call until the device refuses it; the bytes it needed then."""
     rows: list[tuple[Cell, ...]] = []
     answer: RunAnswer | None = None
@@ -76,7 +76,7 @@ def _grow(testbed: Testbed, out: StepLog, start_bytes: int, total_bytes: int) ->
     for nbytes in needs(start_bytes, total_bytes):
         out.progress(len(rows), len(rows) + 1, f"a call that needs {nbytes / _MIB:,.0f} MiB of the device")
         start = time.monotonic()
-        answer = _ask(testbed, nbytes)
+        answer = _ask(rig, nbytes)
         rows.append((nbytes / _MIB, time.monotonic() - start, words(answer)))
         if not isinstance(answer, CallDone):
             break
@@ -101,9 +101,9 @@ def needs(start_bytes: int, total_bytes: int) -> Iterator[int]:
     yield nbytes
 
 
-def _ask(testbed: Testbed, nbytes: int) -> RunAnswer:
-    job = large_call(testbed.settings.product, nbytes)
-    return testbed.run_job(replace(job, deadline_s=time.monotonic() + _LIMIT_S)).answer
+def _ask(rig: Rig, nbytes: int) -> RunAnswer:
+    job = large_call(rig.settings.product, nbytes)
+    return rig.run_job(replace(job, deadline_s=time.monotonic() + _LIMIT_S)).answer
 
 
 def _answered(answer: RunAnswer) -> tuple[bool, str, str]:
@@ -116,10 +116,10 @@ def _is_refusal(answer: RunAnswer | None) -> bool:
     return fault_of(int(answer.metadata.get("code", "0"))).action is Action.OUT_OF_MEMORY
 
 
-def _check_small_calls(testbed: Testbed, out: StepLog, when: str) -> None:
-    for record in testbed.operators:
-        job = known(record.name, realistic_job(record, next(testbed.samples(record)).call))
-        ran = testbed.run_job(job.job)
+def _check_small_calls(rig: Rig, out: StepLog, when: str) -> None:
+    for record in rig.operators:
+        job = known(record.name, realistic_job(record, next(rig.samples(record)).call))
+        ran = rig.run_job(job.job)
         complaint = job.complaint(ran)
         if complaint:
             out.keep_call(f"{when}: {record.name}", job.job, ran)

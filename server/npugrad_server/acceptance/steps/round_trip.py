@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from npugrad_server.acceptance.step import Step
 
 if TYPE_CHECKING:
+    from npugrad_server.acceptance.rig import Rig
     from npugrad_server.acceptance.step import StepLog
-    from npugrad_server.acceptance.testbed import Testbed
 
 _PAGE = 4096
 _PIECE_BYTES = 16 * 2**20
@@ -31,17 +31,17 @@ def sizes(staging_bytes: int) -> list[int]:
     return [*found, 12345]
 
 
-def run(testbed: Testbed, out: StepLog) -> None:
+def run(rig: Rig, out: StepLog) -> None:
     """Copies, compares, and tells how fast it went."""
-    staging = _SIMULATED_STAGING_BYTES if testbed.settings.simulated else _STAGING_BYTES
+    staging = _SIMULATED_STAGING_BYTES if rig.settings.simulated else _STAGING_BYTES
     order = {
-        "device": testbed.settings.index,
+        "device": rig.settings.index,
         "staging_bytes": staging,
         "sizes": sizes(staging),
         "concurrent_bytes": staging + 1,
     }
     out.progress(0, 1, f"{len(sizes(staging))} sizes to the device and back")
-    with testbed.trial("copies") as trial:
+    with rig.trial("copies") as trial:
         found = trial.run(order)
     for entry in found:
         out.check(

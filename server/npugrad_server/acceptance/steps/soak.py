@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from npugrad.operator import OpRecord
     from npugrad_server.acceptance.job import Ran
     from npugrad_server.acceptance.known import KnownJob
+    from npugrad_server.acceptance.rig import Rig
     from npugrad_server.acceptance.step import StepLog
-    from npugrad_server.acceptance.testbed import Testbed
 
 _MIB = 2**20
 _WARM_UP = 0.4
@@ -92,63 +92,63 @@ class SoakTally:
                 self.complaints.append(f"{job.name}: {complaint}")
 
 
-def run(testbed: Testbed, out: StepLog) -> None:
+def run(rig: Rig, out: StepLog) -> None:
     """Keeps all streams busy, checks every result, and looks at the memory now and then."""
-    jobs = list(_jobs(testbed, out))
-    pid, tally = testbed.pid, SoakTally()
-    for job, ran in in_flight(testbed, jobs, testbed.settings.streams):  # each kernel is loaded now
+    jobs = list(_jobs(rig, out))
+    pid, tally = rig.pid, SoakTally()
+    for job, ran in in_flight(rig, jobs, rig.settings.streams):  # each kernel is loaded now
         tally.note(out, job, ran)
-    if not testbed.alive:
-        _check_results(out, tally, testbed, pid)
+    if not rig.alive:
+        _check_results(out, tally, rig, pid)
         return
-    before = testbed.memory(give_back=True).free_bytes
-    samples = _soak(testbed, out, jobs, tally)
-    alive = _check_results(out, tally, testbed, pid)
+    before = rig.memory(give_back=True).free_bytes
+    samples = _soak(rig, out, jobs, tally)
+    alive = _check_results(out, tally, rig, pid)
     _show(out, samples, tally)
     if not alive:
         return
-    if not _check_growth(out, samples) and tally.calls.total() < _CACHED_CALLS * testbed.settings.streams:
+    if not _check_growth(out, samples) and tally.calls.total() < _CACHED_CALLS * rig.settings.streams:
         out.note(
             f"aclnn keeps executors of up to {_CACHED_CALLS} calls a thread, and there were only "
-            f"{tally.calls.total()} on {testbed.settings.streams} streams: a longer soak may still end flat."
+            f"{tally.calls.total()} on {rig.settings.streams} streams: a longer soak may still end flat."
         )
-    after = testbed.memory(give_back=True).free_bytes
+    after = rig.memory(give_back=True).free_bytes
     if before is not None and after is not None:
         _check_lost(out, before, after)
 
 
-def _jobs(testbed: Testbed, out: StepLog) -> Iterator[KnownJob]:
+def _jobs(rig: Rig, out: StepLog) -> Iterator[KnownJob]:
     """Every small sample, and larger calls in every type, with their right results."""
-    for done, record in enumerate(testbed.operators):
-        out.progress(done, len(testbed.operators), f"right results for {record.name}")
-        for sample in testbed.samples(record):
+    for done, record in enumerate(rig.operators):
+        out.progress(done, len(rig.operators), f"right results for {record.name}")
+        for sample in rig.samples(record):
             if not record.accepts_unchecked(sample.call):  # of those there is nothing to compare
                 yield known(record.name, realistic_job(record, sample.call))
-        for call in _larger(testbed, record):
+        for call in _larger(rig, record):
             yield known(record.name, realistic_job(record, call))
 
 
-def _larger(testbed: Testbed, record: OpRecord) -> Iterator[CallMeta]:
+def _larger(rig: Rig, record: OpRecord) -> Iterator[CallMeta]:
     """The sizes for the simulation also on hardware: the host checks every result, and must keep up."""
-    product = testbed.settings.product
-    if testbed.settings.quick:
+    product = rig.settings.product
+    if rig.settings.quick:
         return iter(())
     calls = (
         build(record, workload, True, dtype=dtype, product=product)
         for workload in record.workloads.accepted
         for dtype in float_dtypes(record, product)
     )
-    return itertools.islice(calls, 1) if testbed.settings.simulated else calls
+    return itertools.islice(calls, 1) if rig.settings.simulated else calls
 
 
-def _soak(testbed: Testbed, out: StepLog, jobs: Sequence[KnownJob], tally: SoakTally) -> list[SoakSample]:
+def _soak(rig: Rig, out: StepLog, jobs: Sequence[KnownJob], tally: SoakTally) -> list[SoakSample]:
     """Runs shuffled calls until the time is over; looks at the memory about 150 times.
 
     Where calls take so long that too few looks would tell nothing, it goes on for some more.
     """
-    start, soak_s = time.monotonic(), testbed.settings.soak_s
+    start, soak_s = time.monotonic(), rig.settings.soak_s
     period_s = max(soak_s / _SAMPLES, _LEAST_PERIOD_S)
-    samples = [_sample(testbed, start, tally)]
+    samples = [_sample(rig, start, tally)]
 
     def goes_on() -> bool:
         past_s = time.monotonic() - start
@@ -159,15 +159,15 @@ def _soak(testbed: Testbed, out: StepLog, jobs: Sequence[KnownJob], tally: SoakT
         while True:
             order.shuffle(shuffled)
             yield from itertools.takewhile(lambda _: goes_on(), shuffled)
-            if not goes_on() or not testbed.alive:
+            if not goes_on() or not rig.alive:
                 return
 
-    for job, ran in in_flight(testbed, endless(), 2 * testbed.settings.streams):
+    for job, ran in in_flight(rig, endless(), 2 * rig.settings.streams):
         tally.note(out, job, ran)
         if time.monotonic() - start - samples[-1].at_s >= period_s:
             # Of a worker that fails meanwhile the call tells under which it did.
             with contextlib.suppress(DeviceGone, OSError):
-                samples.append(_sample(testbed, start, tally))
+                samples.append(_sample(rig, start, tally))
             out.progress(int(samples[-1].at_s), int(soak_s), f"{samples[-1].calls} calls")
     return samples
 
@@ -177,12 +177,12 @@ def _tell_enough(samples: Sequence[SoakSample]) -> bool:
     return sum(sample.at_s >= _WARM_UP * samples[-1].at_s for sample in samples) > _LEAST_SAMPLES
 
 
-def _sample(testbed: Testbed, start: float, tally: SoakTally) -> SoakSample:
-    found = testbed.memory(give_back=False)
+def _sample(rig: Rig, start: float, tally: SoakTally) -> SoakSample:
+    found = rig.memory(give_back=False)
     used = None
     if found.free_bytes is not None and found.total_bytes is not None:
         used = found.total_bytes - found.free_bytes
-    return SoakSample(time.monotonic() - start, used, private_bytes(testbed.pid), tally.calls.total())
+    return SoakSample(time.monotonic() - start, used, private_bytes(rig.pid), tally.calls.total())
 
 
 def private_bytes(pid: int) -> int:
@@ -198,7 +198,7 @@ def private_bytes(pid: int) -> int:
     raise ValueError(f"/proc/{pid}/status: found no RssAnon; expected Linux 4.5 or newer")
 
 
-def _check_results(out: StepLog, tally: SoakTally, testbed: Testbed, pid: int) -> bool:
+def _check_results(out: StepLog, tally: SoakTally, rig: Rig, pid: int) -> bool:
     """Checks results and worker; whether the worker is still there."""
     calls, wrong = tally.calls.total(), tally.wrong.total()
     out.check(
@@ -208,7 +208,7 @@ def _check_results(out: StepLog, tally: SoakTally, testbed: Testbed, pid: int) -
         f"{calls} calls, {wrong} wrong",
         "; ".join(tally.complaints),
     )
-    alive = testbed.alive and testbed.pid == pid
+    alive = rig.alive and rig.pid == pid
     found = f"process {pid}" if alive else "it ended"
     return out.check("one worker for all calls", alive, f"process {pid}", found)
 

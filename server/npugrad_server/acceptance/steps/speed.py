@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from npugrad_server.acceptance.job import Ran
     from npugrad_server.acceptance.known import KnownJob
     from npugrad_server.acceptance.report import Cell
+    from npugrad_server.acceptance.rig import Rig
     from npugrad_server.acceptance.step import StepLog
-    from npugrad_server.acceptance.testbed import Testbed
 
 _MOST_CALLS = 200
 """Calls of each row of a table, on each stream."""
@@ -66,23 +66,23 @@ class TimedCall:
         self.wrong = self.wrong or self.job.complaint(ran)
 
 
-def run(testbed: Testbed, out: StepLog) -> None:
+def run(rig: Rig, out: StepLog) -> None:
     """Times calls one at a time, then as many as one stream takes, then all streams."""
-    cases = list(_cases(testbed, out))
-    streams = sorted({1, testbed.settings.streams})
-    testbed.start(streams_per_device=1)
+    cases = list(_cases(rig, out))
+    streams = sorted({1, rig.settings.streams})
+    rig.start(streams_per_device=1)
     rows = []
     rounds = 1 + len(streams)
     for done, case in enumerate(cases):
         out.progress(done, rounds * len(cases), f"one call at a time: {case.operator}, {case.shape}")
-        rows.append(_latency(testbed, case))
+        rows.append(_latency(rig, case))
     for index, count in enumerate(streams):
-        testbed.start(streams_per_device=count)
+        rig.start(streams_per_device=count)
         for done, case in enumerate(cases):
             what = f"{count} streams: {case.operator}, {case.shape}"
             out.progress((index + 1) * len(cases) + done, rounds * len(cases), what)
-            case.rates[count] = _rate(testbed, case, count)
-    testbed.start()
+            case.rates[count] = _rate(rig, case, count)
+    rig.start()
     out.table(
         "One call at a time",
         ("operator", "size", "calls", "median [ms]", P90, *STAGES, "other [ms]", "workspace [MiB]"),
@@ -106,9 +106,9 @@ def _column(streams: int) -> str:
     return f"{CALLS_PER_S} on {streams} stream{'' if streams == 1 else 's'}"
 
 
-def _cases(testbed: Testbed, out: StepLog) -> Iterator[TimedCall]:
-    settings, smaller = testbed.settings, []
-    for record in testbed.operators:
+def _cases(rig: Rig, out: StepLog) -> Iterator[TimedCall]:
+    settings, smaller = rig.settings, []
+    for record in rig.operators:
         seen = set()
         for size, dtype, call in realistic_calls(record, settings.product, settings.simulated):
             if settings.simulated and size.name in seen:
@@ -122,17 +122,17 @@ def _cases(testbed: Testbed, out: StepLog) -> Iterator[TimedCall]:
         out.note(f"The simulation runs smaller calls, by bytes of the operands: {', '.join(smaller)}.")
 
 
-def _latency(testbed: Testbed, case: TimedCall) -> tuple[Cell, ...]:
+def _latency(rig: Rig, case: TimedCall) -> tuple[Cell, ...]:
     """Times calls one after the other; a row of the table."""
-    case.judge(testbed.run_job(case.job.job))  # the first one loads kernels and takes memory
+    case.judge(rig.run_job(case.job.job))  # the first one loads kernels and takes memory
     walls: list[float] = []
     answers: list[CallDone] = []
     last: Ran | None = None
-    effort = _effort(testbed)
+    effort = _effort(rig)
     end = time.monotonic() + effort.seconds
     while len(walls) < effort.least_calls or (len(walls) < _MOST_CALLS and time.monotonic() < end):
         start = time.perf_counter()
-        ran = testbed.run_job(case.job.job)
+        ran = rig.run_job(case.job.job)
         wall_s = time.perf_counter() - start
         if not isinstance(ran.answer, CallDone):
             case.wrong = case.wrong or words(ran.answer)
@@ -158,20 +158,20 @@ def p90(values: Sequence[float]) -> float:
     return quantiles(values, n=10, method="inclusive")[-1] if len(values) > 1 else values[0]
 
 
-def _rate(testbed: Testbed, case: TimedCall, streams: int) -> float:
+def _rate(rig: Rig, case: TimedCall, streams: int) -> float:
     """Calls in a second when there is always one more waiting than the streams can run."""
-    window, effort, start = 2 * streams, _effort(testbed), time.monotonic()
+    window, effort, start = 2 * streams, _effort(rig), time.monotonic()
     end = start + effort.seconds
 
     def jobs() -> Iterator[KnownJob]:
         for sent in itertools.count():
             late = time.monotonic() >= end or sent >= streams * _MOST_CALLS
-            if (sent >= streams * effort.least_calls and late) or not testbed.alive:
+            if (sent >= streams * effort.least_calls and late) or not rig.alive:
                 return
             yield case.job
 
     calls, last, done_s = 0, None, start
-    for _, ran in in_flight(testbed, jobs(), window):
+    for _, ran in in_flight(rig, jobs(), window):
         if not isinstance(ran.answer, CallDone):
             case.wrong = case.wrong or words(ran.answer)
             break
@@ -181,8 +181,8 @@ def _rate(testbed: Testbed, case: TimedCall, streams: int) -> float:
     return calls / (done_s - start) if calls else 0.0
 
 
-def _effort(testbed: Testbed) -> Effort:
-    return _SIMULATED if testbed.settings.simulated else _ON_HARDWARE
+def _effort(rig: Rig) -> Effort:
+    return _SIMULATED if rig.settings.simulated else _ON_HARDWARE
 
 
 STEP = Step(

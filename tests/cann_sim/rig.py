@@ -28,7 +28,7 @@ _INPUTS = ("gradOut", "input", "mean", "rstd", "gamma")
 
 
 @dataclass
-class Testbed:
+class Rig:
     """Operands of one call, in allocations of their own.
 
     Attributes:

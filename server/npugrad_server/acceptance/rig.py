@@ -1,12 +1,12 @@
 """What steps drive: a real worker process of the device, below the validator, call by call.
 
-    testbed.run(record, call, arrays)         one call: its outputs and the worker's own answer
-    testbed.run_many(jobs)                  as many at once as the worker has streams
-    testbed.plan(record, call)                the first phase alone
-    testbed.restart(run_limit_s=0.001)      another process, with other settings if wanted
-    with testbed.deterministic(): ...       another process where one keeps one mode
-    with testbed.pool() as pool: ...        the device under the service's own pool, which restarts workers
-    with testbed.trial("phases") as trial:  the device reached without a worker, by a process of its own
+    rig.run(record, call, arrays)         one call: its outputs and the worker's own answer
+    rig.run_many(jobs)                  as many at once as the worker has streams
+    rig.plan(record, call)                the first phase alone
+    rig.restart(run_limit_s=0.001)      another process, with other settings if wanted
+    with rig.deterministic(): ...       another process where one keeps one mode
+    with rig.pool() as pool: ...        the device under the service's own pool, which restarts workers
+    with rig.trial("phases") as trial:  the device reached without a worker, by a process of its own
 
 Nothing is checked here: an illegal call goes to the device as it is.
 """
@@ -67,7 +67,7 @@ _ARENA_BYTES = 2 * 2**30
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """What a testbed is opened with.
+    """What a rig is opened with.
 
     Attributes:
         device: Such as ``"npu:0"``.
@@ -122,7 +122,7 @@ class BenchSettings:
         return replace(made, **changes)
 
 
-class Testbed:
+class Rig:
     """One device with one worker process at a time. For one thread.
 
     Attributes:
@@ -300,7 +300,9 @@ class Testbed:
             output_offsets={name: results.offset + at for name, at in demand.outputs.offsets.items()},
             deadline_s=job.deadline_s,
         )
-        return Pending(self, link, planned, demand, operands, results, link.ask(message))
+        return Pending(
+            self, link, planned, demand=demand, operands=operands, results=results, answer=link.ask(message)
+        )
 
     def settle(self, pending: Pending) -> Ran:
         """Waits for a pending call and gives its memory back; for `Pending`."""
@@ -343,7 +345,7 @@ class Testbed:
 
     @contextmanager
     def pool(self, **changes: Any) -> Iterator[SupervisedDevice]:
-        """The device under the service's own pool for a block; the testbed's worker ends before.
+        """The device under the service's own pool for a block; the rig's worker ends before.
 
         Args:
             **changes: Fields of `PoolSettings` that differ, such as ``max_attempts=1``.
@@ -362,7 +364,7 @@ class Testbed:
 
     @contextmanager
     def trial(self, name: str) -> Iterator[Trial]:
-        """A process that reaches the device without a worker, for a block; the testbed's worker ends before.
+        """A process that reaches the device without a worker, for a block; the rig's worker ends before.
 
         Args:
             name: Module of `npugrad_server.backends.npu.trials`.
@@ -377,7 +379,7 @@ class Testbed:
         self._loop.close()
         self._inputs.close()
 
-    def __enter__(self) -> Testbed:
+    def __enter__(self) -> Rig:
         """Nothing: the first use starts the worker."""
         return self
 
@@ -391,17 +393,18 @@ class Pending:
 
     def __init__(
         self,
-        testbed: Testbed,
+        rig: Rig,
         link: WorkerLink,
         planned: PlannedCall,
+        *,
         demand: Demand,
         operands: Region,
         results: Region,
         answer: Future[Any],
     ) -> None:
-        """Made by `Testbed.submit`."""
+        """Made by `Rig.submit`."""
         self.operands, self.results, self.answer = operands, results, answer
-        self._bench, self._link, self._planned, self._demand = testbed, link, planned, demand
+        self._bench, self._link, self._planned, self._demand = rig, link, planned, demand
         self._ran: Ran | None = None
 
     def __call__(self) -> Ran:
