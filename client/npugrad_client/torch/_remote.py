@@ -28,7 +28,7 @@ from npugrad_client.errors import (
 )
 from npugrad_client.torch._calls import Options, metas
 from npugrad_client.torch._summary import FAILED, Ledger, Summary
-from npugrad_client.torch._translation import TAKEN_APART, TAKEN_APART_BY, TRANSLATIONS, Request
+from npugrad_client.torch._translation import TAKEN_APART, TAKEN_APART_BY, TRANSLATIONS, AutogradCall
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -147,11 +147,11 @@ class Remote(ContextDecorator):
         self._count(request, nbytes, started, is_sent=False, why=why)
         return local
 
-    def _count(self, request: Request, nbytes: int, started: float, **found: Any) -> None:
+    def _count(self, request: AutogradCall, nbytes: int, started: float, **found: Any) -> None:
         seconds = time.perf_counter() - started
         self._ledger.add(request.operator, nbytes=nbytes, seconds=seconds, **found)
 
-    def _why_local(self, request: Request) -> str:
+    def _why_local(self, request: AutogradCall) -> str:
         """Why a call must stay here; empty when it is to be sent."""
         if not request.is_plain:
             return "no plain CPU tensors"
@@ -159,7 +159,7 @@ class Remote(ContextDecorator):
             return _SMALL
         return ""
 
-    def _send(self, request: Request) -> tuple[_Sent | None, str]:
+    def _send(self, request: AutogradCall) -> tuple[_Sent | None, str]:
         """Results in autograd's order and types, and where the time went; or None and why there are none."""
         try:
             server, operands = self._ask_server(), request.operands()
@@ -186,7 +186,7 @@ class Remote(ContextDecorator):
         return (results, info.timeline), ""
 
     def _run_legal(
-        self, request: Request, operands: Mapping[str, Tensor | None], product: Product
+        self, request: AutogradCall, operands: Mapping[str, Tensor | None], product: Product
     ) -> tuple[dict[str, Any], ExecutionInfo]:
         """Results by output name, and what produced them.
 
@@ -203,13 +203,13 @@ class Remote(ContextDecorator):
             self._server = self._client.server_info(timeout_s=self._options.get("timeout_s"))
         return self._server
 
-    def _lacking(self, request: Request, found: str) -> str:
+    def _lacking(self, request: AutogradCall, found: str) -> str:
         """Warns once that a server has no such operator, and gives that back in short."""
         name = request.operator
         self._warn(f"{name}: {_LACKING}", f"{name} runs here, as {_LACKING}: {found}")
         return _LACKING
 
-    def _refused(self, request: Request, error: OperatorError, why: str) -> str:
+    def _refused(self, request: AutogradCall, error: OperatorError, why: str) -> str:
         """Raises by policy, else warns once for the kind and gives it back."""
         if self._on_refused == "raise":
             raise error
