@@ -123,7 +123,7 @@ class Capacity:
         met, all_trials = self.tried(self.rate)
         return 0.05 ** (1 / met) if met and met == all_trials else 0.0
 
-    def __str__(self) -> str:
+    def __str__(self) -> str:  # noqa: C901 -- one sentence for each way to end
         """The finding, and how sure it is."""
         if not self.rate and self.died:
             return f"The search died before a rate was found that keeps the objectives: {self.died}"

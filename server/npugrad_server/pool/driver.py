@@ -123,11 +123,11 @@ class Driver:
                 worker,
                 incarnation,
                 time.monotonic(),
-                ready.one_mode,
-                memory_bytes,
-                ready.unavailable,
-                ready.deterministic,
-                ready.no_determinism,
+                one_mode=ready.one_mode,
+                memory_bytes=memory_bytes,
+                unavailable=ready.unavailable,
+                deterministic=ready.deterministic,
+                no_determinism=ready.no_determinism,
             )
         )
 
@@ -146,7 +146,15 @@ class Driver:
             reason = answer.reason
         now = time.monotonic()
         self.apply(
-            self.scheduler.answered(worker, incarnation, answer.call, good, now, workspace_bytes, reason)
+            self.scheduler.answered(
+                worker,
+                incarnation,
+                answer.call,
+                good,
+                now,
+                workspace_bytes=workspace_bytes,
+                reason=reason,
+            )
         )
 
     def worker_asks(self, worker: int, incarnation: int, question: NeedWorkspace) -> None:

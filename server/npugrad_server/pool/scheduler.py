@@ -127,6 +127,7 @@ class Scheduler:
         index: int,
         incarnation: int,
         now: float,
+        *,
         one_mode: bool = False,
         memory_bytes: int | None = None,
         unavailable: Mapping[str, str] | None = None,
@@ -173,6 +174,7 @@ class Scheduler:
         number: int,
         good: bool,
         now: float,
+        *,
         workspace_bytes: int | None = None,
         reason: str = "",
     ) -> list[Command]:

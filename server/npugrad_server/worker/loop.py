@@ -164,7 +164,7 @@ class Worker:
             threading.Event().wait(_CLOSE_S)
         leave(0)
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: Message) -> None:  # noqa: C901 -- one branch for each kind of message
         if isinstance(message, RunAgain):
             known = self._plans.get(message.plan)
             if known is None:

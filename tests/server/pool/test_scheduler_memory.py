@@ -102,7 +102,7 @@ def test_two_calls_that_ask_at_once_where_neither_has_room_do_not_wait_for_each_
 def test_what_an_operator_asked_for_is_set_aside_for_the_next_call_of_its_kind() -> None:
     scheduler = open_scheduler(streams=2, device=10 * BLOCK)
     (one,) = of(StartCall, scheduler.submit(on_device(1, 2), 0))
-    scheduler.answered(0, 1, 1, True, 0, workspace(3))
+    scheduler.answered(0, 1, 1, True, 0, workspace_bytes=workspace(3))
     (two,) = of(StartCall, scheduler.submit(on_device(2, 2), 0))
     (other,) = of(StartCall, scheduler.submit(on_device(3, 2, "other"), 0))
     assert (one.workspace_bytes, two.workspace_bytes, other.workspace_bytes) == (0, workspace(3), 0)
@@ -179,7 +179,7 @@ def test_a_figure_that_was_learned_does_not_refuse_a_call_by_itself() -> None:
     (two,) = of(StartCall, scheduler.submit(on_device(2, 2), 0))
     assert two.workspace_bytes == workspace(6)
     assert scheduler.workers[0].memory_used_bytes == 8 * BLOCK
-    scheduler.answered(0, 1, 2, True, 0, workspace(1))
+    scheduler.answered(0, 1, 2, True, 0, workspace_bytes=workspace(1))
     (three,) = of(StartCall, scheduler.submit(on_device(3, 2), 0))
     assert three.workspace_bytes == workspace(1)
 
@@ -215,7 +215,7 @@ def test_what_a_call_was_told_counts_more_than_what_others_of_its_kind_were() ->
     (two,) = of(StartCall, scheduler.submit(on_device(2, 2), 0))
     assert isinstance(ask(scheduler, two, 7), WorkspaceRefused)
     assert started(defer(scheduler, two, 7)) == []
-    (again,) = of(StartCall, scheduler.answered(one.worker, 1, 1, True, 0, workspace(1)))
+    (again,) = of(StartCall, scheduler.answered(one.worker, 1, 1, True, 0, workspace_bytes=workspace(1)))
     assert (again.call, again.workspace_bytes) == (2, workspace(7))
 
 

@@ -81,7 +81,13 @@ def submit(scheduler: Scheduler, number: int, operator: str = "", **changes: obj
 
 def answer(scheduler: Scheduler, start: StartCall, reason: str = "") -> list[Command]:
     return scheduler.answered(
-        start.worker, start.incarnation, start.call, not reason, 0, None if reason else 0, reason
+        start.worker,
+        start.incarnation,
+        start.call,
+        not reason,
+        0,
+        workspace_bytes=None if reason else 0,
+        reason=reason,
     )
 
 

@@ -122,7 +122,7 @@ class SchedulerWorld(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------------------------------ the driver
 
-    def obey(self, commands: Sequence[Command]) -> None:
+    def obey(self, commands: Sequence[Command]) -> None:  # noqa: PLR0915 -- one branch for each command
         """Carries commands out and checks each of them."""
         for command in commands:
             if isinstance(command, StartCall):
@@ -357,11 +357,11 @@ class SchedulerWorld(RuleBasedStateMachine):
                 worker,
                 process.incarnation,
                 self.now,
-                self.one_mode and mode is None,
-                process.memory,
-                reasons,
-                mode,
-                "it reads the option once" if mode is False else "",
+                one_mode=self.one_mode and mode is None,
+                memory_bytes=process.memory,
+                unavailable=reasons,
+                deterministic=mode,
+                no_determinism="it reads the option once" if mode is False else "",
             )
         )
 
@@ -422,7 +422,13 @@ class SchedulerWorld(RuleBasedStateMachine):
         before = call.redirected
         self.obey(
             self.scheduler.answered(
-                start.worker, start.incarnation, number, not reason, self.now, told, reason
+                start.worker,
+                start.incarnation,
+                number,
+                not reason,
+                self.now,
+                workspace_bytes=told,
+                reason=reason,
             )
         )
         assert call.redirected - before == goes_on
