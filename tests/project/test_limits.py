@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from npugrad._tools.limits import EXCEPTIONS, problems
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = "protos/npugrad/_tools/limits.py"
 ONE_LINE = "x = 1\n"
 
 
@@ -25,8 +27,23 @@ def function(lines: int) -> str:
     return 'def f(\n    a: int,\n) -> None:\n    """What it does."""\n' + "    x = 1\n" * lines
 
 
+def run(root: Path) -> tuple[int, str]:
+    """Exit status and complaints of the tool of a checkout."""
+    done = subprocess.run([sys.executable, root / TOOL], capture_output=True, text=True, check=False)
+    return done.returncode, done.stderr
+
+
 def test_the_tree_keeps_them() -> None:
-    assert problems() == []
+    assert run(ROOT) == (0, "")
+
+
+def test_the_command_fails_with_a_line_for_each(tmp_path: Path) -> None:
+    plant(tmp_path, TOOL, "")
+    shutil.copy(ROOT / TOOL, tmp_path / TOOL)
+    plant(tmp_path, "client/npugrad_client/a.py", ONE_LINE * 401)
+    status, told = run(tmp_path)
+    assert status == 1
+    assert "client/npugrad_client/a.py: found 401 lines; expected at most 400\n" in told
 
 
 @pytest.mark.parametrize(

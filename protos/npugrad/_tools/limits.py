@@ -119,4 +119,4 @@ def problems(root: Path = ROOT, exceptions: dict[str, str] | None = None) -> lis
 
 
 if __name__ == "__main__":
-    sys.exit("\n".join(problems()))
+    sys.exit("\n".join(problems()) or 0)
