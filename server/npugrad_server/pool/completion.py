@@ -159,11 +159,10 @@ class Completion:
         """
         if ready is None:
             raise RuntimeError(f"{device}: answered before it was ready")
-        try:
-            outcome = ticket.outcome(device, ready)
-        except NpugradError as error:
-            self.finish(ticket, error)
+        if isinstance(ticket.answer, CallFailed):
+            self.finish(ticket, error_from_answer(ticket.planned, ticket.answer))
             return
+        outcome = ticket.outcome(device, ready)
         if ticket.future is not None and not ticket.future.done():
             ticket.future.set_result(outcome)
         self.report(ticket, "OK", outcome.info)

@@ -6,10 +6,9 @@ import time
 from typing import TYPE_CHECKING
 
 from npugrad.call import ExecutionInfo
-from npugrad_server.pool.completion import error_from_answer
 from npugrad_server.pool.state import CallState
 from npugrad_server.pool.types import Outcome
-from npugrad_server.worker.protocol import CallDone, CallFailed, RunCall
+from npugrad_server.worker.protocol import CallDone, RunCall
 from npugrad_server.worker.run_again import RunAgain
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from npugrad_server.pool.process import WorkerProcess
     from npugrad_server.pool.regions import Region
     from npugrad_server.pool.types import PlannedCall
-    from npugrad_server.worker.protocol import DeviceReady
+    from npugrad_server.worker.protocol import CallFailed, DeviceReady
 
 _MOST_LOST_MARKS = 48
 """Two for each start that came to nothing."""
@@ -200,21 +199,18 @@ class Ticket:
         )
 
     def outcome(self, device: str, ready: DeviceReady) -> Outcome:
-        """What the worker's answer means to the caller; its results are held from now on.
+        """What the caller gets of a worker's results, which are held from now on.
 
         Args:
             device: Name of the device.
             ready: What its worker said of it.
 
         Raises:
-            NpugradError: The worker answered with an error.
-            RuntimeError: There is no answer.
+            RuntimeError: There are none.
         """
         answer, start, planned = self.answer, self.start, self.planned
-        if isinstance(answer, CallFailed):
-            raise error_from_answer(planned, answer)
-        if answer is None or start is None or self.arena is None:
-            raise RuntimeError(f"{planned.plan.record.name}: completed without an answer")
+        if not isinstance(answer, CallDone) or start is None or self.arena is None:
+            raise RuntimeError(f"{planned.plan.record.name}: completed without results")
         self.arena.hold()
         self.held = self.arena
         info = ExecutionInfo(
