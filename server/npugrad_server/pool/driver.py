@@ -157,10 +157,10 @@ class Driver:
             )
         )
 
-    def worker_asks(self, worker: int, incarnation: int, question: NeedWorkspace) -> None:
+    def worker_needs_workspace(self, worker: int, incarnation: int, need: NeedWorkspace) -> None:
         """A process needs more workspace for a call than is set aside."""
-        needed = question.workspace_bytes
-        self.apply(self.scheduler.need_workspace(worker, incarnation, question.call, needed))
+        needed = need.workspace_bytes
+        self.apply(self.scheduler.need_workspace(worker, incarnation, need.call, needed))
 
     def worker_deferred(self, worker: int, incarnation: int, answer: CallDeferred) -> None:
         """A process has given a call back, for want of room for its workspace."""

@@ -55,7 +55,7 @@ class Events(Protocol):
     def worker_answered(self, worker: int, incarnation: int, answer: CallDone | CallFailed) -> None:
         """A process has answered a call."""
 
-    def worker_asks(self, worker: int, incarnation: int, question: NeedWorkspace) -> None:
+    def worker_needs_workspace(self, worker: int, incarnation: int, need: NeedWorkspace) -> None:
         """A process needs more workspace for a call than is set aside."""
 
     def worker_deferred(self, worker: int, incarnation: int, answer: CallDeferred) -> None:
@@ -229,7 +229,7 @@ class Fleet:
             process.plans.end(message.call)
             self._events.worker_answered(worker, process.incarnation, message)
         elif isinstance(message, NeedWorkspace):
-            self._events.worker_asks(worker, process.incarnation, message)
+            self._events.worker_needs_workspace(worker, process.incarnation, message)
         elif isinstance(message, CallUnknown):
             self._events.worker_missed_plan(worker, message.call)
         elif isinstance(message, CallDeferred):
