@@ -243,8 +243,9 @@ check: format lint types imports check-protos check-gen check-floor check-wheels
 format: $(STAMP)
 	$(BIN)/ruff format --check $(LIBRARY) tests
 
-lint: $(STAMP) ## Style and spelling
+lint: $(STAMP) ## Style, limits and spelling
 	$(BIN)/ruff check $(LIBRARY) tests
+	$(BIN)/python $(TOOLS)/limits.py
 	$(BIN)/codespell
 .PHONY: format lint
 

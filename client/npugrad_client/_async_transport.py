@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from npugrad_client._call import Answer, Prepared
     from npugrad_client._channels import Settings
     from npugrad_client._clock import CallClock
-    from npugrad_client._retry import Plan
+    from npugrad_client._retry import RetrySchedule
     from npugrad_client._rpcs import Rpc
 
 _WRITE_ENDED = "Internal error from Core"
@@ -142,28 +142,28 @@ class AsyncTransport:
         return self._is_closed
 
     async def _follow(self, rpc: Rpc, timeout_s: float | None) -> tuple[Any, int]:
-        """Follows a plan to its end: the answer, and how many tries it took."""
+        """Follows a schedule to its end: the answer, and how many tries it took."""
         home = self._here()
-        plan = begin(self._settings, self._budget, self._picker, rpc.what, timeout_s)
+        schedule = begin(self._settings, self._budget, self._picker, rpc.what, timeout_s)
         is_alone = self._settings.retry.hedge_after_s is None
         try:
-            return await (self._alone if is_alone else self._race)(home, plan, rpc), plan.tries
+            return await (self._alone if is_alone else self._race)(home, schedule, rpc), schedule.tries
         finally:
-            plan.abandon(time.monotonic())
+            schedule.abandon(time.monotonic())
 
-    async def _alone(self, home: _Home, plan: Plan, rpc: Rpc) -> Any:
+    async def _alone(self, home: _Home, schedule: RetrySchedule, rpc: Rpc) -> Any:
         """One try after the other, in this task."""
         while True:
-            step = plan.next(time.monotonic())
+            step = schedule.next(time.monotonic())
             if not isinstance(step, Launch):
                 await self._pause(home, rpc.what, step.until)
                 continue
             try:
                 answer = await self._try(home, step, rpc)
             except NpugradError as error:
-                plan.failed(step.number, error, time.monotonic())
+                schedule.failed(step.number, error, time.monotonic())
             else:
-                plan.answered(step.number, time.monotonic())
+                schedule.answered(step.number, time.monotonic())
                 return answer
 
     async def _pause(self, home: _Home, what: str, until: float | None) -> None:
@@ -173,12 +173,12 @@ class AsyncTransport:
         if self._was_closed():
             raise Cancelled(f"{what}: {self._settings.name}: the client was closed before the next try")
 
-    async def _race(self, home: _Home, plan: Plan, rpc: Rpc) -> Any:
+    async def _race(self, home: _Home, schedule: RetrySchedule, rpc: Rpc) -> Any:
         """Tries that may overlap, each in a task of its own; the losers are cancelled."""
         flying: dict[asyncio.Task[Any], int] = {}
         try:
             while True:
-                step = plan.next(time.monotonic())
+                step = schedule.next(time.monotonic())
                 if isinstance(step, Launch):
                     flying[asyncio.ensure_future(self._try(home, step, rpc))] = step.number
                     continue
@@ -191,11 +191,11 @@ class AsyncTransport:
                     number = flying.pop(task)
                     error = task.exception()
                     if error is None:
-                        plan.answered(number, time.monotonic())
+                        schedule.answered(number, time.monotonic())
                         return task.result()
                     if not isinstance(error, NpugradError):
                         raise error
-                    if plan.failed(number, error, time.monotonic()):
+                    if schedule.failed(number, error, time.monotonic()):
                         break
         finally:
             for task in flying:

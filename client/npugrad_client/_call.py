@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from npugrad.meta import CallMeta
     from npugrad.operator import OpRecord
     from npugrad.recipe import Recipe
-    from npugrad_client._plans import CallPlan, Plans
+    from npugrad_client._plans import ClientPlan, Plans
 
     Array = npt.NDArray[Any]
 
@@ -71,7 +71,7 @@ class Prepared:
     plans: Plans | None = None
     key: Hashable = None
     arrays: Sequence[Array] = ()
-    plan: CallPlan | None = None
+    plan: ClientPlan | None = None
     request: bytes | None = None
 
     def apart(self) -> Prepared:

@@ -328,7 +328,7 @@ class Client(Operators):
     def _deadline(self, timeout_s: float | None) -> float | None:
         return self._timeout_s if timeout_s is None else timeout_s
 
-    def _run(
+    def _run(  # noqa: PLR0917 -- what the typed methods, all generated, have
         self,
         record: OpRecord,
         inputs: Mapping[str, Any],

@@ -36,7 +36,7 @@ _OPTIONS = ("deterministic", "priority", "label", "verify")
 
 
 @dataclass(frozen=True, eq=False)
-class CallPlan:
+class ClientPlan:
     """What follows from a call's signature.
 
     Attributes:
@@ -74,8 +74,8 @@ class Plans:
         """None yet, for calls of these operators."""
         self._registry = registry
         # Two halves: what is used moves to the young one, and when that is full, the old one is forgotten.
-        self._young: dict[Hashable, CallPlan] = {}
-        self._old: dict[Hashable, CallPlan] = {}
+        self._young: dict[Hashable, ClientPlan] = {}
+        self._old: dict[Hashable, ClientPlan] = {}
         self._options: dict[Hashable, bytes] = {}
 
     def prepare(
@@ -117,13 +117,13 @@ class Plans:
             else self._header(record, plan, contents, varying),
         )
 
-    def _header(self, record: OpRecord, plan: CallPlan, contents: Sequence[Any], varying: bytes) -> bytes:
+    def _header(self, record: OpRecord, plan: ClientPlan, contents: Sequence[Any], varying: bytes) -> bytes:
         """The first frame of a call that is streamed."""
         inline = [each for name, each in zip(plan.follows, contents, strict=True) if name is None]
         message = plan.request.encode(inline, varying)
         return encode_header(self._registry.execute_request, record.name, message)
 
-    def _find(self, key: Hashable) -> CallPlan | None:
+    def _find(self, key: Hashable) -> ClientPlan | None:
         plan = self._young.get(key)
         if plan is None:
             plan = self._old.get(key)
@@ -131,7 +131,7 @@ class Plans:
                 self._put(key, plan)
         return plan
 
-    def _put(self, key: Hashable, plan: CallPlan) -> None:
+    def _put(self, key: Hashable, plan: ClientPlan) -> None:
         if len(self._young) >= MAX_PLANS // 2:
             self._old, self._young = self._young, {}
         self._young[key] = plan
@@ -167,7 +167,7 @@ class Plans:
         lengths = {name: meta.content_bytes for name, meta in metas.items()}
         chunk_from_bytes = CHUNKED_FROM_BYTES if reply is None else None
         inline = announce(request, lengths, chunk_from_bytes)
-        plan = CallPlan(
+        plan = ClientPlan(
             call=call,
             expected=prepared.expected,
             nbytes=prepared.nbytes,
@@ -191,7 +191,7 @@ def _is_direct(array: Array, meta: TensorMeta) -> bool:
     return is_whole and array.flags.c_contiguous and array.dtype == meta.dtype.numpy
 
 
-def _contents(plan: CallPlan, arrays: Sequence[Array]) -> Sequence[Any]:
+def _contents(plan: ClientPlan, arrays: Sequence[Array]) -> Sequence[Any]:
     """Contiguous memory for each operand that is not null; its own where that will do."""
     if all(plan.are_direct):
         return arrays
@@ -202,7 +202,7 @@ def _contents(plan: CallPlan, arrays: Sequence[Array]) -> Sequence[Any]:
     ]
 
 
-def _following(plan: CallPlan, contents: Sequence[Any]) -> dict[str, memoryview]:
+def _following(plan: ClientPlan, contents: Sequence[Any]) -> dict[str, memoryview]:
     """What follows the header in chunks."""
     return {
         name: each if isinstance(each, memoryview) else layout.content(each)[1]

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-Stage = Literal["sending", "waiting", "receiving", "done"]
+ProgressStage = Literal["sending", "waiting", "receiving", "done"]
 """What a call is at; each comes once, in this order, in every try that gets that far."""
-_STAGES: tuple[Stage, ...] = get_args(Stage)
+_STAGES: tuple[ProgressStage, ...] = get_args(ProgressStage)
 _EVERY_S = 0.1
 """How often the counts are looked at."""
 
@@ -54,7 +54,7 @@ class Progress:
             that is furthest.
     """
 
-    stage: Stage
+    stage: ProgressStage
     sent_bytes: int = 0
     bytes_to_send: int = 0
     received_bytes: int = 0
@@ -62,7 +62,7 @@ class Progress:
     try_number: int = 1
 
 
-class Report:
+class ProgressReport:
     """The tries of one call, and what was told of them."""
 
     def __init__(self, tell: Tell, call: Call) -> None:
@@ -91,7 +91,7 @@ class Report:
         return max(map(self._of, alive), key=_how_far)
 
     def _of(self, attempt: Attempt) -> Progress:
-        stage: Stage = "waiting"  # looked at before the bytes: those of a later stage are complete
+        stage: ProgressStage = "waiting"  # looked at before the bytes: those of a later stage are complete
         if attempt.download_bytes is not None:
             stage = "receiving"
         elif self._is_streamed and not attempt.sent_s:
@@ -117,7 +117,7 @@ def _how_far(progress: Progress) -> tuple[int, int, int, int]:
     )
 
 
-def _at(stage: Stage, later: Progress) -> Progress:
+def _at(stage: ProgressStage, later: Progress) -> Progress:
     """How far a call was at a stage, from what is known later."""
     if stage in ("sending", "waiting"):
         return replace(later, stage=stage, received_bytes=0, bytes_to_receive=0)
@@ -153,7 +153,7 @@ def reported(call: Call, progress: Any, cancel: Callable[[], Any]) -> Iterator[N
         if tell is None:
             yield
             return
-        report = Report(tell, call)
+        report = ProgressReport(tell, call)
         follower = _Follower(report, cancel)
         try:
             yield
@@ -165,7 +165,7 @@ def reported(call: Call, progress: Any, cancel: Callable[[], Any]) -> Iterator[N
 class _Follower:
     """The thread that looks at a call."""
 
-    def __init__(self, report: Report, cancel: Callable[[], Any]) -> None:
+    def __init__(self, report: ProgressReport, cancel: Callable[[], Any]) -> None:
         self._report, self._cancel = report, cancel
         self._error: BaseException | None = None
         self._over = threading.Event()
@@ -200,7 +200,7 @@ async def reported_async(call: Call, progress: Any, run: Callable[[], Coroutine[
     with _listener(progress, call.what) as tell:
         if tell is None:
             return await run()
-        report = Report(tell, call)
+        report = ProgressReport(tell, call)
         answer, looking = asyncio.ensure_future(run()), asyncio.ensure_future(_look_on(report))
         try:
             await asyncio.wait((answer, looking), return_when=asyncio.FIRST_COMPLETED)
@@ -215,7 +215,7 @@ async def reported_async(call: Call, progress: Any, run: Callable[[], Coroutine[
         return answer.result()
 
 
-async def _look_on(report: Report) -> None:
+async def _look_on(report: ProgressReport) -> None:
     while True:
         await asyncio.sleep(_EVERY_S)
         report.look()

@@ -1,8 +1,8 @@
-"""When a call is tried again: a policy, a budget, and the plan of one call. No clock, thread or socket.
+"""When a call is tried again: a policy, a budget, and the schedule of one call. No clock, thread or socket.
 
 The operators are pure functions, so that trying twice never changes a result. What is retried is what the
-error table calls retryable. A `Plan` is asked for its next step and told how tries ended; both transports
-follow the same plans.
+error table calls retryable. A `RetrySchedule` is asked for its next step and told how tries ended; both
+transports follow the same schedules.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class RetryBudget:
 
 @dataclass(frozen=True)
 class Launch:
-    """A step of a plan: send the call.
+    """A step of a schedule: send the call.
 
     Attributes:
         number: Number of the try, from 1.
@@ -146,7 +146,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Wait:
-    """A step of a plan: wait for a try to end, or until a time.
+    """A step of a schedule: wait for a try to end, or until a time.
 
     Attributes:
         until: Time on the caller's clock in seconds; None for no end.
@@ -155,7 +155,7 @@ class Wait:
     until: float | None
 
 
-class Plan:
+class RetrySchedule:
     """The tries of one call. Times are seconds on the caller's monotonic clock."""
 
     def __init__(
@@ -166,7 +166,7 @@ class Plan:
         timeout_s: float | None,
         now: float,
     ) -> None:
-        """A plan whose first step is to send the call."""
+        """A schedule whose first step is to send the call."""
         self._policy, self._budget, self._picker = policy, budget, picker
         self._deadline = None if timeout_s is None else now + timeout_s
         self._flying: dict[int, tuple[int, float]] = {}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from npugrad_client._channels import grpc_timeout
 from npugrad_client._older import VERSION_REQUEST, asked_operator
-from npugrad_client._retry import Plan
+from npugrad_client._retry import RetrySchedule
 from npugrad_client._unary import encode_unary, read_unary
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ VERSION = Query("server_info", VERSION_REQUEST)
 
 def begin(
     settings: Settings, budget: RetryBudget, picker: Picker, what: str, timeout_s: float | None
-) -> Plan:
+) -> RetrySchedule:
     """The tries of an RPC; errors as of `grpc_timeout`."""
     limit = None if timeout_s is None else grpc_timeout(timeout_s, what)
-    return Plan(settings.retry, budget, picker, limit, time.monotonic())
+    return RetrySchedule(settings.retry, budget, picker, limit, time.monotonic())

@@ -75,3 +75,16 @@ def _system_roots() -> str | None:
     import ssl  # light clients do without
 
     return ssl.get_default_verify_paths().cafile
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Servers that are each talked to alone, and how.
+
+    Attributes:
+        targets: Addresses, one of each server.
+        tls: How to encrypt; None for connections that are not.
+    """
+
+    targets: tuple[str, ...]
+    tls: Tls | None = None

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from npugrad_client._call import Answer, Prepared
     from npugrad_client._channels import Settings
     from npugrad_client._clock import CallClock
-    from npugrad_client._retry import Plan
+    from npugrad_client._retry import RetrySchedule
     from npugrad_client._rpcs import Rpc
 
 
@@ -243,30 +243,30 @@ class Transport:
         return home
 
     def _follow(self, rpc: Rpc, timeout_s: float | None) -> tuple[Any, int]:
-        """Follows a plan to its end: the answer, and how many tries it took."""
+        """Follows a schedule to its end: the answer, and how many tries it took."""
         home = self._home()
-        plan = begin(self._settings, home.budget, home.picker, rpc.what, timeout_s)
+        schedule = begin(self._settings, home.budget, home.picker, rpc.what, timeout_s)
         outer: Flight | None = getattr(self._scope, "flight", None)
         try:
             if self._settings.retry.hedge_after_s is None:
-                return self._alone(home, plan, rpc, outer), plan.tries
-            return self._race(home, plan, rpc, outer or Flight()), plan.tries
+                return self._alone(home, schedule, rpc, outer), schedule.tries
+            return self._race(home, schedule, rpc, outer or Flight()), schedule.tries
         finally:
-            plan.abandon(time.monotonic())
+            schedule.abandon(time.monotonic())
 
-    def _alone(self, home: _Home, plan: Plan, rpc: Rpc, flight: Flight | None) -> Any:
+    def _alone(self, home: _Home, schedule: RetrySchedule, rpc: Rpc, flight: Flight | None) -> Any:
         """One try after the other, in this thread."""
         while True:
-            step = plan.next(time.monotonic())
+            step = schedule.next(time.monotonic())
             if isinstance(step, Wait):
                 self._pause(home, rpc.what, step, flight)
                 continue
             try:
                 answer = self._try(home, step, rpc, flight)
             except NpugradError as error:
-                plan.failed(step.number, error, time.monotonic())
+                schedule.failed(step.number, error, time.monotonic())
             else:
-                plan.answered(step.number, time.monotonic())
+                schedule.answered(step.number, time.monotonic())
                 return answer
 
     def _pause(self, home: _Home, what: str, step: Wait, flight: Flight | None) -> None:
@@ -278,7 +278,7 @@ class Transport:
         if is_woken or self._is_closed:
             raise Cancelled(f"{what}: {self._settings.name}: the call was cancelled before its next try")
 
-    def _race(self, home: _Home, plan: Plan, rpc: Rpc, outer: Flight) -> Any:
+    def _race(self, home: _Home, schedule: RetrySchedule, rpc: Rpc, outer: Flight) -> Any:
         """Tries that may overlap, each in a thread of its own; the losers are cancelled."""
         ended: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
         flights: dict[int, Flight] = {}
@@ -291,7 +291,7 @@ class Transport:
 
         try:
             while True:
-                step = plan.next(time.monotonic())
+                step = schedule.next(time.monotonic())
                 if isinstance(step, Launch):
                     flight = flights[step.number] = outer.attach(Flight())
                     threading.Thread(target=work, args=(step, flight), daemon=True).start()
@@ -306,11 +306,11 @@ class Transport:
                     continue
                 del flights[number]
                 if error is None:
-                    plan.answered(number, time.monotonic())
+                    schedule.answered(number, time.monotonic())
                     return answer
                 if not isinstance(error, NpugradError):
                     raise error
-                plan.failed(number, error, time.monotonic())
+                schedule.failed(number, error, time.monotonic())
         finally:
             for flight in flights.values():
                 flight.cancel()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from npugrad_client._attempt import Attempt
     from npugrad_client._call import Array, Prepared
     from npugrad_client._clock import CallClock
-    from npugrad_client._plans import CallPlan
+    from npugrad_client._plans import ClientPlan
 
 
 def encode_unary(prepared: Prepared) -> bytes:
@@ -49,7 +49,7 @@ def read_unary(prepared: Prepared, data: bytes, attempt: Attempt, clock: CallClo
 
 
 def _read_by_plan(
-    prepared: Prepared, plan: CallPlan, data: bytes, attempt: Attempt, clock: CallClock | None
+    prepared: Prepared, plan: ClientPlan, data: bytes, attempt: Attempt, clock: CallClock | None
 ) -> Answer | None:
     """Results where the reply is as the plan says; None where it takes another look."""
     found = None if plan.reply is None else plan.reply.split(data)

@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from npugrad.attribute_fields import decode_attr, encode_attr
 from npugrad.call import CallOptions, ExecutionInfo
-from npugrad.errors import (
-    InvalidRecipe,
-    MalformedRequest,
-    MalformedTensor,
-    RequestError,
-    UnsupportedOperator,
-)
+from npugrad.errors import InvalidRecipe, MalformedRequest, MalformedTensor, RequestError, UnsupportedOperator
 from npugrad.generators import Draw
 from npugrad.meta import CallMeta, TensorMeta
 from npugrad.meta_fields import decode_meta as decode_meta

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
-Plan = TypeVar("Plan")
+PlanT = TypeVar("PlanT")
 
 _SHARES = 4
 """The part of the cache that plans of one label may take at most: one in this many."""
@@ -26,7 +26,7 @@ class _Shelf:
     nbytes: int = 0
 
 
-class PlanCache(Generic[Plan]):
+class PlanCache(Generic[PlanT]):
     """The plans used last.
 
     A plan belongs to the label of the call that it was made for, and serves calls of any. Where a label has
@@ -55,17 +55,17 @@ class PlanCache(Generic[Plan]):
         """What the plans take together."""
         return self._nbytes
 
-    def get(self, key: bytes) -> Plan | None:
+    def get(self, key: bytes) -> PlanT | None:
         """The plan of a signature, which so was used last; None if there is none."""
         entry = self._entries.get(key)
         if entry is None:
             return None
         self._entries.move_to_end(key)
         self._shelves[entry.label].keys.move_to_end(key)
-        found: Plan = entry.plan
+        found: PlanT = entry.plan
         return found
 
-    def put(self, key: bytes, plan: Plan, label: str, nbytes: int) -> None:
+    def put(self, key: bytes, plan: PlanT, label: str, nbytes: int) -> None:
         """Keeps a plan, in place of that of the same signature if there is one.
 
         Args:

@@ -168,7 +168,9 @@ def _action(message: str, name: str, found: Descriptor | None) -> int:
     return _LEFT_OUT.get(message, {}).get(name, _KEEP)
 
 
-def _read(fields: dict[int, _Field], data: bytes, at: int, end: int, parts: list[bytes]) -> dict[str, Any]:
+def _read(  # noqa: C901, PLR0915 -- every call comes here: a function for each part would cost time
+    fields: dict[int, _Field], data: bytes, at: int, end: int, parts: list[bytes]
+) -> dict[str, Any]:
     """Adds what stays of a message to `parts` and returns the rest.
 
     Every call comes here for each of its operands, hence no function for what can be said in two lines.

@@ -38,7 +38,7 @@ from npugrad_server.rpc.server import Facts, ServerServicer
 from npugrad_server.rpc.servicer import BackwardServicer
 from npugrad_server.rpc.transport import open_server
 from npugrad_server.rpc.validation import ValidationServicer
-from npugrad_server.tls import TlsError
+from npugrad_server.tls import TlsFilesError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from npugrad_server.addresses import Address
     from npugrad_server.config import LoadedSettings, ServerSettings
     from npugrad_server.pool import PoolSettings
-    from npugrad_server.rpc.tracing import Tracing
+    from npugrad_server.rpc.tracing import RpcTracing
 
 _FAREWELL_S = 1.0
 """Seconds that clients get to take their last answers, and the end of their connections."""
@@ -77,7 +77,7 @@ async def serve(
     Raises:
         StartError: Something that the start needs is missing.
     """
-    log, stop, delay_s = get_logger(), Stop(), 0.0
+    log, stop, delay_s = get_logger(), StopSignals(), 0.0
     made = pool_settings(loaded.settings, npu_report(loaded.settings))
     made = replace(made, print_fd=print_fd, worker_module=worker_module)
     for name, value in loaded.settings:
@@ -106,7 +106,7 @@ async def serve(
         log.info("stopped")
 
 
-class Stop:
+class StopSignals:
     """The signals: the first asks to drain, the second to end at once.
 
     Attributes:
@@ -170,7 +170,7 @@ class App:
             self._server, self.address = open_server(self._settings, self._funnel)
             self._serve_pages(metrics)
             self.pool = await DevicePool.open(self._made, metrics)
-        except TlsError as error:
+        except TlsFilesError as error:
             raise StartError(*error.problems) from None
         except (AddressError, OSError) as error:
             raise StartError(str(error)) from None
@@ -187,7 +187,7 @@ class App:
         await self._server.start()
         self._end = asyncio.create_task(self._server.wait_for_termination())
 
-    def _open_tracing(self) -> Tracing | None:
+    def _open_tracing(self) -> RpcTracing | None:
         settings = self._settings
         if problem := tracing_problem(settings):
             raise StartError(problem)
@@ -199,7 +199,7 @@ class App:
             processor = spans.otlp_processor()
         except (ValueError, OSError) as error:
             raise StartError(f"OTEL_*: {error}") from None
-        tracing = spans.Tracing(
+        tracing = spans.RpcTracing(
             processor,
             spans.resource(str(self._made.product)),
             (self._registry.backward, self._registry.validation, _SERVER_SERVICE),

@@ -31,7 +31,7 @@ from npugrad_server.config import (
     SettingsError,
     load_settings,
 )
-from npugrad_server.preflight import Finding, StartError
+from npugrad_server.preflight import PreflightFinding, StartError
 from npugrad_server.preflight import check as check_all
 from npugrad_server.worker.memory import keep_freed_memory, use_one_malloc_arena
 
@@ -147,13 +147,13 @@ def serve(flags: dict[str, Any], config: str | None) -> None:
 @with_settings
 def check(flags: dict[str, Any], config: str | None) -> None:
     """Try everything that serve needs, short of taking the ports, and list all that is missing."""
-    findings: list[Finding] = []
+    findings: list[PreflightFinding] = []
     try:
         loaded = load_settings(flags, config)
-        findings.append(Finding(True, "settings"))
+        findings.append(PreflightFinding(True, "settings"))
     except SettingsError as error:
         loaded = error.usable
-        findings += [Finding(False, f"settings: {problem}") for problem in error.problems]
+        findings += [PreflightFinding(False, f"settings: {problem}") for problem in error.problems]
     close_log = logs.configure(loaded.settings.log_format, "error")
     try:
         findings += asyncio.run(check_all(loaded.settings))
@@ -224,7 +224,7 @@ def acceptance(
     # Here, as they take a fifth of the time that all imports of a server take.
     from npugrad_server.acceptance.bundle import SUFFIXES
     from npugrad_server.acceptance.command import AcceptanceOptions, accept
-    from npugrad_server.acceptance.steps import STEPS, plan_steps
+    from npugrad_server.acceptance.steps import STEPS, select_steps
 
     if show_steps:
         for step in STEPS:
@@ -245,7 +245,7 @@ def acceptance(
             param_hint="'--bundle'",
         )
     try:
-        plan = plan_steps(steps, quick=quick, soak_s=soak_s)
+        plan = select_steps(steps, quick=quick, soak_s=soak_s)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="'--steps'") from None
     options = AcceptanceOptions(

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
     from npugrad.call import ExecutionInfo
     from npugrad.products import Product
-    from npugrad_server.pool import Admission, DevicePool, Outcome
+    from npugrad_server.pool import DevicePool, Outcome, Ticket
 
-    Source = Callable[[Admission], Awaitable[None]]
-    Sink = Callable[[Outcome], Awaitable[None]]
+    OperandSource = Callable[[Ticket], Awaitable[None]]
+    ResultSink = Callable[[Outcome], Awaitable[None]]
 
 _REPLY_OVERHEAD_BYTES = 64 * 1024
 """More than everything in a response but its contents."""
@@ -66,7 +66,7 @@ class Dispatcher:
         self._maker = Maker()
         self._max_message_bytes = max_message_bytes
 
-    async def call(self, request: Request, source: Source, sink: Sink) -> None:
+    async def call(self, request: Request, source: OperandSource, sink: ResultSink) -> None:
         """Runs a call.
 
         Args:
@@ -81,19 +81,19 @@ class Dispatcher:
             OperatorError: The device refused or failed.
         """
         # Leaving the block, by whatever way, gives every byte back.
-        with self.pool.admit(request) as admission:
-            await write_inline(admission, request.inline)
+        with self.pool.admit(request) as ticket:
+            await write_inline(ticket, request.inline)
             if request.recipes:
-                await self._maker.write(admission, request.recipes)
-            await source(admission)
+                await self._maker.write(ticket, request.recipes)
+            await source(ticket)
             request.marks.append(("receive", time.monotonic()))
             try:
-                outcome = await self.pool.run(admission)
+                outcome = await self.pool.run(ticket)
             except BaseException:
-                admission.mark_failed()
+                ticket.mark_failed()
                 raise
             finally:
-                request.marks.extend(admission.marks)
+                request.marks.extend(ticket.marks)
             await sink(outcome)
 
     async def call_whole(self, request: Request) -> tuple[bytes, ExecutionInfo]:
@@ -141,7 +141,7 @@ def mark_encoded(request: Request, response: Any) -> None:
     encode_marks(request.marks, response.info.timeline)
 
 
-async def _nothing_follows(admission: Admission) -> None:
+async def _nothing_follows(ticket: Ticket) -> None:
     """The source of a call whose contents are all in its request."""
 
 
@@ -161,10 +161,10 @@ def check_reply_fits(request: Request, max_message_bytes: int) -> None:
         )
 
 
-async def write_inline(admission: Admission, contents: Mapping[str, bytes | memoryview]) -> None:
+async def write_inline(ticket: Ticket, contents: Mapping[str, bytes | memoryview]) -> None:
     """Copies contents into the input arena, in pieces between which other calls get their turn."""
     copied = 0
-    targets = admission.views(contents)
+    targets = ticket.views(contents)
     for (name, content), target in zip(contents.items(), targets, strict=True):
         if len(content) != len(target):
             raise ValueError(f"{name}: found {len(content)} bytes of content; expected {len(target)}")

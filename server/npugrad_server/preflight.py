@@ -16,7 +16,7 @@ from npugrad_server.machine import memory_bytes
 from npugrad_server.npus import NpuReport, find_npus, op_init_problem
 from npugrad_server.pool import DevicePool, DeviceState, PoolSettings
 from npugrad_server.pool.types import START_LIMIT_FACTOR
-from npugrad_server.tls import TlsError, read_tls
+from npugrad_server.tls import TlsFilesError, read_tls
 
 if TYPE_CHECKING:
     from npugrad_server.config import ServerSettings
@@ -135,7 +135,7 @@ def _product(wanted: Product | None, names: tuple[str, ...], report: NpuReport) 
 
 
 @dataclass(frozen=True)
-class Finding:
+class PreflightFinding:
     """What `check` saw.
 
     Attributes:
@@ -154,53 +154,57 @@ class Finding:
         return "note" if self.optional else "ok" if self.ok else "FAIL"
 
 
-async def check(settings: ServerSettings) -> list[Finding]:
+async def check(settings: ServerSettings) -> list[PreflightFinding]:
     """Does all that a start does short of taking the ports: everything that is missing, at once."""
     findings = [*_tls(settings), _free("gRPC", settings.listen_address)]
     if settings.metrics_address is not None:
         findings.append(_free("metrics", settings.metrics_address))
     if problem := tracing_problem(settings):
-        findings.append(Finding(False, problem))
+        findings.append(PreflightFinding(False, problem))
     report = npu_report(settings)
     try:
         # A device that does not open is reported at once, not after all the tries of a running server.
         made = replace(pool_settings(settings, report), max_respawns=0)
     except StartError as error:
-        return findings + [Finding(False, problem) for problem in error.problems]
+        return findings + [PreflightFinding(False, problem) for problem in error.problems]
     if made.devices[0].startswith("npu:"):
         findings += [
-            Finding(True, f"npu: {problem}", optional=True) for problem in (op_init_problem(),) if problem
+            PreflightFinding(True, f"npu: {problem}", optional=True)
+            for problem in (op_init_problem(),)
+            if problem
         ]
     else:
         # With auto it is fine to have none, but whoever expected one wants to know why.
-        findings += [Finding(True, f"npu: {problem}", optional=True) for problem in report.problems]
+        findings += [PreflightFinding(True, f"npu: {problem}", optional=True) for problem in report.problems]
     return findings + await _try_devices(made)
 
 
-def _tls(settings: ServerSettings) -> list[Finding]:
+def _tls(settings: ServerSettings) -> list[PreflightFinding]:
     try:
         read_tls(settings)
-    except TlsError as error:
-        return [Finding(False, problem) for problem in error.problems]
+    except TlsFilesError as error:
+        return [PreflightFinding(False, problem) for problem in error.problems]
     if settings.tls == "off":
-        return [Finding(True, "TLS: off")]
+        return [PreflightFinding(True, "TLS: off")]
     callers = f"one of {settings.tls_client_ca!r}" if settings.tls == "mutual" else "none"
-    return [Finding(True, f"TLS: certificate of {settings.tls_certificate!r}; callers need {callers}")]
+    return [
+        PreflightFinding(True, f"TLS: certificate of {settings.tls_certificate!r}; callers need {callers}")
+    ]
 
 
-def _free(what: str, address: Address) -> Finding:
+def _free(what: str, address: Address) -> PreflightFinding:
     try:
         check_free(address)
     except AddressError as error:
-        return Finding(False, f"{what}: {error}")
-    return Finding(True, f"{what}: {address} is free")
+        return PreflightFinding(False, f"{what}: {error}")
+    return PreflightFinding(True, f"{what}: {address} is free")
 
 
-async def _try_devices(settings: PoolSettings) -> list[Finding]:
+async def _try_devices(settings: PoolSettings) -> list[PreflightFinding]:
     try:
         pool = await DevicePool.open(settings)
     except OSError as error:
-        return [Finding(False, f"memory: cannot make the arenas: {error}")]
+        return [PreflightFinding(False, f"memory: cannot make the arenas: {error}")]
     try:
         await pool.wait_ready(ready_timeout_s(settings))
     except NpugradError:
@@ -212,16 +216,18 @@ async def _try_devices(settings: PoolSettings) -> list[Finding]:
         f"{settings.input_arena_bytes} bytes of operands, {settings.output_arena_bytes} of results per device"
     )
     opened = [
-        Finding(
+        PreflightFinding(
             d.state is DeviceState.READY,
             f"{d.name}: {d.state}, {d.reason or d.backend + ', ' + d.description}",
         )
         for d in found
     ]
-    return [Finding(True, f"memory: {arenas}"), *opened, *missing]
+    return [PreflightFinding(True, f"memory: {arenas}"), *opened, *missing]
 
 
-def _missing_operators(pool: DevicePool, product: Product) -> list[Finding]:
+def _missing_operators(pool: DevicePool, product: Product) -> list[PreflightFinding]:
     """Operators of the product that no device can run: there are others, or no device would be ready."""
     known = [name for name, record in OPERATORS.items() if product in record.products]
-    return [Finding(True, f"no {name}: {reason}") for name in known if (reason := pool.unavailable(name))]
+    return [
+        PreflightFinding(True, f"no {name}: {reason}") for name in known if (reason := pool.unavailable(name))
+    ]

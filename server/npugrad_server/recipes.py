@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from npugrad.recipe import Recipe
-    from npugrad_server.pool import Admission
+    from npugrad_server.pool import Ticket
 
 PIECE_BYTES = 4 * 2**20
 """What a thread makes before it looks whether anybody still waits; some milliseconds."""
@@ -33,21 +33,21 @@ class Maker:
         """Starts no thread before the first recipe."""
         self._threads = ThreadPoolExecutor(min(_MAX_THREADS, cpu_count()), thread_name_prefix="recipe")
 
-    async def write(self, admission: Admission, recipes: Mapping[str, Recipe]) -> None:
+    async def write(self, ticket: Ticket, recipes: Mapping[str, Recipe]) -> None:
         """Writes what recipes make.
 
         Args:
-            admission: The call, not started.
+            ticket: The call, not started.
             recipes: Recipe of each operand that has one.
 
         Raises:
             RecipeMismatch: RECIPE_MISMATCH. A content has another digest than the caller expects.
         """
         for name, recipe in recipes.items():
-            await self._write(admission, name, recipe)
+            await self._write(ticket, name, recipe)
 
-    async def _write(self, admission: Admission, name: str, recipe: Recipe) -> None:
-        view, digest = admission.view(name), hashlib.sha256()
+    async def _write(self, ticket: Ticket, name: str, recipe: Recipe) -> None:
+        view, digest = ticket.view(name), hashlib.sha256()
 
         def make(start: int) -> None:
             piece = view[start : start + PIECE_BYTES]
@@ -58,7 +58,7 @@ class Maker:
         for start in range(0, len(view), PIECE_BYTES):
             await _to_its_end(asyncio.get_running_loop().run_in_executor(self._threads, make, start))
         if recipe.digest not in (b"", digest.digest()):
-            operator = admission.planned.plan.record.name
+            operator = ticket.planned.plan.record.name
             raise RecipeMismatch(
                 f"{operator}: {name}: found content with digest {digest.hexdigest()} made from {recipe}; "
                 f"expected {recipe.digest.hex()}",

@@ -14,7 +14,7 @@ _MISMATCHES = frozenset({"KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFI
 """What OpenSSL says of a key that belongs to another certificate, of the same kind or of another one."""
 
 
-class TlsError(ValueError):
+class TlsFilesError(ValueError):
     """TLS cannot be served.
 
     Attributes:
@@ -45,7 +45,7 @@ def read_tls(settings: ServerSettings) -> TlsFiles | None:
     """Reads the files of the settings; None when TLS is off.
 
     Raises:
-        TlsError: Files cannot be read, hold something else, or do not belong together; all of them at once.
+        TlsFilesError: Files cannot be read, hold something else, or do not belong together; all at once.
     """
     if settings.tls_certificate is None or settings.tls_key is None:
         return None
@@ -60,7 +60,7 @@ def read_tls(settings: ServerSettings) -> TlsFiles | None:
     if certificate is not None and _check_certificates("tls_certificate", settings.tls_certificate, problems):
         _check_key(settings.tls_certificate, settings.tls_key, problems if key is not None else [])
     if problems or certificate is None or key is None:
-        raise TlsError(*problems)
+        raise TlsFilesError(*problems)
     return TlsFiles(certificate, key, client_ca)
 
 

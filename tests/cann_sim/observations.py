@@ -13,9 +13,9 @@ from ctypes import byref, c_void_p
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.cann_sim.bench import Bench
 from tests.cann_sim.build import Installation
 from tests.cann_sim.operators import Arguments, Launch, make_arrays
+from tests.cann_sim.rig import Rig
 from tests.cann_sim.runtime import DETERMINISTIC, CannError, Runtime
 
 from npugrad.ops import OPERATORS, get_operator
@@ -52,18 +52,18 @@ def launch_statuses(runtime: Runtime) -> list[tuple[str, int]]:
     seen: list[tuple[str, int]] = []
     stream = runtime.stream()
     for _ in range(3):
-        bench = None
+        rig = None
         try:
-            bench = Bench(runtime)
-            bench.launch(stream)
+            rig = Rig(runtime)
+            rig.launch(stream)
             runtime.call("aclrtSynchronizeStreamWithTimeout", stream, 1000)
             seen.append(("", 0))
         except CannError as error:
             seen.append((error.function, error.code))
             if error.function.startswith("aclrtSync"):
                 break  # work may still run, or the context takes no more
-        if bench:
-            bench.close()
+        if rig:
+            rig.close()
     return seen
 
 
@@ -86,13 +86,13 @@ def soc_and_operators(runtime: Runtime) -> list[Any]:
 @observation
 def results_of_two_launches(runtime: Runtime) -> bool:
     """Whether the same launch gives the same bits twice."""
-    stream, bench = runtime.stream(), Bench(runtime)
+    stream, rig = runtime.stream(), Rig(runtime)
     sizes = {"gradInput": 512, "gradBetaOut": 64}
     found = []
     for _ in range(2):
-        bench.launch(stream)
+        rig.launch(stream)
         runtime.call("aclrtSynchronizeStream", stream)
-        found.append([runtime.download(bench.addresses[name], size) for name, size in sizes.items()])
+        found.append([runtime.download(rig.addresses[name], size) for name, size in sizes.items()])
     return found[0] == found[1]
 
 
@@ -184,7 +184,7 @@ def null_tensor(runtime: Runtime) -> str:
 def error_after_a_failed_plan(runtime: Runtime) -> list[Any]:
     """Code, last error and text of a phase 1 that fails."""
     try:
-        Bench(runtime).plan()
+        Rig(runtime).plan()
     except CannError as error:
         return [error.code, runtime.status("aclrtPeekAtLastError", 0), str(error)]
     return []

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from tests.cann_sim.bench import Bench, queue_upload
 from tests.cann_sim.build import Installation
+from tests.cann_sim.rig import Rig, queue_upload
 from tests.cann_sim.runtime import D2H, H2D, Runtime
 
 if TYPE_CHECKING:
@@ -130,16 +130,16 @@ def free_pinned_memory_under_a_queued_copy(runtime: Runtime) -> None:
 
 @scenario
 def free_under_a_kernel_after_a_sync_that_timed_out(runtime: Runtime) -> None:
-    stream, bench = runtime.stream(), Bench(runtime)
-    bench.launch(stream)
+    stream, rig = runtime.stream(), Rig(runtime)
+    rig.launch(stream)
     assert runtime.status("aclrtSynchronizeStreamWithTimeout", stream, 10) == 507046
-    bench.close()
+    rig.close()
 
 
 @scenario
 def kernel_writes_behind_its_output(runtime: Runtime) -> None:
-    stream, bench = runtime.stream(), Bench(runtime)
-    bench.launch(stream)
+    stream, rig = runtime.stream(), Rig(runtime)
+    rig.launch(stream)
     runtime.call("aclrtSynchronizeStream", stream)
 
 
@@ -176,9 +176,9 @@ def destroy_an_event_twice(runtime: Runtime) -> None:
 
 @scenario
 def destroy_an_executor_after_its_launch(runtime: Runtime) -> None:
-    stream, bench = runtime.stream(), Bench(runtime)
-    planned = bench.plan()
-    bench.launch(stream, planned)
+    stream, rig = runtime.stream(), Rig(runtime)
+    planned = rig.plan()
+    rig.launch(stream, planned)
     runtime.call("aclDestroyAclOpExecutor", planned[1])
 
 
@@ -191,31 +191,31 @@ def use_a_destroyed_stream(runtime: Runtime) -> None:
 
 @scenario
 def plan_with_a_destroyed_tensor(runtime: Runtime) -> None:
-    bench = Bench(runtime)
-    runtime.call("aclDestroyTensor", bench.tensors["mean"])
-    bench.plan()
+    rig = Rig(runtime)
+    runtime.call("aclDestroyTensor", rig.tensors["mean"])
+    rig.plan()
 
 
 @scenario
 def destroy_a_tensor_between_the_phases(runtime: Runtime) -> None:
-    bench = Bench(runtime)
-    planned = bench.plan()
-    runtime.call("aclDestroyTensor", bench.tensors["mean"])
-    bench.launch(runtime.stream(), planned)
+    rig = Rig(runtime)
+    planned = rig.plan()
+    runtime.call("aclDestroyTensor", rig.tensors["mean"])
+    rig.launch(runtime.stream(), planned)
 
 
 @scenario
 def launch_twice(runtime: Runtime) -> None:
-    stream, bench = runtime.stream(), Bench(runtime)
-    planned = bench.plan()
-    bench.launch(stream, planned)
+    stream, rig = runtime.stream(), Rig(runtime)
+    planned = rig.plan()
+    rig.launch(stream, planned)
     runtime.call("aclrtSynchronizeStream", stream)
-    bench.launch(stream, planned)
+    rig.launch(stream, planned)
 
 
 @scenario
 def launch_with_the_executor_of_another_operator(runtime: Runtime) -> None:
-    size, executor = Bench(runtime).plan()
+    size, executor = Rig(runtime).plan()
     runtime.call("aclnnGridSampler2DBackward", runtime.malloc(size), size, executor, runtime.stream())
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from tests.cann_sim.bench import SHAPES, Bench, queue_upload
 from tests.cann_sim.operators import Launch, make_arrays
+from tests.cann_sim.rig import SHAPES, Rig, queue_upload
 from tests.cann_sim.runtime import DETERMINISTIC, Runtime
 from tests.cann_sim.scenarios import KIB, scenario
 
@@ -51,69 +51,69 @@ def tensor_at_a_host_address(runtime: Runtime) -> None:
 
 @scenario
 def tensor_without_an_address(runtime: Runtime) -> None:
-    bench = Bench(runtime)
-    bench.replace("mean", 0)
-    bench.launch(runtime.stream())
+    rig = Rig(runtime)
+    rig.replace("mean", 0)
+    rig.launch(runtime.stream())
 
 
 @scenario
 def tensor_longer_than_its_memory(runtime: Runtime) -> None:
-    bench = Bench(runtime)
-    bench.replace("gradOut", runtime.malloc(64))
-    bench.launch(runtime.stream())
+    rig = Rig(runtime)
+    rig.replace("gradOut", runtime.malloc(64))
+    rig.launch(runtime.stream())
 
 
 @scenario
 def view_longer_than_its_storage(runtime: Runtime) -> None:
-    bench = Bench(runtime)
-    bench.replace("mean", bench.addresses["gradOut"], strides=(2, 2), storage=(2,))
-    bench.launch(runtime.stream())
+    rig = Rig(runtime)
+    rig.replace("mean", rig.addresses["gradOut"], strides=(2, 2), storage=(2,))
+    rig.launch(runtime.stream())
 
 
 @scenario
 def two_outputs_at_one_place(runtime: Runtime) -> None:
-    bench = Bench(runtime)
-    bench.replace("gradBetaOut", bench.addresses["gradGammaOut"])
-    bench.launch(runtime.stream())
+    rig = Rig(runtime)
+    rig.replace("gradBetaOut", rig.addresses["gradGammaOut"])
+    rig.launch(runtime.stream())
 
 
 @scenario
 def an_output_over_an_input(runtime: Runtime) -> None:
-    bench = Bench(runtime)
-    bench.replace("gradInput", bench.addresses["input"])
-    bench.launch(runtime.stream())
+    rig = Rig(runtime)
+    rig.replace("gradInput", rig.addresses["input"])
+    rig.launch(runtime.stream())
 
 
 @scenario
 def outputs_without_padding(runtime: Runtime) -> None:
-    bench = Bench(runtime)
+    rig = Rig(runtime)
     block = runtime.malloc(KIB)
-    bench.replace("gradGammaOut", block)
-    bench.replace("gradBetaOut", block + 4 * SHAPES["gradGammaOut"][0])
-    bench.launch(runtime.stream())
+    rig.replace("gradGammaOut", block)
+    rig.replace("gradBetaOut", block + 4 * SHAPES["gradGammaOut"][0])
+    rig.launch(runtime.stream())
 
 
 @scenario
 def workspace_smaller_than_asked_for(runtime: Runtime) -> None:
-    size, executor = Bench(runtime).plan()
+    size, executor = Rig(runtime).plan()
     runtime.call("aclnnGroupNormBackward", runtime.malloc(size), size - 1, executor, runtime.stream())
 
 
 @scenario
 def workspace_smaller_than_its_size_says(runtime: Runtime) -> None:
-    size, executor = Bench(runtime).plan()
+    size, executor = Rig(runtime).plan()
     runtime.call("aclnnGroupNormBackward", runtime.malloc(size // 2), size, executor, runtime.stream())
 
 
 @scenario
 def workspace_over_an_operand(runtime: Runtime) -> None:
-    bench = Bench(runtime)
-    size, executor = bench.plan()
+    rig = Rig(runtime)
+    size, executor = rig.plan()
     runtime.call("aclDestroyAclOpExecutor", executor)
     block = runtime.malloc(size)
-    bench.replace("mean", block + size // 2 // 32 * 32)
-    bench.workspace = block
-    bench.launch(runtime.stream())
+    rig.replace("mean", block + size // 2 // 32 * 32)
+    rig.workspace = block
+    rig.launch(runtime.stream())
 
 
 @scenario
@@ -156,32 +156,32 @@ def two_streams_use_one_buffer(runtime: Runtime) -> None:
 
 @scenario
 def host_copies_from_what_a_kernel_still_writes(runtime: Runtime) -> None:
-    bench = Bench(runtime)
-    bench.launch(runtime.stream())
-    runtime.download(bench.addresses["gradInput"], 4)
+    rig = Rig(runtime)
+    rig.launch(runtime.stream())
+    runtime.download(rig.addresses["gradInput"], 4)
 
 
 @scenario
 def queue_work_on_a_context_known_to_have_failed(runtime: Runtime) -> None:
-    stream, bench = runtime.stream(), Bench(runtime)
-    bench.launch(stream)
+    stream, rig = runtime.stream(), Rig(runtime)
+    rig.launch(stream)
     assert runtime.status("aclrtSynchronizeStream", stream) == 507015
-    queue_upload(runtime, bench.addresses["mean"], 8, stream)
+    queue_upload(runtime, rig.addresses["mean"], 8, stream)
 
 
 @scenario
 def plan_on_a_context_known_to_have_failed(runtime: Runtime) -> None:
-    stream, bench = runtime.stream(), Bench(runtime)
-    bench.launch(stream)
+    stream, rig = runtime.stream(), Rig(runtime)
+    rig.launch(stream)
     assert runtime.status("aclrtSynchronizeStream", stream) == 507015
-    bench.plan()
+    rig.plan()
 
 
 @scenario
 def phases_on_two_threads(runtime: Runtime) -> None:
-    stream, bench = runtime.stream(), Bench(runtime)
-    planned = bench.plan()
-    in_another_thread(runtime, lambda: bench.launch(stream, planned))
+    stream, rig = runtime.stream(), Rig(runtime)
+    planned = rig.plan()
+    in_another_thread(runtime, lambda: rig.launch(stream, planned))
 
 
 @scenario
@@ -193,12 +193,12 @@ def two_threads_on_one_stream(runtime: Runtime) -> None:
 
 @scenario
 def operand_on_another_device(runtime: Runtime) -> None:
-    bench = Bench(runtime)
+    rig = Rig(runtime)
     runtime.call("aclrtSetDevice", 1)
     foreign = runtime.malloc(KIB)
     runtime.call("aclrtSetDevice", 0)
-    bench.replace("mean", foreign)
-    bench.launch(runtime.stream())
+    rig.replace("mean", foreign)
+    rig.launch(runtime.stream())
 
 
 @scenario
@@ -211,29 +211,29 @@ def copy_to_another_device(runtime: Runtime) -> None:
 
 @scenario
 def plan_without_a_device(runtime: Runtime) -> None:
-    bench = Bench(runtime)
-    thread = threading.Thread(target=lambda: void(bench.plan()))
+    rig = Rig(runtime)
+    thread = threading.Thread(target=lambda: void(rig.plan()))
     thread.start()
     thread.join()
 
 
 @scenario
 def determinism_changes_under_a_kernel(runtime: Runtime) -> None:
-    Bench(runtime).launch(runtime.stream())
+    Rig(runtime).launch(runtime.stream())
     runtime.call("aclrtCtxSetSysParamOpt", DETERMINISTIC, 1)
 
 
 @scenario
 def determinism_changes_between_the_phases(runtime: Runtime) -> None:
-    Bench(runtime).plan()
+    Rig(runtime).plan()
     runtime.call("aclrtCtxSetSysParamOpt", DETERMINISTIC, 1)
 
 
 @scenario
 def nothing_wrong(runtime: Runtime) -> None:
     """The control: what all others do right."""
-    stream, bench = runtime.stream(), Bench(runtime)
-    bench.launch(stream)
+    stream, rig = runtime.stream(), Rig(runtime)
+    rig.launch(stream)
     runtime.call("aclrtSynchronizeStream", stream)
-    bench.close()
+    rig.close()
     runtime.call("aclrtDestroyStream", stream)

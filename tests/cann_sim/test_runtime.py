@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tests.cann_sim.bench import Bench, queue_upload
+from tests.cann_sim.rig import Rig, queue_upload
 from tests.cann_sim.runtime import (
     AICORE_EXCEPTION,
     D2H,
@@ -48,8 +48,8 @@ def stream(runtime: Runtime) -> Iterator[int]:
 
 
 @pytest.fixture
-def bench(runtime: Runtime) -> Iterator[Bench]:
-    made = Bench(runtime)
+def rig(runtime: Runtime) -> Iterator[Rig]:
+    made = Rig(runtime)
     yield made
     runtime.status("aclrtSynchronizeDevice")  # a test may have failed with work under way
     made.close()
@@ -203,20 +203,20 @@ class TestStreams:
         runtime.call("aclrtFreeHost", source)
         runtime.call("aclrtFreeHost", result.ctypes.data)
 
-    def test_a_bounded_wait_ends_in_time(self, runtime: Runtime, stream: int, bench: Bench) -> None:
+    def test_a_bounded_wait_ends_in_time(self, runtime: Runtime, stream: int, rig: Rig) -> None:
         runtime.set_plan("kernel_ms=200")
-        bench.launch(stream)
+        rig.launch(stream)
         assert runtime.status("aclrtSynchronizeStreamWithTimeout", stream, 20) == SYNC_TIMEOUT
         assert "was not done after 20 ms" in runtime.message()
         runtime.call("aclrtSynchronizeStreamWithTimeout", stream, -1)
 
     def test_a_copy_runs_beside_a_kernel_of_another_stream(
-        self, runtime: Runtime, stream: int, bench: Bench
+        self, runtime: Runtime, stream: int, rig: Rig
     ) -> None:
         other, address = runtime.stream(), runtime.malloc(64)
         before = runtime.counter("copies_beside_kernels")
         runtime.set_plan("kernel_ms=3000; copy_ms=10")
-        bench.launch(stream)
+        rig.launch(stream)
         source = queue_upload(runtime, address, 64, other)
         runtime.call("aclrtSynchronizeStream", other)
         assert runtime.counter("copies_beside_kernels") > before
@@ -325,13 +325,13 @@ class TestStreams:
 
 
 class TestFailures:
-    def test_one_task_fails_the_whole_context(self, runtime: Runtime, stream: int, bench: Bench) -> None:
+    def test_one_task_fails_the_whole_context(self, runtime: Runtime, stream: int, rig: Rig) -> None:
         other, plain = runtime.stream(), runtime.malloc(8)
-        bench.workspace = runtime.malloc(bench_size(bench))
+        rig.workspace = runtime.malloc(bench_size(rig))
         dropped = runtime.counter("tasks_dropped")
         runtime.set_plan(f"kernel_ms=50; kernel:1:{AICORE_EXCEPTION}")
-        bench.launch(stream)
-        source = queue_upload(runtime, bench.addresses["mean"], 8, stream)
+        rig.launch(stream)
+        source = queue_upload(runtime, rig.addresses["mean"], 8, stream)
         assert runtime.status("aclrtSynchronizeStream", stream) == AICORE_EXCEPTION
         assert runtime.counter("tasks_dropped") == dropped + 1
         # Another thread, not told yet, gets the code as well, on whatever stream.
@@ -347,12 +347,12 @@ class TestFailures:
         runtime.call("aclrtResetDevice", 0)
         return code
 
-    def test_but_no_other_device(self, runtime: Runtime, stream: int, bench: Bench) -> None:
+    def test_but_no_other_device(self, runtime: Runtime, stream: int, rig: Rig) -> None:
         runtime.set_plan(f"ndev=2; kernel:1:{AICORE_EXCEPTION}")
-        bench.launch(stream)
+        rig.launch(stream)
         assert runtime.status("aclrtSynchronizeStream", stream) == AICORE_EXCEPTION
         runtime.call("aclrtSetDevice", 1)
-        healthy, elsewhere = runtime.stream(), Bench(runtime)
+        healthy, elsewhere = runtime.stream(), Rig(runtime)
         elsewhere.launch(healthy)
         runtime.call("aclrtSynchronizeStream", healthy)
         elsewhere.close()
@@ -361,25 +361,24 @@ class TestFailures:
         runtime.call("aclrtSetDevice", 0)
         runtime.call("aclrtResetDevice", 0)
 
-    def test_a_stream_may_go_on_after_failures(self, runtime: Runtime, bench: Bench) -> None:
+    def test_a_stream_may_go_on_after_failures(self, runtime: Runtime, rig: Rig) -> None:
         stream = runtime.stream(stops=False)
         runtime.set_plan(f"kernel:1:{AICORE_EXCEPTION}")
-        bench.launch(stream)
+        rig.launch(stream)
         assert runtime.status("aclrtSynchronizeStream", stream) == AICORE_EXCEPTION
-        bench.launch(stream)
+        rig.launch(stream)
         assert runtime.status("aclrtSynchronizeStream", stream) == SUCCESS
         runtime.call("aclrtDestroyStream", stream)
 
     def test_a_poisoned_context_may_just_return_the_code(
-        self, runtime: Runtime, stream: int, bench: Bench
+        self, runtime: Runtime, stream: int, rig: Rig
     ) -> None:
         runtime.set_plan(f"poisoned=code; kernel:1:{AICORE_EXCEPTION}")
-        bench.launch(stream)
+        rig.launch(stream)
         for _ in range(2):
             assert runtime.status("aclrtSynchronizeStream", stream) == AICORE_EXCEPTION
             assert (
-                runtime.status("aclrtMemsetAsync", bench.addresses["mean"], 8, 0, 8, stream)
-                == AICORE_EXCEPTION
+                runtime.status("aclrtMemsetAsync", rig.addresses["mean"], 8, 0, 8, stream) == AICORE_EXCEPTION
             )
 
 
@@ -416,8 +415,8 @@ class TestDeterminism:
         runtime.call("aclrtDestroyContext", other)
 
 
-def bench_size(bench: Bench) -> int:
-    """Size of the workspace of a bench."""
-    size, executor = bench.plan()
-    bench.runtime.call("aclDestroyAclOpExecutor", executor)
+def bench_size(rig: Rig) -> int:
+    """Size of the workspace of a rig."""
+    size, executor = rig.plan()
+    rig.runtime.call("aclDestroyAclOpExecutor", executor)
     return size

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch_npu  # noqa: F401  registers the device
-from tests.cann_sim.bench import OP
 from tests.cann_sim.build import Installation
+from tests.cann_sim.rig import OP
 from tests.cann_sim.runtime import D2H, H2D, Runtime
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from npugrad.errors import ServerBusy
 from npugrad_client import AsyncClient, Client, NpugradError, Progress, RetryPolicy
 from npugrad_client._attempt import Attempt
 from npugrad_client._clock import CallClock
-from npugrad_client._progress import Report
+from npugrad_client._progress import ProgressReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -224,7 +224,7 @@ def test_tries_that_overtake_each_other_tell_each_stage_once() -> None:
     first, second = Attempt("", "a:1"), Attempt("", "b:1", number=2)
     clock, told = CallClock("group_norm_backward"), list[Progress]()
     clock.attempts += [first, second]
-    report = Report(told.append, cast("Any", SimpleNamespace(streamed=True, clock=clock)))
+    report = ProgressReport(told.append, cast("Any", SimpleNamespace(streamed=True, clock=clock)))
     for attempt in (first, second, first, second):
         attempt.sent_s, attempt.download_bytes = 1.0, 2 * MIB
         attempt.received_bytes = max(first.received_bytes, second.received_bytes) + 1

@@ -23,28 +23,28 @@ from npugrad_client import (
     TlsError,
 )
 from npugrad_client._picker import Picker
-from npugrad_client._retry import Launch, Plan, RetryBudget, Wait
+from npugrad_client._retry import Launch, RetryBudget, RetrySchedule, Wait
 
 
-def plan(
+def schedule(
     policy: RetryPolicy | None = None,
     *,
     servers: int = 1,
     picker: Picker | None = None,
     timeout_s: float | None = None,
     budget: RetryBudget | None = None,
-) -> Plan:
+) -> RetrySchedule:
     chosen = policy or RetryPolicy()
-    return Plan(chosen, budget or RetryBudget(chosen), picker or Picker(servers), timeout_s, 0.0)
+    return RetrySchedule(chosen, budget or RetryBudget(chosen), picker or Picker(servers), timeout_s, 0.0)
 
 
-def launch(made: Plan, now: float) -> Launch:
+def launch(made: RetrySchedule, now: float) -> Launch:
     step = made.next(now)
     assert isinstance(step, Launch)
     return step
 
 
-def wait(made: Plan, now: float) -> float:
+def wait(made: RetrySchedule, now: float) -> float:
     step = made.next(now)
     assert isinstance(step, Wait)
     assert step.until is not None
@@ -55,7 +55,7 @@ def wait(made: Plan, now: float) -> float:
 
 
 def test_a_call_that_is_answered_is_sent_once() -> None:
-    made = plan(timeout_s=5)
+    made = schedule(timeout_s=5)
     assert launch(made, 1.0) == Launch(1, 0, 4.0)
     assert made.next(1.5) == Wait(None)
     made.answered(1, 2.0)
@@ -64,7 +64,7 @@ def test_a_call_that_is_answered_is_sent_once() -> None:
 
 def test_an_error_that_no_retry_changes_is_raised_at_once() -> None:
     for error in (InvalidOperand("no", code=161002), WorkerLost("no"), TlsError("no"), NpugradError("no")):
-        made = plan(servers=3)
+        made = schedule(servers=3)
         launch(made, 0)
         made.failed(1, error, 1)
         with pytest.raises(type(error)) as caught:
@@ -75,7 +75,7 @@ def test_an_error_that_no_retry_changes_is_raised_at_once() -> None:
 
 @pytest.mark.parametrize("row", [row for row in ERRORS if row.code is None], ids=lambda row: row.reason)
 def test_what_is_retried_is_what_the_error_table_says(row: Any) -> None:
-    made = plan()
+    made = schedule()
     launch(made, 0)
     made.failed(1, NpugradError("no", reason=row.reason), 1)
     if row.retryable:
@@ -87,7 +87,7 @@ def test_what_is_retried_is_what_the_error_table_says(row: Any) -> None:
 
 @given(st.integers(1, 8), st.floats(0, 2), st.floats(0, 8))
 def test_waits_double_up_to_their_limit_and_tries_end(tries: int, initial: float, limit: float) -> None:
-    made = plan(RetryPolicy(max_tries=tries, initial_backoff_s=initial, max_backoff_s=limit))
+    made = schedule(RetryPolicy(max_tries=tries, initial_backoff_s=initial, max_backoff_s=limit))
     now = 0.0
     for number in range(1, tries + 1):
         assert launch(made, now).number == number
@@ -109,7 +109,7 @@ def test_waits_double_up_to_their_limit_and_tries_end(tries: int, initial: float
 def test_waits_are_jittered() -> None:
     seen = set()
     for _ in range(20):
-        made = plan()
+        made = schedule()
         launch(made, 0)
         made.failed(1, ServerBusy("full"), 0)
         seen.add(wait(made, -1))
@@ -117,14 +117,14 @@ def test_waits_are_jittered() -> None:
 
 
 def test_the_wait_that_a_server_asks_for_is_kept() -> None:
-    made = plan()
+    made = schedule()
     launch(made, 0)
     made.failed(1, ServerBusy("full", retry_after_s=3), 10)
     assert 13 <= wait(made, 10) <= 13.05
 
 
 def test_a_server_that_asks_for_too_long_is_not_waited_for() -> None:
-    made = plan()
+    made = schedule()
     launch(made, 0)
     made.failed(1, ServerBusy("full", retry_after_s=31), 10)
     with pytest.raises(ServerBusy):
@@ -132,7 +132,7 @@ def test_a_server_that_asks_for_too_long_is_not_waited_for() -> None:
 
 
 def test_no_wait_goes_beyond_the_deadline() -> None:
-    made = plan(timeout_s=5)
+    made = schedule(timeout_s=5)
     assert launch(made, 0).timeout_s == 5
     made.failed(1, ServerBusy("full", retry_after_s=3), 2)
     with pytest.raises(ServerBusy):
@@ -140,18 +140,18 @@ def test_no_wait_goes_beyond_the_deadline() -> None:
 
 
 def test_who_wakes_up_after_the_deadline_sends_nothing() -> None:
-    made = plan(timeout_s=5)
+    made = schedule(timeout_s=5)
     launch(made, 0)
     made.failed(1, ServerBusy("full"), 4.9)
     with pytest.raises(ServerBusy):
         made.next(5.1)
-    hedged = plan(RetryPolicy(hedge_after_s=1), timeout_s=5, servers=2)
+    hedged = schedule(RetryPolicy(hedge_after_s=1), timeout_s=5, servers=2)
     launch(hedged, 0)
     assert hedged.next(5.1) == Wait(None)
 
 
 def test_a_try_has_a_deadline_of_its_own() -> None:
-    made = plan(RetryPolicy(try_timeout_s=2, max_tries=3), timeout_s=3, servers=2)
+    made = schedule(RetryPolicy(try_timeout_s=2, max_tries=3), timeout_s=3, servers=2)
     assert launch(made, 0).timeout_s == 2
     made.failed(1, DeadlineExceeded("late"), 2)
     assert launch(made, 2) == Launch(2, 1, 1.0)
@@ -163,7 +163,7 @@ def test_a_try_has_a_deadline_of_its_own() -> None:
 
 
 def test_a_deadline_of_the_call_is_not_tried_again() -> None:
-    made = plan(timeout_s=2, servers=2)
+    made = schedule(timeout_s=2, servers=2)
     launch(made, 0)
     made.failed(1, DeadlineExceeded("late"), 2)
     with pytest.raises(DeadlineExceeded):
@@ -173,7 +173,7 @@ def test_a_deadline_of_the_call_is_not_tried_again() -> None:
 def test_a_budget_ends_retries_and_answers_refill_it() -> None:
     policy = RetryPolicy(budget=2, budget_refill=0.5, max_tries=10)
     budget = RetryBudget(policy)
-    made = plan(policy, budget=budget)
+    made = schedule(policy, budget=budget)
     now = 0.0
     for number in (1, 2):
         launch(made, now)
@@ -184,7 +184,7 @@ def test_a_budget_ends_retries_and_answers_refill_it() -> None:
     with pytest.raises(ServerBusy):
         made.next(now)
     for _ in range(2):
-        other = plan(policy, budget=budget)
+        other = schedule(policy, budget=budget)
         launch(other, now)
         other.answered(1, now)
     assert budget.left == 1
@@ -198,7 +198,7 @@ def test_a_budget_ends_retries_and_answers_refill_it() -> None:
 GONE = [ConnectError("gone"), ServerDraining("ends", retry_after_s=60)]
 
 
-def lose(made: Plan, now: float, error: NpugradError) -> float:
+def lose(made: RetrySchedule, now: float, error: NpugradError) -> float:
     """Loses one try after the other until none is left; when that was."""
     while True:
         try:
@@ -218,7 +218,7 @@ def lose(made: Plan, now: float, error: NpugradError) -> float:
 def test_a_lost_server_is_tried_for_so_long_however_often_that_is(error: NpugradError, servers: int) -> None:
     """And whatever a draining server asks for, as another one may answer at the same address."""
     budget = RetryBudget(RetryPolicy())
-    made = plan(servers=servers, budget=budget)
+    made = schedule(servers=servers, budget=budget)
     assert 29.5 < lose(made, 0, error) < 30
     assert 15 < made.tries < 500
     assert error.tries == made.tries
@@ -226,19 +226,19 @@ def test_a_lost_server_is_tried_for_so_long_however_often_that_is(error: Npugrad
 
 
 def test_without_a_wait_a_lost_server_is_not_flooded() -> None:
-    made = plan(RetryPolicy(initial_backoff_s=0, max_backoff_s=0))
+    made = schedule(RetryPolicy(initial_backoff_s=0, max_backoff_s=0))
     assert 29.5 < lose(made, 0, ConnectError("gone")) < 30
     assert made.tries <= 30 / 0.02 + 1
 
 
 def test_a_long_life_of_tries_does_not_overflow() -> None:
-    made = plan(RetryPolicy(retry_for_s=1000, max_backoff_s=1))
+    made = schedule(RetryPolicy(retry_for_s=1000, max_backoff_s=1))
     lose(made, 0, ConnectError("gone"))
     assert made.tries > 1100
 
 
 def test_the_time_for_lost_servers_begins_when_the_first_is_lost_and_anew_after_an_answer() -> None:
-    made = plan()
+    made = schedule()
     launch(made, 0)
     made.failed(1, ConnectError("lost in a long call"), 400)
     launch(made, 402)
@@ -249,12 +249,12 @@ def test_the_time_for_lost_servers_begins_when_the_first_is_lost_and_anew_after_
 
 
 def test_the_deadline_ends_it_sooner_and_is_used_to_its_end() -> None:
-    made = plan(timeout_s=5)
+    made = schedule(timeout_s=5)
     assert 4.5 < lose(made, 0, ConnectError("gone")) < 5
 
 
 def test_other_failures_are_counted_among_lost_servers_and_lost_servers_not_among_them() -> None:
-    made, now = plan(RetryPolicy(max_tries=2, retry_for_s=1000)), 0.0
+    made, now = schedule(RetryPolicy(max_tries=2, retry_for_s=1000)), 0.0
     for number in range(1, 40):
         launch(made, now)
         made.failed(number, ServerBusy("full") if number == 20 else ConnectError("gone"), now)
@@ -268,13 +268,13 @@ def test_other_failures_are_counted_among_lost_servers_and_lost_servers_not_amon
 @pytest.mark.parametrize("error", GONE, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("servers", [1, 2])
 def test_who_sends_a_call_once_never_sends_it_twice(error: NpugradError, servers: int) -> None:
-    made = plan(RetryPolicy(max_tries=1), servers=servers)
+    made = schedule(RetryPolicy(max_tries=1), servers=servers)
     assert lose(made, 0, error) == 0
     assert made.tries == 1
 
 
 def test_who_waits_for_no_server_tries_each_once() -> None:
-    made = plan(RetryPolicy(retry_for_s=0), servers=3)
+    made = schedule(RetryPolicy(retry_for_s=0), servers=3)
     assert lose(made, 0, ConnectError("gone")) == 0
     assert made.tries == 3
 
@@ -283,21 +283,21 @@ def test_an_address_that_looks_wrong_is_given_up_soon_until_it_was_right_once() 
     wrong = ConnectError("no such name")
     wrong.is_misconfigured = True
     picker = Picker(1)
-    made = plan(picker=picker)
+    made = schedule(picker=picker)
     assert lose(made, 0, wrong) < 1
     assert made.tries == 4
-    good = plan(picker=picker)
+    good = schedule(picker=picker)
     launch(good, 1)
     good.answered(1, 1)
-    assert lose(plan(picker=picker), 0, wrong) > 29
+    assert lose(schedule(picker=picker), 0, wrong) > 29
 
 
 def test_who_waits_for_lost_servers_is_told_once_for_all_calls(caplog: pytest.LogCaptureFixture) -> None:
     picker = Picker(1)
-    lose(plan(RetryPolicy(retry_for_s=0.9), picker=picker), 0, ConnectError("cannot reach it"))
+    lose(schedule(RetryPolicy(retry_for_s=0.9), picker=picker), 0, ConnectError("cannot reach it"))
     assert not caplog.records, "a restart that is over in a moment is no news"
     for _ in range(3):
-        lose(plan(picker=picker), 0, ConnectError("cannot reach it"))
+        lose(schedule(picker=picker), 0, ConnectError("cannot reach it"))
     (record,) = caplog.records
     assert record.name == "npugrad_client"
     assert re.fullmatch(r"cannot reach it; trying again for up to 2\d s", record.getMessage())
@@ -309,7 +309,7 @@ def test_who_waits_for_lost_servers_is_told_once_for_all_calls(caplog: pytest.Lo
 def test_another_server_is_tried_at_once_and_for_nothing_when_one_is_lost() -> None:
     policy = RetryPolicy(budget=0)
     for error in (ConnectError("gone"), ServerDraining("ends")):
-        made = plan(policy, servers=2)
+        made = schedule(policy, servers=2)
         first = launch(made, 0)
         made.failed(1, error, 1)
         assert launch(made, 1).server != first.server
@@ -317,7 +317,7 @@ def test_another_server_is_tried_at_once_and_for_nothing_when_one_is_lost() -> N
 
 def test_a_full_server_is_left_for_another_at_the_price_of_one() -> None:
     for budget, is_tried in ((0, False), (1, True)):
-        made = plan(RetryPolicy(budget=budget), servers=2)
+        made = schedule(RetryPolicy(budget=budget), servers=2)
         launch(made, 0)
         made.failed(1, ServerBusy("full", retry_after_s=5), 1)
         if is_tried:
@@ -329,13 +329,13 @@ def test_a_full_server_is_left_for_another_at_the_price_of_one() -> None:
 
 def test_a_server_that_hedges_had_to_be_sent_for_rests() -> None:
     picker, policy = Picker(2), RetryPolicy(hedge_after_s=1)
-    made = plan(policy, picker=picker)
+    made = schedule(policy, picker=picker)
     assert launch(made, 0).server == 0
     assert launch(made, 1).server == 1
     made.answered(2, 1.5)
     made.abandon(1.5)
     for now in (1.5, 1.6):
-        other = plan(policy, picker=picker)
+        other = schedule(policy, picker=picker)
         assert launch(other, now).server == 1
         other.answered(1, now)
     assert picker.pick(2.5) == 0, "the loser was not counted as ended"
@@ -345,7 +345,7 @@ def test_a_server_that_hedges_had_to_be_sent_for_rests() -> None:
 
 
 def test_a_slow_call_is_sent_to_another_server_too() -> None:
-    made = plan(RetryPolicy(hedge_after_s=1), servers=2)
+    made = schedule(RetryPolicy(hedge_after_s=1), servers=2)
     assert launch(made, 0).server == 0
     assert wait(made, 0) == 1
     assert launch(made, 1).server == 1
@@ -354,13 +354,13 @@ def test_a_slow_call_is_sent_to_another_server_too() -> None:
 
 
 def test_a_hedge_costs_and_is_left_out_without_a_budget() -> None:
-    made = plan(RetryPolicy(hedge_after_s=1, budget=0), servers=2)
+    made = schedule(RetryPolicy(hedge_after_s=1, budget=0), servers=2)
     launch(made, 0)
     assert made.next(1) == Wait(None)
 
 
 def test_one_that_fails_leaves_the_other_to_answer() -> None:
-    made = plan(RetryPolicy(hedge_after_s=1, max_tries=2), servers=2)
+    made = schedule(RetryPolicy(hedge_after_s=1, max_tries=2), servers=2)
     launch(made, 0)
     launch(made, 1)
     made.failed(1, ConnectError("gone"), 2)
@@ -371,7 +371,7 @@ def test_one_that_fails_leaves_the_other_to_answer() -> None:
 
 
 def test_a_hedge_whose_server_is_lost_may_be_followed_by_another() -> None:
-    made = plan(RetryPolicy(hedge_after_s=1, max_tries=2, initial_backoff_s=0), servers=2)
+    made = schedule(RetryPolicy(hedge_after_s=1, max_tries=2, initial_backoff_s=0), servers=2)
     launch(made, 0)
     launch(made, 1)
     assert made.next(5) == Wait(None), "two are in flight"
@@ -384,7 +384,7 @@ def test_a_hedge_whose_server_is_lost_may_be_followed_by_another() -> None:
 
 
 def test_an_error_that_no_retry_changes_ends_a_race() -> None:
-    made = plan(RetryPolicy(hedge_after_s=1), servers=2)
+    made = schedule(RetryPolicy(hedge_after_s=1), servers=2)
     launch(made, 0)
     launch(made, 1)
     made.failed(2, InvalidOperand("no", code=161002), 2)

@@ -12,7 +12,7 @@ from tests.cann_sim.report import Report as SimulatorReport
 from tests.fix_npu import npu_environment
 
 from npugrad.products import Product
-from npugrad_server.acceptance.bench import Bench, BenchSettings
+from npugrad_server.acceptance.rig import BenchSettings, Rig
 from npugrad_server.acceptance.runner import run_steps
 from npugrad_server.acceptance.steps import ladder, memory, round_trip, soak, timeout
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from tests.cann_sim.build import Installation
 
-    from npugrad_server.acceptance.report import Check, StepReport
+    from npugrad_server.acceptance.report import StepCheck, StepReport
     from npugrad_server.acceptance.step import Step
 
 pytestmark = [pytest.mark.npu_sim, pytest.mark.slow]
@@ -48,7 +48,7 @@ class Saboteur:
                 self.triggers.remove((point, plan))
                 write_plan(self.plan_path, f"{STRICT};{plan}")
 
-    def checked(self, check: Check) -> None:
+    def checked(self, check: StepCheck) -> None:
         self._look(check.name)
 
     def progress(self, done: int, total: int, what: str) -> None:
@@ -76,8 +76,8 @@ class SimulatedNode:
         settings = BenchSettings(
             "npu:0", Product.ATLAS_A2, soak_s=4.0, simulated=True, start_timeout_s=60.0, arena_bytes=512 << 20
         )
-        with Bench(settings) as bench:
-            (report,) = run_steps(bench, [step], self.saboteur)
+        with Rig(settings) as rig:
+            (report,) = run_steps(rig, [step], self.saboteur)
         assert self.simulator.violations() == []
         assert not self.saboteur.triggers, "the step never came to the point"
         return report

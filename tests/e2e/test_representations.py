@@ -26,7 +26,7 @@ NO_DESCRIPTION = {
     "npugrad_client._attempt.Attempt",
     "npugrad_client._clock.CallClock",
     "npugrad_client._retry.Launch",
-    "npugrad_client._retry.Plan",
+    "npugrad_client._retry.RetrySchedule",
     "npugrad_client._rpcs.Call",
     "npugrad_server.pool.commands.CompleteCall",
     "npugrad_server.pool.commands.ReleaseCall",

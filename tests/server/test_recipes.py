@@ -16,9 +16,9 @@ from npugrad.errors import RecipeMismatch
 from npugrad.ops import get_operator
 from npugrad.recipe import Recipe
 from npugrad_server.pool import PlannedCall
-from npugrad_server.pool.admission import Admission
-from npugrad_server.pool.demand import Demand, Layout
+from npugrad_server.pool.admission import Demand, RegionLayout
 from npugrad_server.pool.regions import Region
+from npugrad_server.pool.ticket import Ticket
 from npugrad_server.recipes import PIECE_BYTES, Maker
 
 if TYPE_CHECKING:
@@ -31,10 +31,10 @@ SIZE = 2 * PIECE_BYTES // 4 + 1000
 CALL = RECORD.build(n=1, c=1, hxw=SIZE, group=1)
 
 
-def admitted(memory: bytearray, call: CallMeta = CALL, offset: int = 64) -> Admission:
+def admitted(memory: bytearray, call: CallMeta = CALL, offset: int = 64) -> Ticket:
     planned = PlannedCall.alone(RECORD, call, {}, CallOptions(), "r1", None)
-    demand = Demand(Layout({"input": offset}, len(memory)), Layout({}, 0), memory_bytes=0)
-    return Admission(1, planned, demand, Region(0, len(memory)), memoryview(memory), lambda _: None)
+    demand = Demand(RegionLayout({"input": offset}, len(memory)), RegionLayout({}, 0), memory_bytes=0)
+    return Ticket(1, planned, demand, Region(0, len(memory)), memoryview(memory), lambda _: None)
 
 
 def content(recipe: Recipe) -> Mapping[str, Recipe]:
@@ -77,8 +77,8 @@ def held() -> Held:
 
 async def _cancel_twice(recipe: Held, memory: bytearray) -> bool:
     loop = asyncio.get_running_loop()
-    with admitted(memory) as admission:
-        task = loop.create_task(Maker().write(admission, content(recipe)))
+    with admitted(memory) as ticket:
+        task = loop.create_task(Maker().write(ticket, content(recipe)))
         assert await asyncio.to_thread(recipe.started.wait, 30)
         for _ in range(2):
             task.cancel()
@@ -105,8 +105,8 @@ async def _threads_of_two_recipes() -> int:
     maker, loop = Maker(), asyncio.get_running_loop()
     with admitted(bytearray(64 + 4 * SIZE)) as first, admitted(bytearray(64 + 4 * SIZE)) as second:
         tasks = [
-            loop.create_task(maker.write(admission, content(recipe)))
-            for admission, recipe in zip((first, second), made, strict=True)
+            loop.create_task(maker.write(ticket, content(recipe)))
+            for ticket, recipe in zip((first, second), made, strict=True)
         ]
         assert await asyncio.to_thread(made[0].started.wait, 30)
         found = {t for t in set(threading.enumerate()) - before if t.name.startswith("recipe")}
@@ -143,8 +143,8 @@ def test_loop_turns_while_a_content_is_made() -> None:
     recipe = Recipe("normal", shape=(size,))
     call = RECORD.build(n=1, c=1, hxw=size, group=1)
     memory = bytearray(4 * size)
-    admission = admitted(memory, call, 0)
+    ticket = admitted(memory, call, 0)
     start = time.perf_counter()
     recipe.fill(memoryview(memory))
     alone_s = time.perf_counter() - start
-    assert asyncio.run(_longest_gap_s(Maker().write(admission, content(recipe)))) < alone_s / 2
+    assert asyncio.run(_longest_gap_s(Maker().write(ticket, content(recipe)))) < alone_s / 2

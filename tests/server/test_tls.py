@@ -10,7 +10,7 @@ import trustme
 from cryptography.hazmat.primitives import serialization
 
 from npugrad_server.config import ServerSettings
-from npugrad_server.tls import TlsError, read_tls
+from npugrad_server.tls import TlsFilesError, read_tls
 
 if TYPE_CHECKING:
     from tests.fix_tls import Certificates
@@ -22,7 +22,7 @@ def settings(certificates: Certificates, **changes: str | None) -> ServerSetting
 
 
 def problems(found: ServerSettings) -> tuple[str, ...]:
-    with pytest.raises(TlsError) as caught:
+    with pytest.raises(TlsFilesError) as caught:
         read_tls(found)
     return caught.value.problems
 

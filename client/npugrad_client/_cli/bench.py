@@ -30,7 +30,6 @@ from npugrad_client._cli.connection import (
     Certificate,
     Encrypted,
     Key,
-    Servers,
     Targets,
     servers_of,
     tls,
@@ -41,6 +40,7 @@ from npugrad_client.bench.interrupts import terminated_as_interrupted
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from npugrad_client._tls import Servers
     from npugrad_client.bench.capacity import Capacity
     from npugrad_client.bench.result import Result
     from npugrad_client.bench.scenario import Scenario
@@ -227,7 +227,7 @@ def _find_capacity(
     if scenario.arrival == "trace" or len(scenario.stages) > 1:
         raise ScenarioError("--find-capacity: found a trace or several stages; expected one stage to scale")
 
-    def measure(rate: float) -> capacity.Trial:
+    def measure(rate: float) -> capacity.CapacityTrial:
         result = _trial(capacity.at_rate(first, rate), server)
         trial = capacity.judge(replace(result, is_client_bound_allowed=is_allowed), rate, slo)
         if is_allowed:

@@ -18,7 +18,7 @@ DEFAULT_OPERATOR = "group_norm_backward"
 
 def scenario_of(name: str, given: dict[str, Any]) -> Scenario:
     """The scenario of a file with what flags change of it, or one made of flags alone."""
-    from npugrad_client.bench.scenario import Scenario, ScenarioError, Stage
+    from npugrad_client.bench.scenario import LoadStage, Scenario, ScenarioError
     from npugrad_client.bench.scenario_file import at_key, load_scenario
     from npugrad_client.bench.slo import Slo
     from npugrad_client.bench.units import parse_duration
@@ -30,7 +30,7 @@ def scenario_of(name: str, given: dict[str, Any]) -> Scenario:
             raise ScenarioError(f"--{named[0]}: found it beside --scenario; expected it in the file")
         base = _with_inputs(load_scenario(name), given["inputs"], given["digest"])
     else:
-        base = Scenario((_workload(given),), (Stage(1, 1, 10.0),), arrival="closed")
+        base = Scenario((_workload(given),), (LoadStage(1, 1, 10.0),), arrival="closed")
     changes: dict[str, Any] = {
         key: given[key] for key in ("max_calls", "workers", "max_in_flight", "seed") if given[key] is not None
     }
@@ -63,7 +63,7 @@ def _with_inputs(scenario: Scenario, inputs: str, has_digest: bool) -> Scenario:
 
 
 def _workload(given: dict[str, Any]) -> Any:
-    from npugrad_client.bench.scenario import DEFAULT_LABEL, ScenarioError, Workload
+    from npugrad_client.bench.scenario import DEFAULT_LABEL, ScenarioError, WeightedWorkload
 
     record = find_record(given["operator"] or DEFAULT_OPERATOR)
     names = {
@@ -73,14 +73,14 @@ def _workload(given: dict[str, Any]) -> Any:
         "inputs": given["inputs"] or "data",
     }
     try:
-        return Workload(record.name, **names, priority=given["priority"] or 0, digest=given["digest"])
+        return WeightedWorkload(record.name, **names, priority=given["priority"] or 0, digest=given["digest"])
     except ScenarioError as error:
         raise ScenarioError(f"--{error}") from None
 
 
 def _load(base: Scenario, given: dict[str, Any]) -> dict[str, Any]:
     """Arrival and stages as the flags say; nothing where they say nothing."""
-    from npugrad_client.bench.scenario import ScenarioError, Stage
+    from npugrad_client.bench.scenario import LoadStage, ScenarioError
     from npugrad_client.bench.scenario_file import at_key
     from npugrad_client.bench.units import parse_duration
 
@@ -93,7 +93,7 @@ def _load(base: Scenario, given: dict[str, Any]) -> dict[str, Any]:
         flag = "rate" if given["rate"] else "concurrency"
         start, end = at_key(f"--{flag}", _ends, given[flag])
         arrival = "closed" if flag == "concurrency" else "poisson" if given["poisson"] else "constant"
-        stages = (Stage(start, end, base.duration_s if duration_s is None else duration_s),)
+        stages = (LoadStage(start, end, base.duration_s if duration_s is None else duration_s),)
         return {"arrival": arrival, "stages": stages, "trace": (), "window_s": 0.0}
     if duration_s is None:
         return {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,6 +10,7 @@ from npugrad_client import Client, RetryPolicy, Tls
 from npugrad_client._cli.files import FileError
 from npugrad_client._retry import RETRY
 from npugrad_client._targets import DEFAULT_PORT, complete_target
+from npugrad_client._tls import Servers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,14 +105,6 @@ def connect(
         return Client(addresses(targets), timeout_s=timeout_s, tls=how, retry=retry)
     except OSError as error:
         raise FileError(f"--tls: cannot read {error.filename!r}: {error.strerror}") from None
-
-
-@dataclass(frozen=True)
-class Servers:
-    """Addresses of servers that are each talked to alone, and how to encrypt; None for not at all."""
-
-    targets: tuple[str, ...]
-    tls: Tls | None
 
 
 def servers_of(targets: Sequence[str], how: Tls | None) -> Servers:

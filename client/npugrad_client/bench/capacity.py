@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from npugrad_client.bench.bottleneck import client_bound
-from npugrad_client.bench.scenario import MAX_RATE, Stage, check
+from npugrad_client.bench.scenario import MAX_RATE, LoadStage, check
 from npugrad_client.bench.slo import Slo
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _FIRST_STEP = 1.15
 
 
 @dataclass(frozen=True)
-class Trial:
+class CapacityTrial:
     """One run of the search.
 
     Attributes:
@@ -48,13 +48,13 @@ class Trial:
         return not self.complaints
 
 
-def judge(result: Result, rate: float, slo: Slo) -> Trial:
+def judge(result: Result, rate: float, slo: Slo) -> CapacityTrial:
     """Holds one run against the objectives, and against a queue that grows."""
     complaints = [str(outcome) for outcome in slo.judge(result) if not outcome.is_met]
     grown, allowed = backlog_growth(result), _allowed_growth(result)
     if grown > allowed:
         complaints.append(f"queue: found {grown} more calls at the end; expected at most {allowed:.0f} more")
-    return Trial(rate, tuple(complaints), client_bound(result), result.throughput_per_s)
+    return CapacityTrial(rate, tuple(complaints), client_bound(result), result.throughput_per_s)
 
 
 def backlog_growth(result: Result) -> int:
@@ -85,7 +85,7 @@ class Capacity:
         died: What a trial died of, which ended it; empty where none did.
     """
 
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[CapacityTrial] = field(default_factory=list)
     precision: float = PRECISION
     is_client_limited: bool = False
     is_settled: bool = True
@@ -123,7 +123,7 @@ class Capacity:
         met, all_trials = self.tried(self.rate)
         return 0.05 ** (1 / met) if met and met == all_trials else 0.0
 
-    def __str__(self) -> str:
+    def __str__(self) -> str:  # noqa: C901 -- one sentence for each way to end
         """The finding, and how sure it is."""
         if not self.rate and self.died:
             return f"The search died before a rate was found that keeps the objectives: {self.died}"
@@ -208,7 +208,7 @@ class Search:
 
     def __init__(
         self,
-        measure: Callable[[float], Trial],
+        measure: Callable[[float], CapacityTrial],
         precision: float = PRECISION,
         confirm: int = CONFIRM,
         most_trials: int = MOST_TRIALS,
@@ -300,13 +300,15 @@ def check_precision(precision: float) -> None:
 
 def at_rate(scenario: Scenario, rate: float) -> Scenario:
     """A scenario at a constant rate, as long as it was."""
-    return replace(scenario, stages=(Stage(rate, rate, scenario.duration_s),))
+    return replace(scenario, stages=(LoadStage(rate, rate, scenario.duration_s),))
 
 
 def first_guess(scenario: Scenario, in_flight: int) -> Scenario:
     """A closed loop whose throughput is about what the server can do."""
     duration_s = max(1.0, scenario.duration_s / 2)
-    return replace(scenario, arrival="closed", stages=(Stage(in_flight, in_flight, duration_s),), max_calls=0)
+    return replace(
+        scenario, arrival="closed", stages=(LoadStage(in_flight, in_flight, duration_s),), max_calls=0
+    )
 
 
 UNLIMITED = Slo.parse("errors=0")

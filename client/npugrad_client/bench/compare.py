@@ -93,7 +93,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """Two runs held against each other.
 
     Attributes:
@@ -146,7 +146,7 @@ def compare(
     confidence: float = CONFIDENCE,
     *,
     allow_flawed: bool = False,
-) -> Comparison:
+) -> RunComparison:
     """Holds a second run against a first one.
 
     Args:
@@ -170,7 +170,7 @@ def compare(
     deciding = [name for name in metrics if name not in _SHOWN_ONLY]
     tail = (1 - confidence) / len(deciding) / 2  # all intervals together, not each one by itself
     found = [_difference(name, runs, tail, margin) for name in metrics]
-    return Comparison(tuple(found), margin, confidence, told)
+    return RunComparison(tuple(found), margin, confidence, told)
 
 
 def _check_same(a: Result, b: Result) -> None:

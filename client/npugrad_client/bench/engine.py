@@ -35,7 +35,7 @@ _IDLE_S = 0.02
 
 
 @dataclass
-class Progress:
+class LoadProgress:
     """What happened since the last look, for the live view.
 
     Attributes:
@@ -115,7 +115,7 @@ class Engine:
         self._calls_left = _part(scenario.max_calls, worker, senders)
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped = asyncio.Event()
-        self._progress = Progress()
+        self._progress = LoadProgress()
         self._in_flight = 0
         self.cpu = Cpu()
         self.ended_s = 0.0
@@ -130,9 +130,9 @@ class Engine:
         for task in self._tasks:
             task.cancel()
 
-    def take_progress(self) -> Progress:
+    def take_progress(self) -> LoadProgress:
         """What happened since the last time."""
-        taken, self._progress = self._progress, Progress()
+        taken, self._progress = self._progress, LoadProgress()
         taken.in_flight = self._in_flight
         return taken
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console, RenderableType
 
-    from npugrad_client.bench.engine import Progress
+    from npugrad_client.bench.engine import LoadProgress
     from npugrad_client.bench.scenario import Scenario
 
 _SPAN_S = 5.0
@@ -36,13 +36,13 @@ class Recent:
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
-        self._said: deque[tuple[float, Progress]] = deque()
+        self._said: deque[tuple[float, LoadProgress]] = deque()
         self._tails: deque[float] = deque(maxlen=_COLUMNS)
         self._total: Counter[str] = Counter()
         self._second = 0.0
         self.at_s = -scenario.warm_up_s
 
-    def add(self, at_s: float, progress: Progress) -> None:
+    def add(self, at_s: float, progress: LoadProgress) -> None:
         """Takes in what a worker said at a time of the run."""
         self.at_s = max(at_s, self.at_s)
         self._said.append((at_s, progress))
@@ -100,7 +100,7 @@ class Recent:
 
 
 @contextmanager
-def live_view(console: Console, scenario: Scenario) -> Iterator[Callable[[float, Progress], None] | None]:
+def live_view(console: Console, scenario: Scenario) -> Iterator[Callable[[float, LoadProgress], None] | None]:
     """Shows a run while it goes on; yields what it wants to be told, None where there is no terminal."""
     if not console.is_terminal:
         yield None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from npugrad_client.bench.slo import Outcome
+    from npugrad_client.bench.slo import ObjectiveResult
 
 FORMAT = "npugrad-bench/1"
 _SCENARIO_KEYS = (
@@ -92,7 +92,7 @@ class Result:
         return self.record.total.dropped
 
     @property
-    def outcomes(self) -> tuple[Outcome, ...]:
+    def outcomes(self) -> tuple[ObjectiveResult, ...]:
         """The scenario's objectives held against it; none where nothing was promised."""
         slo = self.scenario["slo"]
         return Slo.parse(slo).judge(self) if slo else ()

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import npugrad
 from npugrad.errors import NpugradError
 from npugrad_client import Client
-from npugrad_client.bench.engine import Progress
+from npugrad_client._tls import Servers
+from npugrad_client.bench.engine import LoadProgress
 from npugrad_client.bench.interrupts import Interrupts, TooEarly, held_back
 from npugrad_client.bench.record import Record
 from npugrad_client.bench.result import Result
-from npugrad_client.bench.worker import Done, Failed, Ready, Servers, Start, Stop, work
+from npugrad_client.bench.worker import Done, Failed, Ready, Start, Stop, work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from npugrad_client import Tls
     from npugrad_client.bench.scenario import Scenario
 
-    OnProgress = Callable[[float, Progress], None]
+    OnProgress = Callable[[float, LoadProgress], None]
 
 _LEAD_S = 0.2
 """From the order to start to the first call: time for every worker to hear it."""
@@ -203,7 +204,7 @@ class _Follower:
         elif isinstance(message, Failed):
             self.died = self.died or str(message.error)
             self._stop_sending()  # the load is no longer the one that was asked for
-        elif isinstance(message, Progress) and self._on_progress is not None:
+        elif isinstance(message, LoadProgress) and self._on_progress is not None:
             self._on_progress(time.monotonic() - self._epoch_s, message)
 
     def stop(self) -> None:

@@ -60,7 +60,7 @@ def shown(value: object) -> str:
 
 
 @dataclass(frozen=True)
-class Workload:
+class WeightedWorkload:
     """One kind of call, and how much of the mix it is.
 
     Attributes:
@@ -114,7 +114,7 @@ class Workload:
             parts.append(self.label if self.label != DEFAULT_LABEL else "")
             object.__setattr__(self, "name", " ".join(filter(None, parts)))
 
-    def changed(self, **changes: Any) -> Workload:
+    def changed(self, **changes: Any) -> WeightedWorkload:
         """The same but for some fields; a name that was made is made anew.
 
         Raises:
@@ -193,7 +193,7 @@ def _short(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Stage:
+class LoadStage:
     """A part of the load: a level, or a ramp between two.
 
     Attributes:
@@ -233,8 +233,8 @@ class Scenario:
         name: What reports call it.
     """
 
-    workloads: tuple[Workload, ...]
-    stages: tuple[Stage, ...]
+    workloads: tuple[WeightedWorkload, ...]
+    stages: tuple[LoadStage, ...]
     arrival: Arrival = "constant"
     trace: tuple[tuple[float, int], ...] = ()
     warm_up_s: float = 0.0
@@ -293,7 +293,7 @@ class Scenario:
         for index, name in enumerate(names):
             check(name not in names[:index], f"workloads[{index}].name", name, "another than those before it")
 
-    def _check_stage(self, stage: Stage) -> None:
+    def _check_stage(self, stage: LoadStage) -> None:
         check(0 < stage.duration_s <= _WEEK_S, "duration", stage.duration_s, "above 0 s and up to a week")
         key, most = ("concurrency", MAX_CONCURRENCY) if self.is_closed else ("rate", MAX_RATE)
         for level in (stage.start, stage.end):

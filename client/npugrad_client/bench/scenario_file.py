@@ -38,10 +38,10 @@ from npugrad.ops import OPERATORS
 from npugrad_client.bench.scenario import (
     ARRIVALS,
     Arrival,
+    LoadStage,
     Scenario,
     ScenarioError,
-    Stage,
-    Workload,
+    WeightedWorkload,
     check,
     shown,
 )
@@ -201,7 +201,7 @@ def _for_every_operator(entry: Any) -> list[Any]:
     return [entry]
 
 
-def _workload(entry: Any, key: str, common: Mapping[str, Any]) -> Workload:
+def _workload(entry: Any, key: str, common: Mapping[str, Any]) -> WeightedWorkload:
     given = {**common, **_mapping(entry, key, tuple(_WORKLOAD_KEYS))}
     if given.get("inputs") != "recipe" and not (isinstance(entry, dict) and "digest" in entry):
         given.pop("digest", None)  # what holds for all is of no matter where operands travel
@@ -209,14 +209,14 @@ def _workload(entry: Any, key: str, common: Mapping[str, Any]) -> Workload:
     values = {name: _of_kind(value, f"{key}.{name}", _WORKLOAD_KEYS[name]) for name, value in given.items()}
     if "sizes" in values:
         values["sizes"] = {name: _tuples(value) for name, value in values["sizes"].items()}
-    return at_key(key, lambda kept: Workload(**kept), values)  # type: ignore[no-any-return]
+    return at_key(key, lambda kept: WeightedWorkload(**kept), values)  # type: ignore[no-any-return]
 
 
 def _tuples(value: Any) -> Any:
     return tuple(_tuples(each) for each in value) if isinstance(value, list) else value
 
 
-def _stages(entries: Any, arrival: Arrival) -> tuple[Stage, ...]:
+def _stages(entries: Any, arrival: Arrival) -> tuple[LoadStage, ...]:
     level_key = "concurrency" if arrival == "closed" else "rate"
     stages = []
     for index, entry in enumerate(_of_kind(entries, "load", list)):
@@ -226,7 +226,7 @@ def _stages(entries: Any, arrival: Arrival) -> tuple[Stage, ...]:
             check(name in given, key, sorted(given), f"a key `{name}`")
         start, end = _levels(given[level_key], f"{key}.{level_key}")
         duration_s = at_key(f"{key}.duration", parse_duration, given["duration"])
-        stages.append(Stage(start, end, duration_s))
+        stages.append(LoadStage(start, end, duration_s))
     return tuple(stages)
 
 
@@ -238,7 +238,7 @@ def _levels(value: Any, key: str) -> tuple[float, float]:
 
 
 def _arrival(
-    value: Any, workloads: Sequence[Workload], folder: Path
+    value: Any, workloads: Sequence[WeightedWorkload], folder: Path
 ) -> tuple[Arrival, tuple[tuple[float, int], ...]]:
     if isinstance(value, str):
         named: dict[str, Arrival] = {each: each for each in ARRIVALS if each != "trace"}
@@ -282,13 +282,13 @@ def read_trace(path: Path, names: Sequence[str], speed: float = 1.0) -> tuple[tu
     return tuple(arrivals)
 
 
-def trace_stage(trace: Sequence[tuple[float, int]]) -> Stage:
+def trace_stage(trace: Sequence[tuple[float, int]]) -> LoadStage:
     """The stage of a trace: as long as it is, at its mean rate."""
     last_s, intervals = trace[-1][0], len(trace) - 1
     # Longer than the last start, which has an interval too.
     duration_s = max(last_s * len(trace) / intervals if intervals else last_s + 0.1, 0.1)
     rate = len(trace) / duration_s
-    return Stage(rate, rate, duration_s)
+    return LoadStage(rate, rate, duration_s)
 
 
 def _slo(text: str) -> Slo:
@@ -298,7 +298,7 @@ def _slo(text: str) -> Slo:
         raise ScenarioError(str(error)) from None
 
 
-def _trace_stages(trace: Sequence[tuple[float, int]], given: Mapping[str, Any]) -> tuple[Stage, ...]:
+def _trace_stages(trace: Sequence[tuple[float, int]], given: Mapping[str, Any]) -> tuple[LoadStage, ...]:
     for key in ("load", "warm_up"):
         check(key not in given, key, given.get(key), "nothing beside a trace, which says when calls start")
     return (trace_stage(trace),)

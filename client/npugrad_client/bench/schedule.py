@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from npugrad_client.bench.scenario import Stage
+from npugrad_client.bench.scenario import LoadStage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,20 +86,20 @@ def _mixed(scenario: Scenario, random: np.random.Generator, count: int) -> Ints:
     return np.searchsorted(np.cumsum(weights / weights.sum())[:-1], random.random(count), side="right")
 
 
-def _with_warm_up(scenario: Scenario) -> tuple[Stage, ...]:
+def _with_warm_up(scenario: Scenario) -> tuple[LoadStage, ...]:
     if not scenario.warm_up_s:
         return scenario.stages
     level = scenario.level(-1.0)
-    return (Stage(level, level, scenario.warm_up_s), *scenario.stages)
+    return (LoadStage(level, level, scenario.warm_up_s), *scenario.stages)
 
 
-def _expected_calls(stages: tuple[Stage, ...]) -> Floats:
+def _expected_calls(stages: tuple[LoadStage, ...]) -> Floats:
     """Expected number of calls before each stage, and at the end."""
     areas = [(stage.start + stage.end) / 2 * stage.duration_s for stage in stages]
     return np.cumsum([0.0, *areas])
 
 
-def _times(stages: tuple[Stage, ...], knots: Floats, units: Floats) -> Floats:
+def _times(stages: tuple[LoadStage, ...], knots: Floats, units: Floats) -> Floats:
     """When the expected number of calls reaches each of `units`."""
     which = np.searchsorted(knots, units, side="right") - 1
     begins = np.cumsum([0.0, *(stage.duration_s for stage in stages)])

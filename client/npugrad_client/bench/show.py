@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from npugrad_client.bench.capacity import Capacity, Trial
-    from npugrad_client.bench.compare import Comparison
+    from npugrad_client.bench.capacity import Capacity, CapacityTrial
+    from npugrad_client.bench.compare import RunComparison
     from npugrad_client.bench.record import Part
     from npugrad_client.bench.result import Result
 
@@ -106,7 +106,7 @@ def refusal(reasons: Sequence[str]) -> str:
     )
 
 
-def show_trial(console: Console, trial: Trial) -> None:
+def show_trial(console: Console, trial: CapacityTrial) -> None:
     """Prints one run of a search."""
     said = "kept" if trial.is_met else f"missed: {'; '.join(trial.complaints)}"
     if trial.client_bound:
@@ -119,7 +119,7 @@ def show_capacity(console: Console, capacity: Capacity) -> None:
     console.print(str(capacity), soft_wrap=True)
 
 
-def show_comparison(console: Console, comparison: Comparison) -> None:
+def show_comparison(console: Console, comparison: RunComparison) -> None:
     """Prints a comparison, what takes from its worth and the verdict first."""
     for said in comparison.flaws:
         console.print(said, soft_wrap=True)

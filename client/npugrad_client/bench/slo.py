@@ -64,11 +64,11 @@ class Objective:
         return f"{value:.1f}/s" if self.name == "throughput" else format_share(value)
 
 
-Verdict = Literal["met", "missed", "not judged"]
+ObjectiveVerdict = Literal["met", "missed", "not judged"]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ObjectiveResult:
     """An objective held against a run.
 
     Attributes:
@@ -80,7 +80,7 @@ class Outcome:
 
     objective: Objective
     measured: float
-    verdict: Verdict
+    verdict: ObjectiveVerdict
     unserved_share: float = 0.0
 
     @property
@@ -139,7 +139,7 @@ class Slo:
         found.setdefault("errors", Objective("errors", 0.0))
         return cls(tuple(found.values()))
 
-    def judge(self, result: Result) -> tuple[Outcome, ...]:
+    def judge(self, result: Result) -> tuple[ObjectiveResult, ...]:
         """Holds every objective against a run; none is met, or missed, by one that has a flaw."""
         is_judged = not spoiling(result)
         outcomes = []
@@ -147,8 +147,8 @@ class Slo:
             measured = objective.measured(result)
             at_least = objective.name == "throughput"
             is_met = measured >= objective.limit if at_least else measured <= objective.limit
-            verdict: Verdict = "not judged" if not is_judged else "met" if is_met else "missed"
-            outcomes.append(Outcome(objective, measured, verdict, result.error_share))
+            verdict: ObjectiveVerdict = "not judged" if not is_judged else "met" if is_met else "missed"
+            outcomes.append(ObjectiveResult(objective, measured, verdict, result.error_share))
         return tuple(outcomes)
 
     def __str__(self) -> str:

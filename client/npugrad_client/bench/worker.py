@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from npugrad.errors import NpugradError
 from npugrad_client import AsyncClient
-from npugrad_client.bench.engine import Cpu, Engine, Progress
+from npugrad_client.bench.engine import Cpu, Engine, LoadProgress
 from npugrad_client.bench.interrupts import ENDING
 from npugrad_client.bench.record import Record
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     from npugrad.call import ExecutionInfo
-    from npugrad_client import Tls
+    from npugrad_client._tls import Servers
     from npugrad_client.bench.scenario import Scenario
 
 PROGRESS_S = 0.5
@@ -74,20 +74,7 @@ class Done:
     ended_s: float
 
 
-Message = Ready | Failed | Progress | Done
-
-
-@dataclass(frozen=True)
-class Servers:
-    """Where calls go.
-
-    Attributes:
-        targets: Addresses, one of each server.
-        tls: How to encrypt; None for connections that are not.
-    """
-
-    targets: tuple[str, ...]
-    tls: Tls | None = None
+Message = Ready | Failed | LoadProgress | Done
 
 
 def work(connection: Connection, scenario: Scenario, worker: int, servers: Servers) -> None:

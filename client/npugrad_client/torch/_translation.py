@@ -19,7 +19,7 @@ _CASTABLE = {torch.float32, torch.float16, torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Request:
+class AutogradCall:
     """One backward call of autograd in the words of the service.
 
     Attributes:
@@ -122,8 +122,8 @@ def _grid_sampler(
     padding_mode: int,
     align_corners: bool,
     output_mask: list[bool],
-) -> Request:
-    return Request(
+) -> AutogradCall:
+    return AutogradCall(
         operator,
         {"grad_output": grad_output, "input": input, "grid": grid},
         {
@@ -147,9 +147,9 @@ def _group_norm(
     HxW: int,
     group: int,
     output_mask: list[bool],
-) -> Request:
+) -> AutogradCall:
     gamma = input.dtype if weight is None else weight.dtype
-    return Request(
+    return AutogradCall(
         "group_norm_backward",
         {"grad_out": grad_out, "input": input, "mean": mean, "rstd": rstd, "gamma": weight},
         {"n": int(N), "c": int(C), "hxw": int(HxW), "group": group, "output_mask": tuple(output_mask)},
@@ -166,11 +166,11 @@ def _layer_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     output_mask: list[bool],
-) -> Request:
+) -> AutogradCall:
     scale = {"grad_weight": weight, "grad_bias": bias}
     if weight is None and bias is not None:  # for a gradient of bias in its own type
         weight = torch.ones_like(bias)
-    return Request(
+    return AutogradCall(
         "layer_norm_backward",
         {"grad_out": grad_out, "input": input, "mean": mean, "rstd": rstd, "weight": weight, "bias": bias},
         {"normalized_shape": tuple(map(int, normalized_shape)), "output_mask": tuple(output_mask)},
@@ -179,7 +179,7 @@ def _layer_norm(
     )
 
 
-TRANSLATIONS: dict[Any, Callable[..., Request]] = {
+TRANSLATIONS: dict[Any, Callable[..., AutogradCall]] = {
     torch.ops.aten.grid_sampler_2d_backward.default: partial(_grid_sampler, "grid_sampler_2d_backward"),
     torch.ops.aten.grid_sampler_3d_backward.default: partial(_grid_sampler, "grid_sampler_3d_backward"),
     torch.ops.aten.native_group_norm_backward.default: _group_norm,

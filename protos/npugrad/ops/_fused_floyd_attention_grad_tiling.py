@@ -53,7 +53,7 @@ def tiling_rules() -> Iterator[Constraint]:
     yield from _shape_rules()
 
 
-def _limit(
+def _limit(  # noqa: PLR0917 -- a row of a table
     constraint_id: str,
     text: str,
     sources: tuple[Source, ...],

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from npugrad.dtypes import DType
 from npugrad.meta import CallMeta, TensorMeta
-from npugrad.ops._normalisation import Signature
+from npugrad.ops._normalisation import NormalisationParams
 from npugrad.products import Product
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ DTYPES: Mapping[Product, tuple[DType, ...]] = {
     Product.ATLAS_A2: (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16),
     Product.ATLAS_A3: (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16),
 }
-SIGNATURE = Signature(C_NAMES, DTYPES, ("gamma",), OUTPUTS)
+SIGNATURE = NormalisationParams(C_NAMES, DTYPES, ("gamma",), OUTPUTS)
 
 
 def build(

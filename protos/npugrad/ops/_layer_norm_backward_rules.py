@@ -14,7 +14,7 @@ from npugrad.dtypes import DType, Format
 from npugrad.error_table import PARAM_INVALID, PARAM_NULLPTR
 from npugrad.meta import CallMeta, TensorMeta
 from npugrad.operator import Finding, NotExpressible
-from npugrad.ops._normalisation import Signature
+from npugrad.ops._normalisation import NormalisationParams
 from npugrad.products import Product
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 DTYPES: Mapping[Product, tuple[DType, ...]] = {
     product: _FLOATS[:2] if product is Product.ATLAS_TRAINING else _FLOATS for product in Product
 }
-SIGNATURE = Signature(C_NAMES, DTYPES, tuple(OPTIONAL), tuple(OUTPUTS))
+SIGNATURE = NormalisationParams(C_NAMES, DTYPES, tuple(OPTIONAL), tuple(OUTPUTS))
 _is_wanted = SIGNATURE.is_wanted
 _CITE = rules.Citations(DOCUMENT, "ops-nn")
 _CITED: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {

@@ -37,7 +37,7 @@ _MASKS = ((True, False, False), (False, True, False), (False, False, True), (Fal
 
 
 @dataclass(frozen=True)
-class Signature:
+class NormalisationParams:
     """Makes the parameters of one normalisation.
 
     Attributes:

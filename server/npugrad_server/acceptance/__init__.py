@@ -4,7 +4,7 @@
     step     what a step is, and the log it writes to
     steps    the steps
     job      one call with its data
-    bench    a real worker process below the validator, driven call by call
+    rig    a real worker process below the validator, driven call by call
     shapes   calls of realistic sizes
     runner   steps one after the other, whatever becomes of each
     limits   what ends a step from outside: signals, and its time

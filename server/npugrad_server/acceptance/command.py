@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 import npugrad
 from npugrad.products import Product, product_from_soc
 from npugrad.releases import CannRelease
-from npugrad_server.acceptance.bench import Bench, BenchSettings
 from npugrad_server.acceptance.bundle import Bundle
 from npugrad_server.acceptance.console import AcceptanceConsole
 from npugrad_server.acceptance.html import render
 from npugrad_server.acceptance.limits import Limits
 from npugrad_server.acceptance.node import collect, log_folders
 from npugrad_server.acceptance.report import Report, StepReport
+from npugrad_server.acceptance.rig import BenchSettings, Rig
 from npugrad_server.acceptance.runner import run_steps
 from npugrad_server.config import ServerSettings
 from npugrad_server.preflight import StartError, npu_report, pool_settings
@@ -104,7 +104,7 @@ def accept(options: AcceptanceOptions) -> bool:
 
 
 def _look(options: AcceptanceOptions) -> tuple[NpuReport, BenchSettings, tuple[str, ...]]:
-    """What the node says of itself, the bench that follows, and why the NPU cannot be used."""
+    """What the node says of itself, the rig that follows, and why the NPU cannot be used."""
     wanted = ServerSettings.model_validate(
         {
             "devices": f"npu:{options.device}",
@@ -163,7 +163,7 @@ def run_and_report(
     bundle: Bundle | None = None,
     problems: Sequence[str] = (),
 ) -> bool:
-    """Runs the chosen steps on a bench of its own, shows them and writes the report after each.
+    """Runs the chosen steps on a rig of its own, shows them and writes the report after each.
 
     Args:
         options: Steps and files.
@@ -186,12 +186,12 @@ def run_and_report(
             console.say_simulated()
         console.say_problems(problems)
         console.say_environment(report)
-        with _stderr_to(log_path), Bench(settings) as bench:
+        with _stderr_to(log_path), Rig(settings) as rig:
             if limits is not None:
-                limits.abandon = bench.abandon
+                limits.abandon = rig.abandon
                 limits.begin()
             gone = "; ".join(problems)
-            for step in run_steps(bench, options.steps, console, limits=limits, keeper=bundle, gone=gone):
+            for step in run_steps(rig, options.steps, console, limits=limits, keeper=bundle, gone=gone):
                 report = replace(report, steps=(*report.steps, step))
                 if bundle is not None:
                     bundle.took(f"step {step.number} {step.key}", step.seconds, step.outcome)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from rich.progress import TaskID
 
-    from npugrad_server.acceptance.report import Check, Report, StepReport
+    from npugrad_server.acceptance.report import Report, StepCheck, StepReport
     from npugrad_server.acceptance.step import Step
 
 _PLAIN_EVERY_S = 10.0
@@ -86,7 +86,7 @@ class AcceptanceConsole:
             self._said_s = time.monotonic()
             self._say(f"      {done} of {total}: {what}")
 
-    def checked(self, check: Check) -> None:
+    def checked(self, check: StepCheck) -> None:
         """A check was made; only a bad one is worth a line."""
         if not check.ok:
             self._say(f"      NOT OK  {failure_line(check)}", "red")
@@ -147,7 +147,7 @@ class AcceptanceConsole:
         self._console.print(text, style=style, soft_wrap=True)
 
 
-def failure_line(check: Check) -> str:
+def failure_line(check: StepCheck) -> str:
     """A check in one line."""
     note = f" ({check.note})" if check.note else ""
     return f"{check.name}: found {check.found}; expected {check.expected}{note}"

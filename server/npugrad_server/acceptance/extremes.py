@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from npugrad.operator import OpRecord
     from npugrad.products import Product
     from npugrad.workloads import Expanded, Huge
-    from npugrad_server.acceptance.bench import Bench
     from npugrad_server.acceptance.job import Ran
     from npugrad_server.acceptance.report import Cell
+    from npugrad_server.acceptance.rig import Rig
     from npugrad_server.acceptance.step import StepLog
 
 MOST_BYTES = 4 * 2**30
@@ -46,13 +46,13 @@ RECORD, HUGE = _first()
 """The first operator that has such calls, and how they are made."""
 
 
-def needs_operator(bench: Bench) -> None:
+def needs_operator(rig: Rig) -> None:
     """Makes sure that the device has the operator.
 
     Raises:
         StepSkipped: It has not.
     """
-    missing = bench.ready.unavailable.get(RECORD.name)
+    missing = rig.ready.unavailable.get(RECORD.name)
     if missing is not None:
         raise StepSkipped(f"needs {RECORD.name}, which the device does not have: {missing}")
 
@@ -94,11 +94,11 @@ class LongCall:
     run_s: float
 
 
-def find_long_call(bench: Bench, out: StepLog, target_s: float, least_s: float) -> LongCall:
+def find_long_call(rig: Rig, out: StepLog, target_s: float, least_s: float) -> LongCall:
     """Grows a call until it runs so long, or the device has no room for it, and writes down what it tried.
 
     Args:
-        bench: Runs it.
+        rig: Runs it.
         out: Gets the table, and a check that every result was right.
         target_s: Seconds to come to.
         least_s: Seconds that do when no call comes to that.
@@ -106,18 +106,18 @@ def find_long_call(bench: Bench, out: StepLog, target_s: float, least_s: float) 
     Raises:
         StepSkipped: No call takes that long.
     """
-    needs_operator(bench)
+    needs_operator(rig)
     rows: list[tuple[Cell, ...]] = []
     found, wrong = None, ""
     for size in HUGE.long:
         out.progress(len(rows), len(rows) + 1, f"growing a call: {size.name}")
-        tried = long_call(bench.settings.product, size)
-        if not _leaves_room(bench, tried.job):
+        tried = long_call(rig.settings.product, size)
+        if not _leaves_room(rig, tried.job):
             rows.append((size.name, None, "not tried: half of the device's memory is left for other things"))
             break
-        ran = _grown(bench, tried)
+        ran = _grown(rig, tried)
         if isinstance(ran.answer, CallDone) and ran.answer.run_s >= target_s:
-            ran = _grown(bench, tried)  # perhaps it was only the first one, which loads its kernels
+            ran = _grown(rig, tried)  # perhaps it was only the first one, which loads its kernels
         if not isinstance(ran.answer, CallDone):
             rows.append((size.name, None, words(ran.answer)))
             break
@@ -133,13 +133,13 @@ def find_long_call(bench: Bench, out: StepLog, target_s: float, least_s: float) 
     return found
 
 
-def _grown(bench: Bench, tried: KnownJob) -> Ran:
-    return bench.run_job(replace(tried.job, options=CallOptions(label="growing"), deadline_s=_limit()))
+def _grown(rig: Rig, tried: KnownJob) -> Ran:
+    return rig.run_job(replace(tried.job, options=CallOptions(label="growing"), deadline_s=_limit()))
 
 
-def _leaves_room(bench: Bench, job: Job) -> bool:
+def _leaves_room(rig: Rig, job: Job) -> bool:
     """Whether the pool takes the call as well, which keeps some memory back and sets the workspace aside."""
-    memory_bytes = bench.ready.memory_bytes
+    memory_bytes = rig.ready.memory_bytes
     return memory_bytes is None or arrange(job.record, job.call).nbytes <= memory_bytes // 2
 
 

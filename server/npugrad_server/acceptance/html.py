@@ -13,7 +13,7 @@ from npugrad_server.acceptance.stylesheet import CSS
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from npugrad_server.acceptance.report import Cell, Check, Report, StepReport, Table
+    from npugrad_server.acceptance.report import Cell, Report, StepCheck, StepReport, Table
 
 _SHOWN_CHECKS = 12
 """More passed checks than these, and longer tables, are folded; they open on a click and print in full."""
@@ -151,14 +151,14 @@ def _step(step: StepReport) -> str:
     return "".join(parts)
 
 
-def _checks(checks: Sequence[Check], what: str, *, fold: bool) -> str:
+def _checks(checks: Sequence[StepCheck], what: str, *, fold: bool) -> str:
     if not checks:
         return ""
     heading, table = _count(len(checks), what), _check_table(checks)
     return _folded(heading, table) if fold else f"<h3>{heading}</h3>\n{table}"
 
 
-def _check_table(checks: Sequence[Check]) -> str:
+def _check_table(checks: Sequence[StepCheck]) -> str:
     rows = "".join(
         f'<tr{"" if check.ok else " class=failed"}><td class="sign {"good" if check.ok else "bad"}">'
         f"{_SIGNS['passed' if check.ok else 'failed']}</td><td>{escape(check.name)}</td>"
@@ -169,7 +169,7 @@ def _check_table(checks: Sequence[Check]) -> str:
     return _table(head, rows, "checks")
 
 
-def _note(check: Check) -> str:
+def _note(check: StepCheck) -> str:
     return f'<br><span class="faint">{escape(check.note)}</span>' if check.note else ""
 
 

@@ -9,7 +9,7 @@ from npugrad.errors import MalformedTensor
 from npugrad.meta import TensorMeta
 from npugrad.operator import TensorParam
 from npugrad_server.acl.layout import arrange
-from npugrad_server.backends.npu.trials.exchange import Case
+from npugrad_server.backends.npu.trials.exchange import RawCall
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +32,7 @@ class IllegalCall:
 
     sample: str
     call: CallMeta
-    case: Case
+    case: RawCall
     by_worker: bool
 
 
@@ -47,7 +47,7 @@ def illegal_calls(record: OpRecord, product: Product, constraint: Constraint) ->
         yield IllegalCall(sample.name, broken, case, _is_what_a_worker_sends(record, broken, case))
 
 
-def as_handed_down(record: OpRecord, call: CallMeta, legal: CallMeta) -> Case:
+def as_handed_down(record: OpRecord, call: CallMeta, legal: CallMeta) -> RawCall:
     """Every tensor of a call that may be illegal: formats, strides and declared outputs as they are.
 
     Args:
@@ -63,7 +63,7 @@ def as_handed_down(record: OpRecord, call: CallMeta, legal: CallMeta) -> Case:
             else:
                 meta, own = _output(record, param, call, legal), None
             tensors[param.name] = _viewed(param, meta, own)
-    return Case(record.name, call.attrs, tensors)
+    return RawCall(record.name, call.attrs, tensors)
 
 
 def _viewed(param: TensorParam, meta: TensorMeta | None, legal: TensorMeta | None) -> TensorMeta | None:
@@ -100,7 +100,7 @@ def _unmasked(record: OpRecord, call: CallMeta) -> CallMeta:
     return call.with_attrs(output_mask=(True,) * count) if count else call
 
 
-def _is_what_a_worker_sends(record: OpRecord, call: CallMeta, case: Case) -> bool:
+def _is_what_a_worker_sends(record: OpRecord, call: CallMeta, case: RawCall) -> bool:
     """A worker normalizes formats, shapes and outputs, so most of what is illegal there it cannot send."""
     if call.outputs:
         return False  # it is not told of declared outputs

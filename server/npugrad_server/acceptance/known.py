@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from npugrad_server.acceptance.bench import Bench, Pending
     from npugrad_server.acceptance.job import Job, Ran
+    from npugrad_server.acceptance.rig import Pending, Rig
     from npugrad_server.worker.protocol import DeviceFailed
 
 
@@ -69,12 +69,12 @@ def words(answer: CallDone | CallFailed | DeviceFailed) -> str:
     return f"the worker ended{f' with {answer.code}' if answer.code else ''}: {answer.message}"
 
 
-def in_flight(bench: Bench, jobs: Iterable[KnownJob], window: int) -> Iterator[tuple[KnownJob, Ran]]:
+def in_flight(rig: Rig, jobs: Iterable[KnownJob], window: int) -> Iterator[tuple[KnownJob, Ran]]:
     """Runs jobs with so many of them on their way; yields each with what came of it, in their order."""
     flying: deque[tuple[KnownJob, Pending]] = deque()
     try:
         for job in jobs:
-            flying.append((job, bench.submit(job.job)))
+            flying.append((job, rig.submit(job.job)))
             if len(flying) >= window:
                 sent, pending = flying.popleft()
                 yield sent, pending()

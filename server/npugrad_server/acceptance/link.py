@@ -6,26 +6,26 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout  # before 3.11 not the builtin one
 from typing import TYPE_CHECKING
 
-from npugrad_server.backends.base import Comeback
+from npugrad_server.backends.base import RestartPolicy
 from npugrad_server.machine import cpu_count
 from npugrad_server.pool.process import WorkerProcess
 from npugrad_server.worker.protocol import (
     CallDone,
     CallFailed,
-    CallPlanned,
     DeviceFailed,
     DeviceReady,
     MemoryFound,
     OpenFailed,
+    WorkspaceFound,
 )
 
 if TYPE_CHECKING:
     from npugrad_server.acceptance.loop import LoopThread
     from npugrad_server.pool.arena import InputArena, OutputArena
     from npugrad_server.pool.types import PoolSettings
-    from npugrad_server.worker.protocol import AskMemory, Message, PlanCall, RunCall
+    from npugrad_server.worker.protocol import AskMemory, AskWorkspace, Message, RunCall
 
-Answer = CallDone | CallPlanned | MemoryFound | CallFailed | DeviceFailed
+WorkerAnswer = CallDone | WorkspaceFound | MemoryFound | CallFailed | DeviceFailed
 _END_S = 15.0
 """Seconds the kernel has to end a killed process."""
 
@@ -47,7 +47,7 @@ class WorkerLink:
             number: Number of this process among those of the device.
         """
         self._loop = loop
-        self._waiting: dict[int, Future[Answer]] = {}
+        self._waiting: dict[int, Future[WorkerAnswer]] = {}
         self._opened: Future[DeviceReady] = Future()
         self._ended: Future[str] = Future()
         self._failure: DeviceFailed | None = None
@@ -87,9 +87,9 @@ class WorkerLink:
         except FutureTimeout:
             raise DeviceGone(f"{self._process.device} did not open within {timeout_s:g} s") from None
 
-    def ask(self, message: RunCall | PlanCall | AskMemory) -> Future[Answer]:
+    def ask(self, message: RunCall | AskWorkspace | AskMemory) -> Future[WorkerAnswer]:
         """Sends an order; the future has the answer, which is `DeviceFailed` when the process ended."""
-        future: Future[Answer] = Future()
+        future: Future[WorkerAnswer] = Future()
 
         def send() -> None:
             if not self.alive:
@@ -136,7 +136,7 @@ class WorkerLink:
             self._opened.set_result(message)
         elif isinstance(message, OpenFailed):
             self._opened.set_exception(DeviceGone(f"{self._process.device}: {message.message}"))
-        elif isinstance(message, (CallDone, CallPlanned, MemoryFound, CallFailed)):
+        elif isinstance(message, (CallDone, WorkspaceFound, MemoryFound, CallFailed)):
             future = self._waiting.pop(message.call, None)
             if future is not None:
                 future.set_result(message)
@@ -156,4 +156,4 @@ class WorkerLink:
         if self._failure is not None:
             return self._failure
         words = self._ended.result() if self._ended.done() else "the worker process ends"
-        return DeviceFailed(0, words, 0, Comeback.SOON.value, retry=True, blameless=False)
+        return DeviceFailed(0, words, 0, RestartPolicy.SOON.value, retry=True, exempt=False)

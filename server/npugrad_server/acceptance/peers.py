@@ -13,16 +13,16 @@ from npugrad.meta import TensorMeta
 from npugrad_server.acceptance.job import make_job
 from npugrad_server.acceptance.shapes import build, float_dtypes
 from npugrad_server.acl.layout import arrange
-from npugrad_server.backends.npu.trials.exchange import Case, part
+from npugrad_server.backends.npu.trials.exchange import RawCall, part
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
 
-    from npugrad_server.acceptance.bench import Bench
     from npugrad_server.acceptance.job import Job
     from npugrad_server.acceptance.report import Cell
+    from npugrad_server.acceptance.rig import Rig
     from npugrad_server.acceptance.step import StepLog
 
     Bytes = npt.NDArray[np.uint8]
@@ -50,12 +50,12 @@ class PeerJob:
         """Whether equal bits can be expected."""
         return self.job.options.deterministic
 
-    def case(self, *, named: bool) -> Case:
+    def case(self, *, named: bool) -> RawCall:
         """All tensors as they go down: in the shapes of the device, ND or in named formats."""
         arranged = arrange(self.job.record, self.job.call)
         tensors = dict.fromkeys((p.name for p in (*self.job.record.inputs, *self.job.record.outputs)), None)
         metas = {slot.name: slot.meta for slot in arranged.inputs + arranged.outputs}
-        return Case(
+        return RawCall(
             self.job.record.name,
             self.job.call.attrs,
             {**tensors, **{name: _formatted(meta, named) for name, meta in metas.items()}},
@@ -75,34 +75,34 @@ def _formatted(meta: TensorMeta, named: bool) -> TensorMeta:
     return TensorMeta(meta.dtype, meta.shape, found)
 
 
-def peer_jobs(bench: Bench) -> Iterator[PeerJob]:
+def peer_jobs(rig: Rig) -> Iterator[PeerJob]:
     """One small and, unless it has to be quick, one realistic call of each operator in each type."""
-    settings = bench.settings
-    for record in bench.operators:
+    settings = rig.settings
+    for record in rig.operators:
         for dtype in float_dtypes(record, settings.product):
             made = [("small", make_job(record, record.build(dtype=dtype, product=settings.product)))]
             for workload in () if settings.quick else record.workloads.accepted[:1]:
                 call = build(record, workload, settings.simulated, dtype=dtype, product=settings.product)
                 made.append((workload.name, make_job(record, call)))
             for name, job in made:
-                options = CallOptions(deterministic=not bench.why_not_deterministic(record, job.call))
+                options = CallOptions(deterministic=not rig.why_not_deterministic(record, job.call))
                 bound = record.binding is not None and record.binding.takes(job.call)
                 yield PeerJob(f"{record.name} {dtype} {name}", replace(job, options=options), bound)
 
 
-def check_peers(bench: Bench, out: StepLog) -> None:
+def check_peers(rig: Rig, out: StepLog) -> None:
     """Runs each call by the worker, with ND and with named formats, and by torch_npu's binding."""
-    jobs = list(peer_jobs(bench))
-    with bench.deterministic():
+    jobs = list(peer_jobs(rig))
+    with rig.deterministic():
         ours = [
             {name: array.tobytes() for name, array in ran.outputs.items()}
-            for ran in (bench.run_job(peer.job) for peer in jobs)
+            for ran in (rig.run_job(peer.job) for peer in jobs)
         ]
     out.progress(0, 3, "the same calls in ND and in named formats")
-    rows = [*_formats(bench, out, jobs, ours)]
+    rows = [*_formats(rig, out, jobs, ours)]
     out.progress(1, 3, "the same calls by torch_npu's bindings")
     bound = [(peer, results) for peer, results in zip(jobs, ours, strict=True) if peer.bound]
-    rows += _bindings(bench, out, bound)
+    rows += _bindings(rig, out, bound)
     out.table("The same call in other ways", ("call", "way", "determinism", "equal bits", "words"), rows)
     records = {peer.job.record.name: peer.job.record for peer in jobs}
     unbound = sorted(name for name, record in records.items() if record.binding is None)
@@ -114,19 +114,19 @@ def check_peers(bench: Bench, out: StepLog) -> None:
 
 
 def _formats(
-    bench: Bench, out: StepLog, jobs: Sequence[PeerJob], ours: Sequence[dict[str, bytes]]
+    rig: Rig, out: StepLog, jobs: Sequence[PeerJob], ours: Sequence[dict[str, bytes]]
 ) -> Iterator[tuple[Cell, ...]]:
     cases = [peer.case(named=named) for peer in jobs for named in (False, True)]
     contents: dict[str, Bytes] = {}
     for index, peer in enumerate(jobs):
         contents |= peer.contents(2 * index) | peer.contents(2 * index + 1)
     order = {
-        "device": bench.settings.index,
+        "device": rig.settings.index,
         "launch": True,
         "deterministic": [peer.deterministic for peer in jobs for _ in range(2)],
         "cases": [case.to_json() for case in cases],
     }
-    with bench.trial("phases") as trial:
+    with rig.trial("phases") as trial:
         answers, results = trial.run(order, contents), trial.results
     for index, (peer, expected) in enumerate(zip(jobs, ours, strict=True)):
         for named in (False, True):
@@ -147,17 +147,17 @@ def _formats(
 
 
 def _bindings(
-    bench: Bench, out: StepLog, bound: Sequence[tuple[PeerJob, dict[str, bytes]]]
+    rig: Rig, out: StepLog, bound: Sequence[tuple[PeerJob, dict[str, bytes]]]
 ) -> Iterator[tuple[Cell, ...]]:
     contents: dict[str, Bytes] = {}
     for index, (peer, _) in enumerate(bound):
         contents |= peer.contents(index)
     order = {
-        "device": bench.settings.index,
+        "device": rig.settings.index,
         "deterministic": [peer.deterministic for peer, _ in bound],
         "cases": [peer.case(named=False).to_json() for peer, _ in bound],
     }
-    with bench.trial("bindings") as trial:
+    with rig.trial("bindings") as trial:
         answers, results = trial.run(order, contents), trial.results
     for index, (peer, expected) in enumerate(bound):
         error = answers[index]["error"]

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from npugrad.operator import OpRecord
     from npugrad.products import Product
     from npugrad.workloads import Filled
-    from npugrad_server.acceptance.bench import Bench
+    from npugrad_server.acceptance.rig import Rig
     from npugrad_server.acceptance.step import StepLog
 
 
-def check_probes(bench: Bench, out: StepLog) -> None:
+def check_probes(rig: Rig, out: StepLog) -> None:
     """Runs every probe of the operators that the device's product has."""
-    for record in bench.operators:
+    for record in rig.operators:
         for probe in record.workloads.probes:
             filled, name = probe.make(), f"{record.name}: {probe.name}"
-            ran = bench.run_job(_job(record, filled, bench.settings.product))
+            ran = rig.run_job(_job(record, filled, rig.settings.product))
             if not isinstance(ran.answer, CallDone):
                 out.check(name, False, "a result", ran.answer.message)
                 continue

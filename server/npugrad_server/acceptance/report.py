@@ -31,12 +31,12 @@ SCHEMA = 1
 STEPS_IN_ALL = 11
 """Steps of a whole acceptance."""
 
-Outcome = Literal["passed", "failed", "skipped"]
+StepOutcome = Literal["passed", "failed", "skipped"]
 Cell = str | int | float | bool | None
 
 
 @dataclass(frozen=True)
-class Check:
+class StepCheck:
     """One thing that was looked at.
 
     Attributes:
@@ -88,15 +88,15 @@ class StepReport:
     number: int
     key: str
     title: str
-    outcome: Outcome
+    outcome: StepOutcome
     seconds: float
-    checks: tuple[Check, ...] = ()
+    checks: tuple[StepCheck, ...] = ()
     tables: tuple[Table, ...] = ()
     notes: tuple[str, ...] = ()
     error: str = ""
 
     @property
-    def failures(self) -> tuple[Check, ...]:
+    def failures(self) -> tuple[StepCheck, ...]:
         """The checks that are not ok."""
         return tuple(check for check in self.checks if not check.ok)
 
@@ -169,8 +169,8 @@ class Report:
 
 
 def _step(found: Mapping[str, Any]) -> StepReport:
-    if found["outcome"] not in get_args(Outcome):
-        raise ValueError(f"found outcome {found['outcome']!r}; expected {', '.join(get_args(Outcome))}")
+    if found["outcome"] not in get_args(StepOutcome):
+        raise ValueError(f"found outcome {found['outcome']!r}; expected {', '.join(get_args(StepOutcome))}")
     tables = tuple(
         Table(table["title"], tuple(table["columns"]), tuple(map(tuple, table["rows"])))
         for table in found["tables"]
@@ -179,9 +179,9 @@ def _step(found: Mapping[str, Any]) -> StepReport:
         number=found["number"],
         key=found["key"],
         title=found["title"],
-        outcome=cast("Outcome", found["outcome"]),
+        outcome=cast("StepOutcome", found["outcome"]),
         seconds=found["seconds"],
-        checks=tuple(Check(**check) for check in found["checks"]),
+        checks=tuple(StepCheck(**check) for check in found["checks"]),
         tables=tables,
         notes=tuple(found["notes"]),
         error=found["error"],

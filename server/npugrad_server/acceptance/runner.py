@@ -15,9 +15,9 @@ from npugrad_server.acceptance.step import Listener, StepLog, StepSkipped
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from npugrad_server.acceptance.bench import Bench
     from npugrad_server.acceptance.limits import Limits
-    from npugrad_server.acceptance.report import Outcome
+    from npugrad_server.acceptance.report import StepOutcome
+    from npugrad_server.acceptance.rig import Rig
     from npugrad_server.acceptance.step import Keeper, Step
 
 _NO_TIME = "the time for all steps together was over"
@@ -36,7 +36,7 @@ class StepListener(Listener, Protocol):
 
 
 def run_steps(
-    bench: Bench,
+    rig: Rig,
     steps: Iterable[Step],
     listener: StepListener,
     *,
@@ -46,11 +46,11 @@ def run_steps(
 ) -> Iterator[StepReport]:
     """Runs steps; yields the report of each as soon as it has ended.
 
-    A step begins with a worker that answers, of the bench's own settings. Once the device does not open any
+    A step begins with a worker that answers, of the rig's own settings. Once the device does not open any
     more the rest that needs it is skipped, and all of the rest once somebody interrupts.
 
     Args:
-        bench: The device.
+        rig: The device.
         steps: What to run.
         listener: Who is shown.
         limits: How long each may take; for ever by default.
@@ -61,15 +61,15 @@ def run_steps(
     for step in steps:
         listener.started(step)
         log, start = StepLog(listener, keeper), time.monotonic()
-        outcome: Outcome = "failed"
+        outcome: StepOutcome = "failed"
         if interrupted or (gone and step.needs_device):
             outcome, error = _skipped(interrupted or gone)
         elif limits is not None and limits.over:
             outcome, error = _skipped(_NO_TIME)
         else:
             try:
-                with limits.step(_extra_s(bench, step)) if limits else nullcontext():
-                    outcome, error = _run(bench, step, log)
+                with limits.step(_extra_s(rig, step)) if limits else nullcontext():
+                    outcome, error = _run(rig, step, log)
             except DeviceGone as lost:
                 gone = error = f"the device is gone: {lost}"
             except (StepTimeout, KeyboardInterrupt) as end:
@@ -80,18 +80,18 @@ def run_steps(
                         f"cut short: {_NO_TIME}, as the host is slow or something hangs"
                     )
                 with suppress(DeviceGone):
-                    bench.stop(kill=True)
+                    rig.stop(kill=True)
         report = _report(step, log, outcome, error, time.monotonic() - start)
         listener.finished(report)
         yield report
 
 
-def _extra_s(bench: Bench, step: Step) -> float:
+def _extra_s(rig: Rig, step: Step) -> float:
     """What a step may take beyond the limit, as it was asked to."""
-    return bench.settings.soak_s if step.lasts else 0.0
+    return rig.settings.soak_s if step.lasts else 0.0
 
 
-def _report(step: Step, log: StepLog, outcome: Outcome, error: str, seconds: float) -> StepReport:
+def _report(step: Step, log: StepLog, outcome: StepOutcome, error: str, seconds: float) -> StepReport:
     return StepReport(
         step.number,
         step.key,
@@ -105,17 +105,17 @@ def _report(step: Step, log: StepLog, outcome: Outcome, error: str, seconds: flo
     )
 
 
-def _run(bench: Bench, step: Step, log: StepLog) -> tuple[Outcome, str]:
+def _run(rig: Rig, step: Step, log: StepLog) -> tuple[StepOutcome, str]:
     if step.needs_device:
-        bench.start()
+        rig.start()
     try:
-        step.run(bench, log)
+        step.run(rig, log)
     except StepSkipped as reason:
         return _skipped(str(reason))
     except DeviceGone as error:
         # Perhaps only this step's way of opening it failed.
         log.note(f"opened once more after: {error}")
-        bench.restart()
+        rig.restart()
         return "failed", str(error)
     except Exception as error:
         return "failed", _last_lines(error)
@@ -124,7 +124,7 @@ def _run(bench: Bench, step: Step, log: StepLog) -> tuple[Outcome, str]:
     return ("passed" if log.ok else "failed"), ""
 
 
-def _skipped(reason: str) -> tuple[Outcome, str]:
+def _skipped(reason: str) -> tuple[StepOutcome, str]:
     return "skipped", reason
 
 

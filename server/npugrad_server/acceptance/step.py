@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from npugrad_server.acceptance.report import Check, Table
+from npugrad_server.acceptance.report import StepCheck, Table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import numpy.typing as npt
 
-    from npugrad_server.acceptance.bench import Bench
     from npugrad_server.acceptance.job import Job, Ran
     from npugrad_server.acceptance.report import Cell
+    from npugrad_server.acceptance.rig import Rig
 
 
 class StepSkipped(Exception):
@@ -32,14 +32,14 @@ class Step:
         about: One sentence: what it shows.
         run: Does it, and writes what it finds. What it raises fails the step, and the next one goes on.
         needs_device: Whether it makes no sense while the device does not open.
-        lasts: Whether it takes as long as the bench's `soak_s` asks, beyond what a step may take.
+        lasts: Whether it takes as long as the rig's `soak_s` asks, beyond what a step may take.
     """
 
     number: int
     key: str
     title: str
     about: str
-    run: Callable[[Bench, StepLog], None]
+    run: Callable[[Rig, StepLog], None]
     needs_device: bool = True
     lasts: bool = False
 
@@ -50,7 +50,7 @@ class Listener(Protocol):
     def progress(self, done: int, total: int, what: str) -> None:
         """So much of the step is done; `what` comes next."""
 
-    def checked(self, check: Check) -> None:
+    def checked(self, check: StepCheck) -> None:
         """A check was made."""
 
 
@@ -77,7 +77,7 @@ class StepLog:
             listener: Who is shown; nobody by default.
             keeper: Who keeps data of failures; nobody by default.
         """
-        self.checks: list[Check] = []
+        self.checks: list[StepCheck] = []
         self.tables: list[Table] = []
         self.notes: list[str] = []
         self._listener, self._keeper = listener, keeper
@@ -89,7 +89,7 @@ class StepLog:
 
     def check(self, name: str, ok: bool, expected: object, found: object, note: str = "") -> bool:
         """Writes down a check, and returns whether it is ok."""
-        check = Check(name, bool(ok), str(expected), str(found), note)
+        check = StepCheck(name, bool(ok), str(expected), str(found), note)
         self.checks.append(check)
         if self._listener is not None:
             self._listener.checked(check)

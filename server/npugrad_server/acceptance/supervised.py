@@ -27,7 +27,7 @@ _MARGIN_S = 5.0
 
 
 class SupervisedDevice:
-    """A pool of one device, driven from a plain thread; made by `Bench.pool`.
+    """A pool of one device, driven from a plain thread; made by `Rig.pool`.
 
     Attributes:
         pool: The pool; to be touched on its loop only, with `on_loop`.
@@ -60,11 +60,11 @@ class SupervisedDevice:
 
     async def _run(self, job: Job) -> tuple[Outputs, ExecutionInfo]:
         planned = job.planned()
-        with self.pool.admit(planned) as admission:
+        with self.pool.admit(planned) as ticket:
             for name, meta in job.call.inputs.items():
                 if meta is not None:
-                    job.write(name, admission.view(name))
-            outcome = await self.pool.run(admission)
+                    job.write(name, ticket.view(name))
+            outcome = await self.pool.run(ticket)
             metas = {name: meta for name, meta in planned.plan.outputs.items() if meta is not None}
             return {n: view(meta, outcome.contents[n]).copy() for n, meta in metas.items()}, outcome.info
 

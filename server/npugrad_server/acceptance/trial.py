@@ -42,7 +42,7 @@ class TrialFailed(Exception):
 
 
 class Trial:
-    """One trial and its folder; made by `Bench.trial`."""
+    """One trial and its folder; made by `Rig.trial`."""
 
     def __init__(self, name: str, folder: Path) -> None:
         """Has run nothing yet.

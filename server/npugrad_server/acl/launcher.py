@@ -62,7 +62,7 @@ class Launcher:
     @contextmanager
     def plan(
         self, record: OpRecord, attrs: Mapping[str, AttrValue], tensors: Mapping[str, DeviceTensor | None]
-    ) -> Iterator[Plan]:
+    ) -> Iterator[FirstPhase]:
         """Runs the first phase.
 
         Args:
@@ -77,7 +77,7 @@ class Launcher:
         first, second = self.phases(record)
         with Handles(self._runtime, self._cann.tensors) as handles:
             arguments = _arguments(record, attrs, tensors, handles)
-            plan = Plan(self._runtime, second)
+            plan = FirstPhase(self._runtime, second)
             self._runtime.forget_errors()  # a copy that was queued all right may have left a text
             try:
                 plan.make(first, arguments)
@@ -100,7 +100,7 @@ class Launcher:
                 _LOG.warning("%s: an executor may be leaked: %s; logged once", record.name, error)
 
 
-class Plan:
+class FirstPhase:
     """What the first phase made."""
 
     def __init__(self, runtime: Runtime, launch: Any) -> None:

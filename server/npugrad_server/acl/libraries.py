@@ -40,7 +40,7 @@ class SymbolMissing(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Attempt:
+class LoadAttempt:
     """One try to load a library.
 
     Attributes:
@@ -110,7 +110,7 @@ class Loader:
     """
 
     folders: Sequence[Path] = field(default_factory=lambda: cann_folders())
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: list[LoadAttempt] = field(default_factory=list)
 
     def load(self, name: str) -> ctypes.CDLL | None:
         """The library, None when no place has a usable one."""
@@ -118,9 +118,9 @@ class Loader:
             try:
                 library = ctypes.CDLL(what)
             except OSError as error:
-                self.attempts.append(Attempt(what, str(error).removeprefix(f"{what}: ")))
+                self.attempts.append(LoadAttempt(what, str(error).removeprefix(f"{what}: ")))
                 continue
-            self.attempts.append(Attempt(what, ""))
+            self.attempts.append(LoadAttempt(what, ""))
             return library
         return None
 

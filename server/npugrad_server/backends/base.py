@@ -88,7 +88,7 @@ class Timings:
     backend: str = ""
 
 
-class Comeback(str, Enum):
+class RestartPolicy(str, Enum):
     """Whether and when a new process may take the device; compares equal to its name, such as ``"soon"``."""
 
     SOON = "soon"
@@ -108,13 +108,13 @@ class DeviceUnusable(RuntimeError):
     """The device cannot be opened.
 
     Attributes:
-        comeback: When another try makes sense.
+        restart_policy: When another try makes sense.
     """
 
-    def __init__(self, message: str, comeback: Comeback = Comeback.MENDED) -> None:
+    def __init__(self, message: str, restart_policy: RestartPolicy = RestartPolicy.MENDED) -> None:
         """Makes the error; the message says what is missing and what was tried."""
         super().__init__(message)
-        self.comeback = comeback
+        self.restart_policy = restart_policy
 
 
 class CallPostponed(Exception):
@@ -142,9 +142,9 @@ class DeviceLost(Exception):
 
     Attributes:
         code: The vendor's number.
-        comeback: When a new process may take the device.
+        restart_policy: When a new process may take the device.
         retry: Whether the call that met it may be tried once more, elsewhere.
-        blameless: Whether the device is not to be held to account: somebody's patience ended first.
+        exempt: Whether the device is not to be held to account: somebody's patience ended first.
     """
 
     def __init__(
@@ -152,13 +152,13 @@ class DeviceLost(Exception):
         message: str,
         code: int,
         *,
-        comeback: Comeback = Comeback.SOON,
+        restart_policy: RestartPolicy = RestartPolicy.SOON,
         retry: bool = True,
-        blameless: bool = False,
+        exempt: bool = False,
     ) -> None:
         """Makes the error; the message has function, number and text of the vendor."""
         super().__init__(message)
-        self.code, self.comeback, self.retry, self.blameless = code, comeback, retry, blameless
+        self.code, self.restart_policy, self.retry, self.exempt = code, restart_policy, retry, exempt
 
 
 class Backend(ABC):

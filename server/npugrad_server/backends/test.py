@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from npugrad.ops import OPERATORS
-from npugrad_server.backends.base import Backend, Comeback, DeviceLost, DeviceUnusable, Timings, unheard
+from npugrad_server.backends.base import Backend, DeviceLost, DeviceUnusable, RestartPolicy, Timings, unheard
 from npugrad_server.backends.cpu import CpuBackend
 
 if TYPE_CHECKING:
@@ -157,8 +157,8 @@ class TestBackend(Backend):
         if self._options.opening == "fail":
             raise RuntimeError(f"{device.name}: does not open, as its options ask")
         if self._options.opening != "ok":
-            comeback = Comeback(self._options.opening)
-            raise DeviceUnusable(f"{device.name}: does not open, as its options ask", comeback)
+            restart_policy = RestartPolicy(self._options.opening)
+            raise DeviceUnusable(f"{device.name}: does not open, as its options ask", restart_policy)
         if self._options.compute:
             self._cpu.open(device, product, streams)
         if self._options.children:
@@ -239,9 +239,9 @@ class TestBackend(Backend):
         if self._options.meets("fault", label):
             raise DeviceLost("test device: run returned 507015", 507015)
         if self._options.meets("damage", label):
-            raise DeviceLost("quarantined: run returned 507054", 507054, comeback=Comeback.NEVER)
+            raise DeviceLost("quarantined: run returned 507054", 507054, restart_policy=RestartPolicy.NEVER)
         if self._options.meets("timeout", label):
-            raise DeviceLost("test device: wait returned 507046", 507046, retry=False, blameless=True)
+            raise DeviceLost("test device: wait returned 507046", 507046, retry=False, exempt=True)
 
     def workspace_bytes(self, record: OpRecord, meta: CallMeta) -> int | None:
         """What the options say; None for a device that has no memory of its own."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from npugrad_server.pool.admission import Admission
 from npugrad_server.pool.device_pool import DevicePool
-from npugrad_server.pool.orphans import keep_reaping
+from npugrad_server.pool.reaper import keep_reaping
+from npugrad_server.pool.ticket import Ticket
 from npugrad_server.pool.types import (
     CallPlan,
     DeviceState,
@@ -17,7 +17,6 @@ from npugrad_server.pool.types import (
 )
 
 __all__ = [
-    "Admission",
     "CallPlan",
     "DevicePool",
     "DeviceState",
@@ -27,5 +26,6 @@ __all__ = [
     "PoolObserver",
     "PoolSettings",
     "PoolStats",
+    "Ticket",
     "keep_reaping",
 ]

@@ -1,277 +1,226 @@
-"""An accepted call as the pool carries it: from the reservation of its bytes until no worker touches them."""
+"""Admission control: what a call needs, whether that can ever fit, and whether it is free now."""
 
 from __future__ import annotations
 
-import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from npugrad.call import ExecutionInfo
-from npugrad_server.pool.answers import error_from_answer
-from npugrad_server.pool.ledger import CallRecord
-from npugrad_server.pool.types import Outcome
-from npugrad_server.worker.protocol import CallDone, CallFailed, RunCall
-from npugrad_server.worker.run_again import RunAgain
+from npugrad.errors import CallTooLarge, ServerBusy
+from npugrad_server.pool.device_memory import FLOAT64_BYTES, need_of
+from npugrad_server.pool.regions import ALIGNMENT, Region, RegionAllocator, aligned
 
 if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Callable, Iterable
-    from types import TracebackType
+    from collections.abc import Mapping
 
-    from npugrad.timeline import Mark
-    from npugrad_server.pool.arena import OutputArena
-    from npugrad_server.pool.commands import StartCall
-    from npugrad_server.pool.demand import Demand
-    from npugrad_server.pool.process import WorkerProcess
-    from npugrad_server.pool.regions import Region
-    from npugrad_server.pool.types import PlannedCall
-    from npugrad_server.worker.protocol import DeviceReady
+    from npugrad.meta import TensorMeta
+    from npugrad_server.pool.types import PlannedCall, PoolSettings
 
-_MOST_LOST_MARKS = 48
-"""Two for each start that came to nothing."""
+_LEAST_RETRY_S, _MOST_RETRY_S = 0.1, 30.0
+_SMOOTHING = 0.1
+"""Weight of the newest call in the running mean of service times."""
 
 
-class Admission:
-    """The bytes and the queue place of one accepted call; leaving it, or `close`, gives them back.
+@dataclass(frozen=True)
+class RegionLayout:
+    """Where tensors lie in one region.
 
     Attributes:
-        planned: The call.
-        number: Its number in the pool.
-        demand: What it needs.
-        operands: Its part of the input arena.
-        record: What the scheduler knows of it.
-        started: Whether its operands are complete, so that they must not change any more.
-        closed: Whether its bytes were given back.
-        future: Where the caller waits; None before `DevicePool.run`.
-        reported: Whether the observer was told how it ended.
-        start: The last start of it.
-        arena: Output arena of the process it started on.
-        answer: That process's answer.
-        held: That arena, once its results are the caller's.
-        marks: When its stages ended, from the first start on.
+        offsets: First byte of each tensor, counted from the start of the region, where the first one lies.
+        nbytes: Length of the region.
     """
 
-    def __init__(
-        self,
-        number: int,
-        planned: PlannedCall,
-        demand: Demand,
-        operands: Region,
-        memory: memoryview,
-        on_close: Callable[[Admission], None],
-    ) -> None:
-        """Made by `DevicePool.admit`.
+    offsets: Mapping[str, int]
+    nbytes: int
 
-        Args:
-            number: Unique number.
-            planned: The call.
-            demand: What it needs.
-            operands: Its part of the input arena.
-            memory: That part, which is void for the admission once it is closed.
-            on_close: Called once, when it is closed.
-        """
-        options = planned.options
-        self.record = CallRecord(
-            id=number,
-            priority=options.priority,
-            label=options.label,
-            deterministic=options.deterministic,
-            deadline_s=planned.deadline_s,
-            output_bytes=demand.outputs.nbytes,
-            memory_bytes=demand.memory_bytes,
-            device_bytes=demand.device_bytes,
-            workspace_key=demand.workspace_key,
-            operator=planned.plan.record.name,
-        )
-        self.planned, self.number, self.demand, self.operands = planned, number, demand, operands
-        self.started = self.closed = self.reported = False
-        self.future: asyncio.Future[Outcome] | None = None
-        self.start: StartCall | None = None
-        self.arena: OutputArena | None = None
-        self.answer: CallDone | CallFailed | None = None
-        self.held: OutputArena | None = None
-        self.marks: list[Mark] = []
-        self._memory, self._on_close = memory, on_close
-        self._views = [memory]
 
-    # ---------------------------------------------------------------------------------- what the caller sees
+@dataclass(frozen=True)
+class Demand:
+    """What a call needs.
 
-    def view(self, name: str) -> memoryview:
-        """Writable memory of an operand's content, exactly its `content_bytes`; errors as of `views`."""
-        return self.views((name,))[0]
+    Attributes:
+        inputs: Contents of the operands, as they travel.
+        outputs: Wanted outputs.
+        memory_bytes: What the worker makes of them in the host's memory: contiguous copies of other layouts,
+            and the float64 results of a verification.
+        unused_bytes: The largest operand that is not kept. It takes no memory, but has a limit all the same:
+            that of an operand that is kept as it came or as a copy, whichever is the higher.
+        device_bytes: What its tensors take of the device's own memory.
+        workspace_key: What its workspace there depends on; None where the device has no memory of its own.
+    """
 
-    def views(self, names: Iterable[str]) -> list[memoryview]:
-        """Writable memory of the contents of some operands.
+    inputs: RegionLayout
+    outputs: RegionLayout
+    memory_bytes: int
+    unused_bytes: int = 0
+    device_bytes: int = 0
+    workspace_key: bytes | None = None
 
-        Raises:
-            KeyError: An operand is null, or the operator has none of this name.
-            RuntimeError: The admission was closed, or its call was started: operands do not change any more.
-        """
-        if self.closed or self.started:
-            raise RuntimeError(
-                f"{self.planned.plan.record.name}: operands can be written only before the call runs"
+
+def demand_of(planned: PlannedCall, *, own_memory: bool = False) -> Demand:
+    """What a call needs, counted once for each plan.
+
+    Args:
+        planned: The call.
+        own_memory: Whether devices have memory of their own, and take operands in other layouts.
+    """
+    demands = planned.plan.demands
+    if own_memory not in demands:
+        demands[own_memory] = _count(planned, own_memory)
+    return demands[own_memory]
+
+
+def _count(planned: PlannedCall, own_memory: bool) -> Demand:
+    kept = {name: meta for name, meta in planned.plan.call.inputs.items() if name not in planned.plan.unused}
+    inputs = _layout({name: _content_bytes(meta) for name, meta in kept.items()})
+    outputs = _layout({name: _tensor_bytes(meta) for name, meta in planned.plan.outputs.items()})
+    unused = max((planned.plan.call.tensor(name).nbytes for name in planned.plan.unused), default=0)
+    if own_memory:
+        need = need_of(planned)
+        return Demand(inputs, outputs, need.host_bytes, unused, need.tensor_bytes, need.key)
+    memory = copied_bytes(planned)
+    if planned.options.verify:
+        memory += sum(meta.size * FLOAT64_BYTES for meta in planned.plan.outputs.values() if meta is not None)
+    return Demand(inputs, outputs, memory, unused)
+
+
+def copied_bytes(planned: PlannedCall) -> int:
+    """Bytes of operands and results that are not contiguous with their axes in the order of the formula."""
+    outputs = ((param, planned.plan.outputs.get(param.name)) for param in planned.plan.record.outputs)
+    results = [param.ordered(meta) for param, meta in outputs if meta is not None]
+    # Where nothing is wanted the operands may be anything, and are not looked at.
+    call = planned.plan.record.ordered(planned.plan.call) if results else planned.plan.call
+    tensors = [*call.inputs.values(), *results]
+    return sum(meta.nbytes for meta in tensors if meta is not None and not meta.is_contiguous)
+
+
+def _content_bytes(meta: TensorMeta | None) -> int | None:
+    return None if meta is None else meta.content_bytes
+
+
+def _tensor_bytes(meta: TensorMeta | None) -> int | None:
+    return None if meta is None else meta.nbytes
+
+
+def _layout(sizes: Mapping[str, int | None]) -> RegionLayout:
+    offsets: dict[str, int] = {}
+    end = 0
+    for name, nbytes in sizes.items():
+        if nbytes is not None:
+            offsets[name] = end
+            end += aligned(nbytes)
+    return RegionLayout(offsets, end)
+
+
+def check_fits(
+    operator: str,
+    demand: Demand,
+    *,
+    input_arena_bytes: int,
+    output_arena_bytes: int,
+    memory_bytes: int,
+    device_bytes: int | None = None,
+) -> None:
+    """Refuses what can never fit.
+
+    Args:
+        operator: Its name.
+        demand: What a call needs.
+        input_arena_bytes: Memory for operands.
+        output_arena_bytes: Memory for results.
+        memory_bytes: Host memory for what a worker makes of operands.
+        device_bytes: The roomiest device's own memory; None where nothing bounds it, or not yet.
+
+    Raises:
+        CallTooLarge: It exceeds one of them; the message names the setting.
+    """
+    kept, copied = (
+        (input_arena_bytes, "setting input_arena_bytes"),
+        (memory_bytes, "setting device_memory_bytes"),
+    )
+    for what, found, limit, setting in (
+        ("operands", demand.inputs.nbytes, input_arena_bytes, "setting input_arena_bytes"),
+        ("results", demand.outputs.nbytes, output_arena_bytes, "setting output_arena_bytes"),
+        ("copies in the worker", demand.memory_bytes, memory_bytes, "setting device_memory_bytes"),
+        ("an operand that is not used", demand.unused_bytes, *max(kept, copied)),
+        ("tensors on the device", demand.device_bytes, device_bytes, "what the roomiest device has free"),
+    ):
+        if limit is not None and found > limit:
+            raise CallTooLarge(
+                f"{operator}: found {found} bytes of {what}; expected at most {limit} ({setting})",
+                operator=operator,
             )
-        found, offsets = [], self.demand.inputs.offsets
-        for name in names:
-            meta = self.planned.plan.call.inputs[name]
-            if meta is None:
-                raise KeyError(f"{self.planned.plan.record.name}: {name} is null")
-            start = offsets[name]
-            found.append(self._memory[start : start + meta.content_bytes])
-        self._views += found
-        return found
 
-    def close(self) -> None:
-        """Gives every byte back; may be called again. A call that still waits or runs is cancelled.
 
-        Views from `view` and of an outcome are released: using one of them afterwards is a ValueError, and
-        not somebody else's data.
-        """
-        if self.closed:
-            return
-        self.closed = True
-        while self._views:
-            try:
-                self._views.pop().release()
-            except BufferError:
-                continue  # an array was made of it, which is then the user's fault
-        self._on_close(self)
+class AdmissionControl:
+    """Counts operand memory and queue places.
 
-    def __enter__(self) -> Admission:
-        """Nothing: the bytes are reserved already."""
-        return self
+    Attributes:
+        operands: Regions of the input arena.
+        output_bytes: Size of each output arena, a multiple of `ALIGNMENT`.
+        memory_bytes: Host memory for what workers make of operands.
+    """
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Closes it."""
-        self.close()
-
-    # ---------------------------------------------------------------------------- what the pool does with it
-
-    def order(self, start: StartCall, process: WorkerProcess) -> RunCall | RunAgain:
-        """Notes where it runs; returns the order for the worker.
-
-        A call that has to be run again is brought whole, whatever its first worker was brought: what went
-        wrong with it must not depend on what was kept.
-        """
-        self.start, self.arena, self.answer = start, process.outputs, None
-        self.marks.append(("queued", time.monotonic()))
-        planned = self.planned
-        if not planned.plan.is_kept or start.attempt > 1:
-            return self.whole()
-        number, known = process.plans.begin(start.call, planned.plan)
-        if not known:
-            return self.whole(number)
-        return RunAgain(
-            start.call,
-            number,
-            self.operands.offset,
-            self.record.region.offset,
-            planned.deadline_s,
-            start.workspace_bytes,
-            planned.options.priority,
-            planned.options.label,
-        )
-
-    def whole(self, plan: int | None = None) -> RunCall:
-        """The order for the worker with all that there is to say, after `order`.
+    def __init__(self, settings: PoolSettings, memory_bytes: int, *, own_memory: bool = False) -> None:
+        """Starts with everything free.
 
         Args:
-            plan: Number under which the worker is to keep what later calls share with it.
-
-        Raises:
-            RuntimeError: It was not started.
+            settings: Sizes and the depth of the queue.
+            memory_bytes: Host memory for what workers make of operands.
+            own_memory: Whether the devices have memory of their own.
         """
-        start, planned, demand = self.start, self.planned, self.demand
-        operands, results = self.operands.offset, self.record.region.offset
-        if start is None:
-            raise RuntimeError(f"{planned.plan.record.name}: ordered before its start")
-        return RunCall(
-            call=start.call,
-            operator=planned.plan.record.name,
-            meta=planned.plan.call,
-            outputs=planned.plan.outputs,
-            options=planned.options,
-            input_offsets={k: operands + v for k, v in demand.inputs.offsets.items()},
-            output_offsets={k: results + v for k, v in demand.outputs.offsets.items()},
-            deadline_s=planned.deadline_s,
-            workspace_bytes=start.workspace_bytes,
-            plan=plan,
-        )
+        self.operands = RegionAllocator(settings.input_arena_bytes)
+        self.output_bytes = settings.output_arena_bytes // ALIGNMENT * ALIGNMENT
+        self.memory_bytes = memory_bytes
+        self._own_memory = own_memory
+        self._max_waiting = settings.max_queue_depth
+        self._streams = len(settings.devices) * settings.streams_per_device
+        self._mean_s = 0.0
 
-    def outcome(self, device: str, ready: DeviceReady) -> Outcome:
-        """What the worker's answer means to the caller; its results are held from now on.
+    def note(self, seconds: float) -> None:
+        """Remembers how long a call took on its device, to tell others when to come again."""
+        self._mean_s += _SMOOTHING * (seconds - self._mean_s)
+
+    def reserve(
+        self, planned: PlannedCall, waiting: int, running: int, device_bytes: int | None = None
+    ) -> tuple[Demand, Region]:
+        """Takes operand memory for a call.
 
         Args:
-            device: Name of the device.
-            ready: What its worker said of it.
+            planned: The call.
+            waiting: Calls that were let in and have not started.
+            running: Calls that have.
+            device_bytes: The roomiest device's own memory; None where nothing bounds it, or not yet.
+
+        Returns:
+            What it needs, and its part of the input arena.
 
         Raises:
-            NpugradError: The worker answered with an error.
-            RuntimeError: There is no answer.
+            CallTooLarge: It can never fit.
+            ServerBusy: QUEUE_FULL, queue or operand memory are full now.
         """
-        answer, start, planned = self.answer, self.start, self.planned
-        if isinstance(answer, CallFailed):
-            raise error_from_answer(planned, answer)
-        if answer is None or start is None or self.arena is None:
-            raise RuntimeError(f"{planned.plan.record.name}: completed without an answer")
-        self.arena.hold()
-        self.held = self.arena
-        info = ExecutionInfo(
-            backend=answer.backend,
-            device=device,
-            product=planned.plan.call.product,
-            simulated=ready.simulated,
-            workspace_bytes=answer.workspace_bytes,
-            attempts=start.attempt,
-            queued_s=start.queued_s,
-            copy_in_s=answer.copy_in_s,
-            run_s=answer.run_s,
-            copy_out_s=answer.copy_out_s,
-            request_id=planned.request_id,
-            verification=answer.verification,
+        operator, demand = planned.plan.record.name, demand_of(planned, own_memory=self._own_memory)
+        check_fits(
+            operator,
+            demand,
+            input_arena_bytes=self.operands.nbytes,
+            output_arena_bytes=self.output_bytes,
+            memory_bytes=self.memory_bytes,
+            device_bytes=device_bytes,
         )
-        self._mark_done(answer)
-        return Outcome(self._lend(self.arena), info)
+        if waiting >= self._max_waiting:
+            what = f"found {waiting} waiting calls; expected fewer than {self._max_waiting}"
+            raise self._busy(operator, what, waiting + running)
+        region = self.operands.allocate(demand.inputs.nbytes)
+        if region is None:
+            used = f"{self.operands.used_bytes} of {self.operands.nbytes}"
+            what = f"found {used} bytes of operand memory in use; expected room for {demand.inputs.nbytes}"
+            raise self._busy(operator, what, waiting + running)
+        return demand, region
 
-    def mark_lost(self) -> None:
-        """The last start came to nothing; after many, it is one with the one before.
-
-        A device that has no room for a call may give it back any number of times, and the marks travel as
-        metadata, of which gRPC takes some kilobytes.
-        """
-        self.marks.append(("lost", time.monotonic()))
-        if len(self.marks) > _MOST_LOST_MARKS:
-            del self.marks[-3:-1]
-
-    def mark_failed(self) -> None:
-        """The call ends without results: it waited for a device until now, or its start came to nothing."""
-        last = self.marks[-1][0] if self.marks else "lost"
-        if last:  # else it has results, which nobody waited for
-            self.marks.append(("lost" if last == "queued" else "queued", time.monotonic()))
-
-    def _mark_done(self, answer: CallDone) -> None:
-        at = answer.begun_s
-        self.marks[-1] = ("queued", at)  # until the worker took it up
-        for stage, seconds in (
-            ("copy_in", answer.copy_in_s),
-            ("run", answer.run_s),
-            ("copy_out", answer.copy_out_s),
-            ("verify", answer.verify_s),
-        ):
-            if seconds:
-                at += seconds
-                self.marks.append((stage, at))
-        self.marks.append(("", time.monotonic()))
-
-    def _lend(self, arena: OutputArena) -> dict[str, memoryview]:
-        """Views of the results, which are void once the admission is closed."""
-        region, offsets = self.record.region, self.demand.outputs.offsets
-        memory = arena.view(region, 0, region.nbytes)
-        found = {
-            name: memory[offsets[name] : offsets[name] + meta.nbytes]
-            for name, meta in self.planned.plan.outputs.items()
-            if meta is not None
-        }
-        self._views += [memory, *found.values()]
-        return found
+    def _busy(self, operator: str, what: str, ahead: int) -> ServerBusy:
+        estimate = self._mean_s * (ahead + 1) / self._streams
+        return ServerBusy(
+            f"{operator}: {what}",
+            retry_after_s=min(max(estimate, _LEAST_RETRY_S), _MOST_RETRY_S),
+            operator=operator,
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from npugrad_server.backends.base import Comeback
+from npugrad_server.backends.base import RestartPolicy
 
 if TYPE_CHECKING:
     from npugrad_server.worker.protocol import AbandonCall, WorkspaceGranted, WorkspaceRefused
@@ -35,19 +35,19 @@ class Failure:
 
     Attributes:
         reason: For a person: function, number and text of the vendor, or what is missing.
-        comeback: When a new process may take the device.
+        restart_policy: When a new process may take the device.
         call: The call that met it; None when the device did not open.
         code: The vendor's number; None without one.
         retry: Whether that call may be tried once more.
-        blameless: Whether the device is not to be held to account.
+        exempt: Whether this does not count against the device.
     """
 
     reason: str
-    comeback: Comeback = Comeback.SOON
+    restart_policy: RestartPolicy = RestartPolicy.SOON
     call: int | None = None
     code: int | None = None
     retry: bool = True
-    blameless: bool = False
+    exempt: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class KillWorker:
 
 @dataclass(frozen=True)
 class StartCall:
-    """Hand a call to a worker; its record says which region of that worker's arena its outputs go into.
+    """Hand a call to a worker; its state says which region of that worker's arena its outputs go into.
 
     `workspace_bytes` of the device's own memory are set aside for its workspace; None where it has none.
     """
@@ -135,7 +135,7 @@ class PostponeCall:
 
 @dataclass(frozen=True)
 class ReleaseCall:
-    """Give the operands' memory back: the admission is closed and no worker reads them any more."""
+    """Give the operands' memory back: the ticket is closed and no worker reads them any more."""
 
     call: int
 

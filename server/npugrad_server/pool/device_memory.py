@@ -7,6 +7,7 @@ part of the device's memory is left out of the budget.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
@@ -16,6 +17,8 @@ from npugrad.meta import CallMeta
 from npugrad_server.acl.layout import arrange
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from npugrad.attributes import AttrValue
     from npugrad.meta import TensorMeta
     from npugrad.operator import OpRecord
@@ -33,6 +36,8 @@ _LEAST_SHARE = 4
 """At most one part in so many is left out; only tests have devices that small."""
 _KINDS = 1024
 """Kinds of calls whose need is remembered."""
+_WORKSPACES = 4096
+"""Kinds of calls whose workspace is remembered; each takes some hundred bytes."""
 FLOAT64_BYTES = 8
 """An element of the results that a verification compares with."""
 
@@ -130,3 +135,36 @@ def _need_of_kind(
         host_bytes=sum(slot.nbytes for slot in arrangement.inputs if slot.packed),
         key=blake2b(repr(seen).encode(), digest_size=16).digest(),
     )
+
+
+class LearnedWorkspaces:
+    """How much workspace operators asked for, so that it can be set aside before they ask again.
+
+    The newest figure of each kind of call; those not met for longest are forgotten.
+    """
+
+    def __init__(self, capacity: int = _WORKSPACES) -> None:
+        """Knows nothing yet.
+
+        Args:
+            capacity: Kinds of calls to remember.
+        """
+        self._capacity = capacity
+        self._known: OrderedDict[Hashable, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def learn(self, key: Hashable, nbytes: int) -> None:
+        """Notes what an operator asked for."""
+        self._known[key] = nbytes
+        self._known.move_to_end(key)
+        if len(self._known) > self._capacity:
+            self._known.popitem(last=False)
+
+    def expect(self, key: Hashable) -> int:
+        """Bytes that a call will ask for; 0 when nobody knows."""
+        if key not in self._known:
+            return 0
+        self._known.move_to_end(key)
+        return self._known[key]

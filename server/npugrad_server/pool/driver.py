@@ -1,102 +1,333 @@
-"""Carries out what the scheduler decides: messages to workers, answers to callers, news to whoever counts."""
+"""The driver of the scheduler: feeds it what workers say and the time, and carries out what it decides.
+
+The scheduler has neither clock nor sockets; here are both.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import logging
+import math
+import time
 from typing import TYPE_CHECKING
 
 from npugrad_server.pool.commands import (
     CompleteCall,
+    DeviceChanged,
     FailCall,
     KillWorker,
     PostponeCall,
     RedirectCall,
+    ReleaseCall,
     RequeueCall,
     SpawnWorker,
     StartCall,
     TellWorker,
+    WorkerSpec,
 )
-from npugrad_server.worker.protocol import AbandonCall, WorkspaceGranted, WorkspaceRefused
+from npugrad_server.pool.completion import Completion
+from npugrad_server.pool.device_memory import budget
+from npugrad_server.pool.fleet import Fleet
+from npugrad_server.pool.scheduler import Scheduler
+from npugrad_server.pool.types import DeviceState, DeviceStatus
+from npugrad_server.pool.workspace_queries import WorkspaceQueries
+from npugrad_server.worker.protocol import AbandonCall, CallDone, WorkspaceGranted, WorkspaceRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Sequence
 
-    from npugrad_server.pool.admission import Admission
-    from npugrad_server.pool.commands import Command
-    from npugrad_server.pool.fleet import Fleet
-    from npugrad_server.pool.replies import Replies
-    from npugrad_server.pool.types import PoolObserver
+    from npugrad.errors import NpugradError
+    from npugrad_server.devices import DeviceName
+    from npugrad_server.pool.admission import AdmissionControl
+    from npugrad_server.pool.arena import InputArena
+    from npugrad_server.pool.commands import Command, Failure
+    from npugrad_server.pool.state import WorkerState
+    from npugrad_server.pool.ticket import Ticket
+    from npugrad_server.pool.types import PlannedCall, PoolObserver, PoolSettings
+    from npugrad_server.worker.protocol import (
+        CallDeferred,
+        CallFailed,
+        DeviceReady,
+        NeedWorkspace,
+        WorkspaceFound,
+    )
 
 _log = logging.getLogger(__name__)
 
+_HOST = "host"
+"""The memory that CPU and simulated devices share."""
+
 
 class Driver:
-    """The scheduler's hands. On the pool's event loop."""
+    """Between the scheduler on one side, and workers and callers on the other. On the pool's event loop.
+
+    Attributes:
+        tickets: The pool's calls by number.
+        numbers: Numbers of calls and queries.
+        fleet: The processes.
+        scheduler: Decides.
+        completion: Gives callers their answers.
+        queries: Asks devices what a call would need.
+        on_change: Called, with nothing, whenever a device went into another state, or its start to another
+            stage.
+        closing: Whether calls were abandoned.
+    """
 
     def __init__(
-        self, fleet: Fleet, admissions: Mapping[int, Admission], replies: Replies, observer: PoolObserver
+        self,
+        settings: PoolSettings,
+        devices: Sequence[DeviceName],
+        inputs: InputArena,
+        admission: AdmissionControl,
+        observer: PoolObserver,
     ) -> None:
-        """Does nothing yet.
+        """Starts nothing yet.
 
         Args:
-            fleet: The processes.
-            admissions: The pool's calls by number.
-            replies: The way of answers to callers.
+            settings: Sizes, times and limits.
+            devices: The devices.
+            inputs: Arena of the operands.
+            admission: Counts its regions, and learns how long calls take.
             observer: Who counts.
         """
-        self._fleet, self._admissions, self._replies = fleet, admissions, replies
-        self._observer = observer
+        self._settings, self._admission, self._observer = settings, admission, observer
+        self._loop = asyncio.get_running_loop()
+        self.tickets: dict[int, Ticket] = {}
+        self.numbers = itertools.count(1)
+        self.fleet = Fleet(settings, list(devices), inputs, self)
+        specs = [
+            WorkerSpec(settings.streams_per_device, admission.output_bytes, _HOST, heavy=device.kind == "npu")
+            for device in devices
+        ]
+        self.scheduler = Scheduler(settings, specs, {_HOST: admission.memory_bytes})
+        self.completion = Completion(observer, self.devices)
+        self.queries = WorkspaceQueries(self.fleet, self.scheduler, self.numbers)
+        self.on_change: list[Callable[[], None]] = []
+        self.closing = False
+        self._states: dict[int, DeviceState] = {}
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_s = math.inf
 
-    def carry_out(self, command: Command) -> None:
-        """Does what a command says; what concerns the pool itself, it does itself."""
+    # ----------------------------------------------------------------------------------- what the workers say
+
+    def worker_ready(self, worker: int, incarnation: int, ready: DeviceReady) -> None:
+        """A process has opened its device."""
+        for operator, reason in ready.unavailable.items():
+            _log.warning("%s: without %s: %s", self.fleet.names[worker], operator, reason)
+        memory_bytes = None
+        if ready.memory_bytes is not None:
+            memory_bytes = budget(ready.memory_bytes, self._settings.streams_per_device)
+        self.apply(
+            self.scheduler.ready(
+                worker,
+                incarnation,
+                time.monotonic(),
+                one_mode=ready.one_mode,
+                memory_bytes=memory_bytes,
+                unavailable=ready.unavailable,
+                deterministic=ready.deterministic,
+                no_determinism=ready.no_determinism,
+            )
+        )
+
+    def worker_answered(self, worker: int, incarnation: int, answer: CallDone | CallFailed) -> None:
+        """A process has answered a call."""
+        if self.queries.take(answer):
+            return
+        ticket = self.tickets.get(answer.call)
+        if ticket is not None:
+            self.completion.take(ticket, answer)
+        good, workspace_bytes, reason = isinstance(answer, CallDone), None, ""
+        if isinstance(answer, CallDone):
+            self._admission.note(answer.copy_in_s + answer.run_s + answer.copy_out_s)
+            workspace_bytes = answer.workspace_bytes
+        else:
+            reason = answer.reason
+        now = time.monotonic()
+        self.apply(
+            self.scheduler.answered(
+                worker,
+                incarnation,
+                answer.call,
+                good,
+                now,
+                workspace_bytes=workspace_bytes,
+                reason=reason,
+            )
+        )
+
+    def worker_needs_workspace(self, worker: int, incarnation: int, need: NeedWorkspace) -> None:
+        """A process needs more workspace for a call than is set aside."""
+        needed = need.workspace_bytes
+        self.apply(self.scheduler.need_workspace(worker, incarnation, need.call, needed))
+
+    def worker_deferred(self, worker: int, incarnation: int, answer: CallDeferred) -> None:
+        """A process has given a call back, for want of room for its workspace."""
+        needed, now = answer.workspace_bytes, time.monotonic()
+        self.apply(self.scheduler.deferred(worker, incarnation, answer.call, needed, now))
+
+    def worker_missed_plan(self, worker: int, call: int) -> None:
+        """A process lacks the plan of a call that it was sent by number: it gets the call whole."""
+        ticket, process = self.tickets.get(call), self.fleet.process(worker)
+        if ticket is None or not process.plans.missed(call):
+            return  # nothing that it was asked
+        _log.warning("request %s: %s lacks its plan", ticket.planned.request_id, self.fleet.names[worker])
+        process.send(ticket.whole())
+        if ticket.future is not None and ticket.future.done():
+            process.send(AbandonCall(call))  # it may have been told before it had the call
+
+    def worker_found_workspace(self, worker: int, incarnation: int, answer: WorkspaceFound) -> None:
+        """A process has said what a call would need."""
+        self.queries.take(answer)
+
+    def worker_failing(self, worker: int, incarnation: int, failure: Failure) -> None:
+        """A process has said that its device failed, or did not open, and ends."""
+        self.apply(self.scheduler.failing(worker, incarnation, failure, time.monotonic()))
+
+    def worker_opening(self, worker: int, incarnation: int, stage: str) -> None:
+        """A process has come to another stage of opening its device."""
+        self.apply(self.scheduler.progress(worker, incarnation, stage, time.monotonic()))
+
+    def worker_lost(self, worker: int, incarnation: int, reason: str, *, host: bool = False) -> None:
+        """A process has ended, or, where the host is to blame, could not be started."""
+        self.queries.lost(worker, incarnation)
+        if not self.closing:
+            self._observer.worker_lost(self.fleet.names[worker], reason)
+        self.apply(self.scheduler.lost(worker, incarnation, reason, time.monotonic(), host=host))
+
+    # --------------------------------------------------------------------------- what the scheduler decides
+
+    def apply(self, commands: Iterable[Command]) -> None:
+        """Carries out what the scheduler decided, and has it woken when it wants to be."""
+        for command in commands:
+            if isinstance(command, ReleaseCall):
+                self.release(command.call)
+            elif isinstance(command, DeviceChanged):
+                self._changed(command)
+            else:
+                self._carry_out(command)
+        when = self.scheduler.next_alarm()
+        if when is not None and when < self._alarm_s and not self.closing:
+            self._set_alarm(when)
+
+    def _changed(self, command: DeviceChanged) -> None:
+        if self.closing:
+            return  # its end is no news
+        status = self._status(command.worker)
+        _log.info("%s: %s%s", status.name, status.state, f", {status.reason}" if status.reason else "")
+        if status.state is not self._states.get(command.worker):
+            self._states[command.worker] = status.state
+            self._observer.device_changed(status)
+        for callback in self.on_change:
+            callback()
+
+    def _set_alarm(self, when: float) -> None:
+        """Has the scheduler woken sooner than it would be.
+
+        Never later: most alarms are of calls that end long before, and a timer that turns out to be too early
+        costs less than a new one for every call.
+        """
+        self._cancel_alarm()
+        self._alarm_s = when
+        self._alarm = self._loop.call_later(max(0.0, when - time.monotonic()), self._tick)
+
+    def _cancel_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm, self._alarm_s = None, math.inf
+
+    def _tick(self) -> None:
+        self._alarm, self._alarm_s = None, math.inf
+        self.apply(self.scheduler.tick(time.monotonic()))
+
+    def _carry_out(self, command: Command) -> None:
+        """Does what a command says."""
         if isinstance(command, StartCall):
             self._start(command)
         elif isinstance(command, CompleteCall):
-            self._complete(self._admissions[command.call])
+            self._complete(self.tickets[command.call])
         elif isinstance(command, FailCall):
-            self._replies.fail(self._admissions[command.call], command)
+            self.completion.fail(self.tickets[command.call], command)
         elif isinstance(command, RequeueCall):
-            self._replies.requeued(self._admissions[command.call], self._fleet.names[command.worker])
+            self.completion.requeued(self.tickets[command.call], self.fleet.names[command.worker])
         elif isinstance(command, RedirectCall):
-            device = self._fleet.names[command.worker]
-            self._replies.redirected(self._admissions[command.call], device, command.reason)
+            device = self.fleet.names[command.worker]
+            self.completion.redirected(self.tickets[command.call], device, command.reason)
         elif isinstance(command, PostponeCall):
-            self._replies.postponed(self._admissions[command.call], self._fleet.names[command.worker])
+            self.completion.postponed(self.tickets[command.call], self.fleet.names[command.worker])
         elif isinstance(command, TellWorker):
             self._tell(command)
         elif isinstance(command, SpawnWorker):
-            self._fleet.spawn(command.worker, command.incarnation)
+            self.fleet.spawn(command.worker, command.incarnation)
         elif isinstance(command, KillWorker):
-            _log.warning("%s: its worker is ended: %s", self._fleet.names[command.worker], command.reason)
-            self._fleet.kill(command.worker, command.incarnation)
+            _log.warning("%s: its worker is ended: %s", self.fleet.names[command.worker], command.reason)
+            self.fleet.kill(command.worker, command.incarnation)
 
     def _start(self, command: StartCall) -> None:
-        admission = self._admissions[command.call]
-        process = self._fleet.process(command.worker)
-        process.send(admission.order(command, process))
-        device = self._fleet.names[command.worker]
-        self._observer.call_started(admission.planned, device, command.attempt, command.queued_s)
+        ticket = self.tickets[command.call]
+        process = self.fleet.process(command.worker)
+        process.send(ticket.order(command, process))
+        device = self.fleet.names[command.worker]
+        self._observer.call_started(ticket.planned, device, command.attempt, command.queued_s)
 
-    def bring_whole(self, worker: int, call: int) -> None:
-        """A process lacks the plan of a call that it was sent by number: it gets the call whole."""
-        admission, process = self._admissions.get(call), self._fleet.process(worker)
-        if admission is None or not process.plans.lacks(call):
-            return  # nothing that it was asked
-        _log.warning("request %s: %s lacks its plan", admission.planned.request_id, self._fleet.names[worker])
-        process.send(admission.whole())
-        if admission.future is not None and admission.future.done():
-            process.send(AbandonCall(call))  # it may have been told before it had the call
-
-    def _complete(self, admission: Admission) -> None:
-        if admission.start is None:
-            raise RuntimeError(f"{admission.planned.plan.record.name}: completed without a start")
-        worker = admission.start.worker
-        self._replies.complete(admission, self._fleet.names[worker], self._fleet.devices[worker].info)
+    def _complete(self, ticket: Ticket) -> None:
+        if ticket.start is None:
+            raise RuntimeError(f"{ticket.planned.plan.record.name}: completed without a start")
+        worker = ticket.start.worker
+        self.completion.complete(ticket, self.fleet.names[worker], self.fleet.devices[worker].info)
 
     def _tell(self, command: TellWorker) -> None:
-        self._fleet.tell(command.worker, command.incarnation, command.message)
-        device = self._fleet.names[command.worker]
+        self.fleet.tell(command.worker, command.incarnation, command.message)
+        device = self.fleet.names[command.worker]
         if isinstance(command.message, WorkspaceGranted):
             self._observer.workspace_asked(device, "granted")
         elif isinstance(command.message, WorkspaceRefused):
             self._observer.workspace_asked(device, "refused" if command.message.final else "postponed")
+
+    def release(self, number: int) -> None:
+        """No worker touches the operands of a call any more: their memory goes back."""
+        self._admission.operands.free(self.tickets.pop(number).operands)
+
+    # ------------------------------------------------------------------------------------ how devices stand
+
+    def devices(self) -> tuple[DeviceStatus, ...]:
+        """Every device, in the order of the settings."""
+        return tuple(self._status(worker) for worker in range(len(self.fleet.devices)))
+
+    def _status(self, index: int) -> DeviceStatus:
+        device, worker = self.fleet.devices[index], self.scheduler.workers[index]
+        info = device.info
+        return DeviceStatus(
+            name=self.fleet.names[index],
+            backend=info.backend if info else "",
+            description=info.description if info else "",
+            simulated=info.simulated if info else False,
+            state=worker.state,
+            restarts=max(0, worker.incarnation - 1),
+            reason=worker.reason,
+            pid=device.process.pid if device.process else None,
+            memory_bytes=worker.memory_bytes,
+            memory_used_bytes=worker.memory_used_bytes,
+            next_try_s=_next_try_s(worker),
+        )
+
+    def abandon(self, error: Callable[[PlannedCall], NpugradError]) -> None:
+        """Gives every call inside an error, and is not woken any more; workers stay. Idempotent.
+
+        Args:
+            error: Makes the error of a call.
+        """
+        self.closing = True
+        self._cancel_alarm()
+        for number, ticket in list(self.tickets.items()):
+            if ticket.future is not None and not ticket.future.done():
+                self.completion.finish(ticket, error(ticket.planned))
+                self.apply(self.scheduler.cancel(number, time.monotonic()))
+
+
+def _next_try_s(worker: WorkerState) -> float | None:
+    """Seconds until a device that is down is tried again; 0 while it is."""
+    if worker.state is not DeviceState.DOWN or worker.damaged:
+        return None
+    return 0.0 if worker.alive or worker.alarm is None else max(0.0, worker.alarm - time.monotonic())

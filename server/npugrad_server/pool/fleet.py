@@ -11,7 +11,7 @@ from functools import partial
 from threading import Barrier, Event
 from typing import TYPE_CHECKING, Protocol
 
-from npugrad_server.backends.base import Comeback
+from npugrad_server.backends.base import RestartPolicy
 from npugrad_server.machine import cpu_count
 from npugrad_server.pool.commands import Failure
 from npugrad_server.pool.heartbeat import Heartbeat
@@ -20,13 +20,13 @@ from npugrad_server.worker.protocol import (
     CallDeferred,
     CallDone,
     CallFailed,
-    CallPlanned,
     CallUnknown,
     DeviceFailed,
     DeviceOpening,
     DeviceReady,
     NeedWorkspace,
     OpenFailed,
+    WorkspaceFound,
 )
 
 if TYPE_CHECKING:
@@ -55,16 +55,16 @@ class Events(Protocol):
     def worker_answered(self, worker: int, incarnation: int, answer: CallDone | CallFailed) -> None:
         """A process has answered a call."""
 
-    def worker_asks(self, worker: int, incarnation: int, question: NeedWorkspace) -> None:
+    def worker_needs_workspace(self, worker: int, incarnation: int, need: NeedWorkspace) -> None:
         """A process needs more workspace for a call than is set aside."""
 
     def worker_deferred(self, worker: int, incarnation: int, answer: CallDeferred) -> None:
         """A process has given a call back, for want of room for its workspace."""
 
-    def worker_lacks(self, worker: int, call: int) -> None:
+    def worker_missed_plan(self, worker: int, call: int) -> None:
         """The process of a device lacks the plan of a call."""
 
-    def worker_planned(self, worker: int, incarnation: int, answer: CallPlanned) -> None:
+    def worker_found_workspace(self, worker: int, incarnation: int, answer: WorkspaceFound) -> None:
         """A process has said what a call would need."""
 
     def worker_failing(self, worker: int, incarnation: int, failure: Failure) -> None:
@@ -229,14 +229,14 @@ class Fleet:
             process.plans.end(message.call)
             self._events.worker_answered(worker, process.incarnation, message)
         elif isinstance(message, NeedWorkspace):
-            self._events.worker_asks(worker, process.incarnation, message)
+            self._events.worker_needs_workspace(worker, process.incarnation, message)
         elif isinstance(message, CallUnknown):
-            self._events.worker_lacks(worker, message.call)
+            self._events.worker_missed_plan(worker, message.call)
         elif isinstance(message, CallDeferred):
             process.plans.end(message.call)
             self._events.worker_deferred(worker, process.incarnation, message)
-        elif isinstance(message, CallPlanned):
-            self._events.worker_planned(worker, process.incarnation, message)
+        elif isinstance(message, WorkspaceFound):
+            self._events.worker_found_workspace(worker, process.incarnation, message)
         elif isinstance(message, (OpenFailed, DeviceFailed)):
             self._events.worker_failing(worker, process.incarnation, _failure(message))
 
@@ -294,11 +294,11 @@ class Fleet:
 
 
 def _failure(message: OpenFailed | DeviceFailed) -> Failure:
-    comeback = Comeback(message.comeback)
+    restart_policy = RestartPolicy(message.restart_policy)
     if isinstance(message, OpenFailed):
-        return Failure(message.message, comeback)
+        return Failure(message.message, restart_policy)
     return Failure(
-        message.message, comeback, message.call, message.code or None, message.retry, message.blameless
+        message.message, restart_policy, message.call, message.code or None, message.retry, message.exempt
     )
 
 

@@ -1,43 +1,182 @@
-"""Where there is room for a call, and what the calls on workers hold. Every budget is changed here alone.
+"""Placement: which devices may take a call, which of them does, and what the calls on workers hold.
+
+Every budget is changed here alone.
 
 Guarantees
     - Calls on a worker never hold more of its own memory, or of the host's, than there is.
     - What a call holds goes back once, when it leaves its worker, however it leaves it.
     - A call whose workspace was refused is placed only where there is room for all of it.
-    - A call is never on a device that lacks its operator, nor a deterministic one where nothing is; nor is it
-      kept one free. A call that asks for no determinism is on a device that is always deterministic only if
-      no other one that has its operator is ready.
+    - A call is never on a device that lacks its operator, nor a deterministic one where nothing is; nor is
+      such a device reserved for it. A call that asks for no determinism is on a device that is always
+      deterministic only if no other one that has its operator is ready.
     - A call that a device could not take goes to another one as long as one is ready that could hold it, and
-      to one that is not short itself before one that is.
+      to one that is not exhausted itself before one that is.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from npugrad_server.pool.claim import Claim
-from npugrad_server.pool.device_memory import largest_workspace, workspace_footprint
-from npugrad_server.pool.offers import Offers, most_bytes
+from npugrad_server.pool.device_memory import LearnedWorkspaces, largest_workspace, workspace_footprint
 from npugrad_server.pool.types import DeviceState
-from npugrad_server.pool.workspaces import LearnedWorkspaces
 from npugrad_server.worker.protocol import WorkspaceGranted, WorkspaceRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from npugrad_server.pool.ledger import CallRecord, WorkerRecord
+    from npugrad_server.pool.state import CallState, WorkerState
+
+MAX_OVERTAKEN = 16
+"""Calls that may overtake one that waits for room before a worker is reserved for it."""
+
+
+class Reservation:
+    """A worker kept free for a call that was overtaken too often for want of room: at most one at a time.
+
+    It lapses when its worker is not ready any more, or is again without the operator.
+    """
+
+    def __init__(self) -> None:
+        """Starts with none."""
+        self._held: tuple[CallState, WorkerState] | None = None
+
+    def reserve(self, call: CallState, workers: Iterable[WorkerState]) -> None:
+        """Reserves one of the workers, all of which can run it, for a call that was overtaken too often."""
+        if call.overtaken < MAX_OVERTAKEN:
+            return
+        ready = [worker for worker in workers if worker.state is DeviceState.READY]
+        held = self._current()
+        stays = held is not None and held[0].priority >= call.priority
+        # The worker may not be the right one any more.
+        if held is not None and stays and (held[0] is not call or held[1] in ready):
+            return
+        if ready:
+            best = min(
+                ready, key=lambda w: (call.worker_losses[w.index], w.outputs.used_bytes, len(w.running))
+            )
+            self._held = (call, best)
+
+    def bars(self, call: CallState, worker: WorkerState) -> bool:
+        """Whether the worker is reserved for another call, of no lower priority."""
+        held = None if self._held is None else self._current()
+        if held is None or held[0] is call or held[0].priority < call.priority:
+            return False
+        reserved = held[1]
+        same_memory = worker.spec.memory == reserved.spec.memory and call.memory_bytes > 0
+        return worker is reserved or same_memory
+
+    def release(self, call: CallState) -> None:
+        """The call does not wait any more."""
+        if self._held is not None and self._held[0] is call:
+            self._held = None
+
+    def _current(self) -> tuple[CallState, WorkerState] | None:
+        if self._held is not None:
+            call, worker = self._held
+            if worker.state is not DeviceState.READY or not worker.may_run(call):
+                self._held = None
+        return self._held
+
+
+@dataclass(frozen=True)
+class Eligibility:
+    """Which devices calls of one operator and mode may go to, as long as none of them changes.
+
+    Attributes:
+        refusal: Row of the error table and why no device runs such calls; None when one does, or may once
+            ready.
+        most_bytes: The most of a device's own memory that such a call can have; None where it has no bound,
+            or not yet.
+        eligible: Devices that run such calls, or may once they are ready.
+        preferred: Those of them that such calls go to: any mode will do for a call that asks for none.
+        is_confined: Whether some device that is ready is not one of those.
+        is_bounded: Whether one of them has memory of its own.
+    """
+
+    refusal: tuple[str, str] | None
+    most_bytes: int | None
+    eligible: tuple[WorkerState, ...]
+    preferred: tuple[WorkerState, ...]
+    is_confined: bool
+    is_bounded: bool
+
+
+class EligibilityTable(dict[tuple[str, bool], Eligibility]):
+    """The eligible devices as they are, by operator and mode; `clear` belongs to every change of one.
+
+    There are as many as operators and modes that calls have come with.
+    """
+
+    def __init__(self, workers: Sequence[WorkerState]) -> None:
+        """Knows none yet.
+
+        Args:
+            workers: The devices.
+        """
+        super().__init__()
+        self._workers = workers
+
+    def __missing__(self, kind: tuple[str, bool]) -> Eligibility:
+        """For calls of an operator and mode that nobody has asked for since."""
+        self[kind] = found = self.fresh(*kind)
+        return found
+
+    def fresh(self, operator: str, deterministic: bool) -> Eligibility:
+        """The same, found anew."""
+        eligible = tuple(worker for worker in self._workers if worker.runs(operator, deterministic))
+        suiting = tuple(worker for worker in eligible if worker.deterministic in (None, deterministic))
+        is_ready = any(worker.state is DeviceState.READY for worker in suiting)
+        preferred = suiting if is_ready else eligible
+        ready = [worker for worker in self._workers if worker.state is DeviceState.READY]
+        return Eligibility(
+            refusal=self._why_refused(operator, deterministic),
+            most_bytes=most_bytes([w for w in self._coming() if not w.why_refuses(operator, deterministic)]),
+            eligible=eligible,
+            preferred=preferred,
+            is_confined=not all(worker in preferred for worker in ready),
+            is_bounded=any(worker.memory_bytes is not None for worker in self._workers),
+        )
+
+    def why_unavailable(self, operator: str) -> str:
+        """Why no device can run an operator; empty when one can, or may once it is ready."""
+        reasons = [worker.why_unavailable(operator) for worker in self._coming()]
+        return "; ".join(dict.fromkeys(reasons)) if all(reasons) else ""
+
+    def _why_refused(self, operator: str, deterministic: bool) -> tuple[str, str] | None:
+        lacking = self.why_unavailable(operator)
+        if lacking:
+            return "OPERATOR_UNSUPPORTED", f"no device has it: {lacking}"
+        reasons = [worker.why_refuses(operator, deterministic) for worker in self._coming()]
+        if not reasons or not all(reasons):
+            return None
+        told = "; ".join(dict.fromkeys(reasons))
+        return (
+            "DETERMINISM_UNSUPPORTED",
+            f"deterministic: found True; expected False on these devices: {told}",
+        )
+
+    def _coming(self) -> list[WorkerState]:
+        """Devices that are ready, or may be one day."""
+        return [worker for worker in self._workers if not worker.damaged]
+
+
+def most_bytes(workers: Sequence[WorkerState]) -> int | None:
+    """The most memory of its own that one of them has; None when one has no bound, or none yet."""
+    found = [worker.memory_bytes for worker in workers if worker.memory_bytes is not None]
+    return max(found, default=0) if len(found) == len(workers) else None
 
 
 class Placement:
     """Puts calls on workers and takes them off.
 
     Attributes:
-        claim: The worker that is kept free for a call that waits too long.
+        reservation: The worker that is kept free for a call that waits too long.
         running: Calls on workers, those that nobody waits for included.
-        offers: What the devices have for calls, by operator and mode.
+        eligibility: Which devices calls may go to, by operator and mode.
     """
 
-    def __init__(self, workers: Sequence[WorkerRecord], memory: Mapping[str, int]) -> None:
+    def __init__(self, workers: Sequence[WorkerState], memory: Mapping[str, int]) -> None:
         """Starts with everything free.
 
         Args:
@@ -47,8 +186,8 @@ class Placement:
         self._workers = workers
         self._memory = dict(memory)
         self._workspaces = LearnedWorkspaces()
-        self.offers = Offers(workers)
-        self.claim = Claim()
+        self.eligibility = EligibilityTable(workers)
+        self.reservation = Reservation()
         self.running = 0
         self._starts = 0
 
@@ -56,64 +195,66 @@ class Placement:
 
     def worker_changed(self) -> None:
         """A device has come into another state, or is found to be another one than before."""
-        self.offers.clear()
+        self.eligibility.clear()
 
-    def why_never(self, call: CallRecord) -> tuple[str, str] | None:
+    def why_never(self, call: CallState) -> tuple[str, str] | None:
         """Why a call can run nowhere now: row of the error table and what happened; None when it may."""
-        offer = self.offers[call.kind]
-        if offer.refused is not None:
-            return offer.refused
-        if offer.able and not offer.is_bounded:
+        devices = self.eligibility[call.kind]
+        if devices.refusal is not None:
+            return devices.refusal
+        if devices.eligible and not devices.is_bounded:
             return None
-        most, found = offer.most_bytes, call.device_bytes
+        most, found = devices.most_bytes, call.device_bytes
         if most is not None and found > most:
             what = f"found {found} bytes of tensors on the device; expected at most {most}"
             return "CALL_TOO_LARGE", what
-        for worker in offer.able:
+        for worker in devices.eligible:
             if worker.could_hold(found):
                 return None
         return "NO_DEVICE", "the devices that may run it are down"
 
-    def is_confined(self, call: CallRecord) -> bool:
+    def is_confined(self, call: CallState) -> bool:
         """Whether some device that is ready is not for it, so that those of another kind may pass it."""
-        return self.offers[call.kind].is_confined
+        return self.eligibility[call.kind].is_confined
 
-    def has_other(self, call: CallRecord) -> bool:
+    def has_other(self, call: CallState) -> bool:
         """Whether a device is ready that could take a call which one could not."""
         return bool(self._others(call))
 
-    def _choices(self, call: CallRecord) -> Sequence[WorkerRecord]:
+    def _choices(self, call: CallState) -> Sequence[WorkerState]:
         """Devices that a call may go to, now or once they are ready."""
         if call.declined_by is not None and (others := self._others(call)):
             return others
-        offer = self.offers[call.kind]
-        if not offer.is_bounded or any(w.could_hold(call.device_bytes) for w in offer.fitting):
-            return offer.fitting
-        return offer.able  # where its own kind of device is too small, one that keeps another mode will do
+        devices = self.eligibility[call.kind]
+        if not devices.is_bounded or any(w.could_hold(call.device_bytes) for w in devices.preferred):
+            return devices.preferred
+        return (
+            devices.eligible
+        )  # where its own kind of device is too small, one that keeps another mode will do
 
-    def _others(self, call: CallRecord) -> list[WorkerRecord]:
+    def _others(self, call: CallState) -> list[WorkerState]:
         """Where a call goes that a device could not take; none for other calls."""
         if call.declined_by is None:
             return []
         ready = [w for w in self._workers if w.state is DeviceState.READY and not w.has_declined(call)]
         return [w for w in ready if w.may_run(call) and w.could_hold(call.device_bytes)]
 
-    def _targets(self, call: CallRecord) -> Sequence[WorkerRecord]:
+    def _targets(self, call: CallState) -> Sequence[WorkerState]:
         """Those of its choices worth waiting for."""
-        offer = self.offers[call.kind]
-        if call.declined_by is None and not offer.is_bounded:
-            return offer.fitting
+        devices = self.eligibility[call.kind]
+        if call.declined_by is None and not devices.is_bounded:
+            return devices.preferred
         choices = self._choices(call)
         wanted = call.device_bytes + workspace_footprint(self._expected(call))
         targets = [worker for worker in choices if worker.could_hold(wanted)] or choices
         if call.declined_by is None:
             return targets
         # It has one try more: not where it would most likely be declined again.
-        return [worker for worker in targets if not worker.short] or targets
+        return [worker for worker in targets if not worker.exhausted] or targets
 
     # ------------------------------------------------------------------------------------------- on and off
 
-    def place(self, call: CallRecord) -> WorkerRecord | None:
+    def place(self, call: CallState) -> WorkerState | None:
         """Puts a call on the best worker with room for it, its memory taken; None when none has room now."""
         for worker in self._by_rank(call):
             workspace, device_bytes = None, 0
@@ -131,17 +272,17 @@ class Placement:
                 return worker
         return None
 
-    def _by_rank(self, call: CallRecord) -> list[WorkerRecord]:
+    def _by_rank(self, call: CallState) -> list[WorkerState]:
         """The workers that a call may join now, the best first."""
         choices = []
         for worker in self._targets(call):
-            if worker.admits(call) and not self.claim.keeps_off(call, worker):
+            if worker.admits(call) and not self.reservation.bars(call, worker):
                 choices.append(worker)
         if len(choices) > 1:
             choices.sort(key=lambda worker: _rank(call, worker))
         return choices
 
-    def _workspace_of(self, call: CallRecord, memory_bytes: int) -> int:
+    def _workspace_of(self, call: CallState, memory_bytes: int) -> int:
         """Workspace to set aside for a call on a device that has so much memory of its own."""
         expected = self._expected(call)
         wanted = call.device_bytes + workspace_footprint(expected)
@@ -150,13 +291,13 @@ class Placement:
         # What was learned may be true no more. It gets all there is, and its first phase has the last word.
         return largest_workspace(memory_bytes - call.device_bytes)
 
-    def _expected(self, call: CallRecord) -> int:
+    def _expected(self, call: CallState) -> int:
         if call.workspace_bytes is not None:
             return call.workspace_bytes
         return self._workspaces.expect(call.workspace_key)
 
-    def _join(self, call: CallRecord, worker: WorkerRecord, device_bytes: int, workspace: int | None) -> None:
-        self.claim.drop(call)
+    def _join(self, call: CallState, worker: WorkerState, device_bytes: int, workspace: int | None) -> None:
+        self.reservation.release(call)
         self._starts += 1
         worker.last_start = self._starts
         worker.running[call.id] = call
@@ -165,28 +306,28 @@ class Placement:
         worker.memory_used_bytes += device_bytes
         call.held_bytes, call.set_aside_bytes, call.too_large = device_bytes, workspace, False
 
-    def take_off(self, call: int, worker: WorkerRecord) -> CallRecord:
+    def take_off(self, number: int, worker: WorkerState) -> CallState:
         """Takes a call off its worker; its outputs stay where they are."""
-        record = worker.running.pop(call)
+        call = worker.running.pop(number)
         self.running -= 1
-        self._memory[worker.spec.memory] += record.memory_bytes
-        worker.memory_used_bytes -= record.held_bytes
-        record.held_bytes, record.set_aside_bytes = 0, None
-        return record
+        self._memory[worker.spec.memory] += call.memory_bytes
+        worker.memory_used_bytes -= call.held_bytes
+        call.held_bytes, call.set_aside_bytes = 0, None
+        return call
 
-    def wait(self, call: CallRecord) -> None:
-        """There is no room for a call now: it may have to be kept some."""
-        self.claim.make(call, self._targets(call))
+    def wait(self, call: CallState) -> None:
+        """There is no room for a call now: some may have to be reserved for it."""
+        self.reservation.reserve(call, self._targets(call))
 
     # --------------------------------------------------------------------------------------------- workspaces
 
-    def learn(self, call: CallRecord, nbytes: int) -> None:
+    def learn(self, call: CallState, nbytes: int) -> None:
         """A device said how much workspace a call needs."""
         if call.workspace_key is not None:
             self._workspaces.learn(call.workspace_key, nbytes)
 
     def extend(
-        self, call: CallRecord, worker: WorkerRecord, nbytes: int
+        self, call: CallState, worker: WorkerState, nbytes: int
     ) -> WorkspaceGranted | WorkspaceRefused:
         """Sets aside all the workspace that a running call needs, if there is room for it now."""
         if call.set_aside_bytes is None:
@@ -195,17 +336,17 @@ class Placement:
         call.too_large = False
         wanted = call.device_bytes + workspace_footprint(nbytes)
         more = wanted - call.held_bytes
-        if not call.void and (more <= 0 or worker.has_free(more)):
+        if not call.orphaned and (more <= 0 or worker.has_free(more)):
             if more > 0:
                 worker.memory_used_bytes += more
                 call.held_bytes, call.set_aside_bytes = wanted, nbytes
             return WorkspaceGranted(call.id)
         choices = [*self._choices(call), worker]
-        call.too_large = not call.void and not any(choice.could_hold(wanted) for choice in choices)
+        call.too_large = not call.orphaned and not any(choice.could_hold(wanted) for choice in choices)
         most = largest_workspace((most_bytes(choices) or 0) - call.device_bytes)
         return WorkspaceRefused(call.id, call.too_large, most)
 
 
-def _rank(call: CallRecord, worker: WorkerRecord) -> tuple[int, bool, int, int]:
+def _rank(call: CallState, worker: WorkerState) -> tuple[int, bool, int, int]:
     """The smallest is the best: a device that fails calls at once would else be the least busy one."""
-    return call.killed[worker.index], worker.short, len(worker.running), worker.last_start
+    return call.worker_losses[worker.index], worker.exhausted, len(worker.running), worker.last_start

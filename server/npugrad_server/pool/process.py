@@ -22,7 +22,7 @@ import uuid
 from typing import TYPE_CHECKING
 
 from npugrad_server.pool.arena import OutputArena
-from npugrad_server.pool.orphans import collect_child, start_child
+from npugrad_server.pool.reaper import collect_child, start_child
 from npugrad_server.pool.sent_plans import SentPlans
 from npugrad_server.pool.types import WORKER_MODULE
 from npugrad_server.worker.descendants import MARK, end_descendants

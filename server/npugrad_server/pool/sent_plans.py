@@ -93,7 +93,7 @@ class SentPlans:
             if sent.dropped and not sent.running:
                 self._tell(ForgetPlan(sent.number))
 
-    def lacks(self, call: int) -> bool:
+    def missed(self, call: int) -> bool:
         """The process says that it has no plan of the number that a call came with: no later call gets it.
 
         Returns:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from npugrad.meta import CallMeta, TensorMeta
     from npugrad.operator import OpRecord
     from npugrad.products import Product
-    from npugrad_server.pool.demand import Demand
+    from npugrad_server.pool.admission import Demand
 
 
 START_LIMIT_FACTOR = 3
@@ -143,7 +143,7 @@ class Outcome:
     """The result of a call.
 
     Attributes:
-        contents: Read-only bytes of each wanted output by name, row-major, until the admission is closed.
+        contents: Read-only bytes of each wanted output by name, row-major, until the ticket is closed.
         info: What produced them, and how long it took.
     """
 

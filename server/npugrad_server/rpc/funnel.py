@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from npugrad.timeline import Mark
     from npugrad_server.metrics import Metrics
     from npugrad_server.rpc.register import Handler
-    from npugrad_server.rpc.tracing import Tracing
+    from npugrad_server.rpc.tracing import RpcTracing
 
     Context = grpc.aio.ServicerContext[Any, Any]
     UnaryHandler = Callable[[Any, "RpcCall"], Awaitable[Any]]
@@ -119,7 +119,7 @@ class Funnel(grpc.aio.ServerInterceptor):
     Guarantees: every RPC whose message came is logged and counted once, and none is left out of `settle`.
     """
 
-    def __init__(self, metrics: Metrics, tracing: Tracing | None = None) -> None:
+    def __init__(self, metrics: Metrics, tracing: RpcTracing | None = None) -> None:
         self._metrics, self._tracing = metrics, tracing
         self._log = get_logger()
         self._active: set[asyncio.Task[Any]] = set()

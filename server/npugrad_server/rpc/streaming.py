@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from npugrad.operator import OpRecord
     from npugrad_server.dispatch import Dispatcher
     from npugrad_server.plans import Request
-    from npugrad_server.pool import Admission, Outcome
+    from npugrad_server.pool import Outcome, Ticket
 
 
 class Upload:
@@ -261,8 +261,8 @@ def _kind(frame: Any) -> str:
     return "chunk" if isinstance(frame, Chunk) else frame.WhichOneof("frame") or "an empty frame"
 
 
-async def _receive(call: RpcCall, frames: Frames, upload: Upload, admission: Admission) -> None:
-    operator = admission.planned.plan.record.name
+async def _receive(call: RpcCall, frames: Frames, upload: Upload, ticket: Ticket) -> None:
+    operator = ticket.planned.plan.record.name
     views = {}
     while (frame := await frames.read()) is not None:
         if not isinstance(frame, Chunk):
@@ -276,10 +276,10 @@ async def _receive(call: RpcCall, frames: Frames, upload: Upload, admission: Adm
         operand, offset, data = frame
         name = upload.place(operand, offset, len(data))
         call.received_bytes += len(data)
-        if name in admission.planned.plan.unused:
+        if name in ticket.planned.plan.unused:
             continue
         if name not in views:
-            views[name] = admission.view(name)
+            views[name] = ticket.view(name)
         views[name][offset : offset + len(data)] = data
     if upload.missing_bytes:
         await frames.confirm_end()

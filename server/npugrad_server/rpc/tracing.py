@@ -105,7 +105,7 @@ def resource(product: str) -> Resource:
     return Resource.create(Resource(ours).merge(OTELResourceDetector().detect()).attributes)
 
 
-class Tracing:
+class RpcTracing:
     """Chooses the RPCs that are traced, and makes their spans.
 
     Concurrency: `ended` is for the event loop and waits for nothing.

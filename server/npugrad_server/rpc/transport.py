@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from npugrad_server.config import ServerSettings
     from npugrad_server.tls import TlsFiles
 
-    Options = tuple[tuple[str, int], ...]
+    ChannelOptions = tuple[tuple[str, int], ...]
 
 LEAST_PING_INTERVAL_S = 30.0
 """A connection may be pinged this often. grpc's own limit of 300 s ends every call that says nothing for so
@@ -36,7 +36,7 @@ def open_server(
         The server, and its address with the port that was bound.
 
     Raises:
-        TlsError: The files for TLS are not there or do not belong together.
+        TlsFilesError: The files for TLS are not there or do not belong together.
         AddressError: The address cannot be listened on.
     """
     tls, address = read_tls(settings), settings.listen_address
@@ -52,7 +52,7 @@ def open_server(
     return server, address.with_port(port)
 
 
-def server_options(settings: ServerSettings) -> Options:
+def server_options(settings: ServerSettings) -> ChannelOptions:
     """What grpc is told about the port, messages and connections."""
     limit = int(settings.max_message_bytes)
     return (
@@ -65,7 +65,7 @@ def server_options(settings: ServerSettings) -> Options:
     )
 
 
-def ping_options(least_interval_s: float = LEAST_PING_INTERVAL_S) -> Options:
+def ping_options(least_interval_s: float = LEAST_PING_INTERVAL_S) -> ChannelOptions:
     """How often a client may ping, whether or not it has a call in progress.
 
     Args:
@@ -81,7 +81,7 @@ def ping_options(least_interval_s: float = LEAST_PING_INTERVAL_S) -> Options:
     )
 
 
-def _age_options(settings: ServerSettings) -> Options:
+def _age_options(settings: ServerSettings) -> ChannelOptions:
     ages = {"age": settings.max_connection_age_s, "age_grace": settings.max_connection_age_grace_s}
     return tuple((f"grpc.max_connection_{k}_ms", round(s * 1000)) for k, s in ages.items() if s is not None)
 

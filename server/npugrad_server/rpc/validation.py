@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from npugrad_server.rpc.register import Handler
 
 
-class Planner(Protocol):
+class WorkspaceSource(Protocol):
     """The part of the pool that is asked."""
 
     async def workspace_bytes(self, record: OpRecord, call: CallMeta) -> int | None:
@@ -31,17 +31,17 @@ class Planner(Protocol):
 class ValidationServicer:
     """Validates calls against the documented constraints."""
 
-    def __init__(self, product: Product, planner: Planner, registry: Registry = REGISTRY) -> None:
+    def __init__(self, product: Product, workspaces: WorkspaceSource, registry: Registry = REGISTRY) -> None:
         """Takes what it asks.
 
         Args:
             product: Product the server serves.
-            planner: Who knows what a call would need; the pool.
+            workspaces: Who knows what a call would need; the pool.
             registry: The operators and their messages.
         """
         self._registry = registry
         self._product = product
-        self._planner = planner
+        self._workspaces = workspaces
 
     def handlers(self, funnel: Funnel) -> dict[str, Handler]:
         """Every method for `register`."""
@@ -62,7 +62,7 @@ class ValidationServicer:
         verdict = validate_call(record, wire.call)
         response = encode_verdict(verdict, product)
         if not verdict.status and product is self._product:
-            workspace_bytes = await self._planner.workspace_bytes(record, wire.call)
+            workspace_bytes = await self._workspaces.workspace_bytes(record, wire.call)
             if workspace_bytes is not None:
                 response.workspace_bytes = workspace_bytes
         return response

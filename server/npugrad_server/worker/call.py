@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from npugrad.errors import DeadlineExceeded, DeviceOutOfMemory
 from npugrad_server.backends.base import CallAbandoned, CallPostponed, DeviceCall
-from npugrad_server.worker.plans import Plan, lowest
+from npugrad_server.worker.plans import WorkerPlan, lowest
 from npugrad_server.worker.protocol import AbandonCall, NeedWorkspace, RunCall, WorkspaceRefused
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class WorkerCall(DeviceCall):
         send: Callable[[Message], None],
         timeout_s: float = ANSWER_TIMEOUT_S,
         *,
-        plan: Plan | None = None,
+        plan: WorkerPlan | None = None,
     ) -> None:
         """Asks nothing yet.
 
@@ -56,7 +56,7 @@ class WorkerCall(DeviceCall):
         if plan is None:
             if not isinstance(order, RunCall):
                 raise TypeError("found a call by number without a plan; expected a whole one")
-            plan = Plan(order)
+            plan = WorkerPlan(order)
         self.plan = plan
         self.operator = plan.order.operator
         if isinstance(order, RunCall):

@@ -19,8 +19,8 @@ from npugrad_server.worker.protocol import (
     CallDeferred,
     CallDone,
     CallFailed,
-    CallPlanned,
     MemoryFound,
+    WorkspaceFound,
 )
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from npugrad_server.backends.base import Backend
     from npugrad_server.worker.call import WorkerCall
-    from npugrad_server.worker.plans import Prepared
-    from npugrad_server.worker.protocol import Answer, AskMemory, OpenDevice, PlanCall
+    from npugrad_server.worker.plans import PreparedOperands
+    from npugrad_server.worker.protocol import AskMemory, AskWorkspace, CallAnswer, OpenDevice
 
     Array = npt.NDArray[Any]
 
@@ -82,7 +82,7 @@ def _populate(arena: mmap.mmap, advice: int, nbytes: int) -> None:
             arena.madvise(advice, 0, whole)
 
 
-def execute(backend: Backend, arenas: Arenas, call: WorkerCall, stream: int) -> Answer:
+def execute(backend: Backend, arenas: Arenas, call: WorkerCall, stream: int) -> CallAnswer:
     """Runs a call; whatever an operator or a device does wrong becomes an answer.
 
     Args:
@@ -106,11 +106,11 @@ def execute(backend: Backend, arenas: Arenas, call: WorkerCall, stream: int) -> 
         return _failed(call, error)
 
 
-def plan(backend: Backend, order: PlanCall) -> CallPlanned | CallFailed:
+def plan(backend: Backend, order: AskWorkspace) -> WorkspaceFound | CallFailed:
     """Asks the device what a call would need; errors as for `execute`."""
     try:
         record = get_operator(order.operator, backend.records)
-        return CallPlanned(order.call, backend.workspace_bytes(record, record.ordered(order.meta)))
+        return WorkspaceFound(order.call, backend.workspace_bytes(record, record.ordered(order.meta)))
     except DeviceLost:
         raise
     except Exception as error:
@@ -128,7 +128,7 @@ def memory(backend: Backend, order: AskMemory) -> MemoryFound | CallFailed:
         return _failed(order, error)
 
 
-def _failed(order: WorkerCall | PlanCall | AskMemory, error: Exception) -> CallFailed:
+def _failed(order: WorkerCall | AskWorkspace | AskMemory, error: Exception) -> CallFailed:
     """The answer that an error is; to be called while it is handled."""
     if isinstance(error, MemoryError):
         message = f"{order.operator}: the device has no memory for the call now"
@@ -188,7 +188,9 @@ def _give_up_s(deadline_s: float | None, opening: OpenDevice) -> float:
     return min(limit_s, deadline_s + _GRACE_SHARE * opening.hang_grace_s)
 
 
-def _verify(prepared: Prepared, inputs: Mapping[str, Array | None], outputs: Mapping[str, Array]) -> str:
+def _verify(
+    prepared: PreparedOperands, inputs: Mapping[str, Array | None], outputs: Mapping[str, Array]
+) -> str:
     """Computes the call again with the reference and compares.
 
     Returns:

@@ -25,6 +25,7 @@ from npugrad_server.worker.packets import MAX_MESSAGE_BYTES, decode, encode, pac
 from npugrad_server.worker.protocol import (
     AbandonCall,
     AskMemory,
+    AskWorkspace,
     CallDone,
     CallUnknown,
     DeviceFailed,
@@ -34,7 +35,6 @@ from npugrad_server.worker.protocol import (
     OpenDevice,
     OpenFailed,
     Ping,
-    PlanCall,
     Pong,
     RunCall,
     WorkspaceGranted,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from npugrad.operator import OpRecord
     from npugrad_server.backends.base import Backend
-    from npugrad_server.worker.plans import Plan
+    from npugrad_server.worker.plans import WorkerPlan
     from npugrad_server.worker.protocol import Message
 
 EXIT_DEVICE_LOST = 70
@@ -69,9 +69,11 @@ class Worker:
             records: The operators by name.
         """
         self._control, self._records = control, records
-        self._orders: SimpleQueue[WorkerCall | PlanCall | AskMemory | OpenDevice | None] = SimpleQueue()
+        self._orders: SimpleQueue[WorkerCall | AskWorkspace | AskMemory | OpenDevice | None] = SimpleQueue()
         self._calls: dict[int, WorkerCall] = {}
-        self._plans: dict[int, Plan] = {}  # the listening thread's; bounded by what the pool has it forget
+        self._plans: dict[
+            int, WorkerPlan
+        ] = {}  # the listening thread's; bounded by what the pool has it forget
         self._in_hand = 0
         self._lock = threading.Lock()
         self._ending = threading.Lock()
@@ -89,7 +91,7 @@ class Worker:
         try:
             arenas, backend = Arenas(opening), self._open(opening)
         except (DeviceUnusable, DeviceLost) as error:
-            self._send(OpenFailed(str(error)[:_MAX_REASON], error.comeback.value))
+            self._send(OpenFailed(str(error)[:_MAX_REASON], error.restart_policy.value))
             return 1
         except Exception as error:
             self._send(OpenFailed(f"{type(error).__name__}: {error}"[:_MAX_REASON]))
@@ -118,12 +120,12 @@ class Worker:
         self._send(DeviceOpening(stage))
 
     def _stream(self, backend: Backend, arenas: Arenas, index: int) -> None:
-        while isinstance(order := self._orders.get(), (WorkerCall, PlanCall, AskMemory)):
+        while isinstance(order := self._orders.get(), (WorkerCall, AskWorkspace, AskMemory)):
             answer: Message
             try:
                 if isinstance(order, WorkerCall):
                     answer = execute(backend, arenas, order, index)
-                elif isinstance(order, PlanCall):
+                elif isinstance(order, AskWorkspace):
                     answer = plan(backend, order)
                 else:
                     answer = memory(backend, order)
@@ -143,7 +145,7 @@ class Worker:
         # Streams fail together; one report is enough, and no other answer may follow it.
         self._ending.acquire()
         message = str(lost)[:_MAX_REASON]
-        self._send(DeviceFailed(call, message, lost.code, lost.comeback.value, lost.retry, lost.blameless))
+        self._send(DeviceFailed(call, message, lost.code, lost.restart_policy.value, lost.retry, lost.exempt))
         os._exit(EXIT_DEVICE_LOST)
 
     def _listen(self) -> None:
@@ -162,7 +164,7 @@ class Worker:
             threading.Event().wait(_CLOSE_S)
         leave(0)
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: Message) -> None:  # noqa: C901 -- one branch for each kind of message
         if isinstance(message, RunAgain):
             known = self._plans.get(message.plan)
             if known is None:
@@ -178,7 +180,7 @@ class Worker:
             self._plans.pop(message.plan, None)
         elif isinstance(message, OpenDevice):
             self._orders.put(message)
-        elif isinstance(message, (PlanCall, AskMemory)):
+        elif isinstance(message, (AskWorkspace, AskMemory)):
             with self._lock:
                 self._in_hand += 1
             self._orders.put(message)

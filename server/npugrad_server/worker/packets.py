@@ -22,7 +22,7 @@ from npugrad.call import CallOptions
 from npugrad.meta import CallMeta, TensorMeta
 from npugrad.products import product_from_name
 from npugrad_server.worker import protocol
-from npugrad_server.worker.protocol import CallDone, PlanCall, RunCall
+from npugrad_server.worker.protocol import AskWorkspace, CallDone, RunCall
 from npugrad_server.worker.run_again import RunAgain
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ _PLAIN = {
         protocol.WorkspaceGranted,
         protocol.WorkspaceRefused,
         CallDone,
-        protocol.CallPlanned,
+        protocol.WorkspaceFound,
         protocol.CallFailed,
         protocol.CallDeferred,
     )
@@ -72,7 +72,7 @@ def encode(message: Message) -> bytes:
         return message
     if isinstance(message, RunCall):
         payload = _run_payload(message)
-    elif isinstance(message, PlanCall):
+    elif isinstance(message, AskWorkspace):
         payload = {"call": message.call, "operator": message.operator, **_call_to_json(message.meta)}
     else:
         payload = asdict(message)
@@ -114,8 +114,8 @@ def decode(packet: bytes) -> Message:
         name, payload = json.loads(packet)
         if name == RunCall.__name__:
             return _run_message(payload)
-        if name == PlanCall.__name__:
-            return PlanCall(payload["call"], payload["operator"], _call_from_json(payload))
+        if name == AskWorkspace.__name__:
+            return AskWorkspace(payload["call"], payload["operator"], _call_from_json(payload))
         return _PLAIN[name](**payload)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a message of this protocol: {error!r}") from error

@@ -51,7 +51,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedOperands:
     """What a backend needs of a call that does not differ from the next one.
 
     Attributes:
@@ -75,7 +75,7 @@ class Prepared:
     moved: tuple[str, ...]
 
 
-class Plan:
+class WorkerPlan:
     """A call that was brought whole; `RunAgain` names it. Any number of streams may run it at once.
 
     Attributes:
@@ -87,10 +87,10 @@ class Plan:
         """Keeps the call; nothing of it was looked at yet."""
         self.order = order
         self.memo: dict[Any, Any] = {}
-        self._prepared: Prepared | None = None
+        self._prepared: PreparedOperands | None = None
         self._options = order.options
 
-    def prepared(self, backend: Backend) -> Prepared:
+    def prepared(self, backend: Backend) -> PreparedOperands:
         """What follows from the call.
 
         Args:
@@ -111,10 +111,10 @@ class Plan:
         return options
 
 
-def _prepare(backend: Backend, order: RunCall) -> Prepared:
+def _prepare(backend: Backend, order: RunCall) -> PreparedOperands:
     record = get_operator(order.operator, backend.records)
     if all(meta is None for meta in order.outputs.values()):
-        return Prepared(record, True, order.meta, {}, (), (), (), ())
+        return PreparedOperands(record, True, order.meta, {}, (), (), (), ())
     call = record.ordered(order.meta)
     first, first_result = lowest(order.input_offsets), lowest(order.output_offsets)
     given = [(name, meta, order.input_offsets.get(name)) for name, meta in call.inputs.items() if meta]
@@ -131,7 +131,7 @@ def _prepare(backend: Backend, order: RunCall) -> Prepared:
     )
     seen = call if backend.strided else _contiguous(call)
     moved = tuple(place.name for place in results if not place.meta.is_contiguous)
-    return Prepared(
+    return PreparedOperands(
         record,
         False,
         seen,

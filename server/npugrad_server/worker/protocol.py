@@ -10,8 +10,8 @@
     WorkspaceGranted, or WorkspaceRefused  ->
     AbandonCall        ->     at any time; there is still an answer
                        <-     CallDone, CallFailed, CallDeferred, or DeviceFailed and the end
-    PlanCall           ->
-                       <-     CallPlanned, CallFailed, or DeviceFailed and the end
+    AskWorkspace       ->
+                       <-     WorkspaceFound, CallFailed, or DeviceFailed and the end
     AskMemory          ->
                        <-     MemoryFound, CallFailed, or DeviceFailed and the end
     ForgetPlan         ->     at any time when no call of the plan is on its way
@@ -26,7 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
-from npugrad_server.backends.base import Comeback
+from npugrad_server.backends.base import RestartPolicy
 from npugrad_server.worker.run_again import RunAgain
 
 if TYPE_CHECKING:
@@ -96,11 +96,11 @@ class OpenFailed:
 
     Attributes:
         message: Why, for a person.
-        comeback: When another try makes sense: a `Comeback`.
+        restart_policy: When another try makes sense: a `RestartPolicy`.
     """
 
     message: str
-    comeback: str = Comeback.SOON.value
+    restart_policy: str = RestartPolicy.SOON.value
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,9 @@ class DeviceFailed:
     call: int
     message: str
     code: int
-    comeback: str
+    restart_policy: str
     retry: bool
-    blameless: bool
+    exempt: bool
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class WorkspaceRefused:
 
 
 @dataclass(frozen=True)
-class PlanCall:
+class AskWorkspace:
     """Ask the operator's first phase what a call would need; there are no operands.
 
     Attributes:
@@ -252,7 +252,7 @@ class PlanCall:
 
 
 @dataclass(frozen=True)
-class CallPlanned:
+class WorkspaceFound:
     """What the first phase said.
 
     Attributes:
@@ -351,7 +351,7 @@ Order: TypeAlias = (
     | RunCall
     | RunAgain
     | ForgetPlan
-    | PlanCall
+    | AskWorkspace
     | AskMemory
     | AbandonCall
     | WorkspaceGranted
@@ -359,12 +359,12 @@ Order: TypeAlias = (
     | Ping
 )
 """What the pool says."""
-Answer: TypeAlias = "CallDone | CallFailed | CallDeferred"
+CallAnswer: TypeAlias = "CallDone | CallFailed | CallDeferred"
 """What a worker says when it is done with a call."""
 Opening: TypeAlias = "DeviceOpening | DeviceReady | OpenFailed"
 """What a worker says of opening its device."""
-Report: TypeAlias = (
-    "Opening | DeviceFailed | CallPlanned | MemoryFound | CallUnknown | NeedWorkspace | Pong | Answer"
+WorkerReport: TypeAlias = (
+    "Opening | DeviceFailed | WorkspaceFound | MemoryFound | CallUnknown | NeedWorkspace | Pong | CallAnswer"
 )
 """What a worker says."""
-Message: TypeAlias = "Order | Report"
+Message: TypeAlias = "Order | WorkerReport"

@@ -25,7 +25,7 @@ class RunAgain(bytes):
     """First byte."""
     _FIELDS = Struct("<BbQQQQdq")
 
-    def __new__(
+    def __new__(  # noqa: PLR0917 -- in the order of the packet; keywords cost time for each call
         cls,
         call: int,
         plan: int,

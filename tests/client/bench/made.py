@@ -11,16 +11,16 @@ from npugrad.products import Product
 from npugrad_client.bench.engine import Cpu
 from npugrad_client.bench.record import Record
 from npugrad_client.bench.result import Result
-from npugrad_client.bench.scenario import Scenario, Stage, Workload
+from npugrad_client.bench.scenario import LoadStage, Scenario, WeightedWorkload
 
-GRID = Workload("grid_sampler_2d_backward")
+GRID = WeightedWorkload("grid_sampler_2d_backward")
 
 
 def scenario(
     arrival: Any = "constant", level: float = 50.0, duration_s: float = 2.0, **other: Any
 ) -> Scenario:
     workloads = other.pop("workloads", (GRID,))
-    stages = other.pop("stages", (Stage(level, level, duration_s),))
+    stages = other.pop("stages", (LoadStage(level, level, duration_s),))
     return Scenario(workloads, stages, arrival=arrival, **other)
 
 

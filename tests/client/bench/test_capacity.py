@@ -13,9 +13,9 @@ from tests.client.bench.made import GRID, result, scenario
 from npugrad_client.bench.capacity import (
     UNLIMITED,
     Capacity,
+    CapacityTrial,
     Interrupted,
     Search,
-    Trial,
     at_rate,
     backlog_growth,
     first_guess,
@@ -25,8 +25,8 @@ from npugrad_client.bench.scenario import MAX_RATE, ScenarioError
 from npugrad_client.bench.slo import Slo
 
 
-def trial(rate: float, is_met: bool) -> Trial:
-    return Trial(rate, () if is_met else ("p99: found too much",), throughput_per_s=rate)
+def trial(rate: float, is_met: bool) -> CapacityTrial:
+    return CapacityTrial(rate, () if is_met else ("p99: found too much",), throughput_per_s=rate)
 
 
 @settings(max_examples=100, deadline=None)
@@ -67,8 +67,8 @@ def test_no_rate_at_all() -> None:
 
 
 def test_a_client_that_cannot_send_more_is_told() -> None:
-    def measure(rate: float) -> Trial:
-        return Trial(rate, (), ("worker 0 was busy",) if rate > 150 else ())
+    def measure(rate: float) -> CapacityTrial:
+        return CapacityTrial(rate, (), ("worker 0 was busy",) if rate > 150 else ())
 
     found = Search(measure).run(100)
     assert found.is_client_limited
@@ -77,7 +77,7 @@ def test_a_client_that_cannot_send_more_is_told() -> None:
 
 
 def test_a_client_that_cannot_send_at_all_is_told_and_not_the_server() -> None:
-    found = Search(lambda rate: Trial(rate, (), ("worker 0 was busy",))).run(100)
+    found = Search(lambda rate: CapacityTrial(rate, (), ("worker 0 was busy",))).run(100)
     assert found.is_client_limited
     assert str(found) == "No rate was found: the client cannot send what was to be tried."
 
@@ -85,9 +85,9 @@ def test_a_client_that_cannot_send_at_all_is_told_and_not_the_server() -> None:
 def test_a_moment_of_a_busy_client_is_tried_again() -> None:
     busy = [True]
 
-    def measure(rate: float) -> Trial:
+    def measure(rate: float) -> CapacityTrial:
         was_busy, busy[0] = busy[0], False
-        return Trial(rate, () if rate <= 100 else ("too much",), ("busy",) if was_busy else ())
+        return CapacityTrial(rate, () if rate <= 100 else ("too much",), ("busy",) if was_busy else ())
 
     found = Search(measure).run(90)
     assert not found.is_client_limited
@@ -155,7 +155,7 @@ def test_an_empty_search_is_nothing() -> None:
 
 
 def test_an_interrupt_ends_the_search_with_what_it_has() -> None:
-    def measure(rate: float) -> Trial:
+    def measure(rate: float) -> CapacityTrial:
         if rate > 150:
             raise Interrupted
         return trial(rate, True)

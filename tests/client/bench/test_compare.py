@@ -16,7 +16,7 @@ from npugrad import OPERATORS
 from npugrad_client.bench.compare import compare
 from npugrad_client.bench.record import Record
 from npugrad_client.bench.result import Result
-from npugrad_client.bench.scenario import ScenarioError, Workload
+from npugrad_client.bench.scenario import ScenarioError, WeightedWorkload
 
 
 def test_runs_alike_are_no_difference() -> None:
@@ -178,9 +178,9 @@ def test_the_same_two_runs_give_the_same_verdict() -> None:
 
 def test_runs_of_other_inputs_are_not_compared() -> None:
     """What travels and what the server makes are two tests, and the message says no more than that."""
-    made = Workload(GRID.operator, inputs="recipe", name="both")
-    sent = Workload(GRID.operator, name="both")
-    proven = Workload(GRID.operator, inputs="recipe", digest=True, name="both")
+    made = WeightedWorkload(GRID.operator, inputs="recipe", name="both")
+    sent = WeightedWorkload(GRID.operator, name="both")
+    proven = WeightedWorkload(GRID.operator, inputs="recipe", digest=True, name="both")
     a, b, c = (result(workloads=(each,)) for each in (sent, made, proven))
     with pytest.raises(ScenarioError) as caught:
         compare(a, b)
@@ -204,7 +204,7 @@ def test_runs_of_other_inputs_are_not_compared() -> None:
 def test_runs_of_calls_that_differ_in_no_byte_are_not_compared(change: dict[str, Any], key: str) -> None:
     """As many bytes, and a name of their own: the calls are others all the same."""
     usual, other = (
-        result(workloads=(Workload(GRID.operator, name="grid", **each),)) for each in ({}, change)
+        result(workloads=(WeightedWorkload(GRID.operator, name="grid", **each),)) for each in ({}, change)
     )
     assert compare(usual, usual).judgement == "no difference"
     with pytest.raises(ScenarioError, match=rf"B: workloads\[0\].{key}: found .*; expected that of A"):

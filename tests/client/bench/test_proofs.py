@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.client.bench.made import GRID, scenario
 
-from npugrad_client.bench.capacity import UNLIMITED, Search, Trial, at_rate, judge
+from npugrad_client.bench.capacity import UNLIMITED, CapacityTrial, Search, at_rate, judge
 from npugrad_client.bench.compare import compare
 from npugrad_client.bench.run import run
 
 if TYPE_CHECKING:
     from tests.fix_server import ServerProcess, StartServer
 
-    from npugrad_client.bench.engine import Progress
+    from npugrad_client.bench.engine import LoadProgress
     from npugrad_client.bench.result import Result
     from npugrad_client.bench.scenario import Scenario
 
@@ -38,7 +38,7 @@ def stalled(made: Scenario, server: ServerProcess) -> Result:
     """A run in whose first half the whole front process stands still for `STALL_S`."""
     timers: list[threading.Timer] = []
 
-    def on_progress(at_s: float, progress: Progress) -> None:
+    def on_progress(at_s: float, progress: LoadProgress) -> None:
         if at_s > 1.0 and not timers:
             server.signal(signal.SIGSTOP)
             timers.append(threading.Timer(STALL_S, server.signal, [signal.SIGCONT]))
@@ -98,7 +98,7 @@ def test_the_search_finds_the_capacity_of_known_devices(devices: int, start_serv
     running = start_server(devices=f"test:{devices}?ms=50")
     made = scenario(duration_s=5, warm_up_s=0.5)
 
-    def measure(rate: float) -> Trial:
+    def measure(rate: float) -> CapacityTrial:
         return judge(run(at_rate(made, rate), running.address), rate, UNLIMITED)
 
     found = Search(measure).run(devices * 15.0)

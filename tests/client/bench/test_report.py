@@ -16,12 +16,12 @@ from tests.client.bench.made import GRID, answer, result, scenario
 
 from npugrad_client.bench.charts import Series, bar_chart, line_chart, number, stack_chart, ticks
 from npugrad_client.bench.compare import compare
-from npugrad_client.bench.engine import Progress
+from npugrad_client.bench.engine import LoadProgress
 from npugrad_client.bench.live import Recent, live_view
 from npugrad_client.bench.record import Record
 from npugrad_client.bench.report_html import CLOSED_CAUTION, page
 from npugrad_client.bench.result import Result
-from npugrad_client.bench.scenario import Stage, Workload
+from npugrad_client.bench.scenario import LoadStage, WeightedWorkload
 from npugrad_client.bench.show import show_comparison, show_result
 from npugrad_client.bench.slo import Slo
 
@@ -137,7 +137,7 @@ def test_an_even_load_is_drawn_as_an_even_line(rate: float, arrival: str) -> Non
 
 
 def test_a_ramp_and_stages_are_drawn_as_they_were_meant() -> None:
-    stages = (Stage(10, 30, 10.0), Stage(5, 5, 10.0))
+    stages = (LoadStage(10, 30, 10.0), LoadStage(5, 5, 10.0))
     made = result(rate=100.0, duration_s=20.0, stages=stages, window_s=1.0, warm_up_s=1.0)
     made.record.intended(GRID.name, -0.5)
     found = [tuple(map(float, each.split(": "))) for each in intended(page(made))]
@@ -213,7 +213,7 @@ def shown(made: Result) -> str:
 
 
 def test_the_terminal_says_what_matters() -> None:
-    two = (GRID, Workload("group_norm_backward"))
+    two = (GRID, WeightedWorkload("group_norm_backward"))
     text = shown(result(workloads=two, slo=Slo.parse("p50=1s,p99=1ms")))
     assert "100 a second (open loop, constant), 20.0 s: 2000 answers, 9" in text
     assert "network, front, client" in text
@@ -237,7 +237,7 @@ def test_the_terminal_tells_the_verdict_first() -> None:
 def test_the_live_view_tells_of_the_last_seconds() -> None:
     recent = Recent(scenario(duration_s=60, warm_up_s=2.0, workers=2))
     for tenth in range(-20, 100, 5):
-        progress = Progress(intended=50, answered=45, failed=2, dropped=3, in_flight=4)
+        progress = LoadProgress(intended=50, answered=45, failed=2, dropped=3, in_flight=4)
         progress.latency.add(0.02)
         recent.add(tenth / 10, progress)
         recent.add(tenth / 10, progress)
@@ -261,7 +261,7 @@ def test_no_terminal_no_live_view() -> None:
     file = io.StringIO()
     with live_view(Console(file=file, force_terminal=True), scenario()) as on_progress:
         assert on_progress is not None
-        on_progress(0.5, Progress(intended=1))
+        on_progress(0.5, LoadProgress(intended=1))
     assert "rate" in file.getvalue()
 
 
@@ -270,7 +270,7 @@ HOSTILE = "\"><script>alert(1)</script><img src=x onerror=alert(1)>&amp;'</title
 
 def test_names_that_are_markup_stay_text() -> None:
     """Wherever a name can come from: scenario, arrival, workload, label, server, device, address, error."""
-    named = Workload(GRID.operator, name=HOSTILE)
+    named = WeightedWorkload(GRID.operator, name=HOSTILE)
     made = result(workloads=(named,), slo=Slo.parse("p99=10ms"), name=HOSTILE)
     info = answer(0.01, HOSTILE)
     made.record.sent(1.0, 1.0, HOSTILE)
@@ -316,7 +316,7 @@ def test_reports_of_a_run_without_success() -> None:
 
 
 def test_reports_say_who_made_the_operands() -> None:
-    made = result(workloads=(Workload(GRID.operator, inputs="recipe", digest=True),))
+    made = result(workloads=(WeightedWorkload(GRID.operator, inputs="recipe", digest=True),))
     assert "operands are made by the server, which checks their digests" in parsed(page(made)).text
     assert "operands made by the server, none of them sent: grid_sampler_2d_backward" in shown(made)
     assert "operands travel" in parsed(page(result())).text
@@ -332,5 +332,5 @@ def test_a_report_that_lacks_something_is_told(key: str) -> None:
 
 
 def test_a_ramp_is_told_in_its_direction() -> None:
-    down = result(stages=(Stage(100, 20, 20.0),))
+    down = result(stages=(LoadStage(100, 20, 20.0),))
     assert "100 to 20 a second (open loop, constant)" in shown(down)

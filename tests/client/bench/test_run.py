@@ -24,13 +24,13 @@ from npugrad_client.bench.bottleneck import client_bound
 from npugrad_client.bench.interrupts import ENDING
 from npugrad_client.bench.result import Result
 from npugrad_client.bench.run import run
-from npugrad_client.bench.scenario import ScenarioError, Stage, Workload
+from npugrad_client.bench.scenario import LoadStage, ScenarioError, WeightedWorkload
 
 if TYPE_CHECKING:
     from tests.fix_server import ServerProcess, StartServer
 
     from npugrad import OpRecord
-    from npugrad_client.bench.engine import Progress
+    from npugrad_client.bench.engine import LoadProgress
 
 pytestmark = pytest.mark.slow  # every run starts processes
 
@@ -51,8 +51,8 @@ def test_a_schedule_is_sent_whole_by_several_workers() -> None:
 
 
 def test_labels_priorities_and_the_mix_reach_the_server() -> None:
-    named = Workload("group_norm_backward", label="training", priority=7, weight=1)
-    other = Workload("grid_sampler_2d_backward", label="live", priority=-7, weight=1)
+    named = WeightedWorkload("group_norm_backward", label="training", priority=7, weight=1)
+    other = WeightedWorkload("grid_sampler_2d_backward", label="live", priority=-7, weight=1)
     with fake_service() as service:
         result = run(scenario(level=60, duration_s=0.5, workloads=(named, other)), service.address)
     seen = {
@@ -104,7 +104,7 @@ def test_a_server_that_stalls_is_sent_to_all_the_same_and_too_much_is_dropped() 
             freed.wait(30)
         return zeros(record, request, context)
 
-    def on_progress(at_s: float, progress: Progress) -> None:
+    def on_progress(at_s: float, progress: LoadProgress) -> None:
         if at_s > 1.2:
             freed.set()
 
@@ -138,7 +138,7 @@ def test_failures_and_missed_deadlines_are_counted_by_reason() -> None:
 
 
 def test_a_ramp_of_callers() -> None:
-    made = scenario("closed", stages=(Stage(0, 4, 1.0), Stage(1, 1, 0.5)), warm_up_s=0.2)
+    made = scenario("closed", stages=(LoadStage(0, 4, 1.0), LoadStage(1, 1, 0.5)), warm_up_s=0.2)
     with fake_service() as service:
         result = run(made, service.address)
     assert result.answered > 0
@@ -146,7 +146,7 @@ def test_a_ramp_of_callers() -> None:
 
 
 def test_progress_is_told_while_it_goes_on() -> None:
-    told: list[tuple[float, Progress]] = []
+    told: list[tuple[float, LoadProgress]] = []
     with fake_service() as service:
         result = run(
             scenario(level=30, duration_s=1.2), service.address, lambda at, what: told.append((at, what))
@@ -199,7 +199,7 @@ def test_several_servers_are_sent_to_in_turn_and_told_apart() -> None:
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("digest", [False, True])
 def test_operands_are_made_by_the_server(operator: str, digest: bool, server: ServerProcess) -> None:
-    data, recipe = Workload(operator), Workload(operator, inputs="recipe", digest=digest)
+    data, recipe = WeightedWorkload(operator), WeightedWorkload(operator, inputs="recipe", digest=digest)
     made = scenario("closed", level=1, duration_s=60, max_calls=6, workloads=(data, recipe))
     result = run(made, server.address)
     assert result.record.total.failed == {}
@@ -211,7 +211,7 @@ def test_operands_are_made_by_the_server(operator: str, digest: bool, server: Se
 
 def test_a_digest_that_is_wrong_is_refused_by_the_server(server: ServerProcess) -> None:
     """So that a digest is not just carried along."""
-    arguments = Workload("group_norm_backward", inputs="recipe", digest=True).arguments(3)
+    arguments = WeightedWorkload("group_norm_backward", inputs="recipe", digest=True).arguments(3)
     right = arguments["grad_out"]
     assert right.digest == right.sha256()
     wrong = Recipe.of(right.draw, right.meta, right.seed + 1, right.digest)
@@ -256,7 +256,7 @@ def test_a_server_that_dies_midway_leaves_a_report(start_server: StartServer) ->
     running = start_server(check_end=False)
     answered = 0
 
-    def on_progress(at_s: float, progress: Progress) -> None:
+    def on_progress(at_s: float, progress: LoadProgress) -> None:
         nonlocal answered
         answered += progress.answered
         if answered >= 20:
@@ -274,7 +274,7 @@ def test_a_server_that_drains_answers_what_it_has(start_server: StartServer) -> 
     told = threading.Event()
     answered = 0
 
-    def on_progress(at_s: float, progress: Progress) -> None:
+    def on_progress(at_s: float, progress: LoadProgress) -> None:
         nonlocal answered
         answered += progress.answered
         if answered >= 10 and not told.is_set():
@@ -291,7 +291,7 @@ def test_a_server_that_drains_answers_what_it_has(start_server: StartServer) -> 
 def test_a_worker_that_dies_ends_the_run_and_what_the_others_measured_is_kept() -> None:
     killed: list[int] = []
 
-    def on_progress(at_s: float, progress: Progress) -> None:
+    def on_progress(at_s: float, progress: LoadProgress) -> None:
         workers = multiprocessing.active_children()
         if at_s > 0.5 and not killed and workers[0].pid is not None:
             killed.append(workers[0].pid)
@@ -308,7 +308,7 @@ def test_a_worker_that_dies_ends_the_run_and_what_the_others_measured_is_kept() 
 
 
 def test_workers_that_all_die_leave_a_result_that_says_so() -> None:
-    def on_progress(at_s: float, progress: Progress) -> None:
+    def on_progress(at_s: float, progress: LoadProgress) -> None:
         for worker in multiprocessing.active_children():
             if worker.pid is not None:
                 os.kill(worker.pid, signal.SIGKILL)
@@ -332,7 +332,7 @@ def test_an_error_ends_calls_in_flight_at_once() -> None:
     class Enough(Exception):
         pass
 
-    def on_progress(at_s: float, progress: Progress) -> None:
+    def on_progress(at_s: float, progress: LoadProgress) -> None:
         if progress.in_flight >= 2:
             raise Enough
 
@@ -347,8 +347,8 @@ def test_an_error_ends_calls_in_flight_at_once() -> None:
 
 def test_operands_too_large_for_memory_are_told() -> None:
     with pytest.raises(ScenarioError, match=r"sizes: found '\d+ bytes of operands'; expected at most"):
-        Workload("group_norm_backward", sizes={"n": 1024, "c": 1024, "hxw": 4096, "group": 1})
-    huge = Workload(
+        WeightedWorkload("group_norm_backward", sizes={"n": 1024, "c": 1024, "hxw": 4096, "group": 1})
+    huge = WeightedWorkload(
         "group_norm_backward", sizes={"n": 1024, "c": 1024, "hxw": 4096, "group": 1}, inputs="recipe"
     )
     assert huge.nbytes[0] == 0
@@ -375,7 +375,7 @@ def test_an_interrupt_of_a_whole_group_reaches_no_worker() -> None:
     """Not even one that has just started: it is born with the signals held back."""
     blocked: set[tuple[int, int]] = set()
 
-    def on_progress(at_s: float, progress: Progress) -> None:
+    def on_progress(at_s: float, progress: LoadProgress) -> None:
         for worker in multiprocessing.active_children():
             text = Path(f"/proc/{worker.pid}/status").read_text("ascii")
             mask = next(line.split()[1] for line in text.splitlines() if line.startswith("SigBlk:"))

@@ -11,7 +11,7 @@ from tests.client.bench.made import GRID, scenario
 
 from npugrad import OPERATORS
 from npugrad.recipe import recipes
-from npugrad_client.bench.scenario import Scenario, ScenarioError, Stage, Workload
+from npugrad_client.bench.scenario import LoadStage, Scenario, ScenarioError, WeightedWorkload
 from npugrad_client.bench.scenario_file import load_scenario, scenario_from, shipped_scenarios
 from npugrad_client.bench.schedule import schedule
 
@@ -53,7 +53,7 @@ def written(tmp_path: Path, text: str) -> str:
 def test_every_size_of_the_record_can_be_measured(operator: str) -> None:
     record = OPERATORS[operator]
     for size, named in record.workloads.named.items():
-        workload = Workload(operator, size=size, inputs="recipe")
+        workload = WeightedWorkload(operator, size=size, inputs="recipe")
         assert workload.keywords == named.sizes
         assert workload.call() == record.build(dtype=workload.dtype, **named.sizes)
 
@@ -92,7 +92,7 @@ def test_a_file_says_everything(tmp_path: Path) -> None:
     )
     assert (first.priority, first.weight, second.name) == (10, 3, "norms")
     assert second.arguments(1)["deterministic"] is True
-    assert made.stages == (Stage(50, 50, 30), Stage(50, 200, 60))
+    assert made.stages == (LoadStage(50, 50, 30), LoadStage(50, 200, 60))
     assert (made.arrival, made.warm_up_s, made.max_calls, made.timeout_s) == ("poisson", 0.5, 1000, 10)
     assert (made.max_in_flight, made.workers, made.seed, made.window_s) == (64, 2, 3, 2)
     assert str(made.slo) == "p99=50ms,errors=0.1%"
@@ -262,7 +262,7 @@ def test_windows_have_a_round_length() -> None:
 
 
 def test_a_scenario_needs_no_file() -> None:
-    made = Scenario((GRID,), (Stage(4, 4, 1.0),), arrival="closed")
+    made = Scenario((GRID,), (LoadStage(4, 4, 1.0),), arrival="closed")
     assert made.is_closed
     assert made.as_dict()["workloads"][0]["request_bytes"] == sum(
         meta.nbytes for meta in GRID.call().inputs.values() if meta is not None
@@ -289,7 +289,7 @@ def test_inputs_hold_for_all_workloads_and_for_each(tmp_path: Path) -> None:
 
 
 def test_recipes_are_those_of_the_seed_and_have_digests_by_choice() -> None:
-    plain, proven = (Workload(GRID.operator, inputs="recipe", digest=each) for each in (False, True))
+    plain, proven = (WeightedWorkload(GRID.operator, inputs="recipe", digest=each) for each in (False, True))
     recipe = plain.arguments(5)["input"]
     assert recipe == recipes(OPERATORS[GRID.operator], plain.call(), 5)["input"]
     assert recipe.digest == b""
@@ -297,10 +297,10 @@ def test_recipes_are_those_of_the_seed_and_have_digests_by_choice() -> None:
 
 
 def test_tenants_of_one_shape_are_told_apart_by_their_labels() -> None:
-    tenants = tuple(Workload(GRID.operator, label=label) for label in ("live", "batch"))
+    tenants = tuple(WeightedWorkload(GRID.operator, label=label) for label in ("live", "batch"))
     assert scenario(workloads=tenants).workloads == tenants
     with pytest.raises(ScenarioError, match=r"workloads\[1\].name: found '.*'; expected another than those"):
-        scenario(workloads=(GRID, Workload(GRID.operator, priority=5)))
+        scenario(workloads=(GRID, WeightedWorkload(GRID.operator, priority=5)))
 
 
 def test_a_trace_of_one_call_lasts_longer_than_to_it(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.client.bench.made import GRID, scenario
 
-from npugrad_client.bench.scenario import Scenario, ScenarioError, Stage, Workload
+from npugrad_client.bench.scenario import LoadStage, Scenario, ScenarioError, WeightedWorkload
 from npugrad_client.bench.scenario_file import trace_stage
 from npugrad_client.bench.schedule import closed_mix, schedule
 
-NORM = Workload("group_norm_backward", weight=3)
+NORM = WeightedWorkload("group_norm_backward", weight=3)
 
 
 def starts(made: Scenario, worker: int = 0) -> list[float]:
@@ -32,14 +32,16 @@ def test_the_warm_up_is_before_the_start() -> None:
 
 
 def test_a_ramp_has_calls_where_it_is_high() -> None:
-    found = np.array(starts(scenario(stages=(Stage(0, 100, 10.0),))))
+    found = np.array(starts(scenario(stages=(LoadStage(0, 100, 10.0),))))
     assert len(found) == 500, "half of the highest rate"
     # After t seconds of a ramp from 0 to r in d: r * t^2 / (2 * d) calls.
     assert found == pytest.approx(np.sqrt(np.arange(500) / 5))
 
 
 def test_stages_follow_each_other() -> None:
-    found = np.array(starts(scenario(stages=(Stage(10, 10, 2.0), Stage(100, 100, 1.0), Stage(20, 0, 2.0)))))
+    found = np.array(
+        starts(scenario(stages=(LoadStage(10, 10, 2.0), LoadStage(100, 100, 1.0), LoadStage(20, 0, 2.0))))
+    )
     assert [int(np.sum((found >= a) & (found < b))) for a, b in ((0, 2), (2, 3), (3, 5))] == [20, 100, 20]
 
 
@@ -68,13 +70,15 @@ def test_the_seed_fixes_everything() -> None:
     workers=st.integers(1, 7),
     arrival=st.sampled_from(["constant", "poisson"]),
     stages=st.lists(
-        st.builds(Stage, st.floats(0, 300), st.floats(1, 300), st.floats(0.1, 5.0)), min_size=1, max_size=4
+        st.builds(LoadStage, st.floats(0, 300), st.floats(1, 300), st.floats(0.1, 5.0)),
+        min_size=1,
+        max_size=4,
     ),
     max_calls=st.sampled_from([0, 1, 13, 200]),
     warm_up_s=st.sampled_from([0.0, 0.7]),
 )
 def test_workers_share_one_schedule(
-    workers: int, arrival: str, stages: list[Stage], max_calls: int, warm_up_s: float
+    workers: int, arrival: str, stages: list[LoadStage], max_calls: int, warm_up_s: float
 ) -> None:
     common: dict[str, Any] = {
         "stages": tuple(stages),

@@ -20,7 +20,7 @@ from tests.client.fake_service import Context, abort_with, fake_service, zeros
 from npugrad import OPERATORS, OpRecord
 from npugrad.errors import ServerBusy
 from npugrad_client._cli.bench_status import OF_COMPARE, STATUSES, capacity_status
-from npugrad_client.bench.capacity import Capacity, Trial
+from npugrad_client.bench.capacity import Capacity, CapacityTrial
 from npugrad_client.bench.slo import Slo
 
 if TYPE_CHECKING:
@@ -98,15 +98,15 @@ def test_objectives_decide_the_exit_status() -> None:
 @pytest.mark.parametrize(
     ("found", "status"),
     [
-        (Capacity([Trial(10)]), 0),
-        (Capacity([Trial(10, ("p99: found too much",))]), 3),
-        (Capacity([Trial(10)], is_client_limited=True), 4),
+        (Capacity([CapacityTrial(10)]), 0),
+        (Capacity([CapacityTrial(10, ("p99: found too much",))]), 3),
+        (Capacity([CapacityTrial(10)], is_client_limited=True), 4),
         (Capacity(is_client_limited=True), 4),
-        (Capacity([Trial(10)], is_settled=False), 4),
-        (Capacity([Trial(10, ("p99: found too much",))], is_settled=False), 4),
+        (Capacity([CapacityTrial(10)], is_settled=False), 4),
+        (Capacity([CapacityTrial(10, ("p99: found too much",))], is_settled=False), 4),
         (Capacity(is_settled=False, is_interrupted=True), 5),
-        (Capacity([Trial(10)], is_settled=False, is_interrupted=True), 5),
-        (Capacity([Trial(10)], is_settled=False, died="cannot reach it"), 6),
+        (Capacity([CapacityTrial(10)], is_settled=False, is_interrupted=True), 5),
+        (Capacity([CapacityTrial(10)], is_settled=False, died="cannot reach it"), 6),
     ],
 )
 def test_a_search_that_found_nothing_sure_is_no_missed_objective(found: Capacity, status: int) -> None:

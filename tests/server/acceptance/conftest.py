@@ -1,4 +1,4 @@
-"""A bench on a CPU: the same processes and messages as on an NPU."""
+"""A rig on a CPU: the same processes and messages as on an NPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from npugrad.products import Product
 from npugrad.releases import CannRelease
-from npugrad_server.acceptance.bench import Bench, BenchSettings
+from npugrad_server.acceptance.rig import BenchSettings, Rig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,19 +25,19 @@ SETTINGS = BenchSettings(
 
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[Bench]:
+def rig() -> Iterator[Rig]:
     """One for all tests of a module, which leave a worker behind that answers, or none."""
-    with Bench(SETTINGS) as made:
+    with Rig(SETTINGS) as made:
         yield made
 
 
 @pytest.fixture
-def make_bench() -> Iterator[Callable[[str], Bench]]:
-    """Gives a function that opens a bench on another device, for this test alone."""
-    made: list[Bench] = []
+def make_bench() -> Iterator[Callable[[str], Rig]]:
+    """Gives a function that opens a rig on another device, for this test alone."""
+    made: list[Rig] = []
 
-    def make(device: str) -> Bench:
-        made.append(Bench(BenchSettings(device, Product.ATLAS_A2, start_timeout_s=30, arena_bytes=64 << 20)))
+    def make(device: str) -> Rig:
+        made.append(Rig(BenchSettings(device, Product.ATLAS_A2, start_timeout_s=30, arena_bytes=64 << 20)))
         return made[-1]
 
     yield make

@@ -18,7 +18,7 @@ from npugrad_server.acceptance.illegal import illegal_calls
 from npugrad_server.acceptance.job import make_job
 from npugrad_server.acceptance.peers import PeerJob
 from npugrad_server.acceptance.shapes import float_dtypes, realistic_calls
-from npugrad_server.backends.npu.trials.exchange import Case, part
+from npugrad_server.backends.npu.trials.exchange import RawCall, part
 
 if TYPE_CHECKING:
     from npugrad.operator import OpRecord
@@ -121,10 +121,12 @@ def test_only_what_a_worker_hands_down_unchanged_is_asked_of_it() -> None:
 def test_a_case_survives_its_file() -> None:
     record = get_operator("group_norm_backward")
     strided = TensorMeta("bfloat16", (2, 3), Format.NCHW, (1, 2), 4)
-    case = Case(record.name, {**record.build().attrs, "output_mask": None}, {"input": strided, "gamma": None})
-    assert Case.from_json(case.to_json()) == case
+    case = RawCall(
+        record.name, {**record.build().attrs, "output_mask": None}, {"input": strided, "gamma": None}
+    )
+    assert RawCall.from_json(case.to_json()) == case
     masked = replace(case, attrs={"output_mask": (True, False)})
-    assert Case.from_json(masked.to_json()) == masked
+    assert RawCall.from_json(masked.to_json()) == masked
 
 
 def test_peers_get_the_shapes_of_the_device_and_torch_npus_formats() -> None:

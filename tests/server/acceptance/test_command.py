@@ -18,13 +18,13 @@ from typer.testing import CliRunner
 
 from npugrad_server.acceptance.command import AcceptanceOptions, run_and_report
 from npugrad_server.acceptance.console import AcceptanceConsole, failure_line
-from npugrad_server.acceptance.report import Check, Report, StepReport
+from npugrad_server.acceptance.report import Report, StepCheck, StepReport
 from npugrad_server.acceptance.step import Step
 from npugrad_server.acceptance.steps import STEPS
 from npugrad_server.cli import FAILED, USAGE, app
 
 if TYPE_CHECKING:
-    from npugrad_server.acceptance.bench import Bench
+    from npugrad_server.acceptance.rig import Rig
     from npugrad_server.acceptance.step import StepLog
 
 run = CliRunner().invoke
@@ -76,14 +76,14 @@ def test_wrong_usage_ends_with_2_and_says_why(arguments: list[str], complaint: s
     assert complaint in result.output
 
 
-def ask_pid(bench: Bench, out: StepLog) -> None:
+def ask_pid(rig: Rig, out: StepLog) -> None:
     out.progress(0, 2, "asking")
-    out.check("the worker has a number", bench.pid > 0, "one", "one")
+    out.check("the worker has a number", rig.pid > 0, "one", "one")
     out.table("numbers", ("x",), [(1,)])
     os.write(2, b"words of a library\n")
 
 
-def fail(bench: Bench, out: StepLog) -> None:
+def fail(rig: Rig, out: StepLog) -> None:
     out.check("the sky is green", False, "green", "blue", "today")
 
 
@@ -135,7 +135,7 @@ def test_what_is_left_out_is_said_and_makes_it_a_part(
 
 
 def test_a_folder_that_is_missing_is_told_before_anything_runs(tmp_path: Path) -> None:
-    def never(bench: Bench, out: StepLog) -> None:
+    def never(rig: Rig, out: StepLog) -> None:
         pytest.fail("a step ran")
 
     options = AcceptanceOptions(0, tmp_path / "no" / "out.json", (Step(1, "a", "A", "A.", never),))
@@ -144,7 +144,7 @@ def test_a_folder_that_is_missing_is_told_before_anything_runs(tmp_path: Path) -
 
 
 def test_a_long_list_of_failures_is_cut(capfd: pytest.CaptureFixture[str]) -> None:
-    checks = tuple(Check(f"check {number}", False, "1", "2") for number in range(30))
+    checks = tuple(StepCheck(f"check {number}", False, "1", "2") for number in range(30))
     step = StepReport(1, "a", "A", "failed", 1.0, checks, error="")
     with AcceptanceConsole() as console:
         console.say_end(Report("0.1.0", "now", False, {}, (step,)), [Path("out.json")])
@@ -155,7 +155,7 @@ def test_a_long_list_of_failures_is_cut(capfd: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_check_in_one_line() -> None:
-    assert failure_line(Check("a", False, "1", "2")) == "a: found 2; expected 1"
+    assert failure_line(StepCheck("a", False, "1", "2")) == "a: found 2; expected 1"
 
 
 _ON_A_TERMINAL = """

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from npugrad.ops._grid_sampler_2d_backward_workloads import long_call as expanded
 from npugrad.products import Product
 from npugrad.validation import validate_call
-from npugrad_server.acceptance.bench import Bench, BenchSettings
 from npugrad_server.acceptance.extremes import (
     HUGE,
     RECORD,
@@ -21,9 +20,10 @@ from npugrad_server.acceptance.extremes import (
     long_call,
 )
 from npugrad_server.acceptance.known import known
+from npugrad_server.acceptance.rig import BenchSettings, Rig
 from npugrad_server.acceptance.step import StepLog, StepSkipped
 from npugrad_server.acl.layout import arrange
-from npugrad_server.pool.demand import demand_of
+from npugrad_server.pool.admission import demand_of
 
 if TYPE_CHECKING:
     from npugrad_server.acceptance.job import Job
@@ -76,15 +76,15 @@ def test_operands_in_memory_are_what_the_call_says() -> None:
         assert np.frombuffer(memory, np.float32)[0] == value
 
 
-def bench_on(device: str, **options: object) -> Bench:
-    return Bench(BenchSettings(device, Product.ATLAS_A2, arena_bytes=64 << 20, **options))  # type: ignore[arg-type]
+def bench_on(device: str, **options: object) -> Rig:
+    return Rig(BenchSettings(device, Product.ATLAS_A2, arena_bytes=64 << 20, **options))  # type: ignore[arg-type]
 
 
 def test_a_call_grows_until_it_is_long_enough() -> None:
     out = StepLog()
-    with bench_on("cpu:0") as bench:
-        found = find_long_call(bench, out, target_s=0.1, least_s=0.01)
-        assert found.known.complaint(bench.run_job(found.known.job)) == ""
+    with bench_on("cpu:0") as rig:
+        found = find_long_call(rig, out, target_s=0.1, least_s=0.01)
+        assert found.known.complaint(rig.run_job(found.known.job)) == ""
     assert found.run_s >= 0.1
     assert out.ok
     (table,) = out.tables
@@ -94,13 +94,13 @@ def test_a_call_grows_until_it_is_long_enough() -> None:
 
 def test_wrong_sums_are_noticed() -> None:
     out = StepLog()
-    with bench_on("test:0?ms=20") as bench:  # it answers with zeros
-        find_long_call(bench, out, target_s=0.01, least_s=0.01)
+    with bench_on("test:0?ms=20") as rig:  # it answers with zeros
+        find_long_call(rig, out, target_s=0.01, least_s=0.01)
     assert [check.name for check in out.checks if not check.ok] == ["the long calls are right"]
 
 
 def test_without_a_call_that_is_long_enough_there_is_nothing_to_be_cut() -> None:
     out = StepLog()
-    with bench_on("test:0?oom=growing") as bench, pytest.raises(StepSkipped, match=r"runs for 0\.5 s"):
-        find_long_call(bench, out, target_s=1.0, least_s=0.5)
+    with bench_on("test:0?oom=growing") as rig, pytest.raises(StepSkipped, match=r"runs for 0\.5 s"):
+        find_long_call(rig, out, target_s=1.0, least_s=0.5)
     assert "DEVICE_OUT_OF_MEMORY" in str(out.tables[0].rows[-1][2])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from npugrad_server.acceptance.columns import CALLS_PER_S, P90, STAGES, TIME
 from npugrad_server.acceptance.html import duration, render
-from npugrad_server.acceptance.report import Check, Report, StepReport, Table
+from npugrad_server.acceptance.report import Report, StepCheck, StepReport, Table
 
 VOID = {"meta", "br"}
 
@@ -49,11 +49,11 @@ class Page(HTMLParser):
         return sum(1 for name, attrs in self.tags if name == tag and kind in (attrs.get("class") or ""))
 
 
-GOOD = Check("copies", True, "the same bytes", "the same bytes")
-BAD = Check("float16: grad_input", False, "within tolerance", "outside tolerance <&>", "a note")
+GOOD = StepCheck("copies", True, "the same bytes", "the same bytes")
+BAD = StepCheck("float16: grad_input", False, "within tolerance", "outside tolerance <&>", "a note")
 
 
-def step(number: int = 1, *checks: Check, **changes: object) -> StepReport:
+def step(number: int = 1, *checks: StepCheck, **changes: object) -> StepReport:
     outcome = "passed" if all(check.ok for check in checks) else "failed"
     made = StepReport(number, f"key{number}", f"Title {number}", outcome, 1.5, checks)  # type: ignore[arg-type]
     return replace(made, **changes)  # type: ignore[arg-type]
@@ -121,13 +121,13 @@ def test_links_lead_to_steps() -> None:
 
 
 words = st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=40)
-checks = st.builds(Check, words, st.booleans(), words, words, words)
+checks = st.builds(StepCheck, words, st.booleans(), words, words, words)
 cells = st.one_of(words, st.integers(), st.floats(), st.booleans(), st.none())
 
 
 @given(name=words, check=checks, cell=cells, note=words, error=words)
 def test_whatever_is_found_is_shown_and_breaks_nothing(
-    name: str, check: Check, cell: str | float | bool | None, note: str, error: str
+    name: str, check: StepCheck, cell: str | float | bool | None, note: str, error: str
 ) -> None:
     table = Table(name, (name, "x"), ((cell, "y"),))
     made = step(1, check, title=name, notes=(note,), error=error, tables=(table,))

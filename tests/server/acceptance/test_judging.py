@@ -25,8 +25,8 @@ from npugrad_server.worker.protocol import CallDone, CallFailed
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from npugrad_server.acceptance.bench import Bench
     from npugrad_server.acceptance.job import Job
+    from npugrad_server.acceptance.rig import Rig
 
 RECORD = get_operator("group_norm_backward")
 DONE = CallDone(1, 0.0, 0.0, 0.0, 0, "test")
@@ -71,7 +71,7 @@ def test_points_on_pixel_edges_pass_with_the_rule_that_explains_them() -> None:
     assert known("one", job).complaint(Ran(mistaken, DONE)) == out.checks[1].found
 
 
-def test_one_wrong_element_fails_with_the_output_and_where(bench: Bench) -> None:
+def test_one_wrong_element_fails_with_the_output_and_where(rig: Rig) -> None:
     job = make_job(RECORD, RECORD.build())
     outputs = reference(job)
     outputs["grad_gamma"][3] += 1
@@ -100,9 +100,9 @@ def test_a_call_without_a_result_fails_with_its_words() -> None:
 
 
 @pytest.mark.slow
-def test_probes_worked_out_by_hand_hold_on_a_cpu(bench: Bench) -> None:
+def test_probes_worked_out_by_hand_hold_on_a_cpu(rig: Rig) -> None:
     out = StepLog()
-    check_probes(bench, out)
+    check_probes(rig, out)
     assert len(out.checks) == 7
     assert [check for check in out.checks if not check.ok] == []
     named = {check.name.rpartition(": ")[2]: check for check in out.checks}
@@ -111,10 +111,10 @@ def test_probes_worked_out_by_hand_hold_on_a_cpu(bench: Bench) -> None:
 
 
 class Swapped:
-    """A bench whose device takes y for x."""
+    """A rig whose device takes y for x."""
 
-    def __init__(self, bench: Bench) -> None:
-        self.settings, self.operators, self._bench = bench.settings, bench.operators, bench
+    def __init__(self, rig: Rig) -> None:
+        self.settings, self.operators, self._bench = rig.settings, rig.operators, rig
 
     def run_job(self, job: Job) -> Ran:
         location = job.arrays["location"]
@@ -125,16 +125,16 @@ class Swapped:
 
 
 @pytest.mark.slow
-def test_probes_tell_x_from_y(bench: Bench) -> None:
+def test_probes_tell_x_from_y(rig: Rig) -> None:
     out = StepLog()
-    check_probes(Swapped(bench), out)  # type: ignore[arg-type]
+    check_probes(Swapped(rig), out)  # type: ignore[arg-type]
     assert [check for check in out.checks if check.ok] == []
 
 
 @pytest.mark.slow
-def test_a_device_that_keeps_its_bits_passes_where_the_operator_has_the_option(bench: Bench) -> None:
+def test_a_device_that_keeps_its_bits_passes_where_the_operator_has_the_option(rig: Rig) -> None:
     out = StepLog()
-    determinism.run(bench, out)
+    determinism.run(rig, out)
     # A CPU has it for every operator, an NPU not, and that is what is expected here.
     wrong = {check.name for check in out.checks if not check.ok}
     assert wrong == {
@@ -146,10 +146,10 @@ def test_a_device_that_keeps_its_bits_passes_where_the_operator_has_the_option(b
 
 
 class Dithering:
-    """A bench whose device flips the last bit of every third result."""
+    """A rig whose device flips the last bit of every third result."""
 
-    def __init__(self, bench: Bench) -> None:
-        self.operators, self._bench = bench.operators[2:3], bench
+    def __init__(self, rig: Rig) -> None:
+        self.operators, self._bench = rig.operators[2:3], rig
         self._count = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -167,9 +167,9 @@ class Dithering:
 
 
 @pytest.mark.slow
-def test_one_bit_that_differs_fails_with_the_option_and_is_reported_without(bench: Bench) -> None:
+def test_one_bit_that_differs_fails_with_the_option_and_is_reported_without(rig: Rig) -> None:
     out = StepLog()
-    determinism.run(Dithering(bench), out)  # type: ignore[arg-type]
+    determinism.run(Dithering(rig), out)  # type: ignore[arg-type]
     wrong = [check for check in out.checks if not check.ok]
     titles = {check.name.rpartition(": ")[2] for check in wrong}
     assert titles == {"option on", "option on first", "option on and off in turns"}
@@ -187,7 +187,7 @@ def test_sizes_stand_on_both_sides_of_every_limit() -> None:
 
 @pytest.mark.slow
 def test_a_trial_tells_what_the_node_is_even_where_there_is_nothing(
-    make_bench: Callable[[str], Bench],
+    make_bench: Callable[[str], Rig],
 ) -> None:
     with make_bench("npu:0").trial("surroundings") as trial:
         found = trial.run({})
@@ -197,7 +197,7 @@ def test_a_trial_tells_what_the_node_is_even_where_there_is_nothing(
 
 
 @pytest.mark.slow
-def test_a_trial_that_fails_says_how(make_bench: Callable[[str], Bench]) -> None:
+def test_a_trial_that_fails_says_how(make_bench: Callable[[str], Rig]) -> None:
     order = {"device": 0, "staging_bytes": 2**20, "sizes": [1], "concurrent_bytes": 1}
     with (
         make_bench("npu:0").trial("copies") as trial,

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from npugrad_server.acceptance.report import (
     SCHEMA,
     STEPS_IN_ALL,
-    Check,
-    Outcome,
     Report,
+    StepCheck,
+    StepOutcome,
     StepReport,
     Table,
 )
 from npugrad_server.acceptance.steps import STEPS
 
 text = st.text(max_size=20)
-checks = st.builds(Check, text, st.booleans(), text, text, text)
+checks = st.builds(StepCheck, text, st.booleans(), text, text, text)
 cells = st.one_of(text, st.integers(-(2**53), 2**53), st.floats(allow_nan=False), st.booleans(), st.none())
 
 
@@ -98,7 +98,7 @@ def test_numbers_that_json_lacks_travel_as_text() -> None:
         (("passed", "passed"), True),
     ],
 )
-def test_ok_means_that_every_step_passed(outcomes: tuple[Outcome, ...], ok: bool) -> None:
+def test_ok_means_that_every_step_passed(outcomes: tuple[StepOutcome, ...], ok: bool) -> None:
     made = replace(REPORT, steps=tuple(replace(PASSED, outcome=outcome) for outcome in outcomes))
     assert made.ok is ok
     assert json.loads(made.to_json())["ok"] is ok
@@ -119,7 +119,7 @@ def test_what_is_no_report_is_refused(change: dict[str, object], complaint: str)
 
 
 def test_failures_are_the_checks_that_are_not_ok() -> None:
-    good, bad = Check("a", True, "1", "1"), Check("b", False, "1", "2")
+    good, bad = StepCheck("a", True, "1", "1"), StepCheck("b", False, "1", "2")
     assert replace(PASSED, checks=(good, bad)).failures == (bad,)
 
 
@@ -133,7 +133,7 @@ def test_failures_are_the_checks_that_are_not_ok() -> None:
         ([], "NOT ACCEPTED"),
     ],
 )
-def test_only_all_the_steps_are_an_acceptance(outcomes: list[Outcome], verdict: str) -> None:
+def test_only_all_the_steps_are_an_acceptance(outcomes: list[StepOutcome], verdict: str) -> None:
     steps = tuple(replace(PASSED, number=number, outcome=word) for number, word in enumerate(outcomes))
     report = replace(REPORT, steps=steps)
     assert report.verdict == verdict

@@ -18,8 +18,8 @@ from npugrad_server.acceptance.step import Step, StepSkipped
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from npugrad_server.acceptance.bench import Bench
-    from npugrad_server.acceptance.report import Check, StepReport
+    from npugrad_server.acceptance.report import StepCheck, StepReport
+    from npugrad_server.acceptance.rig import Rig
     from npugrad_server.acceptance.step import StepLog
 
 pytestmark = pytest.mark.slow
@@ -37,37 +37,37 @@ class Seen:
     def finished(self, report: StepReport) -> None:
         self.told.append(report)
 
-    def checked(self, check: Check) -> None:
+    def checked(self, check: StepCheck) -> None:
         self.told.append(check.name)
 
     def progress(self, done: int, total: int, what: str) -> None:
         self.told.append(what)
 
 
-def step(key: str, run: Callable[[Bench, StepLog], object], *, needs_device: bool = True) -> Step:
-    def work(bench: Bench, out: StepLog) -> None:
-        run(bench, out)
+def step(key: str, run: Callable[[Rig, StepLog], object], *, needs_device: bool = True) -> Step:
+    def work(rig: Rig, out: StepLog) -> None:
+        run(rig, out)
 
     return Step(1, key, key.title(), f"{key}.", work, needs_device)
 
 
-def outcomes(bench: Bench, *steps: Step) -> list[tuple[str, str]]:
-    return [(report.outcome, report.error) for report in run_steps(bench, steps, Seen())]
+def outcomes(rig: Rig, *steps: Step) -> list[tuple[str, str]]:
+    return [(report.outcome, report.error) for report in run_steps(rig, steps, Seen())]
 
 
-GOOD = step("good", lambda bench, out: out.check("a", True, 1, 1))
+GOOD = step("good", lambda rig, out: out.check("a", True, 1, 1))
 
 
 def raising(error: BaseException) -> Step:
-    def run(bench: Bench, out: StepLog) -> None:
+    def run(rig: Rig, out: StepLog) -> None:
         out.check("before", True, 1, 1)
         raise error
 
     return step("raising", run)
 
 
-def test_what_a_step_finds_is_shown_and_reported(bench: Bench) -> None:
-    def run(bench: Bench, out: StepLog) -> None:
+def test_what_a_step_finds_is_shown_and_reported(rig: Rig) -> None:
+    def run(rig: Rig, out: StepLog) -> None:
         out.progress(0, 1, "half way")
         out.check("a", True, 1, 1)
         out.check("b", False, 1, 2)
@@ -75,7 +75,7 @@ def test_what_a_step_finds_is_shown_and_reported(bench: Bench) -> None:
         out.note("n")
 
     seen = Seen()
-    (report,) = run_steps(bench, [step("one", run)], seen)
+    (report,) = run_steps(rig, [step("one", run)], seen)
     assert seen.told == ["one", "half way", "a", "b", report]
     assert (report.outcome, report.error, report.notes) == ("failed", "", ("n",))
     assert [check.name for check in report.failures] == ["b"]
@@ -83,86 +83,86 @@ def test_what_a_step_finds_is_shown_and_reported(bench: Bench) -> None:
     assert report.seconds >= 0
 
 
-def test_a_step_that_checks_nothing_has_not_passed(bench: Bench) -> None:
-    idle = step("idle", lambda bench, out: out.note("looked around"))
-    (outcome, words), good = outcomes(bench, idle, GOOD)
+def test_a_step_that_checks_nothing_has_not_passed(rig: Rig) -> None:
+    idle = step("idle", lambda rig, out: out.note("looked around"))
+    (outcome, words), good = outcomes(rig, idle, GOOD)
     assert (outcome, good) == ("failed", ("passed", ""))
     assert "nothing was checked" in words
 
 
-def test_a_step_that_raises_fails_with_its_last_words_and_the_next_goes_on(bench: Bench) -> None:
-    (failed, words), good = outcomes(bench, raising(ZeroDivisionError("one by zero")), GOOD)
+def test_a_step_that_raises_fails_with_its_last_words_and_the_next_goes_on(rig: Rig) -> None:
+    (failed, words), good = outcomes(rig, raising(ZeroDivisionError("one by zero")), GOOD)
     assert failed == "failed"
     assert words.splitlines()[-1] == "ZeroDivisionError: one by zero"
     assert "raise error" in words
     assert good == ("passed", "")
 
 
-def test_a_step_may_say_that_it_cannot_be_done_here(bench: Bench) -> None:
-    assert outcomes(bench, raising(StepSkipped("no memory")), GOOD) == [
+def test_a_step_may_say_that_it_cannot_be_done_here(rig: Rig) -> None:
+    assert outcomes(rig, raising(StepSkipped("no memory")), GOOD) == [
         ("skipped", "no memory"),
         ("passed", ""),
     ]
 
 
-def test_a_step_begins_with_a_worker_of_the_benchs_own_settings(bench: Bench) -> None:
+def test_a_step_begins_with_a_worker_of_the_benchs_own_settings(rig: Rig) -> None:
     pids: list[int] = []
 
-    def change(bench: Bench, out: StepLog) -> None:
-        bench.start(run_limit_s=50.0)
-        pids.append(bench.pid)
+    def change(rig: Rig, out: StepLog) -> None:
+        rig.start(run_limit_s=50.0)
+        pids.append(rig.pid)
         out.check("changed", True, 1, 1)
 
-    def kill(bench: Bench, out: StepLog) -> None:
-        pids.append(bench.pid)
-        bench.stop(kill=True)
-        out.check("killed", not bench.alive, True, bench.alive)
+    def kill(rig: Rig, out: StepLog) -> None:
+        pids.append(rig.pid)
+        rig.stop(kill=True)
+        out.check("killed", not rig.alive, True, rig.alive)
 
-    def look(bench: Bench, out: StepLog) -> None:
-        out.check("alive", bench.alive, True, bench.alive)
-        pids.append(bench.pid)
+    def look(rig: Rig, out: StepLog) -> None:
+        out.check("alive", rig.alive, True, rig.alive)
+        pids.append(rig.pid)
 
-    found = outcomes(bench, *(step(run.__name__, run) for run in (change, kill, look)))
+    found = outcomes(rig, *(step(run.__name__, run) for run in (change, kill, look)))
     assert found == [("passed", "")] * 3
     assert len(set(pids)) == 3
 
 
-def test_a_device_that_is_gone_for_one_step_may_be_there_for_the_next(bench: Bench) -> None:
-    assert outcomes(bench, raising(DeviceGone("asleep")), GOOD) == [("failed", "asleep"), ("passed", "")]
+def test_a_device_that_is_gone_for_one_step_may_be_there_for_the_next(rig: Rig) -> None:
+    assert outcomes(rig, raising(DeviceGone("asleep")), GOOD) == [("failed", "asleep"), ("passed", "")]
 
 
-def test_once_the_device_is_gone_what_needs_it_is_skipped(make_bench: Callable[[str], Bench]) -> None:
-    bench = make_bench("npu:0")  # these tests run where there is no CANN
-    alone = step("alone", lambda bench, out: out.check("a", True, 1, 1), needs_device=False)
-    (first, words), second, third = outcomes(bench, GOOD, GOOD, alone)
+def test_once_the_device_is_gone_what_needs_it_is_skipped(make_bench: Callable[[str], Rig]) -> None:
+    rig = make_bench("npu:0")  # these tests run where there is no CANN
+    alone = step("alone", lambda rig, out: out.check("a", True, 1, 1), needs_device=False)
+    (first, words), second, third = outcomes(rig, GOOD, GOOD, alone)
     assert first == "failed"
     assert words.startswith("the device is gone: npu:0: ")
     assert second == ("skipped", words)
     assert third == ("passed", "")
 
 
-def test_an_interrupt_ends_the_step_and_skips_all_of_the_rest(bench: Bench) -> None:
-    alone = step("alone", lambda bench, out: out.check("a", True, 1, 1), needs_device=False)
-    assert outcomes(bench, raising(KeyboardInterrupt()), GOOD, alone) == [
+def test_an_interrupt_ends_the_step_and_skips_all_of_the_rest(rig: Rig) -> None:
+    alone = step("alone", lambda rig, out: out.check("a", True, 1, 1), needs_device=False)
+    assert outcomes(rig, raising(KeyboardInterrupt()), GOOD, alone) == [
         ("failed", "interrupted"),
         ("skipped", "interrupted"),
         ("skipped", "interrupted"),
     ]
 
 
-def test_a_device_that_cannot_be_used_is_said_for_each_step_that_needs_it(bench: Bench) -> None:
-    alone = step("alone", lambda bench, out: out.check("a", True, 1, 1), needs_device=False)
-    found = list(run_steps(bench, [alone, GOOD], Seen(), gone="no driver"))
+def test_a_device_that_cannot_be_used_is_said_for_each_step_that_needs_it(rig: Rig) -> None:
+    alone = step("alone", lambda rig, out: out.check("a", True, 1, 1), needs_device=False)
+    found = list(run_steps(rig, [alone, GOOD], Seen(), gone="no driver"))
     assert [(report.outcome, report.error) for report in found] == [("passed", ""), ("skipped", "no driver")]
 
 
-def waiting_for_a_worker(bench: Bench, out: StepLog) -> None:
+def waiting_for_a_worker(rig: Rig, out: StepLog) -> None:
     """Waits for an answer that does not come, and for it again while it ends."""
     record = get_operator("group_norm_backward")
-    pid = bench.pid
+    pid = rig.pid
     os.kill(pid, signal.SIGSTOP)
     os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
-    pending = bench.submit(make_job(record, record.build()))
+    pending = rig.submit(make_job(record, record.build()))
     out.progress(0, 1, "waiting")
     try:
         pending()
@@ -179,7 +179,7 @@ def waiting_for_a_worker(bench: Bench, out: StepLog) -> None:
     ],
 )
 def test_a_step_that_waits_for_ever_is_ended_by_a_signal_or_its_time(
-    bench: Bench, number: signal.Signals | None, words: str
+    rig: Rig, number: signal.Signals | None, words: str
 ) -> None:
     """Whoever waits for the worker, even on the way out, gets an answer: the worker is killed first."""
 
@@ -188,11 +188,11 @@ def test_a_step_that_waits_for_ever_is_ended_by_a_signal_or_its_time(
             if number is not None:
                 signal.raise_signal(number)
 
-    bench.start()
+    rig.start()
     with Limits(step_s=1.0 if number is None else 600.0) as limits:
-        limits.abandon = bench.abandon
+        limits.abandon = rig.abandon
         steps = [step("waiting", waiting_for_a_worker), GOOD]
-        reports = run_steps(bench, steps, Impatient(), limits=limits)
+        reports = run_steps(rig, steps, Impatient(), limits=limits)
         first = next(reports)
         limits.step_s = 600.0
         second = next(reports)
@@ -201,35 +201,35 @@ def test_a_step_that_waits_for_ever_is_ended_by_a_signal_or_its_time(
     assert second.outcome == ("passed" if number is None else "skipped"), second.error
 
 
-def test_an_interrupt_between_two_steps_ends_the_next_one(bench: Bench) -> None:
+def test_an_interrupt_between_two_steps_ends_the_next_one(rig: Rig) -> None:
     class Interrupting(Seen):
         def started(self, step: Step) -> None:
             signal.raise_signal(signal.SIGTERM)
 
     with Limits(step_s=600.0) as limits:
         limits.begin()
-        found = list(run_steps(bench, [GOOD, GOOD], Interrupting(), limits=limits))
+        found = list(run_steps(rig, [GOOD, GOOD], Interrupting(), limits=limits))
     words = "interrupted by SIGTERM"
     assert [(one.outcome, one.error) for one in found] == [("failed", words), ("skipped", words)]
 
 
-def test_when_all_the_time_is_over_nothing_more_begins(bench: Bench) -> None:
+def test_when_all_the_time_is_over_nothing_more_begins(rig: Rig) -> None:
     with Limits(step_s=600.0, until_s=time.monotonic()) as limits:
-        (report,) = run_steps(bench, [GOOD], Seen(), limits=limits)
+        (report,) = run_steps(rig, [GOOD], Seen(), limits=limits)
     assert (report.outcome, report.error) == ("skipped", "the time for all steps together was over")
 
 
 @pytest.mark.parametrize(("ok", "outcome"), [(True, "skipped"), (False, "failed")])
 def test_a_step_for_which_the_time_does_not_suffice_has_failed_by_its_checks_only(
-    bench: Bench, ok: bool, outcome: str
+    rig: Rig, ok: bool, outcome: str
 ) -> None:
-    def look(bench: Bench, out: StepLog) -> None:
+    def look(rig: Rig, out: StepLog) -> None:
         out.check("a", ok, 1, 2)
         threading.Event().wait(60)
 
-    bench.start()
+    rig.start()
     with Limits(step_s=600.0, until_s=time.monotonic() + 0.5) as limits:
-        (report,) = run_steps(bench, [step("slow", look)], Seen(), limits=limits)
+        (report,) = run_steps(rig, [step("slow", look)], Seen(), limits=limits)
     assert report.outcome == outcome
     assert ("cut short: the time for all steps" in report.error) is ok
     assert len(report.checks) == 1

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from npugrad_server.acceptance.report import STEPS_IN_ALL, Check, Table
+from npugrad_server.acceptance.report import STEPS_IN_ALL, StepCheck, Table
 from npugrad_server.acceptance.step import StepLog
-from npugrad_server.acceptance.steps import STEPS, choose, plan_steps
+from npugrad_server.acceptance.steps import STEPS, choose, select_steps
 
 
 def test_there_are_eleven_steps_in_order_with_a_sentence_each() -> None:
@@ -31,17 +31,17 @@ def test_an_unknown_step_is_refused_with_all_that_there_are() -> None:
 
 
 def test_a_quick_acceptance_says_what_it_leaves_out() -> None:
-    whole = plan_steps("", quick=False, soak_s=600)
+    whole = select_steps("", quick=False, soak_s=600)
     assert (whole.steps, whole.soak_s) == (STEPS, 600)
     assert not whole.left_out
-    quick = plan_steps("", quick=True, soak_s=600)
+    quick = select_steps("", quick=True, soak_s=600)
     assert {"ladder", "environment", "operators"} <= {step.key for step in quick.steps}
     assert quick.soak_s < 60
     steps, others = quick.left_out
     for step in STEPS:
         assert (f"{step.number} ({step.key})" in steps) is (step not in quick.steps)
     assert "realistic sizes" in others
-    chosen = plan_steps("soak", quick=True, soak_s=5)
+    chosen = select_steps("soak", quick=True, soak_s=5)
     assert ([step.key for step in chosen.steps], chosen.soak_s) == (["soak"], 5)
 
 
@@ -52,7 +52,7 @@ class Seen:
     def progress(self, done: int, total: int, what: str) -> None:
         self.told.append((done, total, what))
 
-    def checked(self, check: Check) -> None:
+    def checked(self, check: StepCheck) -> None:
         self.told.append(check)
 
 
@@ -65,7 +65,7 @@ def test_a_log_keeps_what_it_is_told_and_shows_it_at_once() -> None:
     assert not log.check("b", False, 1, None, "why")
     log.table("t", ["x", "y"], [[1, 2.5], ("a", None)])
     log.note("n")
-    first, second = Check("a", True, "1", "1"), Check("b", False, "1", "None", "why")
+    first, second = StepCheck("a", True, "1", "1"), StepCheck("b", False, "1", "None", "why")
     assert (log.checks, log.notes, log.ok) == ([first, second], ["n"], False)
     assert log.tables == [Table("t", ("x", "y"), ((1, 2.5), ("a", None)))]
     assert seen.told == [(1, 2, "half"), first, second]

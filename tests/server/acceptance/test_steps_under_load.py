@@ -11,9 +11,9 @@ import pytest
 
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
-from npugrad_server.acceptance.bench import Bench, BenchSettings
 from npugrad_server.acceptance.columns import CALLS_PER_S, STAGES, TIME
 from npugrad_server.acceptance.extremes import MOST_BYTES
+from npugrad_server.acceptance.rig import BenchSettings, Rig
 from npugrad_server.acceptance.runner import run_steps
 from npugrad_server.acceptance.step import StepLog
 from npugrad_server.acceptance.steps import crash, memory, soak, speed, timeout
@@ -21,7 +21,7 @@ from npugrad_server.acceptance.watch import Watch
 
 if TYPE_CHECKING:
     from npugrad.operator import OpRecord
-    from npugrad_server.acceptance.report import Check, StepReport
+    from npugrad_server.acceptance.report import StepCheck, StepReport
     from npugrad_server.acceptance.step import Step
 
 pytestmark = pytest.mark.slow
@@ -36,13 +36,13 @@ class Silence:
 
     def finished(self, report: StepReport) -> None: ...
 
-    def checked(self, check: Check) -> None: ...
+    def checked(self, check: StepCheck) -> None: ...
 
     def progress(self, done: int, total: int, what: str) -> None: ...
 
 
-class SmallBench(Bench):
-    """A bench of which steps see one operator, the fastest: right results take most of their time."""
+class SmallBench(Rig):
+    """A rig of which steps see one operator, the fastest: right results take most of their time."""
 
     @property
     def operators(self) -> tuple[OpRecord, ...]:
@@ -56,8 +56,8 @@ def settings(device: str) -> BenchSettings:
 
 
 def report_of(step: Step, device: str) -> StepReport:
-    with SmallBench(settings(device)) as bench:
-        (report,) = run_steps(bench, [step], Silence())
+    with SmallBench(settings(device)) as rig:
+        (report,) = run_steps(rig, [step], Silence())
     return report
 
 
@@ -218,7 +218,7 @@ def test_calls_outlive_the_worker_that_is_killed() -> None:
 def test_a_device_that_does_not_come_back_is_noticed() -> None:
     out = StepLog()
     later = {"respawn_backoff_s": 60.0, "respawn_backoff_max_s": 60.0}
-    with Bench(settings("test:0")) as bench, bench.pool(max_respawns=0, **later) as device:
+    with Rig(settings("test:0")) as rig, rig.pool(max_respawns=0, **later) as device:
         watch = Watch(device)
         pid = device.status().pid
         assert pid is not None
@@ -231,7 +231,7 @@ def test_a_device_that_does_not_come_back_is_noticed() -> None:
 
 def test_a_device_that_stays_is_not_back() -> None:
     out = StepLog()
-    with Bench(settings("test:0")) as bench, bench.pool() as device:
+    with Rig(settings("test:0")) as rig, rig.pool() as device:
         device.start_limit_s = 0.2
         Watch(device).check_back(out, "nothing happened")
     assert [check.ok for check in out.checks] == [False]

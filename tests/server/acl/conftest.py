@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Bench:
+class Rig:
     """Our objects over a simulator that a test can steer.
 
     Attributes:
@@ -45,7 +45,7 @@ class Bench:
     _addresses: list[int] = field(default_factory=list)
 
     def upload(self, content: bytes | memoryview) -> int:
-        """Device memory with this content, freed with the bench."""
+        """Device memory with this content, freed with the rig."""
         self._addresses.append(self.sim.upload(content))
         return self._addresses[-1]
 
@@ -77,11 +77,11 @@ class Bench:
 
 
 @pytest.fixture
-def bench(cann_sim: Installation, runtime: Any) -> Iterator[Bench]:
-    """Give a bench; afterwards no handle and no executor may be alive."""
+def rig(cann_sim: Installation, runtime: Any) -> Iterator[Rig]:
+    """Give a rig; afterwards no handle and no executor may be alive."""
     cann = Cann(Loader([cann_sim.libraries]))
     ours = Runtime(cann.runtime)
-    made = Bench(runtime, cann, ours, Launcher(cann, ours), runtime.stream())
+    made = Rig(runtime, cann, ours, Launcher(cann, ours), runtime.stream())
     yield made
     found = made.host_objects()
     made.close()

@@ -22,7 +22,7 @@ from npugrad_server.acl.symbols import TENSORS, operator_symbols
 
 if TYPE_CHECKING:
     from tests.cann_sim.runtime import Runtime
-    from tests.server.acl.conftest import Bench
+    from tests.server.acl.conftest import Rig
 
     from npugrad.meta import CallMeta
     from npugrad.operator import Constraint
@@ -34,23 +34,23 @@ CONSTRAINTS = [pytest.param(c, id=c.id) for c in SYNTHETIC.constraints]
 CALL = SYNTHETIC.build()
 
 
-def run(bench: Bench, call: CallMeta) -> dict[str, Any]:
+def run(rig: Rig, call: CallMeta) -> dict[str, Any]:
     """Both phases by our launcher; wanted outputs by name."""
-    tensors = bench.tensors(SYNTHETIC, call)
-    with bench.launcher.plan(SYNTHETIC, call.attrs, tensors) as plan:
-        plan.launch(bench.upload(bytes(max(plan.workspace_bytes, 1))), bench.stream)
-    assert bench.host_objects() == [0, 0, 0]
-    bench.runtime.wait(bench.stream, time.monotonic() + 30)
+    tensors = rig.tensors(SYNTHETIC, call)
+    with rig.launcher.plan(SYNTHETIC, call.attrs, tensors) as plan:
+        plan.launch(rig.upload(bytes(max(plan.workspace_bytes, 1))), rig.stream)
+    assert rig.host_objects() == [0, 0, 0]
+    rig.runtime.wait(rig.stream, time.monotonic() + 30)
     return {
-        name: view(meta, bench.sim.download(tensors[name].address, meta.nbytes))  # type: ignore[union-attr]
+        name: view(meta, rig.sim.download(tensors[name].address, meta.nbytes))  # type: ignore[union-attr]
         for name, meta in SYNTHETIC.infer(call).items()
         if meta is not None
     }
 
 
 @pytest.mark.parametrize("call", SAMPLES)
-def test_the_operator_sees_every_byte_of_every_attribute(bench: Bench, call: CallMeta) -> None:
-    found = run(bench, call)
+def test_the_operator_sees_every_byte_of_every_attribute(rig: Rig, call: CallMeta) -> None:
+    found = run(rig, call)
     if "seen" in found:
         assert found["seen"].astype(np.uint8).tobytes() == seen(call.attrs)
     if "scaled" in found:
@@ -92,26 +92,26 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("plan", "subject"), FAULTS)
-def test_nothing_is_left_whatever_fails(bench: Bench, plan: str, subject: str) -> None:
-    tensors = bench.tensors(SYNTHETIC, CALL)
-    bench.sim.set_plan(plan)
+def test_nothing_is_left_whatever_fails(rig: Rig, plan: str, subject: str) -> None:
+    tensors = rig.tensors(SYNTHETIC, CALL)
+    rig.sim.set_plan(plan)
     with (
         pytest.raises(AclError) as caught,
-        bench.launcher.plan(SYNTHETIC, CALL.attrs, tensors) as planned,
+        rig.launcher.plan(SYNTHETIC, CALL.attrs, tensors) as planned,
     ):
-        planned.launch(bench.upload(bytes(planned.workspace_bytes)), bench.stream)
+        planned.launch(rig.upload(bytes(planned.workspace_bytes)), rig.stream)
     assert (caught.value.function, caught.value.subject) == (plan.partition(":")[0], subject)
-    assert bench.host_objects() == [0, 0, 0]
-    run(bench, CALL)
+    assert rig.host_objects() == [0, 0, 0]
+    run(rig, CALL)
 
 
 @pytest.mark.parametrize("name", ["IntArray", "FloatArray", "BoolArray", "Scalar"])
-def test_each_is_made_as_often_as_it_is_destroyed(bench: Bench, name: str) -> None:
+def test_each_is_made_as_often_as_it_is_destroyed(rig: Rig, name: str) -> None:
     counters = [f"calls.acl{act}{name}" for act in ("Create", "Destroy")]
-    before = [bench.sim.counter(counter) for counter in counters]
-    with bench.launcher.plan(SYNTHETIC, CALL.attrs, bench.tensors(SYNTHETIC, CALL)):
-        assert bench.host_objects()[1] == 8
-    made = [bench.sim.counter(counter) - was for counter, was in zip(counters, before, strict=True)]
+    before = [rig.sim.counter(counter) for counter in counters]
+    with rig.launcher.plan(SYNTHETIC, CALL.attrs, rig.tensors(SYNTHETIC, CALL)):
+        assert rig.host_objects()[1] == 8
+    made = [rig.sim.counter(counter) - was for counter, was in zip(counters, before, strict=True)]
     assert made == [2, 2]
 
 

@@ -14,7 +14,7 @@ from npugrad_server.acl.runtime import AclError, Runtime, concerning
 from npugrad_server.acl.symbols import RUNTIME
 
 if TYPE_CHECKING:
-    from tests.server.acl.conftest import Bench
+    from tests.server.acl.conftest import Rig
 
 pytestmark = pytest.mark.npu_sim
 
@@ -23,104 +23,102 @@ def soon(seconds: float = 30) -> float:
     return time.monotonic() + seconds
 
 
-def test_bytes_go_down_and_come_back(bench: Bench) -> None:
-    source, target = bench.sim.pinned(1000), bench.sim.pinned(1000)
+def test_bytes_go_down_and_come_back(rig: Rig) -> None:
+    source, target = rig.sim.pinned(1000), rig.sim.pinned(1000)
     source[:] = np.arange(1000) % 251
-    address = bench.upload(b"\xff" * 1000)
-    bench.runtime.copy_in(address, source.ctypes.data, 900, bench.stream)
-    bench.runtime.zero(address + 900, 100, bench.stream)
-    bench.runtime.copy_out(target.ctypes.data, address, 1000, bench.stream)
-    bench.runtime.wait(bench.stream, soon())
+    address = rig.upload(b"\xff" * 1000)
+    rig.runtime.copy_in(address, source.ctypes.data, 900, rig.stream)
+    rig.runtime.zero(address + 900, 100, rig.stream)
+    rig.runtime.copy_out(target.ctypes.data, address, 1000, rig.stream)
+    rig.runtime.wait(rig.stream, soon())
     assert (target[:900] == source[:900]).all()
     assert not target[900:].any()
     for pinned in (source, target):
-        bench.sim.call("aclrtFreeHost", pinned.ctypes.data)
+        rig.sim.call("aclrtFreeHost", pinned.ctypes.data)
 
 
-def test_events_tell_how_long_a_stream_took(bench: Bench) -> None:
+def test_events_tell_how_long_a_stream_took(rig: Rig) -> None:
     """Whichever call records them, again and again."""
-    address = bench.upload(bytes(64))
-    first, last = bench.runtime.make_event(), bench.runtime.make_event()
+    address = rig.upload(bytes(64))
+    first, last = rig.runtime.make_event(), rig.runtime.make_event()
     for ms in (60, 20):
-        bench.sim.set_plan(f"memset:1:slow={ms}")
-        bench.runtime.record(first, bench.stream)
-        bench.runtime.zero(address, 64, bench.stream)
-        bench.runtime.record(last, bench.stream)
-        bench.runtime.wait(bench.stream, soon())
-        assert ms / 1000 <= bench.runtime.elapsed_s(first, last) < 2
-    assert bench.runtime.elapsed_s(first, first) == 0
+        rig.sim.set_plan(f"memset:1:slow={ms}")
+        rig.runtime.record(first, rig.stream)
+        rig.runtime.zero(address, 64, rig.stream)
+        rig.runtime.record(last, rig.stream)
+        rig.runtime.wait(rig.stream, soon())
+        assert ms / 1000 <= rig.runtime.elapsed_s(first, last) < 2
+    assert rig.runtime.elapsed_s(first, first) == 0
     with pytest.raises(AclError, match="107007"):
-        bench.runtime.elapsed_s(last, first)
+        rig.runtime.elapsed_s(last, first)
     for event in (first, last):
-        bench.runtime.destroy_event(event)
+        rig.runtime.destroy_event(event)
 
 
-def test_an_event_that_was_never_recorded_has_no_time(bench: Bench) -> None:
-    event = bench.runtime.make_event()
+def test_an_event_that_was_never_recorded_has_no_time(rig: Rig) -> None:
+    event = rig.runtime.make_event()
     with pytest.raises(AclError, match="107006"):
-        bench.runtime.elapsed_s(event, event)
-    bench.runtime.destroy_event(event)
+        rig.runtime.elapsed_s(event, event)
+    rig.runtime.destroy_event(event)
 
 
-def test_whether_cann_can_time_by_events(bench: Bench) -> None:
-    assert bench.runtime.has_events
+def test_whether_cann_can_time_by_events(rig: Rig) -> None:
+    assert rig.runtime.has_events
     symbol = next(symbol for symbol in RUNTIME if symbol.name == "aclrtRecordEvent")
-    functions = {**bench.cann.runtime.by_name, symbol.name: Missing(symbol, ())}
+    functions = {**rig.cann.runtime.by_name, symbol.name: Missing(symbol, ())}
     assert not Runtime(Functions(functions)).has_events
 
 
-def test_a_wait_ends_at_its_time_with_the_number_of_the_vendor(bench: Bench) -> None:
-    address = bench.upload(bytes(64))
-    bench.sim.set_plan("memset:1:slow=700")
-    bench.runtime.zero(address, 64, bench.stream)
+def test_a_wait_ends_at_its_time_with_the_number_of_the_vendor(rig: Rig) -> None:
+    address = rig.upload(bytes(64))
+    rig.sim.set_plan("memset:1:slow=700")
+    rig.runtime.zero(address, 64, rig.stream)
     start = time.monotonic()
     with pytest.raises(AclError) as caught:
-        bench.runtime.wait(bench.stream, soon(0.2))
+        rig.runtime.wait(rig.stream, soon(0.2))
     assert 0.15 < time.monotonic() - start < 0.6
     assert (caught.value.code, caught.value.fault.action) == (507046, Action.TIMED_OUT)
-    bench.runtime.wait(bench.stream, soon())
+    rig.runtime.wait(rig.stream, soon())
 
 
 @pytest.mark.parametrize("until_s", [0.0, float("-inf")])
-def test_a_time_that_has_passed_is_the_shortest_wait_and_never_for_ever(bench: Bench, until_s: float) -> None:
-    address = bench.upload(bytes(64))
-    bench.sim.set_plan("memset:1:slow=300")
-    bench.runtime.zero(address, 64, bench.stream)
+def test_a_time_that_has_passed_is_the_shortest_wait_and_never_for_ever(rig: Rig, until_s: float) -> None:
+    address = rig.upload(bytes(64))
+    rig.sim.set_plan("memset:1:slow=300")
+    rig.runtime.zero(address, 64, rig.stream)
     with pytest.raises(AclError, match="507046"):
-        bench.runtime.wait(bench.stream, until_s)
-    bench.sim.set_plan("")
-    bench.runtime.wait(bench.stream, float("inf"))
+        rig.runtime.wait(rig.stream, until_s)
+    rig.sim.set_plan("")
+    rig.runtime.wait(rig.stream, float("inf"))
 
 
-def test_texts_of_earlier_failures_are_not_blamed_on_later_ones(bench: Bench) -> None:
-    bench.sim.set_plan(
-        "aclrtMemsetAsync:1:107000:msg=the first text;aclrtMemsetAsync:2:107019:msg=the second"
-    )
-    address = bench.upload(bytes(64))
+def test_texts_of_earlier_failures_are_not_blamed_on_later_ones(rig: Rig) -> None:
+    rig.sim.set_plan("aclrtMemsetAsync:1:107000:msg=the first text;aclrtMemsetAsync:2:107019:msg=the second")
+    address = rig.upload(bytes(64))
     with pytest.raises(AclError, match="the first text"):
-        bench.runtime.zero(address, 64, bench.stream)
-    bench.runtime.forget_errors()
+        rig.runtime.zero(address, 64, rig.stream)
+    rig.runtime.forget_errors()
     with pytest.raises(AclError) as caught:
-        bench.runtime.zero(address, 64, bench.stream)
+        rig.runtime.zero(address, 64, rig.stream)
     assert caught.value.fault.action is Action.RESUBMIT
     assert "the second" in caught.value.text
     assert "the first text" not in str(caught.value)
 
 
-def test_a_stale_text_is_forgotten(bench: Bench) -> None:
+def test_a_stale_text_is_forgotten(rig: Rig) -> None:
     """CANN leaves texts behind calls that succeed."""
-    bench.sim.set_plan("aclrtMemsetAsync:1:stale")
-    address = bench.upload(bytes(64))
-    bench.runtime.zero(address, 64, bench.stream)
-    bench.runtime.wait(bench.stream, soon())
-    assert bench.runtime.fetch_texts()
-    assert bench.runtime.fetch_texts() == ""
+    rig.sim.set_plan("aclrtMemsetAsync:1:stale")
+    address = rig.upload(bytes(64))
+    rig.runtime.zero(address, 64, rig.stream)
+    rig.runtime.wait(rig.stream, soon())
+    assert rig.runtime.fetch_texts()
+    assert rig.runtime.fetch_texts() == ""
 
 
-def test_the_last_error_of_the_runtime_tells_what_a_library_hides(bench: Bench) -> None:
-    bench.sim.set_plan("aclrtMemsetAsync:1:361001:last=507015")
+def test_the_last_error_of_the_runtime_tells_what_a_library_hides(rig: Rig) -> None:
+    rig.sim.set_plan("aclrtMemsetAsync:1:361001:last=507015")
     with pytest.raises(AclError) as caught:
-        bench.runtime.zero(bench.upload(bytes(64)), 64, bench.stream)
+        rig.runtime.zero(rig.upload(bytes(64)), 64, rig.stream)
     assert (caught.value.code, caught.value.last_error) == (361001, 507015)
     assert caught.value.fault.action is Action.END_WORKER
     assert "the runtime's last error is 507015" in str(caught.value)
@@ -140,30 +138,30 @@ def test_an_error_tells_what_it_is_about_by_the_innermost_name() -> None:
     assert str(caught.value).startswith("rstd: aclrtX returned 107000 (")
 
 
-def test_what_the_device_is(bench: Bench) -> None:
-    free, total = bench.runtime.memory_bytes()
+def test_what_the_device_is(rig: Rig) -> None:
+    free, total = rig.runtime.memory_bytes()
     assert 0 < free <= total
-    assert bench.runtime.soc_name() == "Ascend910B2"
-    assert bench.runtime.device_count() == 1
-    assert list(bench.runtime.versions()) == ["9.1.0", "9.1.0"]
+    assert rig.runtime.soc_name() == "Ascend910B2"
+    assert rig.runtime.device_count() == 1
+    assert list(rig.runtime.versions()) == ["9.1.0", "9.1.0"]
 
 
-def test_the_option_of_determinism_is_set_and_taken_back(bench: Bench) -> None:
+def test_the_option_of_determinism_is_set_and_taken_back(rig: Rig) -> None:
     import ctypes
 
     def options() -> list[int]:
         names = ("aclrtCtxGetSysParamOpt", "aclrtGetSysParamOpt")
-        return [int(bench.sim.number(name, ctypes.c_int64, 0)) for name in names]
+        return [int(rig.sim.number(name, ctypes.c_int64, 0)) for name in names]
 
-    bench.runtime.set_deterministic(True)
+    rig.runtime.set_deterministic(True)
     assert options() == [1, 1]
-    bench.runtime.set_deterministic(False)
+    rig.runtime.set_deterministic(False)
     assert options() == [0, 0]
 
 
-def test_where_cann_has_no_option_of_the_process_that_of_the_context_is_set(bench: Bench) -> None:
+def test_where_cann_has_no_option_of_the_process_that_of_the_context_is_set(rig: Rig) -> None:
     symbol = next(symbol for symbol in RUNTIME if symbol.name == "aclrtSetSysParamOpt")
-    functions = {**bench.cann.runtime.by_name, symbol.name: Missing(symbol, ())}
-    before = bench.sim.counter("calls.aclrtCtxSetSysParamOpt")
+    functions = {**rig.cann.runtime.by_name, symbol.name: Missing(symbol, ())}
+    before = rig.sim.counter("calls.aclrtCtxSetSysParamOpt")
     Runtime(Functions(functions)).set_deterministic(False)
-    assert bench.sim.counter("calls.aclrtCtxSetSysParamOpt") == before + 1
+    assert rig.sim.counter("calls.aclrtCtxSetSysParamOpt") == before + 1

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 from tests.operators import GRID_SAMPLER, GROUP_NORM
-from tests.server.backends.npu_scenarios import NORM, Bench, in_threads, main, scenario
+from tests.server.backends.npu_scenarios import NORM, Rig, in_threads, main, scenario
 
 from npugrad.call import CallOptions
 from npugrad.errors import OperatorError
@@ -34,19 +34,19 @@ def without_process_option() -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("npugrad_server.backends.npu.backend.Cann", Lacking)
-        bench = Bench()
+        rig = Rig()
         with pytest.raises(OperatorError, match="reads the option of the process"):
-            bench.run(GROUP_NORM, NORM, options=CallOptions(deterministic=True))
-        bench.run(GROUP_NORM, NORM)
+            rig.run(GROUP_NORM, NORM, options=CallOptions(deterministic=True))
+        rig.run(GROUP_NORM, NORM)
         with pytest.raises(DeviceUnusable) as caught:
             NpuBackend().open(parse_device("npu:0?deterministic=1"), Product.ATLAS_A2, 1)
-    return [bench.backend.no_determinism, str(caught.value)]
+    return [rig.backend.no_determinism, str(caught.value)]
 
 
 @scenario
 def eight_streams() -> dict[str, int]:
     """Eight callers of both modes, each on its stream: how many results have not the bits of one stream."""
-    bench = Bench(streams=8)
+    rig = Rig(streams=8)
     calls = [(GROUP_NORM, NORM), (GRID_SAMPLER, GRID_SAMPLER.build(n=1, c=4, h=4, w=4, oh=8, ow=8))]
     made = [record.make_inputs(meta, np.random.default_rng(3)) for record, meta in calls]
 
@@ -55,7 +55,7 @@ def eight_streams() -> dict[str, int]:
         found = {name: wanted for name, wanted in record.infer(meta).items() if wanted is not None}
         outputs = {name: np.zeros(wanted.shape, wanted.dtype.numpy) for name, wanted in found.items()}
         options, until = CallOptions(deterministic), time.monotonic() + 60
-        bench.backend.run(record, DeviceCall(meta, made[which], outputs, options, stream, until))
+        rig.backend.run(record, DeviceCall(meta, made[which], outputs, options, stream, until))
         return b"".join(output.tobytes() for output in outputs.values())
 
     alone = [bits(which, 0, True) for which in range(len(calls))]

@@ -71,7 +71,7 @@ def scenario(function: Scenario) -> Scenario:
 
 
 @dataclass
-class Bench:
+class Rig:
     """An open backend, and the simulator under it.
 
     Attributes:
@@ -148,12 +148,12 @@ def in_threads(*targets: Callable[[], None]) -> None:
 @scenario
 def one_call() -> int:
     """One small call, traced alone; the workspace that the pool was asked for."""
-    bench = Bench()
+    rig = Rig()
     asked: list[int] = []
-    bench.run(GROUP_NORM, NORM)
-    bench.sim.set_plan("trace=1;copy_ms=5")
-    bench.run(GROUP_NORM, NORM, reserve_workspace=asked.append)
-    bench.sim.set_plan("")
+    rig.run(GROUP_NORM, NORM)
+    rig.sim.set_plan("trace=1;copy_ms=5")
+    rig.run(GROUP_NORM, NORM, reserve_workspace=asked.append)
+    rig.sim.set_plan("")
     (nbytes,) = asked
     return nbytes
 
@@ -178,9 +178,9 @@ class Refusal:
 @scenario
 def refusals() -> dict[str, Any]:
     """By refusal: what was held afterwards and not before, and how many launches there were."""
-    bench = Bench()
-    bench.sim.set_plan("copy_ms=10")  # copies are under way whenever somebody says no
-    bench.run(GROUP_NORM, NORM)
+    rig = Rig()
+    rig.sim.set_plan("copy_ms=10")  # copies are under way whenever somebody says no
+    rig.run(GROUP_NORM, NORM)
     cases: dict[str, tuple[Exception, str, int]] = {
         "postponed": (CallPostponed(1), "reserve_workspace", 1),
         "never enough": (DeviceOutOfMemory("no"), "reserve_workspace", 1),
@@ -189,46 +189,46 @@ def refusals() -> dict[str, Any]:
         "abandoned": (CallAbandoned(), "check_wanted", 2),
         "too late": (DeadlineExceeded("no"), "check_wanted", 2),
     }
-    return {name: _refused(bench, *case) for name, case in cases.items()}
+    return {name: _refused(rig, *case) for name, case in cases.items()}
 
 
-def _refused(bench: Bench, error: Exception, question: str, at: int) -> dict[str, int]:
-    launches, before = bench.sim.counter(LAUNCH), bench.held()
+def _refused(rig: Rig, error: Exception, question: str, at: int) -> dict[str, int]:
+    launches, before = rig.sim.counter(LAUNCH), rig.held()
     changes: dict[str, Any] = {question: Refusal(error, at)}
     with pytest.raises(type(error)) as caught:
-        bench.run(GROUP_NORM, NORM, **changes)
+        rig.run(GROUP_NORM, NORM, **changes)
     assert caught.value is error
-    after = bench.held()
+    after = rig.held()
     changed = {name: after[name] - before[name] for name in HELD if after[name] != before[name]}
-    changed["launches"] = bench.sim.counter(LAUNCH) - launches
+    changed["launches"] = rig.sim.counter(LAUNCH) - launches
     # Pinned memory is written again at once: the simulator aborts if a queued copy still reads it.
-    bench.run(GROUP_NORM, NORM, seed=1)
+    rig.run(GROUP_NORM, NORM, seed=1)
     return changed
 
 
 @scenario
 def refusal_in_turns() -> list[int]:
     """How many copies each try of a large call queued, which one or another question ended."""
-    bench = Bench()
+    rig = Rig()
     large = GROUP_NORM.build(n=2, c=32, hxw=33_000, group=4)
     counts = []
     for at in (3, 10_000):
-        before = bench.sim.counter("calls.aclrtMemcpyAsync")
+        before = rig.sim.counter("calls.aclrtMemcpyAsync")
         try:
-            bench.run(GROUP_NORM, large, check_wanted=Refusal(CallAbandoned(), at))
+            rig.run(GROUP_NORM, large, check_wanted=Refusal(CallAbandoned(), at))
         except CallAbandoned:
-            bench.run(GROUP_NORM, NORM)
-        counts.append(bench.sim.counter("calls.aclrtMemcpyAsync") - before)
+            rig.run(GROUP_NORM, NORM)
+        counts.append(rig.sim.counter("calls.aclrtMemcpyAsync") - before)
     return counts
 
 
 @scenario
 def reserved_once() -> list[int]:
     """Workspace asked for by a call that was tried twice."""
-    bench = Bench()
+    rig = Rig()
     asked: list[int] = []
-    bench.sim.set_plan("aclnnGroupNormBackward:1:207018")
-    bench.run(GROUP_NORM, NORM, reserve_workspace=asked.append)
+    rig.sim.set_plan("aclnnGroupNormBackward:1:207018")
+    rig.run(GROUP_NORM, NORM, reserve_workspace=asked.append)
     return asked
 
 
@@ -248,19 +248,19 @@ def without_events() -> dict[str, float]:
 @scenario
 def overlap() -> int:
     """A long kernel on one stream, whole calls on another meanwhile; how many of those there were."""
-    bench = Bench(streams=2)
+    rig = Rig(streams=2)
     for stream in (0, 1):
-        bench.run(GROUP_NORM, NORM, stream=stream)
-    bench.sim.set_plan("record=1;kernel.aclnnGridSampler2DBackward:1:slow=5000")
+        rig.run(GROUP_NORM, NORM, stream=stream)
+    rig.sim.set_plan("record=1;kernel.aclnnGridSampler2DBackward:1:slow=5000")
     over, short = threading.Event(), [0]
 
     def long_one() -> None:
-        bench.run(GRID_SAMPLER, GRID_SAMPLER.build(), stream=0)
+        rig.run(GRID_SAMPLER, GRID_SAMPLER.build(), stream=0)
         over.set()
 
     def short_ones() -> None:
         while not over.is_set():
-            bench.run(GROUP_NORM, NORM, stream=1)
+            rig.run(GROUP_NORM, NORM, stream=1)
             short[0] += 1
 
     in_threads(long_one, short_ones)
@@ -270,8 +270,8 @@ def overlap() -> int:
 @scenario
 def mixed_modes() -> dict[str, bool]:
     """Four callers of both modes on two streams; the mode of each call by its first size."""
-    bench = Bench(streams=2)
-    bench.sim.set_plan("record=1;kernel_ms=2;copy_ms=1")
+    rig = Rig(streams=2)
+    rig.sim.set_plan("record=1;kernel_ms=2;copy_ms=1")
     free: SimpleQueue[int] = SimpleQueue()
     for stream in (0, 1):
         free.put(stream)
@@ -285,7 +285,7 @@ def mixed_modes() -> dict[str, bool]:
             stream = free.get()
             options = CallOptions(deterministic=deterministic)
             try:
-                bench.run(record, record.build(n=n), stream=stream, options=options)
+                rig.run(record, record.build(n=n), stream=stream, options=options)
             finally:
                 free.put(stream)
 
@@ -296,19 +296,19 @@ def mixed_modes() -> dict[str, bool]:
 @scenario
 def planned_while_modes_change() -> int:
     """Workspaces asked for while calls of both modes take turns; how many."""
-    bench = Bench(streams=2)
+    rig = Rig(streams=2)
     # An executor of a first phase alone lives so long.
-    bench.sim.set_plan("aclDestroyAclOpExecutor:*:slow=3")
+    rig.sim.set_plan("aclDestroyAclOpExecutor:*:slow=3")
     over, planned = threading.Event(), [0]
 
     def calls() -> None:
         for turn in range(60):
-            bench.run(GROUP_NORM, NORM, options=CallOptions(deterministic=turn % 2 == 0))
+            rig.run(GROUP_NORM, NORM, options=CallOptions(deterministic=turn % 2 == 0))
         over.set()
 
     def plans() -> None:
         while not over.is_set():
-            assert bench.backend.workspace_bytes(GROUP_NORM, NORM)
+            assert rig.backend.workspace_bytes(GROUP_NORM, NORM)
             planned[0] += 1
 
     in_threads(calls, plans)
@@ -318,7 +318,7 @@ def planned_while_modes_change() -> int:
 @scenario
 def not_deterministic() -> dict[str, list[Any]]:
     """Reason and words of the refusal, and number of phases 1, for what cannot be deterministic; and can."""
-    bench = Bench()
+    rig = Rig()
     calls = {
         "floyd": (FLOYD, FLOYD.build()),
         "sampler 2049": (GRID_SAMPLER, GRID_SAMPLER.build(n=1, c=2049, h=1, w=1, oh=1, ow=1)),
@@ -326,19 +326,19 @@ def not_deterministic() -> dict[str, list[Any]]:
     }
     found: dict[str, list[Any]] = {}
     for name, (record, meta) in calls.items():
-        plans, reason, words = bench.sim.counter(f"plans.{record.aclnn_name}"), "", ""
+        plans, reason, words = rig.sim.counter(f"plans.{record.aclnn_name}"), "", ""
         try:
-            bench.run(record, meta, options=CallOptions(deterministic=True))
+            rig.run(record, meta, options=CallOptions(deterministic=True))
         except OperatorError as error:
             reason, words = error.reason, str(error)
-        found[name] = [reason, words, bench.sim.counter(f"plans.{record.aclnn_name}") - plans]
+        found[name] = [reason, words, rig.sim.counter(f"plans.{record.aclnn_name}") - plans]
     return found
 
 
 @scenario
 def many_calls() -> dict[str, Any]:
     """Hundreds of mixed calls on two streams: what was held before and after, and how many kernels ran."""
-    bench = Bench(streams=2)
+    rig = Rig(streams=2)
     # Of the operator whose reference takes long, one call will do.
     samples = [
         (record, sample.call)
@@ -349,22 +349,22 @@ def many_calls() -> dict[str, Any]:
     def rounds(stream: int, turns: range) -> None:
         for turn in turns:
             for record, call in samples:
-                bench.run(record, call, seed=turn, stream=stream)
+                rig.run(record, call, seed=turn, stream=stream)
 
     # Each stream has one thread, from the first call on: the simulator was told to insist on it.
     with ThreadPoolExecutor(1) as other:
         other.submit(rounds, 1, range(1)).result()
         rounds(0, range(1))
-        before, ran = bench.held(), _kernels(bench)
+        before, ran = rig.held(), _kernels(rig)
         done = other.submit(rounds, 1, range(1, 8))
         rounds(0, range(1, 8))
         done.result()
     largest = max(arrange(record, call).nbytes for record, call in samples)
-    return {"before": before, "after": bench.held(), "kernels": _kernels(bench) - ran, "largest": largest}
+    return {"before": before, "after": rig.held(), "kernels": _kernels(rig) - ran, "largest": largest}
 
 
-def _kernels(bench: Bench) -> int:
-    return sum(bench.sim.counter(f"kernels.{record.aclnn_name}") for record in OPERATORS.values())
+def _kernels(rig: Rig) -> int:
+    return sum(rig.sim.counter(f"kernels.{record.aclnn_name}") for record in OPERATORS.values())
 
 
 def main(name: str) -> None:

@@ -22,13 +22,13 @@ from npugrad_server.pool.regions import Region
 from npugrad_server.worker.loop import EXIT_DEVICE_LOST
 from npugrad_server.worker.protocol import (
     AskMemory,
+    AskWorkspace,
     CallDone,
     CallFailed,
-    CallPlanned,
     DeviceFailed,
     DeviceReady,
     MemoryFound,
-    PlanCall,
+    WorkspaceFound,
 )
 from npugrad_server.worker.run_again import RunAgain
 
@@ -250,7 +250,7 @@ def test_a_refusal_of_what_the_record_allows_is_told_as_ours_with_types_and_shap
         "rstd float32[2, 2], gamma float32[6], n 2, c 6, hxw 64, group 2, output_mask (True, True, True)"
     )
     # The same is told when only the workspace was asked for.
-    npu_worker.send(PlanCall(76, GROUP_NORM.name, call))
+    npu_worker.send(AskWorkspace(76, GROUP_NORM.name, call))
     failed = npu_worker.receive()
     assert isinstance(failed, CallFailed), failed
     assert failed.message.endswith(f"; the call was {described}")
@@ -378,8 +378,8 @@ def test_the_workspace_of_a_call_is_told_without_its_memory(npu_worker: NpuWorke
     call = next(record.samples(Product.ATLAS_A2)).call
     done = npu_worker.check(record, call)
     before = npu_worker.report.counters()
-    npu_worker.send(PlanCall(77, record.name, call))
-    assert npu_worker.receive() == CallPlanned(77, done.workspace_bytes)
+    npu_worker.send(AskWorkspace(77, record.name, call))
+    assert npu_worker.receive() == WorkspaceFound(77, done.workspace_bytes)
     after = npu_worker.report.counters()
     assert after[f"calls.{record.aclnn_name}"] == before[f"calls.{record.aclnn_name}"]
     assert after["calls.aclrtMemcpyAsync"] == before["calls.aclrtMemcpyAsync"]
@@ -414,12 +414,12 @@ def test_a_device_that_does_not_tell_its_memory_says_why(npu_worker: NpuWorker) 
 
 def test_the_workspace_of_a_call_that_would_never_fit_is_told(npu_worker: NpuWorker) -> None:
     huge = GROUP_NORM.build(n=2**20, c=64, hxw=2**20, group=2)
-    npu_worker.send(PlanCall(78, GROUP_NORM.name, huge))
+    npu_worker.send(AskWorkspace(78, GROUP_NORM.name, huge))
     planned = npu_worker.receive()
-    assert isinstance(planned, CallPlanned)
+    assert isinstance(planned, WorkspaceFound)
     assert planned.workspace_bytes
     npu_worker.plan(f"{PLAN_NORM}:1:561103")
-    npu_worker.send(PlanCall(79, GROUP_NORM.name, NORM))
+    npu_worker.send(AskWorkspace(79, GROUP_NORM.name, NORM))
     failed = npu_worker.receive()
     assert isinstance(failed, CallFailed)
     assert failed.metadata["code"] == "561103"
@@ -441,7 +441,7 @@ def test_the_option_of_determinism_is_set_only_when_it_changes(npu_worker: NpuWo
 
 
 @pytest.mark.parametrize(
-    ("plan", "code", "comeback", "words"),
+    ("plan", "code", "restart_policy", "words"),
     [
         ("kernel:1:507015", 507015, "soon", "exception, timeout or trap of a core"),
         (f"{RUN_NORM}:1:507018", 507018, "soon", f"{RUN_NORM} returned 507018"),
@@ -454,7 +454,7 @@ def test_the_option_of_determinism_is_set_only_when_it_changes(npu_worker: NpuWo
     ],
 )
 def test_a_device_that_fails_ends_its_worker_with_the_reason(
-    start_npu_worker: StartNpuWorker, plan: str, code: int, comeback: str, words: str
+    start_npu_worker: StartNpuWorker, plan: str, code: int, restart_policy: str, words: str
 ) -> None:
     worker = start_npu_worker()
     worker.check(GROUP_NORM, NORM)
@@ -463,7 +463,7 @@ def test_a_device_that_fails_ends_its_worker_with_the_reason(
     worker.send(order)
     said = worker.receive()
     assert isinstance(said, DeviceFailed), said
-    assert (said.call, said.code, said.comeback, said.retry) == (order.call, code, comeback, True)
+    assert (said.call, said.code, said.restart_policy, said.retry) == (order.call, code, restart_policy, True)
     assert f"returned {code}" in said.message
     assert words in said.message
     assert worker.process.wait(10) == EXIT_DEVICE_LOST
@@ -476,7 +476,7 @@ def test_a_hang_is_cut_by_the_bounded_wait(start_npu_worker: StartNpuWorker) -> 
     said = worker.ask(GROUP_NORM, NORM, deadline_s=start + 1.0)
     took = time.monotonic() - start
     assert isinstance(said, DeviceFailed), said
-    assert (said.code, said.retry, said.blameless) == (507046, False, True)
+    assert (said.code, said.retry, said.exempt) == (507046, False, True)
     assert "aclrtSynchronizeStreamWithTimeout returned 507046" in said.message
     assert 1.0 < took < 1.95  # before the pool would end it
     assert worker.process.wait(10) == EXIT_DEVICE_LOST

@@ -26,7 +26,7 @@ PLAN_NORM, RUN_NORM = "aclnnGroupNormBackwardGetWorkspaceSize", "aclnnGroupNormB
 
 
 @pytest.mark.parametrize(
-    ("plan", "options", "words", "comeback"),
+    ("plan", "options", "words", "restart_policy"),
     [
         ("aclrtSetDevice:*:507033", {}, "cannot be taken: torch_npu returned 507033", "slowly"),
         ("aclrtSetDevice:*:507033:msg=driver", {}, "[Error]: Failed to start the device. EE9999: ", "slowly"),
@@ -60,13 +60,13 @@ PLAN_NORM, RUN_NORM = "aclnnGroupNormBackwardGetWorkspaceSize", "aclnnGroupNormB
     ],
 )
 def test_a_device_that_does_not_open_says_why(
-    start_npu_worker: StartNpuWorker, plan: str, options: dict[str, str], words: str, comeback: str
+    start_npu_worker: StartNpuWorker, plan: str, options: dict[str, str], words: str, restart_policy: str
 ) -> None:
     worker = start_npu_worker(plan, ready=False, **options)  # type: ignore[arg-type]
     said = worker.receive()
     assert isinstance(said, OpenFailed), said
     assert words in said.message
-    assert said.comeback == comeback
+    assert said.restart_policy == restart_policy
     assert not said.message.startswith("npu:")  # whoever tells it has the name before it
     assert worker.process.wait(10) == 1
 
@@ -101,7 +101,7 @@ def test_without_cann_what_was_tried_is_told(start_npu_worker: StartNpuWorker) -
     said = worker.receive()
     assert isinstance(said, OpenFailed)
     assert "libascendcl.so cannot be loaded, so there is no usable CANN here. Tried" in said.message
-    assert said.comeback == "mended"
+    assert said.restart_policy == "mended"
 
 
 def test_a_torch_npu_that_does_not_load_is_told(
@@ -112,7 +112,7 @@ def test_a_torch_npu_that_does_not_load_is_told(
     assert isinstance(said, OpenFailed)
     assert "torch_npu cannot be imported" in said.message
     assert "ASCEND_OPP_PATH=/nonexistent" in said.message
-    assert said.comeback == "mended"
+    assert said.restart_policy == "mended"
 
 
 @pytest.mark.parametrize(("mode", "starts"), [("", False), ("1", False), ("0", True)])

@@ -57,19 +57,19 @@ class Job:
         plan = self.planned.plan
         return cpu_results(plan.record, plan.call, self.inputs, plan.outputs)
 
-    def write(self, admission: Any) -> None:
+    def write(self, ticket: Any) -> None:
         """Writes the operands, in the layout that the metas of the call declare."""
         for name, array in self.inputs.items():
             if array is not None:
                 meta, data = content(array)
                 assert meta.content_bytes == self.planned.plan.call.tensor(name).content_bytes
-                admission.view(name)[:] = data
+                ticket.view(name)[:] = data
 
     async def run(self, pool: DevicePool) -> tuple[dict[str, bytes], Outcome]:
-        """Runs it; returns the bytes of the results, and the outcome, whose views are void."""
-        with pool.admit(self.planned) as admission:
-            self.write(admission)
-            outcome = await pool.run(admission)
+        """Runs it; returns the bytes of the results, and the outcome, whose views are released."""
+        with pool.admit(self.planned) as ticket:
+            self.write(ticket)
+            outcome = await pool.run(ticket)
             return {name: bytes(data) for name, data in outcome.contents.items()}, outcome
 
     async def check(self, pool: DevicePool) -> Outcome:

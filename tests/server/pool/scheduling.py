@@ -54,7 +54,7 @@ def open_scheduler(
     spawned = of(SpawnWorker, scheduler.start(0))
     assert [command.worker for command in spawned] == list(range(workers))
     for command in spawned:
-        scheduler.ready(command.worker, command.incarnation, 0, one_mode, device)
+        scheduler.ready(command.worker, command.incarnation, 0, one_mode=one_mode, memory_bytes=device)
     return scheduler
 
 

@@ -1,38 +1,179 @@
-"""What an accepted call keeps of its way through the pool."""
-
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import Any
 
-from npugrad.timeline import serialize_marks
-from npugrad_server.pool.commands import StartCall
+import pytest
+from tests.server.pool.plans import altered
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from npugrad import OPERATORS, Product, TensorMeta
+from npugrad.errors import CallTooLarge, ServerBusy
+from npugrad.validation import validate_call
+from npugrad_server.pool.admission import AdmissionControl, check_fits, demand_of
+from npugrad_server.pool.regions import ALIGNMENT
+from npugrad_server.pool.types import PoolSettings
 
-    from tests.server.pool.conftest import Job, RunPool
+SETTINGS = PoolSettings(
+    devices=("cpu:0", "cpu:1"),
+    product=Product.ATLAS_A2,
+    input_arena_bytes=2048,
+    output_arena_bytes=1000,
+    prefault_bytes=0,
+    max_queue_depth=5,
+    streams_per_device=2,
+    hang_grace_s=1,
+    worker_start_timeout_s=1,
+    respawn_backoff_s=1,
+    respawn_backoff_max_s=1,
+    max_respawns=1,
+)
 
-    from npugrad_server.pool import DevicePool
 
-GRPC_METADATA_BYTES = 8 * 1024
-"""What gRPC takes of metadata by default; with more, a call that went well would fail."""
+def test_bytes_are_exact_and_every_tensor_is_aligned(job: Any) -> None:
+    planned = job(n=2, c=6, hxw=5, group=3, with_gamma=False, output_mask=(True, False, True)).planned
+    demand = demand_of(planned)
+    assert demand.inputs.offsets == {"grad_out": 0, "input": 256, "mean": 512, "rstd": 576}
+    assert demand.inputs.nbytes == 640
+    assert demand.outputs.offsets == {"grad_input": 0, "grad_beta": 256}
+    assert demand.outputs.nbytes == 320
+    assert demand.memory_bytes == 0
+    assert all(offset % ALIGNMENT == 0 for offset in demand.inputs.offsets.values())
 
 
-def test_a_call_that_is_given_back_again_and_again_says_so_in_few_words(
-    run_pool: RunPool, job: Callable[..., Job]
+def test_an_expanded_operand_travels_small_and_counts_whole_on_the_device(job: Any) -> None:
+    planned = job().planned
+    expanded = TensorMeta("float32", (2**20, 2**20), strides=(0, 0))
+    demand = demand_of(altered(planned, call=planned.plan.call.with_inputs(grad_out=expanded)))
+    assert demand.inputs.offsets["input"] == ALIGNMENT
+    assert demand.memory_bytes == 2**42
+
+
+def test_an_operand_that_is_not_used_takes_no_memory_and_has_a_limit_all_the_same(job: Any) -> None:
+    planned = altered(job(n=2, c=6, hxw=5, group=3).planned, unused=frozenset({"input"}))
+    demand = demand_of(planned)
+    assert "input" not in demand.inputs.offsets
+    assert (demand.memory_bytes, demand.unused_bytes) == (0, 4 * 2 * 6 * 5)
+    assert (
+        demand_of(planned, own_memory=True).device_bytes
+        == demand_of(job().planned, own_memory=True).device_bytes
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "limits"),
+    [
+        ("input_arena_bytes", {"input_arena_bytes": 2**20, "memory_bytes": 0}),
+        ("device_memory_bytes", {"input_arena_bytes": 2**10, "memory_bytes": 2**20}),
+    ],
+)
+def test_an_operand_that_is_not_used_may_have_what_a_kept_or_a_copied_one_may(
+    setting: str, limits: dict[str, int], job: Any
 ) -> None:
-    async def scenario(pool: DevicePool) -> None:
-        await pool.wait_ready(30)
-        with pool.admit(job().planned) as admission:
-            start = StartCall(admission.number, worker=0, incarnation=1, attempt=1, queued_s=0.0)
-            for _ in range(1000):
-                admission.order(start, pool._fleet.process(0))
-                admission.mark_lost()
-            marks = admission.marks
-            assert len(serialize_marks(marks)) < GRPC_METADATA_BYTES / 4
-            assert {stage for stage, _ in marks} == {"queued", "lost"}
-            assert all(before[1] <= after[1] for before, after in pairwise(marks))
-            assert marks[-1][0] == "lost"
+    """Contiguous it needed the arena alone, and expanded the memory of copies, when it was still kept."""
+    planned = altered(job(n=2, c=6, hxw=5, group=3).planned, unused=frozenset({"input"}))
+    demand = replace(demand_of(planned), unused_bytes=2**20)
+    check_fits("group_norm_backward", demand, **limits, output_arena_bytes=2**20)
+    too_much = replace(demand, unused_bytes=2**20 + 1)
+    with pytest.raises(CallTooLarge, match=rf"not used; expected at most {2**20} \(setting {setting}"):
+        check_fits("group_norm_backward", too_much, **limits, output_arena_bytes=2**20)
 
-    run_pool(scenario)
+
+def test_an_offset_makes_a_copy_necessary_and_is_counted(job: Any) -> None:
+    planned = job().planned
+    shifted = TensorMeta("float32", (2, 3), storage_offset=100)
+    demand = demand_of(altered(planned, call=planned.plan.call.with_inputs(mean=shifted)))
+    assert demand.memory_bytes == 24
+
+
+def test_channels_that_come_last_are_moved_for_operands_and_results(job: Any) -> None:
+    record = OPERATORS["grid_sampler_3d_backward"]
+    call = record.build(n=2, c=3, d=4, h=5, w=6, od=2, oh=3, ow=4)
+    call = call.with_inputs(
+        input=TensorMeta("float32", (2, 4, 5, 6, 3), "NDHWC"),
+        grad_output=TensorMeta("float32", (2, 2, 3, 4, 3), "NDHWC"),
+    )
+    assert validate_call(record, call).status == 0
+    planned = altered(job().planned, record=record, call=call, outputs=record.infer(call))
+    assert demand_of(planned).memory_bytes == 4 * 3 * (2 * 2 * 4 * 5 * 6 + 2 * 2 * 3 * 4)
+    # A device with memory of its own takes operands as they lie.
+    assert demand_of(planned, own_memory=True).memory_bytes == 4 * 3 * 2 * 4 * 5 * 6
+
+
+def test_a_verification_needs_the_results_once_more_in_float64(job: Any) -> None:
+    planned = job(dtype="float16", verify=True, n=2, c=6, hxw=4).planned
+    assert demand_of(planned).memory_bytes == 8 * (2 * 6 * 4 + 6 + 6)
+
+
+def test_a_device_with_memory_of_its_own_takes_strides_and_holds_the_tensors(job: Any) -> None:
+    planned = job().planned
+    expanded = altered(
+        planned, call=planned.plan.call.with_inputs(mean=TensorMeta("float32", (2, 3), strides=(0, 0)))
+    )
+    assert demand_of(expanded).memory_bytes == 24
+    demand = demand_of(expanded, own_memory=True)
+    assert (demand.memory_bytes, demand.device_bytes > 0) == (0, True)
+    assert demand.workspace_key is not None
+    assert (demand_of(expanded).device_bytes, demand_of(expanded).workspace_key) == (0, None)
+
+
+def test_tensors_that_no_device_has_room_for_are_refused_once_that_is_known(job: Any) -> None:
+    demand = demand_of(job().planned, own_memory=True)
+    limits = {"input_arena_bytes": 1 << 20, "output_arena_bytes": 1 << 20, "memory_bytes": 1 << 20}
+    check_fits("op", demand, **limits)
+    check_fits("op", demand, **limits, device_bytes=demand.device_bytes)
+    with pytest.raises(
+        CallTooLarge, match=r"op: found \d+ bytes of tensors on the device; expected at most 9 "
+    ):
+        check_fits("op", demand, **limits, device_bytes=9)
+
+
+def test_what_fits_exactly_is_let_in(job: Any) -> None:
+    demand = demand_of(job(verify=True).planned)
+    limits: dict[str, int] = {
+        "input_arena_bytes": demand.inputs.nbytes,
+        "output_arena_bytes": demand.outputs.nbytes,
+        "memory_bytes": demand.memory_bytes,
+    }
+    check_fits("op", demand, **limits)
+    for setting, limit in limits.items():
+        with pytest.raises(
+            CallTooLarge, match=rf"op: found {limit} bytes of .*at most {limit - 1} \(setting"
+        ):
+            check_fits("op", demand, **{**limits, setting: limit - 1})
+
+
+def refused(admission: AdmissionControl, planned: Any, waiting: int, running: int = 0) -> float:
+    with pytest.raises(ServerBusy) as caught:
+        admission.reserve(planned, waiting, running)
+    assert caught.value.reason == "QUEUE_FULL"
+    assert caught.value.retry_after_s is not None
+    return caught.value.retry_after_s
+
+
+def test_memory_that_comes_back_can_be_taken_again(job: Any) -> None:
+    admission, planned = AdmissionControl(SETTINGS, 0), job(n=2, c=6, hxw=10).planned
+    demand, region = admission.reserve(planned, 0, 0)
+    assert region.nbytes == demand.inputs.nbytes == admission.operands.used_bytes > 1024
+    refused(admission, planned, 0)
+    admission.operands.free(region)
+    admission.reserve(planned, 0, 0)
+
+
+def test_a_part_of_an_arena_that_cannot_be_aligned_is_not_promised(job: Any) -> None:
+    admission, planned = (
+        AdmissionControl(SETTINGS, 0),
+        job(n=3, c=6, hxw=12, output_mask=(True, False, False)).planned,
+    )
+    assert admission.output_bytes == 960
+    admission.reserve(planned, 0, 0)  # 864 bytes, which take 896
+    with pytest.raises(CallTooLarge, match="at most 832"):
+        AdmissionControl(replace(SETTINGS, output_arena_bytes=880), 0).reserve(planned, 0, 0)
+
+
+def test_a_caller_is_asked_to_wait_as_long_as_the_calls_ahead_take(job: Any) -> None:
+    admission, planned = AdmissionControl(SETTINGS, 0), job().planned
+    assert refused(admission, planned, 5) == 0.1
+    for _ in range(200):
+        admission.note(2.0)
+    assert refused(admission, planned, 5, running=4) == pytest.approx(2.0 * 10 / 4, rel=1e-3)
+    assert refused(admission, planned, 10_000) == 30.0

@@ -201,9 +201,9 @@ def test_a_full_queue_is_told_when_to_come_again(run_pool: Any, job: Any) -> Non
         assert caught.value.retry_after_s is not None
         assert 0 < caught.value.retry_after_s <= 30
         assert pool.stats().uploads == 4
-        for admission in admitted:
-            admission.close()
-            admission.close()
+        for ticket in admitted:
+            ticket.close()
+            ticket.close()
         await job().check(pool)
 
     run_pool(scenario, max_queue_depth=4)
@@ -222,9 +222,9 @@ def test_full_operand_memory_is_told_when_to_come_again(run_pool: Any, job: Any)
 def test_calls_wait_for_room_for_their_results(run_pool: Any, job: Any) -> None:
     async def scenario(pool: DevicePool) -> None:
         one, other = job(seed=1, n=8, hxw=64), job(seed=2, n=8, hxw=64)
-        with pool.admit(one.planned) as admission:
-            one.write(admission)
-            outcome = await pool.run(admission)
+        with pool.admit(one.planned) as ticket:
+            one.write(ticket)
+            outcome = await pool.run(ticket)
             waiting = asyncio.ensure_future(other.check(pool))
             await asyncio.sleep(0)
             assert (pool.stats().queue_depth, pool.stats().running) == (1, 0)
@@ -314,26 +314,26 @@ def test_calls_inside_get_an_answer_when_they_are_abandoned(run_pool: Any, job: 
 def test_an_admission_runs_once_and_its_views_end_with_it(run_pool: Any, job: Any) -> None:
     async def scenario(pool: DevicePool) -> None:
         one = job(with_gamma=False)
-        with pool.admit(one.planned) as admission:
-            operand = admission.view("input")
+        with pool.admit(one.planned) as ticket:
+            operand = ticket.view("input")
             assert (operand.readonly, operand.nbytes) == (False, one.planned.plan.call.tensor("input").nbytes)
             with pytest.raises(KeyError, match="gamma is null"):
-                admission.view("gamma")
+                ticket.view("gamma")
             with pytest.raises(KeyError):
-                admission.view("no_such_operand")
-            one.write(admission)
-            outcome = await pool.run(admission)
+                ticket.view("no_such_operand")
+            one.write(ticket)
+            outcome = await pool.run(ticket)
             result = outcome.contents["grad_input"]
             assert result.readonly
             with pytest.raises(RuntimeError, match="only before the call runs"):
-                admission.view("input")
+                ticket.view("input")
             with pytest.raises(RuntimeError, match="runs once"):
-                await pool.run(admission)
+                await pool.run(ticket)
         for view in (operand, result):
             with pytest.raises(ValueError, match="released"):
                 view[0]
         with pytest.raises(RuntimeError, match="runs once"):
-            await pool.run(admission)
+            await pool.run(ticket)
 
     run_pool(scenario)
 

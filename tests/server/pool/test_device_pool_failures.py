@@ -159,9 +159,9 @@ def test_results_stay_readable_after_the_death_of_their_worker(
 ) -> None:
     async def scenario(pool: DevicePool) -> None:
         one = job(n=4)
-        with pool.admit(one.planned) as admission:
-            one.write(admission)
-            outcome = await pool.run(admission)
+        with pool.admit(one.planned) as ticket:
+            one.write(ticket)
+            outcome = await pool.run(ticket)
             os.kill(_pid(pool, 0), signal.SIGKILL)
             await eventually(lambda: pool.devices()[0].restarts == 1)
             await pool.wait_ready(30)
@@ -303,7 +303,7 @@ def test_a_call_that_finds_no_memory_is_tried_on_one_other_device(run_pool: Any,
         with pytest.raises(DeviceOutOfMemory, match="group_norm_backward"):
             await job(label="x").run(pool)
         outcome = await job(label="y").check(pool)
-        (well,) = [worker.index for worker in pool._scheduler.workers if not worker.short]
+        (well,) = [worker.index for worker in pool._scheduler.workers if not worker.exhausted]
         assert (outcome.info.attempts, outcome.info.device) == (1, f"test:{well}")
         assert sum(status.restarts for status in pool.devices()) == 0
 

@@ -13,7 +13,7 @@ import pytest
 
 from npugrad.errors import CallTooLarge, DeadlineExceeded, DeviceOutOfMemory
 from npugrad_server.pool import DeviceState, PoolObserver
-from npugrad_server.pool.demand import demand_of
+from npugrad_server.pool.admission import demand_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

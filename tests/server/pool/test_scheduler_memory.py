@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from tests.server.pool.scheduling import SETTINGS, finish, of, open_scheduler, started
 
-from npugrad_server.pool.claim import MAX_OVERTAKEN
 from npugrad_server.pool.commands import (
     FailCall,
     PostponeCall,
@@ -15,8 +14,9 @@ from npugrad_server.pool.commands import (
     TellWorker,
     WorkerSpec,
 )
-from npugrad_server.pool.ledger import CallRecord
+from npugrad_server.pool.placement import MAX_OVERTAKEN
 from npugrad_server.pool.scheduler import Scheduler
+from npugrad_server.pool.state import CallState
 from npugrad_server.worker.protocol import AbandonCall, WorkspaceGranted, WorkspaceRefused
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ def workspace(blocks: int) -> int:
     return blocks * BLOCK - 32
 
 
-def on_device(number: int, blocks: int, key: str | None = "key", **changes: Any) -> CallRecord:
+def on_device(number: int, blocks: int, key: str | None = "key", **changes: Any) -> CallState:
     label = changes.pop("label", str(number))
-    return CallRecord(number, label=label, device_bytes=blocks * BLOCK, workspace_key=key, **changes)
+    return CallState(number, label=label, device_bytes=blocks * BLOCK, workspace_key=key, **changes)
 
 
 def ask(scheduler: Scheduler, start: StartCall, blocks: int) -> WorkspaceGranted | WorkspaceRefused:
@@ -102,7 +102,7 @@ def test_two_calls_that_ask_at_once_where_neither_has_room_do_not_wait_for_each_
 def test_what_an_operator_asked_for_is_set_aside_for_the_next_call_of_its_kind() -> None:
     scheduler = open_scheduler(streams=2, device=10 * BLOCK)
     (one,) = of(StartCall, scheduler.submit(on_device(1, 2), 0))
-    scheduler.answered(0, 1, 1, True, 0, workspace(3))
+    scheduler.answered(0, 1, 1, True, 0, workspace_bytes=workspace(3))
     (two,) = of(StartCall, scheduler.submit(on_device(2, 2), 0))
     (other,) = of(StartCall, scheduler.submit(on_device(3, 2, "other"), 0))
     assert (one.workspace_bytes, two.workspace_bytes, other.workspace_bytes) == (0, workspace(3), 0)
@@ -135,13 +135,13 @@ def test_a_call_of_a_kind_that_waits_for_room_is_overtaken_by_others_for_a_while
 def test_a_call_too_large_for_every_device_fails_and_one_too_large_for_one_waits_for_the_other() -> None:
     scheduler = Scheduler(SETTINGS, [WorkerSpec(1, 1024, "host")] * 2, {"host": 0})
     scheduler.start(0)
-    assert [scheduler.offers["", False].most_bytes] == [None]
+    assert [scheduler.eligibility["", False].most_bytes] == [None]
     scheduler.submit(on_device(1, 7), 0)
     scheduler.submit(on_device(2, 9), 0)
     assert started(scheduler.ready(0, 1, 0, memory_bytes=4 * BLOCK)) == []
-    assert [scheduler.offers["", False].most_bytes] == [None]
+    assert [scheduler.eligibility["", False].most_bytes] == [None]
     commands = scheduler.ready(1, 1, 0, memory_bytes=8 * BLOCK)
-    assert scheduler.offers["", False].most_bytes == 8 * BLOCK
+    assert scheduler.eligibility["", False].most_bytes == 8 * BLOCK
     assert started(commands) == [1]
     (failed,) = of(FailCall, commands)
     assert (failed.call, failed.reason) == (2, "CALL_TOO_LARGE")
@@ -179,7 +179,7 @@ def test_a_figure_that_was_learned_does_not_refuse_a_call_by_itself() -> None:
     (two,) = of(StartCall, scheduler.submit(on_device(2, 2), 0))
     assert two.workspace_bytes == workspace(6)
     assert scheduler.workers[0].memory_used_bytes == 8 * BLOCK
-    scheduler.answered(0, 1, 2, True, 0, workspace(1))
+    scheduler.answered(0, 1, 2, True, 0, workspace_bytes=workspace(1))
     (three,) = of(StartCall, scheduler.submit(on_device(3, 2), 0))
     assert three.workspace_bytes == workspace(1)
 
@@ -215,7 +215,7 @@ def test_what_a_call_was_told_counts_more_than_what_others_of_its_kind_were() ->
     (two,) = of(StartCall, scheduler.submit(on_device(2, 2), 0))
     assert isinstance(ask(scheduler, two, 7), WorkspaceRefused)
     assert started(defer(scheduler, two, 7)) == []
-    (again,) = of(StartCall, scheduler.answered(one.worker, 1, 1, True, 0, workspace(1)))
+    (again,) = of(StartCall, scheduler.answered(one.worker, 1, 1, True, 0, workspace_bytes=workspace(1)))
     assert (again.call, again.workspace_bytes) == (2, workspace(7))
 
 
@@ -254,7 +254,7 @@ def test_a_call_nobody_waits_for_gets_no_workspace_and_is_told_so() -> None:
 
 def test_a_deadline_that_passes_while_a_call_runs_is_told_to_its_worker() -> None:
     scheduler = open_scheduler()
-    scheduler.submit(CallRecord(1, deadline_s=5.0), 0)
+    scheduler.submit(CallState(1, deadline_s=5.0), 0)
     commands = scheduler.tick(5.0)
     assert [failed.reason for failed in of(FailCall, commands)] == ["DEADLINE_EXCEEDED"]
     assert of(TellWorker, commands) == [TellWorker(0, 1, AbandonCall(1))]

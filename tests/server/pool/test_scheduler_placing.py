@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.server.pool.scheduling import SETTINGS, of
 
-from npugrad_server.backends.base import Comeback
-from npugrad_server.pool.attempts import ELSEWHERE
-from npugrad_server.pool.claim import MAX_OVERTAKEN
+from npugrad_server.backends.base import RestartPolicy
+from npugrad_server.pool.call_lifecycle import EXHAUSTION_REASONS
 from npugrad_server.pool.commands import (
     CompleteCall,
     FailCall,
@@ -23,8 +22,9 @@ from npugrad_server.pool.commands import (
     TellWorker,
     WorkerSpec,
 )
-from npugrad_server.pool.ledger import CallRecord
+from npugrad_server.pool.placement import MAX_OVERTAKEN
 from npugrad_server.pool.scheduler import Scheduler
+from npugrad_server.pool.state import CallState
 from npugrad_server.pool.types import DeviceState, PoolSettings
 from npugrad_server.worker.protocol import WorkspaceRefused
 
@@ -49,7 +49,7 @@ def make(workers: int, streams: int = 1, settings: PoolSettings = SETTINGS) -> S
 def be_ready(
     scheduler: Scheduler,
     worker: int,
-    lacks: Mapping[str, str] | None = None,
+    unavailable: Mapping[str, str] | None = None,
     now: float = 0,
     memory_bytes: int | None = None,
     *,
@@ -60,7 +60,7 @@ def be_ready(
         scheduler.workers[worker].incarnation,
         now,
         memory_bytes=memory_bytes,
-        lacks=lacks,
+        unavailable=unavailable,
         deterministic=deterministic,
         no_determinism=ONCE if deterministic is False else "",
     )
@@ -75,13 +75,19 @@ def opened(workers: int, streams: int = 1, settings: PoolSettings = SETTINGS) ->
 
 
 def submit(scheduler: Scheduler, number: int, operator: str = "", **changes: object) -> list[StartCall]:
-    request = replace(CallRecord(number, operator=operator), **changes)  # type: ignore[arg-type]
+    request = replace(CallState(number, operator=operator), **changes)  # type: ignore[arg-type]
     return of(StartCall, scheduler.submit(request, 0))
 
 
 def answer(scheduler: Scheduler, start: StartCall, reason: str = "") -> list[Command]:
     return scheduler.answered(
-        start.worker, start.incarnation, start.call, not reason, 0, None if reason else 0, reason
+        start.worker,
+        start.incarnation,
+        start.call,
+        not reason,
+        0,
+        workspace_bytes=None if reason else 0,
+        reason=reason,
     )
 
 
@@ -104,19 +110,19 @@ def test_a_call_that_no_device_can_run_is_refused_with_the_reasons() -> None:
     be_ready(scheduler, 0, {"p": WHY})
     be_ready(scheduler, 1, {"p": "no kernels"})
     be_ready(scheduler, 2, {"p": WHY, "q": WHY})
-    assert scheduler.offers.why_lacking("p") == f"{WHY}; no kernels"
-    assert scheduler.offers.why_lacking("q") == scheduler.offers.why_lacking("r") == ""
-    (failed,) = of(FailCall, scheduler.submit(CallRecord(1, operator="p"), 0))
+    assert scheduler.eligibility.why_unavailable("p") == f"{WHY}; no kernels"
+    assert scheduler.eligibility.why_unavailable("q") == scheduler.eligibility.why_unavailable("r") == ""
+    (failed,) = of(FailCall, scheduler.submit(CallState(1, operator="p"), 0))
     assert (failed.reason, failed.detail) == ("OPERATOR_UNSUPPORTED", f"no device has it: {WHY}; no kernels")
 
 
 def test_a_call_waits_for_a_device_that_starts_and_is_refused_once_that_lacks_its_operator_too() -> None:
     scheduler = make(2)
     be_ready(scheduler, 0, {"p": WHY})
-    assert scheduler.offers.why_lacking("p") == ""
+    assert scheduler.eligibility.why_unavailable("p") == ""
     assert submit(scheduler, 1, "p", deadline_s=5.0) == submit(scheduler, 2, "p") == []
     assert [failed.reason for failed in of(FailCall, scheduler.tick(5.0))] == ["DEADLINE_EXCEEDED"]
-    (failed,) = of(FailCall, scheduler.ready(1, 1, 6, lacks={"p": WHY}))
+    (failed,) = of(FailCall, scheduler.ready(1, 1, 6, unavailable={"p": WHY}))
     assert (failed.call, failed.reason) == (2, "OPERATOR_UNSUPPORTED")
 
 
@@ -126,7 +132,7 @@ def test_a_call_is_refused_when_the_only_device_that_could_have_run_it_is_down()
     be_ready(scheduler, 1)
     (start,) = submit(scheduler, 1, "p")
     assert submit(scheduler, 2, "p") == []
-    scheduler.failing(start.worker, 1, Failure("damaged", Comeback.NEVER), 1)
+    scheduler.failing(start.worker, 1, Failure("damaged", RestartPolicy.NEVER), 1)
     commands = scheduler.lost(start.worker, 1, "status 70", 1)
     assert scheduler.workers[1].state is DeviceState.DOWN
     assert {(f.call, f.reason) for f in of(FailCall, commands)} == {
@@ -140,8 +146,8 @@ def test_a_call_is_to_come_again_when_the_only_device_that_may_run_it_is_down_fo
     be_ready(scheduler, 0, {"p": WHY})
     scheduler.lost(1, 1, "signal 9", 0)
     assert scheduler.workers[1].state is DeviceState.DOWN
-    assert scheduler.offers.why_lacking("p") == ""
-    (failed,) = of(FailCall, scheduler.submit(CallRecord(1, operator="p"), 0))
+    assert scheduler.eligibility.why_unavailable("p") == ""
+    (failed,) = of(FailCall, scheduler.submit(CallState(1, operator="p"), 0))
     assert failed.reason == "NO_DEVICE"
     scheduler.tick(10)
     be_ready(scheduler, 1, now=10)
@@ -183,7 +189,7 @@ def test_a_call_is_never_kept_a_device_that_lacks_its_operator() -> None:
     assert submit(scheduler, 1, "p", label="waits") == []
     for number in range(2, 2 + 3 * MAX_OVERTAKEN):
         (start,) = submit(scheduler, number, "q", label="other")
-        assert start.worker == 0, "the device that lacks it was kept free"
+        assert start.worker == 0, "the device that lacks it was reserved"
         assert of(StartCall, answer(scheduler, start)) == []
     (start,) = of(StartCall, answer(scheduler, held))
     assert (start.call, start.worker) == (1, 1)
@@ -211,11 +217,11 @@ def test_memory_of_a_device_that_lacks_the_operator_does_not_count() -> None:
     scheduler = make(2, streams=2)
     be_ready(scheduler, 0, memory_bytes=4 * BLOCK)
     be_ready(scheduler, 1, {"p": WHY}, memory_bytes=8 * BLOCK)
-    assert (scheduler.offers["p", False].most_bytes, scheduler.offers["q", False].most_bytes) == (
+    assert (scheduler.eligibility["p", False].most_bytes, scheduler.eligibility["q", False].most_bytes) == (
         4 * BLOCK,
         8 * BLOCK,
     )
-    (failed,) = of(FailCall, scheduler.submit(CallRecord(1, operator="p", device_bytes=5 * BLOCK), 0))
+    (failed,) = of(FailCall, scheduler.submit(CallState(1, operator="p", device_bytes=5 * BLOCK), 0))
     assert failed.reason == "CALL_TOO_LARGE"
     (start,) = submit(scheduler, 2, "p", device_bytes=2 * BLOCK)
     (told,) = of(TellWorker, scheduler.need_workspace(0, 1, start.call, 5 * BLOCK - 32))
@@ -253,13 +259,13 @@ def test_a_call_of_one_mode_passes_one_of_its_label_that_waits_for_the_other() -
 def test_a_deterministic_call_that_no_device_can_take_is_refused_with_the_reasons() -> None:
     scheduler = make(2)
     be_ready(scheduler, 0, deterministic=False)
-    assert scheduler.offers["p", True].refused is None  # the other one may
+    assert scheduler.eligibility["p", True].refusal is None  # the other one may
     assert submit(scheduler, 1, "p", deterministic=True) == []
     (failed,) = of(FailCall, scheduler.ready(1, 1, 0, deterministic=False, no_determinism="named so"))
     assert (failed.call, failed.reason) == (1, "DETERMINISM_UNSUPPORTED")
     assert failed.detail == (f"deterministic: found True; expected False on these devices: {ONCE}; named so")
-    assert scheduler.offers["p", True].refused == (failed.reason, failed.detail)
-    assert scheduler.offers["p", False].refused is None
+    assert scheduler.eligibility["p", True].refusal == (failed.reason, failed.detail)
+    assert scheduler.eligibility["p", False].refusal is None
     assert len(submit(scheduler, 2, "p")) == 1
 
 
@@ -267,7 +273,7 @@ def test_where_every_device_lacks_the_operator_or_the_mode_the_mode_is_what_is_t
     scheduler = make(2)
     be_ready(scheduler, 0, {"p": WHY}, deterministic=True)
     be_ready(scheduler, 1, deterministic=False)
-    (failed,) = of(FailCall, scheduler.submit(CallRecord(1, operator="p", deterministic=True), 0))
+    (failed,) = of(FailCall, scheduler.submit(CallState(1, operator="p", deterministic=True), 0))
     assert (failed.reason, WHY in failed.detail, ONCE in failed.detail) == (
         "DETERMINISM_UNSUPPORTED",
         True,
@@ -307,9 +313,9 @@ def test_what_a_deterministic_call_can_have_is_what_its_devices_have() -> None:
     scheduler = make(2)
     be_ready(scheduler, 0, deterministic=False, memory_bytes=8 * BLOCK)
     be_ready(scheduler, 1, deterministic=True, memory_bytes=4 * BLOCK)
-    assert scheduler.offers["p", True].most_bytes == 4 * BLOCK
-    assert scheduler.offers["p", False].most_bytes == 8 * BLOCK
-    large = CallRecord(1, operator="p", deterministic=True, device_bytes=5 * BLOCK)
+    assert scheduler.eligibility["p", True].most_bytes == 4 * BLOCK
+    assert scheduler.eligibility["p", False].most_bytes == 8 * BLOCK
+    large = CallState(1, operator="p", deterministic=True, device_bytes=5 * BLOCK)
     (failed,) = of(FailCall, scheduler.submit(large, 0))
     assert failed.reason == "CALL_TOO_LARGE"
 
@@ -317,7 +323,7 @@ def test_what_a_deterministic_call_can_have_is_what_its_devices_have() -> None:
 # ------------------------------------------------------------------ a device that cannot take a call now
 
 
-@pytest.mark.parametrize("reason", sorted(ELSEWHERE))
+@pytest.mark.parametrize("reason", sorted(EXHAUSTION_REASONS))
 def test_a_call_that_a_device_cannot_take_is_tried_once_on_another_one(reason: str) -> None:
     scheduler = opened(2)
     (first,) = submit(scheduler, 1, output_bytes=64)
@@ -348,7 +354,7 @@ def test_an_answer_about_the_call_is_its_callers_at_once(reason: str) -> None:
     scheduler = opened(2)
     (first,) = submit(scheduler, 1)
     assert of(CompleteCall, answer(scheduler, first, reason)) == [CompleteCall(1)]
-    assert not scheduler.workers[first.worker].short
+    assert not scheduler.workers[first.worker].exhausted
 
 
 def test_where_there_is_no_other_device_the_caller_is_told_at_once() -> None:
@@ -379,7 +385,7 @@ def test_a_workspace_that_no_device_has_is_not_looked_for_on_another_one() -> No
     assert isinstance(told.message, WorkspaceRefused)
     assert told.message.final
     assert of(CompleteCall, answer(scheduler, start, FULL)) == [CompleteCall(1)]
-    assert not scheduler.workers[start.worker].short, "the device is not to blame"
+    assert not scheduler.workers[start.worker].exhausted, "the device is not to blame"
 
 
 def test_the_device_a_call_went_back_to_counts_when_its_workspace_is_asked_for() -> None:
@@ -412,7 +418,7 @@ def test_a_call_nobody_waits_for_goes_nowhere() -> None:
     assert of(ReleaseCall, commands) == [ReleaseCall(1)]
     assert not of(StartCall, commands)
     assert not of(RedirectCall, commands)
-    assert scheduler.workers[start.worker].short
+    assert scheduler.workers[start.worker].exhausted
 
 
 def test_a_call_waits_for_the_other_device_rather_than_go_back() -> None:
@@ -448,7 +454,7 @@ def test_a_new_process_of_the_device_counts_as_another_one() -> None:
     assert other.call in scheduler.workers[other.worker].running
 
 
-def test_a_device_that_is_short_comes_last_until_it_has_done_a_call_well() -> None:
+def test_an_exhausted_device_comes_last_until_it_has_done_a_call_well() -> None:
     scheduler = opened(2, streams=2)
     (first,) = submit(scheduler, 0)
     sick, well = first.worker, 1 - first.worker
@@ -459,28 +465,28 @@ def test_a_device_that_is_short_comes_last_until_it_has_done_a_call_well() -> No
     (trial,) = submit(scheduler, 2)
     assert trial.worker == sick
     assert answer(scheduler, trial, "INTERNAL")
-    assert scheduler.workers[sick].short
+    assert scheduler.workers[sick].exhausted
     (trial,) = submit(scheduler, 3)
     assert answer(scheduler, trial)
-    assert not scheduler.workers[sick].short
+    assert not scheduler.workers[sick].exhausted
     assert [submit(scheduler, 4)[0].worker, submit(scheduler, 5)[0].worker] == [sick, sick]
 
 
-def test_a_new_process_is_not_short() -> None:
+def test_a_new_process_is_not_exhausted() -> None:
     scheduler = opened(1)
     (start,) = submit(scheduler, 1)
     answer(scheduler, start, FULL)
     scheduler.lost(0, 1, "signal 9", 0)
     scheduler.tick(1)
     be_ready(scheduler, 0, now=2)
-    assert not scheduler.workers[0].short
+    assert not scheduler.workers[0].exhausted
 
 
-def test_most_devices_short_of_memory_lose_no_call() -> None:
+def test_mostly_exhausted_devices_lose_no_call() -> None:
     """Two of three devices refuse everything for ever; every call still comes to the third."""
     scheduler = opened(3, streams=2)
     todo = [start for number in range(60) for start in submit(scheduler, number, label=str(number % 3))]
-    # What the devices were not known to be short of yet may be declined twice.
+    # What the devices were not known to be exhausted of yet may be declined twice.
     doomed, told, right = 6, [], []
     while todo:
         start = todo.pop(0)

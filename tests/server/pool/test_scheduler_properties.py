@@ -1,4 +1,4 @@
-"""The scheduler against a world that does anything at any time, with the promises kept as a ledger."""
+"""The scheduler against a world that does anything at any time, with the promises kept in a model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from npugrad import Product
-from npugrad_server.backends.base import Comeback
-from npugrad_server.pool.attempts import ELSEWHERE, SUSPECT_ATTEMPTS
+from npugrad_server.backends.base import RestartPolicy
+from npugrad_server.pool.call_lifecycle import EXHAUSTION_REASONS, SUSPECT_ATTEMPTS
 from npugrad_server.pool.commands import (
     CompleteCall,
     FailCall,
@@ -28,17 +28,17 @@ from npugrad_server.pool.commands import (
     WorkerSpec,
 )
 from npugrad_server.pool.device_memory import workspace_footprint
-from npugrad_server.pool.ledger import CallRecord
-from npugrad_server.pool.lifecycle import SLOWEST_S, STARTS_AT_ONCE, TURN_S
 from npugrad_server.pool.scheduler import Scheduler
+from npugrad_server.pool.state import CallState
 from npugrad_server.pool.types import DeviceState, PoolSettings
+from npugrad_server.pool.worker_lifecycle import SLOWEST_S, STARTS_AT_ONCE, TURN_S
 from npugrad_server.worker.protocol import AbandonCall, WorkspaceGranted, WorkspaceRefused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from npugrad_server.pool.commands import Command
-    from npugrad_server.pool.ledger import WorkerRecord
+    from npugrad_server.pool.state import WorkerState
 
 ARENA, MEMORY, ATTEMPTS = 256, 100, 3
 DEVICE = 8 * 512
@@ -51,7 +51,7 @@ OPERATORS = ("", "p", "q")
 class Call:
     """What the world knows of a call."""
 
-    request: CallRecord
+    request: CallState
     starts: list[StartCall] = field(default_factory=list)
     running: bool = False
     answers: int = 0
@@ -98,11 +98,13 @@ class Process:
     named: int | None = None
     """Call under which it said that its device failed."""
     memory: int | None = None
-    lacks: frozenset[str] = frozenset()
+    unavailable: frozenset[str] = frozenset()
     mode: bool | None = None
 
     def refuses(self, call: Call) -> bool:
-        return call.request.operator in self.lacks or (call.request.deterministic and self.mode is False)
+        return call.request.operator in self.unavailable or (
+            call.request.deterministic and self.mode is False
+        )
 
 
 class SchedulerWorld(RuleBasedStateMachine):
@@ -120,7 +122,7 @@ class SchedulerWorld(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------------------------------ the driver
 
-    def obey(self, commands: Sequence[Command]) -> None:
+    def obey(self, commands: Sequence[Command]) -> None:  # noqa: PLR0915 -- one branch for each command
         """Carries commands out and checks each of them."""
         for command in commands:
             if isinstance(command, StartCall):
@@ -156,7 +158,7 @@ class SchedulerWorld(RuleBasedStateMachine):
             elif isinstance(command, RedirectCall):
                 call = self.calls[command.call]
                 call.redirected += 1
-                assert command.reason in ELSEWHERE
+                assert command.reason in EXHAUSTION_REASONS
                 assert call.tries < ATTEMPTS
                 assert not call.suspect
             elif isinstance(command, PostponeCall):
@@ -184,7 +186,7 @@ class SchedulerWorld(RuleBasedStateMachine):
             choices = [*self._choices(call), self.scheduler.workers[command.worker]]
             assert not any(worker.could_hold(needed) for worker in choices), "some device has room"
 
-    def _choices(self, call: Call) -> list[WorkerRecord]:
+    def _choices(self, call: Call) -> list[WorkerState]:
         """Where a call may go: not where its operator or mode lacks, nor back while it can go elsewhere."""
         able = [
             worker
@@ -199,7 +201,7 @@ class SchedulerWorld(RuleBasedStateMachine):
         return self._others(call, able) or (suiting if some_suit else able)
 
     @staticmethod
-    def _others(call: Call, able: Sequence[WorkerRecord]) -> list[WorkerRecord]:
+    def _others(call: Call, able: Sequence[WorkerState]) -> list[WorkerState]:
         """Devices that are ready, and not the one that could not take the call."""
         return [
             worker
@@ -312,7 +314,7 @@ class SchedulerWorld(RuleBasedStateMachine):
     ) -> None:
         number = len(self.calls)
         due = None if deadline is None else self.now + deadline
-        request = CallRecord(
+        request = CallState(
             number,
             priority,
             label,
@@ -332,22 +334,22 @@ class SchedulerWorld(RuleBasedStateMachine):
     @rule(data=st.data())
     def become_ready(self, data: st.DataObject) -> None:
         worker = data.draw(st.sampled_from([w for w, p in self.processes.items() if not p.open]))
-        lacks = data.draw(st.sets(st.sampled_from(OPERATORS[1:])))
+        unavailable = data.draw(st.sets(st.sampled_from(OPERATORS[1:])))
         mode = data.draw(st.sampled_from([None, None, False, True]))
-        self._ready(worker, data.draw(st.integers(0, 8)) * 512, frozenset(lacks), mode)
+        self._ready(worker, data.draw(st.integers(0, 8)) * 512, frozenset(unavailable), mode)
 
     def _ready(
         self,
         worker: int,
         memory: int = DEVICE,
-        lacks: frozenset[str] = frozenset(),
+        unavailable: frozenset[str] = frozenset(),
         mode: bool | None = None,
     ) -> None:
         process = self.processes[worker]
         process.open = True
         if not process.told_to_end:
-            process.lacks, process.mode = lacks, mode
-        reasons = dict.fromkeys(lacks, "its first try failed")
+            process.unavailable, process.mode = unavailable, mode
+        reasons = dict.fromkeys(unavailable, "its first try failed")
         # A device may have less than the last time: somebody else may use it.
         process.memory = memory if self.own else None
         self.obey(
@@ -355,11 +357,11 @@ class SchedulerWorld(RuleBasedStateMachine):
                 worker,
                 process.incarnation,
                 self.now,
-                self.one_mode and mode is None,
-                process.memory,
-                reasons,
-                mode,
-                "it reads the option once" if mode is False else "",
+                one_mode=self.one_mode and mode is None,
+                memory_bytes=process.memory,
+                unavailable=reasons,
+                deterministic=mode,
+                no_determinism="it reads the option once" if mode is False else "",
             )
         )
 
@@ -406,7 +408,7 @@ class SchedulerWorld(RuleBasedStateMachine):
         return [number for number, call in self.calls.items() if call.running and number not in named]
 
     @precondition(lambda self: self._answerable())
-    @rule(data=st.data(), reason=st.sampled_from(["", "", "INTERNAL", *sorted(ELSEWHERE)]))
+    @rule(data=st.data(), reason=st.sampled_from(["", "", "INTERNAL", *sorted(EXHAUSTION_REASONS)]))
     def answer(self, data: st.DataObject, reason: str) -> None:
         self._answer(data.draw(st.sampled_from(self._answerable())), reason)
 
@@ -420,27 +422,33 @@ class SchedulerWorld(RuleBasedStateMachine):
         before = call.redirected
         self.obey(
             self.scheduler.answered(
-                start.worker, start.incarnation, number, not reason, self.now, told, reason
+                start.worker,
+                start.incarnation,
+                number,
+                not reason,
+                self.now,
+                workspace_bytes=told,
+                reason=reason,
             )
         )
         assert call.redirected - before == goes_on
         worker = self.scheduler.workers[start.worker]
         final = call.refusal is not None and call.refusal.final
-        if not reason or (reason in ELSEWHERE and not final):
-            assert worker.short == bool(reason)
+        if not reason or (reason in EXHAUSTION_REASONS and not final):
+            assert worker.exhausted == bool(reason)
 
     def _goes_elsewhere(self, call: Call, reason: str) -> bool:
         """Whether only the device stands in the way of a call and another is ready; notes the device."""
         final = call.refusal is not None and call.refusal.final
         wanted = not call.answers and not call.cancelled and not call.suspect and call.tries < ATTEMPTS
-        if reason not in ELSEWHERE or final or not wanted or call.declined is not None:
+        if reason not in EXHAUSTION_REASONS or final or not wanted or call.declined is not None:
             return False
         start = call.starts[-1]
         call.declined = (start.worker, start.incarnation)
         others = self._others(call, [w for w in self.scheduler.workers if self._has(w, call)])
         return bool(others)
 
-    def _has(self, worker: WorkerRecord, call: Call) -> bool:
+    def _has(self, worker: WorkerState, call: Call) -> bool:
         process = self.processes.get(worker.index)
         return process is not None and not process.refuses(call)
 
@@ -474,21 +482,26 @@ class SchedulerWorld(RuleBasedStateMachine):
         self.obey(self.scheduler.lost(worker, process.incarnation, "signal 9", self.now))
 
     @precondition(lambda self: any(not p.told_to_end for p in self.processes.values()))
-    @rule(data=st.data(), comeback=st.sampled_from(Comeback), retry=st.booleans(), blameless=st.booleans())
-    def complain(self, data: st.DataObject, comeback: Comeback, retry: bool, blameless: bool) -> None:
+    @rule(
+        data=st.data(),
+        restart_policy=st.sampled_from(RestartPolicy),
+        retry=st.booleans(),
+        exempt=st.booleans(),
+    )
+    def complain(self, data: st.DataObject, restart_policy: RestartPolicy, retry: bool, exempt: bool) -> None:
         """A process says that its device failed, under one of its calls or while it was being opened."""
         worker = data.draw(st.sampled_from([w for w, p in self.processes.items() if not p.told_to_end]))
         process, call, code = self.processes[worker], None, None
         if process.open:
             running = [n for n, c in self.calls.items() if c.running and c.starts[-1].worker == worker]
             call, code = (data.draw(st.sampled_from(running)), 507015) if running else (None, None)
-        failure = Failure("words", comeback, call, code, retry, blameless)
+        failure = Failure("words", restart_policy, call, code, retry, exempt)
         self.obey(self.scheduler.failing(worker, process.incarnation, failure, self.now))
         if call is not None:
             self.calls[call].suspect = True
         assert not process.open or process.told_to_end, "a device that failed stays in the pool"
         process.told_to_end, process.named = True, call
-        if comeback is Comeback.NEVER:
+        if restart_policy is RestartPolicy.NEVER:
             self.damaged.add(worker)
 
     @precondition(lambda self: self.calls)
@@ -540,9 +553,9 @@ class SchedulerWorld(RuleBasedStateMachine):
     def a_device_is_given_up_for_damage_only_and_otherwise_tried_before_long(self) -> None:
         if hasattr(self, "scheduler") and self.scheduler.workers[0].incarnation:
             for worker in self.scheduler.workers:
-                assert not worker.gone or worker.index in self.damaged
+                assert not worker.damaged or worker.index in self.damaged
                 assert worker.alive == (worker.index in self.processes)
-                if not worker.gone and not worker.alive:
+                if not worker.damaged and not worker.alive:
                     assert worker.alarm is not None, "nobody tries it again"
                     assert worker.alarm <= self.now + SLOWEST_S
 
@@ -567,9 +580,9 @@ class SchedulerWorld(RuleBasedStateMachine):
     @invariant()
     def what_is_kept_of_the_devices_is_so(self) -> None:
         if hasattr(self, "scheduler"):
-            offers, workers = self.scheduler.offers, self.scheduler.workers
-            for kind, offer in offers.items():
-                assert offer == offers.fresh(*kind)
+            eligibility, workers = self.scheduler.eligibility, self.scheduler.workers
+            for kind, found in eligibility.items():
+                assert found == eligibility.fresh(*kind)
             assert self.scheduler.all_down == all(worker.state is DeviceState.DOWN for worker in workers)
             assert self.scheduler.running == sum(len(worker.running) for worker in workers)
 
@@ -597,7 +610,9 @@ class SchedulerWorld(RuleBasedStateMachine):
     def _recover(self) -> None:
         """Once nothing goes wrong any more, every device that is not damaged is back before long."""
         end = self.now + SLOWEST_S
-        while not all(worker.gone or worker.state is DeviceState.READY for worker in self.scheduler.workers):
+        while not all(
+            worker.damaged or worker.state is DeviceState.READY for worker in self.scheduler.workers
+        ):
             self._calm_down()
             if all(process.open for process in self.processes.values()):
                 self.now = max(self.now, self.scheduler.next_alarm() or self.now)

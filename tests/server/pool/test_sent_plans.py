@@ -76,17 +76,17 @@ def test_a_number_that_the_process_lacks_is_given_to_no_later_call(told: list[Fo
     sent.end(1)
     sent.begin(2, one)
     sent.begin(3, one)
-    assert sent.lacks(2)
-    assert not sent.lacks(2)  # it has no number any more
-    assert not sent.lacks(1)
+    assert sent.missed(2)
+    assert not sent.missed(2)  # it has no number any more
+    assert not sent.missed(1)
     assert sent.begin(4, one) == (1, False)
-    assert sent.lacks(3)
+    assert sent.missed(3)
     assert sent.begin(5, one) == (1, True)
     assert told == []
 
 
 events = st.lists(
-    st.tuples(st.sampled_from(["begin", "begin", "begin", "end", "lacks"]), st.integers(0, 5)), max_size=60
+    st.tuples(st.sampled_from(["begin", "begin", "begin", "end", "missed"]), st.integers(0, 5)), max_size=60
 )
 
 
@@ -121,7 +121,7 @@ def test_a_process_that_does_as_it_is_told_has_every_plan_that_is_named(
             if event == "end":
                 sent.end(ended)
             else:
-                assert sent.lacks(ended)
+                assert sent.missed(ended)
                 kept.pop(sent_as[ended], None)
         assert len(kept.keys() - running.values()) <= most
     for call in list(running):

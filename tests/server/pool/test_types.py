@@ -6,7 +6,7 @@ from typing import Any
 
 from npugrad.call import CallOptions
 from npugrad_server.pool import CallPlan, PlannedCall
-from npugrad_server.pool.demand import demand_of
+from npugrad_server.pool.admission import demand_of
 
 OPTIONS = CallOptions(deterministic=True, priority=7, label="x", verify=True)
 

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from npugrad.registry import REGISTRY
-from npugrad_server.rpc.tracing import MAX_HEADER_CHARACTERS, Tracing, caller_context, resource
+from npugrad_server.rpc.tracing import MAX_HEADER_CHARACTERS, RpcTracing, caller_context, resource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -123,11 +123,11 @@ def test_the_standard_variables_name_the_service(monkeypatch: pytest.MonkeyPatch
 
 
 class Made:
-    """A `Tracing` whose spans are kept; they are there once it is closed."""
+    """A `RpcTracing` whose spans are kept; they are there once it is closed."""
 
     def __init__(self, ratio: float, trusts_callers: bool) -> None:
         self._kept = InMemorySpanExporter()
-        self.tracing = Tracing(
+        self.tracing = RpcTracing(
             SimpleSpanProcessor(self._kept),
             resource("atlas-a2"),
             [REGISTRY.backward],

@@ -19,7 +19,7 @@ from npugrad_server.pool.regions import Region
 from npugrad_server.worker.call import WorkerCall
 from npugrad_server.worker.execute import Arenas
 from npugrad_server.worker.execute import execute as execute_talk
-from npugrad_server.worker.plans import Plan
+from npugrad_server.worker.plans import WorkerPlan
 from npugrad_server.worker.protocol import (
     AbandonCall,
     CallDeferred,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from npugrad.operator import OpRecord
     from npugrad_server.backends.base import DeviceCall
     from npugrad_server.devices import DeviceName
-    from npugrad_server.worker.protocol import Answer, Message
+    from npugrad_server.worker.protocol import CallAnswer, Message
 
 SIZE = 1 << 16
 
@@ -88,7 +88,7 @@ def nobody_is_asked(message: Message) -> None:
     raise AssertionError(f"the pool was asked {message!r}")
 
 
-def execute(backend: Recorder, arenas: Arenas, run: RunCall, stream: int) -> Answer:
+def execute(backend: Recorder, arenas: Arenas, run: RunCall, stream: int) -> CallAnswer:
     return execute_talk(backend, arenas, WorkerCall(run, nobody_is_asked), stream)
 
 
@@ -307,7 +307,7 @@ def test_zeros_beyond_all_addresses_are_a_lack_of_memory(arenas: tuple[Arenas, I
             arenas[0].zeros(beyond)
 
 
-def again(plan: Plan, **changes: Any) -> WorkerCall:
+def again(plan: WorkerPlan, **changes: Any) -> WorkerCall:
     return WorkerCall(
         RunAgain(2, 9, **{"input_offset": 0, "output_offset": 0, **changes}), nobody_is_asked, plan=plan
     )
@@ -320,7 +320,7 @@ def test_a_call_by_number_finds_its_tensors_where_it_says_and_keeps_the_rest(
     backend = Recorder(strided=strided)
     first = replace_strides(order(options=CallOptions(verify=True)), "input", (1, 2, 12))
     first = replace(first, input_offsets={name: at + 512 for name, at in first.input_offsets.items()})
-    plan = Plan(first)
+    plan = WorkerPlan(first)
     values = get_operator(first.operator).make_inputs(first.meta, np.random.default_rng(0))
     answers, results = [], []
     for talk, base in (
@@ -359,7 +359,7 @@ def test_a_call_by_number_finds_its_tensors_where_it_says_and_keeps_the_rest(
 def test_a_call_by_number_that_leaves_the_arena_is_an_error(
     arenas: tuple[Arenas, InputArena], changes: dict[str, int]
 ) -> None:
-    backend, plan = Recorder(), Plan(order())
+    backend, plan = Recorder(), WorkerPlan(order())
     failed = execute_talk(backend, arenas[0], again(plan, **changes), 0)
     assert isinstance(failed, CallFailed)
     assert (failed.reason, failed.call) == ("INTERNAL", 2)
@@ -371,7 +371,7 @@ def test_a_call_by_number_that_leaves_the_arena_is_an_error(
 def test_a_call_by_number_that_came_too_late_or_that_nobody_waits_for_reaches_no_backend(
     arenas: tuple[Arenas, InputArena],
 ) -> None:
-    backend, plan = Recorder(), Plan(order())
+    backend, plan = Recorder(), WorkerPlan(order())
     late = execute_talk(backend, arenas[0], again(plan, deadline_s=time.monotonic()), 0)
     assert isinstance(late, CallFailed)
     assert late.message == "group_norm_backward: the deadline passed before the launch"
@@ -384,7 +384,7 @@ def test_a_call_by_number_that_came_too_late_or_that_nobody_waits_for_reaches_no
 
 
 def test_a_plan_whose_operator_nobody_knows_is_an_answer_each_time(arenas: tuple[Arenas, InputArena]) -> None:
-    plan = Plan(order(operator="softmax"))
+    plan = WorkerPlan(order(operator="softmax"))
     for _ in range(2):
         failed = execute_talk(Recorder(), arenas[0], again(plan), 0)
         assert isinstance(failed, CallFailed)

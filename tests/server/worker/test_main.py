@@ -25,10 +25,10 @@ from npugrad_server.worker.packets import MAX_MESSAGE_BYTES, decode, encode
 from npugrad_server.worker.protocol import (
     AbandonCall,
     AskMemory,
+    AskWorkspace,
     CallDeferred,
     CallDone,
     CallFailed,
-    CallPlanned,
     CallUnknown,
     DeviceFailed,
     DeviceOpening,
@@ -40,9 +40,9 @@ from npugrad_server.worker.protocol import (
     OpenDevice,
     OpenFailed,
     Ping,
-    PlanCall,
     Pong,
     RunCall,
+    WorkspaceFound,
     WorkspaceGranted,
     WorkspaceRefused,
 )
@@ -185,7 +185,7 @@ def test_a_device_that_does_not_open_is_reported_before_the_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("failure", "code", "comeback", "retry", "blameless"),
+    ("failure", "code", "restart_policy", "retry", "exempt"),
     [
         ("fault", 507015, "soon", True, False),
         ("damage", 507054, "never", True, False),
@@ -193,7 +193,7 @@ def test_a_device_that_does_not_open_is_reported_before_the_end() -> None:
     ],
 )
 def test_a_worker_that_lost_its_device_says_so_and_ends(
-    failure: str, code: int, comeback: str, retry: bool, blameless: bool
+    failure: str, code: int, restart_policy: str, retry: bool, exempt: bool
 ) -> None:
     with worker(f"test:0?{failure}=x", streams=2) as one:
         assert isinstance(one.receive(), DeviceReady)
@@ -201,16 +201,16 @@ def test_a_worker_that_lost_its_device_says_so_and_ends(
         said = one.receive()
         assert isinstance(said, DeviceFailed)
         assert f"returned {code}" in said.message
-        assert (said.call, said.code, said.comeback) == (3, code, comeback)
-        assert (said.retry, said.blameless) == (retry, blameless)
+        assert (said.call, said.code, said.restart_policy) == (3, code, restart_policy)
+        assert (said.retry, said.exempt) == (retry, exempt)
         assert one.process.wait(10) == EXIT_DEVICE_LOST
         assert one.control.recv(MAX_MESSAGE_BYTES) == b""
 
 
-@pytest.mark.parametrize("comeback", ["slowly", "mended", "never"])
-def test_a_device_that_does_not_open_tells_when_to_try_again(comeback: str) -> None:
-    with worker(f"test:0?open={comeback}") as one:
-        assert one.receive() == OpenFailed("test:0: does not open, as its options ask", comeback)
+@pytest.mark.parametrize("restart_policy", ["slowly", "mended", "never"])
+def test_a_device_that_does_not_open_tells_when_to_try_again(restart_policy: str) -> None:
+    with worker(f"test:0?open={restart_policy}") as one:
+        assert one.receive() == OpenFailed("test:0: does not open, as its options ask", restart_policy)
         assert one.process.wait(10) == 1
 
 
@@ -218,8 +218,8 @@ def test_a_device_without_phases_cannot_tell_a_workspace() -> None:
     with worker("test:0") as one:
         assert isinstance(one.receive(), DeviceReady)
         run = order(4)
-        one.send(PlanCall(4, run.operator, run.meta))
-        assert one.receive() == CallPlanned(4, None)
+        one.send(AskWorkspace(4, run.operator, run.meta))
+        assert one.receive() == WorkspaceFound(4, None)
 
 
 def test_a_device_in_the_hosts_memory_has_none_of_its_own() -> None:

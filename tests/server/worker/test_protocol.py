@@ -14,10 +14,10 @@ from npugrad_server.worker.packets import MAX_MESSAGE_BYTES, decode, encode
 from npugrad_server.worker.protocol import (
     AbandonCall,
     AskMemory,
+    AskWorkspace,
     CallDeferred,
     CallDone,
     CallFailed,
-    CallPlanned,
     DeviceFailed,
     DeviceReady,
     MemoryFound,
@@ -25,8 +25,8 @@ from npugrad_server.worker.protocol import (
     NeedWorkspace,
     OpenDevice,
     OpenFailed,
-    PlanCall,
     RunCall,
+    WorkspaceFound,
     WorkspaceGranted,
     WorkspaceRefused,
 )
@@ -81,7 +81,7 @@ def test_a_call_reads_back_exactly(call: RunCall) -> None:
 @settings(deadline=None)
 @given(calls)
 def test_a_question_reads_back_exactly(call: RunCall) -> None:
-    asked = PlanCall(call.call, call.operator, call.meta)
+    asked = AskWorkspace(call.call, call.operator, call.meta)
     assert decode(encode(asked)) == asked
 
 
@@ -103,8 +103,8 @@ def test_every_double_survives(value: float) -> None:
         OpenFailed("why", "never"),
         DeviceFailed(7, "aclrtSynchronizeStreamWithTimeout returned 507015", 507015, "soon", True, False),
         CallDone(7, 0.1, 1e-9, 0.0, 2**40, "cpu-reference"),
-        CallPlanned(7, 2**40),
-        CallPlanned(7, None),
+        WorkspaceFound(7, 2**40),
+        WorkspaceFound(7, None),
         CallDeferred(7, 2**40),
         AbandonCall(2**40),
         NeedWorkspace(7, 2**40),

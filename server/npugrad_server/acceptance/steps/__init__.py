@@ -41,7 +41,7 @@ _QUICK = ("ladder", "environment", "round_trip", "operators", "soak")
 _QUICK_SOAK_S = 15.0
 
 
-class Plan(NamedTuple):
+class StepSelection(NamedTuple):
     """What an acceptance does.
 
     Attributes:
@@ -55,7 +55,7 @@ class Plan(NamedTuple):
     left_out: tuple[str, ...]
 
 
-def plan_steps(text: str, *, quick: bool, soak_s: float) -> Plan:
+def select_steps(text: str, *, quick: bool, soak_s: float) -> StepSelection:
     """What to do; a quick acceptance has the short steps, or those asked for, with less in each.
 
     Raises:
@@ -63,14 +63,14 @@ def plan_steps(text: str, *, quick: bool, soak_s: float) -> Plan:
     """
     chosen = choose(text)
     if not quick:
-        return Plan(chosen, soak_s, ())
+        return StepSelection(chosen, soak_s, ())
     if not text.strip():
         chosen = tuple(step for step in STEPS if step.key in _QUICK)
     others = ", ".join(f"{step.number} ({step.key})" for step in STEPS if step not in chosen)
     short_s = min(soak_s, _QUICK_SOAK_S)
     told = [f"--quick: steps {others}"] if others else []
     told.append(f"--quick: operands of realistic sizes, and all of the soak beyond {short_s:g} s")
-    return Plan(chosen, short_s, tuple(told))
+    return StepSelection(chosen, short_s, tuple(told))
 
 
 def choose(text: str, steps: tuple[Step, ...] = STEPS) -> tuple[Step, ...]:

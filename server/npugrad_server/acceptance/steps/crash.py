@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from npugrad.call import ExecutionInfo
-    from npugrad_server.acceptance.bench import Bench
     from npugrad_server.acceptance.extremes import LongCall
     from npugrad_server.acceptance.known import KnownJob
+    from npugrad_server.acceptance.rig import Rig
     from npugrad_server.acceptance.step import StepLog
     from npugrad_server.acceptance.supervised import Outputs, SupervisedDevice
 
@@ -34,17 +34,17 @@ _ANSWER_S = 60.0
 """Seconds that every call has for its answer beyond what replacing a worker may take."""
 
 
-def run(bench: Bench, out: StepLog) -> None:
+def run(rig: Rig, out: StepLog) -> None:
     """Kills the worker twice: where calls may be run again, and where they may not."""
-    long = find_long_call(bench, out, _TARGET_S, _LEAST_S)
+    long = find_long_call(rig, out, _TARGET_S, _LEAST_S)
     small = [
-        known(record.name, make_job(record, next(bench.samples(record)).call)) for record in bench.operators
+        known(record.name, make_job(record, next(rig.samples(record)).call)) for record in rig.operators
     ]
-    with bench.pool() as device:
+    with rig.pool() as device:
         _killed_and_run_again(device, out, long, small)
-    with bench.pool(max_attempts=1) as device:
+    with rig.pool(max_attempts=1) as device:
         _killed_and_told(device, out, long, small)
-    bench.start()
+    rig.start()
 
 
 def _killed_and_run_again(

@@ -18,9 +18,9 @@ from npugrad_server.worker.protocol import CallDone, CallFailed
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from npugrad_server.acceptance.bench import Bench
     from npugrad_server.acceptance.job import Job, Ran
     from npugrad_server.acceptance.report import Cell
+    from npugrad_server.acceptance.rig import Rig
     from npugrad_server.acceptance.step import StepLog
 
 REPEATS = 10
@@ -66,44 +66,44 @@ _Found = Mapping[tuple[str, bool], _Repeated]
 """By name of the call, and whether it was run with the option."""
 
 
-def run(bench: Bench, out: StepLog) -> None:
+def run(rig: Rig, out: StepLog) -> None:
     """Each operator and type: off, then on in a process; on, then off in another; and in turns."""
-    bench.restart()
-    jobs = dict(_jobs(bench))
-    able = {name for name, job in jobs.items() if not bench.why_not_deterministic(job.record, job.call)}
+    rig.restart()
+    jobs = dict(_jobs(rig))
+    able = {name for name, job in jobs.items() if not rig.why_not_deterministic(job.record, job.call)}
     out.progress(0, 3, "off, then on")
-    if bench.ready.no_determinism:
-        out.note(f"A worker keeps one mode here, so each mode has its own: {bench.ready.no_determinism}.")
-    found = _gone_through(bench, jobs, able, _FIRST)
-    _check_refused(bench, out, jobs, able)
+    if rig.ready.no_determinism:
+        out.note(f"A worker keeps one mode here, so each mode has its own: {rig.ready.no_determinism}.")
+    found = _gone_through(rig, jobs, able, _FIRST)
+    _check_refused(rig, out, jobs, able)
     out.progress(1, 3, "on, then off, in another process")
-    bench.restart()
-    again = _gone_through(bench, jobs, able, _SECOND)
+    rig.restart()
+    again = _gone_through(rig, jobs, able, _SECOND)
     out.progress(2, 3, "in turns")
     for name, job in jobs.items():
         free = found[name, False].failure
         out.check(f"{name}: option off", not free, "a result each time", free or "a result")
         if name in able:
             _check_fixed(out, name, found, again)
-            _check_turns(bench, out, job, (name, found))
+            _check_turns(rig, out, job, (name, found))
             _check_values(out, name, found)
     columns = ("call", "different results, on", "different results, off", "first result, on and off")
     rows = [_row(name, found) for name in jobs]
     out.table(f"{REPEATS} repeats with the deterministic option on and off", columns, rows)
 
 
-def _gone_through(bench: Bench, jobs: Mapping[str, Job], able: Set[str], how: _Round) -> _Found:
+def _gone_through(rig: Rig, jobs: Mapping[str, Job], able: Set[str], how: _Round) -> _Found:
     """Runs every call in both modes: one after the other in one process, or each mode in its own."""
     found: dict[tuple[str, bool], _Repeated] = {}
-    stages = [(wanted,) for wanted in how.order] if bench.ready.no_determinism else [how.order]
+    stages = [(wanted,) for wanted in how.order] if rig.ready.no_determinism else [how.order]
     for modes in stages:
-        with bench.deterministic() if modes == (True,) else nullcontext():
+        with rig.deterministic() if modes == (True,) else nullcontext():
             for name, job in jobs.items():
                 right = known(name, job) if how.values and name in able else None
                 for wanted in modes:
                     if name in able or not wanted:
                         one = replace(job, options=CallOptions(deterministic=wanted))
-                        runs = bench.run_many(one for _ in range(how.repeats))
+                        runs = rig.run_many(one for _ in range(how.repeats))
                         wrong = right.complaint(runs[0]) if right is not None else ""
                         found[name, wanted] = replace(_judged(runs), wrong=wrong)
     return found
@@ -126,13 +126,13 @@ def _check_fixed(out: StepLog, name: str, found: _Found, again: _Found) -> None:
     )
 
 
-def _check_turns(bench: Bench, out: StepLog, job: Job, of: tuple[str, _Found]) -> None:
+def _check_turns(rig: Rig, out: StepLog, job: Job, of: tuple[str, _Found]) -> None:
     """With the option, each after one without; where no worker does both there is nothing to ask."""
-    if bench.ready.no_determinism:
+    if rig.ready.no_determinism:
         return
     name, found = of
     jobs = [replace(job, options=CallOptions(deterministic=wanted)) for wanted in (False, True)]
-    mixed = _judged([bench.run_job(one) for _ in range(REPEATS // 2) for one in jobs][1::2])
+    mixed = _judged([rig.run_job(one) for _ in range(REPEATS // 2) for one in jobs][1::2])
     same = not mixed.failure and mixed.distinct == 1 and mixed.bits == found[name, True].bits
     out.check(
         f"{name}: option on and off in turns",
@@ -150,11 +150,11 @@ def _check_values(out: StepLog, name: str, found: _Found) -> None:
         )
 
 
-def _check_refused(bench: Bench, out: StepLog, jobs: Mapping[str, Job], able: Set[str]) -> None:
+def _check_refused(rig: Rig, out: StepLog, jobs: Mapping[str, Job], able: Set[str]) -> None:
     """A worker refuses what it cannot honour, for want of such kernels or as it keeps the other mode."""
     for name, job in jobs.items():
-        if name not in able or bench.ready.no_determinism:
-            answer = bench.run_job(replace(job, options=CallOptions(deterministic=True))).answer
+        if name not in able or rig.ready.no_determinism:
+            answer = rig.run_job(replace(job, options=CallOptions(deterministic=True))).answer
             reason = answer.reason if isinstance(answer, CallFailed) else type(answer).__name__
             refused = reason == "DETERMINISM_UNSUPPORTED"
             title = "refused by a worker without it" if name in able else "option on"
@@ -169,10 +169,10 @@ def _row(name: str, found: _Found) -> tuple[Cell, ...]:
     return name, fixed.distinct, free.distinct, agreement
 
 
-def _jobs(bench: Bench) -> Iterator[tuple[str, Job]]:
+def _jobs(rig: Rig) -> Iterator[tuple[str, Job]]:
     """Large calls, because small ones may have nothing to sum in another order."""
-    settings = bench.settings
-    for record in bench.operators:
+    settings = rig.settings
+    for record in rig.operators:
         for workload in record.workloads.accepted[:1]:
             for dtype in float_dtypes(record, settings.product):
                 call = build(record, workload, settings.simulated, dtype=dtype, product=settings.product)

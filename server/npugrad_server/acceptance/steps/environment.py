@@ -12,30 +12,30 @@ from npugrad.products import product_from_soc
 from npugrad_server.acceptance.step import Step
 
 if TYPE_CHECKING:
-    from npugrad_server.acceptance.bench import Bench
     from npugrad_server.acceptance.report import Cell
+    from npugrad_server.acceptance.rig import Rig
     from npugrad_server.acceptance.step import StepLog
 
 _ALLOWED = re.compile(r"lib(opapi(_\w+)?|aclnn_\w+)\.so(\.\d+)*")
 """Libraries the operators may come from. Not ``libcust_opapi``: add-ons there take other layouts."""
 
 
-def run(bench: Bench, out: StepLog) -> None:
+def run(rig: Rig, out: StepLog) -> None:
     """Looks without the device first, because a device that does not open hides what is missing."""
     out.progress(0, 2, "looking for CANN, torch_npu and their functions")
-    with bench.trial("surroundings") as trial:
+    with rig.trial("surroundings") as trial:
         found = trial.run({})
     out.check(
         "CANN and torch_npu are usable", not found["problems"], "no problem", _or_none(found["problems"])
     )
-    _versions(bench, out, found)
-    _chip(bench, out, found)
+    _versions(rig, out, found)
+    _chip(rig, out, found)
     excused = _functions(out, found)
     out.progress(1, 2, "opening the device")
-    _device(bench, out, excused)
+    _device(rig, out, excused)
 
 
-def _versions(bench: Bench, out: StepLog, found: Any) -> None:
+def _versions(rig: Rig, out: StepLog, found: Any) -> None:
     rows = [
         *found["packages"].items(),
         ("CANN", found.get("cann") or "of unknown version"),
@@ -48,7 +48,7 @@ def _versions(bench: Bench, out: StepLog, found: Any) -> None:
     out.table("Versions and places", ("what", "found"), rows)
     if not any("driver" in path for path in found["installed"]):
         out.note("The driver's version is not written down where its installer puts it.")
-    if not found["device_nodes"] and not bench.settings.simulated:
+    if not found["device_nodes"] and not rig.settings.simulated:
         out.note("No device node /dev/davinci* is visible, though CANN finds devices.")
 
 
@@ -61,8 +61,8 @@ def _distribution() -> str:
     return names[0] if names else "distribution unknown"
 
 
-def _chip(bench: Bench, out: StepLog, found: Any) -> None:
-    soc, product = found.get("soc", ""), bench.settings.product
+def _chip(rig: Rig, out: StepLog, found: Any) -> None:
+    soc, product = found.get("soc", ""), rig.settings.product
     if soc:  # before a device is set CANN need not know it
         out.check("the chip is one of the product", product_from_soc(soc) is product, product, soc)
 
@@ -100,9 +100,9 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
-def _device(bench: Bench, out: StepLog, excused: set[str]) -> None:
-    seconds = bench.restart()
-    ready, settings = bench.ready, bench.settings
+def _device(rig: Rig, out: StepLog, excused: set[str]) -> None:
+    seconds = rig.restart()
+    ready, settings = rig.ready, rig.settings
     out.check("the device opens", True, "a worker that answers", f"{ready.description} in {seconds:.1f} s")
     out.check(
         "the worker finds CANN simulated, or not",
@@ -110,7 +110,7 @@ def _device(bench: Bench, out: StepLog, excused: set[str]) -> None:
         settings.simulated,
         ready.simulated,
     )
-    for record in bench.offered:
+    for record in rig.offered:
         if record.name in excused:
             continue
         reason = ready.unavailable.get(record.name, "")

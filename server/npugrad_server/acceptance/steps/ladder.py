@@ -9,7 +9,7 @@ from npugrad_server.acceptance.trial import TrialFailed
 from npugrad_server.backends.npu.trials.ladder import LEFT_OUT
 
 if TYPE_CHECKING:
-    from npugrad_server.acceptance.bench import Bench
+    from npugrad_server.acceptance.rig import Rig
     from npugrad_server.acceptance.step import StepLog
 
 _OPERATOR = "run "
@@ -18,14 +18,14 @@ _MARGIN_S = 30.0
 _MOST_RUNGS = 20
 
 
-def run(bench: Bench, out: StepLog) -> None:
+def run(rig: Rig, out: StepLog) -> None:
     """Climbs in a process of its own, and reports how far it came, whatever became of the process."""
-    limit_s = bench.settings.rung_limit_s
+    limit_s = rig.settings.rung_limit_s
     out.progress(0, 1, "the device without torch")
-    with bench.trial("ladder") as trial:
+    with rig.trial("ladder") as trial:
         ended = "the process ended"
         try:
-            order = {"device": bench.settings.index, "limit_s": limit_s}
+            order = {"device": rig.settings.index, "limit_s": limit_s}
             trial.run(order, timeout_s=_MOST_RUNGS * limit_s + _MARGIN_S)
         except TrialFailed as failure:
             ended = str(failure)

@@ -16,11 +16,11 @@ from npugrad_server.worker.protocol import CallDone, CallFailed, DeviceFailed
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from npugrad_server.acceptance.bench import Bench
     from npugrad_server.acceptance.report import Cell
+    from npugrad_server.acceptance.rig import Rig
     from npugrad_server.acceptance.step import StepLog
 
-    Answer = CallDone | CallFailed | DeviceFailed
+    RunAnswer = CallDone | CallFailed | DeviceFailed
 
 _MIB = 2**20
 _FIRST_SHARE = 16
@@ -34,19 +34,19 @@ _MARGIN_BYTES = 16 * _MIB
 _LIMIT_S = 120.0
 
 
-def run(bench: Bench, out: StepLog) -> None:
+def run(rig: Rig, out: StepLog) -> None:
     """Grows a call until the device has no memory for it, then looks what that left behind."""
-    needs_operator(bench)
-    pid, first = bench.pid, bench.memory(give_back=True)
+    needs_operator(rig)
+    pid, first = rig.pid, rig.memory(give_back=True)
     if first.free_bytes is None or first.total_bytes is None:
         raise StepSkipped("the device has no memory of its own")
-    _check_small_calls(bench, out, "before")  # they load their kernels, which stay
+    _check_small_calls(rig, out, "before")  # they load their kernels, which stay
     start_bytes = min(MOST_BYTES, max(HUGE.unit_bytes, first.free_bytes // _FIRST_SHARE))
-    out.check("a call with room for it is answered", *_answered(_ask(bench, start_bytes)))
-    before = bench.memory(give_back=True)
-    refused_bytes = _grow(bench, out, start_bytes, first.total_bytes)
+    out.check("a call with room for it is answered", *_answered(_ask(rig, start_bytes)))
+    before = rig.memory(give_back=True)
+    refused_bytes = _grow(rig, out, start_bytes, first.total_bytes)
     if refused_bytes is not None:
-        refusals = [_ask(bench, refused_bytes) for _ in range(_REPEATS - 1)]
+        refusals = [_ask(rig, refused_bytes) for _ in range(_REPEATS - 1)]
         wrong = [words(answer) for answer in refusals if not _is_refusal(answer)]
         out.check(
             "it is refused every time",
@@ -54,29 +54,29 @@ def run(bench: Bench, out: StepLog) -> None:
             f"DEVICE_OUT_OF_MEMORY {_REPEATS} times",
             wrong[0] if wrong else f"DEVICE_OUT_OF_MEMORY {_REPEATS} times",
         )
-    alive = bench.alive and bench.pid == pid
+    alive = rig.alive and rig.pid == pid
     out.check(
         "the worker lives on",
         alive,
         f"process {pid}",
-        f"process {bench.pid}" if bench.alive else "the worker ended",
+        f"process {rig.pid}" if rig.alive else "the worker ended",
     )
     if not alive:
         return
-    _check_small_calls(bench, out, "after")
-    after = bench.memory(give_back=True)
+    _check_small_calls(rig, out, "after")
+    after = rig.memory(give_back=True)
     _check_memory(out, before.free_bytes or 0, after.free_bytes or 0)
 
 
-def _grow(bench: Bench, out: StepLog, start_bytes: int, total_bytes: int) -> int | None:
+def _grow(rig: Rig, out: StepLog, start_bytes: int, total_bytes: int) -> int | None:
     """Grows a call until the device refuses it; the bytes it needed then."""
     rows: list[tuple[Cell, ...]] = []
-    answer: Answer | None = None
+    answer: RunAnswer | None = None
     nbytes = 0
     for nbytes in needs(start_bytes, total_bytes):
         out.progress(len(rows), len(rows) + 1, f"a call that needs {nbytes / _MIB:,.0f} MiB of the device")
         start = time.monotonic()
-        answer = _ask(bench, nbytes)
+        answer = _ask(rig, nbytes)
         rows.append((nbytes / _MIB, time.monotonic() - start, words(answer)))
         if not isinstance(answer, CallDone):
             break
@@ -101,25 +101,25 @@ def needs(start_bytes: int, total_bytes: int) -> Iterator[int]:
     yield nbytes
 
 
-def _ask(bench: Bench, nbytes: int) -> Answer:
-    job = large_call(bench.settings.product, nbytes)
-    return bench.run_job(replace(job, deadline_s=time.monotonic() + _LIMIT_S)).answer
+def _ask(rig: Rig, nbytes: int) -> RunAnswer:
+    job = large_call(rig.settings.product, nbytes)
+    return rig.run_job(replace(job, deadline_s=time.monotonic() + _LIMIT_S)).answer
 
 
-def _answered(answer: Answer) -> tuple[bool, str, str]:
+def _answered(answer: RunAnswer) -> tuple[bool, str, str]:
     return isinstance(answer, CallDone), "a result", words(answer)
 
 
-def _is_refusal(answer: Answer | None) -> bool:
+def _is_refusal(answer: RunAnswer | None) -> bool:
     if not isinstance(answer, CallFailed) or answer.reason != "DEVICE_OUT_OF_MEMORY":
         return False
     return fault_of(int(answer.metadata.get("code", "0"))).action is Action.OUT_OF_MEMORY
 
 
-def _check_small_calls(bench: Bench, out: StepLog, when: str) -> None:
-    for record in bench.operators:
-        job = known(record.name, make_job(record, next(bench.samples(record)).call))
-        ran = bench.run_job(job.job)
+def _check_small_calls(rig: Rig, out: StepLog, when: str) -> None:
+    for record in rig.operators:
+        job = known(record.name, make_job(record, next(rig.samples(record)).call))
+        ran = rig.run_job(job.job)
         complaint = job.complaint(ran)
         if complaint:
             out.keep_call(f"{when}: {record.name}", job.job, ran)

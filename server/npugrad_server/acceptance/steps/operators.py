@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from npugrad.operator import OpRecord
-    from npugrad_server.acceptance.bench import Bench
     from npugrad_server.acceptance.job import Job
+    from npugrad_server.acceptance.rig import Rig
     from npugrad_server.acceptance.step import StepLog
 
 
@@ -29,22 +29,22 @@ _AT_ONCE = 16
 """Small calls whose data are held at once."""
 
 
-def run(bench: Bench, out: StepLog) -> None:
+def run(rig: Rig, out: StepLog) -> None:
     """Numbers first, then layouts, probes, and other ways of making the same call."""
     accuracy = Accuracy()
-    for record in bench.operators:
-        _small(bench, out, record, accuracy)
-        if not bench.settings.quick:
-            _realistic(bench, out, record, accuracy)
-        with bench.deterministic():
-            _strided(bench, out, record)
+    for record in rig.operators:
+        _small(rig, out, record, accuracy)
+        if not rig.settings.quick:
+            _realistic(rig, out, record, accuracy)
+        with rig.deterministic():
+            _strided(rig, out, record)
     out.table("Errors against the float64 reference", COLUMNS, accuracy.rows())
-    check_probes(bench, out)
-    check_peers(bench, out)
-    if bench.settings.simulated:
+    check_probes(rig, out)
+    check_peers(rig, out)
+    if rig.settings.simulated:
         factors = [
             f"{record.name} {workload.name} {factor(record, workload):.0f} times"
-            for record in bench.operators
+            for record in rig.operators
             for workload in record.workloads.accepted
         ]
         out.note(
@@ -53,37 +53,37 @@ def run(bench: Bench, out: StepLog) -> None:
         )
 
 
-def _small(bench: Bench, out: StepLog, record: OpRecord, accuracy: Accuracy) -> None:
-    calls = list(small_calls(record, bench.settings.product, bench.settings.simulated))
+def _small(rig: Rig, out: StepLog, record: OpRecord, accuracy: Accuracy) -> None:
+    calls = list(small_calls(record, rig.settings.product, rig.settings.simulated))
     for start in range(0, len(calls), _AT_ONCE):
         some = calls[start : start + _AT_ONCE]
         out.progress(start, len(calls), f"{record.name}: {some[0].name}")
         jobs = [make_job(record, small.call, start + seed) for seed, small in enumerate(some)]
-        for small, job, ran in zip(some, jobs, bench.run_many(jobs), strict=True):
+        for small, job, ran in zip(some, jobs, rig.run_many(jobs), strict=True):
             accuracy.check(out, f"{record.name}: {small.name}", "small", str(small.dtype), job, ran)
 
 
-def _realistic(bench: Bench, out: StepLog, record: OpRecord, accuracy: Accuracy) -> None:
-    calls = list(realistic_calls(record, bench.settings.product, bench.settings.simulated))
+def _realistic(rig: Rig, out: StepLog, record: OpRecord, accuracy: Accuracy) -> None:
+    calls = list(realistic_calls(record, rig.settings.product, rig.settings.simulated))
     for done, (size, dtype, call) in enumerate(calls):
         out.progress(done, len(calls), f"{record.name}: {size.name} {dtype}")
         job = make_job(record, call, seed=done)
         name = f"{record.name}: {dtype} {size.name}"
-        accuracy.check(out, name, size.name, str(dtype), job, bench.run_job(job))
+        accuracy.check(out, name, size.name, str(dtype), job, rig.run_job(job))
 
 
-def _strided(bench: Bench, out: StepLog, record: OpRecord) -> None:
+def _strided(rig: Rig, out: StepLog, record: OpRecord) -> None:
     """Operands with their axes the other way round in memory, one by one and all at once."""
-    product = bench.settings.product
+    product = rig.settings.product
     out.progress(0, 1, f"{record.name}: strided operands")
     call = record.build(dtype=float_dtypes(record, product)[0], product=product)
-    deterministic = not bench.why_not_deterministic(record, call)
+    deterministic = not rig.why_not_deterministic(record, call)
     plain = replace(make_job(record, call), options=CallOptions(deterministic=deterministic))
-    golden = bench.run_job(plain)
+    golden = rig.run_job(plain)
     if not Accuracy().check(out, f"{record.name}: contiguous operands", "strided", "", plain, golden):
         return
     for names in _chosen(record, call.inputs):
-        ran = bench.run_job(_turned(plain, names))
+        ran = rig.run_job(_turned(plain, names))
         title = f"{record.name}: strided {', '.join(names)}"
         if not isinstance(ran.answer, CallDone):
             out.check(title, False, "a result", ran.answer.message)

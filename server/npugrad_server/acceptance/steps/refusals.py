@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 from npugrad_server.acceptance.illegal import as_handed_down, illegal_calls
 from npugrad_server.acceptance.step import Step
 from npugrad_server.acceptance.trial import TrialFailed
-from npugrad_server.worker.protocol import CallFailed, CallPlanned
+from npugrad_server.worker.protocol import CallFailed, WorkspaceFound
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from npugrad.meta import CallMeta
     from npugrad.operator import Constraint, OpRecord
-    from npugrad_server.acceptance.bench import Bench
     from npugrad_server.acceptance.illegal import IllegalCall
     from npugrad_server.acceptance.report import Cell
+    from npugrad_server.acceptance.rig import Rig
     from npugrad_server.acceptance.step import StepLog
-    from npugrad_server.backends.npu.trials.exchange import Case
+    from npugrad_server.backends.npu.trials.exchange import RawCall
 
 _MOST_DEATHS = 10
 """Processes that first phases may take down before the step gives up."""
@@ -55,20 +55,20 @@ class _Question:
         return [self.constraint.vendor_status(call.call) for call in self.calls]
 
 
-def run(bench: Bench, out: StepLog) -> None:
+def run(rig: Rig, out: StepLog) -> None:
     """Asks a worker first, then the first phases themselves: one process at a time holds the device."""
-    product = bench.settings.product
+    product = rig.settings.product
     questions = [
         _Question(record, constraint, tuple(illegal_calls(record, product, constraint)))
-        for record in bench.operators
+        for record in rig.operators
         for constraint in record.constraints
         if constraint.applies(product)
     ]
-    samples = [(record, sample) for record in bench.operators for sample in bench.samples(record)]
+    samples = [(record, sample) for record in rig.operators for sample in rig.samples(record)]
     for done, question in enumerate(questions):
         out.progress(done, len(questions), f"a worker: {question.record.name}: {question.constraint.id}")
         question.by_worker = [
-            _worker_code(bench, question.record, call.call) if call.by_worker else None
+            _worker_code(rig, question.record, call.call) if call.by_worker else None
             for call in question.calls
         ]
     legal = [as_handed_down(record, sample.call, sample.call) for record, sample in samples]
@@ -76,7 +76,7 @@ def run(bench: Bench, out: StepLog) -> None:
     out.progress(
         0, 1, f"first phases: {len(legal)} legal calls, {len(illegal)} that break one constraint each"
     )
-    answers = iter(_codes(bench, legal + illegal))
+    answers = iter(_codes(rig, legal + illegal))
     # Legal ones first: codes of others mean something only where these are accepted.
     for record, sample in samples:
         answer = next(answers)
@@ -88,24 +88,24 @@ def run(bench: Bench, out: StepLog) -> None:
         _compare_worker(out, name, [question for question in questions if question.record.name == name])
 
 
-def _worker_code(bench: Bench, record: OpRecord, call: CallMeta) -> int | str:
-    answer = bench.plan(record, call)
-    if isinstance(answer, CallPlanned):
+def _worker_code(rig: Rig, record: OpRecord, call: CallMeta) -> int | str:
+    answer = rig.plan(record, call)
+    if isinstance(answer, WorkspaceFound):
         return 0
     if isinstance(answer, CallFailed) and "code" in answer.metadata:
         return int(answer.metadata["code"])
     return answer.message
 
 
-def _codes(bench: Bench, cases: Sequence[Case]) -> list[dict[str, Any]]:
+def _codes(rig: Rig, cases: Sequence[RawCall]) -> list[dict[str, Any]]:
     """What the first phase returns for each case; a case that takes the process down has no code."""
     answers: list[dict[str, Any]] = []
     deaths = 0
-    with bench.trial("phases") as trial:
+    with rig.trial("phases") as trial:
         while len(answers) < len(cases):
             left = [case.to_json() for case in cases[len(answers) :]]
             try:
-                trial.run({"device": bench.settings.index, "launch": False, "cases": left})
+                trial.run({"device": rig.settings.index, "launch": False, "cases": left})
                 answers += trial.lines
             except TrialFailed as error:
                 deaths += 1

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from npugrad_server.acceptance.step import Step
 
 if TYPE_CHECKING:
-    from npugrad_server.acceptance.bench import Bench
+    from npugrad_server.acceptance.rig import Rig
     from npugrad_server.acceptance.step import StepLog
 
 _PAGE = 4096
@@ -31,17 +31,17 @@ def sizes(staging_bytes: int) -> list[int]:
     return [*found, 12345]
 
 
-def run(bench: Bench, out: StepLog) -> None:
+def run(rig: Rig, out: StepLog) -> None:
     """Copies, compares, and tells how fast it went."""
-    staging = _SIMULATED_STAGING_BYTES if bench.settings.simulated else _STAGING_BYTES
+    staging = _SIMULATED_STAGING_BYTES if rig.settings.simulated else _STAGING_BYTES
     order = {
-        "device": bench.settings.index,
+        "device": rig.settings.index,
         "staging_bytes": staging,
         "sizes": sizes(staging),
         "concurrent_bytes": staging + 1,
     }
     out.progress(0, 1, f"{len(sizes(staging))} sizes to the device and back")
-    with bench.trial("copies") as trial:
+    with rig.trial("copies") as trial:
         found = trial.run(order)
     for entry in found:
         out.check(

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from npugrad.meta import CallMeta
     from npugrad.operator import OpRecord
-    from npugrad_server.acceptance.bench import Bench
     from npugrad_server.acceptance.job import Ran
     from npugrad_server.acceptance.known import KnownJob
+    from npugrad_server.acceptance.rig import Rig
     from npugrad_server.acceptance.step import StepLog
 
 _MIB = 2**20
@@ -52,7 +52,7 @@ _MOST_WRONG = 5
 
 
 @dataclass(frozen=True)
-class Sample:
+class SoakSample:
     """How things stood at one moment.
 
     Attributes:
@@ -69,7 +69,7 @@ class Sample:
 
 
 @dataclass
-class Tally:
+class SoakTally:
     """What came of the calls.
 
     Attributes:
@@ -93,63 +93,63 @@ class Tally:
                 self.complaints.append(f"{job.name}: {complaint}")
 
 
-def run(bench: Bench, out: StepLog) -> None:
+def run(rig: Rig, out: StepLog) -> None:
     """Keeps all streams busy, checks every result, and looks at the memory now and then."""
-    jobs = list(_jobs(bench, out))
-    pid, tally = bench.pid, Tally()
-    for job, ran in in_flight(bench, jobs, bench.settings.streams):  # each kernel is loaded now
+    jobs = list(_jobs(rig, out))
+    pid, tally = rig.pid, SoakTally()
+    for job, ran in in_flight(rig, jobs, rig.settings.streams):  # each kernel is loaded now
         tally.note(out, job, ran)
-    if not bench.alive:
-        _check_results(out, tally, bench, pid)
+    if not rig.alive:
+        _check_results(out, tally, rig, pid)
         return
-    before = bench.memory(give_back=True).free_bytes
-    samples = _soak(bench, out, jobs, tally)
-    alive = _check_results(out, tally, bench, pid)
+    before = rig.memory(give_back=True).free_bytes
+    samples = _soak(rig, out, jobs, tally)
+    alive = _check_results(out, tally, rig, pid)
     _show(out, samples, tally)
     if not alive:
         return
-    if not _check_growth(out, samples) and tally.calls.total() < _CACHED_CALLS * bench.settings.streams:
+    if not _check_growth(out, samples) and tally.calls.total() < _CACHED_CALLS * rig.settings.streams:
         out.note(
             f"aclnn keeps executors of up to {_CACHED_CALLS} calls a thread, and there were only "
-            f"{tally.calls.total()} on {bench.settings.streams} streams: a longer soak may still end flat."
+            f"{tally.calls.total()} on {rig.settings.streams} streams: a longer soak may still end flat."
         )
-    after = bench.memory(give_back=True).free_bytes
+    after = rig.memory(give_back=True).free_bytes
     if before is not None and after is not None:
         _check_lost(out, before, after)
 
 
-def _jobs(bench: Bench, out: StepLog) -> Iterator[KnownJob]:
+def _jobs(rig: Rig, out: StepLog) -> Iterator[KnownJob]:
     """Every small sample, and larger calls in every type, with their right results."""
-    for done, record in enumerate(bench.operators):
-        out.progress(done, len(bench.operators), f"right results for {record.name}")
-        for sample in bench.samples(record):
+    for done, record in enumerate(rig.operators):
+        out.progress(done, len(rig.operators), f"right results for {record.name}")
+        for sample in rig.samples(record):
             if not record.accepts_unchecked(sample.call):  # of those there is nothing to compare
                 yield known(record.name, make_job(record, sample.call))
-        for call in _larger(bench, record):
+        for call in _larger(rig, record):
             yield known(record.name, make_job(record, call))
 
 
-def _larger(bench: Bench, record: OpRecord) -> Iterator[CallMeta]:
+def _larger(rig: Rig, record: OpRecord) -> Iterator[CallMeta]:
     """The sizes for the simulation also on hardware: the host checks every result, and must keep up."""
-    product = bench.settings.product
-    if bench.settings.quick:
+    product = rig.settings.product
+    if rig.settings.quick:
         return iter(())
     calls = (
         build(record, workload, True, dtype=dtype, product=product)
         for workload in record.workloads.accepted
         for dtype in float_dtypes(record, product)
     )
-    return itertools.islice(calls, 1) if bench.settings.simulated else calls
+    return itertools.islice(calls, 1) if rig.settings.simulated else calls
 
 
-def _soak(bench: Bench, out: StepLog, jobs: Sequence[KnownJob], tally: Tally) -> list[Sample]:
+def _soak(rig: Rig, out: StepLog, jobs: Sequence[KnownJob], tally: SoakTally) -> list[SoakSample]:
     """Runs shuffled calls until the time is over; looks at the memory about 150 times.
 
     Where calls take so long that too few looks would tell nothing, it goes on for some more.
     """
-    start, soak_s = time.monotonic(), bench.settings.soak_s
+    start, soak_s = time.monotonic(), rig.settings.soak_s
     period_s = max(soak_s / _SAMPLES, _LEAST_PERIOD_S)
-    samples = [_sample(bench, start, tally)]
+    samples = [_sample(rig, start, tally)]
 
     def goes_on() -> bool:
         past_s = time.monotonic() - start
@@ -160,30 +160,30 @@ def _soak(bench: Bench, out: StepLog, jobs: Sequence[KnownJob], tally: Tally) ->
         while True:
             order.shuffle(shuffled)
             yield from itertools.takewhile(lambda _: goes_on(), shuffled)
-            if not goes_on() or not bench.alive:
+            if not goes_on() or not rig.alive:
                 return
 
-    for job, ran in in_flight(bench, endless(), 2 * bench.settings.streams):
+    for job, ran in in_flight(rig, endless(), 2 * rig.settings.streams):
         tally.note(out, job, ran)
         if time.monotonic() - start - samples[-1].at_s >= period_s:
             # Of a worker that fails meanwhile the call tells under which it did.
             with contextlib.suppress(DeviceGone, OSError):
-                samples.append(_sample(bench, start, tally))
+                samples.append(_sample(rig, start, tally))
             out.progress(int(samples[-1].at_s), int(soak_s), f"{samples[-1].calls} calls")
     return samples
 
 
-def _tell_enough(samples: Sequence[Sample]) -> bool:
+def _tell_enough(samples: Sequence[SoakSample]) -> bool:
     """Whether there are enough after the warm-up for a line through them."""
     return sum(sample.at_s >= _WARM_UP * samples[-1].at_s for sample in samples) > _LEAST_SAMPLES
 
 
-def _sample(bench: Bench, start: float, tally: Tally) -> Sample:
-    found = bench.memory(give_back=False)
+def _sample(rig: Rig, start: float, tally: SoakTally) -> SoakSample:
+    found = rig.memory(give_back=False)
     used = None
     if found.free_bytes is not None and found.total_bytes is not None:
         used = found.total_bytes - found.free_bytes
-    return Sample(time.monotonic() - start, used, private_bytes(bench.pid), tally.calls.total())
+    return SoakSample(time.monotonic() - start, used, private_bytes(rig.pid), tally.calls.total())
 
 
 def private_bytes(pid: int) -> int:
@@ -199,7 +199,7 @@ def private_bytes(pid: int) -> int:
     raise ValueError(f"/proc/{pid}/status: found no RssAnon; expected Linux 4.5 or newer")
 
 
-def _check_results(out: StepLog, tally: Tally, bench: Bench, pid: int) -> bool:
+def _check_results(out: StepLog, tally: SoakTally, rig: Rig, pid: int) -> bool:
     """Checks results and worker; whether the worker is still there."""
     calls, wrong = tally.calls.total(), tally.wrong.total()
     out.check(
@@ -209,12 +209,12 @@ def _check_results(out: StepLog, tally: Tally, bench: Bench, pid: int) -> bool:
         f"{calls} calls, {wrong} wrong",
         "; ".join(tally.complaints),
     )
-    alive = bench.alive and bench.pid == pid
+    alive = rig.alive and rig.pid == pid
     found = f"process {pid}" if alive else "it ended"
     return out.check("one worker for all calls", alive, f"process {pid}", found)
 
 
-def _show(out: StepLog, samples: Sequence[Sample], tally: Tally) -> None:
+def _show(out: StepLog, samples: Sequence[SoakSample], tally: SoakTally) -> None:
     columns = (TIME, "device memory in use [MiB]", "worker's own memory [MiB]", "calls/s")
     rows = []
     for last, now in itertools.pairwise(samples):
@@ -226,7 +226,7 @@ def _show(out: StepLog, samples: Sequence[Sample], tally: Tally) -> None:
     out.table("Calls", ("operator", "calls", "wrong"), calls)
 
 
-def _check_growth(out: StepLog, samples: Sequence[Sample]) -> bool:
+def _check_growth(out: StepLog, samples: Sequence[SoakSample]) -> bool:
     device = [(s.at_s, s.used_bytes) for s in samples if s.used_bytes is not None]
     own = [(s.at_s, s.own_bytes) for s in samples]
     quantities = (("device memory in use", device), ("the worker's own memory", own))

@@ -18,10 +18,10 @@ from npugrad_server.worker.protocol import CallDone
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from npugrad_server.acceptance.bench import Bench
     from npugrad_server.acceptance.job import Ran
     from npugrad_server.acceptance.known import KnownJob
     from npugrad_server.acceptance.report import Cell
+    from npugrad_server.acceptance.rig import Rig
     from npugrad_server.acceptance.step import StepLog
 
 _MOST_CALLS = 200
@@ -45,7 +45,7 @@ _ON_HARDWARE, _SIMULATED = Effort(2.0, 5), Effort(0.2, 2)
 
 
 @dataclass
-class Case:
+class TimedCall:
     """One call that is timed.
 
     Attributes:
@@ -67,23 +67,23 @@ class Case:
         self.wrong = self.wrong or self.job.complaint(ran)
 
 
-def run(bench: Bench, out: StepLog) -> None:
+def run(rig: Rig, out: StepLog) -> None:
     """Times calls one at a time, then as many as one stream takes, then all streams."""
-    cases = list(_cases(bench, out))
-    streams = sorted({1, bench.settings.streams})
-    bench.start(streams_per_device=1)
+    cases = list(_cases(rig, out))
+    streams = sorted({1, rig.settings.streams})
+    rig.start(streams_per_device=1)
     rows = []
     rounds = 1 + len(streams)
     for done, case in enumerate(cases):
         out.progress(done, rounds * len(cases), f"one call at a time: {case.operator}, {case.shape}")
-        rows.append(_latency(bench, case))
+        rows.append(_latency(rig, case))
     for index, count in enumerate(streams):
-        bench.start(streams_per_device=count)
+        rig.start(streams_per_device=count)
         for done, case in enumerate(cases):
             what = f"{count} streams: {case.operator}, {case.shape}"
             out.progress((index + 1) * len(cases) + done, rounds * len(cases), what)
-            case.rates[count] = _rate(bench, case, count)
-    bench.start()
+            case.rates[count] = _rate(rig, case, count)
+    rig.start()
     out.table(
         "One call at a time",
         ("operator", "size", "calls", "median [ms]", P90, *STAGES, "other [ms]", "workspace [MiB]"),
@@ -107,9 +107,9 @@ def _column(streams: int) -> str:
     return f"{CALLS_PER_S} on {streams} stream{'' if streams == 1 else 's'}"
 
 
-def _cases(bench: Bench, out: StepLog) -> Iterator[Case]:
-    settings, smaller = bench.settings, []
-    for record in bench.operators:
+def _cases(rig: Rig, out: StepLog) -> Iterator[TimedCall]:
+    settings, smaller = rig.settings, []
+    for record in rig.operators:
         seen = set()
         for size, dtype, call in realistic_calls(record, settings.product, settings.simulated):
             if settings.simulated and size.name in seen:
@@ -117,23 +117,23 @@ def _cases(bench: Bench, out: StepLog) -> Iterator[Case]:
             seen.add(size.name)
             out.progress(0, 1, f"right results for {record.name}, {size.name} {dtype}")
             job = known(f"{record.name} {size.name} {dtype}", make_job(record, call))
-            yield Case(job, record.name, f"{size.name} {dtype}")
+            yield TimedCall(job, record.name, f"{size.name} {dtype}")
             smaller.append(f"{record.name} {size.name}: 1/{factor(record, size):.0f}")
     if settings.simulated:
         out.note(f"The simulation runs smaller calls, by bytes of the operands: {', '.join(smaller)}.")
 
 
-def _latency(bench: Bench, case: Case) -> tuple[Cell, ...]:
+def _latency(rig: Rig, case: TimedCall) -> tuple[Cell, ...]:
     """Times calls one after the other; a row of the table."""
-    case.judge(bench.run_job(case.job.job))  # the first one loads kernels and takes memory
+    case.judge(rig.run_job(case.job.job))  # the first one loads kernels and takes memory
     walls: list[float] = []
     answers: list[CallDone] = []
     last: Ran | None = None
-    effort = _effort(bench)
+    effort = _effort(rig)
     end = time.monotonic() + effort.seconds
     while len(walls) < effort.least_calls or (len(walls) < _MOST_CALLS and time.monotonic() < end):
         start = time.perf_counter()
-        ran = bench.run_job(case.job.job)
+        ran = rig.run_job(case.job.job)
         wall_s = time.perf_counter() - start
         if not isinstance(ran.answer, CallDone):
             case.wrong = case.wrong or words(ran.answer)
@@ -159,20 +159,20 @@ def p90(values: Sequence[float]) -> float:
     return quantiles(values, n=10, method="inclusive")[-1] if len(values) > 1 else values[0]
 
 
-def _rate(bench: Bench, case: Case, streams: int) -> float:
+def _rate(rig: Rig, case: TimedCall, streams: int) -> float:
     """Calls in a second when there is always one more waiting than the streams can run."""
-    window, effort, start = 2 * streams, _effort(bench), time.monotonic()
+    window, effort, start = 2 * streams, _effort(rig), time.monotonic()
     end = start + effort.seconds
 
     def jobs() -> Iterator[KnownJob]:
         for sent in itertools.count():
             late = time.monotonic() >= end or sent >= streams * _MOST_CALLS
-            if (sent >= streams * effort.least_calls and late) or not bench.alive:
+            if (sent >= streams * effort.least_calls and late) or not rig.alive:
                 return
             yield case.job
 
     calls, last, done_s = 0, None, start
-    for _, ran in in_flight(bench, jobs(), window):
+    for _, ran in in_flight(rig, jobs(), window):
         if not isinstance(ran.answer, CallDone):
             case.wrong = case.wrong or words(ran.answer)
             break
@@ -182,8 +182,8 @@ def _rate(bench: Bench, case: Case, streams: int) -> float:
     return calls / (done_s - start) if calls else 0.0
 
 
-def _effort(bench: Bench) -> Effort:
-    return _SIMULATED if bench.settings.simulated else _ON_HARDWARE
+def _effort(rig: Rig) -> Effort:
+    return _SIMULATED if rig.settings.simulated else _ON_HARDWARE
 
 
 STEP = Step(

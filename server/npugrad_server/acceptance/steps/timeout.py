@@ -15,9 +15,9 @@ from npugrad_server.acceptance.watch import Watch
 from npugrad_server.worker.protocol import DeviceFailed
 
 if TYPE_CHECKING:
-    from npugrad_server.acceptance.bench import Bench
     from npugrad_server.acceptance.extremes import LongCall
     from npugrad_server.acceptance.known import KnownJob
+    from npugrad_server.acceptance.rig import Rig
     from npugrad_server.acceptance.step import StepLog
     from npugrad_server.acceptance.supervised import SupervisedDevice
 
@@ -31,24 +31,24 @@ _TOLD_S = 5.0
 """Seconds in which the worker has to notice it and to end."""
 
 
-def run(bench: Bench, out: StepLog) -> None:
+def run(rig: Rig, out: StepLog) -> None:
     """Cuts a long call below the validator, then under the pool."""
-    long = find_long_call(bench, out, _TARGET_S, _LEAST_S)
-    record = bench.operators[0]
-    small = known(record.name, make_job(record, next(bench.samples(record)).call))
-    _cut_by_worker(bench, out, long)
+    long = find_long_call(rig, out, _TARGET_S, _LEAST_S)
+    record = rig.operators[0]
+    small = known(record.name, make_job(record, next(rig.samples(record)).call))
+    _cut_by_worker(rig, out, long)
     limit_s = long.run_s / _SHARE
-    with bench.pool(run_limit_s=limit_s) as device:
+    with rig.pool(run_limit_s=limit_s) as device:
         _cut_under_pool(device, out, long, limit_s)
         _check_small(device, out, small)
-    bench.start()
+    rig.start()
 
 
-def _cut_by_worker(bench: Bench, out: StepLog, long: LongCall) -> None:
+def _cut_by_worker(rig: Rig, out: StepLog, long: LongCall) -> None:
     """A millisecond for a call that takes much longer: the worker says so and ends by itself."""
-    bench.start(run_limit_s=_SHORT_S)
-    pid, start = bench.pid, time.monotonic()
-    answer = bench.run_job(long.known.job).answer
+    rig.start(run_limit_s=_SHORT_S)
+    pid, start = rig.pid, time.monotonic()
+    answer = rig.run_job(long.known.job).answer
     told_s = time.monotonic() - start
     code = answer.code if isinstance(answer, DeviceFailed) else 0
     out.check(

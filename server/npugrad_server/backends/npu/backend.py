@@ -18,7 +18,7 @@ from npugrad_server.acl.launcher import Launcher
 from npugrad_server.acl.libraries import Cann, LibraryError, Missing
 from npugrad_server.acl.release import installed_release
 from npugrad_server.acl.runtime import AclError, Runtime
-from npugrad_server.backends.base import Backend, Comeback, DeviceCall, DeviceUnusable, Timings, unheard
+from npugrad_server.backends.base import Backend, DeviceCall, DeviceUnusable, RestartPolicy, Timings, unheard
 from npugrad_server.backends.npu.bringup import NpuDevice, check_packages
 from npugrad_server.backends.npu.failures import device_error, device_lost
 from npugrad_server.backends.npu.lane import Lane
@@ -84,7 +84,7 @@ class NpuBackend(Backend):
         try:
             self._lanes = [Lane(self._device, self._runtime, self._launcher) for _ in range(streams)]
         except AclError as error:
-            raise DeviceUnusable(f"a lane cannot be made: {error}", Comeback.SLOWLY) from error
+            raise DeviceUnusable(f"a lane cannot be made: {error}", RestartPolicy.SLOWLY) from error
         distinct = len({lane.raw_stream for lane in self._lanes})
         if distinct < streams:
             raise DeviceUnusable(f"found {distinct} different streams of torch_npu; expected {streams}")
@@ -111,7 +111,7 @@ class NpuBackend(Backend):
             self._mode = Mode(self._runtime, offered.kept)
         except AclError as error:
             raise DeviceUnusable(
-                f"the deterministic option cannot be set: {error}", Comeback.SLOWLY
+                f"the deterministic option cannot be set: {error}", RestartPolicy.SLOWLY
             ) from error
         self.deterministic, self.no_determinism = offered.kept, offered.refusal
         self.one_mode = offered.kept is None
@@ -156,7 +156,8 @@ class NpuBackend(Backend):
             else:
                 return ""
         raise DeviceUnusable(
-            f"{failure}; expected one of {_PROBES} tries of a first, tiny call to succeed", Comeback.SLOWLY
+            f"{failure}; expected one of {_PROBES} tries of a first, tiny call to succeed",
+            RestartPolicy.SLOWLY,
         ) from failure
 
     def run(self, record: OpRecord, call: DeviceCall) -> Timings:

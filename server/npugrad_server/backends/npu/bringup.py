@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from npugrad_server.acl.faults import Action
 from npugrad_server.acl.runtime import AclError
-from npugrad_server.backends.base import Comeback, DeviceUnusable, unheard
+from npugrad_server.backends.base import DeviceUnusable, RestartPolicy, unheard
 from npugrad_server.npus import OP_INIT_MODE, op_init_mode, op_init_problem
 
 if TYPE_CHECKING:
@@ -111,7 +111,9 @@ class NpuDevice:
             count = npu.device_count()
             if index >= count:
                 found = f"{count} NPU{'s' * (count != 1)} for torch_npu"
-                raise DeviceUnusable(f"found {found}; expected one that is {self._place}", Comeback.SLOWLY)
+                raise DeviceUnusable(
+                    f"found {found}; expected one that is {self._place}", RestartPolicy.SLOWLY
+                )
             npu.set_device(index)
             self.empty(1)  # the device is taken by its first use
         except RuntimeError as error:
@@ -216,13 +218,13 @@ def _import(streams: int) -> tuple[Any, Any]:
 
 def _not_taken(error: Exception) -> DeviceUnusable:
     numbered = error if isinstance(error, AclError) else _numbered(error)
-    comeback = Comeback.SLOWLY
+    restart_policy = RestartPolicy.SLOWLY
     if numbered.fault.action is Action.QUARANTINE:
-        comeback = Comeback.NEVER
+        restart_policy = RestartPolicy.NEVER
     elif _LACKS_FUNCTION in numbered.text:  # this CANN does, as long as nobody mends it
-        comeback = Comeback.MENDED
+        restart_policy = RestartPolicy.MENDED
     problem = op_init_problem()
-    return DeviceUnusable(f"cannot be taken: {numbered}{'; ' if problem else ''}{problem}", comeback)
+    return DeviceUnusable(f"cannot be taken: {numbered}{'; ' if problem else ''}{problem}", restart_policy)
 
 
 def _numbered(error: Exception) -> AclError:

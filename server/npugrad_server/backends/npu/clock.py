@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from npugrad_server.acl.runtime import Runtime
 
 
-class Mark(Enum):
+class EventMark(Enum):
     """A point of a call that its stream passes, in this order."""
 
     BEGUN = auto()
@@ -43,10 +43,10 @@ class StreamClock:
             AclError: CANN made none.
         """
         self._runtime = runtime
-        self._events = {mark: runtime.make_event() for mark in Mark} if runtime.has_events else {}
-        self._host_s = dict.fromkeys(Mark, 0.0)
+        self._events = {mark: runtime.make_event() for mark in EventMark} if runtime.has_events else {}
+        self._host_s = dict.fromkeys(EventMark, 0.0)
 
-    def set(self, mark: Mark, stream: int, wait: Callable[[], None]) -> None:
+    def set(self, mark: EventMark, stream: int, wait: Callable[[], None]) -> None:
         """Notes when the stream gets here.
 
         Args:
@@ -63,7 +63,7 @@ class StreamClock:
             wait()
         self._host_s[mark] = time.perf_counter()
 
-    def seconds(self, first: Mark, last: Mark) -> float:
+    def seconds(self, first: EventMark, last: EventMark) -> float:
         """Time between two marks, once the stream was waited for.
 
         When CANN does not tell, though the call went well, the host's own times have to do: when the marks

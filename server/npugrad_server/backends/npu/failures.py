@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 from npugrad.error_table import BY_CODE, INNER
 from npugrad.errors import DeviceError, DeviceOutOfMemory
 from npugrad_server.acl.faults import Action
-from npugrad_server.backends.base import Comeback, DeviceLost
+from npugrad_server.backends.base import DeviceLost, RestartPolicy
 
 if TYPE_CHECKING:
     from npugrad.meta import CallMeta, TensorMeta
     from npugrad_server.acl.runtime import AclError
 
-_COMEBACK = {
-    Action.BACK_OFF: Comeback.SLOWLY,
-    Action.UNAVAILABLE: Comeback.SLOWLY,
-    Action.QUARANTINE: Comeback.NEVER,
+_RESTART_POLICIES = {
+    Action.BACK_OFF: RestartPolicy.SLOWLY,
+    Action.UNAVAILABLE: RestartPolicy.SLOWLY,
+    Action.QUARANTINE: RestartPolicy.NEVER,
 }
 _BUSY = (Action.OUT_OF_RESOURCES, Action.RESUBMIT)
 
@@ -89,8 +89,8 @@ def device_lost(operator: str, error: AclError, after: BaseException | None = No
     return DeviceLost(
         f"{words}{operator}: {before}{error}",
         error.code,
-        comeback=_COMEBACK.get(action, Comeback.SOON),
+        restart_policy=_RESTART_POLICIES.get(action, RestartPolicy.SOON),
         retry=not timed_out,
         # The caller's limit was too short for the call, or the device hangs: opening it again will tell.
-        blameless=timed_out,
+        exempt=timed_out,
     )

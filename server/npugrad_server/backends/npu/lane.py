@@ -30,9 +30,9 @@ from npugrad_server.acl.layout import Arrangement, arrange
 from npugrad_server.acl.runtime import AclError, concerning
 from npugrad_server.acl.tensor import DeviceTensor
 from npugrad_server.backends.base import DeviceLost, Timings
-from npugrad_server.backends.npu.clock import Mark, StreamClock
+from npugrad_server.backends.npu.clock import EventMark, StreamClock
 from npugrad_server.backends.npu.failures import device_error, device_lost
-from npugrad_server.backends.npu.staging import Part, Staging, deliver, span_bytes
+from npugrad_server.backends.npu.staging import Staging, TensorCopy, deliver, span_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -158,23 +158,25 @@ class Lane:
         self._incoming.reserve(sent)
         self._outgoing.reserve(fetched)
         job.queued = True
-        self._mark(job, Mark.BEGUN)
+        self._mark(job, EventMark.BEGUN)
         begun_s = time.perf_counter()
         self._incoming.copy_in(self._runtime, sent, job.stream, lambda: self._turn(job))
         self._zero(job, tensors)
-        self._mark(job, Mark.SENT)
+        self._mark(job, EventMark.SENT)
         workspace_bytes = self._launch(job, tensors)
-        self._mark(job, Mark.RAN)
+        self._mark(job, EventMark.RAN)
         arriving = self._outgoing.copy_out(self._runtime, fetched, job.stream, lambda: self._wait(job))
-        self._mark(job, Mark.FETCHED)
+        self._mark(job, EventMark.FETCHED)
         self._wait(job)
         job.queued = False
         arrived_s = time.perf_counter()
         deliver(arriving)
         return Timings(
-            copy_in_s=begun_s - job.start_s + self._clock.seconds(Mark.BEGUN, Mark.SENT),
-            run_s=self._clock.seconds(Mark.READY, Mark.RAN),
-            copy_out_s=self._clock.seconds(Mark.RAN, Mark.FETCHED) + time.perf_counter() - arrived_s,
+            copy_in_s=begun_s - job.start_s + self._clock.seconds(EventMark.BEGUN, EventMark.SENT),
+            run_s=self._clock.seconds(EventMark.READY, EventMark.RAN),
+            copy_out_s=self._clock.seconds(EventMark.RAN, EventMark.FETCHED)
+            + time.perf_counter()
+            - arrived_s,
             workspace_bytes=workspace_bytes,
         )
 
@@ -186,7 +188,7 @@ class Lane:
                 job.reserved_bytes = plan.workspace_bytes
             workspace = self._take(job, "workspace", plan.workspace_bytes) if plan.workspace_bytes else 0
             job.call.check_wanted()
-            self._mark(job, Mark.READY)
+            self._mark(job, EventMark.READY)
             plan.launch(workspace, job.stream)
             return plan.workspace_bytes
 
@@ -217,7 +219,7 @@ class Lane:
                 with concerning(slot.name):
                     self._runtime.zero(tensor.address, slot.nbytes, job.stream)
 
-    def _mark(self, job: _Job, mark: Mark) -> None:
+    def _mark(self, job: _Job, mark: EventMark) -> None:
         self._clock.set(mark, job.stream, lambda: self._wait(job))
 
     def _wait(self, job: _Job) -> None:
@@ -302,12 +304,12 @@ def _operands(record: OpRecord, call: DeviceCall, arrangement: Arrangement) -> d
     return operands
 
 
-def _sent(job: _Job, tensors: Mapping[str, DeviceTensor | None]) -> list[Part]:
+def _sent(job: _Job, tensors: Mapping[str, DeviceTensor | None]) -> list[TensorCopy]:
     """The operands, and where each goes."""
     return _parts(job.arrangement.inputs, job.operands, tensors)
 
 
-def _fetched(job: _Job, tensors: Mapping[str, DeviceTensor | None]) -> list[Part]:
+def _fetched(job: _Job, tensors: Mapping[str, DeviceTensor | None]) -> list[TensorCopy]:
     """The wanted outputs, and where each comes from."""
     wanted = [slot for slot in job.arrangement.outputs if slot.wanted]
     return _parts(wanted, job.call.outputs, tensors)
@@ -315,6 +317,6 @@ def _fetched(job: _Job, tensors: Mapping[str, DeviceTensor | None]) -> list[Part
 
 def _parts(
     slots: Sequence[Slot], arrays: Mapping[str, Array], tensors: Mapping[str, DeviceTensor | None]
-) -> list[Part]:
+) -> list[TensorCopy]:
     addresses = {name: tensor.address for name, tensor in tensors.items() if tensor is not None}
-    return [Part(slot.name, span_bytes(arrays[slot.name]), addresses[slot.name]) for slot in slots]
+    return [TensorCopy(slot.name, span_bytes(arrays[slot.name]), addresses[slot.name]) for slot in slots]

@@ -34,7 +34,7 @@ _ALIGNMENT = 4096
 """A page, so that the host never writes to one that a queued copy reads."""
 
 
-class Part(NamedTuple):
+class TensorCopy(NamedTuple):
     """One tensor to copy.
 
     Attributes:
@@ -64,7 +64,7 @@ class Staging:
         self._limit_bytes = max(_LEAST_BYTES, int(os.environ.get(LIMIT_VARIABLE, _DEFAULT_LIMIT_BYTES)))
         self._buffer: PinnedBuffer | None = None
 
-    def reserve(self, parts: Sequence[Part]) -> PinnedBuffer:
+    def reserve(self, parts: Sequence[TensorCopy]) -> PinnedBuffer:
         """Takes memory for these parts, or up to the limit. No copy from or to it may be under way.
 
         Raises:
@@ -81,7 +81,7 @@ class Staging:
     def copy_in(
         self,
         runtime: Runtime,
-        parts: Sequence[Part],
+        parts: Sequence[TensorCopy],
         stream: int,
         turn: Callable[[], None],
     ) -> None:
@@ -110,7 +110,7 @@ class Staging:
     def copy_out(
         self,
         runtime: Runtime,
-        parts: Sequence[Part],
+        parts: Sequence[TensorCopy],
         stream: int,
         turn: Callable[[], None],
     ) -> Arriving:
@@ -145,7 +145,7 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _total(parts: Sequence[Part]) -> int:
+def _total(parts: Sequence[TensorCopy]) -> int:
     return max(1, sum(_aligned(part.data.nbytes) for part in parts))
 
 

@@ -16,7 +16,7 @@ from npugrad_server.backends.npu.bringup import NpuDevice
 from npugrad_server.backends.npu.trials.exchange import (
     OPERANDS,
     RESULTS,
-    Case,
+    RawCall,
     part,
     read_contents,
     run_trial,
@@ -42,7 +42,7 @@ def trial(order: Any, folder: Path) -> Any:
     results: dict[str, Any] = {}
     for index, (found, deterministic) in enumerate(zip(order["cases"], order["deterministic"], strict=True)):
         torch.use_deterministic_algorithms(deterministic, warn_only=True)
-        case = Case.from_json(found)
+        case = RawCall.from_json(found)
         record = get_operator(case.operator)
         given = {p.name: _to_device(torch, place, case, index, p.name, contents) for p in record.inputs}
         try:
@@ -66,7 +66,7 @@ def _bound(ops: Any, record: OpRecord, values: Mapping[str, Any]) -> tuple[Any, 
 
 
 def _to_device(
-    torch: Any, place: str, case: Case, index: int, name: str, contents: Mapping[str, np.ndarray[Any, Any]]
+    torch: Any, place: str, case: RawCall, index: int, name: str, contents: Mapping[str, np.ndarray[Any, Any]]
 ) -> Any:
     meta = case.tensors[name]
     if meta is None:

@@ -15,7 +15,7 @@ import numpy as np
 from npugrad_server.acl.libraries import Cann
 from npugrad_server.acl.runtime import Runtime
 from npugrad_server.backends.npu.bringup import NpuDevice
-from npugrad_server.backends.npu.staging import LIMIT_VARIABLE, Part, Staging, deliver
+from npugrad_server.backends.npu.staging import LIMIT_VARIABLE, Staging, TensorCopy, deliver
 from npugrad_server.backends.npu.trials.exchange import run_trial
 
 if TYPE_CHECKING:
@@ -57,11 +57,11 @@ class Copies:
             sent, got = self._bytes(nbytes), np.zeros(nbytes, np.uint8)
             buffer = self._device.empty(nbytes)
             start = time.perf_counter()
-            there = [Part("bytes", sent, buffer.address)]
+            there = [TensorCopy("bytes", sent, buffer.address)]
             incoming.copy_in(self._runtime, there, stream.raw, lambda: self._wait(stream))
             self._wait(stream)
             between = time.perf_counter()
-            back = [Part("bytes", got, buffer.address)]
+            back = [TensorCopy("bytes", got, buffer.address)]
             arriving = outgoing.copy_out(self._runtime, back, stream.raw, lambda: self._wait(stream))
             self._wait(stream)
             deliver(arriving)

@@ -29,7 +29,7 @@ OPERANDS, RESULTS = "operands.npz", "results.npz"
 
 
 @dataclass(frozen=True)
-class Case:
+class RawCall:
     """One call with all its tensors, exactly as they are to be handed down.
 
     Attributes:
@@ -51,7 +51,7 @@ class Case:
         return {"operator": self.operator, "attrs": attrs_to_json(self.attrs), "tensors": metas}
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Case:
+    def from_json(cls, found: Mapping[str, Any]) -> RawCall:
         """Reads what `to_json` made."""
         metas = {k: None if v is None else TensorMeta(*v) for k, v in found["tensors"].items()}
         return cls(found["operator"], attrs_from_json(found["attrs"]), metas)

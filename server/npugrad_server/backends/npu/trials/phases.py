@@ -18,12 +18,12 @@ from npugrad_server.acl.libraries import Cann
 from npugrad_server.acl.runtime import AclError, Runtime
 from npugrad_server.acl.tensor import DeviceTensor
 from npugrad_server.backends.npu.bringup import NpuDevice
-from npugrad_server.backends.npu.staging import Part, Staging
+from npugrad_server.backends.npu.staging import Staging, TensorCopy
 from npugrad_server.backends.npu.trials.exchange import (
     LINES,
     OPERANDS,
     RESULTS,
-    Case,
+    RawCall,
     part,
     read_contents,
     run_trial,
@@ -62,7 +62,7 @@ class Phases:
         """For all later launches; nothing is queued."""
         self._runtime.set_deterministic(wanted)
 
-    def plan(self, case: Case) -> dict[str, Any]:
+    def plan(self, case: RawCall) -> dict[str, Any]:
         """What the first phase returns: ``status`` (None when it was not even called) and ``words``."""
         self._runtime.forget_errors()
         tensors = {
@@ -77,7 +77,7 @@ class Phases:
         except (ArithmeticError, ValueError) as error:  # a tensor that cannot even be described
             return {"status": None, "words": f"{type(error).__name__}: {error}"}
 
-    def launch(self, case: Case, operands: Mapping[str, Bytes]) -> tuple[dict[str, Any], dict[str, Bytes]]:
+    def launch(self, case: RawCall, operands: Mapping[str, Bytes]) -> tuple[dict[str, Any], dict[str, Bytes]]:
         """Runs both phases; answer as for `plan`, and the contents of the outputs if all went well."""
         record, raw = get_operator(case.operator), self._stream.raw
         buffers: list[DeviceBuffer] = []
@@ -93,7 +93,7 @@ class Phases:
         }
         there = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         outputs = {param.name: there[param.name] for param in record.outputs if param.name in there}
-        incoming = [Part(name, content, there[name].address) for name, content in operands.items()]
+        incoming = [TensorCopy(name, content, there[name].address) for name, content in operands.items()]
         self._incoming.copy_in(self._runtime, incoming, raw, self._wait)
         for tensor in outputs.values():
             self._runtime.zero(tensor.address, tensor.meta.content_bytes, raw)
@@ -122,7 +122,7 @@ class Phases:
 def trial(order: Any, folder: Path) -> Any:
     """Runs every case; the answer has one entry for each."""
     phases = Phases(order["device"])
-    cases = [Case.from_json(found) for found in order["cases"]]
+    cases = [RawCall.from_json(found) for found in order["cases"]]
     if not order["launch"]:
         with (folder / LINES).open("w") as lines:
             for case in cases:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.server.pool.scheduling import SETTINGS, of, open_scheduler, started
 
-from npugrad_server.backends.base import Comeback
+from npugrad_server.backends.base import RestartPolicy
 from npugrad_server.pool.commands import (
     FailCall,
     Failure,
@@ -17,16 +17,16 @@ from npugrad_server.pool.commands import (
     StartCall,
     WorkerSpec,
 )
-from npugrad_server.pool.ledger import CallRecord
-from npugrad_server.pool.lifecycle import SLOWEST_S
 from npugrad_server.pool.scheduler import Scheduler
+from npugrad_server.pool.state import CallState
 from npugrad_server.pool.types import DeviceState
+from npugrad_server.pool.worker_lifecycle import SLOWEST_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from npugrad_server.pool.commands import Command
-    from npugrad_server.pool.ledger import WorkerRecord
+    from npugrad_server.pool.state import WorkerState
 
 QUICKEST, QUICK = SETTINGS.respawn_backoff_s, SETTINGS.respawn_backoff_max_s
 MOST = SETTINGS.max_respawns
@@ -53,7 +53,7 @@ def be_ready(scheduler: Scheduler, now: float, worker: int = 0) -> list[StartCal
     return of(StartCall, scheduler.ready(worker, scheduler.workers[worker].incarnation, now))
 
 
-def down(worker: WorkerRecord) -> bool:
+def down(worker: WorkerState) -> bool:
     return worker.state is DeviceState.DOWN
 
 
@@ -69,10 +69,10 @@ def test_spawns_that_fail_count_against_no_device_and_are_repeated_quickly_for_e
         assert down(worker) == (turn > MOST)
     assert lose(scheduler, now, host=True) == QUICK
     # Meanwhile nobody waits for it, and it is back with the first process that can be started.
-    assert [failed.reason for failed in of(FailCall, scheduler.submit(CallRecord(1), now))] == ["NO_DEVICE"]
+    assert [failed.reason for failed in of(FailCall, scheduler.submit(CallState(1), now))] == ["NO_DEVICE"]
     be_ready(scheduler, now)
     assert worker.state is DeviceState.READY
-    assert started(scheduler.submit(CallRecord(2), now)) == [2]
+    assert started(scheduler.submit(CallState(2), now)) == [2]
 
 
 def test_an_idle_worker_may_be_killed_however_often() -> None:
@@ -92,7 +92,7 @@ def test_deaths_under_calls_are_not_the_devices_whatever_becomes_of_the_calls(en
     scheduler, now = open_scheduler(), 0.0
     (worker,) = scheduler.workers
     for number in range(20):
-        request = CallRecord(number, deadline_s=now + 0.25 if end == "deadline" else None)
+        request = CallState(number, deadline_s=now + 0.25 if end == "deadline" else None)
         assert started(scheduler.submit(request, now)) == [number]
         while True:
             if end == "cancelled":
@@ -112,8 +112,8 @@ def test_deaths_count_against_the_device_once_another_one_has_done_the_calls() -
     bad, good = scheduler.workers
     for number in range(0, 60, 2):
         # Two, so that one of them goes to the bad device.
-        starts = of(StartCall, scheduler.submit(CallRecord(number), now))
-        starts += of(StartCall, scheduler.submit(CallRecord(number + 1), now))
+        starts = of(StartCall, scheduler.submit(CallState(number), now))
+        starts += of(StartCall, scheduler.submit(CallState(number + 1), now))
         on_good = next(start.call for start in starts if start.worker == good.index)
         waits.append(lose(scheduler, now))
         assert down(bad) == (len(waits) > MOST + 1)
@@ -132,7 +132,7 @@ def test_deaths_count_against_the_device_once_another_one_has_done_the_calls() -
 def test_the_death_of_several_calls_at_once_proves_nothing_against_the_device() -> None:
     scheduler = open_scheduler(2, streams=2)
     for number in (1, 2, 3, 4):
-        scheduler.submit(CallRecord(number), 0)
+        scheduler.submit(CallState(number), 0)
     lose(scheduler, 0)
     for number in (2, 4, 1, 3):
         scheduler.answered(1, 1, number, True, 0)
@@ -157,7 +157,7 @@ def test_a_device_that_does_not_open_is_tried_slower_and_slower_without_end() ->
 
 def test_calls_are_refused_while_a_device_that_is_down_is_tried_and_served_once_it_is_open() -> None:
     scheduler = started_scheduler(max_respawns=0)
-    scheduler.submit(CallRecord(1), 0)
+    scheduler.submit(CallState(1), 0)
     (worker,) = scheduler.workers
     scheduler.failing(0, 1, Failure("it does not open"), 0)
     assert [failed.call for failed in of(FailCall, scheduler.lost(0, 1, "status 1", 0))] == [1]
@@ -165,9 +165,9 @@ def test_calls_are_refused_while_a_device_that_is_down_is_tried_and_served_once_
     assert worker.alive
     scheduler.progress(0, worker.incarnation, "importing torch_npu", 100)
     assert (worker.state, worker.reason) == (DeviceState.DOWN, "status 1")
-    assert [failed.call for failed in of(FailCall, scheduler.submit(CallRecord(2), 100))] == [2]
+    assert [failed.call for failed in of(FailCall, scheduler.submit(CallState(2), 100))] == [2]
     be_ready(scheduler, 101)
-    assert started(scheduler.submit(CallRecord(3), 101)) == [3]
+    assert started(scheduler.submit(CallState(3), 101)) == [3]
 
 
 # ----------------------------------------------------------------------------------- how long a start takes
@@ -231,7 +231,7 @@ def test_stages_of_a_former_process_are_not_heard() -> None:
 
 def test_a_damaged_device_stays_down_whatever_its_last_words_were() -> None:
     scheduler = open_scheduler()
-    scheduler.failing(0, 1, Failure("quarantined", Comeback.NEVER), 0)
+    scheduler.failing(0, 1, Failure("quarantined", RestartPolicy.NEVER), 0)
     scheduler.lost(0, 1, "status 70", 0)
     assert scheduler.next_alarm() is None
     assert scheduler.tick(1e9) == []
@@ -271,7 +271,7 @@ def test_heavy_starts_take_turns() -> None:
 def test_devices_that_are_down_have_their_turn_after_the_others() -> None:
     scheduler, now = heavy_scheduler(3)[0], 0.0
     scheduler.ready(0, 1, now)
-    scheduler.failing(1, 1, Failure("nothing there", Comeback.MENDED), now)
+    scheduler.failing(1, 1, Failure("nothing there", RestartPolicy.MENDED), now)
     scheduler.lost(1, 1, "nothing there", now)
     scheduler.ready(2, 1, now)
     for worker in (0, 2):

@@ -28,7 +28,7 @@ _INPUTS = ("gradOut", "input", "mean", "rstd", "gamma")
 
 
 @dataclass
-class Bench:
+class Rig:
     """Operands of one call, in allocations of their own.
 
     Attributes:

@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from npugrad_server.pool.types import DeviceState
-from npugrad_server.worker.protocol import CallPlanned, PlanCall
+from npugrad_server.worker.protocol import AskWorkspace, WorkspaceFound
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +24,7 @@ ANSWER_TIMEOUT_S = 5.0
 """Seconds a device has to answer; it may be busy with a call on every stream."""
 
 
-class Questions:
+class WorkspaceQueries:
     """Asks workers, and gives each answer to whoever waits for it. On the pool's event loop."""
 
     def __init__(self, fleet: Fleet, scheduler: Scheduler, numbers: Iterator[int]) -> None:
@@ -54,7 +54,7 @@ class Questions:
         number, process = next(self._numbers), self._fleet.process(worker)
         future: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         self._open[number] = (worker, process.incarnation, future)
-        process.send(PlanCall(number, record.name, call))
+        process.send(AskWorkspace(number, record.name, call))
         try:
             return await asyncio.wait_for(future, timeout_s)
         except asyncio.TimeoutError:
@@ -73,13 +73,13 @@ class Questions:
                 able.append(worker)
         return min(able, key=lambda worker: len(worker.running)).index if able else None
 
-    def take(self, answer: CallPlanned | CallDone | CallFailed) -> bool:
-        """Takes the answer to a question; returns whether it was one."""
+    def take(self, answer: WorkspaceFound | CallDone | CallFailed) -> bool:
+        """Takes the answer to a query; returns whether it was one."""
         if answer.call not in self._open:
             return False
-        if not isinstance(answer, CallPlanned):
+        if not isinstance(answer, WorkspaceFound):
             _log.error("a first phase refused what the validator passed: %s", answer)
-        self._settle(answer.call, answer.workspace_bytes if isinstance(answer, CallPlanned) else None)
+        self._settle(answer.call, answer.workspace_bytes if isinstance(answer, WorkspaceFound) else None)
         return True
 
     def lost(self, worker: int, incarnation: int) -> None:

@@ -4,13 +4,13 @@ What a loss counts for
     - A process that cannot even be started is the host's trouble (descriptors, memory, processes), and counts
       against no device.
     - A death under calls counts against those calls, whatever becomes of them. It counts against the device
-      too once a call that was alone there has been done by another one.
+      too once a call that ran isolated there has been done by another one.
     - Anything else counts against the device: a start that fails, the death of an idle process.
 
 What follows
     - After `max_respawns` losses in a row that count, or as many spawns in a row that failed, a device is
       down: calls do not wait for it. It stays so until it is open again.
-    - A device that is down is tried again without end, unless it is damaged (`Comeback.NEVER`).
+    - A device that is down is tried again without end, unless it is damaged (`RestartPolicy.NEVER`).
     - The waits between tries grow. They never exceed `respawn_backoff_max_s` after a failed spawn, after the
       death of an idle process, and while nothing counts against the device: what causes those may be over at
       any moment. Otherwise they grow up to `SLOWEST_S`, a tenth at a time where the device only failed, and
@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from npugrad_server.backends.base import Comeback
+from npugrad_server.backends.base import RestartPolicy
 from npugrad_server.pool.commands import DeviceChanged, KillWorker, SpawnWorker
 from npugrad_server.pool.regions import RegionAllocator
 from npugrad_server.pool.types import START_LIMIT_FACTOR, DeviceState
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from npugrad_server.pool.commands import Command
-    from npugrad_server.pool.ledger import CallRecord, WorkerRecord
+    from npugrad_server.pool.state import CallState, WorkerState
     from npugrad_server.pool.types import PoolSettings
 
 SLOWEST_S = 60.0
@@ -47,7 +47,7 @@ _GROWTH = 1.1
 _FIRST_STAGE = "starting its process"
 
 
-class Lifecycle:
+class WorkerLifecycle:
     """Changes the states of workers; part of the scheduler, which knows their calls.
 
     Attributes:
@@ -55,7 +55,7 @@ class Lifecycle:
     """
 
     def __init__(
-        self, settings: PoolSettings, workers: Sequence[WorkerRecord], on_change: Callable[[], None]
+        self, settings: PoolSettings, workers: Sequence[WorkerState], on_change: Callable[[], None]
     ) -> None:
         """Starts nothing yet.
 
@@ -74,7 +74,7 @@ class Lifecycle:
 
     # ------------------------------------------------------------------------------------------------- starts
 
-    def begin(self, worker: WorkerRecord, now: float, out: list[Command]) -> None:
+    def begin(self, worker: WorkerState, now: float, out: list[Command]) -> None:
         """Starts the next process of a device, or has it wait for its turn."""
         worker.alarm = self._turn_s(worker, now)
         if worker.alarm is None:
@@ -90,7 +90,7 @@ class Lifecycle:
         for worker in sorted(waiting, key=lambda worker: worker.state is DeviceState.DOWN):
             self.begin(worker, now, out)
 
-    def _turn_s(self, worker: WorkerRecord, now: float) -> float | None:
+    def _turn_s(self, worker: WorkerState, now: float) -> float | None:
         """When a heavy start may begin; None for at once."""
         if not worker.spec.heavy:
             return None
@@ -98,12 +98,12 @@ class Lifecycle:
         turns = sorted(w.spawned_s + TURN_S for w in starting if w.spawned_s + TURN_S > now)
         return turns[-STARTS_AT_ONCE] if len(turns) >= STARTS_AT_ONCE else None
 
-    def _spawn(self, worker: WorkerRecord, now: float, out: list[Command]) -> None:
+    def _spawn(self, worker: WorkerState, now: float, out: list[Command]) -> None:
         reason = _FIRST_STAGE if worker.waits else worker.reason
         worker.waits = False
         worker.incarnation += 1
-        worker.alive, worker.ending, worker.opened, worker.late = True, False, False, False
-        worker.blameless, worker.ended_for, worker.failure = False, "", None
+        worker.alive, worker.ending, worker.opened, worker.start_timed_out = True, False, False, False
+        worker.exempt, worker.ended_for, worker.failure = False, "", None
         worker.outputs = RegionAllocator(worker.spec.output_bytes)
         worker.spawned_s, worker.stage = now, _FIRST_STAGE
         worker.alarm = now + self._stage_limit_s(worker)
@@ -111,7 +111,7 @@ class Lifecycle:
         if worker.state is not DeviceState.DOWN:
             self._change(worker, DeviceState.STARTING, reason, out)
 
-    def progress(self, worker: WorkerRecord, stage: str, now: float, out: list[Command]) -> None:
+    def progress(self, worker: WorkerState, stage: str, now: float, out: list[Command]) -> None:
         """A process has come to the next stage of its start, which has as much time as any."""
         if worker.opened or worker.ending or worker.failure is not None:
             return
@@ -121,15 +121,15 @@ class Lifecycle:
         if worker.state is DeviceState.STARTING:
             self._change(worker, DeviceState.STARTING, stage, out)
 
-    def opened(self, worker: WorkerRecord, out: list[Command]) -> None:
+    def opened(self, worker: WorkerState, out: list[Command]) -> None:
         """A process has opened its device."""
-        worker.opened, worker.alarm, worker.unspawned = True, None, 0
+        worker.opened, worker.alarm, worker.failed_spawns = True, None, 0
         self._change(worker, DeviceState.READY, "", out)
 
-    def _stage_limit_s(self, worker: WorkerRecord) -> float:
+    def _stage_limit_s(self, worker: WorkerState) -> float:
         return self._settings.worker_start_timeout_s * (1 << min(worker.timeouts, MAX_TIME_DOUBLINGS))
 
-    def overdue(self, worker: WorkerRecord, now: float, out: list[Command]) -> None:
+    def overdue(self, worker: WorkerState, now: float, out: list[Command]) -> None:
         """The alarm of a worker has come: its start takes too long, or it is to be started again."""
         if not worker.alive:
             self.begin(worker, now, out)
@@ -139,43 +139,43 @@ class Lifecycle:
             reason = f"the device was not open: {limit_s:g} s without progress while {worker.stage}"
         else:
             reason = f"the device was not open within {START_LIMIT_FACTOR * limit_s:g} s: {worker.stage}"
-        worker.late, worker.timeouts = True, worker.timeouts + 1
-        self.kill(worker, reason, out, blameless=False)
+        worker.start_timed_out, worker.timeouts = True, worker.timeouts + 1
+        self.kill(worker, reason, out, exempt=False)
 
     # ---------------------------------------------------------------------------------------------- the ends
 
-    def kill(self, worker: WorkerRecord, reason: str, out: list[Command], *, blameless: bool) -> None:
+    def kill(self, worker: WorkerState, reason: str, out: list[Command], *, exempt: bool) -> None:
         """Ends the process of a device; one that is being ended already is left alone."""
         if not worker.alive or worker.ending:
             return
-        worker.alarm, worker.ending, worker.blameless, worker.ended_for = None, True, blameless, reason
+        worker.alarm, worker.ending, worker.exempt, worker.ended_for = None, True, exempt, reason
         out.append(KillWorker(worker.index, worker.incarnation, reason))
         if worker.state is not DeviceState.DOWN:
             self._change(worker, DeviceState.RESTARTING, reason, out)
 
-    def count_loss(self, worker: WorkerRecord, *, host: bool) -> None:
-        """Counts the loss of a process whose calls are still on its record.
+    def count_loss(self, worker: WorkerState, *, host: bool) -> None:
+        """Counts the loss of a process whose calls are still on it.
 
         Args:
             worker: Its device.
             host: Whether it could not even be started.
         """
-        if worker.blameless:
+        if worker.exempt:
             return
         if host:
-            worker.unspawned += 1
+            worker.failed_spawns += 1
             return
-        worker.unspawned, worker.losses = 0, worker.losses + 1
+        worker.failed_spawns, worker.losses = 0, worker.losses + 1
         if not worker.running:
             worker.failures += 1
 
-    def count_success(self, worker: WorkerRecord, call: CallRecord) -> None:
+    def count_success(self, worker: WorkerState, call: CallState) -> None:
         """Counts a call that a device has done: it was not that call which killed workers elsewhere."""
-        for index, count in call.accuses.items():
+        for index, count in call.solo_losses.items():
             self._workers[index].failures += count
-        worker.failures, worker.losses, worker.short = 0, 0, False
+        worker.failures, worker.losses, worker.exhausted = 0, 0, False
 
-    def restart(self, worker: WorkerRecord, now: float, out: list[Command], *, idle: bool) -> None:
+    def restart(self, worker: WorkerState, now: float, out: list[Command], *, idle: bool) -> None:
         """Plans the next process of a device that lost one.
 
         Args:
@@ -184,29 +184,29 @@ class Lifecycle:
             out: Gets the commands.
             idle: Whether no call was running.
         """
-        comeback = Comeback.SOON if worker.failure is None else worker.failure.comeback
-        worker.gone = comeback is Comeback.NEVER
-        worker.alarm = None if worker.gone else now + self._delay_s(worker, comeback, idle)
-        given_up = max(worker.failures, worker.unspawned) > self._settings.max_respawns
-        too_late = worker.late and worker.timeouts > MAX_TIME_DOUBLINGS
-        down = given_up or too_late or comeback in (Comeback.MENDED, Comeback.NEVER)
+        restart_policy = RestartPolicy.SOON if worker.failure is None else worker.failure.restart_policy
+        worker.damaged = restart_policy is RestartPolicy.NEVER
+        worker.alarm = None if worker.damaged else now + self._delay_s(worker, restart_policy, idle)
+        given_up = max(worker.failures, worker.failed_spawns) > self._settings.max_respawns
+        too_late = worker.start_timed_out and worker.timeouts > MAX_TIME_DOUBLINGS
+        down = given_up or too_late or restart_policy in (RestartPolicy.MENDED, RestartPolicy.NEVER)
         down = down or worker.state is DeviceState.DOWN
         self._change(worker, DeviceState.DOWN if down else DeviceState.RESTARTING, worker.reason, out)
 
-    def _delay_s(self, worker: WorkerRecord, comeback: Comeback, idle: bool) -> float:
+    def _delay_s(self, worker: WorkerState, restart_policy: RestartPolicy, idle: bool) -> float:
         """Seconds until the next process of a device."""
         longest = self._settings.respawn_backoff_max_s
         slowest = max(longest, SLOWEST_S)
-        if comeback in (Comeback.SLOWLY, Comeback.MENDED):
+        if restart_policy in (RestartPolicy.SLOWLY, RestartPolicy.MENDED):
             return min(longest * _power(2, worker.failures - 1), slowest)
-        losses = worker.unspawned or worker.losses
+        losses = worker.failed_spawns or worker.losses
         quick = min(self._settings.respawn_backoff_s * _power(2, losses - 1), longest)
         beyond = worker.failures - self._settings.max_respawns
-        if worker.unspawned or beyond <= 0 or (worker.opened and idle):
+        if worker.failed_spawns or beyond <= 0 or (worker.opened and idle):
             return quick
         return min(longest * _power(_GROWTH, beyond), slowest)
 
-    def _change(self, worker: WorkerRecord, state: DeviceState, reason: str, out: list[Command]) -> None:
+    def _change(self, worker: WorkerState, state: DeviceState, reason: str, out: list[Command]) -> None:
         """Puts a device into a state and says so, when what else is new of it is noted."""
         worker.state, worker.reason = state, reason
         self.all_down = all(each.state is DeviceState.DOWN for each in self._workers)

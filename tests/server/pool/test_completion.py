@@ -20,7 +20,7 @@ from npugrad.errors import (
 )
 from npugrad.status import MAX_MESSAGE_BYTES, ascii_message
 from npugrad_server.pool import DeviceState, DeviceStatus
-from npugrad_server.pool.answers import error_from_answer, error_from_verdict, error_without_device
+from npugrad_server.pool.completion import error_from_answer, error_without_answer, error_without_device
 from npugrad_server.worker.protocol import CallFailed
 
 
@@ -59,7 +59,7 @@ def test_a_workers_answer_becomes_the_exception_of_its_reason(
     ],
 )
 def test_a_verdict_becomes_an_exception(job: Any, reason: str, expected: type[NpugradError]) -> None:
-    error = error_from_verdict(job().planned, reason, "it happened")
+    error = error_without_answer(job().planned, reason, "it happened")
     assert type(error) is expected
     assert (str(error), error.reason) == ("group_norm_backward: it happened", reason)
     assert error.request_id == "request-0"

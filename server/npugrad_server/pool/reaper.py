@@ -25,7 +25,7 @@ _lock = threading.Lock()
 
 
 def start_child(start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
-    """Starts a process that `reap_orphans` leaves alone until `collect_child`.
+    """Starts a process that `reap_inherited` leaves alone until `collect_child`.
 
     Args:
         start: Starts it.
@@ -46,7 +46,7 @@ def collect_child(process: subprocess.Popen[bytes]) -> int:
     return status
 
 
-def reap_orphans() -> int:
+def reap_inherited() -> int:
     """Waits for every inherited child that has ended; returns how many there were.
 
     Raises:
@@ -66,4 +66,4 @@ async def keep_reaping() -> None:
     while os.getpid() == 1:
         await asyncio.sleep(REAP_PAUSE_S)
         with contextlib.suppress(OSError):  # no descriptor is left to look with: next time
-            await asyncio.to_thread(reap_orphans)
+            await asyncio.to_thread(reap_inherited)

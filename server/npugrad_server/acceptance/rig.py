@@ -1,12 +1,12 @@
 """What steps drive: a real worker process of the device, below the validator, call by call.
 
-    bench.run(record, call, arrays)         one call: its outputs and the worker's own answer
-    bench.run_many(jobs)                  as many at once as the worker has streams
-    bench.plan(record, call)                the first phase alone
-    bench.restart(run_limit_s=0.001)      another process, with other settings if wanted
-    with bench.deterministic(): ...       another process where one keeps one mode
-    with bench.pool() as pool: ...        the device under the service's own pool, which restarts workers
-    with bench.trial("phases") as trial:  the device reached without a worker, by a process of its own
+    rig.run(record, call, arrays)         one call: its outputs and the worker's own answer
+    rig.run_many(jobs)                  as many at once as the worker has streams
+    rig.plan(record, call)                the first phase alone
+    rig.restart(run_limit_s=0.001)      another process, with other settings if wanted
+    with rig.deterministic(): ...       another process where one keeps one mode
+    with rig.pool() as pool: ...        the device under the service's own pool, which restarts workers
+    with rig.trial("phases") as trial:  the device reached without a worker, by a process of its own
 
 Nothing is checked here: an illegal call goes to the device as it is.
 """
@@ -30,18 +30,18 @@ from npugrad_server.acceptance.supervised import SupervisedDevice
 from npugrad_server.acceptance.trial import open_trial
 from npugrad_server.devices import DETERMINISTIC, parse_device
 from npugrad_server.pool import PoolSettings
+from npugrad_server.pool.admission import demand_of
 from npugrad_server.pool.arena import InputArena
-from npugrad_server.pool.demand import demand_of
 from npugrad_server.pool.regions import RegionAllocator
 from npugrad_server.worker.protocol import (
     AskMemory,
+    AskWorkspace,
     CallDone,
     CallFailed,
-    CallPlanned,
     DeviceFailed,
     MemoryFound,
-    PlanCall,
     RunCall,
+    WorkspaceFound,
 )
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from npugrad_server.acceptance.job import Arrays
     from npugrad_server.acceptance.trial import Trial
     from npugrad_server.pool import PlannedCall
-    from npugrad_server.pool.demand import Demand
+    from npugrad_server.pool.admission import Demand
     from npugrad_server.pool.regions import Region
     from npugrad_server.worker.protocol import DeviceReady
 
@@ -67,7 +67,7 @@ _ARENA_BYTES = 2 * 2**30
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """What a bench is opened with.
+    """What a rig is opened with.
 
     Attributes:
         device: Such as ``"npu:0"``.
@@ -122,7 +122,7 @@ class BenchSettings:
         return replace(made, **changes)
 
 
-class Bench:
+class Rig:
     """One device with one worker process at a time. For one thread.
 
     Attributes:
@@ -300,12 +300,14 @@ class Bench:
             output_offsets={name: results.offset + at for name, at in demand.outputs.offsets.items()},
             deadline_s=job.deadline_s,
         )
-        return Pending(self, link, planned, demand, operands, results, link.ask(message))
+        return Pending(
+            self, link, planned, demand=demand, operands=operands, results=results, answer=link.ask(message)
+        )
 
     def settle(self, pending: Pending) -> Ran:
         """Waits for a pending call and gives its memory back; for `Pending`."""
         answer = pending.answer.result(self._patience_s())
-        if isinstance(answer, (CallPlanned, MemoryFound)):
+        if isinstance(answer, (WorkspaceFound, MemoryFound)):
             raise TypeError(f"found {answer}; expected the answer to a call")
         outputs = {}
         if isinstance(answer, CallDone):
@@ -317,9 +319,9 @@ class Bench:
     def _patience_s(self) -> float:
         return self.settings.run_limit_s + self.settings.hang_grace_s + self.settings.start_timeout_s
 
-    def plan(self, record: OpRecord, call: CallMeta) -> CallPlanned | CallFailed | DeviceFailed:
+    def plan(self, record: OpRecord, call: CallMeta) -> WorkspaceFound | CallFailed | DeviceFailed:
         """Asks the operator's first phase alone; there are no operands and nothing is launched."""
-        order = PlanCall(next(self._numbers), record.name, call)
+        order = AskWorkspace(next(self._numbers), record.name, call)
         answer = self._worker().ask(order).result(self._patience_s())
         if isinstance(answer, (CallDone, MemoryFound)):
             raise TypeError(f"found {answer}; expected what the first phase said")
@@ -343,7 +345,7 @@ class Bench:
 
     @contextmanager
     def pool(self, **changes: Any) -> Iterator[SupervisedDevice]:
-        """The device under the service's own pool for a block; the bench's worker ends before.
+        """The device under the service's own pool for a block; the rig's worker ends before.
 
         Args:
             **changes: Fields of `PoolSettings` that differ, such as ``max_attempts=1``.
@@ -362,7 +364,7 @@ class Bench:
 
     @contextmanager
     def trial(self, name: str) -> Iterator[Trial]:
-        """A process that reaches the device without a worker, for a block; the bench's worker ends before.
+        """A process that reaches the device without a worker, for a block; the rig's worker ends before.
 
         Args:
             name: Module of `npugrad_server.backends.npu.trials`.
@@ -377,7 +379,7 @@ class Bench:
         self._loop.close()
         self._inputs.close()
 
-    def __enter__(self) -> Bench:
+    def __enter__(self) -> Rig:
         """Nothing: the first use starts the worker."""
         return self
 
@@ -391,17 +393,18 @@ class Pending:
 
     def __init__(
         self,
-        bench: Bench,
+        rig: Rig,
         link: WorkerLink,
         planned: PlannedCall,
+        *,
         demand: Demand,
         operands: Region,
         results: Region,
         answer: Future[Any],
     ) -> None:
-        """Made by `Bench.submit`."""
+        """Made by `Rig.submit`."""
         self.operands, self.results, self.answer = operands, results, answer
-        self._bench, self._link, self._planned, self._demand = bench, link, planned, demand
+        self._bench, self._link, self._planned, self._demand = rig, link, planned, demand
         self._ran: Ran | None = None
 
     def __call__(self) -> Ran:

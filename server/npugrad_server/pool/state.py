@@ -1,4 +1,4 @@
-"""The scheduler's records of calls and workers. Plain state, changed by the scheduler alone."""
+"""The scheduler's state: its calls and its workers. Plain data, changed by the scheduler's parts alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from npugrad_server.pool.commands import Failure, WorkerSpec
 
 
-class Stage(Enum):
+class CallStage(Enum):
     """Where a call stands."""
 
     QUEUED = "queued"
@@ -28,7 +28,7 @@ class Stage(Enum):
 
 
 @dataclass
-class CallRecord:
+class CallState:
     """One call as the scheduler sees it, from submit until its memory is given back.
 
     Whoever submits it says what it is, which does not change; where it stands is the scheduler's.
@@ -46,7 +46,7 @@ class CallRecord:
         operator: Name that devices which cannot run it give; it means nothing else here.
         submitted_s: When its operands were complete.
         stage: Where it stands.
-        void: Whether the caller has an answer already, though a worker still runs the call.
+        orphaned: Whether nobody waits for it any more, though a worker still runs it.
         closed: Whether the caller is done with operands and results.
         attempts: How often it was started.
         overtaken: How many calls behind it started while it could not.
@@ -59,8 +59,8 @@ class CallRecord:
         too_large: Whether it was told that no device has the workspace it needs.
         declined_by: Device and process that answered that they cannot take it now; None before one did.
         deaths: How many of its tries ended with their worker.
-        killed: How many workers of each device died while running it, but for those ended for a call's sake.
-        accuses: How many of those had no other call, so that either it or the device is to blame.
+        worker_losses: How many workers of each device died while running it, but for those exempt.
+        solo_losses: How many of those had no other call, so that either it or the device is to blame.
         last_reason: How the last of them ended.
         last_code: The vendor's number of a device failure under it; None without one.
         suspect: Whether a device failed under it, so that it is tried only once more.
@@ -78,8 +78,8 @@ class CallRecord:
     workspace_key: Hashable = None
     operator: str = ""
     submitted_s: float = 0.0
-    stage: Stage = Stage.QUEUED
-    void: bool = False
+    stage: CallStage = CallStage.QUEUED
+    orphaned: bool = False
     closed: bool = False
     attempts: int = 0
     overtaken: int = 0
@@ -92,8 +92,8 @@ class CallRecord:
     too_large: bool = False
     declined_by: tuple[int, int] | None = None
     deaths: int = 0
-    killed: dict[int, int] = field(default_factory=partial(defaultdict, int))
-    accuses: dict[int, int] = field(default_factory=partial(defaultdict, int))
+    worker_losses: dict[int, int] = field(default_factory=partial(defaultdict, int))
+    solo_losses: dict[int, int] = field(default_factory=partial(defaultdict, int))
     last_reason: str = ""
     last_code: int | None = None
     suspect: bool = False
@@ -104,11 +104,11 @@ class CallRecord:
         self.kind = (self.operator, self.deterministic)
 
     @property
-    def alone(self) -> bool:
+    def isolated(self) -> bool:
         """Whether it may only run on a worker that runs nothing else: it may be what kills workers."""
         return self.deaths > 0
 
-    def note_loss(self, worker: WorkerRecord, *, sole: bool) -> None:
+    def note_loss(self, worker: WorkerState, *, sole: bool) -> None:
         """Its worker died under it: who, how, and whether its device failed under this very call.
 
         Args:
@@ -117,9 +117,9 @@ class CallRecord:
         """
         self.deaths += 1
         named = None if worker.failure is None else worker.failure.call
-        if not worker.blameless:
-            self.killed[worker.index] += 1
-            self.accuses[worker.index] += named == self.id or (sole and named is None)
+        if not worker.exempt:
+            self.worker_losses[worker.index] += 1
+            self.solo_losses[worker.index] += named == self.id or (sole and named is None)
             self.last_reason = worker.reason
         if worker.failure is not None and named == self.id:
             self.suspect, self.last_code = True, worker.failure.code
@@ -132,7 +132,7 @@ class CallRecord:
 
 
 @dataclass
-class WorkerRecord:
+class WorkerState:
     """One device and the process that drives it.
 
     Attributes:
@@ -151,23 +151,23 @@ class WorkerRecord:
         memory_used_bytes: What they have of it.
         losses: Processes lost in a row without a successful call.
         failures: Those of them that count against the device.
-        unspawned: Processes in a row that could not be started.
+        failed_spawns: Processes in a row that could not be started.
         timeouts: Starts that took too long; each gives the next one more time.
         waits: Whether its next start waits for those of other devices.
         spawned_s: When the present process was started.
         stage: What its start is at.
         opened: Whether the present process has opened the device.
-        late: Whether the present process is being ended because its start took too long.
+        start_timed_out: Whether the present process is being ended because its start took too long.
         ending: Whether the present process is being ended.
-        gone: Whether the device is damaged, and not tried again.
-        blameless: Whether the present process is being ended for a call's sake, not for its own failure.
+        damaged: Whether the device is damaged, and not tried again.
+        exempt: Whether the present process is being ended for a call's sake, which does not count against it.
         alarm: When its start has to have got on, or it is to be started again; None for neither.
         reason: Why it is not ready.
         ended_for: Why the present process is being ended; empty while it is not.
         failure: What the present process said of its device before it ended; None while it is well.
         last_start: Number of the last call it was given, to spread calls over idle devices.
-        lacks: Operators that the last process that opened it cannot run, with the reason.
-        short: Whether it answered that it cannot take a call now, and has done none well since.
+        unavailable: Operators that the last process that opened it cannot run, with the reason.
+        exhausted: Whether it answered that it cannot take a call now, and has done none well since.
     """
 
     index: int
@@ -176,7 +176,7 @@ class WorkerRecord:
     incarnation: int = 0
     alive: bool = False
     outputs: RegionAllocator = field(default_factory=lambda: RegionAllocator(0))
-    running: dict[int, CallRecord] = field(default_factory=dict)
+    running: dict[int, CallState] = field(default_factory=dict)
     one_mode: bool = False
     deterministic: bool | None = None
     no_determinism: str = ""
@@ -184,52 +184,52 @@ class WorkerRecord:
     memory_used_bytes: int = 0
     losses: int = 0
     failures: int = 0
-    unspawned: int = 0
+    failed_spawns: int = 0
     timeouts: int = 0
     waits: bool = False
     spawned_s: float = 0.0
     stage: str = ""
     opened: bool = False
-    late: bool = False
+    start_timed_out: bool = False
     ending: bool = False
-    gone: bool = False
-    blameless: bool = False
+    damaged: bool = False
+    exempt: bool = False
     alarm: float | None = None
     reason: str = "its first worker starts"
     ended_for: str = ""
     failure: Failure | None = None
     last_start: int = 0
-    lacks: Mapping[str, str] = field(default_factory=dict)
-    short: bool = False
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+    exhausted: bool = False
 
-    def why_lacks(self, operator: str) -> str:
+    def why_unavailable(self, operator: str) -> str:
         """Why it cannot run an operator; empty when it can, or may once it is ready again."""
-        return self.lacks.get(operator, "") if self.state is DeviceState.READY else ""
+        return self.unavailable.get(operator, "") if self.state is DeviceState.READY else ""
 
     def why_refuses(self, operator: str, deterministic: bool) -> str:
         """Why it runs no such call; empty when it does, or may once it is ready."""
         no_mode = self.no_determinism if deterministic and self.state is DeviceState.READY else ""
-        return self.why_lacks(operator) or no_mode
+        return self.why_unavailable(operator) or no_mode
 
     def runs(self, operator: str, deterministic: bool) -> bool:
         """Whether it runs calls of an operator and mode, or may once it is ready."""
         return self.state is not DeviceState.DOWN and not self.why_refuses(operator, deterministic)
 
-    def may_run(self, call: CallRecord) -> bool:
+    def may_run(self, call: CallState) -> bool:
         """Whether it runs calls such as this one, or may once it is ready."""
         return self.runs(call.operator, call.deterministic)
 
-    def has_declined(self, call: CallRecord) -> bool:
+    def has_declined(self, call: CallState) -> bool:
         """Whether the present process could not take the call."""
         return call.declined_by == (self.index, self.incarnation)
 
-    def admits(self, call: CallRecord) -> bool:
+    def admits(self, call: CallState) -> bool:
         """Whether the call may join those that run now; memory is another question."""
         if self.state is not DeviceState.READY or len(self.running) >= self.spec.streams:
             return False
         if not self.running:
             return True
-        if call.alone or any(other.alone for other in self.running.values()):
+        if call.isolated or any(other.isolated for other in self.running.values()):
             return False
         return not self.one_mode or all(
             other.deterministic == call.deterministic for other in self.running.values()

@@ -1,0 +1,122 @@
+"""Limits that no linter has: the length of files and functions, one definition for a public class name.
+
+A file counts with all its lines, a function from the first line after its docstring: what is above documents
+its parameters, of which a command has many. Generated files do not count. Tests may be longer, and may each
+have a helper of the same name.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGES = ("protos/npugrad", "server/npugrad_server", "client/npugrad_client")
+
+
+class Limit(NamedTuple):
+    """The most lines of a file, and of a function in it."""
+
+    file: int
+    function: int
+
+
+SHIPPED, TESTS = Limit(400, 40), Limit(600, 60)
+GENERATED = ("_pb2.py", "_pb2_grpc.py", "_generated_ops.py")
+
+EXCEPTIONS = {
+    "protos/npugrad/errors.py": "every error class of the contract, each with its example",
+    "protos/npugrad/ops/_multi_scale_deformable_attention_grad_rules.py": "every constraint of one operator",
+    "protos/npugrad/ops/_fused_floyd_attention_grad_rules.py:_dtype_rules": "a table of constraints",
+    "protos/npugrad/ops/_group_norm_backward_rules.py:_size_rules": "a table of constraints",
+    "protos/npugrad/signature.py:_read": "the path of each call; a frame for each part would cost more",
+    "server/npugrad_server/acceptance/rig.py": "all that a step may do with a device",
+    "server/npugrad_server/cli.py:acceptance": "turns options into settings, one by one",
+    "server/npugrad_server/config.py": "every setting with its documentation, from which tables are made",
+    "server/npugrad_server/logs.py:configure": "one list of processors in their order",
+    "server/npugrad_server/metrics.py:_make_pool_counters": "a table of metrics",
+    "tests/server/pool/test_scheduler_properties.py": "one state machine",
+}
+"""Path, or path and function: why it may be longer."""
+
+
+def python_files(root: Path, folders: tuple[str, ...]) -> Iterator[Path]:
+    """Our own Python files under some folders of a checkout."""
+    for folder in folders:
+        for path in sorted((root / folder).rglob("*.py")):
+            if not path.name.endswith(GENERATED):
+                yield path
+
+
+def too_long(root: Path, path: Path, limit: Limit) -> Iterator[tuple[str, str]]:
+    """What of a file exceeds the limit: its name in `EXCEPTIONS`, and what was found."""
+    text, name = path.read_text(), path.relative_to(root).as_posix()
+    lines = text.count("\n")
+    if lines > limit.file:
+        yield name, f"found {lines} lines; expected at most {limit.file}"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            documented = ast.get_docstring(node) is not None and len(node.body) > 1
+            first = node.body[documented]
+            lines = (node.end_lineno or first.lineno) - first.lineno + 1
+            if lines > limit.function:
+                found = f"found {lines} lines of code; expected at most {limit.function}"
+                yield f"{name}:{node.name}", found
+
+
+def defined_twice(root: Path, folders: tuple[str, ...] = PACKAGES) -> Iterator[tuple[str, str]]:
+    """Public class names that a module defines though another has a class of that name."""
+    classes, places = set(), defaultdict(list)
+    for path in python_files(root, folders):
+        for node in _top_level(ast.parse(path.read_text()).body):
+            for name in _names(node):
+                places[name].append(f"{path.relative_to(root).as_posix()}:{node.lineno}")
+                if isinstance(node, ast.ClassDef):
+                    classes.add(name)
+    for name in sorted(classes):
+        if len(places[name]) > 1:
+            yield name, f"found {len(places[name])} definitions; expected 1: {', '.join(places[name])}"
+
+
+def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements of a module, those that only type checkers see included."""
+    for node in body:
+        if isinstance(node, ast.If):
+            yield from _top_level(node.body)
+        else:
+            yield node
+
+
+def _names(node: ast.stmt) -> list[str]:
+    """Public names that a class or an alias of a type defines."""
+    if isinstance(node, ast.ClassDef):
+        names = [node.name]
+    elif isinstance(node, ast.Assign):
+        names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+    elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        names = [node.target.id]
+    else:
+        names = []
+    return [name for name in names if name[0].isupper() and not name.isupper()]
+
+
+def problems(root: Path = ROOT, exceptions: dict[str, str] | None = None) -> list[str]:
+    """Every violation, and every exception that nothing needs."""
+    allowed = EXCEPTIONS if exceptions is None else exceptions
+    long: dict[str, str] = {}
+    for folders, limit in ((PACKAGES, SHIPPED), (("tests",), TESTS)):
+        for path in python_files(root, folders):
+            long.update(too_long(root, path, limit))
+    found = [f"{name}: {what}" for name, what in long.items() if name not in allowed]
+    found += [f"{name}: an exception that nothing needs" for name in allowed if name not in long]
+    return found + [f"{name}: {what}" for name, what in defined_twice(root)]
+
+
+if __name__ == "__main__":
+    sys.exit("\n".join(problems()) or 0)

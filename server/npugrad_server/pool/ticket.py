@@ -1,0 +1,273 @@
+"""The ticket of an accepted call: from the taking of its bytes until no worker touches them."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from npugrad.call import ExecutionInfo
+from npugrad_server.pool.state import CallState
+from npugrad_server.pool.types import Outcome
+from npugrad_server.worker.protocol import CallDone, RunCall
+from npugrad_server.worker.run_again import RunAgain
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Iterable
+    from types import TracebackType
+
+    from npugrad.timeline import Mark
+    from npugrad_server.pool.admission import Demand
+    from npugrad_server.pool.arena import OutputArena
+    from npugrad_server.pool.commands import StartCall
+    from npugrad_server.pool.process import WorkerProcess
+    from npugrad_server.pool.regions import Region
+    from npugrad_server.pool.types import PlannedCall
+    from npugrad_server.worker.protocol import CallFailed, DeviceReady
+
+_MOST_LOST_MARKS = 48
+"""Two for each start that came to nothing."""
+
+
+class Ticket:
+    """The bytes and the queue place of one accepted call; leaving it, or `close`, gives them back.
+
+    Attributes:
+        planned: The call.
+        number: Its number in the pool.
+        demand: What it needs.
+        operands: Its part of the input arena.
+        state: What the scheduler knows of it.
+        started: Whether its operands are complete, so that they must not change any more.
+        closed: Whether its bytes were given back.
+        future: Where the caller waits; None before `DevicePool.run`.
+        reported: Whether the observer was told how it ended.
+        start: The last start of it.
+        arena: Output arena of the process it started on.
+        answer: That process's answer.
+        held: That arena, once its results are the caller's.
+        marks: When its stages ended, from the first start on.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        planned: PlannedCall,
+        demand: Demand,
+        operands: Region,
+        memory: memoryview,
+        on_close: Callable[[Ticket], None],
+    ) -> None:
+        """Made by `DevicePool.admit`.
+
+        Args:
+            number: Unique number.
+            planned: The call.
+            demand: What it needs.
+            operands: Its part of the input arena.
+            memory: That part, which is released once the ticket is closed.
+            on_close: Called once, when it is closed.
+        """
+        options = planned.options
+        self.state = CallState(
+            id=number,
+            priority=options.priority,
+            label=options.label,
+            deterministic=options.deterministic,
+            deadline_s=planned.deadline_s,
+            output_bytes=demand.outputs.nbytes,
+            memory_bytes=demand.memory_bytes,
+            device_bytes=demand.device_bytes,
+            workspace_key=demand.workspace_key,
+            operator=planned.plan.record.name,
+        )
+        self.planned, self.number, self.demand, self.operands = planned, number, demand, operands
+        self.started = self.closed = self.reported = False
+        self.future: asyncio.Future[Outcome] | None = None
+        self.start: StartCall | None = None
+        self.arena: OutputArena | None = None
+        self.answer: CallDone | CallFailed | None = None
+        self.held: OutputArena | None = None
+        self.marks: list[Mark] = []
+        self._memory, self._on_close = memory, on_close
+        self._views = [memory]
+
+    # ---------------------------------------------------------------------------------- what the caller sees
+
+    def view(self, name: str) -> memoryview:
+        """Writable memory of an operand's content, exactly its `content_bytes`; errors as of `views`."""
+        return self.views((name,))[0]
+
+    def views(self, names: Iterable[str]) -> list[memoryview]:
+        """Writable memory of the contents of some operands.
+
+        Raises:
+            KeyError: An operand is null, or the operator has none of this name.
+            RuntimeError: The ticket was closed, or its call was started: operands do not change any more.
+        """
+        if self.closed or self.started:
+            raise RuntimeError(
+                f"{self.planned.plan.record.name}: operands can be written only before the call runs"
+            )
+        found, offsets = [], self.demand.inputs.offsets
+        for name in names:
+            meta = self.planned.plan.call.inputs[name]
+            if meta is None:
+                raise KeyError(f"{self.planned.plan.record.name}: {name} is null")
+            start = offsets[name]
+            found.append(self._memory[start : start + meta.content_bytes])
+        self._views += found
+        return found
+
+    def close(self) -> None:
+        """Gives every byte back; may be called again. A call that still waits or runs is cancelled.
+
+        Views from `view` and of an outcome are released: using one of them afterwards is a ValueError, and
+        not somebody else's data.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        while self._views:
+            try:
+                self._views.pop().release()
+            except BufferError:
+                continue  # an array was made of it, which is then the user's fault
+        self._on_close(self)
+
+    def __enter__(self) -> Ticket:
+        """Nothing: the bytes are reserved already."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes it."""
+        self.close()
+
+    # ---------------------------------------------------------------------------- what the pool does with it
+
+    def order(self, start: StartCall, process: WorkerProcess) -> RunCall | RunAgain:
+        """Notes where it runs; returns the order for the worker.
+
+        A call that has to be run again is brought whole, whatever its first worker was brought: what went
+        wrong with it must not depend on what was kept.
+        """
+        self.start, self.arena, self.answer = start, process.outputs, None
+        self.marks.append(("queued", time.monotonic()))
+        planned = self.planned
+        if not planned.plan.is_kept or start.attempt > 1:
+            return self.whole()
+        number, known = process.plans.begin(start.call, planned.plan)
+        if not known:
+            return self.whole(number)
+        return RunAgain(
+            start.call,
+            number,
+            self.operands.offset,
+            self.state.region.offset,
+            planned.deadline_s,
+            start.workspace_bytes,
+            planned.options.priority,
+            planned.options.label,
+        )
+
+    def whole(self, plan: int | None = None) -> RunCall:
+        """The order for the worker with all that there is to say, after `order`.
+
+        Args:
+            plan: Number under which the worker is to keep what later calls share with it.
+
+        Raises:
+            RuntimeError: It was not started.
+        """
+        start, planned, demand = self.start, self.planned, self.demand
+        operands, results = self.operands.offset, self.state.region.offset
+        if start is None:
+            raise RuntimeError(f"{planned.plan.record.name}: ordered before its start")
+        return RunCall(
+            call=start.call,
+            operator=planned.plan.record.name,
+            meta=planned.plan.call,
+            outputs=planned.plan.outputs,
+            options=planned.options,
+            input_offsets={k: operands + v for k, v in demand.inputs.offsets.items()},
+            output_offsets={k: results + v for k, v in demand.outputs.offsets.items()},
+            deadline_s=planned.deadline_s,
+            workspace_bytes=start.workspace_bytes,
+            plan=plan,
+        )
+
+    def outcome(self, device: str, ready: DeviceReady) -> Outcome:
+        """What the caller gets of a worker's results, which are held from now on.
+
+        Args:
+            device: Name of the device.
+            ready: What its worker said of it.
+
+        Raises:
+            RuntimeError: There are none.
+        """
+        answer, start, planned = self.answer, self.start, self.planned
+        if not isinstance(answer, CallDone) or start is None or self.arena is None:
+            raise RuntimeError(f"{planned.plan.record.name}: completed without results")
+        self.arena.hold()
+        self.held = self.arena
+        info = ExecutionInfo(
+            backend=answer.backend,
+            device=device,
+            product=planned.plan.call.product,
+            simulated=ready.simulated,
+            workspace_bytes=answer.workspace_bytes,
+            attempts=start.attempt,
+            queued_s=start.queued_s,
+            copy_in_s=answer.copy_in_s,
+            run_s=answer.run_s,
+            copy_out_s=answer.copy_out_s,
+            request_id=planned.request_id,
+            verification=answer.verification,
+        )
+        self._mark_done(answer)
+        return Outcome(self._lend(self.arena), info)
+
+    def mark_lost(self) -> None:
+        """The last start came to nothing; after many, it is one with the one before.
+
+        A device that has no room for a call may give it back any number of times, and the marks travel as
+        metadata, of which gRPC takes some kilobytes.
+        """
+        self.marks.append(("lost", time.monotonic()))
+        if len(self.marks) > _MOST_LOST_MARKS:
+            del self.marks[-3:-1]
+
+    def mark_failed(self) -> None:
+        """The call ends without results: it waited for a device until now, or its start came to nothing."""
+        last = self.marks[-1][0] if self.marks else "lost"
+        if last:  # else it has results, which nobody waited for
+            self.marks.append(("lost" if last == "queued" else "queued", time.monotonic()))
+
+    def _mark_done(self, answer: CallDone) -> None:
+        at = answer.begun_s
+        self.marks[-1] = ("queued", at)  # until the worker took it up
+        for stage, seconds in (
+            ("copy_in", answer.copy_in_s),
+            ("run", answer.run_s),
+            ("copy_out", answer.copy_out_s),
+            ("verify", answer.verify_s),
+        ):
+            if seconds:
+                at += seconds
+                self.marks.append((stage, at))
+        self.marks.append(("", time.monotonic()))
+
+    def _lend(self, arena: OutputArena) -> dict[str, memoryview]:
+        """Views of the results, which are released once the ticket is closed."""
+        region, offsets = self.state.region, self.demand.outputs.offsets
+        memory = arena.view(region, 0, region.nbytes)
+        found = {
+            name: memory[offsets[name] : offsets[name] + meta.nbytes]
+            for name, meta in self.planned.plan.outputs.items()
+            if meta is not None
+        }
+        self._views += [memory, *found.values()]
+        return found
