@@ -67,8 +67,8 @@ from npugrad_server.backends.cpu.kernels import Kernels
 made = Kernels.__init__
 
 
-def without_one(self, *given):
-    made(self, *given)
+def without_one(self, *given, **options):
+    made(self, *given, **options)
     self.operators = tuple(name for name in self.operators if name != "grid_sampler_2d_backward")
 
 
