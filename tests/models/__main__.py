@@ -3,8 +3,9 @@
 Each model is built from its configuration, small and without weights. Its backward pass runs here, under
 ``remote(fused=False)`` and under ``remote()``, with everything sent that may be, to a service of its own on
 this machine. Gradients are compared with those computed here by the same rule: without fusing by PyTorch
-alone, with it by the operator's formula. The table has the calls that were sent, their MiB, and the
-least seconds of a backward pass; the differences are relative norms over all parameters.
+alone, with it by the operator's formula. The table has the calls that were sent, those of them that sample
+(`grid_sample` and deformable attention), their MiB, and the least seconds of a backward pass; the differences
+are relative norms over all parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tests.models.zoo import MODELS
 
 from npugrad_client import Client
 from npugrad_client.demo._service import local_service
-from npugrad_client.torch import RemoteWarning, remote
+from npugrad_client.torch import Remote, RemoteWarning, SummaryRow, remote
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,41 +32,54 @@ Gradients = dict[str, torch.Tensor]
 ROUNDING = 1e-5
 """Largest relative norm of a difference, over all parameters."""
 TIMES = 3
+SAMPLERS = (
+    *("grid_sampler_2d_backward", "grid_sampler_3d_backward"),
+    "multi_scale_deformable_attention_grad",
+)
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step's gradients, the least seconds of its backward pass, calls that were sent, and their MiB."""
+    """A step's gradients, the seconds of its backward pass, and what was sent."""
 
     gradients: Gradients
     seconds: float
-    sent: int = 0
-    mib: float = 0.0
+    rows: tuple[SummaryRow, ...] = ()
+
+    def calls(self, *operators: str) -> int:
+        """Calls that were sent, of some operators or of all."""
+        return sum(row.calls for row in self.rows if not operators or row.operator in operators)
+
+    @property
+    def mib(self) -> float:
+        """What was sent and came back."""
+        return sum(row.bytes for row in self.rows) / 2**20
 
 
-def step(model: Any, output: Callable[[], Any], around: Any = None, backward: Any = None) -> Step:
-    """Runs a model forward and backward.
-
-    Args:
-        model: The model.
-        output: What its loss is the mean square of.
-        around: A `remote` for the whole step.
-        backward: False leaves `around` before the backward pass.
-    """
+def step(model: Any, output: Callable[[], Any], mode: Remote | None = None) -> Step:
+    """Runs a model forward and backward, under `remote` if there is one; its loss is the mean square."""
     model.zero_grad()
-    with around or nullcontext():
+    with mode or nullcontext():
         loss = output().square().mean()
-        if backward is not False:
-            started = time.perf_counter()
-            loss.backward()
-            seconds = time.perf_counter() - started
-    if backward is False:
         started = time.perf_counter()
         loss.backward()
         seconds = time.perf_counter() - started
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    rows = [row for row in around.summary().rows if row.is_sent] if around else []
-    return Step(found, seconds, sum(row.calls for row in rows), sum(row.bytes for row in rows) / 2**20)
+    rows = tuple(row for row in mode.summary().rows if row.is_sent) if mode else ()
+    return Step(gradients(model), seconds, rows)
+
+
+def by_formula(model: Any, output: Callable[[], Any], mode: Remote) -> Gradients:
+    """Gradients of a forward pass under `remote`, computed here, after it."""
+    model.zero_grad()
+    with mode:
+        loss = output().square().mean()
+    loss.backward()
+    return gradients(model)
+
+
+def gradients(model: Any) -> Gradients:
+    """Those of all parameters that have one."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def best(run: Callable[[], Step]) -> Step:
@@ -89,21 +103,25 @@ def compare(client: Client, made: Callable[[], Any]) -> tuple[tuple[str, ...], b
     here = best(lambda: step(model, output))
     before = best(lambda: step(model, output, remote(client, min_bytes=0, fused=False)))
     after = best(lambda: step(model, output, remote(client, min_bytes=0)))
-    formula = step(model, output, remote(client, min_bytes=0), backward=False)
+    formula = by_formula(model, output, remote(client, min_bytes=0))
     errors = (
         difference(before.gradients, here.gradients),
-        difference(after.gradients, formula.gradients),
+        difference(after.gradients, formula),
         difference(after.gradients, here.gradients),
     )
-    counts = (f"{before.sent} -> {after.sent}", f"{before.mib:.1f} -> {after.mib:.1f}")
+    counts = (
+        f"{before.calls()} -> {after.calls()}",
+        f"{before.calls(*SAMPLERS)} -> {after.calls(*SAMPLERS)}",
+        f"{before.mib:.1f} -> {after.mib:.1f}",
+    )
     seconds = (f"{one.seconds:.3f}" for one in (here, before, after))
     is_right = max(errors[:2]) <= ROUNDING
     shown = (f"{error:.1e}" for error in errors)
     return (made.__name__, *counts, *seconds, *shown, "ok" if is_right else "WRONG"), is_right
 
 
-HEADER = (
-    *("model", "sent calls", "MiB", "s here", "s fused=False", "s remote"),
+HEADER: tuple[str, ...] = (
+    *("model", "calls sent", "that sample", "MiB", "s here", "s fused=False", "s remote"),
     *("fused=False - here", "remote - formula", "remote - here", ""),
 )
 
@@ -112,9 +130,11 @@ def main() -> int:
     """Prints the table; exit code 0 if all gradients are right."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     options.add_argument("models", nargs="*", metavar="NAME", help="all by default")
-    chosen = options.parse_args().models
-    lines, is_right = [HEADER], True
-    with warnings.catch_warnings(), local_service("--metrics-listen", "") as address, Client(address) as client:
+    options.add_argument("--target", help="address of a service; default one of its own")
+    given = options.parse_args()
+    chosen, lines, is_right = given.models, [HEADER], True
+    service = nullcontext(given.target) if given.target else local_service("--metrics-listen", "")
+    with warnings.catch_warnings(), service as address, Client(address, timeout_s=120) as client:
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", RemoteWarning)
         for made in MODELS:
