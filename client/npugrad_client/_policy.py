@@ -146,6 +146,10 @@ def require_policies(owner: str, on_refused: str, on_error: str, min_bytes: int)
             raise ValueError(f"{owner}: {name}: found {value!r}; expected {' or '.join(map(repr, known))}")
 
 
+STRICT = Policies(on_refused="raise")
+"""Of functions that were given none: each call is sent, and what the server says is the caller's to hear."""
+
+
 class Request(Protocol):
     """One backward call in the words of the service."""
 
@@ -180,6 +184,18 @@ class Request(Protocol):
 
     def give_back(self, found: Mapping[str, Any]) -> tuple[Any, ...]:
         """The service's results in the caller's order and types; None where there is none."""
+        ...
+
+
+class Traced(Request, Protocol):
+    """One that may have no values yet."""
+
+    def require_legal(self) -> None:
+        """Refuses what no product takes.
+
+        Raises:
+            OperatorError: The documents refuse the call.
+        """
         ...
 
 
@@ -219,10 +235,7 @@ class Engine:
         return kept
 
     def foresees(self, request: Request) -> bool:
-        """Whether a call would be sent, as far as can be known before all of its data is there.
-
-        Tells once of a call that the documents refuse. A service that fails is left to the call itself.
-        """
+        """Whether a call would be sent, as far as is known before its data; tells once of a refusal."""
         if request.odd is not None or request.nbytes < self._policies.min_bytes:
             return False
         name = request.operator
@@ -241,6 +254,23 @@ class Engine:
         self._ledger.add(operator, is_sent=False, why=why, nbytes=0, seconds=0.0)
         self.tell(f"{operator}: {why}", f"{operator} runs here, as {why}")
 
+    def keeps(self, request: Traced) -> bool:
+        """Whether a call stays here for what is known before its values are; if so it is counted, and told.
+
+        Raises:
+            OperatorError: The documents refuse the call, and the policy is to raise.
+        """
+        why, nbytes = self._why_local(request)
+        try:
+            if not why:
+                request.require_legal()
+        except OperatorError as error:
+            kind = _kind(error)
+            why = self._refused(request, error, kind, kind)
+        if why:
+            self._ledger.add(request.operator, is_sent=False, why=why, nbytes=nbytes, seconds=0.0)
+        return bool(why)
+
     def _count(self, request: Request, nbytes: int, started: float, **found: Any) -> None:
         seconds = time.perf_counter() - started
         self._ledger.add(request.operator, nbytes=nbytes, seconds=seconds, **found)
@@ -257,30 +287,34 @@ class Engine:
     def _send(self, request: Request) -> tuple[_Sent | None, str]:
         """Results in the caller's order and types, and where the time went; or None, and why."""
         try:
-            server, operands = self._ask_server(), request.operands()
-            if request.operator not in server.operators:  # which matters for a legal call only
+            server = None if self._policies is STRICT else self._ask_server()
+            operands = request.operands()
+            if server is not None and request.operator not in server.operators:  # it matters if it is legal
                 known = _metas(request.operator, operands)
                 require_legal(request.operator, known, request.attrs, server.product)
                 return None, self._lacking(request, f"found a server of version {server.version}")
-            found, info = self._run_legal(request, operands, server.product)
+            found, info = self._run_legal(request, operands, None if server is None else server.product)
         except NpugradError as error:
-            # A number is the documents' word; without one, a server of another kind may be at that address.
-            if isinstance(error, _REFUSED) and error.code is not None:
-                kind = _kind(error)
-                return None, self._refused(request, error, kind, kind)
-            if isinstance(error, UnsupportedOperator) and error.operator == request.operator:
-                return None, self._lacking(request, str(error))  # another server of the same client
-            if self._policies.on_error == "raise":
-                raise
-            kind = type(error).__name__
-            self.tell(
-                f"{request.operator}: {kind}", f"{request.operator} runs here, as the service failed: {error}"
-            )
-            return None, FAILED + kind
+            return None, self._failed(request, error)
         return (request.give_back(found), info.timeline), ""
 
+    def _failed(self, request: Request, error: NpugradError) -> str:
+        """Raises by policy, else tells of it once and gives back why the call runs here."""
+        # A number is the documents' word; without one, a server of another kind may be at that address.
+        if isinstance(error, _REFUSED) and error.code is not None:
+            kind = _kind(error)
+            return self._refused(request, error, kind, kind)
+        is_lacking = isinstance(error, UnsupportedOperator) and error.operator == request.operator
+        if is_lacking and self._policies is not STRICT:
+            return self._lacking(request, str(error))  # another server of the same client
+        if self._policies.on_error == "raise":
+            raise error
+        kind, name = type(error).__name__, request.operator
+        self.tell(f"{name}: {kind}", f"{name} runs here, as the service failed: {error}")
+        return FAILED + kind
+
     def _run_legal(
-        self, request: Request, operands: Mapping[str, Any], product: Product
+        self, request: Request, operands: Mapping[str, Any], product: Product | None
     ) -> tuple[dict[str, Any], ExecutionInfo]:
         """Results by output name, and what produced them.
 

@@ -13,6 +13,8 @@ This package imports jax; `npugrad_client` itself never does.
 
 from __future__ import annotations
 
+from npugrad_client._policy import Policies, RemoteWarning
+from npugrad_client._summary import Summary, SummaryRow
 from npugrad_client.jax._deformable import multi_scale_deformable_attention
 from npugrad_client.jax._floyd import fused_floyd_attention
 from npugrad_client.jax._grid_sample import grid_sample
@@ -20,6 +22,10 @@ from npugrad_client.jax._group_norm import group_norm
 from npugrad_client.jax._layer_norm import layer_norm
 
 __all__ = [
+    "Policies",
+    "RemoteWarning",
+    "Summary",
+    "SummaryRow",
     "fused_floyd_attention",
     "grid_sample",
     "group_norm",

@@ -6,25 +6,33 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from npugrad.meta import TensorMeta
+from npugrad_client._fitting import FLOATS, as_sent, fits, is_mixed
+from npugrad_client._legality import require_legal
+from npugrad_client._policy import STRICT, Engine, Options
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from npugrad_client import Client
+    from npugrad_client._policy import Policies
 
 Array = Any
 """An array of JAX, or a tracer of one."""
+_MAY_MIX = ("layer_norm_backward", "fused_floyd_attention_grad")
+"""Operators whose operands may have several types by the documents."""
 
 
 @dataclass(frozen=True)
 class Service:
-    """A client with the options of its calls; hashable, as what JAX compiles for must be.
+    """A client with policies and the options of its calls; hashable, as what JAX compiles for must be.
 
     Attributes:
         client: Who calls the service.
+        policies: What becomes of calls that are small, refused or fail.
         timeout_s: Deadline of each call in seconds; None for the client's default.
         deterministic: Whether results must not depend on the order of summation.
         priority: Calls of higher priority leave the queue first; -100 to 100.
@@ -33,11 +41,35 @@ class Service:
     """
 
     client: Client
+    policies: Policies | None
     timeout_s: float | None = None
     deterministic: bool = False
     priority: int = 0
     label: str = ""
     verify: bool = False
+
+    def require(
+        self, operator: str, operands: Mapping[str, Array | None], attrs: Mapping[str, Any], **known: Any
+    ) -> None:
+        """Refuses a forward pass when it is traced: what no policy, or not this one, can do.
+
+        Args:
+            operator: Name of the operator of its gradient.
+            operands: Its operands by name, and others that follow from them.
+            attrs: Attributes by name.
+            known: Operands of our own formula that the documents do not have.
+
+        Raises:
+            OperatorError: The documents refuse the call.
+            MalformedRequest: An attribute is none that the operator has.
+            TypeError: The service knows nothing like the type of an operand.
+        """
+        given = metas(operator, operands)
+        if (self.policies or STRICT).on_refused != "raise" and fits(
+            operator, {**given, **metas(operator, known)}, attrs
+        ):
+            return
+        require_legal(operator, given if operator in _MAY_MIX else as_sent(given), attrs)
 
     def gradients(
         self,
@@ -45,33 +77,46 @@ class Service:
         operands: Mapping[str, Array | None],
         attrs: Mapping[str, Any],
         results: Mapping[str, Array],
+        local: Callable[[], Sequence[Array]],
     ) -> tuple[Array, ...]:
-        """Calls an operator when the program runs.
+        """Calls an operator when the program runs, or computes its results here.
+
+        What is known when it is traced is decided then: the size, and what no product takes.
 
         Args:
             operator: Name of the operator.
             operands: Operands by name; None for those that are not there.
             attrs: Attributes by name.
             results: By name of the result, in the order that is wanted, an array of its shape and type.
+            local: Computes the results here.
         """
-        names = [name for name, value in operands.items() if value is not None]
-        method = getattr(self.client, operator)
-        options = {
-            "timeout_s": self.timeout_s,
-            "deterministic": self.deterministic,
-            "priority": self.priority,
-            "label": self.label,
-            "verify": self.verify,
-        }
+        given = {name: value for name, value in operands.items() if value is not None}
+        policies = self.policies or STRICT
+        options = Options(
+            timeout_s=self.timeout_s,
+            deterministic=self.deterministic,
+            priority=self.priority,
+            label=self.label,
+            verify=self.verify,
+        )
+        engine = Engine(self.client, options, policies)
+        shapes = tuple(jax.ShapeDtypeStruct(like.shape, like.dtype) for like in results.values())
+        wanted = dict(zip(results, shapes, strict=True))
+        if engine.keeps(_Call(operator, given, attrs, wanted)):
+            return tuple(local())
 
         def call(*values: Any) -> tuple[Any, ...]:
-            arrays = {name: np.asarray(value) for name, value in zip(names, values, strict=True)}
-            found = method(**arrays, **attrs, **options)
-            return tuple(getattr(found, name) for name in results)
+            arrays = {name: np.asarray(value) for name, value in zip(given, values, strict=True)}
+            found = engine.run(_Call(operator, arrays, attrs, wanted), lambda: None)
+            if found is not None:
+                return np.True_, *found
+            return np.False_, *(np.zeros(shape.shape, shape.dtype) for shape in shapes)
 
-        shapes = tuple(jax.ShapeDtypeStruct(like.shape, like.dtype) for like in results.values())
-        given = [operands[name] for name in names]
-        return tuple(jax.pure_callback(call, shapes, *given, vmap_method="sequential"))
+        flag = jax.ShapeDtypeStruct((), np.bool_)
+        is_sent, *found = jax.pure_callback(call, (flag, *shapes), *given.values(), vmap_method="sequential")
+        if policies is STRICT:  # then it was sent, or an error was raised
+            return tuple(found)
+        return tuple(jax.lax.cond(is_sent, lambda: tuple(found), lambda: tuple(local())))
 
     def wanted_gradients(
         self,
@@ -79,12 +124,86 @@ class Service:
         operands: Mapping[str, Array | None],
         attrs: Mapping[str, Any],
         results: Mapping[str, Array | None],
+        local: Callable[..., Array],
+        grad: Array,
     ) -> tuple[Array | None, ...]:
-        """The same of an operator with a mask; a result like None is not wanted, and None."""
+        """The same of an operator with a mask; a result like None is not wanted, and None.
+
+        Args:
+            operator: Name of the operator.
+            operands: Operands by name; None for those that are not there.
+            attrs: Attributes by name.
+            results: By name of the result, the operand that it is the gradient of.
+            local: The forward pass, of the operands that have a gradient.
+            grad: Gradient of its result.
+        """
         wanted = {name: value for name, value in results.items() if value is not None}
         masked = {**attrs, "output_mask": tuple(name in wanted for name in results)}
-        found = dict(zip(wanted, self.gradients(operator, operands, masked, wanted), strict=True))
+
+        def forward(*some: Array) -> Array:
+            each = dict(zip(wanted, some, strict=True))
+            return local(*(each.get(name) for name in results))
+
+        def here() -> Sequence[Array]:
+            return vjp(forward, tuple(wanted.values()), grad)
+
+        found = dict(zip(wanted, self.gradients(operator, operands, masked, wanted, here), strict=True))
         return tuple(found.get(name) for name in results)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call as the engine wants it: traced, with arrays that have no values yet, or with arrays of NumPy."""
+
+    operator: str
+    inputs: Mapping[str, Array]
+    attrs: Mapping[str, Any]
+    results: Mapping[str, jax.ShapeDtypeStruct]
+    odd: None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of operands and results."""
+        every = (*self.inputs.values(), *self.results.values())
+        return sum(int(np.prod(each.shape)) * each.dtype.itemsize for each in every)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the operands have several types, and may not."""
+        return self.operator not in _MAY_MIX and is_mixed(self.metas())
+
+    def metas(self) -> dict[str, TensorMeta | None]:
+        """Type and shape of each operand."""
+        return metas(self.operator, self.inputs)
+
+    def require_legal(self) -> None:
+        """Refuses what no product takes."""
+        given = self.metas()
+        require_legal(self.operator, as_sent(given) if self.is_mixed else given, self.attrs)
+
+    def operands(self) -> dict[str, Array]:
+        """The operands in one type: mixed ones as float32."""
+        if not self.is_mixed:
+            return dict(self.inputs)
+        return {
+            name: array.astype(np.float32) if array.dtype.name in FLOATS else array
+            for name, array in self.inputs.items()
+        }
+
+    def give_back(self, found: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The results in the order and the types that are wanted."""
+        return tuple(found[name].astype(like.dtype, copy=False) for name, like in self.results.items())
+
+
+def vjp(forward: Callable[..., Array], operands: Sequence[Array], grad: Array) -> tuple[Array, ...]:
+    """Gradients of operands by a formula of elementary operators."""
+    found: tuple[Array, ...] = jax.vjp(forward, *operands)[1](grad)
+    return found
+
+
+def wide(*values: Array | None) -> Any:
+    """The type to compute in: float32, or float64 where a value has that."""
+    return jnp.result_type(jnp.float32, *(value.dtype for value in values if value is not None))
 
 
 def like(shape: Sequence[int], value: Array | None) -> jax.ShapeDtypeStruct:

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from npugrad_client._legality import DEFORMABLE_ATTENTION as OPERATOR
-from npugrad_client._legality import require_client, require_legal_deformable_attention
-from npugrad_client.jax._callback import Array, Service, metas, zero_tangent
+from npugrad_client._legality import require_client
+from npugrad_client.jax._callback import Array, Service, like, vjp, wide, zero_tangent
 
 if TYPE_CHECKING:
     from npugrad_client import Client
+    from npugrad_client._policy import Policies
 
 
 def multi_scale_deformable_attention(
@@ -23,6 +24,7 @@ def multi_scale_deformable_attention(
     attn_weight: Array,
     *,
     client: Client,
+    policies: Policies | None = None,
     timeout_s: float | None = None,
     deterministic: bool = False,
     priority: int = 0,
@@ -31,9 +33,10 @@ def multi_scale_deformable_attention(
 ) -> Array:
     """Multi-scale deformable attention whose gradient the service computes.
 
-    The forward pass is computed in float32, with as much memory as all samples need: four times (bs, nq, nh,
-    nl, np, ch). Keys that a level would read outside of value are clipped, as the values of spatial_shape are
-    not known when the program is compiled.
+    The forward pass is computed in float32, or in float64 where an operand has that, with as much memory as
+    all samples need: four times (bs, nq, nh, nl, np, ch). Keys that a level would read outside of value are
+    clipped, as the values of spatial_shape are not known when the program is compiled. Operands of several
+    types travel as float32, and each gradient has the type of its operand.
 
     Args:
         value: (bs, nk, nh, ch), ch a multiple of 8 up to 256, nh up to 16. The feature maps of all levels.
@@ -45,6 +48,8 @@ def multi_scale_deformable_attention(
         attn_weight: (bs, nq, nh, nl, np), dtype of value. Attention weight of each sampling point. That of a
             point that reads nothing does not matter, be it NaN or infinite.
         client: Who calls the service in the backward pass.
+        policies: What becomes of calls that are small, refused or fail, and their counts; None sends every
+            call, and raises what the documents refuse when the function is traced.
         timeout_s: Deadline of the call in seconds; None for the client's default.
         deterministic: Ask for results that do not depend on the order of summation.
         priority: Calls of higher priority leave the queue first; -100 to 100.
@@ -56,7 +61,8 @@ def multi_scale_deformable_attention(
 
     Raises:
         NullOperand: 161001. An operand is None.
-        InvalidOperand: 161002. An operand breaks a documented rule; when the function is traced.
+        InvalidOperand: 161002. An operand breaks a documented rule, and the policy is to raise, or
+            the operands do not fit together; when the function is traced.
         TypeError: The client is no `Client`.
 
     Example:
@@ -73,25 +79,32 @@ def multi_scale_deformable_attention(
         "location": location,
         "attn_weight": attn_weight,
     }
-    require_legal_deformable_attention(metas(OPERATOR, operands))
-    service = Service(client, timeout_s, deterministic, priority, label, verify)
+    service = Service(client, policies, timeout_s, deterministic, priority, label, verify)
+    service.require(OPERATOR, {**operands, "grad_output": _grad_output(value, location)}, {})
     result: Array = _attention(service, *operands.values())
     return result
+
+
+def _grad_output(value: Array | None, location: Array | None) -> Array | None:
+    if value is None or location is None:
+        return None
+    return like((*location.shape[:2], value.shape[-2] * value.shape[-1]) if value.ndim == 4 else (), value)
 
 
 def attend(value: Array, shapes: Array, starts: Array, location: Array, weight: Array) -> Array:
     """The attention itself; operands as above."""
     bs, nq = location.shape[:2]
-    sizes = shapes.astype(jnp.float32)
+    dtype = wide(value, location, weight)
+    sizes = shapes.astype(dtype)
     # (bs, nq, nh, nl, np): position in pixels of its level.
-    x = location[..., 0].astype(jnp.float32) * sizes[:, 1, None] - 0.5
-    y = location[..., 1].astype(jnp.float32) * sizes[:, 0, None] - 0.5
+    x = location[..., 0].astype(dtype) * sizes[:, 1, None] - 0.5
+    y = location[..., 1].astype(dtype) * sizes[:, 0, None] - 0.5
     is_near = (x > -1) & (y > -1) & (x < sizes[:, 1, None]) & (y < sizes[:, 0, None])
     x, y = jnp.where(is_near, x, 0), jnp.where(is_near, y, 0)
-    weights = weight.astype(jnp.float32)
+    weights = jnp.where(is_near, weight.astype(dtype), 0)  # 0 times NaN would be NaN
     left, top = jnp.floor(x), jnp.floor(y)
     tx, ty = x - left, y - top
-    total = jnp.zeros((bs, nq, *value.shape[2:]), jnp.float32)
+    total = jnp.zeros((bs, nq, *value.shape[2:]), dtype)
     for down, right, share in (
         (0, 0, (1 - tx) * (1 - ty)),
         (0, 1, tx * (1 - ty)),
@@ -112,10 +125,10 @@ def _gather(value: Array, key: Array, factor: Array) -> Array:
 
     def head(values: Array, keys: Array, factors: Array) -> Array:  # (nk, ch), (nq, nl, np), (nq, nl, np)
         read = values.at[keys].get(mode="fill", fill_value=0)
-        return jnp.einsum("qlpc,qlp->qc", read.astype(jnp.float32), factors)
+        return jnp.einsum("qlpc,qlp->qc", read.astype(factors.dtype), factors)
 
     if value.shape[1] == 0:
-        return jnp.zeros((*key.shape[:3], value.shape[3]), jnp.float32)
+        return jnp.zeros((*key.shape[:3], value.shape[3]), factor.dtype)
     return jax.vmap(jax.vmap(head, in_axes=(1, 1, 1), out_axes=1))(value, key, factor)
 
 
@@ -138,7 +151,14 @@ def _backward(service: Service, saved: tuple[Array, ...], grad: Array) -> Any:
         "grad_output": grad,
     }
     wanted = {"grad_value": value, "grad_location": location, "grad_attn_weight": weight}
-    grads = service.gradients(OPERATOR, operands, {}, wanted)
+
+    def here() -> tuple[Array, ...]:
+        def forward(value: Array, location: Array, weight: Array) -> Array:
+            return attend(value, shapes, starts, location, weight)
+
+        return vjp(forward, (value, location, weight), grad)
+
+    grads = service.gradients(OPERATOR, operands, {}, wanted, here)
     return grads[0], zero_tangent(shapes), zero_tangent(starts), grads[1], grads[2]
 
 

@@ -13,12 +13,12 @@ from npugrad_client._legality import (
     LANES,
     default_floyd_scale,
     require_client,
-    require_legal_floyd_attention,
 )
-from npugrad_client.jax._callback import Array, Service, metas, zero_tangent
+from npugrad_client.jax._callback import Array, Service, vjp, wide, zero_tangent
 
 if TYPE_CHECKING:
     from npugrad_client import Client
+    from npugrad_client._policy import Policies
 
 _MASKED = float(jnp.finfo(jnp.float32).min)
 
@@ -33,6 +33,7 @@ def fused_floyd_attention(
     client: Client,
     atten_mask: Array | None = None,
     scale: float | None = None,
+    policies: Policies | None = None,
     timeout_s: float | None = None,
     priority: int = 0,
     label: str = "",
@@ -52,6 +53,8 @@ def fused_floyd_attention(
         client: Who calls the service in the backward pass.
         atten_mask: (B, 1, N, 1, K), bool or uint8; None for no mask. 1 takes a key out.
         scale: Factor of the scores; None for 1 / sqrt(D).
+        policies: What becomes of calls that are small, refused or fail, and their counts; None sends every
+            call, and raises what the documents refuse when the function is traced.
         timeout_s: Deadline of the call in seconds; None for the client's default.
         priority: Calls of higher priority leave the queue first; -100 to 100.
         label: Name of the caller or experiment.
@@ -76,8 +79,10 @@ def fused_floyd_attention(
     require_client("fused_floyd_attention", client)
     factor = default_floyd_scale(query) if scale is None else scale
     operands = _operands((query, key1, value1, key2, value2), atten_mask)
-    require_legal_floyd_attention(metas(OPERATOR, operands), factor)
-    service = Service(client, timeout_s, priority=priority, label=label, verify=verify)
+    service = Service(client, policies, timeout_s, priority=priority, label=label, verify=verify)
+    rows = None if query is None else jax.ShapeDtypeStruct((*query.shape[:4], LANES), jnp.float32)
+    saved = {"dy": query, "softmax_max": rows, "softmax_sum": rows, "attention_in": query}
+    service.require(OPERATOR, {**operands, **saved}, {"scale_value": factor})
     result: Array = _attention(service, float(factor), query, key1, value1, key2, value2, atten_mask)
     return result
 
@@ -90,12 +95,13 @@ def _operands(tensors: tuple[Array, ...], mask: Array | None) -> dict[str, Array
 def attend(
     query: Array, key1: Array, value1: Array, key2: Array, value2: Array, *, mask: Array | None, scale: float
 ) -> tuple[Array, Array, Array]:
-    """Attention, and the largest score and the sum of each row, (B, H, N, M) in float32."""
-    second_key, second_value = key2.astype(jnp.float32), value2.astype(jnp.float32)
+    """Attention, and the largest score and the sum of each row, (B, H, N, M) in the wide type."""
+    dtype = wide(query, key1, value1, key2, value2)
+    second_key, second_value = key2.astype(dtype), value2.astype(dtype)
     exact = partial(jnp.einsum, precision="highest")
 
     def row(_: None, n: tuple[Array, ...]) -> tuple[None, tuple[Array, ...]]:
-        q, k, v = (each.astype(jnp.float32) for each in n[:3])  # (B, H, M or K, D)
+        q, k, v = (each.astype(dtype) for each in n[:3])  # (B, H, M or K, D)
         score = exact("bhmd,bhkd->bhmk", q, k) + exact("bhmd,bhkmd->bhmk", q, second_key)
         score = jnp.where(n[3].astype(bool), _MASKED, score * scale) if len(n) > 3 else score * scale
         largest = score.max(-1, keepdims=True)
@@ -131,7 +137,14 @@ def _backward(service: Service, scale: float, saved: tuple[Array, ...], dy: Arra
         "attention_in": attention,
     }
     wanted = dict(zip(("dq", "dk1", "dv1", "dk2", "dv2"), tensors, strict=True))
-    grads = service.gradients(OPERATOR, operands, {"scale_value": scale}, wanted)
+
+    def here() -> tuple[Array, ...]:
+        def forward(*five: Array) -> Array:
+            return _apply(service, scale, *five, mask)
+
+        return vjp(forward, tensors, dy)
+
+    grads = service.gradients(OPERATOR, operands, {"scale_value": scale}, wanted, here)
     return (*grads, None if mask is None else zero_tangent(mask))
 
 

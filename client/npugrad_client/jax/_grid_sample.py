@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from npugrad_client._legality import require_client, require_legal
-from npugrad_client.jax._callback import Array, Service, like, metas
+from npugrad_client._legality import require_client
+from npugrad_client.jax._callback import Array, Service, like, vjp, wide
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from npugrad_client import Client
+    from npugrad_client._policy import Policies
 
 _MODES: dict[Any, Any] = {"bilinear": 0, "nearest": 1}
 _PADDINGS: dict[Any, Any] = {"zeros": 0, "border": 1, "reflection": 2}
@@ -30,6 +32,7 @@ def grid_sample(
     mode: int | str = "bilinear",
     padding_mode: int | str = "zeros",
     align_corners: bool = False,
+    policies: Policies | None = None,
     timeout_s: float | None = None,
     deterministic: bool = False,
     priority: int = 0,
@@ -47,6 +50,8 @@ def grid_sample(
         mode: ``"bilinear"`` or ``"nearest"``.
         padding_mode: What a point outside the image reads: ``"zeros"``, ``"border"`` or ``"reflection"``.
         align_corners: True: -1 and 1 are the centres of the corner pixels; False: their outer edges.
+        policies: What becomes of calls that are small, refused or fail, and their counts; None sends every
+            call, and raises what the documents refuse when the function is traced.
         timeout_s: Deadline of the call in seconds; None for the client's default.
         deterministic: Ask for results that do not depend on the order of summation.
         priority: Calls of higher priority leave the queue first; -100 to 100.
@@ -58,7 +63,8 @@ def grid_sample(
 
     Raises:
         NullOperand: 161001. input or grid is None.
-        InvalidOperand: 161002. An operand breaks a documented rule; when the function is traced.
+        InvalidOperand: 161002. An operand breaks a documented rule, and the policy is to raise, or
+            the operands do not fit together; when the function is traced.
         MalformedRequest: There is no such mode or padding.
         TypeError: The client is no `Client`.
 
@@ -68,19 +74,14 @@ def grid_sample(
         >>> jax.jit(jax.grad(loss, argnums=(0, 1)))(input, grid)       # doctest: +SKIP
     """
     require_client("grid_sample", client)
-    service = Service(client, timeout_s, deterministic, priority, label, verify)
-    attrs = {
-        "interpolation_mode": mode,
-        "padding_mode": padding_mode,
-        "align_corners": align_corners,
-        "output_mask": (True, True),
-    }
+    service = Service(client, policies, timeout_s, deterministic, priority, label, verify)
+    # Numbers are as good as names to the documents, and so they are here.
+    how = _How(_MODES.get(mode, mode), _PADDINGS.get(padding_mode, padding_mode), bool(align_corners))
+    attrs = {**how._asdict(), "output_mask": (True, True)}
     missing, operator = input is None or grid is None, _operator(input)
     grad_output = like(() if missing else (*input.shape[:2], *grid.shape[1 : input.ndim - 1]), input)
     operands = {"input": input, "grid": grid, "grad_output": grad_output}
-    require_legal(operator, metas(operator, operands), attrs)
-    # Numbers are as good as names to the documents, and so they are here.
-    how = _How(_MODES.get(mode, mode), _PADDINGS.get(padding_mode, padding_mode), bool(align_corners))
+    service.require(operator, operands, attrs)
     result: Array = _grid_sample(service, how, input, grid)
     return result
 
@@ -111,7 +112,12 @@ def _backward(service: Service, how: _How, saved: tuple[Array, Array], grad: Arr
     input, grid = saved
     operands = {"grad_output": grad, "input": input, "grid": grid}
     attrs = {**how._asdict(), "output_mask": (True, True)}
-    return service.gradients(_operator(input), operands, attrs, {"input_grad": input, "grid_grad": grid})
+    results = {"input_grad": input, "grid_grad": grid}
+
+    def here() -> tuple[Array, ...]:
+        return vjp(partial(_apply, service, how), saved, grad)
+
+    return service.gradients(_operator(input), operands, attrs, results, here)
 
 
 _grid_sample: Any = jax.custom_vjp(_apply, nondiff_argnums=(0, 1))
@@ -122,7 +128,7 @@ def sample(
     input: Array, grid: Array, interpolation_mode: int, padding_mode: int, align_corners: bool
 ) -> Array:
     """The sampling itself, in float32 or more; (N, C, then the axes of the points), dtype of input."""
-    dtype = jnp.promote_types(input.dtype, jnp.float32)
+    dtype = wide(input, grid)
     images, points = input.astype(dtype), grid.astype(dtype)
     at = [
         _position(points[..., -1 - axis], size, padding_mode, align_corners)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from npugrad_client._legality import require_client, require_legal
-from npugrad_client.jax._callback import Array, Service, like, metas
+from npugrad_client._legality import require_client
+from npugrad_client.jax._callback import Array, Service, like, wide
 
 if TYPE_CHECKING:
     from npugrad_client import Client
+    from npugrad_client._policy import Policies
 
 OPERATOR = "group_norm_backward"
 
@@ -25,6 +27,7 @@ def group_norm(
     groups: int,
     client: Client,
     eps: float = 1e-5,
+    policies: Policies | None = None,
     timeout_s: float | None = None,
     deterministic: bool = False,
     priority: int = 0,
@@ -40,6 +43,8 @@ def group_norm(
         groups: Number of groups; C is a multiple of it.
         client: Who calls the service in the backward pass.
         eps: Added to the variance.
+        policies: What becomes of calls that are small, refused or fail, and their counts; None sends every
+            call, and raises what the documents refuse when the function is traced.
         timeout_s: Deadline of the call in seconds; None for the client's default.
         deterministic: Ask for results that do not depend on the order of summation.
         priority: Calls of higher priority leave the queue first; -100 to 100.
@@ -51,7 +56,8 @@ def group_norm(
 
     Raises:
         NullOperand: 161001. x is None.
-        InvalidOperand: 161002. An operand breaks a documented rule; when the function is traced.
+        InvalidOperand: 161002. An operand breaks a documented rule, and the policy is to raise, or
+            the operands do not fit together; when the function is traced.
         TypeError: The client is no `Client`.
 
     Example:
@@ -60,7 +66,7 @@ def group_norm(
         >>> jax.jit(jax.grad(loss))(x)                                 # doctest: +SKIP
     """
     require_client("group_norm", client)
-    service = Service(client, timeout_s, deterministic, priority, label, verify)
+    service = Service(client, policies, timeout_s, deterministic, priority, label, verify)
     attrs = _attrs(x, groups)
     statistics = like((attrs["n"], max(groups, 0)), x)
     operands = {
@@ -70,9 +76,9 @@ def group_norm(
         "rstd": statistics,
         "gamma": scale,
     }
-    require_legal(OPERATOR, metas(OPERATOR, operands), attrs)
+    service.require(OPERATOR, operands, attrs, beta=bias)
     if bias is not None:  # the documents do not have it among the operands
-        require_legal(OPERATOR, metas(OPERATOR, {**operands, "gamma": bias}), attrs)
+        service.require(OPERATOR, {**operands, "gamma": bias}, attrs, beta=scale)
     result: Array = _group_norm(service, groups, eps, x, scale, bias)
     return result
 
@@ -92,24 +98,26 @@ def _apply(
 def _forward(
     service: Service, groups: int, eps: float, x: Array, scale: Array | None, bias: Array | None
 ) -> tuple[Array, tuple[Array, ...]]:
-    n, c = x.shape[:2]
-    split = x.astype(jnp.float32).reshape(n, groups, c // groups * prod(x.shape[2:]))
+    (n, c), dtype = x.shape[:2], wide(x, scale, bias)
+    split = x.astype(dtype).reshape(n, groups, c // groups * prod(x.shape[2:]))
     mean = split.mean(-1)
     rstd = jax.lax.rsqrt(split.var(-1) + eps)
     normal = ((split - mean[..., None]) * rstd[..., None]).reshape(x.shape)
     channel = (1, c) + (1,) * (x.ndim - 2)
     if scale is not None:
-        normal = normal * scale.astype(jnp.float32).reshape(channel)
+        normal = normal * scale.astype(dtype).reshape(channel)
     if bias is not None:
-        normal = normal + bias.astype(jnp.float32).reshape(channel)
-    return normal.astype(x.dtype), (x, mean.astype(x.dtype), rstd.astype(x.dtype), scale, bias)
+        normal = normal + bias.astype(dtype).reshape(channel)
+    kept = jnp.result_type(*(value.dtype for value in (x, scale, bias) if value is not None))
+    return normal.astype(x.dtype), (x, mean.astype(kept), rstd.astype(kept), scale, bias)
 
 
 def _backward(service: Service, groups: int, eps: float, saved: tuple[Array, ...], grad: Array) -> Any:
     x, mean, rstd, scale, bias = saved
     operands = {"grad_out": grad, "input": x, "mean": mean, "rstd": rstd, "gamma": scale}
     results = {"grad_input": x, "grad_gamma": scale, "grad_beta": bias}
-    return service.wanted_gradients(OPERATOR, operands, _attrs(x, groups), results)
+    local = partial(_apply, service, groups, eps)
+    return service.wanted_gradients(OPERATOR, operands, _attrs(x, groups), results, local, grad)
 
 
 _group_norm: Any = jax.custom_vjp(_apply, nondiff_argnums=(0, 1, 2))

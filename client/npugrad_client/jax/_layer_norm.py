@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from npugrad_client._legality import require_client, require_legal
-from npugrad_client.jax._callback import Array, Service, like, metas
+from npugrad_client._legality import require_client
+from npugrad_client.jax._callback import Array, Service, like, wide
 
 if TYPE_CHECKING:
     from npugrad_client import Client
+    from npugrad_client._policy import Policies
 
 OPERATOR = "layer_norm_backward"
 
@@ -24,6 +26,7 @@ def layer_norm(
     client: Client,
     axes: int = 1,
     eps: float = 1e-5,
+    policies: Policies | None = None,
     timeout_s: float | None = None,
     deterministic: bool = False,
     priority: int = 0,
@@ -39,6 +42,8 @@ def layer_norm(
         client: Who calls the service in the backward pass.
         axes: How many axes of x are normalised together, from the last one on; 1 or more.
         eps: Added to the variance.
+        policies: What becomes of calls that are small, refused or fail, and their counts; None sends every
+            call, and raises what the documents refuse when the function is traced.
         timeout_s: Deadline of the call in seconds; None for the client's default.
         deterministic: Ask for results that do not depend on the order of summation.
         priority: Calls of higher priority leave the queue first; -100 to 100.
@@ -50,7 +55,8 @@ def layer_norm(
 
     Raises:
         NullOperand: 161001. x is None.
-        InvalidOperand: 161002. An operand breaks a documented rule; when the function is traced.
+        InvalidOperand: 161002. An operand breaks a documented rule, and the policy is to raise, or
+            the operands do not fit together; when the function is traced.
         TypeError: The client is no `Client`.
 
     Example:
@@ -59,14 +65,14 @@ def layer_norm(
         >>> jax.jit(jax.grad(loss))(x)                                 # doctest: +SKIP
     """
     require_client("layer_norm", client)
-    service = Service(client, timeout_s, deterministic, priority, label, verify)
+    service = Service(client, policies, timeout_s, deterministic, priority, label, verify)
     shape = () if x is None else x.shape
     count = max(len(shape) - axes, 0) if axes > 0 else len(shape)
     statistics = jax.ShapeDtypeStruct((*shape[:count], *(1,) * (len(shape) - count)), jnp.float32)
     given = {"grad_out": like(shape, x), "input": x, "mean": statistics, "rstd": statistics}
     missing = (1,) * (axes - len(shape))  # which the document refuses
     attrs = {"normalized_shape": missing + shape[count:], "output_mask": (True, True, True)}
-    require_legal(OPERATOR, metas(OPERATOR, {**given, "weight": scale, "bias": bias}), attrs)
+    service.require(OPERATOR, {**given, "weight": scale, "bias": bias}, attrs)
     result: Array = _layer_norm(service, count, eps, x, scale, bias)
     return result
 
@@ -80,14 +86,15 @@ def _apply(
 def _forward(
     service: Service, count: int, eps: float, x: Array, scale: Array | None, bias: Array | None
 ) -> tuple[Array, tuple[Array, ...]]:
-    wide, axes = x.astype(jnp.float32), tuple(range(count, x.ndim))
-    mean = wide.mean(axes, keepdims=True)
-    rstd = jax.lax.rsqrt(wide.var(axes, keepdims=True) + eps)
-    normal = (wide - mean) * rstd
+    dtype, axes = wide(x, scale, bias), tuple(range(count, x.ndim))
+    data = x.astype(dtype)
+    mean = data.mean(axes, keepdims=True)
+    rstd = jax.lax.rsqrt(data.var(axes, keepdims=True) + eps)
+    normal = (data - mean) * rstd
     if scale is not None:
-        normal = normal * scale.astype(jnp.float32)
+        normal = normal * scale.astype(dtype)
     if bias is not None:
-        normal = normal + bias.astype(jnp.float32)
+        normal = normal + bias.astype(dtype)
     return normal.astype(x.dtype), (x, mean, rstd, scale, bias)
 
 
@@ -96,7 +103,8 @@ def _backward(service: Service, count: int, eps: float, saved: tuple[Array, ...]
     weight = jnp.ones_like(bias) if scale is None and bias is not None else scale  # for its own type
     operands = {"grad_out": grad, "input": x, "mean": mean, "rstd": rstd, "weight": weight, "bias": bias}
     results = {"grad_input": x, "grad_weight": scale, "grad_bias": bias}
-    return service.wanted_gradients(OPERATOR, operands, {"normalized_shape": x.shape[count:]}, results)
+    attrs, local = {"normalized_shape": x.shape[count:]}, partial(_apply, service, count, eps)
+    return service.wanted_gradients(OPERATOR, operands, attrs, results, local, grad)
 
 
 _layer_norm: Any = jax.custom_vjp(_apply, nondiff_argnums=(0, 1, 2))

@@ -12,7 +12,7 @@ from torch.nn.functional import grid_sample
 from npugrad_client._fitting import as_sent, fits
 from npugrad_client._legality import DEFORMABLE_ATTENTION as OPERATOR
 from npugrad_client._legality import require_client, require_legal_deformable_attention
-from npugrad_client._policy import Engine, Options, Policies
+from npugrad_client._policy import STRICT, Engine, Options
 from npugrad_client.torch._calls import cast_given, metas, require_tensors
 from npugrad_client.torch._deformable_gradient import (
     gradients,
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from npugrad_client import Client
+    from npugrad_client._policy import Policies
 
 _NAMES: tuple[str, ...] = ("value", "spatial_shape", "level_start_index", "location", "attn_weight")
 _FLOATS = ("value", "location", "attn_weight")
-_STRICT = Policies(on_refused="raise")
 _BLOCK_BYTES = 32 * 2**20
 """Samples of one block of queries, in the type of the computation."""
 _OUTSIDE = 4.0
@@ -105,7 +105,7 @@ def multi_scale_deformable_attention(
     floats: tuple[Tensor, ...] = (value, location, attn_weight)
     if compute_dtype is not None:
         floats = cast_given(floats, compute_dtype)
-    engine = Engine(client, options, policies or _STRICT)
+    engine = Engine(client, options, policies or STRICT)
     operands = (floats[0], spatial_shape, level_start_index, *floats[1:])
     return differentiable(engine, *operands).to(value.dtype)
 

@@ -26,7 +26,7 @@ from npugrad_client._legality import (
     require_client,
     require_legal_floyd_attention,
 )
-from npugrad_client._policy import Engine, Options, Policies
+from npugrad_client._policy import STRICT, Engine, Options
 from npugrad_client.torch._calls import cast_given, metas, require_tensors
 from npugrad_client.torch._floyd_gradient import (
     MASKED,
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from npugrad_client import Client
+    from npugrad_client._policy import Policies
 
 _NAMES = ("query", "key1", "value1", "key2", "value2", "atten_mask")
 _SAVED = ("softmax_max", "softmax_sum", "attention_in", "dy")
 _RESULTS = ("dq", "dk1", "dv1", "dk2", "dv2")
 _BLOCK_BYTES = 32 * 2**20
 """Scores of one block, in the type of the computation; some three such blocks live at a time."""
-_STRICT = Policies(on_refused="raise")
 
 
 def fused_floyd_attention(
@@ -115,7 +115,7 @@ def fused_floyd_attention(
     if compute_dtype is not None:
         operands = cast_given(operands, compute_dtype)
     factor = default_floyd_scale(query) if scale is None else scale
-    engine = Engine(client, options, policies or _STRICT)
+    engine = Engine(client, options, policies or STRICT)
     result: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
         engine, factor, *operands, atten_mask
     )

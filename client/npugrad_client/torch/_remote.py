@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import ContextDecorator
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch._C import _autograd
@@ -69,26 +69,24 @@ class Remote(ContextDecorator):
         return self._policies.summary()
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs one operator, here or there."""
-        translate = TRANSLATIONS.get(func)
-        if translate is None or _deciding.is_local:
-            if func not in TAKEN_APART_BY or _deciding.is_local:
-                return func(*args, **kwargs)
-            self._notice_taken_apart(func)
-            with _deciding:  # an outer `remote` must not tell of it as well
-                return func(*args, **kwargs)
+        """Runs one operator that is looked at, here or there."""
+        if _deciding.is_local:
+            return func(*args, **kwargs)
 
         def local() -> Any:
-            with _deciding:  # an outer `remote` must not send what this one keeps
+            with _deciding:  # an outer `remote` must not send or tell of what this one keeps
                 return func(*args, **kwargs)
 
-        return self._engine.run(translate(*args, **kwargs), local)
+        translate = TRANSLATIONS.get(func)
+        if translate is None:
+            self._notice_taken_apart(func)
+            return local()
+        request = translate(*args, **kwargs)
+        return local() if request.is_abstract else self._engine.run(request, local)
 
     def _notice_taken_apart(self, func: Any) -> None:
         """Counts a node that autograd computes with elementary operators, which are not the service's."""
-        node = cast("Any", torch._C._current_autograd_node())  # None outside of a backward pass
-        if node is None:
-            return
+        node = _current_node()
         operator = TAKEN_APART.get(node.name())
         why = TAKEN_APART_BY[func] if not torch.is_grad_enabled() else _CREATE_GRAPH
         if operator is None or not why or _is_recomputing():
@@ -185,7 +183,10 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return self._owner._run(func, args, kwargs or {})
+        # Most operators are none of ours: what is asked here is asked for every one of them.
+        if func in TRANSLATIONS or (func in TAKEN_APART_BY and _is_taking_apart()):
+            return self._owner._run(func, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 class _Entered(threading.local):
@@ -197,6 +198,13 @@ class _Entered(threading.local):
 
 
 _deciding = Deciding()
+_current_node: Any = torch._C._current_autograd_node
+
+
+def _is_taking_apart() -> bool:
+    """Whether autograd is inside a node that it may take apart; outside of a backward pass there is none."""
+    node = _current_node()
+    return node is not None and node.name() in TAKEN_APART
 
 
 def _is_recomputing() -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -43,6 +44,13 @@ class Request:
         return [tensor for tensor in self.inputs.values() if tensor is not None]
 
     @property
+    def is_abstract(self) -> bool:
+        """Whether there is nothing to compute: for tensors on "meta", and where a program is traced."""
+        return self.odd is not None and any(
+            isinstance(tensor, FakeTensor) or tensor.device.type == "meta" for tensor in self._given
+        )
+
+    @cached_property
     def odd(self) -> str | None:
         """Which operand is no dense CPU tensor, or of a subclass, which may have ideas of its own."""
         for name, tensor in self.inputs.items():

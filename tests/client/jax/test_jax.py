@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.client.fake_service import UNARY, fake_service
 
 from npugrad_client import AsyncClient, Client, InvalidOperand, MalformedRequest, NullOperand, TilingError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.fix_server import ServerProcess
 
 jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'npugrad[jax]'")
 
@@ -45,17 +40,6 @@ TYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: dtype.__na
 def eager(function: Any) -> Any:
     """As `jax.jit`, without compiling: one test of each function does."""
     return function
-
-
-@pytest.fixture(scope="module")
-def client(server: ServerProcess) -> Iterator[Client]:
-    with Client(server.address, timeout_s=60) as opened:
-        yield opened
-
-
-@pytest.fixture
-def rng() -> Any:
-    return np.random.default_rng(5)
 
 
 def normal(rng: Any, *shape: int, dtype: Any = jnp.float32) -> Any:

@@ -69,6 +69,26 @@ def test_a_call_is_validated_once_and_one_like_it_not_at_all(client: Client) -> 
     assert mode.summary().sent == 2
 
 
+@pytest.mark.parametrize(("operator", "frames"), [(torch.add, 1), (torch.sub, 1), (torch.mul, 2)])
+def test_an_operator_that_is_none_of_ours_costs_a_frame_or_two(
+    client: Client, operator: Any, frames: int
+) -> None:
+    """The time that goes into other operators is that of PyTorch's own dispatch; the frames can be counted."""
+    entered: list[str] = []
+    x = torch.randn(8)
+
+    def note(frame: Any, event: str, arg: object) -> None:
+        if event == "call" and "npugrad_client" in frame.f_code.co_filename:
+            entered.append(frame.f_code.co_name)
+
+    with remote(client):
+        operator(x, x)  # what is imported or compiled at first is none of it
+        sys.setprofile(note)
+        operator(x, x)
+        sys.setprofile(None)
+    assert len(entered) == frames, entered
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("mode", ["bilinear", "nearest"])
 def test_volumes_are_sent(client: Client, mode: str, dtype: Any) -> None:

@@ -1,0 +1,28 @@
+"""A client of the shared server, and a generator of numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from npugrad_client import Client
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.fix_server import ServerProcess
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> Iterator[Client]:
+    """A client of the server on cpu:0."""
+    with Client(server.address, timeout_s=60) as opened:
+        yield opened
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """The same numbers in every test."""
+    return np.random.default_rng(5)
