@@ -206,9 +206,12 @@ test-bench-stats: $(STAMP) ## What the load test claims, on devices of known spe
 prove-long-call: $(STAMP_KERNELS) ## A unary and a streamed call of 420 s, over a connection that says nothing meanwhile
 	$(BIN)/python -m tests.proofs.long_call $(ARGS)
 
+prove-coordinates: $(STAMP_KERNELS) ## PyTorch's pixels at 1e7 points for each padding and alignment, AVX2 and AVX-512; minutes
+	$(BIN)/python -m tests.proofs.coordinates $(ARGS)
+
 prove-restarts: $(STAMP_KERNELS) ## 20 rolling restarts of two servers under 12,000 calls and more, none of which may be lost
 	$(BIN)/python -m tests.proofs.restarts $(ARGS)
-.PHONY: test test-all test-large test-npu test-jax models acceptance-sim prove-bundles test-deploy test-image test-bench-stats prove-long-call prove-restarts
+.PHONY: test test-all test-large test-npu test-jax models acceptance-sim prove-bundles test-deploy test-image test-bench-stats prove-long-call prove-coordinates prove-restarts
 
 prove-rollout: $(STAMP_KERNELS) $(ENVOY)/.stamp ## What a rollout costs callers, by path: pinned, HAProxy, nginx, Envoy, client-side
 	$(BIN)/python -m tests.proofs.rollout $(ARGS)

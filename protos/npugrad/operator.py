@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from npugrad.attributes import AttrType
     from npugrad.binding import TorchBinding
+    from npugrad.coordinates import CoordinateRule
     from npugrad.dtypes import DType
     from npugrad.errors import Source, Violation
     from npugrad.generators import Draw
@@ -218,7 +220,7 @@ class OpRecord:
         accepts_unchecked: Calls that succeed before anything else is checked.
         reads: Operands whose values the formula of each output reads in the modes of a legal call, whatever
             its mask says; `reaches` turns it round.
-        reference: The float64 implementation.
+        reference: The float64 implementation; coordinates follow the first of `references_by_rule`.
         build: Makes a legal call: keywords `dtype`, `product` and the operator's own sizes.
         samples: Small legal calls for a product.
         workloads: Named sizes, those of models among them, and what else calls are made of.
@@ -229,6 +231,8 @@ class OpRecord:
         min_cann: Oldest CANN release with the operator.
         data_check: Looks at untrusted operand values before an NPU launch; a complaint or None.
         binding: torch_npu's own binding of the operator; None where no version has one.
+        references_by_rule: The same under each named rule by which kernels turn coordinates into pixels, that
+            of the service first; empty where the operator has no coordinates.
         checked_operands: Operands whose values `data_check` reads; of others it may use only the shape.
     """
 
@@ -254,6 +258,9 @@ class OpRecord:
     accepts_unchecked: Callable[[CallMeta], bool] = lambda call: False
     data_check: Callable[[Arrays], str | None] | None = None
     binding: TorchBinding | None = None
+    references_by_rule: Mapping[CoordinateRule, Reference] = field(
+        default_factory=lambda: MappingProxyType({})
+    )
     checked_operands: tuple[str, ...] = ()
 
     @cached_property

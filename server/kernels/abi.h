@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-#define NPUGRAD_ABI_VERSION 1
+#define NPUGRAD_ABI_VERSION 2
 #define NPUGRAD_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus
@@ -76,8 +76,9 @@ NPUGRAD_API const char* npugrad_compiler(void);  // what built it
 NPUGRAD_API const npugrad_operator* npugrad_operators(int32_t* count);
 
 // threads: how many may compute at once, callers included; at least 1. scratch_bytes: how much unused scratch memory
-// is kept. Null when there is no memory.
-NPUGRAD_API npugrad_context* npugrad_open(int32_t threads, int64_t scratch_bytes);
+// is kept. float64_coordinates: 0 to take coordinates of float32 and narrower operands in float32, as PyTorch's and
+// mmcv's kernels do; else in float64. Null when there is no memory.
+NPUGRAD_API npugrad_context* npugrad_open(int32_t threads, int64_t scratch_bytes, int32_t float64_coordinates);
 // No call may run or follow; joins all threads.
 NPUGRAD_API void npugrad_close(npugrad_context* context);
 NPUGRAD_API int32_t npugrad_threads(npugrad_context* context);

@@ -28,6 +28,7 @@ struct State {
 struct npugrad_context {
   int32_t threads;
   int64_t scratch_bytes;
+  bool float64_coordinates;
   std::atomic<npugrad::State*> state;
 
   npugrad::State& own() {
@@ -45,7 +46,7 @@ namespace npugrad {
 int32_t guarded(npugrad_context* context, const npugrad_call* call, void (*kernel)(Call&)) {
   try {
     State& state = context->own();
-    Call one(state.pool, state.scratch, *call);
+    Call one(state.pool, state.scratch, *call, context->float64_coordinates);
     kernel(one);
     return NPUGRAD_OK;
   } catch (const Cancelled&) {
@@ -91,10 +92,10 @@ const npugrad_operator* npugrad_operators(int32_t* count) {
   return kOperators;
 }
 
-npugrad_context* npugrad_open(int32_t threads, int64_t scratch_bytes) {
+npugrad_context* npugrad_open(int32_t threads, int64_t scratch_bytes, int32_t float64_coordinates) {
   try {
     auto made = std::make_unique<npugrad::State>(threads, scratch_bytes);
-    auto* context = new npugrad_context{threads, scratch_bytes, {made.get()}};
+    auto* context = new npugrad_context{threads, scratch_bytes, float64_coordinates != 0, {made.get()}};
     made.release();
     return context;
   } catch (...) {

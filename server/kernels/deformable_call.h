@@ -309,7 +309,7 @@ class Deformable {
 
   // ---------------------------------------------------------------------------------------- in float64
 
-  // Everything in float64, whatever the levels: a slab is summed by one task at a time, some queries in each.
+  // Everything in float64 but pixels, whatever the levels: a slab is summed by one task at a time, some queries in each.
   void run_exact() {
     const int64_t row = product({sizes_.keys, sizes_.channels}), samples = sizes_.samples();
     const int64_t at_once = std::max<int64_t>(1, kChunk / samples), threads = call_.threads();

@@ -1,5 +1,5 @@
-// One sample of deformable attention in float64, term by term as the reference computes it and with whatever levels:
-// for levels that overlap or leave the keys, and where float32 leaves the finite numbers.
+// One sample of deformable attention in float64, but for its pixels, term by term as the reference computes it and with
+// whatever levels: for levels that overlap or leave the keys, and where float32 leaves the finite numbers.
 #ifndef NPUGRAD_DEFORMABLE_EXACT_H
 #define NPUGRAD_DEFORMABLE_EXACT_H
 
@@ -17,10 +17,12 @@ struct ExactSample {
 };
 
 // The lower of the two pixels on one axis and the way beyond it; false where the sample does not reach the level.
-inline bool exact_axis(double location, int64_t size, int64_t& first, double& low) {
+template <typename Number>
+bool exact_axis(Number location, int64_t size, int64_t& first, double& low) {
   // Rounded before the subtraction, as the reference does.
-  volatile double scaled = location * static_cast<double>(size);
-  const double pixel = scaled - 0.5;
+  volatile Number scaled = location * static_cast<Number>(size);
+  volatile Number rounded = scaled - Number(0.5);
+  const double pixel = rounded;
   if (!(pixel > -1.0 && pixel < 0x1p63)) return false;
   const double lower = std::floor(pixel);
   first = static_cast<int64_t>(lower);
@@ -28,7 +30,9 @@ inline bool exact_axis(double location, int64_t size, int64_t& first, double& lo
   return first < size;
 }
 
-inline ExactSample exact_sample(double x, double y, const Level& level, int64_t keys) {
+// Number: the type that pixels are computed in.
+template <typename Number>
+ExactSample exact_sample(Number x, Number y, const Level& level, int64_t keys) {
   ExactSample found{};
   int64_t x0 = 0, y0 = 0;
   double lw = 0, lh = 0;

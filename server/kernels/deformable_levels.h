@@ -57,6 +57,7 @@ class Bands {
   static constexpr int64_t kBytes = 512 << 10;          // of a band with its gradient
   static constexpr int64_t kScratchBytes = 32 << 20;    // the same with what lies behind it
   static constexpr int64_t kMaxKeys = int64_t{1} << 28;  // numbers fit int32
+  static constexpr int64_t kMaxExtent = 1 << 24;         // a float32 holds it
   static constexpr size_t kMaxBands = 60000;             // band numbers fit 16 bits
 
   // `columns`: floats of a key in scratch memory; `bytes`: of a band with its gradient, or more. False if the levels overlap, leave the keys, or are too wide: then
@@ -81,7 +82,7 @@ class Bands {
     for (const Level& level : levels) {
       // Without an extent nothing is reached; with one of zero, samples have no corner but may still be reached.
       if (level.height < 0 || level.width < 0) continue;
-      if (level.height > keys || level.width > keys) return false;
+      if (std::max(level.height, level.width) > std::min(keys, kMaxExtent)) return false;
       if (level.height && level.width) sorted.push_back(&level);
     }
     std::sort(sorted.begin(), sorted.end(), [](auto* a, auto* b) { return a->start < b->start; });

@@ -28,7 +28,7 @@ template <typename T>
 class Operands {
  public:
   Operands(const Call& call, const Sizes& sizes, std::vector<Level> levels)
-      : sizes(sizes), levels(std::move(levels)) {
+      : sizes(sizes), levels(std::move(levels)), float64_coordinates(call.float64_coordinates()) {
     using namespace deformable;
     value_ = call.tensor(kValue).template data<const T>();
     location_ = call.tensor(kLocation).template data<const T>();
@@ -41,6 +41,7 @@ class Operands {
 
   const Sizes sizes;
   std::vector<Level> levels;
+  const bool float64_coordinates;
 
   const Level& level_of(int64_t sample) const { return levels[static_cast<size_t>(sample / sizes.points)]; }
 
@@ -69,7 +70,9 @@ class Operands {
 
   ExactSample sample(int64_t slab, int64_t query, int64_t index) const {
     const T* at = locations(slab, query) + 2 * index;
-    return exact_sample(to_float(at[0]), to_float(at[1]), level_of(index), sizes.keys);
+    const float x = to_float(at[0]), y = to_float(at[1]);
+    return float64_coordinates ? exact_sample<double>(x, y, level_of(index), sizes.keys)
+                               : exact_sample<float>(x, y, level_of(index), sizes.keys);
   }
 
   void write_exact(

@@ -6,6 +6,7 @@
 
 #include "deformable_band.h"
 #include "deformable_operands.h"
+#include "rounding.h"
 
 namespace npugrad {
 
@@ -57,21 +58,30 @@ class Placer {
     Floats low;
     Ints first, reached;
   };
-  // In float64, where the product is exact.
   NPUGRAD_INLINE Pixels pixels(const T* location, int64_t i) const {
-    using Longs = Vec<int64_t, kWidth / 2>;
-    using HalfInts = Vec<int32_t, kWidth / 2>;
     const int64_t left = 2 * of_.sizes.samples() - i;
     const Floats at = left >= kWidth ? load(location + i) : load_part(location + i, std::max<int64_t>(left, 0));
-    HalfFloats ats[2], lows[2];
+    const Floats extent = load(extents_.get() + i);
+    if (of_.float64_coordinates) return pixels_float64(at, extent);
+    Floats pixel = rounded(at * extent) - 0.5f;
+    const Ints reached = (pixel > -1.0f) & (pixel < extent);
+    pixel = select(reached, pixel, splat(-1.0f));
+    const Ints whole = __builtin_convertvector(pixel, Ints);  // towards zero
+    Floats lower = __builtin_convertvector(whole, Floats);
+    const Ints above = lower > pixel;
+    lower -= select(above, splat(1.0f), Floats{});
+    return {pixel - lower, whole + above + 1, reached};
+  }
+  // The same in float64, where the product is exact.
+  __attribute__((noinline)) Pixels pixels_float64(Floats at, Floats extent) const {
+    using HalfInts = Vec<int32_t, kWidth / 2>;
+    HalfFloats lows[2];
     HalfInts firsts[2], reaches[2];
-    std::memcpy(ats, &at, sizeof at);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
-      HalfDoubles extent;
-      std::memcpy(&extent, extents_.get() + i + half * (kWidth / 2), sizeof extent);
-      HalfDoubles pixel = __builtin_convertvector(ats[half], HalfDoubles) * extent - 0.5;
-      const Longs reached = (pixel > -1.0) & (pixel < extent);
+      const auto wide = [&](Floats v) { return __builtin_convertvector(half_of(v, half == 1), HalfDoubles); };
+      HalfDoubles pixel = wide(at) * wide(extent) - 0.5;
+      const Longs reached = (pixel > -1.0) & (pixel < wide(extent));
       pixel = reached ? pixel : HalfDoubles{} - 1.0;
       const HalfInts whole = __builtin_convertvector(pixel, HalfInts);  // towards zero
       HalfDoubles lower = __builtin_convertvector(whole, HalfDoubles);
@@ -166,20 +176,20 @@ class Placer {
   // Nothing is within an extent that is no number.
   void make_tables() {
     const int64_t samples = of_.sizes.samples(), rounded = ceil_div(samples, kWidth) * kWidth;
-    extents_ = call_.template scratch<double>(2 * rounded);
+    extents_ = call_.template scratch<float>(2 * rounded);
     for (auto* table : {&pitches_, &shifts_, &first_bands_}) {
       *table = call_.template scratch<int32_t>(rounded);
       std::fill_n(table->get(), rounded, 0);
     }
-    std::fill_n(extents_.get(), 2 * rounded, std::nan(""));
+    std::fill_n(extents_.get(), 2 * rounded, NAN);
     for (int64_t i = 0; i < samples; ++i) {
       const Level& level = of_.level_of(i);
       pitches_[i] = static_cast<int32_t>(level.pitch);
       shifts_[i] = level.shift;
       first_bands_[i] = level.first_band;
       if (level.height < 0 || level.width < 0) continue;
-      extents_[2 * i] = static_cast<double>(level.width);
-      extents_[2 * i + 1] = static_cast<double>(level.height);
+      extents_[2 * i] = static_cast<float>(level.width);
+      extents_[2 * i + 1] = static_cast<float>(level.height);
     }
   }
 
@@ -190,7 +200,7 @@ class Placer {
   const Bands& bands_;
   const int64_t columns_;
   const int32_t zero_query_;
-  Buffer<double> extents_;                          // by coordinate of a query's locations
+  Buffer<float> extents_;                           // by coordinate of a query's locations
   Buffer<int32_t> pitches_, shifts_, first_bands_;  // by sample of a query
 };
 

@@ -78,7 +78,7 @@ class GridNearest {
 
   // The numbers of the voxels that points lie nearest to; -1 where they reach none.
   void place(int64_t image, const Span& span, int32_t* cells) const {
-    constexpr int kHalf = kWidth / 2, kBlock = 64;
+    constexpr int kBlock = 64;
     const Axis axes[3] = {{size_[0], sampling_}, {size_[1], sampling_}, {size_[2], sampling_}};
     T buffer[3 * kBlock];
     alignas(64) float coordinates[3][kBlock] = {};
@@ -88,19 +88,16 @@ class GridNearest {
       for (int64_t i = 0; i < count; ++i)
         for (int axis = 0; axis < 3; ++axis) coordinates[axis][i] = to_float(from[3 * i + 2 - axis]);
       alignas(64) int32_t found[kBlock];
-      for (int64_t i = 0; i < count; i += kHalf) {
-        HalfDoubles cell = {}, slope;
-        Longs inside = ~Longs{};
+      for (int64_t i = 0; i < count; i += kWidth) {
+        Words cell = {};
+        Ints inside = ~Ints{};
         for (int axis = 0; axis < 3; ++axis) {
-          HalfFloats at;
-          std::memcpy(&at, coordinates[axis] + i, sizeof at);
-          const HalfDoubles whole = nearest_whole(axes[axis].locate(__builtin_convertvector(at, HalfDoubles), slope));
-          const auto size = static_cast<double>(size_[axis]);
-          inside &= (whole >= 0.0) & (whole < size);
-          cell = cell * size + whole;
+          const auto size = static_cast<uint32_t>(size_[axis]);
+          const Words pixel = (Words)axes[axis].place(load(coordinates[axis] + i)).pixel;
+          inside &= pixel < size;  // a negative one is a huge one here
+          cell = cell * size + pixel;
         }
-        const auto cells = __builtin_convertvector(choose(inside, cell, splat_double(-1.0)), Vec<int32_t, kHalf>);
-        std::memcpy(found + i, &cells, sizeof cells);
+        store_raw<uint32_t>(found + i, select(inside, cell, ~Words{}));
       }
       std::memcpy(cells + first, found, static_cast<size_t>(count) * sizeof(int32_t));
     }

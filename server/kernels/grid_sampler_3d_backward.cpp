@@ -20,7 +20,7 @@ void grid_sampler_3d_backward(Call& call) {
   require_shape(grid, {n, od, oh, ow, 3});
   require_shape(input_grad, {n, c, d, h, w}, true);
   require_shape(grid_grad, {n, od, oh, ow, 3}, true);
-  const Sampling sampling{call.integer(0) == 1, call.integer(1), call.boolean(0)};
+  const Sampling sampling{call.integer(0) == 1, call.integer(1), call.boolean(0), true, call.float64_coordinates()};
   require(call.integer(0) >= 0 && call.integer(0) <= 1);
   require(sampling.padding >= kZeros && sampling.padding <= kReflection);
   const int32_t dtype = input.dtype();

@@ -60,8 +60,8 @@ class GridVolume {
     call_.parallel(count * spans, [&](int64_t task, int) {
       const Span span(task % spans, kSpan, points_);
       const int64_t at = task / spans;
-      for (int64_t point = span.begin; point < span.end; point += kWidth / 2)
-        place_some(image + at, point, std::min<int64_t>(kWidth / 2, span.end - point), &placed_[at * points_ + point]);
+      for (int64_t point = span.begin; point < span.end; point += kWidth)
+        place_some(image + at, point, std::min<int64_t>(kWidth, span.end - point), &placed_[at * points_ + point]);
     });
     call_.parallel(count, [&](int64_t at, int) {
       int64_t* starts = &starts_[static_cast<size_t>(at * (size_[0] + 2))];
@@ -78,25 +78,21 @@ class GridVolume {
   }
 
   void place_some(int64_t image, int64_t point, int64_t count, Voxels* to) const {
-    double coordinates[3][kWidth / 2] = {};
+    alignas(64) float coordinates[3][kWidth] = {};
     for (int64_t i = 0; i < count; ++i) {
       const T* from = at_point(grid_, 1, image, point + i);
       for (int axis = 0; axis < 3; ++axis) coordinates[axis][i] = to_float(from[(2 - axis) * grid_.stride(4)]);
     }
     for (int64_t i = 0; i < count; ++i) to[i].inside = 0xff;
     for (int axis = 0; axis < 3; ++axis) {
-      HalfDoubles value, slope;
-      std::memcpy(&value, coordinates[axis], sizeof value);
-      const HalfDoubles position = Axis(size_[axis], sampling_).locate(value, slope);
-      const HalfDoubles whole = floor_whole(position);
+      const Placed found = Axis(size_[axis], sampling_).place(load(coordinates[axis]));
       const int step = 4 >> axis;
       for (int64_t i = 0; i < count; ++i) {
-        const double rest = position[i] - whole[i];
-        const auto first = static_cast<int64_t>(whole[i]);
-        to[i].first[axis] = static_cast<int32_t>(first);
-        to[i].weight[axis][0] = static_cast<float>(1 - rest);
-        to[i].weight[axis][1] = static_cast<float>(rest);
-        to[i].slope[axis] = static_cast<float>(slope[i]);
+        const int64_t first = found.pixel[i];
+        to[i].first[axis] = found.pixel[i];
+        to[i].weight[axis][0] = found.before[i];
+        to[i].weight[axis][1] = found.after[i];
+        to[i].slope[axis] = found.slope[i];
         // Bits of the voxels on either side of this axis.
         const int upper = step == 4 ? 0xf0 : step == 2 ? 0xcc : 0xaa;
         if (first < 0 || first >= size_[axis]) to[i].inside &= static_cast<uint8_t>(upper);

@@ -4,7 +4,7 @@
 // of a slab, one head of one batch, are sorted into bands of keys first. A band with its gradient fits the cache; its
 // samples come in the order of their queries, and all that is read far away is known ahead. Three passes:
 //
-//   place   chunk by chunk of queries: pixels in float64, samples appended to the chain of their band
+//   place   chunk by chunk of queries: pixels, samples appended to the chain of their band
 //   add     band by band: keys copied in, one after the other as float32, samples computed, the gradient copied out
 //   collect chunk by chunk: each sample's gradients taken from its band's chain
 //

@@ -91,8 +91,9 @@ void with_float_type(int32_t dtype, Body&& body) {
 // One call in progress.
 class Call {
  public:
-  Call(Pool& pool, Scratch& scratch, const npugrad_call& call)
-      : pool_(pool), scratch_(scratch), call_(call), poll_(call.poll, call.user) {}
+  Call(Pool& pool, Scratch& scratch, const npugrad_call& call, bool float64_coordinates)
+      : pool_(pool), scratch_(scratch), call_(call), poll_(call.poll, call.user),
+        float64_coordinates_(float64_coordinates) {}
 
   Tensor tensor(int index) const {
     require(index < call_.tensor_count);
@@ -111,6 +112,7 @@ class Call {
     return call_.bools[index] != 0;
   }
 
+  bool float64_coordinates() const { return float64_coordinates_; }
   // How many tasks run at once. Nothing that a result depends on may follow from it.
   int threads() const { return pool_.threads(); }
   // See Pool::run.
@@ -128,6 +130,7 @@ class Call {
   Scratch& scratch_;
   const npugrad_call& call_;
   Poll poll_;
+  const bool float64_coordinates_;
 };
 
 // Runs a kernel and turns what it throws into a status; no exception may cross the C interface.

@@ -72,7 +72,8 @@ class ServerSettings(BaseSettings):
     devices: str = Field(
         default="auto",
         description="Devices, such as cpu:0 or npu:0,npu:1; auto takes all NPUs, else one CPU device. "
-        "npu:0?deterministic=1 runs every call deterministically.",
+        "npu:0?deterministic=1 runs every call deterministically; cpu:0?coordinates=float64 takes sampling "
+        "coordinates in float64, not as PyTorch's and mmcv's kernels do.",
     )
     product: Literal["auto", "atlas-training", "atlas-a2", "atlas-a3"] = Field(
         default="auto",

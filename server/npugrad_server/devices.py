@@ -3,6 +3,8 @@
 `auto` takes every NPU, else one CPU device. Otherwise a list such as ``cpu:0,cpu:1`` or ``npu:0,npu:1``.
 ``npu:0?deterministic=1`` has an NPU run every call deterministically, ``deterministic=0`` none; without
 either each call chooses where CANN can switch (from 9.0), and none is deterministic where it cannot.
+``cpu:0?coordinates=float64`` has a CPU take sampling coordinates in float64; the default, ``float32``, is
+what PyTorch's and mmcv's kernels do. All devices of a list do the same.
 For capacity and scaling tests there is also ``test:N?OPTIONS``: N simulated devices whose options are
 described in `npugrad_server.backends.test`.
 """
@@ -22,7 +24,14 @@ KINDS = ("npu", "cpu", "test")
 MAX_DEVICES = 64
 DETERMINISTIC = "deterministic"
 """The option of an NPU."""
+COORDINATES = "coordinates"
+"""The option of a CPU."""
 _FLAGS = {"0": False, "1": True}
+_OPTIONS = {
+    "npu": ("an NPU", DETERMINISTIC, tuple(_FLAGS)),
+    "cpu": ("a CPU", COORDINATES, ("float32", "float64")),
+}
+"""By kind: what it is called, its one option, and the option's values."""
 _ONE = re.compile(r"(?P<kind>[a-z]+):(?P<index>\d{1,4})(\?(?P<options>.*))?", re.ASCII)
 _EXPECTED = "expected 'auto' or a list such as 'cpu:0', 'cpu:0,cpu:1' or 'npu:0,npu:1'"
 
@@ -38,7 +47,7 @@ class DeviceName:
     Attributes:
         kind: ``"npu"``, ``"cpu"`` or ``"test"``.
         index: Number among its kind.
-        options: Options by name; of an NPU there is one, of a CPU none.
+        options: Options by name; NPUs and CPUs have one each.
     """
 
     kind: str
@@ -54,6 +63,11 @@ class DeviceName:
     def deterministic(self) -> bool | None:
         """Mode that the device is to keep for every call; None where each call chooses."""
         return _FLAGS.get(self.options.get(DETERMINISTIC, ""))
+
+    @property
+    def float64_coordinates(self) -> bool:
+        """Whether it is to take sampling coordinates in float64."""
+        return self.options.get(COORDINATES) == "float64"
 
     @property
     def owns_memory(self) -> bool:
@@ -76,10 +90,8 @@ def parse_device(text: str) -> DeviceName:
     if match is None or match["kind"] not in KINDS:
         raise DeviceListError(f"found device {text!r}; {_EXPECTED}")
     options = _parse_options(text, match["options"] or "")
-    if options and match["kind"] == "npu":
-        _check_npu_options(text, options)
-    elif options and match["kind"] != "test":
-        raise DeviceListError(f"found options in {text!r}; expected none for kind {match['kind']!r}")
+    if options and match["kind"] in _OPTIONS:
+        _check_options(text, match["kind"], options)
     return DeviceName(match["kind"], int(match["index"]), MappingProxyType(options))
 
 
@@ -93,10 +105,11 @@ def _parse_options(text: str, given: str) -> dict[str, str]:
     return options
 
 
-def _check_npu_options(text: str, options: Mapping[str, str]) -> None:
-    if set(options) != {DETERMINISTIC} or options[DETERMINISTIC] not in _FLAGS:
-        allowed = " or ".join(f"{DETERMINISTIC}={flag}" for flag in _FLAGS)
-        raise DeviceListError(f"found options in {text!r}; expected {allowed} for an NPU")
+def _check_options(text: str, kind: str, options: Mapping[str, str]) -> None:
+    called, name, values = _OPTIONS[kind]
+    if set(options) != {name} or options[name] not in values:
+        allowed = " or ".join(f"{name}={value}" for value in values)
+        raise DeviceListError(f"found options in {text!r}; expected {allowed} for {called}")
 
 
 def may_need_npus(text: str) -> bool:
@@ -145,6 +158,11 @@ def _check(text: str, found: list[DeviceName], npu_count: int | None) -> None:
         raise DeviceListError(
             f"found kinds {' and '.join(kinds)} in {text!r}; expected one kind: a result must not depend on "
             "which device was free"
+        )
+    if len({device.float64_coordinates for device in found}) > 1:
+        raise DeviceListError(
+            f"found CPUs with and without {COORDINATES}=float64 in {text!r}; expected all alike: a result "
+            "must not depend on which device was free"
         )
     if kinds == ["test"] and len(found) > 1:
         raise DeviceListError(f"found {text!r}; expected one test:N for N simulated devices")

@@ -170,9 +170,9 @@ def _deformable_attention(workload: Workload, dtype: str) -> Goals:
     return {**_BY_WORKLOAD.get(workload.name, {}), ERROR: at_most(5e-7)}
 
 
-# Where a gradient jumps, a point within rounding of a pixel falls into the next cell in float32: a few such
-# points of a large map are some hundredths of the norm. In 16 bit torch rounds positions to half a pixel or
-# less: the work is the same, its results are far from ours, which are computed in float64.
+# Where a gradient jumps, a point within rounding of a pixel falls into the next cell by other formulas than
+# ours: a few such points of a large map are some hundredths of the norm. In 16 bit torch rounds positions to
+# half a pixel or less: the work is the same, its results are far from ours, which are of widened coordinates.
 _JUMPS_IN_16_BIT = {"float16": 0.5, "bfloat16": 1.5}
 PROMISES: Mapping[str, Promise] = {
     "fused_floyd_attention_grad": Promise({"float32": 1e-3, "bfloat16": 3e-2}, _floyd),

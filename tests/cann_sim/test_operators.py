@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.cann_sim.operators import as_it_is, compute, make_arrays, transposed
 
+from npugrad.coordinates import CoordinateRule
 from npugrad.ops import OPERATORS, get_operator
 from npugrad.products import Product
 from npugrad.tolerance import compare
@@ -49,10 +50,13 @@ def check(
     arrays: dict[str, npt.NDArray[Any] | None],
     relayout: Relayout = as_it_is,
 ) -> None:
-    """Compares every wanted output with the reference; a call that writes nothing must leave the zeros."""
+    """Compares every wanted output with the reference; a call that writes nothing must leave the zeros.
+
+    Coordinates are those of Atlas A2, whose kernels of attention have the rule that is the service's.
+    """
     found = compute(runtime, record, call, arrays, relayout)
     golden = {name: np.zeros(output.shape) for name, output in found.items()}
-    record.reference(arrays, call.attrs, golden)
+    record.references_by_rule.get(CoordinateRule.VENDOR_A2, record.reference)(arrays, call.attrs, golden)
     for name, output in found.items():
         comparison = compare(golden[name], output, record.extra_tolerance(arrays, call.attrs, name))
         assert comparison.ok, f"{name}: {comparison}"
@@ -64,6 +68,36 @@ def test_every_sample_of_every_record(
 ) -> None:
     runtime.set_plan(f"soc={SOC[product]}")
     check(runtime, record, call, make_arrays(record, call))
+
+
+@pytest.mark.parametrize("align_corners", [False, True])
+@pytest.mark.parametrize("padding_mode", [0, 1, 2])
+@pytest.mark.parametrize("name", ["grid_sampler_2d_backward", "grid_sampler_3d_backward"])
+def test_grids_on_pixel_edges(runtime: Runtime, name: str, padding_mode: int, align_corners: bool) -> None:
+    """Where the rules differ, results are those of the vendor's; a quadratic input names the pixel."""
+    record = get_operator(name)
+    size, turns = 49, 40
+    depth = {"d": 1, "od": 1} if "3d" in name else {}
+    call = record.build(
+        n=1,
+        c=1,
+        h=1,
+        w=size,
+        oh=turns,
+        ow=size,
+        padding_mode=padding_mode,
+        align_corners=align_corners,
+        **depth,
+    )
+    arrays = make_arrays(record, call)
+    image, grid = arrays["input"], arrays["grid"]
+    assert image is not None
+    assert grid is not None
+    image[...] = np.arange(size, dtype=np.float32) ** 2
+    pixels = np.linspace(-1, 1, size) if align_corners else (2 * np.arange(size) + 1) / size - 1
+    grid[...] = 0
+    grid[..., 0] = pixels + 2 * (np.arange(turns) - turns // 2)[:, np.newaxis]
+    check(runtime, record, call, arrays)
 
 
 @pytest.mark.parametrize("name", OPERATORS)

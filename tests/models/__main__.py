@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Gradients = dict[str, torch.Tensor]
 ROUNDING = 1e-5
 """Largest relative norm of a difference, over all parameters."""
-WORST = 32
+WORST = 8
 """Of one parameter, in units of what rounding makes of it here."""
 TIMES = 3
 SAMPLERS = (

@@ -46,8 +46,14 @@ def test_a_list_becomes_devices(text: str, npu_count: int | None, expected: tupl
         ("test:1,test:2", None, "expected one test:N"),
         ("test:0", None, "found 0 simulated devices; expected 1 to 64"),
         ("test:65", None, "found 65 simulated devices"),
-        ("cpu:0?ms=1", None, "found options in 'cpu:0\\?ms=1'; expected none for kind 'cpu'"),
-        ("cpu:0?deterministic=1", None, "expected none for kind 'cpu'"),
+        (
+            "cpu:0?ms=1",
+            None,
+            "found options in 'cpu:0\\?ms=1'; expected coordinates=float32 or coordinates=float64 for a CPU",
+        ),
+        ("cpu:0?coordinates=double", None, "expected coordinates=float32 or coordinates=float64 for a CPU"),
+        ("cpu:0?coordinates=float64,cpu:1", None, "found CPUs with and without coordinates=float64"),
+        ("npu:0?coordinates=float64", 1, "expected deterministic=0 or deterministic=1 for an NPU"),
         ("npu:0?ms=1", 1, "expected deterministic=0 or deterministic=1 for an NPU"),
         ("npu:0?deterministic=yes", 1, "expected deterministic=0 or deterministic=1 for an NPU"),
         ("npu:0?deterministic=1,npu:0", 1, "found npu:0 more than once"),
@@ -76,3 +82,12 @@ def test_the_text_of_a_device_reads_back(options: dict[str, str], index: int) ->
 )
 def test_an_npu_may_keep_one_mode(text: str, mode: bool | None) -> None:
     assert parse_device(text).deterministic is mode
+
+
+@pytest.mark.parametrize(
+    ("text", "exact"),
+    [("cpu:0", False), ("cpu:0?coordinates=float32", False), ("cpu:0?coordinates=float64", True)],
+)
+def test_a_cpu_may_take_coordinates_in_float64(text: str, exact: bool) -> None:
+    assert parse_device(text).float64_coordinates is exact
+    assert resolve(f"{text},{text.replace('0', '1', 1)}") == (text, text.replace("0", "1", 1))

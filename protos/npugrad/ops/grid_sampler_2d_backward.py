@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from npugrad.coordinates import GRID_2D_RULES
 from npugrad.dtypes import DType
 from npugrad.meta import CallMeta, TensorMeta
 from npugrad.operator import OpRecord
@@ -93,6 +94,7 @@ GRID_SAMPLER_2D_BACKWARD = OpRecord(
     output_metas=_output_metas,
     reads=_grid_sampler.reads,
     reference=reference,
+    references_by_rule={rule: partial(reference, rule=rule) for rule in GRID_2D_RULES},
     build=build,
     samples=partial(_grid_sampler.samples, build, DTYPES, "hw"),
     workloads=WORKLOADS,

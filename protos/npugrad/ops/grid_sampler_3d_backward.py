@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from npugrad.coordinates import GRID_3D_RULES
 from npugrad.dtypes import DType
 from npugrad.meta import CallMeta, TensorMeta
 from npugrad.operator import OpRecord, TensorParam
@@ -104,6 +105,7 @@ GRID_SAMPLER_3D_BACKWARD = OpRecord(
     output_metas=_output_metas,
     reads=_grid_sampler.reads,
     reference=reference,
+    references_by_rule={rule: partial(reference, rule=rule) for rule in GRID_3D_RULES},
     build=build,
     samples=partial(_grid_sampler.samples, build, DTYPES, "dhw"),
     workloads=WORKLOADS,

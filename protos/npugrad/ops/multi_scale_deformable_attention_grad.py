@@ -9,8 +9,10 @@ nq = num_queries, nh = num_heads, ch = channels, nl = num_levels, np = num_point
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
+from npugrad.coordinates import ATTENTION_RULES
 from npugrad.dtypes import DType, Format
 from npugrad.generators import Draw
 from npugrad.meta import CallMeta, TensorMeta
@@ -227,6 +229,7 @@ MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD = OpRecord(
     output_metas=_output_metas,
     reads=lambda call: _READS,
     reference=reference,
+    references_by_rule={rule: partial(reference, rule=rule) for rule in ATTENTION_RULES},
     build=build,
     samples=_samples,
     workloads=WORKLOADS,

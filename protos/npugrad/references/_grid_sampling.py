@@ -1,8 +1,9 @@
-"""Float64 reference of the backward of grid sampling, bilinear and nearest, over any number of spatial axes.
+"""Float64 reference of the backward of grid sampling, bilinear and nearest, of images and volumes.
 
-Each grid point names a position on every spatial axis of its sample. Bilinear interpolation reads the corners
-around it, weighted by products of t = position - floor(position) and 1 - t over the axes; nearest reads the
-one corner at rint(position). For every such corner inside the sample, with weight w:
+Each grid point names a position on every spatial axis of its sample, by a rule of `npugrad.coordinates`; all
+else is float64. Bilinear interpolation reads the corners around it, weighted by products of
+t = position - floor(position) and 1 - t over the axes; nearest reads the one corner at rint(position). For
+every such corner inside the sample, with weight w:
 
     input_grad[corner]  += w * grad_output[point]               in each channel
     d                    = sum over channels of input[corner] * grad_output[point]
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from npugrad.coordinates import CoordinateRule, GridAxis
 from npugrad.references._blocks import SCRATCH_BYTES, spans, store, tiles
 
 if TYPE_CHECKING:
@@ -32,7 +34,6 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 Tile: TypeAlias = tuple[slice, ...]
 
 _NEAREST = 1  # interpolation_mode
-_ZEROS, _REFLECTION = 0, 2  # padding_mode; 1 is border
 
 # Scratch memory at its peak, in bytes, of a corner of a grid point: positions, weight, cell and selection by
 # axis; and by channel grad_output, a value and its cell.
@@ -40,14 +41,13 @@ _AXIS_BYTES, _VALUE_BYTES = 56, 28
 
 _BLOCK_BYTES = 16 * 2**20  # larger blocks of points or values only fall out of the cache
 
-_FAR_OUTSIDE = -100.0  # the position given to a point that has none; no sample has corners around it
-
 
 def reference(
     inputs: Mapping[str, npt.NDArray[Any] | None],
     attrs: Mapping[str, Any],
     outputs: Mapping[str, npt.NDArray[Any]],
     *,
+    rule: CoordinateRule = CoordinateRule.TORCH,
     scratch_bytes: int = SCRATCH_BYTES,
 ) -> None:
     """Compute the gradients of grid sampling by its input and its grid.
@@ -60,9 +60,10 @@ def reference(
             `align_corners`. Others are not read.
         outputs: C-contiguous arrays of any float dtype to fill, each of which may be absent: `input_grad`
             shaped like `input`, `grid_grad` like `grid`. They become zeros where any operand is empty.
+        rule: How grid values become positions; all else is float64.
         scratch_bytes: Scratch memory to stay within, in bytes.
     """
-    call = _Call(inputs, attrs)
+    call = _Call(inputs, attrs, rule)
     if 0 in (call.grad_output.size, call.input.size):
         for output in outputs.values():
             output.fill(0)
@@ -77,15 +78,23 @@ def reference(
 class _Call:
     """Operands and attributes."""
 
-    def __init__(self, inputs: Mapping[str, npt.NDArray[Any] | None], attrs: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        inputs: Mapping[str, npt.NDArray[Any] | None],
+        attrs: Mapping[str, Any],
+        rule: CoordinateRule,
+    ) -> None:
         self.grad_output = np.asarray(inputs["grad_output"])
         self.input = np.asarray(inputs["input"])
         self.grid = np.asarray(inputs["grid"])
         self.axes = self.input.ndim - 2
         self.corners = 2**self.axes
         self.is_nearest = attrs["interpolation_mode"] == _NEAREST
-        self.padding_mode = int(attrs["padding_mode"])
-        self.align_corners = bool(attrs["align_corners"])
+        self.rule = rule
+        padding_mode, align_corners = int(attrs["padding_mode"]), bool(attrs["align_corners"])
+        self.grid_axes = [
+            GridAxis(size, padding_mode, align_corners, self.axes) for size in self.input.shape[2:]
+        ]
 
     def read_grad_output(self, tile: Tile, channels: slice) -> Float64Array:
         """Copy grad_output at the points of a tile, (channels, points)."""
@@ -102,10 +111,10 @@ class _Points:
     """The grid points of a tile, in C order: where they lie on each axis, and in which sample."""
 
     def __init__(self, call: _Call, tile: Tile) -> None:
-        grid = np.array(call.grid[tile], dtype=np.float64, order="C").reshape(-1, call.axes)
+        grid = call.grid[tile].reshape(-1, call.axes)
         samples = np.arange(tile[0].start, tile[0].stop)
         self.sample = samples.repeat(len(grid) // len(samples))
-        located = [_locate(grid[:, -1 - axis], size, call) for axis, size in enumerate(call.input.shape[2:])]
+        located = [axis.locate(grid[:, -1 - k], call.rule) for k, axis in enumerate(call.grid_axes)]
         self.position = [position for position, _ in located]
         self.slope = [slope for _, slope in located]
 
@@ -122,37 +131,6 @@ class _Points:
             for t, step in zip(beyond, corner, strict=True):
                 weight *= t if step else 1 - t
         return first[:, np.newaxis] + np.array(steps).T[:, :, np.newaxis], np.stack(weights)
-
-
-def _locate(coordinate: Float64Array, size: int, call: _Call) -> tuple[Float64Array, Float64Array]:
-    """Turn normalised coordinates into positions on an axis of `size` corners, and their derivatives."""
-    if call.align_corners:
-        position, slope = (coordinate + 1) / 2 * (size - 1), np.full_like(coordinate, (size - 1) / 2)
-    else:
-        position, slope = ((coordinate + 1) * size - 1) / 2, np.full_like(coordinate, size / 2)
-    if call.padding_mode == _REFLECTION:
-        position, factor = _reflect(position, size, call.align_corners)
-        slope *= factor
-    if call.padding_mode != _ZEROS:
-        # Clipping comes after reflecting and before infinities are dropped: with border padding they count
-        # as far outside. The bounds themselves have slope zero.
-        at_start, at_end = position <= 0, position >= size - 1
-        position = np.where(at_start, 0.0, np.where(at_end, float(size - 1), position))
-        slope[at_start | at_end] = 0
-    is_addressable = np.abs(position) < 2.0**31  # false for NaN
-    return np.where(is_addressable, position, _FAR_OUTSIDE), slope
-
-
-def _reflect(position: Float64Array, size: int, align_corners: bool) -> tuple[Float64Array, Float64Array]:
-    """Fold positions back into the sample at its edges; also the factor +1, -1 or 0 on their derivatives."""
-    low, span = (0.0, size - 1) if align_corners else (-0.5, size)
-    if span == 0:
-        return np.zeros_like(position), np.zeros_like(position)
-    distance = np.abs(position - low)
-    sign = np.where(position < low, -1.0, 1.0)
-    rest = np.fmod(distance, span)
-    is_backward = np.fmod(np.floor(distance / span), 2) == 1
-    return np.where(is_backward, span - rest, rest) + low, np.where(is_backward, -sign, sign)
 
 
 def _inside(index: Sequence[IntArray] | IntArray, region: Tile) -> npt.NDArray[np.bool_]:

@@ -3,7 +3,8 @@
 For each batch b, query q, head m, level l and point p, with `(H, W) = spatial_shape[l]`,
 `s = level_start_index[l]`, `a = attn_weight[b, q, m, l, p]` and `go = grad_output[b, q, m, :]`:
 
-    w = location[..., 0] * W - 0.5;  h = location[..., 1] * H - 0.5       (the last axis is x, y)
+    w = location[..., 0] * W - 0.5;  h = location[..., 1] * H - 0.5       (the last axis is x, y),
+    by a rule of `npugrad.coordinates`;
     (h0, w0) = floor((h, w));  (lh, lw) = (h, w) - (h0, w0);  (hh, hw) = 1 - (lh, lw)
 
 a sample with `-1 < h < H` and `-1 < w < W` reads up to four corners, those inside the level:
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from npugrad.coordinates import CoordinateRule, attention_pixels
 from npugrad.references._blocks import SCRATCH_BYTES, spans, store
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ def reference(
     attrs: Mapping[str, Any],
     outputs: Mapping[str, npt.NDArray[Any]],
     *,
+    rule: CoordinateRule = CoordinateRule.MMCV,
     scratch_bytes: int = SCRATCH_BYTES,
 ) -> None:
     """Compute the wanted gradients in float64 and write each with one rounding.
@@ -72,13 +75,14 @@ def reference(
         attrs: Not used: the operator has no attributes.
         outputs: Arrays to fill, any of `grad_value`, `grad_location` and `grad_attn_weight`, each shaped like
             the input it belongs to. Every element is written; all zeros when any input is empty.
+        rule: How locations become pixels; all else is float64.
         scratch_bytes: Bound on the memory used besides inputs and outputs.
     """
     if any(array is not None and array.size == 0 for array in inputs.values()):
         for output in outputs.values():
             output.fill(0)
         return
-    call = _Call.of(inputs)
+    call = _Call.of(inputs, rule)
     # Non-finite data is computed like any other; what it makes of NumPy's flags is of no interest.
     with np.errstate(all="ignore"):
         if "grad_value" in outputs:
@@ -101,9 +105,10 @@ class _Call:
     height: Ints
     width: Ints
     start: Ints
+    rule: CoordinateRule
 
     @classmethod
-    def of(cls, inputs: Mapping[str, npt.NDArray[Any] | None]) -> _Call:
+    def of(cls, inputs: Mapping[str, npt.NDArray[Any] | None], rule: CoordinateRule) -> _Call:
         given = {name: array for name, array in inputs.items() if array is not None}
         bs, nq, nh = given["attn_weight"].shape[:3]
         channels = given["value"].shape[3]
@@ -117,6 +122,7 @@ class _Call:
             height=shape[:, :1],
             width=shape[:, 1:],
             start=np.array(given["level_start_index"], dtype=np.int64)[:, None],
+            rule=rule,
         )
 
     @property
@@ -156,9 +162,11 @@ class _Samples:
     kept: Bools
 
     @classmethod
-    def of(cls, call: _Call, location: Floats) -> _Samples:
-        on_x, first_x, low_x = _along_axis(location[..., 0], call.width)
-        on_y, first_y, low_y = _along_axis(location[..., 1], call.height)
+    def of(cls, call: _Call, batch: Ints, queries: slice, head: Ints) -> _Samples:
+        # An index array on both sides of a slice puts its axis, the slabs, first.
+        location = call.location[batch, queries, head]
+        on_x, first_x, low_x = _along_axis(location[..., 0], call.width, call.rule)
+        on_y, first_y, low_y = _along_axis(location[..., 1], call.height, call.rule)
         reached = on_x & on_y
         key, kept = _corner_keys(call, first_y, first_x)
         kept &= reached[..., None]
@@ -180,9 +188,9 @@ class _Samples:
         return np.stack([self.weights(), by_w, by_h], axis=-2)
 
 
-def _along_axis(location: Floats, size: Ints) -> tuple[Bools, Ints, Floats]:
+def _along_axis(location: npt.NDArray[Any], size: Ints, rule: CoordinateRule) -> tuple[Bools, Ints, Floats]:
     """Place samples on one axis of their level: whether in reach, the lower corner, the way beyond it."""
-    pixel = location * size.astype(np.float64) - 0.5
+    pixel = attention_pixels(location, size, rule)
     # False for NaN. What is at least 2**63 lies past every size and would not survive the cast.
     reached = (pixel > -1.0) & (pixel < 2.0**63)
     pixel[~reached] = 0.0
@@ -223,9 +231,7 @@ def _write_sample_grads(call: _Call, outputs: Mapping[str, npt.NDArray[Any]], sc
     scale = np.stack([np.ones(call.width.shape), call.width, call.height], axis=-1)
     for slabs, queries in call.blocks(row_bytes, min(scratch_bytes, _BLOCK_BYTES)):
         batch, head = call.slabs(slabs)
-        # An index array on both sides of a slice puts its axis, the slabs, first.
-        location = np.array(call.location[batch, queries, head], dtype=np.float64, order="C")
-        samples = _Samples.of(call, location)
+        samples = _Samples.of(call, batch, queries, head)
         sums = scale * _read(call, samples, batch, queries, head)
         if "grad_attn_weight" in outputs:
             grad = np.where(samples.reached, sums[..., 0], 0.0)
@@ -270,7 +276,7 @@ def _write_grad_value(call: _Call, output: npt.NDArray[Any], scratch_bytes: int)
 
 def _scatter(call: _Call, sums: Floats, batch: Ints, queries: slice, head: Ints, band: slice) -> None:
     """Add what a block of queries gives to a band of keys; sums is (channels, slabs, keys of the band)."""
-    samples = _Samples.of(call, np.array(call.location[batch, queries, head], dtype=np.float64, order="C"))
+    samples = _Samples.of(call, batch, queries, head)
     hits = samples.kept & (samples.key >= band.start) & (samples.key < band.stop)
     corner = np.flatnonzero(hits)
     share = samples.weights() * call.attn_weight[batch, queries, head, ..., None].astype(np.float64)

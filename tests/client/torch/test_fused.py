@@ -99,23 +99,26 @@ def test_the_service_and_the_formula_here_agree(
 def test_only_points_on_edges_may_get_another_gradient(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Half of the points are on pixels, as all are in a Deformable-DETR that was not trained yet."""
     home, call = library(monkeypatch), operands(nq=64)
     original = home.multi_scale_deformable_attn_pytorch
-    steps = torch.randint(0, 8, call[2].shape)
-    lattice = torch.rand(call[2].shape) < 0.5
     sizes = torch.tensor(LEVELS).flip(1)[:, None]
-    location = torch.where(lattice, (steps % sizes + 0.5) / sizes, call[2].detach())
-    call[2] = location.requires_grad_()
+    pixels = (torch.randint(0, 8, call[2].shape) % sizes + 0.5) / sizes
+    is_pixel = (torch.rand(call[2].shape[:-1]) < 0.5).unsqueeze(-1)
+    call[2] = torch.where(is_pixel, pixels, call[2].detach()).requires_grad_()
     with remote(client, min_bytes=0):
-        got = gradients(call, home.multi_scale_deformable_attn_pytorch(*call))
-    expected = gradients(call, original(*call))
-    for number in (0, 2):  # continuous across edges
+        out = home.multi_scale_deformable_attn_pytorch(*call)
+        got = gradients(call, out)
+        again = home.multi_scale_deformable_attn_pytorch(*call)
+    formula, expected = gradients(call, again), gradients(call, original(*call))
+    for one, other in zip(got, formula, strict=True):  # the operator's rule: no point differs
+        assert_close(one, other)
+    for number in (0, 2):  # continuous across edges, so the same by either rule
         assert_close(got[number], expected[number])
-    scale = expected[1].abs().max()
-    differs = ((got[1] - expected[1]).abs() > 1e-4 * scale).any(-1)
-    pixels = location.detach().double() * sizes - 0.5
-    is_edge = ((pixels - pixels.round()).abs() <= 3 * 2**-24 * sizes).any(-1)
-    assert is_edge.sum() > 1000
+    differs = ((got[1] - expected[1]).abs() > 1e-4 * expected[1].abs().max()).any(-1)
+    at = call[2].detach().double() * sizes - 0.5
+    is_edge = ((at - at.round()).abs() <= 3 * 2**-24 * sizes).any(-1)
+    assert 0 < int(differs.sum()) < int(is_edge.sum())  # by the rule of `grid_sample`: some points on edges
     assert not (differs & ~is_edge).any()
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from tests.derived import SEEDS, combined, drawn, ones
 
+from npugrad.coordinates import CoordinateRule
 from npugrad.products import Product
 
 if TYPE_CHECKING:
@@ -83,10 +84,15 @@ def assert_close(found: Mapping[str, Array], expected: Mapping[str, Array], tole
 def assert_agrees(
     record: OpRecord, call: CallMeta, inputs: Operands, oracle: Oracle, tolerance: float = 1e-11
 ) -> None:
-    """The wanted outputs of the reference are those of an independent implementation, in any shape."""
+    """The wanted outputs of the reference are those of an independent implementation, in any shape.
+
+    Coordinates are taken in float64, as mathematics has them; `test_coordinates.py` tries the other rules.
+    """
     with _one_thread():
         expected = oracle(inputs, call.attrs)  # first: it may put other statistics into the inputs
-    found = run(record, call, inputs)
+    found = run(
+        record, call, inputs, **({"rule": CoordinateRule.FLOAT64} if record.references_by_rule else {})
+    )
     assert expected.keys() == {param.name for param in record.outputs}
     assert_close(
         found, {name: expected[name].reshape(array.shape) for name, array in found.items()}, tolerance

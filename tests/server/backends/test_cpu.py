@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ from tests.server.kernels.compare import outputs_for
 
 from npugrad import OPERATORS, OpRecord, Product
 from npugrad.call import CallOptions
+from npugrad.coordinates import CoordinateRule
 from npugrad.tolerance import compare
 from npugrad_server.backends.base import DeviceCall
 from npugrad_server.backends.cpu import CpuBackend
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     import numpy.typing as npt
+
+    from npugrad.meta import CallMeta
 
 
 class Watched:
@@ -165,3 +168,48 @@ def test_every_operator_writes_every_element_of_its_outputs(record: OpRecord) ->
         golden = {name: np.empty(array.shape, np.float64)}
         record.reference(inputs, call.attrs, golden)
         assert compare(golden[name], array, record.extra_tolerance(inputs, call.attrs, name)).ok
+
+
+@pytest.mark.parametrize("variant", ["kernels", "none"])
+@pytest.mark.parametrize("setting", ["float32", "float64"])
+@pytest.mark.parametrize("name", [name for name, record in OPERATORS.items() if record.references_by_rule])
+def test_coordinates_follow_the_device(
+    monkeypatch: pytest.MonkeyPatch, name: str, setting: str, variant: str
+) -> None:
+    """On pixels' edges the rule that is asked for explains the result, and the other one does not."""
+    if variant == "none":
+        monkeypatch.setenv(SETTING, "none")
+    record = OPERATORS[name]
+    call, inputs = on_edges(record)
+    backend = CpuBackend()
+    backend.open(parse_device(f"cpu:0?coordinates={setting}"), call.product, 1)
+    outputs = outputs_for(record, call)
+    backend.run(record, DeviceCall(call, inputs, outputs, CallOptions(), 0))
+    backend.close()
+    assert ("coordinates in float64" in backend.description) == (setting == "float64")
+    agrees = {}
+    for rule in (next(iter(record.references_by_rule)), CoordinateRule.FLOAT64):
+        golden = {key: np.empty(array.shape) for key, array in outputs.items()}
+        record.references_by_rule[rule](inputs, call.attrs, golden)
+        agrees[rule is CoordinateRule.FLOAT64] = all(compare(golden[key], outputs[key]).ok for key in golden)
+    assert agrees == {setting == "float64": True, setting != "float64": False}
+
+
+def on_edges(record: OpRecord) -> tuple[CallMeta, dict[str, Any]]:
+    """A call whose sampling points all lie where a float32 says that a pixel's centre is."""
+    size = 49
+    centres = (2 * np.arange(size) + 1) / size
+    if record is OPERATORS["multi_scale_deformable_attention_grad"]:
+        call = record.build(bs=1, nq=size, nh=1, levels=((1, size),), points=1)
+        inputs = dict(record.make_inputs(call, np.random.default_rng(3)))
+        cast("npt.NDArray[Any]", inputs["location"])[0, :, 0, 0, 0] = np.stack(
+            (centres / 2, np.full(size, 0.5)), -1
+        )
+        return call, inputs
+    depth = {"d": 1, "od": 1} if "3d" in record.name else {}
+    call = record.build(n=1, c=4, h=1, w=size, oh=1, ow=size, **depth)
+    inputs = dict(record.make_inputs(call, np.random.default_rng(3)))
+    grid = cast("npt.NDArray[Any]", inputs["grid"])
+    grid[...] = 0
+    grid[..., 0] = centres - 1
+    return call, inputs

@@ -109,6 +109,8 @@ class DrivenKernels(Kernels):
         library: Path,
         scratch_bytes: int = SCRATCH_BYTES,
         command: Sequence[str] | None = None,
+        *,
+        float64_coordinates: bool = False,
     ) -> None:
         """Starts a driver.
 
@@ -117,10 +119,10 @@ class DrivenKernels(Kernels):
             library: What it loads.
             scratch_bytes: Unused scratch memory that is kept.
             command: Runs the driver; None for what the environment gives.
+            float64_coordinates: As of `Kernels`.
         """
-        self._driver = _Driver(
-            [*(command or driver_command()), str(library), str(threads), str(scratch_bytes)]
-        )
+        options = map(str, (threads, scratch_bytes, int(float64_coordinates)))
+        self._driver = _Driver([*(command or driver_command()), str(library), *options])
         body = self._driver.hello()
         version, self._threads, count = struct.unpack_from("=iii", body)
         assert version == ABI_VERSION

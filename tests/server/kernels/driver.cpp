@@ -226,8 +226,8 @@ class Questions {
 
 class Driver {
  public:
-  Driver(const char* path, int32_t threads, int64_t scratch_bytes)
-      : library_(path), context_(FUNCTION(library_, npugrad_open)(threads, scratch_bytes)) {
+  Driver(const char* path, int32_t threads, int64_t scratch_bytes, int32_t float64_coordinates)
+      : library_(path), context_(FUNCTION(library_, npugrad_open)(threads, scratch_bytes, float64_coordinates)) {
     if (!context_) fail("no memory for the threads of the kernels");
     operators_ = FUNCTION(library_, npugrad_operators)(&count_);
   }
@@ -406,7 +406,7 @@ class Driver {
 }  // namespace
 
 int main(int count, char** words) {
-  if (count != 4) fail("expected LIBRARY THREADS SCRATCH_BYTES");
-  Driver(words[1], std::atoi(words[2]), std::atoll(words[3])).run();
+  if (count != 5) fail("expected LIBRARY THREADS SCRATCH_BYTES FLOAT64_COORDINATES");
+  Driver(words[1], std::atoi(words[2]), std::atoll(words[3]), std::atoi(words[4])).run();
   return 0;
 }

@@ -32,7 +32,7 @@ int32_t npugrad_abi_version(void) { return NPUGRAD_ABI_VERSION; }
 const char* npugrad_variant(void) { return "wrong"; }
 const char* npugrad_compiler(void) { return "none"; }
 const npugrad_operator* npugrad_operators(int32_t* count) { *count = 1; return table; }
-npugrad_context* npugrad_open(int32_t, int64_t) { return (npugrad_context*)table; }
+npugrad_context* npugrad_open(int32_t, int64_t, int32_t) { return (npugrad_context*)table; }
 void npugrad_close(npugrad_context*) {}
 int32_t npugrad_threads(npugrad_context*) { return 1; }
 }

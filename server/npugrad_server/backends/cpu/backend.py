@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from npugrad import OPERATORS
+from npugrad.coordinates import CoordinateRule
 from npugrad_server.backends.base import Backend, Timings, unheard
 from npugrad_server.backends.cpu.kernels import Kernels, KernelsUnavailable, KernelUnsupported
 from npugrad_server.machine import cpu_count
@@ -47,6 +48,7 @@ class CpuBackend(Backend):
         self.name = REFERENCE
         self.description = "host CPU"
         self._kernels: Kernels | None = None
+        self._float64_coordinates = False
 
     def open(
         self,
@@ -57,16 +59,19 @@ class CpuBackend(Backend):
     ) -> None:
         """Loads the kernels, or notes why there are none; a CPU device stands for every product."""
         threads = thread_count()
+        self._float64_coordinates = device.float64_coordinates
+        coordinates = ", coordinates in float64" if self._float64_coordinates else ""
         try:
-            self._kernels = kernels = Kernels(threads)
+            self._kernels = kernels = Kernels(threads, float64_coordinates=self._float64_coordinates)
         except KernelsUnavailable as error:
             self.description = (
-                f"host CPU, NumPy reference in float64, {threads} threads for linear algebra; "
+                f"host CPU, NumPy reference in float64, {threads} threads for linear algebra{coordinates}; "
                 f"no compiled kernels: {error}"
             )
             return
         self.name = "cpu"
         self.description = f"host CPU, compiled kernels ({kernels.variant}), {kernels.threads} threads"
+        self.description += coordinates
         others = [name for name in self.records if name not in kernels.operators]
         if others:
             self.description += f"; NumPy reference in float64 for {', '.join(others)}"
@@ -98,7 +103,10 @@ class CpuBackend(Backend):
             for name, array in call.inputs.items()
         }
         packed = time.perf_counter()
-        record.reference(inputs, call.meta.attrs, call.outputs)
+        reference = record.reference
+        if self._float64_coordinates:
+            reference = record.references_by_rule.get(CoordinateRule.FLOAT64, reference)
+        reference(inputs, call.meta.attrs, call.outputs)
         return Timings(packed - start, time.perf_counter() - packed, backend=REFERENCE)
 
     @staticmethod

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from npugrad.operator import OpRecord
     from npugrad_server.backends.cpu.calls import Arrays
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 SETTING = "NPUGRAD_KERNELS_VARIANT"
 """Environment variable that names the variant to load; ``none`` loads none."""
 LIBRARIES = Path(__file__).parent / "lib"
@@ -82,7 +82,7 @@ _FUNCTIONS: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "npugrad_variant": (ctypes.c_char_p, ()),
     "npugrad_compiler": (ctypes.c_char_p, ()),
     "npugrad_operators": (ctypes.POINTER(_Operator), (ctypes.POINTER(ctypes.c_int32),)),
-    "npugrad_open": (ctypes.c_void_p, (ctypes.c_int32, ctypes.c_int64)),
+    "npugrad_open": (ctypes.c_void_p, (ctypes.c_int32, ctypes.c_int64, ctypes.c_int32)),
     "npugrad_close": (None, (ctypes.c_void_p,)),
     "npugrad_threads": (ctypes.c_int32, (ctypes.c_void_p,)),
     "npugrad_kept_bytes": (ctypes.c_int64, (ctypes.c_void_p,)),
@@ -175,13 +175,22 @@ class Kernels:
         operators: Names of the operators that it computes.
     """
 
-    def __init__(self, threads: int, library: Path | None = None, scratch_bytes: int = SCRATCH_BYTES) -> None:
+    def __init__(
+        self,
+        threads: int,
+        library: Path | None = None,
+        scratch_bytes: int = SCRATCH_BYTES,
+        *,
+        float64_coordinates: bool = False,
+    ) -> None:
         """Loads the library and starts its threads.
 
         Args:
             threads: How many compute at once, callers included; at least 1.
             library: Which; None for the one that fits.
             scratch_bytes: Unused scratch memory that is kept.
+            float64_coordinates: Whether sampling coordinates become pixels by the rule ``float64`` instead of
+                the first of each operator.
 
         Raises:
             KernelsUnavailable: There is none that can be loaded.
@@ -198,7 +207,9 @@ class Kernels:
         }
         self.operators = tuple(self._bound)
         self._layouts: dict[str, Layout] = {}
-        self._context: int | None = self._functions.npugrad_open(max(1, threads), scratch_bytes)
+        self._context: int | None = self._functions.npugrad_open(
+            max(1, threads), scratch_bytes, float64_coordinates
+        )
         if self._context is None:
             raise MemoryError("no memory for the threads of the kernels")
 

@@ -8,25 +8,29 @@
 namespace cann_sim {
 namespace {
 
-// A position on one axis, and its derivative by the grid's value.
+// A position on one axis, and its derivative by the grid's value. Number is float, in which kernels for Atlas A2 and A3
+// take coordinates of all types but double, each operation rounded (grid_sampler2_d_grad.h, grid_sampler3_d_grad.h).
+template <typename Number>
 struct Coordinate {
-  double position;
-  double factor;
+  Number position;
+  Number factor;
 };
 
 constexpr double kOutside = -100;  // where every neighbour is outside
 constexpr double kBicubicA = -0.75;
 
-Coordinate unnormalize(double value, int64_t size, bool align_corners) {
-  const auto length = static_cast<double>(size);
+template <typename Number>
+Coordinate<Number> unnormalize(Number value, int64_t size, bool align_corners) {
+  const auto length = static_cast<Number>(size), last = static_cast<Number>(size - 1);
   if (align_corners) {
-    return {(value + 1) / 2 * (length - 1), (length - 1) / 2};
+    return {(value + 1) / 2 * last, last / 2};
   }
   return {((value + 1) * length - 1) / 2, length / 2};
 }
 
-Coordinate clip(Coordinate at, int64_t size) {
-  const auto last = static_cast<double>(size - 1);
+template <typename Number>
+Coordinate<Number> clip(Coordinate<Number> at, int64_t size) {
+  const auto last = static_cast<Number>(size - 1);
   if (at.position <= 0) {
     return {0, 0};
   }
@@ -36,29 +40,37 @@ Coordinate clip(Coordinate at, int64_t size) {
   return at;
 }
 
-Coordinate reflect(Coordinate at, int64_t size, bool align_corners) {
-  const int64_t twice_low = align_corners ? 0 : -1;
-  const int64_t twice_high = align_corners ? 2 * (size - 1) : 2 * size - 1;
-  if (twice_low == twice_high) {
+// How often a distance holds the span, and what is left. In float by the rounded 1 / span, as AscendC's vectors do.
+double fold(double distance, double span, double& rest) {
+  rest = std::fmod(distance, span);
+  return std::floor(distance / span);
+}
+float fold(float distance, float span, float& rest) {
+  constexpr float most = 2147483648.0f;  // where a cast to int32 ends
+  const float folds = std::min(std::floor(distance * (1 / span)), most);
+  const float taken = folds * span;
+  rest = distance - taken;
+  return folds;
+}
+
+template <typename Number>
+Coordinate<Number> reflect(Coordinate<Number> at, int64_t size, bool align_corners) {
+  const Number low = align_corners ? Number(0) : Number(-0.5);
+  const auto span = static_cast<Number>(align_corners ? size - 1 : size);
+  if (span == 0) {
     return {0, 0};
   }
-  const double low = static_cast<double>(twice_low) / 2;
-  const double span = static_cast<double>(twice_high - twice_low) / 2;
-  double distance = at.position - low;
-  double sign = 1;
-  if (distance < 0) {
-    sign = -1;
-    distance = -distance;
-  }
-  const double rest = std::fmod(distance, span);
-  const bool flips_even = std::fmod(std::floor(distance / span), 2) == 0;
+  const Number sign = at.position < low ? Number(-1) : Number(1);
+  Number rest = 0;
+  const bool flips_even = std::fmod(fold(std::abs(at.position - low), span, rest), Number(2)) == 0;
   if (flips_even) {
     return {rest + low, at.factor * sign};
   }
   return {span - rest + low, -at.factor * sign};
 }
 
-Coordinate pad(Coordinate at, int64_t size, const GridOptions& options) {
+template <typename Number>
+Coordinate<Number> pad(Coordinate<Number> at, int64_t size, const GridOptions& options) {
   if (options.padding == kReflection) at = reflect(at, size, options.align_corners);
   if (options.padding != kZeros) at = clip(at, size);
   constexpr double limit = std::numeric_limits<int32_t>::max();
@@ -103,7 +115,7 @@ Neighbours cubic(double position) {
 // before.
 int64_t place(int64_t index, int64_t size, const GridOptions& options) {
   if (options.interpolation == kBicubic && options.padding != kZeros) {
-    index = static_cast<int64_t>(pad({static_cast<double>(index), 1}, size, options).position);
+    index = static_cast<int64_t>(pad<double>({static_cast<double>(index), 1}, size, options).position);
   }
   return index >= 0 && index < size ? index : -1;
 }
@@ -113,8 +125,9 @@ struct Axis {
   double factor;
 };
 
+template <typename Number>
 Axis make_axis(double value, int64_t size, const GridOptions& options) {
-  Coordinate at = unnormalize(value, size, options.align_corners);
+  Coordinate<Number> at = unnormalize(static_cast<Number>(value), size, options.align_corners);
   if (options.interpolation != kBicubic) {
     at = pad(at, size, options);
   } else if (!std::isfinite(at.position) || std::fabs(at.position) > std::numeric_limits<int32_t>::max()) {
@@ -178,13 +191,16 @@ void grid_sampler_kernel(const KernelRun& run, const GridOptions& options) {
   const auto grad_output = run.read("gradOutput"), input = run.read("input"), grid = run.read("grid");
   std::vector<double> input_grad(input.size()), grid_grad(grid.size());
   std::vector<Axis> axes(rank);
+  const bool is_double = run.dtype("input") == kDouble;
   for (int64_t n = 0; n < run.shape("input")[0]; ++n) {
     for (const size_t in_turn : run.summation.order(static_cast<size_t>(points.count))) {
       const auto point = static_cast<int64_t>(in_turn);
       const auto at_grid = static_cast<size_t>(n * points.count + point) * rank;
       int64_t corners = 1;
       for (size_t k = 0; k < rank; ++k) {
-        axes[k] = make_axis(grid[at_grid + rank - 1 - k], image.sizes[k], options);
+        const double value = grid[at_grid + rank - 1 - k];
+        axes[k] = is_double ? make_axis<double>(value, image.sizes[k], options)
+                            : make_axis<float>(value, image.sizes[k], options);
         corners *= axes[k].neighbours.count;
       }
       double slopes[3] = {};
@@ -195,7 +211,7 @@ void grid_sampler_kernel(const KernelRun& run, const GridOptions& options) {
         for (int64_t c = 0; c < image.channels; ++c) {
           const size_t at_input = image.index(n, c, corner.cell);
           const double gradient = grad_output[points.index(n, c, point)];
-          if (run.dtype("input") == kDouble) {
+          if (is_double) {
             input_grad[at_input] += corner.weight * gradient;
           } else {
             run.summation.add(input_grad[at_input], corner.weight * gradient);

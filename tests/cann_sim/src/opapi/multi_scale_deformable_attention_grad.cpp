@@ -167,8 +167,7 @@ class Sampler {
   // Adds the gradients of one sampling point, whose gradient of the output begins at `grad_row`.
   void add_point(size_t point, int64_t batch, int64_t head, size_t grad_row, const Level& level, double x,
                  double y, double weight) {
-    const double column = x * static_cast<double>(level.width) - 0.5,
-                 line = y * static_cast<double>(level.height) - 0.5;
+    const double column = pixel(x, level.width), line = pixel(y, level.height);
     double by_weight = 0, by_x = 0, by_y = 0;
     const bool is_near = line > -1 && column > -1 && line < static_cast<double>(level.height) &&
                          column < static_cast<double>(level.width);
@@ -200,6 +199,12 @@ class Sampler {
   const Gradients& gradients() const { return gradients_; }
 
  private:
+  // In float, both operations rounded, as the kernel for Atlas A2 and A3 does (Compute).
+  static double pixel(double location, int64_t size) {
+    const float scaled = static_cast<float>(location) * static_cast<float>(size);
+    return scaled - 0.5f;
+  }
+
   Shape shape_;
   std::vector<double> value_, grad_output_;
   Gradients gradients_;
