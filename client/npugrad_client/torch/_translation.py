@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,7 +50,7 @@ class Request:
             isinstance(tensor, FakeTensor) or tensor.device.type == "meta" for tensor in self._given
         )
 
-    @cached_property
+    @property
     def odd(self) -> str | None:
         """Which operand is no dense CPU tensor, or of a subclass, which may have ideas of its own."""
         for name, tensor in self.inputs.items():
@@ -58,7 +58,7 @@ class Request:
                 continue
             if type(tensor) not in _PLAIN and not self.takes_subclasses:
                 return f"{name}: found a {type(tensor).__name__}"
-            if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
+            if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized:
                 return f"{name}: found {tensor.dtype} of {tensor.layout} on {tensor.device}"
         return None
 

@@ -73,7 +73,7 @@ def test_a_call_is_validated_once_and_one_like_it_not_at_all(client: Client) -> 
 def test_an_operator_that_is_none_of_ours_costs_a_frame_or_two(
     client: Client, operator: Any, frames: int
 ) -> None:
-    """The time that goes into other operators is that of PyTorch's own dispatch; the frames can be counted."""
+    """What is left of the time is that of PyTorch's own dispatch; the frames can be counted."""
     entered: list[str] = []
     x = torch.randn(8)
 
