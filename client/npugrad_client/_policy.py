@@ -62,8 +62,7 @@ class RemoteWarning(UserWarning):
 
     Example:
         >>> warnings.simplefilter("error", RemoteWarning)              # doctest: +SKIP
-        >>> with remote(client):                                       # doctest: +SKIP
-        ...     loss.backward()  # raises where it would have warned
+        >>> policies = Policies(on_refused="warn")  # which then raises where it would have warned
     """
 
 
