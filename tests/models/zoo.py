@@ -19,12 +19,12 @@ if not hasattr(torch.ops.torchvision, "nms"):
     for _name in ("nms", "qnms"):
         _declared.define(_name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
-import diffusers  # noqa: E402
-import kornia  # noqa: E402
-import timm  # noqa: E402
-import torchvision  # noqa: E402
-import transformers  # noqa: E402
-from torchvision.models.optical_flow import raft_small  # noqa: E402
+import diffusers
+import kornia
+import timm
+import torchvision
+import transformers
+from torchvision.models.optical_flow import raft_small
 
 _STAGES = ["stage2", "stage3", "stage4"]
 

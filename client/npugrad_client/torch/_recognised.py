@@ -233,22 +233,26 @@ class _Place:
 def _find() -> Iterator[_Place]:
     """Every place where a known function is, and those at its home where something else is."""
     ours = {wrapper: original for original, wrapper in _wrappers.items()}
-    paths = {known.qualname: known.qualname.split(".") for known in _known}
+    paths = [(qualname, qualname.split(".")) for qualname in {known.qualname for known in _known}]
     imported: list[tuple[str, object]] = list(sys.modules.items())
     for module_name, module in imported:
-        if not isinstance(module, ModuleType):
-            continue
-        for qualname, (*outer, name) in paths.items():
-            holder: Any = module
-            for part in outer:
-                holder = vars(holder).get(part) if isinstance(holder, (ModuleType, type)) else None
-            found = vars(holder).get(name) if isinstance(holder, (ModuleType, type)) else None
-            if found is None:
+        names = vars(module) if isinstance(module, ModuleType) else {}
+        for qualname, path in paths:
+            if path[0] not in names:  # thousands of modules are looked at whenever a `remote` is entered
                 continue
+            holder, found = _walk(module, path)
             original = ours.get(found, found) if isinstance(found, FunctionType) else found
             recognised = _recognise(original)
             if isinstance(recognised, Recognised) or any(k.is_named(module_name, qualname) for k in _known):
-                yield _Place(holder, name, original, f"{module_name}.{qualname}", recognised)
+                yield _Place(holder, path[-1], original, f"{module_name}.{qualname}", recognised)
+
+
+def _walk(module: object, path: Sequence[str]) -> tuple[Any, Any]:
+    """What has the last name of a path, and what it is there; None where the path leads nowhere."""
+    holder, found = None, module
+    for name in path:
+        holder, found = found, vars(found).get(name) if isinstance(found, (ModuleType, type)) else None
+    return holder, found
 
 
 def _recognise(found: Any) -> Recognised | str:
