@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from npugrad_client import Client
     from npugrad_client._policy import Policies
 
-_NAMES = ("value", "spatial_shape", "level_start_index", "location", "attn_weight")
+_NAMES: tuple[str, ...] = ("value", "spatial_shape", "level_start_index", "location", "attn_weight")
 _FLOATS = ("value", "location", "attn_weight")
 _BLOCK_BYTES = 32 * 2**20
 """Samples of one block of queries, in the type of the computation."""

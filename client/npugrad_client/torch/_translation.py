@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,7 +50,7 @@ class Request:
             isinstance(tensor, FakeTensor) or tensor.device.type == "meta" for tensor in self._given
         )
 
-    @cached_property
+    @property
     def odd(self) -> str | None:
         """Which operand is no dense CPU tensor, or of a subclass, which may have ideas of its own."""
         for name, tensor in self.inputs.items():
