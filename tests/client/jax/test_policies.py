@@ -86,12 +86,15 @@ def test_float64_runs_here_and_agrees_with_differences(float64: Any, rng: Any, n
         given = {**fixed, **dict(zip(wanted, floats, strict=True))}
         return function(*given.values(), client=dead, policies=policies)
 
+    floats = [operands[number] for number in wanted]
     with Client(NOWHERE, timeout_s=5) as dead:
-        check_grads(run, [operands[number] for number in wanted], order=2, modes=["rev"], eps=1e-6)
+        # The second order takes many seconds to trace, so two of them stand for all.
+        order = 2 if name in ("group_norm", "multi_scale_deformable_attention") else 1
+        check_grads(jax.jit(run), floats, order=order, modes=["rev"], eps=1e-6)
     rows = policies.summary().rows
     assert rows
     assert not any(row.is_sent for row in rows)
-    assert {run(*(operands[number] for number in wanted)).dtype} == {jnp.dtype("float64")}
+    assert run(*floats).dtype == jnp.float64
 
 
 @FUNCTIONS
