@@ -1,7 +1,8 @@
 """What a backward pass takes here and would take with its operators sent: measured, added up, and advised.
 
-The first call of each kind is also sent, some times, and run here as often, on its own operands. What that
-takes is left out of the passes in which it happens.
+The first call of each kind is also sent, some times, and run here as often, on its own operands; what that
+takes is left out of its pass. From the third pass on, every second one has all its calls sent where they
+stand, before they run here: a call that is sent again and again finds its memory warm.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class Advice:
 
 @dataclass
 class _Calls:
-    """Calls of a kind in one pass: bytes and seconds of each."""
+    """Calls of a kind in one pass: bytes and seconds of each, here or sent."""
 
     nbytes: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -170,20 +171,34 @@ class Profile:
 
     def call(self, request: Request, local: Callable[[], R]) -> R:
         """Runs a call here, and the first one of a kind elsewhere as well."""
-        started = self._clock()
-        result = local()
-        seconds, now = self._clock() - started, self._now
+        now = self._now
         if now is None or self._thread != threading.get_ident():
-            return result
+            return local()
         kind, nbytes = _kind_of(request)
-        if kind not in self._seen:
+        seen = self._seen.get(kind)
+        is_sent = self._is_sending and seen is not None and not seen.why
+        started = self._clock()
+        if is_sent:
+            self._send(request)
+        else:
+            result = local()
+        seconds = self._clock() - started
+        if is_sent or not self._is_sending:
+            calls = now.kinds.setdefault(kind, _Calls())
+            calls.nbytes.append(nbytes)
+            calls.seconds.append(seconds)
+        if is_sent:
+            return local()
+        if seen is None:
             before = self._clock()
             self._seen[kind] = self._probe(request, nbytes, local)
             now.probing_s += self._clock() - before
-        calls = now.kinds.setdefault(kind, _Calls())
-        calls.nbytes.append(nbytes)
-        calls.seconds.append(seconds)
         return result
+
+    @property
+    def _is_sending(self) -> bool:
+        """Whether calls of this pass are sent before they run here: of every second one after the first."""
+        return self._passes != [] and len(self._passes) % 2 == 0
 
     def _probe(self, request: Request, nbytes: int, local: Callable[[], object]) -> _Seen:
         if request.odd is not None:
@@ -208,15 +223,16 @@ class Profile:
     def advice(self) -> Advice:
         """What was measured; at least one pass must have ended. The first one only warms up, if it can."""
         is_warm = len(self._passes) > 1
-        found = self._passes[is_warm:]
+        found, sent = self._passes[is_warm::2], self._passes[2::2]
         backward_s = fmean(each.ended_s - each.begun_s - each.probing_s for each in found)
         step_s = None
         if is_warm:
-            whole_s = found[-1].ended_s - self._passes[0].ended_s
-            step_s = (whole_s - sum(each.probing_s for each in found)) / len(found)
-        kinds = {kind: seen for kind, seen in self._seen.items() if any(kind in each.kinds for each in found)}
+            steps = zip(self._passes[::2], found, strict=False)
+            step_s = fmean(now.ended_s - before.ended_s - now.probing_s for before, now in steps)
         rows = [
-            _row(kind, seen, [p.kinds.get(kind, _Calls()) for p in found]) for kind, seen in kinds.items()
+            _row(kind, seen, [p.kinds.get(kind, _Calls()) for p in found], [p.kinds.get(kind) for p in sent])
+            for kind, seen in self._seen.items()
+            if any(kind in each.kinds for each in found)
         ]
         rows.sort(key=lambda row: (-row.calls * row.local_s, row.operator, row.kind))
         return Advice(len(found), is_warm, backward_s, step_s, tuple(rows))
@@ -230,20 +246,29 @@ def _kind_of(request: Request) -> tuple[Kind, int]:
 
 
 def _usual_s(seconds: Sequence[float]) -> float:
-    """The mean of all but the first time, which brings the server its plan, and the slowest of the others."""
-    return fmean(sorted(seconds[1:])[:-1])
+    """The mean of all but the slowest time, where there are several."""
+    return fmean(sorted(seconds)[: max(len(seconds) - 1, 1)])
 
 
-def _row(kind: Kind, seen: _Seen, passes: Sequence[_Calls]) -> KindAdvice:
+def _row(kind: Kind, seen: _Seen, passes: Sequence[_Calls], sent: Sequence[_Calls | None]) -> KindAdvice:
     nbytes = [each for calls in passes for each in calls.nbytes]
-    seconds = [each for calls in passes for each in calls.seconds]
     average = fmean(nbytes)
     # By byte, as sizes of a kind differ; the median, as what disturbs a call here is no reason to send it.
-    rates = [each_s / max(size, 1) for each_s, size in zip(seconds, nbytes, strict=True)]
-    local_s, scale = median(rates) * max(average, 1), average / max(seen.nbytes, 1)
-    if len(passes) == 1 and seen.local:  # which was the first pass, or about it: these were warm
-        local_s = min(local_s, _usual_s(seen.local) * scale)
-    remote_s = _usual_s(seen.remote) * scale if seen.remote else None
+    local_s, scale = median(_rates(passes)) * max(average, 1), average / max(seen.nbytes, 1)
+    if len(passes) == 1 and seen.local:  # it may have been the first pass: these were warm
+        local_s = min(local_s, _usual_s(seen.local[1:]) * scale)
+    remote_s = _usual_s(seen.remote[1:]) * scale if seen.remote else None  # the first one brings the plan
+    if remote_s is not None and any(sent):  # where the call stands, with memory as it is there
+        remote_s = _usual_s(_rates([calls for calls in sent if calls])) * average
     return KindAdvice(
         kind.operator, seen.text, len(nbytes) / len(passes), average, local_s, remote_s, seen.why
     )
+
+
+def _rates(passes: Sequence[_Calls]) -> list[float]:
+    """Seconds for each byte of each call."""
+    return [
+        each_s / max(size, 1)
+        for calls in passes
+        for each_s, size in zip(calls.seconds, calls.nbytes, strict=True)
+    ]

@@ -81,7 +81,7 @@ class World:
 
 def test_a_step_is_told_without_the_time_of_the_measurement() -> None:
     world = World({"norm": 0.5, "grid": 3.0}, {"norm": 2.0, "grid": 0.25})
-    for _ in range(3):
+    for _ in range(5):
         world.step(Request(), Request(), Request("grid"))
     advice = world.profile.advice()
     assert advice.passes == 2
@@ -100,9 +100,29 @@ def test_a_step_is_told_without_the_time_of_the_measurement() -> None:
 
 def test_a_kind_is_sent_so_often_and_never_again() -> None:
     world = World({"norm": 0.005}, {"norm": 0.0025})
-    for _ in range(3):
+    for _ in range(2):
         world.step(Request(), Request(size=300))
     assert len(world.sent) == _PROBES
+
+
+def test_in_every_second_pass_calls_are_sent_where_they_stand() -> None:
+    world = World({"norm": 0.5}, {"norm": 2.0})
+    world.step(Request(), Request())
+    world.there["norm"] = 3.0
+    for number in range(1, 5):
+        before = len(world.sent)
+        world.step(Request(), Request())
+        assert len(world.sent) - before == (0 if number % 2 else 2)
+    advice = world.profile.advice()
+    assert advice.rows == (KindAdvice("norm", "float32[256]", 2, 2048, 0.5, 3.0),)
+    assert [advice.backward_s, advice.step_s] == [3.0, 4.0]
+
+
+def test_a_kind_that_is_new_in_a_pass_that_sends_is_no_call_of_it() -> None:
+    world = World({"norm": 0.5, "grid": 7.0}, {"norm": 2.0, "grid": 1.0})
+    for requests in ([Request()], [Request()], [Request("grid")], [Request("grid")]):
+        world.step(*requests)
+    assert {row.operator: row.remote_s for row in world.profile.advice().rows} == {"norm": 2.0, "grid": 1.0}
 
 
 def test_the_first_time_that_a_call_is_sent_brings_the_plan_and_does_not_count() -> None:

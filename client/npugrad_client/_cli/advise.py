@@ -43,7 +43,7 @@ def advise(
     ] = None,
     steps: Annotated[
         int, typer.Option(min=0, help="End the script after so many backward passes; 0 for never.")
-    ] = 4,
+    ] = 6,
     target: Targets = DEFAULT_TARGETS,
     encrypted: Encrypted = False,
     tls_ca: Authority = None,
@@ -56,8 +56,8 @@ def advise(
 ) -> None:
     """Run a PyTorch script and tell which operators of its backward passes are worth sending.
 
-    Each kind of calls is sent some times on its own operands; the script's gradients stay PyTorch's own.
-    All backward passes but the first, which warms up, are measured.
+    Each kind of calls is sent some times on its own operands; the script's gradients stay PyTorch's own. The
+    first backward pass warms up; then calls are measured here and sent, one pass each.
 
     Exit status 0: there is advice; 1: the script or the server failed, or there was no backward pass; 2:
     wrong usage.
