@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import TYPE_CHECKING, TypeVar
 
-from npugrad_client._costs import MARGIN, Kind, describe, kind_of
+from npugrad_client._costs import MARGIN, CallKind, describe, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from npugrad_client._policy import Request
+    from npugrad_client._backward_call import BackwardCall
 
 R = TypeVar("R")
 
@@ -114,7 +114,7 @@ class _Pass:
     begun_s: float
     ended_s: float = 0.0
     probing_s: float = 0.0
-    kinds: dict[Kind, _Calls] = field(default_factory=dict)
+    kinds: dict[CallKind, _Calls] = field(default_factory=dict)
 
 
 @dataclass
@@ -128,14 +128,14 @@ class _Seen:
     local: list[float] = field(default_factory=list)
 
 
-class Profile:
+class CallProfile:
     """Watches the backward passes of one thread: the first that has one.
 
     Thread safety: calls and passes of other threads run as if it were not there.
     """
 
     def __init__(
-        self, send: Callable[[Request], str], clock: Callable[[], float] = time.perf_counter
+        self, send: Callable[[BackwardCall], str], clock: Callable[[], float] = time.perf_counter
     ) -> None:
         """Of no pass yet.
 
@@ -147,7 +147,7 @@ class Profile:
         self._thread: int | None = None
         self._now: _Pass | None = None
         self._passes: list[_Pass] = []
-        self._seen: dict[Kind, _Seen] = {}
+        self._seen: dict[CallKind, _Seen] = {}
 
     @property
     def passes(self) -> int:
@@ -169,7 +169,7 @@ class Profile:
         finally:
             self._now = None
 
-    def call(self, request: Request, local: Callable[[], R]) -> R:
+    def call(self, request: BackwardCall, local: Callable[[], R]) -> R:
         """Runs a call here, and the first one of a kind elsewhere as well."""
         now = self._now
         if now is None or self._thread != threading.get_ident():
@@ -200,7 +200,7 @@ class Profile:
         """Whether calls of this pass are sent before they run here: of every second one after the first."""
         return self._passes != [] and len(self._passes) % 2 == 0
 
-    def _probe(self, request: Request, nbytes: int, local: Callable[[], object]) -> _Seen:
+    def _probe(self, request: BackwardCall, nbytes: int, local: Callable[[], object]) -> _Seen:
         if request.odd is not None:
             return _Seen(request.odd, nbytes, "no dense CPU tensors")
         seen, begun = _Seen(describe(request.inputs), nbytes), self._clock()
@@ -238,10 +238,10 @@ class Profile:
         return Advice(len(found), is_warm, backward_s, step_s, tuple(rows))
 
 
-def _kind_of(request: Request) -> tuple[Kind, int]:
+def _kind_of(request: BackwardCall) -> tuple[CallKind, int]:
     """The kind of a call and its bytes; what is odd has neither shapes nor bytes that one could rely on."""
     if request.odd is not None:
-        return Kind(request.operator, (request.odd,)), 0
+        return CallKind(request.operator, (request.odd,)), 0
     return kind_of(request.operator, request.inputs, request.attrs), request.nbytes
 
 
@@ -250,7 +250,7 @@ def _usual_s(seconds: Sequence[float]) -> float:
     return fmean(sorted(seconds)[: max(len(seconds) - 1, 1)])
 
 
-def _row(kind: Kind, seen: _Seen, passes: Sequence[_Calls], sent: Sequence[_Calls | None]) -> KindAdvice:
+def _row(kind: CallKind, seen: _Seen, passes: Sequence[_Calls], sent: Sequence[_Calls | None]) -> KindAdvice:
     nbytes = [each for calls in passes for each in calls.nbytes]
     average = fmean(nbytes)
     # By byte, as sizes of a kind differ; the median, as what disturbs a call here is no reason to send it.

@@ -37,7 +37,7 @@ FASTER_HERE = "faster here"
 MEASURED_HERE = "measured here"
 
 
-class Kind(NamedTuple):
+class CallKind(NamedTuple):
     """What calls have in common that take about the same time for each byte.
 
     Attributes:
@@ -78,7 +78,7 @@ class CostRow:
     won_s: float | None
 
 
-def kind_of(operator: str, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> Kind:
+def kind_of(operator: str, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> CallKind:
     """The kind of a call.
 
     Args:
@@ -87,7 +87,7 @@ def kind_of(operator: str, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) 
         attrs: Its attributes. Numbers count by their power of two, so that modes keep apart.
     """
     operands = tuple(None if t is None else (t.dtype, *map(_size, t.shape)) for t in inputs.values())
-    return Kind(operator, (operands, tuple(map(_size, attrs.values()))))
+    return CallKind(operator, (operands, tuple(map(_size, attrs.values()))))
 
 
 def describe(inputs: Mapping[str, Any]) -> str:
@@ -194,14 +194,14 @@ class Costs:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._entries: dict[Kind, _Entry] = {}
+        self._entries: dict[CallKind, _Entry] = {}
 
-    def why_local(self, kind: Kind) -> str:
+    def why_local(self, kind: CallKind) -> str:
         """Why the next call of a kind stays here; empty when it is to be sent."""
         with self._lock:
             return self._entry(kind, "").why_local()
 
-    def add(self, kind: Kind, text: str, *, is_sent: bool, seconds: float, nbytes: int) -> None:
+    def add(self, kind: CallKind, text: str, *, is_sent: bool, seconds: float, nbytes: int) -> None:
         """Counts a call; `text` is what `describe` says of it."""
         with self._lock:
             entry = self._entry(kind, text)
@@ -214,10 +214,10 @@ class Costs:
             found = [entry.row(kind.operator) for kind, entry in self._entries.items() if entry.text]
         return tuple(sorted(found, key=lambda row: (-_total_s(row), row.operator, row.kind)))
 
-    def _entry(self, kind: Kind, text: str) -> _Entry:
+    def _entry(self, kind: CallKind, text: str) -> _Entry:
         entry = self._entries.get(kind)
         if entry is None and len(self._entries) >= _MOST_KINDS:
-            kind, text = Kind(kind.operator, ()), REST
+            kind, text = CallKind(kind.operator, ()), REST
             entry = self._entries.get(kind)
         if entry is None:
             entry = self._entries[kind] = _Entry(text)

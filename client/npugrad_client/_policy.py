@@ -1,7 +1,7 @@
 """Where a backward call runs, at the service or here; what is said of it, and what is counted.
 
 One engine for all that may keep a call here, in `npugrad_client.torch` and `npugrad_client.jax`. It knows no
-framework: the call comes as a `Request`, and what computes it here as a function.
+framework: the call comes as a `BackwardCall`, and what computes it here as a function.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
 from npugrad.call import CallOptions
 from npugrad.meta import TensorMeta
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from npugrad.products import Product
     from npugrad.timeline import Timeline
     from npugrad_client import Client, ExecutionInfo, ServerInfo
+    from npugrad_client._backward_call import BackwardCall, TracedCall
 
     _Sent = tuple[tuple[Any, ...], Timeline | None]
 
@@ -162,61 +163,7 @@ STRICT = Policies(on_refused="raise")
 """Of functions that were given none: each call is sent, and what the server says is the caller's to hear."""
 
 
-class Request(Protocol):
-    """One backward call in the words of the service."""
-
-    @property
-    def operator(self) -> str:
-        """Name of the operator."""
-        ...
-
-    @property
-    def inputs(self) -> Mapping[str, Any]:
-        """Operands by name, in the caller's types; None for those that are not there."""
-        ...
-
-    @property
-    def attrs(self) -> Mapping[str, Any]:
-        """Attributes by name."""
-        ...
-
-    @property
-    def odd(self) -> str | None:
-        """Which operand is nothing to send, and what it is; None where all are dense, in CPU memory."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of operands and results; asked for where no operand is odd."""
-        ...
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether the operands have several types, all of which the service knows, and may not."""
-        ...
-
-    def operands(self) -> Mapping[str, Any]:
-        """Operands by name, None for those that are not there; mixed types as float32."""
-        ...
-
-    def give_back(self, found: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The service's results in the caller's order and types; None where there is none."""
-        ...
-
-
-class Traced(Request, Protocol):
-    """One that may have no values yet."""
-
-    def require_legal(self) -> None:
-        """Refuses what no product takes.
-
-        Raises:
-            OperatorError: The documents refuse the call.
-        """
-        ...
-
-
-class Engine:
+class PolicyEngine:
     """Decides where each call runs, runs it, and counts.
 
     Thread safety: any number of threads may use one.
@@ -231,7 +178,7 @@ class Engine:
         self._costs = policies._costs
         self.on_refused = policies.on_refused
 
-    def run(self, request: Request, local: Callable[[], R]) -> R | tuple[Any, ...]:
+    def run(self, request: BackwardCall, local: Callable[[], R]) -> R | tuple[Any, ...]:
         """Results of a call in the caller's order and types: the service's, or those of `local`.
 
         Raises:
@@ -256,7 +203,7 @@ class Engine:
             self._learn(request, nbytes, begun, is_sent=why.startswith(FAILED))
         return kept
 
-    def foresees(self, request: Request) -> bool:
+    def foresees(self, request: BackwardCall) -> bool:
         """Whether a call would be sent, as far as is known before its data; tells once of a refusal."""
         if request.odd is not None or request.nbytes < self._policies.min_bytes:
             return False
@@ -276,12 +223,12 @@ class Engine:
         self._ledger.add(operator, is_sent=False, why=why, nbytes=0, seconds=0.0)
         self.tell(f"{operator}: {why}", f"{operator} runs here, as {why}")
 
-    def _learn(self, request: Request, nbytes: int, begun: float, *, is_sent: bool) -> None:
+    def _learn(self, request: BackwardCall, nbytes: int, begun: float, *, is_sent: bool) -> None:
         seconds, inputs = time.perf_counter() - begun, request.inputs
         kind = kind_of(request.operator, inputs, request.attrs)
         self._costs.add(kind, describe(inputs), is_sent=is_sent, seconds=seconds, nbytes=nbytes)
 
-    def keeps(self, request: Traced) -> bool:
+    def keeps(self, request: TracedCall) -> bool:
         """Whether a call stays here for what is known before its values are; if so it is counted, and told.
 
         Raises:
@@ -298,11 +245,11 @@ class Engine:
             self._ledger.add(request.operator, is_sent=False, why=why, nbytes=nbytes, seconds=0.0)
         return bool(why)
 
-    def _count(self, request: Request, nbytes: int, started: float, **found: Any) -> None:
+    def _count(self, request: BackwardCall, nbytes: int, started: float, **found: Any) -> None:
         seconds = time.perf_counter() - started
         self._ledger.add(request.operator, nbytes=nbytes, seconds=seconds, **found)
 
-    def _why_local(self, request: Request) -> tuple[str, int]:
+    def _why_local(self, request: BackwardCall) -> tuple[str, int]:
         """Why a call must stay here, which is empty when it is to be sent, and its bytes."""
         odd = request.odd
         if odd is not None:
@@ -315,7 +262,7 @@ class Engine:
             return "", nbytes
         return self._costs.why_local(kind_of(request.operator, request.inputs, request.attrs)), nbytes
 
-    def _send(self, request: Request) -> tuple[_Sent | None, str]:
+    def _send(self, request: BackwardCall) -> tuple[_Sent | None, str]:
         """Results in the caller's order and types, and where the time went; or None, and why."""
         try:
             server = None if self._policies is STRICT else self._ask_server()
@@ -329,7 +276,7 @@ class Engine:
             return None, self._failed(request, error)
         return (request.give_back(found), info.timeline), ""
 
-    def _failed(self, request: Request, error: NpugradError) -> str:
+    def _failed(self, request: BackwardCall, error: NpugradError) -> str:
         """Raises by policy, else tells of it once and gives back why the call runs here."""
         # A number is the documents' word; without one, a server of another kind may be at that address.
         if isinstance(error, _REFUSED) and error.code is not None:
@@ -345,7 +292,7 @@ class Engine:
         return FAILED + kind
 
     def _run_legal(
-        self, request: Request, operands: Mapping[str, Any], product: Product | None
+        self, request: BackwardCall, operands: Mapping[str, Any], product: Product | None
     ) -> tuple[dict[str, Any], ExecutionInfo]:
         """Results by output name, and what produced them.
 
@@ -364,13 +311,13 @@ class Engine:
             server = known[self._client] = self._client.server_info(self._options.get("timeout_s"))
         return server
 
-    def _lacking(self, request: Request, found: str) -> str:
+    def _lacking(self, request: BackwardCall, found: str) -> str:
         """Warns once that a server has no such operator, and gives that back in short."""
         name = request.operator
         self.tell(f"{name}: {_LACKING}", f"{name} runs here, as {_LACKING}: {found}")
         return _LACKING
 
-    def _refused(self, request: Request, error: Exception, kind: str, why: str) -> str:
+    def _refused(self, request: BackwardCall, error: Exception, kind: str, why: str) -> str:
         """Raises, warns once for the kind, or says nothing, by policy; gives back why."""
         if self._policies.on_refused == "raise":
             raise error

@@ -383,10 +383,7 @@ def unwrap(
 ) -> tuple[OpRecord, Any]:
     """The operator and typed message of a header.
 
-    Args:
-        header: An ExecuteHeader.
-        registry: The operators and their messages.
-        field: The RPC and its field that has the header, as errors name them.
+    Errors name the RPC and the field that has the header, `field`.
 
     Raises:
         MalformedRequest: It has no call.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from npugrad_client._advice import _FEWEST_PROBES, _MOST_KINDS, _PROBES, Advice, KindAdvice, Profile
+from npugrad_client._advice import _FEWEST_PROBES, _MOST_KINDS, _PROBES, Advice, CallProfile, KindAdvice
 from npugrad_client.errors import ConnectError
 
 
@@ -56,7 +56,7 @@ class World:
         self.refused: dict[str, str] = {}
         self.disturbed_s = {1: 0.5}
         self.sent: list[str] = []
-        self.profile = Profile(self._send, lambda: self.now_s)
+        self.profile = CallProfile(self._send, lambda: self.now_s)
 
     def _send(self, request: Any) -> str:
         self.sent.append(request.operator)

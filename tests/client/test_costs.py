@@ -21,14 +21,14 @@ from npugrad_client._costs import (
     MEASURED_HERE,
     REST,
     TRIALS,
+    CallKind,
     CostRow,
     Costs,
-    Kind,
     describe,
     kind_of,
 )
 
-KIND = Kind("floyd", ("float32",))
+KIND = CallKind("floyd", ("float32",))
 BYTES = 2**20
 Seconds = Callable[[int], float]
 times = st.floats(1e-5, 10.0)
@@ -42,7 +42,7 @@ class World:
     there: Seconds
     costs: Costs
 
-    def run(self, calls: int, kind: Kind = KIND) -> tuple[float, list[bool], list[str]]:
+    def run(self, calls: int, kind: CallKind = KIND) -> tuple[float, list[bool], list[str]]:
         """Seconds of so many calls; which were sent, and what was said of each."""
         total_s, ways, whys = 0.0, list[bool](), list[str]()
         for number in range(calls):
@@ -169,11 +169,11 @@ def test_a_kind_is_described_by_its_largest_operand() -> None:
 def test_beyond_so_many_kinds_the_others_of_an_operator_are_one() -> None:
     costs = Costs()
     for number in range(_MOST_KINDS + 50):
-        costs.add(Kind("floyd", (number,)), f"{number}", is_sent=True, seconds=1.0, nbytes=1)
+        costs.add(CallKind("floyd", (number,)), f"{number}", is_sent=True, seconds=1.0, nbytes=1)
     rows = costs.rows()
     assert len(rows) == _MOST_KINDS + 1
     assert (rows[0].kind, rows[0].sent) == (REST, 50)
-    assert costs.why_local(Kind("floyd", ("new",))) == MEASURED_HERE  # none of them ran here so far
+    assert costs.why_local(CallKind("floyd", ("new",))) == MEASURED_HERE  # none of them ran here so far
 
 
 # ----------------------------------------------------------------------------------------------- figures

@@ -12,7 +12,7 @@ import numpy as np
 from npugrad.meta import TensorMeta
 from npugrad_client._fitting import FLOATS, as_sent, fits, is_mixed
 from npugrad_client._legality import require_legal
-from npugrad_client._policy import STRICT, Engine, Options
+from npugrad_client._policy import STRICT, Options, PolicyEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -104,7 +104,7 @@ class Service:
             label=self.label,
             verify=self.verify,
         )
-        engine = Engine(self.client, options, policies)
+        engine = PolicyEngine(self.client, options, policies)
         shapes = tuple(jax.ShapeDtypeStruct(like.shape, like.dtype) for like in results.values())
         wanted = dict(zip(results, shapes, strict=True))
         if engine.keeps(_Call(operator, given, attrs, wanted)):

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from npugrad_client._advice import Advice, Profile
-from npugrad_client._policy import Engine, Options, Policies
+from npugrad_client._advice import Advice, CallProfile
+from npugrad_client._policy import Options, Policies, PolicyEngine
 from npugrad_client.errors import NpugradError, OperatorError
 from npugrad_client.torch._remote import keeping_local
 from npugrad_client.torch._translation import TRANSLATIONS
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from npugrad_client import Client
-    from npugrad_client._policy import Request
+    from npugrad_client._backward_call import BackwardCall
 
 _ENTRIES = ("backward", "grad")
 """Functions of `torch.autograd` by which every backward pass begins, `Tensor.backward` included."""
@@ -53,7 +53,7 @@ def advise(client: Client, script: Path, arguments: Sequence[str], steps: int) -
             status that is not 0, or had no backward pass.
         NpugradError: The service failed.
     """
-    profile = Profile(_sender(client))
+    profile = CallProfile(_sender(client))
     with _watched(profile, steps), keeping_local():
         _run(script, arguments)
     if not profile.passes:
@@ -64,11 +64,11 @@ def advise(client: Client, script: Path, arguments: Sequence[str], steps: int) -
     return profile.advice()
 
 
-def _sender(client: Client) -> Callable[[Request], str]:
+def _sender(client: Client) -> Callable[[BackwardCall], str]:
     """A function that sends a call, and says why it cannot be sent."""
-    engine = Engine(client, Options(), Policies(on_refused="raise"))
+    engine = PolicyEngine(client, Options(), Policies(on_refused="raise"))
 
-    def send(request: Request) -> str:
+    def send(request: BackwardCall) -> str:
         try:
             return "" if engine.run(request, lambda: None) is not None else "the server lacks it"
         except OperatorError as error:
@@ -109,7 +109,7 @@ def _print_traceback(error: Exception, script: Path) -> None:
 
 
 @contextmanager
-def _watched(profile: Profile, steps: int) -> Iterator[None]:
+def _watched(profile: CallProfile, steps: int) -> Iterator[None]:
     """Has every backward pass of the process begin in a way that a profile sees."""
     originals = {name: getattr(torch.autograd, name) for name in _ENTRIES}
 
@@ -138,7 +138,7 @@ def _watched(profile: Profile, steps: int) -> Iterator[None]:
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Shows a profile the operators that the service knows."""
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: CallProfile) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._profile = profile
 

@@ -12,7 +12,7 @@ from torch.nn.functional import grid_sample
 from npugrad_client._fitting import as_sent, fits
 from npugrad_client._legality import DEFORMABLE_ATTENTION as OPERATOR
 from npugrad_client._legality import require_client, require_legal_deformable_attention
-from npugrad_client._policy import STRICT, Engine, Options
+from npugrad_client._policy import STRICT, Options, PolicyEngine
 from npugrad_client.torch._calls import cast_given, metas, require_tensors
 from npugrad_client.torch._deformable_gradient import (
     gradients,
@@ -21,7 +21,7 @@ from npugrad_client.torch._deformable_gradient import (
     levels_of,
     wide,
 )
-from npugrad_client.torch._translation import Request
+from npugrad_client.torch._translation import AutogradCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -105,20 +105,20 @@ def multi_scale_deformable_attention(
     floats: tuple[Tensor, ...] = (value, location, attn_weight)
     if compute_dtype is not None:
         floats = cast_given(floats, compute_dtype)
-    engine = Engine(client, options, policies or STRICT)
+    engine = PolicyEngine(client, options, policies or STRICT)
     operands = (floats[0], spatial_shape, level_start_index, *floats[1:])
     return differentiable(engine, *operands).to(value.dtype)
 
 
 class Decides(Protocol):
-    """What decides where a gradient is computed, such as an `Engine`."""
+    """What decides where a gradient is computed, such as a `PolicyEngine`."""
 
     @property
     def on_refused(self) -> str:
         """What becomes of what the documents do not allow."""
         ...
 
-    def run(self, request: Request, local: Callable[[], Any]) -> Any:
+    def run(self, request: AutogradCall, local: Callable[[], Any]) -> Any:
         """The results of `local`, or the service's."""
         ...
 
@@ -147,11 +147,11 @@ def differentiate(engine: Decides, *operands: Tensor) -> tuple[Tensor, Tensor, T
     return grads
 
 
-def request_of(*operands: Tensor) -> Request:
+def request_of(*operands: Tensor) -> AutogradCall:
     """The call of six operands in the words of the service."""
     given = dict(zip((*_NAMES, "grad_output"), operands, strict=True))
     results = {f"grad_{name}": given[name].dtype for name in _FLOATS}
-    return Request(OPERATOR, given, {}, results, takes_subclasses=True)
+    return AutogradCall(OPERATOR, given, {}, results, takes_subclasses=True)
 
 
 def require(on_refused: str, *operands: Tensor) -> None:

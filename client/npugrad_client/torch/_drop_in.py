@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from npugrad_client._legality import require_client
-from npugrad_client._policy import Engine, Options, Policies, require_policies
+from npugrad_client._policy import Options, Policies, PolicyEngine, require_policies
 from npugrad_client.torch._deformable import differentiate, forward, require
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class DropIn:
 
     def __init__(self, client: Client, options: Options, policies: Policies) -> None:
         self._policies = policies
-        self._engine = Engine(client, options, policies)
+        self._engine = PolicyEngine(client, options, policies)
         self._replaced: dict[str, ModuleType | None] = {}
 
     def __enter__(self) -> DropIn:

@@ -26,7 +26,7 @@ from npugrad_client._legality import (
     require_client,
     require_legal_floyd_attention,
 )
-from npugrad_client._policy import STRICT, Engine, Options
+from npugrad_client._policy import STRICT, Options, PolicyEngine
 from npugrad_client.torch._calls import cast_given, metas, require_tensors
 from npugrad_client.torch._floyd_gradient import (
     MASKED,
@@ -35,7 +35,7 @@ from npugrad_client.torch._floyd_gradient import (
     gradients_of_gradients,
     wide,
 )
-from npugrad_client.torch._translation import Request
+from npugrad_client.torch._translation import AutogradCall
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -115,7 +115,7 @@ def fused_floyd_attention(
     if compute_dtype is not None:
         operands = cast_given(operands, compute_dtype)
     factor = default_floyd_scale(query) if scale is None else scale
-    engine = Engine(client, options, policies or STRICT)
+    engine = PolicyEngine(client, options, policies or STRICT)
     result: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
         engine, factor, *operands, atten_mask
     )
@@ -156,7 +156,7 @@ class _Gradients(Function):
         ctx.save_for_backward(*operands, mask, upstream)
         tensors = (*operands, mask, largest, total, attention, upstream)
         results = {name: tensor.dtype for name, tensor in zip(_RESULTS, operands, strict=True)}
-        request = Request(
+        request = AutogradCall(
             OPERATOR,
             dict(zip((*_NAMES, *_SAVED), tensors, strict=True)),
             {"scale_value": ctx.scale},

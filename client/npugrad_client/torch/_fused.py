@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from npugrad_client._policy import Engine, Request
-    from npugrad_client.torch._recognised import Operands, Recognised
+    from npugrad_client._backward_call import BackwardCall
+    from npugrad_client._policy import PolicyEngine
+    from npugrad_client.torch._recognised import AttentionOperands, Recognised
 
 R = TypeVar("R")
 
@@ -31,7 +32,7 @@ class Fuser:
     Thread safety: any number of threads may use one.
     """
 
-    def __init__(self, engine: Engine, *, is_on: bool) -> None:
+    def __init__(self, engine: PolicyEngine, *, is_on: bool) -> None:
         self.engine = engine
         self.is_on = is_on
 
@@ -64,7 +65,7 @@ _ROUNDING = 1e-4
 """Relative norm of a difference of two forward passes in float32."""
 
 
-def _agrees(given: Operands, operands: tuple[Tensor, ...]) -> bool | None:
+def _agrees(given: AttentionOperands, operands: tuple[Tensor, ...]) -> bool | None:
     """Whether a function computes what its name says, in float32; None if this call does not tell."""
     value, shapes, starts, location, weight = (tensor.detach() for tensor in operands)
     floats = (value.float(), location.float(), weight.float())
@@ -80,13 +81,13 @@ def _agrees(given: Operands, operands: tuple[Tensor, ...]) -> bool | None:
         return ours.shape == theirs.shape and bool((ours - theirs).norm() <= _ROUNDING * scale)
 
 
-def _is_plain(given: Operands) -> bool:
+def _is_plain(given: AttentionOperands) -> bool:
     """Whether there will be a backward pass, and an ordinary one."""
     tensors = (given.value, given.location, given.attn_weight)
     return any(t.requires_grad for t in tensors) and peek_interpreter_stack() is None
 
 
-def _operands(given: Operands) -> tuple[Tensor, ...] | None:
+def _operands(given: AttentionOperands) -> tuple[Tensor, ...] | None:
     """Operands of the forward pass in the type that the function computes in; None if they do not fit."""
     value, location, weight = given.value, given.location, given.attn_weight
     if torch.is_autocast_enabled("cpu"):  # under which `grid_sample` computes in float32
@@ -119,7 +120,7 @@ class _Innermost:
 
     on_refused = "local"
 
-    def run(self, request: Request, local: Callable[[], R]) -> R | tuple[Any, ...]:
+    def run(self, request: BackwardCall, local: Callable[[], R]) -> R | tuple[Any, ...]:
         fuser = _innermost()
         return local() if fuser is None else fuser.engine.run(request, local)
 

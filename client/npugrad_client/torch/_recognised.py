@@ -117,7 +117,7 @@ def register_deformable_attention(
 
 
 @dataclass(frozen=True)
-class Operands:
+class AttentionOperands:
     """One call's arguments by what they are.
 
     Attributes:
@@ -150,7 +150,7 @@ class Recognised:
         self._signature = inspect.signature(original)
         self._roles = known.roles
 
-    def operands(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Operands | None:
+    def operands(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AttentionOperands | None:
         """The arguments of a call by what they are; None where they are something else."""
         try:
             bound = self._signature.bind(*args, **kwargs)
@@ -168,7 +168,7 @@ class Recognised:
             again.arguments.update(given)
             return self._original(*again.args, **again.kwargs)
 
-        return Operands(value, location, weight, pairs, rerun)
+        return AttentionOperands(value, location, weight, pairs, rerun)
 
 
 _lock = threading.Lock()

@@ -11,7 +11,7 @@ from torch._C import _autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from npugrad_client._legality import require_client
-from npugrad_client._policy import MIN_BYTES, Deciding, Engine, Options, Policies, require_policies
+from npugrad_client._policy import MIN_BYTES, Deciding, Options, Policies, PolicyEngine, require_policies
 from npugrad_client.torch._fused import Fuser, attend
 from npugrad_client.torch._recognised import replace, restore
 from npugrad_client.torch._translation import TAKEN_APART, TAKEN_APART_BY, TRANSLATIONS
@@ -44,7 +44,7 @@ class Remote(ContextDecorator):
 
     def __init__(self, client: Client, options: Options, policies: Policies, *, fused: bool) -> None:
         self._policies = policies
-        self._engine = Engine(client, options, policies)
+        self._engine = PolicyEngine(client, options, policies)
         self._fuser = Fuser(self._engine, is_on=fused)
         self._entered = _Entered()
 

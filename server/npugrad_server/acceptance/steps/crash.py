@@ -37,9 +37,7 @@ _ANSWER_S = 60.0
 def run(rig: Rig, out: StepLog) -> None:
     """Kills the worker twice: where calls may be run again, and where they may not."""
     long = find_long_call(rig, out, _TARGET_S, _LEAST_S)
-    small = [
-        known(record.name, make_job(record, next(rig.samples(record)).call)) for record in rig.operators
-    ]
+    small = [known(record.name, make_job(record, next(rig.samples(record)).call)) for record in rig.operators]
     with rig.pool() as device:
         _killed_and_run_again(device, out, long, small)
     with rig.pool(max_attempts=1) as device:
