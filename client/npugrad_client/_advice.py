@@ -116,6 +116,11 @@ class _Pass:
     probing_s: float = 0.0
     kinds: dict[CallKind, _Calls] = field(default_factory=dict)
 
+    def add(self, kind: Kind, nbytes: int, seconds: float) -> None:
+        calls = self.kinds.setdefault(kind, _Calls())
+        calls.nbytes.append(nbytes)
+        calls.seconds.append(seconds)
+
 
 @dataclass
 class _Seen:
@@ -180,15 +185,11 @@ class CallProfile:
         started = self._clock()
         if is_sent:
             self._send(request)
-        else:
-            result = local()
-        seconds = self._clock() - started
-        if is_sent or not self._is_sending:
-            calls = now.kinds.setdefault(kind, _Calls())
-            calls.nbytes.append(nbytes)
-            calls.seconds.append(seconds)
-        if is_sent:
+            now.add(kind, nbytes, self._clock() - started)
             return local()
+        result = local()
+        if not self._is_sending:
+            now.add(kind, nbytes, self._clock() - started)
         if seen is None:
             before = self._clock()
             self._seen[kind] = self._probe(request, nbytes, local)
