@@ -116,7 +116,7 @@ class _Pass:
     probing_s: float = 0.0
     kinds: dict[CallKind, _Calls] = field(default_factory=dict)
 
-    def add(self, kind: Kind, nbytes: int, seconds: float) -> None:
+    def add(self, kind: CallKind, nbytes: int, seconds: float) -> None:
         calls = self.kinds.setdefault(kind, _Calls())
         calls.nbytes.append(nbytes)
         calls.seconds.append(seconds)
