@@ -159,9 +159,8 @@ class _Nearest(_Grid, SampledByNearest):
         return np.where(inside, cell, -1)
 
     def given(self, points: Ints) -> Floats:
-        sample, *where = np.unravel_index(points, self._shape)
         channels_last = np.moveaxis(self._grad_output, 1, -1)
-        return np.asarray(channels_last[(sample, *where)], np.float64)
+        return np.asarray(channels_last[np.unravel_index(points, self._shape)], np.float64)
 
     def cell_of(self, elements: Ints) -> Ints:
         plane, channels = self._plane, self._image.shape[1]
