@@ -42,7 +42,7 @@ KERNEL_SOURCES := $(wildcard $(addprefix server/kernels/,*.cpp *.h *.map)) serve
 STAMP_ZIG := $(VENV_ZIG)/.stamp
 STAMP_JAX := $(VENV_JAX)/.stamp
 EXAMPLES := client/examples/other_languages
-STAMP_EXAMPLES := build/examples/.stamp
+EXAMPLES_BUILT := build/examples
 STAMP_MODELS := $(VENV_MODELS)/.stamp
 ENVOY := build/proofs/envoy
 # Modules are compiled when they are first imported: pip would compile all of torch in each environment.
@@ -66,7 +66,7 @@ help: ## List the commands
 venv: $(STAMP) ## Set up .venv with everything for development
 .PHONY: venv
 
-environments: $(STAMP) $(STAMP_GEN) $(STAMP_FLOOR) $(STAMP_NPU) $(STAMP_JAX) $(STAMP_EXAMPLES) ## Set up those of all checks and tests
+environments: $(STAMP) $(STAMP_GEN) $(STAMP_FLOOR) $(STAMP_NPU) $(STAMP_JAX) $(EXAMPLES_BUILT)/node/.ready $(EXAMPLES_BUILT)/cpp/.ready ## Set up those of all checks and tests
 .PHONY: environments
 
 # torch is pinned: any other version would pull gigabytes of libraries that a CPU host cannot use.
@@ -126,14 +126,13 @@ $(STAMP_JAX): pyproject.toml
 
 # Tests of the examples in other languages skip, saying so, until they are built. Go's toolchain is the largest
 # by far, 620 MB unpacked, so that `make environments` does without it.
-examples: $(STAMP_EXAMPLES) ## Build the examples in other languages, with toolchains below build
-	$(BIN)/python -m tests.examples.foreign go
+examples: $(patsubst %,$(EXAMPLES_BUILT)/%/.ready,node cpp go) ## Build the examples in other languages, with toolchains below build
 .PHONY: examples
 
-$(STAMP_EXAMPLES): $(wildcard $(EXAMPLES)/*/*.* $(EXAMPLES)/*/Makefile protos/npugrad/v1/*.proto) \
+# Not written where a toolchain cannot be had: the next make tries again.
+$(EXAMPLES_BUILT)/%/.ready: $(wildcard $(EXAMPLES)/*/*.* $(EXAMPLES)/*/Makefile protos/npugrad/v1/*.proto) \
     tests/examples/foreign.py | $(STAMP)
-	$(BIN)/python -m tests.examples.foreign node cpp
-	touch $@
+	$(BIN)/python -m tests.examples.foreign $*
 
 # The models' libraries in the versions that they were tried in; half a gigabyte beside torch.
 $(STAMP_MODELS): pyproject.toml

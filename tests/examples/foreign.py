@@ -24,9 +24,12 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "client" / "examples" / "other_languages"
 PROTOS = ROOT / "protos"
 OUT = ROOT / "build" / "examples"
+READY = ".ready"
+"""In the folder of a language that is ready; `make` looks at it."""
 UNAVAILABLE = "unavailable.txt"
 """In the folder of a language: why there is nothing else."""
 _PATIENCE_S = 300
+"""For what waits for the network."""
 CPP_PACKAGES = ("libgrpc++-dev", "libprotobuf-dev", "protobuf-compiler-grpc", "pkg-config")
 GO_PACKAGES = (
     "golang-go",
@@ -67,7 +70,7 @@ def command(language: str) -> list[str]:
         "cpp": [str(folder / "quickstart")],
         "go": [str(folder / "quickstart")],
     }[language]
-    if not Path(found[-1]).exists():
+    if not (folder / READY).exists():
         raise Unavailable(f"{language}: not made ready; make examples does it")
     return found
 
@@ -79,7 +82,9 @@ def main(languages: Iterable[str] = ()) -> int:
         make = makers[language]
         folder = OUT / language
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / UNAVAILABLE).unlink(missing_ok=True)
+        # Of an earlier run, which may have been killed in the middle: make would take the program as it is.
+        for made in (READY, UNAVAILABLE, "quickstart"):
+            (folder / made).unlink(missing_ok=True)
         try:
             make(folder)
         except Unavailable as error:
@@ -89,6 +94,7 @@ def main(languages: Iterable[str] = ()) -> int:
             sys.stderr.write(f"examples: {language}: {error}\n")
             return 1
         else:
+            (folder / READY).touch()
             print(f"examples: {language}: ready", flush=True)
     return 0
 
@@ -163,7 +169,8 @@ def _make(language: str, folder: Path, settings: Mapping[str, str], environment:
     around = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
     options = {"PROTOS": str(PROTOS), "BUILD": str(folder), **settings}
     line = ["make", *(f"{name}={value}" for name, value in options.items())]
-    _run(line, SOURCES / language, {**around, **environment})
+    # Without a limit: it waits for nobody, and a compiler on a busy machine may take long.
+    _run(line, SOURCES / language, {**around, **environment}, limit_s=None)
 
 
 def _libraries(root: Path) -> Path:
@@ -185,6 +192,7 @@ def _unpack(root: Path, packages: Iterable[str]) -> None:
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
         raise Unavailable(f"{root.parent.name}: found no apt-get; expected it or {', '.join(packages)}")
     state = root.with_name("apt")
+    shutil.rmtree(state, ignore_errors=True)  # of a run that was cut off: versions may have changed meanwhile
     lists, cache, debs, unpacked = (state / name for name in ("lists", "cache", "debs", "root"))
     for each in (lists / "partial", cache / "archives" / "partial", debs, unpacked):
         each.mkdir(parents=True, exist_ok=True)
@@ -202,7 +210,12 @@ def _unpack(root: Path, packages: Iterable[str]) -> None:
     shutil.rmtree(state)
 
 
-def _run(line: list[str], folder: Path, environment: Mapping[str, str] | None = None) -> str:
+def _run(
+    line: list[str],
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    limit_s: float | None = _PATIENCE_S,
+) -> str:
     """What a command says.
 
     Raises:
@@ -218,10 +231,13 @@ def _run(line: list[str], folder: Path, environment: Mapping[str, str] | None = 
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             text=True,
-            timeout=_PATIENCE_S,
+            timeout=limit_s,
         ).stdout
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        raise Failed(f"{error}\n{error.output}") from None
+        said = error.output or ""
+        if isinstance(said, bytes):  # at a time-out, whatever was asked for
+            said = said.decode(errors="replace")
+        raise Failed(f"{error}\n{said}") from None
 
 
 if __name__ == "__main__":

@@ -89,5 +89,13 @@ def test_an_exception_holds_as_long_as_it_is_needed(tmp_path: Path) -> None:
     assert problems(tmp_path, exceptions) == [f"{name}:f: an exception that nothing needs"]
 
 
+def test_an_exception_is_for_one_function(tmp_path: Path) -> None:
+    name, long = "protos/npugrad/a.py", function(41).replace("\n", "\n    ").rstrip(" ")
+    plant(tmp_path, name, f"class A:\n    {long}\n\nclass B:\n    {long}")
+    expected = [f"{name}:{each}.f: found 41 lines of code; expected at most 40" for each in "AB"]
+    assert problems(tmp_path, {}) == expected
+    assert problems(tmp_path, {f"{name}:A.f": "it is a table"}) == expected[1:]
+
+
 def test_each_exception_has_a_reason() -> None:
     assert all(EXCEPTIONS.values())

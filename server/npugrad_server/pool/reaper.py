@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 REAP_PAUSE_S = 2.0
-"""Seconds between two looks for orphans that have ended."""
+"""Seconds between two looks for inherited processes that have ended."""
 _started: set[int] = set()
 _lock = threading.Lock()
 
@@ -62,7 +62,7 @@ def reap_inherited() -> int:
 
 
 async def keep_reaping() -> None:
-    """Waits for orphans until it is cancelled; returns at once where this process inherits none."""
+    """Waits for inherited processes until it is cancelled; returns at once where this process inherits none."""
     while os.getpid() == 1:
         await asyncio.sleep(REAP_PAUSE_S)
         with contextlib.suppress(OSError):  # no descriptor is left to look with: next time
