@@ -12,7 +12,8 @@ import threading
 import time
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, TypeVar, cast
 
 from npugrad.call import CallOptions
 from npugrad.meta import TensorMeta
@@ -31,7 +32,7 @@ from npugrad_client.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from npugrad.products import Product
     from npugrad.timeline import Timeline
@@ -335,10 +336,22 @@ class Deciding(threading.local):
     """Whether the engine that is asked first has decided, in this thread, that a call stays here."""
 
     depth = 0
+    is_all_local: ClassVar[bool] = False
+    """Whether every call of the process stays here."""
 
     @property
     def is_local(self) -> bool:
-        return self.depth > 0
+        return self.depth > 0 or self.is_all_local
+
+    @classmethod
+    @contextmanager
+    def keeping_all(cls) -> Iterator[None]:
+        """While it is entered, every call of every thread stays here, and is not counted."""
+        cls.is_all_local = True
+        try:
+            yield
+        finally:
+            cls.is_all_local = False
 
     def __enter__(self) -> None:
         self.depth += 1

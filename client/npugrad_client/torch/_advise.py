@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 import traceback
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from npugrad_client._advice import Advice, CallProfile
 from npugrad_client._policy import Options, Policies, PolicyEngine
 from npugrad_client.errors import NpugradError, OperatorError
-from npugrad_client.torch._remote import keeping_local
+from npugrad_client.torch._fused import DECIDING
 from npugrad_client.torch._translation import TRANSLATIONS
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def advise(client: Client, script: Path, arguments: Sequence[str], steps: int) -
         NpugradError: The service failed.
     """
     profile = CallProfile(_sender(client))
-    with _watched(profile, steps), keeping_local():
+    with _watched(profile, steps), DECIDING.keeping_all():
         _run(script, arguments)
     if not profile.passes:
         raise ScriptError(
@@ -112,9 +113,12 @@ def _print_traceback(error: Exception, script: Path) -> None:
 def _watched(profile: CallProfile, steps: int) -> Iterator[None]:
     """Has every backward pass of the process begin in a way that a profile sees."""
     originals = {name: getattr(torch.autograd, name) for name in _ENTRIES}
+    process = os.getpid()
 
     def watching(original: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
+            if os.getpid() != process:  # a fork of it, which nobody asks, and which is not to be ended
+                return original(*args, **kwargs)
             with profile.backward() as is_watched:
                 if not is_watched:
                     return original(*args, **kwargs)

@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch._C import _autograd
 from torch._C._functorch import peek_interpreter_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from npugrad_client._policy import Deciding
 from npugrad_client.torch import _deformable
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from npugrad_client.torch._recognised import AttentionOperands, Recognised
 
 R = TypeVar("R")
+DECIDING = Deciding()
+"""Of all that `remote` sees."""
 
 
 class Fuser:
@@ -38,7 +42,7 @@ class Fuser:
 
     def attend(self, function: Recognised, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
         """The function's result, or None where it must run as it is."""
-        if not self.is_on or not torch.is_grad_enabled():
+        if not self.is_on or not torch.is_grad_enabled() or has_saved_tensors_hooks():
             return None
         given = function.operands(args, kwargs)
         operands = None if given is None or not _is_plain(given) else _operands(given)
@@ -108,11 +112,22 @@ def attend(function: Recognised, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 def _innermost() -> Fuser | None:
     """That of the innermost `remote`, also in threads that autograd has given its modes to."""
+    if DECIDING.is_local:
+        return None
     for mode in reversed(_get_current_dispatch_mode_stack()):
         fuser = getattr(mode, "fuser", None)
         if isinstance(fuser, Fuser):
             return fuser
     return None
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Whether there are hooks of saved tensors, as in a checkpoint that is not reentrant.
+
+    Its forward pass and the repetition of it must save as many tensors, and only one of them may be inside of
+    a `remote`.
+    """
+    return _autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 class _Innermost:

@@ -7,18 +7,16 @@ from contextlib import ContextDecorator
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch._C import _autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from npugrad_client._legality import require_client
-from npugrad_client._policy import MIN_BYTES, Deciding, Options, Policies, PolicyEngine, require_policies
-from npugrad_client.torch._fused import Fuser, attend
+from npugrad_client._policy import MIN_BYTES, Options, Policies, PolicyEngine, require_policies
+from npugrad_client.torch._fused import DECIDING, Fuser, attend, has_saved_tensors_hooks
 from npugrad_client.torch._recognised import replace, restore
 from npugrad_client.torch._translation import TAKEN_APART, TAKEN_APART_BY, TRANSLATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from contextlib import AbstractContextManager
     from types import TracebackType
 
     from npugrad_client import Client
@@ -71,11 +69,11 @@ class Remote(ContextDecorator):
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs one operator that is looked at, here or there."""
-        if _deciding.is_local:
+        if DECIDING.is_local:
             return func(*args, **kwargs)
 
         def local() -> Any:
-            with _deciding:  # an outer `remote` must not send or tell of what this one keeps
+            with DECIDING:  # an outer `remote` must not send or tell of what this one keeps
                 return func(*args, **kwargs)
 
         translate = TRANSLATIONS.get(func)
@@ -90,7 +88,7 @@ class Remote(ContextDecorator):
         node = _current_node()
         operator = TAKEN_APART.get(node.name())
         why = TAKEN_APART_BY[func] if not torch.is_grad_enabled() else _CREATE_GRAPH
-        if operator is None or not why or _is_recomputing():
+        if operator is None or not why or has_saved_tensors_hooks():  # a checkpoint computes forward
             return
         evaluation = (torch._C._current_graph_task_id(), node._sequence_nr())
         if evaluation == self._entered.last_taken_apart:
@@ -129,8 +127,9 @@ def remote(
     as one call if the forward pass runs inside as well: that of transformers, of mmcv, of copies of
     Mask2Former's, and what `register_deformable_attention` names. While a `remote` is entered these functions
     are replaced; other threads, and what is compiled or exported, run them as they are. So does a
-    call that would not be sent. A point on the edge between two pixels may get the gradient of the other
-    pixel, as the operator rounds coordinates in another way.
+    call that would not be sent, or one under hooks of saved tensors, as in a checkpoint that is not
+    reentrant. A point on the edge between two pixels may get the gradient of the other pixel, as the operator
+    rounds coordinates in another way.
 
     An operator that the server lacks, as one of an earlier release may, runs here with one warning, whatever
     the policies.
@@ -203,7 +202,6 @@ class _Entered(threading.local):
         self.last_taken_apart: tuple[int, int] | None = None
 
 
-_deciding = Deciding()
 _current_node: Any = torch._C._current_autograd_node
 
 
@@ -211,13 +209,3 @@ def _is_taking_apart() -> bool:
     """Whether autograd is inside a node that it may take apart; outside of a backward pass there is none."""
     node = _current_node()
     return node is not None and node.name() in TAKEN_APART
-
-
-def keeping_local() -> AbstractContextManager[None]:
-    """While it is entered, every `remote` of this thread leaves all that it sees here, and counts nothing."""
-    return _deciding
-
-
-def _is_recomputing() -> bool:
-    """Whether a checkpoint runs a forward pass again inside a node, which only it does with such hooks."""
-    return _autograd._top_saved_tensors_default_hooks(False) is not None

@@ -13,6 +13,8 @@ from tests.client.cli.command import NOWHERE, failed, process, run
 
 torch = pytest.importorskip("torch")
 
+from tests.client.torch.composed_attention import library  # noqa: E402
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -154,6 +156,64 @@ def test_gradients_are_pytorchs_own_and_a_remote_of_the_script_sends_nothing(
     found = advice(server, "--steps", "0", script(MODEL + textwrap.dedent(program)))
     assert found["passes"] == 2
     assert all(row["calls"] == 1 and row["remote_s"] > 0 for row in found["rows"])
+
+
+def test_deformable_attention_in_a_remote_of_the_script_stays_as_it_is(
+    server: ServerProcess, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library(monkeypatch)
+    program = f"""
+    import sys, torch
+    home = sys.modules["mmcv.ops.multi_scale_deform_attn"]
+    from tests.client.torch.composed_attention import operands
+    from npugrad_client import Client
+    from npugrad_client.torch import remote
+    call = operands()
+    with Client("{server.address}") as client, remote(client, min_bytes=0) as mode:
+        for _ in range(2):
+            home.multi_scale_deformable_attn_pytorch(*call).sum().backward()
+    assert mode.summary().rows == (), str(mode.summary())
+    """
+    found = advice(server, "--steps", "0", script(program))
+    assert {row["operator"] for row in found["rows"]} == {"grid_sampler_2d_backward"}
+
+
+def test_a_remote_in_another_thread_of_the_script_sends_nothing(server: ServerProcess, script: Any) -> None:
+    program = f"""
+    from concurrent.futures import ThreadPoolExecutor
+    from npugrad_client import Client
+    from npugrad_client.torch import remote
+    client = Client("{server.address}")
+    mode = remote(client, min_bytes=0)
+    def train():
+        with mode:
+            for _ in range(2):
+                model(x).square().mean().backward()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(train).result()
+    client.close()
+    assert mode.summary().rows == (), str(mode.summary())
+    """
+    assert advice(server, "--steps", "0", script(MODEL + textwrap.dedent(program)))["rows"]
+
+
+@pytest.mark.slow
+def test_a_process_that_the_script_forks_is_its_own(server: ServerProcess, script: Any) -> None:
+    program = """
+    import os
+    child = os.fork()
+    for _ in range(2 if child else 4):
+        model(x).square().mean().backward()
+    if not child:
+        os._exit(7)  # which it does not reach if its passes are counted
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+    model(x).square().mean().backward()
+    raise SystemExit("was not ended")
+    """
+    path = script("import torch\ntorch.set_num_threads(1)\n" + MODEL + textwrap.dedent(program))
+    ran = process("advise", "--steps", "3", path, target=server.address)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
 def test_what_the_documents_refuse_is_told_with_its_number(server: ServerProcess, script: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -315,14 +316,28 @@ def test_autocast_gives_the_types_that_the_function_gives(
         assert_close(one, other.float())
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_under_a_checkpoint(client: Client, monkeypatch: pytest.MonkeyPatch, use_reentrant: bool) -> None:
-    home, call = library(monkeypatch), operands()
-    with remote(client, min_bytes=0) as mode:
-        checkpoint(
-            home.multi_scale_deformable_attn_pytorch, *call, use_reentrant=use_reentrant
-        ).sum().backward()
-    assert sent(mode) == {FUSED: 1}
+@pytest.mark.parametrize("inside", ["forward", "backward", "both"])
+@pytest.mark.parametrize(
+    ("use_reentrant", "operators"), [(True, {FUSED: 1}), (False, {COMPOSED: len(LEVELS)})]
+)
+def test_under_a_checkpoint(
+    client: Client, monkeypatch: pytest.MonkeyPatch, use_reentrant: bool, operators: Any, inside: str
+) -> None:
+    home, (value, shapes, location, weight) = library(monkeypatch), operands()
+    call = (value, location, weight)
+
+    def attend(value: Any, location: Any, weight: Any) -> Any:
+        return home.multi_scale_deformable_attn_pytorch(value, shapes, location, weight)
+
+    expected = torch.autograd.grad(attend(*call).square().sum(), call)
+    mode = remote(client, min_bytes=0)
+    with mode if inside != "backward" else nullcontext():
+        loss = checkpoint(attend, *call, use_reentrant=use_reentrant).square().sum()
+    with mode if inside != "forward" else nullcontext():
+        loss.backward()
+    assert sent(mode) == ({} if inside == "forward" else operators)
+    for tensor, gradient in zip(call, expected, strict=True):
+        assert_close(tensor.grad, gradient)
 
 
 def test_what_is_exported_compiled_or_transformed_is_the_function(
