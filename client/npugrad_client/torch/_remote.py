@@ -58,7 +58,13 @@ class Remote(ContextDecorator):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stops it."""
+        """Stops it.
+
+        Raises:
+            RuntimeError: This thread has not entered it.
+        """
+        if not self._entered.modes:
+            raise RuntimeError("remote: found it left by a thread that had not entered it; expected the same")
         self._entered.modes.pop().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         if self._fuser.is_on:
             restore()

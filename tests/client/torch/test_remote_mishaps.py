@@ -233,3 +233,24 @@ def test_without_gradients_nothing_is_kept_or_sent(client: Client, context: Any)
         assert not F.group_norm(torch.randn(2, 8, 5, requires_grad=True), 4).requires_grad
         assert not multi_scale_deformable_attention(*operands(), client=client).requires_grad
     assert mode.summary().rows == ()
+
+
+def test_leaving_it_in_a_thread_that_did_not_enter_it_is_told_and_the_one_that_did_still_can() -> None:
+    errors: list[BaseException] = []
+
+    def leave() -> None:
+        try:
+            mode.__exit__(None, None, None)
+        except RuntimeError as error:
+            errors.append(error)
+
+    with Client("localhost:1") as client:
+        mode = remote(client)
+        with mode:
+            thread = threading.Thread(target=leave)
+            thread.start()
+            thread.join(30)
+    assert [str(error) for error in errors] == [
+        "remote: found it left by a thread that had not entered it; expected the same"
+    ]
+    assert _get_current_dispatch_mode() is None
