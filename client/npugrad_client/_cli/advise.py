@@ -109,7 +109,7 @@ def _show(script: Path, target: str, server: ServerInfo, advice: Advice) -> None
 def _show_rows(rows: tuple[KindAdvice, ...]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("operator", "kind"):
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, overflow="fold")  # on a narrow terminal these two give way, never a number
     for name in ("calls", "MiB", "ms here", "ms sent", "won ms"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("advice")

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.client.cli.command import NOWHERE, failed, process, run
 
+from npugrad_client._cli import terminal
+
 torch = pytest.importorskip("torch")
 
 from tests.client.torch.composed_attention import library  # noqa: E402
@@ -72,7 +74,20 @@ def test_it_tells_what_each_operator_takes_here_and_there(server: ServerProcess,
     assert found["all_sent_s"] == pytest.approx(found["backward_s"] - won_s)
 
 
-def test_a_person_gets_a_table_and_sentences(server: ServerProcess, script: Any) -> None:
+def test_a_narrow_terminal_gets_every_number(
+    server: ServerProcess, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal.out, "width", 80)
+    ran = run("advise", script(MODEL + STEPS), target=server.address)
+    assert ran.exit_code == 0, ran.output
+    assert "advice" in ran.stdout
+    assert "\N{HORIZONTAL ELLIPSIS}" not in ran.stdout
+
+
+def test_a_person_gets_a_table_and_sentences(
+    server: ServerProcess, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal.out, "width", 200)
     ran = run("advise", script(MODEL + STEPS), target=server.address)
     assert ran.exit_code == 0, ran.output
     lines = ran.stdout.splitlines()
@@ -82,10 +97,10 @@ def test_a_person_gets_a_table_and_sentences(server: ServerProcess, script: Any)
     assert re.split(" {2,}", lines[1].strip()) == [
         "operator", "kind", "calls", "MiB", "ms here", "ms sent", "won ms", "advice",
     ]  # fmt: skip
-    assert sorted(line.split()[0] for line in lines[2:4]) == ["group_norm_backward", "layer_norm_backward"]
-    assert lines[4].startswith("A backward pass takes ")
-    assert lines[5].startswith("With all of them sent it would take about ")
-    assert lines[6].startswith(("Send nothing: every operator is faster here.", "With those sent"))
+    assert sorted(line.split()[0] for line in lines[2:-3]) == ["group_norm_backward", "layer_norm_backward"]
+    assert lines[-3].startswith("A backward pass takes ")
+    assert lines[-2].startswith("With all of them sent it would take about ")
+    assert lines[-1].startswith(("Send nothing: every operator is faster here.", "With those sent"))
 
 
 def test_what_a_script_prints_is_not_in_the_json(server: ServerProcess, script: Any) -> None:
