@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int64]
 
 _ROUNDS = 64
+_CHOICES_PER_MOVE = 16
+"""Where more points than so many for each move lie next to wrong cells, they lie at few coordinates: a device
+rounds equal ones alike, so that a rule explains them all or none, and trying each takes minutes."""
 _LEAST_GAIN = 0.25  # of what a lone move gains: less is rounding
 _POINT_BYTES = 1024  # of scratch memory, while points are looked through
 
@@ -48,7 +51,7 @@ def moves_between_cells(
     wrong = np.unique(call.cell_of(wrong_elements(sums, got, (2 * most + 1) * channels)))
     if not 0 < len(wrong) <= 2 * most:  # a move changes two cells
         return None
-    points = _next_to(call, rule, wrong)
+    points = _next_to(call, rule, wrong, _CHOICES_PER_MOVE * most)
     if not len(points):
         return None
     places = call.both_sides(points, rule)
@@ -61,15 +64,18 @@ def moves_between_cells(
     return points[moved], places[moved, side[moved]]
 
 
-def _next_to(call: SampledByNearest, rule: CoordinateRule, wrong: Ints) -> Ints:
-    """Points that may move into or out of wrong cells."""
-    found = [np.zeros(0, np.int64)]
+def _next_to(call: SampledByNearest, rule: CoordinateRule, wrong: Ints, most: int) -> Ints:
+    """Points that may move into or out of wrong cells; none where there are too many."""
+    found, count = [np.zeros(0, np.int64)], 0
     for span in spans(call.count, _POINT_BYTES):
         points = np.arange(span.start, span.stop)
         points = points[call.is_near(points).any(axis=1)]
         cells = call.cells(points, call.both_sides(points, rule))
         moves = (cells != cells[:, :1]).any(axis=1)
         found.append(points[moves & np.isin(cells, wrong).any(axis=1)])
+        count += len(found[-1])
+        if count > most:
+            return found[0]
     return np.concatenate(found)
 
 

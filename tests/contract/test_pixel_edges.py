@@ -22,7 +22,7 @@ from tests.edge_calls import (
     grid_call,
 )
 
-from npugrad import OPERATORS
+from npugrad import OPERATORS, nearest_edges
 from npugrad.agreement import agreement
 from npugrad.coordinates import CoordinateRule
 from npugrad.dtypes import DType
@@ -243,3 +243,24 @@ def test_golden_values_at_hand_are_used_and_stay_as_they_are() -> None:
     results = call.by_rule(CoordinateRule.FLOAT64)
     assert agreement(IMAGES, call.inputs, call.meta.attrs, results, golden).explanation
     assert all(np.array_equal(golden[name], before[name]) for name in golden)
+
+
+def test_many_points_at_one_edge_are_left_to_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All points of nearest interpolation at one coordinate: which of them moved is not for trial to find."""
+    meta = IMAGES.build(n=1, c=2, h=104, w=77, oh=104, ow=77, interpolation_mode=1)
+    inputs = {k: a for k, a in IMAGES.make_inputs(meta, np.random.default_rng(2)).items() if a is not None}
+    edges = [((2 * np.arange(size) + 2) / size - 1).astype(np.float32) for size in (77, 104)]
+    inputs["grid"] = np.stack(np.meshgrid(*edges), axis=-1)[np.newaxis]
+    call = EdgeCall(IMAGES, meta, inputs, "one coordinate")
+    own, exact = (call.placed(rule) for rule in (call.rules[0], CoordinateRule.FLOAT64))
+    parted = np.flatnonzero((np.rint(own) != np.rint(exact)).any(axis=1))[0]
+    inputs["grid"][:] = inputs["grid"].reshape(-1, 2)[parted].copy()
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("looked for the points that moved among all")
+
+    monkeypatch.setattr(nearest_edges, "_Pursuit", refuse)
+    results = call.by_rule(CoordinateRule.FLOAT64)
+    assert call.judged(results).explanation == "by coordinate rule float64"
+    results["input_grad"] *= 2
+    assert not call.judged(results).ok
