@@ -62,7 +62,7 @@ def reap_inherited() -> int:
 
 
 async def keep_reaping() -> None:
-    """Waits for inherited processes until it is cancelled; returns at once where this process inherits none."""
+    """Waits for inherited processes until it is cancelled; returns at once where there can be none."""
     while os.getpid() == 1:
         await asyncio.sleep(REAP_PAUSE_S)
         with contextlib.suppress(OSError):  # no descriptor is left to look with: next time
