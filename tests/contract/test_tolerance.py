@@ -199,3 +199,15 @@ def test_what_cannot_be_compared_is_refused() -> None:
         compare(np.zeros(2), np.zeros(3, np.float32))
     with pytest.raises(ValueError, match="found dtype int32; expected float32, float16, bfloat16, float64"):
         compare(np.zeros(2), np.zeros(2, np.int32))
+
+
+@pytest.mark.filterwarnings("error")
+def test_huge_values_allow_no_other_element_more_than_their_share() -> None:
+    """The squares of values above 1e154 are infinite in float64; what is allowed must not be."""
+    golden = np.zeros(1000)
+    golden[0] = 1e200
+    assert compare(golden, golden.copy()).ok
+    wrong = golden.copy()
+    wrong[1:] = 1e190
+    found = compare(golden, wrong)
+    assert (found.ok, found.mismatches) == (False, 999)
