@@ -22,6 +22,7 @@ from npugrad.signature import SignatureReader
 from npugrad.template import Template, announce
 from npugrad.validation import error_from_verdict, validate_call
 from npugrad_server.pool import CallPlan, PlannedCall
+from npugrad_server.pool.tenant import NOBODY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from npugrad.products import Product
     from npugrad.registry import Registry
     from npugrad.timeline import Mark
+    from npugrad_server.pool.tenant import Tenant
 
 CACHE_BYTES = 32 * 2**20
 """What plans may take together, as it is estimated."""
@@ -109,13 +111,16 @@ class Request(PlannedCall):
         request_id: str,
         deadline_s: float | None,
         marks: list[Mark],
+        tenant: Tenant,
     ) -> Request:
         """One that was decoded."""
         contents, unused = wire.contents, known.plan.unused
         used = {name: content for name, content in contents.items() if name not in unused}
         inline = {name: content.data for name, content in used.items() if content.data is not None}
         recipes = {name: content.recipe for name, content in contents.items() if content.recipe is not None}
-        return cls(known.plan, wire.options, request_id, deadline_s, known, inline, recipes, marks)
+        return cls(
+            known.plan, wire.options, request_id, deadline_s, known, inline, recipes, marks, tenant=tenant
+        )
 
 
 class Planner:
@@ -157,6 +162,7 @@ class Planner:
         timeout_s: float | None,
         chunked: bool,
         marks: list[Mark] | None = None,
+        tenant: Tenant = NOBODY,
     ) -> Request:
         """Plans the call of a serialized request.
 
@@ -169,6 +175,7 @@ class Planner:
             timeout_s: Seconds until the result is of no use; None for never.
             chunked: Whether contents may follow in chunks.
             marks: When it arrived; its stages are added.
+            tenant: Whose call it is.
 
         Raises:
             MalformedTensor: Types, sizes or strides are not sane, or a content does not fit its tensor.
@@ -185,7 +192,7 @@ class Planner:
         if signature is not None:
             known = self._cache.get(signature.key)
             if known is not None and known.plan.record is record and known.plan.call.product is self.product:
-                request = self._again(known, signature.taken, request_id, deadline_s, marks)
+                request = self._again(known, signature.taken, request_id, deadline_s, marks, tenant)
                 if request is not None:
                     marks.append(("decode", time.monotonic()))
                     if known.reply is None:
@@ -196,7 +203,7 @@ class Planner:
         known = Known.of(wire, outputs, is_kept=is_kept)
         if signature is not None and is_kept:
             self._cache.put(signature.key, known, wire.options.label, _nbytes(signature.key))
-        request = Request.decoded(known, wire, request_id, deadline_s, marks)
+        request = Request.decoded(known, wire, request_id, deadline_s, marks, tenant)
         marks.append(("validate", time.monotonic()))
         return request
 
@@ -219,6 +226,7 @@ class Planner:
         request_id: str,
         deadline_s: float | None,
         marks: list[Mark],
+        tenant: Tenant,
     ) -> Request | None:
         """A request whose signature is known; None where what is not in it is not legal."""
         plan, inline, recipes = known.plan, {}, {}
@@ -234,7 +242,7 @@ class Planner:
         options = _options(plan.options, taken["options"]) if "options" in taken else plan.options
         if options is None:
             return None
-        return Request(plan, options, request_id, deadline_s, known, inline, recipes, marks)
+        return Request(plan, options, request_id, deadline_s, known, inline, recipes, marks, tenant=tenant)
 
     def _make_reply(self, known: Known, chunk_from_bytes: int | None) -> None:
         record = known.plan.record

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from npugrad_server.pool.regions import EMPTY, Region, RegionAllocator
+from npugrad_server.pool.tenant import NOBODY, Tenant
 from npugrad_server.pool.types import DeviceState
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class CallState:
         device_bytes: What its tensors take of the memory of a device that has its own.
         workspace_key: What its workspace there depends on; None where nothing is known of it.
         operator: Name that devices which cannot run it give; it means nothing else here.
+        tenant: Whose call it is.
         submitted_s: When its operands were complete.
         stage: Where it stands.
         orphaned: Whether nobody waits for it any more, though a worker still runs it.
@@ -77,6 +79,7 @@ class CallState:
     device_bytes: int = 0
     workspace_key: Hashable = None
     operator: str = ""
+    tenant: Tenant = NOBODY
     submitted_s: float = 0.0
     stage: CallStage = CallStage.QUEUED
     orphaned: bool = False

@@ -73,6 +73,7 @@ class Ticket:
             id=number,
             priority=options.priority,
             label=options.label,
+            tenant=planned.tenant,
             deterministic=options.deterministic,
             deadline_s=planned.deadline_s,
             output_bytes=demand.outputs.nbytes,

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from npugrad_server.pool.tenant import NOBODY, Tenant
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -116,12 +118,14 @@ class PlannedCall:
         options: Options of the call: the plan's, with the label and the priority of this one.
         request_id: Identifier of the request in the log.
         deadline_s: `time.monotonic()` from which on the result is of no use; None for never.
+        tenant: Whose call it is.
     """
 
     plan: CallPlan
     options: CallOptions
     request_id: str
     deadline_s: float | None
+    tenant: Tenant = field(default=NOBODY, kw_only=True)
 
     @classmethod
     def alone(

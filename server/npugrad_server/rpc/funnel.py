@@ -25,6 +25,8 @@ from npugrad.errors import MalformedRequest, NpugradError, OperatorError
 from npugrad.status import encode_status, grpc_status_name
 from npugrad.timeline import TIMELINE_KEY, seconds_by_stage
 from npugrad_server.logs import get_logger, log_later
+from npugrad_server.pool.tenant import NOBODY
+from npugrad_server.rpc.identity import tenant_of_peer
 from npugrad_server.rpc.register import Garbage
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from npugrad.meta import CallMeta
     from npugrad.timeline import Mark
     from npugrad_server.metrics import Metrics
+    from npugrad_server.pool.tenant import Tenant
     from npugrad_server.rpc.register import Handler
     from npugrad_server.rpc.tracing import RpcTracing
 
@@ -65,6 +68,7 @@ class RpcCall:
         context: gRPC's side of it.
         method: Name of the RPC.
         request_id: The client's identifier if it is sane, else one of ours.
+        tenant: Whose call it is.
         operator: Operator, once known.
         described: Types, shapes and attributes, once known; never contents.
         info: What produced the result, once there.
@@ -78,6 +82,7 @@ class RpcCall:
     context: Context
     method: str
     request_id: str
+    tenant: Tenant = NOBODY
     operator: str = ""
     described: CallMeta | None = None
     info: ExecutionInfo | None = None
@@ -201,7 +206,13 @@ class Funnel(grpc.aio.ServerInterceptor):
         return handle
 
     def _arrive(self, method: str, context: Context) -> RpcCall:
-        call = RpcCall(context, method, _request_id(context), task=asyncio.current_task())
+        call = RpcCall(
+            context,
+            method,
+            _request_id(context),
+            tenant_of_peer(context.peer()),
+            task=asyncio.current_task(),
+        )
         self._metrics.call_arrived(method)
         if call.task not in self._active:
             self._follow(call.task)

@@ -62,6 +62,7 @@ class BackwardServicer:
             timeout_s=call.timeout_s,
             chunked=False,
             marks=call.marks,
+            tenant=call.tenant,
         )
         call.operator = record.name
         call.describe(request.plan.call)

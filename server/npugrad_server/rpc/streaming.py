@@ -240,6 +240,7 @@ class Execute:
             timeout_s=call.timeout_s,
             chunked=True,
             marks=call.marks,
+            tenant=call.tenant,
         )
         call.operator = header.record.name
         call.describe(request.plan.call)
