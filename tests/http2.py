@@ -21,8 +21,13 @@ def literal(name: bytes, value: bytes) -> bytes:
     return b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value
 
 
-def start_call(path: bytes) -> bytes:
-    """A connection's start and the headers of one gRPC call on stream 1."""
+def start_call(path: bytes, *more: tuple[bytes, bytes]) -> bytes:
+    """A connection's start and the headers of one gRPC call on stream 1, with more fields where there are."""
+    return PREFACE + frame(SETTINGS, 0, 0) + call_headers(path, 1, *more)
+
+
+def call_headers(path: bytes, stream: int, *more: tuple[bytes, bytes]) -> bytes:
+    """The headers of a gRPC call on a stream."""
     fields = (
         (b":method", b"POST"),
         (b":scheme", b"http"),
@@ -30,9 +35,9 @@ def start_call(path: bytes) -> bytes:
         (b":authority", b"test"),
         (b"te", b"trailers"),
         (b"content-type", b"application/grpc"),
+        *more,
     )
-    block = b"".join(literal(*field) for field in fields)
-    return PREFACE + frame(SETTINGS, 0, 0) + frame(HEADERS, END_HEADERS, 1, block)
+    return frame(HEADERS, END_HEADERS, stream, b"".join(literal(*field) for field in fields))
 
 
 def message(announced: int, data: bytes, compressed: int = 0) -> bytes:

@@ -37,6 +37,8 @@ _OTHERS_VARIABLES = re.compile(r"NPUGRAD_(CONFIG|TARGET|(BUILD|CLIENT|WORKER|TES
 _SERVICE_LINKS = re.compile(
     r"NPUGRAD_([A-Z0-9_]+_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_\d+_(TCP|UDP|SCTP)(_.*)?)?)"
 )
+LEAST_MESSAGE_BYTES = MAX_CHUNK_BYTES + 64 * 2**10
+"""Any frame of a stream is a message that fits into this: a largest chunk, and what is around it."""
 _LONGEST_S = 2e6
 """grpc counts some times in milliseconds, in 32 bits."""
 
@@ -122,11 +124,11 @@ class ServerSettings(BaseSettings):
         "strided ones; all devices share it. An NPU tells itself what it has. Default: half of the memory.",
     )
     max_message_bytes: ByteSize = Field(
-        default=ByteSize(MAX_MESSAGE_BYTES),
-        ge=MAX_CHUNK_BYTES + 2**10,
+        default=ByteSize(LEAST_MESSAGE_BYTES),
+        ge=LEAST_MESSAGE_BYTES,
         le=MAX_MESSAGE_BYTES,
         description="Largest gRPC message either way, so largest unary call; Execute takes any size. "
-        "Messages lie outside the arenas: a lower limit bounds what many large unary calls at once take.",
+        "Messages lie outside the arenas: the least there is, a largest chunk and 64 KiB, is the default.",
     )
     max_queue_depth: int = Field(
         default=256, ge=1, description="Calls that may wait for a device; more get QUEUE_FULL."
@@ -406,6 +408,14 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known)}"
 
 
+_BOUNDS = {
+    "greater_than": "expected more than {gt:g}",
+    "greater_than_equal": "expected at least {ge:.15g}",
+    "less_than_equal": "expected at most {le:.15g}",
+}
+"""What is expected of a number, in our words."""
+
+
 def _validated(values: dict[str, Any], origins: dict[str, str], problems: list[str]) -> ServerSettings:
     """The model of the values; wrong ones are reported and replaced by their defaults."""
     try:
@@ -417,7 +427,8 @@ def _validated(values: dict[str, Any], origins: dict[str, str], problems: list[s
             # Rules over several fields have no field of their own: the error says, or it is the address.
             name = str(detail["loc"][0] if detail["loc"] else detail.get("ctx", {}).get("setting", "listen"))
             if not message.startswith("found "):
-                message = f"found {str(detail['input'])[:80]!r}; {message}"
+                bound = _BOUNDS.get(detail["type"], message).format(**detail.get("ctx", {}))
+                message = f"found {str(detail['input'])[:80]!r}; {bound}"
             problems.append(f"{name}: {message} (from {origins[name]})")
             wrong.add(name)
     for name in wrong:

@@ -59,6 +59,8 @@ LAYOUTS = ("contiguous", "offset", "reversed", "gaps", "expanded")
 INDEX_OPERANDS = ("spatial_shape", "level_start_index")
 ODD_CHUNK_BYTES = 1021
 """A prime, so that chunks end inside elements."""
+LARGE_MESSAGES = ("--max-message-bytes", "64MiB")
+"""So that unary calls may be as large as the streamed ones that they are compared with."""
 
 
 # ------------------------------------------------------------------------------------------------- calls
@@ -240,8 +242,10 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, T
     """One server on a port and one on a Unix socket, with as many threads as this process."""
     folder = tmp_path_factory.mktemp("bits")
     with (
-        run_server(folder / "tcp.log", env=own_threads()) as tcp,
-        run_server(folder / "unix.log", env=own_threads(), listen=f"unix:{folder}/s") as unix,
+        run_server(folder / "tcp.log", *LARGE_MESSAGES, env=own_threads()) as tcp,
+        run_server(
+            folder / "unix.log", *LARGE_MESSAGES, env=own_threads(), listen=f"unix:{folder}/s"
+        ) as unix,
         connected(tcp) as over_tcp,
         connected(unix) as over_unix,
     ):

@@ -239,7 +239,7 @@ def test_server_info_tells_product_devices_limits_and_versions(server: ServerPro
     assert info.product == Product.ATLAS_A2.wire
     assert not info.draining
     assert info.limits.input_arena_bytes == 256 * 2**20
-    assert info.limits.max_message_bytes == 2**31 - 1
+    assert info.limits.max_message_bytes == 4 * 2**20 + 2**16
     assert {"npugrad", "python", "grpcio", "protobuf", "numpy"} <= set(info.versions)
     assert "group_norm_backward" in info.operators
     assert info.uptime_s > 0

@@ -4,8 +4,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from npugrad.codec import MAX_CHUNK_BYTES
 from npugrad.products import Product
 from npugrad_server.config import (
+    LEAST_MESSAGE_BYTES,
     LoadedSettings,
     ServerSettings,
     SettingsError,
@@ -124,6 +126,16 @@ def test_service_links_of_kubernetes_and_variables_of_others_are_no_settings(
 )
 def test_byte_sizes_take_units(text: str, expected: int) -> None:
     assert load_settings({"input_arena_bytes": text}).settings.input_arena_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "bound"), [(LEAST_MESSAGE_BYTES - 1, "at least 4259840"), (2**31, "at most 2147483647")]
+)
+def test_messages_have_room_for_the_largest_chunk(nbytes: int, bound: str) -> None:
+    """And for what is around it; by default that is all the room they have."""
+    assert ServerSettings().max_message_bytes == LEAST_MESSAGE_BYTES == MAX_CHUNK_BYTES + 2**16
+    (problem,) = problems({"max_message_bytes": str(nbytes)})
+    assert problem == f"max_message_bytes: found '{nbytes}'; expected {bound} (from flag)"
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:1", "[::]:1", "192.0.2.1:1", "npu-host:1"])

@@ -60,6 +60,9 @@ def server_options(settings: ServerSettings) -> ChannelOptions:
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", limit),
         ("grpc.max_send_message_length", limit),
+        # A compressed request is refused by its headers, UNIMPLEMENTED: a message of some KiB would else be
+        # inflated to the limit of messages, on the event loop, before anything could count it.
+        ("grpc.compression_enabled_algorithms_bitset", 1 << grpc.Compression.NoCompression),
         *ping_options(),
         *_age_options(settings),
     )

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 import pytest
-from tests.http2 import ACK, GOAWAY, PING, PREFACE, SETTINGS, frame, message, start_call
+from tests.http2 import ACK, GOAWAY, HEADERS, PING, PREFACE, SETTINGS, frame, message, start_call
 
-from npugrad_server.config import ServerSettings
+from npugrad_server.config import LEAST_MESSAGE_BYTES, ServerSettings
 from npugrad_server.rpc.transport import ping_options, server_options
 
 if TYPE_CHECKING:
@@ -106,3 +106,38 @@ def test_a_call_on_a_connection_past_its_age_is_cut_off_after_its_grace() -> Non
     settings = ServerSettings(max_connection_age_s=1, max_connection_age_grace_s=0.1)
     said = asyncio.run(asyncio.wait_for(end(server_options(settings)), TIMEOUT_S))
     assert b"max_age" in said
+
+
+def refusal(*data: bytes) -> bytes:
+    """What a server says of a call on its first connection, its trailers, after these bytes came."""
+
+    async def ask() -> bytes:
+        async with connected(server_options(ServerSettings()), b"".join(data)) as (reader, _):
+            while True:
+                head = await reader.readexactly(9)
+                payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
+                if head[3] == HEADERS:
+                    return bytes(payload)
+
+    return asyncio.run(asyncio.wait_for(ask(), TIMEOUT_S))
+
+
+@pytest.mark.parametrize("encoding", [b"gzip", b"deflate"])
+def test_compressed_requests_are_refused_by_their_headers(encoding: bytes) -> None:
+    """No byte of a message has come, so none can have been inflated."""
+    said = refusal(start_call(PATH, (b"grpc-encoding", encoding)))
+    assert b"12" in said  # UNIMPLEMENTED
+    assert b"Compression algorithm '" + encoding + b"' is disabled" in said
+
+
+def test_compressed_message_without_an_encoding_is_refused() -> None:
+    said = refusal(start_call(PATH), frame(0, 1, 1, message(3, b"abc", compressed=1)))
+    assert b"Compression bit set but no encoding configured" in said
+
+
+def test_message_beyond_the_limit_is_refused_by_its_length() -> None:
+    """The client hears of it before it has sent the message."""
+    limit = LEAST_MESSAGE_BYTES
+    assert b"(%d vs. %d)" % (limit + 1, limit) in refusal(
+        start_call(PATH), frame(0, 0, 1, message(limit + 1, b""))
+    )
