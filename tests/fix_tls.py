@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
 import pytest
 import trustme
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from datetime import datetime
+
+CLIENT_ONLY = (ExtendedKeyUsageOID.CLIENT_AUTH,)
+SERVER_ONLY = (ExtendedKeyUsageOID.SERVER_AUTH,)
+
+
+def signed_again(
+    certificate: bytes,
+    authority: trustme.CA,
+    *,
+    usages: tuple[x509.ObjectIdentifier, ...] | None = None,
+    ends: datetime | None = None,
+) -> bytes:
+    """The certificate with other usages or another end, signed by the authority that it says it is of."""
+    old = x509.load_pem_x509_certificate(certificate)
+    made = x509.CertificateBuilder().subject_name(old.subject).issuer_name(old.issuer)
+    made = made.public_key(old.public_key()).serial_number(x509.random_serial_number())
+    made = made.not_valid_before(old.not_valid_before_utc).not_valid_after(ends or old.not_valid_after_utc)
+    for extension in old.extensions:
+        value = extension.value
+        if usages is not None and isinstance(value, x509.ExtendedKeyUsage):
+            value = x509.ExtendedKeyUsage(usages)
+        made = made.add_extension(value, extension.critical)
+    key = load_pem_private_key(authority.private_key_pem.bytes(), None)
+    return made.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -20,17 +50,42 @@ class Certificates:
 
     Attributes:
         folder: Where the files are.
+        authorities: The server's, the callers' and one that nobody trusts; None for new ones.
     """
 
     folder: Path
+    authorities: tuple[trustme.CA, trustme.CA, trustme.CA] | None = None
 
     def __post_init__(self) -> None:
-        self._authority, self._callers, self._others = trustme.CA(), trustme.CA(), trustme.CA()
+        self._authority, self._callers, self._others = self.authorities or (
+            trustme.CA(),
+            trustme.CA(),
+            trustme.CA(),
+        )
+        self._authority.cert_pem.write_to_path(self.authority)
+        self._callers.cert_pem.write_to_path(self.client_ca)
+        self.renew()
+
+    def renew(self) -> None:
+        """Writes another certificate and key of the server's, one after the other."""
         server = self._authority.issue_cert("localhost", "127.0.0.1")
         server.private_key_pem.write_to_path(self.key)
         server.cert_chain_pems[0].write_to_path(self.certificate)
-        self._authority.cert_pem.write_to_path(self.authority)
-        self._callers.cert_pem.write_to_path(self.client_ca)
+
+    def copied(self, folder: Path) -> Certificates:
+        """The same authorities, and another certificate of the server's, in files that a test may change."""
+        return Certificates(folder, (self._authority, self._callers, self._others))
+
+    @property
+    def serial(self) -> str:
+        """Serial number of the server's certificate, as the server tells it."""
+        return f"{x509.load_pem_x509_certificate(Path(self.certificate).read_bytes()).serial_number:x}"
+
+    def served_serial(self, address: str) -> str:
+        """Serial number of the certificate that a server shows."""
+        host, _, port = address.rpartition(":")
+        pem = ssl.get_server_certificate((host, int(port)), ca_certs=self.authority)
+        return f"{x509.load_pem_x509_certificate(pem.encode()).serial_number:x}"
 
     @cached_property
     def key(self) -> str:

@@ -31,6 +31,7 @@ from npugrad_server.preflight import (
     ready_timeout_s,
     tracing_problem,
 )
+from npugrad_server.rpc.certificates import LiveCertificates, told
 from npugrad_server.rpc.funnel import Funnel
 from npugrad_server.rpc.health import Health, register_health, register_reflection
 from npugrad_server.rpc.register import register
@@ -167,7 +168,10 @@ class App:
         metrics = Metrics(npugrad.__version__, str(self._made.product))
         try:
             self._funnel = Funnel(metrics, self._open_tracing())
-            self._server, self.address = open_server(self._settings, self._funnel)
+            self._certificates = self._open_certificates(metrics)
+            self._server, self.address = open_server(
+                self._settings, self._funnel, certificates=self._certificates
+            )
             self._serve_pages(metrics)
             self.pool = await DevicePool.open(self._made, metrics)
         except TlsFilesError as error:
@@ -175,8 +179,9 @@ class App:
         except (AddressError, OSError) as error:
             raise StartError(str(error)) from None
         self._resources.push_async_callback(self.pool.close)
-        reaping = asyncio.create_task(keep_reaping())
-        self._resources.callback(reaping.cancel)
+        self._keep(keep_reaping())
+        if self._certificates is not None:
+            self._keep(self._certificates.watch())
         metrics.show_pool(self.pool, asyncio.get_running_loop())
         self._info = ServerServicer(
             self.pool,
@@ -186,6 +191,18 @@ class App:
         self.pool.on_change.append(self._device_changed)
         await self._server.start()
         self._end = asyncio.create_task(self._server.wait_for_termination())
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Does endless work until the server ends."""
+        self._resources.callback(asyncio.create_task(work).cancel)
+
+    def _open_certificates(self, metrics: Metrics) -> LiveCertificates | None:
+        if self._settings.tls == "off":
+            return None
+        certificates = LiveCertificates(self._settings)
+        metrics.registry.register(certificates)
+        self._log.info("certificates", **told(certificates.files))
+        return certificates
 
     def _open_tracing(self) -> RpcTracing | None:
         settings = self._settings

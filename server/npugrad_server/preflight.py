@@ -16,7 +16,7 @@ from npugrad_server.machine import memory_bytes
 from npugrad_server.npus import NpuReport, find_npus, op_init_problem
 from npugrad_server.pool import DevicePool, DeviceState, PoolSettings
 from npugrad_server.pool.types import START_LIMIT_FACTOR
-from npugrad_server.tls import TlsFilesError, read_tls
+from npugrad_server.tls import TlsFilesError, read_tls, when
 
 if TYPE_CHECKING:
     from npugrad_server.config import ServerSettings
@@ -181,14 +181,19 @@ async def check(settings: ServerSettings) -> list[PreflightFinding]:
 
 def _tls(settings: ServerSettings) -> list[PreflightFinding]:
     try:
-        read_tls(settings)
+        files = read_tls(settings)
     except TlsFilesError as error:
         return [PreflightFinding(False, problem) for problem in error.problems]
-    if settings.tls == "off":
+    if files is None:
         return [PreflightFinding(True, "TLS: off")]
+    own = files.facts[0]
     callers = f"one of {settings.tls_client_ca!r}" if settings.tls == "mutual" else "none"
     return [
-        PreflightFinding(True, f"TLS: certificate of {settings.tls_certificate!r}; callers need {callers}")
+        PreflightFinding(
+            True,
+            f"TLS: certificate of {settings.tls_certificate!r}, serial {own.serial}, until "
+            f"{when(own.expires)}; callers need {callers}",
+        )
     ]
 
 

@@ -1,17 +1,23 @@
-"""The certificates a server shows and asks for: files read and tried before a port is taken."""
+"""The certificates a server shows and asks for: files that are read and tried before they are used."""
 
 from __future__ import annotations
 
-import ssl
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cryptography.x509 import Certificate
+
     from npugrad_server.config import ServerSettings
 
-_MISMATCHES = frozenset({"KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED"})
-"""What OpenSSL says of a key that belongs to another certificate, of the same kind or of another one."""
+FileContents: TypeAlias = "dict[str, bytes | str]"
+"""What each file of the settings holds, by the name of its setting; or text, why it cannot be read."""
+_NAMES = ("tls_certificate", "tls_key", "tls_client_ca")
+_BEGIN = b"-----BEGIN CERTIFICATE-----"
 
 
 class TlsFilesError(ValueError):
@@ -27,68 +33,166 @@ class TlsFilesError(ValueError):
 
 
 @dataclass(frozen=True)
+class CertificateFacts:
+    """What is told of a certificate.
+
+    Attributes:
+        name: The setting that names its file.
+        serial: Its serial number, in hexadecimal.
+        expires: When it expires.
+    """
+
+    name: str
+    serial: str
+    expires: datetime
+
+
+@dataclass(frozen=True)
 class TlsFiles:
-    """What the files of the settings hold, in PEM.
+    """What the files of the settings hold, in PEM, all of it tried.
 
     Attributes:
         certificate: The server's certificate, and those that lead to its authority.
         key: Its private key.
         client_ca: Authorities of the callers' certificates; None when callers need none.
+        facts: What is told of each certificate; the server's own is the first.
     """
 
     certificate: bytes
     key: bytes
     client_ca: bytes | None
+    facts: tuple[CertificateFacts, ...]
 
 
 def read_tls(settings: ServerSettings) -> TlsFiles | None:
-    """Reads the files of the settings; None when TLS is off.
+    """Reads and tries the files of the settings; None when TLS is off.
 
     Raises:
-        TlsFilesError: Files cannot be read, hold something else, or do not belong together; all at once.
+        TlsFilesError: Files cannot be read, hold something else or what is not valid, or do not belong
+            together; all at once.
     """
-    if settings.tls_certificate is None or settings.tls_key is None:
-        return None
+    contents = read_contents(settings)
+    return try_contents(settings, contents) if contents else None
+
+
+def read_contents(settings: ServerSettings) -> FileContents:
+    """Reads the files of the settings as they are; none when TLS is off."""
+    contents: FileContents = {}
+    for name in _NAMES if settings.tls != "off" else ():
+        path = getattr(settings, name)
+        if path is not None:
+            try:
+                contents[name] = Path(path).read_bytes()
+            except OSError as error:
+                contents[name] = error.strerror or str(error)
+    return contents
+
+
+def try_contents(settings: ServerSettings, contents: FileContents) -> TlsFiles:
+    """Tries what was read.
+
+    Raises:
+        TlsFilesError: As that of `read_tls`.
+    """
     problems: list[str] = []
-    certificate = _read("tls_certificate", settings.tls_certificate, problems)
-    key = _read("tls_key", settings.tls_key, problems)
-    client_ca = None
-    if settings.tls_client_ca is not None:
-        client_ca = _read("tls_client_ca", settings.tls_client_ca, problems)
-        if client_ca is not None:
-            _check_certificates("tls_client_ca", settings.tls_client_ca, problems)
-    if certificate is not None and _check_certificates("tls_certificate", settings.tls_certificate, problems):
-        _check_key(settings.tls_certificate, settings.tls_key, problems if key is not None else [])
-    if problems or certificate is None or key is None:
-        raise TlsFilesError(*problems)
-    return TlsFiles(certificate, key, client_ca)
-
-
-def _read(name: str, path: str, problems: list[str]) -> bytes | None:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        problems.append(f"{name}: cannot read {path!r}: {error.strerror}")
-        return None
-
-
-def _check_certificates(name: str, path: str, problems: list[str]) -> bool:
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(cafile=path)
-    except ssl.SSLError:
-        problems.append(f"{name}: found no certificate in {path!r}; expected one in PEM")
-        return False
-    return True
-
-
-def _check_key(certificate: str, key: str, problems: list[str]) -> None:
-    try:
-        # Without a password of ours OpenSSL would ask for one on the terminal.
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
-    except (ssl.SSLError, OSError) as error:
-        if getattr(error, "reason", None) in _MISMATCHES:
-            problems.append(
-                f"tls_key: found in {key!r} the key of another certificate; expected that of {certificate!r}"
-            )
+    found: dict[str, bytes] = {}
+    for name, content in contents.items():
+        if isinstance(content, bytes):
+            found[name] = content
         else:
-            problems.append(f"tls_key: found no private key in {key!r}; expected one in PEM, not encrypted")
+            problems.append(f"{name}: cannot read {getattr(settings, name)!r}: {content}")
+    known = {
+        name: _certificates(name, getattr(settings, name), found[name], problems)
+        for name in ("tls_client_ca", "tls_certificate")
+        if name in found
+    }
+    now = datetime.now(timezone.utc)
+    if known.get("tls_certificate"):
+        leaf = known["tls_certificate"][0]
+        _check_leaf(str(settings.tls_certificate), leaf, now, problems)
+        if "tls_key" in found:
+            _check_key(settings, leaf, found["tls_key"], problems)
+    if authorities := known.get("tls_client_ca"):
+        _check_authorities(str(settings.tls_client_ca), authorities, now, problems)
+    if problems:
+        raise TlsFilesError(*problems)
+    facts = (
+        _facts(name, one) for name in ("tls_certificate", "tls_client_ca") for one in known.get(name, ())
+    )
+    return TlsFiles(found["tls_certificate"], found["tls_key"], found.get("tls_client_ca"), tuple(facts))
+
+
+def _certificates(name: str, path: str, content: bytes, problems: list[str]) -> Sequence[Certificate]:
+    from cryptography import x509  # in functions only: a server without TLS does without its 15 MiB
+
+    count = content.count(_BEGIN)
+    try:
+        found = x509.load_pem_x509_certificates(content)
+    except ValueError:
+        problems.append(f"{name}: found no certificate in {path!r}; expected one in PEM")
+        return ()
+    if len(found) < count:  # a block without its end is passed over
+        problems.append(f"{name}: found {len(found)} whole certificates of {count} in {path!r}; expected all")
+    return found
+
+
+def _facts(name: str, certificate: Certificate) -> CertificateFacts:
+    return CertificateFacts(name, f"{certificate.serial_number:x}", certificate.not_valid_after_utc)
+
+
+def _check_leaf(path: str, leaf: Certificate, now: datetime, problems: list[str]) -> None:
+    from cryptography import x509
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
+    about = f"tls_certificate: found in {path!r} a certificate"
+    if now > leaf.not_valid_after_utc:
+        problems.append(f"{about} that expired at {when(leaf.not_valid_after_utc)}; expected a valid one")
+    if now < leaf.not_valid_before_utc:
+        start = when(leaf.not_valid_before_utc)
+        problems.append(f"{about} that is not valid before {start}; expected one that is valid now")
+    try:
+        usages = leaf.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    except x509.ExtensionNotFound:  # for any use
+        return
+    except ValueError as error:
+        problems.append(f"{about} with extensions that cannot be read ({error}); expected one that can")
+        return
+    wanted = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE)
+    if not any(usage in wanted for usage in usages):
+        names = ", ".join(usage._name for usage in usages)
+        problems.append(f"{about} for {names}; expected the extended key usage serverAuth")
+
+
+def _check_key(settings: ServerSettings, leaf: Certificate, content: bytes, problems: list[str]) -> None:
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    path = settings.tls_key
+    try:
+        key = load_pem_private_key(content, None)
+        matches = key.public_key() == leaf.public_key()
+    except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: it is encrypted
+        problems.append(f"tls_key: found no private key in {path!r}; expected one in PEM, not encrypted")
+        return
+    if not matches:
+        problems.append(
+            f"tls_key: found in {path!r} the key of another certificate; expected that of "
+            f"{settings.tls_certificate!r}"
+        )
+
+
+def _check_authorities(
+    path: str, authorities: Sequence[Certificate], now: datetime, problems: list[str]
+) -> None:
+    """One that is valid is enough: a new authority stands beside the old one until that has expired."""
+    if not any(one.not_valid_before_utc <= now <= one.not_valid_after_utc for one in authorities):
+        last = max(one.not_valid_after_utc for one in authorities)
+        problems.append(
+            f"tls_client_ca: found in {path!r} no authority that is valid now, the last until {when(last)}; "
+            "expected one"
+        )
+
+
+def when(moment: datetime) -> str:
+    """A moment as messages tell it."""
+    return f"{moment:%Y-%m-%dT%H:%M:%SZ}"

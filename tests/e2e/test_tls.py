@@ -178,8 +178,39 @@ def test_settings_that_do_not_go_together(flags: tuple[str, ...], problem: str) 
 def test_check_tells_of_tls(certificates: Certificates) -> None:
     code, out, _ = small_command(*certificates.mutual_flags, command="check")
     assert code == 0, out
-    assert f"TLS: certificate of {certificates.certificate!r}; callers need one of" in out
+    assert (
+        f"ok    TLS: certificate of {certificates.certificate!r}, serial {certificates.serial}, until " in out
+    )
+    assert "; callers need one of" in out
     code, out, _ = small_command("--tls-certificate", certificates.key, "--tls-key", "none", command="check")
     assert code == 1
     assert "FAIL  tls_key: cannot read 'none'" in out
     assert "FAIL  tls_certificate: found no certificate in" in out
+
+
+@pytest.mark.slow
+def test_new_connections_get_a_certificate_that_was_swapped(
+    certificates: Certificates, tmp_path: Path
+) -> None:
+    rotating = certificates.copied(tmp_path)
+    credentials = rotating.credentials(certificates.caller())
+    with run_server(
+        tmp_path / "log",
+        *("--metrics-listen", "127.0.0.1:0", *rotating.mutual_flags),
+        devices="test:1?compute=1",
+        credentials=credentials,
+    ) as running:
+        old = rotating.serial
+        assert running.find_log("certificates")["serial"] == old
+        with running.channel() as before:
+            stub = server_pb2_grpc.ServerServiceStub(before)
+            stub.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=TIMEOUT_S)
+            rotating.renew()
+            line = running.find_log("certificates swapped", serial=rotating.serial)
+            assert rotating.serial != old
+            assert rotating.served_serial(running.address) == rotating.serial
+            # What was connected before stays connected.
+            stub.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=TIMEOUT_S)
+        samples = running.page("/metrics")[1]
+        assert f'expiry_seconds{{file="tls_certificate",serial="{rotating.serial}"}}' in samples
+        assert line["expires"].endswith("Z")

@@ -7,20 +7,21 @@ import datetime
 import time
 from typing import TYPE_CHECKING, Any
 
+import grpc
 import pytest
 import trustme
+from tests.client.fake_service import fake_service
 from tests.fix_server import run_server
 
 from npugrad_client import AsyncClient, Client, ConnectError, Tls, TlsError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from tests.fix_server import ServerProcess
     from tests.fix_tls import Certificates
 
-_PAST = {
+_PAST: dict[str, Any] = {
     "not_before": datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc),
     "not_after": datetime.datetime(2021, 1, 1, tzinfo=datetime.timezone.utc),
 }
@@ -120,11 +121,10 @@ def test_a_client_with_files_that_do_not_fit_reads_it(
     failure(mutual.address, Tls(**parts), said)
 
 
-def test_a_client_reads_that_the_servers_certificate_has_expired(tmp_path: Path) -> None:
+def test_a_client_reads_that_the_servers_certificate_has_expired() -> None:
+    """That of a server of another kind: ours does not start with one."""
     authority = trustme.CA()
-    issued = authority.issue_cert("127.0.0.1", **_PAST)  # type: ignore[arg-type]
-    issued.private_key_pem.write_to_path(str(tmp_path / "key"))
-    issued.cert_chain_pems[0].write_to_path(str(tmp_path / "certificate"))
-    flags = ("--tls-certificate", str(tmp_path / "certificate"), "--tls-key", str(tmp_path / "key"))
-    with run_server(tmp_path / "log", *flags, devices="test:1", check_end=False) as running:
-        failure(running.address, Tls(ca=authority.cert_pem.bytes()), "the server's certificate has expired")
+    issued = authority.issue_cert("127.0.0.1", **_PAST)
+    pair = (issued.private_key_pem.bytes(), issued.cert_chain_pems[0].bytes())
+    with fake_service(credentials=grpc.ssl_server_credentials([pair])) as seen:
+        failure(seen.address, Tls(ca=authority.cert_pem.bytes()), "the server's certificate has expired")

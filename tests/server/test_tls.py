@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import trustme
 from cryptography.hazmat.primitives import serialization
+from tests.fix_tls import CLIENT_ONLY, signed_again
 
 from npugrad_server.config import ServerSettings
 from npugrad_server.tls import TlsFilesError, read_tls
@@ -98,3 +100,62 @@ def test_encrypted_key_is_refused_and_not_asked_for(certificates: Certificates, 
     )
     (problem,) = problems(settings(certificates, tls_key=str(file)))
     assert problem.endswith("expected one in PEM, not encrypted")
+
+
+def pair(folder: Path, authority: trustme.CA, chain: bytes | None = None, **dates: Any) -> dict[str, str]:
+    """A certificate and its key in files, as settings name them."""
+    issued = authority.issue_cert("localhost", **dates)
+    issued.private_key_pem.write_to_path(folder / "key")
+    (folder / "pem").write_bytes(issued.cert_chain_pems[0].bytes() + (chain or b""))
+    return {"tls_certificate": str(folder / "pem"), "tls_key": str(folder / "key")}
+
+
+def test_expired_certificate(certificates: Certificates, tmp_path: Path) -> None:
+    dates: dict[str, Any] = {"not_before": datetime(2020, 1, 1), "not_after": datetime(2021, 1, 1)}
+    files = pair(tmp_path, trustme.CA(), **dates)
+    assert problems(settings(certificates, **files)) == (
+        f"tls_certificate: found in {files['tls_certificate']!r} a certificate that expired at "
+        "2021-01-01T00:00:00Z; expected a valid one",
+    )
+
+
+def test_certificate_of_the_future(certificates: Certificates, tmp_path: Path) -> None:
+    dates: dict[str, Any] = {"not_before": datetime(2100, 1, 1), "not_after": datetime(2101, 1, 1)}
+    (problem,) = problems(settings(certificates, **pair(tmp_path, trustme.CA(), **dates)))
+    assert problem.endswith("that is not valid before 2100-01-01T00:00:00Z; expected one that is valid now")
+
+
+def test_certificate_for_clients(certificates: Certificates, tmp_path: Path) -> None:
+    authority = trustme.CA()
+    files = pair(tmp_path, authority)
+    file = Path(files["tls_certificate"])
+    file.write_bytes(signed_again(file.read_bytes(), authority, usages=CLIENT_ONLY))
+    (problem,) = problems(settings(certificates, **files))
+    assert problem.endswith("a certificate for clientAuth; expected the extended key usage serverAuth")
+
+
+def test_chain_that_breaks_off(certificates: Certificates, tmp_path: Path) -> None:
+    authority = trustme.CA()
+    files = pair(tmp_path, authority, authority.cert_pem.bytes()[:-40])
+    (problem,) = problems(settings(certificates, **files))
+    assert problem == (
+        f"tls_certificate: found 1 whole certificates of 2 in {files['tls_certificate']!r}; expected all"
+    )
+
+
+def test_one_valid_authority_of_callers_is_enough(certificates: Certificates, tmp_path: Path) -> None:
+    authority = trustme.CA()
+    past = datetime(2021, 1, 1, tzinfo=timezone.utc)
+    expired = signed_again(authority.cert_pem.bytes(), authority, ends=past)
+    file = tmp_path / "callers.pem"
+    file.write_bytes(expired)
+    (problem,) = problems(settings(certificates, tls_client_ca=str(file)))
+    assert problem == (
+        f"tls_client_ca: found in {str(file)!r} no authority that is valid now, the last until "
+        "2021-01-01T00:00:00Z; expected one"
+    )
+    file.write_bytes(expired + trustme.CA().cert_pem.bytes())
+    found = read_tls(settings(certificates, tls_client_ca=str(file)))
+    assert found is not None
+    assert [fact.name for fact in found.facts] == ["tls_certificate", "tls_client_ca", "tls_client_ca"]
+    assert found.facts[1].expires == past

@@ -8,11 +8,10 @@ import grpc
 import grpc.aio
 
 from npugrad_server.addresses import Address, AddressError, check_free
-from npugrad_server.tls import read_tls
 
 if TYPE_CHECKING:
     from npugrad_server.config import ServerSettings
-    from npugrad_server.tls import TlsFiles
+    from npugrad_server.rpc.certificates import LiveCertificates
 
     ChannelOptions = tuple[tuple[str, int], ...]
 
@@ -24,29 +23,31 @@ _MAX_PING_STRIKES = 2
 
 
 def open_server(
-    settings: ServerSettings, *interceptors: grpc.aio.ServerInterceptor
+    settings: ServerSettings,
+    *interceptors: grpc.aio.ServerInterceptor,
+    certificates: LiveCertificates | None = None,
 ) -> tuple[grpc.aio.Server, Address]:
     """Takes the port; nothing is served yet.
 
     Args:
-        settings: Address, TLS and limits.
+        settings: Address and limits.
         interceptors: Who sees calls before their handlers do.
+        certificates: Those of the server; None for plaintext.
 
     Returns:
         The server, and its address with the port that was bound.
 
     Raises:
-        TlsFilesError: The files for TLS are not there or do not belong together.
         AddressError: The address cannot be listened on.
     """
-    tls, address = read_tls(settings), settings.listen_address
+    address = settings.listen_address
     check_free(address)
     server = grpc.aio.server(options=server_options(settings), interceptors=interceptors)
     try:
-        if tls is None:
+        if certificates is None:
             port = server.add_insecure_port(str(address))
         else:
-            port = server.add_secure_port(str(address), _credentials(tls))
+            port = server.add_secure_port(str(address), certificates.credentials())
     except RuntimeError as error:
         raise AddressError(f"cannot listen on {address}: {error}") from None
     return server, address.with_port(port)
@@ -87,8 +88,3 @@ def ping_options(least_interval_s: float = LEAST_PING_INTERVAL_S) -> ChannelOpti
 def _age_options(settings: ServerSettings) -> ChannelOptions:
     ages = {"age": settings.max_connection_age_s, "age_grace": settings.max_connection_age_grace_s}
     return tuple((f"grpc.max_connection_{k}_ms", round(s * 1000)) for k, s in ages.items() if s is not None)
-
-
-def _credentials(tls: TlsFiles) -> grpc.ServerCredentials:
-    pair = (tls.key, tls.certificate)
-    return grpc.ssl_server_credentials([pair], tls.client_ca, require_client_auth=tls.client_ca is not None)
