@@ -15,7 +15,8 @@ from npugrad_server.pool.commands import (
     StartCall,
     TellWorker,
 )
-from npugrad_server.pool.queues import AlarmQueue, FairQueue
+from npugrad_server.pool.fair_queue import FairQueue
+from npugrad_server.pool.queues import AlarmQueue
 from npugrad_server.pool.state import CallStage, CallState, WorkerState
 from npugrad_server.worker.protocol import AbandonCall
 
@@ -69,7 +70,7 @@ class CallLifecycle:
 
     def start(self, call: CallState, worker: WorkerState, now: float, out: list[Command]) -> None:
         """Hands a call that has its place to its worker."""
-        self.queue.take(call)
+        self.queue.take(call, now)
         call.stage, call.attempts = CallStage.RUNNING, call.attempts + 1
         # Later than a worker that can tell by itself, whose report has the vendor's number.
         call.kill_at = now + self._settings.run_limit_s + self._settings.hang_grace_s
@@ -168,7 +169,7 @@ class CallLifecycle:
     def put_back(self, call: CallState) -> None:
         """A call that ran waits again, in front of its lane."""
         call.stage = CallStage.QUEUED
-        self.queue.restore(call)
+        self.queue.push(call, front=True)
 
     def overdue(self, call: CallState, now: float, out: list[Command]) -> None:
         """An alarm of a call has come: its deadline, or the end of its grace."""

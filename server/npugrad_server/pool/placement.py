@@ -47,7 +47,7 @@ class Reservation:
             return
         ready = [worker for worker in workers if worker.state is DeviceState.READY]
         held = self._current()
-        stays = held is not None and held[0].priority >= call.priority
+        stays = held is not None and not _goes_before(call, held[0])
         # The worker may not be the right one any more.
         if held is not None and stays and (held[0] is not call or held[1] in ready):
             return
@@ -58,9 +58,9 @@ class Reservation:
             self._held = (call, best)
 
     def bars(self, call: CallState, worker: WorkerState) -> bool:
-        """Whether the worker is reserved for another call, of no lower priority."""
+        """Whether the worker is reserved for another call that this one does not go before."""
         held = None if self._held is None else self._current()
-        if held is None or held[0] is call or held[0].priority < call.priority:
+        if held is None or held[0] is call or _goes_before(call, held[0]):
             return False
         reserved = held[1]
         same_memory = worker.spec.memory == reserved.spec.memory and call.memory_bytes > 0
@@ -77,6 +77,11 @@ class Reservation:
             if worker.state is not DeviceState.READY or not worker.may_run(call):
                 self._held = None
         return self._held
+
+
+def _goes_before(call: CallState, held: CallState) -> bool:
+    """Whether a call may take what is reserved for another one: a higher priority counts within a tenant."""
+    return call.priority > held.priority and call.tenant.name == held.tenant.name
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""The orders of calls: in which they leave the queue, and in which their times come.
+"""The orders of calls: in which those of one tenant leave the queue, and in which their times come.
 
-The queue goes by priority, then turn by turn between labels, then first come.
+A tenant's queue goes by priority, then turn by turn between labels, then first come; `fair_queue` says which
+tenant is next.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ class Queueable(Protocol):
 
     @property
     def priority(self) -> int:
-        """Calls of higher priority leave first."""
+        """A tenant's calls of higher priority leave first."""
         ...
 
     @property
     def label(self) -> str:
-        """Calls of one label keep their order; labels take turns."""
+        """A tenant's calls of one label keep their order; its labels take turns."""
         ...
 
     @property
@@ -39,23 +40,43 @@ class Queueable(Protocol):
 
 T = TypeVar("T", bound=Queueable)
 
+MAX_PASSED = 16
+"""Starts of a tenant's calls of higher priorities that a priority waits for before its turn comes."""
 
-class FairQueue(Generic[T]):
-    """Calls in lanes, one for each priority and label; the first of a lane leaves, or one it lets pass.
 
-    A label that has had its turn goes to the end of its priority's round.
+class _Round(OrderedDict[str, OrderedDict[int, T]]):
+    """The calls of one priority: a lane for each label, in the order of the labels' turns.
 
     Attributes:
-        count: How many there are.
+        passed: Calls of higher priorities that started since one of this priority did.
     """
 
-    def __init__(self) -> None:
-        """Starts empty."""
-        self._rounds: dict[int, OrderedDict[str, OrderedDict[int, T]]] = {}
-        self.count = 0
+    passed = 0
 
-    def __len__(self) -> int:
-        return self.count
+
+class TenantQueue(Generic[T]):
+    """The calls of one tenant, in lanes, one for each priority and label.
+
+    The first call of a lane leaves, or one that it lets pass. A label that has had its turn goes to the end
+    of its priority's round. A priority ages: once `MAX_PASSED` calls of higher ones started while it waited,
+    its next call is the tenant's next one.
+
+    Attributes:
+        weight: The tenant's share, relative to those of others.
+        virtual_s: Virtual time at which its next call starts.
+        count: Calls that wait.
+        running: Calls on workers.
+    """
+
+    def __init__(self, virtual_s: float) -> None:
+        """Starts empty.
+
+        Args:
+            virtual_s: Virtual time at which its first call starts.
+        """
+        self._rounds: dict[int, _Round[T]] = {}
+        self.weight, self.virtual_s = 1.0, virtual_s
+        self.count = self.running = 0
 
     def __iter__(self) -> Iterator[T]:
         """Every call, in no promised order."""
@@ -63,29 +84,28 @@ class FairQueue(Generic[T]):
             for lane in lanes.values():
                 yield from lane.values()
 
-    def push(self, call: T) -> None:
-        """Appends a call to its lane."""
-        self._lane(call)[call.id] = call
-        self.count += 1
-
-    def restore(self, call: T) -> None:
-        """Puts a call that had left back to the very front of its lane and its label's turn with it."""
-        lane = self._lane(call)
-        lane[call.id] = call
-        lane.move_to_end(call.id, last=False)
-        self._rounds[call.priority].move_to_end(call.label, last=False)
-        self.count += 1
-
-    def _lane(self, call: T) -> OrderedDict[int, T]:
-        return self._rounds.setdefault(call.priority, OrderedDict()).setdefault(call.label, OrderedDict())
-
-    def in_turn(self, lets_pass: Callable[[T], bool]) -> Iterator[T]:
-        """The calls that may leave, in the order in which they should; of no use once one has left.
+    def push(self, call: T, *, front: bool = False) -> None:
+        """Adds a call to its lane.
 
         Args:
-            lets_pass: Whether calls of other kinds need not wait behind a call that cannot leave.
+            call: The call.
+            front: Whether it goes to the front of its lane, and its label's turn with it.
         """
-        for priority in sorted(self._rounds, reverse=True):
+        lanes = self._rounds.get(call.priority)
+        if lanes is None:
+            lanes = self._rounds[call.priority] = _Round()
+        lane = lanes.get(call.label)
+        if lane is None:
+            lane = lanes[call.label] = OrderedDict()
+        lane[call.id] = call
+        self.count += 1
+        if front:
+            lane.move_to_end(call.id, last=False)
+            lanes.move_to_end(call.label, last=False)
+
+    def in_turn(self, lets_pass: Callable[[T], bool]) -> Iterator[T]:
+        """The calls that may leave, in the order in which they should; of no use once one has left."""
+        for priority in self._rounds if len(self._rounds) == 1 else self._ranked():
             for lane in self._rounds[priority].values():
                 passed: set[Hashable] = set()
                 for call in lane.values():
@@ -96,15 +116,24 @@ class FairQueue(Generic[T]):
                         break
                     passed.add(call.kind)
 
+    def _ranked(self) -> list[int]:
+        """Its priorities, the next one first: those that were passed too often, then the highest."""
+        passed = {p: lanes.passed if lanes.passed >= MAX_PASSED else 0 for p, lanes in self._rounds.items()}
+        return sorted(self._rounds, key=lambda priority: (passed[priority], priority), reverse=True)
+
     def take(self, call: T) -> None:
-        """Removes a call that starts, which ends its label's turn."""
+        """Removes a call that starts, which ends its label's turn and lets lower priorities age."""
+        lanes = self._rounds[call.priority]
+        lanes.passed = 0
+        if len(self._rounds) > 1:
+            for priority, others in self._rounds.items():
+                others.passed += priority < call.priority
         self.remove(call)
-        lanes = self._rounds.get(call.priority)
-        if lanes is not None and call.label in lanes:
+        if call.label in lanes:
             lanes.move_to_end(call.label)
 
     def remove(self, call: T) -> None:
-        """Removes a call that gives up, wherever it stands in its lane."""
+        """Removes a call, wherever it stands in its lane."""
         lanes = self._rounds[call.priority]
         lane = lanes[call.label]
         del lane[call.id]

@@ -13,10 +13,13 @@ Guarantees
     - A call that a device cannot take now (`call_lifecycle.EXHAUSTION_REASONS`) is tried on another one, if
       there is one, once; the second answer is its caller's. That device comes last until it has done a call
       well.
-    - A call that waits for room is overtaken by at most `placement.MAX_OVERTAKEN` calls of its priority or
-      below for want of room; then a worker is reserved for it.
-    - Calls of one label start in their order, but for those of another operator or mode behind one that has
-      to wait for the devices that have its own.
+    - Tenants with calls waiting get device time in proportion to their weights (`fair_queue`). Priorities
+      and labels order calls within a tenant alone, and no priority waits for ever (`queues.MAX_PASSED`).
+    - A call that waits for room is overtaken by at most `placement.MAX_OVERTAKEN` calls that come after it in
+      the order of the queue for want of room; then a worker is reserved for it, which only calls of a higher
+      priority of its own tenant may take before.
+    - A tenant's calls of one label and priority start in their order, but for those of another operator or
+      mode behind one that has to wait for the devices that have its own.
     - Calls never hold more of a device's own memory than it has, workspaces included, from the moment their
       size is known; what a call holds goes back once.
     - A call whose workspace found no room has not been tried: it waits in front of its lane, and starts again
@@ -196,6 +199,7 @@ class Scheduler:
         if workspace_bytes is not None and worker.memory_bytes is not None:
             self._placement.learn(worker.running[number], workspace_bytes)
         done = self._placement.take_off(number, worker)
+        self._queue.come_off(done, now)
         if good:
             self._worker_lifecycle.count_success(worker, done)
         if good or not self._call_lifecycle.redirect(done, worker, reason, out):
@@ -220,6 +224,7 @@ class Scheduler:
         if not worker.is_current(incarnation) or number not in worker.running:
             return out
         back = self._placement.take_off(number, worker)
+        self._queue.come_off(back, now)
         if back.orphaned:
             self._call_lifecycle.settle(back, out)
         else:
@@ -266,6 +271,7 @@ class Scheduler:
         # The last one started goes back first, so that the first one started is in front at the end.
         for number in reversed(died_under):
             call = self._placement.take_off(number, worker)
+            self._queue.come_off(call, now)
             call.note_loss(worker, sole=len(died_under) == 1)
             self._call_lifecycle.retry(worker, call, out)
         worker.outputs = RegionAllocator(0)

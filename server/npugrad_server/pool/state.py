@@ -36,8 +36,8 @@ class CallState:
 
     Attributes:
         id: Unique number.
-        priority: Calls of higher priority leave the queue first.
-        label: Labels take turns.
+        priority: Calls of higher priority leave their tenant's queue first.
+        label: A tenant's labels take turns.
         deterministic: Mode of the device the call asks for.
         deadline_s: Time from which on its result is of no use; None for never.
         output_bytes: What it takes of an output arena.
@@ -46,7 +46,10 @@ class CallState:
         workspace_key: What its workspace there depends on; None where nothing is known of it.
         operator: Name that devices which cannot run it give; it means nothing else here.
         tenant: Whose call it is.
+        expected_s: Seconds it is expected to take on a device; 0 where nothing is known of it.
         submitted_s: When its operands were complete.
+        started_s: When it was last started.
+        charged_s: Device seconds that its tenant was charged with at that start.
         stage: Where it stands.
         orphaned: Whether nobody waits for it any more, though a worker still runs it.
         closed: Whether the caller is done with operands and results.
@@ -80,7 +83,10 @@ class CallState:
     workspace_key: Hashable = None
     operator: str = ""
     tenant: Tenant = NOBODY
+    expected_s: float = 0.0
     submitted_s: float = 0.0
+    started_s: float = 0.0
+    charged_s: float = 0.0
     stage: CallStage = CallStage.QUEUED
     orphaned: bool = False
     closed: bool = False

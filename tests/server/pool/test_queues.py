@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npugrad_server.pool.queues import AlarmQueue, FairQueue
+from npugrad_server.pool.queues import MAX_PASSED, AlarmQueue, TenantQueue
 
 
 @dataclass(frozen=True)
@@ -16,21 +17,21 @@ class Waiting:
     kind: str = ""
 
 
-def first_of(queue: FairQueue[Waiting]) -> Waiting:
+def first_of(queue: TenantQueue[Waiting]) -> Waiting:
     return next(queue.in_turn(lambda _: False))
 
 
-def drain(queue: FairQueue[Waiting]) -> list[int]:
+def drain(queue: TenantQueue[Waiting]) -> list[int]:
     order = []
-    while queue:
+    while queue.count:
         call = first_of(queue)
         queue.take(call)
         order.append(call.id)
     return order
 
 
-def filled(*calls: Waiting) -> FairQueue[Waiting]:
-    queue: FairQueue[Waiting] = FairQueue()
+def filled(*calls: Waiting) -> TenantQueue[Waiting]:
+    queue: TenantQueue[Waiting] = TenantQueue(0.0)
     for call in calls:
         queue.push(call)
     return queue
@@ -48,11 +49,29 @@ def test_a_higher_priority_leaves_first() -> None:
     assert drain(queue) == [2, 4, 1, 3]
 
 
+def test_a_priority_that_was_passed_often_enough_is_next_once() -> None:
+    queue = filled(*(Waiting(i, priority=100) for i in range(3 * MAX_PASSED)), Waiting(1000), Waiting(1001))
+    queue.push(Waiting(2000, priority=-100))
+    order = drain(queue)
+    assert [order.index(i) for i in (1000, 2000, 1001)] == [MAX_PASSED, MAX_PASSED + 1, 2 * MAX_PASSED + 2]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=120))
+def test_no_priority_waits_for_more_than_its_share_of_starts(priorities: list[int]) -> None:
+    queue = filled(*(Waiting(i, priority=p) for i, p in enumerate(priorities)))
+    order = [priorities[i] for i in drain(queue)]
+    assert sorted(order) == sorted(priorities)
+    for priority in set(priorities):
+        turns = [-1, *(place for place, found in enumerate(order) if found == priority)]
+        assert all(b - a <= MAX_PASSED + len(set(priorities)) for a, b in pairwise(turns))
+
+
 def test_a_restored_call_is_the_next_of_its_priority() -> None:
     queue = filled(Waiting(1, label="a"), Waiting(2, label="a"), Waiting(3, label="b"))
     first = first_of(queue)
     queue.take(first)
-    queue.restore(first)
+    queue.push(first, front=True)
     assert drain(queue) == [1, 3, 2]
 
 
@@ -60,7 +79,7 @@ def test_a_call_can_give_up_anywhere_in_its_lane() -> None:
     calls = [Waiting(1), Waiting(2), Waiting(3)]
     queue = filled(*calls)
     queue.remove(calls[1])
-    assert len(queue) == 2
+    assert queue.count == 2
     assert sorted(call.id for call in queue) == [1, 3]
     assert drain(queue) == [1, 3]
     assert list(queue.in_turn(lambda _: True)) == []

@@ -21,6 +21,7 @@ from npugrad_server.pool.commands import (
 from npugrad_server.pool.placement import MAX_OVERTAKEN
 from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.pool.state import CallState
+from npugrad_server.pool.tenant import Tenant
 from npugrad_server.pool.types import DeviceState
 from npugrad_server.worker.protocol import AbandonCall
 
@@ -319,6 +320,22 @@ def test_other_devices_go_on_while_one_is_kept_for_a_big_call() -> None:
     kept = ({0, 1} - set(workers[MAX_OVERTAKEN:])).pop()
     (last,) = [start for start in held if start.worker == kept]
     assert [(start.call, start.worker) for start in of(StartCall, finish(scheduler, last))] == [(2, kept)]
+
+
+def test_no_priority_and_no_number_of_labels_beats_the_share_of_another_tenant() -> None:
+    scheduler = open_scheduler()
+    hog, modest = Tenant("hog"), Tenant("modest")
+    scheduler.submit(CallState(0, 100, "x", tenant=hog), 0)
+    for number in range(1, 40):
+        scheduler.submit(CallState(number, 100, str(number), tenant=hog), 0)
+    for number in range(40, 50):
+        scheduler.submit(CallState(number, tenant=modest), 0)
+    running, order = 0, []
+    for second in range(1, 21):
+        out = scheduler.answered(0, 1, running, True, second)
+        (running,) = started(out)
+        order.append(running >= 40)
+    assert sum(order) == 10
 
 
 def test_a_higher_priority_is_not_held_up_by_a_kept_worker() -> None:

@@ -30,6 +30,7 @@ from npugrad_server.pool.commands import (
 from npugrad_server.pool.device_memory import workspace_footprint
 from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.pool.state import CallState
+from npugrad_server.pool.tenant import Tenant
 from npugrad_server.pool.types import DeviceState, PoolSettings
 from npugrad_server.pool.worker_lifecycle import SLOWEST_S, STARTS_AT_ONCE, TURN_S
 from npugrad_server.worker.protocol import AbandonCall, WorkspaceGranted, WorkspaceRefused
@@ -45,6 +46,7 @@ DEVICE = 8 * 512
 """Memory that a device with its own has at most."""
 UNSUPPORTED = ("OPERATOR_UNSUPPORTED", "DETERMINISM_UNSUPPORTED")
 OPERATORS = ("", "p", "q")
+TENANTS = (Tenant("small", 0.5), Tenant("even"), Tenant("large", 4.0))
 
 
 @dataclass
@@ -299,6 +301,8 @@ class SchedulerWorld(RuleBasedStateMachine):
         blocks=st.integers(0, 9),
         needs=st.integers(0, 9),
         operator=st.sampled_from(OPERATORS),
+        tenant=st.sampled_from(TENANTS),
+        expected_s=st.sampled_from([0.0, 0.1, 5.0]),
     )
     def submit(
         self,
@@ -311,6 +315,8 @@ class SchedulerWorld(RuleBasedStateMachine):
         blocks: int,
         needs: int,
         operator: str,
+        tenant: Tenant,
+        expected_s: float,
     ) -> None:
         number = len(self.calls)
         due = None if deadline is None else self.now + deadline
@@ -325,6 +331,8 @@ class SchedulerWorld(RuleBasedStateMachine):
             512 * blocks,
             needs // 2,
             operator,
+            tenant,
+            expected_s,
         )
         # Two needs share a key, so that what was learned is right, too much and too little in turn.
         self.calls[number] = Call(request, needs=needs)
@@ -564,6 +572,15 @@ class SchedulerWorld(RuleBasedStateMachine):
         if hasattr(self, "scheduler"):
             for worker in self.scheduler.workers:
                 assert worker.failures <= self.countable[worker.index]
+
+    @invariant()
+    def the_queue_counts_what_waits_and_what_runs(self) -> None:
+        if hasattr(self, "scheduler"):
+            queue = self.scheduler._queue
+            assert queue.count == sum(1 for _ in queue)
+            assert queue.running == self.scheduler.running
+            waiting = [c for c in self.calls.values() if not (c.running or c.answers or c.cancelled)]
+            assert sorted(call.id for call in queue) == sorted(call.request.id for call in waiting)
 
     @invariant()
     def nobody_is_answered_or_released_twice(self) -> None:

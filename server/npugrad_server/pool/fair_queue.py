@@ -1,0 +1,157 @@
+"""Weighted fair queueing: which tenant's call leaves the queue next.
+
+Start-time fair queueing in device seconds. Each tenant has a virtual time, at which its next call starts: a
+call moves it on by its seconds on the device, divided by the tenant's weight. The tenant whose virtual time
+is the least is next. So tenants with calls waiting get device time in proportion to their weights, whatever
+the number, labels and priorities of their calls. A start is charged with the seconds that the call is
+expected to take; when it comes off its worker, with what it took instead. A tenant without calls saves
+nothing up: it comes back at the virtual time of the queue, which is that of the last start.
+
+Guarantees
+    - Work conserving: where any call may leave, one does.
+    - Between two tenants whose calls could run anywhere, the device seconds per weight that they got while
+      both had calls waiting differ by at most those of one call on each stream, and of one more.
+    - A tenant that waits is not kept waiting by others that come and go, however many.
+    - Within a tenant, the order of its `TenantQueue`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from operator import attrgetter
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from npugrad_server.pool.queues import Queueable, TenantQueue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from npugrad_server.pool.tenant import Tenant
+
+NOMINAL_S = 1e-3
+"""Seconds that a call is expected to take before any was seen."""
+MAX_CREDIT_CALLS = 16
+"""The most that a tenant may be behind the queue, in calls such as its next one. What it could not use, for
+want of devices that run its calls, it does not get later at the cost of others."""
+MAX_TENANTS = 256
+"""Tenants without calls that are remembered, for what they owe."""
+_SMOOTHING = 0.1
+"""Weight of the newest call in the running mean of seconds."""
+
+_waits, _virtual_time = attrgetter("count"), attrgetter("virtual_s")
+
+
+class Chargeable(Queueable, Protocol):
+    """A call of a tenant, and what the queue notes of it."""
+
+    started_s: float
+    """When it left the queue."""
+    charged_s: float
+    """Device seconds that its tenant was charged with then."""
+
+    @property
+    def tenant(self) -> Tenant:
+        """Whose call it is."""
+        ...
+
+    @property
+    def expected_s(self) -> float:
+        """Device seconds it is expected to take; 0 where nothing is known of it."""
+        ...
+
+
+T = TypeVar("T", bound=Chargeable)
+
+
+class FairQueue(Generic[T]):
+    """Calls that wait for a worker, by tenant; and what tenants with calls on workers were charged.
+
+    Attributes:
+        count: How many calls wait.
+        running: How many left and did not come off their workers.
+    """
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        # The tenant that was served the longest ago comes first.
+        self._tenants: OrderedDict[str, TenantQueue[T]] = OrderedDict()
+        self._virtual_s = self._last_s = 0.0
+        self._mean_s = NOMINAL_S
+        self.count = self.running = 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[T]:
+        """Every call that waits, in no promised order."""
+        for queue in self._tenants.values():
+            yield from queue
+
+    def push(self, call: T, *, front: bool = False) -> None:
+        """Adds a call to its lane, at the end or, if it had left, at the front."""
+        queue = self._tenants.get(call.tenant.name)
+        if queue is None:
+            queue = self._join(call)
+        queue.weight = call.tenant.weight
+        if not queue.count:
+            queue.virtual_s = max(queue.virtual_s, self._virtual_s)
+        queue.push(call, front=front)
+        self.count += 1
+
+    def _join(self, call: T) -> TenantQueue[T]:
+        """The queue of a new tenant: one call behind, or new ones could keep others waiting for ever."""
+        if len(self._tenants) >= MAX_TENANTS:
+            self._forget()
+        cost_s = (call.expected_s or self._mean_s) / call.tenant.weight
+        queue = self._tenants[call.tenant.name] = TenantQueue(self._virtual_s + cost_s)
+        return queue
+
+    def _forget(self) -> None:
+        """Forgets tenants without calls: those that owe nothing, else the one served the longest ago."""
+        idle = [name for name, queue in self._tenants.items() if not (queue.count or queue.running)]
+        settled = [name for name in idle if self._tenants[name].virtual_s <= self._virtual_s]
+        for name in settled or idle[:1]:
+            del self._tenants[name]
+
+    def in_turn(self, lets_pass: Callable[[T], bool]) -> Iterator[T]:
+        """The calls that may leave, in the order in which they should; of no use once one has left.
+
+        Args:
+            lets_pass: Whether calls of other kinds need not wait behind a call that cannot leave.
+        """
+        queues = filter(_waits, self._tenants.values())
+        for queue in sorted(queues, key=_virtual_time):
+            yield from queue.in_turn(lets_pass)
+
+    def take(self, call: T, now: float) -> None:
+        """Removes a call that starts, and charges its tenant with what it is expected to take."""
+        name = call.tenant.name
+        queue = self._tenants[name]
+        queue.take(call)
+        self._tenants.move_to_end(name)
+        queue.running += 1
+        self.count -= 1
+        self.running += 1
+        call.started_s, call.charged_s = now, call.expected_s or self._mean_s
+        cost_s = call.charged_s / queue.weight
+        start_s = max(queue.virtual_s, self._virtual_s - MAX_CREDIT_CALLS * cost_s)
+        queue.virtual_s = start_s + cost_s
+        self._last_s = max(self._last_s, queue.virtual_s)
+        self._virtual_s = max(self._virtual_s, start_s)
+
+    def come_off(self, call: T, now: float) -> None:
+        """A call that started is off its worker, however it ended: its tenant pays for what it took."""
+        queue = self._tenants[call.tenant.name]
+        queue.running -= 1
+        self.running -= 1
+        used_s = max(0.0, now - call.started_s)
+        queue.virtual_s += (used_s - call.charged_s) / queue.weight
+        self._last_s = max(self._last_s, queue.virtual_s)
+        self._mean_s += _SMOOTHING * (used_s - self._mean_s)
+        if not (self.count or self.running):
+            self._virtual_s = self._last_s  # nobody waits who could be paid back
+
+    def remove(self, call: T) -> None:
+        """Removes a call that gives up, wherever it stands in its lane."""
+        self._tenants[call.tenant.name].remove(call)
+        self.count -= 1
