@@ -81,7 +81,9 @@ class AsyncClient(AsyncOperators):
             timeout_s: Deadline of every call in seconds unless the call says otherwise, retries included;
                 None for none. A server that cannot be reached is an error after ``retry.retry_for_s``, with
                 or without a deadline.
-            stream_from_bytes: Calls with this much data in either direction are streamed.
+            stream_from_bytes: Calls with this much data in either direction are streamed, and all from 3 MiB
+                on. One that is refused as too large for one message is streamed then, and calls of its size
+                to that server from then on.
             retry: When calls are tried again; None for never.
             tls: What to trust and who the client is; True to trust the system's authorities; None for a
                 connection that is not encrypted.

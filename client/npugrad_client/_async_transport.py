@@ -22,7 +22,7 @@ from npugrad_client._older import lacking, lacks_operator, version_question
 from npugrad_client._picker import Picker
 from npugrad_client._progress import reported_async
 from npugrad_client._retry import Launch, RetryBudget
-from npugrad_client._rpcs import VERSION, Call, Query, begin
+from npugrad_client._rpcs import VERSION, Call, Query, begin, note_too_large
 from npugrad_client._transport import open_channel
 from npugrad_client.errors import Cancelled, NpugradError, translate
 
@@ -83,6 +83,7 @@ class AsyncTransport:
     def __init__(self, settings: Settings, registry: Registry = REGISTRY) -> None:
         """Remembers where to; nothing is opened before the first call."""
         self._settings, self._registry = settings, registry
+        self._stream_from_bytes = [settings.stream_from_bytes] * len(settings.targets)
         self._picker = Picker(len(settings.targets))
         self._budget = RetryBudget(settings.retry)
         self._is_closed = False
@@ -204,6 +205,7 @@ class AsyncTransport:
 
     async def _try(self, home: _Home, step: Launch, rpc: Rpc) -> Any:
         attempt = self._settings.attempt(rpc.what, rpc.operator, step)
+        attempt.is_streamed = rpc.is_too_large or rpc.nbytes >= self._stream_from_bytes[step.server]
         if rpc.clock is not None:
             rpc.clock.begin_try(attempt)
         if self._was_closed():
@@ -212,6 +214,7 @@ class AsyncTransport:
             return await self._carry(home, step.server, rpc, attempt)
         except NpugradError as error:
             attempt.fail(error)
+            note_too_large(rpc, error, self._stream_from_bytes, step.server)
             if not lacks_operator(error, attempt):
                 raise
             refusal = error.with_traceback(None)
@@ -224,8 +227,8 @@ class AsyncTransport:
         """Sends an RPC to a server, and reads what comes back; what grpc raises becomes ours."""
         try:
             stubs = home.stubs(server)
-            if rpc.streamed is not None:
-                return await _streamed(stubs, rpc.streamed, attempt, rpc.clock)
+            if attempt.is_streamed and isinstance(rpc, Call):
+                return await _streamed(stubs, rpc.streamed(), attempt, rpc.clock)
             request = rpc.encode()
             attempt.packed_s = time.monotonic()
             reply = await rpc.method(stubs)(request, timeout=attempt.timeout_s, metadata=attempt.metadata)

@@ -22,6 +22,7 @@ class Attempt:
         target: Address of the server.
         timeout_s: Deadline of the try in seconds; None for none.
         is_encrypted: Whether the client speaks TLS.
+        is_streamed: Whether it is a call that is streamed.
         upload_bytes: What a streamed call sends in chunks; 0 for one that travels whole.
         sent_bytes: How much of that gRPC has taken so far.
         download_bytes: What a streamed reply brings in chunks; None until its first frame says so.
@@ -59,6 +60,7 @@ class Attempt:
     error_text: str = ""
     status: str = ""
     number: int = 1
+    is_streamed: bool = False
     stages: bytes = b""
     metadata: tuple[tuple[str, str], ...] | None = None
 

@@ -78,6 +78,14 @@ class Prepared:
         """The same call, whose results land in arrays of their own."""
         return replace(self, is_apart=True)
 
+    def without_plan(self) -> Prepared:
+        """The same call as it is made without a plan, to be sent in another way than the plan says."""
+        plan = self.plan
+        if plan is None:
+            return self
+        contents, unused = plan.contents(self.arrays)
+        return replace(self, contents=contents, unused=unused, plan=None, request=None)
+
     def note_streamed(self) -> None:
         """It was streamed and answered well: a plan for calls of its signature is kept."""
         if self.plans is not None and self.plan is None:

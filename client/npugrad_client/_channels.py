@@ -33,8 +33,9 @@ STREAM_FROM_BYTES = 2**21 + 1
 """Calls with more than 2 MiB of data either way are streamed. Up to there one message is quicker: a stream
 costs a thread and several turns of both sides. Above, the copies of one chunk overlap with the way of
 another."""
-LARGEST_UNARY_BYTES = 2**30
-"""No setting makes a message larger than this: protobuf ends at 2 GiB."""
+LARGEST_UNARY_BYTES = 3 * 2**20
+"""No setting sends a call as one message with this much data or more: with all else that it has, it so stays
+below the 4 MiB that gRPC takes everywhere unless it is told otherwise."""
 REFUSAL_WAIT_S = 1.0
 """How long the data of a call that the local record refuses waits for the server to refuse it, too."""
 KEEPALIVE_S = 60
@@ -81,7 +82,8 @@ class Settings:
 
     Attributes:
         targets: Addresses, one of each server, each with a port.
-        stream_from_bytes: Calls with this much data in either direction are streamed.
+        stream_from_bytes: Calls with this much data in either direction are streamed; to a server that took
+            less as one message, from less on.
         retry: When calls are tried again.
         credentials: Authorities, certificate and key as PEM; None for an unencrypted connection.
         server_name: Name the server's certificate must have; None for the target's.

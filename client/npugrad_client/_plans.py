@@ -62,6 +62,12 @@ class ClientPlan:
     reply: Template | None = None
     results: Mapping[str, tuple[TensorMeta, np.dtype[Any]] | None] = field(default_factory=dict)
 
+    def contents(self, arrays: Sequence[Array]) -> tuple[dict[str, memoryview], frozenset[str]]:
+        """The content of each operand that is not null, and the operands of which no value is used."""
+        names = [name for name, meta in self.call.inputs.items() if meta is not None]
+        found = {n: _memory(each) for n, each in zip(names, _contents(self, arrays), strict=True)}
+        return found, frozenset(n for n, zero in zip(names, self.zeros, strict=True) if zero is not None)
+
 
 class Plans:
     """The plans of one client.
@@ -205,10 +211,12 @@ def _contents(plan: ClientPlan, arrays: Sequence[Array]) -> Sequence[Any]:
 def _following(plan: ClientPlan, contents: Sequence[Any]) -> dict[str, memoryview]:
     """What follows the header in chunks."""
     return {
-        name: each if isinstance(each, memoryview) else layout.content(each)[1]
-        for name, each in zip(plan.follows, contents, strict=True)
-        if name is not None
+        name: _memory(each) for name, each in zip(plan.follows, contents, strict=True) if name is not None
     }
+
+
+def _memory(content: Any) -> memoryview:
+    return content if isinstance(content, memoryview) else layout.content(content)[1]
 
 
 def _targets(record: OpRecord, out: Mapping[str, Any]) -> dict[str, Array]:

@@ -67,7 +67,7 @@ class ProgressReport:
 
     def __init__(self, tell: Tell, call: Call) -> None:
         """A report of a call, to whoever is told."""
-        self._tell, self._is_streamed, self._attempts = tell, call.streamed is not None, call.clock.attempts
+        self._tell, self._attempts = tell, call.clock.attempts
         self._next: dict[int, int] = {}
         """Of each try, the first of its stages that was not told."""
 
@@ -94,7 +94,7 @@ class ProgressReport:
         stage: ProgressStage = "waiting"  # looked at before the bytes: those of a later stage are complete
         if attempt.download_bytes is not None:
             stage = "receiving"
-        elif self._is_streamed and not attempt.sent_s:
+        elif attempt.is_streamed and not attempt.sent_s:
             stage = "sending"
         received = attempt.received_bytes, attempt.download_bytes or 0
         return Progress(stage, attempt.sent_bytes, attempt.upload_bytes, *received, attempt.number)

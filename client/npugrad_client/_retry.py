@@ -13,7 +13,14 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from npugrad.errors import ConnectError, DeadlineExceeded, NpugradError, ServerDraining, TransportError
+from npugrad.errors import (
+    CallTooLarge,
+    ConnectError,
+    DeadlineExceeded,
+    NpugradError,
+    ServerDraining,
+    TransportError,
+)
 
 if TYPE_CHECKING:
     from npugrad_client._picker import Picker
@@ -49,8 +56,8 @@ class RetryPolicy:
         >>> Client(["host1:50051", "host2:50051"], retry=fast_tail)          # doctest: +SKIP
 
     Attributes:
-        max_tries: Tries of a call, hedges included, without those that found the server lost or draining.
-            1 sends a call once, whatever becomes of it.
+        max_tries: Tries of a call, hedges included, without those that found the server lost or draining, or
+            one message too large for it. 1 sends a call once, whatever becomes of it.
         retry_for_s: Seconds for which a call waits for servers that are lost or drain, from when it first
             finds one so; 0 tries each server once and waits for none. A try under way is not cut short.
         initial_backoff_s: Longest wait in seconds before the second try.
@@ -173,7 +180,7 @@ class RetrySchedule:
         self._tried: set[int] = set()
         self._next_at: float | None = now
         self._error: NpugradError | None = None
-        self._losses, self._lost_since = 0, now
+        self._free_tries, self._lost_since = 0, now
         self.tries = 0
 
     def next(self, now: float) -> Launch | Wait:
@@ -224,12 +231,17 @@ class RetrySchedule:
         """A try has failed; whether that is the end of the call, with tries in flight or not."""
         server, started = self._flying.pop(number)
         is_lost = self._is_lost_by(error, server)
+        is_message = isinstance(error, CallTooLarge) and error.is_message
         self._picker.ended(server, started, now, error)
         error.tries = self.tries
         if is_lost and not isinstance(self._error, (ConnectError, ServerDraining)):
             self._lost_since = now
-        self._losses += is_lost
+        self._free_tries += is_lost or is_message
         self._error = error
+        if is_message:  # it goes as a stream now, at once; there is no second such refusal of a call
+            if not self._flying:
+                self._next_at = now
+            return False
         if not self._may_retry(error, now):
             self.abandon(now)
             return True
@@ -247,7 +259,7 @@ class RetrySchedule:
 
     @property
     def _counted_tries(self) -> int:
-        return self.tries - self._losses
+        return self.tries - self._free_tries
 
     def _is_lost_by(self, error: NpugradError, server: int) -> bool:
         """Whether a try ended because its server is gone or going."""

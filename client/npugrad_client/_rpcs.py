@@ -12,6 +12,7 @@ from npugrad_client._channels import grpc_timeout
 from npugrad_client._older import VERSION_REQUEST, asked_operator
 from npugrad_client._retry import RetrySchedule
 from npugrad_client._unary import encode_unary, read_unary
+from npugrad_client.errors import CallTooLarge
 
 if TYPE_CHECKING:
     from npugrad_client._attempt import Attempt
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from npugrad_client._clock import CallClock
     from npugrad_client._picker import Picker
     from npugrad_client._retry import RetryBudget
+    from npugrad_client.errors import NpugradError
 
 
 class Query:
@@ -28,10 +30,12 @@ class Query:
     Attributes:
         what: `validate`, `server_info` or `list_operators`.
         operator: The operator that it is about; empty for none.
+        nbytes: Less than from which on anything is streamed.
     """
 
-    streamed: Prepared | None = None
     clock: CallClock | None = None
+    nbytes: int = -1
+    is_too_large: bool = False
 
     def __init__(self, service: str, request: Any) -> None:
         """The query that a message makes."""
@@ -57,22 +61,27 @@ class Call:
     Attributes:
         what: Name of the operator.
         operator: The same.
-        streamed: The call, where it is to be streamed; None for one that travels as one message.
         clock: What is measured of it.
+        nbytes: Bytes of data in the larger direction, by which it is streamed or travels as one message.
+        is_too_large: Whether one message was too large for it, so that it is streamed from then on.
     """
 
     def __init__(self, prepared: Prepared, settings: Settings, clock: CallClock) -> None:
-        """The call, streamed or not by its size."""
+        """The call, streamed or not by its size and its server."""
         self.clock = clock
         if settings.retry.hedge_after_s is not None:
             prepared = prepared.apart()
-        self._prepared = prepared
+        self._prepared = self._whole = prepared
         self.what = self.operator = prepared.record.name
-        is_streamed = prepared.nbytes >= settings.stream_from_bytes
-        self.streamed = prepared if is_streamed else None
+        self.nbytes, self.is_too_large = prepared.nbytes, False
         if clock.trace is not None:
-            method = "Execute" if is_streamed else prepared.record.rpc
-            clock.trace.prepared(prepared.registry.backward.full_name, method, prepared.nbytes)
+            service, method = prepared.registry.backward.full_name, prepared.record.rpc
+            clock.trace.prepared(service, method, self.nbytes)
+
+    def streamed(self) -> Prepared:
+        """The call as it is streamed."""
+        plan = self._prepared.plan
+        return self._prepared if plan is None or plan.reply is None else self._prepared.without_plan()
 
     def method(self, stubs: Stubs) -> Any:
         """The RPC on a channel."""
@@ -80,14 +89,36 @@ class Call:
 
     def encode(self) -> bytes:
         """What is sent."""
-        return encode_unary(self._prepared)
+        plan = self._prepared.plan
+        if plan is not None and plan.reply is None:  # it is streamed to another server, of a lower limit
+            self._whole = self._prepared.without_plan()
+        return encode_unary(self._whole)
 
     def read(self, reply: bytes, attempt: Attempt) -> Answer:
         """The results from what came back; raises `NpugradError` where that is no answer to the call."""
-        return read_unary(self._prepared, reply, attempt, self.clock)
+        return read_unary(self._whole, reply, attempt, self.clock)
 
 
 Rpc: TypeAlias = Call | Query
+
+
+def note_too_large(rpc: Rpc, error: NpugradError, limits: list[int], server: int) -> None:
+    """Remembers that a server, or something before it, does not take a call as one message.
+
+    The call is streamed from now on, and so are those to that server with more than half as much data: what
+    exactly the limit is, only some say, and each in words of its own.
+
+    Args:
+        rpc: What was sent.
+        error: What came back.
+        limits: From how much data on calls are streamed, by server; changed.
+        server: Which one it was.
+    """
+    if isinstance(error, CallTooLarge) and error.is_message:
+        rpc.is_too_large = True
+        limits[server] = min(limits[server], rpc.nbytes // 2 + 1)
+
+
 VERSION = Query("server_info", VERSION_REQUEST)
 """What version a server has."""
 

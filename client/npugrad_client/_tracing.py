@@ -66,7 +66,7 @@ class CallTrace:
         self._context = trace.set_span_in_context(self._span)
 
     def prepared(self, service: str, method: str, nbytes: int) -> None:
-        """Its RPC is known, and the bytes of its data in the larger direction."""
+        """Its unary RPC is known, and the bytes of its data in the larger direction."""
         self._attributes |= {"rpc.service": service, "rpc.method": method}
         self._span.set_attribute("npugrad.bytes", nbytes)
 
@@ -74,12 +74,15 @@ class CallTrace:
         """A try begins; gives it the metadata that tell the server."""
         context = self._context
         if self._span.is_recording():
-            named = f"{self._attributes['rpc.service']}/{self._attributes['rpc.method']}"
+            attributes = dict(self._attributes)
+            if attempt.is_streamed:
+                attributes["rpc.method"] = "Execute"
+            named = f"{attributes['rpc.service']}/{attributes['rpc.method']}"
             span = self._tracer.start_span(
                 named,
                 context,
                 SpanKind.CLIENT,
-                {**self._attributes, **_address(attempt.target), "npugrad.try": attempt.number},
+                {**attributes, **_address(attempt.target), "npugrad.try": attempt.number},
                 start_time=self._ns(attempt.started_s),
             )
             self._tries[attempt.number] = span

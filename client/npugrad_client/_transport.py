@@ -1,7 +1,8 @@
 """The channels to the servers: unary calls, streamed calls, and the one place where grpc's errors end.
 
 Small calls are unary; larger ones go through Execute in 1 MiB chunks, so that no message limit ever
-reaches a user and neither side holds a call twice. `_retry` decides what is tried again, and where.
+reaches a user and neither side holds a call twice. What is refused as too large for one message is sent again
+by Execute, and where that was is remembered. `_retry` decides what is tried again, and where.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from npugrad_client._older import lacking, lacks_operator, version_question
 from npugrad_client._picker import Picker
 from npugrad_client._progress import reported
 from npugrad_client._retry import Launch, RetryBudget, Wait
-from npugrad_client._rpcs import VERSION, Call, Query, begin
+from npugrad_client._rpcs import VERSION, Call, Query, begin, note_too_large
 from npugrad_client.errors import Cancelled, NpugradError, translate
 
 if TYPE_CHECKING:
@@ -178,6 +179,7 @@ class Transport:
             registry: The operators and their services.
         """
         self._settings, self._registry = settings, registry
+        self._stream_from_bytes = [settings.stream_from_bytes] * len(settings.targets)
         self._homes: dict[int, _Home] = {}
         self._is_closed = False
         self._scope = threading.local()
@@ -317,12 +319,14 @@ class Transport:
 
     def _try(self, home: _Home, step: Launch, rpc: Rpc, flight: Flight | None) -> Any:
         attempt = self._settings.attempt(rpc.what, rpc.operator, step)
+        attempt.is_streamed = rpc.is_too_large or rpc.nbytes >= self._stream_from_bytes[step.server]
         if rpc.clock is not None:
             rpc.clock.begin_try(attempt)
         try:
             return self._carry(home, step.server, rpc, attempt, flight)
         except NpugradError as error:
             attempt.fail(error)
+            note_too_large(rpc, error, self._stream_from_bytes, step.server)
             if not lacks_operator(error, attempt):
                 raise
             refusal = error.with_traceback(None)
@@ -336,8 +340,8 @@ class Transport:
         try:
             with GATE:
                 stubs = home.stubs(server)
-                if rpc.streamed is not None:
-                    return _streamed(stubs, rpc.streamed, attempt, rpc.clock, flight)
+                if attempt.is_streamed and isinstance(rpc, Call):
+                    return _streamed(stubs, rpc.streamed(), attempt, rpc.clock, flight)
                 request = rpc.encode()
                 attempt.packed_s = time.monotonic()
                 reply = _unary(rpc.method(stubs), request, attempt, flight)

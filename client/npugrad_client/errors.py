@@ -39,6 +39,7 @@ from google.protobuf.message import DecodeError
 from google.rpc.status_pb2 import Status
 
 from npugrad.errors import (
+    UNARY_LIMIT_HINT,
     CallTooLarge,
     Cancelled,
     ConnectError,
@@ -168,6 +169,16 @@ REFUSED_STREAM and CANCEL (HAProxy); the others blame what the client sent. Wher
 proxies answer with HTTP 502 or 503 or a status of their own, which is UNAVAILABLE here. The last words are
 those of grpc.aio where a stream ends while it is being written, and no status comes.
 """
+_MESSAGE_LIMIT = re.compile(
+    r"larger than max|exceeds maximum size|status:? 413|payload too large|request entity too large", re.I
+)
+"""What is said of a message that is too large by gRPC in its languages, and by proxies: nginx answers with
+HTTP 413, of which gRPC makes UNKNOWN, and Envoy with the words for it."""
+_MESSAGE_LIMIT_CODES = (
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.INTERNAL,
+)
 _REQUEST_ID_KEY = "x-request-id"
 
 STATUS_CLASSES: dict[grpc.StatusCode, type[NpugradError]] = {
@@ -212,6 +223,9 @@ def translate(
     else:
         translated = _without_details(error, attempt, is_ours)
         translated.operator = attempt.what if attempt.what in records else ""
+    if isinstance(translated, CallTooLarge):
+        is_limit = details is None or UNARY_LIMIT_HINT in details.message
+        translated.is_message = is_limit and not attempt.is_streamed
     # Without its traceback, whose frames would hold the operands for as long as anyone holds the error.
     translated.cause = error.with_traceback(None)
     return translated
@@ -256,10 +270,11 @@ def _without_details(error: Any, attempt: Attempt, is_ours: bool) -> NpugradErro
 
 def _class_of(code: grpc.StatusCode, said: str, trailers: dict[str, Any]) -> type[NpugradError]:
     cls = STATUS_CLASSES.get(code, NpugradError)
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in said:
+    is_ours = _REQUEST_ID_KEY in trailers  # the service itself names its request
+    if code in _MESSAGE_LIMIT_CODES and not is_ours and _MESSAGE_LIMIT.search(said):
         return CallTooLarge  # a limit on the way, which no retry changes
-    if code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN) and _REQUEST_ID_KEY not in trailers:
-        return ConnectError if _BROKEN_OFF.search(said) else cls  # the service itself names its request
+    if code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN) and not is_ours:
+        return ConnectError if _BROKEN_OFF.search(said) else cls
     if cls is ConnectError and any(word in said.lower() for word in _HANDSHAKE):
         return TlsError
     return cls

@@ -81,6 +81,10 @@ class Violation:
         return f"{operator}: {', '.join(self.operands)}: found {self.found}; expected {self.expected}"
 
 
+UNARY_LIMIT_HINT = "in a unary call, use Execute"
+"""How a `CallTooLarge` ends that is about the size of one message: streamed, the call may be taken."""
+
+
 class NpugradError(Exception):
     """Base of every error of the service.
 
@@ -237,9 +241,14 @@ class CallTooLarge(TransportError):
         ...     client.group_norm_backward(**call)
         ... except CallTooLarge as error:
         ...     print(f"fewer samples at once: {error}")
+
+    Attributes:
+        is_message: Whether it is only one message that was too large, for the server or for something on the
+            way: as a stream the call may well be taken.
     """
 
     default_reason = "CALL_TOO_LARGE"
+    is_message: bool = False
 
 
 class RequestError(NpugradError, ValueError):

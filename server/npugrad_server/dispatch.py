@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from npugrad.codec import CHUNK_BYTES, MAX_MESSAGE_BYTES, encode_info, encode_response
-from npugrad.errors import CallTooLarge
+from npugrad.errors import UNARY_LIMIT_HINT, CallTooLarge
 from npugrad.registry import REGISTRY, Registry
 from npugrad.timeline import encode_marks
 from npugrad_server.plans import Planner, Request
@@ -156,7 +156,7 @@ def check_reply_fits(request: Request, max_message_bytes: int) -> None:
         name = request.plan.record.name
         raise CallTooLarge(
             f"{name}: found a reply of {found} bytes; expected at most {max_message_bytes} "
-            "in a unary call, use Execute",
+            f"{UNARY_LIMIT_HINT}",
             operator=name,
         )
 

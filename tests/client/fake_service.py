@@ -62,15 +62,17 @@ def fake_service(
     address: str = "127.0.0.1:0",
     credentials: grpc.ServerCredentials | None = None,
     is_serving: bool | None = None,
+    max_message_bytes: int = -1,
 ) -> Iterator[Seen]:
     """Runs a server for a block; without handlers of its own it answers with zeros.
 
-    Its health service says what `is_serving` says; None for no health service.
+    Its health service says what `is_serving` says; None for no health service. Messages to it may have any
+    size, or at most `max_message_bytes`.
     """
     seen = Seen()
     server = grpc.server(
         futures.ThreadPoolExecutor(8),
-        options=[("grpc.max_receive_message_length", -1), ("grpc.so_reuseport", 0)],
+        options=[("grpc.max_receive_message_length", max_message_bytes), ("grpc.so_reuseport", 0)],
     )
     _add(server, seen, unary or zeros, execute or stream_zeros)
     if is_serving is not None:

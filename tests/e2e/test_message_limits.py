@@ -1,0 +1,99 @@
+"""Calls through something that takes less as one message than their client thought: streamed, at once."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from tests.client.fake_service import group_norm
+from tests.e2e.limiting_proxy import limiting_proxy
+from tests.operators import GROUP_NORM
+
+from npugrad_client import AsyncClient, Client, Recipe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.fix_server import ServerProcess
+
+LIMIT_BYTES = 2**20 + 2**18
+"""Room for a chunk; not for calls that are sent as one message up to 2 MiB."""
+HXW = 24 * 2**10
+Proxy = tuple[str, list[str]]
+
+
+@pytest.fixture
+def proxy(server: ServerProcess) -> Iterator[Proxy]:
+    with limiting_proxy(server.address, LIMIT_BYTES) as made:
+        yield made
+
+
+def sync_calls(address: str, calls: list[dict[str, Any]], **options: Any) -> list[Any]:
+    with Client(address, timeout_s=60, **options) as client:
+        return [client.group_norm_backward(**call) for call in calls]
+
+
+def async_calls(address: str, calls: list[dict[str, Any]], **options: Any) -> list[Any]:
+    async def main() -> list[Any]:
+        async with AsyncClient(address, timeout_s=60, **options) as client:
+            return [await client.group_norm_backward(**call) for call in calls]
+
+    return asyncio.run(main())
+
+
+def submitted_calls(address: str, calls: list[dict[str, Any]], **options: Any) -> list[Any]:
+    with Client(address, timeout_s=60, threads=1, **options) as client:
+        return [future.result(60) for future in [client.submit.group_norm_backward(**call) for call in calls]]
+
+
+def large_reply() -> dict[str, Any]:
+    """A call of a short request, whose operands the server makes, with a long reply."""
+    call = group_norm(n=2, c=8, hxw=HXW)
+    for name in ("grad_out", "input"):
+        call[name] = Recipe("normal", shape=call[name].shape, seed=1)
+    return call
+
+
+@pytest.mark.parametrize("act", [sync_calls, async_calls, submitted_calls])
+@pytest.mark.parametrize(
+    "make", [lambda: group_norm(n=2, c=4, hxw=HXW), large_reply], ids=["request", "reply"]
+)
+def test_what_is_too_large_as_one_message_is_streamed(
+    server: ServerProcess, proxy: Proxy, act: Callable[..., list[Any]], make: Any
+) -> None:
+    """The first call of its size twice, the second time as a stream; those that follow only so."""
+    address, methods = proxy
+    call = make()
+    found = act(address, [call, call, group_norm(), call])
+    assert [each.info.tries for each in found] == [2, 1, 1, 1]
+    assert [name for name in methods if name == "Execute"] == ["Execute"] * 3
+    (right,) = sync_calls(server.address, [call])
+    for each in (found[0], found[1], found[3]):
+        assert np.array_equal(each.grad_input, right.grad_input)
+        assert np.array_equal(each.grad_gamma, right.grad_gamma)
+
+
+def test_it_is_remembered_for_that_server_only(server: ServerProcess, proxy: Proxy) -> None:
+    """Calls of the one signature go either way, by the server that they go to, also by plan."""
+    address, methods = proxy
+    call = group_norm(n=2, c=4, hxw=HXW)
+    with Client([address, server.address], timeout_s=60) as client:
+        found = [client.group_norm_backward(**call) for _ in range(8)]
+    assert sum(each.info.tries for each in found) == 9
+    assert 1 <= methods.count("Execute") < 8
+    assert methods.count(GROUP_NORM.rpc) == 0  # the proxy's own gRPC refused it
+    assert all(np.array_equal(each.grad_input, found[0].grad_input) for each in found)
+
+
+def test_a_call_whose_plan_is_of_one_message_is_streamed(server: ServerProcess, proxy: Proxy) -> None:
+    """Another server takes it whole, and an operand of which no value is used stays at home either way."""
+    address, methods = proxy
+    call = group_norm(n=2, c=4, hxw=2 * HXW) | {"output_mask": (False, False, True)}
+    with Client([server.address, address], timeout_s=60) as client:
+        found = [client.group_norm_backward(**call) for _ in range(6)]
+    assert sum(each.info.tries for each in found) == 7
+    assert set(methods) == {"Execute"}
+    for each in found:
+        assert np.array_equal(each.grad_beta, found[0].grad_beta)
