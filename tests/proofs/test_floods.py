@@ -1,0 +1,35 @@
+"""A small `make prove-floods`: each attack, past the gateway and through it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.proofs.attacks import ATTACKS
+from tests.proofs.floods import BARE, THROUGH, FloodSize, measured, missing
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.proofs.attacks import Attack
+
+pytestmark = pytest.mark.slow
+SMALL = FloodSize(calls=20, seconds=0.5)
+BY_NAME = {attack.name: attack for attack in ATTACKS}
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+def test_a_flood_through_the_gateway_costs_a_neighbour_no_call(attack: Attack, tmp_path: Path) -> None:
+    if missing():
+        pytest.skip(missing())
+    row = measured(attack, THROUGH, SMALL, tmp_path / "flood")
+    assert row.calls >= SMALL.calls
+    assert row.is_kept, row
+
+
+def test_a_bare_server_survives_rapid_reset_of_four_connections(tmp_path: Path) -> None:
+    """Without a limit on the streams of a connection nearly every call of the neighbour is cancelled."""
+    row = measured(BY_NAME["rapid reset"], BARE, SMALL, tmp_path / "flood")
+    assert row.calls >= SMALL.calls
+    assert not row.failed, row
