@@ -229,6 +229,10 @@ prove-restarts: $(STAMP_KERNELS) ## 20 rolling restarts of two servers under 12,
 
 prove-edges: $(STAMP_KERNELS) ## What verification makes of points on pixel edges: 1,000 calls by every rule, and with mistakes; minutes
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.proofs.edges $(ARGS)
+
+prove-poison: $(STAMP_KERNELS) ## A caller whose calls kill workers, beside a neighbour on the same operator; minutes
+	$(BIN)/python -m tests.proofs.poison $(ARGS)
+.PHONY: prove-poison
 .PHONY: test test-all test-large test-npu test-jax models acceptance-sim prove-bundles test-deploy test-image test-bench-stats prove-long-call prove-advise prove-coordinates prove-edges prove-restarts
 
 prove-rollout: $(STAMP_KERNELS) $(ENVOY)/.stamp ## What a rollout costs callers, by path: pinned, HAProxy, nginx, Envoy, client-side

@@ -37,6 +37,7 @@ from npugrad_client._tls import Tls
 from npugrad_client.errors import (
     CallTooLarge,
     Cancelled,
+    CircuitOpen,
     ConnectError,
     DeadlineExceeded,
     DeviceError,
@@ -64,6 +65,7 @@ __all__ = [
     "AsyncClient",
     "CallTooLarge",
     "Cancelled",
+    "CircuitOpen",
     "Client",
     "ConnectError",
     "ConstraintInfo",

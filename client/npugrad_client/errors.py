@@ -8,6 +8,7 @@ NpugradError                    .reason .operator .retryable .tries .request_id 
 │   ├── Cancelled               the call was cancelled, or the client closed
 │   ├── ServerBusy              queue or memory full, no device ready; retry
 │   ├── ServerDraining          the server shuts down; retry elsewhere
+│   ├── CircuitOpen             such calls killed workers; one may be tried again later
 │   └── CallTooLarge            can never fit into the server
 ├── RequestError                the call is not well formed      .operand
 │   ├── MalformedTensor         shape, strides, type and content do not fit together
@@ -42,6 +43,7 @@ from npugrad.errors import (
     UNARY_LIMIT_HINT,
     CallTooLarge,
     Cancelled,
+    CircuitOpen,
     ConnectError,
     DeadlineExceeded,
     DeviceError,
@@ -78,6 +80,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CallTooLarge",
     "Cancelled",
+    "CircuitOpen",
     "ConnectError",
     "DeadlineExceeded",
     "DeviceError",

@@ -174,6 +174,13 @@ ERRORS: tuple[ErrorRow, ...] = (
     ErrorRow(
         "WORKER_LOST", None, "UNAVAILABLE", False, "The worker died under the call every time it was tried."
     ),
+    ErrorRow(
+        "CIRCUIT_OPEN",
+        None,
+        _PRECONDITION,
+        False,
+        "Calls of this caller with this signature killed workers; one may be tried again after a while.",
+    ),
     ErrorRow("UNAVAILABLE", None, "UNAVAILABLE", True, "The server cannot be reached."),
     ErrorRow(
         "INTERNAL", None, _INTERNAL, False, "The server failed; its log has the details under the request id."

@@ -3,7 +3,7 @@
 NpugradError
 ├── TransportError            nothing usable came back        .reason .retryable .retry_after_s
 │   ├── ConnectError · DeadlineExceeded · Cancelled
-│   └── ServerBusy · ServerDraining · CallTooLarge
+│   └── ServerBusy · ServerDraining · CallTooLarge · CircuitOpen
 ├── RequestError              the call is not well formed     .reason .operator .operand
 │   └── MalformedTensor · MalformedRequest · UnsafeLevels · InvalidRecipe · RecipeMismatch
 └── OperatorError             the operator says no            .code .operator .constraint .violations .source
@@ -231,6 +231,21 @@ class ServerDraining(TransportError):
     """
 
     default_reason = "DRAINING"
+
+
+class CircuitOpen(TransportError):
+    """Calls of this caller with this signature killed workers, so that none is taken for now (CIRCUIT_OPEN).
+
+    It is not retried by itself: `retry_after_s` tells when the server will try one such call again.
+
+    Example:
+        >>> try:  # doctest: +SKIP
+        ...     client.group_norm_backward(**call)
+        ... except CircuitOpen as error:
+        ...     print(f"{error}; at the earliest in {error.retry_after_s} s")
+    """
+
+    default_reason = "CIRCUIT_OPEN"
 
 
 class CallTooLarge(TransportError):
@@ -485,6 +500,7 @@ _CLASS_BY_REASON: dict[str, type[NpugradError]] = {
     "DEVICE_BUSY": DeviceError,
     "DEVICE_ERROR": DeviceError,
     "WORKER_LOST": WorkerLost,
+    "CIRCUIT_OPEN": CircuitOpen,
     "UNAVAILABLE": ConnectError,
     "INTERNAL": NpugradError,
 }

@@ -154,6 +154,13 @@ class Metrics(PoolObserver):
         self._lost = Counter(
             "npugrad_workers_lost", "Worker processes that ended.", ("device",), registry=registry
         )
+        self._opened = Counter(
+            "npugrad_circuits_opened",
+            "How often calls of one tenant and signature were refused from then on, as workers died under "
+            "them; npugrad_calls_total has each refusal, with the reason CIRCUIT_OPEN.",
+            ("operator",),
+            registry=registry,
+        )
         self._rejected = Counter(
             "npugrad_device_rejections",
             "Calls that passed the validator and that a device refused: each is a fault of a record.",
@@ -244,6 +251,10 @@ class Metrics(PoolObserver):
         """A worker process ended."""
         self._lost.labels(device).inc()
 
+    def circuit_opened(self, planned: PlannedCall) -> None:
+        """Calls of a tenant and signature are refused for a while."""
+        self._opened.labels(planned.plan.record.name).inc()
+
     def device_changed(self, status: DeviceStatus) -> None:
         """A device went into another state."""
         self._transitions.labels(status.name, str(status.state)).inc()
@@ -306,6 +317,7 @@ class _PoolCollector(Collector):
         for name, text, value in (
             ("npugrad_queue_depth", "Calls that wait for a device.", stats.queue_depth),
             ("npugrad_running_calls", "Calls that run on a device.", stats.running),
+            ("npugrad_open_circuits", "Signatures of a tenant that are refused now.", stats.open_circuits),
             ("npugrad_uploads", "Admitted calls whose operands are still coming.", stats.uploads),
             ("npugrad_input_arena_used_bytes", "Operand memory in use.", stats.input_arena_used_bytes),
             ("npugrad_input_arena_bytes", "Operand memory there is.", stats.input_arena_bytes),

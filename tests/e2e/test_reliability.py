@@ -20,7 +20,7 @@ from tests.e2e.load import CALL_TIMEOUT_S, ClientLoad, mixed_work
 from tests.fix_server import ServerProcess, run_server
 from tests.operators import FLOYD
 
-from npugrad.errors import WorkerLost
+from npugrad.errors import CircuitOpen, WorkerLost
 from npugrad.ops import OPERATORS
 from npugrad.v1 import server_pb2
 from npugrad_client import Client
@@ -202,8 +202,9 @@ def _summary(service: Service, load: ClientLoad) -> dict[str, int | str]:
 def test_a_call_that_always_kills_its_worker_fails_alone(
     work: list[Work], stack: ExitStack, tmp_path: Path, tally: Tally
 ) -> None:
-    """It gets WORKER_LOST after three attempts; whoever calls beside it notices nothing."""
-    doomed = next(item for item in work if item.record is not FLOYD)
+    """WORKER_LOST after two attempts, then CIRCUIT_OPEN; whoever calls beside it notices nothing."""
+    doomed = next(item for item in work if item.record is not FLOYD and not item.streamed)
+    others = [item for item in work if item.sample.call != doomed.sample.call]
     running = stack.enter_context(
         run_server(
             tmp_path / "server.log",
@@ -213,27 +214,28 @@ def test_a_call_that_always_kills_its_worker_fails_alone(
         )
     )
     client = stack.enter_context(Client(running.address, timeout_s=CALL_TIMEOUT_S, retry=None))
-    with ClientLoad(running.address, work, 3) as load:
-        for _ in range(2):
-            load.wait_for_each()
-            with pytest.raises(WorkerLost) as caught:
-                doomed.send(client, label="doomed")
-            assert not caught.value.retryable
-            assert (caught.value.reason, caught.value.source) == ("WORKER_LOST", "device")
-            assert "at each of 3 tries" in str(caught.value)
-            assert "SIGKILL" in str(caught.value)
+    with ClientLoad(running.address, others, 3) as load:
         load.wait_for_each()
-    assert doomed.is_right(doomed.send(client))
+        with pytest.raises(WorkerLost) as caught:
+            doomed.send(client, label="doomed")
+        assert not caught.value.retryable
+        assert (caught.value.reason, caught.value.source) == ("WORKER_LOST", "device")
+        assert "at each of 2 tries" in str(caught.value)
+        assert "SIGKILL" in str(caught.value)
+        load.wait_for_each()
+        with pytest.raises(CircuitOpen, match="found 2 workers that died under calls of this signature"):
+            doomed.send(client, label="doomed")
+        load.wait_for_each()
     assert (load.failed, load.counts.wrong, load.counts.refused) == ([], 0, {})
     assert load.counts.rerun == 0, "a call beside the doomed one was hit"
     lost = [line for line in running.log_lines("call") if line["reason"] == "WORKER_LOST"]
-    assert [line["status"] for line in lost] == ["UNAVAILABLE"] * 2
+    assert [line["status"] for line in lost] == ["UNAVAILABLE"]
     eventually(
         lambda: [(d.state, d.restarts > 0) for d in running.info().devices] == [(READY, True)] * 2,
         "both devices are ready again",
         running,
     )
-    assert sum(device.restarts for device in running.info().devices) == 6
+    assert sum(device.restarts for device in running.info().devices) == 2
     tally("reliability: calls that always kill their worker, lost alone", len(lost))
     tally("reliability: calls beside them, all right", load.counts.right)
 

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.calls import TIMEOUT_S, call_execute, call_unary, failure_of, sample
 from tests.fix_server import run_command, server_flags
 
-from npugrad.errors import InvalidOperand
+from npugrad.errors import CircuitOpen, InvalidOperand
 from npugrad.products import Product
 from npugrad.v1 import (
     backward_pb2,
@@ -22,6 +22,7 @@ from npugrad.v1 import (
     validation_pb2_grpc,
 )
 from npugrad.validation import validate_call
+from npugrad_server.pool.circuit_breaker import OPEN_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -181,7 +182,8 @@ def test_health_follows_the_devices(start_server: StartServer) -> None:
         assert health_of(channel, "liveness") == SERVING
         while next(watch).status != SERVING:
             pass
-        assert call_unary(channel, made.record, made.message()).info.simulated
+        other = sample(n=1)  # not of the signature that is refused now
+        assert call_unary(channel, other.record, other.message()).info.simulated
         watch.cancel()
         (device,) = fragile.info().devices
         assert device.restarts >= 1
@@ -334,10 +336,16 @@ def test_metrics_count_lost_workers_and_calls_that_were_tried_again(start_server
     made = sample()
     with fragile.channel() as channel:
         failure_of(lambda: call_unary(channel, made.record, made.message(label="die")))
+        refused = failure_of(lambda: call_unary(channel, made.record, made.message()))
+    assert (refused.status, refused.error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "CIRCUIT_OPEN")
+    assert isinstance(refused.error, CircuitOpen)
+    assert 0 < (refused.error.retry_after_s or 0) <= OPEN_S
     found = metrics_of(fragile)
-    assert found["npugrad_workers_lost_total", frozenset({("device", "test:0")})] == 3
-    assert found["npugrad_calls_rerun_total", frozenset({("device", "test:0")})] == 2
-    assert found["npugrad_attempts_total", frozenset({("device", "test:0")})] == 3
+    assert found["npugrad_workers_lost_total", frozenset({("device", "test:0")})] == 2
+    assert found["npugrad_calls_rerun_total", frozenset({("device", "test:0")})] == 1
+    assert found["npugrad_attempts_total", frozenset({("device", "test:0")})] == 2
+    assert found["npugrad_circuits_opened_total", frozenset({("operator", made.record.name)})] == 1
+    assert found["npugrad_open_circuits", frozenset()] == 1
 
 
 # -------------------------------------------------------------------------------------- validation

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from npugrad_server.pool.circuit_breaker import CircuitBreaker
 from npugrad_server.pool.commands import (
+    CircuitChanged,
     FailCall,
     RedirectCall,
     ReleaseCall,
@@ -45,6 +47,7 @@ class CallLifecycle:
         calls: All of them by number, until their memory is given back.
         queue: Those that wait for a worker.
         alarms: When their deadlines pass, or their workers are to be ended.
+        circuits: Of calls that killed workers.
     """
 
     def __init__(
@@ -67,6 +70,14 @@ class CallLifecycle:
         self.calls: dict[int, CallState] = {}
         self.queue: FairQueue[CallState] = FairQueue()
         self.alarms = AlarmQueue(self._is_live)
+        self.circuits = CircuitBreaker()
+
+    def enter(self, call: CallState, now: float, out: list[Command]) -> bool:
+        """Lets a call in, or fails it because its circuit is open; returns whether it did."""
+        if not len(self.circuits) or (refusal := self.circuits.enter(call.circuit, call.id, now)) is None:
+            return True
+        self.fail(call, "CIRCUIT_OPEN", refusal.detail, out, retry_after_s=refusal.retry_after_s)
+        return False
 
     def start(self, call: CallState, worker: WorkerState, now: float, out: list[Command]) -> None:
         """Hands a call that has its place to its worker."""
@@ -114,15 +125,26 @@ class CallLifecycle:
         self._placement.reservation.release(call)
 
     def fail(
-        self, call: CallState, reason: str, detail: str, out: list[Command], code: int | None = None
+        self,
+        call: CallState,
+        reason: str,
+        detail: str,
+        out: list[Command],
+        *,
+        code: int | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
         """A call that neither waits nor runs gets an error."""
-        out.append(FailCall(call.id, reason, detail, code))
+        out.append(FailCall(call.id, reason, detail, code, retry_after_s))
         self.settle(call, out)
 
     def settle(self, call: CallState, out: list[Command]) -> None:
         """No worker touches the memory of a call any more."""
         call.stage = CallStage.SETTLED
+        if call.faults:
+            self._count_faults(call, out)
+        if len(self.circuits):
+            self.circuits.left(call.circuit, call.id)
         if call.closed:
             self.forget(call, out)
 
@@ -132,7 +154,40 @@ class CallLifecycle:
         del self.calls[call.id]
         out.append(ReleaseCall(call.id))
 
-    def retry(self, worker: WorkerState, call: CallState, out: list[Command]) -> None:
+    # ------------------------------------------------------------------------------------ whose fault it was
+
+    def blame(self, call: CallState, now: float, out: list[Command]) -> None:
+        """A worker died by the fault of a call, unless another one does that very call.
+
+        So the first death counts once the call has ended without a result, or with its second one.
+        """
+        call.blamed += 1
+        call.faults.append(now)
+        if call.orphaned or call.blamed > 1 or self.circuits.is_trial(call.circuit, call.id):
+            self._count_faults(call, out)
+
+    def clear(self, call: CallState, out: list[Command]) -> None:
+        """A worker has done a call: it was not that call which killed others."""
+        call.faults.clear()
+        if len(self.circuits) and self.circuits.succeeded(call.circuit, call.id):
+            out.append(CircuitChanged(call.id, 0))
+
+    def _count_faults(self, call: CallState, out: list[Command]) -> None:
+        faults, call.faults = call.faults, []
+        if call.plan is None or not any([self.circuits.died(call.circuit, call.id, at) for at in faults]):
+            return
+        refusal = self.circuits.refusal(call.circuit, faults[-1])
+        if refusal is None:
+            return
+        out.append(CircuitChanged(call.id, refusal.deaths))
+        for other in list(self.queue):
+            if (other.tenant, other.operator) == (call.tenant, call.operator) and (
+                other.circuit == call.circuit and other.stage is CallStage.QUEUED
+            ):
+                self._unqueue(other)
+                self.fail(other, "CIRCUIT_OPEN", refusal.detail, out, retry_after_s=refusal.retry_after_s)
+
+    def retry(self, worker: WorkerState, call: CallState, now: float, out: list[Command]) -> None:
         """The worker of a running call is gone: another try, or an error."""
         if call.orphaned:
             self.settle(call, out)
@@ -140,16 +195,16 @@ class CallLifecycle:
         call.free_region()
         failure = worker.failure
         if failure is not None and failure.call == call.id and not failure.retry:
-            self.fail(call, "DEADLINE_EXCEEDED", failure.reason, out, failure.code)
+            self.fail(call, "DEADLINE_EXCEEDED", failure.reason, out, code=failure.code)
             return
-        if self._may_retry(call):
+        if self._may_retry(call, now):
             self.put_back(call)
             out.append(RequeueCall(call.id, worker.index))
             return
         tries = "each" if call.deaths == call.attempts else str(call.deaths)
         last = call.last_reason or worker.reason
         what = f"its worker died at {tries} of {call.attempts} tries; last: {last}"
-        self.fail(call, "WORKER_LOST", what, out, call.last_code)
+        self.fail(call, "WORKER_LOST", what, out, code=call.last_code)
 
     def redirect(self, call: CallState, worker: WorkerState, reason: str, out: list[Command]) -> bool:
         """Puts a call back that its device could not take, if another one could; returns whether it did."""
@@ -199,16 +254,21 @@ class CallLifecycle:
             call.orphaned = True
         # An impatient caller must not bring a slow device down: if the device really hangs, opening it
         # again fails, and that counts.
-        self._worker_lifecycle.kill(self._worker_of(call), why, out, exempt=True)
+        worker = self._worker_of(call)
+        if not worker.ending:
+            worker.ended_by = call.id
+        self._worker_lifecycle.kill(worker, why, out, exempt=True)
 
     def _may_redirect(self, call: CallState) -> bool:
         """Whether a call that its device could not take may be tried on another one: once, and no suspect."""
         wanted = not call.orphaned and not call.suspect
         return wanted and call.declined_by is None and call.attempts < self._settings.max_attempts
 
-    def _may_retry(self, call: CallState) -> bool:
+    def _may_retry(self, call: CallState, now: float) -> bool:
         """Whether a call whose worker died under it may be tried again."""
         suspected = call.suspect and call.deaths >= SUSPECT_ATTEMPTS
+        if len(self.circuits) and self.circuits.refusal(call.circuit, now) is not None:
+            return False
         return call.attempts < self._settings.max_attempts and not suspected
 
     def _is_live(self, number: int) -> bool:

@@ -100,12 +100,27 @@ class CompleteCall:
 
 @dataclass(frozen=True)
 class FailCall:
-    """Give the caller an error: a row of the error table, what happened, and the vendor's number if any."""
+    """Give the caller an error: a row of the error table, and what happened.
+
+    Beside them the vendor's number, if any, and the seconds after which the call may be tried again.
+    """
 
     call: int
     reason: str
     detail: str
     code: int | None = None
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True)
+class CircuitChanged:
+    """Note that calls of the tenant and signature of this call are refused for a while, or no longer.
+
+    `deaths` of workers made it so; 0 when it was closed.
+    """
+
+    call: int
+    deaths: int
 
 
 @dataclass(frozen=True)
@@ -150,5 +165,6 @@ class DeviceChanged:
 WorkerCommand: TypeAlias = "SpawnWorker | KillWorker | DeviceChanged"
 CallCommand: TypeAlias = (
     "StartCall | CompleteCall | FailCall | RequeueCall | RedirectCall | PostponeCall | ReleaseCall"
+    " | CircuitChanged"
 )
 Command: TypeAlias = "WorkerCommand | CallCommand | TellWorker"

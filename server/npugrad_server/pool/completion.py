@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from npugrad.errors import (
     CallTooLarge,
+    CircuitOpen,
     DeadlineExceeded,
     DeviceError,
     ErrorDetails,
@@ -52,16 +53,21 @@ def error_from_answer(planned: PlannedCall, answer: CallFailed) -> NpugradError:
 
 
 def error_without_answer(
-    planned: PlannedCall, reason: str, detail: str, code: int | None = None
+    planned: PlannedCall,
+    reason: str,
+    detail: str,
+    code: int | None = None,
+    retry_after_s: float | None = None,
 ) -> NpugradError:
     """The exception for a call that got no answer from a worker.
 
     Args:
         planned: The call.
-        reason: CALL_TOO_LARGE, DEADLINE_EXCEEDED, OPERATOR_UNSUPPORTED, DETERMINISM_UNSUPPORTED or
-            WORKER_LOST; NO_DEVICE is `error_without_device`.
+        reason: CALL_TOO_LARGE, CIRCUIT_OPEN, DEADLINE_EXCEEDED, OPERATOR_UNSUPPORTED,
+            DETERMINISM_UNSUPPORTED or WORKER_LOST; NO_DEVICE is `error_without_device`.
         detail: What happened.
         code: The vendor's number, when a device failed.
+        retry_after_s: Seconds to wait before the call may be tried again, for CIRCUIT_OPEN.
     """
     message = f"{planned.plan.record.name}: {detail}"
     operator, request_id = planned.plan.record.name, planned.request_id
@@ -69,6 +75,8 @@ def error_without_answer(
         return DeadlineExceeded(message, operator=operator, request_id=request_id)
     if reason == "CALL_TOO_LARGE":
         return CallTooLarge(message, operator=operator, request_id=request_id)
+    if reason == "CIRCUIT_OPEN":
+        return CircuitOpen(message, retry_after_s=retry_after_s, operator=operator, request_id=request_id)
     if reason == "DETERMINISM_UNSUPPORTED":
         return OperatorError(message, reason=reason, operator=operator, request_id=request_id)
     if reason == "OPERATOR_UNSUPPORTED":
@@ -177,7 +185,10 @@ class Completion:
         if command.reason == "NO_DEVICE":
             self.finish(ticket, error_without_device(self._devices(), planned))
         else:
-            self.finish(ticket, error_without_answer(planned, command.reason, command.detail, command.code))
+            error = error_without_answer(
+                planned, command.reason, command.detail, command.code, command.retry_after_s
+            )
+            self.finish(ticket, error)
 
     def finish(self, ticket: Ticket, error: NpugradError) -> None:
         """An error goes to the caller."""
@@ -201,6 +212,24 @@ class Completion:
             "request %s: %s died under it; it waits for another try", ticket.planned.request_id, device
         )
         self._observer.call_requeued(ticket.planned, device)
+
+    def circuit_changed(self, ticket: Ticket, deaths: int) -> None:
+        """The circuit of a call's tenant and signature was opened by so many deaths, or closed."""
+        planned = ticket.planned
+        about = f"{planned.plan.record.name} of {planned.tenant.name or 'nobody known'}"
+        if not deaths:
+            _log.info(
+                "request %s: %s: circuit closed, calls of its signature run again", planned.request_id, about
+            )
+            return
+        _log.warning(
+            "request %s: %s: circuit open, %d workers died under calls of its signature (%s)",
+            planned.request_id,
+            about,
+            deaths,
+            planned.plan.call.summary,
+        )
+        self._observer.circuit_opened(planned)
 
     def redirected(self, ticket: Ticket, device: str, reason: str) -> None:
         """A device could not take a call, which waits for another one."""

@@ -92,6 +92,7 @@ class DevicePool:
             ServerDraining: The pool was closed, or its calls were abandoned.
             UnsupportedOperator: No device can run the operator.
             OperatorError: DETERMINISM_UNSUPPORTED, no device can run it deterministically.
+            CircuitOpen: Calls of its tenant and signature killed workers.
         """
         operator = planned.plan.record.name
         if self._driver.closing:
@@ -102,6 +103,8 @@ class DevicePool:
         eligible = self._scheduler.eligibility[operator, deterministic]
         if eligible.refusal is not None:
             raise error_without_answer(planned, *eligible.refusal)
+        if len(self._scheduler.circuits):
+            self._check_circuit(planned)
         waiting = self._uploads + self._scheduler.queue_depth
         demand, region = self._admission.reserve(
             planned,
@@ -123,6 +126,14 @@ class DevicePool:
         self._observer.call_accepted(planned)
         return ticket
 
+    def _check_circuit(self, planned: PlannedCall) -> None:
+        """Refuses a call that would be refused later, before it is sent."""
+        key = planned.tenant.name, planned.plan.signature
+        refusal = self._scheduler.circuits.refusal(key, time.monotonic())
+        if refusal is not None:
+            after_s = refusal.retry_after_s
+            raise error_without_answer(planned, "CIRCUIT_OPEN", refusal.detail, retry_after_s=after_s)
+
     async def run(self, ticket: Ticket) -> Outcome:
         """Runs an admitted call whose operands are all written.
 
@@ -138,6 +149,7 @@ class DevicePool:
             ServerBusy: NO_DEVICE, the last device was marked down.
             ServerDraining: The pool was closed meanwhile.
             WorkerLost: The worker died at every attempt.
+            CircuitOpen: Workers died under other calls of its tenant and signature meanwhile.
             DeviceError: The device or the operator failed; INTERNAL, VERIFICATION_FAILED or a vendor number.
             DeviceOutOfMemory: The device has no memory for it now, nor has another one.
             RequestError: UNSAFE_LEVELS.
@@ -199,6 +211,7 @@ class DevicePool:
             uploads=self._uploads,
             input_arena_bytes=self._admission.operands.nbytes,
             output_arena_bytes=self._admission.output_bytes * len(self._fleet.devices),
+            open_circuits=self._scheduler.circuits.open_count,
         )
 
     async def wait_ready(self, timeout_s: float) -> None:

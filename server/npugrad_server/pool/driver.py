@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from npugrad_server.pool.commands import (
+    CircuitChanged,
     CompleteCall,
     DeviceChanged,
     FailCall,
@@ -249,13 +250,6 @@ class Driver:
             self._complete(self.tickets[command.call])
         elif isinstance(command, FailCall):
             self.completion.fail(self.tickets[command.call], command)
-        elif isinstance(command, RequeueCall):
-            self.completion.requeued(self.tickets[command.call], self.fleet.names[command.worker])
-        elif isinstance(command, RedirectCall):
-            device = self.fleet.names[command.worker]
-            self.completion.redirected(self.tickets[command.call], device, command.reason)
-        elif isinstance(command, PostponeCall):
-            self.completion.postponed(self.tickets[command.call], self.fleet.names[command.worker])
         elif isinstance(command, TellWorker):
             self._tell(command)
         elif isinstance(command, SpawnWorker):
@@ -263,6 +257,20 @@ class Driver:
         elif isinstance(command, KillWorker):
             _log.warning("%s: its worker is ended: %s", self.fleet.names[command.worker], command.reason)
             self.fleet.kill(command.worker, command.incarnation)
+        else:
+            self._note(command)
+
+    def _note(self, command: Command) -> None:
+        """Says what happened to a call that goes on, or to calls like it."""
+        if isinstance(command, RequeueCall):
+            self.completion.requeued(self.tickets[command.call], self.fleet.names[command.worker])
+        elif isinstance(command, RedirectCall):
+            device = self.fleet.names[command.worker]
+            self.completion.redirected(self.tickets[command.call], device, command.reason)
+        elif isinstance(command, PostponeCall):
+            self.completion.postponed(self.tickets[command.call], self.fleet.names[command.worker])
+        elif isinstance(command, CircuitChanged):
+            self.completion.circuit_changed(self.tickets[command.call], command.deaths)
 
     def _start(self, command: StartCall) -> None:
         ticket = self.tickets[command.call]

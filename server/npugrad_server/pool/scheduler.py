@@ -10,6 +10,8 @@ Guarantees
     - A call starts at most `max_attempts` times, never past its deadline, never on a device that lacks its
       operator or its mode, and isolated once a worker died under it; no more after
       `call_lifecycle.SUSPECT_ATTEMPTS` such deaths once a device failed under it.
+    - A call of a tenant and signature whose circuit is open (`circuit_breaker`) starts on no worker, but for
+      one trial at a time.
     - A call that a device cannot take now (`call_lifecycle.EXHAUSTION_REASONS`) is tried on another one, if
       there is one, once; the second answer is its caller's. That device comes last until it has done a call
       well.
@@ -52,6 +54,7 @@ class Scheduler:
     Attributes:
         workers: The devices.
         eligibility: Which devices calls may go to, by operator and mode.
+        circuits: Of calls that killed workers.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class Scheduler:
         self._worker_lifecycle = WorkerLifecycle(settings, self.workers, self._placement.worker_changed)
         self._call_lifecycle = CallLifecycle(settings, self.workers, self._placement, self._worker_lifecycle)
         self._calls, self._queue = self._call_lifecycle.calls, self._call_lifecycle.queue
-        self._alarms = self._call_lifecycle.alarms
+        self._alarms, self.circuits = self._call_lifecycle.alarms, self._call_lifecycle.circuits
 
     # ------------------------------------------------------------------------------ what is seen from outside
 
@@ -118,6 +121,8 @@ class Scheduler:
         self._calls[call.id] = call
         if self._worker_lifecycle.all_down:
             self._call_lifecycle.fail(call, "NO_DEVICE", self._worker_lifecycle.why_down, out)
+            return out
+        if not self._call_lifecycle.enter(call, now, out):
             return out
         self._queue.push(call)
         if call.deadline_s is not None:
@@ -202,6 +207,7 @@ class Scheduler:
         self._queue.come_off(done, now)
         if good:
             self._worker_lifecycle.count_success(worker, done)
+            self._call_lifecycle.clear(done, out)
         if good or not self._call_lifecycle.redirect(done, worker, reason, out):
             if not done.orphaned:
                 out.append(CompleteCall(number))
@@ -266,14 +272,17 @@ class Scheduler:
             return out
         worker.alive = False
         worker.reason = worker.ended_for or reason
-        self._worker_lifecycle.count_loss(worker, host=host)
+        culprit = worker.culprit()
+        self._worker_lifecycle.count_loss(worker, host=host, blamed=culprit is not None)
         died_under = list(worker.running)
         # The last one started goes back first, so that the first one started is in front at the end.
         for number in reversed(died_under):
             call = self._placement.take_off(number, worker)
             self._queue.come_off(call, now)
             call.note_loss(worker, sole=len(died_under) == 1)
-            self._call_lifecycle.retry(worker, call, out)
+            if call is culprit:
+                self._call_lifecycle.blame(call, now, out)
+            self._call_lifecycle.retry(worker, call, now, out)
         worker.outputs = RegionAllocator(0)
         self._worker_lifecycle.restart(worker, now, out, idle=not died_under)
         self._worker_lifecycle.take_turns(now, out)

@@ -7,8 +7,9 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from npugrad_server.backends.base import RestartPolicy
 from npugrad_server.pool.regions import EMPTY, Region, RegionAllocator
 from npugrad_server.pool.tenant import NOBODY, Tenant
 from npugrad_server.pool.types import DeviceState
@@ -17,6 +18,15 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
     from npugrad_server.pool.commands import Failure, WorkerSpec
+
+
+class Signed(Protocol):
+    """What has the signature of a call."""
+
+    @property
+    def signature(self) -> Hashable:
+        """What two calls have alike that differ in nothing but their contents; made when it is asked for."""
+        ...
 
 
 class CallStage(Enum):
@@ -47,6 +57,7 @@ class CallState:
         operator: Name that devices which cannot run it give; it means nothing else here.
         tenant: Whose call it is.
         expected_s: Seconds it is expected to take on a device; 0 where nothing is known of it.
+        plan: Has its signature; None for a call that no circuit breaker is to know.
         submitted_s: When its operands were complete.
         started_s: When it was last started.
         charged_s: Device seconds that its tenant was charged with at that start.
@@ -69,6 +80,8 @@ class CallState:
         last_reason: How the last of them ended.
         last_code: The vendor's number of a device failure under it; None without one.
         suspect: Whether a device failed under it, so that it is tried only once more.
+        blamed: How many workers died by its fault, as far as is known.
+        faults: When those of them died that do not count yet: another worker may still do it.
         kind: Kind of the queue: operator and deterministic mode, which its devices are chosen by.
     """
 
@@ -84,6 +97,7 @@ class CallState:
     operator: str = ""
     tenant: Tenant = NOBODY
     expected_s: float = 0.0
+    plan: Signed | None = None
     submitted_s: float = 0.0
     started_s: float = 0.0
     charged_s: float = 0.0
@@ -106,11 +120,18 @@ class CallState:
     last_reason: str = ""
     last_code: int | None = None
     suspect: bool = False
+    blamed: int = 0
+    faults: list[float] = field(default_factory=list)
     kind: tuple[str, bool] = field(init=False)
 
     def __post_init__(self) -> None:
         """Joins what its devices are chosen by."""
         self.kind = (self.operator, self.deterministic)
+
+    @property
+    def circuit(self) -> Hashable:
+        """Key of its circuit breaker: tenant and exact signature."""
+        return None if self.plan is None else (self.tenant.name, self.plan.signature)
 
     @property
     def isolated(self) -> bool:
@@ -173,6 +194,7 @@ class WorkerState:
         alarm: When its start has to have got on, or it is to be started again; None for neither.
         reason: Why it is not ready.
         ended_for: Why the present process is being ended; empty while it is not.
+        ended_by: Call that ran for too long, for which the present process is being ended; None without.
         failure: What the present process said of its device before it ended; None while it is well.
         last_start: Number of the last call it was given, to spread calls over idle devices.
         unavailable: Operators that the last process that opened it cannot run, with the reason.
@@ -206,10 +228,25 @@ class WorkerState:
     alarm: float | None = None
     reason: str = "its first worker starts"
     ended_for: str = ""
+    ended_by: int | None = None
     failure: Failure | None = None
     last_start: int = 0
     unavailable: Mapping[str, str] = field(default_factory=dict)
     exhausted: bool = False
+
+    def culprit(self) -> CallState | None:
+        """The running call that the end of the process is the fault of, as far as is known.
+
+        That is one which ran for too long, one under which the device said that it failed, or one that ran
+        alone. A device that is damaged blames no call.
+        """
+        failure = self.failure
+        if failure is not None and failure.restart_policy is RestartPolicy.NEVER:
+            return None
+        number = failure.call if self.ended_by is None and failure is not None else self.ended_by
+        if number is None and len(self.running) == 1 and not self.exempt:
+            (number,) = self.running
+        return None if number is None else self.running.get(number)
 
     def why_unavailable(self, operator: str) -> str:
         """Why it cannot run an operator; empty when it can, or may once it is ready again."""

@@ -74,6 +74,7 @@ class Ticket:
             priority=options.priority,
             label=options.label,
             tenant=planned.tenant,
+            plan=planned.plan,
             deterministic=options.deterministic,
             deadline_s=planned.deadline_s,
             output_bytes=demand.outputs.nbytes,

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from npugrad_server.pool.tenant import NOBODY, Tenant
@@ -107,6 +109,14 @@ class CallPlan:
     is_kept: bool
     unused: frozenset[str] = frozenset()
     demands: dict[bool, Demand] = field(default_factory=dict, init=False, repr=False)
+
+    @cached_property
+    def signature(self) -> bytes:
+        """Digest of what it was made of: that of two plans which look alike is the same."""
+        outputs = [name for name, meta in self.outputs.items() if meta is not None]
+        call = self.call
+        parts = (self.record.name, call.product, call.inputs, call.attrs, outputs, self.options)
+        return blake2b(repr(parts).encode(), digest_size=16).digest()
 
 
 @dataclass(frozen=True)
@@ -215,6 +225,7 @@ class PoolStats:
         uploads: Admitted calls whose operands are still being written.
         input_arena_bytes: Operand memory there is.
         output_arena_bytes: Result memory there is, over all devices.
+        open_circuits: Signatures of a tenant whose calls are refused, because workers died under them.
     """
 
     queue_depth: int
@@ -226,6 +237,7 @@ class PoolStats:
     uploads: int
     input_arena_bytes: int
     output_arena_bytes: int
+    open_circuits: int = 0
 
 
 class PoolObserver:
@@ -271,6 +283,9 @@ class PoolObserver:
 
     def worker_lost(self, device: str, reason: str) -> None:
         """A worker process ended; `reason` says how, for a person."""
+
+    def circuit_opened(self, planned: PlannedCall) -> None:
+        """Calls of a tenant and signature, that of this call, are refused for a while."""
 
     def device_changed(self, status: DeviceStatus) -> None:
         """A device went into another state."""

@@ -4,7 +4,8 @@ What a loss counts for
     - A process that cannot even be started is the host's trouble (descriptors, memory, processes), and counts
       against no device.
     - A death under calls counts against those calls, whatever becomes of them. It counts against the device
-      too once a call that ran isolated there has been done by another one.
+      too once a call that ran isolated there has been done by another one. Until then one that is the fault
+      of a single call (`WorkerState.culprit`) does not even lengthen the wait for the next process.
     - Anything else counts against the device: a start that fails, the death of an idle process.
 
 What follows
@@ -103,7 +104,7 @@ class WorkerLifecycle:
         worker.waits = False
         worker.incarnation += 1
         worker.alive, worker.ending, worker.opened, worker.start_timed_out = True, False, False, False
-        worker.exempt, worker.ended_for, worker.failure = False, "", None
+        worker.exempt, worker.ended_for, worker.ended_by, worker.failure = False, "", None, None
         worker.outputs = RegionAllocator(worker.spec.output_bytes)
         worker.spawned_s, worker.stage = now, _FIRST_STAGE
         worker.alarm = now + self._stage_limit_s(worker)
@@ -153,19 +154,23 @@ class WorkerLifecycle:
         if worker.state is not DeviceState.DOWN:
             self._change(worker, DeviceState.RESTARTING, reason, out)
 
-    def count_loss(self, worker: WorkerState, *, host: bool) -> None:
+    def count_loss(self, worker: WorkerState, *, host: bool, blamed: bool) -> None:
         """Counts the loss of a process whose calls are still on it.
 
         Args:
             worker: Its device.
             host: Whether it could not even be started.
+            blamed: Whether it is the fault of one call.
         """
         if worker.exempt:
             return
         if host:
             worker.failed_spawns += 1
             return
-        worker.failed_spawns, worker.losses = 0, worker.losses + 1
+        worker.failed_spawns = 0
+        if blamed:
+            return
+        worker.losses += 1
         if not worker.running:
             worker.failures += 1
 
@@ -173,6 +178,7 @@ class WorkerLifecycle:
         """Counts a call that a device has done: it was not that call which killed workers elsewhere."""
         for index, count in call.solo_losses.items():
             self._workers[index].failures += count
+            self._workers[index].losses += count
         worker.failures, worker.losses, worker.exhausted = 0, 0, False
 
     def restart(self, worker: WorkerState, now: float, out: list[Command], *, idle: bool) -> None:

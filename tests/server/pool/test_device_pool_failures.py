@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from npugrad.errors import DeadlineExceeded, DeviceError, DeviceOutOfMemory, ServerBusy, WorkerLost
+from npugrad.errors import (
+    CircuitOpen,
+    DeadlineExceeded,
+    DeviceError,
+    DeviceOutOfMemory,
+    ServerBusy,
+    WorkerLost,
+)
 from npugrad_server.pool import DeviceState, PoolObserver
 from npugrad_server.worker.descendants import processes
 
@@ -178,7 +185,7 @@ def test_a_call_that_always_kills_its_worker_fails_alone(run_pool: Any, job: Any
     async def scenario(pool: DevicePool) -> None:
         await pool.wait_ready(30)
         bad = asyncio.ensure_future(job(label="bad").run(pool))
-        good = [job(seed=i, label=f"good-{i}").check(pool) for i in range(6)]
+        good = [job(seed=i, label=f"good-{i}", n=3).check(pool) for i in range(6)]
         await asyncio.gather(*good)
         with pytest.raises(WorkerLost, match=r"died at each of 3 tries.*SIGKILL") as caught:
             await bad
@@ -433,7 +440,9 @@ def test_a_device_that_fails_says_why_and_its_call_runs_elsewhere(run_pool: Any,
         with pytest.raises(WorkerLost, match="run returned 507015") as caught:
             await job(label="x").run(pool)
         assert (caught.value.code, caught.value.source) == (507015, "device")
-        await job(label="y").check(pool)
+        with pytest.raises(CircuitOpen):
+            await job().run(pool)
+        await job(label="y", n=3).check(pool)
         await pool.wait_ready(30)
         assert [status.state for status in pool.devices()] == [DeviceState.READY] * 2
 
@@ -541,7 +550,8 @@ def test_calls_that_kill_their_worker_and_time_out_do_not_bring_the_device_down(
         while len(losses.lost) < 4:  # a worker that is late to begin a call refuses it, and lives
             await eventually(lambda: pool.devices()[0].state is DeviceState.READY)
             with pytest.raises(DeadlineExceeded):
-                await job(label="bad", timeout_s=0.05).run(pool)
+                # No two are alike, so that no circuit breaker ends it.
+                await job(label="bad", timeout_s=0.05, n=len(losses.attempts) + 1).run(pool)
             await eventually(lambda: not pool.stats().running)
         await job(label="good").check(pool)
 

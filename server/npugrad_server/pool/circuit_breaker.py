@@ -1,0 +1,138 @@
+"""Circuit breaker: calls that kill workers are refused for a while, those of one tenant and signature alone.
+
+No clock: time comes with the event.
+
+Guarantees
+    - A circuit opens after `MOST_DEATHS` deaths within `WINDOW_S`. It is half-open `OPEN_S` later: one call
+      at a time is let through as its trial. A trial that is done closes it, the death of its worker opens
+      it again; one that ends otherwise tells nothing.
+    - What is remembered of a key is forgotten `WINDOW_S + OPEN_S` after its last death, and there are at most
+      `MOST_KEYS` of them: the one without a death for longest goes first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+MOST_DEATHS, WINDOW_S = 2, 60.0
+OPEN_S = 10.0
+MOST_KEYS = 4096
+_TRIAL_S = 1.0
+"""What a caller is asked to wait while a trial is on its way, which tells sooner or later."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a call is not let through.
+
+    Attributes:
+        deaths: Workers that died under such calls within the time that counts.
+        retry_after_s: Seconds until one may be tried.
+    """
+
+    deaths: int
+    retry_after_s: float
+
+    @property
+    def detail(self) -> str:
+        """The same for a person."""
+        return (
+            f"found {self.deaths} workers that died under calls of this signature within {WINDOW_S:g} s; "
+            f"expected fewer than {MOST_DEATHS}; one may be tried again in {self.retry_after_s:.1f} s"
+        )
+
+
+@dataclass
+class _Circuit:
+    """What is remembered of a key: times of deaths; when it opened, None while it is closed; its trial."""
+
+    deaths: list[float] = field(default_factory=list)
+    opened_s: float | None = None
+    trial: int | None = None
+
+
+class CircuitBreaker:
+    """The circuits of all keys under which workers died; every other key has a closed one."""
+
+    def __init__(self) -> None:
+        """Starts with every circuit closed."""
+        self._circuits: OrderedDict[Hashable, _Circuit] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Keys that are remembered; with none, every call is let through."""
+        return len(self._circuits)
+
+    @property
+    def open_count(self) -> int:
+        """Circuits that are open or half-open."""
+        return sum(circuit.opened_s is not None for circuit in self._circuits.values())
+
+    def refusal(self, key: Hashable, now: float) -> Refusal | None:
+        """Why a call with this key would not be let through; None when it would."""
+        self._forget(now)
+        circuit = self._circuits.get(key)
+        if circuit is None or circuit.opened_s is None:
+            return None
+        left_s = circuit.opened_s + OPEN_S - now
+        if left_s <= 0 and circuit.trial is None:
+            return None
+        return Refusal(len(circuit.deaths), left_s if left_s > 0 else _TRIAL_S)
+
+    def enter(self, key: Hashable, call: int, now: float) -> Refusal | None:
+        """Lets a call through, of a half-open circuit as its trial, or says why not.
+
+        Args:
+            key: Its key.
+            call: Its number.
+            now: When.
+        """
+        refusal = self.refusal(key, now)
+        circuit = self._circuits.get(key)
+        if refusal is None and circuit is not None and circuit.opened_s is not None:
+            circuit.trial = call
+        return refusal
+
+    def is_trial(self, key: Hashable, call: int) -> bool:
+        """Whether a call is the trial of a half-open circuit."""
+        circuit = self._circuits.get(key)
+        return circuit is not None and circuit.trial == call
+
+    def died(self, key: Hashable, call: int, now: float) -> bool:
+        """A worker died under a call, whose fault it was; returns whether its circuit opened."""
+        self._forget(now)
+        circuit = self._circuits.setdefault(key, _Circuit())
+        self._circuits.move_to_end(key)
+        circuit.deaths = [at for at in circuit.deaths if at > now - WINDOW_S] + [now]
+        was_trial, was_open = circuit.trial == call, circuit.opened_s is not None
+        if was_trial or len(circuit.deaths) >= MOST_DEATHS:
+            circuit.opened_s = max(now, circuit.opened_s or now)
+        if was_trial:
+            circuit.trial = None
+        if len(self._circuits) > MOST_KEYS:
+            self._circuits.popitem(last=False)
+        return circuit.opened_s is not None and (was_trial or not was_open)
+
+    def succeeded(self, key: Hashable, call: int) -> bool:
+        """A call was done; returns whether that closed its circuit."""
+        if not self.is_trial(key, call):
+            return False
+        del self._circuits[key]
+        return True
+
+    def left(self, key: Hashable, call: int) -> None:
+        """A call ended; if it was a trial that told nothing, another one may be."""
+        circuit = self._circuits.get(key)
+        if circuit is not None and circuit.trial == call:
+            circuit.trial = None
+
+    def _forget(self, now: float) -> None:
+        while self._circuits:
+            key, circuit = next(iter(self._circuits.items()))
+            if circuit.trial is not None or circuit.deaths[-1] + WINDOW_S + OPEN_S > now:
+                return
+            del self._circuits[key]
