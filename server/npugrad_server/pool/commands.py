@@ -165,6 +165,5 @@ class DeviceChanged:
 WorkerCommand: TypeAlias = "SpawnWorker | KillWorker | DeviceChanged"
 CallCommand: TypeAlias = (
     "StartCall | CompleteCall | FailCall | RequeueCall | RedirectCall | PostponeCall | ReleaseCall"
-    " | CircuitChanged"
 )
-Command: TypeAlias = "WorkerCommand | CallCommand | TellWorker"
+Command: TypeAlias = "WorkerCommand | CallCommand | CircuitChanged | TellWorker"
