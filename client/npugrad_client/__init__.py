@@ -8,7 +8,7 @@ Example:
 
 from __future__ import annotations
 
-from npugrad.call import ExecutionInfo
+from npugrad.call import ExecutionInfo, VerifiedOutput
 from npugrad.errors import Violation
 from npugrad.meta import TensorMeta
 from npugrad.operator import Verdict
@@ -106,6 +106,7 @@ __all__ = [
     "UnsafeLevels",
     "UnsupportedOperator",
     "Verdict",
+    "VerifiedOutput",
     "Violation",
     "WorkerLost",
 ]

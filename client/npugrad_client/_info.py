@@ -37,7 +37,7 @@ class DeviceInfo:
         backend: ``"cpu"``, ``"cpu-reference"``, ``"npu"`` or ``"test"``.
         description: What the backend says of itself.
         simulated: True when the device is simulated.
-        state: ``"starting"``, ``"ready"``, ``"restarting"`` or ``"down"``.
+        state: ``"starting"``, ``"ready"``, ``"restarting"``, ``"down"`` or ``"quarantined"``.
         restarts: How often its worker was replaced.
         reason: Why it is not ready, when it is not.
     """

@@ -68,6 +68,31 @@ def _is_text(value: object) -> bool:
 
 
 @dataclass(frozen=True)
+class VerifiedOutput:
+    """How far an output of a right result is from the float64 reference.
+
+    Attributes:
+        name: Name of the output.
+        max_absolute_error: Largest absolute error of an element, over finite elements.
+        max_relative_error: That, as a share of the largest absolute value of the reference.
+        tolerance_used: Largest error as a share of what the tolerance allows, of elements and their mean; at
+            most 1.
+    """
+
+    name: str
+    max_absolute_error: float
+    max_relative_error: float
+    tolerance_used: float
+
+    def __str__(self) -> str:
+        """One line for a person."""
+        return (
+            f"{self.name}: max absolute error {self.max_absolute_error:.2e}, max relative error "
+            f"{self.max_relative_error:.2e}, {self.tolerance_used:.2g} of what is allowed"
+        )
+
+
+@dataclass(frozen=True)
 class ExecutionInfo:
     """What produced a result and how long each stage took.
 
@@ -91,6 +116,7 @@ class ExecutionInfo:
         verification: What `verify` has to tell of a right result: by which rule of coordinates it is right if
             not by the service's own, and how many points lie on the other side of a pixel edge. Empty where
             there is nothing to tell.
+        verified: How far each wanted output is from the reference, where the call was verified.
         tries: How often the client sent the call; above 1 when a server was lost or busy, or slow where the
             client hedges. Not on the wire.
         recorded: What `timeline` is made from; None where nothing was recorded. No field, so that
@@ -109,6 +135,7 @@ class ExecutionInfo:
     copy_out_s: float = 0.0
     request_id: str = ""
     verification: str = ""
+    verified: tuple[VerifiedOutput, ...] = ()
     tries: int = 1
     recorded: ClassVar[Recorded | None] = None
 

@@ -13,10 +13,11 @@ from npugrad.attribute_fields import decode_attr, encode_attr
 from npugrad.call import CallOptions, ExecutionInfo
 from npugrad.errors import InvalidRecipe, MalformedRequest, MalformedTensor, RequestError, UnsupportedOperator
 from npugrad.generators import Draw
+from npugrad.info_fields import decode_info as decode_info
+from npugrad.info_fields import encode_info as encode_info
 from npugrad.meta import CallMeta, TensorMeta
 from npugrad.meta_fields import decode_meta as decode_meta
 from npugrad.meta_fields import encode_meta as encode_meta
-from npugrad.products import Product, product_from_wire
 from npugrad.recipe import DIGEST_BYTES, Recipe
 from npugrad.registry import REGISTRY, Registry
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from npugrad.attributes import AttrValue
     from npugrad.operator import OpRecord
+    from npugrad.products import Product
     from npugrad.timeline import Recorded
     from npugrad.v1 import operators_pb2, tensor_pb2
 
@@ -336,37 +338,6 @@ def decode_response(record: OpRecord, message: Any, recorded: Recorded | None = 
                 f"{record.name}: {param.name}: {problem}", operator=record.name, operand=param.name
             )
     return WireResult(metas, contents, decode_info(message.info, recorded))
-
-
-_INFO_FIELDS = (
-    "backend", "device", "simulated", "workspace_bytes", "attempts",
-    "queued_s", "copy_in_s", "run_s", "copy_out_s", "request_id", "verification",
-)  # fmt: skip
-
-
-def encode_info(info: ExecutionInfo, message: operators_pb2.ExecutionInfo) -> None:
-    """Writes execution info into a message, its timeline apart."""
-    for name in _INFO_FIELDS:
-        setattr(message, name, getattr(info, name))
-    message.product = info.product.wire  # type: ignore[assignment]
-
-
-def decode_info(message: operators_pb2.ExecutionInfo, recorded: Recorded | None = None) -> ExecutionInfo:
-    """Reads execution info from a message.
-
-    Args:
-        message: The message.
-        recorded: What the client measured of the call.
-
-    Raises:
-        MalformedRequest: The product is not known here.
-    """
-    product = product_from_wire(message.product)
-    if product is None:  # never guessed: a result must say what it was computed for
-        found = f"info: found product {message.product}"
-        raise MalformedRequest(f"{found}; expected one of the contract's numbers")
-    fields = {name: getattr(message, name) for name in _INFO_FIELDS}
-    return ExecutionInfo(product=product, **fields).note(recorded)
 
 
 # ------------------------------------------------------------------------------------- headers

@@ -54,6 +54,7 @@ class Comparison:
 
     Attributes:
         ok: Whether the result is within the tolerance.
+        max_absolute_error: max|e| over finite elements.
         max_relative_error: max|e| / max|g| over finite elements; what accuracy tables show.
         mean_relative_error: mean|e| / mean|g| over finite elements.
         worst: Largest error as a fraction of what is allowed, of elements and mean; above 1 it is too large,
@@ -65,6 +66,7 @@ class Comparison:
     """
 
     ok: bool
+    max_absolute_error: float
     max_relative_error: float
     mean_relative_error: float
     worst: float
@@ -180,6 +182,7 @@ def compare(golden: npt.NDArray[Any], got: npt.NDArray[Any], extra: float = 0.0)
     worst = max(worst, mean_error / allowed.mean)
     return Comparison(
         ok=worst <= 1,
+        max_absolute_error=largest,
         max_relative_error=_ratio(largest, scale.largest),
         mean_relative_error=_ratio(mean_error, scale.mean),
         worst=worst,

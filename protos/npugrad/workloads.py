@@ -139,6 +139,8 @@ class Workloads:
         variants: Keywords of the record's `build` with the values that small calls combine, in every type.
         uneven: Keywords of the record's `build` for a small call whose axes differ in size and are no whole
             vectors. References and CPU kernels must compute it, though a device may refuse it.
+        canary: Keywords of the record's `build` for the least call that tells a right device from a wrong
+            one, of sizes that differ; where a device refuses it, the tiny one is taken. Empty takes `uneven`.
         examples: Those of the official pages.
         probes: Calls that an acceptance compares with numbers worked out by hand.
         flops: From sizes, the operations that the formula needs; None where memory is the limit.
@@ -150,6 +152,7 @@ class Workloads:
     named: Mapping[str, Workload]
     variants: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     uneven: Sizes = field(default_factory=dict)
+    canary: Sizes = field(default_factory=dict)
     examples: tuple[Example, ...] = ()
     probes: tuple[Probe, ...] = ()
     flops: Callable[[Sizes], float] | None = None

@@ -10,7 +10,7 @@ import pytest
 from tests.synthetic.record import REGISTRY as SYNTHETIC
 
 from npugrad import codec, layout
-from npugrad.call import CallOptions, ExecutionInfo
+from npugrad.call import CallOptions, ExecutionInfo, VerifiedOutput
 from npugrad.errors import MalformedRequest, MalformedTensor, RequestError
 from npugrad.meta import TensorMeta
 from npugrad.operator import TensorParam
@@ -238,6 +238,7 @@ def test_the_operand_of_a_chunk_is_the_number_of_its_field_less_2(record: OpReco
 INFO = ExecutionInfo(
     "cpu", "cpu:3", Product.ATLAS_TRAINING, True, 2**40, 2, 0.5, 0.25, 1.5, 0.125, "request-1",
     "by coordinate rule vendor-a2",
+    (VerifiedOutput("grad_input", 1e-6, 1e-7, 0.01), VerifiedOutput("grad_gamma", 0.0, 0.0, 0.0)),
 )  # fmt: skip
 
 

@@ -110,5 +110,7 @@ def results(console: Console, arrays: dict[str, npt.NDArray[Any] | None], info: 
         f"copy in {info.copy_in_s:.4f} s, run {info.run_s:.4f} s, copy out {info.copy_out_s:.4f} s",
         soft_wrap=True,
     )
+    for found in info.verified:
+        console.print(f"verified: {found}", soft_wrap=True)
     if info.verification:
         console.print(f"verified: {info.verification}", soft_wrap=True)

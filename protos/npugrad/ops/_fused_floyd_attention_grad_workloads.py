@@ -82,6 +82,7 @@ WORKLOADS = Workloads(
     # 10 products of a scores' cube with one of its factors, each two operations for an element.
     flops=lambda sizes: 20.0 * math.prod(sizes.values()),
     uneven={"h": 2, "n": 35, "m": 37, "k": 67, "d": 37, "with_mask": True},
+    canary={"h": 1, "n": 3, "m": 5, "k": 7, "d": 9, "with_mask": True},
     examples=tuple(
         Example(f"{reading}: overflows", DType.FLOAT16, partial(_example, literal))
         for literal, reading in ((True, "as written"), (False, "as intended"))

@@ -136,6 +136,7 @@ WORKLOADS = Workloads(
         "output_mask": ((True, True), (True, False), (False, True)),
     },
     uneven={"n": 2, "c": 21, "h": 13, "w": 19, "oh": 11, "ow": 23},
+    canary={"n": 2, "c": 3, "h": 5, "w": 7, "oh": 4, "ow": 9},
     examples=(Example("", DType.FLOAT32, _example),),
     huge=Huge(
         unit_bytes=4 * math.prod(_IMAGE.values()),

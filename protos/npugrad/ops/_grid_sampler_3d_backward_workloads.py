@@ -82,6 +82,7 @@ WORKLOADS = Workloads(
         "output_mask": ((True, True), (True, False), (False, True)),
     },
     uneven={"n": 2, "c": 19, "d": 5, "h": 7, "w": 9, "od": 4, "oh": 6, "ow": 11},
+    canary={"n": 1, "c": 3, "d": 3, "h": 4, "w": 5, "od": 2, "oh": 3, "ow": 7},
     examples=(Example("", DType.FLOAT32, _example),),
     ties=ties,
 )

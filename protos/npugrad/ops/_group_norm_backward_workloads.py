@@ -90,5 +90,6 @@ WORKLOADS = Workloads(
     ),
     variants={"with_gamma": (False, True), "group": (1, 3), "output_mask": _MASKS},
     uneven={"n": 2, "c": 6, "hxw": 1037, "group": 2},
+    canary={"n": 2, "c": 6, "hxw": 19, "group": 2},
     examples=(Example("", DType.FLOAT32, _example),),
 )

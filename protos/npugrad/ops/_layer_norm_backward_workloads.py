@@ -65,5 +65,6 @@ WORKLOADS = Workloads(
     ),
     variants={"with_weight": (False, True), "with_bias": (False, True), "output_mask": _MASKS},
     uneven={"leading": (3, 7), "normalized": (5, 13)},
+    canary={"leading": (3, 2), "normalized": (5, 3)},
     examples=(Example("", DType.FLOAT32, _example),),
 )

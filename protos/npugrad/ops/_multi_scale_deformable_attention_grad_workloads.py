@@ -136,6 +136,7 @@ WORKLOADS = Workloads(
         "ch": (8, 24),
     },
     uneven={"nq": 37, "nh": 3, "ch": 20, "levels": ((9, 7), (4, 5)), "points": 3},
+    canary={"nq": 5, "nh": 3, "ch": 8, "levels": ((5, 3), (2, 4)), "points": 3},
     examples=tuple(_examples()),
     probes=tuple(probes()),
     fixed=_level_tables,

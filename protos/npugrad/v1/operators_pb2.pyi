@@ -171,6 +171,7 @@ class ExecutionInfo(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     TIMELINE_FIELD_NUMBER: builtins.int
     VERIFICATION_FIELD_NUMBER: builtins.int
+    VERIFIED_FIELD_NUMBER: builtins.int
     backend: builtins.str
     """Backend that ran the operator: "cpu" (compiled kernels), "cpu-reference" (NumPy), "npu", "test"."""
     device: builtins.str
@@ -203,6 +204,12 @@ class ExecutionInfo(google.protobuf.message.Message):
         metadata "npugrad-timeline-bin" has another one, serialized, with what came after.
         """
 
+    @property
+    def verified(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___VerifiedOutput]:
+        """Of a call with `verify`, or one that the server verified unasked: how far each wanted output is from the
+        float64 reference, in the order of the operator's outputs. Else empty.
+        """
+
     def __init__(
         self,
         *,
@@ -219,11 +226,42 @@ class ExecutionInfo(google.protobuf.message.Message):
         request_id: builtins.str = ...,
         timeline: global___Timeline | None = ...,
         verification: builtins.str = ...,
+        verified: collections.abc.Iterable[global___VerifiedOutput] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["timeline", b"timeline"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "backend", b"backend", "copy_in_s", b"copy_in_s", "copy_out_s", b"copy_out_s", "device", b"device", "product", b"product", "queued_s", b"queued_s", "request_id", b"request_id", "run_s", b"run_s", "simulated", b"simulated", "timeline", b"timeline", "verification", b"verification", "workspace_bytes", b"workspace_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "backend", b"backend", "copy_in_s", b"copy_in_s", "copy_out_s", b"copy_out_s", "device", b"device", "product", b"product", "queued_s", b"queued_s", "request_id", b"request_id", "run_s", b"run_s", "simulated", b"simulated", "timeline", b"timeline", "verification", b"verification", "verified", b"verified", "workspace_bytes", b"workspace_bytes"]) -> None: ...
 
 global___ExecutionInfo = ExecutionInfo
+
+@typing.final
+class VerifiedOutput(google.protobuf.message.Message):
+    """How far an output of a right result is from the float64 reference."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    MAX_ABSOLUTE_ERROR_FIELD_NUMBER: builtins.int
+    MAX_RELATIVE_ERROR_FIELD_NUMBER: builtins.int
+    TOLERANCE_USED_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Name of the output."""
+    max_absolute_error: builtins.float
+    """Largest absolute error of an element, over finite elements."""
+    max_relative_error: builtins.float
+    """That, as a share of the largest absolute value of the reference."""
+    tolerance_used: builtins.float
+    """Largest error as a share of what the tolerance allows, of elements and their mean; at most 1."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        max_absolute_error: builtins.float = ...,
+        max_relative_error: builtins.float = ...,
+        tolerance_used: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_absolute_error", b"max_absolute_error", "max_relative_error", b"max_relative_error", "name", b"name", "tolerance_used", b"tolerance_used"]) -> None: ...
+
+global___VerifiedOutput = VerifiedOutput
 
 @typing.final
 class Timeline(google.protobuf.message.Message):

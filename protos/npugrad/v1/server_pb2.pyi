@@ -38,6 +38,10 @@ class _DeviceStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """Its worker died and is about to be replaced."""
     DEVICE_STATE_DOWN: _DeviceState.ValueType  # 4
     """Calls do not wait for it. Unless it is damaged, it is tried again, slower and slower, without end."""
+    DEVICE_STATE_QUARANTINED: _DeviceState.ValueType  # 5
+    """Its results were wrong. It takes no calls; one new worker is tried, and has to compute every canary
+    right three times before the device takes calls again.
+    """
 
 class DeviceState(_DeviceState, metaclass=_DeviceStateEnumTypeWrapper):
     """State of a device."""
@@ -52,6 +56,10 @@ DEVICE_STATE_RESTARTING: DeviceState.ValueType  # 3
 """Its worker died and is about to be replaced."""
 DEVICE_STATE_DOWN: DeviceState.ValueType  # 4
 """Calls do not wait for it. Unless it is damaged, it is tried again, slower and slower, without end."""
+DEVICE_STATE_QUARANTINED: DeviceState.ValueType  # 5
+"""Its results were wrong. It takes no calls; one new worker is tried, and has to compute every canary
+right three times before the device takes calls again.
+"""
 global___DeviceState = DeviceState
 
 @typing.final

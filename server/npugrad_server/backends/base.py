@@ -54,6 +54,8 @@ class DeviceCall:
         memo: For the backend, to keep what follows from record, metas, attributes, and shapes and strides of
             the arrays: empty at first, and the same for calls in which none of these differ. Threads that run
             such calls at once share it.
+        is_canary: Whether it is one of the service's own, which takes none of the times that a simulated
+            device is asked to take.
     """
 
     meta: CallMeta
@@ -66,6 +68,7 @@ class DeviceCall:
     reserve_workspace: Callable[[int], None] = _grant
     check_wanted: Callable[[], None] = _go_on
     memo: dict[Any, Any] = field(default_factory=dict)
+    is_canary: bool = False
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,9 @@ class Backend(ABC):
         strided: Whether `run` takes operands with the strides they arrived with.
         unavailable: Operators that the device cannot run, with the reason; final once open.
         memory_bytes: Memory of the device's own for calls, once open; None when it works in the host's.
+        computes: Whether its results are those of the operators, so that they can be checked; final once
+            open.
+        is_limited: Whether it refuses calls that its product refuses.
     """
 
     records: Mapping[str, OpRecord]
@@ -189,6 +195,8 @@ class Backend(ABC):
     strided: bool = False
     unavailable: Mapping[str, str] = MappingProxyType({})
     memory_bytes: int | None = None
+    computes: bool = True
+    is_limited: bool = False
 
     @abstractmethod
     def open(

@@ -7,6 +7,9 @@ Options of ``test:N?name=value&...``; a LABEL is compared with the label of the 
     crash=LABEL   end the worker process by SIGKILL when such a call starts
     hang=LABEL    never answer such a call
     corrupt=LABEL flip one bit of its first result, the highest one of an exponent
+    wrong=OPERATOR  compute an eighth too much, without a word, in calls of this operator, or of "any"
+    right=N       compute the first so many calls of the process right all the same, canaries included
+    wrong_if=PATH compute wrongly only while there is such a file
     oom=LABEL     answer that the device has no memory
     bug=LABEL     fail as an operator with a bug would
     fault=LABEL   say that the device failed (507015) and end, as an NPU's worker does
@@ -33,6 +36,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,9 +54,10 @@ if TYPE_CHECKING:
     from npugrad_server.backends.base import DeviceCall
     from npugrad_server.devices import DeviceName
 
-_NUMBERS = ("ms", "open_ms", "stages", "memory", "workspace")
+_NUMBERS = ("ms", "open_ms", "stages", "memory", "workspace", "right")
 _LABELS = ("crash", "hang", "corrupt", "oom", "bug", "fault", "damage", "timeout", "big")
 _SWITCHES = ("compute", "children")
+_TEXTS = ("wrong", "wrong_if")
 _OPEN = ("ok", "fail", "slowly", "mended", "never")
 _SLICE_S = 0.01
 """Seconds between two looks at whether anybody still waits."""
@@ -72,6 +77,9 @@ class TestOptions:
         labels: Label by the name of the failure that calls with it meet.
         memory_bytes: Memory of its own; None for none.
         workspace_bytes: How much of it a call asks for as workspace.
+        wrong: Operator whose results are wrong, or ``"any"``; empty for none.
+        wrong_if: File without which they are right all the same; empty for none.
+        right_calls: How many calls of the process are right before that.
     """
 
     __test__ = False  # not a test class, whatever its name
@@ -85,6 +93,9 @@ class TestOptions:
     labels: Mapping[str, str]
     memory_bytes: int | None = None
     workspace_bytes: int = 0
+    wrong: str = ""
+    wrong_if: str = ""
+    right_calls: int = 0
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> TestOptions:
@@ -93,7 +104,7 @@ class TestOptions:
         Raises:
             ValueError: There is no such option, or its value is not allowed.
         """
-        known = (*_NUMBERS, *_LABELS, *_SWITCHES, "open")
+        known = (*_NUMBERS, *_LABELS, *_SWITCHES, *_TEXTS, "open")
         unknown = [name for name in options if name not in known]
         if unknown:
             raise ValueError(f"found option {unknown[0]!r} of a test device; known are {', '.join(known)}")
@@ -112,6 +123,9 @@ class TestOptions:
             labels={name: options[name] for name in _LABELS if name in options},
             memory_bytes=int(options["memory"]) if "memory" in options else None,
             workspace_bytes=int(options.get("workspace", "0")),
+            wrong=options.get("wrong", ""),
+            wrong_if=options.get("wrong_if", ""),
+            right_calls=int(options.get("right", "0")),
         )
 
     def meets(self, failure: str, label: str) -> bool:
@@ -133,7 +147,7 @@ class TestBackend(Backend):
         self.description = "simulated device"
         self._options = TestOptions.parse({})
         self._cpu = CpuBackend(records)
-        self._used_bytes = 0
+        self._used_bytes = self._calls = 0
         self._lock = threading.Lock()
 
     def open(
@@ -159,7 +173,8 @@ class TestBackend(Backend):
         if self._options.opening != "ok":
             restart_policy = RestartPolicy(self._options.opening)
             raise DeviceUnusable(f"{device.name}: does not open, as its options ask", restart_policy)
-        if self._options.compute:
+        self.computes = self._options.compute
+        if self.computes:
             self._cpu.open(device, product, streams)
         if self._options.children:
             _start_children()
@@ -179,6 +194,9 @@ class TestBackend(Backend):
         """
         start = time.perf_counter()
         label, workspace_bytes = call.options.label, self._options.workspace_bytes
+        if call.is_canary:
+            self._compute(record, call)
+            return Timings()
         if label in self._options.labels.values():
             self._fail_at_start(label)
             workspace_bytes *= 2 if self._options.meets("big", label) else 1
@@ -214,12 +232,24 @@ class TestBackend(Backend):
             with self._lock:
                 self._used_bytes -= nbytes
 
-    def _serve(self, record: OpRecord, call: DeviceCall, start: float) -> None:
-        if self._options.compute:
-            self._cpu.run(record, call)
-        else:
+    def _compute(self, record: OpRecord, call: DeviceCall) -> None:
+        """Writes the results: zeros, right ones, or wrong ones."""
+        if not self._options.compute:
             for output in call.outputs.values():
                 output.fill(0)
+            return
+        self._cpu.run(record, call)
+        with self._lock:
+            self._calls += 1
+            is_right = self._calls <= self._options.right_calls
+        if is_right or self._options.wrong not in ("any", record.name):
+            return
+        if not self._options.wrong_if or Path(self._options.wrong_if).exists():
+            for output in call.outputs.values():
+                output *= np.asarray(1.125, output.dtype)
+
+    def _serve(self, record: OpRecord, call: DeviceCall, start: float) -> None:
+        self._compute(record, call)
         if self._options.labels and self._options.meets("corrupt", call.options.label):
             _flip_bit(call)
         end = start + self._options.service_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from npugrad.call import ExecutionInfo
+from npugrad.call import ExecutionInfo, VerifiedOutput
 from npugrad_server.pool.state import CallState
 from npugrad_server.pool.types import Outcome
 from npugrad_server.worker.protocol import CallDone, RunCall
@@ -228,6 +228,7 @@ class Ticket:
             copy_out_s=answer.copy_out_s,
             request_id=planned.request_id,
             verification=answer.verification,
+            verified=tuple(VerifiedOutput(name, *found) for name, found in answer.verified.items()),
         )
         self._mark_done(answer)
         return Outcome(self._lend(self.arena), info)

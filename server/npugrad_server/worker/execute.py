@@ -14,6 +14,7 @@ from npugrad import get_operator
 from npugrad.agreement import agreement
 from npugrad.errors import DeviceError, NpugradError, OperatorError, RequestError
 from npugrad_server.backends.base import CallAbandoned, CallPostponed, DeviceLost
+from npugrad_server.worker.canary_messages import CanaryRun
 from npugrad_server.worker.plans import arrays
 from npugrad_server.worker.protocol import (
     CallDeferred,
@@ -24,12 +25,14 @@ from npugrad_server.worker.protocol import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import numpy.typing as npt
 
     from npugrad_server.backends.base import Backend
+    from npugrad_server.backends.canary import Canaries
     from npugrad_server.worker.call import WorkerCall
+    from npugrad_server.worker.canary_messages import RunCanary
     from npugrad_server.worker.plans import PreparedOperands
     from npugrad_server.worker.protocol import AskMemory, AskWorkspace, CallAnswer, OpenDevice
 
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 _GRACE_SHARE = 0.75
 """Part of the pool's grace after which a backend gives up, so that its own report comes before the end."""
 _MAX_TRACE = 16_000  # the end of a trace tells most; the whole must fit a message
+_MAX_DETAIL = 2000
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; `mmap` does not name them
 
 
@@ -128,6 +132,12 @@ def memory(backend: Backend, order: AskMemory) -> MemoryFound | CallFailed:
         return _failed(order, error)
 
 
+def canary(canaries: Canaries, order: RunCanary, stream: int) -> CanaryRun:
+    """Runs a canary on a stream and compares it; raises DeviceLost when the process has to go."""
+    found = canaries.run(order.number, stream)
+    return CanaryRun(order.number, found.operator, found.result.value, found.detail[:_MAX_DETAIL])
+
+
 def _failed(order: WorkerCall | AskWorkspace | AskMemory, error: Exception) -> CallFailed:
     """The answer that an error is; to be called while it is handled."""
     if isinstance(error, MemoryError):
@@ -161,9 +171,10 @@ def _execute(backend: Backend, arenas: Arenas, call: WorkerCall, stream: int) ->
     packed_s = time.monotonic() - start
     timings = backend.run(prepared.record, call)
     verify_s, verification = 0.0, ""
+    verified: Mapping[str, Sequence[float]] = {}
     if call.options.verify:
         run_until = time.monotonic()
-        verification = _verify(prepared, inputs, outputs)
+        verification, verified = _verify(prepared, inputs, outputs)
         verify_s = time.monotonic() - run_until
     for name in prepared.moved:
         results[name][...] = outputs[name]
@@ -177,6 +188,7 @@ def _execute(backend: Backend, arenas: Arenas, call: WorkerCall, stream: int) ->
         start,
         verify_s,
         verification,
+        verified,
     )
 
 
@@ -190,11 +202,12 @@ def _give_up_s(deadline_s: float | None, opening: OpenDevice) -> float:
 
 def _verify(
     prepared: PreparedOperands, inputs: Mapping[str, Array | None], outputs: Mapping[str, Array]
-) -> str:
+) -> tuple[str, dict[str, Sequence[float]]]:
     """Computes the call again with the reference and compares.
 
     Returns:
-        What there is to tell of a right result; see `Agreement.explanation`.
+        What there is to tell of a right result, and how far each output is from the reference, as in
+        `CallDone`.
 
     Raises:
         DeviceError: VERIFICATION_FAILED, a result is outside the tolerance and no pixel edge explains it.
@@ -202,7 +215,11 @@ def _verify(
     record = prepared.record
     found = agreement(record, inputs, prepared.meta.attrs, outputs)
     if found.ok:
-        return found.explanation
+        errors: dict[str, Sequence[float]] = {
+            name: [seen.max_absolute_error, seen.max_relative_error, seen.worst]
+            for name, seen in found.comparisons.items()
+        }
+        return found.explanation, errors
     name, differs = next(iter(found.wrong.items()))
     tried = f"; {found.tried}" if found.tried else ""
     raise DeviceError(

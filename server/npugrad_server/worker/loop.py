@@ -17,10 +17,12 @@ from npugrad.ops import OPERATORS
 from npugrad.products import product_from_name
 from npugrad_server.backends import make_backend
 from npugrad_server.backends.base import DeviceLost, DeviceUnusable
+from npugrad_server.backends.canary import Canaries
 from npugrad_server.devices import parse_device
 from npugrad_server.worker.call import WorkerCall
+from npugrad_server.worker.canary_messages import RunCanary
 from npugrad_server.worker.descendants import leave
-from npugrad_server.worker.execute import Arenas, execute, memory, plan
+from npugrad_server.worker.execute import Arenas, canary, execute, memory, plan
 from npugrad_server.worker.packets import MAX_MESSAGE_BYTES, decode, encode, pack
 from npugrad_server.worker.protocol import (
     AbandonCall,
@@ -54,6 +56,8 @@ if TYPE_CHECKING:
 EXIT_DEVICE_LOST = 70
 """Exit status after the device was lost; for whoever reads logs, as the pool was told before."""
 _MAX_REASON = 2000
+_NO_CALL = 0
+"""In place of a call's number: the device failed under a canary."""
 _CLOSE_S = 1.0
 """Seconds an idle device has to close in an orderly way when the socket ends."""
 
@@ -69,7 +73,9 @@ class Worker:
             records: The operators by name.
         """
         self._control, self._records = control, records
-        self._orders: SimpleQueue[WorkerCall | AskWorkspace | AskMemory | OpenDevice | None] = SimpleQueue()
+        self._orders: SimpleQueue[WorkerCall | AskWorkspace | AskMemory | RunCanary | OpenDevice | None] = (
+            SimpleQueue()
+        )
         self._calls: dict[int, WorkerCall] = {}
         self._plans: dict[
             int, WorkerPlan
@@ -90,13 +96,21 @@ class Worker:
             return 0
         try:
             arenas, backend = Arenas(opening), self._open(opening)
+            self._canaries = Canaries(backend, product_from_name(opening.product))
+            if len(self._canaries):
+                self._say_stage("comparing first, tiny calls with the reference")
+            wrong = self._canaries.first_wrong(opening.canary_rounds)
         except (DeviceUnusable, DeviceLost) as error:
             self._send(OpenFailed(str(error)[:_MAX_REASON], error.restart_policy.value))
             return 1
         except Exception as error:
             self._send(OpenFailed(f"{type(error).__name__}: {error}"[:_MAX_REASON]))
             return 1
-        self._send(_ready(backend))
+        if wrong is not None:
+            message = f"{wrong.operator}: a canary was wrong twice: {wrong.detail}"
+            self._send(OpenFailed(message[:_MAX_REASON], wrong=wrong.operator))
+            return 1
+        self._send(_ready(backend, len(self._canaries)))
         others = [
             threading.Thread(target=self._stream, args=(backend, arenas, index), name=f"stream-{index}")
             for index in range(1, opening.streams)
@@ -120,20 +134,23 @@ class Worker:
         self._send(DeviceOpening(stage))
 
     def _stream(self, backend: Backend, arenas: Arenas, index: int) -> None:
-        while isinstance(order := self._orders.get(), (WorkerCall, AskWorkspace, AskMemory)):
+        while isinstance(order := self._orders.get(), (WorkerCall, AskWorkspace, AskMemory, RunCanary)):
+            call = _NO_CALL if isinstance(order, RunCanary) else order.call
             answer: Message
             try:
                 if isinstance(order, WorkerCall):
                     answer = execute(backend, arenas, order, index)
                 elif isinstance(order, AskWorkspace):
                     answer = plan(backend, order)
-                else:
+                elif isinstance(order, AskMemory):
                     answer = memory(backend, order)
+                else:
+                    answer = canary(self._canaries, order, index)
             except DeviceLost as lost:
-                self._end(order.call, lost)
+                self._end(call, lost)
             with self._lock:
                 # Before the answer, after which the pool may hand the same call in again.
-                self._calls.pop(order.call, None)
+                self._calls.pop(call, None)
             self._send(answer)
             with self._lock:
                 self._in_hand -= 1
@@ -180,7 +197,7 @@ class Worker:
             self._plans.pop(message.plan, None)
         elif isinstance(message, OpenDevice):
             self._orders.put(message)
-        elif isinstance(message, (AskWorkspace, AskMemory)):
+        elif isinstance(message, (AskWorkspace, AskMemory, RunCanary)):
             with self._lock:
                 self._in_hand += 1
             self._orders.put(message)
@@ -205,7 +222,7 @@ class Worker:
             leave(0)  # the pool is gone
 
 
-def _ready(backend: Backend) -> DeviceReady:
+def _ready(backend: Backend, canaries: int) -> DeviceReady:
     return DeviceReady(
         backend.name,
         backend.description,
@@ -215,4 +232,5 @@ def _ready(backend: Backend) -> DeviceReady:
         backend.memory_bytes,
         backend.deterministic,
         backend.no_determinism[:_MAX_REASON],
+        canaries,
     )

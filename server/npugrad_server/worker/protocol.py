@@ -14,6 +14,8 @@
                        <-     WorkspaceFound, CallFailed, or DeviceFailed and the end
     AskMemory          ->
                        <-     MemoryFound, CallFailed, or DeviceFailed and the end
+    RunCanary          ->
+                       <-     CanaryRun, or DeviceFailed and the end
     ForgetPlan         ->     at any time when no call of the plan is on its way
     Ping               ->     at any time
                        <-     Pong, whatever runs
@@ -27,10 +29,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from npugrad_server.backends.base import RestartPolicy
+from npugrad_server.worker.canary_messages import CanaryRun, RunCanary
 from npugrad_server.worker.run_again import RunAgain
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from npugrad.call import CallOptions
     from npugrad.meta import CallMeta, TensorMeta
@@ -51,6 +54,7 @@ class OpenDevice:
         prefault_bytes: How much of each arena to map at once.
         hang_grace_s: Seconds past its deadline after which the pool ends the worker that still runs a call.
         run_limit_s: Seconds a call may run, whatever its deadline.
+        canary_rounds: How often every canary has to be right before the device is ready.
     """
 
     device: str
@@ -63,6 +67,7 @@ class OpenDevice:
     prefault_bytes: int
     hang_grace_s: float = 10.0
     run_limit_s: float = 540.0
+    canary_rounds: int = 1
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,11 @@ class DeviceOpening:
 
 @dataclass(frozen=True)
 class DeviceReady:
-    """The device is open; the attributes are those of `npugrad_server.backends.base.Backend`."""
+    """The device is open, and its canaries are right; attributes are those of `backends.base.Backend`.
+
+    Attributes:
+        canaries: How many canaries it has: one for each operator; 0 where it computes nothing.
+    """
 
     backend: str
     description: str
@@ -88,6 +97,7 @@ class DeviceReady:
     memory_bytes: int | None = None
     deterministic: bool | None = None
     no_determinism: str = ""
+    canaries: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,10 +107,12 @@ class OpenFailed:
     Attributes:
         message: Why, for a person.
         restart_policy: When another try makes sense: a `RestartPolicy`.
+        wrong: Name of the operator whose canary was wrong; empty where the device did not open.
     """
 
     message: str
     restart_policy: str = RestartPolicy.SOON.value
+    wrong: str = ""
 
 
 @dataclass(frozen=True)
@@ -300,7 +312,8 @@ class CallDone:
 
     The backend is always named. The worker took up the call at `begun_s` of `time.monotonic`, which is one
     clock for all processes of a machine, and spent `verify_s` on the comparison with the reference, of which
-    `verification` tells what there is to tell.
+    `verification` tells what there is to tell, and `verified` how far each output is from it: by name,
+    the other attributes of `npugrad.call.VerifiedOutput` in their order.
     """
 
     call: int
@@ -312,6 +325,7 @@ class CallDone:
     begun_s: float = field(default=0.0, compare=False)
     verify_s: float = 0.0
     verification: str = ""
+    verified: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -353,6 +367,7 @@ Order: TypeAlias = (
     | ForgetPlan
     | AskWorkspace
     | AskMemory
+    | RunCanary
     | AbandonCall
     | WorkspaceGranted
     | WorkspaceRefused
@@ -364,7 +379,8 @@ CallAnswer: TypeAlias = "CallDone | CallFailed | CallDeferred"
 Opening: TypeAlias = "DeviceOpening | DeviceReady | OpenFailed"
 """What a worker says of opening its device."""
 WorkerReport: TypeAlias = (
-    "Opening | DeviceFailed | WorkspaceFound | MemoryFound | CallUnknown | NeedWorkspace | Pong | CallAnswer"
+    "Opening | DeviceFailed | WorkspaceFound | MemoryFound | CanaryRun | CallUnknown | NeedWorkspace | Pong"
+    " | CallAnswer"
 )
 """What a worker says."""
 Message: TypeAlias = "Order | WorkerReport"

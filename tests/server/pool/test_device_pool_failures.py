@@ -335,7 +335,10 @@ def test_verification_finds_a_flipped_bit(run_pool: Any, job: Any) -> None:
 def test_verification_passes_on_a_right_device(run_pool: Any, job: Any) -> None:
     async def scenario(pool: DevicePool) -> None:
         for dtype in ("float32", "float16", "bfloat16"):
-            await job(dtype=dtype, verify=True, n=3, hxw=16).check(pool)
+            found = await job(dtype=dtype, verify=True, n=3, hxw=16).check(pool)
+            assert [each.name for each in found.info.verified] == list(found.contents)
+            assert all(each.max_relative_error < 0.1 for each in found.info.verified)
+            assert all(0 <= each.tolerance_used <= 1 for each in found.info.verified)
 
     run_pool(scenario)
 

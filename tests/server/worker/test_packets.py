@@ -35,6 +35,7 @@ done = st.builds(
     workspace_bytes=numbers,
     backend=st.text(max_size=32),
     verification=st.text(max_size=200),
+    verified=st.dictionaries(st.text(max_size=20), st.lists(seconds, min_size=3, max_size=3), max_size=3),
 )
 
 

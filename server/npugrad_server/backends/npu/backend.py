@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from npugrad.call import CallOptions
 from npugrad.errors import NpugradError, OperatorError, UnsupportedOperator
@@ -19,6 +16,7 @@ from npugrad_server.acl.libraries import Cann, LibraryError, Missing
 from npugrad_server.acl.release import installed_release
 from npugrad_server.acl.runtime import AclError, Runtime
 from npugrad_server.backends.base import Backend, DeviceCall, DeviceUnusable, RestartPolicy, Timings, unheard
+from npugrad_server.backends.canary import Canary
 from npugrad_server.backends.npu.bringup import NpuDevice, check_packages
 from npugrad_server.backends.npu.failures import device_error, device_lost
 from npugrad_server.backends.npu.lane import Lane
@@ -32,8 +30,6 @@ if TYPE_CHECKING:
     from npugrad.products import Product
     from npugrad_server.devices import DeviceName
 
-_PROBE_S = 60.0
-"""Seconds that an operator has to run its first, tiny call; it loads its kernels then."""
 _PROBES = 2
 """How often that call is tried, unless it fails with a code that stays."""
 
@@ -43,6 +39,7 @@ class NpuBackend(Backend):
 
     name = "npu"
     one_mode = True
+    is_limited = True
     strided = True
 
     def __init__(self, records: Mapping[str, OpRecord] = OPERATORS) -> None:
@@ -146,9 +143,10 @@ class NpuBackend(Backend):
     def _try_out(self, record: OpRecord, product: Product) -> str:
         """Why an operator never runs here, as a tiny call shows; empty when it does."""
         failure: NpugradError | None = None
+        canary = Canary(record, product, legal=True)
         for _ in range(_PROBES):
             try:
-                self.run(record, _tiny_call(record, product))
+                canary.results(self.run)  # which are compared once the device is open
             except NpugradError as error:
                 failure = error
                 if _is_for_good(error):
@@ -226,15 +224,3 @@ def _is_for_good(error: NpugradError) -> bool:
     """Whether the node lacks the operator's kernels, or the operator refuses what its record allows."""
     code = error.code if isinstance(error, OperatorError) else None
     return fault_of(code or 0).action in (Action.OPERATOR_MISSING, Action.REFUSE)
-
-
-def _tiny_call(record: OpRecord, product: Product) -> DeviceCall:
-    """The first sample of a record with data, as a call of the first lane."""
-    meta = next(iter(record.samples(product))).call
-    inputs = record.make_inputs(meta, np.random.default_rng(0))
-    outputs = {
-        name: np.zeros(wanted.shape, wanted.dtype.numpy)
-        for name, wanted in record.infer(meta).items()
-        if wanted is not None
-    }
-    return DeviceCall(meta, inputs, outputs, CallOptions(), 0, time.monotonic() + _PROBE_S)

@@ -1,0 +1,169 @@
+"""Canaries: tiny calls whose results are known, by which a device that computes wrongly gives itself away.
+
+A device that fails says so; one that computes wrongly does not. A canary is run as any call is, and compared
+as `verify` compares: a device that keeps another rule of coordinates, as the vendor's kernels do, is right.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from npugrad.agreement import agreement, computed
+from npugrad.call import CallOptions
+from npugrad.validation import validate_call
+from npugrad_server.backends.base import DeviceCall, DeviceLost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import numpy.typing as npt
+
+    from npugrad.meta import CallMeta
+    from npugrad.operator import OpRecord
+    from npugrad.products import Product
+    from npugrad_server.backends.base import Backend, Timings
+
+    Run = Callable[[OpRecord, DeviceCall], Timings]
+
+LIMIT_S = 60.0
+"""Seconds that a device has for a canary; an operator loads its kernels in its first one."""
+
+
+class CanaryResult(str, Enum):
+    """How a canary ended; compares equal to its name."""
+
+    OK = "ok"
+    MISMATCH = "mismatch"
+    ERROR = "error"
+    """The device failed, and said so: that is no silent error, and the calls that meet it are told."""
+
+    def __str__(self) -> str:
+        """The name."""
+        return str(self.value)
+
+
+@dataclass(frozen=True)
+class CanaryFinding:
+    """What a canary found.
+
+    Attributes:
+        operator: Name of the operator.
+        result: How it ended.
+        detail: The figures of a wrong result, or what failed; no value of any tensor.
+    """
+
+    operator: str
+    result: CanaryResult
+    detail: str = ""
+
+
+class Canary:
+    """One tiny call of an operator: made once, run any number of times, by one thread at a time.
+
+    Attributes:
+        operator: Name of the operator.
+    """
+
+    def __init__(self, record: OpRecord, product: Product, *, legal: bool) -> None:
+        """Draws the operands; the results are computed when they are first needed.
+
+        Args:
+            record: The operator.
+            product: Product the device stands for.
+            legal: Whether the device refuses what its product does.
+        """
+        self.operator = record.name
+        self._record = record
+        self._meta = canary_call(record, product, legal=legal)
+        self._inputs = record.make_inputs(self._meta, np.random.default_rng(0))
+        self._golden: Mapping[str, npt.NDArray[np.float64]] | None = None
+
+    def run(self, run: Run, stream: int = 0) -> CanaryFinding:
+        """Runs it on a stream and compares; raises DeviceLost when the process has to go."""
+        try:
+            return self.judge(self.results(run, stream))
+        except DeviceLost:
+            raise
+        except Exception as error:
+            return CanaryFinding(self.operator, CanaryResult.ERROR, f"{type(error).__name__}: {error}")
+
+    def results(self, run: Run, stream: int = 0) -> dict[str, npt.NDArray[Any]]:
+        """Runs it on a stream; errors as of `Backend.run`."""
+        outputs = {
+            name: np.full(wanted.shape, np.nan, wanted.dtype.numpy)
+            for name, wanted in self._record.infer(self._meta).items()
+            if wanted is not None
+        }
+        give_up_s = time.monotonic() + LIMIT_S
+        run(
+            self._record,
+            DeviceCall(self._meta, self._inputs, outputs, CallOptions(), stream, give_up_s, is_canary=True),
+        )
+        return outputs
+
+    def judge(self, results: Mapping[str, npt.NDArray[Any]]) -> CanaryFinding:
+        """Compares results with the reference."""
+        record, attrs = self._record, self._meta.attrs
+        if self._golden is None:
+            shapes = {name: array.shape for name, array in results.items()}
+            self._golden = computed(record, self._inputs, attrs, shapes)
+        found = agreement(record, self._inputs, attrs, results, self._golden)
+        if found.ok:
+            return CanaryFinding(self.operator, CanaryResult.OK)
+        return CanaryFinding(self.operator, CanaryResult.MISMATCH, str(found))
+
+
+def canary_call(record: OpRecord, product: Product, *, legal: bool) -> CallMeta:
+    """The least call of an operator that tells a right device from a wrong one.
+
+    Args:
+        record: The operator.
+        product: Product it is for.
+        legal: Whether it has to keep the limits of the product, beyond which references and CPU kernels go.
+    """
+    workloads = record.workloads
+    call = record.build(**(workloads.canary or workloads.uneven), product=product)
+    if not legal or not validate_call(record, call).status:
+        return call
+    return record.build(**workloads.named["tiny"].sizes, product=product)
+
+
+class Canaries:
+    """The canaries of one device, in the order of its operators."""
+
+    def __init__(self, backend: Backend, product: Product) -> None:
+        """Makes them for what an open device runs; none where it computes nothing.
+
+        Args:
+            backend: Drives the device.
+            product: Product it stands for.
+        """
+        self._backend = backend
+        records = [record for record in backend.records.values() if product in record.products]
+        self._canaries = [
+            Canary(record, product, legal=backend.is_limited)
+            for record in records
+            if backend.computes and record.name not in backend.unavailable
+        ]
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._canaries)
+
+    def run(self, number: int, stream: int = 0) -> CanaryFinding:
+        """Runs one; numbers count from 0, and begin again. Raises DeviceLost when the process has to go."""
+        return self._canaries[number % len(self._canaries)].run(self._backend.run, stream)
+
+    def first_wrong(self, rounds: int) -> CanaryFinding | None:
+        """Runs all of them, so many times; the first one that is wrong twice in a row, if there is one."""
+        for number in range(rounds * len(self)):
+            if self.run(number).result is CanaryResult.MISMATCH:
+                again = self.run(number)
+                if again.result is CanaryResult.MISMATCH:
+                    return again
+        return None
