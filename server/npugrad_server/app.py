@@ -249,7 +249,9 @@ class App:
         ):
             register(self._server, descriptor, servicer.handlers(self._funnel), *codec)
             names.append(str(descriptor.full_name))
-        self._health = Health(names, settings.liveness_down_limit_s)
+        backward_name = self._registry.backward.full_name
+        operators = {f"{backward_name}/{operator}": operator for operator in self._registry.records}
+        self._health = Health(names, settings.liveness_down_limit_s, operators)
         self._pages.show_state(self._health, self.pool)
         names.append(register_health(self._server, self._health))
         register_reflection(self._server, names)

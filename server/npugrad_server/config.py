@@ -179,6 +179,13 @@ class ServerSettings(BaseSettings):
         gt=0,
         description="Seconds a worker may give no sign of life, whatever it runs, before it is replaced.",
     )
+    canary_interval_s: float = Field(
+        default=60.0,
+        ge=0,
+        description="Seconds between two rounds in which a ready device computes a tiny call of each "
+        "operator, which is compared with the reference; 0 for none once it is ready. A device that was "
+        "wrong twice is quarantined.",
+    )
     worker_start_timeout_s: float = Field(
         default=180.0,
         gt=0,

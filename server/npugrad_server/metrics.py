@@ -151,6 +151,18 @@ class Metrics(PoolObserver):
             ("device", "state"),
             registry=registry,
         )
+        self._canaries = Counter(
+            "npugrad_canaries",
+            "Tiny calls with known results that devices computed, by result: ok, mismatch, error.",
+            ("device", "result"),
+            registry=registry,
+        )
+        self._mismatches = Counter(
+            "npugrad_device_mismatches",
+            "How often a device computed wrongly without a word; two within ten minutes quarantine it.",
+            ("device", "operator"),
+            registry=registry,
+        )
         self._lost = Counter(
             "npugrad_workers_lost", "Worker processes that ended.", ("device",), registry=registry
         )
@@ -258,6 +270,14 @@ class Metrics(PoolObserver):
     def device_changed(self, status: DeviceStatus) -> None:
         """A device went into another state."""
         self._transitions.labels(status.name, str(status.state)).inc()
+
+    def canaries_run(self, device: str, result: str, count: int) -> None:
+        """A device has run canaries."""
+        self._canaries.labels(device, result).inc(count)
+
+    def device_mismatched(self, device: str, operator: str) -> None:
+        """A device has computed wrongly."""
+        self._mismatches.labels(device, operator).inc()
 
     # ------------------------------------------------------------------------------- the page
 

@@ -65,6 +65,7 @@ def pool_settings(settings: ServerSettings, report: NpuReport) -> PoolSettings:
         hang_grace_s=settings.hang_grace_s,
         run_limit_s=settings.run_limit_s,
         heartbeat_timeout_s=settings.heartbeat_timeout_s,
+        canary_interval_s=settings.canary_interval_s,
         worker_start_timeout_s=settings.worker_start_timeout_s,
         respawn_backoff_s=settings.respawn_backoff_s,
         respawn_backoff_max_s=settings.respawn_backoff_max_s,

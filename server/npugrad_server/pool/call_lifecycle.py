@@ -221,6 +221,16 @@ class CallLifecycle:
         out.append(RedirectCall(call.id, worker.index, reason))
         return True
 
+    def move(self, call: CallState, worker: WorkerState, out: list[Command]) -> None:
+        """The device of a running call has computed wrongly: the call has not been tried."""
+        if call.orphaned:
+            self.settle(call, out)
+            return
+        call.free_region()
+        call.attempts -= 1
+        self.put_back(call)
+        out.append(RedirectCall(call.id, worker.index, "QUARANTINED"))
+
     def put_back(self, call: CallState) -> None:
         """A call that ran waits again, in front of its lane."""
         call.stage = CallStage.QUEUED

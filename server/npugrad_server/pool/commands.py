@@ -40,6 +40,7 @@ class Failure:
         code: The vendor's number; None without one.
         retry: Whether that call may be tried once more.
         exempt: Whether this does not count against the device.
+        wrong: Operator whose canary was wrong while the device was opened; empty for none.
     """
 
     reason: str
@@ -48,14 +49,19 @@ class Failure:
     code: int | None = None
     retry: bool = True
     exempt: bool = False
+    wrong: str = ""
 
 
 @dataclass(frozen=True)
 class SpawnWorker:
-    """Start a process for a device; tell `ready` or `lost` with the same incarnation."""
+    """Start a process for a device, which is ready once every canary was right so many times.
+
+    `ready` or `lost` follows, with the same incarnation.
+    """
 
     worker: int
     incarnation: int
+    canary_rounds: int = 1
 
 
 @dataclass(frozen=True)
@@ -162,7 +168,25 @@ class DeviceChanged:
     worker: int
 
 
-WorkerCommand: TypeAlias = "SpawnWorker | KillWorker | DeviceChanged"
+@dataclass(frozen=True)
+class StartCanary:
+    """Have a process run a canary, by number; tell `canary` what it found."""
+
+    worker: int
+    incarnation: int
+    number: int
+
+
+@dataclass(frozen=True)
+class DeviceMismatch:
+    """Tell whoever watches that a device has computed wrongly: which operator, and the figures."""
+
+    worker: int
+    operator: str
+    detail: str
+
+
+WorkerCommand: TypeAlias = "SpawnWorker | KillWorker | DeviceChanged | DeviceMismatch | StartCanary"
 CallCommand: TypeAlias = (
     "StartCall | CompleteCall | FailCall | RequeueCall | RedirectCall | PostponeCall | ReleaseCall"
 )

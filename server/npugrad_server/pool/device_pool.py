@@ -223,7 +223,7 @@ class DevicePool:
         Raises:
             ServerBusy: NO_DEVICE, none is ready; the message says why, device by device.
         """
-        final = (DeviceState.READY, DeviceState.DOWN)
+        final = (DeviceState.READY, DeviceState.DOWN, DeviceState.QUARANTINED)
         await self._until(lambda: all(status.state in final for status in self.devices()), timeout_s)
         found = self.devices()
         if not any(status.state is DeviceState.READY for status in found):

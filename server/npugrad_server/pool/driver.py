@@ -12,10 +12,12 @@ import math
 import time
 from typing import TYPE_CHECKING
 
+from npugrad_server.backends.canary import CanaryResult
 from npugrad_server.pool.commands import (
     CircuitChanged,
     CompleteCall,
     DeviceChanged,
+    DeviceMismatch,
     FailCall,
     KillWorker,
     PostponeCall,
@@ -24,15 +26,18 @@ from npugrad_server.pool.commands import (
     RequeueCall,
     SpawnWorker,
     StartCall,
+    StartCanary,
     TellWorker,
     WorkerSpec,
 )
 from npugrad_server.pool.completion import Completion
 from npugrad_server.pool.device_memory import budget
 from npugrad_server.pool.fleet import Fleet
+from npugrad_server.pool.quarantine import MOST_MISMATCHES
 from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.pool.types import DeviceState, DeviceStatus
 from npugrad_server.pool.workspace_queries import WorkspaceQueries
+from npugrad_server.worker.canary_messages import RunCanary
 from npugrad_server.worker.protocol import AbandonCall, CallDone, WorkspaceGranted, WorkspaceRefused
 
 if TYPE_CHECKING:
@@ -46,6 +51,7 @@ if TYPE_CHECKING:
     from npugrad_server.pool.state import WorkerState
     from npugrad_server.pool.ticket import Ticket
     from npugrad_server.pool.types import PlannedCall, PoolObserver, PoolSettings
+    from npugrad_server.worker.canary_messages import CanaryRun
     from npugrad_server.worker.protocol import (
         CallDeferred,
         CallFailed,
@@ -116,6 +122,7 @@ class Driver:
         """A process has opened its device."""
         for operator, reason in ready.unavailable.items():
             _log.warning("%s: without %s: %s", self.fleet.names[worker], operator, reason)
+        self._observer.canaries_run(self.fleet.names[worker], CanaryResult.OK.value, ready.canaries)
         memory_bytes = None
         if ready.memory_bytes is not None:
             memory_bytes = budget(ready.memory_bytes, self._settings.streams_per_device)
@@ -129,6 +136,7 @@ class Driver:
                 unavailable=ready.unavailable,
                 deterministic=ready.deterministic,
                 no_determinism=ready.no_determinism,
+                canaries=ready.canaries,
             )
         )
 
@@ -158,6 +166,14 @@ class Driver:
             )
         )
 
+    def worker_ran_canary(self, worker: int, incarnation: int, answer: CanaryRun) -> None:
+        """A process has run a canary."""
+        device = self.fleet.names[worker]
+        if answer.result == CanaryResult.ERROR:
+            _log.warning("%s: the canary of %s failed: %s", device, answer.operator, answer.detail)
+        self._observer.canaries_run(device, answer.result, 1)
+        self.apply(self.scheduler.canary(worker, incarnation, answer, time.monotonic()))
+
     def worker_needs_workspace(self, worker: int, incarnation: int, need: NeedWorkspace) -> None:
         """A process needs more workspace for a call than is set aside."""
         needed = need.workspace_bytes
@@ -184,6 +200,9 @@ class Driver:
 
     def worker_failing(self, worker: int, incarnation: int, failure: Failure) -> None:
         """A process has said that its device failed, or did not open, and ends."""
+        if failure.wrong:
+            device = self.fleet.names[worker]
+            self._observer.canaries_run(device, CanaryResult.MISMATCH.value, MOST_MISMATCHES)
         self.apply(self.scheduler.failing(worker, incarnation, failure, time.monotonic()))
 
     def worker_opening(self, worker: int, incarnation: int, stage: str) -> None:
@@ -252,8 +271,14 @@ class Driver:
             self.completion.fail(self.tickets[command.call], command)
         elif isinstance(command, TellWorker):
             self._tell(command)
+        elif isinstance(command, StartCanary):
+            self.fleet.tell(command.worker, command.incarnation, RunCanary(command.number))
+        elif isinstance(command, DeviceMismatch):
+            device = self.fleet.names[command.worker]
+            _log.error("%s: it computed %s wrongly: %s", device, command.operator, command.detail)
+            self._observer.device_mismatched(device, command.operator)
         elif isinstance(command, SpawnWorker):
-            self.fleet.spawn(command.worker, command.incarnation)
+            self.fleet.spawn(command.worker, command.incarnation, command.canary_rounds)
         elif isinstance(command, KillWorker):
             _log.warning("%s: its worker is ended: %s", self.fleet.names[command.worker], command.reason)
             self.fleet.kill(command.worker, command.incarnation)
@@ -318,6 +343,7 @@ class Driver:
             memory_bytes=worker.memory_bytes,
             memory_used_bytes=worker.memory_used_bytes,
             next_try_s=_next_try_s(worker),
+            unavailable=frozenset(worker.unavailable),
         )
 
     def abandon(self, error: Callable[[PlannedCall], NpugradError]) -> None:
@@ -336,6 +362,6 @@ class Driver:
 
 def _next_try_s(worker: WorkerState) -> float | None:
     """Seconds until a device that is down is tried again; 0 while it is."""
-    if worker.state is not DeviceState.DOWN or worker.damaged:
+    if not worker.is_out or worker.damaged:
         return None
     return 0.0 if worker.alive or worker.alarm is None else max(0.0, worker.alarm - time.monotonic())

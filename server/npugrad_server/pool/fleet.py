@@ -16,6 +16,7 @@ from npugrad_server.machine import cpu_count
 from npugrad_server.pool.commands import Failure
 from npugrad_server.pool.heartbeat import Heartbeat
 from npugrad_server.pool.process import WorkerProcess
+from npugrad_server.worker.canary_messages import CanaryRun
 from npugrad_server.worker.protocol import (
     CallDeferred,
     CallDone,
@@ -66,6 +67,9 @@ class Events(Protocol):
 
     def worker_found_workspace(self, worker: int, incarnation: int, answer: WorkspaceFound) -> None:
         """A process has said what a call would need."""
+
+    def worker_ran_canary(self, worker: int, incarnation: int, answer: CanaryRun) -> None:
+        """A process has run a canary."""
 
     def worker_failing(self, worker: int, incarnation: int, failure: Failure) -> None:
         """A process has said that its device failed, or did not open, and ends."""
@@ -123,8 +127,14 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------ start and end
 
-    def spawn(self, worker: int, incarnation: int) -> None:
-        """Starts a process in a thread; `worker_ready` or `worker_lost` follows."""
+    def spawn(self, worker: int, incarnation: int, canary_rounds: int = 1) -> None:
+        """Starts a process in a thread; `worker_ready` or `worker_lost` follows.
+
+        Args:
+            worker: Its device.
+            incarnation: Its number.
+            canary_rounds: How often every canary has to be right before it is ready.
+        """
         device = self.devices[worker]
         loop = asyncio.get_running_loop()
         start = partial(
@@ -138,9 +148,13 @@ class Fleet:
             module=self._settings.worker_module,
         )
         device.spawning = loop.run_in_executor(self._executor, start)
-        device.spawning.add_done_callback(lambda future: self._spawned(worker, incarnation, future))
+        device.spawning.add_done_callback(
+            lambda future: self._spawned(worker, incarnation, future, canary_rounds)
+        )
 
-    def _spawned(self, worker: int, incarnation: int, future: asyncio.Future[WorkerProcess]) -> None:
+    def _spawned(
+        self, worker: int, incarnation: int, future: asyncio.Future[WorkerProcess], canary_rounds: int
+    ) -> None:
         device = self.devices[worker]
         device.spawning = None
         try:
@@ -162,7 +176,7 @@ class Fleet:
         if self._closing:
             process.hang_up()
             return
-        process.open(self._settings)
+        process.open(self._settings, canary_rounds)
         self.prefault(process.outputs)
 
     def _not_started(self, worker: int, incarnation: int, error: Exception) -> None:
@@ -216,7 +230,9 @@ class Fleet:
 
     # -------------------------------------------------------------------------------------- what workers say
 
-    def _received(self, worker: int, process: WorkerProcess, message: Message) -> None:
+    def _received(  # noqa: C901 -- one branch for each kind of message
+        self, worker: int, process: WorkerProcess, message: Message
+    ) -> None:
         self._heartbeat.heard(process)
         if isinstance(message, DeviceReady):
             self.devices[worker].info = message
@@ -235,6 +251,8 @@ class Fleet:
         elif isinstance(message, CallDeferred):
             process.plans.end(message.call)
             self._events.worker_deferred(worker, process.incarnation, message)
+        elif isinstance(message, CanaryRun):
+            self._events.worker_ran_canary(worker, process.incarnation, message)
         elif isinstance(message, WorkspaceFound):
             self._events.worker_found_workspace(worker, process.incarnation, message)
         elif isinstance(message, (OpenFailed, DeviceFailed)):
@@ -296,7 +314,7 @@ class Fleet:
 def _failure(message: OpenFailed | DeviceFailed) -> Failure:
     restart_policy = RestartPolicy(message.restart_policy)
     if isinstance(message, OpenFailed):
-        return Failure(message.message, restart_policy)
+        return Failure(message.message, restart_policy, wrong=message.wrong)
     return Failure(
         message.message, restart_policy, message.call, message.code or None, message.retry, message.exempt
     )

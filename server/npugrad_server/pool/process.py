@@ -153,7 +153,7 @@ class WorkerProcess:
         self._waiter = threading.Thread(target=self._wait, name=f"wait-{self.device}", daemon=True)
         self._waiter.start()
 
-    def open(self, settings: PoolSettings) -> None:
+    def open(self, settings: PoolSettings, canary_rounds: int = 1) -> None:
         """Asks it to take its device; the answer comes as a message."""
         message = OpenDevice(
             device=self.device,
@@ -166,6 +166,7 @@ class WorkerProcess:
             prefault_bytes=settings.prefault_bytes,
             hang_grace_s=settings.hang_grace_s,
             run_limit_s=settings.run_limit_s,
+            canary_rounds=canary_rounds,
         )
         self.send(message)
 

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING
 from npugrad_server.pool.call_lifecycle import CallLifecycle
 from npugrad_server.pool.commands import CompleteCall, PostponeCall, TellWorker
 from npugrad_server.pool.placement import Placement
+from npugrad_server.pool.quarantine import Quarantine
 from npugrad_server.pool.regions import RegionAllocator
 from npugrad_server.pool.state import CallStage, WorkerState
 from npugrad_server.pool.types import DeviceState
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from npugrad_server.pool.commands import Command, Failure, WorkerSpec
     from npugrad_server.pool.state import CallState
     from npugrad_server.pool.types import PoolSettings
+    from npugrad_server.worker.canary_messages import CanaryRun
 
 
 class Scheduler:
@@ -71,6 +73,7 @@ class Scheduler:
         self._placement = Placement(self.workers, memory)
         self.eligibility = self._placement.eligibility
         self._worker_lifecycle = WorkerLifecycle(settings, self.workers, self._placement.worker_changed)
+        self._quarantine = Quarantine(settings, self._worker_lifecycle)
         self._call_lifecycle = CallLifecycle(settings, self.workers, self._placement, self._worker_lifecycle)
         self._calls, self._queue = self._call_lifecycle.calls, self._call_lifecycle.queue
         self._alarms, self.circuits = self._call_lifecycle.alarms, self._call_lifecycle.circuits
@@ -103,6 +106,9 @@ class Scheduler:
         for worker in self.workers:
             if worker.alarm is not None and (first is None or worker.alarm < first):
                 first = worker.alarm
+            watched = worker.trust.alarm
+            if watched is not None and (first is None or watched < first):
+                first = watched
         return first
 
     # ------------------------------------------------------------------------------------------------- events
@@ -141,6 +147,7 @@ class Scheduler:
         unavailable: Mapping[str, str] | None = None,
         deterministic: bool | None = None,
         no_determinism: str = "",
+        canaries: int = 0,
     ) -> list[Command]:
         """A process has opened its device.
 
@@ -153,6 +160,7 @@ class Scheduler:
             unavailable: Operators that it cannot run, with the reason.
             deterministic: Mode that it keeps for every call; None where each call chooses.
             no_determinism: Why none of its calls is deterministic; empty where they can be.
+            canaries: How many canaries it has.
         """
         out: list[Command] = []
         worker = self.workers[index]
@@ -163,6 +171,7 @@ class Scheduler:
         worker.one_mode, worker.memory_bytes = one_mode, memory_bytes
         worker.unavailable, worker.exhausted = dict(unavailable or {}), False
         worker.deterministic, worker.no_determinism = deterministic, no_determinism
+        self._quarantine.opened(worker, canaries, now)
         self._worker_lifecycle.opened(worker, out)
         self._worker_lifecycle.take_turns(now, out)
         self._dispatch(now, out)
@@ -201,6 +210,8 @@ class Scheduler:
         worker = self.workers[index]
         if not worker.is_current(incarnation) or number not in worker.running:
             return out
+        if worker.state is DeviceState.QUARANTINED:
+            return out  # the call is run again elsewhere, once the process has ended
         if workspace_bytes is not None and worker.memory_bytes is not None:
             self._placement.learn(worker.running[number], workspace_bytes)
         done = self._placement.take_off(number, worker)
@@ -213,6 +224,15 @@ class Scheduler:
                 out.append(CompleteCall(number))
             self._call_lifecycle.settle(done, out)
         self._dispatch(now, out)
+        return out
+
+    def canary(self, index: int, incarnation: int, answer: CanaryRun, now: float) -> list[Command]:
+        """A process has run a canary and compared its results."""
+        out: list[Command] = []
+        worker = self.workers[index]
+        if worker.is_current(incarnation):
+            self._quarantine.answered(worker, answer, now, out)
+            self._dispatch(now, out)
         return out
 
     def need_workspace(self, index: int, incarnation: int, number: int, nbytes: int) -> list[Command]:
@@ -272,6 +292,7 @@ class Scheduler:
             return out
         worker.alive = False
         worker.reason = worker.ended_for or reason
+        self._quarantine.failed_start(worker, out)
         culprit = worker.culprit()
         self._worker_lifecycle.count_loss(worker, host=host, blamed=culprit is not None)
         died_under = list(worker.running)
@@ -279,6 +300,9 @@ class Scheduler:
         for number in reversed(died_under):
             call = self._placement.take_off(number, worker)
             self._queue.come_off(call, now)
+            if worker.state is DeviceState.QUARANTINED:
+                self._call_lifecycle.move(call, worker, out)
+                continue
             call.note_loss(worker, sole=len(died_under) == 1)
             if call is culprit:
                 self._call_lifecycle.blame(call, now, out)
@@ -325,6 +349,8 @@ class Scheduler:
         for worker in self.workers:
             if worker.alarm is not None and worker.alarm <= now:
                 self._worker_lifecycle.overdue(worker, now, out)
+            if worker.trust.alarm is not None and worker.trust.alarm <= now:
+                self._quarantine.overdue(worker, now, out)
         self._dispatch(now, out)
         return out
 

@@ -162,6 +162,35 @@ class CallState:
 
 
 @dataclass
+class Trust:
+    """What is known of whether a device computes rightly.
+
+    Attributes:
+        canaries: How many its present process has.
+        due_s: When the next round is due; while a canary runs, when it was sent.
+        alarm: When to look at it again; None for never.
+        running: The canary that runs; None for none.
+        left: Canaries of the round that were not right yet.
+        suspected: Whether it computed wrongly and was not right since: it takes no calls.
+        mismatches: When it computed wrongly.
+        quarantines: How often it went into quarantine.
+        final: Whether it stays there.
+        reason: Why it went there.
+    """
+
+    canaries: int = 0
+    due_s: float | None = None
+    alarm: float | None = None
+    running: int | None = None
+    left: int = 0
+    suspected: bool = False
+    mismatches: list[float] = field(default_factory=list)
+    quarantines: int = 0
+    final: bool = False
+    reason: str = ""
+
+
+@dataclass
 class WorkerState:
     """One device and the process that drives it.
 
@@ -199,6 +228,7 @@ class WorkerState:
         last_start: Number of the last call it was given, to spread calls over idle devices.
         unavailable: Operators that the last process that opened it cannot run, with the reason.
         exhausted: Whether it answered that it cannot take a call now, and has done none well since.
+        trust: Whether it computes rightly.
     """
 
     index: int
@@ -233,6 +263,12 @@ class WorkerState:
     last_start: int = 0
     unavailable: Mapping[str, str] = field(default_factory=dict)
     exhausted: bool = False
+    trust: Trust = field(default_factory=Trust)
+
+    @property
+    def is_out(self) -> bool:
+        """Whether calls do not wait for it."""
+        return self.state in (DeviceState.DOWN, DeviceState.QUARANTINED)
 
     def culprit(self) -> CallState | None:
         """The running call that the end of the process is the fault of, as far as is known.
@@ -259,7 +295,7 @@ class WorkerState:
 
     def runs(self, operator: str, deterministic: bool) -> bool:
         """Whether it runs calls of an operator and mode, or may once it is ready."""
-        return self.state is not DeviceState.DOWN and not self.why_refuses(operator, deterministic)
+        return not self.is_out and not self.why_refuses(operator, deterministic)
 
     def may_run(self, call: CallState) -> bool:
         """Whether it runs calls such as this one, or may once it is ready."""
@@ -272,6 +308,8 @@ class WorkerState:
     def admits(self, call: CallState) -> bool:
         """Whether the call may join those that run now; memory is another question."""
         if self.state is not DeviceState.READY or len(self.running) >= self.spec.streams:
+            return False
+        if self.trust.suspected:
             return False
         if not self.running:
             return True

@@ -55,6 +55,7 @@ class PoolSettings:
             its own it says itself.
         run_limit_s: Seconds a call may run, whatever its deadline, before its worker is ended.
         heartbeat_timeout_s: Seconds a ready worker may be silent, though asked, before it is ended.
+        canary_interval_s: Seconds between two rounds of a device's canaries; 0 for none once it is ready.
         print_fd: Descriptor that workers print to, standard error by default.
         worker_module: Module that a worker process runs.
     """
@@ -75,6 +76,7 @@ class PoolSettings:
     device_memory_bytes: int | None = None
     run_limit_s: float = 540.0
     heartbeat_timeout_s: float = 30.0
+    canary_interval_s: float = 60.0
     print_fd: int = 2
     worker_module: str = WORKER_MODULE
 
@@ -173,6 +175,8 @@ class DeviceState(str, Enum):
     RESTARTING = "restarting"
     DOWN = "down"
     """Calls do not wait for it; unless it is damaged, it is tried again."""
+    QUARANTINED = "quarantined"
+    """It has computed wrongly: nothing that it answers counts; see `pool.quarantine`."""
 
     def __str__(self) -> str:
         """The name."""
@@ -196,6 +200,7 @@ class DeviceStatus:
         memory_used_bytes: What running calls have of it, or have set aside.
         next_try_s: Seconds until a device that is down is tried again; None for others, and for one that is
             not tried any more.
+        unavailable: Operators that it cannot run.
     """
 
     name: str
@@ -209,6 +214,7 @@ class DeviceStatus:
     memory_bytes: int | None = None
     memory_used_bytes: int = 0
     next_try_s: float | None = None
+    unavailable: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -289,3 +295,9 @@ class PoolObserver:
 
     def device_changed(self, status: DeviceStatus) -> None:
         """A device went into another state."""
+
+    def canaries_run(self, device: str, result: str, count: int) -> None:
+        """A device has run so many canaries: ``"ok"``, ``"mismatch"`` or ``"error"``."""
+
+    def device_mismatched(self, device: str, operator: str) -> None:
+        """A device has computed wrongly."""

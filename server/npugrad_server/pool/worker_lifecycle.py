@@ -43,6 +43,8 @@ SLOWEST_S = 60.0
 """Longest wait before a device is tried again, unless `respawn_backoff_max_s` is longer."""
 MAX_TIME_DOUBLINGS = 2
 """How often a start that took too long gets twice the time of the one before."""
+TRIAL_ROUNDS = 3
+"""How often the canaries of a device in quarantine have to be right before it takes calls again."""
 STARTS_AT_ONCE, TURN_S = 2, 30.0
 _GROWTH = 1.1
 _FIRST_STAGE = "starting its process"
@@ -82,13 +84,13 @@ class WorkerLifecycle:
             self._spawn(worker, now, out)
         elif not worker.waits:
             worker.waits = True
-            if worker.state is not DeviceState.DOWN:
+            if not worker.is_out:
                 self._change(worker, DeviceState.STARTING, "waiting for other devices to start", out)
 
     def take_turns(self, now: float, out: list[Command]) -> None:
         """A start is over: those that wait for it begin, devices that are down last."""
         waiting = [worker for worker in self._workers if worker.waits]
-        for worker in sorted(waiting, key=lambda worker: worker.state is DeviceState.DOWN):
+        for worker in sorted(waiting, key=lambda worker: worker.is_out):
             self.begin(worker, now, out)
 
     def _turn_s(self, worker: WorkerState, now: float) -> float | None:
@@ -108,8 +110,9 @@ class WorkerLifecycle:
         worker.outputs = RegionAllocator(worker.spec.output_bytes)
         worker.spawned_s, worker.stage = now, _FIRST_STAGE
         worker.alarm = now + self._stage_limit_s(worker)
-        out.append(SpawnWorker(worker.index, worker.incarnation))
-        if worker.state is not DeviceState.DOWN:
+        rounds = TRIAL_ROUNDS if worker.state is DeviceState.QUARANTINED else 1
+        out.append(SpawnWorker(worker.index, worker.incarnation, rounds))
+        if not worker.is_out:
             self._change(worker, DeviceState.STARTING, reason, out)
 
     def progress(self, worker: WorkerState, stage: str, now: float, out: list[Command]) -> None:
@@ -151,8 +154,17 @@ class WorkerLifecycle:
             return
         worker.alarm, worker.ending, worker.exempt, worker.ended_for = None, True, exempt, reason
         out.append(KillWorker(worker.index, worker.incarnation, reason))
-        if worker.state is not DeviceState.DOWN:
+        if not worker.is_out:
             self._change(worker, DeviceState.RESTARTING, reason, out)
+
+    def quarantine(self, worker: WorkerState, reason: str, out: list[Command]) -> None:
+        """Takes a device out of use that has computed wrongly, and ends its process, if there is one."""
+        trust = worker.trust
+        trust.quarantines += 1
+        trust.final, trust.reason = trust.quarantines > 1, f"it computes wrongly: {reason}"
+        trust.running, trust.alarm, trust.suspected = None, None, False
+        self._change(worker, DeviceState.QUARANTINED, trust.reason, out)
+        self.kill(worker, trust.reason, out, exempt=True)
 
     def count_loss(self, worker: WorkerState, *, host: bool, blamed: bool) -> None:
         """Counts the loss of a process whose calls are still on it.
@@ -190,6 +202,12 @@ class WorkerLifecycle:
             out: Gets the commands.
             idle: Whether no call was running.
         """
+        if worker.state is DeviceState.QUARANTINED:
+            worker.damaged = worker.trust.final
+            again_s = now + self._delay_s(worker, RestartPolicy.SOON, idle)
+            worker.alarm = None if worker.damaged else again_s
+            self._change(worker, DeviceState.QUARANTINED, worker.trust.reason, out)
+            return
         restart_policy = RestartPolicy.SOON if worker.failure is None else worker.failure.restart_policy
         worker.damaged = restart_policy is RestartPolicy.NEVER
         worker.alarm = None if worker.damaged else now + self._delay_s(worker, restart_policy, idle)
@@ -215,7 +233,7 @@ class WorkerLifecycle:
     def _change(self, worker: WorkerState, state: DeviceState, reason: str, out: list[Command]) -> None:
         """Puts a device into a state and says so, when what else is new of it is noted."""
         worker.state, worker.reason = state, reason
-        self.all_down = all(each.state is DeviceState.DOWN for each in self._workers)
+        self.all_down = all(each.is_out for each in self._workers)
         self._on_change()
         out.append(DeviceChanged(worker.index))
 

@@ -1,6 +1,7 @@
 """grpc.health.v1 and reflection.
 
-``""`` and every npugrad service are SERVING when some device is ready and the server does not drain;
+``""`` and every npugrad service are SERVING when some device is ready and the server does not drain; so is
+``npugrad.v1.BackwardService/group_norm_backward``, and so on for each operator, when a ready device runs it;
 ``"liveness"`` is SERVING as long as the event loop answers and, where there is a limit, unless no device has
 been ready for longer: then whoever watches the process may restart it.
 The servicer is ours and not the library's: that one writes to a watcher while it holds the lock that a
@@ -10,6 +11,7 @@ change of status needs, so one client that does not read could hold up a drain, 
 from __future__ import annotations
 
 import asyncio
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -21,7 +23,7 @@ from npugrad_server.pool import DeviceState
 from npugrad_server.rpc.register import Garbage, register
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from google.protobuf.descriptor import ServiceDescriptor
 
@@ -42,15 +44,22 @@ class Health:
     Thread safety: everything on the event loop.
     """
 
-    def __init__(self, services: Iterable[str], down_limit_s: float | None = None) -> None:
+    def __init__(
+        self,
+        services: Iterable[str],
+        down_limit_s: float | None = None,
+        operators: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """Starts as not serving, but alive.
 
         Args:
             services: Full names of the services that need a device.
             down_limit_s: Seconds without a device that is ready after which the process is not alive; counted
                 from the first time that one was, as the start has limits of its own. None for never.
+            operators: Operator by the name under which it is asked for.
         """
-        self._status = dict.fromkeys(("", *services), _NOT_SERVING) | {LIVENESS: _SERVING}
+        self._services, self._operators = ("", *services), operators
+        self._status = dict.fromkeys((*self._services, *operators), _NOT_SERVING) | {LIVENESS: _SERVING}
         self._down_limit_s = down_limit_s
         self._was_ready = False
         self._expiry: asyncio.TimerHandle | None = None
@@ -60,15 +69,17 @@ class Health:
 
     def update(self, devices: Iterable[DeviceStatus]) -> None:
         """Takes the states of the devices."""
-        ready = any(device.state is DeviceState.READY for device in devices)
-        self._was_ready = self._was_ready or ready
-        self._set(_SERVING if ready and not self._draining else _NOT_SERVING)
-        self._limit(ready)
+        lacking = [device.unavailable for device in devices if device.state is DeviceState.READY]
+        self._was_ready = self._was_ready or bool(lacking)
+        self._set(self._services, bool(lacking))
+        for name, operator in self._operators.items():
+            self._set([name], any(operator not in unavailable for unavailable in lacking))
+        self._limit(bool(lacking))
 
     def start_draining(self) -> None:
         """Is not serving from now on, whatever the devices do; stays as alive as it is."""
         self._draining = True
-        self._set(_NOT_SERVING)
+        self._set((*self._services, *self._operators), False)
         self._stop_waiting()
 
     def close(self) -> None:
@@ -106,8 +117,8 @@ class Health:
             self._expiry.cancel()
             self._expiry = None
 
-    def _set(self, status: Any) -> None:
-        self._change([name for name in self._status if name != LIVENESS], status)
+    def _set(self, names: Iterable[str], is_served: bool) -> None:
+        self._change(names, _SERVING if is_served and not self._draining else _NOT_SERVING)
 
     def _set_alive(self, status: Any) -> None:
         self._change([LIVENESS], status)

@@ -126,7 +126,7 @@ class RunPool(Protocol):
     def __call__(
         self,
         scenario: Callable[[DevicePool], Awaitable[None]],
-        devices: str = "cpu:0",
+        devices: str | tuple[str, ...] = "cpu:0",
         observer: PoolObserver | None = None,
         **changes: Any,
     ) -> None: ...
@@ -136,12 +136,13 @@ class RunPool(Protocol):
 def run_pool() -> RunPool:
     def run(
         scenario: Callable[[DevicePool], Awaitable[None]],
-        devices: str = "cpu:0",
+        devices: str | tuple[str, ...] = "cpu:0",
         observer: PoolObserver | None = None,
         **changes: Any,
     ) -> None:
         before = _resources()
-        asyncio.run(_play(scenario, replace(SETTINGS, devices=resolve(devices), **changes), observer))
+        named = resolve(devices) if isinstance(devices, str) else devices
+        asyncio.run(_play(scenario, replace(SETTINGS, devices=named, **changes), observer))
         # What an earlier test left to the garbage collector may go meanwhile; nothing may come.
         assert not _resources() - before
 

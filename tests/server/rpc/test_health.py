@@ -16,15 +16,18 @@ if TYPE_CHECKING:
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-def device(state: DeviceState) -> DeviceStatus:
-    return DeviceStatus("cpu:0", "cpu", "", False, state, 0, "")
+OPERATORS = {f"npugrad.v1.BackwardService/{name}": name for name in ("one", "other")}
+
+
+def device(state: DeviceState, *unavailable: str) -> DeviceStatus:
+    return DeviceStatus("cpu:0", "cpu", "", False, state, 0, "", unavailable=frozenset(unavailable))
 
 
 def with_health(act: Callable[[Health, Any], Awaitable[None]], down_limit_s: float | None = None) -> None:
     """Runs a test against a Health behind a real socket, on one loop."""
 
     async def run() -> None:
-        health = Health(["npugrad.v1.BackwardService"], down_limit_s)
+        health = Health(["npugrad.v1.BackwardService"], down_limit_s, OPERATORS)
         server = grpc.aio.server()
         register_health(server, health)
         port = server.add_insecure_port("127.0.0.1:0")
@@ -160,3 +163,20 @@ def test_whoever_watches_liveness_hears_of_its_end() -> None:
         health.close()
 
     with_health(act, down_limit_s=0.01)
+
+
+def test_an_operator_is_served_where_a_ready_device_runs_it() -> None:
+    async def act(health: Health, channel: Any) -> None:
+        one, other = OPERATORS
+        answers = watch(channel, one)
+        assert (await answers.read()).status == NOT_SERVING
+        health.update([device(DeviceState.READY, "other"), device(DeviceState.QUARANTINED)])
+        assert (await answers.read()).status == SERVING
+        assert [await check(channel, name) for name in (one, other, "")] == [SERVING, NOT_SERVING, SERVING]
+        health.update([device(DeviceState.QUARANTINED), device(DeviceState.READY, "one")])
+        assert (await answers.read()).status == NOT_SERVING
+        assert [await check(channel, name) for name in (one, other, "")] == [NOT_SERVING, SERVING, SERVING]
+        health.start_draining()
+        assert await check(channel, other) == NOT_SERVING
+
+    with_health(act)

@@ -1,0 +1,130 @@
+"""Whether devices compute rightly: canaries at intervals, mismatches, quarantine. Part of the scheduler.
+
+Guarantees
+    - A device is ready only after its process has compared every canary, and found it right.
+    - From then on it runs each of them once in an interval: while it is idle, or beside its calls where it is
+      not idle for another interval.
+    - After a mismatch it takes no call until the same canary was right; two within `MISMATCH_WINDOW_S`
+      quarantine it. Its process is ended, nothing that it still answers counts, and its calls go elsewhere.
+    - A device in quarantine gets one more process, which has to find every canary right
+      `worker_lifecycle.TRIAL_ROUNDS` times. A mismatch there, or a second quarantine, is final: it stays out
+      until the server is started again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from npugrad_server.backends.canary import LIMIT_S, CanaryResult
+from npugrad_server.pool.commands import DeviceMismatch, StartCanary
+from npugrad_server.pool.types import DeviceState
+
+if TYPE_CHECKING:
+    from npugrad_server.pool.commands import Command
+    from npugrad_server.pool.state import WorkerState
+    from npugrad_server.pool.types import PoolSettings
+    from npugrad_server.pool.worker_lifecycle import WorkerLifecycle
+    from npugrad_server.worker.canary_messages import CanaryRun
+
+MISMATCH_WINDOW_S = 600.0
+"""Seconds within which a second mismatch quarantines a device."""
+MOST_MISMATCHES = 2
+_LOOKS = 8
+"""How often in an interval a device that is busy is looked at again."""
+
+
+class Quarantine:
+    """Runs the canaries of devices, and takes devices out of use that compute wrongly."""
+
+    def __init__(self, settings: PoolSettings, lifecycle: WorkerLifecycle) -> None:
+        """Trusts every device that opens.
+
+        Args:
+            settings: The interval, and how long calls may run.
+            lifecycle: Ends processes.
+        """
+        self._interval_s = settings.canary_interval_s
+        # Behind a call that runs on the same stream, whose own limit ends the worker first.
+        self._limit_s = settings.run_limit_s + settings.hang_grace_s + LIMIT_S
+        self._lifecycle = lifecycle
+
+    def opened(self, worker: WorkerState, canaries: int, now: float) -> None:
+        """A process has opened its device, and found so many canaries right."""
+        trust = worker.trust
+        trust.canaries, trust.running, trust.suspected = canaries, None, False
+        trust.mismatches.clear()
+        self._plan(worker, now)
+
+    def _plan(self, worker: WorkerState, now: float) -> None:
+        """Sets when the next round is due."""
+        has_any = self._interval_s and worker.trust.canaries
+        worker.trust.due_s = worker.trust.alarm = now + self._interval_s if has_any else None
+
+    def overdue(self, worker: WorkerState, now: float, out: list[Command]) -> None:
+        """A round is due, or a canary takes too long."""
+        trust = worker.trust
+        if worker.state is not DeviceState.READY or trust.due_s is None:
+            trust.alarm = None
+        elif trust.running is not None:
+            trust.alarm = None
+            self._lifecycle.kill(worker, f"a canary ran for more than {self._limit_s:g} s", out, exempt=False)
+        elif worker.running and now < trust.due_s + self._interval_s:
+            trust.alarm = now + self._interval_s / _LOOKS
+        else:
+            self._begin(worker, now, out)
+
+    def _begin(self, worker: WorkerState, now: float, out: list[Command]) -> None:
+        worker.trust.left = worker.trust.canaries
+        self._send(worker, 0, now, out)
+
+    def _send(self, worker: WorkerState, number: int, now: float, out: list[Command]) -> None:
+        trust = worker.trust
+        trust.running, trust.due_s, trust.alarm = number, now, now + self._limit_s
+        out.append(StartCanary(worker.index, worker.incarnation, number))
+
+    def answered(self, worker: WorkerState, answer: CanaryRun, now: float, out: list[Command]) -> None:
+        """A process has run a canary."""
+        trust = worker.trust
+        if worker.state is not DeviceState.READY or trust.running != answer.number:
+            return
+        if answer.result == CanaryResult.MISMATCH:
+            self.note(worker, answer.operator, answer.detail, now, out)
+            if worker.state is DeviceState.READY:
+                self._send(worker, answer.number, now, out)
+            return
+        trust.suspected, trust.left = False, trust.left - 1
+        if trust.left > 0:
+            self._send(worker, (answer.number + 1) % trust.canaries, now, out)
+        else:
+            trust.running = None
+            self._plan(worker, now)
+
+    def note(self, worker: WorkerState, operator: str, detail: str, now: float, out: list[Command]) -> None:
+        """A device has computed wrongly.
+
+        Args:
+            worker: The device.
+            operator: What it computed.
+            detail: The figures.
+            now: When.
+            out: Gets the commands.
+        """
+        trust = worker.trust
+        out.append(DeviceMismatch(worker.index, operator, detail))
+        trust.mismatches = [at for at in trust.mismatches if at > now - MISMATCH_WINDOW_S] + [now]
+        if len(trust.mismatches) >= MOST_MISMATCHES:
+            self._lifecycle.quarantine(worker, f"{operator}: {detail}", out)
+        else:
+            trust.suspected = trust.canaries > 0
+
+    def failed_start(self, worker: WorkerState, out: list[Command]) -> None:
+        """A process has found a canary wrong before its device was ready, twice in a row, and has ended."""
+        failure = worker.failure
+        if failure is None or not failure.wrong:
+            return
+        detail = failure.reason.removeprefix(f"{failure.wrong}: ")
+        out.append(DeviceMismatch(worker.index, failure.wrong, detail))
+        if worker.state is DeviceState.QUARANTINED:
+            worker.trust.final = True
+        else:
+            self._lifecycle.quarantine(worker, failure.reason, out)

@@ -1,0 +1,276 @@
+"""Canaries, mismatches and quarantine: the scheduler's rules on made-up events, then real devices."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.server.pool.scheduling import SETTINGS, of, open_scheduler, started
+
+from npugrad_server.pool import DeviceState, PoolObserver
+from npugrad_server.pool.commands import (
+    CompleteCall,
+    DeviceMismatch,
+    Failure,
+    KillWorker,
+    RedirectCall,
+    SpawnWorker,
+    StartCall,
+    StartCanary,
+)
+from npugrad_server.pool.quarantine import MISMATCH_WINDOW_S
+from npugrad_server.pool.state import CallState
+from npugrad_server.pool.worker_lifecycle import TRIAL_ROUNDS
+from npugrad_server.worker.canary_messages import CanaryRun
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from npugrad_server.pool import DevicePool, DeviceStatus
+    from npugrad_server.pool.commands import Command
+    from npugrad_server.pool.scheduler import Scheduler
+
+INTERVAL_S = 40.0
+CANARIES = 2
+OK, MISMATCH, ERROR = "ok", "mismatch", "error"
+
+
+def watched(workers: int = 1, **changes: Any) -> Scheduler:
+    """A scheduler whose devices have two canaries each."""
+    scheduler = open_scheduler(workers, settings=replace(SETTINGS, canary_interval_s=INTERVAL_S, **changes))
+    for worker in scheduler.workers:
+        worker.opened = False
+        scheduler.ready(worker.index, worker.incarnation, 0, canaries=CANARIES)
+    return scheduler
+
+
+def state(scheduler: Scheduler, device: int = 0) -> DeviceState:
+    return scheduler.workers[device].state
+
+
+def canaries(commands: list[Command]) -> list[tuple[int, int]]:
+    """Device and number of the canaries that are to be run."""
+    return [(command.worker, command.number) for command in of(StartCanary, commands)]
+
+
+def answer(scheduler: Scheduler, number: int, result: str, now: float, device: int = 0) -> list[Command]:
+    worker = scheduler.workers[device]
+    run = CanaryRun(number, f"operator{number}", result, "figures")
+    return scheduler.canary(device, worker.incarnation, run, now)
+
+
+def quarantined(scheduler: Scheduler, now: float = INTERVAL_S) -> list[Command]:
+    """Has the first device found wrong twice."""
+    scheduler.tick(now)
+    return answer(scheduler, 0, MISMATCH, now) + answer(scheduler, 0, MISMATCH, now)
+
+
+def test_an_idle_device_runs_each_canary_once_in_an_interval() -> None:
+    scheduler = watched()
+    assert scheduler.next_alarm() == INTERVAL_S
+    assert canaries(scheduler.tick(INTERVAL_S)) == [(0, 0)]
+    assert canaries(answer(scheduler, 0, OK, 41)) == [(0, 1)]
+    assert canaries(answer(scheduler, 1, ERROR, 42)) == []
+    assert scheduler.next_alarm() == 42 + INTERVAL_S
+
+
+def test_a_busy_device_runs_them_beside_its_calls_one_interval_later() -> None:
+    scheduler = watched()
+    assert started(scheduler.submit(CallState(1), 1)) == [1]
+    now, told = INTERVAL_S, scheduler.tick(INTERVAL_S)
+    while not canaries(told):
+        alarm = scheduler.next_alarm()
+        assert alarm is not None
+        assert now < alarm <= 2 * INTERVAL_S
+        now, told = alarm, scheduler.tick(alarm)
+    assert now == 2 * INTERVAL_S
+
+
+def test_no_interval_is_no_canary_once_the_device_is_ready() -> None:
+    scheduler = open_scheduler(settings=replace(SETTINGS, canary_interval_s=0))
+    scheduler.workers[0].opened = False
+    scheduler.ready(0, 1, 0, canaries=CANARIES)
+    assert scheduler.next_alarm() is None
+
+
+def test_after_one_mismatch_a_device_takes_no_call_until_it_was_right() -> None:
+    scheduler = watched()
+    scheduler.tick(INTERVAL_S)
+    told = answer(scheduler, 0, MISMATCH, 41)
+    assert canaries(told) == [(0, 0)]
+    assert of(DeviceMismatch, told) == [DeviceMismatch(0, "operator0", "figures")]
+    assert started(scheduler.submit(CallState(1), 41)) == []
+    assert started(answer(scheduler, 0, OK, 42)) == [1]
+    assert state(scheduler) is DeviceState.READY
+
+
+def test_two_mismatches_quarantine_a_device_and_move_its_calls() -> None:
+    scheduler = watched(2)
+    told = scheduler.submit(CallState(1), 1)
+    (start,) = of(StartCall, told)
+    wrong = scheduler.workers[start.worker]
+    scheduler.tick(2 * INTERVAL_S)
+    for _ in range(2):
+        told = answer(scheduler, 0, MISMATCH, 81, wrong.index)
+    assert [kill.worker for kill in of(KillWorker, told)] == [wrong.index]
+    assert (wrong.state, wrong.reason) == (
+        DeviceState.QUARANTINED,
+        "it computes wrongly: operator0: figures",
+    )
+    late = scheduler.answered(wrong.index, wrong.incarnation, 1, True, 82)
+    assert not of(CompleteCall, late), "nothing that it still answers counts"
+    told = scheduler.lost(wrong.index, wrong.incarnation, "killed", 83)
+    assert of(RedirectCall, told) == [RedirectCall(1, wrong.index, "QUARANTINED")]
+    (again,) = of(StartCall, told)
+    assert (again.worker, again.attempt) == (1 - wrong.index, 1), "the call has not been tried"
+
+
+def test_a_mismatch_long_ago_does_not_count() -> None:
+    scheduler = watched()
+    scheduler.tick(INTERVAL_S)
+    answer(scheduler, 0, MISMATCH, INTERVAL_S)
+    answer(scheduler, 0, OK, INTERVAL_S)
+    answer(scheduler, 1, OK, INTERVAL_S)
+    now = INTERVAL_S + MISMATCH_WINDOW_S + 1
+    scheduler.tick(now)
+    answer(scheduler, 0, MISMATCH, now)
+    assert state(scheduler) is DeviceState.READY
+    answer(scheduler, 0, OK, now)
+    answer(scheduler, 1, MISMATCH, now)
+    assert state(scheduler) is DeviceState.QUARANTINED
+
+
+def test_a_device_in_quarantine_gets_one_process_which_has_to_be_right_in_every_round() -> None:
+    scheduler = watched()
+    quarantined(scheduler)
+    worker = scheduler.workers[0]
+    assert scheduler.all_down
+    scheduler.lost(0, 1, "killed", 41)
+    alarm = scheduler.next_alarm()
+    assert alarm is not None
+    (spawn,) = of(SpawnWorker, scheduler.tick(alarm))
+    assert spawn.canary_rounds == TRIAL_ROUNDS
+    assert state(scheduler) is DeviceState.QUARANTINED, "until it was right"
+    scheduler.ready(0, 2, alarm, canaries=CANARIES)
+    assert state(scheduler) is DeviceState.READY
+    quarantined(scheduler, alarm + INTERVAL_S)
+    scheduler.lost(0, 2, "killed", 200)
+    assert (state(scheduler), worker.damaged) == (DeviceState.QUARANTINED, True)
+    assert scheduler.next_alarm() is None, "it was right in between, and is not believed again"
+
+
+def test_a_death_that_is_no_mismatch_does_not_end_the_quarantine_nor_make_it_final() -> None:
+    scheduler = watched()
+    quarantined(scheduler)
+    scheduler.lost(0, 1, "killed", 41)
+    now = scheduler.next_alarm() or 0
+    scheduler.tick(now)
+    scheduler.lost(0, 2, "out of memory", now)
+    assert state(scheduler) is DeviceState.QUARANTINED
+    (spawn,) = of(SpawnWorker, scheduler.tick(scheduler.next_alarm() or 0))
+    assert spawn == SpawnWorker(0, 3, TRIAL_ROUNDS)
+
+
+def test_a_device_that_is_wrong_from_the_start_is_never_ready() -> None:
+    scheduler = open_scheduler(0)
+    assert scheduler.workers == []
+    scheduler = open_scheduler(settings=SETTINGS)
+    worker = scheduler.workers[0]
+    worker.opened, worker.state = False, DeviceState.STARTING
+    for incarnation in (1, 2):
+        told = scheduler.failing(0, incarnation, Failure("op: wrong", wrong="op"), 1)
+        told += scheduler.lost(0, incarnation, "status 1", 1)
+        assert of(DeviceMismatch, told) == [DeviceMismatch(0, "op", "wrong")]
+        assert state(scheduler) is DeviceState.QUARANTINED
+        alarm = scheduler.next_alarm()
+        assert (alarm is None) == (incarnation == 2)
+        if alarm is not None:
+            scheduler.tick(alarm)
+
+
+def test_a_canary_that_hangs_ends_its_worker() -> None:
+    scheduler = watched(run_limit_s=5, hang_grace_s=1)
+    scheduler.tick(INTERVAL_S)
+    alarm = scheduler.next_alarm()
+    assert alarm is not None
+    assert alarm > INTERVAL_S + 6
+    (kill,) = of(KillWorker, scheduler.tick(alarm))
+    assert "a canary ran for more than" in kill.reason
+
+
+# ---------------------------------------------------------------------------------- pools of real devices
+
+
+class Seen(PoolObserver):
+    """Writes down what devices did."""
+
+    def __init__(self) -> None:
+        self.canaries: Counter[tuple[str, str]] = Counter()
+        self.mismatches: list[tuple[str, str]] = []
+        self.states: list[DeviceState] = []
+
+    def canaries_run(self, device: str, result: str, count: int) -> None:
+        self.canaries[device, result] += count
+
+    def device_mismatched(self, device: str, operator: str) -> None:
+        self.mismatches.append((device, operator))
+
+    def device_changed(self, status: DeviceStatus) -> None:
+        if status.name == "test:0":
+            self.states.append(status.state)
+
+
+async def until(pool: DevicePool, state: DeviceState, restarts: int) -> DeviceStatus:
+    """Waits until the first device is in a state, after so many restarts."""
+    changed = asyncio.Event()
+    pool.on_change.append(changed.set)
+    while True:
+        changed.clear()
+        status = pool.devices()[0]
+        if (status.state, status.restarts) == (state, restarts):
+            return status
+        await asyncio.wait_for(changed.wait(), 30)
+
+
+@pytest.mark.parametrize("wrong", ["any", "layer_norm_backward"])
+def test_a_pool_never_serves_from_a_device_that_is_wrong_from_the_start(
+    run_pool: Any, job: Any, wrong: str
+) -> None:
+    seen = Seen()
+
+    async def scenario(pool: DevicePool) -> None:
+        status = await until(pool, DeviceState.QUARANTINED, 1)
+        assert "a canary was wrong twice" in status.reason
+        await pool.wait_ready(30)
+        for seed in range(3):
+            assert (await job(seed=seed).check(pool)).info.device == "test:1"
+
+    run_pool(scenario, ("test:0?compute=1&wrong=" + wrong, "test:1?compute=1"), observer=seen)
+    assert DeviceState.READY not in seen.states
+    assert {device for device, _ in seen.mismatches} == {"test:0"}
+
+
+def test_a_device_that_grows_wrong_is_found_in_one_round_and_trusted_again_once_it_is_right(
+    run_pool: Any, job: Any, tmp_path: Path
+) -> None:
+    seen, wrong = Seen(), tmp_path / "wrong"
+
+    async def scenario(pool: DevicePool) -> None:
+        await pool.wait_ready(30)
+        wrong.touch()
+        await until(pool, DeviceState.QUARANTINED, 0)
+        wrong.unlink()
+        await until(pool, DeviceState.READY, 1)
+        assert (await job().check(pool)).info.device == "test:0"
+
+    run_pool(
+        scenario,
+        (f"test:0?compute=1&wrong=any&wrong_if={wrong}",),
+        observer=seen,
+        canary_interval_s=0.2,
+    )
+    assert seen.canaries["test:0", "mismatch"] == len(seen.mismatches) == 2
+    assert DeviceState.READY in seen.states
