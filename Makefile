@@ -240,7 +240,10 @@ prove-rollout: $(STAMP_KERNELS) $(ENVOY)/.stamp ## What a rollout costs callers,
 
 prove-floods: $(STAMP_KERNELS) $(ENVOY)/.stamp ## What floods of HTTP/2 frames cost a neighbour, past the gateway and through it
 	$(BIN)/python -m tests.proofs.floods $(ARGS)
-.PHONY: prove-rollout prove-floods
+
+prove-model-check: $(STAMP_KERNELS) ## Admission, scheduler, tenants and circuits in random histories of 1,000,000 events
+	$(BIN)/python -m tests.proofs.model_check $(ARGS)
+.PHONY: prove-rollout prove-floods prove-model-check
 
 # -------------------------------------------------------------------------------- benchmarks
 

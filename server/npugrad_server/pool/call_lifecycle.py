@@ -76,7 +76,7 @@ class CallLifecycle:
         """Lets a call in, or fails it because its circuit is open; returns whether it did."""
         if not len(self.circuits) or (refusal := self.circuits.enter(call.circuit, call.id, now)) is None:
             return True
-        self.fail(call, "CIRCUIT_OPEN", refusal.detail, out, retry_after_s=refusal.retry_after_s)
+        self.fail(call, "CIRCUIT_OPEN", refusal.detail, now, out, retry_after_s=refusal.retry_after_s)
         return False
 
     def start(self, call: CallState, worker: WorkerState, now: float, out: list[Command]) -> None:
@@ -104,7 +104,7 @@ class CallLifecycle:
         """Nobody waits for the call any more."""
         if call.stage is CallStage.QUEUED:
             self._unqueue(call)
-            self.settle(call, out)
+            self.settle(call, now, out)
         elif call.stage is CallStage.RUNNING and not call.orphaned:
             call.orphaned = True
             call.kill_at = min(call.kill_at, now + self._settings.hang_grace_s)
@@ -115,10 +115,10 @@ class CallLifecycle:
     def _worker_of(self, call: CallState) -> WorkerState:
         return next(worker for worker in self._workers if call.id in worker.running)
 
-    def give_up(self, call: CallState, reason: str, detail: str, out: list[Command]) -> None:
+    def give_up(self, call: CallState, reason: str, detail: str, now: float, out: list[Command]) -> None:
         """A call that waits gets an error."""
         self._unqueue(call)
-        self.fail(call, reason, detail, out)
+        self.fail(call, reason, detail, now, out)
 
     def _unqueue(self, call: CallState) -> None:
         self.queue.remove(call)
@@ -129,6 +129,7 @@ class CallLifecycle:
         call: CallState,
         reason: str,
         detail: str,
+        now: float,
         out: list[Command],
         *,
         code: int | None = None,
@@ -136,13 +137,13 @@ class CallLifecycle:
     ) -> None:
         """A call that neither waits nor runs gets an error."""
         out.append(FailCall(call.id, reason, detail, code, retry_after_s))
-        self.settle(call, out)
+        self.settle(call, now, out)
 
-    def settle(self, call: CallState, out: list[Command]) -> None:
+    def settle(self, call: CallState, now: float, out: list[Command]) -> None:
         """No worker touches the memory of a call any more."""
         call.stage = CallStage.SETTLED
         if call.faults:
-            self._count_faults(call, out)
+            self._count_faults(call, now, out)
         if len(self.circuits):
             self.circuits.left(call.circuit, call.id)
         if call.closed:
@@ -164,7 +165,7 @@ class CallLifecycle:
         call.blamed += 1
         call.faults.append(now)
         if call.orphaned or call.blamed > 1 or self.circuits.is_trial(call.circuit, call.id):
-            self._count_faults(call, out)
+            self._count_faults(call, now, out)
 
     def clear(self, call: CallState, out: list[Command]) -> None:
         """A worker has done a call: it was not that call which killed others."""
@@ -172,11 +173,11 @@ class CallLifecycle:
         if len(self.circuits) and self.circuits.succeeded(call.circuit, call.id):
             out.append(CircuitChanged(call.id, 0))
 
-    def _count_faults(self, call: CallState, out: list[Command]) -> None:
+    def _count_faults(self, call: CallState, now: float, out: list[Command]) -> None:
         faults, call.faults = call.faults, []
         if call.plan is None or not any([self.circuits.died(call.circuit, call.id, at) for at in faults]):
             return
-        refusal = self.circuits.refusal(call.circuit, faults[-1])
+        refusal = self.circuits.refusal(call.circuit, now)
         if refusal is None:
             return
         out.append(CircuitChanged(call.id, refusal.deaths))
@@ -185,17 +186,19 @@ class CallLifecycle:
                 other.circuit == call.circuit and other.stage is CallStage.QUEUED
             ):
                 self._unqueue(other)
-                self.fail(other, "CIRCUIT_OPEN", refusal.detail, out, retry_after_s=refusal.retry_after_s)
+                self.fail(
+                    other, "CIRCUIT_OPEN", refusal.detail, now, out, retry_after_s=refusal.retry_after_s
+                )
 
     def retry(self, worker: WorkerState, call: CallState, now: float, out: list[Command]) -> None:
         """The worker of a running call is gone: another try, or an error."""
         if call.orphaned:
-            self.settle(call, out)
+            self.settle(call, now, out)
             return
         call.free_region()
         failure = worker.failure
         if failure is not None and failure.call == call.id and not failure.retry:
-            self.fail(call, "DEADLINE_EXCEEDED", failure.reason, out, code=failure.code)
+            self.fail(call, "DEADLINE_EXCEEDED", failure.reason, now, out, code=failure.code)
             return
         if self._may_retry(call, now):
             self.put_back(call)
@@ -204,7 +207,7 @@ class CallLifecycle:
         tries = "each" if call.deaths == call.attempts else str(call.deaths)
         last = call.last_reason or worker.reason
         what = f"its worker died at {tries} of {call.attempts} tries; last: {last}"
-        self.fail(call, "WORKER_LOST", what, out, code=call.last_code)
+        self.fail(call, "WORKER_LOST", what, now, out, code=call.last_code)
 
     def redirect(self, call: CallState, worker: WorkerState, reason: str, out: list[Command]) -> bool:
         """Puts a call back that its device could not take, if another one could; returns whether it did."""
@@ -244,7 +247,7 @@ class CallLifecycle:
         elif call.orphaned or deadline is None or deadline > now:
             return
         elif call.stage is CallStage.QUEUED:
-            self.give_up(call, "DEADLINE_EXCEEDED", "the deadline passed in the queue", out)
+            self.give_up(call, "DEADLINE_EXCEEDED", "the deadline passed in the queue", now, out)
         elif call.stage is CallStage.RUNNING:
             out.append(FailCall(call.id, "DEADLINE_EXCEEDED", "the deadline passed while the call ran"))
             self.orphan(call, deadline, out)

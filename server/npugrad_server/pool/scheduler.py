@@ -126,7 +126,7 @@ class Scheduler:
         call.submitted_s = now
         self._calls[call.id] = call
         if self._worker_lifecycle.all_down:
-            self._call_lifecycle.fail(call, "NO_DEVICE", self._worker_lifecycle.why_down, out)
+            self._call_lifecycle.fail(call, "NO_DEVICE", self._worker_lifecycle.why_down, now, out)
             return out
         if not self._call_lifecycle.enter(call, now, out):
             return out
@@ -222,7 +222,7 @@ class Scheduler:
         if good or not self._call_lifecycle.redirect(done, worker, reason, out):
             if not done.orphaned:
                 out.append(CompleteCall(number))
-            self._call_lifecycle.settle(done, out)
+            self._call_lifecycle.settle(done, now, out)
         self._dispatch(now, out)
         return out
 
@@ -252,7 +252,7 @@ class Scheduler:
         back = self._placement.take_off(number, worker)
         self._queue.come_off(back, now)
         if back.orphaned:
-            self._call_lifecycle.settle(back, out)
+            self._call_lifecycle.settle(back, now, out)
         else:
             back.free_region()
             back.workspace_bytes = nbytes
@@ -312,7 +312,7 @@ class Scheduler:
         self._worker_lifecycle.take_turns(now, out)
         if self.all_down:
             for waiting in list(self._queue):
-                self._call_lifecycle.give_up(waiting, "NO_DEVICE", self._worker_lifecycle.why_down, out)
+                self._call_lifecycle.give_up(waiting, "NO_DEVICE", self._worker_lifecycle.why_down, now, out)
         self._dispatch(now, out)
         return out
 
@@ -374,12 +374,12 @@ class Scheduler:
             deadline = call.deadline_s
             if deadline is not None and deadline <= now:
                 self._call_lifecycle.give_up(
-                    call, "DEADLINE_EXCEEDED", "the deadline passed in the queue", out
+                    call, "DEADLINE_EXCEEDED", "the deadline passed in the queue", now, out
                 )
                 return True  # its lane has changed
             why_never = self._placement.why_never(call)
             if why_never is not None:
-                self._call_lifecycle.give_up(call, *why_never, out)
+                self._call_lifecycle.give_up(call, *why_never, now, out)
                 return True
             worker = self._placement.place(call)
             if worker is not None:

@@ -225,3 +225,17 @@ def test_calls_that_kill_workers_neither_bring_devices_down_nor_delay_their_retu
         for worker in scheduler.workers:
             be_back(scheduler, worker.index, now + 1)
             assert worker.state is DeviceState.READY
+
+
+def test_a_death_that_counts_late_does_not_refuse_calls_that_wait_long_after_it() -> None:
+    """The circuit that it opens may be half-open by then."""
+    scheduler = open_scheduler(2)
+    one, two = (of(StartCall, scheduler.submit(call(n, deadline_s=OPEN_S + 5), 0.0))[0] for n in (1, 2))
+    lose(scheduler, one, 1.0)
+    lose(scheduler, two, 1.0)
+    scheduler.submit(call(3), 2.0)
+    failed = of(FailCall, scheduler.tick(OPEN_S + 5))
+    assert {(each.call, each.reason) for each in failed} == {
+        (1, "DEADLINE_EXCEEDED"),
+        (2, "DEADLINE_EXCEEDED"),
+    }

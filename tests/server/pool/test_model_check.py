@@ -1,0 +1,72 @@
+"""A small `make prove-model-check`, and that it finds what it looks for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.proofs.model_check import checked
+from tests.server.pool.pool_world import PoolWorld
+from tests.summary import tally_of
+
+from npugrad_server.pool.call_lifecycle import CallLifecycle
+from npugrad_server.pool.fair_queue import FairQueue
+from npugrad_server.pool.placement import Placement
+from npugrad_server.pool.regions import RegionAllocator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@pytest.mark.slow
+def test_no_promise_breaks(pytestconfig: pytest.Config) -> None:
+    found = checked(2000, seed=7)
+    assert not found.failure, found.failure
+    assert found.calls > 200
+    tally_of(pytestconfig, "server pool")("model check: events", found.events)
+
+
+@pytest.mark.deep
+@pytest.mark.slow
+def test_no_promise_breaks_in_many_worlds(pytestconfig: pytest.Config) -> None:
+    found = checked(20_000, seed=1_000_000)
+    assert not found.failure, found.failure
+    tally_of(pytestconfig, "server pool")("model check: events", found.events)
+
+
+_forget = CallLifecycle.forget
+
+
+def _forget_twice(self: Any, call: Any, out: Any) -> None:
+    _forget(self, call, out)
+    out.append(out[-1])
+
+
+def _newest_first(self: Any, lets_pass: Any) -> Any:
+    return iter(sorted(self, key=lambda call: -call.id))
+
+
+# What is wrong, and what the check then says.
+MISTAKES: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
+    "memory is given back twice": (CallLifecycle, "forget", _forget_twice, "KeyError"),
+    "nothing starts": (Placement, "place", lambda *_: None, "waits for nothing"),
+    "the newest call is next": (FairQueue, "in_turn", _newest_first, "passes"),
+    "operands are not freed": (RegionAllocator, "free", lambda *_: None, "AssertionError"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_found_and_its_history_is_short(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, wrong, sign = MISTAKES[mistake]
+    monkeypatch.setattr(owner, name, wrong)
+    found = checked(20_000, seed=1, length=150)
+    assert sign in found.failure
+    assert len(found.failure.splitlines()) <= 30, found.failure
+
+
+def test_events_that_cannot_happen_do_nothing() -> None:
+    world = PoolWorld(3)
+    for name in ("uploaded", "answer", "ask", "come_back", "hang_up", "cancel", "close", "stale"):
+        assert world.apply((name, 1)) == ""
+    world.finish()
