@@ -224,10 +224,10 @@ class CallLifecycle:
         out.append(RedirectCall(call.id, worker.index, reason))
         return True
 
-    def move(self, call: CallState, worker: WorkerState, out: list[Command]) -> None:
+    def move(self, call: CallState, worker: WorkerState, now: float, out: list[Command]) -> None:
         """The device of a running call has computed wrongly: the call has not been tried."""
         if call.orphaned:
-            self.settle(call, out)
+            self.settle(call, now, out)
             return
         call.free_region()
         call.attempts -= 1

@@ -301,7 +301,7 @@ class Scheduler:
             call = self._placement.take_off(number, worker)
             self._queue.come_off(call, now)
             if worker.state is DeviceState.QUARANTINED:
-                self._call_lifecycle.move(call, worker, out)
+                self._call_lifecycle.move(call, worker, now, out)
                 continue
             call.note_loss(worker, sole=len(died_under) == 1)
             if call is culprit:
