@@ -232,7 +232,13 @@ prove-edges: $(STAMP_KERNELS) ## What verification makes of points on pixel edge
 
 prove-poison: $(STAMP_KERNELS) ## A caller whose calls kill workers, beside a neighbour on the same operator; minutes
 	$(BIN)/python -m tests.proofs.poison $(ARGS)
-.PHONY: prove-poison
+prove-kills: $(STAMP_KERNELS) ## 200 workers of four devices killed under 20,000 calls and more, none of which may be lost; minutes
+	NPUGRAD_PROVE_KILLS=200 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -rA \
+	    tests/e2e/test_reliability.py -k four_devices $(ARGS)
+prove-npu-faults: $(STAMP_KERNELS_NPU) ## 500 faults of the vendor's table, one after another, on the simulated CANN; an hour
+	NPUGRAD_PROVE_NPU_FAULTS=500 TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV_NPU)/bin/python -m pytest -rA -m npu_sim \
+	    tests/e2e/test_npu_faults.py -k one_after_another $(ARGS)
+.PHONY: prove-poison prove-kills prove-npu-faults
 .PHONY: test test-all test-large test-npu test-jax models acceptance-sim prove-bundles test-deploy test-image test-bench-stats prove-long-call prove-advise prove-coordinates prove-edges prove-restarts
 
 prove-rollout: $(STAMP_KERNELS) $(ENVOY)/.stamp ## What a rollout costs callers, by path: pinned, HAProxy, nginx, Envoy, client-side

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.calls import call_unary, fill
 from tests.e2e.harness import workers_of
+from tests.e2e.npu_campaign import run
 from tests.e2e.npu_cases import CASES, QUICK
 from tests.e2e.npu_matrix import Site
 from tests.e2e.npu_verdict import judge
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from tests.e2e.npu_cases import FaultCase, Server
     from tests.fix_npu import StartNpuServer
     from tests.summary import Tally
+
+FAULTS = int(os.environ.get("NPUGRAD_PROVE_NPU_FAULTS", "8"))
+"""Faults of the vendor's table, one after another; `make prove-npu-faults` has 500."""
 
 pytestmark = [pytest.mark.npu_sim, pytest.mark.slow]
 
@@ -64,6 +68,19 @@ def test_callers_and_devices_come_through(
     assert [words for words in case.log if words not in log] == []
     assert site.npu.report.violations() == []
     tally(f"npu fault case={case.name}", found.line())
+
+
+@pytest.mark.timeout(600 + 10 * FAULTS)
+def test_faults_of_the_table_one_after_another(start_npu_server: StartNpuServer, tally: Tally) -> None:
+    """Under load, every call is answered, right or with the number of a fault; every device comes back."""
+    count = 3
+    names = ",".join(f"npu:{index}" for index in range(count))
+    running = start_npu_server(*QUICK, devices=names, plan=f"ndev={count}", lost_workers=True)
+    found = run(running, count, FAULTS)
+    tally("npu faults of the table", found.line())
+    assert (found.wrong, found.lost, found.unexplained) == (0, 0, [])
+    assert found.faults.total() == FAULTS
+    assert found.restarts == found.faults["worker ended"]
 
 
 def test_helpers_that_cann_forked_do_not_keep_the_device(start_npu_server: StartNpuServer) -> None:

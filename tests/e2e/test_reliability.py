@@ -37,6 +37,9 @@ pytestmark = pytest.mark.slow
 
 READY = server_pb2.DeviceState.DEVICE_STATE_READY
 THREADS = 6
+KILLS = int(os.environ.get("NPUGRAD_PROVE_KILLS", "4"))
+"""Workers of four devices that are killed; `make prove-kills` has 200, under 20,000 calls."""
+CALLS_PER_KILL = 100
 REFUSED = {"DRAINING"}
 """Reasons with which a call is turned away before it is accepted in these tests."""
 
@@ -48,9 +51,10 @@ def work() -> list[Work]:
 
 @dataclass
 class Service:
-    """One server after another on the same address, each with two CPU devices.
+    """One server after another on the same address, each with some CPU devices.
 
     Attributes:
+        devices: How many.
         running: The present one.
         ended: Those before it.
     """
@@ -58,6 +62,7 @@ class Service:
     stack: ExitStack
     folder: Path
     listen: str
+    devices: int = 2
     ended: list[ServerProcess] = field(default_factory=list)
     kills: int = 0
 
@@ -68,7 +73,7 @@ class Service:
         running = run_server(
             self.folder / f"server{len(self.ended)}.log",
             *("--respawn-backoff-s", "0.05"),
-            devices="cpu:0,cpu:1",
+            devices=",".join(f"cpu:{index}" for index in range(self.devices)),
             env=own_threads(),
             listen=listen,
             check_end=False,  # some are asked to end under load
@@ -94,7 +99,7 @@ class Service:
                 is stuck in it.
         """
         restarts = sum(device.restarts for device in self._devices())
-        victim = sorted(workers_of(self.running.process.pid))[self.kills % 2]
+        victim = sorted(workers_of(self.running.process.pid))[self.kills % self.devices]
         if in_a_call:
             os.kill(victim, signal.SIGSTOP)
             load.wait_for_stuck(3 * THREADS)
@@ -102,7 +107,7 @@ class Service:
         self.kills += 1
         eventually(
             lambda: sum(d.restarts for d in self._devices()) > restarts and self._all_ready(),
-            "both devices are ready again",
+            "all devices are ready again",
             self.running,
         )
 
@@ -164,6 +169,31 @@ def test_no_accepted_call_is_lost_or_wrong(
         tally(f"reliability over {'unix' if listen == 'unix' else 'tcp'}: {title}", value)
 
 
+@pytest.mark.deep
+@pytest.mark.timeout(300 + 30 * KILLS)
+def test_killed_workers_of_four_devices_lose_no_call(
+    work: list[Work], stack: ExitStack, tmp_path: Path, tally: Tally
+) -> None:
+    """All on one server: none of its callers' circuits opens, and it holds nothing in the end."""
+    service = Service(stack, tmp_path, "127.0.0.1:0", devices=4)
+    load = stack.enter_context(ClientLoad(service.running.address, work, THREADS))
+    least_calls = KILLS * CALLS_PER_KILL
+    for kill in range(KILLS):
+        load.wait_for_each()
+        service.kill_worker(load, in_a_call=kill % 2 == 0)
+    load.wait_for_each()
+    while load.counts.right < least_calls:
+        load.wait_for_each(100)
+    load.stop()
+    service.stop()
+    _judge(service, load, KILLS, 0, least_calls)
+    tally(
+        "reliability of four devices",
+        f"{KILLS} workers killed, {load.sent} calls, {load.counts.rerun} run again, "
+        f"{len(load.failed)} lost, {load.counts.wrong} wrong, 0 bytes held",
+    )
+
+
 def _judge(service: Service, load: ClientLoad, kills: int, restarts: int, least_calls: int) -> None:
     counts, lines = load.counts, service.calls()
     assert not counts.wrong
@@ -175,7 +205,7 @@ def _judge(service: Service, load: ClientLoad, kills: int, restarts: int, least_
     assert counts.rerun == sum(line["attempts"] > 1 for line in answered) >= kills // 2
     assert max(line["attempts"] for line in answered) == 2
     assert set(counts.by_operator) == set(OPERATORS)
-    assert {line["device"] for line in answered} == {"cpu:0", "cpu:1"}
+    assert {line["device"] for line in answered} == {f"cpu:{index}" for index in range(service.devices)}
     assert load.sent == counts.right
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 DEADLINE_S = 0.25
 GRACE_S = 1.0
 """Setting `hang_grace_s` of the server, below its default: a call that hangs costs its device that long."""
-WAYS = ("crash", "hang")
+WAYS = ("crash", "late", "hang")
 LEAST_RATIO, MOST_RECOVERY_S = 0.8, 5.0
 _PACE_S = 0.02
 """Between two calls of the caller whose calls kill workers: this is about what they do, not about a flood."""

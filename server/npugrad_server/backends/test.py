@@ -5,6 +5,7 @@ Options of ``test:N?name=value&...``; a LABEL is compared with the label of the 
     ms=20         seconds of service time, in milliseconds; 0 by default
     compute=1     results of the CPU backend; zeros by default
     crash=LABEL   end the worker process by SIGKILL when such a call starts
+    late=LABEL    end it half a second after the start, whether anybody waits or not
     hang=LABEL    never answer such a call
     corrupt=LABEL flip one bit of its first result, the highest one of an exponent
     wrong=OPERATOR  compute an eighth too much, without a word, in calls of this operator, or of "any"
@@ -55,10 +56,11 @@ if TYPE_CHECKING:
     from npugrad_server.devices import DeviceName
 
 _NUMBERS = ("ms", "open_ms", "stages", "memory", "workspace", "right")
-_LABELS = ("crash", "hang", "corrupt", "oom", "bug", "fault", "damage", "timeout", "big")
+_LABELS = ("crash", "late", "hang", "corrupt", "oom", "bug", "fault", "damage", "timeout", "big")
 _SWITCHES = ("compute", "children")
 _TEXTS = ("wrong", "wrong_if")
 _OPEN = ("ok", "fail", "slowly", "mended", "never")
+_LATE_S = 0.5
 _SLICE_S = 0.01
 """Seconds between two looks at whether anybody still waits."""
 
@@ -259,6 +261,9 @@ class TestBackend(Backend):
 
     def _fail_at_start(self, label: str) -> None:
         if self._options.meets("crash", label):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._options.meets("late", label):
+            time.sleep(_LATE_S)
             os.kill(os.getpid(), signal.SIGKILL)
         if self._options.meets("hang", label):
             threading.Event().wait()

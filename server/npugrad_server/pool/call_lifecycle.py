@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from npugrad_server.pool.types import PoolSettings
     from npugrad_server.pool.worker_lifecycle import WorkerLifecycle
 
+TRIAL_GRACE_S = 1.0
+"""Longest grace of the trial of a circuit breaker, so that a device which it hangs is soon back."""
 SUSPECT_ATTEMPTS = 2
 """Tries of a call that end with a worker once a device failed under it: what it makes devices fail with, it
 would do everywhere."""
@@ -107,7 +109,7 @@ class CallLifecycle:
             self.settle(call, now, out)
         elif call.stage is CallStage.RUNNING and not call.orphaned:
             call.orphaned = True
-            call.kill_at = min(call.kill_at, now + self._settings.hang_grace_s)
+            call.kill_at = min(call.kill_at, now + self._grace_s(call))
             self.alarms.set(call.kill_at, call.id, len(self.calls))
             worker = self._worker_of(call)
             out.append(TellWorker(worker.index, worker.incarnation, AbandonCall(call.id)))
@@ -254,7 +256,7 @@ class CallLifecycle:
 
     def _end_for(self, call: CallState, now: float, out: list[Command]) -> None:
         """Ends the worker of a call that runs too long."""
-        grace = self._settings.hang_grace_s
+        grace = self._grace_s(call)
         if now > call.kill_at + grace:
             # Nobody looked for so long: the server stood still, and its workers may have as well.
             call.kill_at = now + grace
@@ -271,6 +273,12 @@ class CallLifecycle:
         if not worker.ending:
             worker.ended_by = call.id
         self._worker_lifecycle.kill(worker, why, out, exempt=True)
+
+    def _grace_s(self, call: CallState) -> float:
+        """Seconds that a call may run on when nobody waits for it; few for one whose like did not end."""
+        grace = self._settings.hang_grace_s
+        is_trial = len(self.circuits) and self.circuits.is_trial(call.circuit, call.id)
+        return min(grace, TRIAL_GRACE_S) if is_trial else grace
 
     def _may_redirect(self, call: CallState) -> bool:
         """Whether a call that its device could not take may be tried on another one: once, and no suspect."""

@@ -9,12 +9,14 @@ import pytest
 from tests.server.pool.scheduling import SETTINGS, finish, of, open_scheduler, started
 
 from npugrad_server.backends.base import RestartPolicy
+from npugrad_server.pool.call_lifecycle import TRIAL_GRACE_S
 from npugrad_server.pool.circuit_breaker import OPEN_S
 from npugrad_server.pool.commands import (
     CircuitChanged,
     CompleteCall,
     FailCall,
     Failure,
+    KillWorker,
     ReleaseCall,
     RequeueCall,
     StartCall,
@@ -200,6 +202,18 @@ def test_one_trial_is_run_on_one_worker_and_closes_or_opens_it() -> None:
     assert CircuitChanged(4, 0) in scheduler.answered(trial.worker, trial.incarnation, 4, True, now)
     assert len(scheduler.circuits) == 0
     assert len(started(scheduler.submit(call(5), now))) == 1
+
+
+def test_a_trial_that_hangs_is_ended_soon() -> None:
+    scheduler, now = poisoned(), 1 + OPEN_S
+    (trial,) = of(StartCall, scheduler.submit(call(2, deadline_s=now + 0.25), now))
+    scheduler.tick(now + 0.25)
+    (kill,) = of(KillWorker, scheduler.tick(now + 0.25 + TRIAL_GRACE_S))
+    assert (kill.worker, kill.reason) == (
+        trial.worker,
+        f"a call ran on for {TRIAL_GRACE_S:g} s after nobody waited for it",
+    )
+    assert of(CircuitChanged, lose(scheduler, trial, now + 2)) == [CircuitChanged(2, 3)]
 
 
 @pytest.mark.parametrize("end", ["cancelled", "refused by its operator"])

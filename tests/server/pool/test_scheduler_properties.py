@@ -13,7 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from npugrad import Product
 from npugrad_server.backends.base import RestartPolicy
 from npugrad_server.pool.call_lifecycle import EXHAUSTION_REASONS, SUSPECT_ATTEMPTS
+from npugrad_server.pool.circuit_breaker import OPEN_S
 from npugrad_server.pool.commands import (
+    CircuitChanged,
     CompleteCall,
     FailCall,
     Failure,
@@ -36,7 +38,7 @@ from npugrad_server.pool.worker_lifecycle import SLOWEST_S, STARTS_AT_ONCE, TURN
 from npugrad_server.worker.protocol import AbandonCall, WorkspaceGranted, WorkspaceRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
 
     from npugrad_server.pool.commands import Command
     from npugrad_server.pool.state import WorkerState
@@ -46,6 +48,16 @@ DEVICE = 8 * 512
 """Memory that a device with its own has at most."""
 UNSUPPORTED = ("OPERATOR_UNSUPPORTED", "DETERMINISM_UNSUPPORTED")
 OPERATORS = ("", "p", "q")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What calls have alike."""
+
+    signature: int
+
+
+PLANS = (Plan(1), Plan(2))
 TENANTS = (Tenant("small", 0.5), Tenant("even"), Tenant("large", 4.0))
 
 
@@ -118,6 +130,8 @@ class SchedulerWorld(RuleBasedStateMachine):
         self.damaged: set[int] = set()
         self.countable: Counter[int] = Counter()
         """Losses that may count against each device: those of idle processes, or under a single call."""
+        self.opened: dict[Hashable, float] = {}
+        """When circuits opened that did not close again."""
         self.streams = 0
         self.one_mode = self.own = self.heavy = False
         self.scheduler: Scheduler
@@ -134,6 +148,8 @@ class SchedulerWorld(RuleBasedStateMachine):
                 call.answers += 1
                 assert not call.cancelled, "an answer nobody asked for"
                 assert not isinstance(command, CompleteCall) or call.starts
+                refused = isinstance(command, FailCall) and command.reason == "CIRCUIT_OPEN"
+                assert not refused or call.request.circuit in self.opened
                 if isinstance(command, FailCall) and command.reason in UNSUPPORTED:
                     assert self._choices(call) == [], "some device may have it"
                     modes = command.reason == "DETERMINISM_UNSUPPORTED"
@@ -163,6 +179,9 @@ class SchedulerWorld(RuleBasedStateMachine):
                 assert command.reason in EXHAUSTION_REASONS
                 assert call.tries < ATTEMPTS
                 assert not call.suspect
+            elif isinstance(command, CircuitChanged):
+                key = self.calls[command.call].request.circuit
+                self.opened.update({key: self.now}) if command.deaths else self.opened.pop(key)
             elif isinstance(command, PostponeCall):
                 self.calls[command.call].postponed += 1
             elif isinstance(command, TellWorker):
@@ -221,6 +240,7 @@ class SchedulerWorld(RuleBasedStateMachine):
         assert not call.running
         assert not call.answers
         assert not call.cancelled
+        assert self.opened.get(call.request.circuit, -OPEN_S) + OPEN_S <= self.now, "its circuit is open"
         assert call.request.deadline_s is None or call.request.deadline_s > self.now
         call.starts.append(start)
         call.refusal = None
@@ -302,6 +322,7 @@ class SchedulerWorld(RuleBasedStateMachine):
         needs=st.integers(0, 9),
         operator=st.sampled_from(OPERATORS),
         tenant=st.sampled_from(TENANTS),
+        plan=st.none() | st.sampled_from(PLANS),
         expected_s=st.sampled_from([0.0, 0.1, 5.0]),
     )
     def submit(
@@ -316,6 +337,7 @@ class SchedulerWorld(RuleBasedStateMachine):
         needs: int,
         operator: str,
         tenant: Tenant,
+        plan: Plan | None,
         expected_s: float,
     ) -> None:
         number = len(self.calls)
@@ -333,6 +355,7 @@ class SchedulerWorld(RuleBasedStateMachine):
             operator,
             tenant,
             expected_s,
+            plan,
         )
         # Two needs share a key, so that what was learned is right, too much and too little in turn.
         self.calls[number] = Call(request, needs=needs)
