@@ -143,7 +143,10 @@ class Picker:
                 return
             server.answered_at = now
             if isinstance(error, ServerBusy):
-                server.rests_until = now + min(_LONGEST_REST_S, error.retry_after_s or _BUSY_REST_S)
+                least_s = (
+                    0.0 if error.reason == "WOULD_MISS_DEADLINE" else _BUSY_REST_S
+                )  # may be but that call
+                server.rests_until = now + min(_LONGEST_REST_S, error.retry_after_s or least_s)
             elif started >= server.lost_at:
                 server.losses = 0
                 server.rests_until = now

@@ -46,9 +46,10 @@ class RetryPolicy:
       tries go on for ``retry_for_s``, however many they are. After a second of that the logger
       ``npugrad_client`` warns.
     - Every other failure: the server is full now or has no device. Such tries are counted by ``max_tries``,
-      and each waits at least as long as the server asks for. What looks like a mistake
-      (`ConnectError.is_misconfigured`, such as a name that cannot be resolved) belongs here until the
-      server was reached once.
+      and each waits at least as long as the server asks for. A call that its server expects to miss its
+      deadline (WOULD_MISS_DEADLINE) is only tried on another server; where there is none, it fails at
+      once. What looks like a mistake (`ConnectError.is_misconfigured`, such as a name that cannot be
+      resolved) belongs here until the server was reached once.
 
     Example:
         >>> patient = RetryPolicy(retry_for_s=300.0)
@@ -298,8 +299,8 @@ class RetrySchedule:
             return None
         if self._picker.has_other(now, self._tried):
             delay = 0.0
-        elif retry_after_s > policy.max_retry_after_s:
-            return None
+        elif error.reason == "WOULD_MISS_DEADLINE" or retry_after_s > policy.max_retry_after_s:
+            return None  # here, time only makes it worse
         else:
             delay = retry_after_s + self._backoff()
         return delay if not self._is_over(now + delay) and self._budget.take() else None

@@ -117,6 +117,9 @@ class ExecutionInfo:
             not by the service's own, and how many points lie on the other side of a pixel edge. Empty where
             there is nothing to tell.
         verified: How far each wanted output is from the reference, where the call was verified.
+        predicted_wait_s: Seconds that the server expected the call to wait, when it came.
+        predicted_run_s: Seconds that it expected `copy_in_s`, `run_s` and `copy_out_s` to be together; 0.0
+            where it knew no such call.
         tries: How often the client sent the call; above 1 when a server was lost or busy, or slow where the
             client hedges. Not on the wire.
         recorded: What `timeline` is made from; None where nothing was recorded. No field, so that
@@ -136,6 +139,8 @@ class ExecutionInfo:
     request_id: str = ""
     verification: str = ""
     verified: tuple[VerifiedOutput, ...] = ()
+    predicted_wait_s: float = 0.0
+    predicted_run_s: float = 0.0
     tries: int = 1
     recorded: ClassVar[Recorded | None] = None
 

@@ -149,6 +149,13 @@ ERRORS: tuple[ErrorRow, ...] = (
         "QUEUE_FULL", None, "RESOURCE_EXHAUSTED", True, "The queue or the memory for operands is full now."
     ),
     ErrorRow(
+        "WOULD_MISS_DEADLINE",
+        None,
+        "RESOURCE_EXHAUSTED",
+        True,
+        "The server is expected to have the result only after the deadline; another one may be quicker.",
+    ),
+    ErrorRow(
         "DEVICE_OUT_OF_MEMORY", None, "RESOURCE_EXHAUSTED", True, "The device has no memory for the call now."
     ),
     ErrorRow(

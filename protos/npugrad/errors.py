@@ -492,6 +492,7 @@ _CLASS_BY_REASON: dict[str, type[NpugradError]] = {
     "VERIFICATION_FAILED": DeviceError,
     "CALL_TOO_LARGE": CallTooLarge,
     "QUEUE_FULL": ServerBusy,
+    "WOULD_MISS_DEADLINE": ServerBusy,
     "DEVICE_OUT_OF_MEMORY": DeviceOutOfMemory,
     "DEADLINE_EXCEEDED": DeadlineExceeded,
     "CANCELLED": Cancelled,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _INFO_FIELDS = (
     "backend", "device", "simulated", "workspace_bytes", "attempts",
     "queued_s", "copy_in_s", "run_s", "copy_out_s", "request_id", "verification",
+    "predicted_wait_s", "predicted_run_s",
 )  # fmt: skip
 
 

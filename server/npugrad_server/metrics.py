@@ -34,6 +34,7 @@ SNAPSHOT_TIMEOUT_S = 5.0
 
 # From a tiny CPU call to a large NPU one, three steps a decade.
 _SECONDS = (*(round(m * 10.0**e, 6) for e in range(-4, 2) for m in (1, 2.5, 5)), 100.0)
+_RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 _MOST_OBSERVED = 256
 """Times that wait to be counted in a histogram."""
 _T = TypeVar("_T")
@@ -117,6 +118,13 @@ class Metrics(PoolObserver):
             ("operator", "device", "stage"),
             registry,
             buckets=_SECONDS,
+        )
+        self._ratios = HistogramTally(
+            "npugrad_run_time_ratio",
+            "How long a successful call ran on its device, copies included, in terms of what was predicted.",
+            ("operator", "device"),
+            registry,
+            buckets=_RATIOS,
         )
         self._rerun = Counter(
             "npugrad_calls_rerun",
@@ -237,6 +245,12 @@ class Metrics(PoolObserver):
         """A call has its answer; the stages of a good one are kept."""
         if info is None:
             return
+        if info.predicted_run_s:
+            run_s = info.copy_in_s + info.run_s + info.copy_out_s
+            ratio = ((planned.plan.record.name, info.device), run_s / info.predicted_run_s)
+            self._ratios.observed.append(ratio)
+            if len(self._ratios.observed) >= _MOST_OBSERVED:
+                self._ratios.count()
         operator, device, observed = planned.plan.record.name, info.device, self._stages.observed
         for stage, name in _STAGES:
             observed.append(((operator, device, stage), getattr(info, name)))

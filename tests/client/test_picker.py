@@ -36,6 +36,15 @@ def test_a_lost_server_rests_is_probed_by_one_call_and_comes_back() -> None:
     assert [picker.pick(0.7) for _ in range(3)] == [0, 0, 0], "it has the fewest again"
 
 
+def test_a_server_rests_after_a_call_that_would_miss_its_deadline_only_if_it_asks_to() -> None:
+    for retry_after_s, expected in ((None, [0, 1]), (0.5, [1, 1])):
+        picker = Picker(2)
+        assert picker.pick(0) == 0
+        error = ServerBusy("late", reason="WOULD_MISS_DEADLINE", retry_after_s=retry_after_s)
+        picker.ended(0, 0, 0, error)
+        assert sorted(picker.pick(0.1) for _ in range(2)) == expected
+
+
 def test_a_server_that_stays_lost_rests_longer() -> None:
     picker, now, rests = Picker(2), 0.0, []
     for _ in range(4):

@@ -67,7 +67,16 @@ def test_page_shows_the_pool_as_its_loop_sees_it() -> None:
 
 def test_what_the_pool_tells_is_counted() -> None:
     metrics, call = Metrics("1", "atlas-a2"), planned()
-    info = ExecutionInfo("cpu", "cpu:0", Product.ATLAS_A2, queued_s=1, copy_in_s=2, run_s=3, copy_out_s=4)
+    info = ExecutionInfo(
+        "cpu",
+        "cpu:0",
+        Product.ATLAS_A2,
+        queued_s=1,
+        copy_in_s=2,
+        run_s=3,
+        copy_out_s=4,
+        predicted_run_s=6.0,
+    )
     metrics.call_accepted(call)
     metrics.call_started(call, "cpu:0", 1, 0.5)
     metrics.worker_lost("cpu:0", "killed")
@@ -89,6 +98,7 @@ def test_what_the_pool_tells_is_counted() -> None:
     assert value("npugrad_workspaces_asked_total", {"device": "cpu:0", "answer": "granted"}) == 1
     assert value("npugrad_calls_postponed_total", {"device": "cpu:0"}) == 1
     assert value("npugrad_device_transitions_total", {"device": "cpu:1", "state": "down"}) == 1
+    assert value("npugrad_run_time_ratio_sum", {"operator": call.plan.record.name, "device": "cpu:0"}) == 1.5
     stages = {"queued": 1, "copy_in": 2, "run": 3, "copy_out": 4}
     for stage, seconds in stages.items():
         labels = {"operator": call.plan.record.name, "device": "cpu:0", "stage": stage}

@@ -172,6 +172,8 @@ class ExecutionInfo(google.protobuf.message.Message):
     TIMELINE_FIELD_NUMBER: builtins.int
     VERIFICATION_FIELD_NUMBER: builtins.int
     VERIFIED_FIELD_NUMBER: builtins.int
+    PREDICTED_WAIT_S_FIELD_NUMBER: builtins.int
+    PREDICTED_RUN_S_FIELD_NUMBER: builtins.int
     backend: builtins.str
     """Backend that ran the operator: "cpu" (compiled kernels), "cpu-reference" (NumPy), "npu", "test"."""
     device: builtins.str
@@ -198,6 +200,10 @@ class ExecutionInfo(google.protobuf.message.Message):
     """Of a call with `verify`, what there is to tell of a right result: by which rule of coordinates it is right
     if not by the service's own, and how many points lie on the other side of a pixel edge. Else empty.
     """
+    predicted_wait_s: builtins.float
+    """Seconds that the server expected the call to wait for a device, when it came."""
+    predicted_run_s: builtins.float
+    """Seconds that it expected copy_in_s, run_s and copy_out_s to be together; 0 where it knew no such call."""
     @property
     def timeline(self) -> global___Timeline:
         """Where the time went in the server, up to the making of this message. Of a streamed call, the trailing
@@ -227,9 +233,11 @@ class ExecutionInfo(google.protobuf.message.Message):
         timeline: global___Timeline | None = ...,
         verification: builtins.str = ...,
         verified: collections.abc.Iterable[global___VerifiedOutput] | None = ...,
+        predicted_wait_s: builtins.float = ...,
+        predicted_run_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["timeline", b"timeline"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "backend", b"backend", "copy_in_s", b"copy_in_s", "copy_out_s", b"copy_out_s", "device", b"device", "product", b"product", "queued_s", b"queued_s", "request_id", b"request_id", "run_s", b"run_s", "simulated", b"simulated", "timeline", b"timeline", "verification", b"verification", "verified", b"verified", "workspace_bytes", b"workspace_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempts", b"attempts", "backend", b"backend", "copy_in_s", b"copy_in_s", "copy_out_s", b"copy_out_s", "device", b"device", "predicted_run_s", b"predicted_run_s", "predicted_wait_s", b"predicted_wait_s", "product", b"product", "queued_s", b"queued_s", "request_id", b"request_id", "run_s", b"run_s", "simulated", b"simulated", "timeline", b"timeline", "verification", b"verification", "verified", b"verified", "workspace_bytes", b"workspace_bytes"]) -> None: ...
 
 global___ExecutionInfo = ExecutionInfo
 

@@ -1,23 +1,24 @@
-"""Admission control: what a call needs, whether that can ever fit, and whether it is free now."""
+"""Admission control: what a call needs, whether that can ever fit, is free now, and is done in time."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from npugrad.errors import CallTooLarge, ServerBusy
+from npugrad.errors import CallTooLarge, DeadlineExceeded, ServerBusy
 from npugrad_server.pool.device_memory import FLOAT64_BYTES, need_of
 from npugrad_server.pool.regions import ALIGNMENT, Region, RegionAllocator, aligned
+from npugrad_server.pool.run_times import work_size_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from npugrad.meta import TensorMeta
+    from npugrad_server.pool.forecast import Forecast, Prediction
+    from npugrad_server.pool.run_times import WorkSize
     from npugrad_server.pool.types import PlannedCall, PoolSettings
 
 _LEAST_RETRY_S, _MOST_RETRY_S = 0.1, 30.0
-_SMOOTHING = 0.1
-"""Weight of the newest call in the running mean of service times."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Demand:
             that of an operand that is kept as it came or as a copy, whichever is the higher.
         device_bytes: What its tensors take of the device's own memory.
         workspace_key: What its workspace there depends on; None where the device has no memory of its own.
+        work: What its run time is looked up by.
     """
 
     inputs: RegionLayout
@@ -54,6 +56,7 @@ class Demand:
     unused_bytes: int = 0
     device_bytes: int = 0
     workspace_key: bytes | None = None
+    work: WorkSize | None = None
 
 
 def demand_of(planned: PlannedCall, *, own_memory: bool = False) -> Demand:
@@ -74,13 +77,14 @@ def _count(planned: PlannedCall, own_memory: bool) -> Demand:
     inputs = _layout({name: _content_bytes(meta) for name, meta in kept.items()})
     outputs = _layout({name: _tensor_bytes(meta) for name, meta in planned.plan.outputs.items()})
     unused = max((planned.plan.call.tensor(name).nbytes for name in planned.plan.unused), default=0)
+    work = work_size_of(planned)
     if own_memory:
         need = need_of(planned)
-        return Demand(inputs, outputs, need.host_bytes, unused, need.tensor_bytes, need.key)
+        return Demand(inputs, outputs, need.host_bytes, unused, need.tensor_bytes, need.key, work)
     memory = copied_bytes(planned)
     if planned.options.verify:
         memory += sum(meta.size * FLOAT64_BYTES for meta in planned.plan.outputs.values() if meta is not None)
-    return Demand(inputs, outputs, memory, unused)
+    return Demand(inputs, outputs, memory, unused, work=work)
 
 
 def copied_bytes(planned: PlannedCall) -> int:
@@ -173,30 +177,32 @@ class AdmissionControl:
         self.memory_bytes = memory_bytes
         self._own_memory = own_memory
         self._max_waiting = settings.max_queue_depth
-        self._streams = len(settings.devices) * settings.streams_per_device
-        self._mean_s = 0.0
-
-    def note(self, seconds: float) -> None:
-        """Remembers how long a call took on its device, to tell others when to come again."""
-        self._mean_s += _SMOOTHING * (seconds - self._mean_s)
 
     def reserve(
-        self, planned: PlannedCall, waiting: int, running: int, device_bytes: int | None = None
-    ) -> tuple[Demand, Region]:
+        self,
+        planned: PlannedCall,
+        waiting: int,
+        forecast: Forecast,
+        now: float,
+        device_bytes: int | None = None,
+    ) -> tuple[Demand, Region, Prediction]:
         """Takes operand memory for a call.
 
         Args:
             planned: The call.
             waiting: Calls that were let in and have not started.
-            running: Calls that have.
+            forecast: Predicts when it would be done.
+            now: When it came.
             device_bytes: The roomiest device's own memory; None where nothing bounds it, or not yet.
 
         Returns:
-            What it needs, and its part of the input arena.
+            What it needs, its part of the input arena, and when it is expected to be done.
 
         Raises:
             CallTooLarge: It can never fit.
-            ServerBusy: QUEUE_FULL, queue or operand memory are full now.
+            DeadlineExceeded: Its deadline has passed.
+            ServerBusy: QUEUE_FULL, queue or operand memory are full now; WOULD_MISS_DEADLINE, it would be
+                done too late.
         """
         operator, demand = planned.plan.record.name, demand_of(planned, own_memory=self._own_memory)
         check_fits(
@@ -207,20 +213,56 @@ class AdmissionControl:
             memory_bytes=self.memory_bytes,
             device_bytes=device_bytes,
         )
+        options = planned.options
+        prediction = forecast.predict(
+            planned.tenant,
+            (operator, options.deterministic),
+            demand.work,
+            now,
+            (options.priority, options.label),
+        )
+        if planned.deadline_s is not None and now + prediction.longest_s > planned.deadline_s:
+            _check_deadline(planned, demand, prediction, forecast, now)
         if waiting >= self._max_waiting:
             what = f"found {waiting} waiting calls; expected fewer than {self._max_waiting}"
-            raise self._busy(operator, what, waiting + running)
+            raise _busy(operator, what, prediction)
         region = self.operands.allocate(demand.inputs.nbytes)
         if region is None:
             used = f"{self.operands.used_bytes} of {self.operands.nbytes}"
             what = f"found {used} bytes of operand memory in use; expected room for {demand.inputs.nbytes}"
-            raise self._busy(operator, what, waiting + running)
-        return demand, region
+            raise _busy(operator, what, prediction)
+        return demand, region, prediction
 
-    def _busy(self, operator: str, what: str, ahead: int) -> ServerBusy:
-        estimate = self._mean_s * (ahead + 1) / self._streams
-        return ServerBusy(
-            f"{operator}: {what}",
-            retry_after_s=min(max(estimate, _LEAST_RETRY_S), _MOST_RETRY_S),
+
+def _busy(operator: str, what: str, prediction: Prediction) -> ServerBusy:
+    """Refuses a call until its tenant's turn would come."""
+    return ServerBusy(
+        f"{operator}: {what}",
+        retry_after_s=min(max(prediction.wait_s, _LEAST_RETRY_S), _MOST_RETRY_S),
+        operator=operator,
+    )
+
+
+def _check_deadline(
+    planned: PlannedCall, demand: Demand, prediction: Prediction, forecast: Forecast, now: float
+) -> None:
+    """Refuses a call that is past its deadline, or expected to be when it is done."""
+    left_s = (planned.deadline_s or 0.0) - now
+    operator, kind = planned.plan.record.name, (planned.plan.record.name, planned.options.deterministic)
+    if left_s <= 0:
+        raise DeadlineExceeded(
+            f"{operator}: deadline: found one that passed {-left_s:.3g} s before the call arrived; "
+            "expected one to come",
             operator=operator,
+            request_id=planned.request_id,
+        )
+    if demand.work is not None and prediction.longest_run_s > left_s:
+        prediction.is_probe = forecast.probe(kind, demand.work, now)
+    if not prediction.is_probe:
+        raise ServerBusy(
+            f"{operator}: deadline: {prediction}; expected at most {left_s:.3g} s, which are left",
+            reason="WOULD_MISS_DEADLINE",
+            retry_after_s=min(prediction.wait_s, _MOST_RETRY_S) or None,
+            operator=operator,
+            request_id=planned.request_id,
         )

@@ -84,6 +84,8 @@ class CallLifecycle:
     def start(self, call: CallState, worker: WorkerState, now: float, out: list[Command]) -> None:
         """Hands a call that has its place to its worker."""
         self.queue.take(call, now)
+        if call.queued_s is not None:
+            self._placement.forecast.unqueued(call)
         call.stage, call.attempts = CallStage.RUNNING, call.attempts + 1
         # Later than a worker that can tell by itself, whose report has the vendor's number.
         call.kill_at = now + self._settings.run_limit_s + self._settings.hang_grace_s
@@ -124,6 +126,7 @@ class CallLifecycle:
 
     def _unqueue(self, call: CallState) -> None:
         self.queue.remove(call)
+        self._placement.forecast.unqueued(call)
         self._placement.reservation.release(call)
 
     def fail(
@@ -240,6 +243,7 @@ class CallLifecycle:
         """A call that ran waits again, in front of its lane."""
         call.stage = CallStage.QUEUED
         self.queue.push(call, front=True)
+        self._placement.forecast.queued(call)
 
     def overdue(self, call: CallState, now: float, out: list[Command]) -> None:
         """An alarm of a call has come: its deadline, or the end of its grace."""

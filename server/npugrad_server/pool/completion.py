@@ -63,7 +63,7 @@ def error_without_answer(
 
     Args:
         planned: The call.
-        reason: CALL_TOO_LARGE, CIRCUIT_OPEN, DEADLINE_EXCEEDED, OPERATOR_UNSUPPORTED,
+        reason: CALL_TOO_LARGE, CIRCUIT_OPEN, DEADLINE_EXCEEDED, WOULD_MISS_DEADLINE, OPERATOR_UNSUPPORTED,
             DETERMINISM_UNSUPPORTED or WORKER_LOST; NO_DEVICE is `error_without_device`.
         detail: What happened.
         code: The vendor's number, when a device failed.
@@ -73,6 +73,8 @@ def error_without_answer(
     operator, request_id = planned.plan.record.name, planned.request_id
     if reason == "DEADLINE_EXCEEDED":
         return DeadlineExceeded(message, operator=operator, request_id=request_id)
+    if reason == "WOULD_MISS_DEADLINE":
+        return ServerBusy(message, reason=reason, operator=operator, request_id=request_id)
     if reason == "CALL_TOO_LARGE":
         return CallTooLarge(message, operator=operator, request_id=request_id)
     if reason == "CIRCUIT_OPEN":

@@ -88,7 +88,9 @@ class DevicePool:
 
         Raises:
             CallTooLarge: It can never fit.
-            ServerBusy: QUEUE_FULL, queue or operand memory are full now; NO_DEVICE, all devices are down.
+            DeadlineExceeded: Its deadline has passed.
+            ServerBusy: QUEUE_FULL, queue or operand memory are full now; WOULD_MISS_DEADLINE, it would be
+                done too late; NO_DEVICE, all devices are down.
             ServerDraining: The pool was closed, or its calls were abandoned.
             UnsupportedOperator: No device can run the operator.
             OperatorError: DETERMINISM_UNSUPPORTED, no device can run it deterministically.
@@ -106,11 +108,8 @@ class DevicePool:
         if len(self._scheduler.circuits):
             self._check_circuit(planned)
         waiting = self._uploads + self._scheduler.queue_depth
-        demand, region = self._admission.reserve(
-            planned,
-            waiting,
-            self._scheduler.running,
-            eligible.most_bytes,
+        demand, region, prediction = self._admission.reserve(
+            planned, waiting, self._scheduler.forecast, time.monotonic(), eligible.most_bytes
         )
         ticket = Ticket(
             next(self._driver.numbers),
@@ -119,6 +118,7 @@ class DevicePool:
             region,
             self._inputs.view(region, 0, region.nbytes),
             self._closed,
+            prediction=prediction,
         )
         self._driver.tickets[ticket.number] = ticket
         self._uploads += 1
@@ -146,7 +146,8 @@ class DevicePool:
         Raises:
             CallTooLarge: No device has room for its tensors, as turned out after it was admitted.
             DeadlineExceeded: The deadline passed before the result was there.
-            ServerBusy: NO_DEVICE, the last device was marked down.
+            ServerBusy: NO_DEVICE, the last device was marked down; WOULD_MISS_DEADLINE, it could only start
+                too late.
             ServerDraining: The pool was closed meanwhile.
             WorkerLost: The worker died at every attempt.
             CircuitOpen: Workers died under other calls of its tenant and signature meanwhile.

@@ -95,7 +95,7 @@ class Driver:
             settings: Sizes, times and limits.
             devices: The devices.
             inputs: Arena of the operands.
-            admission: Counts its regions, and learns how long calls take.
+            admission: Counts its regions.
             observer: Who counts.
         """
         self._settings, self._admission, self._observer = settings, admission, observer
@@ -147,9 +147,9 @@ class Driver:
         ticket = self.tickets.get(answer.call)
         if ticket is not None:
             self.completion.take(ticket, answer)
-        good, workspace_bytes, reason = isinstance(answer, CallDone), None, ""
+        good, seconds, workspace_bytes, reason = isinstance(answer, CallDone), None, None, ""
         if isinstance(answer, CallDone):
-            self._admission.note(answer.copy_in_s + answer.run_s + answer.copy_out_s)
+            seconds = answer.copy_in_s + answer.run_s + answer.copy_out_s
             workspace_bytes = answer.workspace_bytes
         else:
             reason = answer.reason
@@ -161,6 +161,7 @@ class Driver:
                 answer.call,
                 good,
                 now,
+                seconds=seconds,
                 workspace_bytes=workspace_bytes,
                 reason=reason,
             )

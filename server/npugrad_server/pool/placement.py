@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from npugrad_server.pool.device_memory import LearnedWorkspaces, largest_workspace, workspace_footprint
+from npugrad_server.pool.forecast import Forecast
 from npugrad_server.pool.types import DeviceState
 from npugrad_server.worker.protocol import WorkspaceGranted, WorkspaceRefused
 
@@ -179,6 +180,7 @@ class Placement:
         reservation: The worker that is kept free for a call that waits too long.
         running: Calls on workers, those that nobody waits for included.
         eligibility: Which devices calls may go to, by operator and mode.
+        forecast: When calls would be done.
     """
 
     def __init__(self, workers: Sequence[WorkerState], memory: Mapping[str, int]) -> None:
@@ -193,6 +195,7 @@ class Placement:
         self._workspaces = LearnedWorkspaces()
         self.eligibility = EligibilityTable(workers)
         self.reservation = Reservation()
+        self.forecast = Forecast(workers, self.eligibility)
         self.running = 0
         self._starts = 0
 
@@ -259,9 +262,9 @@ class Placement:
 
     # ------------------------------------------------------------------------------------------- on and off
 
-    def place(self, call: CallState) -> WorkerState | None:
+    def place(self, call: CallState, now: float) -> WorkerState | None:
         """Puts a call on the best worker with room for it, its memory taken; None when none has room now."""
-        for worker in self._by_rank(call):
+        for worker in self._by_rank(call, now):
             workspace, device_bytes = None, 0
             if worker.memory_bytes is not None:
                 workspace = self._workspace_of(call, worker.memory_bytes)
@@ -277,15 +280,28 @@ class Placement:
                 return worker
         return None
 
-    def _by_rank(self, call: CallState) -> list[WorkerState]:
+    def _by_rank(self, call: CallState, now: float) -> list[WorkerState]:
         """The workers that a call may join now, the best first."""
         choices = []
-        for worker in self._targets(call):
+        targets = self._targets(call)
+        for worker in targets:
             if worker.admits(call) and not self.reservation.bars(call, worker):
                 choices.append(worker)
+        if call.deadline_s is not None and len(targets) > 1:
+            choices = [worker for worker in choices if not self.forecast.is_late_on(worker, call, now)]
         if len(choices) > 1:
-            choices.sort(key=lambda worker: _rank(call, worker))
+            choices.sort(key=lambda worker: self._rank(call, worker, now))
         return choices
+
+    def _rank(self, call: CallState, worker: WorkerState, now: float) -> tuple[int, bool, float, int, int]:
+        """The smallest is the best: a device that fails calls at once would else be the least busy one."""
+        return (
+            call.worker_losses[worker.index],
+            worker.exhausted,
+            self.forecast.finish_on(worker, call, now),
+            len(worker.running),
+            worker.last_start,
+        )
 
     def _workspace_of(self, call: CallState, memory_bytes: int) -> int:
         """Workspace to set aside for a call on a device that has so much memory of its own."""
@@ -350,8 +366,3 @@ class Placement:
         call.too_large = not call.orphaned and not any(choice.could_hold(wanted) for choice in choices)
         most = largest_workspace((most_bytes(choices) or 0) - call.device_bytes)
         return WorkspaceRefused(call.id, call.too_large, most)
-
-
-def _rank(call: CallState, worker: WorkerState) -> tuple[int, bool, int, int]:
-    """The smallest is the best: a device that fails calls at once would else be the least busy one."""
-    return call.worker_losses[worker.index], worker.exhausted, len(worker.running), worker.last_start

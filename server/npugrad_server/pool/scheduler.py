@@ -57,6 +57,7 @@ class Scheduler:
         workers: The devices.
         eligibility: Which devices calls may go to, by operator and mode.
         circuits: Of calls that killed workers.
+        forecast: When calls would be done.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Scheduler:
         """
         self.workers = [WorkerState(index, spec) for index, spec in enumerate(workers)]
         self._placement = Placement(self.workers, memory)
-        self.eligibility = self._placement.eligibility
+        self.eligibility, self.forecast = self._placement.eligibility, self._placement.forecast
         self._worker_lifecycle = WorkerLifecycle(settings, self.workers, self._placement.worker_changed)
         self._quarantine = Quarantine(settings, self._worker_lifecycle)
         self._call_lifecycle = CallLifecycle(settings, self.workers, self._placement, self._worker_lifecycle)
@@ -134,6 +135,8 @@ class Scheduler:
         if call.deadline_s is not None:
             self._alarms.set(call.deadline_s, call.id, len(self._calls))
         self._dispatch(now, out)
+        if call.stage is CallStage.QUEUED:
+            self.forecast.queued(call)
         return out
 
     def ready(
@@ -192,6 +195,7 @@ class Scheduler:
         good: bool,
         now: float,
         *,
+        seconds: float | None = None,
         workspace_bytes: int | None = None,
         reason: str = "",
     ) -> list[Command]:
@@ -203,6 +207,7 @@ class Scheduler:
             number: Which call.
             good: Whether there are results.
             now: When.
+            seconds: What it spent on the call; None when that is not known.
             workspace_bytes: Workspace its operator asked for; None when that is not known.
             reason: Row of the error table, when there are none.
         """
@@ -219,6 +224,8 @@ class Scheduler:
         if good:
             self._worker_lifecycle.count_success(worker, done)
             self._call_lifecycle.clear(done, out)
+            if seconds is not None:
+                self.forecast.learn(done, index, seconds, now)
         if good or not self._call_lifecycle.redirect(done, worker, reason, out):
             if not done.orphaned:
                 out.append(CompleteCall(number))
@@ -371,17 +378,15 @@ class Scheduler:
         """Starts the first call that can; returns whether there was one."""
         blocked: list[CallState] = []
         for call in self._queue.in_turn(self._placement.is_confined):
-            deadline = call.deadline_s
+            deadline, why = call.deadline_s, self._placement.why_never(call)
             if deadline is not None and deadline <= now:
-                self._call_lifecycle.give_up(
-                    call, "DEADLINE_EXCEEDED", "the deadline passed in the queue", now, out
-                )
+                why = "DEADLINE_EXCEEDED", "the deadline passed in the queue"
+            elif deadline is not None and (call.queued_s is not None or now + call.longest_run_s > deadline):
+                why = why or self.forecast.why_late(call, now)
+            if why is not None:
+                self._call_lifecycle.give_up(call, *why, now, out)
                 return True  # its lane has changed
-            why_never = self._placement.why_never(call)
-            if why_never is not None:
-                self._call_lifecycle.give_up(call, *why_never, now, out)
-                return True
-            worker = self._placement.place(call)
+            worker = self._placement.place(call, now)
             if worker is not None:
                 self._call_lifecycle.start(call, worker, now, out)
                 for other in blocked:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
     from npugrad_server.pool.commands import Failure, WorkerSpec
+    from npugrad_server.pool.run_times import WorkSize
 
 
 class Signed(Protocol):
@@ -56,9 +57,13 @@ class CallState:
         workspace_key: What its workspace there depends on; None where nothing is known of it.
         operator: Name that devices which cannot run it give; it means nothing else here.
         tenant: Whose call it is.
-        expected_s: Seconds it is expected to take on a device; 0 where nothing is known of it.
+        work: What its run time is looked up by; None where it is not.
+        expected_s: Seconds it is expected to keep a stream of a device; 0 where nothing is known of it.
+        longest_run_s: Seconds that it is hardly expected to run for longer than; 0 likewise.
+        is_probe: Whether it was let in to learn how long such calls take, whatever is expected.
         plan: Has its signature; None for a call that no circuit breaker is to know.
         submitted_s: When its operands were complete.
+        queued_s: Seconds of work that it counts for while it waits; None when it has not had to.
         started_s: When it was last started.
         charged_s: Device seconds that its tenant was charged with at that start.
         stage: Where it stands.
@@ -96,9 +101,13 @@ class CallState:
     workspace_key: Hashable = None
     operator: str = ""
     tenant: Tenant = NOBODY
+    work: WorkSize | None = None
     expected_s: float = 0.0
     plan: Signed | None = None
+    longest_run_s: float = 0.0
+    is_probe: bool = False
     submitted_s: float = 0.0
+    queued_s: float | None = None
     started_s: float = 0.0
     charged_s: float = 0.0
     stage: CallStage = CallStage.QUEUED

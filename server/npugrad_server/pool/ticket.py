@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from npugrad.call import ExecutionInfo, VerifiedOutput
+from npugrad_server.pool.forecast import UNKNOWN_PREDICTION
 from npugrad_server.pool.state import CallState
 from npugrad_server.pool.types import Outcome
 from npugrad_server.worker.protocol import CallDone, RunCall
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from npugrad_server.pool.admission import Demand
     from npugrad_server.pool.arena import OutputArena
     from npugrad_server.pool.commands import StartCall
+    from npugrad_server.pool.forecast import Prediction
     from npugrad_server.pool.process import WorkerProcess
     from npugrad_server.pool.regions import Region
     from npugrad_server.pool.types import PlannedCall
@@ -36,6 +38,7 @@ class Ticket:
         planned: The call.
         number: Its number in the pool.
         demand: What it needs.
+        prediction: When it was expected to be done.
         operands: Its part of the input arena.
         state: What the scheduler knows of it.
         started: Whether its operands are complete, so that they must not change any more.
@@ -57,6 +60,8 @@ class Ticket:
         operands: Region,
         memory: memoryview,
         on_close: Callable[[Ticket], None],
+        *,
+        prediction: Prediction = UNKNOWN_PREDICTION,
     ) -> None:
         """Made by `DevicePool.admit`.
 
@@ -67,6 +72,7 @@ class Ticket:
             operands: Its part of the input arena.
             memory: That part, which is released once the ticket is closed.
             on_close: Called once, when it is closed.
+            prediction: When it is expected to be done.
         """
         options = planned.options
         self.state = CallState(
@@ -82,8 +88,13 @@ class Ticket:
             device_bytes=demand.device_bytes,
             workspace_key=demand.workspace_key,
             operator=planned.plan.record.name,
+            work=demand.work,
+            expected_s=prediction.expected_s,
+            longest_run_s=prediction.longest_run_s,
+            is_probe=prediction.is_probe,
         )
         self.planned, self.number, self.demand, self.operands = planned, number, demand, operands
+        self.prediction = prediction
         self.started = self.closed = self.reported = False
         self.future: asyncio.Future[Outcome] | None = None
         self.start: StartCall | None = None
@@ -229,6 +240,8 @@ class Ticket:
             request_id=planned.request_id,
             verification=answer.verification,
             verified=tuple(VerifiedOutput(name, *found) for name, found in answer.verified.items()),
+            predicted_wait_s=self.prediction.wait_s,
+            predicted_run_s=self.prediction.run_s,
         )
         self._mark_done(answer)
         return Outcome(self._lend(self.arena), info)

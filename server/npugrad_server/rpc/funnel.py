@@ -313,6 +313,9 @@ def _fields(
     if info is not None:
         line |= {"device": info.device, "backend": info.backend, "attempts": info.attempts}
         line |= {"queued_s": round(info.queued_s, 6), "run_s": round(info.run_s, 6)}
+        if info.predicted_run_s:
+            line["predicted_queued_s"] = round(info.predicted_wait_s, 6)
+            line["predicted_run_s"] = round(info.predicted_run_s, 6)
     if len(marks) > 1:
         line["stages"] = {stage: round(seconds, 6) for stage, seconds in seconds_by_stage(marks).items()}
     if span is not None:

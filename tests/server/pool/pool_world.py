@@ -10,8 +10,10 @@ import random
 from bisect import insort
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from tests.server.pool.scheduling import check_lateness
 from tests.server.pool.test_scheduler_properties import (
     ARENA,
     ATTEMPTS,
@@ -23,6 +25,7 @@ from tests.server.pool.test_scheduler_properties import (
 )
 
 from npugrad import Product
+from npugrad.call import CallOptions
 from npugrad.errors import NpugradError
 from npugrad_server.backends.base import RestartPolicy
 from npugrad_server.pool.admission import AdmissionControl, Demand, RegionLayout
@@ -103,12 +106,6 @@ class Planned:
     request_id: str = ""
 
 
-@dataclass(frozen=True)
-class _Named:
-    name: str = ""
-    deterministic: bool = False
-
-
 class PoolWorld(SchedulerWorld):
     """One pool and all around it.
 
@@ -179,10 +176,12 @@ class PoolWorld(SchedulerWorld):
                 expected = reason
             else:
                 waiting = len(self.uploads) + self.scheduler.queue_depth
-                arguments: Any = (planned, waiting, self.scheduler.running, most)
-                _, self.regions[number] = self.admission.reserve(*arguments)
+                arguments: Any = (planned, waiting, self.scheduler.forecast, self.now, most)
+                _, self.regions[number], _ = self.admission.reserve(*arguments)
         except NpugradError as error:
             reason = error.reason
+        if reason == "WOULD_MISS_DEADLINE" and expected in ("", "QUEUE_FULL"):
+            expected = check_lateness(self.scheduler, planned, self.now)
         assert reason == expected, f"refused with {reason!r}; expected {expected!r}"
         if reason:
             self.answers[reason] += 1
@@ -384,8 +383,8 @@ class PoolWorld(SchedulerWorld):
             RegionLayout({}, aligned(inputs)), RegionLayout({}, outputs), memory, 0, 512 * blocks, None
         )
         signature = bytes([rng.randint(0, 3)])
-        plan = Plan(_Named(operator), signature, {self.own: demand})
-        planned = Planned(plan, _Named(deterministic=deterministic), tenant, due)
+        plan = Plan(SimpleNamespace(name=operator), signature, {self.own: demand})
+        planned = Planned(plan, CallOptions(deterministic), tenant, due)
         request = CallState(
             number,
             rng.randint(-1, 1),

@@ -1,17 +1,25 @@
 from __future__ import annotations
 
+import time
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.server.pool.plans import altered
+from tests.server.pool.scheduling import open_scheduler
 
 from npugrad import OPERATORS, Product, TensorMeta
-from npugrad.errors import CallTooLarge, ServerBusy
+from npugrad.errors import CallTooLarge, DeadlineExceeded, ServerBusy
 from npugrad.validation import validate_call
 from npugrad_server.pool.admission import AdmissionControl, check_fits, demand_of
 from npugrad_server.pool.regions import ALIGNMENT
+from npugrad_server.pool.run_times import STALE_S, work_size_of
+from npugrad_server.pool.state import CallState
+from npugrad_server.pool.tenant import Tenant
 from npugrad_server.pool.types import PoolSettings
+
+if TYPE_CHECKING:
+    from npugrad_server.pool.forecast import Forecast
 
 SETTINGS = PoolSettings(
     devices=("cpu:0", "cpu:1"),
@@ -142,9 +150,11 @@ def test_what_fits_exactly_is_let_in(job: Any) -> None:
             check_fits("op", demand, **{**limits, setting: limit - 1})
 
 
-def refused(admission: AdmissionControl, planned: Any, waiting: int, running: int = 0) -> float:
+def refused(
+    admission: AdmissionControl, planned: Any, waiting: int, forecast: Forecast | None = None
+) -> float:
     with pytest.raises(ServerBusy) as caught:
-        admission.reserve(planned, waiting, running)
+        admission.reserve(planned, waiting, forecast or open_scheduler().forecast, time.monotonic())
     assert caught.value.reason == "QUEUE_FULL"
     assert caught.value.retry_after_s is not None
     return caught.value.retry_after_s
@@ -152,11 +162,12 @@ def refused(admission: AdmissionControl, planned: Any, waiting: int, running: in
 
 def test_memory_that_comes_back_can_be_taken_again(job: Any) -> None:
     admission, planned = AdmissionControl(SETTINGS, 0), job(n=2, c=6, hxw=10).planned
-    demand, region = admission.reserve(planned, 0, 0)
+    forecast = open_scheduler().forecast
+    demand, region, _ = admission.reserve(planned, 0, forecast, time.monotonic())
     assert region.nbytes == demand.inputs.nbytes == admission.operands.used_bytes > 1024
     refused(admission, planned, 0)
     admission.operands.free(region)
-    admission.reserve(planned, 0, 0)
+    admission.reserve(planned, 0, forecast, time.monotonic())
 
 
 def test_a_part_of_an_arena_that_cannot_be_aligned_is_not_promised(job: Any) -> None:
@@ -165,15 +176,72 @@ def test_a_part_of_an_arena_that_cannot_be_aligned_is_not_promised(job: Any) -> 
         job(n=3, c=6, hxw=12, output_mask=(True, False, False)).planned,
     )
     assert admission.output_bytes == 960
-    admission.reserve(planned, 0, 0)  # 864 bytes, which take 896
+    forecast = open_scheduler().forecast
+    admission.reserve(planned, 0, forecast, time.monotonic())  # 864 bytes, which take 896
     with pytest.raises(CallTooLarge, match="at most 832"):
-        AdmissionControl(replace(SETTINGS, output_arena_bytes=880), 0).reserve(planned, 0, 0)
+        AdmissionControl(replace(SETTINGS, output_arena_bytes=880), 0).reserve(
+            planned, 0, forecast, time.monotonic()
+        )
 
 
-def test_a_caller_is_asked_to_wait_as_long_as_the_calls_ahead_take(job: Any) -> None:
-    admission, planned = AdmissionControl(SETTINGS, 0), job().planned
-    assert refused(admission, planned, 5) == 0.1
-    for _ in range(200):
-        admission.note(2.0)
-    assert refused(admission, planned, 5, running=4) == pytest.approx(2.0 * 10 / 4, rel=1e-3)
-    assert refused(admission, planned, 10_000) == 30.0
+def test_a_caller_is_asked_to_wait_until_its_tenants_turn(job: Any) -> None:
+    """All callers were asked to wait for the calls of all of them."""
+    admission, planned, scheduler = AdmissionControl(SETTINGS, 0), job().planned, open_scheduler()
+    assert refused(admission, planned, 5, scheduler.forecast) == 0.1
+    now = time.monotonic()
+    for number in range(21):
+        scheduler.submit(state(planned, number, expected_s=1.0, tenant=Tenant("other")), now)
+    assert refused(admission, planned, 5, scheduler.forecast) == pytest.approx(1, rel=0.1)
+    for number in range(21, 26):
+        scheduler.submit(state(planned, number, expected_s=1.0), now)
+    assert refused(admission, planned, 5, scheduler.forecast) == pytest.approx(1 + 5 + 5, rel=0.1)
+    for number in range(26, 126):
+        scheduler.submit(state(planned, number, expected_s=1.0), now)
+    assert refused(admission, planned, 5, scheduler.forecast) == 30.0
+
+
+def state(planned: Any, number: int, **facts: Any) -> CallState:
+    return CallState(number, operator=planned.plan.record.name, **facts)
+
+
+def test_a_call_that_would_miss_its_deadline_is_told_so_when_it_comes(job: Any) -> None:
+    admission, scheduler = AdmissionControl(SETTINGS, 0), open_scheduler()
+    planned = job(timeout_s=0.5).planned
+    work, now = work_size_of(planned), time.monotonic()
+    admission.reserve(planned, 0, scheduler.forecast, time.monotonic())  # nothing is known of such calls
+    for _ in range(100):
+        scheduler.forecast.run_times.learn(0, work, 1.0, now)
+    found = (
+        r"group_norm_backward: deadline: found 1\.05 s predicted, 0 s of waiting and 1\.05 s of running; "
+        r"expected at most 0\.\d+ s, which are left"
+    )
+    with pytest.raises(ServerBusy, match=found) as caught:
+        admission.reserve(planned, 0, scheduler.forecast, time.monotonic())
+    assert caught.value.reason == "WOULD_MISS_DEADLINE"
+    assert caught.value.retry_after_s is None, "no wait helps"
+    admission.reserve(job(timeout_s=3).planned, 0, scheduler.forecast, time.monotonic())
+    for number in range(9):
+        scheduler.submit(state(planned, number, expected_s=1.0), now)
+    with pytest.raises(ServerBusy, match=r"9\.\d+ s of waiting and 1\.05 s of running") as caught:
+        admission.reserve(job(timeout_s=3).planned, 0, scheduler.forecast, time.monotonic())
+    assert caught.value.retry_after_s == pytest.approx(9, rel=0.1)
+    admission.reserve(job().planned, 0, scheduler.forecast, time.monotonic())
+    assert admission.operands.used_bytes > 0
+
+
+def test_a_deadline_that_has_passed_is_told_so(job: Any) -> None:
+    with pytest.raises(DeadlineExceeded, match="found one that passed 1 s before the call arrived"):
+        AdmissionControl(SETTINGS, 0).reserve(
+            job(timeout_s=-1).planned, 0, open_scheduler().forecast, time.monotonic()
+        )
+
+
+def test_one_call_is_let_in_when_nobody_has_looked_for_long(job: Any) -> None:
+    admission, forecast, planned = AdmissionControl(SETTINGS, 0), open_scheduler().forecast, job().planned
+    late = replace(planned, deadline_s=time.monotonic() + 1)
+    forecast.run_times.learn(0, work_size_of(planned), 100.0, time.monotonic() - 2 * STALE_S)
+    _, region, prediction = admission.reserve(late, 0, forecast, time.monotonic())
+    assert prediction.is_probe
+    admission.operands.free(region)
+    with pytest.raises(ServerBusy):
+        admission.reserve(late, 0, forecast, time.monotonic())

@@ -354,8 +354,8 @@ class SchedulerWorld(RuleBasedStateMachine):
             needs // 2,
             operator,
             tenant,
-            expected_s,
-            plan,
+            expected_s=expected_s,
+            plan=plan,
         )
         # Two needs share a key, so that what was learned is right, too much and too little in turn.
         self.calls[number] = Call(request, needs=needs)

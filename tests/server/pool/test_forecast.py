@@ -1,0 +1,166 @@
+"""Predictions, on a clock that the test moves."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.server.pool.scheduling import finish, of, open_scheduler, started
+
+from npugrad_server.pool.commands import FailCall, StartCall
+from npugrad_server.pool.run_times import WorkSize
+from npugrad_server.pool.state import CallState
+from npugrad_server.pool.tenant import Tenant
+
+if TYPE_CHECKING:
+    from npugrad_server.pool.commands import Command
+    from npugrad_server.pool.scheduler import Scheduler
+
+WORK = WorkSize(("op", "float32", 10), math.log(1000))
+KIND = ("op", False)
+LIGHT, HEAVY = Tenant("light", 1.0), Tenant("heavy", 4.0)
+
+
+def taught(scheduler: Scheduler, device: int = 0, seconds: float = 1.0) -> Scheduler:
+    """The same, which has seen many calls that took so long."""
+    for now in range(200):
+        scheduler.forecast.run_times.learn(device, WORK, seconds, now / 200)
+    return scheduler
+
+
+def call(
+    number: int,
+    tenant: Tenant = LIGHT,
+    *,
+    expected_s: float = 1.0,
+    deadline_s: float | None = None,
+    label: str = "",
+) -> CallState:
+    return CallState(
+        number,
+        operator="op",
+        tenant=tenant,
+        work=WORK,
+        expected_s=expected_s,
+        deadline_s=deadline_s,
+        label=label,
+    )
+
+
+def wait_s(scheduler: Scheduler, tenant: Tenant, now: float, label: str = "") -> float:
+    return scheduler.forecast.predict(tenant, KIND, WORK, now, (0, label), sent=False).wait_s
+
+
+def test_a_call_that_can_start_does_not_wait() -> None:
+    scheduler = taught(open_scheduler(streams=2))
+    scheduler.submit(call(1), 0)
+    found = scheduler.forecast.predict(LIGHT, KIND, WORK, 0)
+    assert found.wait_s == 0
+    assert found.expected_s == pytest.approx(1, rel=0.01)
+    assert 1 < found.longest_s < 1.2
+
+
+def test_a_call_waits_for_its_own_tenant_and_what_runs() -> None:
+    scheduler = taught(open_scheduler(streams=2))
+    for number in range(6):
+        scheduler.submit(call(number), 0)
+    assert wait_s(scheduler, LIGHT, 0) == pytest.approx((2 + 4) / 2, rel=0.01)
+    assert wait_s(scheduler, LIGHT, 0.5) == pytest.approx((2 * 0.5 + 4) / 2, rel=0.01)
+
+
+def test_an_unknown_call_counts_like_the_average() -> None:
+    scheduler = open_scheduler()
+    first = scheduler.submit(call(1, expected_s=0.0), 0)
+    finish_in(scheduler, first, 2.0)
+    for number in (2, 3):
+        scheduler.submit(call(number, expected_s=0.0), 2)
+    assert wait_s(scheduler, LIGHT, 2) == pytest.approx(4, rel=0.01)
+
+
+def finish_in(
+    scheduler: Scheduler, commands: list[Command], seconds: float, now: float = 2.0
+) -> list[Command]:
+    (start,) = of(StartCall, commands)
+    out = scheduler.answered(start.worker, start.incarnation, start.call, True, now, seconds=seconds)
+    return out + scheduler.close(start.call, now)
+
+
+def test_nothing_is_promised_or_refused_while_no_device_is_ready() -> None:
+    scheduler = open_scheduler()
+    for number in (1, 2):
+        scheduler.submit(call(number), 0)
+    assert wait_s(scheduler, LIGHT, 0) > 0
+    scheduler.lost(0, 1, "killed", 0)
+    assert wait_s(scheduler, LIGHT, 0) == 0
+
+
+def test_another_tenant_takes_no_more_than_its_share_and_what_it_has() -> None:
+    scheduler = taught(open_scheduler())
+    for number in range(5):
+        scheduler.submit(call(number, LIGHT), 0)
+    for number in range(5, 7):
+        scheduler.submit(call(number, HEAVY), 0)
+    assert wait_s(scheduler, LIGHT, 0) == pytest.approx(1 + 4 + 2, rel=0.01)
+    # The heavy one gets four times as much, so that less than all of the light one's is ahead of it.
+    assert wait_s(scheduler, HEAVY, 0) == pytest.approx(1 + 2 + (2 + 1) / 4, rel=0.01)
+
+
+def test_what_another_tenant_goes_on_sending_is_counted_up_to_its_share() -> None:
+    """It was not: half of the calls that were let in while a heavier tenant's queue filled up came late."""
+    scheduler = taught(open_scheduler(), seconds=0.1)
+    for tick in range(200):  # half of what the device can do
+        scheduler.forecast.predict(HEAVY, KIND, WORK, tick * 0.2)
+    for number in range(6):
+        scheduler.submit(call(number, LIGHT, expected_s=0.1), 40)
+    assert wait_s(scheduler, LIGHT, 40) == pytest.approx(0.6 / (1 - 1.1 / 2), rel=0.1)
+    for tick in range(800):  # twice of what it can do
+        scheduler.forecast.predict(HEAVY, KIND, WORK, 40 + tick * 0.05)
+    assert wait_s(scheduler, LIGHT, 80) == pytest.approx(0.51 + 0.6 * 4, rel=0.05)
+
+
+def test_labels_of_a_tenant_take_turns() -> None:
+    scheduler = taught(open_scheduler())
+    for number in range(9):
+        scheduler.submit(call(number, label="batch"), 0)
+    assert wait_s(scheduler, LIGHT, 0, "batch") == pytest.approx(9, rel=0.01)
+    assert wait_s(scheduler, LIGHT, 0, "fresh") == pytest.approx(2, rel=0.01)
+
+
+def test_what_no_longer_waits_is_not_counted() -> None:
+    scheduler = taught(open_scheduler())
+    first = scheduler.submit(call(0), 0)
+    for number in range(1, 5):
+        scheduler.submit(call(number, label=str(number % 2)), 0)
+    scheduler.cancel(1, 0)
+    scheduler.close(2, 0)
+    assert wait_s(scheduler, LIGHT, 0, "0") == pytest.approx(1 + 2, rel=0.01)
+    finish(scheduler, of(StartCall, first)[0], 1.0)
+    assert wait_s(scheduler, LIGHT, 1, "0") == pytest.approx(1 + 1, rel=0.01)
+    scheduler.lost(0, 1, "killed", 1)
+    assert scheduler.forecast._queued == 2  # the one that ran waits again
+    for number in (3, 4):
+        scheduler.cancel(number, 1)
+    assert scheduler.forecast._queued == 0
+
+
+def test_a_call_whose_deadline_its_run_would_pass_is_not_started() -> None:
+    scheduler = taught(open_scheduler())
+    first = scheduler.submit(call(1), 0)
+    scheduler.submit(call(2, deadline_s=1.5), 0)
+    scheduler.submit(call(3, deadline_s=9), 0)
+    out = finish(scheduler, of(StartCall, first)[0], 1.0)
+    (failed,) = of(FailCall, out)
+    assert (failed.call, failed.reason) == (2, "WOULD_MISS_DEADLINE")
+    assert "of running predicted when its turn came; expected at most 0.5 s" in failed.detail
+    assert started(out) == [3]
+
+
+def test_a_call_is_placed_where_it_is_done_first() -> None:
+    scheduler = open_scheduler(2)
+    taught(scheduler, 0, 4.0)
+    taught(scheduler, 1, 1.0)
+    (start,) = of(StartCall, scheduler.submit(call(1), 0))
+    assert start.worker == 1
+    assert [c.worker for c in of(StartCall, scheduler.submit(call(2, deadline_s=3), 0))] == []
+    assert [c.worker for c in of(StartCall, scheduler.submit(call(3, deadline_s=9), 0))] == []
