@@ -376,11 +376,12 @@ Order: TypeAlias = (
 """What the pool says."""
 CallAnswer: TypeAlias = "CallDone | CallFailed | CallDeferred"
 """What a worker says when it is done with a call."""
+QueryAnswer: TypeAlias = "WorkspaceFound | MemoryFound | CanaryRun"
+"""What a worker finds out when it is asked."""
 Opening: TypeAlias = "DeviceOpening | DeviceReady | OpenFailed"
 """What a worker says of opening its device."""
 WorkerReport: TypeAlias = (
-    "Opening | DeviceFailed | WorkspaceFound | MemoryFound | CanaryRun | CallUnknown | NeedWorkspace | Pong"
-    " | CallAnswer"
+    "Opening | DeviceFailed | QueryAnswer | CallUnknown | NeedWorkspace | Pong | CallAnswer"
 )
 """What a worker says."""
 Message: TypeAlias = "Order | WorkerReport"
