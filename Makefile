@@ -48,7 +48,7 @@ ENVOY := build/proofs/envoy
 # Modules are compiled when they are first imported: pip would compile all of torch in each environment.
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 # Written from the records, after the protos; each knows --check.
-RECORD_GENERATORS := $(wildcard $(TOOLS)/gen_client.py $(TOOLS)/gen_docs.py)
+RECORD_GENERATORS := $(wildcard $(TOOLS)/gen_client.py $(TOOLS)/gen_docs.py $(TOOLS)/gen_manifests.py)
 LIBRARY := protos server client
 WHEEL_PYTHONS := 3.10 3.12 3.13
 # The NumPy installed here may be too new for another Python to read its types in full, which then become Any.
@@ -206,7 +206,7 @@ prove-bundles: $(STAMP_KERNELS_NPU) ## What acceptance bundles have after each o
 	NPUGRAD_PROVE_BUNDLES=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV_NPU)/bin/python -m pytest -rA -m npu_sim \
 	    tests/e2e/test_npu_bundles.py $(ARGS)
 
-test-deploy: $(STAMP) ## The image recipe and the manifests
+test-deploy: $(STAMP) ## The image recipe and the chart
 	$(BIN)/python -m pytest tests/deploy $(ARGS)
 
 test-image: $(STAMP) ## Build the image without an engine and run it; needs root and apt, and says so where it cannot

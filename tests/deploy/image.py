@@ -2,7 +2,7 @@
 
 The base is a Debian made on the spot, the builder is buildah with its own storage. The server then runs as
 process 1 of what was built, as Kubernetes would run it: uid 1000, no capabilities, a read-only root file
-system, the image's command and environment, the arguments of ``deployment-cpu.yaml``. Everything happens in
+system, the image's command and environment, the arguments of ``cpu.yaml``, but for TLS. Everything happens in
 namespaces of its own, so whatever is mounted or started ends with this program, however it ends.
 """
 
@@ -221,9 +221,11 @@ def look_inside(root: Path, base_bytes: int) -> None:
 
 def server_command(config: dict[str, Any]) -> list[str]:
     """The image's command and environment with the manifest's arguments, on free ports of the loopback."""
-    manifest = yaml.safe_load((ROOT / "deploy/kubernetes/deployment-cpu.yaml").read_text("utf-8"))
+    documents = yaml.safe_load_all((ROOT / "deploy/kubernetes/cpu.yaml").read_text("utf-8"))
+    (manifest,) = (document for document in documents if document["kind"] == "Deployment")
     arguments = manifest["spec"]["template"]["spec"]["containers"][0]["args"]
-    here = [re.sub(r"^(--(metrics-)?listen)=.*", r"\1=127.0.0.1:0", each) for each in arguments]
+    plain = [each for each in arguments if not each.startswith("--tls-")]
+    here = [re.sub(r"^(--(metrics-)?listen)=.*", r"\1=127.0.0.1:0", each) for each in plain]
     expect("user of the image", config["User"], "1000:1000")
     expect("signal of the image", config["StopSignal"], "SIGTERM")
     return ["env", "-i", f"--chdir={config['WorkingDir']}", *config["Env"], *config["Entrypoint"], *here]

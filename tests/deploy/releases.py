@@ -1,0 +1,99 @@
+"""Releases of the chart, rendered without a cluster."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from helm_python import Chart
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "deploy" / "helm" / "npugrad"
+PROFILES = sorted(path.stem for path in (CHART / "profiles").glob("*.yaml"))
+NAME, NAMESPACE = "npugrad", "gradients"
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "open": {
+        "tls": {"enabled": False},
+        "insecure": True,
+        "serviceAccount": {"create": False},
+        "podDisruptionBudget": {"enabled": False},
+        "extraArgs": ["--log-level=debug"],
+        "extraEnv": [{"name": "ASCEND_GLOBAL_LOG_LEVEL", "value": "3"}],
+        "image": {"tag": "mine", "pullSecrets": [{"name": "registry"}]},
+    },
+    "full": {
+        "replicas": 3,
+        "devices": {"count": 4, "deterministic": True},
+        "tls": {
+            "mutual": True,
+            "certificate": {"create": True, "issuer": {"name": "internal"}, "dnsNames": ["npugrad.example"]},
+        },
+        "autoscaling": {"kind": "keda"},
+        "networkPolicy": {"enabled": True},
+        "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+        "grpcRoute": {"enabled": True, "parentRefs": [{"name": "gateway"}], "hostnames": ["npugrad.example"]},
+        "loadTest": {"enabled": True},
+        "topologySpreadConstraints": [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": {"app.kubernetes.io/name": "npugrad"}},
+            }
+        ],
+        "priorityClassName": "batch",
+        "podAnnotations": {"example/team": "vision"},
+        "podLabels": {"team": "vision"},
+    },
+    "hpa": {"autoscaling": {"kind": "hpa", "minReplicas": 2}},
+}
+"""Values beside a profile's."""
+
+Documents = dict[tuple[str, str], dict[str, Any]]
+"""The objects of a release by kind and name."""
+
+
+def values_of(profile: str, *others: dict[str, Any]) -> dict[str, Any]:
+    """The values of a profile, with others on top of them as Helm lays them."""
+    values = yaml.safe_load((CHART / "profiles" / f"{profile}.yaml").read_text("utf-8"))
+    for other in others:
+        values = _laid_on(values, other)
+    return values
+
+
+def _laid_on(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    nested = {
+        key: _laid_on(below[key], value)
+        for key, value in above.items()
+        if isinstance(value, dict) and isinstance(below.get(key), dict)
+    }
+    return {**below, **above, **nested}
+
+
+@lru_cache(maxsize=1)
+def chart() -> Chart:
+    """The chart; loaded once, as nothing changes it."""
+    return Chart.load(CHART)
+
+
+def render(values: dict[str, Any]) -> Documents:
+    """The objects of a release, as an install would make them.
+
+    Raises:
+        HelmValuesError: The schema refuses the values.
+        HelmRenderError: They contradict each other.
+    """
+    chart().validate_schema(chart().merge_values(values))
+    documents: Documents = {}
+    for path, text in chart().render(values, name=NAME, namespace=NAMESPACE).items():
+        if path.endswith(".yaml"):
+            for document in yaml.safe_load_all(text):
+                if document is not None:
+                    key = document["kind"], document["metadata"]["name"]
+                    assert key not in documents, f"{path}: a second {key}"
+                    documents[key] = document
+    return documents

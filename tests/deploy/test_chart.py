@@ -1,0 +1,511 @@
+"""Releases of the chart: schemas, and what in them must agree with the rest of them and with the server.
+
+No cluster takes part. What only a cluster or a card can show is listed in deploy/README.md.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+import kubernetes_validate
+import pytest
+from helm_python import HelmError, HelmRenderError, HelmValuesError, lint
+from hypothesis import given
+from hypothesis import strategies as st
+from kubernetes_validate.utils import all_versions, major_minor
+from packaging.version import Version
+from tests.deploy.releases import (
+    CHART,
+    FEATURES,
+    NAME,
+    PROFILES,
+    ROOT,
+    Documents,
+    chart,
+    render,
+    values_of,
+)
+from typer.main import get_command
+
+from npugrad_server.cli import app
+from npugrad_server.config import ServerSettings
+from npugrad_server.pages import LIVEZ, PROBE_TIMEOUT_S, READYZ
+from npugrad_server.preflight import ready_timeout_s
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+OLDEST_KUBERNETES = Version("1.30")
+KUBERNETES = sorted(
+    {major_minor(version) for version in all_versions() if Version(version) >= OLDEST_KUBERNETES}, key=Version
+)
+DRA_KUBERNETES = Version("1.34")
+"""The first with resource.k8s.io/v1."""
+CUSTOM = {"ServiceMonitor", "ScaledObject", "Certificate", "GRPCRoute"}
+"""Kinds that Kubernetes itself does not know."""
+
+UNITS = {"": 1, "Mi": 1 << 20, "Gi": 1 << 30}
+
+
+@pytest.fixture(params=PROFILES)
+def profile(request: pytest.FixtureRequest) -> str:
+    """Return each profile in turn."""
+    return str(request.param)
+
+
+@pytest.fixture(params=FEATURES)
+def release(profile: str, request: pytest.FixtureRequest) -> Documents:
+    """Return the objects of each profile with each set of features."""
+    return render(values_of(profile, FEATURES[request.param]))
+
+
+@pytest.fixture
+def deployment(release: Documents) -> dict[str, Any]:
+    """Return the Deployment."""
+    return release["Deployment", NAME]
+
+
+@pytest.fixture
+def pod(deployment: dict[str, Any]) -> dict[str, Any]:
+    """Return the Deployment's pod spec."""
+    spec: dict[str, Any] = deployment["spec"]["template"]["spec"]
+    return spec
+
+
+@pytest.fixture
+def server(pod: dict[str, Any]) -> dict[str, Any]:
+    """Return the pod's only container."""
+    (container,) = pod["containers"]
+    assert isinstance(container, dict)
+    return container
+
+
+@pytest.fixture
+def settings(server: dict[str, Any]) -> ServerSettings:
+    """Return the settings that the arguments give the server, read by its own command line."""
+    assert "command" not in server, "the image's entrypoint is npugrad-server"
+    command, *arguments = server["args"]
+    return _parse(command, arguments)
+
+
+# ------------------------------------------------------------------------------------------ schemas
+
+
+@pytest.mark.parametrize("version", [KUBERNETES[0], KUBERNETES[-1]])
+def test_every_object_meets_the_strict_schema(profile: str, release: Documents, version: str) -> None:
+    _validate(profile, release, version)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("version", KUBERNETES[1:-1])
+def test_every_object_meets_the_strict_schemas_between(profile: str, version: str) -> None:
+    _validate(profile, render(values_of(profile, FEATURES["full"])), version)
+
+
+def _validate(profile: str, release: Documents, version: str) -> None:
+    if profile == "dra" and Version(version) < DRA_KUBERNETES:
+        pytest.skip(f"dynamic resource allocation is for Kubernetes {DRA_KUBERNETES} and later")
+    for (kind, _), document in release.items():
+        if kind not in CUSTOM:
+            kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_strict_schema_catches_a_misspelt_probe() -> None:
+    """Unless it does, the test above proves little: an unknown field is ignored by a cluster."""
+    manifest = render(values_of("cpu"))["Deployment", NAME]
+    container = manifest["spec"]["template"]["spec"]["containers"][0]
+    container["readynessProbe"] = container.pop("readinessProbe")
+    with pytest.raises(kubernetes_validate.ValidationError, match="readynessProbe"):
+        kubernetes_validate.validate(manifest, KUBERNETES[-1], strict=True)
+
+
+def test_helm_finds_nothing_wrong_with_the_chart() -> None:
+    assert lint(CHART)["errors"] == []
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert chart().metadata["appVersion"] == project["version"]
+
+
+# ------------------------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"replicas": 0}, "/replicas"),
+        ({"replica": 2}, "'replica' not allowed"),
+        ({"devices": {"resource": "nvidia.com/gpu"}}, "/devices/resource"),
+        ({"devices": {"count": 1.5}}, "/devices/count"),
+        ({"timing": {"drainDelay": "5s"}}, "/timing/drainDelay"),
+        ({"extraArgs": ["log-level=debug"]}, "/extraArgs/0"),
+        ({"service": {"grpcPort": 80}}, "/service/grpcPort"),
+    ],
+)
+def test_schema_refuses_what_is_no_value(values: dict[str, Any], told: str) -> None:
+    with pytest.raises(HelmValuesError, match=re.escape(told)):
+        render(values_of("mindcluster", values))
+
+
+@pytest.mark.parametrize(
+    ("profile_", "values", "told"),
+    [
+        ("cpu", {"memory": {"limitGiB": 5}}, "memory.limitGiB: found 5; expected at least 6"),
+        (
+            "mindcluster",
+            {"devices": {"count": 8}, "memory": {"limitGiB": 20}},
+            "found 20; expected at least 48",
+        ),
+        ("cpu", {"insecure": True}, "insecure: found true with tls.enabled: true"),
+        ("cpu", {"tls": {"enabled": False}}, "tls.enabled: found false; expected true, or insecure: true"),
+        (
+            "cpu",
+            {"tls": {"enabled": False, "certificate": {"create": True}}, "insecure": True},
+            "expected TLS to be on",
+        ),
+        ("cpu", {"tls": {"certificate": {"create": True}}}, "tls.certificate.issuer.name: found none"),
+        ("mindcluster", {"devices": {"resource": ""}}, "devices.resource: found none"),
+        ("mindcluster", {"dra": {"enabled": True}}, "dra.enabled: found true"),
+        ("cpu", {"volcano": {"enabled": True}}, "devices.kind: found cpu"),
+        ("cpu", {"product": "auto"}, "product: found auto with devices.kind: cpu"),
+        ("hami", {"timing": {"livenessDownLimit": 500}}, "found 500; expected more than 545"),
+        ("hami", {"autoscaling": {"minReplicas": 9}}, "found 4; expected at least minReplicas, 9"),
+        ("cpu", {"resources": {"homeGiB": 7}}, "resources.ephemeralStorageGiB: found 2"),
+        ("cpu", {"extraArgs": ["--listen=0.0.0.0:1"]}, "extraArgs: found --listen"),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused(
+    profile_: str, values: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(HelmRenderError, match=re.escape(told)):
+        render(values_of(profile_, values))
+
+
+_GENERATED = st.fixed_dictionaries(
+    {},
+    optional={
+        "replicas": st.integers(0, 9),
+        "devices": st.fixed_dictionaries({}, optional={"count": st.integers(0, 17)}),
+        "memory": st.fixed_dictionaries(
+            {}, optional={"inputArenaGiB": st.integers(0, 64), "limitGiB": st.integers(0, 128)}
+        ),
+        "timing": st.fixed_dictionaries(
+            {},
+            optional={
+                "drainDelay": st.integers(0, 60),
+                "hangGrace": st.integers(1, 600),
+                "workerStartTimeout": st.integers(1, 400),
+                "runLimit": st.integers(1, 600),
+            },
+        ),
+        "tls": st.fixed_dictionaries(
+            {},
+            optional={"enabled": st.booleans(), "mutual": st.booleans(), "secretName": st.text(max_size=8)},
+        ),
+        "insecure": st.booleans(),
+        "autoscaling": st.fixed_dictionaries(
+            {}, optional={"kind": st.sampled_from(["none", "hpa", "keda"]), "maxReplicas": st.integers(0, 5)}
+        ),
+        "serviceAccount": st.fixed_dictionaries({}, optional={"create": st.booleans()}),
+        "nameOverride": st.text("ab-9", max_size=60),
+    },
+)
+
+
+@given(profile_=st.sampled_from(PROFILES), values=_GENERATED)
+def test_generated_values_are_refused_or_render_what_the_schema_allows(
+    profile_: str, values: dict[str, Any]
+) -> None:
+    try:
+        release = render(values_of(profile_, values))
+    except HelmError:
+        return
+    for (kind, _), document in release.items():
+        if kind not in CUSTOM:
+            kubernetes_validate.validate(document, KUBERNETES[-1], strict=True)
+    (found,) = (document for (kind, _), document in release.items() if kind == "Deployment")
+    pod = found["spec"]["template"]["spec"]
+    command, *arguments = pod["containers"][0]["args"]
+    settings = _parse(command, arguments)
+    assert pod["terminationGracePeriodSeconds"] > settings.drain_delay_s + settings.drain_timeout_s
+
+
+# ----------------------------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [
+        ("--drain-timeout=120", "No such option"),
+        ("--drain-timeout-s=2min", "valid number"),
+        ("--listen=0.0.0.0:50051", "--insecure"),
+    ],
+)
+def test_wrong_argument_would_be_found(argument: str, reason: str) -> None:
+    with pytest.raises(Exception, match=reason):
+        _parse("serve", [argument])
+
+
+def test_server_has_a_worker_for_every_card(
+    profile: str, settings: ServerSettings, server: dict[str, Any]
+) -> None:
+    kind, names = _kind(profile), settings.devices.split(",")
+    assert [name.partition("?")[0] for name in names] == [f"{kind}:{index}" for index in range(len(names))]
+    cards = [count for resource, count in server["resources"]["limits"].items() if "/" in resource]
+    claims = server["resources"].get("claims", [])
+    assert (cards or claims) == {"cpu": [], "npu": [len(names)] if profile != "dra" else claims}[kind]
+
+
+def test_claim_asks_for_every_card() -> None:
+    release = render(values_of("dra", {"devices": {"count": 3}}))
+    (request,) = release["ResourceClaimTemplate", f"{NAME}-cards"]["spec"]["spec"]["devices"]["requests"]
+    assert request["exactly"]["count"] == 3
+    pod = release["Deployment", NAME]["spec"]["template"]["spec"]
+    assert pod["resourceClaims"] == [{"name": request["name"], "resourceClaimTemplateName": f"{NAME}-cards"}]
+    assert pod["containers"][0]["resources"]["claims"] == [{"name": request["name"]}]
+
+
+def test_server_is_reachable_from_outside_the_pod(settings: ServerSettings, server: dict[str, Any]) -> None:
+    ports = {port["name"]: port["containerPort"] for port in server["ports"]}
+    metrics = settings.metrics_address
+    assert metrics is not None
+    assert (settings.listen_address.host, settings.listen_address.port) == ("0.0.0.0", ports["grpc"])
+    assert (metrics.host, metrics.port) == ("0.0.0.0", ports["metrics"])
+
+
+def test_server_has_its_certificate_or_serves_plaintext(
+    settings: ServerSettings, pod: dict[str, Any], server: dict[str, Any]
+) -> None:
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert settings.insecure == ("tls" not in volumes)
+    if settings.insecure:
+        return
+    folder = {mount["name"]: mount["mountPath"] for mount in server["volumeMounts"]}["tls"]
+    assert (settings.tls_certificate, settings.tls_key) == (f"{folder}/tls.crt", f"{folder}/tls.key")
+    # A mount of a whole Secret is swapped when it changes; one with a subPath is not.
+    assert all("subPath" not in mount for mount in server["volumeMounts"])
+
+
+def test_grace_period_covers_the_longest_drain(
+    settings: ServerSettings, pod: dict[str, Any], server: dict[str, Any]
+) -> None:
+    """The server itself goes on serving until load balancers know; a preStop hook would come on top."""
+    assert "lifecycle" not in server
+    spare_s = 15
+    assert settings.drain_delay_s > 0
+    parts = (settings.drain_delay_s, settings.drain_timeout_s, settings.hang_grace_s, spare_s)
+    assert pod["terminationGracePeriodSeconds"] == sum(parts)
+
+
+def test_connections_end_now_and_then_but_no_call_does(settings: ServerSettings) -> None:
+    """Else clients never look the name up again, and never see a pod that was added."""
+    assert settings.max_connection_age_s is not None
+    assert settings.max_connection_age_grace_s is not None
+    longest_s = settings.upload_idle_timeout_s + settings.run_limit_s + settings.reply_idle_timeout_s
+    assert settings.max_connection_age_grace_s >= longest_s + settings.hang_grace_s
+
+
+def test_server_without_a_device_is_restarted_but_not_while_one_starts(settings: ServerSettings) -> None:
+    assert settings.liveness_down_limit_s is not None
+    assert settings.liveness_down_limit_s > ready_timeout_s(settings)
+
+
+def test_memory_limit_holds_arenas_and_processes(
+    profile: str, settings: ServerSettings, server: dict[str, Any]
+) -> None:
+    assert settings.input_arena_bytes is not None
+    assert settings.output_arena_bytes is not None
+    devices = len(settings.devices.split(","))
+    arenas = settings.input_arena_bytes + devices * settings.output_arena_bytes
+    room = {"npu": 8 << 30, "cpu": 3 << 30}[_kind(profile)]
+    assert _bytes(server["resources"]["limits"]["memory"]) == arenas + room
+
+
+# ---------------------------------------------------------------------------------------- resources
+
+
+def test_requests_are_the_limits(server: dict[str, Any]) -> None:
+    resources = server["resources"]
+    assert resources["requests"] == resources["limits"]
+    assert {"cpu", "memory", "ephemeral-storage"} <= set(resources["limits"])
+
+
+def test_node_storage_holds_every_scratch_volume(pod: dict[str, Any], server: dict[str, Any]) -> None:
+    volumes = [volume["emptyDir"]["sizeLimit"] for volume in pod["volumes"] if "emptyDir" in volume]
+    assert sum(map(_bytes, volumes)) <= _bytes(server["resources"]["limits"]["ephemeral-storage"])
+
+
+def test_update_never_waits_for_a_card_that_is_taken(profile: str, deployment: dict[str, Any]) -> None:
+    rolling = deployment["spec"]["strategy"]["rollingUpdate"]
+    no_card = {"maxSurge": 1, "maxUnavailable": 0}
+    assert rolling == (no_card if profile == "cpu" else {"maxSurge": 0, "maxUnavailable": 1})
+
+
+def test_taints_of_the_device_plugin_are_tolerated(profile: str, pod: dict[str, Any]) -> None:
+    tolerations = pod.get("tolerations", [])
+    plugin = {"huawei.com/Ascend910", "huawei.com/Ascend310P", "huawei.com/npu"}
+    assert {each["key"] for each in tolerations} == (set() if profile == "cpu" else plugin)
+    assert all(each["operator"] == "Exists" and each["effect"] == "NoSchedule" for each in tolerations)
+
+
+def test_volcano_names_the_cards_and_the_device_plugin_does_otherwise(
+    profile: str, deployment: dict[str, Any], server: dict[str, Any]
+) -> None:
+    template = deployment["spec"]["template"]
+    env = {each["name"]: each for each in server.get("env", [])}
+    is_volcano = profile == "mindcluster-volcano"
+    assert ("ASCEND_VISIBLE_DEVICES" in env) == is_volcano, "elsewhere it would be empty"
+    assert (template["spec"].get("schedulerName") == "volcano") == is_volcano
+    if is_volcano:
+        (card,) = (resource for resource in server["resources"]["limits"] if "/" in resource)
+        path = env["ASCEND_VISIBLE_DEVICES"]["valueFrom"]["fieldRef"]["fieldPath"]
+        assert path == f"metadata.annotations['{card}']"
+        assert template["metadata"]["labels"]["fault-scheduling"] == "force"
+
+
+# ----------------------------------------------------------------------------------------- security
+
+
+def test_every_pod_meets_the_restricted_standard(release: Documents) -> None:
+    for (kind, _), document in release.items():
+        if kind not in ("Deployment", "Job"):
+            continue
+        pod = document["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["runAsUser"] == pod["securityContext"]["runAsGroup"] == 1000
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        kinds = {key for volume in pod["volumes"] for key in volume if key != "name"}
+        assert kinds <= {"emptyDir", "secret", "configMap"}
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["enableServiceLinks"] is False, "a Service's variables begin like the settings' ones"
+
+
+def test_writable_paths_are_those_of_the_image(pod: dict[str, Any], server: dict[str, Any]) -> None:
+    home = re.search(r"\bHOME=(\S+)", (ROOT / "Dockerfile").read_text("utf-8"))
+    assert home is not None
+    mounts = {mount["mountPath"] for mount in server["volumeMounts"] if not mount.get("readOnly")}
+    assert mounts == {home[1], "/tmp"}
+    assert {mount["name"] for mount in server["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
+
+
+# ------------------------------------------------------------------------------------ probes, ports
+
+
+@pytest.mark.parametrize(
+    ("probe", "path"), [("startupProbe", READYZ), ("readinessProbe", READYZ), ("livenessProbe", LIVEZ)]
+)
+def test_probe_asks_the_metrics_port(server: dict[str, Any], probe: str, path: str) -> None:
+    """Over HTTP, because the kubelet's gRPC probe speaks no TLS."""
+    assert server[probe]["httpGet"] == {"path": path, "port": "metrics"}
+    assert not {"exec", "grpc", "tcpSocket", "terminationGracePeriodSeconds"} & set(server[probe])
+    assert PROBE_TIMEOUT_S < server[probe]["timeoutSeconds"] <= server[probe]["periodSeconds"]
+
+
+def test_startup_probe_waits_until_the_server_gives_up(
+    settings: ServerSettings, server: dict[str, Any]
+) -> None:
+    """Then the log ends with what every device failed of, and not with a signal."""
+    startup, imports_s = server["startupProbe"], 10
+    until_the_last_s = startup["periodSeconds"] * (startup["failureThreshold"] - 1)
+    assert until_the_last_s >= ready_timeout_s(settings) + imports_s
+
+
+def test_rollout_waits_longer_than_a_start_and_an_end_may_take(
+    deployment: dict[str, Any], pod: dict[str, Any], server: dict[str, Any]
+) -> None:
+    startup = server["startupProbe"]
+    start_s = startup["periodSeconds"] * startup["failureThreshold"]
+    assert start_s + pod["terminationGracePeriodSeconds"] < deployment["spec"]["progressDeadlineSeconds"]
+
+
+def test_selectors_find_the_pods_and_their_ports(
+    release: Documents, deployment: dict[str, Any], server: dict[str, Any]
+) -> None:
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    ports = {port["name"]: port["containerPort"] for port in server["ports"]}
+    assert deployment["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    for (kind, _), document in release.items():
+        spec = document.get("spec", {})
+        if kind == "Service":
+            assert spec["selector"].items() <= labels.items()
+            assert all(port["port"] == ports[port["targetPort"]] for port in spec["ports"])
+        elif kind == "PodDisruptionBudget":
+            assert spec["selector"]["matchLabels"].items() <= labels.items()
+        elif kind == "NetworkPolicy":
+            assert spec["podSelector"]["matchLabels"].items() <= labels.items()
+            assert {port["port"] for rule in spec["ingress"] for port in rule["ports"]} == set(ports)
+        elif kind in ("HorizontalPodAutoscaler", "ScaledObject"):
+            assert spec["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+            assert "replicas" not in deployment["spec"], "the scaler's number would be overwritten"
+        elif kind == "ServiceMonitor":
+            headless = release["Service", f"{NAME}-headless"]
+            assert spec["selector"]["matchLabels"].items() <= headless["metadata"]["labels"].items()
+            assert {each["port"] for each in spec["endpoints"]} <= {
+                port["name"] for port in headless["spec"]["ports"]
+            }
+
+
+def test_certificate_names_both_services_and_fills_the_mounted_secret() -> None:
+    release = render(values_of("cpu", FEATURES["full"]))
+    spec = release["Certificate", NAME]["spec"]
+    assert {NAME, f"{NAME}-headless", "npugrad.example"} <= set(spec["dnsNames"])
+    volumes = release["Deployment", NAME]["spec"]["template"]["spec"]["volumes"]
+    assert spec["secretName"] in {volume.get("secret", {}).get("secretName") for volume in volumes}
+
+
+def test_services_are_one_address_and_every_address(release: Documents) -> None:
+    cluster, headless = release["Service", NAME]["spec"], release["Service", f"{NAME}-headless"]["spec"]
+    assert (cluster["type"], cluster.get("clusterIP")) == ("ClusterIP", None)
+    assert headless["clusterIP"] == "None"
+    assert "metrics" in {port["name"] for port in headless["ports"]}
+
+
+def test_profiles_cannot_run_side_by_side() -> None:
+    """One Service must never mix results of an NPU with results of a CPU."""
+    npu, cpu = (render(values_of(name))["Deployment", NAME] for name in ("mindcluster", "cpu"))
+    # A selector cannot be changed: with another one, an upgrade from one to the other would fail.
+    assert npu["spec"]["selector"] == cpu["spec"]["selector"]
+
+
+def test_image_says_its_version_and_chip(profile: str) -> None:
+    image = render(values_of(profile))["Deployment", NAME]["spec"]["template"]["spec"]["containers"][0][
+        "image"
+    ]
+    version, _, kind = image.partition(":")[2].partition("-")
+    assert version == chart().metadata["appVersion"]
+    assert kind == ("cpu" if profile == "cpu" else "910b-ubuntu22.04"), "an image works on one chip only"
+
+
+# ------------------------------------------------------------------------------------------ helpers
+
+
+def _kind(profile: str) -> str:
+    """Return the kind of device of a profile."""
+    return "cpu" if profile == "cpu" else "npu"
+
+
+def _parse(command: str, arguments: list[str]) -> ServerSettings:
+    """Return the settings of one command, without running it."""
+    group: Any = get_command(app)
+    given_ = group.commands[command].make_context(command, list(arguments)).params
+    return ServerSettings.model_validate(
+        {field: value for field, value in given_.items() if value is not None}
+    )
+
+
+def _bytes(quantity: str) -> int:
+    """Return a Kubernetes quantity such as 20Gi in bytes."""
+    match = re.fullmatch(r"(\d+)(\D*)", quantity)
+    assert match is not None, quantity
+    return int(match[1]) * UNITS[match[2]]
