@@ -19,8 +19,8 @@ PROFILES = {"npu.yaml": "mindcluster", "cpu.yaml": "cpu"}
 """Each file with the profile that it is rendered from."""
 _HEAD = """\
 # Rendered from deploy/helm/npugrad with profiles/{profile}.yaml by `make gen`; edit the chart, not this file.
-# npu.yaml and cpu.yaml share their names on purpose: only one of them can be in a namespace, so a Service never
-# mixes results of an NPU with results of a CPU.
+# npu.yaml and cpu.yaml share their names on purpose: only one of them can be in a namespace, so a Service
+# never mixes results of an NPU with results of a CPU.
 # The Secret npugrad-tls must exist: kubectl create secret tls npugrad-tls --cert=tls.crt --key=tls.key
 """
 
