@@ -59,7 +59,7 @@ Documents = dict[tuple[str, str], dict[str, Any]]
 
 def values_of(profile: str, *others: dict[str, Any]) -> dict[str, Any]:
     """The values of a profile, with others on top of them as Helm lays them."""
-    values = yaml.safe_load((CHART / "profiles" / f"{profile}.yaml").read_text("utf-8"))
+    values: dict[str, Any] = yaml.safe_load((CHART / "profiles" / f"{profile}.yaml").read_text("utf-8"))
     for other in others:
         values = _laid_on(values, other)
     return values
