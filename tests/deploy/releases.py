@@ -30,6 +30,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "devices": {"count": 4, "deterministic": True},
         "tls": {
             "mutual": True,
+            "clientCaSecretName": "callers",
             "certificate": {"create": True, "issuer": {"name": "internal"}, "dnsNames": ["npugrad.example"]},
         },
         "autoscaling": {"kind": "keda"},

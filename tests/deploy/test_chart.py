@@ -166,6 +166,7 @@ def test_schema_refuses_what_is_no_value(values: dict[str, Any], told: str) -> N
             "expected TLS to be on",
         ),
         ("cpu", {"tls": {"certificate": {"create": True}}}, "tls.certificate.issuer.name: found none"),
+        ("cpu", {"tls": {"mutual": True}}, "tls.mutual: found true without"),
         ("mindcluster", {"devices": {"resource": ""}}, "devices.resource: found none"),
         ("mindcluster", {"dra": {"enabled": True}}, "dra.enabled: found true"),
         ("cpu", {"volcano": {"enabled": True}}, "devices.kind: found cpu"),
@@ -284,6 +285,7 @@ def test_server_has_its_certificate_or_serves_plaintext(
         return
     folder = {mount["name"]: mount["mountPath"] for mount in server["volumeMounts"]}["tls"]
     assert (settings.tls_certificate, settings.tls_key) == (f"{folder}/tls.crt", f"{folder}/tls.key")
+    assert (settings.tls_client_ca is not None) == ("callers" in volumes)
     # A mount of a whole Secret is swapped when it changes; one with a subPath is not.
     assert all("subPath" not in mount for mount in server["volumeMounts"])
 

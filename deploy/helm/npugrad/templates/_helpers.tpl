@@ -78,6 +78,9 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if not (or $v.tls.enabled $v.insecure) -}}
 {{- fail "tls.enabled: found false; expected true, or insecure: true to serve plaintext" -}}
 {{- end -}}
+{{- if and $v.tls.mutual (not (and $v.tls.enabled $v.tls.clientCaSecretName)) -}}
+{{- fail "tls.mutual: found true without tls.enabled or tls.clientCaSecretName; expected both" -}}
+{{- end -}}
 {{- if and $v.tls.certificate.create (not $v.tls.enabled) -}}
 {{- fail "tls.certificate.create: found true with tls.enabled: false; expected TLS to be on" -}}
 {{- end -}}
