@@ -31,12 +31,15 @@ if TYPE_CHECKING:
 NOMINAL_S = 1e-3
 """Seconds that a call is expected to take before any was seen."""
 MAX_CREDIT_CALLS = 16
-"""The most that a tenant may be behind the queue, in calls such as its next one. What it could not use, for
-want of devices that run its calls, it does not get later at the cost of others."""
+"""The most that a tenant may be behind the queue, in calls such as its next one or, where they are longer,
+such as those of others that it waits for. What it could not use, for want of devices that run its calls, it
+does not get later at the cost of others."""
 MAX_TENANTS = 256
 """Tenants without calls that are remembered, for what they owe."""
 _SMOOTHING = 0.1
 """Weight of the newest call in the running mean of seconds."""
+_KEPT = 0.99
+"""What a call that comes off leaves of the longest seconds before it."""
 
 _waits, _virtual_time = attrgetter("count"), attrgetter("virtual_s")
 
@@ -76,7 +79,7 @@ class FairQueue(Generic[T]):
         # The tenant that was served the longest ago comes first.
         self._tenants: OrderedDict[str, TenantQueue[T]] = OrderedDict()
         self._virtual_s = self._last_s = 0.0
-        self._mean_s = NOMINAL_S
+        self._mean_s = self._longest_s = NOMINAL_S
         self.count = self.running = 0
 
     def __len__(self) -> int:
@@ -134,7 +137,8 @@ class FairQueue(Generic[T]):
         self.running += 1
         call.started_s, call.charged_s = now, call.expected_s or self._mean_s
         cost_s = call.charged_s / queue.weight
-        start_s = max(queue.virtual_s, self._virtual_s - MAX_CREDIT_CALLS * cost_s)
+        credit_s = MAX_CREDIT_CALLS * max(call.charged_s, self._longest_s) / queue.weight
+        start_s = max(queue.virtual_s, self._virtual_s - credit_s)
         queue.virtual_s = start_s + cost_s
         self._last_s = max(self._last_s, queue.virtual_s)
         self._virtual_s = max(self._virtual_s, start_s)
@@ -148,6 +152,7 @@ class FairQueue(Generic[T]):
         queue.virtual_s += (used_s - call.charged_s) / queue.weight
         self._last_s = max(self._last_s, queue.virtual_s)
         self._mean_s += _SMOOTHING * (used_s - self._mean_s)
+        self._longest_s = max(used_s, _KEPT * self._longest_s)
         if not (self.count or self.running):
             self._virtual_s = self._last_s  # nobody waits who could be paid back
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from npugrad_server.pool.fair_queue import MAX_TENANTS, FairQueue
@@ -85,6 +85,7 @@ def backlog(world: World, calls: Sequence[Waiting]) -> Callable[[Waiting], None]
         max_size=5,
     ),
 )
+@example(4, [(0.5, 2.0, 0.0), (0.5, 0.01171875, 0.0)]).via("short calls that wait for long ones")
 def test_device_seconds_go_by_weight_however_wrong_what_is_expected(
     streams: int, tenants: list[tuple[float, float, float]]
 ) -> None:
