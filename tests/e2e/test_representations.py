@@ -31,6 +31,7 @@ NO_DESCRIPTION = {
     "npugrad_server.pool.commands.CompleteCall",
     "npugrad_server.pool.commands.ReleaseCall",
     "npugrad_server.pool.commands.StartCall",
+    "npugrad_server.pool.forecast.Prediction",
     "npugrad_server.rpc.funnel.RpcCall",
 }
 """About an RPC, a try or a command, or about when something was done."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from npugrad_server.pool.placement import EligibilityTable
-    from npugrad_server.pool.run_times import RunTime, WorkSize
+    from npugrad_server.pool.run_times import WorkSize
     from npugrad_server.pool.state import CallState, WorkerState
     from npugrad_server.pool.tenant import Tenant
 
@@ -233,7 +233,7 @@ class Forecast:
         ready = self._ready(call.kind)
         if call.deadline_s is None or not ready or not all(self.is_late_on(w, call, now) for w in ready):
             return None
-        bound_s = min(self._run_on(worker, call).bound_s for worker in ready)
+        bound_s = min(self._run_on(worker, call)[1] for worker in ready)
         return "WOULD_MISS_DEADLINE", (
             f"deadline: found {bound_s:.3g} s of running predicted when its turn came; "
             f"expected at most {call.deadline_s - now:.3g} s, which were left"
@@ -243,7 +243,7 @@ class Forecast:
         """Whether a call that could start would miss its deadline on one device."""
         if call.deadline_s is None or call.is_probe:
             return False
-        bound_s = self._run_on(worker, call).bound_s
+        _, bound_s = self._run_on(worker, call)
         return bound_s > 0 and now + bound_s > call.deadline_s
 
     def finish_on(self, worker: WorkerState, call: CallState, now: float) -> float:
@@ -252,10 +252,10 @@ class Forecast:
         Calls that run there slow each other down, or will keep others waiting; of a device that has not run
         such calls nothing is known but that.
         """
-        run_s = self._run_on(worker, call).mean_s
+        run_s, _ = self._run_on(worker, call)
         return run_s + self._running_s((worker,), now) / worker.spec.streams if run_s else 0.0
 
-    def _run_on(self, worker: WorkerState, call: CallState) -> RunTime:
+    def _run_on(self, worker: WorkerState, call: CallState) -> tuple[float, float]:
         return UNKNOWN if call.work is None else self.run_times.expect((worker.index,), call.work)
 
     def _ready(self, kind: tuple[str, bool]) -> list[WorkerState]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -107,20 +107,8 @@ class Estimate:
         self.slope = min(max(slope, 0.0), _STEEPEST)
 
 
-class RunTime(NamedTuple):
-    """How long a call is expected to run.
-
-    Attributes:
-        mean_s: Seconds on the average, over devices by how many calls each gets done; 0.0 where unknown.
-        bound_s: Seconds that 99 of 100 such calls do not exceed on the quickest of the devices; 0.0 where
-            unknown.
-    """
-
-    mean_s: float
-    bound_s: float
-
-
-UNKNOWN = RunTime(0.0, 0.0)
+UNKNOWN = (0.0, 0.0)
+"""What is expected of calls that nobody has seen."""
 _MOST_DEVIATION = 1.5
 """Of the logarithm of a time, as far as the mean is concerned, which grows with the square of it."""
 
@@ -155,8 +143,13 @@ class RunTimes:
         estimate.learned_s = now
         self._estimates[key] = estimate  # at the end, as the one that learned last
 
-    def expect(self, devices: Iterable[int], work: WorkSize) -> RunTime:
-        """How long a call is expected to run on any of some devices; those that know nothing do not count."""
+    def expect(self, devices: Iterable[int], work: WorkSize) -> tuple[float, float]:
+        """How long a call is expected to run on any of some devices; those that know nothing do not count.
+
+        Returns:
+            Seconds on the average, over devices by how many calls each gets done, and seconds that 99 of 100
+            such calls do not exceed on the quickest device; 0.0 for both where nothing is known.
+        """
         known, rate, bound_log_s = 0, 0.0, math.inf
         for device in devices:
             estimate = self._estimates.get((device, work.key))
@@ -166,7 +159,7 @@ class RunTimes:
                 known += 1
                 rate += math.exp(-log_s - min(deviation, _MOST_DEVIATION) ** 2 / 2)
                 bound_log_s = min(bound_log_s, log_s + _BOUND_DEVIATIONS * deviation)
-        return RunTime(known / rate, math.exp(bound_log_s)) if known else UNKNOWN
+        return (known / rate, math.exp(bound_log_s)) if known else UNKNOWN
 
     def doubt(self, devices: Iterable[int], work: WorkSize, now: float) -> bool:
         """Whether one call may be let in that is expected to take too long: none was done for long."""
