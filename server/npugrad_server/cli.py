@@ -1,4 +1,4 @@
-"""The command `npugrad-server`: serve, check, ops, acceptance.
+"""The command `npugrad-server`: serve, check, preflight, ops, acceptance.
 
 The options of `serve` and `check` are made from the fields of `ServerSettings`. Exit codes: 0 ok,
 1 failed, 2 the command line or a setting is wrong.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -23,6 +24,15 @@ from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad_server import logs
 from npugrad_server.app import serve as serve_until_ended
+from npugrad_server.cluster import (
+    PROFILES,
+    ClusterError,
+    PodRequest,
+    ask_cluster,
+    check_cluster,
+    fitting_profile,
+    read_cluster,
+)
 from npugrad_server.config import (
     CONFIG_VARIABLE,
     ENV_PREFIX,
@@ -162,6 +172,61 @@ def check(flags: dict[str, Any], config: str | None) -> None:
     for finding in findings:
         typer.echo(f"{finding.label:<4}  {finding.text}")
     raise typer.Exit(0 if all(finding.ok for finding in findings) else FAILED)
+
+
+@app.command()
+def preflight(
+    nodes: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="What kubectl get nodes,pods,runtimeclasses -A -o json prints; - is standard input. "
+            "Default: ask the API server, from inside of the cluster.",
+        ),
+    ] = "",
+    profile: Annotated[
+        str,
+        typer.Option(metavar="|".join(PROFILES), help="Profile of the chart. Default: the one that fits."),
+    ] = "",
+    resource: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="devices.resource of the chart, if it is another than the profile's."
+        ),
+    ] = "",
+    cards: Annotated[int, typer.Option(min=1, metavar="N", help="devices.count of the chart.")] = 1,
+    chip: Annotated[str, typer.Option(metavar="CHIP", help="image.chip of the chart.")] = "910b",
+    architecture: Annotated[
+        str, typer.Option(metavar="amd64|arm64", help="Architecture of the image, if it has only one.")
+    ] = "",
+) -> None:
+    """Say which profile of the chart fits a cluster, and all that keeps the server off its nodes."""
+    if profile not in ("", *PROFILES):
+        raise typer.BadParameter(
+            f"found {profile!r}; expected one of {', '.join(PROFILES)}", param_hint="--profile"
+        )
+    try:
+        cluster = ask_cluster() if not nodes else read_cluster(_text_of(nodes))
+        profile = profile or fitting_profile(cluster)
+        request = PodRequest(cards, chip, architecture)
+        if profile == "cpu":
+            request = replace(request, cpus=4.0, memory_bytes=6 * 2**30)
+        findings = check_cluster(cluster, profile, request, resource)
+    except ClusterError as error:
+        typer.echo(f"npugrad-server: {error}", err=True)
+        raise typer.Exit(USAGE) from None
+    for finding in findings:
+        typer.echo(f"{finding.label:<4}  {finding.text}" + (f" -> {finding.cure}" if finding.cure else ""))
+    raise typer.Exit(FAILED if any(finding.label == "fail" for finding in findings) else 0)
+
+
+def _text_of(file: str) -> str:
+    if file == "-":
+        return sys.stdin.read()
+    try:
+        return Path(file).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ClusterError(f"{file}: found {error}; expected the output of kubectl") from None
 
 
 @app.command()
