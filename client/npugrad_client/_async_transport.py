@@ -54,21 +54,27 @@ class _Home:
     def __init__(self, settings: Settings, loop: asyncio.AbstractEventLoop, registry: Registry) -> None:
         self.process, self.loop = os.getpid(), loop
         self._settings, self._registry = settings, registry
-        self._stubs: dict[int, tuple[Any, Stubs]] = {}
+        self._tls = settings.tls
+        self._stubs: dict[int, Stubs] = {}
+        self._channels: weakref.WeakSet[Any] = weakref.WeakSet()
         self.closing = asyncio.Event()
 
     def stubs(self, server: int) -> Stubs:
-        """The stubs of a server's channel, opened at the first call."""
+        """The stubs of a server's channel, opened at the first call and when certificates have changed.
+
+        A channel that was replaced closes when the last call that has its stubs is over.
+        """
         found = self._stubs.get(server)
-        if found is None:
+        if found is None or (self._tls is not None and found.pem is not self._tls.current()):
             found = self._stubs[server] = open_channel(grpc.aio, self._settings, server, self._registry)
+            self._channels.add(found.channel)
             _OPEN.add(self)
-        return found[1]
+        return found
 
     async def close(self) -> None:
         self.closing.set()
-        stubs, self._stubs = self._stubs, {}
-        for channel, _ in stubs.values():
+        self._stubs = {}
+        for channel in list(self._channels):
             await channel.close(grace=None)
         _OPEN.discard(self)
 

@@ -19,7 +19,7 @@ from npugrad.v1 import server_pb2
 from npugrad_client._attempt import Attempt
 from npugrad_client._retry import ONCE, RetryPolicy
 from npugrad_client._targets import complete_target
-from npugrad_client._tls import Tls
+from npugrad_client._tls import Tls, TlsSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from npugrad.operator import OpRecord
     from npugrad_client._retry import Launch
+    from npugrad_client._tls import PemParts
 
 STREAM_FROM_BYTES = 2**21 + 1
 """Calls with more than 2 MiB of data either way are streamed. Up to there one message is quicker: a stream
@@ -85,15 +86,13 @@ class Settings:
         stream_from_bytes: Calls with this much data in either direction are streamed; to a server that took
             less as one message, from less on.
         retry: When calls are tried again.
-        credentials: Authorities, certificate and key as PEM; None for an unencrypted connection.
-        server_name: Name the server's certificate must have; None for the target's.
+        tls: What to trust and who the client is; None for an unencrypted connection.
     """
 
     targets: tuple[str, ...]
     stream_from_bytes: int = STREAM_FROM_BYTES
     retry: RetryPolicy = ONCE
-    credentials: tuple[bytes | None, bytes | None, bytes | None] | None = None
-    server_name: str | None = None
+    tls: TlsSource | None = None
 
     @property
     def name(self) -> str:
@@ -107,7 +106,7 @@ class Settings:
             what,
             self.targets[step.server],
             timeout_s,
-            self.credentials is not None,
+            self.tls is not None,
             operator=operator,
             number=step.number,
         )
@@ -115,8 +114,8 @@ class Settings:
     def options(self, target: str) -> list[tuple[str, Any]]:
         """Options of a channel to one of the targets."""
         options = channel_options(target)
-        if self.server_name is not None:
-            options.append(("grpc.ssl_target_name_override", self.server_name))
+        if self.tls is not None and self.tls.server_name is not None:
+            options.append(("grpc.ssl_target_name_override", self.tls.server_name))
         return options
 
 
@@ -140,8 +139,7 @@ def settings(
         targets=targets,
         stream_from_bytes=min(stream_from_bytes, LARGEST_UNARY_BYTES),
         retry=retry or ONCE,
-        credentials=chosen.read() if chosen else None,
-        server_name=chosen.server_name if chosen else None,
+        tls=TlsSource(chosen) if chosen else None,
     )
 
 
@@ -155,10 +153,16 @@ def _listed(target: Iterable[str]) -> tuple[str, ...]:
 
 
 class Stubs:
-    """The RPCs of one channel, blocking or not as the channel is."""
+    """The RPCs of one channel, blocking or not as the channel is.
 
-    def __init__(self, channel: Any, registry: Registry = REGISTRY) -> None:
+    Attributes:
+        channel: The channel, which lives as long as somebody has its stubs.
+        pem: What it was opened with; None for an unencrypted connection.
+    """
+
+    def __init__(self, channel: Any, registry: Registry = REGISTRY, pem: PemParts | None = None) -> None:
         """Makes the stubs; nothing is sent."""
+        self.channel, self.pem = channel, pem
         # Bytes both ways: most are made and read without a message.
         self._unary = {
             name: channel.unary_unary(f"/{registry.backward.full_name}/{record.rpc}", _registered_method=True)

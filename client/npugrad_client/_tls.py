@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Pem: TypeAlias = "bytes | str | os.PathLike[str]"
 """PEM text as bytes, or the path of a file with it."""
+PemParts: TypeAlias = "tuple[bytes | None, bytes | None, bytes | None]"
+"""Authorities, certificate and key as PEM."""
+LOOK_INTERVAL_S = 1.0
+"""How often files are looked at."""
+LEFT_ALONE_S = 0.25
+"""How long a file must have been left alone to be taken for a whole one; short enough for files that change
+each second."""
 
 
 @dataclass(frozen=True)
 class Tls:
     """How a client encrypts: what it trusts, and for mutual TLS who it is.
 
-    Each is PEM text as bytes, or the path of a file with it, which is read when the client is made.
+    Each is PEM text as bytes, or the path of a file with it. Files are read when the client is made, and
+    again when they change: calls that begin then go over a new connection, the others end on theirs. Files
+    that cannot be used leave everything as it is.
 
     Example:
         >>> tls = Tls(ca="ca.pem")                                            # trust this authority only
@@ -46,7 +58,7 @@ class Tls:
         parts = [n for n in ("ca", "certificate", "key") if getattr(self, n) is not None]
         return f"Tls({', '.join([*(f'{n}=...' for n in parts), f'server_name={self.server_name!r}'])})"
 
-    def read(self) -> tuple[bytes | None, bytes | None, bytes | None]:
+    def read(self) -> PemParts:
         """Authorities, certificate and key as PEM.
 
         Raises:
@@ -58,6 +70,91 @@ class Tls:
             _pem("certificate", self.certificate),
             _pem("key", self.key),
         )
+
+    def files(self) -> dict[str, str]:
+        """Paths of the parts that are files."""
+        parts = {"ca": self.ca or _system_roots(), "certificate": self.certificate, "key": self.key}
+        return {n: os.fspath(v) for n, v in parts.items() if v is not None and not isinstance(v, bytes)}
+
+
+class TlsSource:
+    """What the parts of a `Tls` hold now.
+
+    Thread safety: any number of threads may ask; two that find a change at once read it both.
+
+    Processes: what was read goes along when it is pickled, and is read again where the files are others.
+    """
+
+    def __init__(self, tls: Tls) -> None:
+        """Reads the files.
+
+        Raises:
+            OSError: A file cannot be read.
+            ValueError: What was read is no PEM.
+        """
+        self._tls, self._files = tls, tls.files()
+        self._stamp = self._stamp_now()
+        self._pem = tls.read()
+        self._look_at_s = 0.0 if self._files else math.inf
+
+    @property
+    def server_name(self) -> str | None:
+        """Name the server's certificate must have; None for the target's."""
+        return self._tls.server_name
+
+    def current(self) -> PemParts:
+        """Authorities, certificate and key; the same object until they change."""
+        now_s = time.monotonic()
+        if now_s >= self._look_at_s:
+            self._look_at_s = now_s + LOOK_INTERVAL_S
+            self._look()
+        return self._pem
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what counts in this process only."""
+        return {**self.__dict__, "_look_at_s": 0.0 if self._files else math.inf}
+
+    def _look(self) -> None:
+        stamp = self._stamp_now()
+        if stamp is None or stamp == self._stamp:
+            return
+        age_s = time.time() - max(changed_ns for changed_ns, *_ in stamp) / 1e9
+        if 0 <= age_s < LEFT_ALONE_S:  # it may be half written
+            self._look_at_s = time.monotonic() + LEFT_ALONE_S
+            return
+        try:
+            pem = self._tls.read()
+            self._try()
+        except (OSError, ValueError) as error:  # an SSLError is an OSError
+            if self._stamp_now() == stamp:
+                self._stamp = stamp
+                _LOG.warning("tls: found files that changed and cannot be used; the old ones stay: %s", error)
+            return
+        if self._stamp_now() == stamp:  # else they were of two versions
+            self._stamp = stamp
+            self._pem = pem if pem != self._pem else self._pem
+
+    def _stamp_now(self) -> tuple[tuple[int, int, int], ...] | None:
+        """What changes with the files; None while one is missing."""
+        try:
+            found = [os.stat(path) for path in self._files.values()]
+        except OSError:
+            return None
+        return tuple((one.st_mtime_ns, one.st_ino, one.st_size) for one in found)
+
+    def _try(self) -> None:
+        """Raises ssl.SSLError for files that do not belong together or are not whole."""
+        import ssl
+
+        context, files = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), self._files
+        if "ca" in files:
+            context.load_verify_locations(cafile=files["ca"])
+        if "certificate" in files and "key" in files:
+            # Without a password of ours OpenSSL would ask for one on the terminal.
+            context.load_cert_chain(files["certificate"], files["key"], password="")
+
+
+_LOG = logging.getLogger("npugrad_client")
 
 
 def _pem(name: str, value: Pem | None) -> bytes | None:

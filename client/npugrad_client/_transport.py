@@ -99,17 +99,15 @@ class _Alarm:
         return self._rings.wait(pause_s)
 
 
-def open_channel(kind: Any, settings: Settings, server: int, registry: Registry) -> tuple[Any, Stubs]:
-    """The channel to one of the targets, and its stubs; `kind` is the module `grpc` or `grpc.aio`."""
+def open_channel(kind: Any, settings: Settings, server: int, registry: Registry) -> Stubs:
+    """The stubs of a new channel to one of the targets; `kind` is the module `grpc` or `grpc.aio`."""
     target = settings.targets[server]
     options = settings.options(target)
-    if settings.credentials is None:
-        channel = kind.insecure_channel(target, options=options)
-    else:
-        ca, certificate, key = settings.credentials
-        credentials = grpc.ssl_channel_credentials(ca, key, certificate)
-        channel = kind.secure_channel(target, credentials, options=options)
-    return channel, Stubs(channel, registry)
+    if settings.tls is None:
+        return Stubs(kind.insecure_channel(target, options=options), registry)
+    ca, certificate, key = pem = settings.tls.current()
+    credentials = grpc.ssl_channel_credentials(ca, key, certificate)
+    return Stubs(kind.secure_channel(target, credentials, options=options), registry, pem)
 
 
 class _Home:
@@ -117,26 +115,32 @@ class _Home:
 
     def __init__(self, settings: Settings, registry: Registry) -> None:
         self._settings, self._registry = settings, registry
+        self._tls = settings.tls
         self._lock = threading.Lock()
-        self._stubs: dict[int, tuple[Any, Stubs]] = {}
+        self._stubs: dict[int, Stubs] = {}
+        self._channels: weakref.WeakSet[Any] = weakref.WeakSet()
         self.picker = Picker(len(settings.targets))
         self.budget = RetryBudget(settings.retry)
         self._is_closing = False
         self._alarms: set[_Alarm] = set()
 
     def stubs(self, server: int) -> Stubs:
-        """The stubs of a server's channel, opened at the first call."""
+        """The stubs of a server's channel, opened at the first call and when certificates have changed.
+
+        A channel that was replaced closes when the last call that has its stubs is over.
+        """
         found = self._stubs.get(server)
-        if found is None:
+        if found is None or (self._tls is not None and found.pem is not self._tls.current()):
             with self._lock:
                 if self._is_closing:
                     raise closed(self._settings.name)
-                found = self._stubs.get(server)
-                if found is None:
-                    found = open_channel(grpc, self._settings, server, self._registry)
-                    self._stubs[server] = found
-                    weakref.finalize(found[0], GATE.note_close).atexit = False
-        return found[1]
+                if self._stubs.get(server) is found:  # else another thread was quicker
+                    opened = open_channel(grpc, self._settings, server, self._registry)
+                    self._stubs[server] = opened
+                    self._channels.add(opened.channel)
+                    weakref.finalize(opened.channel, GATE.note_close).atexit = False
+                found = self._stubs[server]
+        return found
 
     @contextmanager
     def alarm(self) -> Iterator[_Alarm]:
@@ -158,7 +162,7 @@ class _Home:
             alarms = list(self._alarms)
         for alarm in alarms:
             alarm.cancel()
-        for channel, _ in self._stubs.values():
+        for channel in list(self._channels):
             channel.close()
             GATE.note_close()
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
 
-_HEAD = """
+HEAD = """
 import asyncio, gc, os, signal, sys, threading, time
 import numpy as np
 from npugrad_client import AsyncClient, Client
@@ -60,7 +60,7 @@ def run(program: str, *arguments: str, env: dict[str, str] | None = None) -> lis
     """What a program prints, run in a process of its own beside a service."""
     clean = {name: value for name, value in os.environ.items() if name != "GRPC_ENABLE_FORK_SUPPORT"}
     with fake_service() as service:
-        command = [sys.executable, "-W", "ignore", "-c", _HEAD + textwrap.dedent(program)]
+        command = [sys.executable, "-W", "ignore", "-c", HEAD + textwrap.dedent(program)]
         ran = subprocess.run(
             [*command, service.address, *arguments],
             env=clean | (env or {}),
@@ -221,7 +221,7 @@ def test_a_fork_waits_for_a_call_on_its_way(stream_from_bytes: int) -> None:
         calling.join()
         """
     with fake_service(unary, execute) as service:
-        command = [sys.executable, "-c", _HEAD + textwrap.dedent(program), service.address]
+        command = [sys.executable, "-c", HEAD + textwrap.dedent(program), service.address]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as forking:
             assert forking.stdin is not None
             assert forking.stdout is not None

@@ -1,0 +1,240 @@
+"""Certificate files that change under a client: calls that begin then show the new ones, none is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+import trustme
+from tests.client.fake_service import STREAMED, UNARY, Gate, fake_service, group_norm, stream_zeros, zeros
+from tests.client.test_forks import HEAD
+
+from npugrad_client import AsyncClient, Client, Tls
+from npugrad_client._tls import LEFT_ALONE_S, TlsSource
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.client.fake_service import Context, Seen
+
+AUTHORITY = trustme.CA()
+WAYS = pytest.mark.parametrize("way", [UNARY, STREAMED], ids=["unary", "streamed"])
+
+
+class Files:
+    """Authority, certificate and key of a client, in files that were last changed long ago."""
+
+    def __init__(self, folder: Path) -> None:
+        self.ca, self.certificate, self.key = (folder / name for name in ("ca", "certificate", "key"))
+        self.tls = Tls(ca=self.ca, certificate=self.certificate, key=self.key)
+        self._count = 0
+        self.put(self.ca, AUTHORITY.cert_pem.bytes())
+
+    def put(self, path: Path, content: bytes) -> None:
+        path.write_bytes(content)
+        self._count += 1
+        os.utime(path, (self._count, self._count))
+
+    def renew(self, name: str) -> None:
+        issued = AUTHORITY.issue_cert(name)
+        self.put(self.key, issued.private_key_pem.bytes())
+        self.put(self.certificate, issued.cert_chain_pems[0].bytes())
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    made = Files(tmp_path)
+    made.renew("first.example.org")
+    return made
+
+
+class Callers:
+    """A service that notes whose certificate each call comes with; the first one is held."""
+
+    def __init__(self) -> None:
+        self.gate, self.names = Gate(), list[str]()
+
+    def note(self, context: Context) -> None:
+        names: Any = context.auth_context()["x509_subject_alternative_name"]
+        self.names.append(names[0].decode())
+        if len(self.names) == 1:
+            self.gate.hold()
+
+    def unary(self, record: Any, request: Any, context: Context) -> Any:
+        self.note(context)
+        return zeros(record, request, context)
+
+    def execute(self, frames: Any, context: Context) -> Any:
+        self.note(context)
+        yield from stream_zeros(frames, context)
+
+
+@pytest.fixture
+def callers() -> Callers:
+    return Callers()
+
+
+@pytest.fixture
+def service(callers: Callers) -> Iterator[Seen]:
+    issued = AUTHORITY.issue_cert("127.0.0.1")
+    pair = (issued.private_key_pem.bytes(), issued.cert_chain_pems[0].bytes())
+    credentials = grpc.ssl_server_credentials([pair], AUTHORITY.cert_pem.bytes(), True)
+    with fake_service(callers.unary, callers.execute, credentials=credentials) as seen:
+        yield seen
+
+
+@WAYS
+def test_a_call_in_flight_ends_on_its_connection(
+    files: Files, callers: Callers, service: Seen, way: int
+) -> None:
+    with (
+        Client(service.address, timeout_s=60, tls=files.tls, stream_from_bytes=way) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        held = pool.submit(client.group_norm_backward, **group_norm())
+        callers.gate.wait_for_call()
+        files.renew("second.example.org")
+        while callers.names[-1] != "second.example.org":
+            client.group_norm_backward(**group_norm())
+        assert not held.done()
+        callers.gate.open()
+        assert held.result(60).info.device == "test:0"
+
+
+@WAYS
+def test_the_asynchronous_client_reads_them_too(
+    files: Files, callers: Callers, service: Seen, way: int
+) -> None:
+    async def work() -> None:
+        async with AsyncClient(service.address, timeout_s=60, tls=files.tls, stream_from_bytes=way) as client:
+            held = asyncio.create_task(client.group_norm_backward(**group_norm()))
+            await asyncio.to_thread(callers.gate.wait_for_call)
+            files.renew("second.example.org")
+            while callers.names[-1] != "second.example.org":
+                await client.group_norm_backward(**group_norm())
+            assert not held.done()
+            callers.gate.open()
+            assert (await held).info.device == "test:0"
+
+    asyncio.run(work())
+
+
+def test_closing_cancels_calls_on_both_connections(files: Files, callers: Callers, service: Seen) -> None:
+    client = Client(service.address, timeout_s=60, tls=files.tls, retry=None)
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(client.group_norm_backward, **group_norm())
+        callers.gate.wait_for_call()
+        files.renew("second.example.org")
+        while callers.names[-1] != "second.example.org":
+            client.group_norm_backward(**group_norm())
+        client.close()
+        assert held.exception(60) is not None
+    callers.gate.open()
+
+
+def looked(source: TlsSource) -> Any:
+    """What a source gives after it has looked at the files."""
+    return pickle.loads(pickle.dumps(source)).current()
+
+
+def test_files_that_do_not_belong_together_change_nothing(
+    files: Files, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = TlsSource(files.tls)
+    before = source.current()
+    files.put(files.key, AUTHORITY.issue_cert("x").private_key_pem.bytes())
+    with caplog.at_level(logging.WARNING, "npugrad_client"):
+        assert looked(source) == before
+    assert "found files that changed and cannot be used; the old ones stay" in caplog.text
+    files.renew("second.example.org")
+    assert looked(source)[1] == files.certificate.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["ca", "certificate"])
+def test_a_file_that_breaks_off_changes_nothing(files: Files, name: str) -> None:
+    source = TlsSource(files.tls)
+    before = source.current()
+    path: Path = getattr(files, name)
+    files.put(path, path.read_bytes() + AUTHORITY.cert_pem.bytes()[:-40])
+    assert looked(source) == before
+
+
+def test_a_file_that_is_being_written_is_left_alone(files: Files) -> None:
+    source = TlsSource(files.tls)
+    before = source.current()
+    files.ca.write_bytes(AUTHORITY.cert_pem.bytes() * 2)
+    soon = time.time()
+    os.utime(files.ca, (soon, soon))
+    if time.time() - soon < LEFT_ALONE_S:  # on a machine that stood still meanwhile there is nothing to see
+        assert looked(source) == before
+    os.utime(files.ca, (soon - 60, soon - 60))
+    assert looked(source)[0] == AUTHORITY.cert_pem.bytes() * 2
+
+
+def test_a_file_that_vanishes_changes_nothing(files: Files) -> None:
+    source = TlsSource(files.tls)
+    before = source.current()
+    files.ca.unlink()
+    assert looked(source) == before
+
+
+def test_what_is_not_in_files_is_never_looked_at(files: Files) -> None:
+    parts = {name: getattr(files, name).read_bytes() for name in ("ca", "certificate", "key")}
+    source = TlsSource(Tls(**parts))
+    assert source.current() is source.current()
+    assert looked(source) == tuple(parts.values())
+
+
+def test_a_pickled_client_reads_them_too(files: Files, callers: Callers, service: Seen) -> None:
+    callers.gate.open()
+    with Client(service.address, timeout_s=60, tls=files.tls) as client:
+        client.group_norm_backward(**group_norm())
+        data = pickle.dumps(client)
+    files.renew("second.example.org")
+    with pickle.loads(data) as client:
+        client.group_norm_backward(**group_norm())
+    assert callers.names == ["first.example.org", "second.example.org"]
+
+
+_FORKED = """
+from pathlib import Path
+from npugrad_client import Tls
+folder = Path(sys.argv[2])
+client = Client(address, timeout_s=60, tls=Tls(folder / "ca", folder / "certificate", folder / "key"))
+client.group_norm_backward(**operands)
+for name in ("key", "certificate"):
+    data = (folder / "new" / name).read_bytes()
+    (folder / name).write_bytes(data)
+    os.utime(folder / name, (10**9, 10**9))
+
+def call_past_the_next_look():
+    ends_s = time.monotonic() + 1.1
+    while time.monotonic() < ends_s:
+        client.group_norm_backward(**operands)
+    client.group_norm_backward(**operands)
+
+in_children(call_past_the_next_look, 1)
+os._exit(0)
+"""
+
+
+def test_a_forked_process_reads_them_too(
+    files: Files, callers: Callers, service: Seen, tmp_path: Path
+) -> None:
+    callers.gate.open()
+    (tmp_path / "new").mkdir()
+    Files(tmp_path / "new").renew("second.example.org")
+    command = [sys.executable, "-W", "ignore", "-c", HEAD + _FORKED, service.address, str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (ran.stdout, ran.returncode) == ("ok\n", 0), ran.stderr
+    assert (callers.names[0], callers.names[-1]) == ("first.example.org", "second.example.org")
