@@ -249,7 +249,10 @@ prove-floods: $(STAMP_KERNELS) $(ENVOY)/.stamp ## What floods of HTTP/2 frames c
 
 prove-model-check: $(STAMP_KERNELS) ## Admission, scheduler, tenants and circuits in random histories of 1,000,000 events
 	$(BIN)/python -m tests.proofs.model_check $(ARGS)
-.PHONY: prove-rollout prove-floods prove-model-check
+
+prove-rotation: $(STAMP_KERNELS) ## Certificates of both sides renewed each second or less under load, and callers with wrong ones; 2 minutes
+	$(BIN)/python -m tests.proofs.rotation $(ARGS)
+.PHONY: prove-rollout prove-floods prove-model-check prove-rotation
 
 # -------------------------------------------------------------------------------- benchmarks
 

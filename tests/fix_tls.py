@@ -28,13 +28,15 @@ def signed_again(
     authority: trustme.CA,
     *,
     usages: tuple[x509.ObjectIdentifier, ...] | None = None,
+    starts: datetime | None = None,
     ends: datetime | None = None,
 ) -> bytes:
-    """The certificate with other usages or another end, signed by the authority that it says it is of."""
+    """The certificate with other usages or dates, signed by the authority that it says it is of."""
     old = x509.load_pem_x509_certificate(certificate)
     made = x509.CertificateBuilder().subject_name(old.subject).issuer_name(old.issuer)
     made = made.public_key(old.public_key()).serial_number(x509.random_serial_number())
-    made = made.not_valid_before(old.not_valid_before_utc).not_valid_after(ends or old.not_valid_after_utc)
+    made = made.not_valid_before(starts or old.not_valid_before_utc)
+    made = made.not_valid_after(ends or old.not_valid_after_utc)
     for extension in old.extensions:
         value = extension.value
         if usages is not None and isinstance(value, x509.ExtendedKeyUsage):

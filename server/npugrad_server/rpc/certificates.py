@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from npugrad_server.tls import FileContents, TlsFiles
 
 LOOK_INTERVAL_S = 1.0
-"""How often the files are looked at. One that changed is taken when it is the same at the next look, so that
-a file that is being written is not taken for a whole one."""
+"""How often the files are looked at."""
+_LEFT_ALONE = 0.25
+"""Part of that for which files that changed must stay the same, lest one that is being written be taken for a
+whole one; files that change at each look are taken nevertheless."""
 
 
 class LiveCertificates(Collector):
@@ -79,13 +81,18 @@ class LiveCertificates(Collector):
 
     async def watch(self) -> None:
         """Looks at the files until it is cancelled."""
-        seen = self._contents
+        left_alone_s = self._look_interval_s * _LEFT_ALONE
+        pause_s = self._look_interval_s
         while True:
-            await asyncio.sleep(self._look_interval_s)
+            await asyncio.sleep(pause_s)
+            pause_s = self._look_interval_s
             found = await asyncio.to_thread(read_contents, self._settings)
-            if found == seen and (found != self._contents or self._told):
-                await self._take(found)
-            seen = found
+            if found != self._contents or self._told:
+                await asyncio.sleep(left_alone_s)
+                if found == await asyncio.to_thread(read_contents, self._settings):
+                    await self._take(found)
+                else:
+                    pause_s = left_alone_s
             self.look_count += 1
 
     async def _take(self, contents: FileContents) -> None:

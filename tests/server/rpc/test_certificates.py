@@ -51,8 +51,8 @@ def folder(tmp_path: Path) -> Folder:
 
 
 @asynccontextmanager
-async def watched(folder: Folder) -> AsyncIterator[LiveCertificates]:
-    live = LiveCertificates(folder.settings, look_interval_s=0.01)
+async def watched(folder: Folder, look_interval_s: float = 0.01) -> AsyncIterator[LiveCertificates]:
+    live = LiveCertificates(folder.settings, look_interval_s)
     watching = asyncio.create_task(live.watch())
     try:
         yield live
@@ -183,3 +183,18 @@ def test_files_that_cannot_be_used_are_refused_at_the_start(folder: Folder) -> N
     folder.key.write_bytes(b"")
     with pytest.raises(TlsFilesError, match="tls_key: found no private key"):
         LiveCertificates(folder.settings)
+
+
+def test_files_that_change_at_each_look_are_taken_too(folder: Folder) -> None:
+    async def work() -> None:
+        async with watched(folder, look_interval_s=0.2) as live:
+            first = live.files
+            for _ in range(20):
+                looks = live.look_count
+                folder.write(new_pair(), AUTHORITY.cert_pem.bytes())
+                await until(lambda looks=looks: live.look_count > looks)  # type: ignore[misc]
+                if live.files is not first:
+                    return
+            pytest.fail("not taken")
+
+    asyncio.run(work())

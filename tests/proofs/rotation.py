@@ -1,0 +1,316 @@
+"""Certificates that change all the time under load: `make prove-rotation`.
+
+The server's certificate and the callers' are renewed every second or less, by turns as Kubernetes swaps them
+and by writing into the files, which are half written for a while. Synchronous and asynchronous clients call
+meanwhile, without retries; callers whose certificates are foreign, expired, for servers only or missing try
+to get in. Fails where a good call is lost, a bad one gets in, or a certificate is shown too long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import shutil
+import socket
+import ssl
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import trustme
+from cryptography import x509
+from tests.calls import sample
+from tests.fix_server import run_server
+from tests.fix_tls import SERVER_ONLY, signed_again
+
+from npugrad.v1 import server_pb2, server_pb2_grpc
+from npugrad_client import AsyncClient, Client, NpugradError, Tls
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+FULL_S, MOST_LAG_S = 120.0, 5.0
+_INTERVALS_S = (0.3, 1.0)
+"""Between two swaps, by chance."""
+_HALF_WRITTEN_S = (0.0, 0.3)
+_PAST = datetime(2021, 1, 1, tzinfo=timezone.utc)
+_PACE_S, _TIMEOUT_S = 0.01, 60.0
+_NAMES = ("tls.crt", "tls.key", "ca.crt")
+
+
+class Secret:
+    """A mounted Secret: files that are links through ``..data`` into a folder of one version."""
+
+    def __init__(self, folder: Path, issuer: trustme.CA, trusted: trustme.CA) -> None:
+        """Writes the first version.
+
+        Args:
+            folder: Where it is mounted.
+            issuer: Authority of its certificate.
+            trusted: The authority in it.
+        """
+        self._folder, self._issuer, self._trusted = folder, issuer, trusted
+        self._count, self.serials = 0, list[int]()
+        self.written_s: list[float] = []
+        folder.mkdir()
+        self.swap()
+        for name in _NAMES:
+            (folder / name).symlink_to(Path("..data", name))
+
+    def path(self, name: str) -> str:
+        """Path of one of the files."""
+        return str(self._folder / name)
+
+    def swap(self) -> None:
+        """Puts a new version in the place of the old one, at once."""
+        self._count += 1
+        version, link = self._folder / f"..{self._count}", self._folder / "..data"
+        version.mkdir()
+        for name, content in zip(_NAMES, self._renewed(), strict=True):
+            (version / name).write_bytes(content)
+        old = link.resolve()
+        (self._folder / "..new").symlink_to(version.name)
+        (self._folder / "..new").rename(link)
+        self.written_s.append(time.monotonic())
+        if self._count > 1:
+            shutil.rmtree(old)
+
+    def overwrite(self, pause: Callable[[], object]) -> None:
+        """Writes a new certificate and key into the files, and pauses in the midst of each."""
+        for name, content in zip(_NAMES, self._renewed(), strict=True):
+            with Path(self.path(name)).open("wb", buffering=0) as file:
+                file.write(content[: len(content) // 2])
+                pause()
+                file.write(content[len(content) // 2 :])
+            pause()
+        self.written_s.append(time.monotonic())
+
+    def _renewed(self) -> tuple[bytes, bytes, bytes]:
+        issued = self._issuer.issue_cert("localhost", "127.0.0.1")
+        pem = issued.cert_chain_pems[0].bytes()
+        self.serials.append(x509.load_pem_x509_certificate(pem).serial_number)
+        return pem, issued.private_key_pem.bytes(), self._trusted.cert_pem.bytes()
+
+
+@dataclass
+class Rotation:
+    """What came of it.
+
+    Attributes:
+        calls: Good calls that were answered, by client.
+        lost: Good calls that were not, by what they were told.
+        tries: Bad calls, by what is wrong with them.
+        admitted: Those that were answered.
+        swap_count: Renewals, of both sides.
+        shown_count: Different certificates that the server was seen with.
+        lag_s: The longest that it showed a certificate whose successor was written.
+        is_last_shown: Whether it showed the last one in the end.
+        longest_s: The longest good call.
+    """
+
+    calls: Counter[str] = field(default_factory=Counter)
+    lost: Counter[str] = field(default_factory=Counter)
+    tries: Counter[str] = field(default_factory=Counter)
+    admitted: Counter[str] = field(default_factory=Counter)
+    swap_count: int = 0
+    shown_count: int = 0
+    lag_s: float = 0.0
+    is_last_shown: bool = False
+    longest_s: float = 0.0
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether nothing was lost and nothing let in that must not be."""
+        return not self.lost and not self.admitted and self.is_last_shown
+
+    def line(self) -> str:
+        """The counts, for a person."""
+        calls, tries = (
+            ", ".join(f"{count} {name}" for name, count in sorted(found.items()))
+            for found in (self.calls, self.tries)
+        )
+        return (
+            f"{self.swap_count} swaps of each side; calls: {calls}; lost {self.lost.total()} "
+            f"{dict(self.lost) or ''}; bad callers: {tries}; admitted {self.admitted.total()} "
+            f"{dict(self.admitted) or ''}; {self.shown_count} certificates shown, the old one at most "
+            f"{self.lag_s:.1f} s, the last one {'shown' if self.is_last_shown else 'NOT SHOWN'}; "
+            f"longest call {self.longest_s:.2f} s"
+        )
+
+
+class Rotating:
+    """Both sides of a server's connections, and what is done to them meanwhile."""
+
+    def __init__(self, folder: Path, seed: int = 0) -> None:
+        """Makes the authorities and the first certificates."""
+        self._authority, self._callers = trustme.CA(), trustme.CA()
+        self.server = Secret(folder / "server", self._authority, self._callers)
+        self.client = Secret(folder / "client", self._callers, self._authority)
+        ca, certificate, key = (self.client.path(name) for name in ("ca.crt", "tls.crt", "tls.key"))
+        self.tls = Tls(ca=ca, certificate=certificate, key=key)
+        self.found, self.address = Rotation(), ""
+        self._random, self.is_over = random.Random(seed), threading.Event()
+        made = sample()
+        self._call: dict[str, Any] = {**made.arrays, **made.call.attrs}
+        self._expected = made.reference()["grad_input"]
+
+    @property
+    def flags(self) -> Sequence[str]:
+        """Flags of the server."""
+        crt, key, ca = (self.server.path(name) for name in _NAMES)
+        return ("--tls-certificate", crt, "--tls-key", key, "--tls-client-ca", ca)
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Credentials of a caller that is let in, of its own."""
+        return self._credentials(*_pair(self._callers))
+
+    def _credentials(self, pem: bytes | None = None, key: bytes | None = None) -> grpc.ChannelCredentials:
+        return grpc.ssl_channel_credentials(self._authority.cert_pem.bytes(), key, pem)
+
+    def swap(self) -> None:
+        """Renews both sides until it is over."""
+        while not self.is_over.wait(self._random.uniform(*_INTERVALS_S)):
+            for secret in (self.server, self.client):
+                if self.found.swap_count % 2:
+                    secret.swap()
+                else:
+                    secret.overwrite(lambda: time.sleep(self._random.uniform(*_HALF_WRITTEN_S) / 3))
+            self.found.swap_count += 1
+
+    def call(self) -> None:
+        """Calls by the synchronous client until it is over."""
+        with Client(self.address, timeout_s=_TIMEOUT_S, tls=self.tls, retry=None) as client:
+            while not self.is_over.wait(_PACE_S):
+                begin_s = time.monotonic()
+                try:
+                    result = client.group_norm_backward(**self._call)
+                except NpugradError as error:
+                    self.found.lost[str(error)[:200]] += 1
+                else:
+                    self._note("sync", result, begin_s)
+
+    def call_asynchronously(self) -> None:
+        """Calls by the asynchronous client until it is over."""
+        asyncio.run(self._work())
+
+    async def _work(self) -> None:
+        async with AsyncClient(self.address, timeout_s=_TIMEOUT_S, tls=self.tls, retry=None) as client:
+            while not self.is_over.is_set():
+                begin_s = time.monotonic()
+                try:
+                    result = await client.group_norm_backward(**self._call)
+                except NpugradError as error:
+                    self.found.lost[str(error)[:200]] += 1
+                else:
+                    self._note("async", result, begin_s)
+                await asyncio.sleep(_PACE_S)
+
+    def _note(self, name: str, result: Any, begin_s: float) -> None:
+        self.found.longest_s = max(self.found.longest_s, time.monotonic() - begin_s)
+        if result.grad_input.tobytes() == self._expected:
+            self.found.calls[name] += 1
+        else:
+            self.found.lost["a wrong result"] += 1
+
+    def try_to_get_in(self) -> None:
+        """Calls with certificates that must not be let in, until it is over."""
+        good, stranger = _pair(self._callers), _pair(trustme.CA())
+        bad = {
+            "foreign": self._credentials(*stranger),
+            "expired": self._credentials(signed_again(good[0], self._callers, ends=_PAST), good[1]),
+            "for servers": self._credentials(
+                signed_again(good[0], self._callers, usages=SERVER_ONLY), good[1]
+            ),
+            "without": self._credentials(),
+        }
+        while not self.is_over.is_set():
+            for name, credentials in bad.items():
+                with grpc.secure_channel(self.address, credentials, _OWN) as channel:
+                    stub = server_pb2_grpc.ServerServiceStub(channel)
+                    self.found.tries[name] += 1
+                    try:
+                        stub.GetServerInfo(server_pb2.GetServerInfoRequest(), timeout=_TIMEOUT_S)
+                    except grpc.RpcError:
+                        continue
+                    self.found.admitted[name] += 1
+
+    def look(self) -> None:
+        """Looks at the certificate that new connections are shown, until it is over and the last one is."""
+        shown, ends_s = set[int](), float("inf")
+        while not self.found.is_last_shown and time.monotonic() < ends_s:
+            serial = self._shown()
+            now_s, index = time.monotonic(), self.server.serials.index(serial)
+            shown.add(serial)
+            if index + 1 < len(self.server.written_s):
+                self.found.lag_s = max(self.found.lag_s, now_s - self.server.written_s[index + 1])
+            if self.is_over.wait(0.1):
+                ends_s = min(ends_s, now_s + _TIMEOUT_S)
+                self.found.is_last_shown = serial == self.server.serials[-1]
+        self.found.shown_count = len(shown)
+
+    def _shown(self) -> int:
+        host, _, port = self.address.rpartition(":")
+        context = ssl.create_default_context(cadata=self._authority.cert_pem.bytes().decode())
+        with (
+            socket.create_connection((host, int(port)), _TIMEOUT_S) as plain,
+            context.wrap_socket(plain, server_hostname="localhost") as secure,
+        ):
+            found = secure.getpeercert(binary_form=True)
+        assert found is not None
+        return x509.load_der_x509_certificate(found).serial_number
+
+
+_OWN = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
+
+
+def _pair(authority: trustme.CA) -> tuple[bytes, bytes]:
+    issued = authority.issue_cert("caller@example.org")
+    return issued.cert_chain_pems[0].bytes(), issued.private_key_pem.bytes()
+
+
+def proof(folder: Path, length_s: float) -> Rotation:
+    """Rotates for so many seconds in an empty folder."""
+    rotating = Rotating(folder)
+    with run_server(
+        folder / "log", *rotating.flags, devices="test:2?compute=1", credentials=rotating.credentials()
+    ) as server:
+        rotating.address = server.address
+        works = (
+            *(rotating.call, rotating.call, rotating.call_asynchronously, rotating.call_asynchronously),
+            *(rotating.try_to_get_in, rotating.look),
+        )
+        with ThreadPoolExecutor(len(works) + 1) as pool:
+            swapping = pool.submit(rotating.swap)
+            running = [pool.submit(work) for work in works]
+            try:
+                time.sleep(length_s)
+            finally:
+                rotating.is_over.set()
+            swapping.result()
+            for one in running:
+                one.result()
+    return rotating.found
+
+
+def main() -> int:
+    """Command line; 1 where it was not as it has to be."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=FULL_S)
+    with tempfile.TemporaryDirectory(prefix="npugrad-rotation-") as folder:
+        found = proof(Path(folder), parser.parse_args().seconds)
+    is_kept = found.is_kept and found.lag_s <= MOST_LAG_S
+    print(f"{found.line()}: {'kept' if is_kept else 'BROKEN'}")
+    return 0 if is_kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
