@@ -34,6 +34,7 @@ from npugrad_server.preflight import (
 from npugrad_server.rpc.certificates import LiveCertificates, told
 from npugrad_server.rpc.funnel import Funnel
 from npugrad_server.rpc.health import Health, register_health, register_reflection
+from npugrad_server.rpc.pace import PaceLimits
 from npugrad_server.rpc.register import register
 from npugrad_server.rpc.server import Facts, ServerServicer
 from npugrad_server.rpc.servicer import BackwardServicer
@@ -237,8 +238,8 @@ class App:
         settings = self._settings
         backward = BackwardServicer(
             Dispatcher(self.pool, self._made.product, int(settings.max_message_bytes), self._registry),
-            upload_idle_timeout_s=settings.upload_idle_timeout_s,
-            reply_idle_timeout_s=settings.reply_idle_timeout_s,
+            upload=PaceLimits.of_uploads(settings),
+            reply=PaceLimits.of_replies(settings),
         )
         names = []
         validation = ValidationServicer(self._made.product, self.pool, self._registry)

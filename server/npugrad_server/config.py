@@ -203,6 +203,34 @@ class ServerSettings(BaseSettings):
         gt=0,
         description="Seconds an Execute call may wait for the client to take a chunk before it is ended.",
     )
+    upload_min_bytes_per_s: float = Field(
+        default=16 * 2**10,
+        ge=0,
+        description="Least rate of an upload of an Execute call, on average; it may be behind by "
+        "upload_idle_timeout_s. 16 KiB/s are 0.13 Mbit/s: a client with more than that may pause for nearly "
+        "60 s at any time, one that sends a byte now and then is ended after 60 s (DEADLINE_EXCEEDED). "
+        "While others find no memory for their operands, an upload below it loses its own after 5 s "
+        "(QUEUE_FULL). 0 for none.",
+    )
+    upload_limit_s: float = Field(
+        default=4 * 3600.0,
+        gt=0,
+        description="Seconds that an Execute call may wait for its chunks in all; 4 h are 1 GiB at 0.6 "
+        "Mbit/s.",
+    )
+    reply_min_bytes_per_s: float = Field(
+        default=16 * 2**10,
+        ge=0,
+        description="Least rate at which the client takes the reply of an Execute call, on average; it may "
+        "be behind by reply_idle_timeout_s. Results whose room others wait for are moved out of the way, up "
+        "to output_arena_bytes in all; beyond that, a reply of which no chunk was taken for 5 s "
+        "is ended (QUEUE_FULL). 0 for none.",
+    )
+    reply_limit_s: float = Field(
+        default=4 * 3600.0,
+        gt=0,
+        description="Seconds that an Execute call may wait in all for the client to take its reply.",
+    )
     respawn_backoff_s: float = Field(
         default=0.1,
         ge=0,

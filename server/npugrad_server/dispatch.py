@@ -81,7 +81,7 @@ class Dispatcher:
             OperatorError: The device refused or failed.
         """
         # Leaving the block, by whatever way, gives every byte back.
-        with self.pool.admit(request) as ticket:
+        with self.pool.admit(request, is_upload=bool(request.known.announced)) as ticket:
             await write_inline(ticket, request.inline)
             if request.recipes:
                 await self._maker.write(ticket, request.recipes)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from npugrad.v1 import backward_pb2, backward_pb2_grpc
 from npugrad_server.plans import INLINE_REPLY_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from tests.calls import Sample
     from tests.fix_server import ServerProcess, StartServer
@@ -214,14 +215,14 @@ def test_chunk_above_the_limit(channel: grpc.Channel) -> None:
 
 
 class Payload:
-    """Frames of which only the header may be taken: whoever asks for more has to wait for `release`."""
+    """Frames of which only the first may be taken: whoever asks for more has to wait for `release`."""
 
-    def __init__(self, header: Any) -> None:
-        self._header = header
+    def __init__(self, *first: Any) -> None:
+        self._first = first
         self._release = threading.Event()
 
     def __iter__(self) -> Iterator[Any]:
-        yield self._header
+        yield from self._first
         self._release.wait(TIMEOUT_S)
 
     def release(self) -> None:
@@ -291,18 +292,19 @@ def test_call_that_can_never_fit_is_told_at_the_header(channel: grpc.Channel) ->
 
 
 def half_sent(channel: grpc.Channel, made: Sample, **kwargs: Any) -> tuple[Any, Payload]:
-    """A call of which the server has only the header; and what lets its client side go."""
-    payload = Payload(made.header()[0])
+    """A call of which the server has the header and a chunk; and what lets its client side go."""
+    payload = Payload(*itertools.islice(made.frames(), 2))
     stub = backward_pb2_grpc.BackwardServiceStub(channel)
     return stub.Execute(iter(payload), **{"timeout": TIMEOUT_S, **kwargs}), payload
 
 
 def wait_for(server: ServerProcess, *, in_use: bool) -> None:
-    """Waits until operand memory is, or is no longer, in use. Each look is a call, so nothing sleeps."""
+    """Waits until an arena is, or none is any longer, in use. Each look is a call, so nothing sleeps."""
     for _ in range(2000):
-        if bool(server.info().input_arena_used_bytes) == in_use:
+        info = server.info()
+        if bool(info.input_arena_used_bytes or info.output_arena_used_bytes) == in_use:
             return
-    pytest.fail(f"operand memory is {'not' if in_use else 'still'} in use")
+    pytest.fail(f"arena memory is {'not' if in_use else 'still'} in use")
 
 
 @pytest.mark.parametrize("way", ["cancelled", "connection_closed"])
@@ -392,19 +394,11 @@ def test_deadline_that_passes_during_the_upload_leaks_nothing(server: ServerProc
     server.assert_nothing_leaked()
 
 
-def interleaved(frames: Iterable[Any], gate: threading.Event) -> Iterator[Any]:
-    """Frames that stop after the first one until the gate opens."""
-    for number, frame in enumerate(frames):
-        if number == 1:
-            gate.wait(TIMEOUT_S)
-        yield frame
-
-
 def test_slow_upload_does_not_hold_up_other_calls(server: ServerProcess, large: Sample) -> None:
     gate = threading.Event()
     with server.channel() as channel:
         stub = backward_pb2_grpc.BackwardServiceStub(channel)
-        slow = stub.Execute(interleaved(large.frames(), gate), timeout=TIMEOUT_S)
+        slow = stub.Execute(gated(large.frames(), gate, 2), timeout=TIMEOUT_S)
         wait_for(server, in_use=True)
         made = sample()
         assert call_execute(channel, made.frames()).contents == made.reference()

@@ -11,7 +11,7 @@ from npugrad_server.pool.regions import ALIGNMENT, Region, RegionAllocator, alig
 from npugrad_server.pool.run_times import work_size_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from npugrad.meta import TensorMeta
     from npugrad_server.pool.forecast import Forecast, Prediction
@@ -185,6 +185,7 @@ class AdmissionControl:
         forecast: Forecast,
         now: float,
         device_bytes: int | None = None,
+        make_room: Callable[[], bool] = lambda: False,
     ) -> tuple[Demand, Region, Prediction]:
         """Takes operand memory for a call.
 
@@ -194,6 +195,7 @@ class AdmissionControl:
             forecast: Predicts when it would be done.
             now: When it came.
             device_bytes: The roomiest device's own memory; None where nothing bounds it, or not yet.
+            make_room: Asked where operand memory is full; whether some of it was given back.
 
         Returns:
             What it needs, its part of the input arena, and when it is expected to be done.
@@ -227,6 +229,8 @@ class AdmissionControl:
             what = f"found {waiting} waiting calls; expected fewer than {self._max_waiting}"
             raise _busy(operator, what, prediction)
         region = self.operands.allocate(demand.inputs.nbytes)
+        while region is None and make_room():
+            region = self.operands.allocate(demand.inputs.nbytes)
         if region is None:
             used = f"{self.operands.used_bytes} of {self.operands.nbytes}"
             what = f"found {used} bytes of operand memory in use; expected room for {demand.inputs.nbytes}"

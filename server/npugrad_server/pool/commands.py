@@ -155,6 +155,13 @@ class PostponeCall:
 
 
 @dataclass(frozen=True)
+class MakeRoom:
+    """Calls wait for room in the output arena of this worker: results that nobody takes are to leave it."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
 class ReleaseCall:
     """Give the operands' memory back: the ticket is closed and no worker reads them any more."""
 
@@ -186,7 +193,9 @@ class DeviceMismatch:
     detail: str
 
 
-WorkerCommand: TypeAlias = "SpawnWorker | KillWorker | DeviceChanged | DeviceMismatch | StartCanary"
+WorkerCommand: TypeAlias = (
+    "SpawnWorker | KillWorker | DeviceChanged | DeviceMismatch | StartCanary | MakeRoom"
+)
 CallCommand: TypeAlias = (
     "StartCall | CompleteCall | FailCall | RequeueCall | RedirectCall | PostponeCall | ReleaseCall"
 )

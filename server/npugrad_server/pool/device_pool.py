@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
     from npugrad.meta import CallMeta
     from npugrad.operator import OpRecord
+    from npugrad_server.pool.admission import Demand
+    from npugrad_server.pool.forecast import Prediction
+    from npugrad_server.pool.regions import Region
     from npugrad_server.pool.types import DeviceStatus, PlannedCall, PoolSettings
 
 
@@ -61,7 +64,7 @@ class DevicePool:
         self._completion = self._driver.completion
         self.on_change = self._driver.on_change
         self.on_change.append(self._signal)
-        self._uploads = self._accepted = 0
+        self._uploads = self._whole = self._accepted = 0
         self._progress = asyncio.Event()
 
     @classmethod
@@ -83,8 +86,18 @@ class DevicePool:
 
     # ------------------------------------------------------------------------------------------------- calls
 
-    def admit(self, planned: PlannedCall) -> Ticket:
+    def check(self, planned: PlannedCall) -> None:
+        """Refuses a call that would not be admitted now; errors as of `admit`."""
+        _, region, _ = self._reserve(planned)
+        self._admission.operands.free(region)
+
+    def admit(self, planned: PlannedCall, *, is_upload: bool = False) -> Ticket:
         """Reserves all bytes and a queue place.
+
+        Args:
+            planned: The call.
+            is_upload: Whether its operands are still to come, at the pace of its caller: it has no place in
+                the queue before they are there, and then gets one, however long the queue is.
 
         Raises:
             CallTooLarge: It can never fit.
@@ -96,6 +109,25 @@ class DevicePool:
             OperatorError: DETERMINISM_UNSUPPORTED, no device can run it deterministically.
             CircuitOpen: Calls of its tenant and signature killed workers.
         """
+        demand, region, prediction = self._reserve(planned)
+        ticket = Ticket(
+            next(self._driver.numbers),
+            planned,
+            demand,
+            region,
+            self._inputs.view(region, 0, region.nbytes),
+            self._closed,
+            prediction=prediction,
+        )
+        self._driver.tickets[ticket.number] = ticket
+        ticket.is_upload = is_upload
+        self._uploads += 1
+        self._whole += not is_upload
+        self._accepted += 1
+        self._observer.call_accepted(planned)
+        return ticket
+
+    def _reserve(self, planned: PlannedCall) -> tuple[Demand, Region, Prediction]:
         operator = planned.plan.record.name
         if self._driver.closing:
             raise _shut_down(planned)
@@ -107,24 +139,27 @@ class DevicePool:
             raise error_without_answer(planned, *eligible.refusal)
         if len(self._scheduler.circuits):
             self._check_circuit(planned)
-        waiting = self._uploads + self._scheduler.queue_depth
-        demand, region, prediction = self._admission.reserve(
-            planned, waiting, self._scheduler.forecast, time.monotonic(), eligible.most_bytes
-        )
-        ticket = Ticket(
-            next(self._driver.numbers),
+        waiting = self._whole + self._scheduler.queue_depth
+        return self._admission.reserve(
             planned,
-            demand,
-            region,
-            self._inputs.view(region, 0, region.nbytes),
-            self._closed,
-            prediction=prediction,
+            waiting,
+            self._scheduler.forecast,
+            time.monotonic(),
+            eligible.most_bytes,
+            self._make_room,
         )
-        self._driver.tickets[ticket.number] = ticket
-        self._uploads += 1
-        self._accepted += 1
-        self._observer.call_accepted(planned)
-        return ticket
+
+    def _make_room(self) -> bool:
+        """Has an upload give its memory back that is too slow; whether there was one."""
+        for ticket in self._driver.tickets.values():
+            if not ticket.started and ticket.give_way is not None and ticket.give_way():
+                ticket.close()
+                return True
+        return False
+
+    def drop_operands(self, ticket: Ticket) -> None:
+        """Gives back the operands of a call whose outcome is there; no worker reads them any more."""
+        self._driver.drop_operands(ticket)
 
     def _check_circuit(self, planned: PlannedCall) -> None:
         """Refuses a call that would be refused later, before it is sent."""
@@ -133,6 +168,11 @@ class DevicePool:
         if refusal is not None:
             after_s = refusal.retry_after_s
             raise error_without_answer(planned, "CIRCUIT_OPEN", refusal.detail, retry_after_s=after_s)
+
+    @property
+    def output_bytes(self) -> int:
+        """Size of each output arena."""
+        return self._admission.output_bytes
 
     async def run(self, ticket: Ticket) -> Outcome:
         """Runs an admitted call whose operands are all written.
@@ -165,6 +205,7 @@ class DevicePool:
             raise _shut_down(planned)
         ticket.started = True
         self._uploads -= 1
+        self._whole -= not ticket.is_upload
         future: asyncio.Future[Outcome] = asyncio.Future(loop=self._loop)
         ticket.future = future
         self._driver.apply(self._scheduler.submit(ticket.state, time.monotonic()))
@@ -188,6 +229,7 @@ class DevicePool:
             self._driver.apply(self._scheduler.close(ticket.number, time.monotonic()))
         else:
             self._uploads -= 1
+            self._whole -= not ticket.is_upload
             self._driver.release(ticket.number)
 
     # ------------------------------------------------------------------------------------ how the pool stands

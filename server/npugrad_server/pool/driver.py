@@ -20,6 +20,7 @@ from npugrad_server.pool.commands import (
     DeviceMismatch,
     FailCall,
     KillWorker,
+    MakeRoom,
     PostponeCall,
     RedirectCall,
     ReleaseCall,
@@ -34,6 +35,7 @@ from npugrad_server.pool.completion import Completion
 from npugrad_server.pool.device_memory import budget
 from npugrad_server.pool.fleet import Fleet
 from npugrad_server.pool.quarantine import MOST_MISMATCHES
+from npugrad_server.pool.regions import EMPTY
 from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.pool.types import DeviceState, DeviceStatus
 from npugrad_server.pool.workspace_queries import WorkspaceQueries
@@ -64,6 +66,8 @@ _log = logging.getLogger(__name__)
 
 _HOST = "host"
 """The memory that CPU and simulated devices share."""
+_CROWDED_S = 0.5
+"""How often, with nothing else to look at, those are asked again whose results others wait for."""
 
 
 class Driver:
@@ -278,6 +282,8 @@ class Driver:
             device = self.fleet.names[command.worker]
             _log.error("%s: it computed %s wrongly: %s", device, command.operator, command.detail)
             self._observer.device_mismatched(device, command.operator)
+        elif isinstance(command, MakeRoom):
+            self._make_room(command)
         elif isinstance(command, SpawnWorker):
             self.fleet.spawn(command.worker, command.incarnation, command.canary_rounds)
         elif isinstance(command, KillWorker):
@@ -322,6 +328,21 @@ class Driver:
     def release(self, number: int) -> None:
         """No worker touches the operands of a call any more: their memory goes back."""
         self._admission.operands.free(self.tickets.pop(number).operands)
+
+    def drop_operands(self, ticket: Ticket) -> None:
+        """The memory of the operands of a call that is done goes back before its results were taken."""
+        self._admission.operands.free(ticket.operands)
+        ticket.operands = EMPTY
+
+    def _make_room(self, command: MakeRoom) -> None:
+        """Has results leave the arena of a worker that nobody takes; if none can, looks again soon."""
+        arena = self.scheduler.workers[command.worker].outputs
+        for ticket in self.tickets.values():
+            if ticket.state.arena is arena and ticket.give_way is not None and ticket.give_way():
+                return
+        soon = time.monotonic() + _CROWDED_S
+        if soon < self._alarm_s and not self.closing:
+            self._set_alarm(soon)
 
     # ------------------------------------------------------------------------------------ how devices stand
 

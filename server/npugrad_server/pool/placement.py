@@ -179,6 +179,7 @@ class Placement:
     Attributes:
         reservation: The worker that is kept free for a call that waits too long.
         running: Calls on workers, those that nobody waits for included.
+        crowded: Workers that could have taken a call, were there room for its results.
         eligibility: Which devices calls may go to, by operator and mode.
         forecast: When calls would be done.
     """
@@ -197,6 +198,7 @@ class Placement:
         self.reservation = Reservation()
         self.forecast = Forecast(workers, self.eligibility)
         self.running = 0
+        self.crowded: set[int] = set()
         self._starts = 0
 
     # -------------------------------------------------------------------------------------------- what can be
@@ -274,7 +276,9 @@ class Placement:
             if self._memory[worker.spec.memory] < call.memory_bytes:
                 continue
             region = worker.outputs.allocate(call.output_bytes)
-            if region is not None:
+            if region is None:
+                self.crowded.add(worker.index)
+            else:
                 call.region, call.arena = region, worker.outputs
                 self._join(call, worker, device_bytes, workspace)
                 return worker

@@ -33,7 +33,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from npugrad_server.pool.call_lifecycle import CallLifecycle
-from npugrad_server.pool.commands import CompleteCall, PostponeCall, TellWorker
+from npugrad_server.pool.commands import CompleteCall, MakeRoom, PostponeCall, TellWorker
 from npugrad_server.pool.placement import Placement
 from npugrad_server.pool.quarantine import Quarantine
 from npugrad_server.pool.regions import RegionAllocator
@@ -394,4 +394,7 @@ class Scheduler:
                 return True
             self._placement.wait(call)
             blocked.append(call)
+        if self._placement.crowded:
+            out.extend(MakeRoom(index) for index in self._placement.crowded)
+            self._placement.crowded.clear()
         return False

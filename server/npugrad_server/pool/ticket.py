@@ -50,6 +50,9 @@ class Ticket:
         answer: That process's answer.
         held: That arena, once its results are the caller's.
         marks: When its stages ended, from the first start on.
+        is_upload: Whether its operands were still to come when it was admitted.
+        give_way: Asked where others wait for what it holds, while its operands or its results are moved:
+            whether it is given back, at once or soon.
     """
 
     def __init__(
@@ -102,6 +105,8 @@ class Ticket:
         self.answer: CallDone | CallFailed | None = None
         self.held: OutputArena | None = None
         self.marks: list[Mark] = []
+        self.is_upload = False
+        self.give_way: Callable[[], bool] | None = None
         self._memory, self._on_close = memory, on_close
         self._views = [memory]
 

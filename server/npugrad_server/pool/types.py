@@ -42,7 +42,7 @@ class PoolSettings:
         input_arena_bytes: Memory for the operands of all admitted calls.
         output_arena_bytes: Memory for results, for each device.
         prefault_bytes: How much of each arena is backed by memory at the start.
-        max_queue_depth: Admitted calls that have not started, uploads included.
+        max_queue_depth: Admitted calls that have not started, but for uploads.
         streams_per_device: Calls that run at once on one device.
         hang_grace_s: Seconds a launched call may outlive its deadline before its worker is ended.
         worker_start_timeout_s: Seconds that a worker's start may stand still, from one stage to the next.

@@ -36,20 +36,33 @@ class IdleTimer:
         self._task, self._loop = task, asyncio.get_running_loop()
         self._alarm: asyncio.TimerHandle | None = None
         self._late_at: float | None = None
+        self._begun = 0.0
         self._has_rung = False
 
     def start(self, timeout_s: float) -> None:
         """A wait begins, which may take this long."""
-        self._late_at = late_at = self._loop.time() + timeout_s
+        self._begun = begun = self._loop.time()
+        self._late_at = late_at = begun + timeout_s
         if self._alarm is None:
             self._alarm = self._loop.call_at(late_at, self._look)
         elif self._alarm.when() > late_at:
             self._alarm.cancel()
             self._alarm = self._loop.call_at(late_at, self._look)
 
-    def stop(self) -> None:
-        """The wait is over; the alarm stays set, as the next wait will need it."""
+    def stop(self) -> float:
+        """The wait is over, after so many seconds; the alarm stays set, as the next wait will need it."""
         self._late_at = None
+        return self._loop.time() - self._begun
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds of the present wait; 0 where there is none."""
+        return 0.0 if self._late_at is None else self._loop.time() - self._begun
+
+    def ring(self) -> None:
+        """The present wait has taken too long, whatever it was given."""
+        self._has_rung = True
+        self._task.cancel()
 
     def close(self) -> None:
         """Nothing will be waited for any more."""
@@ -71,5 +84,4 @@ class IdleTimer:
         if self._loop.time() < self._late_at:
             self._alarm = self._loop.call_at(self._late_at, self._look)
             return
-        self._has_rung = True
-        self._task.cancel()
+        self.ring()

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from npugrad.operator import OpRecord
     from npugrad_server.dispatch import Dispatcher
     from npugrad_server.rpc.funnel import Funnel, RpcCall
+    from npugrad_server.rpc.pace import PaceLimits
     from npugrad_server.rpc.register import Deserializer, Handler, Serializer
 
 
@@ -25,13 +26,11 @@ class BackwardServicer:
         serializers: For `register`.
     """
 
-    def __init__(
-        self, dispatcher: Dispatcher, *, upload_idle_timeout_s: float, reply_idle_timeout_s: float
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher, *, upload: PaceLimits, reply: PaceLimits) -> None:
         registry = dispatcher.registry
         self._dispatcher = dispatcher
         parse = frame_deserializer(registry.execute_request)
-        self._execute = Execute(dispatcher, upload_idle_timeout_s, reply_idle_timeout_s)
+        self._execute = Execute(dispatcher, upload, reply)
         rpcs = [record.rpc for record in registry.records.values()]
         self.deserializers: dict[str, Deserializer] = dict.fromkeys(rpcs, bytes)
         self.deserializers["Execute"] = header_decoder(registry, parse)

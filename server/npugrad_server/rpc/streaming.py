@@ -5,19 +5,23 @@ payload. Chunks go straight into the input arena. Rules, each with MALFORMED_REQ
 the header is first and comes once; a chunk names an operand that was announced, carries 1 byte to 4 MiB,
 continues where the operand's last chunk ended and does not pass its announced length (operands may
 interleave); the client ends its side after the last chunk, and not before.
+
+An upload takes memory for its operands once it has sent some of them, and a place in the queue once it has
+sent all. Where there is no memory for another call, one below the least rate gives its own back.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
 from npugrad.codec import CHUNK_BYTES, MAX_CHUNK_BYTES, encode_response, unwrap, wrap
-from npugrad.errors import DeadlineExceeded, MalformedRequest, MalformedTensor
+from npugrad.errors import DeadlineExceeded, MalformedRequest, MalformedTensor, ServerBusy
 from npugrad.frames import Chunk, encode_header
 from npugrad.layout import chunks
 from npugrad.timeline import serialize_marks
@@ -26,14 +30,23 @@ from npugrad_server.plans import INLINE_REPLY_BYTES
 from npugrad_server.rpc.funnel import RpcCall, sane
 from npugrad_server.rpc.headers import Header
 from npugrad_server.rpc.idle import IdleTimer
+from npugrad_server.rpc.pace import GIVES_WAY_AFTER_S, Pace, PaceLimits
+from npugrad_server.rpc.unsent import MovedReplies, UnsentReply
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Iterator, Mapping
 
+    from npugrad.errors import NpugradError
     from npugrad.operator import OpRecord
     from npugrad_server.dispatch import Dispatcher
     from npugrad_server.plans import Request
     from npugrad_server.pool import Outcome, Ticket
+
+_HELD_BACK_BYTES = 16 * 1024
+"""What an upload has sent, and what its frames take, when it gets memory for its operands."""
+_FRAME_BYTES = 256
+"""More than a frame takes besides its data."""
+_RETRY_AFTER_S = 1.0
 
 
 class Upload:
@@ -112,10 +125,12 @@ class Frames:
     A context manager, to be entered by the task that reads and writes.
     """
 
-    def __init__(self, call: RpcCall, upload_idle_timeout_s: float, reply_idle_timeout_s: float) -> None:
+    def __init__(self, call: RpcCall, upload: PaceLimits, reply: PaceLimits) -> None:
         self._call = call
-        self._upload_idle_timeout_s, self._reply_idle_timeout_s = upload_idle_timeout_s, reply_idle_timeout_s
+        self._upload, self._reply = Pace(upload), Pace(reply)
         self._timer = IdleTimer()
+        self._held_back: deque[Any] = deque()
+        self._end: NpugradError | None = None
 
     def __enter__(self) -> Frames:
         """Nothing: a wait starts with a frame."""
@@ -129,14 +144,52 @@ class Frames:
         """The next frame, a `Chunk` or a message; None at the end of the client's side.
 
         Raises:
-            DeadlineExceeded: The client sent nothing for `upload_idle_timeout_s`.
+            DeadlineExceeded: The client sent nothing for too long, or is too slow.
+            ServerBusy: It is slow, and its memory was wanted.
             MalformedRequest: The bytes are no frame.
             asyncio.CancelledError: The client is gone, or its deadline has passed.
         """
-        frame = await self._within(
-            self._call.context.read(), self._upload_idle_timeout_s, "no frame from the client", "a chunk"
-        )
+        if self._held_back:
+            return self._held_back.popleft()
+        upload = self._upload
+        frame = await self._within(self._call.context.read(), upload, "no frame from the client", "a chunk")
+        if isinstance(frame, Chunk):
+            upload.moved_bytes += len(frame.data)
+            return frame
+        upload.waited_s = 0.0  # that was for the header; contents have not begun
         return None if frame is grpc.aio.EOF else sane(frame)
+
+    async def hold_back(self, nbytes: int) -> None:
+        """Waits for the first chunks, which `read` gives later; errors as of `read`.
+
+        Args:
+            nbytes: Bytes of contents that are to come.
+        """
+        held_back: deque[Any] = deque()
+        held_bytes, missing_bytes = 0, nbytes
+        while held_bytes < _HELD_BACK_BYTES and missing_bytes > 0:
+            frame = await self.read()
+            held_back.append(frame)
+            if not isinstance(frame, Chunk):
+                break
+            held_bytes += len(frame.data) + _FRAME_BYTES
+            missing_bytes -= len(frame.data)
+        self._held_back = held_back
+
+    def end_if_slow(self, error: ServerBusy, *, is_reply: bool) -> bool:
+        """Ends the call with an error if the client is slow; whether it is.
+
+        Of a reply, if no frame was taken for some seconds: it holds results that cannot be moved elsewhere.
+        """
+        if self._end is not None:
+            return True
+        waiting_s = self._timer.waiting_s
+        is_slow = waiting_s > GIVES_WAY_AFTER_S if is_reply else self._upload.is_slow(waiting_s)
+        if not is_slow:
+            return False
+        self._end = error
+        self._timer.ring()
+        return True
 
     async def confirm_end(self) -> None:
         """Makes sure that it was the client that ended its side: grpc reads the end from a dead call, too.
@@ -147,7 +200,7 @@ class Frames:
         # A call that is alive can be sent its metadata, of which nothing will be seen but that it is early.
         await self._within(
             self._call.context.send_initial_metadata(()),
-            self._reply_idle_timeout_s,
+            self._reply,
             "no room for metadata",
             "the client to read",
         )
@@ -156,61 +209,61 @@ class Frames:
         """Sends a frame, a `Chunk` or a message; its data is not needed any more once this waits.
 
         Raises:
-            DeadlineExceeded: The client took nothing for `reply_idle_timeout_s`.
+            DeadlineExceeded: The client took nothing for too long, or is too slow.
+            ServerBusy: It is slow, and the memory of its results was wanted.
             asyncio.CancelledError: The client is gone, or its deadline has passed.
         """
         await self._within(
-            self._call.context.write(frame),
-            self._reply_idle_timeout_s,
-            "no room for the reply",
-            "the client to read",
+            self._call.context.write(frame), self._reply, "no room for the reply", "the client to read"
         )
+        if isinstance(frame, Chunk):
+            self._reply.moved_bytes += len(frame.data)
 
-    async def _within(self, act: Awaitable[Any], timeout_s: float, found: str, expected: str) -> Any:
-        self._timer.start(timeout_s)
+    async def _within(self, act: Awaitable[Any], pace: Pace, found: str, expected: str) -> Any:
+        self._timer.start(pace.left_s())
         try:
             return await act
         except asyncio.CancelledError:
             if not self._timer.is_cause():
                 raise
-            text = f"execute: stream: found {found} for {timeout_s:g} s; expected {expected} before that"
-            raise DeadlineExceeded(text, operator=self._call.operator) from None
+            text = f"execute: stream: {pace.late_text(self._timer.waiting_s, found, expected)}"
+            raise self._end or DeadlineExceeded(text, operator=self._call.operator) from None
         except (grpc.aio.BaseError, grpc.RpcError) as error:
             # The transport fails before it cancels the task of a call that is dead.
             raise asyncio.CancelledError(f"execute: stream: found it closed: {error}") from None
         finally:
-            self._timer.stop()
+            pace.waited_s += self._timer.stop()
 
 
 class Execute:
     """The handler of Execute."""
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        upload_idle_timeout_s: float,
-        reply_idle_timeout_s: float,
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher, upload: PaceLimits, reply: PaceLimits) -> None:
         """Makes it.
 
         Args:
             dispatcher: Runs the calls.
-            upload_idle_timeout_s: Longest wait for a frame.
-            reply_idle_timeout_s: Longest wait until a frame is taken.
+            upload: How long frames may be waited for.
+            reply: How long it may take until frames are taken.
         """
         self._dispatcher = dispatcher
-        self._timeouts = (upload_idle_timeout_s, reply_idle_timeout_s)
+        self._limits = (upload, reply)
+        self._moved = MovedReplies(dispatcher.pool.output_bytes)
 
     async def __call__(self, call: RpcCall) -> None:
         """Takes one call from its header to the last chunk of its reply; errors as in `Dispatcher`."""
-        with Frames(call, *self._timeouts) as frames:
+        with Frames(call, *self._limits) as frames:
             header = await self._header(frames)
             call.marks.append(("", time.monotonic()))  # until then there was nothing to decode
             request = self._plan(call, header)
             upload = Upload.of(request)
             call.received_bytes = request.known.content_bytes - upload.missing_bytes
-            source = partial(_receive, call, frames, upload)
-            await self._dispatcher.call(request, source, partial(self._send, call, frames, request))
+            if upload.missing_bytes:
+                self._dispatcher.pool.check(request)  # a call that is refused costs no payload
+                await frames.hold_back(upload.missing_bytes)
+            admitted: list[Ticket] = []
+            source = partial(_receive, call, frames, upload, admitted)
+            await self._dispatcher.call(request, source, partial(self._send, call, frames, request, admitted))
 
     async def _header(self, frames: Frames) -> Header:
         frame = await frames.read()
@@ -246,13 +299,22 @@ class Execute:
         call.describe(request.plan.call)
         return request
 
-    async def _send(self, call: RpcCall, frames: Frames, request: Request, outcome: Outcome) -> None:
+    async def _send(
+        self, call: RpcCall, frames: Frames, request: Request, admitted: list[Ticket], outcome: Outcome
+    ) -> None:
         call.info = outcome.info
-        for frame in _reply(self._dispatcher, request, outcome):
-            await frames.write(frame)
+        (ticket,) = admitted
+        self._dispatcher.pool.drop_operands(ticket)
+        call.sent_bytes = sum(view.nbytes for view in outcome.contents.values())
+        replies = _reply(self._dispatcher, request, outcome)
+        frame = next(replies)  # the header, which is made here and now
+        slow = partial(frames.end_if_slow, is_reply=True)
+        with UnsentReply(replies, call.sent_bytes, ticket, self._moved, slow) as unsent:
+            while frame is not None:
+                await frames.write(frame)
+                frame = await unsent.next()
         request.marks.append(("send_back", time.monotonic()))
         call.timeline = serialize_marks(request.marks)
-        call.sent_bytes = sum(view.nbytes for view in outcome.contents.values())
 
 
 def _kind(frame: Any) -> str:
@@ -262,8 +324,12 @@ def _kind(frame: Any) -> str:
     return "chunk" if isinstance(frame, Chunk) else frame.WhichOneof("frame") or "an empty frame"
 
 
-async def _receive(call: RpcCall, frames: Frames, upload: Upload, ticket: Ticket) -> None:
+async def _receive(
+    call: RpcCall, frames: Frames, upload: Upload, admitted: list[Ticket], ticket: Ticket
+) -> None:
+    admitted.append(ticket)
     operator = ticket.planned.plan.record.name
+    ticket.give_way = partial(_give_way, frames, operator)
     views = {}
     while (frame := await frames.read()) is not None:
         if not isinstance(frame, Chunk):
@@ -285,6 +351,17 @@ async def _receive(call: RpcCall, frames: Frames, upload: Upload, ticket: Ticket
     if upload.missing_bytes:
         await frames.confirm_end()
     upload.finish()
+    ticket.give_way = None
+
+
+def _give_way(frames: Frames, operator: str) -> bool:
+    """Ends an upload whose memory is wanted, if it is slow; whether it is."""
+    text = (
+        f"{operator}: found an upload below the least rate while other calls wait for memory; expected more"
+    )
+    return frames.end_if_slow(
+        ServerBusy(text, retry_after_s=_RETRY_AFTER_S, operator=operator), is_reply=False
+    )
 
 
 def _reply(dispatcher: Dispatcher, request: Request, outcome: Outcome) -> Iterator[Any]:

@@ -351,3 +351,70 @@ def test_whoever_watches_sees_devices_change(run_pool: Any) -> None:
 
     run_pool(scenario)
     assert seen[-1] == (DeviceState.READY,)
+
+
+def test_uploads_take_no_place_in_the_queue(run_pool: Any, job: Any) -> None:
+    async def scenario(pool: DevicePool) -> None:
+        uploads = [pool.admit(job(seed=n).planned, is_upload=True) for n in range(6)]
+        await job().check(pool)
+        assert pool.stats().uploads == 6
+        with pool.admit(job().planned), pool.admit(job().planned), pytest.raises(ServerBusy):
+            pool.check(job().planned)
+        for ticket in uploads:
+            ticket.close()
+
+    run_pool(scenario, max_queue_depth=2)
+
+
+def test_an_upload_that_may_go_gives_its_memory_to_others(run_pool: Any, job: Any) -> None:
+    async def scenario(pool: DevicePool) -> None:
+        half = job(n=10, c=6, hxw=64, group=3)
+        slow = pool.admit(half.planned, is_upload=True)
+        slow.give_way = lambda: False
+        with pytest.raises(ServerBusy, match="operand memory in use"):
+            pool.check(half.planned)
+        slow.give_way = lambda: True
+        await half.check(pool)
+        assert slow.closed
+
+    run_pool(scenario, input_arena_bytes=50_000)
+
+
+def test_operands_go_back_before_results_that_nobody_takes(run_pool: Any, job: Any) -> None:
+    async def scenario(pool: DevicePool) -> None:
+        one = job()
+        with pool.admit(one.planned) as ticket:
+            one.write(ticket)
+            outcome = await pool.run(ticket)
+            pool.drop_operands(ticket)
+            assert pool.stats().input_arena_used_bytes == 0
+            await job(seed=2).check(pool)
+            golden = one.golden()
+            assert {name: bytes(data) for name, data in outcome.contents.items()} == {
+                name: array.tobytes() for name, array in golden.items()
+            }
+
+    run_pool(scenario)
+
+
+def test_results_that_nobody_takes_are_asked_to_leave(run_pool: Any, job: Any) -> None:
+    """Once a call waits for their room; again and again while none goes."""
+
+    async def scenario(pool: DevicePool) -> None:
+        one, other = job(seed=1, n=8, hxw=64), job(seed=2, n=8, hxw=64)
+        with pool.admit(one.planned) as ticket:
+            one.write(ticket)
+            await pool.run(ticket)
+            asked: list[bool] = []
+
+            def give_way() -> bool:
+                asked.append(True)
+                if len(asked) == 3:
+                    asyncio.get_running_loop().call_soon(ticket.close)
+                return len(asked) >= 3
+
+            ticket.give_way = give_way
+            await asyncio.wait_for(other.check(pool), 60)
+        assert len(asked) == 3
+
+    run_pool(scenario, output_arena_bytes=20_000)

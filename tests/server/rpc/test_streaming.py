@@ -15,6 +15,7 @@ from npugrad.frames import Chunk, encode_chunk
 from npugrad.ops import get_operator
 from npugrad.registry import REGISTRY
 from npugrad_server.rpc.funnel import RpcCall
+from npugrad_server.rpc.pace import PaceLimits
 from npugrad_server.rpc.register import register
 from npugrad_server.rpc.streaming import Frames, Upload
 
@@ -146,7 +147,7 @@ def test_frames_take_no_task_each() -> None:
             return asyncio.Task(coroutine, loop=loop, **options)
 
         asyncio.get_running_loop().set_task_factory(note)
-        with Frames(RpcCall(context, "Execute", "id"), 60, 60) as frames:
+        with Frames(RpcCall(context, "Execute", "id"), PaceLimits(60), PaceLimits(60)) as frames:
             while (frame := await frames.read()) is not None:
                 await frames.write(frame)
                 echoed += 1

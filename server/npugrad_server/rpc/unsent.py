@@ -1,0 +1,122 @@
+"""What of a streamed reply is not sent yet: it leaves its device's arena when others wait for the room there.
+
+Results lie in the output arena of their device until the client has taken them, and a client may take its
+time, or not take them at all. While nobody wants the room that costs nobody anything. Else the rest of the
+reply is copied into memory of the front process, as far as there is some for that, and the call's bytes in
+both arenas go back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from npugrad.errors import ServerBusy
+from npugrad.frames import Chunk
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from npugrad_server.pool import Ticket
+
+_RETRY_AFTER_S = 1.0
+
+
+class MovedReplies:
+    """Counts the bytes of replies that were moved into memory of the front process.
+
+    Attributes:
+        limit_bytes: The most there may be.
+        used_bytes: What there is.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        """Starts with none."""
+        self.limit_bytes, self.used_bytes = limit_bytes, 0
+
+    def take(self, nbytes: int) -> bool:
+        """Takes room for so many, if there is some."""
+        if self.used_bytes + nbytes > self.limit_bytes:
+            return False
+        self.used_bytes += nbytes
+        return True
+
+    def give(self, nbytes: int) -> None:
+        """Gives room back."""
+        self.used_bytes -= nbytes
+
+
+class UnsentReply:
+    """The frames of one reply that are still to be sent; a context manager around sending them.
+
+    Concurrency: for the task that sends them; `give_way` is called by others on the same loop.
+    """
+
+    def __init__(
+        self,
+        frames: Iterator[Any],
+        nbytes: int,
+        ticket: Ticket,
+        moved: MovedReplies,
+        end_if_slow: Callable[[ServerBusy], bool],
+    ) -> None:
+        """Nothing is sent yet.
+
+        Args:
+            frames: All of them, whose chunks are views of the arena.
+            nbytes: Length of all chunks.
+            ticket: The call; closed once its results have left the arena.
+            moved: What may leave it.
+            end_if_slow: Ends the call with an error, if its client is slow; whether it did.
+        """
+        self._frames, self._nbytes, self._ticket = frames, nbytes, ticket
+        self._room, self._end_if_slow = moved, end_if_slow
+        self._moved_bytes = 0
+        self._moving: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> UnsentReply:
+        """From now on its room may be wanted."""
+        self._ticket.give_way = self.give_way
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """It was sent, or given up."""
+        self._ticket.give_way = None
+        if self._moving is not None:
+            self._moving.cancel()
+        self._room.give(self._moved_bytes)
+
+    async def next(self) -> Any:
+        """The next frame; None after the last one."""
+        if self._moving is not None:
+            await self._moving
+        frame = next(self._frames, None)
+        if isinstance(frame, Chunk):
+            self._nbytes -= len(frame.data)
+        return frame
+
+    def give_way(self) -> bool:
+        """Others wait for its room; whether it will be free soon."""
+        if self._moving is not None:
+            return True
+        if self._room.take(self._nbytes):
+            self._moved_bytes = self._nbytes
+            self._moving = asyncio.ensure_future(self._move())
+            return True
+        planned = self._ticket.planned
+        text = f"{planned.plan.record.name}: found its results not taken while other calls wait for room"
+        return self._end_if_slow(
+            ServerBusy(text, retry_after_s=_RETRY_AFTER_S, operator=planned.plan.record.name)
+        )
+
+    async def _move(self) -> None:
+        self._frames = iter(await asyncio.to_thread(_copied, self._frames))
+        self._ticket.close()
+
+
+def _copied(frames: Iterator[Any]) -> deque[Any]:
+    return deque(
+        Chunk(frame.operand, frame.offset, bytes(frame.data)) if isinstance(frame, Chunk) else frame
+        for frame in frames
+    )

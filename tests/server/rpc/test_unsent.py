@@ -1,0 +1,93 @@
+"""Replies whose room in the arena others wait for."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from npugrad.frames import Chunk
+from npugrad_server.rpc.unsent import MovedReplies, UnsentReply
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from npugrad.errors import ServerBusy
+
+CONTENT = bytes(range(256)) * 4
+
+
+class Ticket:
+    """As much of one as a reply needs: results that are gone once it is closed."""
+
+    def __init__(self) -> None:
+        self.memory = memoryview(bytearray(CONTENT))
+        self.give_way: Any = None
+        self.planned = SimpleNamespace(plan=SimpleNamespace(record=SimpleNamespace(name="operator")))
+        self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+        self.memory.release()
+
+    def frames(self) -> Iterator[Chunk]:
+        for start in range(0, len(CONTENT), 256):
+            yield Chunk(0, start, self.memory[start : start + 256])
+
+
+def reply(ticket: Any, room: MovedReplies, slow: bool = False) -> UnsentReply:
+    return UnsentReply(ticket.frames(), len(CONTENT), ticket, room, lambda error: ended(error, slow))
+
+
+def ended(error: ServerBusy, slow: bool) -> bool:
+    assert "operator: found its results not taken" in str(error)
+    return slow
+
+
+async def rest(unsent: UnsentReply) -> bytes:
+    found = b""
+    while (frame := await unsent.next()) is not None:
+        found += bytes(frame.data)
+    return found
+
+
+@pytest.mark.parametrize("sent", [0, 1, 3])
+def test_what_is_not_sent_leaves_the_arena_when_its_room_is_wanted(sent: int) -> None:
+    async def act() -> None:
+        ticket, room = Ticket(), MovedReplies(len(CONTENT))
+        with reply(ticket, room) as unsent:
+            first = b"".join([bytes((await unsent.next()).data) for _ in range(sent)])
+            assert ticket.give_way()
+            assert ticket.give_way()  # it is under way
+            assert room.used_bytes == len(CONTENT) - 256 * sent
+            assert first + await rest(unsent) == CONTENT
+            assert ticket.is_closed
+        assert (room.used_bytes, ticket.give_way) == (0, None)
+
+    asyncio.run(act())
+
+
+def test_there_is_a_limit_to_it_beyond_which_the_slow_are_ended() -> None:
+    async def act() -> None:
+        ticket, room = Ticket(), MovedReplies(len(CONTENT) - 1)
+        with reply(ticket, room) as unsent:
+            assert not ticket.give_way()
+            assert await rest(unsent) == CONTENT
+        with reply(ticket, room, slow=True):
+            assert ticket.give_way()
+        assert not ticket.is_closed
+        assert room.used_bytes == 0
+
+    asyncio.run(act())
+
+
+def test_a_call_may_end_while_its_reply_moves() -> None:
+    async def act() -> None:
+        ticket, room = Ticket(), MovedReplies(len(CONTENT))
+        with reply(ticket, room):
+            assert ticket.give_way()
+        assert room.used_bytes == 0
+
+    asyncio.run(act())
