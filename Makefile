@@ -252,7 +252,10 @@ prove-model-check: $(STAMP_KERNELS) ## Admission, scheduler, tenants and circuit
 
 prove-rotation: $(STAMP_KERNELS) ## Certificates of both sides renewed each second or less under load, and callers with wrong ones; 2 minutes
 	$(BIN)/python -m tests.proofs.rotation $(ARGS)
-.PHONY: prove-rollout prove-floods prove-model-check prove-rotation
+
+prove-mutations: $(STAMP_KERNELS) ## 1,000,000 damaged messages, none of which may crash or hang a server; 20 minutes
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.proofs.mutations $(ARGS)
+.PHONY: prove-rollout prove-floods prove-model-check prove-rotation prove-mutations
 
 # -------------------------------------------------------------------------------- benchmarks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from functools import cache
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS = 0, 1, 2, 3, 4
@@ -29,6 +30,12 @@ def start_call(path: bytes, *more: tuple[bytes, bytes]) -> bytes:
 
 def call_headers(path: bytes, stream: int, *more: tuple[bytes, bytes]) -> bytes:
     """The headers of a gRPC call on a stream."""
+    return frame(HEADERS, END_HEADERS, stream, header_block(path, *more))
+
+
+@cache
+def header_block(path: bytes, *more: tuple[bytes, bytes]) -> bytes:
+    """The headers of a gRPC call as HPACK writes them."""
     fields = (
         (b":method", b"POST"),
         (b":scheme", b"http"),
@@ -38,7 +45,7 @@ def call_headers(path: bytes, stream: int, *more: tuple[bytes, bytes]) -> bytes:
         (b"content-type", b"application/grpc"),
         *more,
     )
-    return frame(HEADERS, END_HEADERS, stream, b"".join(literal(*field) for field in fields))
+    return b"".join(literal(*field) for field in fields)
 
 
 def message(announced: int, data: bytes, compressed: int = 0) -> bytes:

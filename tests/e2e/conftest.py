@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tests.calls import TIMEOUT_S, call_execute, call_unary, fill, registry_of, sample
-from tests.e2e.harness import Wire, eventually, run_victim
+from tests.calls import TIMEOUT_S, fill, sample
+from tests.e2e.harness import Wire, assert_unharmed, run_victim
 from tests.summary import tally_of
 
 from npugrad.ops import OPERATORS
-from npugrad.v1 import server_pb2
 from npugrad_client import Client
 
 if TYPE_CHECKING:
@@ -79,24 +77,4 @@ def watch(victim: ServerProcess) -> Iterator[grpc.Channel]:
 def unharmed(victim: ServerProcess, watch: grpc.Channel, normal: Sample) -> Iterator[None]:
     """After the test the server is the same, healthy, holds nothing, and answers a normal call right."""
     yield
-    assert victim.process.poll() is None
-    wire, health = Wire.of(watch), health_pb2_grpc.HealthStub(watch)
-    # A call whose client vanished ends when its worker is done with it; each look is a round trip.
-    info = eventually(lambda: idle(wire.info()), "no arena byte in use", victim)
-    ready = server_pb2.DeviceState.DEVICE_STATE_READY
-    assert [(device.state, device.restarts) for device in info.devices] == [(ready, 0)]
-    answer = health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)  # type: ignore[attr-defined]
-    assert answer.status == health_pb2.HealthCheckResponse.SERVING
-    expected, registry = normal.reference(), registry_of(normal.record)
-    assert call_execute(watch, normal.frames(), registry=registry).contents == expected
-    contents = call_unary(watch, normal.record, normal.message()).contents
-    assert {name: content.data for name, content in contents.items()} == expected
-    log = victim.later_log_text()
-    assert "unexpected error" not in log
-    assert "Traceback" not in log
-
-
-def idle(info: server_pb2.GetServerInfoResponse) -> server_pb2.GetServerInfoResponse | None:
-    """The description of a server that holds nothing; None while it does."""
-    used = info.input_arena_used_bytes or info.output_arena_used_bytes or info.queue_depth
-    return None if used else info
+    assert_unharmed(victim, watch, normal)

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.calls import (
+    TIMEOUT_S,
     arrays_of,
     call_execute,
     call_unary,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
     import grpc
     import numpy.typing as npt
+    from tests.calls import Sample
     from tests.fix_server import ServerProcess
 
     from npugrad.errors import NpugradError
@@ -67,11 +70,11 @@ def own_threads() -> dict[str, str]:
 
 
 @contextmanager
-def run_victim(folder: Path, **options: Any) -> Iterator[ServerProcess]:
-    """Runs a server for hostile tests, with small arenas; see `run_server` for the options."""
+def run_victim(folder: Path, *flags: str, **options: Any) -> Iterator[ServerProcess]:
+    """Runs a server for hostile tests, with small arenas; see `run_server` for flags and options."""
     inputs, outputs = str(VICTIM_INPUT_ARENA), str(VICTIM_OUTPUT_ARENA)
     arenas = ("--input-arena-bytes", inputs, "--output-arena-bytes", outputs)
-    with run_server(folder / "server.log", *arenas, env=own_threads(), **options) as running:
+    with run_server(folder / "server.log", *arenas, *flags, env=own_threads(), **options) as running:
         yield running
 
 
@@ -233,6 +236,34 @@ def eventually(
             pytest.fail(f"not within {timeout_s:g} s: {what}; the log ends:\n{running.log_text()[-4000:]}")
         pause.wait(_PAUSE_S)
     return found
+
+
+# ------------------------------------------------------------------------------------------- health
+
+
+def assert_unharmed(victim: ServerProcess, channel: grpc.Channel, normal: Sample) -> None:
+    """The server is the same, healthy, holds nothing, and answers a normal call right."""
+    assert victim.process.poll() is None
+    wire, health = Wire.of(channel), health_pb2_grpc.HealthStub(channel)
+    # A call whose client vanished ends when its worker is done with it; each look is a round trip.
+    info = eventually(lambda: idle(wire.info()), "no arena byte in use", victim)
+    ready = server_pb2.DeviceState.DEVICE_STATE_READY
+    assert [(device.state, device.restarts) for device in info.devices] == [(ready, 0)]
+    answer = health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)  # type: ignore[attr-defined]
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    expected, registry = normal.reference(), registry_of(normal.record)
+    assert call_execute(channel, normal.frames(), registry=registry).contents == expected
+    contents = call_unary(channel, normal.record, normal.message()).contents
+    assert {name: content.data for name, content in contents.items()} == expected
+    log = victim.later_log_text()
+    assert "unexpected error" not in log
+    assert "Traceback" not in log
+
+
+def idle(info: server_pb2.GetServerInfoResponse) -> server_pb2.GetServerInfoResponse | None:
+    """The description of a server that holds nothing; None while it does."""
+    used = info.input_arena_used_bytes or info.output_arena_used_bytes or info.queue_depth
+    return None if used else info
 
 
 # --------------------------------------------------------------------------------------- processes

@@ -1,0 +1,317 @@
+"""`make prove-mutations`: a million damaged messages, none of which may crash or hang a server.
+
+Good requests of every operator, and ones with a thing or more changed, are crossed with each other field by
+field and damaged byte by byte; they go to unary methods, to Execute as a header or in frames that are damaged
+themselves, and to Validate. Every answer has to be one that a request can deserve. Of some, what is right is
+foretold as in `tests.e2e.mutations`, and compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from tests.e2e.harness import Wire, assert_unharmed, run_victim
+from tests.e2e.mutations import (
+    BASES,
+    as_header,
+    as_question,
+    assert_answered,
+    assert_validated,
+    damaged_message,
+    good,
+)
+from tests.raw_calls import MAX_CALL_BYTES, RawCall, RawCaller, Unanswered
+
+from npugrad.registry import REGISTRY
+from npugrad.v1 import validation_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from tests.calls import Sample
+    from tests.fix_server import ServerProcess
+
+    from npugrad.operator import OpRecord
+
+WAYS = {"unary": 40, "Execute header": 15, "Execute frames": 20, "Validate": 25}
+"""How messages go, and how often in a hundred."""
+DESERVED = {
+    grpc.StatusCode.OK,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.UNIMPLEMENTED,
+}
+"""Statuses that can be a message's fault. INTERNAL and UNKNOWN are the server's."""
+_EXECUTE = f"/{REGISTRY.backward.full_name}/Execute".encode()
+_SERVICE = validation_pb2.DESCRIPTOR.services_by_name["ValidationService"].full_name
+_VALIDATE = f"/{_SERVICE}/Validate".encode()
+_ROUND, _MOST_BYTES = 20_000, MAX_CALL_BYTES // 2
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A request, taken apart.
+
+    Attributes:
+        record: Its operator.
+        fields: The bytes of each of its fields, by name.
+    """
+
+    record: OpRecord
+    fields: dict[str, bytes]
+
+
+@dataclass
+class Tried:
+    """What came of it.
+
+    Attributes:
+        sent: Messages that had an answer, by way.
+        statuses: Their statuses.
+        operators: Their operators.
+        judged: How many of them were compared with what is right.
+        failure: What was wrong; empty when nothing was.
+    """
+
+    sent: Counter[str] = field(default_factory=Counter)
+    statuses: Counter[str] = field(default_factory=Counter)
+    operators: Counter[str] = field(default_factory=Counter)
+    judged: int = 0
+    failure: str = ""
+
+
+# --------------------------------------------------------------------------------------------- what is sent
+
+
+def corpus(count: int, seed_: int = 0) -> dict[str, list[Parts]]:
+    """Good requests of every operator, and damaged ones, by operator.
+
+    Args:
+        count: How many are drawn.
+        seed_: Of the drawing.
+    """
+    found: dict[str, list[Parts]] = {}
+    for made in BASES[REGISTRY]:
+        found[made.record.name] = [_parts(made.record, good(made))]
+
+    @seed(seed_)
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(data=st.data())
+    def draw(data: st.DataObject) -> None:
+        record, message = data.draw(damaged_message(REGISTRY))
+        found[record.name].append(_parts(record, message))
+
+    draw()
+    return found
+
+
+def _parts(record: OpRecord, message: Any) -> Parts:
+    fields = {}
+    for descriptor, _ in message.ListFields():
+        alone = type(message)()
+        alone.MergeFrom(message)
+        for other, _ in message.ListFields():
+            if other.name != descriptor.name:
+                alone.ClearField(other.name)
+        fields[descriptor.name] = alone.SerializeToString()
+    return Parts(record, fields)
+
+
+class Mutator:
+    """Draws one message after the other."""
+
+    def __init__(self, found: dict[str, list[Parts]], seed_: int) -> None:
+        """Takes what messages are made of, and the seed of all that is drawn."""
+        self._corpus, self._rng = found, random.Random(seed_)
+        self._names = list(found)
+        self._samples = {made.record.name: made for made in BASES[REGISTRY]}
+        self._frames = {name: _good_frames(made) for name, made in self._samples.items()}
+
+    def request(self) -> tuple[OpRecord, bytes]:
+        """A request: mostly good, with fields of others, and sometimes with bytes damaged."""
+        rng = self._rng
+        all_ = self._corpus[rng.choice(self._names)]
+        fields = dict(all_[0].fields if rng.random() < 0.7 else rng.choice(all_).fields)
+        for _ in range(rng.randrange(4)):
+            other = rng.choice(all_)
+            name = rng.choice(other.record.params).name
+            if name in other.fields:
+                fields[name] = other.fields[name]
+            else:
+                fields.pop(name, None)
+        data = b"".join(fields.values())[:_MOST_BYTES]
+        return all_[0].record, self.damaged(data) if rng.random() < 0.4 else data
+
+    def damaged(self, data: bytes) -> bytes:
+        """Bytes with some changed, cut out, doubled or added."""
+        rng, found = self._rng, bytearray(data)
+        for _ in range(rng.randint(1, 4)):
+            # Metas and attributes are short, and lie at both ends of what is mostly contents.
+            at = rng.randrange(len(found) + 1)
+            if rng.random() < 0.5:
+                at = min(at, rng.randrange(80)) if rng.random() < 0.5 else max(at - 80, 0)
+            way, size = rng.randrange(5), rng.randint(1, 40)
+            if way == 0 and at < len(found):
+                found[at] = rng.randrange(256)
+            elif way == 1:
+                del found[at : at + size]
+            elif way == 2:
+                found[at:at] = found[at : at + size]
+            elif way == 3:
+                found[at:at] = rng.choice(_VARINTS)
+            else:
+                del found[len(found) - min(size, len(found)) :]
+        return bytes(found[:_MOST_BYTES])
+
+    def one_in(self, many: int) -> bool:
+        """Whether this is one of so many."""
+        return self._rng.randrange(many) == 0
+
+    def call(self) -> tuple[str, OpRecord, bytes, RawCall]:
+        """The way, the operator, the request where there is one alone, and the call that sends it."""
+        (way,) = self._rng.choices(list(WAYS), list(WAYS.values()))
+        record, data = self.request()
+        if way == "unary":
+            call = RawCall(f"/{REGISTRY.backward.full_name}/{record.rpc}".encode(), [data])
+        elif way == "Execute header":
+            call = RawCall(_EXECUTE, [as_header(record, data)])
+        elif way == "Validate":
+            call = RawCall(_VALIDATE, [as_question(record, data)])
+        else:
+            call = RawCall(_EXECUTE, self._stream(record.name))
+        return way, record, data, call
+
+    def _stream(self, name: str) -> Sequence[bytes]:
+        """The frames of a call, of which some are damaged, lost, doubled or in another place."""
+        rng, frames = self._rng, list(self._frames[name])
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(frames))
+            way = rng.randrange(6)
+            if way <= 1:
+                frames[at] = self.damaged(frames[at])
+            elif way == 2 and len(frames) > 1:
+                del frames[at]
+            elif way == 3:
+                frames.insert(at, frames[rng.randrange(len(frames))])
+            elif way == 4:
+                frames[at] = rng.choice(self._frames[rng.choice(self._names)])
+            else:
+                rng.shuffle(frames)
+        while sum(map(len, frames)) + 5 * len(frames) > MAX_CALL_BYTES:
+            frames.pop()
+        return frames
+
+
+_VARINTS = (
+    *(b"\xff" * 9 + b"\x01", b"\x80" * 9 + b"\x01", b"\xff" * 12),
+    *(b"\xff\xff\xff\xff\x07", b"\0", b"\x0b", b"\x0c"),
+)
+"""Numbers at the limits of their types, one that does not end, and groups, which nobody has."""
+
+
+def _good_frames(made: Sample) -> list[bytes]:
+    """All frames of a call as it should be; of one that is too long the first."""
+    frames = [each.SerializeToString() for each in itertools.islice(made.frames(chunk_bytes=512), 40)]
+    return [each for each in frames if len(each) < _MOST_BYTES]
+
+
+# -------------------------------------------------------------------------------------------------- judging
+
+
+def tried(count: int, running: ServerProcess, *, judged: int, seed_: int = 0, drawn: int = 1500) -> Tried:
+    """Sends so many messages to a server and looks at it after every 20,000.
+
+    Args:
+        count: How many.
+        running: The server.
+        judged: One in so many is compared with what is right.
+        seed_: Of all that is drawn.
+        drawn: How many damaged requests messages are made of.
+    """
+    result, mutator = Tried(), Mutator(corpus(drawn, seed_), seed_)
+    known: dict[int, tuple[str, OpRecord]] = {}
+
+    def drawn_calls(number: int) -> Iterator[RawCall]:
+        for _ in range(number):
+            way, record, data, call = mutator.call()
+            if judged and way != "Execute frames" and mutator.one_in(judged):
+                _judge(way, wire, record, data)
+                result.judged += 1
+            known[id(call)] = way, record
+            yield call
+
+    with running.channel() as channel, RawCaller(running.address) as caller:
+        wire = Wire.of(channel)
+        try:
+            while (sent := result.sent.total()) < count:
+                for call, status in caller.statuses(drawn_calls(min(_ROUND, count - sent))):
+                    way, record = known.pop(id(call))
+                    result.sent[way] += 1
+                    result.statuses[status.name] += 1
+                    result.operators[record.name] += 1
+                    assert status in DESERVED, f"{way}, {record.name}: {status.name}: {call}"
+                assert_unharmed(running, channel, BASES[REGISTRY][0])
+        except (AssertionError, Unanswered, grpc.RpcError) as error:
+            result.failure = f"{type(error).__name__}: {error}"
+    return result
+
+
+def _judge(way: str, wire: Wire, record: OpRecord, data: bytes) -> None:
+    """Compares what is answered to a request with what is right."""
+    if way == "Validate":
+        assert_validated(wire, record, data)
+    else:
+        assert_answered(wire, record, data)
+
+
+def main() -> int:
+    """Command line; 1 where a message broke something."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--messages", type=int, default=1_000_000, help="default 1,000,000")
+    parser.add_argument("--judged", type=int, default=100, help="one in so many is compared; default 100")
+    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn")
+    given_ = parser.parse_args()
+    begin_s = time.monotonic()
+    with (
+        tempfile.TemporaryDirectory(prefix="npugrad-mutations-") as folder,
+        run_victim(Path(folder), "--log-level", "warning") as running,
+    ):
+        found = tried(given_.messages, running, judged=given_.judged, seed_=given_.seed)
+    print(told(found, time.monotonic() - begin_s))
+    return 1 if found.failure else 0
+
+
+def told(found: Tried, took_s: float) -> str:
+    """One line, and what was wrong before it."""
+    ways, statuses = (
+        ", ".join(f"{count} {name}" for name, count in each.most_common())
+        for each in (found.sent, found.statuses)
+    )
+    line = (
+        f"mutations: {found.sent.total()} messages ({ways}) of {len(found.operators)} operators "
+        f"in {took_s:.0f} s, {found.judged} compared: {statuses}"
+    )
+    return f"{found.failure[:4000]}\n{line}: BROKEN" if found.failure else f"{line}; 0 crashes, 0 hangs"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
