@@ -71,6 +71,11 @@ def _is_text(value: object) -> bool:
 class VerifiedOutput:
     """How far an output of a right result is from the float64 reference.
 
+    Example:
+        >>> print(VerifiedOutput("grad_input", 1.5e-6, 2e-7, 0.03))
+        grad_input: max absolute error 1.50e-06, max relative error 2.00e-07, 0.03 of what is allowed
+        >>> client.group_norm_backward(**call, verify=True).info.verified          # doctest: +SKIP
+
     Attributes:
         name: Name of the output.
         max_absolute_error: Largest absolute error of an element, over finite elements.

@@ -239,6 +239,7 @@ INFO = ExecutionInfo(
     "cpu", "cpu:3", Product.ATLAS_TRAINING, True, 2**40, 2, 0.5, 0.25, 1.5, 0.125, "request-1",
     "by coordinate rule vendor-a2",
     (VerifiedOutput("grad_input", 1e-6, 1e-7, 0.01), VerifiedOutput("grad_gamma", 0.0, 0.0, 0.0)),
+    0.75, 1.75,
 )  # fmt: skip
 
 
