@@ -1,0 +1,137 @@
+"""Streams that are slow over real connections: what their clients are told, and what others notice."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from tests.calls import TIMEOUT_S, call_execute, failure_of, sample
+from tests.e2e.harness import eventually
+from tests.fix_server import run_server
+
+from npugrad.errors import DeadlineExceeded
+from npugrad.v1 import backward_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.calls import Sample
+    from tests.fix_server import ServerProcess
+
+pytestmark = pytest.mark.slow
+
+UPLOAD_PAUSE_S, REPLY_PAUSE_S = 0.05, 0.2
+RATED = (
+    *("--upload-min-bytes-per-s", "1048576", "--upload-idle-timeout-s", "2"),
+    *("--reply-min-bytes-per-s", "1073741824", "--reply-idle-timeout-s", "2"),
+)
+LIMITED = (
+    *("--upload-min-bytes-per-s", "0", "--upload-limit-s", "1"),
+    *("--reply-min-bytes-per-s", "0", "--reply-limit-s", "0.5"),
+)
+
+
+@pytest.fixture(scope="module")
+def rated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server that asks more of streams than these tests do."""
+    with run_server(tmp_path_factory.mktemp("rated") / "server.log", *RATED) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server that takes any rate, for a short time."""
+    with run_server(tmp_path_factory.mktemp("limited") / "server.log", *LIMITED) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def large() -> Sample:
+    """Operands and one result of 24 MB: far beyond what gRPC buffers."""
+    return sample(n=1, c=4, hxw=1_500_000, group=2)
+
+
+def slowly(frames: Iterator[Any], pause_s: float) -> Iterator[Any]:
+    """Frames none of which comes so late that the stream were idle, and which take long together."""
+    pause = threading.Event()
+    for frame in frames:
+        yield frame
+        pause.wait(pause_s)
+
+
+def end_of_upload(running: ServerProcess, made: Sample, chunk_bytes: int) -> str:
+    with running.channel() as channel:
+        failure = failure_of(lambda: call_execute(channel, slowly(made.frames(chunk_bytes), UPLOAD_PAUSE_S)))
+    assert failure.status is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert isinstance(failure.error, DeadlineExceeded)
+    running.assert_nothing_leaked()
+    return str(failure.error)
+
+
+def end_of_reply(running: ServerProcess, made: Sample) -> str:
+    with running.channel() as channel:
+        replies = backward_pb2_grpc.BackwardServiceStub(channel).Execute(made.frames(), timeout=TIMEOUT_S)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(slowly(replies, REPLY_PAUSE_S))
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    eventually(lambda: not running.info().output_arena_used_bytes, "the results are gone", running)
+    return str(caught.value.details())
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 1000], ids=["before_it_has_memory", "after"])
+def test_upload_below_the_least_rate_is_ended(rated: ServerProcess, large: Sample, chunk_bytes: int) -> None:
+    told = end_of_upload(rated, large, chunk_bytes)
+    assert "execute: stream: found " in told
+    assert "expected at least 1.04858e+06 bytes/s after the first 2 s" in told
+
+
+def test_upload_that_takes_longer_than_it_may_is_ended(limited: ServerProcess, large: Sample) -> None:
+    assert "expected all of it within 1 s" in end_of_upload(limited, large, 2**16)
+
+
+def test_reply_taken_below_the_least_rate_is_ended(rated: ServerProcess, large: Sample) -> None:
+    told = end_of_reply(rated, large)
+    assert "expected at least 1.07374e+09 bytes/s after the first 2 s" in told
+
+
+def test_reply_that_takes_longer_than_it_may_is_ended(limited: ServerProcess, large: Sample) -> None:
+    assert "expected all of it within 0.5 s" in end_of_reply(limited, large)
+
+
+# --------------------------------------------------------------------------------------- what others notice
+
+
+@contextmanager
+def unread(running: ServerProcess, made: Sample) -> Iterator[Any]:
+    """A call with its reply there, of which its client has taken the header."""
+    with running.channel() as channel:
+        replies = backward_pb2_grpc.BackwardServiceStub(channel).Execute(made.frames(), timeout=TIMEOUT_S)
+        assert next(replies).WhichOneof("frame") == "header"
+        yield replies
+
+
+def content_of(replies: Any) -> bytes:
+    return b"".join(frame.chunk.data for frame in replies)
+
+
+def test_replies_nobody_reads_do_not_hold_their_device(tmp_path: Path, large: Sample) -> None:
+    """There is room for one in the arena, and for one beside it; a third one costs whoever reads nothing."""
+    flags = ("--output-arena-bytes", "32MiB")
+    expected = large.reference()
+    with ExitStack() as stack:
+        running = stack.enter_context(run_server(tmp_path / "server.log", *flags))
+        other = stack.enter_context(running.channel())
+        first = stack.enter_context(unread(running, large))
+        assert call_execute(other, large.frames()).contents == expected
+        second = stack.enter_context(unread(running, large))
+        assert call_execute(other, large.frames()).contents == expected
+        assert content_of(first) == expected["grad_input"]
+        with pytest.raises(grpc.RpcError) as caught:
+            content_of(second)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "found its results not taken while other calls wait for room" in str(caught.value.details())
+        running.find_log("call", reason="QUEUE_FULL")
