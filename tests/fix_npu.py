@@ -101,7 +101,9 @@ def run_npu_server(
     check_end: bool = True,
     program: Sequence[str] = SERVER_PROGRAM,
 ) -> Iterator[NpuServer]:
-    """Runs a server on simulated NPUs for a block.
+    """Runs a server on simulated NPUs for a block, without canaries once a device is ready.
+
+    One would take a fault, or memory, that a test counts; `flags` may turn them on.
 
     Args:
         installation: The simulator.
@@ -119,6 +121,7 @@ def run_npu_server(
     variables = {**npu_environment(installation, folder, plan), **(env or {})}
     with run_server(
         folder / "server.log",
+        "--canary-interval-s=0",
         *flags,
         devices=devices,
         env=variables,
