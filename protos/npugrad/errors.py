@@ -189,6 +189,8 @@ class DeadlineExceeded(TransportError):
         ...     client.group_norm_backward(**call, timeout_s=0.001)
         ... except DeadlineExceeded as error:
         ...     print(error)
+        ... except ServerBusy as error:  # refused at once, as it would come too late
+        ...     print(error)
     """
 
     default_reason = "DEADLINE_EXCEEDED"

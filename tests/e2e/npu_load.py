@@ -76,7 +76,7 @@ def works() -> Mapping[str, tuple[Work, ...]]:
     }
     return {
         name: tuple(
-            _work(fill(OPERATORS.get(name, GROUP_NORM), meta, seed), streamed=bool(seed % 2))
+            _work(fill(OPERATORS.get(name, GROUP_NORM), meta, seed), streamed=name == WIDE or bool(seed % 2))
             for seed, meta in enumerate(found)
         )
         for name, found in metas.items()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc
@@ -157,17 +158,31 @@ def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         yield running
 
 
-def test_deadline_that_passes_in_the_queue_frees_everything(busy: ServerProcess) -> None:
-    made, accepted = sample(), busy.info().accepted_calls
-    with busy.channel() as channel:
+def test_deadline_that_passes_in_the_queue_frees_everything(tmp_path: Path) -> None:
+    """On a server that has not run any call yet, and so cannot know that the second one would come late."""
+    made = sample()
+    with run_server(tmp_path / "server.log", devices="test:1?ms=300") as fresh, fresh.channel() as channel:
+        accepted = fresh.info().accepted_calls
         method = backward_pb2_grpc.BackwardServiceStub(channel).GroupNormBackward
         first = method.future(made.message(), timeout=TIMEOUT_S)
         with pytest.raises(grpc.RpcError) as caught:
             method(made.message(), timeout=0.2)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         first.result()
+        fresh.assert_nothing_leaked()
+        assert fresh.info().accepted_calls == accepted + 2
+
+
+def test_a_call_that_would_miss_its_deadline_is_refused_at_once(busy: ServerProcess) -> None:
+    made = sample()
+    with busy.channel() as channel:
+        method = backward_pb2_grpc.BackwardServiceStub(channel).GroupNormBackward
+        method(made.message(), timeout=TIMEOUT_S)
+        first = method.future(made.message(), timeout=TIMEOUT_S)
+        failure = failure_of(partial(method, made.message(), timeout=0.2))
+        first.result()
+    assert failure.error.reason == "WOULD_MISS_DEADLINE"
     busy.assert_nothing_leaked()
-    assert busy.info().accepted_calls == accepted + 2
 
 
 def test_deadline_beyond_need_changes_nothing(channel: grpc.Channel) -> None:

@@ -247,13 +247,15 @@ class Forecast:
         return bound_s > 0 and now + bound_s > call.deadline_s
 
     def finish_on(self, worker: WorkerState, call: CallState, now: float) -> float:
-        """Seconds until a call would be done on a device that has a stream for it.
+        """Seconds until a call would be done on a device that has a stream for it; 0.0 where unknown.
 
-        Calls that run there slow each other down, or will keep others waiting; of a device that has not run
-        such calls nothing is known but that.
+        Calls that run there slow each other down, or will keep others waiting. A device that has run only
+        few such calls, or none for long, counts as unknown: its first ones may have paid for what later ones
+        find ready, and a device that is not chosen does not show what it can do.
         """
-        run_s, _ = self._run_on(worker, call)
-        return run_s + self._running_s((worker,), now) / worker.spec.streams if run_s else 0.0
+        if call.work is None or not self.run_times.is_known(worker.index, call.work, now):
+            return 0.0
+        return self._run_on(worker, call)[0] + self._running_s((worker,), now) / worker.spec.streams
 
     def _run_on(self, worker: WorkerState, call: CallState) -> tuple[float, float]:
         return UNKNOWN if call.work is None else self.run_times.expect((worker.index,), call.work)

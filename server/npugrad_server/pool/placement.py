@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 MAX_OVERTAKEN = 16
 """Calls that may overtake one that waits for room before a worker is reserved for it."""
+SIMILAR = 1.25
+"""Devices whose expected times are within this factor of the least one take turns: a device that is passed
+over for a small difference would never get the calls that show it has become the quicker one."""
 
 
 class Reservation:
@@ -294,18 +297,20 @@ class Placement:
         if call.deadline_s is not None and len(targets) > 1:
             choices = [worker for worker in choices if not self.forecast.is_late_on(worker, call, now)]
         if len(choices) > 1:
-            choices.sort(key=lambda worker: self._rank(call, worker, now))
+            finish_s = {worker.index: self.forecast.finish_on(worker, call, now) for worker in choices}
+            similar_s = SIMILAR * min((seconds for seconds in finish_s.values() if seconds), default=0.0)
+            late_s = {index: seconds if seconds > similar_s else 0.0 for index, seconds in finish_s.items()}
+            # A device that fails calls at once would else be the least busy one.
+            choices.sort(
+                key=lambda worker: (
+                    call.worker_losses[worker.index],
+                    worker.exhausted,
+                    late_s[worker.index],
+                    len(worker.running),
+                    worker.last_start,
+                )
+            )
         return choices
-
-    def _rank(self, call: CallState, worker: WorkerState, now: float) -> tuple[int, bool, float, int, int]:
-        """The smallest is the best: a device that fails calls at once would else be the least busy one."""
-        return (
-            call.worker_losses[worker.index],
-            worker.exhausted,
-            self.forecast.finish_on(worker, call, now),
-            len(worker.running),
-            worker.last_start,
-        )
 
     def _workspace_of(self, call: CallState, memory_bytes: int) -> int:
         """Workspace to set aside for a call on a device that has so much memory of its own."""

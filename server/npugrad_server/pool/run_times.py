@@ -161,6 +161,13 @@ class RunTimes:
                 bound_log_s = min(bound_log_s, log_s + _BOUND_DEVIATIONS * deviation)
         return (known / rate, math.exp(bound_log_s)) if known else UNKNOWN
 
+    def is_known(self, device: int, work: WorkSize, now: float) -> bool:
+        """Whether enough such calls were done on a device, and lately, to compare it with others."""
+        estimate = self._estimates.get((device, work.key))
+        if estimate is None or estimate.count < _WARM_UP_CALLS:
+            return False
+        return now - estimate.learned_s <= STALE_S
+
     def doubt(self, devices: Iterable[int], work: WorkSize, now: float) -> bool:
         """Whether one call may be let in that is expected to take too long: none was done for long."""
         found = [self._estimates.get((device, work.key)) for device in devices]

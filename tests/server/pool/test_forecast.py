@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
 from tests.server.pool.scheduling import finish, of, open_scheduler, started
 
 from npugrad_server.pool.commands import FailCall, StartCall
-from npugrad_server.pool.run_times import WorkSize
+from npugrad_server.pool.run_times import STALE_S, WorkSize
 from npugrad_server.pool.state import CallState
 from npugrad_server.pool.tenant import Tenant
 
@@ -164,3 +165,40 @@ def test_a_call_is_placed_where_it_is_done_first() -> None:
     assert start.worker == 1
     assert [c.worker for c in of(StartCall, scheduler.submit(call(2, deadline_s=3), 0))] == []
     assert [c.worker for c in of(StartCall, scheduler.submit(call(3, deadline_s=9), 0))] == []
+
+
+def run_alone(scheduler: Scheduler, seconds: dict[int, float], calls: int, now: float = 2.0) -> Counter[int]:
+    """How many of some calls, one after another, each device got; each takes its device's seconds."""
+    got: Counter[int] = Counter()
+    for number in range(calls):
+        commands = scheduler.submit(call(number), now)
+        (start,) = of(StartCall, commands)
+        got[start.worker] += 1
+        now += seconds[start.worker]
+        finish_in(scheduler, commands, seconds[start.worker], now)
+    return got
+
+
+def test_devices_that_are_nearly_alike_take_turns() -> None:
+    """The one that was quicker by a hair got every call."""
+    scheduler = open_scheduler(2)
+    taught(scheduler, 0, 0.010)
+    taught(scheduler, 1, 0.011)
+    assert run_alone(scheduler, {0: 0.010, 1: 0.011}, 40) == {0: 20, 1: 20}
+
+
+def test_a_device_is_not_given_up_for_a_first_call_that_was_slow() -> None:
+    scheduler = open_scheduler(2)
+    taught(scheduler, 0, 0.01)
+    scheduler.forecast.run_times.learn(1, WORK, 0.4, 2.0)
+    assert run_alone(scheduler, {0: 0.01, 1: 0.01}, 40)[1] >= 19
+
+
+def test_a_slow_device_gets_less_and_is_tried_again() -> None:
+    scheduler = open_scheduler(2)
+    taught(scheduler, 0, 0.01)
+    taught(scheduler, 1, 0.04)
+    assert run_alone(scheduler, {0: 0.01, 1: 0.04}, 40) == {0: 40}
+    # Its times are old by now: it shows what it can do, and has become as quick as the other one.
+    assert run_alone(scheduler, {0: 0.01, 1: 0.01}, 1, now=2 + STALE_S)[1] == 1
+    assert run_alone(scheduler, {0: 0.01, 1: 0.04}, 40, now=2 + STALE_S)[0] >= 39
