@@ -221,7 +221,13 @@ def decode_verdict(response: validation_pb2.ValidateResponse) -> Verdict:
         Violation(v.id, v.code, tuple(v.operands), v.found, v.expected, v.text, _sources(v.sources))
         for v in response.violations
     )
-    return Verdict(response.status, violations, outputs)
+    return Verdict(
+        response.status,
+        violations,
+        outputs,
+        predicted_wait_s=response.predicted_wait_s if response.HasField("predicted_wait_s") else None,
+        predicted_run_s=response.predicted_run_s if response.HasField("predicted_run_s") else None,
+    )
 
 
 def _sources(messages: Any) -> tuple[Source, ...]:

@@ -377,8 +377,14 @@ class Verdict:
         status: aclnn status: 0 or the code the documented order gives.
         violations: Every violated constraint, the one that gives the status first.
         outputs: Inferred outputs by name when status is 0, None for masked-out ones; else empty.
+        predicted_wait_s: Seconds that the server expects such a call to wait, were it sent now; None where it
+            does not know, and without a server. What is predicted does not count when verdicts are compared.
+        predicted_run_s: Seconds that it expects copying in, running and copying out to take together; None
+            as above, and until such calls were done.
     """
 
     status: int
     violations: tuple[Violation, ...]
     outputs: Mapping[str, TensorMeta | None]
+    predicted_wait_s: float | None = field(default=None, compare=False)
+    predicted_run_s: float | None = field(default=None, compare=False)

@@ -74,6 +74,27 @@ def test_a_legal_call_has_its_outputs_told(plain: Client, operator: str) -> None
         assert verdict.status == 0
 
 
+def test_validate_predicts_seconds_once_such_calls_were_done(plain: Client) -> None:
+    operands = group_norm()
+    metas = {
+        name: TensorMeta("float32", operands[name].shape) for name in ("grad_out", "input", "mean", "rstd")
+    }
+    attrs = {name: operands[name] for name in ("n", "c", "hxw", "group")} | {"output_mask": MASK}
+    plain.group_norm_backward(**operands)
+    found = plain.validate("group_norm_backward", inputs=metas, attrs=attrs)
+    assert found.predicted_wait_s is not None
+    assert found.predicted_run_s is not None
+    assert found.predicted_run_s > 0
+    other = plain.validate("group_norm_backward", inputs=metas, attrs=attrs, product=Product.ATLAS_A3)
+    assert (other.predicted_wait_s, other.predicted_run_s) == (None, None), "this server runs none for it"
+
+
+def test_predictions_that_are_absent_are_none_and_not_0() -> None:
+    assert _info.decode_verdict(validation_pb2.ValidateResponse()).predicted_wait_s is None
+    found = _info.decode_verdict(validation_pb2.ValidateResponse(predicted_wait_s=0.0))
+    assert (found.predicted_wait_s, found.predicted_run_s) == (0.0, None)
+
+
 def test_validate_takes_what_no_memory_holds(plain: Client) -> None:
     meta = TensorMeta("float32", (2**20, 2**10, 2**10))
     attrs = {"n": 2**20, "c": 2**10, "hxw": 2**10, "group": 1, "output_mask": MASK}

@@ -78,6 +78,10 @@ def verdict(console: Console, operator: str, result: Verdict) -> None:
         console.print(f"{operator}: status 0, legal; outputs:")
         for name, meta in result.outputs.items():
             console.print(f"  {name}: {'masked out' if meta is None else meta}", soft_wrap=True)
+        predicted = (result.predicted_wait_s, "waiting"), (result.predicted_run_s, "running")
+        told = [f"{seconds:.3g} s of {what}" for seconds, what in predicted if seconds is not None]
+        if told:
+            console.print(f"predicted now: {', '.join(told)}")
         return
     count = len(result.violations)
     console.print(f"{operator}: status {result.status}, {count} constraint{'s' * (count > 1)} violated:")
@@ -96,7 +100,13 @@ def verdict_as_dict(result: Verdict) -> dict[str, Any]:
         for name, meta in result.outputs.items()
     }
     violations = [{**asdict(v), "sources": [str(source) for source in v.sources]} for v in result.violations]
-    return {"status": result.status, "violations": violations, "outputs": outputs}
+    return {
+        "status": result.status,
+        "violations": violations,
+        "outputs": outputs,
+        "predicted_wait_s": result.predicted_wait_s,
+        "predicted_run_s": result.predicted_run_s,
+    }
 
 
 def results(console: Console, arrays: dict[str, npt.NDArray[Any] | None], info: ExecutionInfo) -> None:

@@ -27,7 +27,7 @@ from npugrad.v1 import operators_pb2 as npugrad_dot_v1_dot_operators__pb2
 from npugrad.v1 import tensor_pb2 as npugrad_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bnpugrad/v1/validation.proto\x12\nnpugrad.v1\x1a\x19npugrad/v1/backward.proto\x1a\x1anpugrad/v1/operators.proto\x1a\x17npugrad/v1/tensor.proto\"`\n\x0fValidateRequest\x12\'\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x19.npugrad.v1.ExecuteHeader\x12$\n\x07product\x18\x02 \x01(\x0e\x32\x13.npugrad.v1.Product\"8\n\x06Source\x12\x10\n\x08\x64ocument\x18\x01 \x01(\t\x12\x0f\n\x07section\x18\x02 \x01(\t\x12\x0b\n\x03row\x18\x03 \x01(\t\"\x8b\x01\n\tViolation\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x10\n\x08operands\x18\x03 \x03(\t\x12\r\n\x05\x66ound\x18\x04 \x01(\t\x12\x10\n\x08\x65xpected\x18\x05 \x01(\t\x12\x0c\n\x04text\x18\x06 \x01(\t\x12#\n\x07sources\x18\x07 \x03(\x0b\x32\x12.npugrad.v1.Source\"R\n\x0eInferredOutput\x12\x0c\n\x04name\x18\x01 \x01(\t\x12)\n\x04meta\x18\x02 \x01(\x0b\x32\x16.npugrad.v1.TensorMetaH\x00\x88\x01\x01\x42\x07\n\x05_meta\"\xd2\x01\n\x10ValidateResponse\x12\x0e\n\x06status\x18\x01 \x01(\x05\x12)\n\nviolations\x18\x02 \x03(\x0b\x32\x15.npugrad.v1.Violation\x12+\n\x07outputs\x18\x03 \x03(\x0b\x32\x1a.npugrad.v1.InferredOutput\x12\x1c\n\x0fworkspace_bytes\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12$\n\x07product\x18\x05 \x01(\x0e\x32\x13.npugrad.v1.ProductB\x12\n\x10_workspace_bytes2Z\n\x11ValidationService\x12\x45\n\x08Validate\x12\x1b.npugrad.v1.ValidateRequest\x1a\x1c.npugrad.v1.ValidateResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bnpugrad/v1/validation.proto\x12\nnpugrad.v1\x1a\x19npugrad/v1/backward.proto\x1a\x1anpugrad/v1/operators.proto\x1a\x17npugrad/v1/tensor.proto\"`\n\x0fValidateRequest\x12\'\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x19.npugrad.v1.ExecuteHeader\x12$\n\x07product\x18\x02 \x01(\x0e\x32\x13.npugrad.v1.Product\"8\n\x06Source\x12\x10\n\x08\x64ocument\x18\x01 \x01(\t\x12\x0f\n\x07section\x18\x02 \x01(\t\x12\x0b\n\x03row\x18\x03 \x01(\t\"\x8b\x01\n\tViolation\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x10\n\x08operands\x18\x03 \x03(\t\x12\r\n\x05\x66ound\x18\x04 \x01(\t\x12\x10\n\x08\x65xpected\x18\x05 \x01(\t\x12\x0c\n\x04text\x18\x06 \x01(\t\x12#\n\x07sources\x18\x07 \x03(\x0b\x32\x12.npugrad.v1.Source\"R\n\x0eInferredOutput\x12\x0c\n\x04name\x18\x01 \x01(\t\x12)\n\x04meta\x18\x02 \x01(\x0b\x32\x16.npugrad.v1.TensorMetaH\x00\x88\x01\x01\x42\x07\n\x05_meta\"\xb8\x02\n\x10ValidateResponse\x12\x0e\n\x06status\x18\x01 \x01(\x05\x12)\n\nviolations\x18\x02 \x03(\x0b\x32\x15.npugrad.v1.Violation\x12+\n\x07outputs\x18\x03 \x03(\x0b\x32\x1a.npugrad.v1.InferredOutput\x12\x1c\n\x0fworkspace_bytes\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12$\n\x07product\x18\x05 \x01(\x0e\x32\x13.npugrad.v1.Product\x12\x1d\n\x10predicted_wait_s\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12\x1c\n\x0fpredicted_run_s\x18\x07 \x01(\x01H\x02\x88\x01\x01\x42\x12\n\x10_workspace_bytesB\x13\n\x11_predicted_wait_sB\x12\n\x10_predicted_run_s2Z\n\x11ValidationService\x12\x45\n\x08Validate\x12\x1b.npugrad.v1.ValidateRequest\x1a\x1c.npugrad.v1.ValidateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,7 +43,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_INFERREDOUTPUT']._serialized_start=421
   _globals['_INFERREDOUTPUT']._serialized_end=503
   _globals['_VALIDATERESPONSE']._serialized_start=506
-  _globals['_VALIDATERESPONSE']._serialized_end=716
-  _globals['_VALIDATIONSERVICE']._serialized_start=718
-  _globals['_VALIDATIONSERVICE']._serialized_end=808
+  _globals['_VALIDATERESPONSE']._serialized_end=818
+  _globals['_VALIDATIONSERVICE']._serialized_start=820
+  _globals['_VALIDATIONSERVICE']._serialized_end=910
 # @@protoc_insertion_point(module_scope)

@@ -151,12 +151,20 @@ class ValidateResponse(google.protobuf.message.Message):
     OUTPUTS_FIELD_NUMBER: builtins.int
     WORKSPACE_BYTES_FIELD_NUMBER: builtins.int
     PRODUCT_FIELD_NUMBER: builtins.int
+    PREDICTED_WAIT_S_FIELD_NUMBER: builtins.int
+    PREDICTED_RUN_S_FIELD_NUMBER: builtins.int
     status: builtins.int
     """aclnn status the first phase would return: 0 or the code the documented order gives."""
     workspace_bytes: builtins.int
     """Workspace in bytes, when a device can tell it."""
     product: npugrad.v1.operators_pb2.Product.ValueType
     """Product the call was validated for."""
+    predicted_wait_s: builtins.float
+    """Seconds that the caller's next call of this kind is expected to wait; absent where nothing is known."""
+    predicted_run_s: builtins.float
+    """Seconds that copying in, running and copying out are expected to take together; absent until such calls
+    were done.
+    """
     @property
     def violations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Violation]:
         """Every violated constraint, the one that gives the status first."""
@@ -173,9 +181,16 @@ class ValidateResponse(google.protobuf.message.Message):
         outputs: collections.abc.Iterable[global___InferredOutput] | None = ...,
         workspace_bytes: builtins.int | None = ...,
         product: npugrad.v1.operators_pb2.Product.ValueType = ...,
+        predicted_wait_s: builtins.float | None = ...,
+        predicted_run_s: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_workspace_bytes", b"_workspace_bytes", "workspace_bytes", b"workspace_bytes"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_workspace_bytes", b"_workspace_bytes", "outputs", b"outputs", "product", b"product", "status", b"status", "violations", b"violations", "workspace_bytes", b"workspace_bytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_predicted_run_s", b"_predicted_run_s", "_predicted_wait_s", b"_predicted_wait_s", "_workspace_bytes", b"_workspace_bytes", "predicted_run_s", b"predicted_run_s", "predicted_wait_s", b"predicted_wait_s", "workspace_bytes", b"workspace_bytes"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_predicted_run_s", b"_predicted_run_s", "_predicted_wait_s", b"_predicted_wait_s", "_workspace_bytes", b"_workspace_bytes", "outputs", b"outputs", "predicted_run_s", b"predicted_run_s", "predicted_wait_s", b"predicted_wait_s", "product", b"product", "status", b"status", "violations", b"violations", "workspace_bytes", b"workspace_bytes"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_predicted_run_s", b"_predicted_run_s"]) -> typing.Literal["predicted_run_s"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_predicted_wait_s", b"_predicted_wait_s"]) -> typing.Literal["predicted_wait_s"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_workspace_bytes", b"_workspace_bytes"]) -> typing.Literal["workspace_bytes"] | None: ...
 
 global___ValidateResponse = ValidateResponse

@@ -16,6 +16,7 @@ from npugrad_server.pool.admission import AdmissionControl
 from npugrad_server.pool.arena import InputArena
 from npugrad_server.pool.completion import error_without_answer, error_without_device
 from npugrad_server.pool.driver import Driver
+from npugrad_server.pool.run_times import work_size_of
 from npugrad_server.pool.ticket import Ticket
 from npugrad_server.pool.types import DeviceState, Outcome, PoolObserver, PoolStats
 
@@ -219,6 +220,14 @@ class DevicePool:
     async def workspace_bytes(self, record: OpRecord, call: CallMeta) -> int | None:
         """Workspace that a legal call would need; None when no device can tell it now."""
         return await self._driver.queries.workspace_bytes(record, call)
+
+    def predict(self, planned: PlannedCall) -> tuple[float | None, float | None]:
+        """Seconds that a call would wait and run, were it sent now; None for what nobody knows."""
+        options, forecast = planned.options, self._scheduler.forecast
+        kind, lane = (planned.plan.record.name, options.deterministic), (options.priority, options.label)
+        work, now = work_size_of(planned), time.monotonic()
+        found = forecast.predict(planned.tenant, kind, work, now, lane, sent=False)
+        return (found.wait_s if found.is_wait_known else None), found.run_s or None
 
     def _closed(self, ticket: Ticket) -> None:
         """A ticket was closed: its memory goes back now, or when its worker is done with it."""

@@ -88,6 +88,7 @@ class Prediction:
         longest_run_s: Seconds it would keep a stream, for 99 of 100 such calls; 0.0 where unknown.
         is_probe: Whether it is let in to learn how long such calls take, although that is expected to be too
             long.
+        is_wait_known: Whether it could start at once, or what is ahead of it is known.
     """
 
     wait_s: float
@@ -96,6 +97,7 @@ class Prediction:
     longest_wait_s: float
     longest_run_s: float
     is_probe: bool = False
+    is_wait_known: bool = True
 
     @property
     def longest_s(self) -> float:
@@ -210,7 +212,8 @@ class Forecast:
         expected_s = run_s + turnaround_s
         load = self._loads.get((tenant.name, kind))
         if load is None or load.tenant is not tenant or now - load.sent_at > _FORGOTTEN_S:
-            load = self._load(tenant, kind, now)
+            # Who only asks does not begin to send.
+            load = self._load(tenant, kind, now) if sent else load or TenantLoad(tenant, kind)
         if sent:
             load.sent_s = load.sent_s * math.exp((load.sent_at - now) / _MEMORY_S)
             load.sent_s += expected_s or self._mean_s
@@ -218,7 +221,11 @@ class Forecast:
         wait_s = 0.0
         if self._queued or not is_free:
             wait_s = self._wait_s(load, lane, expected_s or self._mean_s, devices, now)
-        return Prediction(wait_s, run_s, expected_s, wait_s * _WAIT_MARGIN, bound_s + turnaround_s)
+        longest_wait_s, longest_run_s = wait_s * _WAIT_MARGIN, bound_s + turnaround_s
+        is_wait_known = is_free or wait_s > 0
+        return Prediction(
+            wait_s, run_s, expected_s, longest_wait_s, longest_run_s, is_wait_known=is_wait_known
+        )
 
     def probe(self, kind: tuple[str, bool], work: WorkSize, now: float) -> bool:
         """Whether one call may be let in that is expected to run for too long; see `RunTimes.doubt`."""

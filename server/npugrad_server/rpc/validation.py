@@ -10,6 +10,8 @@ from npugrad.products import Product, product_from_wire
 from npugrad.registry import REGISTRY, Registry
 from npugrad.v1 import validation_pb2
 from npugrad.validation import validate_call
+from npugrad_server.plans import Known
+from npugrad_server.pool import PlannedCall
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,34 +23,38 @@ if TYPE_CHECKING:
     from npugrad_server.rpc.register import Handler
 
 
-class WorkspaceSource(Protocol):
+class Predictor(Protocol):
     """The part of the pool that is asked."""
 
     async def workspace_bytes(self, record: OpRecord, call: CallMeta) -> int | None:
         """Workspace that a legal call would need; None when no device can tell it now."""
 
+    def predict(self, planned: PlannedCall) -> tuple[float | None, float | None]:
+        """Seconds that a call would wait and run, were it sent now; None for what nobody knows."""
+        ...
+
 
 class ValidationServicer:
     """Validates calls against the documented constraints."""
 
-    def __init__(self, product: Product, workspaces: WorkspaceSource, registry: Registry = REGISTRY) -> None:
+    def __init__(self, product: Product, pool: Predictor, registry: Registry = REGISTRY) -> None:
         """Takes what it asks.
 
         Args:
             product: Product the server serves.
-            workspaces: Who knows what a call would need; the pool.
+            pool: Who knows what a call would need.
             registry: The operators and their messages.
         """
         self._registry = registry
         self._product = product
-        self._workspaces = workspaces
+        self._pool = pool
 
     def handlers(self, funnel: Funnel) -> dict[str, Handler]:
         """Every method for `register`."""
         return {"Validate": funnel.unary("Validate", self.validate)}
 
     async def validate(self, message: Any, call: RpcCall) -> validation_pb2.ValidateResponse:
-        """Every violated constraint, or the inferred outputs and, when a device can tell, the workspace.
+        """Every violated constraint; or the inferred outputs and, as far as known, workspace and seconds.
 
         Raises:
             MalformedRequest: There is no call, an attribute is missing, or there is no such product.
@@ -62,9 +68,16 @@ class ValidationServicer:
         verdict = validate_call(record, wire.call)
         response = encode_verdict(verdict, product)
         if not verdict.status and product is self._product:
-            workspace_bytes = await self._workspaces.workspace_bytes(record, wire.call)
+            workspace_bytes = await self._pool.workspace_bytes(record, wire.call)
             if workspace_bytes is not None:
                 response.workspace_bytes = workspace_bytes
+            plan = Known.of(wire, verdict.outputs, is_kept=False).plan
+            planned = PlannedCall(plan, wire.options, call.request_id, None, tenant=call.tenant)
+            wait_s, run_s = self._pool.predict(planned)
+            if wait_s is not None:
+                response.predicted_wait_s = wait_s
+            if run_s is not None:
+                response.predicted_run_s = run_s
         return response
 
 

@@ -10,6 +10,8 @@ import pytest
 from tests.server.pool.scheduling import finish, of, open_scheduler, started
 
 from npugrad_server.pool.commands import FailCall, StartCall
+from npugrad_server.pool.forecast import Forecast
+from npugrad_server.pool.placement import EligibilityTable
 from npugrad_server.pool.run_times import STALE_S, WorkSize
 from npugrad_server.pool.state import CallState
 from npugrad_server.pool.tenant import Tenant
@@ -51,6 +53,28 @@ def call(
 
 def wait_s(scheduler: Scheduler, tenant: Tenant, now: float, label: str = "") -> float:
     return scheduler.forecast.predict(tenant, KIND, WORK, now, (0, label), sent=False).wait_s
+
+
+def test_who_only_asks_is_not_taken_for_a_sender() -> None:
+    scheduler = taught(open_scheduler(streams=1))
+    for _ in range(1000):
+        assert wait_s(scheduler, HEAVY, 0) == 0
+    scheduler.submit(call(1), 0)
+    scheduler.submit(call(2), 0)
+    assert wait_s(scheduler, LIGHT, 0) == pytest.approx(2)
+
+
+def test_a_wait_is_known_where_a_call_can_start_or_what_is_ahead_is() -> None:
+    scheduler = open_scheduler(streams=1)
+    predict = scheduler.forecast.predict
+    assert predict(LIGHT, KIND, WORK, 0, sent=False).is_wait_known
+    scheduler.submit(call(1, expected_s=0.0), 0)
+    assert not predict(LIGHT, KIND, WORK, 0, sent=False).is_wait_known, (
+        "nobody knows how long the first one runs"
+    )
+    scheduler.submit(call(2, expected_s=1.0), 0)
+    assert predict(LIGHT, KIND, WORK, 0, sent=False).is_wait_known
+    assert not Forecast((), EligibilityTable(())).predict(LIGHT, KIND, WORK, 0).is_wait_known
 
 
 def test_a_call_that_can_start_does_not_wait() -> None:
