@@ -255,7 +255,10 @@ prove-rotation: $(STAMP_KERNELS) ## Certificates of both sides renewed each seco
 
 prove-mutations: $(STAMP_KERNELS) ## 1,000,000 damaged messages, none of which may crash or hang a server; 20 minutes
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.proofs.mutations $(ARGS)
-.PHONY: prove-rollout prove-floods prove-model-check prove-rotation prove-mutations
+
+prove-slow-streams: $(STAMP_KERNELS) ## A neighbour beside 300 uploads of a byte each 20 s and an unread reply of 128 MiB; 2 minutes
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.proofs.slow_streams $(ARGS)
+.PHONY: prove-rollout prove-floods prove-model-check prove-rotation prove-mutations prove-slow-streams
 
 # -------------------------------------------------------------------------------- benchmarks
 

@@ -1,0 +1,294 @@
+"""What slow streams cost a neighbour: `make prove-slow-streams`, one line.
+
+300 uploads that send one byte each 20 s, and a reply of 128 MiB that fills its device's arena and that nobody
+reads, from the neighbour's own address. The neighbour calls alone first, then beside them, for longer than
+the server's idle timeout: uploads that are ended are opened again. The device is simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import select
+import socket
+import struct
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from tests.calls import TIMEOUT_S, chunk, header_frame, sample
+from tests.e2e.harness import encode, eventually
+from tests.fix_server import run_server
+from tests.http2 import (
+    ACK,
+    DATA,
+    END_STREAM,
+    HEADERS,
+    PING,
+    PREFACE,
+    RST_STREAM,
+    SETTINGS,
+    call_headers,
+    frame,
+    message,
+)
+from tests.operators import GROUP_NORM
+
+from npugrad.meta import TensorMeta
+from npugrad.v1 import backward_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.fix_server import ServerProcess
+
+DEVICES = "test:1?ms=20"
+STREAMS, BYTE_EACH_S, REPLY_BYTES = 300, 20.0, 128 * 2**20
+ALONE_S, BESIDE_S = 30.0, 70.0
+MOST_RATIO = 2.0
+"""How much longer the neighbour's 99th percentile may be than alone."""
+_EXECUTE = b"/npugrad.v1.BackwardService/Execute"
+_ARENA_BYTES = REPLY_BYTES + 2 * 64
+"""What the unread reply takes, with its two results of 4 bytes."""
+_CONNECTIONS, _PACE_S, _LOOK_S = 2, 0.01, 0.1
+
+
+# ---------------------------------------------------------------------------------------- who is slow
+
+
+class SlowUploads:
+    """Uploads over two connections, which send a byte now and then; those that are ended are opened again.
+
+    Attributes:
+        ended: How many were ended by the server.
+    """
+
+    def __init__(self, address: str, streams: int, byte_each_s: float) -> None:
+        host, _, port = address.rpartition(":")
+        self._sockets = [socket.create_connection((host, int(port)), TIMEOUT_S) for _ in range(_CONNECTIONS)]
+        self._received = {each: b"" for each in self._sockets}
+        self._sent: dict[socket.socket, dict[int, int]] = {each: {} for each in self._sockets}
+        self._next = dict.fromkeys(self._sockets, 1)
+        self._byte_each_s, self.ended = byte_each_s, 0
+        self._header = sample(n=1, c=8, hxw=2**14, group=2).header()[0].SerializeToString()
+        for each in self._sockets:
+            each.sendall(PREFACE + frame(SETTINGS, 0, 0))
+            self._open(each, streams // _CONNECTIONS)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+
+    def __enter__(self) -> SlowUploads:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join(TIMEOUT_S)
+        for each in self._sockets:
+            each.close()
+
+    def _open(self, connection: socket.socket, count: int) -> None:
+        """Begins uploads, each with the header of a call and a first byte."""
+        for _ in range(count):
+            stream = self._next[connection]
+            self._next[connection] += 2
+            begun = frame(DATA, 0, stream, message(len(self._header), self._header))
+            connection.sendall(call_headers(_EXECUTE, stream) + begun + _byte(stream, 0))
+            self._sent[connection][stream] = 1
+
+    def _work(self) -> None:
+        next_s = time.monotonic() + self._byte_each_s
+        while not self._is_over.is_set():
+            for each in select.select(self._sockets, [], [], _LOOK_S)[0]:
+                self._take(each)
+            if time.monotonic() >= next_s:
+                next_s += self._byte_each_s
+                for each, sent in self._sent.items():
+                    each.sendall(b"".join(_byte(stream, at) for stream, at in sent.items()))
+                    self._sent[each] = {stream: at + 1 for stream, at in sent.items()}
+
+    def _take(self, connection: socket.socket) -> None:
+        """Reads what has come, answers what HTTP/2 wants answered, and opens ended uploads again."""
+        data = self._received[connection] + connection.recv(2**16)
+        ended = 0
+        while len(data) >= 9 and len(data) >= 9 + (length := int.from_bytes(data[:3], "big")):
+            kind, flags, stream = struct.unpack_from(">BBI", data, 3)
+            payload, data = data[9 : 9 + length], data[9 + length :]
+            if kind in (SETTINGS, PING) and not flags & ACK:
+                connection.sendall(frame(kind, ACK, 0, payload if kind == PING else b""))
+            if kind == RST_STREAM or (kind == HEADERS and flags & END_STREAM):
+                ended += self._sent[connection].pop(stream, 0) > 0
+        self._received[connection] = data
+        self.ended += ended
+        self._open(connection, ended)
+
+
+def _byte(stream: int, offset: int) -> bytes:
+    """A chunk of one byte."""
+    data = chunk(0, offset, b"\0").SerializeToString()
+    return frame(DATA, 0, stream, message(len(data), data))
+
+
+@contextmanager
+def unread_reply(server: ServerProcess, nbytes: int) -> Iterator[None]:
+    """A reply of so many bytes, made of a small request, of which nobody reads more than the first frame."""
+    call = GROUP_NORM.build(n=1, c=1, hxw=nbytes // 4, group=1)
+    packed = {}
+    for name, meta in call.inputs.items():
+        if meta is not None:
+            once = TensorMeta(meta.dtype, meta.shape, strides=(0,) * len(meta.shape))
+            packed[name] = once, memoryview(bytes(once.content_bytes))
+    asked, _ = encode(GROUP_NORM, call, packed)
+    frames = iter([header_frame(GROUP_NORM, asked)])
+    with server.channel() as channel:
+        replies = backward_pb2_grpc.BackwardServiceStub(channel).Execute(frames, timeout=10 * TIMEOUT_S)
+        next(replies)
+        yield
+        replies.cancel()
+
+
+# -------------------------------------------------------------------------------------- what it costs
+
+
+@dataclass
+class NeighbourCalls:
+    """Calls of a neighbour, one after the other.
+
+    Attributes:
+        seconds: What each answered one took.
+        failed: Those that were not, by what they say.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    failed: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def count(self) -> int:
+        """All of them."""
+        return len(self.seconds) + self.failed.total()
+
+    @property
+    def p99_s(self) -> float:
+        """Seconds that 99 of 100 take at most."""
+        return sorted(self.seconds)[len(self.seconds) * 99 // 100]
+
+    def line(self) -> str:
+        """The counts, for a person."""
+        p99_ms, longest_ms = self.p99_s * 1e3, max(self.seconds) * 1e3
+        failed = self.failed.total()
+        return f"{self.count} calls, {failed} refused, p99 {p99_ms:.1f} ms, longest {longest_ms:.0f} ms"
+
+    def make(self, call: Callable[[], Any], seconds: float, least: int) -> NeighbourCalls:
+        """Calls for so long, and so many times at least."""
+        pause, end_s = threading.Event(), time.monotonic() + seconds
+        while time.monotonic() < end_s or self.count < least:
+            begun_s = time.monotonic()
+            try:
+                call()
+                self.seconds.append(time.monotonic() - begun_s)
+            except grpc.RpcError as error:
+                self.failed[f"{error.code().name}: {error.details()}"[:60]] += 1
+            pause.wait(_PACE_S)
+        return self
+
+
+@dataclass(frozen=True)
+class SlowStreams:
+    """What came of it.
+
+    Attributes:
+        alone: The neighbour's calls before.
+        beside: Those beside the slow streams.
+        ended: Uploads that the server ended meanwhile.
+        held: What the server said of them when all were there: queue places and operand bytes.
+    """
+
+    alone: NeighbourCalls
+    beside: NeighbourCalls
+    ended: int
+    held: tuple[int, int]
+
+    @property
+    def ratio(self) -> float:
+        """The 99th percentile in terms of that alone."""
+        return self.beside.p99_s / self.alone.p99_s
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it was as it has to be."""
+        return not self.beside.failed and self.ratio <= MOST_RATIO
+
+    def line(self) -> str:
+        """The counts, for a person."""
+        return (
+            f"neighbour {self.beside.line()}; alone {self.alone.line()}; ratio {self.ratio:.2f}; "
+            f"{self.ended} uploads ended; "
+            f"held {self.held[0]} queue places, {self.held[1]} bytes of operands"
+        )
+
+
+def prove(server: ServerProcess, byte_each_s: float, seconds: tuple[float, float], least: int) -> SlowStreams:
+    """Has a neighbour call alone and then beside slow streams.
+
+    Args:
+        server: From `slow_server`.
+        byte_each_s: How often an upload sends a byte.
+        seconds: How long it calls, alone and beside.
+        least: Calls of the neighbour at least, each time.
+    """
+    made = sample()
+    with server.channel() as channel:
+        stub = backward_pb2_grpc.BackwardServiceStub(channel)
+        call = partial(stub.GroupNormBackward, made.message(), timeout=TIMEOUT_S)
+        call()
+        alone = NeighbourCalls().make(call, seconds[0], least)
+        with SlowUploads(server.address, STREAMS, byte_each_s) as uploads:
+            eventually(lambda: _active(server) >= STREAMS, "all uploads have begun", server)
+            with unread_reply(server, REPLY_BYTES):
+                info = server.info()
+                assert info.output_arena_used_bytes >= REPLY_BYTES
+                beside = NeighbourCalls().make(call, seconds[1], least)
+    eventually(lambda: not server.info().output_arena_used_bytes, "the reply is gone", server)
+    return SlowStreams(alone, beside, uploads.ended, (info.queue_depth, info.input_arena_used_bytes))
+
+
+def _active(server: ServerProcess) -> int:
+    """Streamed calls in progress."""
+    _, page = server.page("/metrics")
+    lines = (line.rpartition(" ") for line in page.splitlines())
+    return int(sum(float(n) for name, _, n in lines if name == 'npugrad_active_calls{method="Execute"}'))
+
+
+@contextmanager
+def slow_server(folder: Path) -> Iterator[ServerProcess]:
+    """The server of `prove`."""
+    flags = ("--output-arena-bytes", str(_ARENA_BYTES), "--metrics-listen", "127.0.0.1:0")
+    with run_server(folder / "server.log", *flags, devices=DEVICES) as running:
+        yield running
+
+
+def main() -> int:
+    """Runs it and prints one line; exit code 0 if the neighbour kept its calls and its pace."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--alone", type=float, default=ALONE_S, help="seconds")
+    parser.add_argument("--beside", type=float, default=BESIDE_S, help="seconds")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, slow_server(Path(folder)) as server:
+        found = prove(server, BYTE_EACH_S, (given.alone, given.beside), 1)
+    print(
+        f"{STREAMS} uploads of 1 byte each {BYTE_EACH_S:g} s, unread reply of {REPLY_BYTES >> 20} MiB ",
+        end="",
+    )
+    print(f"(SIMULATED device): {found.line()}: {'kept' if found.is_kept else 'BROKEN'}")
+    return 0 if found.is_kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
