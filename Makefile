@@ -241,24 +241,33 @@ prove-npu-faults: $(STAMP_KERNELS_NPU) ## 500 faults of the vendor's table, one 
 .PHONY: prove-poison prove-kills prove-npu-faults
 .PHONY: test test-all test-large test-npu test-jax models acceptance-sim prove-bundles test-deploy test-image test-bench-stats prove-long-call prove-advise prove-coordinates prove-edges prove-restarts
 
+.PHONY: prove-rollout
 prove-rollout: $(STAMP_KERNELS) $(ENVOY)/.stamp ## What a rollout costs callers, by path: pinned, HAProxy, nginx, Envoy, client-side
 	$(BIN)/python -m tests.proofs.rollout $(ARGS)
 
+.PHONY: prove-floods
 prove-floods: $(STAMP_KERNELS) $(ENVOY)/.stamp ## What floods of HTTP/2 frames cost a neighbour, past the gateway and through it
 	$(BIN)/python -m tests.proofs.floods $(ARGS)
 
+.PHONY: prove-model-check
 prove-model-check: $(STAMP_KERNELS) ## Admission, scheduler, tenants and circuits in random histories of 1,000,000 events
 	$(BIN)/python -m tests.proofs.model_check $(ARGS)
 
+.PHONY: prove-rotation
 prove-rotation: $(STAMP_KERNELS) ## Certificates of both sides renewed each second or less under load, and callers with wrong ones; 2 minutes
 	$(BIN)/python -m tests.proofs.rotation $(ARGS)
 
+.PHONY: prove-mutations
 prove-mutations: $(STAMP_KERNELS) ## 1,000,000 damaged messages, none of which may crash or hang a server; 20 minutes
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.proofs.mutations $(ARGS)
 
+.PHONY: prove-slow-streams
 prove-slow-streams: $(STAMP_KERNELS) ## A neighbour beside 300 uploads of a byte each 20 s and an unread reply of 128 MiB; 2 minutes
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.proofs.slow_streams $(ARGS)
-.PHONY: prove-rollout prove-floods prove-model-check prove-rotation prove-mutations prove-slow-streams
+
+.PHONY: prove-soak
+prove-soak: $(STAMP_KERNELS) ## A server under load and mixed faults for 20 minutes, which may not grow; ARGS="--minutes 60"
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.proofs.soak $(ARGS)
 
 # -------------------------------------------------------------------------------- benchmarks
 
