@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, load_pem_priv
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from datetime import datetime
 
 CLIENT_ONLY = (ExtendedKeyUsageOID.CLIENT_AUTH,)
@@ -30,8 +31,9 @@ def signed_again(
     usages: tuple[x509.ObjectIdentifier, ...] | None = None,
     starts: datetime | None = None,
     ends: datetime | None = None,
+    names: Sequence[x509.GeneralName] | None = None,
 ) -> bytes:
-    """The certificate with other usages or dates, signed by the authority that it says it is of."""
+    """The certificate with other usages, dates or names, signed by the authority that it is of."""
     old = x509.load_pem_x509_certificate(certificate)
     made = x509.CertificateBuilder().subject_name(old.subject).issuer_name(old.issuer)
     made = made.public_key(old.public_key()).serial_number(x509.random_serial_number())
@@ -41,6 +43,8 @@ def signed_again(
         value = extension.value
         if usages is not None and isinstance(value, x509.ExtendedKeyUsage):
             value = x509.ExtendedKeyUsage(usages)
+        if names is not None and isinstance(value, x509.SubjectAlternativeName):
+            value = x509.SubjectAlternativeName(names)
         made = made.add_extension(value, extension.critical)
     key = load_pem_private_key(authority.private_key_pem.bytes(), None)
     return made.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)  # type: ignore[arg-type]
@@ -121,6 +125,12 @@ class Certificates:
         """Key and certificate of a caller, of the authority that the server trusts or of another one."""
         issued = (self._callers if trusted else self._others).issue_cert(name)
         return issued.private_key_pem.bytes(), issued.cert_chain_pems[0].bytes()
+
+    def named_caller(self, *names: str) -> tuple[bytes, bytes]:
+        """Key and certificate of a caller with DNS names and URIs, written as they are."""
+        key, plain = self.caller()
+        made = [x509.UniformResourceIdentifier(n) if ":" in n else x509.DNSName(n) for n in names]
+        return key, signed_again(plain, self._callers, names=made)
 
     def credentials(self, pair: tuple[bytes, bytes] | None = None) -> grpc.ChannelCredentials:
         """Credentials of a channel; with a caller's key and certificate for mutual TLS."""

@@ -9,6 +9,7 @@ NpugradError                    .reason .operator .retryable .tries .request_id 
 │   ├── ServerBusy              queue or memory full, no device ready; retry
 │   ├── ServerDraining          the server shuts down; retry elsewhere
 │   ├── CircuitOpen             such calls killed workers; one may be tried again later
+│   ├── TenantRefused           the server serves nobody like this caller
 │   └── CallTooLarge            can never fit into the server
 ├── RequestError                the call is not well formed      .operand
 │   ├── MalformedTensor         shape, strides, type and content do not fit together
@@ -60,6 +61,7 @@ from npugrad.errors import (
     RequestError,
     ServerBusy,
     ServerDraining,
+    TenantRefused,
     TilingError,
     TransportError,
     UnsafeLevels,
@@ -96,6 +98,7 @@ __all__ = [
     "RequestError",
     "ServerBusy",
     "ServerDraining",
+    "TenantRefused",
     "TilingError",
     "TlsError",
     "TransportError",

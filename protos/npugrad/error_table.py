@@ -156,6 +156,13 @@ ERRORS: tuple[ErrorRow, ...] = (
         "The server is expected to have the result only after the deadline; another one may be quicker.",
     ),
     ErrorRow(
+        "TENANT_REFUSED",
+        None,
+        "PERMISSION_DENIED",
+        False,
+        "Whose call it is cannot be told from what was verified, or is not listed here.",
+    ),
+    ErrorRow(
         "DEVICE_OUT_OF_MEMORY", None, "RESOURCE_EXHAUSTED", True, "The device has no memory for the call now."
     ),
     ErrorRow(

@@ -3,7 +3,7 @@
 NpugradError
 ├── TransportError            nothing usable came back        .reason .retryable .retry_after_s
 │   ├── ConnectError · DeadlineExceeded · Cancelled
-│   └── ServerBusy · ServerDraining · CallTooLarge · CircuitOpen
+│   └── ServerBusy · ServerDraining · CallTooLarge · CircuitOpen · TenantRefused
 ├── RequestError              the call is not well formed     .reason .operator .operand
 │   └── MalformedTensor · MalformedRequest · UnsafeLevels · InvalidRecipe · RecipeMismatch
 └── OperatorError             the operator says no            .code .operator .constraint .violations .source
@@ -268,6 +268,19 @@ class CallTooLarge(TransportError):
     is_message: bool = False
 
 
+class TenantRefused(TransportError):
+    """The server serves nobody like this caller, or cannot tell whose call it is (TENANT_REFUSED).
+
+    Example:
+        >>> try:  # doctest: +SKIP
+        ...     client.group_norm_backward(**call)
+        ... except TenantRefused as error:
+        ...     print(f"ask for an entry in the server's file of tenants: {error}")
+    """
+
+    default_reason = "TENANT_REFUSED"
+
+
 class RequestError(NpugradError, ValueError):
     """The call is not well formed; no aclnn number fits.
 
@@ -495,6 +508,7 @@ _CLASS_BY_REASON: dict[str, type[NpugradError]] = {
     "CALL_TOO_LARGE": CallTooLarge,
     "QUEUE_FULL": ServerBusy,
     "WOULD_MISS_DEADLINE": ServerBusy,
+    "TENANT_REFUSED": TenantRefused,
     "DEVICE_OUT_OF_MEMORY": DeviceOutOfMemory,
     "DEADLINE_EXCEEDED": DeadlineExceeded,
     "CANCELLED": Cancelled,

@@ -26,6 +26,7 @@ from npugrad_server.pool import DevicePool, keep_reaping
 from npugrad_server.pool.types import WORKER_MODULE
 from npugrad_server.preflight import (
     StartError,
+    live_tenants,
     npu_report,
     pool_settings,
     ready_timeout_s,
@@ -34,12 +35,14 @@ from npugrad_server.preflight import (
 from npugrad_server.rpc.certificates import LiveCertificates, told
 from npugrad_server.rpc.funnel import Funnel
 from npugrad_server.rpc.health import Health, register_health, register_reflection
+from npugrad_server.rpc.identity import Identities
 from npugrad_server.rpc.pace import PaceLimits
 from npugrad_server.rpc.register import register
 from npugrad_server.rpc.server import Facts, ServerServicer
 from npugrad_server.rpc.servicer import BackwardServicer
 from npugrad_server.rpc.transport import open_server
 from npugrad_server.rpc.validation import ValidationServicer
+from npugrad_server.tenants import TenantsError
 from npugrad_server.tls import TlsFilesError
 
 if TYPE_CHECKING:
@@ -168,19 +171,23 @@ class App:
         started_s = time.monotonic()
         metrics = Metrics(npugrad.__version__, str(self._made.product))
         try:
-            self._funnel = Funnel(metrics, self._open_tracing())
+            tenants = live_tenants(self._settings)
+            mutual = self._settings.tls == "mutual"
+            identities = Identities(tenants, self._settings.tenant_header, verified=mutual)
+            self._funnel = Funnel(metrics, identities, self._open_tracing())
             self._certificates = self._open_certificates(metrics)
             self._server, self.address = open_server(
                 self._settings, self._funnel, certificates=self._certificates
             )
             self._serve_pages(metrics)
             self.pool = await DevicePool.open(self._made, metrics)
-        except TlsFilesError as error:
+        except (TlsFilesError, TenantsError) as error:
             raise StartError(*error.problems) from None
         except (AddressError, OSError) as error:
             raise StartError(str(error)) from None
         self._resources.push_async_callback(self.pool.close)
         self._keep(keep_reaping())
+        self._keep(tenants.watch())
         if self._certificates is not None:
             self._keep(self._certificates.watch())
         metrics.show_pool(self.pool, asyncio.get_running_loop())

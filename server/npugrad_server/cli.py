@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from npugrad_server.addresses import Address
 
 FAILED, USAGE = 1, 2
-_FILES = dict.fromkeys(("certificate", "key", "ca"), "FILE")
+_FILES = dict.fromkeys(("certificate", "key", "ca", "tenants"), "FILE")
 _FILE_COLUMNS = 180
 """Width of a table that goes to a file or a pipe."""
 

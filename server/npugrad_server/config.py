@@ -71,6 +71,16 @@ class ServerSettings(BaseSettings):
         description="File with the authorities of callers' certificates, in PEM: every caller must then show "
         "a certificate of one of them (mutual TLS).",
     )
+    tenants: str | None = Field(
+        default=None,
+        description="TOML file of tenants: identities of callers' certificates, weights, gateways. "
+        "Read again when it changes. Default: each caller is a tenant of weight 1.",
+    )
+    tenant_header: str = Field(
+        default="x-npugrad-tenant",
+        pattern=r"^x-[a-z0-9_.-]*[a-z0-9_]$",
+        description="Metadata key in which listed gateways, and nobody else, say whose call it is.",
+    )
     devices: str = Field(
         default="auto",
         description="Devices, such as cpu:0 or npu:0,npu:1; auto takes all NPUs, else one CPU device. "
@@ -255,7 +265,7 @@ class ServerSettings(BaseSettings):
         "restarts the server; longer than a worker's start takes. Default: never.",
     )
 
-    @field_validator("tls_certificate", "tls_key", "tls_client_ca")
+    @field_validator("tls_certificate", "tls_key", "tls_client_ca", "tenants")
     @classmethod
     def _empty_is_none(cls, value: str | None) -> str | None:
         return value or None

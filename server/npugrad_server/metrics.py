@@ -6,54 +6,34 @@ reasons and statuses come from our own tables, never from a caller.
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from npugrad.timeline import SERVER_STAGES
-from npugrad_server.logs import LogBacklog
-from npugrad_server.pool import DeviceState, PoolObserver
+from npugrad_server.collectors import LogCollector, PoolCollector
+from npugrad_server.pool import PoolObserver
 from npugrad_server.tallies import CounterTally, GaugeTally, HistogramTally
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from prometheus_client.core import Metric
+    import asyncio
+    from collections.abc import Sequence
 
     from npugrad.call import ExecutionInfo
     from npugrad.timeline import Mark
-    from npugrad_server.pool import DeviceStatus, PlannedCall, PoolStats
-
-SNAPSHOT_TIMEOUT_S = 5.0
-"""Seconds a scrape waits for the event loop before it fails."""
+    from npugrad_server.collectors import PoolFigures
+    from npugrad_server.pool import DeviceStatus, PlannedCall
 
 # From a tiny CPU call to a large NPU one, three steps a decade.
 _SECONDS = (*(round(m * 10.0**e, 6) for e in range(-4, 2) for m in (1, 2.5, 5)), 100.0)
 _RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 _MOST_OBSERVED = 256
 """Times that wait to be counted in a histogram."""
-_T = TypeVar("_T")
 _STAGES = tuple((stage, f"{stage}_s") for stage in ("queued", "copy_in", "run", "copy_out"))
 """Stages and the fields of `ExecutionInfo` that have their seconds."""
 _OUTSIDE = frozenset(SERVER_STAGES) - {stage for stage, _ in _STAGES} - {"lost"}
 """Stages whose seconds are in no field of `ExecutionInfo`."""
-
-
-class PoolFigures(Protocol):
-    """The part of the pool that the page shows."""
-
-    def stats(self) -> PoolStats:
-        """Figures of this moment."""
-        ...
-
-    def devices(self) -> tuple[DeviceStatus, ...]:
-        """State of every device."""
-        ...
 
 
 class Metrics(PoolObserver):
@@ -80,7 +60,7 @@ class Metrics(PoolObserver):
         build.labels(version, product).set(1)
         self._make_call_counters(self.registry)
         self._make_pool_counters(self.registry)
-        self.registry.register(_LogCollector())
+        self.registry.register(LogCollector())
 
     def _make_call_counters(self, registry: CollectorRegistry) -> None:
         self._calls = CounterTally(
@@ -101,6 +81,9 @@ class Metrics(PoolObserver):
         )
         self._sent = CounterTally(
             "npugrad_sent_bytes", "Bytes of results of answered calls.", ("operator",), registry
+        )
+        self._tenants = CounterTally(
+            "npugrad_tenant_calls", "Calls answered, by tenant and reason.", ("tenant", "reason"), registry
         )
         self._active = GaugeTally(
             "npugrad_active_calls",
@@ -195,7 +178,15 @@ class Metrics(PoolObserver):
         self._active.values[(method,)] += 1
 
     def call_answered(
-        self, method: str, operator: str, status: str, reason: str, device: str, seconds: float
+        self,
+        method: str,
+        operator: str,
+        status: str,
+        reason: str,
+        device: str,
+        seconds: float,
+        *,
+        tenant: str,
     ) -> None:
         """A call of an RPC was answered or abandoned.
 
@@ -206,7 +197,9 @@ class Metrics(PoolObserver):
             reason: ``"OK"`` or the row of the error table.
             device: Device that ran it; empty for none.
             seconds: Seconds since it arrived.
+            tenant: What metrics call its tenant.
         """
+        self._tenants.counts[tenant, reason] += 1
         self._active.values[(method,)] -= 1
         self._calls.counts[method, operator, status, reason, device] += 1
         self._call_seconds.observed.append(((method, operator), seconds))
@@ -300,91 +293,4 @@ class Metrics(PoolObserver):
         for device in pool.devices():  # so that a rate exists before the first loss
             self._lost.labels(device.name)
             self._rerun.labels(device.name)
-        self.registry.register(_PoolCollector(pool, loop))
-
-
-def ask(loop: asyncio.AbstractEventLoop, question: Callable[[], _T], timeout_s: float) -> _T:
-    """Asks something on the event loop, from another thread.
-
-    Args:
-        loop: The loop.
-        question: What to call on it.
-        timeout_s: Seconds the loop has for the answer.
-
-    Raises:
-        TimeoutError: It took longer.
-    """
-
-    async def answer() -> _T:
-        return question()
-
-    waiting = asyncio.run_coroutine_threadsafe(answer(), loop)
-    try:
-        return waiting.result(timeout_s)
-    except concurrent.futures.TimeoutError:
-        waiting.cancel()
-        raise TimeoutError(f"the event loop did not answer within {timeout_s:g} s") from None
-
-
-class _LogCollector(Collector):
-    """What the log counts."""
-
-    def collect(self) -> Iterator[Metric]:
-        """The lines that the process has lost."""
-        text = "Lines of the log, those that workers print included, lost because nobody read them in time."
-        yield CounterMetricFamily("npugrad_log_lines_dropped", text, value=LogBacklog.all_dropped_lines)
-
-
-class _PoolCollector(Collector):
-    """Gauges that are read from the pool when somebody looks."""
-
-    def __init__(self, pool: PoolFigures, loop: asyncio.AbstractEventLoop) -> None:
-        self._pool, self._loop = pool, loop
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing, so that registering does not wait for the loop it is called on."""
-        return ()
-
-    def collect(self) -> Iterator[Metric]:
-        """The gauges, from figures taken at one moment on the pool's loop."""
-        stats, devices = ask(self._loop, self._snapshot, SNAPSHOT_TIMEOUT_S)
-        for name, text, value in (
-            ("npugrad_queue_depth", "Calls that wait for a device.", stats.queue_depth),
-            ("npugrad_running_calls", "Calls that run on a device.", stats.running),
-            ("npugrad_open_circuits", "Signatures of a tenant that are refused now.", stats.open_circuits),
-            ("npugrad_uploads", "Admitted calls whose operands are still coming.", stats.uploads),
-            ("npugrad_input_arena_used_bytes", "Operand memory in use.", stats.input_arena_used_bytes),
-            ("npugrad_input_arena_bytes", "Operand memory there is.", stats.input_arena_bytes),
-            ("npugrad_output_arena_used_bytes", "Result memory in use.", stats.output_arena_used_bytes),
-            ("npugrad_output_arena_bytes", "Result memory there is.", stats.output_arena_bytes),
-        ):
-            yield GaugeMetricFamily(name, text, float(value))
-        states = GaugeMetricFamily(
-            "npugrad_device_state", "1 for the state a device is in.", labels=("device", "state")
-        )
-        restarts = CounterMetricFamily(
-            "npugrad_worker_restarts",
-            "How often the worker of a device was restarted.",
-            labels=("device",),
-        )
-        memory = GaugeMetricFamily(
-            "npugrad_device_memory_bytes",
-            "What calls may have of a device's own memory; none is shown for one that works in the host's.",
-            labels=("device",),
-        )
-        used = GaugeMetricFamily(
-            "npugrad_device_memory_used_bytes",
-            "What running calls have of a device's own memory, workspaces set aside included.",
-            labels=("device",),
-        )
-        for device in devices:
-            if device.memory_bytes is not None:
-                memory.add_metric((device.name,), device.memory_bytes)
-                used.add_metric((device.name,), device.memory_used_bytes)
-            restarts.add_metric((device.name,), device.restarts)
-            for state in DeviceState:
-                states.add_metric((device.name, str(state)), float(state == device.state))
-        yield from (states, restarts, memory, used)
-
-    def _snapshot(self) -> tuple[PoolStats, tuple[DeviceStatus, ...]]:
-        return self._pool.stats(), self._pool.devices()
+        self.registry.register(PoolCollector(pool, loop))

@@ -18,8 +18,8 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from prometheus_client import make_wsgi_app
 
 from npugrad_server.addresses import Address, AddressError
+from npugrad_server.collectors import PoolFigures, ask
 from npugrad_server.logs import get_logger
-from npugrad_server.metrics import PoolFigures, ask
 
 if TYPE_CHECKING:
     import asyncio

@@ -16,6 +16,7 @@ from npugrad_server.machine import memory_bytes
 from npugrad_server.npus import NpuReport, find_npus, op_init_problem
 from npugrad_server.pool import DevicePool, DeviceState, PoolSettings
 from npugrad_server.pool.types import START_LIMIT_FACTOR
+from npugrad_server.tenants import LiveTenants, TenantsError
 from npugrad_server.tls import TlsFilesError, read_tls, when
 
 if TYPE_CHECKING:
@@ -92,6 +93,21 @@ def tracing_problem(settings: ServerSettings) -> str:
     return f"{name}: found no OpenTelemetry; expected the extra otel: pip install 'npugrad[server,otel]'"
 
 
+def live_tenants(settings: ServerSettings) -> LiveTenants:
+    """The tenants of the settings.
+
+    Raises:
+        TenantsError: Their file cannot be used, or nobody could be verified to be one of them.
+    """
+    tenants = LiveTenants(settings.tenants)
+    if (tenants.table.listed or tenants.table.gateways) and settings.tls != "mutual":
+        raise TenantsError(
+            f"tenants: found identities in {settings.tenants!r} without tls_client_ca; expected that one "
+            "too, as identities are those of callers' certificates"
+        )
+    return tenants
+
+
 def ready_timeout_s(settings: ServerSettings | PoolSettings) -> float:
     """Seconds from the opening of the pool until a server without a ready device gives up."""
     return START_LIMIT_FACTOR * settings.worker_start_timeout_s + READY_MARGIN_S
@@ -157,7 +173,7 @@ class PreflightFinding:
 
 async def check(settings: ServerSettings) -> list[PreflightFinding]:
     """Does all that a start does short of taking the ports: everything that is missing, at once."""
-    findings = [*_tls(settings), _free("gRPC", settings.listen_address)]
+    findings = [*_tls(settings), *_tenants(settings), _free("gRPC", settings.listen_address)]
     if settings.metrics_address is not None:
         findings.append(_free("metrics", settings.metrics_address))
     if problem := tracing_problem(settings):
@@ -196,6 +212,17 @@ def _tls(settings: ServerSettings) -> list[PreflightFinding]:
             f"{when(own.expires)}; callers need {callers}",
         )
     ]
+
+
+def _tenants(settings: ServerSettings) -> list[PreflightFinding]:
+    if settings.tenants is None:
+        return []
+    try:
+        table = live_tenants(settings).table
+    except TenantsError as error:
+        return [PreflightFinding(False, problem) for problem in error.problems]
+    count = len({tenant.name for tenant in table.listed.values()})
+    return [PreflightFinding(True, f"tenants: {count} in {settings.tenants!r}")]
 
 
 def _free(what: str, address: Address) -> PreflightFinding:

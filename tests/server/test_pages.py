@@ -93,7 +93,7 @@ def test_probes_are_told_the_state_and_why(
 
 def test_loop_that_hangs_fails_every_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Called on the loop itself, which so can answer nobody until the answers are there."""
-    monkeypatch.setattr("npugrad_server.metrics.SNAPSHOT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("npugrad_server.collectors.SNAPSHOT_TIMEOUT_S", 0.1)
 
     def act(address: str, pages: Pages) -> None:
         pages.show_state(State(), Pool())

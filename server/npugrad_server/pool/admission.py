@@ -221,7 +221,7 @@ class AdmissionControl:
             (operator, options.deterministic),
             demand.work,
             now,
-            (options.priority, options.label),
+            (min(options.priority, planned.tenant.max_priority), options.label),
         )
         if planned.deadline_s is not None and now + prediction.longest_s > planned.deadline_s:
             _check_deadline(planned, demand, prediction, forecast, now)

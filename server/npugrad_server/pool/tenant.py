@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+OTHERS = "other"
+"""What metrics call all tenants that nobody listed, so that callers cannot make more of them."""
+
 
 @dataclass(frozen=True)
 class Tenant:
     """Whose calls are limited and scheduled together.
 
     Attributes:
-        name: Unique among tenants; it appears in logs and metrics.
+        name: Unique among tenants; it appears in logs.
         weight: Share of the devices' time, relative to those of other tenants that have calls waiting.
+        max_priority: What higher priorities of its calls are lowered to.
+        shown: Its name in metrics.
     """
 
     name: str
     weight: float = 1.0
+    max_priority: int = 100
+    shown: str = OTHERS
 
 
 NOBODY = Tenant("")

@@ -80,7 +80,7 @@ class Ticket:
         options = planned.options
         self.state = CallState(
             id=number,
-            priority=options.priority,
+            priority=min(options.priority, planned.tenant.max_priority),
             label=options.label,
             tenant=planned.tenant,
             plan=planned.plan,

@@ -26,7 +26,6 @@ from npugrad.status import encode_status, grpc_status_name
 from npugrad.timeline import TIMELINE_KEY, seconds_by_stage
 from npugrad_server.logs import get_logger, log_later
 from npugrad_server.pool.tenant import NOBODY
-from npugrad_server.rpc.identity import tenant_of_peer
 from npugrad_server.rpc.register import Garbage
 
 if TYPE_CHECKING:
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from npugrad.timeline import Mark
     from npugrad_server.metrics import Metrics
     from npugrad_server.pool.tenant import Tenant
+    from npugrad_server.rpc.identity import Identities
     from npugrad_server.rpc.register import Handler
     from npugrad_server.rpc.tracing import RpcTracing
 
@@ -57,7 +57,7 @@ _LEVELS = {
     "UNAVAILABLE": logging.WARNING,
 }
 """How the log takes the statuses that are our fault, or nobody's; the others are the caller's affair."""
-_RPC_FIELDS = ("request_id", "method", "peer", "status", "reason")
+_RPC_FIELDS = ("request_id", "method", "peer", "tenant", "status", "reason")
 
 
 @dataclass
@@ -124,8 +124,15 @@ class Funnel(grpc.aio.ServerInterceptor):
     Guarantees: every RPC whose message came is logged and counted once, and none is left out of `settle`.
     """
 
-    def __init__(self, metrics: Metrics, tracing: RpcTracing | None = None) -> None:
-        self._metrics, self._tracing = metrics, tracing
+    def __init__(self, metrics: Metrics, identities: Identities, tracing: RpcTracing | None = None) -> None:
+        """Has seen no RPC yet.
+
+        Args:
+            metrics: What counts.
+            identities: Who tells whose RPC it is.
+            tracing: What makes spans; None for none.
+        """
+        self._metrics, self._identities, self._tracing = metrics, identities, tracing
         self._log = get_logger()
         self._active: set[asyncio.Task[Any]] = set()
         self._unanswered: set[asyncio.Task[Any]] = set()
@@ -184,6 +191,7 @@ class Funnel(grpc.aio.ServerInterceptor):
             del message
             call = self._arrive(method, context)
             try:
+                call.tenant = self._identities.tenant_of(context)
                 answer = await begin(box, call)
             except asyncio.CancelledError:
                 # Nobody listens any more. A deadline that passed arrives here as a cancellation, too.
@@ -210,7 +218,6 @@ class Funnel(grpc.aio.ServerInterceptor):
             context,
             method,
             _request_id(context),
-            tenant_of_peer(context.peer()),
             task=asyncio.current_task(),
         )
         self._metrics.call_arrived(method)
@@ -269,7 +276,9 @@ class Funnel(grpc.aio.ServerInterceptor):
             self._unanswered.discard(call.task)
         seconds = time.monotonic() - call.marks[0][1]
         device = call.info.device if call.info else ""
-        self._metrics.call_answered(call.method, call.operator, status, reason, device, seconds)
+        self._metrics.call_answered(
+            call.method, call.operator, status, reason, device, seconds, tenant=call.tenant.shown
+        )
         if call.operator:
             self._metrics.bytes_moved(call.operator, call.received_bytes, call.sent_bytes)
         stages = tuple(call.marks)
@@ -285,7 +294,7 @@ class Funnel(grpc.aio.ServerInterceptor):
             level,
             "call",
             _fields,
-            (call.request_id, call.method, call.context.peer(), status, reason, seconds),
+            (call.request_id, call.method, call.context.peer(), call.tenant.name, status, reason, seconds),
             (call.operator, call.described, *sizes) if call.operator else None,
             call.info,
             None if error is None else _error_fields(error),
@@ -295,7 +304,7 @@ class Funnel(grpc.aio.ServerInterceptor):
 
 
 def _fields(
-    rpc: tuple[str, str, str, str, str, float],
+    rpc: tuple[str, str, str, str, str, str, float],
     call: tuple[str, CallMeta | None, int, int] | None,
     info: ExecutionInfo | None,
     error: Mapping[str, Any] | None,

@@ -1,19 +1,103 @@
-"""Whose call an RPC is. A caller's own word never decides it."""
+"""Whose call an RPC is. A caller's own word never decides it.
+
+In this order
+    - The caller's certificate, which the handshake verified: its ``spiffe://`` URIs and its DNS names. Its
+      subject, its other URIs and its addresses of mail and of hosts do not count.
+    - Where one of those names is a listed gateway's, what the gateway says in the header.
+    - Without such a name, the address of the peer.
+
+The header of anybody else refuses the call and is not ignored: it is a forgery, or it comes from a gateway
+that nobody has listed, all of whose callers would silently be one tenant. For the same reason a gateway that
+does not say whose call it is is refused. Other metadata, labels and priorities mean nothing here.
+
+A tenant that was found is remembered by the whole certificate, or by the address, and by the header. So a
+connection that takes the port of another one is not taken for it.
+"""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
-from npugrad_server.pool.tenant import Tenant
+from npugrad.errors import TenantRefused
+from npugrad_server.tenants import MAX_IDENTITY
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    import grpc.aio
+
+    from npugrad_server.pool.tenant import Tenant
+    from npugrad_server.tenants import LiveTenants, TenantTable
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+    AuthContext = Mapping[str, Iterable[bytes]]
+
+_CERTIFICATE, _SPIFFE = "x509_pem_cert", b"spiffe://"
+_MAX_REMEMBERED = 1024
+"""Callers whose tenant is remembered."""
 
 
-@lru_cache(maxsize=1024)
-def tenant_of_peer(peer: str) -> Tenant:
-    """The tenant of a caller of whom only the address is known: all connections of one host are one tenant.
+class Identities:
+    """Tells the tenants of RPCs."""
 
-    Args:
-        peer: As gRPC writes it, such as ``"ipv4:10.0.0.7:41234"``, ``"ipv6:%5B::1%5D:41234"`` or ``"unix:"``.
-    """
-    kind, _, rest = peer.partition(":")
-    host = rest.rpartition(":")[0] if kind in ("ipv4", "ipv6") else ""
-    return Tenant(f"{kind}:{host}" if host else kind)
+    def __init__(self, tenants: LiveTenants, header: str, *, verified: bool) -> None:
+        """Makes it.
+
+        Args:
+            tenants: Who is which tenant.
+            header: Metadata key in which gateways say whose call it is.
+            verified: Whether callers show certificates.
+        """
+        self._tenants, self._header, self._verified = tenants, header, verified
+
+    def tenant_of(self, context: Context) -> Tenant:
+        """The tenant of an RPC.
+
+        Raises:
+            TenantRefused: The header is not the caller's to send, a gateway did not send it once, or the
+                caller is in no entry and such callers are refused.
+        """
+        facts: AuthContext = context.auth_context() if self._verified else {}
+        claimed, header = None, self._header
+        for key, value in context.invocation_metadata() or ():
+            if key == header:
+                if claimed is not None:
+                    raise TenantRefused(f"{header}: found it more than once; expected it once")
+                claimed = value
+        table = self._tenants.table
+        caller = (*facts.get(_CERTIFICATE, ()),) or context.peer()
+        tenant = table.remembered.get((caller, claimed))
+        if tenant is None:
+            tenant = self._find(table, facts, context.peer(), claimed)
+            if len(table.remembered) >= _MAX_REMEMBERED:
+                table.remembered.clear()
+            table.remembered[caller, claimed] = tenant
+        return tenant
+
+    def _find(self, table: TenantTable, facts: AuthContext, peer: str, claimed: str | bytes | None) -> Tenant:
+        names = _names(facts)
+        gateway = next((name for name in names if name in table.gateways), None)
+        if gateway is not None:
+            if not isinstance(claimed, str) or not 0 < len(claimed) <= MAX_IDENTITY:
+                raise TenantRefused(
+                    f"{self._header}: found {'one that cannot be' if claimed else 'none'} from gateway "
+                    f"{gateway}; expected the caller's tenant, at most {MAX_IDENTITY} characters"
+                )
+            return table.tenant("header", claimed)
+        if claimed is not None:
+            sender = names[0] if names else "a caller without an identity"
+            raise TenantRefused(
+                f"{self._header}: found it from {sender}; expected it from a listed gateway only"
+            )
+        if names:
+            return table.tenant("certificate", *names)
+        kind, _, rest = peer.partition(":")
+        host = rest.rpartition(":")[0] if kind in ("ipv4", "ipv6") else ""
+        return table.unlisted(f"{kind}:{host}" if host else kind)
+
+
+def _names(facts: AuthContext) -> tuple[str, ...]:
+    """The identities of a certificate that was verified, those of SPIFFE first."""
+    uris = [uri for uri in facts.get("peer_uri", ()) if uri.startswith(_SPIFFE)]
+    hosts = [host.lower() for host in facts.get("peer_dns", ())]
+    return tuple(name.decode(errors="backslashreplace") for name in (*uris, *hosts))

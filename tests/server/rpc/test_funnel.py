@@ -29,7 +29,9 @@ from npugrad.status import MAX_STATUS_BYTES, decode_status
 from npugrad.v1 import server_pb2
 from npugrad_server.metrics import Metrics
 from npugrad_server.rpc.funnel import REQUEST_ID_KEY, Funnel
+from npugrad_server.rpc.identity import Identities
 from npugrad_server.rpc.register import register
+from npugrad_server.tenants import LiveTenants
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -48,12 +50,17 @@ def lines() -> Iterator[list[Any]]:
         yield captured
 
 
+def anybody() -> Identities:
+    """Each caller is a tenant by its address."""
+    return Identities(LiveTenants(), "x-npugrad-tenant", verified=False)
+
+
 class Harness:
     """A server whose GetServerInfo does what a test says."""
 
     def __init__(self) -> None:
         self.metrics = Metrics("0", "atlas-a2")
-        self.funnel = Funnel(self.metrics)
+        self.funnel = Funnel(self.metrics, anybody())
         self.act: Any = None
         self.hold: Any = None
         self.started, self.go_on = asyncio.Event(), asyncio.Event()
@@ -223,7 +230,7 @@ class Large:
 def test_large_message_is_let_go_without_the_garbage_collector(outcome: str) -> None:
     async def run() -> list[bool]:
         watched: list[weakref.ref[Large]] = []
-        funnel = Funnel(Metrics("0", "atlas-a2"))
+        funnel = Funnel(Metrics("0", "atlas-a2"), anybody())
 
         async def handler(message: Any, call: RpcCall) -> Any:
             watched.append(weakref.ref(message))
@@ -367,7 +374,7 @@ def test_call_whose_message_is_still_on_its_way_is_in_progress() -> None:
     """The end of a server waits for it as well; half a message was sent, and then the connection closed."""
 
     async def run() -> None:
-        funnel = Funnel(Metrics("0", "atlas-a2"))
+        funnel = Funnel(Metrics("0", "atlas-a2"), anybody())
         server = grpc.aio.server(interceptors=(funnel,))
         handler = funnel.unary("GetServerInfo", lambda message, call: asyncio.sleep(0))
         register(server, SERVICE, {"GetServerInfo": handler, "ListOperators": handler})

@@ -1,0 +1,129 @@
+"""Figures that the Prometheus page shows as they are when somebody looks: the pool's, and the log's."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from npugrad_server.logs import LogBacklog
+from npugrad_server.pool import DeviceState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from prometheus_client.core import Metric
+
+    from npugrad_server.pool import DeviceStatus, PoolStats
+
+SNAPSHOT_TIMEOUT_S = 5.0
+"""Seconds a scrape waits for the event loop before it fails."""
+_T = TypeVar("_T")
+
+
+class PoolFigures(Protocol):
+    """The part of the pool that the page shows."""
+
+    def stats(self) -> PoolStats:
+        """Figures of this moment."""
+        ...
+
+    def devices(self) -> tuple[DeviceStatus, ...]:
+        """State of every device."""
+        ...
+
+
+def ask(loop: asyncio.AbstractEventLoop, question: Callable[[], _T], timeout_s: float) -> _T:
+    """Asks something on the event loop, from another thread.
+
+    Args:
+        loop: The loop.
+        question: What to call on it.
+        timeout_s: Seconds the loop has for the answer.
+
+    Raises:
+        TimeoutError: It took longer.
+    """
+
+    async def answer() -> _T:
+        return question()
+
+    waiting = asyncio.run_coroutine_threadsafe(answer(), loop)
+    try:
+        return waiting.result(timeout_s)
+    except concurrent.futures.TimeoutError:
+        waiting.cancel()
+        raise TimeoutError(f"the event loop did not answer within {timeout_s:g} s") from None
+
+
+class LogCollector(Collector):
+    """What the log counts."""
+
+    def collect(self) -> Iterator[Metric]:
+        """The lines that the process has lost."""
+        text = "Lines of the log, those that workers print included, lost because nobody read them in time."
+        yield CounterMetricFamily("npugrad_log_lines_dropped", text, value=LogBacklog.all_dropped_lines)
+
+
+class PoolCollector(Collector):
+    """Gauges that are read from the pool when somebody looks."""
+
+    def __init__(self, pool: PoolFigures, loop: asyncio.AbstractEventLoop) -> None:
+        """Looks at nothing yet.
+
+        Args:
+            pool: Whose figures they are.
+            loop: Where it may be asked.
+        """
+        self._pool, self._loop = pool, loop
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing, so that registering does not wait for the loop it is called on."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """The gauges, from figures taken at one moment on the pool's loop."""
+        stats, devices = ask(self._loop, self._snapshot, SNAPSHOT_TIMEOUT_S)
+        for name, text, value in (
+            ("npugrad_queue_depth", "Calls that wait for a device.", stats.queue_depth),
+            ("npugrad_running_calls", "Calls that run on a device.", stats.running),
+            ("npugrad_open_circuits", "Signatures of a tenant that are refused now.", stats.open_circuits),
+            ("npugrad_uploads", "Admitted calls whose operands are still coming.", stats.uploads),
+            ("npugrad_input_arena_used_bytes", "Operand memory in use.", stats.input_arena_used_bytes),
+            ("npugrad_input_arena_bytes", "Operand memory there is.", stats.input_arena_bytes),
+            ("npugrad_output_arena_used_bytes", "Result memory in use.", stats.output_arena_used_bytes),
+            ("npugrad_output_arena_bytes", "Result memory there is.", stats.output_arena_bytes),
+        ):
+            yield GaugeMetricFamily(name, text, float(value))
+        states = GaugeMetricFamily(
+            "npugrad_device_state", "1 for the state a device is in.", labels=("device", "state")
+        )
+        restarts = CounterMetricFamily(
+            "npugrad_worker_restarts",
+            "How often the worker of a device was restarted.",
+            labels=("device",),
+        )
+        memory = GaugeMetricFamily(
+            "npugrad_device_memory_bytes",
+            "What calls may have of a device's own memory; none is shown for one that works in the host's.",
+            labels=("device",),
+        )
+        used = GaugeMetricFamily(
+            "npugrad_device_memory_used_bytes",
+            "What running calls have of a device's own memory, workspaces set aside included.",
+            labels=("device",),
+        )
+        for device in devices:
+            if device.memory_bytes is not None:
+                memory.add_metric((device.name,), device.memory_bytes)
+                used.add_metric((device.name,), device.memory_used_bytes)
+            restarts.add_metric((device.name,), device.restarts)
+            for state in DeviceState:
+                states.add_metric((device.name, str(state)), float(state == device.state))
+        yield from (states, restarts, memory, used)
+
+    def _snapshot(self) -> tuple[PoolStats, tuple[DeviceStatus, ...]]:
+        return self._pool.stats(), self._pool.devices()
