@@ -149,6 +149,13 @@ ERRORS: tuple[ErrorRow, ...] = (
         "QUEUE_FULL", None, "RESOURCE_EXHAUSTED", True, "The queue or the memory for operands is full now."
     ),
     ErrorRow(
+        "QUOTA_EXCEEDED",
+        None,
+        "RESOURCE_EXHAUSTED",
+        True,
+        "The caller's tenant has as many calls, or bytes of them, in the server as its quota allows.",
+    ),
+    ErrorRow(
         "WOULD_MISS_DEADLINE",
         None,
         "RESOURCE_EXHAUSTED",

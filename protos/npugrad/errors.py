@@ -210,7 +210,7 @@ class Cancelled(TransportError):
 
 
 class ServerBusy(TransportError):
-    """Queue, operand memory or device memory is full now, or no device is ready; safe to retry.
+    """Queue, operand memory, device memory or a quota is full now, or no device is ready; safe to retry.
 
     Example:
         >>> try:  # doctest: +SKIP
@@ -507,6 +507,7 @@ _CLASS_BY_REASON: dict[str, type[NpugradError]] = {
     "VERIFICATION_FAILED": DeviceError,
     "CALL_TOO_LARGE": CallTooLarge,
     "QUEUE_FULL": ServerBusy,
+    "QUOTA_EXCEEDED": ServerBusy,
     "WOULD_MISS_DEADLINE": ServerBusy,
     "TENANT_REFUSED": TenantRefused,
     "DEVICE_OUT_OF_MEMORY": DeviceOutOfMemory,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import (
     BaseModel,
+    ByteSize,
     ConfigDict,
     Field,
     StringConstraints,
@@ -61,11 +62,15 @@ class TenantLimits(BaseModel):
 
     Attributes:
         max_priority: What higher priorities of its calls are lowered to.
+        max_queue_depth: Its calls that have not started, uploads included; None for no quota.
+        max_inflight_bytes: Operands and results of its calls, until the memory is given back; None likewise.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     max_priority: int = Field(default=PRIORITIES[-1], ge=PRIORITIES[0], le=PRIORITIES[-1])
+    max_queue_depth: int | None = Field(default=None, ge=1)
+    max_inflight_bytes: ByteSize | None = Field(default=None, ge=1)
 
 
 class UnlistedTenants(TenantLimits):
@@ -170,6 +175,8 @@ def _tenant(name: str, limits: TenantLimits, *, weight: float = 1.0, shown: str 
         name,
         weight,
         max_priority=limits.max_priority,
+        max_queue_depth=limits.max_queue_depth,
+        max_inflight_bytes=limits.max_inflight_bytes,
         **({"shown": shown} if shown else {}),
     )
 

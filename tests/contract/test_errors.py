@@ -108,6 +108,7 @@ def test_the_grpc_statuses_exist_and_are_those_of_the_design() -> None:
             assert not row.retryable, row.reason
     assert {row.reason for row in ERRORS if row.retryable} == {
         "QUEUE_FULL",
+        "QUOTA_EXCEEDED",
         "WOULD_MISS_DEADLINE",
         "DEVICE_OUT_OF_MEMORY",
         "DEVICE_BUSY",

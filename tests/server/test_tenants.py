@@ -26,6 +26,8 @@ name = "vision"
 identities = ["vision.example.org", "spiffe://example.org/vision"]
 weight = 4
 max_priority = 10
+max_queue_depth = 3
+max_inflight_bytes = "2MiB"
 
 [[tenant]]
 name = "batch"
@@ -40,7 +42,9 @@ def test_a_whole_file() -> None:
     assert table.listed["spiffe://example.org/vision"] is vision
     assert (vision.name, vision.weight, vision.shown) == ("vision", 4.0, "vision")
     assert vision.max_priority == 10
+    assert (vision.max_queue_depth, vision.max_inflight_bytes) == (3, 2 << 20)
     assert (batch.weight, batch.max_priority) == (1.0, 100)
+    assert (batch.max_queue_depth, batch.max_inflight_bytes) == (None, None)
     assert table.gateways == {"spiffe://example.org/edge"}
     other = table.tenant("certificate", "new.example")
     assert (other.name, other.weight, other.max_priority) == ("certificate:new.example", 1.0, 4)
@@ -58,6 +62,10 @@ def test_a_whole_file() -> None:
         (ENTRY + "weight = nan", "tenant.0.weight: found 'nan'"),
         (ENTRY + "weight = inf", "tenant.0.weight: found 'inf'"),
         (ENTRY + "max_priority = 101", "tenant.0.max_priority: found '101'"),
+        (ENTRY + "max_queue_depth = 0", "tenant.0.max_queue_depth: found '0'"),
+        (ENTRY + "max_queue_depth = -3", "tenant.0.max_queue_depth: found '-3'"),
+        (ENTRY + "max_inflight_bytes = -1", "tenant.0.max_inflight_bytes: found '-1'"),
+        (ENTRY + 'max_inflight_bytes = "1 furlong"', "tenant.0.max_inflight_bytes: found '1 furlong'"),
         (ENTRY + "colour = 2", "tenant.0.colour: found '2'; Extra inputs are not permitted"),
         ("gateway = []\n" + ENTRY, "gateway: found"),
         (ENTRY + ENTRY.replace('"a"', '"b"'), "found the identity 'a.example' twice; expected each once"),

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from npugrad.errors import CallTooLarge, DeadlineExceeded, ServerBusy
 from npugrad_server.pool.device_memory import FLOAT64_BYTES, need_of
+from npugrad_server.pool.quotas import Quotas
 from npugrad_server.pool.regions import ALIGNMENT, Region, RegionAllocator, aligned
 from npugrad_server.pool.run_times import work_size_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from npugrad.meta import TensorMeta
     from npugrad_server.pool.forecast import Forecast, Prediction
     from npugrad_server.pool.run_times import WorkSize
+    from npugrad_server.pool.tenant import Tenant
     from npugrad_server.pool.types import PlannedCall, PoolSettings
 
-_LEAST_RETRY_S, _MOST_RETRY_S = 0.1, 30.0
+_MOST_RETRY_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,11 @@ class Demand:
     device_bytes: int = 0
     workspace_key: bytes | None = None
     work: WorkSize | None = None
+
+    @cached_property
+    def inflight_bytes(self) -> int:
+        """What counts for its tenant's quota: operands, as they are reserved, and results."""
+        return aligned(self.inputs.nbytes) + self.outputs.nbytes
 
 
 def demand_of(planned: PlannedCall, *, own_memory: bool = False) -> Demand:
@@ -159,6 +167,7 @@ class AdmissionControl:
     """Counts operand memory and queue places.
 
     Attributes:
+        quotas: Of tenants.
         operands: Regions of the input arena.
         output_bytes: Size of each output arena, a multiple of `ALIGNMENT`.
         memory_bytes: Host memory for what workers make of operands.
@@ -172,6 +181,7 @@ class AdmissionControl:
             memory_bytes: Host memory for what workers make of operands.
             own_memory: Whether the devices have memory of their own.
         """
+        self.quotas = Quotas()
         self.operands = RegionAllocator(settings.input_arena_bytes)
         self.output_bytes = settings.output_arena_bytes // ALIGNMENT * ALIGNMENT
         self.memory_bytes = memory_bytes
@@ -186,6 +196,8 @@ class AdmissionControl:
         now: float,
         device_bytes: int | None = None,
         make_room: Callable[[], bool] = lambda: False,
+        *,
+        drop: Callable[[Sequence[Tenant]], bool] = lambda _: False,
     ) -> tuple[Demand, Region, Prediction]:
         """Takes operand memory for a call.
 
@@ -196,6 +208,8 @@ class AdmissionControl:
             now: When it came.
             device_bytes: The roomiest device's own memory; None where nothing bounds it, or not yet.
             make_room: Asked where operand memory is full; whether some of it was given back.
+            drop: Asked, where queue or memory are full, to drop a waiting call of the first of some tenants
+                that has one; whether there was one.
 
         Returns:
             What it needs, its part of the input arena, and when it is expected to be done.
@@ -203,19 +217,11 @@ class AdmissionControl:
         Raises:
             CallTooLarge: It can never fit.
             DeadlineExceeded: Its deadline has passed.
-            ServerBusy: QUEUE_FULL, queue or operand memory are full now; WOULD_MISS_DEADLINE, it would be
-                done too late.
+            ServerBusy: QUEUE_FULL, queue or operand memory are full now; QUOTA_EXCEEDED, its tenant's share
+                of them is; WOULD_MISS_DEADLINE, it would be done too late.
         """
-        operator, demand = planned.plan.record.name, demand_of(planned, own_memory=self._own_memory)
-        check_fits(
-            operator,
-            demand,
-            input_arena_bytes=self.operands.nbytes,
-            output_arena_bytes=self.output_bytes,
-            memory_bytes=self.memory_bytes,
-            device_bytes=device_bytes,
-        )
-        options = planned.options
+        demand = self._fitting(planned, device_bytes)
+        operator, options = planned.plan.record.name, planned.options
         prediction = forecast.predict(
             planned.tenant,
             (operator, options.deterministic),
@@ -225,24 +231,62 @@ class AdmissionControl:
         )
         if planned.deadline_s is not None and now + prediction.longest_s > planned.deadline_s:
             _check_deadline(planned, demand, prediction, forecast, now)
-        if waiting >= self._max_waiting:
+        return demand, self._take(planned, demand, prediction, waiting, make_room, drop), prediction
+
+    def _fitting(self, planned: PlannedCall, device_bytes: int | None) -> Demand:
+        """What a call needs, which is no more than what there is."""
+        operator, demand = planned.plan.record.name, demand_of(planned, own_memory=self._own_memory)
+        check_fits(
+            operator,
+            demand,
+            input_arena_bytes=self.operands.nbytes,
+            output_arena_bytes=self.output_bytes,
+            memory_bytes=self.memory_bytes,
+            device_bytes=device_bytes,
+        )
+        most = planned.tenant.max_inflight_bytes
+        if most is not None and demand.inflight_bytes > most:
+            raise CallTooLarge(
+                f"{operator}: tenant {planned.tenant.name}: found {demand.inflight_bytes} bytes of operands "
+                f"and results; expected at most {most} (its quota max_inflight_bytes)",
+                operator=operator,
+            )
+        return demand
+
+    def _take(
+        self,
+        planned: PlannedCall,
+        demand: Demand,
+        prediction: Prediction,
+        waiting: int,
+        make_room: Callable[[], bool],
+        drop: Callable[[Sequence[Tenant]], bool],
+    ) -> Region:
+        """Operand memory for a call, if it also has a place; errors and arguments as of `reserve`."""
+        operator, tenant, quotas = planned.plan.record.name, planned.tenant, self.quotas
+        if what := quotas.exceeded(tenant, demand.inflight_bytes):
+            raise _busy(operator, what, prediction, "QUOTA_EXCEEDED")
+        if waiting >= self._max_waiting and not drop(quotas.over_share_of_places(tenant)):
             what = f"found {waiting} waiting calls; expected fewer than {self._max_waiting}"
             raise _busy(operator, what, prediction)
         region = self.operands.allocate(demand.inputs.nbytes)
-        while region is None and make_room():
+        while region is None and (
+            make_room() or drop(quotas.over_share_of_memory(tenant, demand.inflight_bytes))
+        ):
             region = self.operands.allocate(demand.inputs.nbytes)
         if region is None:
             used = f"{self.operands.used_bytes} of {self.operands.nbytes}"
             what = f"found {used} bytes of operand memory in use; expected room for {demand.inputs.nbytes}"
             raise _busy(operator, what, prediction)
-        return demand, region, prediction
+        return region
 
 
-def _busy(operator: str, what: str, prediction: Prediction) -> ServerBusy:
+def _busy(operator: str, what: str, prediction: Prediction, reason: str = "QUEUE_FULL") -> ServerBusy:
     """Refuses a call until its tenant's turn would come."""
     return ServerBusy(
         f"{operator}: {what}",
-        retry_after_s=min(max(prediction.wait_s, _LEAST_RETRY_S), _MOST_RETRY_S),
+        reason=reason,
+        retry_after_s=prediction.retry_after_s,
         operator=operator,
     )
 

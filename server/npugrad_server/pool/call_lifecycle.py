@@ -124,6 +124,15 @@ class CallLifecycle:
         self._unqueue(call)
         self.fail(call, reason, detail, now, out)
 
+    def drop(self, call: CallState, now: float, out: list[Command]) -> None:
+        """A call that waits gives its place or its memory to one of a tenant that has less of them."""
+        self._unqueue(call)
+        lane = call.priority, call.label
+        turn = self._placement.forecast.predict(call.tenant, call.kind, call.work, now, lane, sent=False)
+        found = f"tenant {call.tenant.name}: found it the furthest over its share"
+        detail = f"{found} when another tenant's call found the queue or the memory full; expected its share"
+        self.fail(call, "QUEUE_FULL", detail, now, out, retry_after_s=turn.retry_after_s)
+
     def _unqueue(self, call: CallState) -> None:
         self.queue.remove(call)
         self._placement.forecast.unqueued(call)

@@ -63,18 +63,20 @@ def error_without_answer(
 
     Args:
         planned: The call.
-        reason: CALL_TOO_LARGE, CIRCUIT_OPEN, DEADLINE_EXCEEDED, WOULD_MISS_DEADLINE, OPERATOR_UNSUPPORTED,
-            DETERMINISM_UNSUPPORTED or WORKER_LOST; NO_DEVICE is `error_without_device`.
+        reason: CALL_TOO_LARGE, CIRCUIT_OPEN, DEADLINE_EXCEEDED, QUEUE_FULL, WOULD_MISS_DEADLINE,
+            OPERATOR_UNSUPPORTED, DETERMINISM_UNSUPPORTED or WORKER_LOST; NO_DEVICE is `error_without_device`.
         detail: What happened.
         code: The vendor's number, when a device failed.
-        retry_after_s: Seconds to wait before the call may be tried again, for CIRCUIT_OPEN.
+        retry_after_s: Seconds to wait before the call may be tried again, for CIRCUIT_OPEN and QUEUE_FULL.
     """
     message = f"{planned.plan.record.name}: {detail}"
     operator, request_id = planned.plan.record.name, planned.request_id
     if reason == "DEADLINE_EXCEEDED":
         return DeadlineExceeded(message, operator=operator, request_id=request_id)
-    if reason == "WOULD_MISS_DEADLINE":
-        return ServerBusy(message, reason=reason, operator=operator, request_id=request_id)
+    if reason in ("QUEUE_FULL", "WOULD_MISS_DEADLINE"):
+        return ServerBusy(
+            message, reason=reason, retry_after_s=retry_after_s, operator=operator, request_id=request_id
+        )
     if reason == "CALL_TOO_LARGE":
         return CallTooLarge(message, operator=operator, request_id=request_id)
     if reason == "CIRCUIT_OPEN":

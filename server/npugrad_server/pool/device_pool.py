@@ -14,6 +14,7 @@ from npugrad_server.devices import parse_device
 from npugrad_server.machine import memory_bytes
 from npugrad_server.pool.admission import AdmissionControl
 from npugrad_server.pool.arena import InputArena
+from npugrad_server.pool.commands import FailCall
 from npugrad_server.pool.completion import error_without_answer, error_without_device
 from npugrad_server.pool.driver import Driver
 from npugrad_server.pool.run_times import work_size_of
@@ -21,13 +22,14 @@ from npugrad_server.pool.ticket import Ticket
 from npugrad_server.pool.types import DeviceState, Outcome, PoolObserver, PoolStats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from npugrad.meta import CallMeta
     from npugrad.operator import OpRecord
     from npugrad_server.pool.admission import Demand
     from npugrad_server.pool.forecast import Prediction
     from npugrad_server.pool.regions import Region
+    from npugrad_server.pool.tenant import Tenant
     from npugrad_server.pool.types import DeviceStatus, PlannedCall, PoolSettings
 
 
@@ -103,8 +105,8 @@ class DevicePool:
         Raises:
             CallTooLarge: It can never fit.
             DeadlineExceeded: Its deadline has passed.
-            ServerBusy: QUEUE_FULL, queue or operand memory are full now; WOULD_MISS_DEADLINE, it would be
-                done too late; NO_DEVICE, all devices are down.
+            ServerBusy: QUEUE_FULL, queue or operand memory are full now; QUOTA_EXCEEDED, its tenant's quota
+                is; WOULD_MISS_DEADLINE, it would be done too late; NO_DEVICE, all devices are down.
             ServerDraining: The pool was closed, or its calls were abandoned.
             UnsupportedOperator: No device can run the operator.
             OperatorError: DETERMINISM_UNSUPPORTED, no device can run it deterministically.
@@ -120,6 +122,8 @@ class DevicePool:
             self._closed,
             prediction=prediction,
         )
+        ticket.use = self._admission.quotas.enter(planned.tenant, demand.inflight_bytes)
+        ticket.inflight_bytes = demand.inflight_bytes
         self._driver.tickets[ticket.number] = ticket
         ticket.is_upload = is_upload
         self._uploads += 1
@@ -148,6 +152,7 @@ class DevicePool:
             time.monotonic(),
             eligible.most_bytes,
             self._make_room,
+            drop=self._drop,
         )
 
     def _make_room(self) -> bool:
@@ -155,6 +160,20 @@ class DevicePool:
         for ticket in self._driver.tickets.values():
             if not ticket.started and ticket.give_way is not None and ticket.give_way():
                 ticket.close()
+                return True
+        return False
+
+    def _drop(self, tenants: Sequence[Tenant]) -> bool:
+        """Has the last call of the first of some tenants that has one give way; whether there was one."""
+        for tenant in tenants:
+            commands = self._scheduler.drop_last(tenant.name, time.monotonic())
+            dropped = [self._driver.tickets[c.call] for c in commands if isinstance(c, FailCall)]
+            self._driver.apply(commands)
+            for ticket in dropped:  # its caller only hears of it later, but no worker reads its operands
+                ticket.stop_waiting()
+                self._driver.drop_operands(ticket)
+                ticket.give_back(ticket.inflight_bytes)
+            if dropped:
                 return True
         return False
 
@@ -188,7 +207,7 @@ class DevicePool:
             CallTooLarge: No device has room for its tensors, as turned out after it was admitted.
             DeadlineExceeded: The deadline passed before the result was there.
             ServerBusy: NO_DEVICE, the last device was marked down; WOULD_MISS_DEADLINE, it could only start
-                too late.
+                too late; QUEUE_FULL, it gave way to a call of a tenant that has less of the queue.
             ServerDraining: The pool was closed meanwhile.
             WorkerLost: The worker died at every attempt.
             CircuitOpen: Workers died under other calls of its tenant and signature meanwhile.

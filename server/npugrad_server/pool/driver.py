@@ -327,11 +327,15 @@ class Driver:
 
     def release(self, number: int) -> None:
         """No worker touches the operands of a call any more: their memory goes back."""
-        self._admission.operands.free(self.tickets.pop(number).operands)
+        ticket = self.tickets.pop(number)
+        self._admission.operands.free(ticket.operands)
+        if ticket.use is not None:
+            self._admission.quotas.leave(ticket.use, ticket.inflight_bytes, waits=ticket.waits)
 
     def drop_operands(self, ticket: Ticket) -> None:
         """The memory of the operands of a call that is done goes back before its results were taken."""
         self._admission.operands.free(ticket.operands)
+        ticket.give_back(ticket.operands.nbytes)
         ticket.operands = EMPTY
 
     def _make_room(self, command: MakeRoom) -> None:

@@ -44,6 +44,10 @@ _KEPT = 0.99
 _waits, _virtual_time = attrgetter("count"), attrgetter("virtual_s")
 
 
+def _rank(call: Queueable) -> tuple[int, int]:
+    return call.priority, -call.id
+
+
 class Chargeable(Queueable, Protocol):
     """A call of a tenant, and what the queue notes of it."""
 
@@ -155,6 +159,11 @@ class FairQueue(Generic[T]):
         self._longest_s = max(used_s, _KEPT * self._longest_s)
         if not (self.count or self.running):
             self._virtual_s = self._last_s  # nobody waits who could be paid back
+
+    def last(self, tenant: str) -> T | None:
+        """The call of a tenant that would leave last: of its least priority, the newest one."""
+        queue = self._tenants.get(tenant)
+        return min(queue, key=_rank, default=None) if queue is not None else None
 
     def remove(self, call: T) -> None:
         """Removes a call that gives up, wherever it stands in its lane."""

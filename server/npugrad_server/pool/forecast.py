@@ -37,6 +37,8 @@ _WAIT_MARGIN = 1.1
 """A promise allows for so much more than the expected wait."""
 _ROUNDS = 4
 """Of the approximation of a wait, each of which brings it down towards the right one."""
+_LEAST_RETRY_S, _MOST_RETRY_S = 0.1, 30.0
+"""Of what a caller is asked to wait before it comes again."""
 _LEAST_LEFT = 0.1
 """Part of its expected time that a running call has left when it should be over."""
 _SMOOTHING = 0.05
@@ -103,6 +105,11 @@ class Prediction:
     def longest_s(self) -> float:
         """Seconds until it is done, for nearly all such calls."""
         return self.longest_wait_s + self.longest_run_s
+
+    @property
+    def retry_after_s(self) -> float:
+        """Seconds after which its tenant's turn would come, for one who is told to come again."""
+        return min(max(self.wait_s, _LEAST_RETRY_S), _MOST_RETRY_S)
 
     def __str__(self) -> str:
         """What was found, for an error's message."""

@@ -105,11 +105,9 @@ class Scheduler:
         """When `tick` is due; None when only an event can change anything."""
         first = self._alarms.next()
         for worker in self.workers:
-            if worker.alarm is not None and (first is None or worker.alarm < first):
-                first = worker.alarm
-            watched = worker.trust.alarm
-            if watched is not None and (first is None or watched < first):
-                first = watched
+            for alarm in (worker.alarm, worker.trust.alarm):
+                if alarm is not None and (first is None or alarm < first):
+                    first = alarm
         return first
 
     # ------------------------------------------------------------------------------------------------- events
@@ -167,10 +165,8 @@ class Scheduler:
         """
         out: list[Command] = []
         worker = self.workers[index]
-        if not worker.is_current(incarnation) or worker.opened or worker.ending:
-            return out
-        if worker.failure is not None:
-            return out  # it said that the device did not open, so its end is near
+        if not worker.is_current(incarnation) or worker.opened or worker.ending or worker.failure is not None:
+            return out  # or it said that the device did not open, so its end is near
         worker.one_mode, worker.memory_bytes = one_mode, memory_bytes
         worker.unavailable, worker.exhausted = dict(unavailable or {}), False
         worker.deterministic, worker.no_determinism = deterministic, no_determinism
@@ -286,12 +282,7 @@ class Scheduler:
     ) -> list[Command]:
         """A process has ended and was waited for: it cannot write any more.
 
-        Args:
-            index: Which device.
-            incarnation: Which process.
-            reason: How it ended, for a person.
-            now: When.
-            host: Whether it could not even be started.
+        `reason` is how it ended, for a person, and `host` whether it could not even be started.
         """
         out: list[Command] = []
         worker = self.workers[index]
@@ -330,6 +321,14 @@ class Scheduler:
         if call is not None:
             self._call_lifecycle.orphan(call, now, out)
             self._dispatch(now, out)
+        return out
+
+    def drop_last(self, tenant: str, now: float) -> list[Command]:
+        """A tenant's last call gives way to one of another tenant; nothing happens where none waits."""
+        out: list[Command] = []
+        call = self._queue.last(tenant)
+        if call is not None:
+            self._call_lifecycle.drop(call, now, out)
         return out
 
     def close(self, number: int, now: float) -> list[Command]:

@@ -16,12 +16,16 @@ class Tenant:
         name: Unique among tenants; it appears in logs.
         weight: Share of the devices' time, relative to those of other tenants that have calls waiting.
         max_priority: What higher priorities of its calls are lowered to.
+        max_queue_depth: Its calls that have not started, uploads included; None for no quota.
+        max_inflight_bytes: Operands and results of its calls, until the memory is given back; None likewise.
         shown: Its name in metrics.
     """
 
     name: str
     weight: float = 1.0
     max_priority: int = 100
+    max_queue_depth: int | None = None
+    max_inflight_bytes: int | None = None
     shown: str = OTHERS
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from npugrad_server.pool.commands import StartCall
     from npugrad_server.pool.forecast import Prediction
     from npugrad_server.pool.process import WorkerProcess
+    from npugrad_server.pool.quotas import TenantUse
     from npugrad_server.pool.regions import Region
     from npugrad_server.pool.types import PlannedCall
     from npugrad_server.worker.protocol import CallFailed, DeviceReady
@@ -50,6 +51,9 @@ class Ticket:
         answer: That process's answer.
         held: That arena, once its results are the caller's.
         marks: When its stages ended, from the first start on.
+        use: What its tenant holds, this call included; None before `DevicePool.admit`.
+        waits: Whether it has not started and counts as waiting for its tenant.
+        inflight_bytes: What it counts for in its tenant's bytes in flight.
         is_upload: Whether its operands were still to come when it was admitted.
         give_way: Asked where others wait for what it holds, while its operands or its results are moved:
             whether it is given back, at once or soon.
@@ -105,7 +109,8 @@ class Ticket:
         self.answer: CallDone | CallFailed | None = None
         self.held: OutputArena | None = None
         self.marks: list[Mark] = []
-        self.is_upload = False
+        self.is_upload, self.waits, self.inflight_bytes = False, True, 0
+        self.use: TenantUse | None = None
         self.give_way: Callable[[], bool] | None = None
         self._memory, self._on_close = memory, on_close
         self._views = [memory]
@@ -172,6 +177,8 @@ class Ticket:
         wrong with it must not depend on what was kept.
         """
         self.start, self.arena, self.answer = start, process.outputs, None
+        if self.waits:
+            self.stop_waiting()
         self.marks.append(("queued", time.monotonic()))
         planned = self.planned
         if not planned.plan.is_kept or start.attempt > 1:
@@ -250,6 +257,18 @@ class Ticket:
         )
         self._mark_done(answer)
         return Outcome(self._lend(self.arena), info)
+
+    def stop_waiting(self) -> None:
+        """It does not count as waiting for its tenant any more."""
+        if self.waits and self.use is not None:
+            self.use.waiting_count -= 1
+        self.waits = False
+
+    def give_back(self, nbytes: int) -> None:
+        """So many bytes do not count as its tenant's any more."""
+        if self.use is not None:
+            self.use.inflight_bytes -= nbytes
+            self.inflight_bytes -= nbytes
 
     def mark_lost(self) -> None:
         """The last start came to nothing; after many, it is one with the one before.

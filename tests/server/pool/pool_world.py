@@ -7,12 +7,12 @@ So any part of a history is a history too, and one that fails can be made shorte
 from __future__ import annotations
 
 import random
-from bisect import insort
 from collections import Counter, defaultdict
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from tests.server.pool.pool_calls import Plan, Planned, has_gap, told
+from tests.server.pool.quota_world import QuotaWorld
 from tests.server.pool.scheduling import check_lateness
 from tests.server.pool.test_scheduler_properties import (
     ARENA,
@@ -41,7 +41,7 @@ from npugrad_server.pool.commands import (
     StartCall,
 )
 from npugrad_server.pool.device_memory import workspace_footprint
-from npugrad_server.pool.regions import ALIGNMENT, aligned
+from npugrad_server.pool.regions import aligned
 from npugrad_server.pool.state import CallState
 from npugrad_server.pool.tenant import Tenant
 from npugrad_server.pool.types import DeviceState, PoolSettings
@@ -50,13 +50,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from npugrad_server.pool.commands import Command
-    from npugrad_server.pool.regions import Region
     from npugrad_server.pool.state import WorkerState
 
 Event = tuple[str, int]
 
 INPUTS, PLACES = 1024, 8
 """Bytes of operands, and calls that may wait, uploads included."""
+QUOTA_PLACES, QUOTA_BYTES = 3, 512
+"""Quotas of the tenants "small" and "even"."""
 MOST_NEEDS = 9
 """Blocks of workspace that a call asks for at most."""
 RUN_LIMIT_S = 540.0
@@ -86,33 +87,11 @@ INVARIANTS = [
 ]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """All that the pool looks at of a plan: what it needs is counted already."""
-
-    record: Any
-    signature: bytes
-    demands: dict[bool, Demand]
-
-
-@dataclass(frozen=True)
-class Planned:
-    """All that admission control looks at of a planned call."""
-
-    plan: Plan
-    options: Any
-    tenant: Tenant
-    deadline_s: float | None
-    request_id: str = ""
-
-
-class PoolWorld(SchedulerWorld):
+class PoolWorld(QuotaWorld):
     """One pool and all around it.
 
     Attributes:
-        admission: Lets calls in.
         uploads: Calls that were let in and did not arrive yet, with what they will be.
-        regions: Operands of every call inside.
         answers: How many calls were answered, by reason.
     """
 
@@ -121,7 +100,6 @@ class PoolWorld(SchedulerWorld):
         super().__init__()
         rng = random.Random(seed)
         self.uploads: dict[int, Call] = {}
-        self.regions: dict[int, Region] = {}
         self.lanes: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         self.circuit_deaths: dict[Any, list[float]] = defaultdict(list)
         self.weights = {"small": 0.5, "even": 1.0, "large": 4.0}
@@ -157,6 +135,7 @@ class PoolWorld(SchedulerWorld):
         self.teardown()
         assert self.admission.operands.used_bytes == 0, "bytes of operands are held by nobody"
         assert not self.regions
+        assert not self.admission.quotas.uses, "a tenant holds what nobody has"
         assert not any(self.lanes.values())
 
     # ------------------------------------------------------------------------------------------------ events
@@ -177,10 +156,14 @@ class PoolWorld(SchedulerWorld):
             else:
                 waiting = len(self.uploads) + self.scheduler.queue_depth
                 arguments: Any = (planned, waiting, self.scheduler.forecast, self.now, most)
-                _, self.regions[number], _ = self.admission.reserve(*arguments)
+                before = self.dropped
+                _, self.regions[number], _ = self.admission.reserve(*arguments, drop=self._drop)
+                self._enter(number, planned)
+                if self.dropped > before and expected == "QUEUE_FULL":
+                    expected = ""
         except NpugradError as error:
             reason = error.reason
-        if reason == "WOULD_MISS_DEADLINE" and expected in ("", "QUEUE_FULL"):
+        if reason == "WOULD_MISS_DEADLINE" and expected in ("", "QUEUE_FULL", "QUOTA_EXCEEDED"):
             expected = check_lateness(self.scheduler, planned, self.now)
         assert reason == expected, f"refused with {reason!r}; expected {expected!r}"
         if reason:
@@ -188,7 +171,7 @@ class PoolWorld(SchedulerWorld):
             return f"call {number} is refused: {reason}"
         self.uploads[number] = call
         region = self.regions[number]
-        return f"call {number} is let in: {_told(call)}, operands {region.offset}+{region.nbytes}"
+        return f"call {number} is let in: {told(call)}, operands {region.offset}+{region.nbytes}"
 
     def on_uploaded(self, rng: random.Random) -> str:
         """The operands of a call are all there."""
@@ -211,7 +194,7 @@ class PoolWorld(SchedulerWorld):
 
     def _hang_up(self, number: int) -> None:
         del self.uploads[number]
-        self.admission.operands.free(self.regions.pop(number))
+        self._leave(number)
 
     def on_ready(self, rng: random.Random) -> str:
         """A process has opened its device."""
@@ -373,7 +356,9 @@ class PoolWorld(SchedulerWorld):
         self.count += 1
         number, needs = self.count, rng.randint(0, MOST_NEEDS)
         name = rng.choice(list(self.weights))
-        tenant = Tenant(name, self.weights[name])
+        places = QUOTA_PLACES if name == "small" else None
+        nbytes = QUOTA_BYTES if name == "even" else None
+        tenant = Tenant(name, self.weights[name], max_queue_depth=places, max_inflight_bytes=nbytes)
         operator, deterministic = rng.choice(OPERATORS), rng.random() < 0.3
         due = None if rng.random() < 0.5 else self.now + 30 * rng.random()
         outputs = rng.choice([0, 1, 64, 100, 128, 256])
@@ -422,8 +407,15 @@ class PoolWorld(SchedulerWorld):
         most = self._roomiest([w for w, refused in zip(coming, refuses, strict=True) if not refused])
         if demand.inputs.nbytes > INPUTS or (most is not None and demand.device_bytes > most):
             return "CALL_TOO_LARGE"
+        tenant, needed = planned.tenant, demand.inflight_bytes
+        if tenant.max_inflight_bytes is not None and needed > tenant.max_inflight_bytes:
+            return "CALL_TOO_LARGE"
+        if self._held(tenant.name, places=True) >= (tenant.max_queue_depth or INPUTS) or (
+            self._held(tenant.name, places=False) + needed > (tenant.max_inflight_bytes or 1 << 20)
+        ):
+            return "QUOTA_EXCEEDED"
         waiting = len(self.uploads) + sum(self._waits(call) for call in self.calls.values())
-        if waiting >= PLACES or not _has_gap(self.regions.values(), INPUTS, demand.inputs.nbytes):
+        if waiting >= PLACES or not has_gap(self.regions.values(), INPUTS, demand.inputs.nbytes):
             return "QUEUE_FULL"
         return ""
 
@@ -453,13 +445,14 @@ class PoolWorld(SchedulerWorld):
             lane = self._lane(call)
             assert lane[0] == command.call, f"{command.call} passes {lane[0]} of its label and kind"
             del lane[0]
+            self._counts_no_more(command.call)
         elif isinstance(command, (RequeueCall, RedirectCall, PostponeCall)):
             self._lane(self.calls[command.call]).insert(0, command.call)
         elif isinstance(command, FailCall):
             self._leave_lane(self.calls[command.call])
             self.answers[command.reason] += 1
         elif isinstance(command, ReleaseCall):
-            self.admission.operands.free(self.regions.pop(command.call))
+            self._leave(command.call)
             call = self.calls[command.call]
             assert call.answers + call.cancelled == 1, "an end without an answer, or with two"
             if not self._is_over:
@@ -511,7 +504,8 @@ class PoolWorld(SchedulerWorld):
         elif reason == "CIRCUIT_OPEN":
             self._justify_circuit(command.call, call)
         else:
-            assert reason in ("OPERATOR_UNSUPPORTED", "DETERMINISM_UNSUPPORTED"), reason
+            assert reason in ("OPERATOR_UNSUPPORTED", "DETERMINISM_UNSUPPORTED", "QUEUE_FULL"), reason
+            assert reason != "QUEUE_FULL" or self._waits(call), reason
 
     def _justify_circuit(self, number: int, call: Call) -> None:
         """A circuit is open only after deaths under calls of its key, or while a trial is on its way."""
@@ -535,6 +529,7 @@ class PoolWorld(SchedulerWorld):
             assert offset >= end, "operands overlap"
             end = offset + nbytes
         assert end <= INPUTS
+        self._check_quotas()
 
     def _check_work_conserved(self) -> None:
         """No call waits that the next device could take, unless one is kept for another call."""
@@ -571,28 +566,4 @@ class PoolWorld(SchedulerWorld):
             if other.region_live
             and (other.starts[-1].worker, other.starts[-1].incarnation) == (worker.index, worker.incarnation)
         ]
-        return _has_gap(live, ARENA, call.request.output_bytes)
-
-
-def _has_gap(regions: Iterable[Region], size: int, nbytes: int) -> bool:
-    """Whether so many bytes fit between regions."""
-    wanted, end = aligned(nbytes), 0
-    taken: list[tuple[int, int]] = []
-    for region in regions:
-        if region.nbytes:
-            insort(taken, (region.offset, region.nbytes))
-    for offset, length in [*taken, (size // ALIGNMENT * ALIGNMENT, 0)]:
-        if offset - end >= wanted:
-            return True
-        end = offset + length
-    return not wanted
-
-
-def _told(call: Call) -> str:
-    request = call.request
-    due = "never" if request.deadline_s is None else f"{request.deadline_s:.3f}"
-    return (
-        f"tenant {request.tenant.name}, priority {request.priority}, label {request.label}, "
-        f"operator {request.operator!r}, deterministic {request.deterministic}, due {due}, "
-        f"outputs {request.output_bytes}, host {request.memory_bytes}, device {request.device_bytes}"
-    )
+        return has_gap(live, ARENA, call.request.output_bytes)

@@ -210,3 +210,17 @@ def test_a_call_that_gives_up_is_charged_to_nobody_and_one_put_back_is_the_next(
     assert next(world.queue.in_turn(lambda _: False)) is calls[2]
     assert world.queue.count == 2
     assert world.queue.running == 0
+
+
+def test_the_last_call_of_a_tenant_is_the_newest_of_its_least_priority() -> None:
+    queue: FairQueue[Waiting] = FairQueue()
+    assert queue.last("a") is None
+    calls = [Waiting(n, Tenant("a"), priority=p, label=f"{n}") for n, p in enumerate((5, 0, 0, 5))]
+    for call in calls:
+        queue.push(call)
+    queue.push(Waiting(9, Tenant("b"), priority=-1))
+    order = []
+    while (last := queue.last("a")) is not None:
+        order.append(last.id)
+        queue.remove(last)
+    assert order == [2, 1, 3, 0]

@@ -1,0 +1,101 @@
+"""Quotas: what tenants may hold at once, and who gives way where a place or memory is wanted by others.
+
+A tenant's share of what is full is by weight, among those that hold some of it. Whoever holds the most for
+its weight is the most over its share, and gives way to a call that leaves its own tenant less over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from npugrad_server.pool.tenant import Tenant
+
+
+@dataclass(eq=False)
+class TenantUse:
+    """What one tenant holds.
+
+    Attributes:
+        tenant: As its newest call has it.
+        call_count: Its calls inside.
+        waiting_count: Those of them that have not started, uploads included.
+        inflight_bytes: Their operands and results, until the memory is given back.
+    """
+
+    tenant: Tenant
+    call_count: int = 0
+    waiting_count: int = 0
+    inflight_bytes: int = 0
+
+
+class Quotas:
+    """Counts what tenants hold.
+
+    Attributes:
+        uses: Of tenants with calls inside, by name.
+    """
+
+    def __init__(self) -> None:
+        """Starts with nobody."""
+        self.uses: dict[str, TenantUse] = {}
+
+    def exceeded(self, tenant: Tenant, nbytes: int) -> str:
+        """Which quota one more call of a tenant would exceed, with found and expected; empty for none.
+
+        Args:
+            tenant: Whose call it is.
+            nbytes: Its operands and results.
+        """
+        use = self.uses.get(tenant.name)
+        if use is None:
+            return ""
+        places, most = tenant.max_queue_depth, tenant.max_inflight_bytes
+        if places is not None and use.waiting_count >= places:
+            found = f"found {use.waiting_count} calls that have not started; expected fewer than {places}"
+            return f"tenant {tenant.name}: {found} (its quota max_queue_depth)"
+        if most is not None and use.inflight_bytes + nbytes > most:
+            found = f"found {use.inflight_bytes} bytes in flight; expected room for {nbytes} of {most}"
+            return f"tenant {tenant.name}: {found} (its quota max_inflight_bytes)"
+        return ""
+
+    def enter(self, tenant: Tenant, nbytes: int) -> TenantUse:
+        """Counts a call that was let in, with its operands and results, until `leave`."""
+        use = self.uses.get(tenant.name)
+        if use is None:
+            use = self.uses[tenant.name] = TenantUse(tenant)
+        use.tenant = tenant
+        use.call_count += 1
+        use.waiting_count += 1
+        use.inflight_bytes += nbytes
+        return use
+
+    def leave(self, use: TenantUse, nbytes: int, *, waits: bool) -> None:
+        """A call is gone.
+
+        Args:
+            use: Of its tenant.
+            nbytes: What it still held.
+            waits: Whether it has not started.
+        """
+        use.call_count -= 1
+        use.waiting_count -= waits
+        use.inflight_bytes -= nbytes
+        if not use.call_count:
+            del self.uses[use.tenant.name]
+
+    def over_share_of_places(self, tenant: Tenant) -> list[Tenant]:
+        """Tenants further over their share of the queue than this one with one more, the furthest first."""
+        return self._over("waiting_count", tenant, 1)
+
+    def over_share_of_memory(self, tenant: Tenant, nbytes: int) -> list[Tenant]:
+        """Tenants further over their share of memory than this one with so much more, the furthest first."""
+        return self._over("inflight_bytes", tenant, nbytes)
+
+    def _over(self, held: str, tenant: Tenant, more: int) -> list[Tenant]:
+        own = self.uses.get(tenant.name)
+        least = ((0 if own is None else getattr(own, held)) + more) / tenant.weight
+        by_weight = [(getattr(use, held) / use.tenant.weight, name) for name, use in self.uses.items()]
+        found = sorted((pair for pair in by_weight if pair[0] > least), reverse=True)
+        return [self.uses[name].tenant for _, name in found if name != tenant.name]

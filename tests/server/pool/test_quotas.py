@@ -1,0 +1,113 @@
+"""Quotas of tenants, and who gives way when queue or memory are full."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.server.pool.conftest import until
+from tests.server.pool.scheduling import SETTINGS, open_scheduler
+
+from npugrad.errors import CallTooLarge, ServerBusy
+from npugrad_server.pool.admission import AdmissionControl, demand_of
+from npugrad_server.pool.quotas import Quotas
+from npugrad_server.pool.tenant import Tenant
+
+if TYPE_CHECKING:
+    from npugrad_server.pool import DevicePool
+
+HOG, SMALL, HEAVY = Tenant("hog"), Tenant("small"), Tenant("heavy", 4.0)
+
+
+def reserve(admission: AdmissionControl, planned: Any) -> None:
+    admission.reserve(planned, 0, open_scheduler().forecast, time.monotonic())
+
+
+def test_what_a_tenant_holds_is_counted_and_forgotten() -> None:
+    quotas = Quotas()
+    first, second = quotas.enter(HOG, 100), quotas.enter(HOG, 50)
+    assert first is second
+    assert (first.call_count, first.waiting_count, first.inflight_bytes) == (2, 2, 150)
+    quotas.leave(first, 100, waits=True)
+    first.waiting_count -= 1  # the other one starts
+    quotas.leave(first, 50, waits=False)
+    assert (first.waiting_count, first.inflight_bytes, quotas.uses) == (0, 0, {})
+
+
+def test_each_quota_is_refused_with_its_name_found_and_expected(job: Any) -> None:
+    settings = replace(SETTINGS, input_arena_bytes=1 << 20, output_arena_bytes=1 << 20)
+    admission, planned = AdmissionControl(settings, 1 << 20), job().planned
+    held = demand_of(planned).inflight_bytes
+    for tenant, told in (
+        (
+            Tenant("a", max_queue_depth=1),
+            "found 1 calls that have not started; expected fewer than 1 (its quota max_queue_depth)",
+        ),
+        (
+            Tenant("b", max_inflight_bytes=2 * held - 1),
+            f"found {held} bytes in flight; expected room for {held} of {2 * held - 1} "
+            "(its quota max_inflight_bytes)",
+        ),
+    ):
+        mine = replace(planned, tenant=tenant)
+        reserve(admission, mine)
+        use = admission.quotas.enter(tenant, held)
+        with pytest.raises(ServerBusy) as caught:
+            reserve(admission, mine)
+        assert str(caught.value) == f"group_norm_backward: tenant {tenant.name}: {told}"
+        assert (caught.value.reason, caught.value.retryable) == ("QUOTA_EXCEEDED", True)
+        assert (caught.value.retry_after_s or 0) > 0
+        reserve(admission, planned)  # others have room
+        admission.quotas.leave(use, held, waits=True)
+        reserve(admission, mine)
+    with pytest.raises(CallTooLarge, match=rf"tenant c: found {held} bytes .*; expected at most {held - 1} "):
+        reserve(admission, replace(planned, tenant=Tenant("c", max_inflight_bytes=held - 1)))
+
+
+def test_whoever_holds_the_most_for_its_weight_is_the_most_over_its_share() -> None:
+    quotas = Quotas()
+    for tenant, calls in ((HOG, 3), (HEAVY, 9), (SMALL, 1)):
+        for _ in range(calls):
+            quotas.enter(tenant, 64 * calls)
+    assert quotas.over_share_of_places(Tenant("new")) == [HOG, HEAVY]
+    assert quotas.over_share_of_places(HOG) == []
+    assert quotas.over_share_of_places(SMALL) == [HOG, HEAVY]
+    assert quotas.over_share_of_places(Tenant("new", 0.4)) == [HOG]
+    assert quotas.over_share_of_memory(Tenant("new"), 64) == [HEAVY, HOG]
+    assert quotas.over_share_of_memory(Tenant("new"), 600) == [HEAVY]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("full", ["queue", "memory"])
+def test_a_hog_gives_way_to_others_until_it_has_its_share(full: str, run_pool: Any, job: Any) -> None:
+    """One call runs, the hog fills up the rest, and others come; its least and newest calls go."""
+    made = job()
+    arena = 9 * demand_of(made.planned).inputs.nbytes
+    limits = {"max_queue_depth": 8} if full == "queue" else {"input_arena_bytes": arena}
+
+    def of(tenant: Tenant, number: int, priority: int = 0) -> Any:
+        options = replace(made.planned.options, priority=priority, label=f"{number}")
+        return replace(made, planned=replace(made.planned, tenant=tenant, options=options))
+
+    async def scenario(pool: DevicePool) -> None:
+        async def call(some: Any) -> str:
+            try:
+                await some.run(pool)
+            except ServerBusy as error:
+                return f"{error.reason} {(error.retry_after_s or 0) > 0}"
+            return "OK"
+
+        await pool.wait_ready(30)
+        tasks = [asyncio.create_task(call(of(HOG, 0)))]
+        await until(lambda: pool.stats().running == 1)
+        tasks += [asyncio.create_task(call(of(HOG, n, priority=n % 2))) for n in range(1, 9)]
+        await until(lambda: pool.stats().queue_depth == 8)
+        others = [asyncio.create_task(call(of(SMALL, n))) for n in range(8)]
+        assert await asyncio.gather(*others) == ["OK"] * 4 + ["QUEUE_FULL True"] * 4
+        told = await asyncio.gather(*tasks)
+        assert told == ["OK", *("OK" if n % 2 else "QUEUE_FULL True" for n in range(1, 9))]
+
+    run_pool(scenario, "test:1?ms=150", **limits)
