@@ -257,6 +257,10 @@ prove-model-check: $(STAMP_KERNELS) ## Admission, scheduler, tenants and circuit
 prove-rotation: $(STAMP_KERNELS) ## Certificates of both sides renewed each second or less under load, and callers with wrong ones; 2 minutes
 	$(BIN)/python -m tests.proofs.rotation $(ARGS)
 
+.PHONY: prove-tenants
+prove-tenants: $(STAMP_KERNELS) ## A caller that asks for more than its share, by labels, priorities and numbers, beside another one; 3 minutes
+	$(BIN)/python -m tests.proofs.tenants $(ARGS)
+
 .PHONY: prove-mutations
 prove-mutations: $(STAMP_KERNELS) ## 1,000,000 damaged messages, none of which may crash or hang a server; 20 minutes
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.proofs.mutations $(ARGS)
