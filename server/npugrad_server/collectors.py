@@ -79,6 +79,7 @@ class PoolCollector(Collector):
             loop: Where it may be asked.
         """
         self._pool, self._loop = pool, loop
+        self._shown: set[str] = set()
 
     def describe(self) -> Iterable[Metric]:
         """Nothing, so that registering does not wait for the loop it is called on."""
@@ -124,6 +125,23 @@ class PoolCollector(Collector):
             for state in DeviceState:
                 states.add_metric((device.name, str(state)), float(state == device.state))
         yield from (states, restarts, memory, used)
+        yield from self._of_tenants(stats)
+
+    def _of_tenants(self, stats: PoolStats) -> Iterator[Metric]:
+        """What tenants hold; one that no longer holds anything is shown with 0."""
+        self._shown.update(stats.tenants)
+        texts = (
+            (
+                "npugrad_tenant_waiting_calls",
+                "Admitted calls that have not started, uploads included.",
+            ),
+            ("npugrad_tenant_inflight_bytes", "Operands and results of admitted calls."),
+        )
+        for index, (name, text) in enumerate(texts):
+            gauge = GaugeMetricFamily(name, text, labels=("tenant",))
+            for tenant in sorted(self._shown):
+                gauge.add_metric((tenant,), stats.tenants.get(tenant, (0, 0))[index])
+            yield gauge
 
     def _snapshot(self) -> tuple[PoolStats, tuple[DeviceStatus, ...]]:
         return self._pool.stats(), self._pool.devices()

@@ -85,6 +85,12 @@ class Metrics(PoolObserver):
         self._tenants = CounterTally(
             "npugrad_tenant_calls", "Calls answered, by tenant and reason.", ("tenant", "reason"), registry
         )
+        self._tenant_seconds = CounterTally(
+            "npugrad_tenant_device_seconds",
+            "Seconds that calls with results kept a stream of a device, by tenant.",
+            ("tenant",),
+            registry,
+        )
         self._active = GaugeTally(
             "npugrad_active_calls",
             "Calls in progress, those not yet admitted included.",
@@ -238,8 +244,9 @@ class Metrics(PoolObserver):
         """A call has its answer; the stages of a good one are kept."""
         if info is None:
             return
+        run_s = info.copy_in_s + info.run_s + info.copy_out_s
+        self._tenant_seconds.counts[(planned.tenant.shown,)] += run_s
         if info.predicted_run_s:
-            run_s = info.copy_in_s + info.run_s + info.copy_out_s
             ratio = ((planned.plan.record.name, info.device), run_s / info.predicted_run_s)
             self._ratios.observed.append(ratio)
             if len(self._ratios.observed) >= _MOST_OBSERVED:

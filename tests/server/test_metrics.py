@@ -19,10 +19,11 @@ class Figures:
 
     def __init__(self) -> None:
         self.loop_was_running = False
+        self.tenants: dict[str, tuple[int, int]] = {}
 
     def stats(self) -> PoolStats:
         self.loop_was_running = asyncio.get_running_loop().is_running()
-        return PoolStats(3, 2, 40, 35, 1000, 500, 1, 2000, 4000)
+        return PoolStats(3, 2, 40, 35, 1000, 500, 1, 2000, 4000, tenants=self.tenants)
 
     def devices(self) -> tuple[DeviceStatus, ...]:
         return (
@@ -65,6 +66,22 @@ def test_page_shows_the_pool_as_its_loop_sees_it() -> None:
     assert samples["npugrad_workers_lost_total", ("device", "cpu:0")] == 0
 
 
+def test_tenants_are_shown_by_name_and_stay_once_they_were() -> None:
+    async def run() -> tuple[Metrics, list[bytes]]:
+        metrics, figures = Metrics("1", "atlas-a2"), Figures()
+        metrics.show_pool(figures, asyncio.get_running_loop())
+        pages = []
+        for figures.tenants in ({"vision": (3, 500), "other": (1, 20)}, {"vision": (0, 100)}):
+            pages.append(await asyncio.to_thread(generate_latest, metrics.registry))
+        return metrics, pages
+
+    _, pages = asyncio.run(run())
+    for page, vision, other in ((pages[0], (3, 500), (1, 20)), (pages[1], (0, 100), (0, 0))):
+        for tenant, (waiting, nbytes) in (("vision", vision), ("other", other)):
+            assert f'npugrad_tenant_waiting_calls{{tenant="{tenant}"}} {waiting:.1f}' in page.decode()
+            assert f'npugrad_tenant_inflight_bytes{{tenant="{tenant}"}} {nbytes:.1f}' in page.decode()
+
+
 def test_what_the_pool_tells_is_counted() -> None:
     metrics, call = Metrics("1", "atlas-a2"), planned()
     info = ExecutionInfo(
@@ -99,6 +116,7 @@ def test_what_the_pool_tells_is_counted() -> None:
     assert value("npugrad_calls_postponed_total", {"device": "cpu:0"}) == 1
     assert value("npugrad_device_transitions_total", {"device": "cpu:1", "state": "down"}) == 1
     assert value("npugrad_run_time_ratio_sum", {"operator": call.plan.record.name, "device": "cpu:0"}) == 1.5
+    assert value("npugrad_tenant_device_seconds_total", {"tenant": "other"}) == 9
     stages = {"queued": 1, "copy_in": 2, "run": 3, "copy_out": 4}
     for stage, seconds in stages.items():
         labels = {"operator": call.plan.record.name, "device": "cpu:0", "stage": stage}

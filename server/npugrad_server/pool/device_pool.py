@@ -283,6 +283,7 @@ class DevicePool:
             input_arena_bytes=self._admission.operands.nbytes,
             output_arena_bytes=self._admission.output_bytes * len(self._fleet.devices),
             open_circuits=self._scheduler.circuits.open_count,
+            tenants=self._admission.quotas.shown(),
         )
 
     async def wait_ready(self, timeout_s: float) -> None:

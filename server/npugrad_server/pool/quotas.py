@@ -85,6 +85,14 @@ class Quotas:
         if not use.call_count:
             del self.uses[use.tenant.name]
 
+    def shown(self) -> dict[str, tuple[int, int]]:
+        """Calls that have not started, and bytes in flight, by what metrics call the tenants."""
+        found: dict[str, tuple[int, int]] = {}
+        for use in self.uses.values():
+            waiting, nbytes = found.get(use.tenant.shown, (0, 0))
+            found[use.tenant.shown] = waiting + use.waiting_count, nbytes + use.inflight_bytes
+        return found
+
     def over_share_of_places(self, tenant: Tenant) -> list[Tenant]:
         """Tenants further over their share of the queue than this one with one more, the furthest first."""
         return self._over("waiting_count", tenant, 1)

@@ -232,6 +232,7 @@ class PoolStats:
         input_arena_bytes: Operand memory there is.
         output_arena_bytes: Result memory there is, over all devices.
         open_circuits: Signatures of a tenant whose calls are refused, because workers died under them.
+        tenants: Calls that have not started, and bytes in flight, by what metrics call tenants.
     """
 
     queue_depth: int
@@ -244,6 +245,7 @@ class PoolStats:
     input_arena_bytes: int
     output_arena_bytes: int
     open_circuits: int = 0
+    tenants: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class PoolObserver:

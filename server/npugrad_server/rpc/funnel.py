@@ -26,6 +26,7 @@ from npugrad.status import encode_status, grpc_status_name
 from npugrad.timeline import TIMELINE_KEY, seconds_by_stage
 from npugrad_server.logs import get_logger, log_later
 from npugrad_server.pool.tenant import NOBODY
+from npugrad_server.rpc.refusals import REFUSALS, RefusalLog
 from npugrad_server.rpc.register import Garbage
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ class Funnel(grpc.aio.ServerInterceptor):
             tracing: What makes spans; None for none.
         """
         self._metrics, self._identities, self._tracing = metrics, identities, tracing
-        self._log = get_logger()
+        self._log, self._refusals = get_logger(), RefusalLog()
         self._active: set[asyncio.Task[Any]] = set()
         self._unanswered: set[asyncio.Task[Any]] = set()
 
@@ -247,7 +248,10 @@ class Funnel(grpc.aio.ServerInterceptor):
             status = encode_status(known, call.request_id)
         call.operator = call.operator or known.operator
         self._count_rejection(call, known)
-        self._answered(call, grpc_status_name(known), known.row.reason, known)
+        reason = known.row.reason
+        if reason in REFUSALS:
+            self._refusals.note(call.tenant, reason, str(known), time.monotonic())
+        self._answered(call, grpc_status_name(known), reason, known)
         return status
 
     def _known(self, call: RpcCall, error: Exception) -> NpugradError:
