@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from npugrad.timeline import serialize_marks
 from npugrad_server.pool.commands import StartCall
+from npugrad_server.pool.tenant import Tenant
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,6 +19,19 @@ if TYPE_CHECKING:
 
 GRPC_METADATA_BYTES = 8 * 1024
 """What gRPC takes of metadata by default; with more, a call that went well would fail."""
+
+
+def test_a_tenants_highest_priority_lowers_those_of_its_calls(
+    run_pool: RunPool, job: Callable[..., Job]
+) -> None:
+    async def scenario(pool: DevicePool) -> None:
+        await pool.wait_ready(30)
+        for wanted, most, given in ((100, 3, 3), (100, 100, 100), (-5, 3, -5), (0, -20, -20)):
+            tenant = Tenant("a", max_priority=most)
+            with pool.admit(replace(job(priority=wanted).planned, tenant=tenant)) as ticket:
+                assert ticket.state.priority == given
+
+    run_pool(scenario)
 
 
 def test_a_call_that_is_given_back_again_and_again_says_so_in_few_words(
