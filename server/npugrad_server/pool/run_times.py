@@ -148,7 +148,8 @@ class RunTimes:
 
         Returns:
             Seconds on the average, over devices by how many calls each gets done, and seconds that 99 of 100
-            such calls do not exceed on the quickest device; 0.0 for both where nothing is known.
+            such calls do not exceed on the quickest device; 0.0 where nothing is known. The first calls
+            say nothing of the latter: they may have paid for what later ones find ready.
         """
         known, rate, bound_log_s = 0, 0.0, math.inf
         for device in devices:
@@ -158,8 +159,11 @@ class RunTimes:
                 deviation = max(estimate.variance**0.5, _LEAST_DEVIATION)
                 known += 1
                 rate += math.exp(-log_s - min(deviation, _MOST_DEVIATION) ** 2 / 2)
-                bound_log_s = min(bound_log_s, log_s + _BOUND_DEVIATIONS * deviation)
-        return (known / rate, math.exp(bound_log_s)) if known else UNKNOWN
+                if estimate.count >= _WARM_UP_CALLS:
+                    bound_log_s = min(bound_log_s, log_s + _BOUND_DEVIATIONS * deviation)
+        if not known:
+            return UNKNOWN
+        return known / rate, math.exp(bound_log_s) if bound_log_s < math.inf else 0.0
 
     def is_known(self, device: int, work: WorkSize, now: float) -> bool:
         """Whether enough such calls were done on a device, and lately, to compare it with others."""

@@ -239,7 +239,8 @@ def test_a_deadline_that_has_passed_is_told_so(job: Any) -> None:
 def test_one_call_is_let_in_when_nobody_has_looked_for_long(job: Any) -> None:
     admission, forecast, planned = AdmissionControl(SETTINGS, 0), open_scheduler().forecast, job().planned
     late = replace(planned, deadline_s=time.monotonic() + 1)
-    forecast.run_times.learn(0, work_size_of(planned), 100.0, time.monotonic() - 2 * STALE_S)
+    for _ in range(3):
+        forecast.run_times.learn(0, work_size_of(planned), 100.0, time.monotonic() - 2 * STALE_S)
     _, region, prediction = admission.reserve(late, 0, forecast, time.monotonic())
     assert prediction.is_probe
     admission.operands.free(region)

@@ -56,8 +56,19 @@ def test_a_change_of_pace_is_learned_and_one_call_that_was_held_up_is_not() -> N
 def test_a_first_call_that_paid_for_the_warm_up_is_forgotten() -> None:
     times = RunTimes()
     times.learn(0, work(1000), 5.0, 0)
-    times.learn(0, work(1000), 0.01, 1)
-    assert times.expect((0,), work(1000))[1] < 0.03
+    for now in range(1, 4):
+        times.learn(0, work(1000), 0.01, now)
+    assert 0.01 < times.expect((0,), work(1000))[1] < 0.03
+
+
+def test_first_calls_that_were_slow_refuse_no_later_ones() -> None:
+    """One call that had to wait for its kernel refused all with a shorter deadline for a minute."""
+    times = RunTimes()
+    for now in range(2):
+        times.learn(0, work(1000), 5.0, now)
+        assert times.expect((0,), work(1000))[1] == 0
+    times.learn(0, work(1000), 5.0, 2)
+    assert times.expect((0,), work(1000))[1] > 5
 
 
 def test_several_devices_share_the_work_by_their_pace() -> None:
