@@ -238,7 +238,9 @@ prove-kills: $(STAMP_KERNELS) ## 200 workers of four devices killed under 20,000
 prove-npu-faults: $(STAMP_KERNELS_NPU) ## 500 faults of the vendor's table, one after another, on the simulated CANN; an hour
 	NPUGRAD_PROVE_NPU_FAULTS=500 TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV_NPU)/bin/python -m pytest -rA -m npu_sim \
 	    tests/e2e/test_npu_faults.py -k one_after_another $(ARGS)
-.PHONY: prove-poison prove-kills prove-npu-faults
+prove-front-memory: $(STAMP_KERNELS) ## What the front process holds under replies nobody reads, compressed messages and huge replies
+	$(BIN)/python -m tests.proofs.front_memory $(ARGS)
+.PHONY: prove-poison prove-kills prove-npu-faults prove-front-memory
 .PHONY: test test-all test-large test-npu test-jax models acceptance-sim prove-bundles test-deploy test-image test-bench-stats prove-long-call prove-advise prove-coordinates prove-edges prove-restarts
 
 .PHONY: prove-rollout

@@ -146,7 +146,11 @@ ERRORS: tuple[ErrorRow, ...] = (
         "The call can never fit into the server's memory.",
     ),
     ErrorRow(
-        "QUEUE_FULL", None, "RESOURCE_EXHAUSTED", True, "The queue or the memory for operands is full now."
+        "QUEUE_FULL",
+        None,
+        "RESOURCE_EXHAUSTED",
+        True,
+        "The queue, or the memory for operands, messages or replies, is full now.",
     ),
     ErrorRow(
         "QUOTA_EXCEEDED",

@@ -33,6 +33,8 @@ from npugrad_server.preflight import (
     tracing_problem,
 )
 from npugrad_server.rpc.certificates import LiveCertificates, told
+from npugrad_server.rpc.front_memory import FrontLimits, FrontMemory
+from npugrad_server.rpc.front_metrics import FrontCollector
 from npugrad_server.rpc.funnel import Funnel
 from npugrad_server.rpc.health import Health, register_health, register_reflection
 from npugrad_server.rpc.identity import Identities
@@ -174,7 +176,8 @@ class App:
             tenants = live_tenants(self._settings)
             mutual = self._settings.tls == "mutual"
             identities = Identities(tenants, self._settings.tenant_header, verified=mutual)
-            self._funnel = Funnel(metrics, identities, self._open_tracing())
+            self._memory = FrontMemory(FrontLimits.of(self._settings))
+            self._funnel = Funnel(metrics, identities, self._open_tracing(), self._memory)
             self._certificates = self._open_certificates(metrics)
             self._server, self.address = open_server(
                 self._settings, self._funnel, certificates=self._certificates
@@ -190,11 +193,12 @@ class App:
         self._keep(tenants.watch())
         if self._certificates is not None:
             self._keep(self._certificates.watch())
+        watching = asyncio.create_task(self._memory.watch(self._funnel.calls, self.address.port))
+        self._resources.callback(watching.cancel)
         metrics.show_pool(self.pool, asyncio.get_running_loop())
-        self._info = ServerServicer(
-            self.pool,
-            Facts(self._made, int(self._settings.max_message_bytes), started_s, self._registry.records),
-        )
+        metrics.registry.register(FrontCollector(self._memory))
+        facts = Facts(self._made, self._settings, self._memory, started_s, self._registry.records)
+        self._info = ServerServicer(self.pool, facts)
         self._register()
         self.pool.on_change.append(self._device_changed)
         await self._server.start()

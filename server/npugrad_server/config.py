@@ -39,6 +39,8 @@ _SERVICE_LINKS = re.compile(
 )
 LEAST_MESSAGE_BYTES = MAX_CHUNK_BYTES + 64 * 2**10
 """Any frame of a stream is a message that fits into this: a largest chunk, and what is around it."""
+MESSAGES_PER_CALL = 4
+"""What the largest unary call takes: its message, its reply, gRPC's copy of that, and some around them."""
 _LONGEST_S = 2e6
 """grpc counts some times in milliseconds, in 32 bits."""
 
@@ -139,6 +141,51 @@ class ServerSettings(BaseSettings):
         le=MAX_MESSAGE_BYTES,
         description="Largest gRPC message either way, so largest unary call; Execute takes any size. "
         "Messages lie outside the arenas: the least there is, a largest chunk and 64 KiB, is the default.",
+    )
+    front_memory_bytes: ByteSize | None = Field(
+        default=None,
+        description="Bytes outside of the arenas that messages and unread replies may take at once, a reply "
+        "twice, as gRPC keeps a copy; what finds no room gets QUEUE_FULL. At least four times "
+        "max_message_bytes. Default: an eighth of the memory, at most 4 GiB.",
+    )
+    max_calls: int = Field(
+        default=1024,
+        ge=1,
+        description="Calls in progress at once, those whose reply was not taken yet included; more get "
+        "QUEUE_FULL. Health and reflection have as many of their own.",
+    )
+    max_streams_per_connection: int = Field(
+        default=256,
+        ge=1,
+        le=2**31 - 1,
+        description="Calls in progress at once on one connection; the client's gRPC keeps further ones until "
+        "one ends. Four times as many or more let floods of resets cancel everybody's calls.",
+    )
+    max_connections: int = Field(
+        default=4096,
+        ge=1,
+        le=2**31 - 1,
+        description="Connections at once, all callers together; more are closed. What one caller may have is "
+        "for a gateway to say.",
+    )
+    max_pending_calls: int = Field(
+        default=1000,
+        ge=1,
+        le=2**30,
+        description="Calls that gRPC holds before this process takes them up, beyond which it refuses at "
+        "random, and from three times as many on all.",
+    )
+    handshake_timeout_s: float = Field(
+        default=20.0,
+        gt=0,
+        le=_LONGEST_S,
+        description="Seconds that a new connection has for its handshakes, those of TLS and of HTTP/2.",
+    )
+    unary_reply_timeout_s: float = Field(
+        default=50.0,
+        gt=0,
+        description="Seconds that a client has to take the reply of a unary call; then its connection is "
+        "closed, as gRPC cannot give up one reply. 5 while others find no room in front_memory_bytes.",
     )
     max_queue_depth: int = Field(
         default=256, ge=1, description="Calls that may wait for a device; more get QUEUE_FULL."
@@ -313,6 +360,17 @@ class ServerSettings(BaseSettings):
             raise _about(
                 "max_connection_age_grace_s",
                 "found a grace without max_connection_age_s; expected that one too, or neither",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_call_fits_the_front_memory(self) -> ServerSettings:
+        least = MESSAGES_PER_CALL * self.max_message_bytes
+        if self.front_memory_bytes is not None and self.front_memory_bytes < least:
+            raise _about(
+                "front_memory_bytes",
+                f"found {self.front_memory_bytes} bytes; expected at least {least}, which is "
+                f"{MESSAGES_PER_CALL} times max_message_bytes",
             )
         return self
 

@@ -32,7 +32,7 @@ NO_DESCRIPTION = {
     "npugrad_server.pool.commands.ReleaseCall",
     "npugrad_server.pool.commands.StartCall",
     "npugrad_server.pool.forecast.Prediction",
-    "npugrad_server.rpc.funnel.RpcCall",
+    "npugrad_server.rpc.rpc_call.RpcCall",
 }
 """About an RPC, a try or a command, or about when something was done."""
 EXCEPTIONS = PARTS | WAY_BACK | NO_DESCRIPTION

@@ -107,8 +107,9 @@ def test_reply_that_takes_longer_than_it_may_is_ended(limited: ServerProcess, la
 
 @contextmanager
 def unread(running: ServerProcess, made: Sample) -> Iterator[Any]:
-    """A call with its reply there, of which its client has taken the header."""
-    with running.channel() as channel:
+    """A call with its reply there, of which its client has taken the header, and buffers next to nothing."""
+    options = (("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1))
+    with grpc.insecure_channel(running.address, options=options) as channel:
         replies = backward_pb2_grpc.BackwardServiceStub(channel).Execute(made.frames(), timeout=TIMEOUT_S)
         assert next(replies).WhichOneof("frame") == "header"
         yield replies
@@ -120,7 +121,7 @@ def content_of(replies: Any) -> bytes:
 
 def test_replies_nobody_reads_do_not_hold_their_device(tmp_path: Path, large: Sample) -> None:
     """There is room for one in the arena, and for one beside it; a third one costs whoever reads nothing."""
-    flags = ("--output-arena-bytes", "32MiB")
+    flags = ("--output-arena-bytes", "32MiB", "--front-memory-bytes", "52MiB")
     expected = large.reference()
     with ExitStack() as stack:
         running = stack.enter_context(run_server(tmp_path / "server.log", *flags))

@@ -269,7 +269,9 @@ def _active(server: ServerProcess) -> int:
 @contextmanager
 def slow_server(folder: Path) -> Iterator[ServerProcess]:
     """The server of `prove`."""
-    flags = ("--output-arena-bytes", str(_ARENA_BYTES), "--metrics-listen", "127.0.0.1:0")
+    # Each upload may be in the middle of a frame of 4 MiB: room for all of them, and to spare.
+    room = ("--front-memory-bytes", "3GiB")
+    flags = ("--output-arena-bytes", str(_ARENA_BYTES), "--metrics-listen", "127.0.0.1:0", *room)
     with run_server(folder / "server.log", *flags, devices=DEVICES) as running:
         yield running
 

@@ -175,3 +175,12 @@ def test_constructor_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("NPUGRAD_DEVICES", "cpu:7")
     assert ServerSettings().devices == "auto"
     assert load_settings().settings.devices == "cpu:7"
+
+
+def test_front_memory_has_room_for_the_largest_call() -> None:
+    load_settings({"front_memory_bytes": 4 * LEAST_MESSAGE_BYTES})
+    found = problems({"front_memory_bytes": 4 * LEAST_MESSAGE_BYTES - 1})
+    assert found == (
+        f"front_memory_bytes: found {4 * LEAST_MESSAGE_BYTES - 1} bytes; expected at least "
+        f"{4 * LEAST_MESSAGE_BYTES}, which is 4 times max_message_bytes (from flag)",
+    )

@@ -128,6 +128,10 @@ class Limits(google.protobuf.message.Message):
     INPUT_ARENA_BYTES_FIELD_NUMBER: builtins.int
     OUTPUT_ARENA_BYTES_FIELD_NUMBER: builtins.int
     MAX_QUEUE_DEPTH_FIELD_NUMBER: builtins.int
+    FRONT_MEMORY_BYTES_FIELD_NUMBER: builtins.int
+    MAX_CALLS_FIELD_NUMBER: builtins.int
+    MAX_STREAMS_PER_CONNECTION_FIELD_NUMBER: builtins.int
+    MAX_CONNECTIONS_FIELD_NUMBER: builtins.int
     max_message_bytes: builtins.int
     """Largest message in bytes, either way."""
     max_chunk_bytes: builtins.int
@@ -140,6 +144,14 @@ class Limits(google.protobuf.message.Message):
     """Bytes of results one device holds at once; one call cannot have more."""
     max_queue_depth: builtins.int
     """Calls that may wait for a device."""
+    front_memory_bytes: builtins.int
+    """Bytes outside of the arenas that messages and unread replies may take at once."""
+    max_calls: builtins.int
+    """Calls in progress at once, those whose reply was not taken yet included."""
+    max_streams_per_connection: builtins.int
+    """Calls in progress at once on one connection."""
+    max_connections: builtins.int
+    """Connections at once."""
     def __init__(
         self,
         *,
@@ -149,8 +161,12 @@ class Limits(google.protobuf.message.Message):
         input_arena_bytes: builtins.int = ...,
         output_arena_bytes: builtins.int = ...,
         max_queue_depth: builtins.int = ...,
+        front_memory_bytes: builtins.int = ...,
+        max_calls: builtins.int = ...,
+        max_streams_per_connection: builtins.int = ...,
+        max_connections: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["input_arena_bytes", b"input_arena_bytes", "max_chunk_bytes", b"max_chunk_bytes", "max_message_bytes", b"max_message_bytes", "max_queue_depth", b"max_queue_depth", "output_arena_bytes", b"output_arena_bytes", "recommended_chunk_bytes", b"recommended_chunk_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["front_memory_bytes", b"front_memory_bytes", "input_arena_bytes", b"input_arena_bytes", "max_calls", b"max_calls", "max_chunk_bytes", b"max_chunk_bytes", "max_connections", b"max_connections", "max_message_bytes", b"max_message_bytes", "max_queue_depth", b"max_queue_depth", "max_streams_per_connection", b"max_streams_per_connection", "output_arena_bytes", b"output_arena_bytes", "recommended_chunk_bytes", b"recommended_chunk_bytes"]) -> None: ...
 
 global___Limits = Limits
 
@@ -188,6 +204,8 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     ACCEPTED_CALLS_FIELD_NUMBER: builtins.int
     INPUT_ARENA_USED_BYTES_FIELD_NUMBER: builtins.int
     OUTPUT_ARENA_USED_BYTES_FIELD_NUMBER: builtins.int
+    FRONT_REQUESTS_BYTES_FIELD_NUMBER: builtins.int
+    FRONT_REPLIES_BYTES_FIELD_NUMBER: builtins.int
     version: builtins.str
     """Version of the server."""
     product: npugrad.v1.operators_pb2.Product.ValueType
@@ -204,6 +222,10 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     """Bytes of the input arena in use now."""
     output_arena_used_bytes: builtins.int
     """Bytes of all output arenas in use now."""
+    front_requests_bytes: builtins.int
+    """Bytes that messages take outside of the arenas now, those on their way counted as the largest there may be."""
+    front_replies_bytes: builtins.int
+    """Bytes that replies take there now, until they were taken, twice what they are."""
     @property
     def devices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Device]:
         """Its devices."""
@@ -235,9 +257,11 @@ class GetServerInfoResponse(google.protobuf.message.Message):
         accepted_calls: builtins.int = ...,
         input_arena_used_bytes: builtins.int = ...,
         output_arena_used_bytes: builtins.int = ...,
+        front_requests_bytes: builtins.int = ...,
+        front_replies_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["limits", b"limits"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted_calls", b"accepted_calls", "devices", b"devices", "draining", b"draining", "input_arena_used_bytes", b"input_arena_used_bytes", "limits", b"limits", "operators", b"operators", "output_arena_used_bytes", b"output_arena_used_bytes", "product", b"product", "queue_depth", b"queue_depth", "uptime_s", b"uptime_s", "version", b"version", "versions", b"versions"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_calls", b"accepted_calls", "devices", b"devices", "draining", b"draining", "front_replies_bytes", b"front_replies_bytes", "front_requests_bytes", b"front_requests_bytes", "input_arena_used_bytes", b"input_arena_used_bytes", "limits", b"limits", "operators", b"operators", "output_arena_used_bytes", b"output_arena_used_bytes", "product", b"product", "queue_depth", b"queue_depth", "uptime_s", b"uptime_s", "version", b"version", "versions", b"versions"]) -> None: ...
 
 global___GetServerInfoResponse = GetServerInfoResponse
 

@@ -4,6 +4,9 @@ Handlers take a message and an `RpcCall`, and raise `NpugradError`; the funnel d
 - an `NpugradError` becomes its gRPC status with `google.rpc.Status` in ``grpc-status-details-bin``;
 - anything else becomes INTERNAL with the request id, its traceback goes to the log, the server goes on;
 - a cancelled task (the client left, or its deadline passed) is only counted and logged.
+
+What a call holds of the front process's memory is counted from before its message is read until its reply
+was taken (`rpc/front_memory.py`).
 """
 
 from __future__ import annotations
@@ -14,31 +17,28 @@ import os
 import re
 import time
 import traceback
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 import grpc.aio
 
 from npugrad.error_table import RUNTIME_ERROR
-from npugrad.errors import MalformedRequest, NpugradError, OperatorError
+from npugrad.errors import MalformedRequest, NpugradError, OperatorError, ServerBusy
 from npugrad.status import encode_status, grpc_status_name
-from npugrad.timeline import TIMELINE_KEY, seconds_by_stage
+from npugrad.timeline import TIMELINE_KEY
 from npugrad_server.logs import get_logger, log_later
-from npugrad_server.pool.tenant import NOBODY
+from npugrad_server.rpc.call_log import call_fields, error_fields
+from npugrad_server.rpc.front_memory import FrontMemory
 from npugrad_server.rpc.refusals import REFUSALS, RefusalLog
 from npugrad_server.rpc.register import Garbage
+from npugrad_server.rpc.rpc_call import RpcCall as RpcCall
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable
 
     from google.rpc.status_pb2 import Status
 
-    from npugrad.call import ExecutionInfo
-    from npugrad.meta import CallMeta
-    from npugrad.timeline import Mark
     from npugrad_server.metrics import Metrics
-    from npugrad_server.pool.tenant import Tenant
     from npugrad_server.rpc.identity import Identities
     from npugrad_server.rpc.register import Handler
     from npugrad_server.rpc.tracing import RpcTracing
@@ -52,97 +52,69 @@ REQUEST_ID_KEY = "x-request-id"
 STATUS_KEY = "grpc-status-details-bin"
 _SANE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 _OURS = "/npugrad."
-_LATENCY_S = 5e-3
 _LEVELS = {
     **dict.fromkeys(("INTERNAL", "UNKNOWN", "DATA_LOSS"), logging.ERROR),
     "UNAVAILABLE": logging.WARNING,
 }
 """How the log takes the statuses that are our fault, or nobody's; the others are the caller's affair."""
-_RPC_FIELDS = ("request_id", "method", "peer", "tenant", "status", "reason")
-
-
-@dataclass
-class RpcCall:
-    """One RPC in progress, and what the log will say of it.
-
-    Attributes:
-        context: gRPC's side of it.
-        method: Name of the RPC.
-        request_id: The client's identifier if it is sane, else one of ours.
-        tenant: Whose call it is.
-        operator: Operator, once known.
-        described: Types, shapes and attributes, once known; never contents.
-        info: What produced the result, once there.
-        received_bytes: Content bytes that have come so far.
-        sent_bytes: Content bytes that go.
-        marks: When its stages ended; the first mark is its arrival.
-        timeline: What the trailing metadata say of its stages; empty where the reply says it.
-        task: What runs it.
-    """
-
-    context: Context
-    method: str
-    request_id: str
-    tenant: Tenant = NOBODY
-    operator: str = ""
-    described: CallMeta | None = None
-    info: ExecutionInfo | None = None
-    received_bytes: int = 0
-    sent_bytes: int = 0
-    marks: list[Mark] = field(init=False)
-    timeline: bytes = b""
-    task: asyncio.Task[Any] | None = None
-
-    def __post_init__(self) -> None:
-        """It has arrived; remembers how long the client will wait."""
-        self.marks = [("", time.monotonic())]
-        self._granted_s: float = self.context.time_remaining() or 0.0
-
-    @property
-    def timeout_s(self) -> float | None:
-        """Seconds until the client's deadline; None when it set none."""
-        remaining: float | None = self.context.time_remaining()
-        return remaining
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the client's deadline has passed, by its own clock.
-
-        It reaches us rounded up by as much as a hundredth, and with the time it took to come: when the client
-        gives up, some of it is left here.
-        """
-        remaining = self.timeout_s
-        return remaining is not None and remaining < _LATENCY_S + self._granted_s / 100
-
-    def describe(self, call: CallMeta) -> None:
-        """Notes types, shapes and attributes for the log."""
-        self.described = call
 
 
 class Funnel(grpc.aio.ServerInterceptor):
     """Wraps handlers for `register`; as an interceptor it knows of an RPC before its message has come.
 
-    Guarantees: every RPC whose message came is logged and counted once, and none is left out of `settle`.
+    Guarantees: every RPC whose handler began is logged and counted once, and none is left out of `settle`.
     """
 
-    def __init__(self, metrics: Metrics, identities: Identities, tracing: RpcTracing | None = None) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        identities: Identities,
+        tracing: RpcTracing | None = None,
+        memory: FrontMemory | None = None,
+    ) -> None:
         """Has seen no RPC yet.
 
         Args:
             metrics: What counts.
             identities: Who tells whose RPC it is.
             tracing: What makes spans; None for none.
+            memory: Counts what RPCs hold; one without a bound if None.
         """
         self._metrics, self._identities, self._tracing = metrics, identities, tracing
         self._log, self._refusals = get_logger(), RefusalLog()
-        self._active: set[asyncio.Task[Any]] = set()
+        self._memory = memory or FrontMemory()
+        self._active: dict[asyncio.Task[Any], RpcCall | None] = {}
         self._unanswered: set[asyncio.Task[Any]] = set()
+        self._others: set[asyncio.Task[Any]] = set()
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         """Remembers the task of an RPC of ours; those of health and reflection may never end."""
-        if handler_call_details.method.startswith(_OURS):
-            self._follow(asyncio.current_task())
-        return await continuation(handler_call_details)
+        task, method = asyncio.current_task(), handler_call_details.method
+        is_ours = method.startswith(_OURS)
+        if is_ours:
+            self._follow(task)
+        elif task is not None:
+            self._others.add(task)
+            task.add_done_callback(self._others.discard)
+        handler = await continuation(handler_call_details)
+        found, limit = len(self._active if is_ours else self._others), self._memory.limits.calls
+        if found <= limit or handler is None:
+            return handler
+        return self._full(method.rpartition("/")[2] if is_ours else "other", found, limit)
+
+    def _full(self, method: str, found: int, limit: int) -> Any:
+        """A handler that refuses a call before anything of it is read."""
+
+        async def refuse(_: list[Any], call: RpcCall) -> Any:
+            call.memory.refused["slot"] += 1
+            text = f"{method}: found {found} calls in progress; expected at most {limit} (setting max_calls)"
+            raise ServerBusy(text, retry_after_s=1.0)
+
+        return grpc.stream_stream_rpc_method_handler(self._handler(method, refuse))
+
+    def calls(self) -> list[RpcCall]:
+        """The RPCs in progress whose handlers have begun, with those whose reply was not taken yet."""
+        return [call for call in self._active.values() if call is not None]
 
     @property
     def active_count(self) -> int:
@@ -170,35 +142,52 @@ class Funnel(grpc.aio.ServerInterceptor):
                 return
 
     def unary(self, method: str, handler: UnaryHandler) -> Handler:
-        """The gRPC handler of a unary RPC."""
-        return self._handler(method, lambda box, call: handler(sane(box.pop()), call))
+        """The gRPC handler of a unary RPC, for `register`: it reads the message, once there is room."""
+        begin = lambda box, call: handler(sane(box.pop()), call)  # noqa: E731
+        return _asynchronous(self._handler(method, begin, is_unary=True))
 
     def stream(self, method: str, handler: StreamHandler) -> Handler:
         """The gRPC handler of a bidirectional RPC, which reads and writes frames itself."""
         return self._handler(method, lambda _, call: handler(call))
 
-    def _handler(self, method: str, begin: Callable[[list[Any], RpcCall], Awaitable[Any]]) -> Handler:
+    def _handler(
+        self,
+        method: str,
+        begin: Callable[[list[Any], RpcCall], Awaitable[Any]],
+        *,
+        is_unary: bool = False,
+    ) -> Handler:
         """The gRPC handler of an RPC.
 
         Args:
             method: Its name.
             begin: Answers it, given a box with its message and the call.
+            is_unary: Whether its one message is read before.
         """
+        memory = self._memory
+        incoming_bytes = memory.limits.incoming_bytes(is_streamed=not is_unary)
 
-        async def handle(message: Any, context: Context) -> Any:
-            box = [message]
+        async def handle(_: Any, context: Context) -> Any:
+            call = self._arrive(method, context)
             # gRPC keeps the frames of an abort in a cycle that only the garbage collector opens, which may
             # take long to come: a large message must not be in them.
-            del message
-            call = self._arrive(method, context)
+            box: list[Any] = []
             try:
                 call.tenant = self._identities.tenant_of(context)
+                if not memory.arrive(call, incoming_bytes):
+                    await memory.wait_for_room(call, incoming_bytes)
+                if is_unary:
+                    call.reading_s = time.monotonic()
+                    box.append(await context.read())
+                    memory.arrived(call, box[0])
+                    if box[0] is grpc.aio.EOF:
+                        await _confirm_end(call)
+                    call.marks[0] = ("", time.monotonic())
                 answer = await begin(box, call)
+                if is_unary:
+                    memory.answered(call, answer)
             except asyncio.CancelledError:
-                # Nobody listens any more. A deadline that passed arrives here as a cancellation, too.
-                reason = "DEADLINE_EXCEEDED" if call.is_late else "CANCELLED"
-                self._answered(call, reason, reason, None)
-                raise
+                status = self._cancelled(call)
             except Exception as error:
                 status = self._failed(call, error)
                 traceback.clear_frames(error.__traceback__)
@@ -208,11 +197,28 @@ class Funnel(grpc.aio.ServerInterceptor):
                 context.set_trailing_metadata((named, told) if call.timeline else (named,))
                 self._answered(call, "OK", "OK", None)
                 return answer
+            memory.failed(call)
             # Outside of the handler of the error, or the error would become the context of the abort.
             await _abort(call, status)
             raise AssertionError("an abort returned")
 
         return handle
+
+    def _cancelled(self, call: RpcCall) -> Status:
+        """The status of a call that we ended while it waited for its caller.
+
+        Raises:
+            asyncio.CancelledError: Its caller ended it: nobody listens any more.
+        """
+        if call.failure is None:
+            # A deadline that passed arrives as a cancellation, too.
+            reason = "DEADLINE_EXCEEDED" if call.is_late else "CANCELLED"
+            self._answered(call, reason, reason, None)
+            raise asyncio.CancelledError
+        uncancel = getattr(call.task, "uncancel", None)  # since Python 3.11
+        if uncancel is not None:
+            uncancel()
+        return self._failed(call, call.failure)
 
     def _arrive(self, method: str, context: Context) -> RpcCall:
         call = RpcCall(
@@ -220,23 +226,28 @@ class Funnel(grpc.aio.ServerInterceptor):
             method,
             _request_id(context),
             task=asyncio.current_task(),
+            memory=self._memory,
         )
         self._metrics.call_arrived(method)
-        if call.task not in self._active:
-            self._follow(call.task)
+        if call.task is not None:
+            if call.task not in self._active:
+                self._follow(call.task)
+            self._active[call.task] = call
         return call
 
     def _follow(self, task: asyncio.Task[Any] | None) -> None:
-        """That task ends after the status was sent, and not when the handler returns."""
+        """That task ends after the status was sent, and its reply taken, and not when the handler returns."""
         if task is None:
             raise RuntimeError("a handler runs in the task of its RPC")
-        self._active.add(task)
+        self._active[task] = None
         self._unanswered.add(task)
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._active.discard(task)
         self._unanswered.discard(task)
+        call = self._active.pop(task, None)
+        if call is not None:
+            self._memory.release(call)
 
     def _failed(self, call: RpcCall, error: Exception) -> Status:
         """Logs and counts an error; returns its status."""
@@ -297,50 +308,33 @@ class Funnel(grpc.aio.ServerInterceptor):
         log_later(
             level,
             "call",
-            _fields,
+            call_fields,
             (call.request_id, call.method, call.context.peer(), call.tenant.name, status, reason, seconds),
             (call.operator, call.described, *sizes) if call.operator else None,
             call.info,
-            None if error is None else _error_fields(error),
+            None if error is None else error_fields(error),
             stages,
             span,
         )
 
 
-def _fields(
-    rpc: tuple[str, str, str, str, str, str, float],
-    call: tuple[str, CallMeta | None, int, int] | None,
-    info: ExecutionInfo | None,
-    error: Mapping[str, Any] | None,
-    marks: Sequence[Mark],
-    span: tuple[str, str] | None,
-) -> dict[str, Any]:
-    """What the log says of a call."""
-    *named, seconds = rpc
-    line: dict[str, Any] = dict(zip(_RPC_FIELDS, named, strict=True))
-    line["seconds"] = round(seconds, 6)
-    if call is not None:
-        operator, described, received_bytes, sent_bytes = call
-        line |= {"operator": operator, "operands": "" if described is None else described.summary}
-        line |= {"received_bytes": received_bytes, "sent_bytes": sent_bytes}
-    if info is not None:
-        line |= {"device": info.device, "backend": info.backend, "attempts": info.attempts}
-        line |= {"queued_s": round(info.queued_s, 6), "run_s": round(info.run_s, 6)}
-        if info.predicted_run_s:
-            line["predicted_queued_s"] = round(info.predicted_wait_s, 6)
-            line["predicted_run_s"] = round(info.predicted_run_s, 6)
-    if len(marks) > 1:
-        line["stages"] = {stage: round(seconds, 6) for stage, seconds in seconds_by_stage(marks).items()}
-    if span is not None:
-        line["trace_id"], line["span_id"] = span
-    return line if error is None else {**line, **error}
+def _asynchronous(handler: Handler) -> Handler:
+    """The same handler as something that can be awaited, which it is not.
+
+    grpc asks twice for each call whether a handler is asynchronous, and asks this first: what else it asks of
+    a function takes six more steps each time.
+    """
+    parts = {"__call__": staticmethod(handler), "__await__": staticmethod(handler)}
+    made: Handler = type("AsynchronousHandler", (), parts)()
+    return made
 
 
-def _error_fields(error: NpugradError) -> dict[str, Any]:
-    found: dict[str, Any] = {"error": str(error)}
-    if isinstance(error, OperatorError):
-        found |= {"code": error.code, "constraint": error.constraint}
-    return found
+async def _confirm_end(call: RpcCall) -> None:
+    """Makes sure that it was the client that ended its side: grpc reads the end from a dead call, too."""
+    try:
+        await call.context.send_initial_metadata(())
+    except (grpc.aio.BaseError, grpc.RpcError):
+        raise asyncio.CancelledError from None
 
 
 def sane(message: Any) -> Any:
@@ -349,6 +343,8 @@ def sane(message: Any) -> Any:
     Raises:
         MalformedRequest: They were not.
     """
+    if message is grpc.aio.EOF:
+        raise MalformedRequest("request: found no message; expected one")
     if isinstance(message, Garbage):
         raise MalformedRequest(
             f"request: found {message.nbytes} bytes that do not parse; expected {message.expected}"

@@ -134,9 +134,9 @@ class Health:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def check(self, request: Any, context: Context) -> health_pb2.HealthCheckResponse:
+    async def check(self, _: Any, context: Context) -> health_pb2.HealthCheckResponse:
         """Answers at once; NOT_FOUND for a name that no service has."""
-        name = await _service(request, context)
+        name = await _service(await context.read(), context)
         if name not in self._status:
             await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
         return health_pb2.HealthCheckResponse(status=self._status[name])
@@ -164,8 +164,8 @@ class Health:
 
 
 async def _service(request: Any, context: Context) -> str:
-    if isinstance(request, Garbage):
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"expected {request.expected}")
+    if request is grpc.aio.EOF or isinstance(request, Garbage):
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "expected grpc.health.v1.HealthCheckRequest")
     return str(request.service)
 
 

@@ -65,8 +65,8 @@ def register(
     Args:
         server: The server, not yet started.
         service: The service's descriptor.
-        handlers: Handler of each method by name; streams use the context's `read` and `write`, whose frames
-            are `Chunk` or messages.
+        handlers: Handler of each method by name. It reads with the context's `read`: a unary one its message,
+            a stream frames, which are `Chunk` or messages, as are those that it hands to `write`.
         deserializers: Other parsers than protobuf's by name of method; `bytes` leaves what came as it is.
         serializers: The same for what is sent.
 
@@ -97,7 +97,9 @@ def _codec(method: MethodDescriptor) -> tuple[Deserializer, Serializer]:
 
 
 _MAKE: dict[tuple[bool, bool], Any] = {
-    (False, False): grpc.unary_unary_rpc_method_handler,
+    # The same on the wire, but that the handler reads the message, by the context: nothing is read of a call
+    # that is refused, and nothing holds its message while its reply waits to be taken.
+    (False, False): grpc.stream_unary_rpc_method_handler,
     (False, True): grpc.unary_stream_rpc_method_handler,
     (True, False): grpc.stream_unary_rpc_method_handler,
     (True, True): grpc.stream_stream_rpc_method_handler,

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
     from npugrad.operator import Constraint, OpRecord, Param
     from npugrad.products import Product
+    from npugrad_server.config import ServerSettings
     from npugrad_server.pool import DevicePool, DeviceStatus, PoolSettings
+    from npugrad_server.rpc.front_memory import FrontMemory
     from npugrad_server.rpc.funnel import Funnel, RpcCall
     from npugrad_server.rpc.register import Handler
 
@@ -34,13 +36,15 @@ class Facts:
 
     Attributes:
         settings: Settings of its pool.
-        max_message_bytes: Largest message it takes and sends.
+        server: Its own settings.
+        memory: What its front process may hold, and holds.
         started_s: `time.monotonic()` at its start.
         records: The operators by name.
     """
 
     settings: PoolSettings
-    max_message_bytes: int
+    server: ServerSettings
+    memory: FrontMemory
     started_s: float
     records: Mapping[str, OpRecord] = field(default_factory=lambda: OPERATORS)
 
@@ -68,7 +72,7 @@ class ServerServicer:
         self, message: server_pb2.GetServerInfoRequest, call: RpcCall
     ) -> server_pb2.GetServerInfoResponse:
         """Versions, limits, product, devices, and figures of this moment."""
-        stats, settings = self._pool.stats(), self._facts.settings
+        stats, settings, memory = self._pool.stats(), self._facts.settings, self._facts.memory
         return server_pb2.GetServerInfoResponse(
             version=npugrad.__version__,
             product=settings.product.wire,  # type: ignore[arg-type]
@@ -86,6 +90,8 @@ class ServerServicer:
             accepted_calls=stats.accepted_calls,
             input_arena_used_bytes=stats.input_arena_used_bytes,
             output_arena_used_bytes=stats.output_arena_used_bytes,
+            front_requests_bytes=memory.requests_bytes,
+            front_replies_bytes=memory.replies_bytes,
         )
 
     async def list_operators(
@@ -120,12 +126,16 @@ def versions() -> dict[str, str]:
 def _limits(facts: Facts) -> server_pb2.Limits:
     settings = facts.settings
     return server_pb2.Limits(
-        max_message_bytes=facts.max_message_bytes,
+        max_message_bytes=int(facts.server.max_message_bytes),
         max_chunk_bytes=MAX_CHUNK_BYTES,
         recommended_chunk_bytes=CHUNK_BYTES,
         input_arena_bytes=settings.input_arena_bytes,
         output_arena_bytes=settings.output_arena_bytes,
         max_queue_depth=settings.max_queue_depth,
+        front_memory_bytes=facts.memory.limits.memory_bytes,
+        max_calls=facts.server.max_calls,
+        max_streams_per_connection=facts.server.max_streams_per_connection,
+        max_connections=facts.server.max_connections,
     )
 
 

@@ -66,6 +66,7 @@ class BackwardServicer:
         call.operator = record.name
         call.describe(request.plan.call)
         call.received_bytes = request.known.content_bytes
+        call.memory.hold_reply(call, request.known.reply_bytes)
         reply, call.info = await self._dispatcher.call_whole(request)
         call.sent_bytes = request.known.reply_bytes
         return reply

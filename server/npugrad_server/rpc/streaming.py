@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
-from npugrad.codec import CHUNK_BYTES, MAX_CHUNK_BYTES, encode_response, unwrap, wrap
-from npugrad.errors import DeadlineExceeded, MalformedRequest, MalformedTensor, ServerBusy
+from npugrad.codec import CHUNK_BYTES, encode_response, unwrap, wrap
+from npugrad.errors import DeadlineExceeded, MalformedRequest, ServerBusy
 from npugrad.frames import Chunk, encode_header
 from npugrad.layout import chunks
 from npugrad.timeline import serialize_marks
@@ -31,13 +31,13 @@ from npugrad_server.rpc.funnel import RpcCall, sane
 from npugrad_server.rpc.headers import Header
 from npugrad_server.rpc.idle import IdleTimer
 from npugrad_server.rpc.pace import GIVES_WAY_AFTER_S, Pace, PaceLimits
-from npugrad_server.rpc.unsent import MovedReplies, UnsentReply
+from npugrad_server.rpc.unsent import UnsentReply
+from npugrad_server.rpc.upload import Upload
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Iterator, Mapping
+    from collections.abc import Awaitable, Iterator
 
     from npugrad.errors import NpugradError
-    from npugrad.operator import OpRecord
     from npugrad_server.dispatch import Dispatcher
     from npugrad_server.plans import Request
     from npugrad_server.pool import Outcome, Ticket
@@ -47,76 +47,6 @@ _HELD_BACK_BYTES = 16 * 1024
 _FRAME_BYTES = 256
 """More than a frame takes besides its data."""
 _RETRY_AFTER_S = 1.0
-
-
-class Upload:
-    """What an announced call still waits for; checks chunks against the rules, moves no bytes.
-
-    Attributes:
-        missing_bytes: Announced bytes that have not come yet.
-    """
-
-    def __init__(self, record: OpRecord, announced: Mapping[str, int]) -> None:
-        """Starts with nothing received.
-
-        Args:
-            record: The operator.
-            announced: Content length of each operand that comes in chunks.
-        """
-        self._record = record
-        self._announced = {record.param_index(name): (name, nbytes) for name, nbytes in announced.items()}
-        self._received = dict.fromkeys(self._announced, 0)
-        self.missing_bytes = sum(announced.values())
-
-    @classmethod
-    def of(cls, request: Request) -> Upload:
-        """The upload that a request announces."""
-        return cls(request.plan.record, request.known.announced)
-
-    def place(self, operand: int, offset: int, nbytes: int) -> str:
-        """Takes a chunk: checks it and returns the name of its operand.
-
-        Raises:
-            MalformedRequest: The operand was not announced.
-            MalformedTensor: The length or the offset breaks the rules.
-        """
-        if operand not in self._announced:
-            names = ", ".join(f"{index} ({name})" for index, (name, _) in self._announced.items()) or "none"
-            raise MalformedRequest(
-                f"{self._record.name}: chunk: found operand {operand}; expected an announced one: {names}",
-                operator=self._record.name,
-            )
-        name, announced = self._announced[operand]
-        received = self._received[operand]
-        if not 1 <= nbytes <= MAX_CHUNK_BYTES:
-            raise self._malformed(name, f"a chunk of {nbytes} bytes", f"1 to {MAX_CHUNK_BYTES}")
-        if offset != received:
-            raise self._malformed(
-                name, f"a chunk at offset {offset}", f"offset {received}, where the last one ended"
-            )
-        if nbytes > announced - received:
-            raise self._malformed(name, f"{received + nbytes} bytes in chunks", f"the announced {announced}")
-        self._received[operand] = received + nbytes
-        self.missing_bytes -= nbytes
-        return name
-
-    def finish(self) -> None:
-        """Takes the end of the stream.
-
-        Raises:
-            MalformedTensor: An operand is not complete.
-        """
-        for operand, (name, announced) in self._announced.items():
-            if self._received[operand] != announced:
-                raise self._malformed(
-                    name,
-                    f"the end of the stream after {self._received[operand]} bytes",
-                    f"the announced {announced}",
-                )
-
-    def _malformed(self, name: str, found: str, expected: str) -> MalformedTensor:
-        text = f"{self._record.name}: {name}: found {found}; expected {expected}"
-        return MalformedTensor(text, operator=self._record.name, operand=name)
 
 
 class Frames:
@@ -131,9 +61,11 @@ class Frames:
         self._timer = IdleTimer()
         self._held_back: deque[Any] = deque()
         self._end: NpugradError | None = None
+        self._is_uploaded = self._has_metadata = False
 
     def __enter__(self) -> Frames:
         """Nothing: a wait starts with a frame."""
+        self._call.is_slow = self.is_slow
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -176,20 +108,30 @@ class Frames:
             missing_bytes -= len(frame.data)
         self._held_back = held_back
 
-    def end_if_slow(self, error: ServerBusy, *, is_reply: bool) -> bool:
-        """Ends the call with an error if the client is slow; whether it is.
+    def is_slow(self) -> bool:
+        """Whether it uploads below the least rate, or has not taken a frame of its reply for some seconds."""
+        waiting_s = self._timer.waiting_s
+        return waiting_s > GIVES_WAY_AFTER_S if self._is_uploaded else self._upload.is_slow(waiting_s)
 
-        Of a reply, if no frame was taken for some seconds: it holds results that cannot be moved elsewhere.
-        """
+    def end_if_slow(self, error: ServerBusy) -> bool:
+        """Ends the call with an error if the client is slow; whether it is."""
         if self._end is not None:
             return True
-        waiting_s = self._timer.waiting_s
-        is_slow = waiting_s > GIVES_WAY_AFTER_S if is_reply else self._upload.is_slow(waiting_s)
-        if not is_slow:
+        if not self.is_slow():
             return False
         self._end = error
         self._timer.ring()
         return True
+
+    def end_upload(self, reply_bytes: int) -> None:
+        """No frame of it will come any more; a reply of so many bytes will follow."""
+        self._is_uploaded = True
+        self._call.memory.uploaded(self._call, reply_bytes)
+
+    async def start_reply(self) -> None:
+        """Sends the metadata before the first frame: no status could follow while that one is not taken."""
+        if not self._has_metadata:
+            await self.confirm_end()
 
     async def confirm_end(self) -> None:
         """Makes sure that it was the client that ended its side: grpc reads the end from a dead call, too.
@@ -198,6 +140,7 @@ class Frames:
             asyncio.CancelledError: The client is gone, or its deadline has passed.
         """
         # A call that is alive can be sent its metadata, of which nothing will be seen but that it is early.
+        self._has_metadata = True
         await self._within(
             self._call.context.send_initial_metadata(()),
             self._reply,
@@ -248,7 +191,6 @@ class Execute:
         """
         self._dispatcher = dispatcher
         self._limits = (upload, reply)
-        self._moved = MovedReplies(dispatcher.pool.output_bytes)
 
     async def __call__(self, call: RpcCall) -> None:
         """Takes one call from its header to the last chunk of its reply; errors as in `Dispatcher`."""
@@ -308,8 +250,8 @@ class Execute:
         call.sent_bytes = sum(view.nbytes for view in outcome.contents.values())
         replies = _reply(self._dispatcher, request, outcome)
         frame = next(replies)  # the header, which is made here and now
-        slow = partial(frames.end_if_slow, is_reply=True)
-        with UnsentReply(replies, call.sent_bytes, ticket, self._moved, slow) as unsent:
+        await frames.start_reply()
+        with UnsentReply(replies, call.sent_bytes, ticket, call, frames.end_if_slow) as unsent:
             while frame is not None:
                 await frames.write(frame)
                 frame = await unsent.next()
@@ -352,6 +294,7 @@ async def _receive(
         await frames.confirm_end()
     upload.finish()
     ticket.give_way = None
+    frames.end_upload(ticket.state.output_bytes)
 
 
 def _give_way(frames: Frames, operator: str) -> bool:
@@ -359,9 +302,7 @@ def _give_way(frames: Frames, operator: str) -> bool:
     text = (
         f"{operator}: found an upload below the least rate while other calls wait for memory; expected more"
     )
-    return frames.end_if_slow(
-        ServerBusy(text, retry_after_s=_RETRY_AFTER_S, operator=operator), is_reply=False
-    )
+    return frames.end_if_slow(ServerBusy(text, retry_after_s=_RETRY_AFTER_S, operator=operator))
 
 
 def _reply(dispatcher: Dispatcher, request: Request, outcome: Outcome) -> Iterator[Any]:

@@ -20,10 +20,6 @@ LEAST_PING_INTERVAL_S = 30.0
 long, because clients ping once a minute to learn that the server is still there."""
 _MAX_PING_STRIKES = 2
 """Pings that may come earlier; the next one ends the connection, so that pings are no way to keep us busy."""
-MAX_STREAMS = 256
-"""Calls that a connection may have open; the client's gRPC holds the next ones back. Calls that were reset
-count until they are forgotten: without this, four connections that reset theirs at once (CVE-2023-44487) fill
-the thousand places of grpc's queue of new calls, and it cancels 98 of 100 of everybody's."""
 _METADATA_BYTES, _MOST_METADATA_BYTES = 8 * 2**10, 16 * 2**10
 """Metadata of a call: above the first some are refused at random, above the second all. Those are grpc's own
 limits, said here so that no version of it has others."""
@@ -71,11 +67,11 @@ def server_options(settings: ServerSettings) -> ChannelOptions:
         # A compressed request is refused by its headers, UNIMPLEMENTED: a message of some KiB would else be
         # inflated to the limit of messages, on the event loop, before anything could count it.
         ("grpc.compression_enabled_algorithms_bitset", 1 << grpc.Compression.NoCompression),
-        ("grpc.max_concurrent_streams", MAX_STREAMS),
         ("grpc.max_metadata_size", _METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", _MOST_METADATA_BYTES),
         *ping_options(),
         *_age_options(settings),
+        *_count_options(settings),
     )
 
 
@@ -92,6 +88,21 @@ def ping_options(least_interval_s: float = LEAST_PING_INTERVAL_S) -> ChannelOpti
         ("grpc.http2.max_ping_strikes", _MAX_PING_STRIKES),
         # Else a connection without calls may be pinged once in two hours only, and proxies ping those.
         ("grpc.keepalive_permit_without_calls", 1),
+    )
+
+
+def _count_options(settings: ServerSettings) -> ChannelOptions:
+    pending = settings.max_pending_calls
+    return (
+        # Calls that were reset count until they are forgotten. Without a limit, four connections that reset
+        # theirs at once (CVE-2023-44487) fill grpc's queue of pending calls, and it cancels 98 of 100 of
+        # everybody's.
+        ("grpc.max_concurrent_streams", settings.max_streams_per_connection),
+        ("grpc.max_allowed_incoming_connections", settings.max_connections),
+        ("grpc.server.max_pending_requests", pending),
+        # gRPC's own defaults are 1000 and 3000.
+        ("grpc.server.max_pending_requests_hard_limit", min(3 * pending, 2**31 - 1)),
+        ("grpc.server_handshake_timeout_ms", round(settings.handshake_timeout_s * 1000)),
     )
 
 

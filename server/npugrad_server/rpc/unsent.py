@@ -19,32 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from npugrad_server.pool import Ticket
+    from npugrad_server.rpc.rpc_call import RpcCall
 
 _RETRY_AFTER_S = 1.0
-
-
-class MovedReplies:
-    """Counts the bytes of replies that were moved into memory of the front process.
-
-    Attributes:
-        limit_bytes: The most there may be.
-        used_bytes: What there is.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        """Starts with none."""
-        self.limit_bytes, self.used_bytes = limit_bytes, 0
-
-    def take(self, nbytes: int) -> bool:
-        """Takes room for so many, if there is some."""
-        if self.used_bytes + nbytes > self.limit_bytes:
-            return False
-        self.used_bytes += nbytes
-        return True
-
-    def give(self, nbytes: int) -> None:
-        """Gives room back."""
-        self.used_bytes -= nbytes
 
 
 class UnsentReply:
@@ -58,7 +35,7 @@ class UnsentReply:
         frames: Iterator[Any],
         nbytes: int,
         ticket: Ticket,
-        moved: MovedReplies,
+        call: RpcCall,
         end_if_slow: Callable[[ServerBusy], bool],
     ) -> None:
         """Nothing is sent yet.
@@ -67,11 +44,11 @@ class UnsentReply:
             frames: All of them, whose chunks are views of the arena.
             nbytes: Length of all chunks.
             ticket: The call; closed once its results have left the arena.
-            moved: What may leave it.
+            call: Whose it is; its memory counts what leaves the arena.
             end_if_slow: Ends the call with an error, if its client is slow; whether it did.
         """
         self._frames, self._nbytes, self._ticket = frames, nbytes, ticket
-        self._room, self._end_if_slow = moved, end_if_slow
+        self._call, self._end_if_slow = call, end_if_slow
         self._moved_bytes = 0
         self._moving: asyncio.Task[None] | None = None
 
@@ -85,7 +62,8 @@ class UnsentReply:
         self._ticket.give_way = None
         if self._moving is not None:
             self._moving.cancel()
-        self._room.give(self._moved_bytes)
+        if self._moved_bytes:
+            self._call.memory.forget_moved(self._call, self._moved_bytes)
 
     async def next(self) -> Any:
         """The next frame; None after the last one."""
@@ -100,7 +78,7 @@ class UnsentReply:
         """Others wait for its room; whether it will be free soon."""
         if self._moving is not None:
             return True
-        if self._room.take(self._nbytes):
+        if self._call.memory.move(self._call, self._nbytes):
             self._moved_bytes = self._nbytes
             self._moving = asyncio.ensure_future(self._move())
             return True

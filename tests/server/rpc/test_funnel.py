@@ -82,10 +82,8 @@ async def serving() -> AsyncIterator[tuple[Harness, Any]]:
     server = grpc.aio.server()
     funnelled: Any = harness.funnel.unary("GetServerInfo", harness.handler)
 
-    async def handler(message: Any, context: Any) -> Any:
-        held = [message]
-        del message  # it is not to be kept by this frame
-        answer = await funnelled(held.pop(), context)
+    async def handler(requests: Any, context: Any) -> Any:
+        answer = await funnelled(requests, context)
         if harness.hold is not None:
             await harness.hold()
         return answer

@@ -25,7 +25,7 @@ def test_good_bytes_become_a_message_and_bad_ones_garbage() -> None:
 
 
 async def _handler(request: Any, context: Any) -> Any:
-    return server_pb2.GetServerInfoResponse(version=repr(request))
+    return server_pb2.GetServerInfoResponse(version=repr(await context.read()))
 
 
 def test_methods_and_handlers_must_be_the_same_set() -> None:

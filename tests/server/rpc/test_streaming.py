@@ -17,7 +17,8 @@ from npugrad.registry import REGISTRY
 from npugrad_server.rpc.funnel import RpcCall
 from npugrad_server.rpc.pace import PaceLimits
 from npugrad_server.rpc.register import register
-from npugrad_server.rpc.streaming import Frames, Upload
+from npugrad_server.rpc.streaming import Frames
+from npugrad_server.rpc.upload import Upload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from npugrad.frames import Chunk
-from npugrad_server.rpc.unsent import MovedReplies, UnsentReply
+from npugrad_server.rpc.front_memory import FrontLimits, FrontMemory
+from npugrad_server.rpc.rpc_call import RpcCall
+from npugrad_server.rpc.unsent import UnsentReply
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,8 +39,15 @@ class Ticket:
             yield Chunk(0, start, self.memory[start : start + 256])
 
 
-def reply(ticket: Any, room: MovedReplies, slow: bool = False) -> UnsentReply:
-    return UnsentReply(ticket.frames(), len(CONTENT), ticket, room, lambda error: ended(error, slow))
+def room_for(nbytes: int) -> FrontMemory:
+    """Memory of which results that are not taken may have so much: half of it."""
+    return FrontMemory(FrontLimits(memory_bytes=2 * nbytes))
+
+
+def reply(ticket: Any, room: FrontMemory, slow: bool = False) -> UnsentReply:
+    context: Any = SimpleNamespace(time_remaining=lambda: None)
+    call = RpcCall(context, "Execute", "1", memory=room)
+    return UnsentReply(ticket.frames(), len(CONTENT), ticket, call, lambda error: ended(error, slow))
 
 
 def ended(error: ServerBusy, slow: bool) -> bool:
@@ -56,7 +65,7 @@ async def rest(unsent: UnsentReply) -> bytes:
 @pytest.mark.parametrize("sent", [0, 1, 3])
 def test_what_is_not_sent_leaves_the_arena_when_its_room_is_wanted(sent: int) -> None:
     async def act() -> None:
-        ticket, room = Ticket(), MovedReplies(len(CONTENT))
+        ticket, room = Ticket(), room_for(len(CONTENT))
         with reply(ticket, room) as unsent:
             first = b"".join([bytes((await unsent.next()).data) for _ in range(sent)])
             assert ticket.give_way()
@@ -71,7 +80,7 @@ def test_what_is_not_sent_leaves_the_arena_when_its_room_is_wanted(sent: int) ->
 
 def test_there_is_a_limit_to_it_beyond_which_the_slow_are_ended() -> None:
     async def act() -> None:
-        ticket, room = Ticket(), MovedReplies(len(CONTENT) - 1)
+        ticket, room = Ticket(), room_for(len(CONTENT) - 1)
         with reply(ticket, room) as unsent:
             assert not ticket.give_way()
             assert await rest(unsent) == CONTENT
@@ -85,7 +94,7 @@ def test_there_is_a_limit_to_it_beyond_which_the_slow_are_ended() -> None:
 
 def test_a_call_may_end_while_its_reply_moves() -> None:
     async def act() -> None:
-        ticket, room = Ticket(), MovedReplies(len(CONTENT))
+        ticket, room = Ticket(), room_for(len(CONTENT))
         with reply(ticket, room):
             assert ticket.give_way()
         assert room.used_bytes == 0

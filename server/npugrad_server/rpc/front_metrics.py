@@ -1,0 +1,45 @@
+"""What the front process holds for its callers, for Prometheus."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from prometheus_client import Metric
+
+    from npugrad_server.rpc.front_memory import FrontMemory
+
+_USED = (
+    "Memory outside of the arenas that messages and replies take; what is on its way counts as the largest "
+    "message, a reply twice until it was taken."
+)
+
+
+class FrontCollector(Collector):
+    """Reads the figures when somebody looks; single numbers, which may be read on any thread."""
+
+    def __init__(self, memory: FrontMemory) -> None:
+        self._memory = memory
+
+    def collect(self) -> Iterator[Metric]:
+        """The figures of this moment."""
+        memory = self._memory
+        used = GaugeMetricFamily("npugrad_front_memory_used_bytes", _USED, labels=("what",))
+        used.add_metric(("requests",), memory.requests_bytes)
+        used.add_metric(("replies",), memory.replies_bytes)
+        yield used
+        text = "Memory outside of the arenas that there is for them."
+        yield GaugeMetricFamily("npugrad_front_memory_bytes", text, memory.limits.memory_bytes)
+        for name, text, found in (
+            ("npugrad_front_refused_calls", "Calls refused for want of room, by what for.", memory.refused),
+            ("npugrad_front_slow_callers", "Messages and replies given up as too slow.", memory.dropped),
+        ):
+            counter = CounterMetricFamily(name, text, labels=("what",))
+            for what, count in found.items():
+                counter.add_metric((what,), count)
+            yield counter

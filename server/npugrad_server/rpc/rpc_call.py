@@ -1,0 +1,104 @@
+"""One RPC in progress: what its handler works with, and what the log will say of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from npugrad_server.pool.tenant import NOBODY
+from npugrad_server.rpc.front_memory import FrontMemory
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    import grpc.aio
+
+    from npugrad.call import ExecutionInfo
+    from npugrad.errors import NpugradError
+    from npugrad.meta import CallMeta
+    from npugrad.timeline import Mark
+    from npugrad_server.pool.tenant import Tenant
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+_LATENCY_S = 5e-3
+
+
+@dataclass
+class RpcCall:
+    """One RPC in progress, and what the log will say of it.
+
+    Attributes:
+        context: gRPC's side of it.
+        method: Name of the RPC.
+        request_id: The client's identifier if it is sane, else one of ours.
+        tenant: Whose call it is.
+        operator: Operator, once known.
+        described: Types, shapes and attributes, once known; never contents.
+        info: What produced the result, once there.
+        received_bytes: Content bytes that have come so far.
+        sent_bytes: Content bytes that go.
+        marks: When its stages ended; the first mark is its arrival.
+        timeline: What the trailing metadata say of its stages; empty where the reply says it.
+        task: What runs it.
+        memory: Counts what it holds.
+        request_bytes: Held of its messages, counted there.
+        reply_bytes: Held of its reply, counted there.
+        reading_s: Since when its message is read, on the monotonic clock; None where none is.
+        answered_s: Since when its reply waits to be taken, or its status behind it; else None.
+        is_slow: Of a stream, asked whether its caller is slow; None of a unary call.
+        failure: Why it was ended by us while it waited for its caller.
+    """
+
+    context: Context
+    method: str
+    request_id: str
+    tenant: Tenant = NOBODY
+    operator: str = ""
+    described: CallMeta | None = None
+    info: ExecutionInfo | None = None
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    marks: list[Mark] = field(init=False)
+    timeline: bytes = b""
+    task: asyncio.Task[Any] | None = None
+    memory: FrontMemory = field(default_factory=FrontMemory)
+    request_bytes: int = 0
+    reply_bytes: int = 0
+    reading_s: float | None = None
+    answered_s: float | None = None
+    is_slow: Callable[[], bool] | None = None
+    failure: NpugradError | None = None
+
+    def __post_init__(self) -> None:
+        """It has arrived; remembers how long the client will wait."""
+        self.marks = [("", time.monotonic())]
+        self._granted_s: float = self.context.time_remaining() or 0.0
+
+    @property
+    def timeout_s(self) -> float | None:
+        """Seconds until the client's deadline; None when it set none."""
+        remaining: float | None = self.context.time_remaining()
+        return remaining
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the client's deadline has passed, by its own clock.
+
+        It reaches us rounded up by as much as a hundredth, and with the time it took to come: when the client
+        gives up, some of it is left here.
+        """
+        remaining = self.timeout_s
+        return remaining is not None and remaining < _LATENCY_S + self._granted_s / 100
+
+    def end(self, failure: NpugradError) -> None:
+        """Ends it while it waits for its caller, who is told why."""
+        self.failure = failure
+        if self.task is not None:
+            self.task.cancel()
+
+    def describe(self, call: CallMeta) -> None:
+        """Notes types, shapes and attributes for the log."""
+        self.described = call

@@ -1,0 +1,385 @@
+"""What callers can make the front process hold outside of the arenas: `make prove-front-memory`, a table.
+
+- unread replies: 60 requests of about 100 bytes, whose operands repeat one element, each with a reply of
+  4 MiB. The caller reads its socket and never gives the streams any window, so that no reply passes.
+- gzip: messages of 47 KiB that would be 47 MiB.
+- unread streams: 200 calls of Execute, each with a chunk of its reply on its way that nobody takes.
+- six big replies of 256 MiB at once: unary, streamed to clients that read, streamed to one that does not.
+
+Each row has how much the front process grew, the most that its metrics said, how many calls were refused,
+and the seconds until nothing is held. A neighbour calls all the while; each of its answers has to be right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import socket
+import sys
+import tempfile
+import threading
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.calls import call_execute, call_unary, header_frame, sample
+from tests.fix_server import run_server
+from tests.http2 import DATA, END_STREAM, PREFACE, SETTINGS, call_headers, frame, message
+from tests.operators import GROUP_NORM
+
+from npugrad.meta import TensorMeta
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import grpc
+    from tests.fix_server import ServerProcess
+
+MIB = 2**20
+SLACK_BYTES = 64 * MIB
+"""What the front process may grow by beyond `front_memory_bytes`."""
+GONE_S = 60.0
+UNARY = f"/npugrad.v1.BackwardService/{GROUP_NORM.rpc}".encode()
+EXECUTE = b"/npugrad.v1.BackwardService/Execute"
+ATTACKER = "127.0.0.2"
+"""Where callers that read nothing come from, so that they are another tenant than the neighbour."""
+_TIMEOUT_S, _LOOK_S = 120.0, 0.05
+_FRAME_BYTES = 16_000
+
+
+@dataclass(frozen=True)
+class Row:
+    """What an attack did.
+
+    Attributes:
+        name: The attack.
+        limit_bytes: `front_memory_bytes`.
+        calls: How many calls it made.
+        refused: Those that found no room, or were refused otherwise.
+        grown_bytes: How much more memory the front process had, at most.
+        shown_bytes: The most that the metrics said.
+        gone_s: Seconds until it had all given back; None if it did not within `GONE_S` and some.
+        left_bytes: How much more memory it has then, which is free: malloc keeps it for what comes next.
+        neighbour: Answers of the neighbour: right, and not.
+    """
+
+    name: str
+    limit_bytes: int
+    calls: int
+    refused: int
+    grown_bytes: int
+    shown_bytes: int
+    gone_s: float | None
+    left_bytes: int
+    neighbour: tuple[int, int]
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the promise is kept."""
+        bounded = max(self.grown_bytes - SLACK_BYTES, self.shown_bytes) <= self.limit_bytes
+        return bounded and self.gone_s is not None and self.gone_s <= GONE_S and not self.neighbour[1]
+
+    def __str__(self) -> str:
+        gone = "never" if self.gone_s is None else f"{self.gone_s:.1f}"
+        right, wrong = self.neighbour
+        return (
+            f"{self.name:34} {self.limit_bytes / MIB:8.0f} {self.calls:6} {self.refused:8} "
+            f"{self.grown_bytes / MIB:10.1f} {self.shown_bytes / MIB:10.1f} {gone:>7} "
+            f"{self.left_bytes / MIB:9.1f} {right:6}/{wrong:<5} "
+            f"{'kept' if self.is_kept else 'NOT KEPT'}"
+        )
+
+
+HEAD = f"{'attack':34} {'limit':>8} {'calls':>6} {'refused':>8} {'grown MiB':>10} {'shown MiB':>10} "
+HEAD += f"{'gone s':>7} {'left MiB':>9} {'neighbour':>12}"
+
+
+def small_request(reply_bytes: int) -> Any:
+    """A request of about 100 bytes whose reply has so many: its large operands repeat one element."""
+    made = sample()
+    call = GROUP_NORM.build(n=1, c=1, hxw=reply_bytes // 4, group=1)
+    one = call.tensor("grad_out")
+    repeated = TensorMeta(one.dtype, one.shape, strides=(0,) * len(one.shape))
+    request = made.message()
+    request.n, request.c, request.hxw, request.group = 1, 1, reply_bytes // 4, 1
+    for name, meta in call.with_inputs(grad_out=repeated, input=repeated).inputs.items():
+        assert meta is not None
+        tensor = getattr(request, name)
+        tensor.meta.shape[:], tensor.meta.strides[:] = meta.shape, meta.strides or ()
+        tensor.data = bytes(meta.content_bytes)
+    return request
+
+
+# --------------------------------------------------------------------------------------------- the callers
+
+
+class Unread:
+    """A connection whose calls never get another window: what goes beyond it stays with the server."""
+
+    def __init__(
+        self,
+        address: str,
+        path: bytes,
+        messages: Sequence[bytes],
+        *more: tuple[bytes, bytes],
+        window_bytes: int = 0,
+    ) -> None:
+        host, _, port = address.rpartition(":")
+        self._socket = socket.create_connection((host, int(port)), _TIMEOUT_S, (ATTACKER, 0))
+        self._socket.sendall(PREFACE + frame(SETTINGS, 0, 0, b"\0\4" + window_bytes.to_bytes(4, "big")))
+        for index, data in enumerate(messages):
+            stream = 2 * index + 1
+            pieces = [data[at : at + _FRAME_BYTES] for at in range(0, len(data), _FRAME_BYTES)]
+            frames = (frame(DATA, END_STREAM if p is pieces[-1] else 0, stream, p) for p in pieces)
+            self._socket.sendall(call_headers(path, stream, *more) + b"".join(frames))
+        self.said = b""
+        self.closed = threading.Event()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        with suppress(OSError):
+            while found := self._socket.recv(2**16):
+                self.said = (self.said + found)[-(2**20) :]
+        self.closed.set()
+
+    def close(self) -> None:
+        """Hangs up."""
+        self._socket.close()
+
+
+class Watch:
+    """Looks at a server and calls it as a neighbour would, for a block."""
+
+    def __init__(self, running: ServerProcess) -> None:
+        self._running, self._stop = running, threading.Event()
+        self._made = sample()
+        self._expected = self._made.reference() if "cpu" in running.info().devices[0].name else None
+        self.before_bytes = self.grown_bytes = self.shown_bytes = 0
+        self.right = self.wrong = 0
+        self._threads = [threading.Thread(target=act, daemon=True) for act in (self._look, self._call)]
+
+    def __enter__(self) -> Watch:
+        with self._running.channel() as channel:  # the first calls make what stays
+            for _ in range(20):
+                self._answer(channel)
+        self.before_bytes, self.right = self.memory_bytes(), 0
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(_TIMEOUT_S)
+
+    def memory_bytes(self) -> int:
+        """What the front process has of its own: neither files nor shared."""
+        lines = Path(f"/proc/{self._running.process.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+    def _look(self) -> None:
+        while not self._stop.wait(_LOOK_S):
+            self.grown_bytes = max(self.grown_bytes, self.memory_bytes() - self.before_bytes)
+            self.shown_bytes = max(self.shown_bytes, held_bytes(self._running))
+
+    def _call(self) -> None:
+        with self._running.channel() as channel:
+            while not self._stop.wait(_LOOK_S):
+                if self._answer(channel):
+                    self.right += 1
+                else:
+                    self.wrong += 1
+
+    def _answer(self, channel: grpc.Channel) -> bool:
+        try:
+            result = call_unary(channel, self._made.record, self._made.message(), timeout=_TIMEOUT_S)
+        except Exception:
+            return False
+        found = {name: content.data for name, content in result.contents.items()}
+        return self._expected is None or found == self._expected
+
+    def gone_s(self, since_s: float) -> float | None:
+        """Seconds until nothing is left; None if that takes longer than `GONE_S` and some."""
+        while time.monotonic() - since_s < GONE_S + 10:
+            results = figure(self._running, "npugrad_output_arena_used_bytes ")
+            # A call of the neighbour may be on its way.
+            if results < MIB and held_bytes(self._running) < 2 * 5 * MIB:
+                return time.monotonic() - since_s
+            time.sleep(_LOOK_S)
+        return None
+
+
+def held_bytes(running: ServerProcess) -> int:
+    """What the metrics of the front process say that it holds."""
+    return figure(running, "npugrad_front_memory_used_bytes{")
+
+
+def figure(running: ServerProcess, start: str, text: str = "") -> int:
+    """The sum of the metrics whose lines start so and have that text."""
+    lines = running.page("/metrics")[1].splitlines()
+    return sum(
+        int(float(line.rpartition(" ")[2])) for line in lines if line.startswith(start) and text in line
+    )
+
+
+# ------------------------------------------------------------------------------------------------ the rows
+
+
+@contextmanager
+def unread_replies(
+    running: ServerProcess, calls: int, reply_bytes: int, path: bytes = UNARY, *, window_bytes: int = 0
+) -> Iterator[None]:
+    """Calls on four connections, of whose replies no more is taken than a window."""
+    request = small_request(reply_bytes)
+    data = (request if path == UNARY else header_frame(GROUP_NORM, request)).SerializeToString()
+    share = [calls // 4 + (index < calls % 4) for index in range(4)]
+    with ExitStack() as stack:
+        for count in filter(None, share):
+            unread = Unread(
+                running.address, path, [message(len(data), data)] * count, window_bytes=window_bytes
+            )
+            stack.callback(unread.close)
+        yield
+
+
+@contextmanager
+def gzip_bombs(running: ServerProcess, calls: int, inflated_bytes: int) -> Iterator[None]:
+    """Compressed messages on one connection."""
+    data = gzip.compress(bytes(inflated_bytes), 9)
+    encoding = (b"grpc-encoding", b"gzip")
+    unread = Unread(running.address, UNARY, [message(len(data), data, compressed=1)] * calls, encoding)
+    try:
+        yield
+        assert b"Compression algorithm 'gzip' is disabled" in unread.said
+    finally:
+        unread.close()
+
+
+@contextmanager
+def read_replies(running: ServerProcess, calls: int, reply_bytes: int, path: bytes) -> Iterator[None]:
+    """Calls at once by clients that read."""
+    request = small_request(reply_bytes)
+
+    def act() -> None:
+        with running.channel() as channel, suppress(Exception):  # refused: the server counts
+            if path == UNARY:
+                call_unary(channel, GROUP_NORM, request, timeout=_TIMEOUT_S)
+            else:
+                call_execute(channel, [header_frame(GROUP_NORM, request)], timeout=_TIMEOUT_S)
+
+    threads = [threading.Thread(target=act) for _ in range(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_TIMEOUT_S)
+    yield
+
+
+def measured(
+    name: str, running: ServerProcess, calls: int, attack: Callable[[], Any], settle_s: float = 2.0
+) -> Row:
+    """Makes one attack and looks at what it does, until nothing is left of it."""
+    limit = int(running.info().limits.front_memory_bytes)
+    before = refused_of(running)
+    with Watch(running) as watch:
+        with attack():
+            since_s = time.monotonic()
+            time.sleep(settle_s)  # for what it does to be seen
+            gone_s = watch.gone_s(since_s)
+            left_bytes = watch.memory_bytes() - watch.before_bytes
+        refused = refused_of(running) - before
+    found = (watch.right, watch.wrong)
+    return Row(name, limit, calls, refused, watch.grown_bytes, watch.shown_bytes, gone_s, left_bytes, found)
+
+
+def refused_of(running: ServerProcess) -> int:
+    """Calls that were answered with RESOURCE_EXHAUSTED."""
+    return figure(running, "npugrad_calls_total{", "RESOURCE_EXHAUSTED")
+
+
+FLAGS = ("--metrics-listen", "127.0.0.1:0")
+
+
+@dataclass(frozen=True)
+class FrontSize:
+    """How much of everything; the defaults are those of `make prove-front-memory`.
+
+    Attributes:
+        memory: `front_memory_bytes`.
+        calls: Unread replies of one message.
+        gzips: Compressed messages.
+        inflated_bytes: What each becomes.
+        streams: Unread replies of one chunk on its way and one to come.
+        big_memory: `front_memory_bytes` where big replies are asked for.
+        big_bytes: Size of a big reply.
+        more: Further flags.
+    """
+
+    memory: str = "256MiB"
+    calls: int = 60
+    gzips: int = 20
+    inflated_bytes: int = 47 * MIB
+    streams: int = 200
+    big_memory: str = "1GiB"
+    big_bytes: int = 256 * MIB
+    more: tuple[str, ...] = ()
+
+
+SMALL = FrontSize(
+    memory="40MiB",
+    calls=12,
+    gzips=3,
+    streams=40,
+    big_memory="48MiB",
+    big_bytes=16 * MIB,
+    more=("--unary-reply-timeout-s", "2", "--reply-idle-timeout-s", "4"),
+)
+
+
+def rows(folder: Path, size: FrontSize) -> Iterator[Row]:
+    """Every row, one after the other."""
+    flags = (*FLAGS, *size.more)
+    with run_server(
+        folder / "small.log", *flags, "--front-memory-bytes", size.memory, check_end=False
+    ) as running:
+        for name, calls, attack in (
+            ("unread replies", size.calls, partial(unread_replies, running, size.calls, 4 * MIB - 4096)),
+            ("gzip 1,000:1", size.gzips, partial(gzip_bombs, running, size.gzips, size.inflated_bytes)),
+            (
+                "unread streams",
+                size.streams,
+                partial(unread_replies, running, size.streams, 2 * MIB, EXECUTE, window_bytes=1000),
+            ),
+        ):
+            yield measured(name, running, calls, attack)
+    arena = ("--input-arena-bytes", "64MiB", "--output-arena-bytes", str(5 * size.big_bytes // 2))
+    flags = (*flags, *arena, "--front-memory-bytes", size.big_memory)
+    with run_server(folder / "big.log", *flags, check_end=False) as running:
+        for name, act in (
+            ("unary", partial(read_replies, running, 6, size.big_bytes, UNARY)),
+            ("streamed", partial(read_replies, running, 6, size.big_bytes, EXECUTE)),
+            ("unread", partial(unread_replies, running, 6, size.big_bytes, EXECUTE, window_bytes=1000)),
+        ):
+            yield measured(f"6 replies of {size.big_bytes // MIB} MiB, {name}", running, 6, act)
+
+
+def main() -> int:
+    """Prints the table; exit code 0 if every promise was kept."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    options.add_argument("--calls", type=int, default=60, help="unread replies; default 60")
+    options.add_argument("--mib", type=int, default=256, help="size of a big reply; default 256")
+    chosen = options.parse_args()
+    kept = True
+    print(HEAD)
+    with tempfile.TemporaryDirectory() as folder:
+        for row in rows(Path(folder), FrontSize(calls=chosen.calls, big_bytes=chosen.mib * MIB)):
+            print(row, flush=True)
+            kept &= row.is_kept
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
