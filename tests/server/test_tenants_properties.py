@@ -152,7 +152,7 @@ def test_whatever_is_wrong_the_old_file_stays_and_one_line_says_why(
             for count, mistake in enumerate(mistakes, 1):
                 spoiled = tomllib.loads(whole)
                 MISTAKES[mistake][0](spoiled)
-                await asyncio.to_thread(path.write_text, written(spoiled))
+                _swap(path, written(spoiled))
                 await _until(lambda count=count: len(lines) == count)
                 looks = live.look_count
                 await _until(lambda looks=looks: live.look_count > looks + 3)
@@ -168,6 +168,12 @@ def test_whatever_is_wrong_the_old_file_stays_and_one_line_says_why(
     assert [line["event"] for line in lines] == ["tenants kept"] * len(mistakes)
     for line, mistake in zip(lines, mistakes, strict=True):
         assert any(MISTAKES[mistake][1] in problem for problem in line["problems"])
+
+
+def _swap(path: Path, text: str) -> None:
+    """Puts another file in its place at once: a half-written one may be told of as well."""
+    (made := path.with_suffix(".new")).write_text(text)
+    made.replace(path)
 
 
 async def _until(condition: Any) -> None:
