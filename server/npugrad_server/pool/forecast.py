@@ -239,13 +239,12 @@ class Forecast:
         """Whether one call may be let in that is expected to run for too long; see `RunTimes.doubt`."""
         return self.run_times.doubt((worker.index for worker in self._ready(kind)), work, now)
 
-    def why_late(self, call: CallState, now: float) -> tuple[str, str] | None:
-        """Why a call that could start would miss its deadline on every device that is ready.
+    def why_late(self, call: CallState, ready: Sequence[WorkerState], now: float) -> tuple[str, str] | None:
+        """Why a call that could start would miss its deadline on every device that is ready for it.
 
         Returns:
             Row of the error table and what happened; None when it would not.
         """
-        ready = self._ready(call.kind)
         if call.deadline_s is None or not ready or not all(self.is_late_on(w, call, now) for w in ready):
             return None
         bound_s = min(self._run_on(worker, call)[1] for worker in ready)

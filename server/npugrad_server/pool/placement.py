@@ -226,6 +226,11 @@ class Placement:
                 return None
         return "NO_DEVICE", "the devices that may run it are down"
 
+    def why_late(self, call: CallState, now: float) -> tuple[str, str] | None:
+        """Why a call that could start would be done too late wherever it can go; None when it would not."""
+        ready = [worker for worker in self._targets(call) if worker.state is DeviceState.READY]
+        return self.forecast.why_late(call, ready, now)
+
     def is_confined(self, call: CallState) -> bool:
         """Whether some device that is ready is not for it, so that those of another kind may pass it."""
         return self.eligibility[call.kind].is_confined

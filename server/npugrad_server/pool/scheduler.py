@@ -381,7 +381,7 @@ class Scheduler:
             if deadline is not None and deadline <= now:
                 why = "DEADLINE_EXCEEDED", "the deadline passed in the queue"
             elif deadline is not None and (call.queued_s is not None or now + call.longest_run_s > deadline):
-                why = why or self.forecast.why_late(call, now)
+                why = why or self._placement.why_late(call, now)
             if why is not None:
                 self._call_lifecycle.give_up(call, *why, now, out)
                 return True  # its lane has changed

@@ -11,9 +11,9 @@ from collections import Counter, defaultdict
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from tests.server.pool.deadline_world import DeadlineWorld
 from tests.server.pool.pool_calls import Plan, Planned, has_gap, told
 from tests.server.pool.quota_world import QuotaWorld
-from tests.server.pool.scheduling import check_lateness
 from tests.server.pool.test_scheduler_properties import (
     ARENA,
     ATTEMPTS,
@@ -87,7 +87,7 @@ INVARIANTS = [
 ]
 
 
-class PoolWorld(QuotaWorld):
+class PoolWorld(QuotaWorld, DeadlineWorld):
     """One pool and all around it.
 
     Attributes:
@@ -157,14 +157,18 @@ class PoolWorld(QuotaWorld):
                 waiting = len(self.uploads) + self.scheduler.queue_depth
                 arguments: Any = (planned, waiting, self.scheduler.forecast, self.now, most)
                 before = self.dropped
-                _, self.regions[number], _ = self.admission.reserve(*arguments, drop=self._drop)
+                _, self.regions[number], found = self.admission.reserve(*arguments, drop=self._drop)
                 self._enter(number, planned)
+                self._check_let_in(planned, found)
+                request = call.request
+                request.expected_s, request.longest_run_s = found.expected_s, found.longest_run_s
+                request.is_probe = found.is_probe
                 if self.dropped > before and expected == "QUEUE_FULL":
                     expected = ""
         except NpugradError as error:
             reason = error.reason
         if reason == "WOULD_MISS_DEADLINE" and expected in ("", "QUEUE_FULL", "QUOTA_EXCEEDED"):
-            expected = check_lateness(self.scheduler, planned, self.now)
+            expected = self._check_late(planned)
         assert reason == expected, f"refused with {reason!r}; expected {expected!r}"
         if reason:
             self.answers[reason] += 1
@@ -182,7 +186,10 @@ class PoolWorld(QuotaWorld):
         self._lane(call).append(number)
         self.obey(self.scheduler.submit(call.request, self.now))
         self.obey(self.scheduler.tick(self.now))  # its deadline may have passed in the upload
-        return f"call {number} waits" if not call.starts else f"call {number} is all there"
+        if call.starts:
+            return f"call {number} is all there"
+        self.waited.add(number)
+        return f"call {number} waits"
 
     def on_hang_up(self, rng: random.Random) -> str:
         """A caller goes while it still uploads."""
@@ -360,12 +367,13 @@ class PoolWorld(QuotaWorld):
         nbytes = QUOTA_BYTES if name == "even" else None
         tenant = Tenant(name, self.weights[name], max_queue_depth=places, max_inflight_bytes=nbytes)
         operator, deterministic = rng.choice(OPERATORS), rng.random() < 0.3
-        due = None if rng.random() < 0.5 else self.now + 30 * rng.random()
+        due = None if rng.random() < 0.5 else self.now + 30 * rng.random() ** 2
         outputs = rng.choice([0, 1, 64, 100, 128, 256])
         memory, blocks = rng.choice([0, 0, 30, 100]), rng.choice([0, 1, 2, 5, 9])
         inputs = 4096 if rng.random() < 0.01 else rng.choice([0, 64, 100, 256, 700])
+        work = self._work(rng, operator)
         demand = Demand(
-            RegionLayout({}, aligned(inputs)), RegionLayout({}, outputs), memory, 0, 512 * blocks, None
+            RegionLayout({}, aligned(inputs)), RegionLayout({}, outputs), memory, 0, 512 * blocks, None, work
         )
         signature = bytes([rng.randint(0, 3)])
         plan = Plan(SimpleNamespace(name=operator), signature, {self.own: demand})
@@ -382,9 +390,9 @@ class PoolWorld(QuotaWorld):
             needs // 2,  # two needs share a key, so that what was learned is right, too much and too little
             operator,
             tenant,
+            work,
             plan=plan,
         )
-        request.expected_s = rng.choice([0.0, 0.1, 5.0])
         return number, Call(request, needs=needs), planned
 
     # ------------------------------------------------------------------------------------- what must happen
@@ -446,6 +454,7 @@ class PoolWorld(QuotaWorld):
             assert lane[0] == command.call, f"{command.call} passes {lane[0]} of its label and kind"
             del lane[0]
             self._counts_no_more(command.call)
+            self._check_start(command)
         elif isinstance(command, (RequeueCall, RedirectCall, PostponeCall)):
             self._lane(self.calls[command.call]).insert(0, command.call)
         elif isinstance(command, FailCall):
@@ -501,6 +510,8 @@ class PoolWorld(QuotaWorld):
             if not (call.tries >= ATTEMPTS or suspected):
                 self._justify_circuit(command.call, call)
             assert call.deaths, reason
+        elif reason == "WOULD_MISS_DEADLINE":
+            self._check_given_up(command)
         elif reason == "CIRCUIT_OPEN":
             self._justify_circuit(command.call, call)
         else:
@@ -549,7 +560,8 @@ class PoolWorld(QuotaWorld):
                 continue
             choices = self._choices(call)
             for worker in idle:
-                assert worker not in choices or not self._has_room(worker, call), (
+                is_for_it = worker in choices and not self._is_slow(worker, call)
+                assert not is_for_it or not self._has_room(worker, call), (
                     f"{request.id} waits for nothing: {worker.index} is idle"
                 )
 

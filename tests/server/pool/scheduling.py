@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from npugrad import Product
 from npugrad_server.pool.commands import (
@@ -11,7 +11,7 @@ from npugrad_server.pool.commands import (
     WorkerSpec,
 )
 from npugrad_server.pool.scheduler import Scheduler
-from npugrad_server.pool.types import DeviceState, PoolSettings
+from npugrad_server.pool.types import PoolSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,18 +76,3 @@ def run_all(scheduler: Scheduler, first: Sequence[Command]) -> list[int]:
         order.append(start.call)
         todo += of(StartCall, finish(scheduler, start))
     return order
-
-
-def check_lateness(scheduler: Scheduler, planned: Any, now: float) -> str:
-    """A call of no known run time may be refused for its deadline only where it would have to wait.
-
-    Returns:
-        The reason.
-    """
-    kind = planned.plan.record.name, planned.options.deterministic
-    ready = [w for w in scheduler.eligibility[kind].preferred if w.state is DeviceState.READY]
-    assert ready
-    assert scheduler.queue_depth or all(len(w.running) == w.spec.streams for w in ready)
-    found = scheduler.forecast.predict(planned.tenant, kind, None, now, sent=False)
-    assert now + found.longest_s > planned.deadline_s
-    return "WOULD_MISS_DEADLINE"

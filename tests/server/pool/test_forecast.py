@@ -226,3 +226,14 @@ def test_a_slow_device_gets_less_and_is_tried_again() -> None:
     # Its times are old by now: it shows what it can do, and has become as quick as the other one.
     assert run_alone(scheduler, {0: 0.01, 1: 0.01}, 1, now=2 + STALE_S)[1] == 1
     assert run_alone(scheduler, {0: 0.01, 1: 0.04}, 40, now=2 + STALE_S)[0] >= 39
+
+
+def test_a_device_that_a_call_does_not_fit_into_does_not_have_it_given_up() -> None:
+    scheduler = taught(open_scheduler(2, device=4096))
+    scheduler.workers[0].memory_bytes = 512
+    scheduler.lost(1, scheduler.workers[1].incarnation, "gone", 0)
+    waiting = call(1, deadline_s=1.5)
+    waiting.device_bytes = 1024
+    assert not of(FailCall, scheduler.submit(waiting, 0))
+    assert not of(FailCall, scheduler.tick(1.0)), "it waits for the other device, which may be quick"
+    assert of(FailCall, scheduler.tick(1.5))[0].reason == "DEADLINE_EXCEEDED"

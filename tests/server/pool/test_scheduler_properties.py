@@ -458,6 +458,7 @@ class SchedulerWorld(RuleBasedStateMachine):
                 number,
                 not reason,
                 self.now,
+                seconds=None if reason else self._seconds(call),
                 workspace_bytes=told,
                 reason=reason,
             )
@@ -467,6 +468,10 @@ class SchedulerWorld(RuleBasedStateMachine):
         final = call.refusal is not None and call.refusal.final
         if not reason or (reason in EXHAUSTION_REASONS and not final):
             assert worker.exhausted == bool(reason)
+
+    def _seconds(self, call: Call) -> float | None:
+        """What a worker says that it spent on a call."""
+        return None
 
     def _goes_elsewhere(self, call: Call, reason: str) -> bool:
         """Whether only the device stands in the way of a call and another is ready; notes the device."""
