@@ -267,6 +267,10 @@ prove-tenants: $(STAMP_KERNELS) ## A caller that asks for more than its share, b
 prove-mutations: $(STAMP_KERNELS) ## 1,000,000 damaged messages, none of which may crash or hang a server; 20 minutes
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.proofs.mutations $(ARGS)
 
+.PHONY: prove-overload
+prove-overload: $(STAMP_KERNELS) ## Three tenants that send five times what the devices can do, with deadlines; 2 minutes
+	$(BIN)/python -m tests.proofs.overload $(ARGS)
+
 .PHONY: prove-slow-streams
 prove-slow-streams: $(STAMP_KERNELS) ## A neighbour beside 300 uploads of a byte each 20 s and an unread reply of 128 MiB; 2 minutes
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.proofs.slow_streams $(ARGS)

@@ -1,0 +1,302 @@
+"""`make prove-overload`: three tenants send five times what the devices can do, each call with a deadline.
+
+Each has a certificate and a weight, 1 to 2 to 4, and the lighter it is the more it sends. The devices have to
+be as busy as without deadlines, each tenant has to get its share, and what is let in has to be done in time.
+Then deadlines that cannot be met, which have to be refused as quickly as other calls. Devices are simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import quantiles
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client.parser import text_string_to_metric_families
+from tests.calls import failure_of, sample
+from tests.fix_server import run_server
+from tests.fix_tls import Certificates
+
+from npugrad.v1 import backward_pb2_grpc
+from npugrad_client import AsyncClient, NpugradError, Tls
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tests.fix_server import ServerProcess
+
+OVERLOAD, DEADLINE_S = 5.0, 2.0
+DEVICES, SERVICE_MS = 2, 100
+WEIGHTS = {"light": 1.0, "middle": 2.0, "heavy": 4.0}
+DEMANDS = {"light": 3 / 6, "middle": 2 / 6, "heavy": 1 / 6}
+"""Each tenant's part of what is sent, which is more than its share of the devices for each of them."""
+RAMP_S = 1.5 * DEADLINE_S
+"""Queues fill and rates are learned for so long; throughput, shares and calls in time count from then on."""
+LEAST_THROUGHPUT, LEAST_JAIN, LEAST_IN_TIME, MOST_LATE = 0.95, 0.95, 0.99, 0.01
+MOST_SLOWER = 2.0
+_INFEASIBLE_S, _LONG_MS = 2.0, 4000
+"""A deadline that calls of so many milliseconds cannot meet, and that has time to reach a busy machine."""
+_TIMEOUT_S = 60.0
+_IN_FLIGHT = 4 * DEVICES
+"""So many calls at once keep all devices busy."""
+
+
+@dataclass
+class Caller:
+    """A tenant that sends whether it is answered or not.
+
+    Attributes:
+        name: Of the tenant.
+        client: With its certificate; it tries once.
+        calls: When each was sent, when it ended, by `time.monotonic()`, and how: ``"OK"``, ``"late start"``
+            for one that was let in and refused when its turn came, or a reason.
+    """
+
+    name: str
+    client: AsyncClient
+    calls: list[tuple[float, float, str]] = field(default_factory=list)
+
+    async def call(self, timeout_s: float | None) -> str:
+        """Sends one and notes what came of it."""
+        sent_s, told = time.monotonic(), "OK"
+        try:
+            await self.client.group_norm_backward(**_ARGUMENTS, timeout_s=timeout_s)
+        except NpugradError as error:
+            told = "late start" if "when its turn came" in str(error) else error.reason
+        self.calls.append((sent_s, time.monotonic(), told))
+        return told
+
+    async def send(self, rate: float, end_s: float, seed: int) -> None:
+        """Sends so many a second at random times until one by `time.monotonic()`; waits for the answers."""
+        rng, tasks, due_s = random.Random(seed), [], time.monotonic()
+        while (due_s := due_s + rng.expovariate(rate)) < end_s:
+            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            tasks.append(asyncio.create_task(self.call(DEADLINE_S)))
+        await asyncio.gather(*tasks)
+
+
+def _arguments() -> dict[str, Any]:
+    made = sample()
+    return {**made.arrays, **made.call.attrs}
+
+
+_ARGUMENTS = _arguments()
+
+
+@dataclass(frozen=True)
+class Overload:
+    """What came of it.
+
+    Attributes:
+        capacity: Answers a second when each device always has a call waiting, before and after.
+        sent: Calls a second.
+        throughput: Answers a second under the overload.
+        answered: By tenant.
+        told: What the calls came to.
+        launches: Calls handed to devices, from the first on.
+        late_launches: Those of them that nobody had in time.
+    """
+
+    capacity: float
+    sent: float
+    throughput: float
+    answered: Mapping[str, int]
+    told: Counter[str]
+    launches: int
+    late_launches: int
+
+    @property
+    def jain(self) -> float:
+        """Jain's index of answers by weight: 1 when each tenant has its share."""
+        shares = [self.answered[name] / weight for name, weight in WEIGHTS.items()]
+        return sum(shares) ** 2 / len(shares) / max(sum(share**2 for share in shares), 1e-9)
+
+    @property
+    def in_time(self) -> float:
+        """Part of the calls that were let in that were answered by their deadlines."""
+        refused = self.told["WOULD_MISS_DEADLINE"] + self.told["QUEUE_FULL"]
+        return self.told["OK"] / max(self.told.total() - refused, 1)
+
+    @property
+    def late(self) -> float:
+        """Part of the launches that nobody had in time."""
+        return self.late_launches / max(self.launches, 1)
+
+    @property
+    def holds(self) -> bool:
+        """Whether it was as it has to be."""
+        return (
+            self.throughput >= LEAST_THROUGHPUT * self.capacity
+            and self.jain >= LEAST_JAIN
+            and self.in_time >= LEAST_IN_TIME
+            and self.late <= MOST_LATE
+        )
+
+    def line(self) -> str:
+        """The counts, for a person."""
+        told = ", ".join(f"{count} {reason}" for reason, count in self.told.most_common())
+        answered = ", ".join(f"{name} {count}" for name, count in self.answered.items())
+        return (
+            f"overload: {self.sent:.0f} calls/s sent to {self.capacity:.1f} calls/s: throughput "
+            f"{self.throughput / self.capacity:.3f} of it; answered {answered}: Jain {self.jain:.3f}; "
+            f"in time {self.in_time:.4f} of what was let in ({told}); "
+            f"{self.late_launches} of {self.launches} launches late"
+        )
+
+
+@dataclass(frozen=True)
+class Refusals:
+    """How long callers waited for a refusal, sorted, in seconds.
+
+    Attributes:
+        ordinary: Of calls that break a constraint.
+        infeasible: Of calls whose deadlines cannot be met.
+        told: What these were told.
+    """
+
+    ordinary: Sequence[float]
+    infeasible: Sequence[float]
+    told: Counter[str]
+
+    @property
+    def holds(self) -> bool:
+        """Whether it was as it has to be."""
+        refused = self.told["WOULD_MISS_DEADLINE"] == self.told.total()
+        return refused and self.percentile(99) <= MOST_SLOWER
+
+    def percentile(self, percent: int) -> float:
+        """That of an infeasible call in terms of an ordinary refusal's."""
+        slow, plain = (quantiles(waits, n=100)[percent - 1] for waits in (self.infeasible, self.ordinary))
+        return slow / plain
+
+    def line(self) -> str:
+        """The counts, for a person."""
+        told = ", ".join(f"{count} {reason}" for reason, count in self.told.most_common())
+        p99_ms = quantiles(self.infeasible, n=100)[98] * 1000
+        return (
+            f"infeasible deadlines: {told}; p99 {p99_ms:.1f} ms, {self.percentile(99):.2f} of an ordinary "
+            f"refusal's, p50 {self.percentile(50):.2f}"
+        )
+
+
+async def _capacity(caller: Caller, count: int) -> float:
+    """Answers a second when the devices are never without work."""
+    left = iter(range(count))
+
+    async def work() -> None:
+        for _ in left:
+            assert await caller.call(None) == "OK"
+
+    await asyncio.gather(*(caller.call(None) for _ in range(_IN_FLIGHT)))  # plans and run times are known
+    start_s = time.monotonic()
+    await asyncio.gather(*(work() for _ in range(_IN_FLIGHT)))
+    return count / (time.monotonic() - start_s)
+
+
+def _launches(server: ServerProcess) -> int:
+    families = text_string_to_metric_families(server.page("/metrics")[1])
+    found = [s for family in families for s in family.samples if s.name == "npugrad_attempts_total"]
+    return int(sum(sample.value for sample in found))
+
+
+async def _overload(server: ServerProcess, certificates: Certificates, seconds: float) -> Overload:
+    async with AsyncExitStack() as stack:
+        callers = []
+        for name in WEIGHTS:
+            key, certificate = certificates.named_caller(f"{name}.example.org")
+            tls = Tls(ca=certificates.authority, certificate=certificate, key=key)
+            client = AsyncClient(server.address, tls=tls, timeout_s=_TIMEOUT_S, retry=None)
+            callers.append(Caller(name, await stack.enter_async_context(client)))
+        probing = int(seconds / 8 * DEVICES / SERVICE_MS * 1000)
+        capacity = await _capacity(callers[-1], probing)
+        callers[-1].calls.clear()
+        before = _launches(server)
+        start_s = time.monotonic()
+        end_s, rate = start_s + RAMP_S + seconds, OVERLOAD * capacity
+        sending = [
+            caller.send(rate * DEMANDS[caller.name], end_s, seed) for seed, caller in enumerate(callers)
+        ]
+        await asyncio.gather(*sending)
+        launches = _launches(server) - before
+        calls = {caller.name: [*caller.calls] for caller in callers}
+        capacity = (capacity + await _capacity(callers[-1], probing)) / 2
+    from_s = start_s + RAMP_S
+    answered = {
+        name: sum(told == "OK" and from_s <= at < end_s for _, at, told in made)
+        for name, made in calls.items()
+    }
+    every = [call for made in calls.values() for call in made]
+    told = Counter(told for sent_s, _, told in every if sent_s >= from_s)
+    late = launches - sum(told == "OK" for _, _, told in every)
+    throughput = sum(answered.values()) / seconds
+    return Overload(capacity, told.total() / seconds, throughput, answered, told, launches, late)
+
+
+def prove_overload(folder: Path, seconds: float) -> Overload:
+    """Sends too much for so many seconds, and for a while before to have the queues full."""
+    certificates, tenants = Certificates(folder), folder / "tenants.toml"
+    tenants.write_text(
+        "".join(
+            f'[[tenant]]\nname = "{name}"\nidentities = ["{name}.example.org"]\nweight = {weight}\n'
+            for name, weight in WEIGHTS.items()
+        )
+    )
+    flags = (*certificates.mutual_flags, "--tenants", str(tenants), "--metrics-listen", "127.0.0.1:0")
+    server = run_server(
+        folder / "overload.log",
+        *flags,
+        devices=f"test:{DEVICES}?ms={SERVICE_MS}",
+        credentials=certificates.credentials(certificates.named_caller("light.example.org")),
+    )
+    with server as running:
+        return asyncio.run(_overload(running, certificates, seconds))
+
+
+def prove_refusals(folder: Path, count: int) -> Refusals:
+    """Makes so many calls of either kind, in turn, on a server that knows how long its calls run."""
+    waits: dict[str, list[float]] = {"ordinary": [], "infeasible": []}
+    told = Counter[str]()
+    legal, illegal = sample().message(), sample().message()
+    illegal.group = 0
+    kinds = ("ordinary", illegal, _TIMEOUT_S), ("infeasible", legal, _INFEASIBLE_S)
+    with (
+        run_server(folder / "refusals.log", devices=f"test:1?ms={_LONG_MS}") as server,
+        server.channel() as channel,
+    ):
+        ask = backward_pb2_grpc.BackwardServiceStub(channel).GroupNormBackward
+        ask(legal, timeout=_TIMEOUT_S)
+        for _ in range(count):
+            for kind, message, timeout_s in kinds:
+                start_s = time.monotonic()
+                failure = failure_of(partial(ask, message, timeout=timeout_s))
+                waits[kind].append(time.monotonic() - start_s)
+                if kind == "infeasible":
+                    told[failure.error.reason] += 1
+    return Refusals(sorted(waits["ordinary"]), sorted(waits["infeasible"]), told)
+
+
+def main() -> int:
+    """Runs it and prints two lines; exit code 0 if all held."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    options.add_argument("--seconds", type=float, default=60.0, help="of the overload; default 60")
+    options.add_argument("--refusals", type=int, default=1000, help="of either kind; default 1000")
+    given = options.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        overload = prove_overload(Path(folder), given.seconds)
+        print(overload.line(), "(SIMULATED devices)", flush=True)
+        refusals = prove_refusals(Path(folder), given.refusals)
+        print(refusals.line())
+    return 0 if overload.holds and refusals.holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""A small `make prove-overload`, judged by what a busy machine leaves as it is.
+
+How close it comes to the capacity, and to the deadlines, is judged on a clock of its own in
+``tests/server/pool/test_scheduler_overload.py``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.proofs.overload import prove_overload, prove_refusals
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.slow
+
+
+def test_five_times_the_load_is_shared_by_weight_and_refused_in_time(tmp_path: Path) -> None:
+    found = prove_overload(tmp_path, 4.0)
+    assert found.told["WOULD_MISS_DEADLINE"] > found.told["OK"], found
+    assert found.jain >= 0.9, found
+    assert found.throughput >= 0.5 * found.capacity, found
+    # Without admission by time, 42 of 100 launches were late.
+    assert found.late <= 0.1, found
+    assert found.in_time >= 0.75, found
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_at_once(tmp_path: Path) -> None:
+    found = prove_refusals(tmp_path, 20)
+    assert found.told == {"WOULD_MISS_DEADLINE": 20}
+    assert found.percentile(50) <= 2
