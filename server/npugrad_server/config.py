@@ -243,6 +243,13 @@ class ServerSettings(BaseSettings):
         "operator, which is compared with the reference; 0 for none once it is ready. A device that was "
         "wrong twice is quarantined.",
     )
+    verify_sample: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Share of the calls without `verify` whose results are compared with the reference after "
+        "their callers have them, such as 0.001; a process of its own does it. 0 for none.",
+    )
     worker_start_timeout_s: float = Field(
         default=180.0,
         gt=0,

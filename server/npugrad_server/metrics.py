@@ -154,6 +154,12 @@ class Metrics(PoolObserver):
             ("device", "result"),
             registry=registry,
         )
+        self._compared = Counter(
+            "npugrad_compared_results",
+            "Calls whose results were compared with the reference, by kind (verify, sample) and result.",
+            ("device", "kind", "result"),
+            registry=registry,
+        )
         self._mismatches = Counter(
             "npugrad_device_mismatches",
             "How often a device computed wrongly without a word; two within ten minutes quarantine it.",
@@ -288,6 +294,10 @@ class Metrics(PoolObserver):
     def canaries_run(self, device: str, result: str, count: int) -> None:
         """A device has run canaries."""
         self._canaries.labels(device, result).inc(count)
+
+    def results_compared(self, device: str, kind: str, result: str) -> None:
+        """Results were compared with the reference."""
+        self._compared.labels(device, kind, result).inc()
 
     def device_mismatched(self, device: str, operator: str) -> None:
         """A device has computed wrongly."""

@@ -67,6 +67,7 @@ def pool_settings(settings: ServerSettings, report: NpuReport) -> PoolSettings:
         run_limit_s=settings.run_limit_s,
         heartbeat_timeout_s=settings.heartbeat_timeout_s,
         canary_interval_s=settings.canary_interval_s,
+        verify_sample=settings.verify_sample,
         worker_start_timeout_s=settings.worker_start_timeout_s,
         respawn_backoff_s=settings.respawn_backoff_s,
         respawn_backoff_max_s=settings.respawn_backoff_max_s,

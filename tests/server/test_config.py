@@ -168,7 +168,7 @@ def test_every_setting_is_described_with_its_unit() -> None:
     for name, field in ServerSettings.model_fields.items():
         assert field.description, name
         if field.annotation is float:
-            assert name.endswith(("_s", "_ratio")), name
+            assert name.endswith(("_s", "_ratio", "_sample")), name
 
 
 def test_constructor_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,14 +171,15 @@ class CallLifecycle:
 
     # ------------------------------------------------------------------------------------ whose fault it was
 
-    def blame(self, call: CallState, now: float, out: list[Command]) -> None:
+    def blame(self, call: CallState, now: float, out: list[Command], *, at_once: bool = False) -> None:
         """A worker died by the fault of a call, unless another one does that very call.
 
-        So the first death counts once the call has ended without a result, or with its second one.
+        So the first death counts once the call has ended without a result, or with its second one; at once
+        where no other worker gets it.
         """
         call.blamed += 1
         call.faults.append(now)
-        if call.orphaned or call.blamed > 1 or self.circuits.is_trial(call.circuit, call.id):
+        if at_once or call.orphaned or call.blamed > 1 or self.circuits.is_trial(call.circuit, call.id):
             self._count_faults(call, now, out)
 
     def clear(self, call: CallState, out: list[Command]) -> None:

@@ -85,6 +85,7 @@ class DevicePool:
         pool = cls(settings, observer)
         pool._driver.apply(pool._scheduler.start(time.monotonic()))
         pool._fleet.prefault(pool._inputs)
+        pool._driver.verification.open()
         return pool
 
     # ------------------------------------------------------------------------------------------------- calls
@@ -179,7 +180,8 @@ class DevicePool:
 
     def drop_operands(self, ticket: Ticket) -> None:
         """Gives back the operands of a call whose outcome is there; no worker reads them any more."""
-        self._driver.drop_operands(ticket)
+        if ticket.check is None:
+            self._driver.drop_operands(ticket)
 
     def _check_circuit(self, planned: PlannedCall) -> None:
         """Refuses a call that would be refused later, before it is sent."""
@@ -250,6 +252,8 @@ class DevicePool:
 
     def _closed(self, ticket: Ticket) -> None:
         """A ticket was closed: its memory goes back now, or when its worker is done with it."""
+        if ticket.check is not None and self._driver.verification.keeps(ticket.check):
+            return  # this is called again
         if ticket.held is not None:
             self._fleet.let_go(ticket.held)
             ticket.held = None
@@ -323,6 +327,7 @@ class DevicePool:
     async def close(self) -> None:
         """Abandons what is inside, ends all workers and waits for them. Idempotent."""
         self.abandon()
+        await self._driver.verification.close()
         await self._fleet.close()
         self._inputs.close()
 

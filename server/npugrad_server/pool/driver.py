@@ -38,6 +38,7 @@ from npugrad_server.pool.quarantine import MOST_MISMATCHES
 from npugrad_server.pool.regions import EMPTY
 from npugrad_server.pool.scheduler import Scheduler
 from npugrad_server.pool.types import DeviceState, DeviceStatus
+from npugrad_server.pool.verification import Verification
 from npugrad_server.pool.workspace_queries import WorkspaceQueries
 from npugrad_server.worker.canary_messages import RunCanary
 from npugrad_server.worker.protocol import AbandonCall, CallDone, WorkspaceGranted, WorkspaceRefused
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from npugrad_server.pool.state import WorkerState
     from npugrad_server.pool.ticket import Ticket
     from npugrad_server.pool.types import PlannedCall, PoolObserver, PoolSettings
+    from npugrad_server.pool.verification import ResultCheck
     from npugrad_server.worker.canary_messages import CanaryRun
     from npugrad_server.worker.protocol import (
         CallDeferred,
@@ -79,6 +81,7 @@ class Driver:
         fleet: The processes.
         scheduler: Decides.
         completion: Gives callers their answers.
+        verification: Compares results with the reference.
         queries: Asks devices what a call would need.
         on_change: Called, with nothing, whenever a device went into another state, or its start to another
             stage.
@@ -113,6 +116,9 @@ class Driver:
         ]
         self.scheduler = Scheduler(settings, specs, {_HOST: admission.memory_bytes})
         self.completion = Completion(observer, self.devices)
+        self.verification = Verification(
+            settings, self.fleet, inputs, self.completion, observer, on_mismatch=self._mismatched
+        )
         self.queries = WorkspaceQueries(self.fleet, self.scheduler, self.numbers)
         self.on_change: list[Callable[[], None]] = []
         self.closing = False
@@ -271,7 +277,7 @@ class Driver:
         if isinstance(command, StartCall):
             self._start(command)
         elif isinstance(command, CompleteCall):
-            self._complete(self.tickets[command.call])
+            self.verification.complete(self.tickets[command.call])
         elif isinstance(command, FailCall):
             self.completion.fail(self.tickets[command.call], command)
         elif isinstance(command, TellWorker):
@@ -311,11 +317,11 @@ class Driver:
         device = self.fleet.names[command.worker]
         self._observer.call_started(ticket.planned, device, command.attempt, command.queued_s)
 
-    def _complete(self, ticket: Ticket) -> None:
-        if ticket.start is None:
-            raise RuntimeError(f"{ticket.planned.plan.record.name}: completed without a start")
-        worker = ticket.start.worker
-        self.completion.complete(ticket, self.fleet.names[worker], self.fleet.devices[worker].info)
+    def _mismatched(self, check: ResultCheck, detail: str) -> None:
+        """The results of a call were wrong."""
+        worker, number = check.worker, check.ticket.number
+        now = time.monotonic()
+        self.apply(self.scheduler.mismatched(worker, check.incarnation, number, detail, now))
 
     def _tell(self, command: TellWorker) -> None:
         self.fleet.tell(command.worker, command.incarnation, command.message)

@@ -136,7 +136,6 @@ class Fleet:
             canary_rounds: How often every canary has to be right before it is ready.
         """
         device = self.devices[worker]
-        loop = asyncio.get_running_loop()
         start = partial(
             WorkerProcess,
             str(device.name),
@@ -147,10 +146,14 @@ class Fleet:
             print_fd=self._settings.print_fd,
             module=self._settings.worker_module,
         )
-        device.spawning = loop.run_in_executor(self._executor, start)
+        device.spawning = self.start(start)
         device.spawning.add_done_callback(
             lambda future: self._spawned(worker, incarnation, future, canary_rounds)
         )
+
+    def start(self, start: Callable[[], WorkerProcess]) -> asyncio.Future[WorkerProcess]:
+        """Starts a process in a thread."""
+        return asyncio.get_running_loop().run_in_executor(self._executor, start)
 
     def _spawned(
         self, worker: int, incarnation: int, future: asyncio.Future[WorkerProcess], canary_rounds: int
@@ -293,14 +296,18 @@ class Fleet:
         await self._wait_for(processes, _HANG_UP_S)
         for process in processes:
             process.kill()
-        await self._wait_for(processes, _KILL_S)
-        for process in processes:
-            if not process.exited.is_set():
-                _log.error("%s: process %d does not end, not even killed", process.device, process.pid)
+        await self.wait_for(processes)
         while self._background:
             await asyncio.gather(*self._background, return_exceptions=True)
         self._closed = True
         self._executor.shutdown()
+
+    async def wait_for(self, processes: list[WorkerProcess]) -> None:
+        """Waits until processes have ended that were killed."""
+        await self._wait_for(processes, _KILL_S)
+        for process in processes:
+            if not process.exited.is_set():
+                _log.error("%s: process %d does not end, not even killed", process.device, process.pid)
 
     @staticmethod
     async def _wait_for(processes: list[WorkerProcess], timeout_s: float) -> None:

@@ -170,10 +170,13 @@ class WorkerProcess:
         )
         self.send(message)
 
-    def send(self, message: Message) -> None:
-        """Sends a message; a process that cannot take it is ended."""
+    def send(self, message: Message, descriptor: int | None = None) -> None:
+        """Sends a message, with a descriptor if one is given; a process that cannot take it is ended."""
         try:
-            self._control.send(encode(message))
+            if descriptor is None:
+                self._control.send(encode(message))
+            else:
+                socket.send_fds(self._control, [encode(message)], [descriptor])
         except OSError:  # gone, or it stopped reading: the few messages it may owe us fit the buffer
             self.kill()
 

@@ -4,11 +4,14 @@ Guarantees
     - A device is ready only after its process has compared every canary, and found it right.
     - From then on it runs each of them once in an interval: while it is idle, or beside its calls where it is
       not idle for another interval.
-    - After a mismatch it takes no call until the same canary was right; two within `MISMATCH_WINDOW_S`
-      quarantine it. Its process is ended, nothing that it still answers counts, and its calls go elsewhere.
+    - After a mismatch of a canary it takes no call until the same one was right, after a mismatch of a call
+      until every canary was; two within `MISMATCH_WINDOW_S` quarantine it. Its process is ended, nothing that
+      it still answers counts, and its calls go elsewhere.
     - A device in quarantine gets one more process, which has to find every canary right
       `worker_lifecycle.TRIAL_ROUNDS` times. A mismatch there, or a second quarantine, is final: it stays out
       until the server is started again.
+    - What only calls tell may be their own fault: the worker counts as one that died under its call, for the
+      `circuit_breaker`, and the quarantine is never final.
 """
 
 from __future__ import annotations
@@ -52,6 +55,7 @@ class Quarantine:
         """A process has opened its device, and found so many canaries right."""
         trust = worker.trust
         trust.canaries, trust.running, trust.suspected = canaries, None, False
+        trust.whole_round = trust.canary_was_wrong = False
         trust.mismatches.clear()
         self._plan(worker, now)
 
@@ -88,32 +92,63 @@ class Quarantine:
         if worker.state is not DeviceState.READY or trust.running != answer.number:
             return
         if answer.result == CanaryResult.MISMATCH:
-            self.note(worker, answer.operator, answer.detail, now, out)
+            trust.canary_was_wrong = True
+            self._note(worker, answer.operator, answer.detail, now, out)
             if worker.state is DeviceState.READY:
                 self._send(worker, answer.number, now, out)
             return
-        trust.suspected, trust.left = False, trust.left - 1
+        trust.left -= 1
         if trust.left > 0:
+            trust.suspected = trust.suspected and trust.whole_round
             self._send(worker, (answer.number + 1) % trust.canaries, now, out)
         else:
-            trust.running = None
+            trust.running, trust.suspected, trust.whole_round = None, False, False
             self._plan(worker, now)
 
-    def note(self, worker: WorkerState, operator: str, detail: str, now: float, out: list[Command]) -> None:
-        """A device has computed wrongly.
+    def computed(
+        self,
+        worker: WorkerState,
+        incarnation: int,
+        operator: str,
+        detail: str,
+        now: float,
+        out: list[Command],
+    ) -> bool:
+        """A call has shown that a device computes wrongly.
 
         Args:
             worker: The device.
+            incarnation: The process that did.
             operator: What it computed.
             detail: The figures.
             now: When.
             out: Gets the commands.
+
+        Returns:
+            Whether that quarantined the device, with nothing but calls against it.
         """
+        trust = worker.trust
+        is_current = worker.is_current(incarnation) and worker.state is DeviceState.READY
+        if not is_current or not trust.canaries:  # it is another process, or nobody expects it to compute
+            out.append(DeviceMismatch(worker.index, operator, detail))
+            return False
+        self._note(worker, operator, detail, now, out)
+        if worker.state is not DeviceState.READY:
+            return not trust.canary_was_wrong
+        trust.whole_round = True
+        if trust.running is None:
+            self._begin(worker, now, out)
+        else:
+            trust.left = trust.canaries
+        return False
+
+    def _note(self, worker: WorkerState, operator: str, detail: str, now: float, out: list[Command]) -> None:
+        """A device has computed wrongly."""
         trust = worker.trust
         out.append(DeviceMismatch(worker.index, operator, detail))
         trust.mismatches = [at for at in trust.mismatches if at > now - MISMATCH_WINDOW_S] + [now]
         if len(trust.mismatches) >= MOST_MISMATCHES:
-            self._lifecycle.quarantine(worker, f"{operator}: {detail}", out)
+            self._lifecycle.quarantine(worker, f"{operator}: {detail}", out, lasts=trust.canary_was_wrong)
         else:
             trust.suspected = trust.canaries > 0
 

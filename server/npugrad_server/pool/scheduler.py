@@ -150,19 +150,7 @@ class Scheduler:
         no_determinism: str = "",
         canaries: int = 0,
     ) -> list[Command]:
-        """A process has opened its device.
-
-        Args:
-            index: Which device.
-            incarnation: Which process.
-            now: When.
-            one_mode: Whether calls of different deterministic modes must not overlap on it.
-            memory_bytes: What calls may have of its own memory; None for a device without.
-            unavailable: Operators that it cannot run, with the reason.
-            deterministic: Mode that it keeps for every call; None where each call chooses.
-            no_determinism: Why none of its calls is deterministic; empty where they can be.
-            canaries: How many canaries it has.
-        """
+        """A process has opened its device, of which it says what is in `worker.protocol.DeviceReady`."""
         out: list[Command] = []
         worker = self.workers[index]
         if not worker.is_current(incarnation) or worker.opened or worker.ending or worker.failure is not None:
@@ -236,6 +224,15 @@ class Scheduler:
         if worker.is_current(incarnation):
             self._quarantine.answered(worker, answer, now, out)
             self._dispatch(now, out)
+        return out
+
+    def mismatched(self, index: int, incarnation: int, number: int, detail: str, now: float) -> list[Command]:
+        """The results of a process for a call were wrong, as a comparison with the reference has found."""
+        out: list[Command] = []
+        worker, call = self.workers[index], self._calls[number]
+        if self._quarantine.computed(worker, incarnation, call.operator, detail, now, out):
+            self._call_lifecycle.blame(call, now, out, at_once=True)
+        self._dispatch(now, out)
         return out
 
     def need_workspace(self, index: int, incarnation: int, number: int, nbytes: int) -> list[Command]:

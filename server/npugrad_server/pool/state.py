@@ -181,6 +181,8 @@ class Trust:
         running: The canary that runs; None for none.
         left: Canaries of the round that were not right yet.
         suspected: Whether it computed wrongly and was not right since: it takes no calls.
+        whole_round: Whether that takes a whole round of canaries, and not only the one that was wrong.
+        canary_was_wrong: Whether a canary of the present process was.
         mismatches: When it computed wrongly.
         quarantines: How often it went into quarantine.
         final: Whether it stays there.
@@ -193,6 +195,8 @@ class Trust:
     running: int | None = None
     left: int = 0
     suspected: bool = False
+    whole_round: bool = False
+    canary_was_wrong: bool = False
     mismatches: list[float] = field(default_factory=list)
     quarantines: int = 0
     final: bool = False

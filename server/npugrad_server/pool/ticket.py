@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from npugrad_server.pool.quotas import TenantUse
     from npugrad_server.pool.regions import Region
     from npugrad_server.pool.types import PlannedCall
+    from npugrad_server.pool.verification import ResultCheck
     from npugrad_server.worker.protocol import CallFailed, DeviceReady
 
 _MOST_LOST_MARKS = 48
@@ -55,6 +56,7 @@ class Ticket:
         waits: Whether it has not started and counts as waiting for its tenant.
         inflight_bytes: What it counts for in its tenant's bytes in flight.
         is_upload: Whether its operands were still to come when it was admitted.
+        check: The comparison of its results with the reference; None for none.
         give_way: Asked where others wait for what it holds, while its operands or its results are moved:
             whether it is given back, at once or soon.
     """
@@ -111,6 +113,7 @@ class Ticket:
         self.marks: list[Mark] = []
         self.is_upload, self.waits, self.inflight_bytes = False, True, 0
         self.use: TenantUse | None = None
+        self.check: ResultCheck | None = None
         self.give_way: Callable[[], bool] | None = None
         self._memory, self._on_close = memory, on_close
         self._views = [memory]
@@ -157,6 +160,12 @@ class Ticket:
             except BufferError:
                 continue  # an array was made of it, which is then the user's fault
         self._on_close(self)
+
+    def end_check(self) -> None:
+        """Its results were compared, or will not be: what was kept for that goes, if nobody else has it."""
+        self.check = None
+        if self.closed:
+            self._on_close(self)
 
     def __enter__(self) -> Ticket:
         """Nothing: the bytes are reserved already."""

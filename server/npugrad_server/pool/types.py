@@ -77,6 +77,7 @@ class PoolSettings:
     run_limit_s: float = 540.0
     heartbeat_timeout_s: float = 30.0
     canary_interval_s: float = 60.0
+    verify_sample: float = 0.0
     print_fd: int = 2
     worker_module: str = WORKER_MODULE
 
@@ -300,6 +301,16 @@ class PoolObserver:
 
     def canaries_run(self, device: str, result: str, count: int) -> None:
         """A device has run so many canaries: ``"ok"``, ``"mismatch"`` or ``"error"``."""
+
+    def results_compared(self, device: str, kind: str, result: str) -> None:
+        """Results of a call were compared with the reference.
+
+        Args:
+            device: Where it ran.
+            kind: ``"verify"``: its caller waits for it; ``"sample"``: the server does it for itself.
+            result: ``"ok"``, ``"mismatch"``; ``"unfinished"``: not in time, or there was an error;
+                ``"skipped"``: no verifier had time for the sample, or it was too large.
+        """
 
     def device_mismatched(self, device: str, operator: str) -> None:
         """A device has computed wrongly."""

@@ -157,10 +157,17 @@ class WorkerLifecycle:
         if not worker.is_out:
             self._change(worker, DeviceState.RESTARTING, reason, out)
 
-    def quarantine(self, worker: WorkerState, reason: str, out: list[Command]) -> None:
-        """Takes a device out of use that has computed wrongly, and ends its process, if there is one."""
+    def quarantine(self, worker: WorkerState, reason: str, out: list[Command], *, lasts: bool = True) -> None:
+        """Takes a device out of use that has computed wrongly, and ends its process, if there is one.
+
+        Args:
+            worker: The device.
+            reason: What it computed, and the figures.
+            out: Gets the commands.
+            lasts: Whether a second one is final.
+        """
         trust = worker.trust
-        trust.quarantines += 1
+        trust.quarantines += lasts
         trust.final, trust.reason = trust.quarantines > 1, f"it computes wrongly: {reason}"
         trust.running, trust.alarm, trust.suspected = None, None, False
         self._change(worker, DeviceState.QUARANTINED, trust.reason, out)

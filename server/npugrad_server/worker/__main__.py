@@ -17,6 +17,7 @@ from npugrad.ops import OPERATORS
 from npugrad_server.worker.descendants import keep_from_programs, leave
 from npugrad_server.worker.loop import Worker
 from npugrad_server.worker.memory import keep_freed_memory
+from npugrad_server.worker.verifier import NAME, Verifier
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,7 +29,7 @@ def main(arguments: list[str], records: Mapping[str, OpRecord] = OPERATORS) -> i
     """Runs a worker until its socket ends.
 
     Args:
-        arguments: Name of the device, number of the inherited socket.
+        arguments: Name of the device, or `verifier.NAME`; number of the inherited socket.
         records: The operators by name.
 
     Returns:
@@ -36,7 +37,6 @@ def main(arguments: list[str], records: Mapping[str, OpRecord] = OPERATORS) -> i
     """
     faulthandler.enable()
     keep_from_programs()
-    keep_freed_memory()
     # A terminal or a service manager signals the whole group, but calls accepted by the server are to
     # finish while it drains: only the server ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -44,7 +44,11 @@ def main(arguments: list[str], records: Mapping[str, OpRecord] = OPERATORS) -> i
     # When memory runs out a worker is to go rather than the server: its calls are run again.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("500")
-    return Worker(socket.socket(fileno=int(arguments[1])), records).serve()
+    control = socket.socket(fileno=int(arguments[1]))
+    if arguments[0] == NAME:
+        return Verifier(control, records).serve()
+    keep_freed_memory()
+    return Worker(control, records).serve()
 
 
 if __name__ == "__main__":

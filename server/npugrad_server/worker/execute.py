@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from npugrad import get_operator
-from npugrad.agreement import agreement
-from npugrad.errors import DeviceError, NpugradError, OperatorError, RequestError
+from npugrad.errors import NpugradError, OperatorError, RequestError
 from npugrad_server.backends.base import CallAbandoned, CallPostponed, DeviceLost
 from npugrad_server.worker.canary_messages import CanaryRun
 from npugrad_server.worker.plans import arrays
@@ -25,16 +24,13 @@ from npugrad_server.worker.protocol import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     import numpy.typing as npt
 
     from npugrad_server.backends.base import Backend
     from npugrad_server.backends.canary import Canaries
     from npugrad_server.worker.call import WorkerCall
     from npugrad_server.worker.canary_messages import RunCanary
-    from npugrad_server.worker.plans import PreparedOperands
-    from npugrad_server.worker.protocol import AskMemory, AskWorkspace, CallAnswer, OpenDevice
+    from npugrad_server.worker.protocol import AskMemory, AskWorkspace, CallAnswer, OpenDevice, RunCall
 
     Array = npt.NDArray[Any]
 
@@ -107,7 +103,7 @@ def execute(backend: Backend, arenas: Arenas, call: WorkerCall, stream: int) -> 
     except CallAbandoned:
         return CallFailed(call.call, "CANCELLED", f"{call.operator}: nobody waits for the call any more")
     except Exception as error:
-        return _failed(call, error)
+        return failure_of(call, error)
 
 
 def plan(backend: Backend, order: AskWorkspace) -> WorkspaceFound | CallFailed:
@@ -118,7 +114,7 @@ def plan(backend: Backend, order: AskWorkspace) -> WorkspaceFound | CallFailed:
     except DeviceLost:
         raise
     except Exception as error:
-        return _failed(order, error)
+        return failure_of(order, error)
 
 
 def memory(backend: Backend, order: AskMemory) -> MemoryFound | CallFailed:
@@ -129,7 +125,7 @@ def memory(backend: Backend, order: AskMemory) -> MemoryFound | CallFailed:
     except DeviceLost:
         raise
     except Exception as error:
-        return _failed(order, error)
+        return failure_of(order, error)
 
 
 def canary(canaries: Canaries, order: RunCanary, stream: int) -> CanaryRun:
@@ -138,7 +134,7 @@ def canary(canaries: Canaries, order: RunCanary, stream: int) -> CanaryRun:
     return CanaryRun(order.number, found.operator, found.result.value, found.detail[:_MAX_DETAIL])
 
 
-def _failed(order: WorkerCall | AskWorkspace | AskMemory, error: Exception) -> CallFailed:
+def failure_of(order: WorkerCall | AskWorkspace | AskMemory | RunCall, error: Exception) -> CallFailed:
     """The answer that an error is; to be called while it is handled."""
     if isinstance(error, MemoryError):
         message = f"{order.operator}: the device has no memory for the call now"
@@ -170,12 +166,6 @@ def _execute(backend: Backend, arenas: Arenas, call: WorkerCall, stream: int) ->
     call.give_up_s = _give_up_s(call.deadline_s, arenas.opening)
     packed_s = time.monotonic() - start
     timings = backend.run(prepared.record, call)
-    verify_s, verification = 0.0, ""
-    verified: Mapping[str, Sequence[float]] = {}
-    if call.options.verify:
-        run_until = time.monotonic()
-        verification, verified = _verify(prepared, inputs, outputs)
-        verify_s = time.monotonic() - run_until
     for name in prepared.moved:
         results[name][...] = outputs[name]
     return CallDone(
@@ -186,9 +176,6 @@ def _execute(backend: Backend, arenas: Arenas, call: WorkerCall, stream: int) ->
         timings.workspace_bytes,
         timings.backend or backend.name,
         start,
-        verify_s,
-        verification,
-        verified,
     )
 
 
@@ -198,36 +185,6 @@ def _give_up_s(deadline_s: float | None, opening: OpenDevice) -> float:
     if deadline_s is None:
         return limit_s
     return min(limit_s, deadline_s + _GRACE_SHARE * opening.hang_grace_s)
-
-
-def _verify(
-    prepared: PreparedOperands, inputs: Mapping[str, Array | None], outputs: Mapping[str, Array]
-) -> tuple[str, dict[str, Sequence[float]]]:
-    """Computes the call again with the reference and compares.
-
-    Returns:
-        What there is to tell of a right result, and how far each output is from the reference, as in
-        `CallDone`.
-
-    Raises:
-        DeviceError: VERIFICATION_FAILED, a result is outside the tolerance and no pixel edge explains it.
-    """
-    record = prepared.record
-    found = agreement(record, inputs, prepared.meta.attrs, outputs)
-    if found.ok:
-        errors: dict[str, Sequence[float]] = {
-            name: [seen.max_absolute_error, seen.max_relative_error, seen.worst]
-            for name, seen in found.comparisons.items()
-        }
-        return found.explanation, errors
-    name, differs = next(iter(found.wrong.items()))
-    tried = f"; {found.tried}" if found.tried else ""
-    raise DeviceError(
-        f"{record.name}: {name}: found a result {differs}{tried}; expected that of the reference",
-        reason="VERIFICATION_FAILED",
-        operator=record.name,
-        source="device",
-    )
 
 
 def _metadata(error: NpugradError) -> dict[str, str]:

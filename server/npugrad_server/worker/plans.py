@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,10 +18,21 @@ if TYPE_CHECKING:
     from npugrad.call import CallOptions
     from npugrad.meta import TensorMeta
     from npugrad.operator import OpRecord
-    from npugrad_server.backends.base import Backend
     from npugrad_server.worker.protocol import RunCall
 
     Array = npt.NDArray[Any]
+
+
+class OperandReader(Protocol):
+    """Who takes the operands of calls.
+
+    Attributes:
+        records: Operators that it may be asked for, by name.
+        strided: Whether it takes operands with the strides they arrived with.
+    """
+
+    records: Mapping[str, OpRecord]
+    strided: bool
 
 
 class Place(NamedTuple):
@@ -90,7 +101,7 @@ class WorkerPlan:
         self._prepared: PreparedOperands | None = None
         self._options = order.options
 
-    def prepared(self, backend: Backend) -> PreparedOperands:
+    def prepared(self, backend: OperandReader) -> PreparedOperands:
         """What follows from the call.
 
         Args:
@@ -111,7 +122,7 @@ class WorkerPlan:
         return options
 
 
-def _prepare(backend: Backend, order: RunCall) -> PreparedOperands:
+def _prepare(backend: OperandReader, order: RunCall) -> PreparedOperands:
     record = get_operator(order.operator, backend.records)
     if all(meta is None for meta in order.outputs.values()):
         return PreparedOperands(record, True, order.meta, {}, (), (), (), ())

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.server.pool.conftest import make_job
 from tests.server.pool.scheduling import SETTINGS, of, open_scheduler, started
 
 from npugrad_server.pool import DeviceState, PoolObserver
@@ -35,12 +36,15 @@ if TYPE_CHECKING:
 
 INTERVAL_S = 40.0
 CANARIES = 2
+PLAN = make_job().planned.plan
 OK, MISMATCH, ERROR = "ok", "mismatch", "error"
 
 
-def watched(workers: int = 1, **changes: Any) -> Scheduler:
+def watched(workers: int = 1, streams: int = 1, **changes: Any) -> Scheduler:
     """A scheduler whose devices have two canaries each."""
-    scheduler = open_scheduler(workers, settings=replace(SETTINGS, canary_interval_s=INTERVAL_S, **changes))
+    scheduler = open_scheduler(
+        workers, streams=streams, settings=replace(SETTINGS, canary_interval_s=INTERVAL_S, **changes)
+    )
     for worker in scheduler.workers:
         worker.opened = False
         scheduler.ready(worker.index, worker.incarnation, 0, canaries=CANARIES)
@@ -126,6 +130,74 @@ def test_two_mismatches_quarantine_a_device_and_move_its_calls() -> None:
     assert of(RedirectCall, told) == [RedirectCall(1, wrong.index, "QUARANTINED")]
     (again,) = of(StartCall, told)
     assert (again.worker, again.attempt) == (1 - wrong.index, 1), "the call has not been tried"
+
+
+def wrong_call(scheduler: Scheduler, number: int, now: float, device: int = 0) -> list[Command]:
+    """Has a call done, and found wrong."""
+    worker = scheduler.workers[device]
+    told = scheduler.submit(CallState(number, plan=PLAN), now)
+    assert started(told) == [number]
+    scheduler.answered(device, worker.incarnation, number, True, now)
+    return scheduler.mismatched(device, worker.incarnation, number, "figures", now)
+
+
+def test_after_a_wrong_call_a_device_takes_none_until_every_canary_was_right() -> None:
+    scheduler = watched()
+    told = wrong_call(scheduler, 1, 1)
+    assert len(of(DeviceMismatch, told)) == 1
+    assert canaries(told) == [(0, 0)]
+    assert started(scheduler.submit(CallState(2), 2)) == []
+    told = answer(scheduler, 0, OK, 3)
+    assert (canaries(told), started(told)) == ([(0, 1)], [])
+    assert started(answer(scheduler, 1, OK, 4)) == [2]
+    assert scheduler.next_alarm() == 4 + INTERVAL_S
+
+
+def test_a_round_that_runs_begins_again_for_a_wrong_call() -> None:
+    scheduler = watched(streams=2)
+    scheduler.submit(CallState(1), 1)
+    scheduler.tick(2 * INTERVAL_S)
+    answer(scheduler, 0, OK, 81)
+    scheduler.answered(0, 1, 1, True, 82)
+    assert canaries(scheduler.mismatched(0, 1, 1, "figures", 82)) == []
+    assert canaries(answer(scheduler, 1, OK, 83)) == [(0, 0)]
+    assert started(scheduler.submit(CallState(2), 84)) == []
+    assert started(answer(scheduler, 0, OK, 85)) == [2]
+
+
+def test_two_wrong_calls_quarantine_a_device_and_count_against_their_signature() -> None:
+    scheduler = watched()
+    worker = scheduler.workers[0]
+    for turn in range(3):
+        now = 100.0 * turn
+        wrong_call(scheduler, 10 * turn + 1, now)
+        for number in range(CANARIES):
+            answer(scheduler, number, OK, now)
+        assert state(scheduler) is DeviceState.READY
+        told = wrong_call(scheduler, 10 * turn + 2, now)
+        assert of(KillWorker, told)
+        assert state(scheduler) is DeviceState.QUARANTINED
+        assert len(scheduler.circuits) == 1, "a caller may make them: the circuit breaker knows the signature"
+        scheduler.lost(0, worker.incarnation, "killed", now)
+        assert not worker.damaged, "and the device is tried again, however often"
+        (spawn,) = of(SpawnWorker, scheduler.tick(scheduler.next_alarm() or 0))
+        assert spawn.canary_rounds == TRIAL_ROUNDS
+        scheduler.ready(0, worker.incarnation, now, canaries=CANARIES)
+
+
+def test_what_an_earlier_process_computed_or_one_without_canaries_quarantines_nothing() -> None:
+    scheduler = watched()
+    told = scheduler.submit(CallState(1), 1)
+    scheduler.answered(0, 1, 1, True, 1)
+    scheduler.lost(0, 1, "killed", 1)
+    scheduler.tick(scheduler.next_alarm() or 0)
+    scheduler.ready(0, 2, 2, canaries=0)
+    for _ in range(3):
+        told = scheduler.mismatched(0, 1, 1, "figures", 3)
+        assert told == [DeviceMismatch(0, "", "figures")]
+    wrong_call(scheduler, 2, 4)
+    wrong_call(scheduler, 3, 4)
+    assert state(scheduler) is DeviceState.READY
 
 
 def test_a_mismatch_long_ago_does_not_count() -> None:

@@ -1,0 +1,361 @@
+"""Verification: results are compared with the reference, by processes of their own and on no device's worker.
+
+Guarantees
+    - A call with `verify` has its answer when it was compared, or when its deadline has passed. Its device
+      runs other calls meanwhile.
+    - Of other calls a share, `verify_sample`, is compared after they have their answers: none waits for it.
+      Until then, for at most `SAMPLE_LIMIT_S`, their memory stays in the arenas; so there is one such call at
+      a time, it holds at most one part in `SAMPLE_SHARE` of an arena, and none is begun while another call
+      waits to be compared.
+    - Nothing is compared whose memory was given back: a verifier that still reads it is ended.
+    - Calls are compared in their order, at most `MOST_VERIFIERS` at once. One under which two verifiers ended
+      gets an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from npugrad_server.machine import cpu_count
+from npugrad_server.pool.commands import FailCall
+from npugrad_server.pool.process import WorkerProcess
+from npugrad_server.worker.protocol import CallDone, CallFailed
+from npugrad_server.worker.verifier import NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from npugrad_server.pool.arena import InputArena, OutputArena
+    from npugrad_server.pool.completion import Completion
+    from npugrad_server.pool.fleet import Fleet
+    from npugrad_server.pool.ticket import Ticket
+    from npugrad_server.pool.types import PoolObserver, PoolSettings
+    from npugrad_server.worker.protocol import Message, RunCall
+
+    OnMismatch = Callable[["ResultCheck", str], None]
+
+_log = logging.getLogger(__name__)
+
+MOST_VERIFIERS = 4
+SAMPLE_LIMIT_S = 60.0
+SAMPLE_SHARE = 4
+_MOST_TRIES = 2
+_PAUSE_S = 1.0
+"""Seconds before a verifier is started in place of one that did not start, or ended."""
+
+
+@dataclass(eq=False)
+class ResultCheck:
+    """A call whose results are to be compared.
+
+    Attributes:
+        ticket: The call.
+        arena: Where its results lie; held.
+        order: The call as a verifier is told it.
+        is_sample: Whether its caller has the answer already.
+        worker: The device that computed it.
+        incarnation: Its process.
+        timer: Ends it.
+        tries: Verifiers that had it.
+    """
+
+    ticket: Ticket
+    arena: OutputArena
+    order: RunCall
+    is_sample: bool
+    worker: int
+    incarnation: int
+    timer: asyncio.TimerHandle | None = None
+    tries: int = 0
+
+
+@dataclass(eq=False)
+class _Seat:
+    """Room for one verifier: its process, None while it is started; what it compares."""
+
+    process: WorkerProcess | None = None
+    check: ResultCheck | None = None
+    is_leaving: bool = False
+
+
+class Verification:
+    """Compares what has to be compared, before or after callers get it. On the pool's event loop."""
+
+    def __init__(
+        self,
+        settings: PoolSettings,
+        fleet: Fleet,
+        inputs: InputArena,
+        completion: Completion,
+        observer: PoolObserver,
+        *,
+        on_mismatch: OnMismatch,
+    ) -> None:
+        """Starts no process yet.
+
+        Args:
+            settings: The share of calls, and how long one may run.
+            fleet: The devices.
+            inputs: Arena of the operands.
+            completion: Gives callers their answers.
+            observer: Who counts.
+            on_mismatch: Told of results that are wrong, with the figures, before their caller is.
+        """
+        self._settings, self._fleet, self._inputs = settings, fleet, inputs
+        self._completion, self._observer, self._on_mismatch = completion, observer, on_mismatch
+        self._share = settings.verify_sample
+        self._count = max(1, min(MOST_VERIFIERS, cpu_count() // 2))
+        self._loop = asyncio.get_running_loop()
+        self._seats: list[_Seat] = []
+        self._starting: set[asyncio.Future[WorkerProcess]] = set()
+        self._waiting: deque[ResultCheck] = deque()
+        self._sample: ResultCheck | None = None
+        self._pause: asyncio.TimerHandle | None = None
+        self._closing = False
+
+    def open(self) -> None:
+        """Starts a verifier, where calls are sampled."""
+        if self._share:
+            self._start()
+
+    # ------------------------------------------------------------------------------------ calls that are done
+
+    def complete(self, ticket: Ticket) -> None:
+        """A worker has answered a call: its caller gets that, at once or once it was compared.
+
+        Raises:
+            RuntimeError: The call was not started.
+        """
+        start, planned = ticket.start, ticket.planned
+        if start is None:
+            raise RuntimeError(f"{planned.plan.record.name}: completed without a start")
+        if planned.options.verify and isinstance(ticket.answer, CallDone) and _has_results(ticket):
+            self._verify(ticket)
+            return
+        device = self._fleet.devices[start.worker]
+        self._completion.complete(ticket, device.name.name, device.info)
+        if self._share and random.random() < self._share:
+            self._begin_sample(ticket)
+
+    def _verify(self, ticket: Ticket) -> None:
+        limit_s = time.monotonic() + self._settings.run_limit_s
+        deadline_s = ticket.planned.deadline_s
+        check = self._make(ticket, limit_s if deadline_s is None else min(limit_s, deadline_s))
+        self._waiting.append(check)
+        self._seat_waiting()
+
+    def _begin_sample(self, ticket: Ticket) -> None:
+        """Has a call compared that has its answer, if a verifier has time for it and memory is not short."""
+        if not isinstance(ticket.answer, CallDone) or ticket.start is None or not _has_results(ticket):
+            return
+        info = self._fleet.devices[ticket.start.worker].info
+        if info is None or not info.canaries:
+            return  # nobody expects it to compute
+        seat = next((s for s in self._seats if s.process and not s.check and not s.is_leaving), None)
+        fits = ticket.operands.nbytes * SAMPLE_SHARE <= self._inputs.nbytes and (
+            ticket.arena is not None and ticket.state.region.nbytes * SAMPLE_SHARE <= ticket.arena.nbytes
+        )
+        if seat is None or self._sample is not None or self._waiting or not fits:
+            self._tell(ticket, is_sample=True, result="skipped")
+            return
+        self._sample = self._make(ticket, time.monotonic() + SAMPLE_LIMIT_S, is_sample=True)
+        self._give(seat, self._sample)
+
+    def _make(self, ticket: Ticket, give_up_s: float, *, is_sample: bool = False) -> ResultCheck:
+        start, arena = ticket.start, ticket.arena
+        if start is None or arena is None:
+            raise RuntimeError(f"{ticket.planned.plan.record.name}: compared before its start")
+        arena.hold()
+        check = ResultCheck(ticket, arena, ticket.whole(), is_sample, start.worker, start.incarnation)
+        check.timer = self._loop.call_at(give_up_s, self._late, check)
+        ticket.check = check
+        return check
+
+    def keeps(self, check: ResultCheck) -> bool:
+        """The caller of a call is done with it; whether its memory has to stay."""
+        if check.is_sample:
+            return True  # `Ticket.end_check` follows
+        self._leave(check)
+        self._end(check)
+        return False
+
+    # ----------------------------------------------------------------------------------------------- the ends
+
+    def _late(self, check: ResultCheck) -> None:
+        """Nobody waits for a comparison any longer."""
+        self._leave(check)
+        self._tell(check.ticket, is_sample=check.is_sample, result="unfinished")
+        self._end(check)
+        if not check.is_sample:
+            detail = "its results were not compared with the reference in time"
+            self._completion.fail(check.ticket, FailCall(check.ticket.number, "DEADLINE_EXCEEDED", detail))
+
+    def _leave(self, check: ResultCheck) -> None:
+        """Takes a call out of the queue, or from its verifier, which is ended: it may read for long yet."""
+        if check in self._waiting:
+            self._waiting.remove(check)
+        for seat in self._seats:
+            if seat.check is check and seat.process is not None:
+                seat.check, seat.is_leaving = None, True
+                seat.process.kill()
+
+    def _end(self, check: ResultCheck) -> None:
+        """Lets go of what a call holds for the comparison."""
+        if check.timer is not None:
+            check.timer.cancel()
+        if check is self._sample:
+            self._sample = None
+        self._fleet.let_go(check.arena)
+        check.ticket.end_check()
+
+    def _finish(self, check: ResultCheck, answer: CallDone | CallFailed) -> None:
+        """A verifier has compared a call, or could not."""
+        ticket, reason = check.ticket, "" if isinstance(answer, CallDone) else answer.reason
+        if isinstance(answer, CallFailed) and reason == "VERIFICATION_FAILED":
+            self._on_mismatch(check, answer.message.removeprefix(f"{check.order.operator}: "))
+        results = {"": "ok", "VERIFICATION_FAILED": "mismatch"}
+        self._tell(ticket, is_sample=check.is_sample, result=results.get(reason, "unfinished"))
+        done = ticket.answer
+        if check.is_sample:
+            if isinstance(answer, CallFailed):
+                _log.error("request %s: sampled: %s", ticket.planned.request_id, answer.message)
+        elif isinstance(answer, CallFailed):
+            self._completion.take(ticket, answer)
+        elif isinstance(done, CallDone):
+            taken_s = time.monotonic() - done.begun_s - done.copy_in_s - done.run_s - done.copy_out_s
+            found = answer.verification, answer.verified
+            ticket.answer = replace(done, verify_s=taken_s, verification=found[0], verified=found[1])
+        if not check.is_sample:
+            device = self._fleet.devices[check.worker]
+            self._completion.complete(ticket, device.name.name, device.info)
+        self._end(check)
+
+    def _tell(self, ticket: Ticket, *, is_sample: bool, result: str) -> None:
+        if ticket.start is not None:
+            device = self._fleet.names[ticket.start.worker]
+            self._observer.results_compared(device, "sample" if is_sample else "verify", result)
+
+    # ---------------------------------------------------------------------------------------------- processes
+
+    def _seat_waiting(self) -> None:
+        """Gives calls that wait to verifiers that do not, and starts more of these."""
+        for seat in self._seats:
+            if self._waiting and seat.process and seat.check is None and not seat.is_leaving:
+                self._give(seat, self._waiting.popleft())
+        starting = sum(seat.process is None for seat in self._seats)
+        for _ in range(min(len(self._waiting) - starting, self._count - len(self._seats))):
+            self._start()
+
+    def _give(self, seat: _Seat, check: ResultCheck) -> None:
+        seat.check = check
+        check.tries += 1
+        if seat.process is not None:
+            seat.process.send(check.order, check.arena.fd)
+
+    def _start(self) -> None:
+        if self._closing or self._pause is not None:
+            return
+        seat = _Seat()
+        self._seats.append(seat)
+        start = partial(
+            WorkerProcess, NAME, 1, self._inputs, 1, max(1, cpu_count() // self._count),
+            print_fd=self._settings.print_fd, module=self._settings.worker_module,
+        )  # fmt: skip
+        future = self._fleet.start(start)
+        self._starting.add(future)
+        future.add_done_callback(partial(self._started, seat))
+
+    def _started(self, seat: _Seat, future: asyncio.Future[WorkerProcess]) -> None:
+        self._starting.discard(future)
+        try:
+            process = future.result()
+        except Exception as error:
+            self._not_started(seat, error)
+            return
+        try:
+            process.attach(partial(self._received, seat), partial(self._exited, seat))
+        except RuntimeError as error:
+            process.discard()
+            self._not_started(seat, error)
+            return
+        seat.process = process
+        if self._closing:
+            process.kill()
+            return
+        process.open(self._settings)
+        self._seat_waiting()
+
+    def _not_started(self, seat: _Seat, error: Exception) -> None:
+        """The host had no descriptor, memory, process or thread left."""
+        if not self._closing:
+            _log.warning("a verifier did not start: %s", error)
+        self._seats.remove(seat)
+        self._start_later()
+
+    def _start_later(self) -> None:
+        if not self._closing and self._pause is None:
+            self._pause = self._loop.call_later(_PAUSE_S, self._resume)
+
+    def _resume(self) -> None:
+        self._pause = None
+        self._seat_waiting()
+        if not self._seats:
+            self.open()
+
+    def _received(self, seat: _Seat, message: Message) -> None:
+        check = seat.check
+        if isinstance(message, (CallDone, CallFailed)) and check is not None:
+            seat.check = None
+            self._finish(check, message)
+            self._seat_waiting()
+
+    def _exited(self, seat: _Seat, reason: str) -> None:
+        """A verifier has ended and reads no memory any more."""
+        check, seat.check = seat.check, None
+        self._seats.remove(seat)
+        if seat.process is not None:
+            self._fleet.let_go(seat.process.outputs)
+        if self._closing:
+            return
+        if check is None:  # it was told to, or nobody knows why
+            if not seat.is_leaving:
+                self._start_later()
+        else:
+            _log.warning("request %s: a verifier ended: %s", check.ticket.planned.request_id, reason)
+            if check.is_sample or check.tries >= _MOST_TRIES:
+                said = f"{check.order.operator}: its results were not compared: the verifier ended: {reason}"
+                self._finish(check, CallFailed(check.ticket.number, "INTERNAL", said))
+            else:
+                self._waiting.appendleft(check)
+        self._seat_waiting()
+        if not self._seats:
+            self.open()
+
+    async def close(self) -> None:
+        """Ends all verifiers and waits for them; calls that wait have their answers already. Idempotent."""
+        self._closing = True
+        if self._pause is not None:
+            self._pause.cancel()
+        await asyncio.gather(*self._starting, return_exceptions=True)
+        checks = [*self._waiting, *(seat.check for seat in self._seats if seat.check is not None)]
+        self._waiting.clear()
+        for seat in self._seats:
+            seat.check = None
+        seats = list(self._seats)
+        for seat in seats:
+            if seat.process is not None:
+                seat.process.kill()
+        await self._fleet.wait_for([seat.process for seat in seats if seat.process is not None])
+        for check in checks:
+            self._end(check)
+
+
+def _has_results(ticket: Ticket) -> bool:
+    return any(meta is not None for meta in ticket.planned.plan.outputs.values())
