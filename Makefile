@@ -240,7 +240,9 @@ prove-npu-faults: $(STAMP_KERNELS_NPU) ## 500 faults of the vendor's table, one 
 	    tests/e2e/test_npu_faults.py -k one_after_another $(ARGS)
 prove-front-memory: $(STAMP_KERNELS) ## What the front process holds under replies nobody reads, compressed messages and huge replies
 	$(BIN)/python -m tests.proofs.front_memory $(ARGS)
-.PHONY: prove-poison prove-kills prove-npu-faults prove-front-memory
+prove-canaries: $(STAMP_KERNELS) ## 200 simulated devices that compute wrongly are found, and none that is right in 20,000 canaries; minutes
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.proofs.canaries $(ARGS)
+.PHONY: prove-poison prove-kills prove-npu-faults prove-front-memory prove-canaries
 .PHONY: test test-all test-large test-npu test-jax models acceptance-sim prove-bundles test-deploy test-image test-bench-stats prove-long-call prove-advise prove-coordinates prove-edges prove-restarts
 
 .PHONY: prove-rollout

@@ -9,8 +9,11 @@ Options of ``test:N?name=value&...``; a LABEL is compared with the label of the 
     hang=LABEL    never answer such a call
     corrupt=LABEL flip one bit of its first result, the highest one of an exponent
     wrong=OPERATOR  compute an eighth too much, without a word, in calls of this operator, or of "any"
+    how=WAY       compute so by scale, which is the default; by bit, one flipped; or by stale, one not written
     right=N       compute the first so many calls of the process right all the same, canaries included
     wrong_if=PATH compute wrongly only while there is such a file
+    rule=RULE     be right by another rule of coordinates, where the operator has it
+    ulps=N        be right but for up to N units in the last place of float32, others each time
     oom=LABEL     answer that the device has no memory
     bug=LABEL     fail as an operator with a bug would
     fault=LABEL   say that the device failed (507015) and end, as an NPU's worker does
@@ -42,6 +45,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from npugrad.coordinates import CoordinateRule
 from npugrad.ops import OPERATORS
 from npugrad_server.backends.base import Backend, DeviceLost, DeviceUnusable, RestartPolicy, Timings, unheard
 from npugrad_server.backends.cpu import CpuBackend
@@ -55,10 +59,12 @@ if TYPE_CHECKING:
     from npugrad_server.backends.base import DeviceCall
     from npugrad_server.devices import DeviceName
 
-_NUMBERS = ("ms", "open_ms", "stages", "memory", "workspace", "right")
+_NUMBERS = ("ms", "open_ms", "stages", "memory", "workspace", "right", "ulps")
 _LABELS = ("crash", "late", "hang", "corrupt", "oom", "bug", "fault", "damage", "timeout", "big")
 _SWITCHES = ("compute", "children")
-_TEXTS = ("wrong", "wrong_if")
+_TEXTS = ("wrong", "wrong_if", "how", "rule")
+_HOW = ("scale", "bit", "stale")
+_ULP = 2.0**-23
 _OPEN = ("ok", "fail", "slowly", "mended", "never")
 _LATE_S = 0.5
 _SLICE_S = 0.01
@@ -80,6 +86,9 @@ class TestOptions:
         memory_bytes: Memory of its own; None for none.
         workspace_bytes: How much of it a call asks for as workspace.
         wrong: Operator whose results are wrong, or ``"any"``; empty for none.
+        how: In which way: scale, bit or stale.
+        rule: Rule of coordinates; None for that of the CPU backend.
+        ulps: How much right results are off.
         wrong_if: File without which they are right all the same; empty for none.
         right_calls: How many calls of the process are right before that.
     """
@@ -98,6 +107,9 @@ class TestOptions:
     wrong: str = ""
     wrong_if: str = ""
     right_calls: int = 0
+    how: str = "scale"
+    rule: CoordinateRule | None = None
+    ulps: float = 0.0
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> TestOptions:
@@ -115,6 +127,8 @@ class TestOptions:
             raise ValueError(
                 f"expected {', '.join(_SWITCHES)}=0 or 1 and open={'|'.join(_OPEN)} of a test device"
             )
+        if options.get("how", "scale") not in _HOW:
+            raise ValueError(f"expected how={'|'.join(_HOW)} of a test device")
         return cls(
             service_s=float(options.get("ms", "0")) / 1000,
             open_s=float(options.get("open_ms", "0")) / 1000,
@@ -128,6 +142,9 @@ class TestOptions:
             wrong=options.get("wrong", ""),
             wrong_if=options.get("wrong_if", ""),
             right_calls=int(options.get("right", "0")),
+            how=options.get("how", "scale"),
+            rule=CoordinateRule(options["rule"]) if "rule" in options else None,
+            ulps=float(options.get("ulps", "0")),
         )
 
     def meets(self, failure: str, label: str) -> bool:
@@ -240,15 +257,24 @@ class TestBackend(Backend):
             for output in call.outputs.values():
                 output.fill(0)
             return
-        self._cpu.run(record, call)
         with self._lock:
             self._calls += 1
-            is_right = self._calls <= self._options.right_calls
+            seed, is_right = self._calls, self._calls <= self._options.right_calls
+        reference = record.references_by_rule.get(self._options.rule) if self._options.rule else None
+        if reference is None:
+            self._cpu.run(record, call)
+        else:
+            reference(call.inputs, call.meta.attrs, call.outputs)
+        if self._options.ulps:
+            noise = np.random.default_rng(seed)
+            for output in call.outputs.values():
+                output *= 1 + self._options.ulps * _ULP * noise.uniform(-1, 1, output.shape).astype(
+                    output.dtype
+                )
         if is_right or self._options.wrong not in ("any", record.name):
             return
         if not self._options.wrong_if or Path(self._options.wrong_if).exists():
-            for output in call.outputs.values():
-                output *= np.asarray(1.125, output.dtype)
+            _spoil(call, self._options.how)
 
     def _serve(self, record: OpRecord, call: DeviceCall, start: float) -> None:
         self._compute(record, call)
@@ -296,6 +322,15 @@ def _start_children() -> None:
             while True:
                 signal.pause()
     subprocess.Popen(["sleep", "infinity"], close_fds=False)
+
+
+def _spoil(call: DeviceCall, how: str) -> None:
+    """Makes results wrong."""
+    if how == "bit":
+        _flip_bit(call)
+        return
+    for output in call.outputs.values():
+        output *= np.asarray(1.125 if how == "scale" else 0, output.dtype)
 
 
 def _flip_bit(call: DeviceCall) -> None:
