@@ -281,6 +281,10 @@ prove-slow-streams: $(STAMP_KERNELS) ## A neighbour beside 300 uploads of a byte
 prove-soak: $(STAMP_KERNELS) ## A server under load and mixed faults for 20 minutes, which may not grow; ARGS="--minutes 60"
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.proofs.soak $(ARGS)
 
+.PHONY: prove-monitoring
+prove-monitoring: $(STAMP_KERNELS) ## Shipped alerts and dashboard on a live server; apt-get install prometheus prometheus-alertmanager
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.proofs.monitoring $(ARGS)
+
 # -------------------------------------------------------------------------------- benchmarks
 
 bench: $(STAMP_KERNELS) ## All benchmarks: tables, JSON lines, pictures under build/bench; ARGS=--quick tries them out

@@ -171,7 +171,7 @@ class App:
                 OpenTelemetry for traces.
         """
         started_s = time.monotonic()
-        metrics = Metrics(npugrad.__version__, str(self._made.product))
+        self._metrics = metrics = Metrics(npugrad.__version__, str(self._made.product))
         try:
             tenants = live_tenants(self._settings)
             mutual = self._settings.tls == "mutual"
@@ -307,6 +307,7 @@ class App:
         """
         self._health.start_draining()
         self._info.start_draining()
+        self._metrics.draining.set(1)
         if delay_s:
             self._log.info("still serving", delay_s=delay_s)
             await until(at_once, asyncio.sleep(delay_s))

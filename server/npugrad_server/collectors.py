@@ -1,9 +1,11 @@
-"""Figures that the Prometheus page shows as they are when somebody looks: the pool's, and the log's."""
+"""Figures that the Prometheus page shows as they are when somebody looks: of the pool and of the log."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -13,7 +15,7 @@ from npugrad_server.logs import LogBacklog
 from npugrad_server.pool import DeviceState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from prometheus_client.core import Metric
 
@@ -90,6 +92,12 @@ class PoolCollector(Collector):
         stats, devices = ask(self._loop, self._snapshot, SNAPSHOT_TIMEOUT_S)
         for name, text, value in (
             ("npugrad_queue_depth", "Calls that wait for a device.", stats.queue_depth),
+            (
+                "npugrad_queued_seconds",
+                "Device seconds that waiting calls are expected to take.",
+                stats.queued_s,
+            ),
+            ("npugrad_longest_wait_seconds", "How long the oldest waiting call waits.", stats.longest_wait_s),
             ("npugrad_running_calls", "Calls that run on a device.", stats.running),
             ("npugrad_open_circuits", "Signatures of a tenant that are refused now.", stats.open_circuits),
             ("npugrad_uploads", "Admitted calls whose operands are still coming.", stats.uploads),
@@ -99,32 +107,7 @@ class PoolCollector(Collector):
             ("npugrad_output_arena_bytes", "Result memory there is.", stats.output_arena_bytes),
         ):
             yield GaugeMetricFamily(name, text, float(value))
-        states = GaugeMetricFamily(
-            "npugrad_device_state", "1 for the state a device is in.", labels=("device", "state")
-        )
-        restarts = CounterMetricFamily(
-            "npugrad_worker_restarts",
-            "How often the worker of a device was restarted.",
-            labels=("device",),
-        )
-        memory = GaugeMetricFamily(
-            "npugrad_device_memory_bytes",
-            "What calls may have of a device's own memory; none is shown for one that works in the host's.",
-            labels=("device",),
-        )
-        used = GaugeMetricFamily(
-            "npugrad_device_memory_used_bytes",
-            "What running calls have of a device's own memory, workspaces set aside included.",
-            labels=("device",),
-        )
-        for device in devices:
-            if device.memory_bytes is not None:
-                memory.add_metric((device.name,), device.memory_bytes)
-                used.add_metric((device.name,), device.memory_used_bytes)
-            restarts.add_metric((device.name,), device.restarts)
-            for state in DeviceState:
-                states.add_metric((device.name, str(state)), float(state == device.state))
-        yield from (states, restarts, memory, used)
+        yield from _of_devices(devices)
         yield from self._of_tenants(stats)
 
     def _of_tenants(self, stats: PoolStats) -> Iterator[Metric]:
@@ -145,3 +128,55 @@ class PoolCollector(Collector):
 
     def _snapshot(self) -> tuple[PoolStats, tuple[DeviceStatus, ...]]:
         return self._pool.stats(), self._pool.devices()
+
+
+def _of_devices(devices: Sequence[DeviceStatus]) -> tuple[Metric, ...]:
+    """States, memory and workers of the devices."""
+    info = GaugeMetricFamily(
+        "npugrad_device_info",
+        "What a device is, value 1; results of a simulated one are no NPU's.",
+        labels=("device", "backend", "description", "simulated"),
+    )
+    states = GaugeMetricFamily(
+        "npugrad_device_state", "1 for the state a device is in.", labels=("device", "state")
+    )
+    restarts = CounterMetricFamily(
+        "npugrad_worker_restarts", "How often the worker of a device was restarted.", labels=("device",)
+    )
+    memory = GaugeMetricFamily(
+        "npugrad_device_memory_bytes",
+        "What calls may have of a device's own memory; none is shown for one that works in the host's.",
+        labels=("device",),
+    )
+    used = GaugeMetricFamily(
+        "npugrad_device_memory_used_bytes",
+        "What running calls have of a device's own memory, workspaces set aside included.",
+        labels=("device",),
+    )
+    resident = GaugeMetricFamily(
+        "npugrad_worker_resident_bytes",
+        "Host memory of a device's worker, pages of shared arenas that it touched included.",
+        labels=("device",),
+    )
+    for device in devices:
+        if device.memory_bytes is not None:
+            memory.add_metric((device.name,), device.memory_bytes)
+            used.add_metric((device.name,), device.memory_used_bytes)
+        if device.backend:
+            simulated = str(device.simulated).lower()
+            info.add_metric((device.name, device.backend, device.description, simulated), 1)
+        if device.pid is not None and (nbytes := _resident_bytes(device.pid)) is not None:
+            resident.add_metric((device.name,), nbytes)
+        restarts.add_metric((device.name,), device.restarts)
+        for state in DeviceState:
+            states.add_metric((device.name, str(state)), float(state == device.state))
+    return info, states, restarts, memory, used, resident
+
+
+def _resident_bytes(pid: int) -> int | None:
+    """What a process has in memory; None when it is gone."""
+    try:
+        pages = Path(f"/proc/{pid}/statm").read_text("ascii").split()[1]
+    except OSError:
+        return None
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")

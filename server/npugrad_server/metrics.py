@@ -9,8 +9,9 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
 
+from npugrad.ops import OPERATORS
 from npugrad.timeline import SERVER_STAGES
 from npugrad_server.collectors import LogCollector, PoolCollector
 from npugrad_server.pool import PoolObserver
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from npugrad_server.collectors import PoolFigures
     from npugrad_server.pool import DeviceStatus, PlannedCall
 
-# From a tiny CPU call to a large NPU one, three steps a decade.
-_SECONDS = (*(round(m * 10.0**e, 6) for e in range(-4, 2) for m in (1, 2.5, 5)), 100.0)
+# From a tiny CPU call to beyond the run limit, three steps a decade.
+_SECONDS = (*(round(m * 10.0**e, 6) for e in range(-4, 2) for m in (1, 2.5, 5)), 100.0, 250.0, 500.0, 1000.0)
 _RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 _MOST_OBSERVED = 256
 """Times that wait to be counted in a histogram."""
@@ -41,6 +42,7 @@ class Metrics(PoolObserver):
 
     Attributes:
         registry: What the page shows.
+        draining: 1 once the server is asked to end.
     """
 
     def __init__(self, version: str, product: str) -> None:
@@ -58,6 +60,10 @@ class Metrics(PoolObserver):
             registry=self.registry,
         )
         build.labels(version, product).set(1)
+        self.draining = Gauge(
+            "npugrad_draining", "1 once the server is asked to end.", registry=self.registry
+        )
+        ProcessCollector(registry=self.registry)
         self._make_call_counters(self.registry)
         self._make_pool_counters(self.registry)
         self.registry.register(LogCollector())
@@ -310,4 +316,6 @@ class Metrics(PoolObserver):
         for device in pool.devices():  # so that a rate exists before the first loss
             self._lost.labels(device.name)
             self._rerun.labels(device.name)
+            for operator in OPERATORS:
+                self._mismatches.labels(device.name, operator)
         self.registry.register(PoolCollector(pool, loop))

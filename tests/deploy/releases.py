@@ -36,6 +36,8 @@ FEATURES: dict[str, dict[str, Any]] = {
         "autoscaling": {"kind": "keda"},
         "networkPolicy": {"enabled": True},
         "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+        "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
+        "dashboard": {"enabled": True},
         "grpcRoute": {"enabled": True, "parentRefs": [{"name": "gateway"}], "hostnames": ["npugrad.example"]},
         "loadTest": {"enabled": True},
         "topologySpreadConstraints": [

@@ -45,7 +45,7 @@ KUBERNETES = sorted(
 )
 DRA_KUBERNETES = Version("1.34")
 """The first with resource.k8s.io/v1."""
-CUSTOM = {"ServiceMonitor", "ScaledObject", "Certificate", "GRPCRoute"}
+CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject", "Certificate", "GRPCRoute"}
 """Kinds that Kubernetes itself does not know."""
 
 UNITS = {"": 1, "Mi": 1 << 20, "Gi": 1 << 30}

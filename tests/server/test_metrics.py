@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,11 +24,13 @@ class Figures:
 
     def stats(self) -> PoolStats:
         self.loop_was_running = asyncio.get_running_loop().is_running()
-        return PoolStats(3, 2, 40, 35, 1000, 500, 1, 2000, 4000, tenants=self.tenants)
+        return PoolStats(
+            3, 2, 40, 35, 1000, 500, 1, 2000, 4000, queued_s=1.5, longest_wait_s=0.5, tenants=self.tenants
+        )
 
     def devices(self) -> tuple[DeviceStatus, ...]:
         return (
-            DeviceStatus("cpu:0", "cpu", "", False, DeviceState.READY, 0, "", None, 8000, 3000),
+            DeviceStatus("cpu:0", "cpu", "", False, DeviceState.READY, 0, "", os.getpid(), 8000, 3000),
             DeviceStatus("cpu:1", "cpu", "", False, DeviceState.DOWN, 4, "gone"),
         )
 
@@ -55,9 +58,16 @@ def test_page_shows_the_pool_as_its_loop_sees_it() -> None:
     for name, value in {
         "queue_depth": 3, "running_calls": 2, "uploads": 1, "input_arena_used_bytes": 1000,
         "input_arena_bytes": 2000, "output_arena_used_bytes": 500, "output_arena_bytes": 4000,
+        "queued_seconds": 1.5, "longest_wait_seconds": 0.5, "draining": 0,
     }.items():  # fmt: skip
         assert samples[(f"npugrad_{name}",)] == value
     assert samples["npugrad_device_state", ("device", "cpu:1"), ("state", "down")] == 1
+    assert samples["npugrad_worker_resident_bytes", ("device", "cpu:0")] > 2**20
+    what = ("backend", "cpu"), ("description", ""), ("device", "cpu:0"), ("simulated", "false")
+    assert samples[("npugrad_device_info", *what)] == 1
+    wrong = ("device", "cpu:0"), ("operator", "group_norm_backward")
+    assert samples[("npugrad_device_mismatches_total", *wrong)] == 0
+    assert samples[("process_resident_memory_bytes",)] > 2**20
     assert samples["npugrad_device_state", ("device", "cpu:1"), ("state", "ready")] == 0
     assert samples["npugrad_worker_restarts_total", ("device", "cpu:1")] == 4
     assert samples["npugrad_device_memory_bytes", ("device", "cpu:0")] == 8000
@@ -139,7 +149,7 @@ def test_every_name_starts_with_ours_and_tells_its_unit() -> None:
     families = list(metrics.registry.collect())
     assert len(families) > 8
     for family in families:
-        assert family.name.startswith("npugrad_")
+        assert family.name.startswith(("npugrad_", "process_"))
         assert family.documentation.endswith(".")
         if "second" in family.documentation.lower():
             assert family.name.endswith("_seconds")

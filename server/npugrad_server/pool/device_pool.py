@@ -276,6 +276,7 @@ class DevicePool:
 
     def stats(self) -> PoolStats:
         """Figures of this moment."""
+        now = time.monotonic()
         return PoolStats(
             queue_depth=self._scheduler.queue_depth,
             running=self._scheduler.running,
@@ -288,6 +289,8 @@ class DevicePool:
             output_arena_bytes=self._admission.output_bytes * len(self._fleet.devices),
             open_circuits=self._scheduler.circuits.open_count,
             tenants=self._admission.quotas.shown(),
+            queued_s=self._scheduler.forecast.queued_s,
+            longest_wait_s=max((now - call.submitted_s for call in self._scheduler.queue), default=0.0),
         )
 
     async def wait_ready(self, timeout_s: float) -> None:

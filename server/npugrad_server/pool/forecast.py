@@ -143,6 +143,11 @@ class Forecast:
         self._queued = 0
         self._mean_s = self._turnaround_s = 0.0
 
+    @property
+    def queued_s(self) -> float:
+        """Seconds of a stream that the calls which wait are expected to take."""
+        return sum(load.queued_s for load in self._loads.values())
+
     # ------------------------------------------------------------------------------------------- what happens
 
     def learn(self, call: CallState, device: int, seconds: float, now: float) -> None:

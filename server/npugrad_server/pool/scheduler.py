@@ -13,8 +13,7 @@ Guarantees
     - A call of a tenant and signature whose circuit is open (`circuit_breaker`) starts on no worker, but for
       one trial at a time.
     - A call that a device cannot take now (`call_lifecycle.EXHAUSTION_REASONS`) is tried on another one, if
-      there is one, once; the second answer is its caller's. That device comes last until it has done a call
-      well.
+      there is one, once; the second answer is its caller's. That device comes last until its next success.
     - Tenants with calls waiting get device time in proportion to their weights (`fair_queue`). Priorities
       and labels order calls within a tenant alone, and no priority waits for ever (`queues.MAX_PASSED`).
     - A call that waits for room is overtaken by at most `placement.MAX_OVERTAKEN` calls that come after it in
@@ -58,6 +57,7 @@ class Scheduler:
         eligibility: Which devices calls may go to, by operator and mode.
         circuits: Of calls that killed workers.
         forecast: When calls would be done.
+        queue: Calls that wait for a worker.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Scheduler:
         self._worker_lifecycle = WorkerLifecycle(settings, self.workers, self._placement.worker_changed)
         self._quarantine = Quarantine(settings, self._worker_lifecycle)
         self._call_lifecycle = CallLifecycle(settings, self.workers, self._placement, self._worker_lifecycle)
-        self._calls, self._queue = self._call_lifecycle.calls, self._call_lifecycle.queue
+        self._calls, self.queue = self._call_lifecycle.calls, self._call_lifecycle.queue
         self._alarms, self.circuits = self._call_lifecycle.alarms, self._call_lifecycle.circuits
 
     # ------------------------------------------------------------------------------ what is seen from outside
@@ -84,7 +84,7 @@ class Scheduler:
     @property
     def queue_depth(self) -> int:
         """Calls that wait for a worker."""
-        return self._queue.count
+        return self.queue.count
 
     @property
     def running(self) -> int:
@@ -129,7 +129,7 @@ class Scheduler:
             return out
         if not self._call_lifecycle.enter(call, now, out):
             return out
-        self._queue.push(call)
+        self.queue.push(call)
         if call.deadline_s is not None:
             self._alarms.set(call.deadline_s, call.id, len(self._calls))
         self._dispatch(now, out)
@@ -204,7 +204,7 @@ class Scheduler:
         if workspace_bytes is not None and worker.memory_bytes is not None:
             self._placement.learn(worker.running[number], workspace_bytes)
         done = self._placement.take_off(number, worker)
-        self._queue.come_off(done, now)
+        self.queue.come_off(done, now)
         if good:
             self._worker_lifecycle.count_success(worker, done)
             self._call_lifecycle.clear(done, out)
@@ -250,7 +250,7 @@ class Scheduler:
         if not worker.is_current(incarnation) or number not in worker.running:
             return out
         back = self._placement.take_off(number, worker)
-        self._queue.come_off(back, now)
+        self.queue.come_off(back, now)
         if back.orphaned:
             self._call_lifecycle.settle(back, now, out)
         else:
@@ -294,7 +294,7 @@ class Scheduler:
         # The last one started goes back first, so that the first one started is in front at the end.
         for number in reversed(died_under):
             call = self._placement.take_off(number, worker)
-            self._queue.come_off(call, now)
+            self.queue.come_off(call, now)
             if worker.state is DeviceState.QUARANTINED:
                 self._call_lifecycle.move(call, worker, now, out)
                 continue
@@ -306,7 +306,7 @@ class Scheduler:
         self._worker_lifecycle.restart(worker, now, out, idle=not died_under)
         self._worker_lifecycle.take_turns(now, out)
         if self.all_down:
-            for waiting in list(self._queue):
+            for waiting in list(self.queue):
                 self._call_lifecycle.give_up(waiting, "NO_DEVICE", self._worker_lifecycle.why_down, now, out)
         self._dispatch(now, out)
         return out
@@ -323,7 +323,7 @@ class Scheduler:
     def drop_last(self, tenant: str, now: float) -> list[Command]:
         """A tenant's last call gives way to one of another tenant; nothing happens where none waits."""
         out: list[Command] = []
-        call = self._queue.last(tenant)
+        call = self.queue.last(tenant)
         if call is not None:
             self._call_lifecycle.drop(call, now, out)
         return out
@@ -360,7 +360,7 @@ class Scheduler:
     # -------------------------------------------------------------------------------------------- dispatching
 
     def _dispatch(self, now: float, out: list[Command]) -> None:
-        while self._queue.count and self._has_stream() and self._start_one(now, out):
+        while self.queue.count and self._has_stream() and self._start_one(now, out):
             pass
 
     def _has_stream(self) -> bool:
@@ -373,7 +373,7 @@ class Scheduler:
     def _start_one(self, now: float, out: list[Command]) -> bool:
         """Starts the first call that can; returns whether there was one."""
         blocked: list[CallState] = []
-        for call in self._queue.in_turn(self._placement.is_confined):
+        for call in self.queue.in_turn(self._placement.is_confined):
             deadline, why = call.deadline_s, self._placement.why_never(call)
             if deadline is not None and deadline <= now:
                 why = "DEADLINE_EXCEEDED", "the deadline passed in the queue"

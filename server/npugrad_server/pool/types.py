@@ -234,6 +234,8 @@ class PoolStats:
         output_arena_bytes: Result memory there is, over all devices.
         open_circuits: Signatures of a tenant whose calls are refused, because workers died under them.
         tenants: Calls that have not started, and bytes in flight, by what metrics call tenants.
+        queued_s: Seconds of a device's stream that the calls which wait are expected to take.
+        longest_wait_s: How long the call that waits the longest has waited so far; 0.0 where none waits.
     """
 
     queue_depth: int
@@ -247,6 +249,8 @@ class PoolStats:
     output_arena_bytes: int
     open_circuits: int = 0
     tenants: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    queued_s: float = 0.0
+    longest_wait_s: float = 0.0
 
 
 class PoolObserver:

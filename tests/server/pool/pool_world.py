@@ -554,7 +554,7 @@ class PoolWorld(QuotaWorld, DeadlineWorld):
             if worker.state is DeviceState.READY and not self._on(worker.index)
         ]
         free = MEMORY - sum(c.request.memory_bytes for c in self.calls.values() if c.running)
-        for request in scheduler._queue.in_turn(placement.is_confined) if idle else ():
+        for request in scheduler.queue.in_turn(placement.is_confined) if idle else ():
             call = self.calls[request.id]
             if call.declined is not None or request.memory_bytes > free:
                 continue

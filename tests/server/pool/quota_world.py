@@ -58,7 +58,7 @@ class QuotaWorld(SchedulerWorld):
 
     def _drop(self, tenants: Sequence[Tenant]) -> bool:
         """Has a call give way, as the pool does, whose tenant must have the most of those that can."""
-        able = [t for t in tenants if self.scheduler._queue.last(t.name) is not None]
+        able = [t for t in tenants if self.scheduler.queue.last(t.name) is not None]
         if not able:
             return False
         uses = self.admission.quotas.uses
@@ -67,7 +67,7 @@ class QuotaWorld(SchedulerWorld):
             for places in (True, False)
         ]
         assert any(found == sorted(found, reverse=True) for found in order), "somebody else has more"
-        last = self.scheduler._queue.last(able[0].name)
+        last = self.scheduler.queue.last(able[0].name)
         assert last is not None
         self.obey(self.scheduler.drop_last(able[0].name, self.now))
         assert self.calls[last.id].answers == 1

@@ -258,9 +258,11 @@ def test_a_cancelled_call_leaves_the_queue(run_pool: Any, job: Any) -> None:
         second = asyncio.ensure_future(job(label="second").run(pool))
         await asyncio.sleep(0)
         assert pool.stats().queue_depth == 1
+        assert pool.stats().longest_wait_s > 0
         second.cancel()
         with pytest.raises(asyncio.CancelledError):
             await second
+        assert pool.stats().longest_wait_s == pool.stats().queued_s == 0
         assert pool.stats().queue_depth == 0
         await first
 

@@ -160,13 +160,14 @@ def test_what_no_longer_waits_is_not_counted() -> None:
     scheduler.cancel(1, 0)
     scheduler.close(2, 0)
     assert wait_s(scheduler, LIGHT, 0, "0") == pytest.approx(1 + 2, rel=0.01)
+    assert scheduler.forecast.queued_s == pytest.approx(2, rel=0.01)
     finish(scheduler, of(StartCall, first)[0], 1.0)
     assert wait_s(scheduler, LIGHT, 1, "0") == pytest.approx(1 + 1, rel=0.01)
     scheduler.lost(0, 1, "killed", 1)
     assert scheduler.forecast._queued == 2  # the one that ran waits again
     for number in (3, 4):
         scheduler.cancel(number, 1)
-    assert scheduler.forecast._queued == 0
+    assert scheduler.forecast._queued == scheduler.forecast.queued_s == 0
 
 
 def test_a_call_whose_deadline_its_run_would_pass_is_not_started() -> None:

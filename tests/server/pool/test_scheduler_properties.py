@@ -605,7 +605,7 @@ class SchedulerWorld(RuleBasedStateMachine):
     @invariant()
     def the_queue_counts_what_waits_and_what_runs(self) -> None:
         if hasattr(self, "scheduler"):
-            queue = self.scheduler._queue
+            queue = self.scheduler.queue
             assert queue.count == sum(1 for _ in queue)
             assert queue.running == self.scheduler.running
             waiting = [c for c in self.calls.values() if not (c.running or c.answers or c.cancelled)]
