@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from npugrad_server.pool import DevicePool
 
+pytestmark = pytest.mark.slow
+
 RIGHT = "test:1?compute=1"
 ALL = 1.0
 """Share of the calls that are sampled."""
