@@ -197,7 +197,7 @@ class CallLifecycle:
             return
         out.append(CircuitChanged(call.id, refusal.deaths))
         for other in list(self.queue):
-            if (other.tenant, other.operator) == (call.tenant, call.operator) and (
+            if (other.tenant.name, other.operator) == (call.tenant.name, call.operator) and (
                 other.circuit == call.circuit and other.stage is CallStage.QUEUED
             ):
                 self._unqueue(other)

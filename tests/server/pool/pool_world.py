@@ -375,7 +375,7 @@ class PoolWorld(QuotaWorld, DeadlineWorld):
         demand = Demand(
             RegionLayout({}, aligned(inputs)), RegionLayout({}, outputs), memory, 0, 512 * blocks, None, work
         )
-        signature = bytes([rng.randint(0, 3)])
+        signature = operator.encode() + bytes([rng.randint(0, 3)])
         plan = Plan(SimpleNamespace(name=operator), signature, {self.own: demand})
         planned = Planned(plan, CallOptions(deterministic), tenant, due)
         request = CallState(
