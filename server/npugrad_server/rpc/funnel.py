@@ -17,7 +17,7 @@ import os
 import re
 import time
 import traceback
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import grpc
 import grpc.aio
@@ -325,8 +325,7 @@ def _asynchronous(handler: Handler) -> Handler:
     a function takes six more steps each time.
     """
     parts = {"__call__": staticmethod(handler), "__await__": staticmethod(handler)}
-    made: Handler = type("AsynchronousHandler", (), parts)()
-    return made
+    return cast("Handler", type("AsynchronousHandler", (), parts)())
 
 
 async def _confirm_end(call: RpcCall) -> None:
