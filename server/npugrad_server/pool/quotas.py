@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from npugrad_server.pool.tenant import Tenant
 
+MAX_IDLE = 256
+"""Tenants without calls whose counters are kept, so that one that sends a call at a time makes none anew."""
+
 
 @dataclass(eq=False)
 class TenantUse:
@@ -40,6 +43,7 @@ class Quotas:
     def __init__(self) -> None:
         """Starts with nobody."""
         self.uses: dict[str, TenantUse] = {}
+        self._idle: dict[str, TenantUse] = {}
 
     def exceeded(self, tenant: Tenant, nbytes: int) -> str:
         """Which quota one more call of a tenant would exceed, with found and expected; empty for none.
@@ -64,7 +68,7 @@ class Quotas:
         """Counts a call that was let in, with its operands and results, until `leave`."""
         use = self.uses.get(tenant.name)
         if use is None:
-            use = self.uses[tenant.name] = TenantUse(tenant)
+            use = self.uses[tenant.name] = self._idle.pop(tenant.name, None) or TenantUse(tenant)
         use.tenant = tenant
         use.call_count += 1
         use.waiting_count += 1
@@ -83,7 +87,9 @@ class Quotas:
         use.waiting_count -= waits
         use.inflight_bytes -= nbytes
         if not use.call_count:
-            del self.uses[use.tenant.name]
+            self._idle[use.tenant.name] = self.uses.pop(use.tenant.name)
+            if len(self._idle) > MAX_IDLE:
+                del self._idle[next(iter(self._idle))]
 
     def shown(self) -> dict[str, tuple[int, int]]:
         """Calls that have not started, and bytes in flight, by what metrics call the tenants."""

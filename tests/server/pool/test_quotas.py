@@ -13,7 +13,7 @@ from tests.server.pool.scheduling import SETTINGS, open_scheduler
 
 from npugrad.errors import CallTooLarge, ServerBusy
 from npugrad_server.pool.admission import AdmissionControl, demand_of
-from npugrad_server.pool.quotas import Quotas
+from npugrad_server.pool.quotas import MAX_IDLE, Quotas
 from npugrad_server.pool.tenant import Tenant
 
 if TYPE_CHECKING:
@@ -35,6 +35,18 @@ def test_what_a_tenant_holds_is_counted_and_forgotten() -> None:
     first.waiting_count -= 1  # the other one starts
     quotas.leave(first, 50, waits=False)
     assert (first.waiting_count, first.inflight_bytes, quotas.uses) == (0, 0, {})
+
+
+def test_counters_of_a_tenant_that_comes_back_are_kept_for_a_bounded_number() -> None:
+    quotas = Quotas()
+    first = quotas.enter(HOG, 100)
+    quotas.leave(first, 100, waits=True)
+    assert quotas.enter(HOG, 7) is first
+    assert (first.call_count, first.waiting_count, first.inflight_bytes) == (1, 1, 7)
+    quotas.leave(first, 7, waits=True)
+    for number in range(MAX_IDLE):
+        quotas.leave(quotas.enter(Tenant(str(number)), 1), 1, waits=True)
+    assert quotas.enter(HOG, 1) is not first
 
 
 def test_each_quota_is_refused_with_its_name_found_and_expected(job: Any) -> None:
