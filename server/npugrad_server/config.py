@@ -263,7 +263,7 @@ class ServerSettings(BaseSettings):
         description="Seconds an Execute call may wait for the client's next chunk before it is ended.",
     )
     reply_idle_timeout_s: float = Field(
-        default=60.0,
+        default=50.0,
         gt=0,
         description="Seconds an Execute call may wait for the client to take a chunk before it is ended.",
     )
@@ -287,7 +287,7 @@ class ServerSettings(BaseSettings):
         ge=0,
         description="Least rate at which the client takes the reply of an Execute call, on average; it may "
         "be behind by reply_idle_timeout_s. Results whose room others wait for are moved out of the way, up "
-        "to output_arena_bytes in all; beyond that, a reply of which no chunk was taken for 5 s "
+        "to half of front_memory_bytes in all; beyond that, a reply of which no chunk was taken for 5 s "
         "is ended (QUEUE_FULL). 0 for none.",
     )
     reply_limit_s: float = Field(

@@ -56,7 +56,7 @@ def test_no_alert_is_without_a_test_of_firing_and_resolving(alert: str) -> None:
     cases = [
         (str(case["eval_time"]), bool(case["exp_alerts"]))
         for group in yaml.safe_load(TESTS.read_text("utf-8"))["tests"]
-        for case in group["alert_rule_test"]
+        for case in group.get("alert_rule_test", ())
         if case["alertname"] == alert
     ]
     fires = [firing for _, firing in cases]

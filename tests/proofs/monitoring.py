@@ -13,7 +13,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -35,6 +34,7 @@ from tests.calls import sample
 from tests.deploy.prometheus_tools import program
 from tests.e2e.harness import workers_of
 from tests.fix_server import run_server
+from tests.proofs.proxies import free_port
 
 from npugrad_client import Client, NpugradError, Tls
 
@@ -137,17 +137,10 @@ def _until(holds: Callable[[], bool], what: str) -> None:
         time.sleep(0.1)
 
 
-def free_address() -> str:
-    """An address where nobody listens now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
 @contextmanager
 def prometheus(folder: Path, target: str, webhook: str) -> Iterator[str]:
     """Prometheus and Alertmanager that watch one server; yields the address of Prometheus."""
-    address, manager = free_address(), free_address()
+    address, manager = (f"127.0.0.1:{free_port()}" for _ in range(2))
     (folder / "rules.yaml").write_text(quick_rules(), "utf-8")
     (folder / "alertmanager.yaml").write_text(ALERTMANAGER.format(webhook=webhook), "utf-8")
     watch = PROMETHEUS.format(seconds=_SCRAPE_S, manager=manager, target=target)

@@ -187,7 +187,7 @@ class Proxy:
     def started(self, servers: Sequence[str], folder: Path) -> Iterator[tuple[str, int]]:
         """The same, and the number of its process."""
         folder.mkdir(parents=True)
-        listen = f"127.0.0.1:{_free_port()}"
+        listen = f"127.0.0.1:{free_port()}"
         path = (folder / f"settings{self.suffix}").resolve()
         path.write_text(self.settings(listen, servers, path.parent), "utf-8")
         with (folder / "output.log").open("w") as log:
@@ -210,7 +210,8 @@ class Proxy:
                 process.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback interface where nobody listens now."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port: int = found.getsockname()[1]
         return port

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 import structlog
+from tests.server.pool.conftest import until
 
 from npugrad_server.tenants import LiveTenants, TenantsError, parse_tenants, read_tenants
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
 WHOLE = """
@@ -104,14 +105,6 @@ async def watched(path: Path) -> AsyncIterator[LiveTenants]:
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async def work() -> None:
-        while not condition():  # noqa: ASYNC110 - what is waited for has no event
-            await asyncio.sleep(0.005)
-
-    await asyncio.wait_for(work(), 30)
 
 
 @pytest.mark.parametrize("bad", ["weight = 0", "max_priority = -101", "weigh", ENTRY])

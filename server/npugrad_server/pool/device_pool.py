@@ -245,7 +245,8 @@ class DevicePool:
     def predict(self, planned: PlannedCall) -> tuple[float | None, float | None]:
         """Seconds that a call would wait and run, were it sent now; None for what nobody knows."""
         options, forecast = planned.options, self._scheduler.forecast
-        kind, lane = (planned.plan.record.name, options.deterministic), (options.priority, options.label)
+        kind = planned.plan.record.name, options.deterministic
+        lane = min(options.priority, planned.tenant.max_priority), options.label
         work, now = work_size_of(planned), time.monotonic()
         found = forecast.predict(planned.tenant, kind, work, now, lane, sent=False)
         return (found.wait_s if found.is_wait_known else None), found.run_s or None

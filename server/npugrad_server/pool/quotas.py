@@ -68,7 +68,8 @@ class Quotas:
         """Counts a call that was let in, with its operands and results, until `leave`."""
         use = self.uses.get(tenant.name)
         if use is None:
-            use = self.uses[tenant.name] = self._idle.pop(tenant.name, None) or TenantUse(tenant)
+            use = self._idle.pop(tenant.name) if tenant.name in self._idle else TenantUse(tenant)
+            self.uses[tenant.name] = use
         use.tenant = tenant
         use.call_count += 1
         use.waiting_count += 1

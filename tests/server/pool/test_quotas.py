@@ -123,3 +123,24 @@ def test_a_hog_gives_way_to_others_until_it_has_its_share(full: str, run_pool: A
         assert told == ["OK", *("OK" if n % 2 else "QUEUE_FULL True" for n in range(1, 9))]
 
     run_pool(scenario, "test:1?ms=150", **limits)
+
+
+def test_a_prediction_knows_the_highest_priority_that_a_tenant_may_have(run_pool: Any, job: Any) -> None:
+    made = job()
+
+    def of(priority: int, label: str = "") -> Any:
+        options = replace(made.planned.options, priority=priority, label=label)
+        tenant = Tenant("vision", max_priority=0)
+        return replace(made, planned=replace(made.planned, tenant=tenant, options=options))
+
+    async def scenario(pool: DevicePool) -> None:
+        await pool.wait_ready(30)
+        await of(0).run(pool)
+        calls = [asyncio.ensure_future(of(0).run(pool)) for _ in range(4)]
+        await until(lambda: pool.stats().queue_depth == 3)
+        asked, usual = pool.predict(of(100).planned)[0], pool.predict(of(0).planned)[0]
+        assert asked is not None
+        assert asked == pytest.approx(usual, rel=0.5)
+        await asyncio.gather(*calls)
+
+    run_pool(scenario, "test:1?ms=100")

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 import pytest
 import structlog
 import trustme
+from tests.server.pool.conftest import until
 
 from npugrad_server.config import ServerSettings
 from npugrad_server.rpc.certificates import LiveCertificates
 from npugrad_server.tls import TlsFilesError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
 AUTHORITY = trustme.CA()
@@ -59,14 +60,6 @@ async def watched(folder: Folder, look_interval_s: float = 0.01) -> AsyncIterato
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async def work() -> None:
-        while not condition():  # noqa: ASYNC110 - what is waited for has no event
-            await asyncio.sleep(0.005)
-
-    await asyncio.wait_for(work(), 30)
 
 
 def figures(live: LiveCertificates) -> dict[str, float]:
