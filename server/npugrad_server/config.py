@@ -81,7 +81,7 @@ class ServerSettings(BaseSettings):
     tenant_header: str = Field(
         default="x-npugrad-tenant",
         pattern=r"^x-[a-z0-9_.-]*[a-z0-9_]$",
-        description="Metadata key in which listed gateways, and nobody else, say whose call it is.",
+        description="Metadata key in which listed gateways, and only they, name the tenant of a call.",
     )
     devices: str = Field(
         default="auto",
@@ -144,48 +144,48 @@ class ServerSettings(BaseSettings):
     )
     front_memory_bytes: ByteSize | None = Field(
         default=None,
-        description="Bytes outside of the arenas that messages and unread replies may take at once, a reply "
-        "twice, as gRPC keeps a copy; what finds no room gets QUEUE_FULL. At least four times "
+        description="Bytes outside the arenas that messages and unread replies may take at once; a reply "
+        "counts twice, because gRPC keeps a copy. Calls that find no room get QUEUE_FULL. At least four times "
         "max_message_bytes. Default: an eighth of the memory, at most 4 GiB.",
     )
     max_calls: int = Field(
         default=1024,
         ge=1,
-        description="Calls in progress at once, those whose reply was not taken yet included; more get "
-        "QUEUE_FULL. Health and reflection have as many of their own.",
+        description="Calls in progress at once, including those whose reply has not been read yet; further "
+        "ones get QUEUE_FULL. Health and reflection have a limit of the same size for themselves.",
     )
     max_streams_per_connection: int = Field(
         default=256,
         ge=1,
         le=2**31 - 1,
-        description="Calls in progress at once on one connection; the client's gRPC keeps further ones until "
-        "one ends. Four times as many or more let floods of resets cancel everybody's calls.",
+        description="Calls in progress at once on one connection; the client's gRPC holds further ones back "
+        "until one ends. From about 1,000 on, floods of resets can cancel everybody's calls.",
     )
     max_connections: int = Field(
         default=4096,
         ge=1,
         le=2**31 - 1,
-        description="Connections at once, all callers together; more are closed. What one caller may have is "
-        "for a gateway to say.",
+        description="Open connections of all callers together; further ones are closed. Limits for each "
+        "caller belong in a gateway.",
     )
     max_pending_calls: int = Field(
         default=1000,
         ge=1,
         le=2**30,
-        description="Calls that gRPC holds before this process takes them up, beyond which it refuses at "
-        "random, and from three times as many on all.",
+        description="Calls that gRPC queues before the server accepts them. Beyond that it refuses some at "
+        "random, and beyond three times that all of them.",
     )
     handshake_timeout_s: float = Field(
         default=20.0,
         gt=0,
         le=_LONGEST_S,
-        description="Seconds that a new connection has for its handshakes, those of TLS and of HTTP/2.",
+        description="Seconds that a new connection has for its TLS and HTTP/2 handshakes.",
     )
     unary_reply_timeout_s: float = Field(
         default=50.0,
         gt=0,
-        description="Seconds that a client has to take the reply of a unary call; then its connection is "
-        "closed, as gRPC cannot give up one reply. 5 while others find no room in front_memory_bytes.",
+        description="Seconds that a client has to read the reply of a unary call; then its connection is "
+        "closed, because gRPC cannot abandon a single reply. 5 while others find no room in front_memory_bytes.",
     )
     max_queue_depth: int = Field(
         default=256, ge=1, description="Calls that may wait for a device; more get QUEUE_FULL."
@@ -247,8 +247,8 @@ class ServerSettings(BaseSettings):
         default=0.0,
         ge=0,
         le=1,
-        description="Share of the calls without `verify` whose results are compared with the reference after "
-        "their callers have them, such as 0.001; a process of its own does it. 0 for none.",
+        description="Fraction of calls without `verify` whose results are compared with the reference after "
+        "they are answered, in a separate process, such as 0.001. 0 for none.",
     )
     worker_start_timeout_s: float = Field(
         default=180.0,
