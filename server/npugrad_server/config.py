@@ -145,8 +145,8 @@ class ServerSettings(BaseSettings):
     front_memory_bytes: ByteSize | None = Field(
         default=None,
         description="Bytes outside the arenas that messages and unread replies may take at once; a reply "
-        "counts twice, because gRPC keeps a copy. Calls that find no room get QUEUE_FULL. At least four times "
-        "max_message_bytes. Default: an eighth of the memory, at most 4 GiB.",
+        "counts twice, because gRPC keeps a copy. Calls that find no room get QUEUE_FULL. At least four "
+        "times max_message_bytes. Default: an eighth of the memory, at most 4 GiB.",
     )
     max_calls: int = Field(
         default=1024,
@@ -185,7 +185,8 @@ class ServerSettings(BaseSettings):
         default=50.0,
         gt=0,
         description="Seconds that a client has to read the reply of a unary call; then its connection is "
-        "closed, because gRPC cannot abandon a single reply. 5 while others find no room in front_memory_bytes.",
+        "closed, because gRPC cannot abandon a single reply. 5 while others find no room in "
+        "front_memory_bytes.",
     )
     max_queue_depth: int = Field(
         default=256, ge=1, description="Calls that may wait for a device; more get QUEUE_FULL."
