@@ -234,7 +234,8 @@ class Forecast:
         wait_s = 0.0
         if self._queued or not is_free:
             wait_s = self._wait_s(load, lane, expected_s or self._mean_s, devices, now)
-        longest_wait_s, longest_run_s = wait_s * _WAIT_MARGIN, bound_s + turnaround_s
+        longest_wait_s = wait_s * _WAIT_MARGIN
+        longest_run_s = bound_s + turnaround_s if bound_s else 0.0
         is_wait_known = is_free or wait_s > 0
         return Prediction(
             wait_s, run_s, expected_s, longest_wait_s, longest_run_s, is_wait_known=is_wait_known
@@ -275,6 +276,10 @@ class Forecast:
         if call.work is None or not self.run_times.is_known(worker.index, call.work, now):
             return 0.0
         return self._run_on(worker, call)[0] + self._running_s((worker,), now) / worker.spec.streams
+
+    def passes_over(self, device: int, call: CallState) -> bool:
+        """Whether a call may pass over a device whose finish is known, and later than that of others."""
+        return call.work is not None and self.run_times.pass_over(device, call.work)
 
     def _run_on(self, worker: WorkerState, call: CallState) -> tuple[float, float]:
         return UNKNOWN if call.work is None else self.run_times.expect((worker.index,), call.work)

@@ -304,7 +304,10 @@ class Placement:
         if len(choices) > 1:
             finish_s = {worker.index: self.forecast.finish_on(worker, call, now) for worker in choices}
             similar_s = SIMILAR * min((seconds for seconds in finish_s.values() if seconds), default=0.0)
-            late_s = {index: seconds if seconds > similar_s else 0.0 for index, seconds in finish_s.items()}
+            late_s = {
+                index: seconds if seconds > similar_s and self.forecast.passes_over(index, call) else 0.0
+                for index, seconds in finish_s.items()
+            }
             # A device that fails calls at once would else be the least busy one.
             choices.sort(
                 key=lambda worker: (

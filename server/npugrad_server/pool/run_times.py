@@ -21,6 +21,9 @@ MAX_ESTIMATES = 4096
 STALE_S = 60.0
 """Age at which an estimate is doubted: one call is then let in as if nothing were known, lest an estimate
 that refuses every call were never corrected."""
+MAX_PASSED_OVER = 16
+"""Calls that a device is passed over for, because it looked slow, before it gets one: a time that was learned
+while the host was busy would otherwise keep it idle until it is stale."""
 _LEAST_WEIGHT = 0.05
 """Weight of the newest call, once there are many."""
 _BOUND_DEVIATIONS = 2.33
@@ -75,6 +78,7 @@ class Estimate:
         variance: Of the times about the line.
         count: Calls seen.
         learned_s: When it last learned, or was last doubted.
+        passed_over: Calls that went to other devices since, because of it.
     """
 
     size: float
@@ -85,6 +89,7 @@ class Estimate:
     variance: float = _FIRST_DEVIATION**2
     count: int = 1
     learned_s: float = 0.0
+    passed_over: int = 0
 
     def learn(self, size: float, seconds: float) -> None:
         """One more call."""
@@ -140,7 +145,7 @@ class RunTimes:
                 del self._estimates[next(iter(self._estimates))]
         else:
             estimate.learn(work.log_bytes, log_s)
-        estimate.learned_s = now
+        estimate.learned_s, estimate.passed_over = now, 0
         self._estimates[key] = estimate  # at the end, as the one that learned last
 
     def expect(self, devices: Iterable[int], work: WorkSize) -> tuple[float, float]:
@@ -171,6 +176,12 @@ class RunTimes:
         if estimate is None or estimate.count < _WARM_UP_CALLS:
             return False
         return now - estimate.learned_s <= STALE_S
+
+    def pass_over(self, device: int, work: WorkSize) -> bool:
+        """Whether a call may pass over a device that looks slow; it is its turn after `MAX_PASSED_OVER`."""
+        estimate = self._estimates[device, work.key]
+        estimate.passed_over += 1
+        return estimate.passed_over <= MAX_PASSED_OVER
 
     def doubt(self, devices: Iterable[int], work: WorkSize, now: float) -> bool:
         """Whether one call may be let in that is expected to take too long: none was done for long."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from tests.server.pool.test_scheduler_properties import SchedulerWorld
@@ -26,7 +27,9 @@ SLOWNESS = (1.0, 1.0, 3.0, 0.5)
 """By device."""
 LEAST, MOST = 0.9, 2.25
 """What is learned allows for the least time of such calls, and for no more than so many times the mean one:
-when it knows a single call, for about twice that."""
+when it knows few calls, for about twice that."""
+TELLING = 3
+"""So many calls of a size have to be done on a device before their time refuses any."""
 
 
 class DeadlineWorld(SchedulerWorld):
@@ -34,12 +37,14 @@ class DeadlineWorld(SchedulerWorld):
 
     Attributes:
         taught: When each device last told of each size.
+        tells: How often it did.
         waited: Calls that could not start when they came.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.taught: dict[tuple[int, tuple[str, str, int]], float] = {}
+        self.tells = Counter[tuple[int, tuple[str, str, int]]]()
         self.waited: set[int] = set()
 
     @staticmethod
@@ -55,13 +60,16 @@ class DeadlineWorld(SchedulerWorld):
             return None
         device = call.starts[-1].worker
         self.taught[device, request.work.key] = self.now
+        self.tells[device, request.work.key] += 1
         spread = LEAST + (request.id % 11) * (1 - LEAST) / 5
         return SECONDS[request.work.key[2]] * SLOWNESS[device] * spread
 
     def _known_s(self, workers: Iterable[WorkerState], work: WorkSize | None) -> list[float | None]:
-        """How long a call runs on each of some devices; None where none told."""
+        """How long a call runs on each of some devices; None where too few told."""
         return [
-            SECONDS[work.key[2]] * SLOWNESS[w.index] if work and (w.index, work.key) in self.taught else None
+            SECONDS[work.key[2]] * SLOWNESS[w.index]
+            if work and self.tells[w.index, work.key] >= TELLING
+            else None
             for w in workers
         ]
 

@@ -17,6 +17,7 @@ from npugrad_server.pool.process import WorkerProcess
 from npugrad_server.pool.sent_plans import MOST_PLANS, SentPlans
 from npugrad_server.worker.protocol import AbandonCall, ForgetPlan, RunCall
 from npugrad_server.worker.run_again import RunAgain
+from npugrad_server.worker.verifier import NAME as VERIFIER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,14 +43,15 @@ def shared(job: Callable[..., Any], count: int, **sizes: Any) -> list[Any]:
 
 @pytest.fixture
 def orders(monkeypatch: pytest.MonkeyPatch) -> list[RunCall | RunAgain | ForgetPlan | AbandonCall]:
-    """What processes are told about calls and plans, in order."""
+    """What workers are told about calls and plans, in order; verifiers get theirs besides."""
     told: list[RunCall | RunAgain | ForgetPlan | AbandonCall] = []
     send = WorkerProcess.send
 
-    def note(self: WorkerProcess, message: Message) -> None:
-        if isinstance(message, (RunCall, RunAgain, ForgetPlan, AbandonCall)):
+    def note(self: WorkerProcess, message: Message, *descriptors: int) -> None:
+        is_order = isinstance(message, (RunCall, RunAgain, ForgetPlan, AbandonCall))
+        if is_order and self.device != VERIFIER:
             told.append(message)
-        send(self, message)
+        send(self, message, *descriptors)
 
     monkeypatch.setattr(WorkerProcess, "send", note)
     return told

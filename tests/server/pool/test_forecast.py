@@ -223,10 +223,19 @@ def test_a_slow_device_gets_less_and_is_tried_again() -> None:
     scheduler = open_scheduler(2)
     taught(scheduler, 0, 0.01)
     taught(scheduler, 1, 0.04)
-    assert run_alone(scheduler, {0: 0.01, 1: 0.04}, 40) == {0: 40}
+    assert run_alone(scheduler, {0: 0.01, 1: 0.04}, 52) == {0: 49, 1: 3}
     # Its times are old by now: it shows what it can do, and has become as quick as the other one.
-    assert run_alone(scheduler, {0: 0.01, 1: 0.01}, 1, now=2 + STALE_S)[1] == 1
-    assert run_alone(scheduler, {0: 0.01, 1: 0.04}, 40, now=2 + STALE_S)[0] >= 39
+    assert run_alone(scheduler, {0: 0.01, 1: 0.01}, 1, now=4 + STALE_S)[1] == 1
+    assert run_alone(scheduler, {0: 0.01, 1: 0.04}, 16, now=4 + STALE_S)[0] == 16
+
+
+def test_a_device_that_was_measured_on_a_busy_host_is_not_left_idle() -> None:
+    """It got no call for a minute, though it was as quick as the other one."""
+    scheduler = open_scheduler(2)
+    taught(scheduler, 0, 0.01)
+    taught(scheduler, 1, 0.05)
+    got = run_alone(scheduler, {0: 0.01, 1: 0.01}, 2000)
+    assert got[1] > 500
 
 
 def test_a_device_that_a_call_does_not_fit_into_does_not_have_it_given_up() -> None:
