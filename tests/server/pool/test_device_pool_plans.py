@@ -48,8 +48,7 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> list[RunCall | RunAgain | ForgetP
     send = WorkerProcess.send
 
     def note(self: WorkerProcess, message: Message, *descriptors: int) -> None:
-        is_order = isinstance(message, (RunCall, RunAgain, ForgetPlan, AbandonCall))
-        if is_order and self.device != VERIFIER:
+        if self.device != VERIFIER and isinstance(message, (RunCall, RunAgain, ForgetPlan, AbandonCall)):
             told.append(message)
         send(self, message, *descriptors)
 
