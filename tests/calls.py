@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 60.0
 """Deadline of every call of a test: a hang fails it."""
+UPLOAD_HXW = 4096
+"""HxW of a GroupNorm whose upload has memory once its first chunk came; smaller ones wait for more."""
 
 
 @cache

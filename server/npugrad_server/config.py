@@ -313,6 +313,13 @@ class ServerSettings(BaseSettings):
         description="Losses in a row, with no call served between, after which a device is down: calls do "
         "not wait for it, but it is tried again.",
     )
+    circuit_deaths: int = Field(
+        default=2,
+        ge=0,
+        description="Workers that die within 60 s under calls of one caller and signature, after which such "
+        "calls are refused with CIRCUIT_OPEN for 10 s. 0 refuses none: for devices that often fail by "
+        "themselves, and callers that are trusted.",
+    )
     liveness_down_limit_s: float | None = Field(
         default=None,
         gt=0,

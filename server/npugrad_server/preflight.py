@@ -72,6 +72,7 @@ def pool_settings(settings: ServerSettings, report: NpuReport) -> PoolSettings:
         respawn_backoff_s=settings.respawn_backoff_s,
         respawn_backoff_max_s=settings.respawn_backoff_max_s,
         max_respawns=settings.max_respawns,
+        circuit_deaths=settings.circuit_deaths,
         device_memory_bytes=int(settings.device_memory_bytes or limit // 2),
     )
     arenas = made.input_arena_bytes + len(names) * made.output_arena_bytes

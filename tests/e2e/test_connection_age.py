@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 import pytest
-from tests.calls import TIMEOUT_S, gated, sample
+from tests.calls import TIMEOUT_S, UPLOAD_HXW, gated, sample
 from tests.e2e.harness import eventually
 from tests.e2e.service_address import service_address
 from tests.proofs.callers import Load, plain_calls
@@ -32,12 +32,13 @@ def test_a_new_server_gets_calls_once_connections_reach_their_age(start_server: 
     local = [("grpc.use_local_subchannel_pool", 1)]
     with service_address(first.address) as front, grpc.insecure_channel(front.address, local) as channel:
         stub = backward_pb2_grpc.BackwardServiceStub(channel)
-        held = stub.Execute(gated(sample().frames(), gate, 2), timeout=TIMEOUT_S)
+        held = stub.Execute(gated(sample(hxw=UPLOAD_HXW).frames(), gate, 2), timeout=TIMEOUT_S)
         with Load(plain_calls(channel)) as load:
             eventually(lambda: accepted(first) > 20, "the first server gets calls", first)
             second = start_server(*flags, devices=DEVICES)
             front.servers = (second.address, first.address)
             eventually(lambda: accepted(second) > 50, "the new server gets calls", second)
             gate.set()
-            assert [frame.WhichOneof("frame") for frame in held] == ["header"]
+            header, *_ = held
+            assert header.WhichOneof("frame") == "header"
     assert not load.failed

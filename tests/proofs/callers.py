@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from tests.calls import gated, sample
+from tests.calls import UPLOAD_HXW, gated, sample
 from tests.e2e.harness import eventually
 
 from npugrad.v1 import backward_pb2_grpc
@@ -119,14 +119,14 @@ class Load:
 
 
 class HeldCall:
-    """A streamed call that an idle server has accepted, and whose operands come when it is let go."""
+    """A streamed call that an idle server has accepted, and whose other operands come when it is let go."""
 
     def __init__(self, server: ServerProcess) -> None:
         self._go = threading.Event()
         self._channel = server.channel()
         accepted = server.info().accepted_calls
         stub = backward_pb2_grpc.BackwardServiceStub(self._channel)
-        self._answer = stub.Execute(gated(sample().frames(), self._go, 2), timeout=TIMEOUT_S)
+        self._answer = stub.Execute(gated(sample(hxw=UPLOAD_HXW).frames(), self._go, 2), timeout=TIMEOUT_S)
         eventually(lambda: server.info().accepted_calls > accepted, "the held call is accepted", server)
 
     def outcome(self) -> str:

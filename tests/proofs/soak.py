@@ -49,6 +49,7 @@ _DEVICES = "test:2?ms=2&compute=1&crash=crash&hang=hang"
 _FLAGS = ("--respawn-backoff-s", "0.05", "--hang-grace-s", "0.5", "--log-level", "error")
 _CALLERS, _PAUSE_S, _TIMEOUT_S, _HUNG_S = 2, 0.05, 60.0, 0.25
 _DAMAGED = 50
+_CLOSING_S = 30.0
 _MIB = 2**20
 
 
@@ -240,11 +241,14 @@ class _Quarter:
                 resident.append(status_bytes("VmRSS", pid) / _MIB)
                 time.sleep(0.2)
         self._found.resident_mib.append(statistics.median(resident))
-        self._found.quiet.append(_quiet(self._running))
+        self._found.quiet.append(_quiet(self._running, self._found.quiet))
 
 
-def _quiet(running: ServerProcess) -> tuple[int, int]:
-    """Descriptors and threads of the front process once it has nothing to do, the fewest of a few seconds."""
+def _quiet(running: ServerProcess, earlier: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Descriptors and threads of the front process once it has nothing to do, the fewest of a few seconds.
+
+    Where they are more than earlier, it has longer to close what callers left half-open.
+    """
     ready = server_pb2.DeviceState.DEVICE_STATE_READY
 
     def at_rest() -> bool:
@@ -252,8 +256,10 @@ def _quiet(running: ServerProcess) -> tuple[int, int]:
         return bool(idle(info)) and all(device.state == ready for device in info.devices)
 
     eventually(at_rest, "all devices are ready, and nothing is held", running, _TIMEOUT_S)
-    folder, found = Path(f"/proc/{running.process.pid}"), []
-    for _ in range(20):
+    folder = Path(f"/proc/{running.process.pid}")
+    found: list[tuple[int, ...]] = []
+    least, end_s = min(handles for handles, _ in earlier) if earlier else 0, time.monotonic() + _CLOSING_S
+    while len(found) < 20 or (earlier and min(found)[0] > least and time.monotonic() < end_s):
         found.append(tuple(len(list((folder / name).iterdir())) for name in ("fd", "task")))
         time.sleep(0.1)
     handles, threads = zip(*found, strict=True)

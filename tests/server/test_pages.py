@@ -117,7 +117,10 @@ def test_pages_are_read_and_nothing_else() -> None:
             status, body, headers = fetch_page(address, f"{path}?verbose=1")
             assert headers["Content-Type"].startswith("text/plain")
             told, nothing, same = fetch_page(address, path, "HEAD")
-            assert (told, nothing, same["Content-Length"]) == (status, "", headers["Content-Length"])
+            assert (told, nothing) == (status, "")
+            if path != "/metrics":  # whose numbers grow by a digit now and then
+                assert same["Content-Length"] == headers["Content-Length"]
+            assert int(same["Content-Length"]) > 0
             assert int(headers["Content-Length"]) == len(body)
             status, _, headers = fetch_page(address, path, "POST")
             assert (status, headers["Allow"]) == (405, "GET, HEAD")

@@ -72,7 +72,7 @@ class CallLifecycle:
         self.calls: dict[int, CallState] = {}
         self.queue: FairQueue[CallState] = FairQueue()
         self.alarms = AlarmQueue(self._is_live)
-        self.circuits = CircuitBreaker()
+        self.circuits = CircuitBreaker(settings.circuit_deaths)
 
     def enter(self, call: CallState, now: float, out: list[Command]) -> bool:
         """Lets a call in, or fails it because its circuit is open; returns whether it did."""

@@ -3,7 +3,7 @@
 No clock: time comes with the event.
 
 Guarantees
-    - A circuit opens after `MOST_DEATHS` deaths within `WINDOW_S`. It is half-open `OPEN_S` later: one call
+    - A circuit opens after a number of deaths within `WINDOW_S`. It is half-open `OPEN_S` later: one call
       at a time is let through as its trial. A trial that is done closes it, the death of its worker opens
       it again; one that ends otherwise tells nothing.
     - What is remembered of a key is forgotten `WINDOW_S + OPEN_S` after its last death, and there are at most
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-MOST_DEATHS, WINDOW_S = 2, 60.0
+WINDOW_S = 60.0
 OPEN_S = 10.0
 MOST_KEYS = 4096
 _TRIAL_S = 1.0
@@ -32,10 +32,12 @@ class Refusal:
 
     Attributes:
         deaths: Workers that died under such calls within the time that counts.
+        opens_at: How many of them open a circuit.
         retry_after_s: Seconds until one may be tried.
     """
 
     deaths: int
+    opens_at: int
     retry_after_s: float
 
     @property
@@ -43,7 +45,7 @@ class Refusal:
         """The same for a person."""
         return (
             f"found {self.deaths} workers that died under calls of this signature within {WINDOW_S:g} s; "
-            f"expected fewer than {MOST_DEATHS}; one may be tried again in {self.retry_after_s:.1f} s"
+            f"expected fewer than {self.opens_at}; one may be tried again in {self.retry_after_s:.1f} s"
         )
 
 
@@ -59,8 +61,13 @@ class _Circuit:
 class CircuitBreaker:
     """The circuits of all keys under which workers died; every other key has a closed one."""
 
-    def __init__(self) -> None:
-        """Starts with every circuit closed."""
+    def __init__(self, opens_at: int) -> None:
+        """Starts with every circuit closed.
+
+        Args:
+            opens_at: Deaths within `WINDOW_S` that open a circuit; 0 for never.
+        """
+        self._opens_at = opens_at
         self._circuits: OrderedDict[Hashable, _Circuit] = OrderedDict()
 
     def __len__(self) -> int:
@@ -81,7 +88,7 @@ class CircuitBreaker:
         left_s = circuit.opened_s + OPEN_S - now
         if left_s <= 0 and circuit.trial is None:
             return None
-        return Refusal(len(circuit.deaths), left_s if left_s > 0 else _TRIAL_S)
+        return Refusal(len(circuit.deaths), self._opens_at, left_s if left_s > 0 else _TRIAL_S)
 
     def enter(self, key: Hashable, call: int, now: float) -> Refusal | None:
         """Lets a call through, of a half-open circuit as its trial, or says why not.
@@ -104,12 +111,14 @@ class CircuitBreaker:
 
     def died(self, key: Hashable, call: int, now: float) -> bool:
         """A worker died under a call, whose fault it was; returns whether its circuit opened."""
+        if not self._opens_at:
+            return False
         self._forget(now)
         circuit = self._circuits.setdefault(key, _Circuit())
         self._circuits.move_to_end(key)
         circuit.deaths = [at for at in circuit.deaths if at > now - WINDOW_S] + [now]
         was_trial, was_open = circuit.trial == call, circuit.opened_s is not None
-        if was_trial or len(circuit.deaths) >= MOST_DEATHS:
+        if was_trial or len(circuit.deaths) >= self._opens_at:
             circuit.opened_s = max(now, circuit.opened_s or now)
         if was_trial:
             circuit.trial = None

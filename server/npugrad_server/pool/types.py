@@ -49,6 +49,8 @@ class PoolSettings:
         respawn_backoff_s: Delay before a worker that failed once is started again; it doubles each time.
         respawn_backoff_max_s: Upper limit of that delay; a device that goes on failing waits longer.
         max_respawns: Losses in a row that count against a device before it is marked down.
+        circuit_deaths: Workers that die within 60 s under calls of one tenant and signature, after which such
+            calls are refused; 0 for never.
         max_attempts: How often a call is started in all, when its workers die under it.
         device_memory_bytes: Host memory for what workers make of operands (strided ones are made contiguous),
             for all together. None takes half of the machine's or the container's limit. What a device has of
@@ -72,6 +74,7 @@ class PoolSettings:
     respawn_backoff_s: float
     respawn_backoff_max_s: float
     max_respawns: int
+    circuit_deaths: int = 2
     max_attempts: int = 3
     device_memory_bytes: int | None = None
     run_limit_s: float = 540.0

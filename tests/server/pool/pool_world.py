@@ -30,7 +30,7 @@ from npugrad.errors import NpugradError
 from npugrad_server.backends.base import RestartPolicy
 from npugrad_server.pool.admission import AdmissionControl, Demand, RegionLayout
 from npugrad_server.pool.call_lifecycle import EXHAUSTION_REASONS, SUSPECT_ATTEMPTS
-from npugrad_server.pool.circuit_breaker import MOST_DEATHS, OPEN_S
+from npugrad_server.pool.circuit_breaker import OPEN_S
 from npugrad_server.pool.commands import (
     FailCall,
     Failure,
@@ -112,6 +112,7 @@ class PoolWorld(QuotaWorld, DeadlineWorld):
         settings = PoolSettings(
             ("cpu:0",) * workers, Product.ATLAS_A2, INPUTS, ARENA, 0, PLACES, streams, 5.0, 20.0, 1.0, 8.0, 4
         )
+        self.opens_at = settings.circuit_deaths
         self.admission = AdmissionControl(settings, MEMORY, own_memory=own)
         self.open(workers, streams, rng.random() < 0.3, own, rng.random() < 0.3)
 
@@ -522,7 +523,7 @@ class PoolWorld(QuotaWorld, DeadlineWorld):
         """A circuit is open only after deaths under calls of its key, or while a trial is on its way."""
         key = call.request.circuit
         deaths = self.circuit_deaths[key]
-        assert len(deaths) >= MOST_DEATHS, "a circuit is open though hardly a worker died"
+        assert len(deaths) >= self.opens_at, "a circuit is open though hardly a worker died"
         others = [c for n, c in self.calls.items() if n != number and c.request.circuit == key]
         is_tried = any(c.running or self._waits(c) for c in others)
         assert is_tried or deaths[-1] + OPEN_S > self.now, "a circuit is open for too long"

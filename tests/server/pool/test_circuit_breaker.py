@@ -11,14 +11,14 @@ KEY, OTHER = ("tenant", b"signature"), ("tenant", b"another")
 
 def opened(now: float = 0.0) -> CircuitBreaker:
     """A breaker whose circuit of `KEY` opened just now, by the death under call 2."""
-    breaker = CircuitBreaker()
+    breaker = CircuitBreaker(2)
     assert not breaker.died(KEY, 1, now)
     assert breaker.died(KEY, 2, now)
     return breaker
 
 
 def test_one_death_opens_nothing() -> None:
-    breaker = CircuitBreaker()
+    breaker = CircuitBreaker(2)
     assert not breaker.died(KEY, 1, 0.0)
     assert breaker.enter(KEY, 2, 1.0) is None
     assert breaker.open_count == 0
@@ -38,7 +38,7 @@ def test_a_second_death_opens_the_circuit_of_its_key_alone() -> None:
 
 
 def test_deaths_far_apart_open_nothing() -> None:
-    breaker = CircuitBreaker()
+    breaker = CircuitBreaker(2)
     for turn in range(9):
         assert not breaker.died(KEY, turn, turn * WINDOW_S)
 
@@ -85,7 +85,7 @@ def test_a_later_death_of_a_call_from_before_keeps_it_open() -> None:
 
 @pytest.mark.parametrize("deaths", [1, 2])
 def test_what_is_remembered_expires(deaths: int) -> None:
-    breaker = CircuitBreaker()
+    breaker = CircuitBreaker(2)
     for number in range(deaths):
         breaker.died(KEY, number, 0.0)
     breaker.refusal(OTHER, WINDOW_S + OPEN_S - 0.1)
@@ -95,9 +95,26 @@ def test_what_is_remembered_expires(deaths: int) -> None:
 
 
 def test_memory_is_bounded() -> None:
-    breaker = CircuitBreaker()
+    breaker = CircuitBreaker(2)
     for number in range(MOST_KEYS + 9):
         breaker.died(number, number, 0.0)
     assert len(breaker) == MOST_KEYS
     assert breaker.died(MOST_KEYS + 8, 0, 0.0)
     assert not breaker.died(0, 0, 0.0), "the oldest was forgotten"
+
+
+def test_a_breaker_of_0_never_opens() -> None:
+    breaker = CircuitBreaker(0)
+    for number in range(9):
+        assert not breaker.died(KEY, number, 0.0)
+    assert breaker.refusal(KEY, 0.0) is None
+    assert len(breaker) == 0
+
+
+def test_as_many_deaths_as_are_said_open_a_circuit() -> None:
+    breaker = CircuitBreaker(3)
+    assert [breaker.died(KEY, number, 0.0) for number in range(3)] == [False, False, True]
+    refusal = breaker.refusal(KEY, 0.0)
+    assert refusal is not None
+    assert refusal.detail.startswith("found 3 workers")
+    assert "expected fewer than 3" in refusal.detail
