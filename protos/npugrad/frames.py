@@ -82,22 +82,26 @@ def encode_frame(frame: Chunk | Message | bytes) -> bytes:
     return encode_chunk(frame) if isinstance(frame, Chunk) else frame.SerializeToString()
 
 
-def frame_decoder(message: type[Message]) -> Callable[[bytes], Any]:
+def frame_decoder(
+    message: type[Message], parse: Callable[[bytes], Message] | None = None
+) -> Callable[[bytes], Any]:
     """A parser of frames.
 
     Args:
         message: The frame's message, which has a oneof `frame` with a field `chunk`.
+        parse: Parses it in protobuf's place.
 
     Returns:
         A function from bytes to a `Chunk` if they are one, else to the message; it raises
         `google.protobuf.message.DecodeError` where protobuf does.
     """
+    parse = parse or message.FromString
 
     def decode(data: bytes) -> Any:
         chunk = _plain_chunk(data)
         if chunk is not None:
             return chunk
-        frame: Any = message.FromString(data)
+        frame: Any = parse(data)
         if frame.WhichOneof("frame") != "chunk":
             return frame
         return Chunk(frame.chunk.operand, frame.chunk.offset, frame.chunk.data)

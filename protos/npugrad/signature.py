@@ -205,6 +205,8 @@ def _read(  # noqa: C901, PLR0915 -- every call comes here: a function for each 
                 if action == _KEEP and value > MAX_KEY_BYTES:
                     raise ValueError(name)
         if action == _KEEP:
+            if at - kept > MAX_KEY_BYTES:  # else millions of tiny fields are read for nothing
+                raise ValueError(name)
             continue
         if name in taken or at > end:
             raise ValueError(name)

@@ -7,6 +7,7 @@ first SIGTERM or SIGINT (see `App.drain`) calls in progress finish; a second sig
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import time
 from contextlib import AsyncExitStack
@@ -96,6 +97,8 @@ async def serve(
         await app.start()
         await until(stop.asked, app.ready())
         if not stop.asked.is_set():
+            gc.collect()
+            gc.freeze()  # what is there now stays: no later collection holds the loop for it
             announce(app.address)
             metrics_address = str(app.metrics_address or "")
             log.info(

@@ -113,6 +113,8 @@ class Dispatcher:
             replies.append((reply, outcome.info))
 
         await self.call(request, _nothing_follows, sink)
+        if request.known.reply_bytes >= CHUNK_BYTES:
+            await asyncio.sleep(0)  # it took a while to make, and takes gRPC as long to copy
         return replies[0]
 
     def _reply(self, request: Request, outcome: Outcome) -> bytes:
@@ -171,8 +173,8 @@ async def write_inline(ticket: Ticket, contents: Mapping[str, bytes | memoryview
         source = memoryview(content)
         for start in range(0, len(source), CHUNK_BYTES):
             piece = source[start : start + CHUNK_BYTES]
-            target[start : start + CHUNK_BYTES] = piece
             copied += len(piece)
             if copied >= CHUNK_BYTES:
                 copied = 0
                 await asyncio.sleep(0)
+            target[start : start + CHUNK_BYTES] = piece

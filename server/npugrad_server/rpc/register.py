@@ -10,6 +10,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
+from npugrad.bounded_parser import MessageTooBulky, bounded_parser
 from npugrad.frames import encode_frame, frame_decoder
 
 if TYPE_CHECKING:
@@ -37,11 +38,13 @@ class Garbage:
 
 def tolerant_deserializer(message: type[Message], parse: Deserializer | None = None) -> Deserializer:
     """A parser that returns `Garbage` where protobuf, or `parse` in its place, would raise."""
-    parse = parse or message.FromString
+    parse = parse or bounded_parser(message)
 
     def deserialize(data: bytes) -> Any:
         try:
             return parse(data)
+        except MessageTooBulky as error:
+            return Garbage(len(data), f"a {message.DESCRIPTOR.full_name} that has not {error}")
         except DecodeError:
             return Garbage(len(data), message.DESCRIPTOR.full_name)
 
@@ -50,7 +53,7 @@ def tolerant_deserializer(message: type[Message], parse: Deserializer | None = N
 
 def frame_deserializer(message: type[Message]) -> Deserializer:
     """A tolerant parser of the frames of a stream, which are `Chunk` or messages."""
-    return tolerant_deserializer(message, frame_decoder(message))
+    return tolerant_deserializer(message, frame_decoder(message, bounded_parser(message)))
 
 
 def register(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from npugrad.codec import CHUNK_BYTES
 from npugrad_server.rpc.funnel import sane
 from npugrad_server.rpc.headers import header_decoder
 from npugrad_server.rpc.register import frame_deserializer, tolerant_deserializer
@@ -53,6 +55,8 @@ class BackwardServicer:
             call.operator = record.name
             return message
 
+        if len(data) >= CHUNK_BYTES:
+            await asyncio.sleep(0)  # gRPC took a while to copy it
         request = self._dispatcher.planner.plan(
             record,
             data,

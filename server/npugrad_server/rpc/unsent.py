@@ -9,9 +9,11 @@ both arenas go back.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import mmap
+import threading
 from typing import TYPE_CHECKING, Any
 
+from npugrad.codec import CHUNK_BYTES
 from npugrad.errors import ServerBusy
 from npugrad.frames import Chunk
 
@@ -62,6 +64,7 @@ class UnsentReply:
         self._ticket.give_way = None
         if self._moving is not None:
             self._moving.cancel()
+            asyncio.get_running_loop().run_in_executor(None, self._copy.close)
         if self._moved_bytes:
             self._call.memory.forget_moved(self._call, self._moved_bytes)
 
@@ -80,6 +83,7 @@ class UnsentReply:
             return True
         if self._call.memory.move(self._call, self._nbytes):
             self._moved_bytes = self._nbytes
+            self._copy = _Copy(self._nbytes)
             self._moving = asyncio.ensure_future(self._move())
             return True
         planned = self._ticket.planned
@@ -89,12 +93,48 @@ class UnsentReply:
         )
 
     async def _move(self) -> None:
-        self._frames = iter(await asyncio.to_thread(_copied, self._frames))
+        self._frames = iter(await asyncio.to_thread(self._copy.of, self._frames))
         self._ticket.close()
 
 
-def _copied(frames: Iterator[Any]) -> deque[Any]:
-    return deque(
-        Chunk(frame.operand, frame.offset, bytes(frame.data)) if isinstance(frame, Chunk) else frame
-        for frame in frames
-    )
+class _Copy:
+    """Memory of its own for the contents of frames.
+
+    It is no part of the heap: there the memory of a large reply goes back whenever something behind it is
+    freed, by whoever frees it, which holds up the event loop for as long as hundreds of MiB take.
+
+    Concurrency: each method for a thread beside the loop.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        """Takes so many bytes, none of which is backed yet."""
+        self._map = mmap.mmap(-1, max(1, nbytes))
+        self._views: list[memoryview] = []
+        self._lock, self._is_over = threading.Lock(), False
+
+    def of(self, frames: Iterator[Any]) -> list[Any]:
+        """The frames, with their contents here; not all of them once it is closed."""
+        copied, end = [], 0
+        for frame in frames:
+            with self._lock:
+                if self._is_over:
+                    break
+                if isinstance(frame, Chunk):
+                    start, end = end, end + len(frame.data)
+                    view = memoryview(self._map)[start:end]
+                    view[:] = frame.data
+                    self._views.append(view)
+                    copied.append(Chunk(frame.operand, frame.offset, view))
+                else:
+                    copied.append(frame)
+        return copied
+
+    def close(self) -> None:
+        """Gives the memory back, step by step, as that holds the interpreter's lock; no frame is needed."""
+        with self._lock:
+            self._is_over = True
+        for view in self._views:
+            view.release()
+        for start in range(0, len(self._map), CHUNK_BYTES):
+            self._map.madvise(mmap.MADV_DONTNEED, start, min(CHUNK_BYTES, len(self._map) - start))
+        self._map.close()

@@ -78,6 +78,21 @@ def test_what_is_not_sent_leaves_the_arena_when_its_room_is_wanted(sent: int) ->
     asyncio.run(act())
 
 
+def test_its_memory_goes_back_when_the_call_ends() -> None:
+    async def act() -> memoryview:
+        ticket, room = Ticket(), room_for(len(CONTENT))
+        with reply(ticket, room) as unsent:
+            assert ticket.give_way()
+            frame = await unsent.next()
+            assert bytes(frame.data) == CONTENT[:256]
+        data: memoryview = frame.data
+        return data
+
+    data = asyncio.run(act())  # which waits for threads
+    with pytest.raises(ValueError, match="released"):
+        bytes(data)
+
+
 def test_there_is_a_limit_to_it_beyond_which_the_slow_are_ended() -> None:
     async def act() -> None:
         ticket, room = Ticket(), room_for(len(CONTENT) - 1)

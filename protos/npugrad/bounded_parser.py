@@ -1,0 +1,124 @@
+"""How much there is to parse in a message: everything but the bytes of contents, which are taken as they are.
+
+protobuf makes an object of each number, and reads each field, in one go: four MiB of them take it longer than
+an event loop may be held. So a message is looked at before, if it is large enough to matter.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, cast
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError
+
+from npugrad.varint import LENGTH_DELIMITED, VARINT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import TypeVar
+
+    from google.protobuf.descriptor import Descriptor
+    from google.protobuf.message import Message
+
+    M = TypeVar("M", bound=Message)
+
+MAX_PARSED_BYTES = 64 * 1024
+"""Most bytes of a message besides contents: some milliseconds. The largest calls have a few thousand."""
+MAX_FIELDS = 4096
+"""Most fields of a larger message; the largest calls have some hundred."""
+_FIXED = {1: 8, 5: 4}
+"""Lengths of the wire types that have one."""
+
+
+class MessageTooBulky(DecodeError):
+    """A message with more to parse than there is in any call."""
+
+
+def bounded_parser(message: type[M]) -> Callable[[bytes], M]:
+    """Protobuf's parser of a message, for bytes from anybody.
+
+    Returns:
+        A function from bytes to the message; it raises `DecodeError` as protobuf does, and `MessageTooBulky`
+        for more than `MAX_PARSED_BYTES` besides contents, or more than `MAX_FIELDS` in a larger message.
+
+    Example:
+        >>> from npugrad.v1.tensor_pb2 import Tensor
+        >>> parse = bounded_parser(Tensor)
+        >>> len(parse(Tensor(data=bytes(2**20)).SerializeToString()).data)
+        1048576
+    """
+    parse: Callable[[bytes], M] = message.FromString
+    contents = _contents(cast("Descriptor", message.DESCRIPTOR), {})
+
+    def bounded(data: bytes) -> M:
+        if len(data) > MAX_PARSED_BYTES:
+            with suppress(IndexError):  # cut short: protobuf comes no further
+                _Walk(data).over(contents, 0, len(data))
+        return parse(data)
+
+    return bounded
+
+
+class _Within(dict[int, "_Within | None"]):
+    """Fields of a message that have a length, by number: None for contents; others are not in it."""
+
+
+def _contents(descriptor: Descriptor, known: dict[str, _Within]) -> _Within:
+    if descriptor.full_name in known:
+        return known[descriptor.full_name]
+    found = known[descriptor.full_name] = _Within()
+    for field in descriptor.fields:
+        if field.message_type is not None:
+            found[field.number] = _contents(field.message_type, known)
+        elif field.type == FieldDescriptor.TYPE_BYTES:
+            found[field.number] = None
+    return found
+
+
+class _Walk:
+    """Goes through a message, and ends early where there is more than it may have."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._parsed_bytes, self._fields = data, 0, 0
+
+    def over(self, within: _Within, at: int, end: int) -> None:
+        """Counts what lies between two places; raises MessageTooBulky where it is too much."""
+        while at < end:
+            at = self._field(within, at)
+
+    def _field(self, within: _Within, at: int) -> int:
+        begin = at
+        key, at = self._varint(at)
+        number, kind = key >> 3, key & 7
+        self._fields += 1
+        if kind == VARINT:
+            _, at = self._varint(at)
+        elif kind == LENGTH_DELIMITED:
+            nbytes, body = self._varint(at)
+            at = min(body + nbytes, len(self._data))
+            if number in within:
+                inner = within[number]
+                self._count(body - begin)
+                if inner is not None:
+                    self.over(inner, body, at)
+                return at
+        else:
+            at += _FIXED.get(kind, 0)
+        self._count(at - begin)
+        return at
+
+    def _varint(self, at: int) -> tuple[int, int]:
+        """A number and what is behind it; not in its fewest bytes either, as protobuf takes it."""
+        value = shift = 0
+        while (byte := self._data[at]) > 0x7F:
+            value |= (byte & 0x7F) << shift
+            shift, at = shift + 7, at + 1
+        return value | byte << shift, at + 1
+
+    def _count(self, nbytes: int) -> None:
+        self._parsed_bytes += nbytes
+        if self._parsed_bytes > MAX_PARSED_BYTES or self._fields > MAX_FIELDS:
+            raise MessageTooBulky(
+                f"more than {MAX_PARSED_BYTES} bytes besides contents, or {MAX_FIELDS} fields"
+            )
