@@ -285,6 +285,10 @@ prove-soak: $(STAMP_KERNELS) ## A server under load and mixed faults for 20 minu
 prove-monitoring: $(STAMP_KERNELS) ## Shipped alerts and dashboard on a live server; apt-get install prometheus prometheus-alertmanager
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.proofs.monitoring $(ARGS)
 
+.PHONY: prove-loop-time
+prove-loop-time: $(STAMP_KERNELS) ## How long one callback holds the event loop in streams of 256 MiB, the largest messages, hostile ones
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.proofs.loop_time $(ARGS)
+
 # -------------------------------------------------------------------------------- benchmarks
 
 bench: $(STAMP_KERNELS) ## All benchmarks: tables, JSON lines, pictures under build/bench; ARGS=--quick tries them out

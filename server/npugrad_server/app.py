@@ -21,6 +21,7 @@ from npugrad.v1 import server_pb2
 from npugrad_server.addresses import AddressError
 from npugrad_server.dispatch import Dispatcher
 from npugrad_server.logs import get_logger
+from npugrad_server.loop_lag import LoopLag
 from npugrad_server.metrics import Metrics
 from npugrad_server.pages import Pages, serve_pages
 from npugrad_server.pool import DevicePool, keep_reaping
@@ -194,6 +195,7 @@ class App:
         self._resources.push_async_callback(self.pool.close)
         self._keep(keep_reaping())
         self._keep(tenants.watch())
+        self._keep(LoopLag(metrics.registry).watch())
         if self._certificates is not None:
             self._keep(self._certificates.watch())
         watching = asyncio.create_task(self._memory.watch(self._funnel.calls, self.address.port))

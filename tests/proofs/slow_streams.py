@@ -136,19 +136,23 @@ def _byte(stream: int, offset: int) -> bytes:
     return frame(DATA, 0, stream, message(len(data), data))
 
 
-@contextmanager
-def unread_reply(server: ServerProcess, nbytes: int) -> Iterator[None]:
-    """A reply of so many bytes, made of a small request, of which nobody reads more than the first frame."""
-    call = GROUP_NORM.build(n=1, c=1, hxw=nbytes // 4, group=1)
+def repeated_request(reply_bytes: int) -> Any:
+    """The header of a call with results of so many bytes, and with operands of one element, repeated."""
+    call = GROUP_NORM.build(n=1, c=1, hxw=reply_bytes // 4, group=1)
     packed = {}
     for name, meta in call.inputs.items():
         if meta is not None:
             once = TensorMeta(meta.dtype, meta.shape, strides=(0,) * len(meta.shape))
             packed[name] = once, memoryview(bytes(once.content_bytes))
-    asked, _ = encode(GROUP_NORM, call, packed)
-    frames = iter([header_frame(GROUP_NORM, asked)])
+    return header_frame(GROUP_NORM, encode(GROUP_NORM, call, packed)[0])
+
+
+@contextmanager
+def unread_reply(server: ServerProcess, nbytes: int) -> Iterator[None]:
+    """A reply of so many bytes, of which nobody reads more than the first frame."""
     with server.channel() as channel:
-        replies = backward_pb2_grpc.BackwardServiceStub(channel).Execute(frames, timeout=10 * TIMEOUT_S)
+        stub = backward_pb2_grpc.BackwardServiceStub(channel)
+        replies = stub.Execute(iter([repeated_request(nbytes)]), timeout=10 * TIMEOUT_S)
         next(replies)
         yield
         replies.cancel()
@@ -250,7 +254,7 @@ def prove(server: ServerProcess, byte_each_s: float, seconds: tuple[float, float
         call()
         alone = NeighbourCalls().make(call, seconds[0], least)
         with SlowUploads(server.address, STREAMS, byte_each_s) as uploads:
-            eventually(lambda: _active(server) >= STREAMS, "all uploads have begun", server)
+            eventually(lambda: streams_in_progress(server) >= STREAMS, "all uploads have begun", server)
             with unread_reply(server, REPLY_BYTES):
                 info = server.info()
                 assert info.output_arena_used_bytes >= REPLY_BYTES
@@ -259,7 +263,7 @@ def prove(server: ServerProcess, byte_each_s: float, seconds: tuple[float, float
     return SlowStreams(alone, beside, uploads.ended, (info.queue_depth, info.input_arena_used_bytes))
 
 
-def _active(server: ServerProcess) -> int:
+def streams_in_progress(server: ServerProcess) -> int:
     """Streamed calls in progress."""
     _, page = server.page("/metrics")
     lines = (line.rpartition(" ") for line in page.splitlines())

@@ -289,12 +289,11 @@ async def _receive(
             continue
         if name not in views:
             views[name] = ticket.view(name)
-        view = views[name]
-        # A large chunk is copied in pieces, between which others get their turn: it was copied once already.
-        for start in range(CHUNK_BYTES, len(data), CHUNK_BYTES):
-            await asyncio.sleep(0)
-            view[offset + start : offset + start + CHUNK_BYTES] = data[start : start + CHUNK_BYTES]
-        view[offset : offset + min(len(data), CHUNK_BYTES)] = data[:CHUNK_BYTES]
+        for start in range(0, len(data), CHUNK_BYTES):
+            if len(data) > CHUNK_BYTES:
+                await asyncio.sleep(0)  # others get their turn: it was copied once already
+            piece = data[start : start + CHUNK_BYTES]
+            views[name][offset + start : offset + start + len(piece)] = piece
     if upload.missing_bytes:
         await frames.confirm_end()
     upload.finish()

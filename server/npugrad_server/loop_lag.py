@@ -1,0 +1,43 @@
+"""How late the event loop comes to what is due: as long as a callback holds it, every call waits."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from npugrad_server.tallies import HistogramTally
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+_PERIOD_S = 0.05
+_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_MOST_OBSERVED = 256
+
+
+class LoopLag:
+    """A histogram of it, for the page of metrics.
+
+    It looks twenty times a second, so that a call costs nothing more; what holds the loop for longer than
+    that is always seen. Other processes that have the processor count, too.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """Shows it from now on; nothing is measured before `watch`."""
+        self._lag = HistogramTally(
+            "npugrad_loop_lag_seconds",
+            "How late the event loop comes to what is due, looked at 20 times a second.",
+            (),
+            registry,
+            buckets=_BUCKETS_S,
+        )
+
+    async def watch(self) -> None:
+        """Measures the running loop until it is cancelled."""
+        loop, observed = asyncio.get_running_loop(), self._lag.observed
+        while True:
+            due_s = loop.time() + _PERIOD_S
+            await asyncio.sleep(_PERIOD_S)
+            observed.append(((), max(0.0, loop.time() - due_s)))
+            if len(observed) >= _MOST_OBSERVED:
+                self._lag.count()
