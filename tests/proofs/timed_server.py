@@ -34,7 +34,7 @@ class LoopClock:
             if took_s > self._longest_s:
                 self._longest_s, self._what = took_s, _name(handle)
 
-        asyncio.Handle._run = run  # type: ignore[method-assign]
+        asyncio.Handle._run = run  # type: ignore[assignment,method-assign]
         signal.signal(signal.SIGUSR1, self._tell)
 
     def _tell(self, number: int, frame: FrameType | None) -> None:
@@ -45,12 +45,13 @@ class LoopClock:
 
 
 def _name(handle: asyncio.Handle) -> str:
-    """What a callback is; of the step of a task, the innermost coroutine of ours, or else the innermost."""
-    callback: Any = handle._callback
+    """What a callback is; of the step of a task, its coroutine and the innermost one."""
+    callback: Any = getattr(handle, "_callback", "")
     owner = getattr(callback, "__self__", None)
     if not isinstance(owner, asyncio.Task):
         return str(getattr(callback, "__qualname__", callback))
-    names, waits = [], owner.get_coro()
+    names: list[str] = []
+    waits: Any = owner.get_coro()
     while waits is not None:
         names.append(getattr(waits, "__qualname__", type(waits).__name__))
         waits = getattr(waits, "cr_await", None)

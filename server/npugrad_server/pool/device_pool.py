@@ -9,7 +9,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from npugrad.errors import ServerDraining
+from npugrad.errors import ServerBusy, ServerDraining
 from npugrad_server.devices import parse_device
 from npugrad_server.machine import memory_bytes
 from npugrad_server.pool.admission import AdmissionControl
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from npugrad_server.pool.regions import Region
     from npugrad_server.pool.tenant import Tenant
     from npugrad_server.pool.types import DeviceStatus, PlannedCall, PoolSettings
+
+UPLOADS_PER_PLACE = 4
+"""Uploads in progress for each place of the queue: few are whole at the same time."""
+_UPLOAD_RETRY_S = 1.0
 
 
 class DevicePool:
@@ -68,6 +72,7 @@ class DevicePool:
         self.on_change = self._driver.on_change
         self.on_change.append(self._signal)
         self._uploads = self._whole = self._accepted = 0
+        self._most_uploads = UPLOADS_PER_PLACE * settings.max_queue_depth
         self._progress = asyncio.Event()
 
     @classmethod
@@ -90,9 +95,9 @@ class DevicePool:
 
     # ------------------------------------------------------------------------------------------------- calls
 
-    def check(self, planned: PlannedCall) -> None:
+    def check(self, planned: PlannedCall, *, is_upload: bool = False) -> None:
         """Refuses a call that would not be admitted now; errors as of `admit`."""
-        _, region, _ = self._reserve(planned)
+        _, region, _ = self._reserve(planned, is_upload)
         self._admission.operands.free(region)
 
     def admit(self, planned: PlannedCall, *, is_upload: bool = False) -> Ticket:
@@ -101,7 +106,8 @@ class DevicePool:
         Args:
             planned: The call.
             is_upload: Whether its operands are still to come, at the pace of its caller: it has no place in
-                the queue before they are there, and then gets one, however long the queue is.
+                the queue before they are there, and then gets one, however long the queue is. There may be
+                `UPLOADS_PER_PLACE` of them for each place.
 
         Raises:
             CallTooLarge: It can never fit.
@@ -113,7 +119,7 @@ class DevicePool:
             OperatorError: DETERMINISM_UNSUPPORTED, no device can run it deterministically.
             CircuitOpen: Calls of its tenant and signature killed workers.
         """
-        demand, region, prediction = self._reserve(planned)
+        demand, region, prediction = self._reserve(planned, is_upload)
         ticket = Ticket(
             next(self._driver.numbers),
             planned,
@@ -133,7 +139,7 @@ class DevicePool:
         self._observer.call_accepted(planned)
         return ticket
 
-    def _reserve(self, planned: PlannedCall) -> tuple[Demand, Region, Prediction]:
+    def _reserve(self, planned: PlannedCall, is_upload: bool) -> tuple[Demand, Region, Prediction]:
         operator = planned.plan.record.name
         if self._driver.closing:
             raise _shut_down(planned)
@@ -145,16 +151,27 @@ class DevicePool:
             raise error_without_answer(planned, *eligible.refusal)
         if len(self._scheduler.circuits):
             self._check_circuit(planned)
-        waiting = self._whole + self._scheduler.queue_depth
+        if is_upload:
+            self._check_uploads(operator)
         return self._admission.reserve(
             planned,
-            waiting,
+            self._whole + self._scheduler.queue_depth,
             self._scheduler.forecast,
             time.monotonic(),
             eligible.most_bytes,
             self._make_room,
             drop=self._drop,
         )
+
+    def _check_uploads(self, operator: str) -> None:
+        """Refuses an upload beside too many others, of which none is so slow that it has to give way."""
+        found = self._uploads - self._whole
+        if found >= self._most_uploads and not self._make_room():
+            raise ServerBusy(
+                f"{operator}: found {found} uploads in progress; expected fewer than {self._most_uploads}",
+                retry_after_s=_UPLOAD_RETRY_S,
+                operator=operator,
+            )
 
     def _make_room(self) -> bool:
         """Has an upload give its memory back that is too slow; whether there was one."""

@@ -201,7 +201,7 @@ class Execute:
             upload = Upload.of(request)
             call.received_bytes = request.known.content_bytes - upload.missing_bytes
             if upload.missing_bytes:
-                self._dispatcher.pool.check(request)  # a call that is refused costs no payload
+                self._dispatcher.pool.check(request, is_upload=True)  # what is refused costs no payload
                 await frames.hold_back(upload.missing_bytes)
             admitted: list[Ticket] = []
             source = partial(_receive, call, frames, upload, admitted)

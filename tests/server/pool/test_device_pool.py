@@ -368,6 +368,22 @@ def test_uploads_take_no_place_in_the_queue(run_pool: Any, job: Any) -> None:
     run_pool(scenario, max_queue_depth=2)
 
 
+def test_there_may_be_four_uploads_for_each_place_in_the_queue(run_pool: Any, job: Any) -> None:
+    async def scenario(pool: DevicePool) -> None:
+        uploads = [pool.admit(job(seed=n).planned, is_upload=True) for n in range(8)]
+        with pytest.raises(ServerBusy, match="found 8 uploads in progress; expected fewer than 8"):
+            pool.check(job().planned, is_upload=True)
+        await job().check(pool)  # another one has its place
+        uploads[3].give_way = lambda: True
+        uploads.append(pool.admit(job().planned, is_upload=True))
+        assert [ticket.closed for ticket in uploads] == [n == 3 for n in range(9)]
+        assert pool.stats().uploads == 8
+        for ticket in uploads:
+            ticket.close()
+
+    run_pool(scenario, max_queue_depth=2)
+
+
 def test_an_upload_that_may_go_gives_its_memory_to_others(run_pool: Any, job: Any) -> None:
     async def scenario(pool: DevicePool) -> None:
         half = job(n=10, c=6, hxw=64, group=3)
