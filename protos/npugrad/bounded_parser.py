@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError
 
-from npugrad.varint import LENGTH_DELIMITED, VARINT
+from npugrad.varint import LENGTH_DELIMITED, MAX_VARINT_BYTES, VARINT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,7 +53,7 @@ def bounded_parser(message: type[M]) -> Callable[[bytes], M]:
 
     def bounded(data: bytes) -> M:
         if len(data) > MAX_PARSED_BYTES:
-            with suppress(IndexError):  # cut short: protobuf comes no further
+            with suppress(IndexError):  # cut short, or no number: protobuf comes no further
                 _Walk(data).over(contents, 0, len(data))
         return parse(data)
 
@@ -110,11 +110,13 @@ class _Walk:
 
     def _varint(self, at: int) -> tuple[int, int]:
         """A number and what is behind it; not in its fewest bytes either, as protobuf takes it."""
-        value = shift = 0
-        while (byte := self._data[at]) > 0x7F:
-            value |= (byte & 0x7F) << shift
-            shift, at = shift + 7, at + 1
-        return value | byte << shift, at + 1
+        value = 0
+        for shift in range(0, 7 * MAX_VARINT_BYTES, 7):
+            byte = self._data[at]
+            value, at = value | (byte & 0x7F) << shift, at + 1
+            if byte <= 0x7F:
+                return value, at
+        raise IndexError("a number of more bytes than there may be: protobuf comes no further")
 
     def _count(self, nbytes: int) -> None:
         self._parsed_bytes += nbytes

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 VARINT, LENGTH_DELIMITED = 0, 2
 """Wire types: a number; a length and as many bytes."""
-_MAX_BYTES = 10
+MAX_VARINT_BYTES = 10
+"""Most bytes of a number."""
 
 
 def tag(number: int, wire_type: int) -> int:
@@ -43,7 +44,7 @@ def read_varint(data: bytes, at: int) -> tuple[int, int]:
             takes for some fields and not for others.
     """
     value = shift = 0
-    for index in range(at, min(at + _MAX_BYTES, len(data))):
+    for index in range(at, min(at + MAX_VARINT_BYTES, len(data))):
         byte = data[index]
         value |= (byte & 0x7F) << shift
         if byte <= 0x7F:

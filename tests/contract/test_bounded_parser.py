@@ -64,6 +64,21 @@ def test_numbers_in_more_bytes_than_they_need_hide_nothing() -> None:
         parse(padded + N * 2**20)
 
 
+def test_a_number_without_end_is_left_to_protobuf_after_ten_bytes() -> None:
+    """Read to its end it would take minutes: each byte more makes a larger number."""
+    seen: list[int] = []
+
+    class Watched(bytes):
+        def __getitem__(self, at: Any) -> Any:
+            seen.append(at)
+            return super().__getitem__(at)
+
+    for begun in (b"", b"\x38", b"\x12"):
+        with pytest.raises(DecodeError):
+            parse(Watched(begun + b"\xff" * 2**20))
+    assert len(seen) < 64
+
+
 @given(st.binary(max_size=64), st.integers(0, 64))
 def test_anything_else_is_what_protobuf_makes_of_it(noise: bytes, at: int) -> None:
     """Also where a large message is damaged or cut short."""
