@@ -14,6 +14,14 @@ CHART = ROOT / "deploy" / "helm" / "npugrad"
 PROFILES = sorted(path.stem for path in (CHART / "profiles").glob("*.yaml"))
 NAME, NAMESPACE = "npugrad", "gradients"
 
+TENANTS = """gateways = ["edge.example.org"]
+
+[[tenant]]
+name = "vision"
+identities = ["vision.example.org", "spiffe://example.org/vision"]
+weight = 4
+"""
+
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "open": {
@@ -33,6 +41,7 @@ FEATURES: dict[str, dict[str, Any]] = {
             "clientCaSecretName": "callers",
             "certificate": {"create": True, "issuer": {"name": "internal"}, "dnsNames": ["npugrad.example"]},
         },
+        "tenants": {"file": TENANTS},
         "autoscaling": {"kind": "keda"},
         "networkPolicy": {"enabled": True},
         "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 import sys
+from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import kubernetes_validate
@@ -22,6 +24,7 @@ from tests.deploy.releases import (
     NAME,
     PROFILES,
     ROOT,
+    TENANTS,
     Documents,
     chart,
     render,
@@ -33,6 +36,7 @@ from npugrad_server.cli import app
 from npugrad_server.config import ServerSettings
 from npugrad_server.pages import LIVEZ, PROBE_TIMEOUT_S, READYZ
 from npugrad_server.preflight import ready_timeout_s
+from npugrad_server.tenants import parse_tenants
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -48,6 +52,8 @@ DRA_KUBERNETES = Version("1.34")
 CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject", "Certificate", "GRPCRoute"}
 """Kinds that Kubernetes itself does not know."""
 
+MUTUAL: dict[str, Any] = {"tls": {"mutual": True, "clientCaSecretName": "callers"}}
+
 UNITS = {"": 1, "Mi": 1 << 20, "Gi": 1 << 30}
 
 
@@ -60,7 +66,12 @@ def profile(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=FEATURES)
 def release(profile: str, request: pytest.FixtureRequest) -> Documents:
     """Return the objects of each profile with each set of features."""
-    return render(values_of(profile, FEATURES[request.param]))
+    return deepcopy(_rendered(profile, request.param))
+
+
+@cache
+def _rendered(profile: str, features: str) -> Documents:
+    return render(values_of(profile, FEATURES[features]))
 
 
 @pytest.fixture
@@ -141,6 +152,8 @@ def test_helm_finds_nothing_wrong_with_the_chart() -> None:
         ({"devices": {"count": 1.5}}, "/devices/count"),
         ({"timing": {"drainDelay": "5s"}}, "/timing/drainDelay"),
         ({"extraArgs": ["log-level=debug"]}, "/extraArgs/0"),
+        ({"tenants": {"configMapName": "No Name"}}, "/tenants/configMapName"),
+        ({"tenants": {"name": "mine"}}, "'name' not allowed"),
         ({"service": {"grpcPort": 80}}, "/service/grpcPort"),
     ],
 )
@@ -167,6 +180,17 @@ def test_schema_refuses_what_is_no_value(values: dict[str, Any], told: str) -> N
         ),
         ("cpu", {"tls": {"certificate": {"create": True}}}, "tls.certificate.issuer.name: found none"),
         ("cpu", {"tls": {"mutual": True}}, "tls.mutual: found true without"),
+        (
+            "cpu",
+            {"tenants": {"configMapName": "tenants"}},
+            "tls.mutual: found false with tenants; expected true",
+        ),
+        (
+            "cpu",
+            {**MUTUAL, "tenants": {"file": TENANTS, "secretName": "tenants"}},
+            "tenants: found more than one of file, configMapName and secretName",
+        ),
+        ("cpu", {"extraArgs": ["--tenants=/tmp/mine.toml"]}, "extraArgs: found --tenants"),
         ("mindcluster", {"devices": {"resource": ""}}, "devices.resource: found none"),
         ("mindcluster", {"dra": {"enabled": True}}, "dra.enabled: found true"),
         ("cpu", {"volcano": {"enabled": True}}, "devices.kind: found cpu"),
@@ -288,6 +312,36 @@ def test_server_has_its_certificate_or_serves_plaintext(
     assert (settings.tls_client_ca is not None) == ("callers" in volumes)
     # A mount of a whole Secret is swapped when it changes; one with a subPath is not.
     assert all("subPath" not in mount for mount in server["volumeMounts"])
+
+
+@pytest.mark.parametrize(
+    ("source", "volume"),
+    [
+        ({"file": TENANTS}, {"configMap": {"name": f"{NAME}-tenants", "defaultMode": 0o440}}),
+        ({"configMapName": "mine"}, {"configMap": {"name": "mine", "defaultMode": 0o440}}),
+        ({"secretName": "mine"}, {"secret": {"secretName": "mine", "defaultMode": 0o440}}),
+    ],
+)
+def test_server_reads_tenants_from_a_mounted_folder(source: dict[str, Any], volume: dict[str, Any]) -> None:
+    release = render(values_of("cpu", MUTUAL, {"tenants": source}))
+    pod = release["Deployment", NAME]["spec"]["template"]["spec"]
+    command, *arguments = pod["containers"][0]["args"]
+    (mount,) = (each for each in pod["containers"][0]["volumeMounts"] if each["name"] == "tenants")
+    assert {"name": "tenants", **volume} in pod["volumes"]
+    assert _parse(command, arguments).tenants == f"{mount['mountPath']}/tenants.toml"
+    assert "subPath" not in mount, "the kubelet would never update it"
+    assert (("ConfigMap", f"{NAME}-tenants") in release) == ("file" in source)
+
+
+@pytest.mark.parametrize(
+    "text", [TENANTS, TENANTS.rstrip(), f"  # indented\n\n{TENANTS}# ä: {{{{ }}}}\t\n\n"]
+)
+def test_file_of_tenants_arrives_as_it_was_given(text: str) -> None:
+    release = render(values_of("cpu", MUTUAL, {"tenants": {"file": text}}))
+    found = release["ConfigMap", f"{NAME}-tenants"]["data"]
+    assert found == {"tenants.toml": text}
+    table = parse_tenants("tenants.toml", found["tenants.toml"].encode())
+    assert {tenant.name for tenant in table.listed.values()} == {"vision"}
 
 
 def test_grace_period_covers_the_longest_drain(

@@ -31,6 +31,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- default (printf "%s-tls" (include "npugrad.name" .)) .Values.tls.secretName -}}
 {{- end -}}
 
+{{- /* Whether there is a file of tenants. */ -}}
+{{- define "npugrad.hasTenants" -}}
+{{- with .Values.tenants -}}{{- if or .file .configMapName .secretName -}}true{{- end -}}{{- end -}}
+{{- end -}}
+
 {{- /* Every device of a pod: npu:0,npu:1. */ -}}
 {{- define "npugrad.devices" -}}
 {{- $names := list -}}
@@ -87,6 +92,13 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if and $v.tls.certificate.create (not $v.tls.certificate.issuer.name) -}}
 {{- fail "tls.certificate.issuer.name: found none; expected the name of a cert-manager issuer" -}}
 {{- end -}}
+{{- $tenants := without (list $v.tenants.file $v.tenants.configMapName $v.tenants.secretName) "" -}}
+{{- if gt (len $tenants) 1 -}}
+{{- fail "tenants: found more than one of file, configMapName and secretName; expected one of them" -}}
+{{- end -}}
+{{- if and $tenants (not $v.tls.mutual) -}}
+{{- fail "tls.mutual: found false with tenants; expected true, as a tenant is told by its certificate" -}}
+{{- end -}}
 {{- if and (eq $v.devices.kind "npu") (not $v.dra.enabled) (not $v.devices.resource) -}}
 {{- fail "devices.resource: found none; expected the name of the card among the node's resources, or dra.enabled: true" -}}
 {{- end -}}
@@ -109,7 +121,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if gt $scratch (float64 $v.resources.ephemeralStorageGiB) -}}
 {{- fail (printf "resources.ephemeralStorageGiB: found %v; expected at least homeGiB + tmpGiB, %v" $v.resources.ephemeralStorageGiB $scratch) -}}
 {{- end -}}
-{{- $own := list "--listen" "--insecure" "--metrics-listen" "--devices" "--product" "--tls-certificate" "--tls-key" "--tls-client-ca" "--worker-start-timeout-s" "--liveness-down-limit-s" "--drain-delay-s" "--drain-timeout-s" "--hang-grace-s" "--run-limit-s" "--upload-idle-timeout-s" "--reply-idle-timeout-s" "--max-connection-age-s" "--max-connection-age-grace-s" "--input-arena-bytes" "--output-arena-bytes" -}}
+{{- $own := list "--listen" "--insecure" "--metrics-listen" "--devices" "--product" "--tls-certificate" "--tls-key" "--tls-client-ca" "--tenants" "--worker-start-timeout-s" "--liveness-down-limit-s" "--drain-delay-s" "--drain-timeout-s" "--hang-grace-s" "--run-limit-s" "--upload-idle-timeout-s" "--reply-idle-timeout-s" "--max-connection-age-s" "--max-connection-age-grace-s" "--input-arena-bytes" "--output-arena-bytes" -}}
 {{- range $v.extraArgs -}}
 {{- $flag := regexFind "^[^=]+" . -}}
 {{- if has $flag $own -}}
