@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.fix_server import run_server
+from tests.benchmarks.processes import import_path
+from tests.fix_server import SERVER_PROGRAM, run_server
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from tests.fix_server import ServerProcess
 
@@ -21,7 +22,10 @@ _FLAGS = ("--input-arena-bytes", "1GiB", "--output-arena-bytes", "512MiB", "--pr
 
 @contextmanager
 def running_service(
-    devices: str, *flags: str, environment: Mapping[str, str] | None = None
+    devices: str,
+    *flags: str,
+    environment: Mapping[str, str] | None = None,
+    program: Sequence[str] = SERVER_PROGRAM,
 ) -> Iterator[ServerProcess]:
     """A server on loopback, which fails when its end was not clean.
 
@@ -29,6 +33,7 @@ def running_service(
         devices: Such as ``"cpu:0"``.
         flags: Beside those of all benchmarks.
         environment: Variables beside those of this process.
+        program: What Python runs; see `tests.fix_server.run_server`.
     """
     # As many threads for linear algebra as its peers take by default.
     threads = os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
@@ -39,14 +44,17 @@ def running_service(
             *_FLAGS,
             *flags,
             devices=devices,
-            env={"OMP_NUM_THREADS": threads, **(environment or {})},
+            env={"OMP_NUM_THREADS": threads, **import_path(), **(environment or {})},
+            program=program,
         ) as running,
     ):
         yield running
 
 
 @contextmanager
-def service(devices: str, environment: Mapping[str, str] | None = None) -> Iterator[str]:
+def service(
+    devices: str, environment: Mapping[str, str] | None = None, program: Sequence[str] = SERVER_PROGRAM
+) -> Iterator[str]:
     """The same; yields its address."""
-    with running_service(devices, environment=environment) as running:
+    with running_service(devices, environment=environment, program=program) as running:
         yield running.address

@@ -80,7 +80,11 @@ KEYS = ["bench", "case", "dtype", "peer", "ratio", "low", "high"]
     ("bench", "peers"),
     [
         ("transport", {"grpcio, protobuf bytes", "grpcio, identity", "raw TCP"}),
-        pytest.param("service", {"reference in process", "grpcio, protobuf bytes"}, marks=pytest.mark.deep),
+        pytest.param(
+            "service",
+            {"reference in process", "grpcio, protobuf bytes", "without metrics"},
+            marks=pytest.mark.deep,
+        ),
         pytest.param("client", {"generated stub", "grpc, NumPy and protobuf alone"}, marks=pytest.mark.deep),
         pytest.param("kernels", None, marks=[needs_kernels, pytest.mark.deep]),
     ],

@@ -1,4 +1,4 @@
-"""Recording rules, alerts and dashboard: what promtool says, and that what they name exists."""
+"""Metrics, recording rules, alerts and dashboard: what promtool says, and that what they name exists."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.deploy.prometheus_tools import program
 from tests.deploy.releases import CHART, ROOT, render, values_of
 from tests.fix_server import run_server
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from npugrad._tools.metrics_table import all_metrics
 
+if TYPE_CHECKING:
     from tests.fix_tls import Certificates
 
 RULES = CHART / "files" / "npugrad.rules.yaml"
@@ -51,6 +51,14 @@ def test_every_alert_fires_and_resolves_as_its_test_says() -> None:
     assert "SUCCESS" in _promtool("test", "rules", TESTS)
 
 
+def test_joins_that_are_tested_are_those_of_the_page() -> None:
+    page = " ".join((ROOT / "deploy" / "README.md").read_text("utf-8").split())
+    groups = yaml.safe_load(TESTS.read_text("utf-8"))["tests"]
+    joins = [case["expr"] for group in groups for case in group.get("promql_expr_test", ())]
+    assert sum("npu_chip_info" in expr for expr in joins) == 3
+    assert all(" ".join(expr.split()) in page for expr in joins if "npu_chip_info" in expr)
+
+
 @pytest.mark.parametrize("alert", ALERTS)
 def test_no_alert_is_without_a_test_of_firing_and_resolving(alert: str) -> None:
     cases = [
@@ -65,11 +73,35 @@ def test_no_alert_is_without_a_test_of_firing_and_resolving(alert: str) -> None:
     assert fires[-1] is False, "after"
 
 
-def test_what_the_rules_ask_for_is_on_the_page(certificates: Certificates, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def page(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the page of a server with TLS."""
     flags = "--metrics-listen", "127.0.0.1:0", *certificates.flags
-    with run_server(tmp_path / "server.log", *flags, credentials=certificates.credentials()) as running:
-        status, page = running.page("/metrics")
+    log = tmp_path_factory.mktemp("page") / "server.log"
+    with run_server(log, *flags, credentials=certificates.credentials()) as running:
+        status, text = running.page("/metrics")
     assert status == 200
+    return text
+
+
+def test_table_of_metrics_has_those_of_the_page_and_no_others(page: str) -> None:
+    reference = (ROOT / "server" / "README.md").read_text("utf-8")
+    table = reference.partition("<!-- generated: metrics -->")[2].partition("<!-- end of metrics -->")[0]
+    shown = re.findall(r"^# TYPE (\w+) (\w+)$", page, re.MULTILINE)
+    named = {(name, kind) for name, kind in shown if not name.endswith("_created")}
+    assert set(re.findall(r"^\| `(\w+)` \| (\w+) \|", table, re.MULTILINE)) == named
+
+
+def test_table_of_metrics_names_the_labels_of_the_page(page: str) -> None:
+    labels = {row.name: set(row.labels) for row in all_metrics()}
+    for family in text_string_to_metric_families(page):
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        for sample in family.samples:
+            if not name.endswith("_created"):
+                assert sample.labels.keys() - {"le"} == labels[name], sample
+
+
+def test_what_the_rules_ask_for_is_on_the_page(page: str) -> None:
     known = {family.name for family in text_string_to_metric_families(page)}
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     for rule in rules():

@@ -1,4 +1,4 @@
-"""Writes the tables of the READMEs, between their marks, from the records, the error table and the settings.
+"""Writes the tables of the READMEs, between their marks, from the records, error table, settings and metrics.
 
     python protos/npugrad/_tools/gen_docs.py            writes the tables
     python protos/npugrad/_tools/gen_docs.py --check    fails when a file differs
@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from npugrad._tools.metrics_table import all_metrics
 from npugrad.error_table import ERRORS
 from npugrad.generators import GENERATORS
 from npugrad.operator import AttrParam, TensorParam
@@ -125,6 +126,15 @@ def _default(value: object) -> str:
     return "" if value is None else "off" if value is False else f"`{value}`"
 
 
+def metrics() -> str:
+    """Every metric of the server."""
+    rows = [
+        (f"`{row.name}`", row.kind, ", ".join(f"`{label}`" for label in row.labels), row.meaning)
+        for row in all_metrics()
+    ]
+    return _table(("metric", "type", "labels", "meaning"), rows)
+
+
 _TABLES: dict[str, Callable[[], str]] = {
     "operators": operators,
     "parameters": parameters,
@@ -132,6 +142,7 @@ _TABLES: dict[str, Callable[[], str]] = {
     "draws": draws,
     "errors": errors,
     "settings": settings,
+    "metrics": metrics,
 }
 
 

@@ -33,7 +33,7 @@ class FrontCollector(Collector):
         used.add_metric(("requests",), memory.requests_bytes)
         used.add_metric(("replies",), memory.replies_bytes)
         yield used
-        text = "Memory outside of the arenas that there is for them."
+        text = "Memory outside of the arenas that messages and replies may take."
         yield GaugeMetricFamily("npugrad_front_memory_bytes", text, memory.limits.memory_bytes)
         for name, text, found in (
             ("npugrad_front_refused_calls", "Calls refused for want of room, by what for.", memory.refused),
