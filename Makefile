@@ -281,6 +281,10 @@ prove-slow-streams: $(STAMP_KERNELS) ## A neighbour beside 300 uploads of a byte
 prove-soak: $(STAMP_KERNELS) ## A server under load and mixed faults for 20 minutes, which may not grow; ARGS="--minutes 60"
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.proofs.soak $(ARGS)
 
+.PHONY: prove-skew
+prove-skew: $(STAMP_KERNELS) ## The earlier version's client against this server and the reverse, every operator: a table
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.proofs.skew $(ARGS)
+
 .PHONY: prove-monitoring
 prove-monitoring: $(STAMP_KERNELS) ## Shipped alerts and dashboard on a live server; apt-get install prometheus prometheus-alertmanager
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m tests.proofs.monitoring $(ARGS)
@@ -363,6 +367,10 @@ gen-records: gen-protos $(STAMP)
 new-operator: $(STAMP) ## Begin another operator from the vendor's page: PAGE=aclnnRmsNormGrad.md
 	$(BIN)/python -m npugrad._tools.new_operator $(PAGE)
 	$(MAKE) gen
+
+wheel: $(STAMP) ## The wheel for this platform, with the CPU kernels, under dist
+	$(BIN)/python -m hatchling build -t wheel -d dist
+.PHONY: wheel
 
 baseline: $(STAMP) ## Accept the present protos as what later ones must stay compatible with
 	$(BIN)/buf build protos --exclude-source-info --output protos/baseline.binpb

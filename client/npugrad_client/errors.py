@@ -40,6 +40,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc.status_pb2 import Status
 
+import npugrad
 from npugrad.errors import (
     UNARY_LIMIT_HINT,
     CallTooLarge,
@@ -71,6 +72,7 @@ from npugrad.errors import (
 )
 from npugrad.ops import OPERATORS
 from npugrad.status import decode_status
+from npugrad.v1 import server_pb2
 from npugrad_client._targets import DEFAULT_PORT
 
 if TYPE_CHECKING:
@@ -155,9 +157,14 @@ _CLOSED_HINTS = {
     False: "it closed the connection, as a server does that speaks TLS only",
 }
 """By whether the client speaks TLS: with TLS 1.3 a client that is not let in learns nothing more."""
+_CONTRACT = server_pb2.DESCRIPTOR.package
 _NO_GRPC = (
     "what listens there does not speak HTTP/2, so it is no gRPC server, but perhaps a metrics port (9464) or "
     f"a web server; expected what npugrad-server prints as listening on, port {DEFAULT_PORT} by default"
+)
+_OTHER_CONTRACT = (
+    f"found a server that does not know this method of {_CONTRACT}; expected one that speaks {_CONTRACT}, as "
+    f"this client of version {npugrad.__version__} does"
 )
 _UNRESOLVED = re.compile(r"errors resolving|dns resolution failed", re.I)
 """What gRPC says of a name without an address; 1.67 has other words than 1.85."""
@@ -266,6 +273,8 @@ def _without_details(error: Any, attempt: Attempt, is_ours: bool) -> NpugradErro
         text = f"cannot reach {target}: {_connect_hint(said, attempt.is_encrypted)}"
     elif cls is DeadlineExceeded and attempt.timeout_s is not None:
         text = attempt.late_text()
+    elif cls is UnsupportedOperator:
+        text = f"{target}: {_OTHER_CONTRACT} (gRPC: {said})"
     else:
         text = f"{target}: {code.name}: {said}"
     made = cls(f"{attempt.what}: {text}")

@@ -41,7 +41,7 @@ from npugrad_server.rpc.funnel import Funnel
 from npugrad_server.rpc.health import Health, register_health, register_reflection
 from npugrad_server.rpc.identity import Identities
 from npugrad_server.rpc.pace import PaceLimits
-from npugrad_server.rpc.register import register
+from npugrad_server.rpc.register import OtherContracts, register
 from npugrad_server.rpc.server import Facts, ServerServicer
 from npugrad_server.rpc.servicer import BackwardServicer
 from npugrad_server.rpc.transport import open_server
@@ -272,6 +272,7 @@ class App:
         self._pages.show_state(self._health, self.pool)
         names.append(register_health(self._server, self._health))
         register_reflection(self._server, names)
+        self._server.add_generic_rpc_handlers((OtherContracts(_SERVER_SERVICE.file.package),))
 
     def _device_changed(self) -> None:
         self._health.update(self.pool.devices())

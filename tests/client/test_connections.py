@@ -17,6 +17,7 @@ from tests.client.fake_service import (
     group_norm,
 )
 
+import npugrad
 from npugrad_client import (
     AsyncClient,
     Cancelled,
@@ -25,6 +26,7 @@ from npugrad_client import (
     NpugradError,
     RetryPolicy,
     TransportError,
+    UnsupportedOperator,
 )
 from npugrad_client._channels import KEEPALIVE_S, channel_options
 from npugrad_client._targets import DEFAULT_PORT
@@ -291,13 +293,18 @@ def test_little_is_read_ahead_on_one_host_alone(target: str, is_short: bool) -> 
     assert (("grpc.http2.bdp_probe", 0) in channel_options(target)) is is_short
 
 
-def test_a_service_of_another_kind_is_named() -> None:
+def test_a_service_of_another_kind_is_told_what_was_expected() -> None:
     with (
         fake_service() as service,
         Client(service.address, timeout_s=20) as client,
-        pytest.raises(NpugradError, match=f"server_info: {service.address}: UNIMPLEMENTED") as caught,
+        pytest.raises(UnsupportedOperator) as caught,
     ):
         client.server_info()
+    assert str(caught.value) == (
+        f"server_info: {service.address}: found a server that does not know this method of npugrad.v1; "
+        f"expected one that speaks npugrad.v1, as this client of version {npugrad.__version__} does "
+        "(gRPC: Method not found!)"
+    )
     assert isinstance(caught.value.cause, grpc.RpcError)
 
 

@@ -1,8 +1,14 @@
-"""A server that lacks an operator of its clients: who calls it learns so, with the server's version."""
+"""Two versions that do not fit: who calls learns so, with the server's version.
+
+A server that lacks an operator of its clients, and clients or servers of another major version, whose methods
+have another package. How versions that fit talk is what `tests/proofs/skew.py` tries.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +47,18 @@ def older(
 def call_of(record: OpRecord) -> dict[str, Any]:
     call = record.build()
     return {**record.make_inputs(call, np.random.default_rng(0)), **call.attrs}
+
+
+@contextmanager
+def serves_nothing() -> Iterator[str]:
+    """A gRPC server without a method, as one is for a client of another major version."""
+    bare = grpc.server(ThreadPoolExecutor(1))
+    port = bare.add_insecure_port("127.0.0.1:0")
+    bare.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        bare.stop(None).wait()
 
 
 def validation_of(record: OpRecord) -> dict[str, Any]:
@@ -116,3 +134,33 @@ def test_remote_keeps_it_at_home_with_one_warning(
         (GRID_SAMPLER.name, True, "", 1),
         (GROUP_NORM.name, False, "the server lacks it", 2),
     ]
+
+
+@pytest.mark.parametrize("kind", ["unary_unary", "stream_stream"])
+def test_a_client_of_another_major_version_is_told_what_is_spoken_here(
+    server: ServerProcess, kind: str
+) -> None:
+    with server.channel() as channel:
+        call: Any = getattr(channel, kind)("/npugrad.v2.BackwardService/GroupNormBackward")
+        request = b"\xff" if kind == "unary_unary" else iter([b"\xff"])
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call(request, timeout=60))
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert caught.value.details() == (
+        "found a call of /npugrad.v2.BackwardService/GroupNormBackward; expected npugrad.v1, which this "
+        f"server of version {version('npugrad')} speaks"
+    )
+
+
+@pytest.mark.parametrize("act", [sync_call, async_call])
+@pytest.mark.parametrize("stream_from_bytes", [STREAMED, UNARY], ids=["streamed", "unary"])
+def test_a_server_of_another_major_version_is_told_apart_from_one_that_lacks_an_operator(
+    act: Callable[..., Any], stream_from_bytes: int
+) -> None:
+    with serves_nothing() as address, pytest.raises(UnsupportedOperator) as caught:
+        act(address, GROUP_NORM.name, call_of(GROUP_NORM), stream_from_bytes=stream_from_bytes)
+    assert str(caught.value).startswith(
+        f"group_norm_backward: {address}: found a server that does not know this method of npugrad.v1; "
+        f"expected one that speaks npugrad.v1, as this client of version {version('npugrad')} does"
+    )
+    assert (caught.value.tries, caught.value.retryable) == (1, False)

@@ -10,6 +10,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
+import npugrad
 from npugrad.bounded_parser import MessageTooBulky, bounded_parser
 from npugrad.frames import encode_frame, frame_decoder
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     Handler = Callable[[Any, "grpc.aio.ServicerContext[Any, Any]"], Awaitable[Any]]
     Deserializer = Callable[[bytes], Any]
     Serializer = Callable[[Any], bytes]
+
+_METHOD_LENGTH = 80
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,31 @@ def register(
         parse, serialize = (deserializers or {}).get(name, parse), (serializers or {}).get(name, serialize)
         methods[name] = make(handler, parse, serialize)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, methods),))
+
+
+class OtherContracts(grpc.GenericRpcHandler):
+    """Tells clients of another major version, whose methods have another package, what is spoken here."""
+
+    def __init__(self, package: str) -> None:
+        """Knows its own.
+
+        Args:
+            package: What is spoken here, such as ``"npugrad.v1"``; its unknown methods are left to gRPC.
+        """
+        self._own = f"/{package}."
+        self._expected = f"expected {package}, which this server of version {npugrad.__version__} speaks"
+
+    def service(self, handler_call_details: Any) -> Any:
+        """The handler that refuses a call; None for one that is not meant for a server of ours."""
+        method = handler_call_details.method
+        if not method.startswith("/npugrad.") or method.startswith(self._own):
+            return None
+        text = f"found a call of {ascii(method)[1:-1][:_METHOD_LENGTH]}; {self._expected}"
+
+        async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, text)
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _codec(method: MethodDescriptor) -> tuple[Deserializer, Serializer]:
