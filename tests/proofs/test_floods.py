@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.proofs.attacks import ATTACKS
-from tests.proofs.floods import BARE, THROUGH, FloodSize, measured, missing
+from tests.proofs.floods import BARE, THROUGH, FloodSize, measured
+from tests.proofs.proxies import ENVOY
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,8 +22,8 @@ BY_NAME = {attack.name: attack for attack in ATTACKS}
 @pytest.mark.deep
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
 def test_a_flood_through_the_gateway_costs_a_neighbour_no_call(attack: Attack, tmp_path: Path) -> None:
-    if missing():
-        pytest.skip(missing())
+    if ENVOY.missing():
+        pytest.skip(ENVOY.missing())
     row = measured(attack, THROUGH, SMALL, tmp_path / "flood")
     assert row.calls >= SMALL.calls
     assert row.is_kept, row

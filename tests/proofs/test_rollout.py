@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from tests.proofs.rollout import Way
 
-QUICK = [path for path in PATHS if not path.settles_s]
 SMALL = Size(calls=100, held_s=1.5, drain_delay_s=1.0, left_alone_s=0.5, endpoint_lag_s=0.1)
 
 
@@ -22,7 +21,7 @@ SMALL = Size(calls=100, held_s=1.5, drain_delay_s=1.0, left_alone_s=0.5, endpoin
     "path",
     [
         pytest.param(path, marks=[] if path.name == PINNED else pytest.mark.deep, id=path.name)
-        for path in QUICK
+        for path in PATHS
     ],
 )
 def test_a_rollout_loses_no_call_of_the_sdk_and_hardly_one_of_others(path: Way, tmp_path: Path) -> None:
