@@ -23,11 +23,12 @@ import grpc
 from tests.calls import sample
 from tests.e2e.harness import STREAMED, UNARY
 from tests.fix_server import run_server
-from tests.proofs.callers import CALLERS, KINDS, reason_of
+from tests.proofs.callers import CALLERS, KINDS, TIMEOUT_S, reason_of
 from tests.proofs.long_call import hold
 from tests.proofs.proxies import PROXIES, SERVER_FLAGS
 from tests.proofs.rollout import Size, measured, through
 
+from npugrad.v1 import server_pb2, server_pb2_grpc
 from npugrad_client import NpugradError
 
 if TYPE_CHECKING:
@@ -106,6 +107,15 @@ def large(proxy: Proxy, size: GatewaySize, folder: Path) -> Iterator[GatewayRow]
             yield _made(GatewayRow(proxy.name, "streamed, 64 MiB"), call, size.large_calls)
 
 
+def forged(proxy: Proxy, size: GatewaySize, folder: Path) -> Iterator[GatewayRow]:
+    """A call that says itself whose it is, for which a server that gets to see it refuses it."""
+    with _entry(proxy, DEVICES, folder) as address, grpc.insecure_channel(address) as channel:
+        stub, request = server_pb2_grpc.ServerServiceStub(channel), server_pb2.GetServerInfoRequest()
+        says = (("x-npugrad-tenant", "vision"),)
+        call = partial(stub.GetServerInfo, request, timeout=TIMEOUT_S, metadata=says)
+        yield _made(GatewayRow(proxy.name, "with a tenant header"), lambda: bool(call().devices), 1)
+
+
 def long(proxy: Proxy, size: GatewaySize, folder: Path) -> Iterator[GatewayRow]:
     """A unary and a streamed call that say nothing for so long, without retries, at once."""
     row = GatewayRow(proxy.name, f"silent for {size.long_s:g} s")
@@ -148,6 +158,7 @@ def ending(number: signal.Signals, proxy: Proxy, size: GatewaySize, folder: Path
 
 PARTS: dict[str, Callable[[Proxy, GatewaySize, Path], Iterator[GatewayRow]]] = {
     "large": large,
+    "forged": forged,
     "long": long,
     "SIGTERM": partial(ending, signal.SIGTERM),
     "SIGKILL": partial(ending, signal.SIGKILL),
