@@ -140,7 +140,7 @@ class AsyncClient(AsyncOperators):
         product: Product | str | None = None,
         timeout_s: float | None = None,
     ) -> Verdict:
-        """Asks the server which documented constraints a call breaks; no data travels.
+        """Asks the server which documented constraints a call breaks; sends no data.
 
         Args:
             operator: Name such as ``"group_norm_backward"``.

@@ -243,4 +243,4 @@ def grpc_timeout(timeout_s: float | None, what: str) -> float | None:
 
 def closed(target: str) -> RuntimeError:
     """The error of a call after close()."""
-    return RuntimeError(f"found the client for {target} closed; expected calls before close()")
+    return RuntimeError(f"the client for {target} is closed")

@@ -43,7 +43,6 @@ app = typer.Typer(
     name="npugrad",
     help="Ascend backward operators as a service: call, validate, explain, measure.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench.app, name="bench")
@@ -55,7 +54,7 @@ Attr = Annotated[
     typer.Option(
         "--attr",
         metavar="NAME=VALUE",
-        help="Attribute, above what the file says; lists as true,false, scalars as float32:0.5.",
+        help="Attribute; overrides the file. Lists as true,false, scalars as float32:0.5.",
     ),
 ]
 Dtype = Annotated[
@@ -78,7 +77,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _common(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     pass
@@ -118,9 +117,7 @@ def ops(
     tls_ca: Authority = None,
     tls_certificate: Certificate = None,
     tls_key: Key = None,
-    product: Annotated[
-        str | None, typer.Option(help="Product to describe; the server's own by default.")
-    ] = None,
+    product: Annotated[str | None, typer.Option(help="Product to describe. Default: the server's.")] = None,
     timeout: Timeout = 10.0,
     as_json: Json = False,
 ) -> None:
@@ -142,17 +139,17 @@ def validate(
     ] = None,
     meta: Annotated[
         list[str] | None,
-        typer.Option("--meta", metavar=_META_FORM, help="Operand, above what the file says; or NAME=null."),
+        typer.Option("--meta", metavar=_META_FORM, help="Operand; overrides the file. NAME=null for none."),
     ] = None,
     output: Annotated[
         list[str] | None,
-        typer.Option("--output", metavar=_META_FORM, help="Declared output; or NAME=null."),
+        typer.Option("--output", metavar=_META_FORM, help="Declared output. NAME=null for none."),
     ] = None,
     attr: Attr = None,
     dtype: Dtype = None,
     local: Annotated[bool, typer.Option("--local", help="Validate here, without a server.")] = False,
     product: Annotated[
-        str | None, typer.Option(help="Product; the server's own, or atlas-a2 with --local.")
+        str | None, typer.Option(help="Product. Default: the server's, or atlas-a2 with --local.")
     ] = None,
     target: Targets = DEFAULT_TARGETS,
     encrypted: Encrypted = False,
@@ -162,7 +159,7 @@ def validate(
     timeout: Timeout = 10.0,
     as_json: Json = False,
 ) -> None:
-    """Tell every documented constraint that a call breaks; no data travels.
+    """List every documented constraint that a call breaks; no data is sent.
 
     Exit status 0: the call is legal; 1: it is not, or the server failed; 2: wrong usage.
     """
@@ -231,7 +228,7 @@ def call(
     timeout: Timeout = 600.0,
     progress: Annotated[
         bool | None,
-        typer.Option(help="Show bytes, rate and time left on a terminal; from 16 MiB on by default."),
+        typer.Option(help="Show bytes, rate and time left on a terminal. Default: from 16 MiB on."),
     ] = None,
 ) -> None:
     """Run an operator on the operands of a file and write the results to another.
@@ -283,7 +280,7 @@ def demo(
     context: typer.Context,
     target: Annotated[
         list[str] | None,
-        typer.Option(help="A running server, or several, with commas too; by default one is started."),
+        typer.Option(help="A running server, or several; commas work too. By default one is started."),
     ] = None,
     encrypted: Encrypted = False,
     tls_ca: Authority = None,

@@ -60,7 +60,6 @@ _FILE_COLUMNS = 180
 
 app = typer.Typer(
     help="Runs Ascend aclnn backward operators for hosts that have no NPU.",
-    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -75,7 +74,7 @@ def main() -> None:
 @app.callback(invoke_without_command=True)
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     if version:
@@ -156,7 +155,7 @@ def serve(flags: dict[str, Any], config: str | None) -> None:
 @app.command()
 @with_settings
 def check(flags: dict[str, Any], config: str | None) -> None:
-    """Try everything that serve needs, short of taking the ports, and list all that is missing."""
+    """Check everything that serve needs, without binding the ports, and list all that is missing."""
     findings: list[PreflightFinding] = []
     try:
         loaded = load_settings(flags, config)
@@ -200,7 +199,7 @@ def preflight(
         str, typer.Option(metavar="amd64|arm64", help="Architecture of the image, if it has only one.")
     ] = "",
 ) -> None:
-    """Say which profile of the chart fits a cluster, and all that keeps the server off its nodes."""
+    """Report which chart profile fits a cluster, and everything that keeps the server off its nodes."""
     if profile not in ("", *PROFILES):
         raise typer.BadParameter(
             f"found {profile!r}; expected one of {', '.join(PROFILES)}", param_hint="--profile"
@@ -281,9 +280,9 @@ def acceptance(
     ] = 1800.0,
     show_steps: Annotated[bool, typer.Option("--list", help="Show the steps and leave.")] = False,
 ) -> None:
-    """Show on a node with NPUs that the service is right there: one report, exit code 0 or 1.
+    """Verify on a node with NPUs that the service computes correctly there: one report, exit code 0 or 1.
 
-    The NPU should have nothing else to do meanwhile: one step takes all of its memory. Most of the time is
+    Use an otherwise idle NPU: one step takes all of its memory. Most of the time is
     the soak's, and that of the float64 references on the host.
     """
     # Here, as they take a fifth of the time that all imports of a server take.

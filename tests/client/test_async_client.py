@@ -297,7 +297,7 @@ def test_closing_cancels_calls_in_flight(stream_from_bytes: int) -> None:
         with pytest.raises(Cancelled, match="group_norm_backward"):
             await task
         for act in (lambda: client.group_norm_backward(**group_norm()), client.server_info):
-            with pytest.raises(RuntimeError, match=f"found the client for {address} closed"):
+            with pytest.raises(RuntimeError, match=f"the client for {address} is closed"):
                 await act()
 
     with fake_service(gate.unary, gate.execute) as service:

@@ -52,7 +52,7 @@ def test_a_closed_client_says_so(stream_from_bytes: int) -> None:
         client.close()
         client.close()
         for act in (lambda: client.group_norm_backward(**group_norm()), client.server_info):
-            with pytest.raises(RuntimeError, match=f"found the client for {service.address} closed"):
+            with pytest.raises(RuntimeError, match=f"the client for {service.address} is closed"):
                 act()
 
 

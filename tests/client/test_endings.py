@@ -107,7 +107,7 @@ def test_who_waits_for_futures_hears_of_those_that_a_closed_client_never_began()
         assert flying[3].cancel()
         client.close()
         assert not wait(flying, 10).not_done
-        with pytest.raises(RuntimeError, match=f"found the client for {service.address} closed"):
+        with pytest.raises(RuntimeError, match=f"the client for {service.address} is closed"):
             client.submit.group_norm_backward(**group_norm())
         gate.open()
 

@@ -54,7 +54,7 @@ def advise(
         bool, typer.Option("--json", help="Print JSON for scripts; what the script prints goes to stderr.")
     ] = False,
 ) -> None:
-    """Run a PyTorch script and tell which operators of its backward passes are worth sending.
+    """Run a PyTorch script and report which operators of its backward passes are worth offloading.
 
     Each kind of calls is sent some times on its own operands; the script's gradients stay PyTorch's own. The
     first backward pass warms up; then calls are measured here and sent, one pass each.

@@ -70,38 +70,40 @@ def bench(
     rate: Annotated[
         str, typer.Option(metavar="R[:R]", help="Open loop: calls a second, or a ramp such as 50:200.")
     ] = "",
-    poisson: Annotated[bool, typer.Option("--poisson", help="Random arrivals, not equal intervals.")] = False,
+    poisson: Annotated[
+        bool, typer.Option("--poisson", help="Random (Poisson) arrivals instead of equal intervals.")
+    ] = False,
     concurrency: Annotated[
         str, typer.Option(metavar="N[:N]", help="Closed loop: calls in flight, or a ramp; 1 by default.")
     ] = "",
     duration: Annotated[str, typer.Option(help="Time to measure, such as 30s or 2m; 10s by default.")] = "",
     calls: Annotated[
         int | None,
-        typer.Option(min=1, help="Stop after this many calls of all workers together, with the warm-up's."),
+        typer.Option(min=1, help="Stop after this many calls in total, including the warm-up."),
     ] = None,
-    warm_up: Annotated[str, typer.Option(help="Time before it that is not measured, such as 5s.")] = "",
-    workers: Annotated[int | None, typer.Option(help="Processes that send.")] = None,
+    warm_up: Annotated[str, typer.Option(help="Time to run before measuring, such as 5s.")] = "",
+    workers: Annotated[int | None, typer.Option(help="Number of processes that send calls.")] = None,
     max_in_flight: Annotated[
-        int | None, typer.Option(help="Open loop: calls in flight at most; others are dropped and counted.")
+        int | None, typer.Option(help="Open loop: most calls in flight; more are dropped and counted.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of operands, random arrivals and the mix.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed for operands, arrivals and the mix.")] = None,
     inputs: Annotated[
         str,
         typer.Option(
             metavar="data|recipe",
-            help="Operands travel with each call, or the server makes them; above what a scenario says.",
+            help="Send operands with each call, or let the server make them; overrides a scenario.",
         ),
     ] = "",
     digest: Annotated[
-        bool, typer.Option("--digest", help="With recipes: the server proves that it made the same bits.")
+        bool, typer.Option("--digest", help="With recipes: check that the server made the same bits.")
     ] = False,
     slo: Annotated[str, typer.Option(help="Objectives, such as p99=50ms,errors=0.1%.")] = "",
     find_capacity: Annotated[
-        bool, typer.Option("--find-capacity", help="Search the highest rate that keeps the objectives.")
+        bool, typer.Option("--find-capacity", help="Search for the highest rate that meets the objectives.")
     ] = False,
-    precision: Annotated[float, typer.Option(help="Of --find-capacity, relative.")] = 0.02,
+    precision: Annotated[float, typer.Option(help="Relative precision of --find-capacity.")] = 0.02,
     allow_client_bound: Annotated[
-        bool, typer.Option("--allow-client-bound", help="Report even where the client was the bottleneck.")
+        bool, typer.Option("--allow-client-bound", help="Report even if the client was the bottleneck.")
     ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report as JSON.")] = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Write a line for each time window.")] = None,
@@ -351,12 +353,12 @@ def report(
 def compare(
     a: Annotated[Path, typer.Argument(metavar="A.json", help="JSON of the first run.", show_default=False)],
     b: Annotated[Path, typer.Argument(metavar="B.json", help="JSON of the second one.", show_default=False)],
-    margin: Annotated[float, typer.Option(help="Relative change of no interest.")] = 0.05,
-    confidence: Annotated[float, typer.Option(help="Of the intervals, all together.")] = 0.95,
+    margin: Annotated[float, typer.Option(help="Ignore smaller relative changes.")] = 0.05,
+    confidence: Annotated[float, typer.Option(help="Confidence level of all intervals together.")] = 0.95,
     allow_flawed: Annotated[
         bool,
         typer.Option(
-            "--allow-flawed", help="Compare runs too that were interrupted, died or measured the client."
+            "--allow-flawed", help="Also compare runs that were interrupted, died or measured the client."
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,

@@ -19,36 +19,52 @@ DEFAULT_TARGETS = [f"127.0.0.1:{DEFAULT_PORT}"]
 AT_ONCE = RetryPolicy(retry_for_s=0)
 """Of commands that ask a question: who asks wants to hear that a server is away, not to wait for it."""
 
+_TLS_PANEL = "TLS"
+
 Targets = Annotated[
     list[str],
     typer.Option(
         "--target",
         envvar="NPUGRAD_TARGET",
-        help="Server: host:port, unix:path or dns:///name:port, the port 50051 unless given; several, or "
-        "commas, share the calls.",
+        help="Server: host:port, unix:path or dns:///name:port (default port 50051). Repeat it, or use "
+        "commas, to spread calls over several.",
     ),
 ]
 Encrypted = Annotated[
     bool,
     typer.Option(
-        "--tls", envvar="NPUGRAD_CLIENT_TLS", help="Encrypt; trust the system's authorities, or --tls-ca."
+        "--tls",
+        envvar="NPUGRAD_CLIENT_TLS",
+        help="Encrypt; trust the system's certificate authorities, or --tls-ca.",
+        rich_help_panel=_TLS_PANEL,
     ),
 ]
 Authority = Annotated[
     str | None,
-    typer.Option("--tls-ca", envvar="NPUGRAD_CLIENT_TLS_CA", help="PEM file of the server's authority."),
+    typer.Option(
+        "--tls-ca",
+        envvar="NPUGRAD_CLIENT_TLS_CA",
+        help="PEM file of the server's certificate authority.",
+        rich_help_panel=_TLS_PANEL,
+    ),
 ]
 Certificate = Annotated[
     str | None,
     typer.Option(
         "--tls-certificate",
         envvar="NPUGRAD_CLIENT_TLS_CERTIFICATE",
-        help="PEM file of the certificate to show, for mutual TLS.",
+        help="PEM file of the client certificate, for mutual TLS.",
+        rich_help_panel=_TLS_PANEL,
     ),
 ]
 Key = Annotated[
     str | None,
-    typer.Option("--tls-key", envvar="NPUGRAD_CLIENT_TLS_KEY", help="PEM file of its private key."),
+    typer.Option(
+        "--tls-key",
+        envvar="NPUGRAD_CLIENT_TLS_KEY",
+        help="PEM file of its private key.",
+        rich_help_panel=_TLS_PANEL,
+    ),
 ]
 
 
