@@ -16,7 +16,7 @@ from npugrad import OPERATORS
 from npugrad.attributes import KINDS
 from npugrad.products import Product, product_from_name
 from npugrad_client import _arrays
-from npugrad_client._cli import advise, bench, files, show
+from npugrad_client._cli import advise, bench, files, json_answers, show
 from npugrad_client._cli.connection import (
     AT_ONCE,
     DEFAULT_TARGETS,
@@ -31,6 +31,7 @@ from npugrad_client._cli.connection import (
     tls,
 )
 from npugrad_client._cli.explain import explain as print_explanation
+from npugrad_client._cli.explain import explanation
 from npugrad_client._cli.terminal import Timeout, find_record, out, reporting
 
 if TYPE_CHECKING:
@@ -112,6 +113,9 @@ def info(
 
 @app.command()
 def ops(
+    operator: Annotated[
+        str, typer.Argument(metavar="[OPERATOR]", help="Show one in full.", show_default=False)
+    ] = "",
     target: Targets = DEFAULT_TARGETS,
     encrypted: Encrypted = False,
     tls_ca: Authority = None,
@@ -121,12 +125,15 @@ def ops(
     timeout: Timeout = 10.0,
     as_json: Json = False,
 ) -> None:
-    """List the operators of a server."""
+    """List the operators of a server, or show one in full."""
     how = (encrypted, tls_ca, tls_certificate, tls_key)
     with reporting(), connect(target, timeout, tls(*how), AT_ONCE) as client:
-        listed = client.list_operators(_product(product))
+        wanted = find_record(operator).name if operator else ""
+        listed = tuple(o for o in client.list_operators(_product(product)) if wanted in ("", o.name))
         if as_json:
             out.print_json(json.dumps([asdict(o) for o in listed]))
+        elif wanted:
+            show.operator(out, listed[0])
         else:
             show.operators(out, listed)
 
@@ -173,7 +180,7 @@ def validate(
             with connect(target, timeout, how, AT_ONCE) as client:
                 verdict = client.validate(operator, **asked, product=chosen)
         if as_json:
-            out.print_json(json.dumps(show.verdict_as_dict(verdict)))
+            out.print_json(json.dumps(json_answers.verdict(verdict)))
         else:
             show.verdict(out, record.name, verdict)
     raise typer.Exit(1 if verdict.status else 0)
@@ -230,6 +237,7 @@ def call(
         bool | None,
         typer.Option(help="Show bytes, rate and time left on a terminal. Default: from 16 MiB on."),
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Run an operator on the operands of a file and write the results to another.
 
@@ -250,6 +258,10 @@ def call(
         )
         results = {p.name: getattr(answer, p.name) for p in record.outputs}
         files.write_results(path, results)
+        if as_json:
+            answered = json_answers.call(path, results, answer.info, with_timeline=timeline)
+            out.print_json(json.dumps(answered))
+            return
         show.results(out, results, answer.info)
         if timeline:
             out.print(str(answer.info.timeline), markup=False, highlight=False, soft_wrap=True)
@@ -269,10 +281,14 @@ def explain(
     constraint: Annotated[
         str | None, typer.Argument(metavar="CONSTRAINT", help="One constraint of the operator.")
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Print what the documents say: codes, operators, constraints; needs no server."""
     with reporting():
-        print_explanation(out, subject, constraint)
+        if as_json:
+            out.print_json(json.dumps(explanation(subject, constraint)))
+        else:
+            print_explanation(out, subject, constraint)
 
 
 @app.command()

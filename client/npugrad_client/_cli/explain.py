@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -13,6 +13,7 @@ from rich.text import Text
 from npugrad.error_table import BY_CODE, BY_REASON, ErrorRow
 from npugrad.operator import AttrParam, Constraint, OpRecord, TensorParam
 from npugrad.ops import OPERATORS
+from npugrad_client._cli import json_answers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -29,10 +30,32 @@ class UnknownSubject(Exception):
 
 
 def explain(console: Console, subject: str, constraint: str | None = None) -> None:
-    """Prints what is documented.
+    """Prints what is documented; arguments and errors as of `find`."""
+    found = find(subject, constraint)
+    if isinstance(found, OpRecord):
+        console.print(_operator_text(found))
+    elif isinstance(found, ErrorRow):
+        console.print(_code_text(found))
+    else:
+        console.print(Group(*_spaced([_constraint_text(owner, match) for owner, match in found])))
+
+
+def explanation(subject: str, constraint: str | None = None) -> dict[str, Any]:
+    """The same for scripts: ``operator``, ``error`` or ``constraints``, one of the three."""
+    found = find(subject, constraint)
+    if isinstance(found, OpRecord):
+        return {"operator": json_answers.operator(found)}
+    if isinstance(found, ErrorRow):
+        return {"error": json_answers.error(found)}
+    return {"constraints": [json_answers.constraint(owner, match) for owner, match in found]}
+
+
+def find(
+    subject: str, constraint: str | None = None
+) -> OpRecord | ErrorRow | list[tuple[OpRecord, Constraint]]:
+    """What is asked for.
 
     Args:
-        console: Where to print.
         subject: An aclnn number, a reason, an operator (either of its names) or a constraint's identifier.
         constraint: Identifier of one constraint of the operator.
 
@@ -44,17 +67,14 @@ def explain(console: Console, subject: str, constraint: str | None = None) -> No
         if record is None:
             expected = f"an operator before a constraint; {_operators_told()}"
             raise UnknownSubject(nearest(subject, _operators(), expected))
-        console.print(_one(record, constraint))
-    elif record is not None:
-        console.print(_operator_text(record))
-    elif (row := _row(subject)) is not None:
-        console.print(_code_text(row))
-    else:
-        found = [(s, c) for s in OPERATORS.values() for c in s.constraints if c.id == subject]
-        if not found:
-            expected = f"an operator, an aclnn number, a reason or a constraint; {_operators_told()}"
-            raise UnknownSubject(nearest(subject, _subjects(), expected))
-        console.print(Group(*_spaced([_constraint_text(owner, match) for owner, match in found])))
+        return [(record, _one(record, constraint))]
+    if (found := record or _row(subject)) is not None:
+        return found
+    rules = [(s, c) for s in OPERATORS.values() for c in s.constraints if c.id == subject]
+    if not rules:
+        expected = f"an operator, an aclnn number, a reason or a constraint; {_operators_told()}"
+        raise UnknownSubject(nearest(subject, _subjects(), expected))
+    return rules
 
 
 def nearest(found: str, known: Iterable[str], expected: str) -> str:
@@ -109,10 +129,10 @@ def _subjects() -> list[str]:
     return names + [c.id for s in OPERATORS.values() for c in s.constraints]
 
 
-def _one(record: OpRecord, identifier: str) -> RenderableType:
+def _one(record: OpRecord, identifier: str) -> Constraint:
     for constraint in record.constraints:
         if constraint.id == identifier:
-            return _constraint_text(record, constraint)
+            return constraint
     raise UnknownSubject(
         nearest(identifier, (c.id for c in record.constraints), f"a constraint of {record.name}")
     )

@@ -1,8 +1,7 @@
-"""Answers for people: servers, operators, verdicts and results; and a verdict for scripts."""
+"""Answers for people: servers, operators, verdicts and results."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -66,6 +65,20 @@ def operators(console: Console, listed: tuple[OperatorInfo, ...]) -> None:
             console.print(f"  {line}", soft_wrap=True)
 
 
+def operator(console: Console, found: OperatorInfo) -> None:
+    """Prints one operator a server has, with the types of each parameter."""
+    operators(console, (found,))
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in ("parameter", "kind", "types here", "meaning"):
+        table.add_column(name, no_wrap=name != "meaning")
+    for param in found.parameters:
+        kind = f"optional {param.role}" if param.optional else param.role
+        table.add_row(param.name, kind, ", ".join(map(str, param.dtypes)), param.doc)
+    console.print()
+    console.print(table)
+    console.print(f"Its constraints: npugrad explain {found.name}", style="dim", soft_wrap=True)
+
+
 def _lacking(operator: OperatorInfo) -> str:
     """Who lacks an operator that is not supported: only a product that has it gives its operands types."""
     on_product = any(parameter.dtypes for parameter in operator.parameters)
@@ -91,22 +104,6 @@ def verdict(console: Console, operator: str, result: Verdict) -> None:
         console.print(f"  {violation.code} {violation.id}: {text}", soft_wrap=True)
         source = f" ({violation.sources[0]})" if violation.sources else ""
         console.print(f"      {violation.text}{source}", soft_wrap=True, style="dim")
-
-
-def verdict_as_dict(result: Verdict) -> dict[str, Any]:
-    """The verdict for scripts."""
-    outputs = {
-        name: None if meta is None else {"dtype": meta.dtype, "shape": list(meta.shape)}
-        for name, meta in result.outputs.items()
-    }
-    violations = [{**asdict(v), "sources": [str(source) for source in v.sources]} for v in result.violations]
-    return {
-        "status": result.status,
-        "violations": violations,
-        "outputs": outputs,
-        "predicted_wait_s": result.predicted_wait_s,
-        "predicted_run_s": result.predicted_run_s,
-    }
 
 
 def results(console: Console, arrays: dict[str, npt.NDArray[Any] | None], info: ExecutionInfo) -> None:

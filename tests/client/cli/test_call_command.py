@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -82,6 +83,25 @@ def test_a_call_goes_from_file_to_file_bit_for_bit(
     assert found == made.reference()
     assert "on cpu:0 (cpu" in result.stdout
     assert result.stdout.endswith(f"written to {out}\n")
+
+
+@pytest.mark.parametrize("timeline", [False, True])
+def test_a_call_is_json_for_scripts(server: ServerProcess, file: str, out: Path, timeline: bool) -> None:
+    """Where the results are and what made them; nothing but JSON is printed."""
+    flags = ["--json", "--verify", "--no-progress", *(["--timeline"] if timeline else [])]
+    result = call(file, out, *flags, target=server.address)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["file"] == str(out)
+    with np.load(out) as archive:
+        shapes = {name: (str(archive[name].dtype), list(archive[name].shape)) for name in archive.files}
+    told = {n: (o["dtype"], o["shape"]) for n, o in found["outputs"].items() if o is not None}
+    assert told == shapes
+    assert set(found["outputs"]) == {p.name for p in OPERATORS["group_norm_backward"].outputs}
+    assert found["info"]["device"] == "cpu:0"
+    assert found["info"]["product"] == "atlas-a2"
+    assert found["info"]["verified"]
+    assert ("timeline" in found) is timeline
 
 
 def test_the_results_of_a_file_are_those_of_the_client(server: ServerProcess, file: str, out: Path) -> None:

@@ -133,6 +133,23 @@ def test_ops_is_json_for_scripts(server: ServerProcess) -> None:
     ]
 
 
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_ops_shows_one_operator_in_full(server: ServerProcess, operator: str) -> None:
+    result = run("ops", operator, target=server.address)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count(": aclnn") == 1
+    for param in OPERATORS[operator].params:
+        assert f"\n{param.name} " in result.stdout
+    assert result.stdout.endswith(f"Its constraints: npugrad explain {operator}\n")
+    (found,) = json.loads(run("ops", operator, "--json", target=server.address).stdout)
+    assert found["name"] == operator
+
+
+def test_ops_of_an_operator_that_is_not_there_is_wrong_usage(server: ServerProcess) -> None:
+    message = failed(run("ops", "group_norm", target=server.address), 2)
+    assert message == "OPERATOR: found 'group_norm'; did you mean group_norm_backward?\n"
+
+
 @pytest.mark.parametrize("command", [["ops"], ["validate", "group_norm_backward", "--local"]])
 def test_an_unknown_product_is_wrong_usage(command: list[str]) -> None:
     message = failed(run(*command, "--product", "b9"), 2)

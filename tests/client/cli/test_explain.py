@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 
 import pytest
@@ -10,7 +11,7 @@ from rich.console import Console
 
 from npugrad import OPERATORS, OpRecord
 from npugrad.error_table import BY_CODE, ERRORS, ErrorRow
-from npugrad_client._cli.explain import UnknownSubject, explain, nearest
+from npugrad_client._cli.explain import UnknownSubject, explain, explanation, nearest
 
 RECORDS = pytest.mark.parametrize("record", OPERATORS.values(), ids=list(OPERATORS))
 
@@ -181,3 +182,36 @@ def test_where_nothing_comes_near_both_names_of_every_operator_are_told(constrai
 
 def test_at_most_five_names_are_proposed() -> None:
     assert nearest("aaa", [f"aaa{i}" for i in range(20)], "x").count(",") == 4
+
+
+# ------------------------------------------------------------------------------------------- for scripts
+
+
+@RECORDS
+def test_an_operator_is_json_with_all_that_is_printed(record: OpRecord) -> None:
+    found = json.loads(json.dumps(explanation(record.aclnn_name)))["operator"]
+    assert [p["name"] for p in found["parameters"]] == [p.name for p in record.params]
+    assert [(c["id"], c["code"]) for c in found["constraints"]] == [
+        (c.id, c.code) for c in record.constraints
+    ]
+    text = words(said(record.name))
+    assert all(words(rule["text"]) in text for rule in found["constraints"])
+    rule = found["constraints"][-1]
+    assert explanation(record.name, rule["id"]) == {"constraints": [rule]}
+
+
+@pytest.mark.parametrize("row", ERRORS, ids=lambda row: row.reason)
+def test_a_row_of_the_error_table_is_json_with_its_constraints(row: ErrorRow) -> None:
+    found = json.loads(json.dumps(explanation(row.reason)))["error"]
+    assert (found["code"], found["grpc_status"], found["retryable"]) == (
+        row.code,
+        row.grpc_status,
+        row.retryable,
+    )
+    count = sum(c.code == row.code for s in OPERATORS.values() for c in s.constraints)
+    assert len(found["constraints"]) == count
+
+
+def test_what_is_not_known_is_no_json() -> None:
+    with pytest.raises(UnknownSubject, match="did you mean group_norm_backward"):
+        explanation("group_norm")

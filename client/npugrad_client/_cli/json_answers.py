@@ -1,0 +1,94 @@
+"""Answers for scripts: what `--json` prints. Keys are only added; names are those of the Python classes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from npugrad.error_table import BY_CODE
+from npugrad.operator import AttrParam
+from npugrad.ops import OPERATORS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+    from npugrad.call import ExecutionInfo
+    from npugrad.error_table import ErrorRow
+    from npugrad.operator import Constraint, OpRecord, Verdict
+
+
+def verdict(result: Verdict) -> dict[str, Any]:
+    """What a validation found: ``status``, ``violations``, ``outputs`` and predicted seconds."""
+    outputs = {
+        name: None if meta is None else {"dtype": meta.dtype, "shape": list(meta.shape)}
+        for name, meta in result.outputs.items()
+    }
+    violations = [{**asdict(v), "sources": [str(source) for source in v.sources]} for v in result.violations]
+    return {
+        "status": result.status,
+        "violations": violations,
+        "outputs": outputs,
+        "predicted_wait_s": result.predicted_wait_s,
+        "predicted_run_s": result.predicted_run_s,
+    }
+
+
+def call(
+    path: Path, arrays: dict[str, npt.NDArray[Any] | None], info: ExecutionInfo, *, with_timeline: bool
+) -> dict[str, Any]:
+    """Where results are, their types and shapes, None for what was masked out; and the `ExecutionInfo`."""
+    outputs = {
+        name: None if array is None else {"dtype": str(array.dtype), "shape": list(array.shape)}
+        for name, array in arrays.items()
+    }
+    timeline = {"timeline": str(info.timeline)} if with_timeline else {}
+    return {"file": str(path), "outputs": outputs, "info": asdict(info), **timeline}
+
+
+def error(row: ErrorRow) -> dict[str, Any]:
+    """A row of the error table, and the constraints that give its number."""
+    rules = [(s, c) for s in OPERATORS.values() for c in s.constraints if row.code and c.code == row.code]
+    return {**asdict(row), "constraints": [constraint(record, rule) for record, rule in rules]}
+
+
+def operator(record: OpRecord) -> dict[str, Any]:
+    """An operator: its names, products, parameters and constraints."""
+    parameters = [
+        {
+            "name": param.name,
+            "c_name": param.c_name,
+            "role": "attribute" if isinstance(param, AttrParam) else param.role,
+            "optional": param.optional,
+            "doc": param.doc,
+        }
+        for param in record.params
+    ]
+    return {
+        "name": record.name,
+        "aclnn_name": record.aclnn_name,
+        "summary": record.summary,
+        "min_cann": record.min_cann,
+        "products": {product.value: source for product, source in record.products.items()},
+        "parameters": parameters,
+        "constraints": [constraint(record, each) for each in record.constraints],
+        "not_expressible": [{"source": str(n.source), "reason": n.reason} for n in record.not_expressible],
+    }
+
+
+def constraint(record: OpRecord, rule: Constraint) -> dict[str, Any]:
+    """One documented rule and its sources; ``vendor_code`` is a number, ``accepts`` or ``varies``."""
+    return {
+        "operator": record.name,
+        "id": rule.id,
+        "code": rule.code,
+        "reason": BY_CODE[rule.code].reason,
+        "text": rule.text,
+        "operands": list(rule.operands),
+        "sources": [str(source) for source in rule.sources],
+        "requires": list(rule.requires),
+        "products": rule.products and sorted(product.value for product in rule.products),
+        "vendor_code": rule.vendor_words,
+        "both_sides": rule.pick,
+    }
