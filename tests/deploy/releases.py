@@ -92,7 +92,7 @@ def chart() -> Chart:
     return Chart.load(CHART)
 
 
-def render(values: dict[str, Any]) -> Documents:
+def render(values: dict[str, Any], namespace: str = NAMESPACE) -> Documents:
     """The objects of a release, as an install would make them.
 
     Raises:
@@ -101,7 +101,7 @@ def render(values: dict[str, Any]) -> Documents:
     """
     chart().validate_schema(chart().merge_values(values))
     documents: Documents = {}
-    for path, text in chart().render(values, name=NAME, namespace=NAMESPACE).items():
+    for path, text in chart().render(values, name=NAME, namespace=namespace).items():
         if path.endswith(".yaml"):
             for document in yaml.safe_load_all(text):
                 if document is not None:

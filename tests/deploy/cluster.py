@@ -1,0 +1,332 @@
+"""`make test-cluster CONTEXT=...`: the chart in a real cluster, for whoever has one.
+
+In a namespace of its own, which it deletes in the end: what the API server says of the rendered chart, an
+install, the probes' pages, a gradient through a port-forward, a rollout under load from within the cluster
+with its calls counted, the uninstall. Each step prints a line. The nodes have to be able to pull the image.
+It has never met a real cluster: what is tested is what it says without one, and what it would send.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import trustme
+import yaml
+from tests.deploy.releases import NAME, PROFILES, render, values_of
+
+from npugrad import OPERATORS
+from npugrad_client import Client, Tls
+from npugrad_server.acceptance.job import make_job
+from npugrad_server.acceptance.known import known
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+USAGE = (
+    "usage: make test-cluster CONTEXT=NAME [ARGS='--profile mindcluster --image REGISTRY/npugrad:TAG'], "
+    "with a name that `kubectl config get-contexts` lists"
+)
+LOAD = f"{NAME}-load"
+_ANSWER_S, _COMMAND_S, _INSTALL_S, _ROLLOUT_S, _END_S = 15, 120, 900, 1800, 600
+_PORTS = {"grpc": 50051, "metrics": 9464}
+_PAGES = ("/livez", "/readyz", "/metrics")
+_LEAST_CALLS = 100
+
+
+class Failed(RuntimeError):
+    """A step did not do what it should; the message says which."""
+
+
+class Skipped(RuntimeError):
+    """There is nothing to try it on; the message says why."""
+
+
+class Cluster:
+    """A namespace of a cluster, by kubectl."""
+
+    def __init__(self, context: str, namespace: str) -> None:
+        """Looks for kubectl, and asks whether the cluster answers.
+
+        Args:
+            context: Name of a context of kubectl's configuration.
+            namespace: Where everything is put.
+
+        Raises:
+            Skipped: There is no kubectl, or nobody answers.
+        """
+        found = shutil.which("kubectl")
+        if found is None:
+            raise Skipped("kubectl is not installed")
+        self._command, self.namespace = [found, "--context", context], namespace
+        answer = self._run("get", "--raw", "/readyz", f"--request-timeout={_ANSWER_S}s", timeout_s=_COMMAND_S)
+        if answer.returncode:
+            said = (answer.stderr.strip().splitlines() or ["nothing"])[-1]
+            raise Skipped(f"the context {context} does not answer: {said}")
+
+    def _run(
+        self, *arguments: str, given: str | None = None, timeout_s: float
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*self._command, *arguments],
+            input=given,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    def do(self, *arguments: str, objects: Sequence[Any] = (), timeout_s: float = _COMMAND_S) -> str:
+        """Runs kubectl in the namespace, and returns what it prints.
+
+        Args:
+            arguments: Its arguments.
+            objects: What it reads from standard input, where ``-`` is among the arguments.
+            timeout_s: Seconds it may take.
+
+        Raises:
+            Failed: It did not succeed.
+        """
+        given = yaml.safe_dump_all(objects) if objects else None
+        done = self._run("--namespace", self.namespace, *arguments, given=given, timeout_s=timeout_s)
+        if done.returncode:
+            raise Failed(f"kubectl {' '.join(arguments)}: {(done.stderr or done.stdout).strip()}")
+        return done.stdout
+
+    @contextmanager
+    def forwarded(self, workload: str) -> Iterator[dict[str, int]]:
+        """Ports of this machine that lead to one pod of a workload, by name."""
+        command = [
+            *self._command,
+            "--namespace",
+            self.namespace,
+            "port-forward",
+            "--address=127.0.0.1",
+            workload,
+        ]
+        with subprocess.Popen(
+            [*command, *(f":{port}" for port in _PORTS.values())], stdout=subprocess.PIPE, text=True
+        ) as process:
+            watchdog = threading.Timer(_COMMAND_S, process.kill)
+            watchdog.start()
+            try:
+                assert process.stdout is not None
+                lines = [process.stdout.readline() for _ in _PORTS]
+                watchdog.cancel()
+                found = {line.split()[4]: int(line.split()[2].rpartition(":")[2]) for line in lines if line}
+                if len(found) < len(_PORTS):
+                    raise Failed(f"port-forward {workload}: found {lines}; expected a line for each port")
+                yield {name: found[str(port)] for name, port in _PORTS.items()}
+            finally:
+                watchdog.cancel()
+                process.terminate()
+
+
+# ------------------------------------------------------------------------------------------- objects
+
+
+def release_of(options: argparse.Namespace, namespace: str) -> list[dict[str, Any]]:
+    """The chart's objects, with two replicas and the image that was given."""
+    repository, _, tag = options.image.rpartition(":") if options.image else ("", "", "")
+    image = {"image": {"repository": repository, "tag": tag}} if options.image else {}
+    own = yaml.safe_load(options.values.read_text("utf-8")) if options.values else {}
+    values = values_of(options.profile, {"replicas": 2}, image, own)
+    return list(render(values, namespace).values())
+
+
+def secret_of(authority: trustme.CA, namespace: str) -> dict[str, Any]:
+    """A certificate for the Services and for a port-forward, with its authority."""
+    issued = authority.issue_cert(
+        "127.0.0.1", *(f"{name}.{namespace}" for name in (NAME, f"{NAME}-headless"))
+    )
+    content = {
+        "tls.crt": issued.cert_chain_pems[0].bytes(),
+        "tls.key": issued.private_key_pem.bytes(),
+        "ca.crt": authority.cert_pem.bytes(),
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "type": "kubernetes.io/tls",
+        "metadata": {"name": f"{NAME}-tls"},
+        "stringData": {name: data.decode() for name, data in content.items()},
+    }
+
+
+def load_of(release: Sequence[dict[str, Any]], namespace: str) -> list[dict[str, Any]]:
+    """A Job that calls the Service until it is ended, from the image of the release."""
+    [deployment] = [each for each in release if each["kind"] == "Deployment"]
+    pod = deployment["spec"]["template"]["spec"]
+    [server] = pod["containers"]
+    script = Path(__file__).with_name("cluster_load.py").read_text("utf-8")
+    target = f"dns:///{NAME}-headless.{namespace}:{_PORTS['grpc']}"
+    quantities = {"cpu": "1", "memory": "1Gi", "ephemeral-storage": "512Mi"}
+    container = {
+        "name": "load",
+        "image": server["image"],
+        "command": ["python", "/load/cluster_load.py", target, "/tls/ca.crt"],
+        "resources": {"requests": quantities, "limits": quantities},
+        "securityContext": server["securityContext"],
+        "volumeMounts": [
+            {"name": name, "mountPath": f"/{name}", "readOnly": True} for name in ("load", "tls")
+        ],
+    }
+    spec = {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": pod["securityContext"],
+        "containers": [container],
+        "volumes": [
+            {"name": "load", "configMap": {"name": LOAD}},
+            # Not the key: a caller needs to know whom to trust.
+            {
+                "name": "tls",
+                "secret": {"secretName": f"{NAME}-tls", "items": [{"key": "ca.crt", "path": "ca.crt"}]},
+            },
+        ],
+    } | {name: pod[name] for name in ("imagePullSecrets",) if name in pod}
+    job = {"backoffLimit": 0, "activeDeadlineSeconds": _ROLLOUT_S + _INSTALL_S, "template": {"spec": spec}}
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {"name": LOAD},
+            "data": {"cluster_load.py": script},
+        },
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": LOAD}, "spec": job},
+    ]
+
+
+# --------------------------------------------------------------------------------------------- steps
+
+
+def tried(cluster: Cluster, options: argparse.Namespace) -> Iterator[str]:
+    """Takes every step, and says what came of it.
+
+    Raises:
+        Failed: A step did not do what it should.
+    """
+    authority, release = trustme.CA(), release_of(options, cluster.namespace)
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    home = {
+        "apiVersion": "v1",
+        "kind": "Namespace",
+        "metadata": {"name": cluster.namespace, "labels": labels},
+    }
+    objects = [secret_of(authority, cluster.namespace), *release]
+    load = load_of(release, cluster.namespace)
+    cluster.do("create", "--filename=-", objects=[home])
+    try:
+        said = cluster.do("apply", "--dry-run=server", "--filename=-", objects=[*objects, *load])
+        yield f"server-side dry run: {len(said.splitlines())} of {len(objects) + len(load)} objects accepted"
+        cluster.do("apply", "--filename=-", objects=objects)
+        _await_rollout(cluster, _INSTALL_S)
+        yield f"install: {len(release)} objects of profile {options.profile}, 2 replicas ready"
+        yield from _looked_at(cluster, authority)
+        yield _rolled(cluster, load)
+    finally:
+        cluster.do("delete", "namespace", cluster.namespace, "--wait=true", timeout_s=_END_S)
+    yield f"uninstall: namespace {cluster.namespace} deleted with all that was in it"
+
+
+def _await_rollout(cluster: Cluster, timeout_s: int) -> None:
+    cluster.do(
+        "rollout", "status", f"deployment/{NAME}", f"--timeout={timeout_s}s", timeout_s=timeout_s + _COMMAND_S
+    )
+
+
+def _looked_at(cluster: Cluster, authority: trustme.CA) -> Iterator[str]:
+    with cluster.forwarded(f"deployment/{NAME}") as ports:
+        for page in _PAGES:
+            connection = HTTPConnection("127.0.0.1", ports["metrics"], timeout=_ANSWER_S)
+            connection.request("GET", page)
+            answer = connection.getresponse()
+            text = answer.read().decode()
+            connection.close()
+            if answer.status != 200:
+                raise Failed(f"probes: {page}: found {answer.status} {text.strip()}; expected 200")
+        yield f"probes: {len(_PAGES)} of {len(_PAGES)} pages answer 200: {', '.join(_PAGES)}"
+        record = OPERATORS["group_norm_backward"]
+        job = make_job(record, record.build())
+        call: dict[str, Any] = {**job.arrays, **job.call.attrs}
+        tls = Tls(ca=authority.cert_pem.bytes())
+        with Client(f"127.0.0.1:{ports['grpc']}", tls=tls, timeout_s=_COMMAND_S) as client:
+            answered = client.group_norm_backward(**call)
+        results = {param.name: getattr(answered, param.name) for param in record.outputs}
+        if wrong := known(record.name, job).wrong(results):
+            raise Failed(f"gradient: {wrong}")
+        info = answered.info
+        simulated = ", SIMULATED" if info.simulated else ""
+        yield f"gradient: 1 of 1 right, by {info.device} ({info.backend}{simulated})"
+
+
+def _rolled(cluster: Cluster, load: Sequence[dict[str, Any]]) -> str:
+    cluster.do("apply", "--filename=-", objects=load)
+    ready = ("wait", f"job/{LOAD}", "--for=jsonpath={.status.ready}=1", f"--timeout={_INSTALL_S}s")
+    cluster.do(*ready, timeout_s=_INSTALL_S + _COMMAND_S)
+    before = _counted(cluster, _LEAST_CALLS)
+    cluster.do("rollout", "restart", f"deployment/{NAME}")
+    _await_rollout(cluster, _ROLLOUT_S)
+    counts = _counted(cluster, before["calls"] + _LEAST_CALLS)
+    line = f"rollout under load: {counts['calls']} calls, {counts['failed']} failed"
+    if counts["failed"]:
+        raise Failed(f"{line}: {counts['told']}")
+    return line
+
+
+def _counted(cluster: Cluster, least: int) -> dict[str, Any]:
+    """The last counts of the load, once it has made so many calls: kubectl follows its log."""
+    following = ("logs", f"job/{LOAD}", "--follow", "--tail=1")
+    command = [*cluster._command, "--namespace", cluster.namespace, *following]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        watchdog = threading.Timer(_INSTALL_S, process.kill)
+        watchdog.start()
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                counts: dict[str, Any] = json.loads(line)
+                if counts["calls"] >= least:
+                    return counts
+        finally:
+            watchdog.cancel()
+            process.kill()
+    raise Failed(f"load: its log ended before {least} calls")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Takes every step; 0 also where there is nothing to try it on, which is said; 2 without a context."""
+    parser = argparse.ArgumentParser(usage=USAGE, description=__doc__)
+    parser.add_argument("--context", default="", help="of kubectl's configuration")
+    parser.add_argument("--profile", default="cpu", choices=PROFILES, help="default cpu")
+    parser.add_argument("--image", default="", help="repository:tag; the chart's own by default")
+    parser.add_argument("--values", type=Path, help="YAML file of more values; TLS stays on")
+    options = parser.parse_args(arguments)
+    if not options.context:
+        print(USAGE, file=sys.stderr)
+        return 2
+    try:
+        cluster = Cluster(options.context, f"npugrad-test-{os.getpid()}")
+        for line in tried(cluster, options):
+            print(line, flush=True)
+    except Skipped as reason:
+        print(f"test-cluster: skipped: {reason}")
+        return 0
+    except Failed as error:
+        print(f"test-cluster: FAILED: {error}", file=sys.stderr)
+        return 1
+    print("test-cluster: all as it should be")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
