@@ -8,6 +8,10 @@ from typing import Any
 
 import yaml
 from helm_python import Chart
+from typer.main import get_command
+
+from npugrad_server.cli import app
+from npugrad_server.config import ServerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "helm" / "npugrad"
@@ -21,6 +25,8 @@ name = "vision"
 identities = ["vision.example.org", "spiffe://example.org/vision"]
 weight = 4
 """
+
+MUTUAL: dict[str, Any] = {"tls": {"mutual": True, "clientCaSecretName": "callers"}}
 
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -109,3 +115,10 @@ def render(values: dict[str, Any], namespace: str = NAMESPACE) -> Documents:
                     assert key not in documents, f"{path}: a second {key}"
                     documents[key] = document
     return documents
+
+
+def settings_of(command: str, arguments: list[str]) -> ServerSettings:
+    """The settings that the arguments of one command give, read by its own command line; nothing is run."""
+    group: Any = get_command(app)
+    given = group.commands[command].make_context(command, list(arguments)).params
+    return ServerSettings.model_validate({name: value for name, value in given.items() if value is not None})

@@ -9,18 +9,16 @@ import re
 import sys
 from copy import deepcopy
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import kubernetes_validate
 import pytest
-from helm_python import HelmError, HelmRenderError, HelmValuesError, lint
-from hypothesis import given
-from hypothesis import strategies as st
-from kubernetes_validate.utils import all_versions, major_minor
+from helm_python import lint
+from jsonschema.exceptions import ValidationError
 from packaging.version import Version
 from tests.deploy.releases import (
     CHART,
     FEATURES,
+    MUTUAL,
     NAME,
     PROFILES,
     ROOT,
@@ -28,12 +26,11 @@ from tests.deploy.releases import (
     Documents,
     chart,
     render,
+    settings_of,
     values_of,
 )
-from typer.main import get_command
+from tests.deploy.schemas import CUSTOM_KINDS, KUBERNETES, check
 
-from npugrad_server.cli import app
-from npugrad_server.config import ServerSettings
 from npugrad_server.pages import LIVEZ, PROBE_TIMEOUT_S, READYZ
 from npugrad_server.preflight import ready_timeout_s
 from npugrad_server.tenants import parse_tenants
@@ -43,17 +40,11 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-OLDEST_KUBERNETES = Version("1.30")
-KUBERNETES = sorted(
-    {major_minor(version) for version in all_versions() if Version(version) >= OLDEST_KUBERNETES}, key=Version
-)
+if TYPE_CHECKING:
+    from npugrad_server.config import ServerSettings
+
 DRA_KUBERNETES = Version("1.34")
 """The first with resource.k8s.io/v1."""
-CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject", "Certificate", "GRPCRoute"}
-"""Kinds that Kubernetes itself does not know."""
-
-MUTUAL: dict[str, Any] = {"tls": {"mutual": True, "clientCaSecretName": "callers"}}
-
 UNITS = {"": 1, "Mi": 1 << 20, "Gi": 1 << 30}
 
 
@@ -100,7 +91,7 @@ def settings(server: dict[str, Any]) -> ServerSettings:
     """Return the settings that the arguments give the server, read by its own command line."""
     assert "command" not in server, "the image's entrypoint is npugrad-server"
     command, *arguments = server["args"]
-    return _parse(command, arguments)
+    return settings_of(command, arguments)
 
 
 # ------------------------------------------------------------------------------------------ schemas
@@ -120,141 +111,42 @@ def test_every_object_meets_the_strict_schemas_between(profile: str, version: st
 def _validate(profile: str, release: Documents, version: str) -> None:
     if profile == "dra" and Version(version) < DRA_KUBERNETES:
         pytest.skip(f"dynamic resource allocation is for Kubernetes {DRA_KUBERNETES} and later")
-    for (kind, _), document in release.items():
-        if kind not in CUSTOM:
-            kubernetes_validate.validate(document, version, strict=True)
+    check(release, version)
 
 
-def test_strict_schema_catches_a_misspelt_probe() -> None:
+@pytest.mark.parametrize(
+    ("kind", "path", "named"),
+    [
+        ("Deployment", ("spec", "template", "spec", "containers", 0), "readinessProbe"),
+        ("HorizontalPodAutoscaler", ("spec", "behavior", "scaleDown"), "stabilizationWindowSeconds"),
+        ("ServiceMonitor", ("spec", "endpoints", 0), "interval"),
+        ("PrometheusRule", ("spec", "groups", 0, "rules", 0), "expr"),
+        ("ScaledObject", ("spec", "triggers", 0), "metadata"),
+        ("Certificate", ("spec", "privateKey"), "rotationPolicy"),
+        ("GRPCRoute", ("spec", "rules", 0, "backendRefs", 0), "port"),
+    ],
+)
+def test_strict_schema_catches_a_misspelt_field(kind: str, path: tuple[str | int, ...], named: str) -> None:
     """Unless it does, the test above proves little: an unknown field is ignored by a cluster."""
-    manifest = render(values_of("cpu"))["Deployment", NAME]
-    container = manifest["spec"]["template"]["spec"]["containers"][0]
-    container["readynessProbe"] = container.pop("readinessProbe")
-    with pytest.raises(kubernetes_validate.ValidationError, match="readynessProbe"):
-        kubernetes_validate.validate(manifest, KUBERNETES[-1], strict=True)
+    features = "hpa" if kind == "HorizontalPodAutoscaler" else "full"
+    release = deepcopy(_rendered("cpu", features))
+    place: Any = release[kind, NAME]
+    for step in path:
+        place = place[step]
+    place[f"{named}s"] = place.pop(named)
+    with pytest.raises(ValidationError, match=f"{named}s"):
+        check(release, KUBERNETES[-1])
+
+
+def test_custom_kinds_are_those_of_the_chart() -> None:
+    kinds = {kind for features in FEATURES for kind, _ in _rendered("cpu", features)}
+    assert kinds > CUSTOM_KINDS
 
 
 def test_helm_finds_nothing_wrong_with_the_chart() -> None:
     assert lint(CHART)["errors"] == []
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     assert chart().metadata["appVersion"] == project["version"]
-
-
-# ------------------------------------------------------------------------------------- values
-
-
-@pytest.mark.parametrize(
-    ("values", "told"),
-    [
-        ({"replicas": 0}, "/replicas"),
-        ({"replica": 2}, "'replica' not allowed"),
-        ({"devices": {"resource": "nvidia.com/gpu"}}, "/devices/resource"),
-        ({"devices": {"count": 1.5}}, "/devices/count"),
-        ({"timing": {"drainDelay": "5s"}}, "/timing/drainDelay"),
-        ({"extraArgs": ["log-level=debug"]}, "/extraArgs/0"),
-        ({"tenants": {"configMapName": "No Name"}}, "/tenants/configMapName"),
-        ({"tenants": {"name": "mine"}}, "'name' not allowed"),
-        ({"service": {"grpcPort": 80}}, "/service/grpcPort"),
-    ],
-)
-def test_schema_refuses_what_is_no_value(values: dict[str, Any], told: str) -> None:
-    with pytest.raises(HelmValuesError, match=re.escape(told)):
-        render(values_of("mindcluster", values))
-
-
-@pytest.mark.parametrize(
-    ("profile_", "values", "told"),
-    [
-        ("cpu", {"memory": {"limitGiB": 5}}, "memory.limitGiB: found 5; expected at least 6"),
-        (
-            "mindcluster",
-            {"devices": {"count": 8}, "memory": {"limitGiB": 20}},
-            "found 20; expected at least 48",
-        ),
-        ("cpu", {"insecure": True}, "insecure: found true with tls.enabled: true"),
-        ("cpu", {"tls": {"enabled": False}}, "tls.enabled: found false; expected true, or insecure: true"),
-        (
-            "cpu",
-            {"tls": {"enabled": False, "certificate": {"create": True}}, "insecure": True},
-            "expected TLS to be on",
-        ),
-        ("cpu", {"tls": {"certificate": {"create": True}}}, "tls.certificate.issuer.name: found none"),
-        ("cpu", {"tls": {"mutual": True}}, "tls.mutual: found true without"),
-        (
-            "cpu",
-            {"tenants": {"configMapName": "tenants"}},
-            "tls.mutual: found false with tenants; expected true",
-        ),
-        (
-            "cpu",
-            {**MUTUAL, "tenants": {"file": TENANTS, "secretName": "tenants"}},
-            "tenants: found more than one of file, configMapName and secretName",
-        ),
-        ("cpu", {"extraArgs": ["--tenants=/tmp/mine.toml"]}, "extraArgs: found --tenants"),
-        ("mindcluster", {"devices": {"resource": ""}}, "devices.resource: found none"),
-        ("mindcluster", {"dra": {"enabled": True}}, "dra.enabled: found true"),
-        ("cpu", {"volcano": {"enabled": True}}, "devices.kind: found cpu"),
-        ("cpu", {"product": "auto"}, "product: found auto with devices.kind: cpu"),
-        ("hami", {"timing": {"livenessDownLimit": 500}}, "found 500; expected more than 545"),
-        ("hami", {"autoscaling": {"minReplicas": 9}}, "found 4; expected at least minReplicas, 9"),
-        ("cpu", {"resources": {"homeGiB": 7}}, "resources.ephemeralStorageGiB: found 2"),
-        ("cpu", {"extraArgs": ["--listen=0.0.0.0:1"]}, "extraArgs: found --listen"),
-    ],
-)
-def test_values_that_contradict_each_other_are_refused(
-    profile_: str, values: dict[str, Any], told: str
-) -> None:
-    with pytest.raises(HelmRenderError, match=re.escape(told)):
-        render(values_of(profile_, values))
-
-
-_GENERATED = st.fixed_dictionaries(
-    {},
-    optional={
-        "replicas": st.integers(0, 9),
-        "devices": st.fixed_dictionaries({}, optional={"count": st.integers(0, 17)}),
-        "memory": st.fixed_dictionaries(
-            {}, optional={"inputArenaGiB": st.integers(0, 64), "limitGiB": st.integers(0, 128)}
-        ),
-        "timing": st.fixed_dictionaries(
-            {},
-            optional={
-                "drainDelay": st.integers(0, 60),
-                "hangGrace": st.integers(1, 600),
-                "workerStartTimeout": st.integers(1, 400),
-                "runLimit": st.integers(1, 600),
-            },
-        ),
-        "tls": st.fixed_dictionaries(
-            {},
-            optional={"enabled": st.booleans(), "mutual": st.booleans(), "secretName": st.text(max_size=8)},
-        ),
-        "insecure": st.booleans(),
-        "autoscaling": st.fixed_dictionaries(
-            {}, optional={"kind": st.sampled_from(["none", "hpa", "keda"]), "maxReplicas": st.integers(0, 5)}
-        ),
-        "serviceAccount": st.fixed_dictionaries({}, optional={"create": st.booleans()}),
-        "nameOverride": st.text("ab-9", max_size=60),
-    },
-)
-
-
-@given(profile_=st.sampled_from(PROFILES), values=_GENERATED)
-def test_generated_values_are_refused_or_render_what_the_schema_allows(
-    profile_: str, values: dict[str, Any]
-) -> None:
-    try:
-        release = render(values_of(profile_, values))
-    except HelmError:
-        return
-    for (kind, _), document in release.items():
-        if kind not in CUSTOM:
-            kubernetes_validate.validate(document, KUBERNETES[-1], strict=True)
-    (found,) = (document for (kind, _), document in release.items() if kind == "Deployment")
-    pod = found["spec"]["template"]["spec"]
-    command, *arguments = pod["containers"][0]["args"]
-    settings = _parse(command, arguments)
-    assert pod["terminationGracePeriodSeconds"] > settings.drain_delay_s + settings.drain_timeout_s
 
 
 # ----------------------------------------------------------------------------------------- settings
@@ -270,7 +162,7 @@ def test_generated_values_are_refused_or_render_what_the_schema_allows(
 )
 def test_wrong_argument_would_be_found(argument: str, reason: str) -> None:
     with pytest.raises(Exception, match=reason):
-        _parse("serve", [argument])
+        settings_of("serve", [argument])
 
 
 def test_server_has_a_worker_for_every_card(
@@ -328,7 +220,7 @@ def test_server_reads_tenants_from_a_mounted_folder(source: dict[str, Any], volu
     command, *arguments = pod["containers"][0]["args"]
     (mount,) = (each for each in pod["containers"][0]["volumeMounts"] if each["name"] == "tenants")
     assert {"name": "tenants", **volume} in pod["volumes"]
-    assert _parse(command, arguments).tenants == f"{mount['mountPath']}/tenants.toml"
+    assert settings_of(command, arguments).tenants == f"{mount['mountPath']}/tenants.toml"
     assert "subPath" not in mount, "the kubelet would never update it"
     assert (("ConfigMap", f"{NAME}-tenants") in release) == ("file" in source)
 
@@ -549,15 +441,6 @@ def test_image_says_its_version_and_chip(profile: str) -> None:
 def _kind(profile: str) -> str:
     """Return the kind of device of a profile."""
     return "cpu" if profile == "cpu" else "npu"
-
-
-def _parse(command: str, arguments: list[str]) -> ServerSettings:
-    """Return the settings of one command, without running it."""
-    group: Any = get_command(app)
-    given_ = group.commands[command].make_context(command, list(arguments)).params
-    return ServerSettings.model_validate(
-        {field: value for field, value in given_.items() if value is not None}
-    )
 
 
 def _bytes(quantity: str) -> int:

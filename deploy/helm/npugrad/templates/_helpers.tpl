@@ -114,6 +114,9 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if le (int $v.timing.livenessDownLimit) (include "npugrad.startSeconds" . | int) -}}
 {{- fail (printf "timing.livenessDownLimit: found %d; expected more than %s, the seconds that a start may take" (int $v.timing.livenessDownLimit) (include "npugrad.startSeconds" .)) -}}
 {{- end -}}
+{{- if eq (int $v.service.grpcPort) (int $v.service.metricsPort) -}}
+{{- fail (printf "service.metricsPort: found %d, which is grpcPort; expected another port" (int $v.service.metricsPort)) -}}
+{{- end -}}
 {{- if lt (int $v.autoscaling.maxReplicas) (int $v.autoscaling.minReplicas) -}}
 {{- fail (printf "autoscaling.maxReplicas: found %d; expected at least minReplicas, %d" (int $v.autoscaling.maxReplicas) (int $v.autoscaling.minReplicas)) -}}
 {{- end -}}
