@@ -26,14 +26,6 @@ from npugrad_server.metrics import Metrics
 from npugrad_server.pages import Pages, serve_pages
 from npugrad_server.pool import DevicePool, keep_reaping
 from npugrad_server.pool.types import WORKER_MODULE
-from npugrad_server.preflight import (
-    StartError,
-    live_tenants,
-    npu_report,
-    pool_settings,
-    ready_timeout_s,
-    tracing_problem,
-)
 from npugrad_server.rpc.certificates import LiveCertificates, told
 from npugrad_server.rpc.front_memory import FrontLimits, FrontMemory
 from npugrad_server.rpc.front_metrics import FrontCollector
@@ -46,6 +38,14 @@ from npugrad_server.rpc.server import Facts, ServerServicer
 from npugrad_server.rpc.servicer import BackwardServicer
 from npugrad_server.rpc.transport import open_server
 from npugrad_server.rpc.validation import ValidationServicer
+from npugrad_server.start_checks import (
+    StartError,
+    live_tenants,
+    npu_report,
+    pool_settings,
+    ready_timeout_s,
+    tracing_problem,
+)
 from npugrad_server.tenants import TenantsError
 from npugrad_server.tls import TlsFilesError
 

@@ -41,8 +41,8 @@ from npugrad_server.config import (
     SettingsError,
     load_settings,
 )
-from npugrad_server.preflight import PreflightFinding, StartError
-from npugrad_server.preflight import check as check_all
+from npugrad_server.start_checks import StartError, StartFinding
+from npugrad_server.start_checks import check as check_all
 from npugrad_server.worker.memory import keep_freed_memory, use_one_malloc_arena
 
 if TYPE_CHECKING:
@@ -156,13 +156,13 @@ def serve(flags: dict[str, Any], config: str | None) -> None:
 @with_settings
 def check(flags: dict[str, Any], config: str | None) -> None:
     """Check everything that serve needs, without binding the ports, and list all that is missing."""
-    findings: list[PreflightFinding] = []
+    findings: list[StartFinding] = []
     try:
         loaded = load_settings(flags, config)
-        findings.append(PreflightFinding(True, "settings"))
+        findings.append(StartFinding(True, "settings"))
     except SettingsError as error:
         loaded = error.usable
-        findings += [PreflightFinding(False, f"settings: {problem}") for problem in error.problems]
+        findings += [StartFinding(False, f"settings: {problem}") for problem in error.problems]
     close_log = logs.configure(loaded.settings.log_format, "error")
     try:
         findings += asyncio.run(check_all(loaded.settings))

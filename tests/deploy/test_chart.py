@@ -32,7 +32,7 @@ from tests.deploy.releases import (
 from tests.deploy.schemas import CUSTOM_KINDS, KUBERNETES, check
 
 from npugrad_server.pages import LIVEZ, PROBE_TIMEOUT_S, READYZ
-from npugrad_server.preflight import ready_timeout_s
+from npugrad_server.start_checks import ready_timeout_s
 from npugrad_server.tenants import parse_tenants
 
 if sys.version_info >= (3, 11):

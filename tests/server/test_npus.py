@@ -17,7 +17,7 @@ from npugrad.ops import OPERATORS
 from npugrad.products import Product
 from npugrad_server.config import ServerSettings
 from npugrad_server.npus import NpuReport, op_init_problem
-from npugrad_server.preflight import StartError, pool_settings
+from npugrad_server.start_checks import StartError, pool_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -24,7 +24,7 @@ from npugrad_server.acceptance.report import Report, StepReport
 from npugrad_server.acceptance.rig import BenchSettings, Rig
 from npugrad_server.acceptance.runner import run_steps
 from npugrad_server.config import ServerSettings
-from npugrad_server.preflight import StartError, npu_report, pool_settings
+from npugrad_server.start_checks import StartError, npu_report, pool_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

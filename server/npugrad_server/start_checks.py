@@ -154,7 +154,7 @@ def _product(wanted: Product | None, names: tuple[str, ...], report: NpuReport) 
 
 
 @dataclass(frozen=True)
-class PreflightFinding:
+class StartFinding:
     """What `check` saw.
 
     Attributes:
@@ -173,42 +173,42 @@ class PreflightFinding:
         return "note" if self.optional else "ok" if self.ok else "FAIL"
 
 
-async def check(settings: ServerSettings) -> list[PreflightFinding]:
+async def check(settings: ServerSettings) -> list[StartFinding]:
     """Does all that a start does short of taking the ports: everything that is missing, at once."""
     findings = [*_tls(settings), *_tenants(settings), _free("gRPC", settings.listen_address)]
     if settings.metrics_address is not None:
         findings.append(_free("metrics", settings.metrics_address))
     if problem := tracing_problem(settings):
-        findings.append(PreflightFinding(False, problem))
+        findings.append(StartFinding(False, problem))
     report = npu_report(settings)
     try:
         # A device that does not open is reported at once, not after all the tries of a running server.
         made = replace(pool_settings(settings, report), max_respawns=0)
     except StartError as error:
-        return findings + [PreflightFinding(False, problem) for problem in error.problems]
+        return findings + [StartFinding(False, problem) for problem in error.problems]
     if made.devices[0].startswith("npu:"):
         findings += [
-            PreflightFinding(True, f"npu: {problem}", optional=True)
+            StartFinding(True, f"npu: {problem}", optional=True)
             for problem in (op_init_problem(),)
             if problem
         ]
     else:
         # With auto it is fine to have none, but whoever expected one wants to know why.
-        findings += [PreflightFinding(True, f"npu: {problem}", optional=True) for problem in report.problems]
+        findings += [StartFinding(True, f"npu: {problem}", optional=True) for problem in report.problems]
     return findings + await _try_devices(made)
 
 
-def _tls(settings: ServerSettings) -> list[PreflightFinding]:
+def _tls(settings: ServerSettings) -> list[StartFinding]:
     try:
         files = read_tls(settings)
     except TlsFilesError as error:
-        return [PreflightFinding(False, problem) for problem in error.problems]
+        return [StartFinding(False, problem) for problem in error.problems]
     if files is None:
-        return [PreflightFinding(True, "TLS: off")]
+        return [StartFinding(True, "TLS: off")]
     own = files.facts[0]
     callers = f"one of {settings.tls_client_ca!r}" if settings.tls == "mutual" else "none"
     return [
-        PreflightFinding(
+        StartFinding(
             True,
             f"TLS: certificate of {settings.tls_certificate!r}, serial {own.serial}, until "
             f"{when(own.expires)}; callers need {callers}",
@@ -216,30 +216,30 @@ def _tls(settings: ServerSettings) -> list[PreflightFinding]:
     ]
 
 
-def _tenants(settings: ServerSettings) -> list[PreflightFinding]:
+def _tenants(settings: ServerSettings) -> list[StartFinding]:
     if settings.tenants is None:
         return []
     try:
         table = live_tenants(settings).table
     except TenantsError as error:
-        return [PreflightFinding(False, problem) for problem in error.problems]
+        return [StartFinding(False, problem) for problem in error.problems]
     count = len({tenant.name for tenant in table.listed.values()})
-    return [PreflightFinding(True, f"tenants: {count} in {settings.tenants!r}")]
+    return [StartFinding(True, f"tenants: {count} in {settings.tenants!r}")]
 
 
-def _free(what: str, address: Address) -> PreflightFinding:
+def _free(what: str, address: Address) -> StartFinding:
     try:
         check_free(address)
     except AddressError as error:
-        return PreflightFinding(False, f"{what}: {error}")
-    return PreflightFinding(True, f"{what}: {address} is free")
+        return StartFinding(False, f"{what}: {error}")
+    return StartFinding(True, f"{what}: {address} is free")
 
 
-async def _try_devices(settings: PoolSettings) -> list[PreflightFinding]:
+async def _try_devices(settings: PoolSettings) -> list[StartFinding]:
     try:
         pool = await DevicePool.open(settings)
     except OSError as error:
-        return [PreflightFinding(False, f"memory: cannot make the arenas: {error}")]
+        return [StartFinding(False, f"memory: cannot make the arenas: {error}")]
     try:
         await pool.wait_ready(ready_timeout_s(settings))
     except NpugradError:
@@ -251,18 +251,18 @@ async def _try_devices(settings: PoolSettings) -> list[PreflightFinding]:
         f"{settings.input_arena_bytes} bytes of operands, {settings.output_arena_bytes} of results per device"
     )
     opened = [
-        PreflightFinding(
+        StartFinding(
             d.state is DeviceState.READY,
             f"{d.name}: {d.state}, {d.reason or d.backend + ', ' + d.description}",
         )
         for d in found
     ]
-    return [PreflightFinding(True, f"memory: {arenas}"), *opened, *missing]
+    return [StartFinding(True, f"memory: {arenas}"), *opened, *missing]
 
 
-def _missing_operators(pool: DevicePool, product: Product) -> list[PreflightFinding]:
+def _missing_operators(pool: DevicePool, product: Product) -> list[StartFinding]:
     """Operators of the product that no device can run: there are others, or no device would be ready."""
     known = [name for name, record in OPERATORS.items() if product in record.products]
     return [
-        PreflightFinding(True, f"no {name}: {reason}") for name in known if (reason := pool.unavailable(name))
+        StartFinding(True, f"no {name}: {reason}") for name in known if (reason := pool.unavailable(name))
     ]
