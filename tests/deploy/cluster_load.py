@@ -50,8 +50,11 @@ def main() -> None:
     ):
         for _ in range(CALLERS):
             callers.submit(work, client)
-        while not is_over.wait(LINE_S):
-            tell()
+        try:
+            while not is_over.wait(LINE_S):
+                tell()
+        finally:  # also where nobody reads any more
+            is_over.set()
     tell()
 
 
