@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-UPLOAD_PAUSE_S, REPLY_PAUSE_S = 0.05, 0.2
+UPLOAD_PAUSE_S, REPLY_PAUSE_S = 0.05, 0.4
 RATED = (
     *("--upload-min-bytes-per-s", "1048576", "--upload-idle-timeout-s", "2"),
     *("--reply-min-bytes-per-s", "1073741824", "--reply-idle-timeout-s", "2"),

@@ -169,6 +169,11 @@ class Faults:
             with suppress(OSError), socket.create_connection((host, int(port)), _TIMEOUT_S) as connection:
                 connection.sendall(data[: self._rng.randrange(len(data))])
 
+    def verify(self) -> None:
+        """No fault: a verified call, after which there is a verifier. Damaged messages start one, too."""
+        with Client(self._running.address, timeout_s=_TIMEOUT_S) as client:
+            client.group_norm_backward(**self._arguments, verify=True)
+
     def damage(self) -> None:
         """Damaged messages; what becomes of them is for `mutations` to judge."""
         with RawCaller(self._running.address) as caller:
@@ -241,6 +246,7 @@ class _Quarter:
                 resident.append(status_bytes("VmRSS", pid) / _MIB)
                 time.sleep(0.2)
         self._found.resident_mib.append(statistics.median(resident))
+        self._faults.verify()
         self._found.quiet.append(_quiet(self._running, self._found.quiet))
 
 
