@@ -321,8 +321,8 @@ class ServerSettings(BaseSettings):
         default=2,
         ge=0,
         description="Workers that die within 60 s under calls of one caller and signature, after which such "
-        "calls are refused with CIRCUIT_OPEN for 10 s. 0 refuses none: for devices that often fail by "
-        "themselves, and callers that are trusted.",
+        "calls are refused with CIRCUIT_OPEN for 10 s. 0 turns this off; use it only where devices often "
+        "fail by themselves and every caller is trusted.",
     )
     liveness_down_limit_s: float | None = Field(
         default=None,

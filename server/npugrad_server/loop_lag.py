@@ -1,4 +1,4 @@
-"""How late the event loop comes to what is due: as long as a callback holds it, every call waits."""
+"""How late the event loop runs what is due: as long as a callback holds it, every call waits."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _MOST_OBSERVED = 256
 class LoopLag:
     """A histogram of it, for the page of metrics.
 
-    It looks twenty times a second, so that a call costs nothing more; what holds the loop for longer than
-    that is always seen. Other processes that have the processor count, too.
+    It samples twenty times a second, so that calls cost nothing more; what holds the loop for longer than
+    that is always seen. So is the time in which other processes have the processor.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         """Shows it from now on; nothing is measured before `watch`."""
         self._lag = HistogramTally(
             "npugrad_loop_lag_seconds",
-            "How late the event loop comes to what is due, looked at 20 times a second.",
+            "How late the event loop ran a timer that was due, sampled 20 times a second.",
             (),
             registry,
             buckets=_BUCKETS_S,

@@ -98,10 +98,9 @@ class Site:
         with Watch(self._server) as watch:
             with load:
                 load.wait(lambda: len(load.answers) >= CALLS // 4, f"{CALLS // 4} answers")
+                # None of them meets the fault with nothing cached.
                 for name in {*self._kind.devices} - self._damaged:
-                    load.wait_until(
-                        partial(_is_from, name)
-                    )  # none of them meets the fault with nothing cached
+                    load.wait_until(partial(_is_from, name))
                 told_s = time.monotonic()
                 self._plan(case.plan)
                 self._meet(case, load, before)

@@ -301,7 +301,10 @@ def test_more_axes_than_are_read(
     edit: Edit, record: OpRecord, channel: grpc.Channel, legal: Mapping[str, Sample]
 ) -> None:
     """Reading them would hold the event loop: the message is refused for its size, whatever is in it."""
-    for error in refusals(channel, legal[record.name], record.inputs[0].name, edit, announce=True):
+    errors = refusals(channel, legal[record.name], record.inputs[0].name, edit, announce=True)
+    # A unary method tells the operator; of a stream it would have to be read.
+    assert [error.operator for error in errors] == [record.name, "", ""]
+    for error in errors:
         assert isinstance(error, MalformedRequest)
         assert "more than 65536 bytes besides contents, or 4096 fields" in str(error)
 

@@ -49,7 +49,6 @@ _DEVICES = "test:2?ms=2&compute=1&crash=crash&hang=hang"
 _FLAGS = ("--respawn-backoff-s", "0.05", "--hang-grace-s", "0.5", "--log-level", "error")
 _CALLERS, _PAUSE_S, _TIMEOUT_S, _HUNG_S = 2, 0.05, 60.0, 0.25
 _DAMAGED = 50
-_CLOSING_S = 30.0
 _MIB = 2**20
 
 
@@ -169,11 +168,6 @@ class Faults:
             with suppress(OSError), socket.create_connection((host, int(port)), _TIMEOUT_S) as connection:
                 connection.sendall(data[: self._rng.randrange(len(data))])
 
-    def verify(self) -> None:
-        """No fault: a verified call, after which there is a verifier. Damaged messages start one, too."""
-        with Client(self._running.address, timeout_s=_TIMEOUT_S) as client:
-            client.group_norm_backward(**self._arguments, verify=True)
-
     def damage(self) -> None:
         """Damaged messages; what becomes of them is for `mutations` to judge."""
         with RawCaller(self._running.address) as caller:
@@ -246,15 +240,20 @@ class _Quarter:
                 resident.append(status_bytes("VmRSS", pid) / _MIB)
                 time.sleep(0.2)
         self._found.resident_mib.append(statistics.median(resident))
-        self._faults.verify()
-        self._found.quiet.append(_quiet(self._running, self._found.quiet))
+        _start_verifier(self._running)
+        self._found.quiet.append(_quiet(self._running))
 
 
-def _quiet(running: ServerProcess, earlier: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Descriptors and threads of the front process once it has nothing to do, the fewest of a few seconds.
+def _start_verifier(running: ServerProcess) -> None:
+    """A verified call: damaged messages start a verifier by chance, so that one is counted every time."""
+    made = sample()
+    arguments: dict[str, Any] = {**made.arrays, **made.call.attrs}
+    with Client(running.address, timeout_s=_TIMEOUT_S) as client:
+        client.group_norm_backward(**arguments, verify=True)
 
-    Where they are more than earlier, it has longer to close what callers left half-open.
-    """
+
+def _quiet(running: ServerProcess) -> tuple[int, int]:
+    """Descriptors and threads of the front process once it has nothing to do, the fewest of a few seconds."""
     ready = server_pb2.DeviceState.DEVICE_STATE_READY
 
     def at_rest() -> bool:
@@ -264,8 +263,7 @@ def _quiet(running: ServerProcess, earlier: Sequence[tuple[int, int]]) -> tuple[
     eventually(at_rest, "all devices are ready, and nothing is held", running, _TIMEOUT_S)
     folder = Path(f"/proc/{running.process.pid}")
     found: list[tuple[int, ...]] = []
-    least, end_s = min(handles for handles, _ in earlier) if earlier else 0, time.monotonic() + _CLOSING_S
-    while len(found) < 20 or (earlier and min(found)[0] > least and time.monotonic() < end_s):
+    for _ in range(20):
         found.append(tuple(len(list((folder / name).iterdir())) for name in ("fd", "task")))
         time.sleep(0.1)
     handles, threads = zip(*found, strict=True)

@@ -118,9 +118,9 @@ def test_pages_are_read_and_nothing_else() -> None:
             assert headers["Content-Type"].startswith("text/plain")
             told, nothing, same = fetch_page(address, path, "HEAD")
             assert (told, nothing) == (status, "")
-            if path != "/metrics":  # whose numbers grow by a digit now and then
-                assert same["Content-Length"] == headers["Content-Length"]
-            assert int(same["Content-Length"]) > 0
+            # Numbers on the page of metrics grow by a digit now and then.
+            most = 64 if path == "/metrics" else 0
+            assert abs(int(same["Content-Length"]) - int(headers["Content-Length"])) <= most
             assert int(headers["Content-Length"]) == len(body)
             status, _, headers = fetch_page(address, path, "POST")
             assert (status, headers["Allow"]) == (405, "GET, HEAD")

@@ -88,7 +88,7 @@ def constraint(record: OpRecord, rule: Constraint) -> dict[str, Any]:
         "operands": list(rule.operands),
         "sources": [str(source) for source in rule.sources],
         "requires": list(rule.requires),
-        "products": rule.products and sorted(product.value for product in rule.products),
+        "products": None if rule.products is None else sorted(p.value for p in rule.products),
         "vendor_code": rule.vendor_words,
         "both_sides": rule.pick,
     }

@@ -336,8 +336,8 @@ async def _confirm_end(call: RpcCall) -> None:
         raise asyncio.CancelledError from None
 
 
-def sane(message: Any) -> Any:
-    """The message, if its bytes were one.
+def sane(message: Any, operator: str = "") -> Any:
+    """The message, if its bytes were one; the error names the operator, where the method tells it.
 
     Raises:
         MalformedRequest: They were not.
@@ -345,9 +345,8 @@ def sane(message: Any) -> Any:
     if message is grpc.aio.EOF:
         raise MalformedRequest("request: found no message; expected one")
     if isinstance(message, Garbage):
-        raise MalformedRequest(
-            f"request: found {message.nbytes} bytes that do not parse; expected {message.expected}"
-        )
+        where = f"{operator}: request" if operator else "request"
+        raise MalformedRequest(f"{where}: {message}", operator=operator)
     return message
 
 

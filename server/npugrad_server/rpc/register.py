@@ -33,10 +33,18 @@ class Garbage:
     Attributes:
         nbytes: Length of what came.
         expected: Full name of the message that should have come.
+        excess: What it has too much of, if that is why it was not read.
     """
 
     nbytes: int
     expected: str
+    excess: str = ""
+
+    def __str__(self) -> str:
+        """What was found and expected, for the caller."""
+        if self.excess:
+            return f"found {self.excess}; expected a {self.expected} with less to read"
+        return f"found {self.nbytes} bytes that do not parse; expected {self.expected}"
 
 
 def tolerant_deserializer(message: type[Message], parse: Deserializer | None = None) -> Deserializer:
@@ -47,7 +55,7 @@ def tolerant_deserializer(message: type[Message], parse: Deserializer | None = N
         try:
             return parse(data)
         except MessageTooBulky as error:
-            return Garbage(len(data), f"a {message.DESCRIPTOR.full_name} that has not {error}")
+            return Garbage(len(data), message.DESCRIPTOR.full_name, str(error))
         except DecodeError:
             return Garbage(len(data), message.DESCRIPTOR.full_name)
 

@@ -51,7 +51,7 @@ class BackwardServicer:
 
     async def _call(self, record: OpRecord, parse: Deserializer, data: bytes, call: RpcCall) -> bytes:
         def read() -> Any:
-            message = sane(parse(data))
+            message = sane(parse(data), record.name)
             call.operator = record.name
             return message
 
