@@ -62,7 +62,11 @@ def bench(
     ] = "",
     size: Annotated[
         str,
-        typer.Option(help="small, medium, large or a model's, as the record names them; small by default."),
+        typer.Option(
+            metavar="NAME|SIZES",
+            help="small (the default), medium, large, a model's, or sizes by name: "
+            "n=8,c=320,hxw=4096,group=32; shapes as 8x1024, lists as levels=50x67,25x34.",
+        ),
     ] = "",
     dtype: Annotated[str, typer.Option(help="Element type; the operator's first one by default.")] = "",
     label: Annotated[str, typer.Option(help="Label of the calls: the tenant; bench by default.")] = "",

@@ -64,18 +64,31 @@ def _with_inputs(scenario: Scenario, inputs: str, has_digest: bool) -> Scenario:
 
 def _workload(given: dict[str, Any]) -> Any:
     from npugrad_client.bench.scenario import DEFAULT_LABEL, ScenarioError, WeightedWorkload
+    from npugrad_client.bench.sizes import example, parse_sizes
 
     record = find_record(given["operator"] or DEFAULT_OPERATOR)
+    size = given["size"] or "small"
     names = {
         "dtype": given["dtype"],
-        "size": given["size"] or "small",
+        "size": size,
         "label": given["label"] or DEFAULT_LABEL,
         "inputs": given["inputs"] or "data",
     }
     try:
-        return WeightedWorkload(record.name, **names, priority=given["priority"] or 0, digest=given["digest"])
+        sizes = parse_sizes(record, size) if "=" in size else {}
     except ScenarioError as error:
-        raise ScenarioError(f"--{error}") from None
+        raise ScenarioError(f"--size: {error}") from None
+    try:
+        return WeightedWorkload(
+            record.name, **names, sizes=sizes, priority=given["priority"] or 0, digest=given["digest"]
+        )
+    except ScenarioError as error:
+        key, _, said = str(error).partition(": ")
+        if key == "sizes":
+            said = said.replace("`inputs: recipe`", "--inputs recipe")
+            raise ScenarioError(f"--size: {record.name}: {said}") from None
+        more = f", or sizes by name such as {example(record)}" if key == "size" else ""
+        raise ScenarioError(f"--{error}{more}") from None
 
 
 def _load(base: Scenario, given: dict[str, Any]) -> dict[str, Any]:

@@ -34,6 +34,12 @@ _WRITTEN = (
     "The reports that were asked for are written whatever the status, but for wrong usage. After 4, 5, 6 and "
     "130 they say what happened, no objective counts as kept, and `compare` refuses them."
 )
+_EXAMPLES = (
+    f"{_VERBATIM}Examples:\n"
+    "npugrad bench --operator layer_norm_backward --size large --rate 50\n"
+    "npugrad bench --size n=8,c=320,hxw=4096,group=32 --dtype bfloat16\n"
+    "npugrad bench --scenario detection-decoder --find-capacity --slo p99=100ms"
+)
 
 
 def _listed(statuses: Mapping[int, str]) -> str:
@@ -45,6 +51,7 @@ HELP = "\n\n".join(
         "Measure a server, find its capacity, compare two measurements.",
         "With --rate calls are sent on a schedule whatever the answers do, and latency counts from when a "
         "call was meant to start. With --concurrency each of N callers waits for its answer.",
+        _EXAMPLES,
         _listed(STATUSES),
         _WRITTEN,
     )

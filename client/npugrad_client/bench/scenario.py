@@ -37,7 +37,8 @@ MAX_OPERAND_BYTES = 2**31 - 1
 Inputs = Literal["data", "recipe"]
 INPUTS: tuple[Inputs, ...] = ("data", "recipe")
 _WEEK_S = 7 * 86400
-_NOT_SIZES = ("dtype", "product")
+NOT_SIZES = ("dtype", "product")
+"""Keywords of every record's `build` that are no size."""
 
 
 class ScenarioError(ValueError):
@@ -127,7 +128,7 @@ class WeightedWorkload:
         named = OPERATORS[self.operator].workloads.named
         check(bool(self.sizes) or self.size in named, "size", self.size, ", ".join(named))
         known = [
-            n for n in inspect.signature(OPERATORS[self.operator].build).parameters if n not in _NOT_SIZES
+            n for n in inspect.signature(OPERATORS[self.operator].build).parameters if n not in NOT_SIZES
         ]
         for key in self.sizes:
             check(key in known, f"sizes.{key}", key, f"one of {', '.join(known)}")

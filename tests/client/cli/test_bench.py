@@ -21,6 +21,8 @@ from npugrad import OPERATORS, OpRecord
 from npugrad.errors import ServerBusy
 from npugrad_client._cli.bench_status import OF_COMPARE, STATUSES, capacity_status
 from npugrad_client.bench.capacity import Capacity, CapacityTrial
+from npugrad_client.bench.scenario import LoadStage, Scenario, WeightedWorkload
+from npugrad_client.bench.sizes import example, parse_sizes
 from npugrad_client.bench.slo import Slo
 
 if TYPE_CHECKING:
@@ -50,6 +52,35 @@ def test_small_calls_of_each_operator_are_measured(
     assert (summary["intended"], summary["answered"]) == (6, 6)
     assert sum(summary["devices"].values()) == 6
     assert report["environment"]["servers"][0]["devices"][0]["name"] == "cpu:0"
+
+
+SIZES = {
+    "multi_scale_deformable_attention_grad": "bs=1,nq=5,nh=2,ch=8,levels=6x7,3x4,points=4",
+    "grid_sampler_2d_backward": "n=1,c=2,h=7,w=9,oh=5,ow=3,padding_mode=1,align_corners=true",
+    "group_norm_backward": "n=3,c=12,hxw=20,group=4,shape=3x12x4x5,output_mask=true,false,true",
+    "fused_floyd_attention_grad": "b=1,h=2,n=16,m=128,k=256,d=32,scale_value=0.5",
+    "layer_norm_backward": "leading=3x5,normalized=24",
+    "grid_sampler_3d_backward": "n=1,c=2,d=3,h=4,w=5,od=2,oh=3,ow=4",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_sizes_by_name_are_measured_for_each_operator(
+    operator: str, server: ServerProcess, tmp_path: Path
+) -> None:
+    path, record = tmp_path / "report.json", OPERATORS[operator]
+    size = SIZES.get(operator, example(record))
+    flags = ["--operator", operator, "--size", size, "--dtype", "float16", "--calls", "3"]
+    done = run("bench", *flags, ALL_THE_SAME, "--json", str(path), target=server.address)
+    assert done.exit_code == 0, done.output
+    report = json.loads(path.read_text("utf-8"))
+    assert report["summary"]["answered"] == 3
+    sent = WeightedWorkload(operator, "float16", sizes=parse_sizes(record, size))
+    assert (
+        report["scenario"]["workloads"][0]
+        == Scenario((sent,), (LoadStage(1, 1, 1),)).as_dict()["workloads"][0]
+    )
 
 
 @pytest.mark.slow
@@ -168,6 +199,53 @@ def test_the_help_tells_every_exit_status() -> None:
     ("flags", "message"),
     [
         ("--size huge", "size: found 'huge'; expected tiny, small, medium, large, unet-block"),
+        ("--size huge", ", or sizes by name such as n=2,c=32,hxw=64,group=8"),
+        (
+            "--size n=8,c=320,hxw=4096,d=1",
+            "--size: group_norm_backward: d: found 'd=1'; expected one of n, c, hxw, group, shape, ",
+        ),
+        (
+            "--size n=8,c=320",
+            "--size: group_norm_backward: hxw, group: found none; expected n, c, hxw, group, as in n=2,",
+        ),
+        ("--size n=8,n=8", "--size: group_norm_backward: n: found n twice; expected it once"),
+        ("--size small,n=8", "--size: group_norm_backward: found 'small'; expected NAME=VALUE, as in n=2,"),
+        (
+            "--size n=8,c=320,hxw=4096,group=ten",
+            "--size: group_norm_backward: group: found 'ten'; expected a whole number, 0 or more",
+        ),
+        ("--size n=-8", "--size: group_norm_backward: n: found '-8'; expected a whole number, 0 or more"),
+        (
+            "--size n=8,c=320,hxw=4096,group=33",
+            "--size: group_norm_backward: c, group: found c 320, group 33; expected c divisible by group",
+        ),
+        (
+            "--size n=8,c=320,hxw=4096,group=32,shape=8x320x64x65",
+            "--size: group_norm_backward: grad_out: found 10649600 elements, shape [8, 320, 64, 65]",
+        ),
+        ("--size n=99999,c=320,hxw=4096,group=32", "expected at most 2147483647, or --inputs recipe"),
+        (
+            f"--size n={'9' * 30},c=320,hxw=4096,group=32",
+            "which make no call: found shape [999999999999999999999999999999, 320, 4096], above 2^63",
+        ),
+        (
+            "--operator layer_norm_backward --size leading=2x,normalized=4",
+            "--size: layer_norm_backward: leading: found '2x'; expected a shape such as 8x1024",
+        ),
+        (
+            "--operator multi_scale_deformable_attention_grad --size levels=8x8x3,4x4",
+            "levels: found '8x8x3,4x4'; expected pairs of height and width such as 50x67,25x34",
+        ),
+        (
+            "--operator multi_scale_deformable_attention_grad --size index_dtype=int7",
+            "index_dtype: found 'int7'; expected an element type such as int32",
+        ),
+        (
+            "--operator grid_sampler_2d_backward --size output_mask=true,perhaps",
+            "output_mask: found 'true,perhaps'; expected flags such as true,false",
+        ),
+        ("--operator grid_sampler_2d_backward --size align_corners=1", "found '1'; expected true or false"),
+        ("--operator fused_floyd_attention_grad --size scale_value=big", "found 'big'; expected a number"),
         ("--dtype int8", "dtype: found 'int8'; expected float32, float16, bfloat16"),
         ("--operator relu", "OPERATOR: "),
         ("--rate 5 --concurrency 2", "--concurrency: found it beside --rate; expected one of them"),

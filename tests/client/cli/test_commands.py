@@ -301,7 +301,8 @@ def test_bench_prints_a_table_and_writes_json(server: ServerProcess, tmp_path: P
         (["--operator", "floyd"], "OPERATOR: found 'floyd'; did you mean fused_floyd_attention_grad?"),
         (
             ["--size", "huge"],
-            f"--size: found 'huge'; expected {', '.join(OPERATORS['group_norm_backward'].workloads.named)}",
+            f"--size: found 'huge'; expected {', '.join(OPERATORS['group_norm_backward'].workloads.named)}, "
+            "or sizes by name such as n=2,c=32,hxw=64,group=8",
         ),
         (["--dtype", "int8"], "--dtype: found 'int8'; expected float32, float16, bfloat16"),
     ],
