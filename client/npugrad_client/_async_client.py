@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from npugrad.registry import REGISTRY
+from npugrad.representation import some
 from npugrad_client import _info
 from npugrad_client._async_transport import AsyncTransport
 from npugrad_client._batch import Batch, OnError
@@ -116,7 +117,7 @@ class AsyncClient(AsyncOperators):
 
     def __repr__(self) -> str:
         """Such as ``AsyncClient('localhost:50051')``."""
-        return f"AsyncClient({self.target!r})"
+        return f"AsyncClient({some(self.target.split(', '), 3, '.target')!r})"
 
     async def close(self) -> None:
         """Closes the connection; calls in flight are cancelled.

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from npugrad.registry import REGISTRY
+from npugrad.representation import some
 from npugrad_client import _info
 from npugrad_client._batch import Batch, OnError
 from npugrad_client._call import finish
@@ -140,7 +141,7 @@ class Client(Operators):
 
     def __repr__(self) -> str:
         """Such as ``Client('localhost:50051')``."""
-        return f"Client({self.target!r})"
+        return f"Client({some(self.target.split(', '), 3, '.target')!r})"
 
     def close(self) -> None:
         """Closes the connection; calls in flight are cancelled.

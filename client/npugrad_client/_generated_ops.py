@@ -14,6 +14,7 @@ from npugrad.call import CallOptions, ExecutionInfo
 from npugrad.meta import TensorMeta
 from npugrad.ops import OPERATORS
 from npugrad_client._arrays import ArrayLike, Operand
+from npugrad_client._call_results import CallResults
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,8 +29,8 @@ Out = Mapping[str, TensorMeta | ArrayLike | None]
 """Declared outputs: a meta, None for a null pointer, or a writable array that is filled and returned."""
 
 
-@dataclass(frozen=True, eq=False)
-class MultiScaleDeformableAttentionGradResult:
+@dataclass(frozen=True, eq=False, repr=False)
+class MultiScaleDeformableAttentionGradResult(CallResults):
     """Results of `multi_scale_deformable_attention_grad`.
 
     Example:
@@ -49,8 +50,8 @@ class MultiScaleDeformableAttentionGradResult:
     info: ExecutionInfo
 
 
-@dataclass(frozen=True, eq=False)
-class GridSampler2DBackwardResult:
+@dataclass(frozen=True, eq=False, repr=False)
+class GridSampler2DBackwardResult(CallResults):
     """Results of `grid_sampler_2d_backward`; masked-out ones are None.
 
     Example:
@@ -68,8 +69,8 @@ class GridSampler2DBackwardResult:
     info: ExecutionInfo
 
 
-@dataclass(frozen=True, eq=False)
-class GroupNormBackwardResult:
+@dataclass(frozen=True, eq=False, repr=False)
+class GroupNormBackwardResult(CallResults):
     """Results of `group_norm_backward`; masked-out ones are None.
 
     Example:
@@ -89,8 +90,8 @@ class GroupNormBackwardResult:
     info: ExecutionInfo
 
 
-@dataclass(frozen=True, eq=False)
-class FusedFloydAttentionGradResult:
+@dataclass(frozen=True, eq=False, repr=False)
+class FusedFloydAttentionGradResult(CallResults):
     """Results of `fused_floyd_attention_grad`.
 
     Example:
@@ -114,8 +115,8 @@ class FusedFloydAttentionGradResult:
     info: ExecutionInfo
 
 
-@dataclass(frozen=True, eq=False)
-class LayerNormBackwardResult:
+@dataclass(frozen=True, eq=False, repr=False)
+class LayerNormBackwardResult(CallResults):
     """Results of `layer_norm_backward`; masked-out ones are None.
 
     Example:
@@ -135,8 +136,8 @@ class LayerNormBackwardResult:
     info: ExecutionInfo
 
 
-@dataclass(frozen=True, eq=False)
-class GridSampler3DBackwardResult:
+@dataclass(frozen=True, eq=False, repr=False)
+class GridSampler3DBackwardResult(CallResults):
     """Results of `grid_sampler_3d_backward`; masked-out ones are None.
 
     Example:

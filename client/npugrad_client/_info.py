@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from npugrad import codec
@@ -12,6 +12,7 @@ from npugrad.operator import Verdict
 from npugrad.ops import get_operator
 from npugrad.products import Product, product_from_name, product_from_wire
 from npugrad.registry import REGISTRY, Registry
+from npugrad.representation import html_table, in_lines, some
 from npugrad.v1 import server_pb2
 from npugrad.validation import make_call
 
@@ -21,6 +22,17 @@ if TYPE_CHECKING:
     from npugrad.meta import TensorMeta
     from npugrad.v1 import validation_pb2
 
+_SHOWN = (
+    "version",
+    "product",
+    "draining",
+    "uptime_s",
+    "queue_depth",
+    "accepted_calls",
+    "input_arena_used_bytes",
+    "output_arena_used_bytes",
+)
+"""Fields of `ServerInfo` that a notebook shows as they are."""
 SERVER_INFO_REQUEST = server_pb2.GetServerInfoRequest()
 
 
@@ -68,7 +80,7 @@ class ServerLimits:
     max_queue_depth: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ServerInfo:
     """Description of a server.
 
@@ -103,6 +115,37 @@ class ServerInfo:
     accepted_calls: int
     input_arena_used_bytes: int
     output_arena_used_bytes: int
+
+    def __repr__(self) -> str:
+        """Version, product, devices and load; ``npugrad info`` and the attributes show the rest."""
+        devices = [f"{device.name} {device.state}" for device in self.devices]
+        state = "draining" if self.draining else "serving"
+        parts = [f"npugrad {self.version} for {self.product}", f"{state} for {self.uptime_s:.0f} s"]
+        parts += [f"devices: {some(devices, 3, '.devices')}", f"{len(self.operators)} operators"]
+        parts.append(f"{self.queue_depth} of {self.limits.max_queue_depth} calls waiting")
+        return in_lines("ServerInfo", parts)
+
+    def _repr_html_(self) -> str:
+        """A table of the devices and one of the other fields, for notebooks."""
+        header = ("device", "state", "backend", "description", "restarts", "reason")
+        rows = [
+            (
+                d.name,
+                d.state,
+                d.backend + " (simulated)" * d.simulated,
+                d.description,
+                str(d.restarts),
+                d.reason,
+            )
+            for d in self.devices
+        ]
+        told = {name: str(getattr(self, name)) for name in _SHOWN}
+        told["operators"] = ", ".join(self.operators)
+        told["versions"] = ", ".join(f"{name} {version}" for name, version in sorted(self.versions.items()))
+        told |= {each.name: str(getattr(self.limits, each.name)) for each in fields(self.limits)}
+        return "\n".join(
+            (html_table("ServerInfo", ("field", "value"), told.items()), html_table("Devices", header, rows))
+        )
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
 import threading
 from dataclasses import dataclass, field
+from html import escape
 from typing import TYPE_CHECKING
 
+from npugrad.representation import html_table, some
 from npugrad.timeline import SERVER_STAGES
 
 if TYPE_CHECKING:
@@ -14,10 +17,16 @@ if TYPE_CHECKING:
     from npugrad.timeline import Timeline
     from npugrad_client._costs import CostRow
 
+WIDTH = 80
+"""Columns of the text."""
+_MOST_SEEN = 8
 _HEADER = ("operator", "where", "why", "calls", "MiB", "seconds")
 TRANSPORT = "transport"
 """What `SummaryRow.stages` has beside stages: the time that none of them covers."""
 _STAGES = ("pack", "wait", "send", *SERVER_STAGES, "read", "unpack", TRANSPORT)
+_STAGES_TITLE = "Time of sent calls by stage, in ms a call; stages below 1 % are left out"
+_STAGES_HEADER = ("operator", "why", "ms a call")
+_COSTS_TITLE = "What sending won, by operator and kind; below 0 it was slower than here"
 _COSTS_HEADER = ("operator", "kind", "sent", "ms sent", "local", "ms local", "won s")
 _MOST_COSTS = 20
 """Kinds that have a line of their own."""
@@ -55,7 +64,7 @@ class SummaryRow:
     stages: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Summary:
     """What went where since a `remote` was made; printing it gives a table.
 
@@ -63,6 +72,8 @@ class Summary:
         rows: By operator, what was sent first.
         costs: What calls took here and there, by operator and kind, what took longest first. Times here are
             known of the kinds that ``policy="faster"`` tried here.
+        seen: Nodes of autograd that ran while a `remote` was entered, until the first one that it knows; None
+            where nobody looked.
 
     Example:
         >>> row = SummaryRow("group_norm_backward", is_sent=True, why="", calls=2, bytes=2**20, seconds=0.5)
@@ -75,6 +86,7 @@ class Summary:
 
     rows: tuple[SummaryRow, ...]
     costs: tuple[CostRow, ...] = ()
+    seen: tuple[str, ...] | None = field(default=None, compare=False)
 
     @property
     def sent(self) -> int:
@@ -104,8 +116,33 @@ class Summary:
 
     def __str__(self) -> str:
         """The table; a second one of where the time of calls went that were sent; a third of what it won."""
-        table = _table([_HEADER, *(_cells(row) for row in self.rows)], texts=3)
-        return "\n\n".join(part for part in (table, _stages_part(self.rows), _costs_part(self)) if part)
+        parts = (self._calls(), _stages_part(self.rows), _costs_part(self))
+        return "\n\n".join(part for part in parts if part)
+
+    def _calls(self) -> str:
+        if not self.rows:
+            return textwrap.fill(_nothing(self.seen), WIDTH)
+        return _fitted([_HEADER, *(_cells(row) for row in self.rows)], texts=3)
+
+    def __repr__(self) -> str:
+        """How many calls were sent and how many were not; `str` gives the tables."""
+        won_s = self.won_s
+        won = "" if won_s is None else f", sending won {won_s:.3f} s"
+        return f"Summary({self.sent} calls sent, {self.local} kept local{won})"
+
+    def _repr_html_(self) -> str:
+        """The same tables for notebooks."""
+        if not self.rows:
+            return f"<p>{escape(_nothing(self.seen))}</p>"
+        tables = [html_table("Calls", _HEADER, map(_cells, self.rows))]
+        measured = [row for row in self.rows if row.stages]
+        if measured:
+            columns = _columns(measured)
+            cells = (_stage_cells(row, columns) for row in measured)
+            tables.append(html_table(_STAGES_TITLE, (*_STAGES_HEADER, *columns), cells))
+        if self.costs:
+            tables.append(html_table(_COSTS_TITLE, _COSTS_HEADER, map(_cost_cells, self.costs)))
+        return "\n".join(tables)
 
 
 FAILED = "service failed: "
@@ -118,15 +155,40 @@ def _cells(row: SummaryRow) -> tuple[str, ...]:
     return (row.operator, where, row.why or "-", *numbers)
 
 
+def _nothing(seen: tuple[str, ...] | None) -> str:
+    """Why no operator of the service ran, in a sentence."""
+    if seen is None:
+        return "Nothing was sent: there was no call with data yet."
+    if not seen:
+        return "Nothing was sent: no backward pass ran inside. Enter `remote` around backward()."
+    return (
+        "Nothing was sent: the service has none of the backward operators that ran inside: "
+        f"{some(seen, _MOST_SEEN, '.seen')}. `npugrad ops` lists what it has."
+    )
+
+
+def _columns(measured: Sequence[SummaryRow]) -> list[str]:
+    return [stage for stage in _STAGES if any(_is_shown(stage, row) for row in measured)]
+
+
 def _stages_part(rows: Sequence[SummaryRow]) -> str:
     measured = [row for row in rows if row.stages]
     if not measured:
         return ""
-    columns = [stage for stage in _STAGES if any(_is_shown(stage, row) for row in measured)]
-    header = ("operator", "why", "ms a call", *columns)
-    lines = [header, *(_stage_cells(row, columns) for row in measured)]
-    title = "Where the time of what was sent went, in ms a call; stages below 1 % are left out"
-    return f"{title}\n{_table(lines, texts=2)}"
+    header = (*_STAGES_HEADER, *_columns(measured))
+    lines = [_stage_cells(row, header[len(_STAGES_HEADER) :]) for row in measured]
+    table = _table([header, *lines], texts=2)
+    if _width(table) > WIDTH:
+        table = "\n".join(_stage_sentence(header, cells) for cells in lines)
+    return f"{_STAGES_TITLE}\n{table}"
+
+
+def _stage_sentence(header: tuple[str, ...], cells: tuple[str, ...]) -> str:
+    """A row of a table that is too wide: the operator, and its stages below."""
+    operator, why, whole, *stages = cells
+    reason = "" if why == "-" else f", {why}"
+    named = ", ".join(f"{name} {cell}" for name, cell in zip(header[3:], stages, strict=True))
+    return f"{operator}{reason}: {whole}\n{_below(named)}"
 
 
 def _costs_part(summary: Summary) -> str:
@@ -135,18 +197,18 @@ def _costs_part(summary: Summary) -> str:
     if not costs:
         return ""
     lines = [_COSTS_HEADER, *(_cost_cells(row) for row in costs[:_MOST_COSTS])]
-    parts = ["What sending won, by operator and kind; below 0 it was slower than here"]
-    parts.append(_table(lines, texts=2))
+    parts = [_COSTS_TITLE, _fitted(lines, texts=2)]
     if len(costs) > _MOST_COSTS:
-        parts.append(f"and {len(costs) - _MOST_COSTS} further kinds, which took less")
+        parts.append(f"and {len(costs) - _MOST_COSTS} more kinds, which took less, in summary().costs")
     won_s, unknown = summary.won_s, sum(row.sent for row in costs if row.won_s is None)
     if won_s is not None:
         parts.append(f"Sending won {won_s:.3f} s." if won_s >= 0 else f"Sending cost {-won_s:.3f} s.")
     if unknown:
-        parts.append(
+        told = (
             f"What {unknown} sent call{'s' * (unknown > 1)} would have taken here is not known: "
             'remote(..., policy="faster") learns it, `npugrad advise` measures it.'
         )
+        parts.append(textwrap.fill(told, WIDTH))
     return "\n".join(parts)
 
 
@@ -173,6 +235,25 @@ def _table(lines: Sequence[tuple[str, ...]], texts: int) -> str:
     """Lines of cells as text; the first cells are texts, the others numbers."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(_line(line, widths, texts) for line in lines)
+
+
+def _fitted(lines: Sequence[tuple[str, ...]], texts: int) -> str:
+    """A table; where it is too wide, with the last of the texts on lines of their own."""
+    table = _table(lines, texts)
+    if _width(table) <= WIDTH:
+        return table
+    moved, kept = texts - 1, [(*cells[: texts - 1], *cells[texts:]) for cells in lines]
+    header, *rows = _table(kept, texts - 1).splitlines()
+    told = ("" if cells[moved] == "-" else f"\n{_below(cells[moved])}" for cells in lines[1:])
+    return "\n".join([header, *(row + text for row, text in zip(rows, told, strict=True))])
+
+
+def _below(text: str) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent="    ", subsequent_indent="    ")
+
+
+def _width(table: str) -> int:
+    return max(map(len, table.splitlines()))
 
 
 def _line(cells: tuple[str, ...], widths: Sequence[int], texts: int) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
+
+from npugrad.representation import html_table, in_lines, shortened
 
 if TYPE_CHECKING:
     from npugrad.products import Product
@@ -97,7 +99,7 @@ class VerifiedOutput:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ExecutionInfo:
     """What produced a result and how long each stage took.
 
@@ -159,7 +161,41 @@ class ExecutionInfo:
         """
         return None if self.recorded is None else self.recorded.timeline()
 
+    def __repr__(self) -> str:
+        """Device, product and stages, and what is not usual; the attributes have all."""
+        simulated = ", simulated" if self.simulated else ""
+        stages = ", ".join(
+            f"{name.removesuffix('_s').replace('_', ' ')} {getattr(self, name) * 1e3:.1f}" for name in _STAGES
+        )
+        parts = [f"{self.device} ({self.backend}{simulated}) for {self.product}", f"ms: {stages}"]
+        counts = {"attempts": self.attempts, "tries": self.tries}
+        parts += [f"{name} {count}" for name, count in counts.items() if count > 1]
+        if self.verified:
+            parts.append(f"{len(self.verified)} outputs verified")
+        if self.verification:
+            parts.append(f"verification {shortened(self.verification, 60)!r}")
+        if self.request_id:
+            parts.append(f"request {shortened(self.request_id, 40)}")
+        return in_lines("ExecutionInfo", parts)
+
+    def _repr_html_(self) -> str:
+        """A table of the fields, for notebooks; the timeline's as well where the call has one."""
+        rows = [(each.name, _cell(getattr(self, each.name))) for each in fields(self)]
+        table = html_table("ExecutionInfo", ("field", "value"), [row for row in rows if row[1]])
+        timeline = self.timeline
+        return table if timeline is None else f"{table}\n{timeline._repr_html_()}"
+
     def note(self, recorded: Recorded | None) -> ExecutionInfo:
         """Notes what was measured of the call; for whoever makes the info, which is returned."""
         object.__setattr__(self, "recorded", recorded)
         return self
+
+
+_STAGES = ("queued_s", "copy_in_s", "run_s", "copy_out_s")
+
+
+def _cell(value: object) -> str:
+    """A field as text; empty for one that says nothing."""
+    if isinstance(value, float):
+        return f"{value:.6g}" if value else ""
+    return "; ".join(map(str, value)) if isinstance(value, tuple) else str(value or "")

@@ -26,6 +26,7 @@ from npugrad.error_table import (
     TILING_ERROR,
     ErrorRow,
 )
+from npugrad.representation import shortened
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -84,6 +85,9 @@ class Violation:
 UNARY_LIMIT_HINT = "in a unary call, use Execute"
 """How a `CallTooLarge` ends that is about the size of one message: streamed, the call may be taken."""
 
+_SHOWN_CHARACTERS = 200
+"""Of a message, in the `repr` of an error."""
+
 
 class NpugradError(Exception):
     """Base of every error of the service.
@@ -119,6 +123,10 @@ class NpugradError(Exception):
         self.reason = reason or self.default_reason
         self.operator = operator
         self.request_id = request_id
+
+    def __repr__(self) -> str:
+        """Class, message and reason; the beginning of a long message, which `str` has in full."""
+        return f"{type(self).__name__}({shortened(str(self), _SHOWN_CHARACTERS)!r}, reason={self.reason!r})"
 
     @property
     def row(self) -> ErrorRow:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from google.protobuf.message import DecodeError
 
+from npugrad.representation import Html, html_table, in_lines
 from npugrad.v1 import operators_pb2
 
 if TYPE_CHECKING:
@@ -137,8 +138,28 @@ class Timeline:
         """Such as ``Timeline(group_norm_backward: 10.0 ms; run 5.5, pack 2.0, transport 2.5)``."""
         longest = sorted(self.by_stage.items(), key=lambda each: -each[1])
         parts = [*longest, ("transport", self.transport_s)]
-        named = ", ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in parts)
-        return f"Timeline({self.operator}: {self.wall_s * 1e3:.1f} ms; {named})"
+        first, *named = (f"{name} {seconds * 1e3:.1f}" for name, seconds in parts)
+        return in_lines("Timeline", [f"{self.operator}: {self.wall_s * 1e3:.1f} ms; {first}", *named])
+
+    def _repr_html_(self) -> str:
+        """The table of the stages, and one of the tries where there were several, for notebooks."""
+        rows = [
+            (i.stage, i.where, f"{i.start_s * 1e3:.2f}", f"{(i.end_s - i.start_s) * 1e3:.2f}", self._bar(i))
+            for i in self.stages
+        ]
+        rows.append(("transport", "rest", "", f"{self.transport_s * 1e3:.2f}", Html()))
+        caption = f"{self.operator}: {self.wall_s * 1e3:.2f} ms"
+        tables = [html_table(caption, ("stage", "where", "start ms", "ms", ""), rows)]
+        if len(self.tries) > 1:
+            tries = [(str(t.number), t.target, t.error) for t in self.tries]
+            tables.append(html_table("Tries", ("try", "server", "error"), tries))
+        return "\n".join(tables)
+
+    def _bar(self, interval: Interval) -> Html:
+        scale = 100 / self.wall_s if self.wall_s else 0.0
+        left, wide = interval.start_s * scale, (interval.end_s - interval.start_s) * scale
+        style = f"margin-left:{left:.1f}%;width:{wide:.1f}%;min-width:1px;height:.7em;background:currentColor"
+        return Html(f'<div style="width:20em"><div style="{style}"></div></div>')
 
     def __str__(self) -> str:
         """A table of the stages, with a bar for each."""

@@ -222,7 +222,9 @@ def error_from_verdict(record: OpRecord, verdict: Verdict) -> OperatorError:
     """The exception of a verdict with violations: class by code, message of the first one."""
     first = verdict.violations[0]
     more = len(verdict.violations) - 1
-    message = first.message(record.name) + (f" (and {more} more)" if more else "")
+    message = first.message(record.name) + (
+        f" (and {more} more: see error.violations or npugrad validate)" if more else ""
+    )
     cls, reason = _ERROR_CLASS.get(first.code, (UnsupportedOperator, "OPERATOR_UNSUPPORTED"))
     return cls(
         message,

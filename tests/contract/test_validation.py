@@ -301,7 +301,10 @@ def test_each_class_of_codes_has_its_exception(
 def test_the_message_counts_what_it_does_not_say() -> None:
     verdict = group_norm(mean=None, rstd=None, gamma=TensorMeta("int8", (3,)))
     message = str(error_from_verdict(OPERATORS["group_norm_backward"], verdict))
-    assert message == "group_norm_backward: mean: found null; expected a tensor (and 2 more)"
+    assert message == (
+        "group_norm_backward: mean: found null; expected a tensor "
+        "(and 2 more: see error.violations or npugrad validate)"
+    )
 
 
 def worst_call(record: OpRecord, *, seed: int, null: bool) -> CallMeta:

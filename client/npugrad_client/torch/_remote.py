@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from contextlib import ContextDecorator
 from typing import TYPE_CHECKING, Any, Literal
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from npugrad.representation import in_lines
 from npugrad_client._legality import require_client
 from npugrad_client._policy import MIN_BYTES, Options, Policies, PolicyEngine, require_policies
 from npugrad_client.torch._fused import DECIDING, Fuser, attend, has_saved_tensors_hooks
@@ -41,10 +43,12 @@ class Remote(ContextDecorator):
     """
 
     def __init__(self, client: Client, options: Options, policies: Policies, *, fused: bool) -> None:
-        self._policies = policies
+        self._client, self._policies = client, policies
         self._engine = PolicyEngine(client, options, policies)
         self._fuser = Fuser(self._engine, is_on=fused)
         self._entered = _Entered()
+        self.seen: set[str] | None = set()
+        """Nodes of autograd that ran inside; None once one of them is known, as nobody asks then."""
 
     def __enter__(self) -> Remote:
         """Starts to look at the backward operators of this thread."""
@@ -71,7 +75,22 @@ class Remote(ContextDecorator):
 
     def summary(self) -> Summary:
         """What went where so far, all threads together; print it for a table."""
-        return self._policies.summary()
+        summary, seen = self._policies.summary(), self.seen
+        return summary if seen is None else dataclasses.replace(summary, seen=tuple(sorted(seen)))
+
+    def __repr__(self) -> str:
+        """The client, the policies in short, and how many calls were sent."""
+        policies, summary = self._policies, self.summary()
+        settings = (
+            f"{n}={getattr(policies, n)!r}" for n in ("min_bytes", "on_refused", "on_error", "policy")
+        )
+        return in_lines(
+            "Remote", [repr(self._client), *settings, f"{summary.sent} sent", f"{summary.local} local"]
+        )
+
+    def _repr_html_(self) -> str:
+        """The summary's tables, for notebooks."""
+        return self.summary()._repr_html_()
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs one operator that is looked at, here or there."""
@@ -196,7 +215,11 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         # Most operators are none of ours: what is asked here is asked for every one of them.
         if func in TRANSLATIONS or (func in TAKEN_APART_BY and _is_taking_apart()):
+            self._owner.seen = None
             return self._owner._run(func, args, kwargs or {})
+        seen = self._owner.seen
+        if seen is not None and (node := _current_node()) is not None:
+            seen.add(node.name())
         return func(*args, **kwargs) if kwargs else func(*args)
 
 

@@ -44,6 +44,7 @@ from npugrad.call import CallOptions, ExecutionInfo
 from npugrad.meta import TensorMeta
 {origin}
 from npugrad_client._arrays import ArrayLike, Operand
+from npugrad_client._call_results import CallResults
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -165,7 +166,12 @@ def _class_name(record: OpRecord) -> str:
 
 
 def _result_class(record: OpRecord) -> str:
-    lines = ["", "", "@dataclass(frozen=True, eq=False)", f"class {_class_name(record)}:"]
+    lines = [
+        "",
+        "",
+        "@dataclass(frozen=True, eq=False, repr=False)",
+        f"class {_class_name(record)}(CallResults):",
+    ]
     masked = any(p.masked_by is not None for p in record.outputs)
     note = "; masked-out ones are None" if masked else ""
     lines += [f'    """Results of `{record.name}`{note}.', "", "    Example:"]

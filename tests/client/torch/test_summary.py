@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,9 +11,10 @@ torch = pytest.importorskip("torch")
 
 from tests.client.torch.models import Transformer, gradients  # noqa: E402
 
+from npugrad.ops import OPERATORS  # noqa: E402
 from npugrad.timeline import CLIENT_STAGES, SERVER_STAGES, Interval, Timeline  # noqa: E402
 from npugrad_client._costs import CostRow  # noqa: E402
-from npugrad_client._summary import TRANSPORT, Ledger  # noqa: E402
+from npugrad_client._summary import TRANSPORT, Ledger, Summary  # noqa: E402
 from npugrad_client.torch import remote  # noqa: E402
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ def test_a_second_table_tells_them_in_milliseconds_a_call() -> None:
         "floyd     sent   -          2  2.00    1.200",
         "norm      local  small      1  1.00    0.250",
         "",
-        "Where the time of what was sent went, in ms a call; stages below 1 % are left out",
+        "Time of sent calls by stage, in ms a call; stages below 1 % are left out",
         "operator  why  ms a call   pack    run  transport",
         "floyd     -        600.0  100.0  300.0      100.0",
     ]
@@ -79,7 +81,7 @@ def test_it_ends_with_what_sending_won_and_cost() -> None:
 def test_what_is_not_known_is_said_to_be_so() -> None:
     summary = Ledger().summary([CostRow("norm", "float32[2,8]", 2, 0, 0.5, None, None)])
     assert summary.won_s is None
-    *_, row, last = str(summary).splitlines()
+    *_, row, last, _ = str(summary).splitlines()
     assert row.split() == ["norm", "float32[2,8]", "2", "500.0", "0", "?", "?"]
     assert last.startswith("What 2 sent calls would have taken here is not known: ")
     assert "Sending" not in last
@@ -90,7 +92,7 @@ def test_many_kinds_leave_the_table_short() -> None:
     text = str(Ledger().summary(rows))
     assert "float32[19]" in text
     assert "float32[20]" not in text
-    assert text.endswith("\nand 30 further kinds, which took less\nSending won 50.000 s.")
+    assert text.endswith("\nand 30 more kinds, which took less, in summary().costs\nSending won 50.000 s.")
 
 
 def test_a_summary_is_a_copy_that_later_calls_leave_alone() -> None:
@@ -107,3 +109,102 @@ def test_the_calls_of_a_model_tell_their_stages(client: Client) -> None:
     for row in mode.summary().rows:
         assert {"pack", "run", "unpack"} < {*row.stages}
         assert 0 < row.stages["run"] < row.seconds
+
+
+WIDE = CostRow(
+    "multi_scale_deformable_attention_grad", "bfloat16[2,22223,16,4,4,2]", 9999, 9, 99.5, 9, -999.0
+)
+
+
+def test_nothing_is_wider_than_80_columns() -> None:
+    ledger = Ledger()
+    for record in OPERATORS.values():
+        stages = (*CLIENT_STAGES, *SERVER_STAGES)
+        intervals = (Interval(name, "client", n, n + 0.9) for n, name in enumerate(stages))
+        timeline = Timeline(record.name, 20.0, tuple(intervals))
+        for why in ("", "as float32"):
+            ledger.add(record.name, is_sent=True, why=why, nbytes=2**38, seconds=20.0, timeline=timeline)
+        ledger.add(
+            record.name, is_sent=False, why="input, grid: expected " + "a shape " * 12, nbytes=1, seconds=9
+        )
+    summary = ledger.summary([WIDE, *COSTS, dataclasses.replace(WIDE, local_s=None, won_s=None)] * 8)
+    lines = str(summary).splitlines()
+    assert max(map(len, lines)) <= 80, max(lines, key=len)
+    assert sum(line.startswith("    input, grid: expected a shape a shape") for line in lines) == len(
+        OPERATORS
+    )
+    assert "and 20 more kinds, which took less, in summary().costs" in lines
+    text = " ".join(str(summary).split())
+    for name in (
+        "pack 900.0",
+        "copy_in 900.0",
+        f"transport {(20 - 0.9 * len(stages)) * 1e3:.1f}",
+        "bfloat16[2,22223,16,4,4,2]",
+        "as float32",
+    ):
+        assert name in text
+    assert len(repr(summary).splitlines()) == 1
+    assert len(repr(summary)) <= 100
+
+
+@pytest.mark.parametrize(
+    ("seen", "text"),
+    [
+        (None, "Nothing was sent: there was no call with data yet."),
+        ((), "Nothing was sent: no backward pass ran inside. Enter `remote` around backward()."),
+        (
+            tuple(f"Some{number:02}Backward0" for number in range(30)),
+            "Nothing was sent: the service has none of the backward operators that ran inside: "
+            "Some00Backward0, Some01Backward0, Some02Backward0, Some03Backward0, Some04Backward0, "
+            "Some05Backward0, Some06Backward0, Some07Backward0 and 22 more in .seen. "
+            "`npugrad ops` lists what it has.",
+        ),
+    ],
+)
+def test_an_empty_summary_says_why(seen: tuple[str, ...] | None, text: str) -> None:
+    summary = Summary((), seen=seen)
+    assert " ".join(str(summary).split()) == text
+    assert max(map(len, str(summary).splitlines())) <= 80
+    assert summary._repr_html_() == f"<p>{text}</p>"
+
+
+def test_notebooks_show_the_tables() -> None:
+    ledger = Ledger()
+    ledger.add("floyd", is_sent=True, why="<b>", nbytes=2**20, seconds=0.6, timeline=TIMELINE)
+    page = ledger.summary(COSTS)._repr_html_()
+    assert page.count("<table>") == page.count("</table>") == 3
+    assert "<td>floyd</td><td>sent</td><td>&lt;b&gt;</td><td>1</td>" in page
+    assert "<td>float32[2,8,16]</td>" in page
+
+
+def test_what_ran_instead_is_told(client: Client) -> None:
+    x = torch.randn(4, 3, requires_grad=True)
+    with remote(client, min_bytes=0) as mode:
+        assert "no backward pass ran inside" in str(mode.summary())
+        torch.nn.functional.linear(x, torch.ones(2, 3), torch.ones(2)).relu().sum().backward()
+    told = " ".join(str(mode.summary()).split())
+    assert (
+        "the service has none of the backward operators that ran inside: AddmmBackward0, ReluBackward0"
+        in told
+    )
+    gradients(Transformer(), torch.randn(2, 3, 9, 7))
+    assert "none of the backward operators" in str(mode.summary()), "what runs outside does not count"
+    with mode:
+        gradients(Transformer(), torch.randn(2, 3, 9, 7))
+    assert mode.summary().seen is None
+
+
+def test_a_remote_shows_its_client_and_policies(client: Client) -> None:
+    mode = remote(client, min_bytes=0, on_error="local", policy="faster")
+    assert repr(mode).startswith(f"Remote({client!r}")
+    for part in (
+        "min_bytes=0",
+        "on_refused='warn'",
+        "on_error='local'",
+        "policy='faster'",
+        "0 sent",
+        "0 local",
+    ):
+        assert part in repr(mode)
+    assert len(repr(mode).splitlines()) <= 3
+    assert mode._repr_html_() == mode.summary()._repr_html_()

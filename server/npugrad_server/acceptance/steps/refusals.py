@@ -165,12 +165,14 @@ def _compare_worker(out: StepLog, name: str, questions: Iterable[_Question]) -> 
             asked += 1
             if code != answer["status"]:
                 wrong.append(f"{question.constraint.id} ({call.sample}): {code}, not {answer['status']}")
+    if len(wrong) > _MOST_SHOWN:
+        out.table(f"Codes that {name} reports otherwise", ("call, and codes",), [(each,) for each in wrong])
     out.check(
         f"{name}: a worker reports the device's codes",
         asked > 0 and not wrong,
         f"the same code for each of {asked} calls that a worker can express",
         "; ".join(wrong[:_MOST_SHOWN]) or f"the same for {asked}",
-        f"and {len(wrong) - _MOST_SHOWN} more" if len(wrong) > _MOST_SHOWN else "",
+        f"and {len(wrong) - _MOST_SHOWN} more, see the report" if len(wrong) > _MOST_SHOWN else "",
     )
 
 

@@ -1,0 +1,63 @@
+"""How objects show themselves: a `repr` of three lines at most, and tables for notebooks."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+WIDTH = 100
+"""Columns of a line."""
+_INDENT = "    "
+
+
+class Html(str):
+    """Text that is HTML already; other text is escaped."""
+
+    __slots__ = ()
+
+
+def in_lines(name: str, parts: Iterable[str]) -> str:
+    """``name(part, part, ...)``, in lines of at most `WIDTH` columns where a part is no longer itself."""
+    lines, line = [], f"{name}("
+    texts = [*parts]
+    for number, text in enumerate(texts):
+        piece = text + (", " if number < len(texts) - 1 else ")")
+        if len(line) + len(piece.rstrip()) > WIDTH and line.strip():
+            lines.append(line.rstrip())
+            line = _INDENT
+        line += piece
+    return "\n".join([*lines, line if texts else f"{line})"])
+
+
+def shortened(text: str, most: int) -> str:
+    """The text, or its beginning with dots where it is longer than `most` characters."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def some(items: Sequence[str], most: int, where: str) -> str:
+    """The items with commas, or the first of them and where the others are."""
+    shown = ", ".join(items[:most])
+    return shown if len(items) <= most else f"{shown} and {len(items) - most} more in {where}"
+
+
+def html_table(caption: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in HTML.
+
+    Args:
+        caption: What it shows.
+        header: Names of the columns.
+        rows: Cells of each row; text is escaped unless it is `Html`.
+    """
+    lines = [f"<table><caption>{_cell(caption)}</caption>", f"<thead>{_row('th', header)}</thead>", "<tbody>"]
+    return "\n".join([*lines, *(_row("td", row) for row in rows), "</tbody></table>"])
+
+
+def _row(tag: str, cells: Sequence[str]) -> str:
+    return "<tr>" + "".join(f"<{tag}>{_cell(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+
+def _cell(text: str) -> str:
+    return text if isinstance(text, Html) else escape(text)

@@ -1,0 +1,110 @@
+"""How what a client gives shows itself: results of every operator, clients, servers, futures."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import npugrad_client
+from npugrad import OPERATORS, OpRecord
+from npugrad.call import ExecutionInfo
+from npugrad.products import Product
+from npugrad.representation import WIDTH
+from npugrad_client import AsyncClient, Client, DeviceInfo, ServerInfo, ServerLimits
+
+if TYPE_CHECKING:
+    from tests.fix_server import ServerProcess
+
+INFO = ExecutionInfo("cpu", "cpu:0", Product.ATLAS_A2, run_s=0.0125, request_id="<b>")
+EACH = pytest.mark.parametrize("record", OPERATORS.values(), ids=OPERATORS)
+
+
+def assert_fits(text: str) -> None:
+    lines = text.splitlines()
+    assert len(lines) <= 3, text
+    assert max(map(len, lines)) <= WIDTH, text
+
+
+def result(record: OpRecord, **changed: Any) -> Any:
+    """A result of a large call, whose arrays hold one element each."""
+    call = record.build(**record.workloads.named["large"].sizes)
+    outputs = record.infer(call)
+    arrays = {
+        n: None if m is None else np.broadcast_to(np.zeros((), m.dtype.numpy), m.shape)
+        for n, m in outputs.items()
+    }
+    return getattr(npugrad_client, f"{record.rpc}Result")(**{**arrays, **changed}, info=INFO)
+
+
+@EACH
+def test_a_result_shows_types_and_shapes_in_three_lines(record: OpRecord) -> None:
+    found = result(record)
+    assert_fits(repr(found))
+    assert repr(found).startswith(f"{record.rpc}Result({record.outputs[0].name}=float")
+    for output in record.outputs:
+        array = getattr(found, output.name)
+        assert f"{output.name}={array.dtype}{[*array.shape]}" in repr(found)
+    assert repr(found).endswith("info=cpu:0, 12.5 ms)")
+
+
+@EACH
+def test_notebooks_show_a_result_as_tables(record: OpRecord) -> None:
+    found = result(record, **{record.outputs[0].name: None})
+    page = found._repr_html_()
+    assert f"<tr><td>{record.outputs[0].name}</td><td>masked out</td><td></td><td></td></tr>" in page
+    for output in record.outputs[1:]:
+        array = getattr(found, output.name)
+        shape = " x ".join(map(str, array.shape))
+        assert f"<tr><td>{output.name}</td><td>{array.dtype}</td><td>{shape}</td>" in page
+    assert "<td>&lt;b&gt;</td>" in page, "the info, escaped"
+
+
+def test_a_result_shows_tensors_as_arrays() -> None:
+    torch = pytest.importorskip("torch")
+    record = OPERATORS["group_norm_backward"]
+    found = result(record, grad_input=torch.zeros(2, 3, dtype=torch.bfloat16), grad_beta=None)
+    assert "grad_input=bfloat16[2, 3]" in repr(found)
+    assert "grad_beta=None" in repr(found)
+    assert "<td>bfloat16</td><td>2 x 3</td>" in found._repr_html_()
+
+
+def test_clients_name_some_of_many_servers() -> None:
+    for kind in (Client, AsyncClient):
+        assert repr(kind("localhost:50051")) == f"{kind.__name__}('localhost:50051')"
+        many = repr(kind([f"host{number}:50051" for number in range(20)]))
+        assert many == f"{kind.__name__}('host0:50051, host1:50051, host2:50051 and 17 more in .target')"
+
+
+def test_a_server_fits_three_lines(server: ServerProcess) -> None:
+    with Client(server.address) as client:
+        info = client.server_info()
+    assert_fits(repr(info))
+    assert f"npugrad {info.version} for {info.product}" in repr(info)
+    assert "cpu:0 ready" in repr(info)
+    page = info._repr_html_()
+    assert "<caption>Devices</caption>" in page
+    assert f"<tr><td>version</td><td>{info.version}</td></tr>" in page
+    for limit in dataclasses.fields(info.limits):
+        assert f"<td>{limit.name}</td>" in page
+    for field in dataclasses.fields(info):
+        assert field.name in ("devices", "limits") or f"<td>{field.name}</td>" in page
+    many = tuple(DeviceInfo(f"npu:{n}", "npu", "<i>", False, "quarantined", 0, "") for n in range(64))
+    large = dataclasses.replace(info, devices=many)
+    assert_fits(repr(large))
+    assert "npu:2 quarantined and 61 more in .devices" in repr(large)
+    assert large._repr_html_().count("<td>&lt;i&gt;</td>") == 64
+
+
+def test_a_future_is_one_line(server: ServerProcess) -> None:
+    with Client(server.address) as client:
+        future = client.submit(client.server_info)
+        assert_fits(repr(future))
+        assert isinstance(future.result(), ServerInfo)
+        assert_fits(repr(future))
+        assert isinstance(future.result().limits, ServerLimits)
+        failed = client.submit(client.list_operators, product="none")
+        assert isinstance(failed.exception(), ValueError)
+        assert_fits(repr(failed))
