@@ -2,8 +2,12 @@
 
 Example:
     >>> from npugrad_client import Client
-    >>> with Client("localhost:50051") as client:      # doctest: +SKIP
-    ...     client.server_info().product
+    >>> with Client("localhost:50051") as client:
+    ...     [device.name for device in client.server_info().devices]
+    ['cpu:0']
+
+Other examples take for granted `np`, which is NumPy, `client`, an open client, and `call`, the arguments of a
+legal call as in the example of the operator's method.
 """
 
 from __future__ import annotations

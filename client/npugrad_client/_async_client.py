@@ -55,10 +55,12 @@ class AsyncClient(AsyncOperators):
     Processes: an open asynchronous client does not survive a fork; close it before, or use `Client`.
 
     Example:
-        >>> async with AsyncClient("localhost:50051") as client:          # doctest: +SKIP
+        >>> import asyncio
+        >>> async with AsyncClient("localhost:50051") as client:
         ...     first, second = await asyncio.gather(
         ...         client.group_norm_backward(**call), client.group_norm_backward(**call, label="second"))
-        ...     first.grad_input
+        ...     first.grad_input.shape
+        (2, 6, 4)
     """
 
     _registry = REGISTRY
@@ -123,9 +125,9 @@ class AsyncClient(AsyncOperators):
         """Closes the connection; calls in flight are cancelled.
 
         Example:
-            >>> client = AsyncClient("localhost:50051")  # doctest: +SKIP
-            >>> try:                                     # doctest: +SKIP
-            ...     print(await client.server_info())
+            >>> client = AsyncClient("localhost:50051")
+            >>> try:
+            ...     info = await client.server_info()
             ... finally:
             ...     await client.close()
         """
@@ -162,9 +164,10 @@ class AsyncClient(AsyncOperators):
             TransportError: Nothing usable came back.
 
         Example:
-            >>> verdict = await client.validate(                    # doctest: +SKIP
-            ...     "group_norm_backward", inputs={"input": TensorMeta("float32", (2, 6, 4))}, attrs=attrs)
-            >>> [violation.id for violation in verdict.violations]  # doctest: +SKIP
+            >>> verdict = await client.validate(
+            ...     "group_norm_backward", inputs={"input": TensorMeta("float32", (2, 6, 4))},
+            ...     attrs=dict(n=2, c=6, hxw=4, group=3, output_mask=(True, True, True)))
+            >>> [violation.id for violation in verdict.violations]
             ['grad_out.not_null', 'mean.not_null', 'rstd.not_null']
         """
         request = _info.encode_validation(operator, inputs, attrs, outputs, product, registry=self._registry)
@@ -182,8 +185,9 @@ class AsyncClient(AsyncOperators):
             TransportError: Nothing usable came back.
 
         Example:
-            >>> info = await client.server_info(timeout_s=5)                          # doctest: +SKIP
-            >>> info.version, info.product, [device.name for device in info.devices]  # doctest: +SKIP
+            >>> info = await client.server_info(timeout_s=5)
+            >>> [(device.name, device.state) for device in info.devices]
+            [('cpu:0', 'ready')]
         """
         return _info.decode_server_info(
             await self._transport.ask("server_info", _info.SERVER_INFO_REQUEST, self._deadline(timeout_s))
@@ -203,8 +207,9 @@ class AsyncClient(AsyncOperators):
             TransportError: Nothing usable came back.
 
         Example:
-            >>> operators = await client.list_operators()                        # doctest: +SKIP
-            >>> [operator.name for operator in operators if operator.supported]  # doctest: +SKIP
+            >>> operators = await client.list_operators()
+            >>> [operator.name for operator in operators if operator.supported]
+            [..., 'group_norm_backward', ...]
         """
         request = _info.encode_list(product)
         return _info.decode_operators(
@@ -261,8 +266,10 @@ class AsyncClient(AsyncOperators):
             NpugradError: What a call raised, with ``on_error="raise"``; what it raises otherwise, too.
 
         Example:
-            >>> calls = ({**call, "grad_output": gradient} for gradient in gradients)   # doctest: +SKIP
-            >>> grads = await client.run_many(client.grid_sampler_2d_backward, calls)   # doctest: +SKIP
+            >>> calls = [{**call, "label": f"sample {i}"} for i in range(4)]
+            >>> results = await client.run_many(client.group_norm_backward, calls, concurrency=2)
+            >>> [grads.grad_input.shape for grads in results]
+            [(2, 6, 4), (2, 6, 4), (2, 6, 4), (2, 6, 4)]
         """
         batch, workers = Batch(calls, concurrency, on_error, progress), []
 
@@ -300,8 +307,8 @@ class AsyncClient(AsyncOperators):
                 could be written. No call fails for that.
 
         Example:
-            >>> with client.profile("calls.json"):  # doctest: +SKIP
-            ...     await client.group_norm_backward(**call)
+            >>> with client.profile("calls.json"):
+            ...     grads = await client.group_norm_backward(**call)
         """
         return profiling(path, self._sinks)
 

@@ -54,11 +54,14 @@ class Client(Operators):
     Event loops: a call blocks the loop that makes it (as a cell of a notebook does); see `AsyncClient`.
 
     Example:
-        >>> with Client("localhost:50051") as client:          # doctest: +SKIP
+        >>> x, grad_out = np.random.default_rng(0).standard_normal((2, 2, 6, 4), "float32")
+        >>> groups = x.reshape(2, 3, -1)
+        >>> with Client("localhost:50051") as client:
         ...     grads = client.group_norm_backward(
-        ...         grad_out=grad_out, input=x, mean=mean, rstd=rstd, gamma=weight,
+        ...         grad_out=grad_out, input=x, mean=groups.mean(2), rstd=1 / groups.std(2),
         ...         n=2, c=6, hxw=4, group=3, output_mask=(True, True, True))
-        ...     grads.grad_input, grads.info.device
+        >>> grads.grad_input.shape, grads.grad_gamma.shape
+        ((2, 6, 4), (6,))
     """
 
     _registry = REGISTRY
@@ -147,9 +150,9 @@ class Client(Operators):
         """Closes the connection; calls in flight are cancelled.
 
         Example:
-            >>> client = Client("localhost:50051")  # doctest: +SKIP
-            >>> try:                                # doctest: +SKIP
-            ...     print(client.server_info())
+            >>> client = Client("localhost:50051")
+            >>> try:
+            ...     info = client.server_info()
             ... finally:
             ...     client.close()
         """
@@ -187,9 +190,10 @@ class Client(Operators):
             TransportError: Nothing usable came back.
 
         Example:
-            >>> verdict = client.validate(                          # doctest: +SKIP
-            ...     "group_norm_backward", inputs={"input": TensorMeta("float32", (2, 6, 4))}, attrs=attrs)
-            >>> [violation.id for violation in verdict.violations]  # doctest: +SKIP
+            >>> verdict = client.validate(
+            ...     "group_norm_backward", inputs={"input": TensorMeta("float32", (2, 6, 4))},
+            ...     attrs=dict(n=2, c=6, hxw=4, group=3, output_mask=(True, True, True)))
+            >>> [violation.id for violation in verdict.violations]
             ['grad_out.not_null', 'mean.not_null', 'rstd.not_null']
         """
         request = _info.encode_validation(operator, inputs, attrs, outputs, product, registry=self._registry)
@@ -207,8 +211,9 @@ class Client(Operators):
             TransportError: Nothing usable came back.
 
         Example:
-            >>> info = client.server_info(timeout_s=5)                                # doctest: +SKIP
-            >>> info.version, info.product, [device.name for device in info.devices]  # doctest: +SKIP
+            >>> info = client.server_info(timeout_s=5)
+            >>> [(device.name, device.state) for device in info.devices]
+            [('cpu:0', 'ready')]
         """
         return _info.decode_server_info(
             self._transport.ask("server_info", _info.SERVER_INFO_REQUEST, self._deadline(timeout_s))
@@ -228,8 +233,9 @@ class Client(Operators):
             TransportError: Nothing usable came back.
 
         Example:
-            >>> operators = client.list_operators()                              # doctest: +SKIP
-            >>> [operator.name for operator in operators if operator.supported]  # doctest: +SKIP
+            >>> operators = client.list_operators()
+            >>> [operator.name for operator in operators if operator.supported]
+            [..., 'group_norm_backward', ...]
         """
         request = _info.encode_list(product)
         return _info.decode_operators(
@@ -286,8 +292,10 @@ class Client(Operators):
             NpugradError: What a call raised, with ``on_error="raise"``; what it raises otherwise, too.
 
         Example:
-            >>> calls = ({**call, "grad_output": gradient} for gradient in gradients)  # doctest: +SKIP
-            >>> grads = client.run_many(client.grid_sampler_2d_backward, calls)        # doctest: +SKIP
+            >>> calls = [{**call, "label": f"sample {i}"} for i in range(4)]
+            >>> results = client.run_many(client.group_norm_backward, calls, concurrency=2)
+            >>> [grads.grad_input.shape for grads in results]
+            [(2, 6, 4), (2, 6, 4), (2, 6, 4), (2, 6, 4)]
         """
         batch = Batch(calls, concurrency, on_error, progress)
         threads = Threads(self._transport, concurrency)
@@ -313,8 +321,8 @@ class Client(Operators):
                 could be written. No call fails for that.
 
         Example:
-            >>> with client.profile("calls.json"):  # doctest: +SKIP
-            ...     client.group_norm_backward(**call)
+            >>> with client.profile("calls.json"):
+            ...     grads = client.group_norm_backward(**call)
         """
         return profiling(path, self._sinks)
 
@@ -323,8 +331,9 @@ class Client(Operators):
         """The same methods, returning a `concurrent.futures.Future` at once.
 
         Example:
-            >>> flying = [client.submit.group_norm_backward(**call) for call in calls]     # doctest: +SKIP
-            >>> [future.result().grad_input for future in flying]                          # doctest: +SKIP
+            >>> futures = [client.submit.group_norm_backward(**call) for _ in range(3)]
+            >>> [future.result().grad_input.shape for future in futures]
+            [(2, 6, 4), (2, 6, 4), (2, 6, 4)]
         """
         return Submit(self, self._threads)
 

@@ -107,9 +107,11 @@ class Submit(FutureOperators):
     Thread safety: may be shared by any number of threads.
 
     Example:
-        >>> flying = client.submit.group_norm_backward(**call)                             # doctest: +SKIP
-        >>> flying.result().grad_input                                                     # doctest: +SKIP
-        >>> client.submit(client.list_operators, timeout_s=5).result()                     # doctest: +SKIP
+        >>> future = client.submit.group_norm_backward(**call)
+        >>> future.result().grad_input.shape
+        (2, 6, 4)
+        >>> len(client.submit(client.list_operators, timeout_s=5).result())
+        6
     """
 
     def __init__(self, client: Client, threads: Threads) -> None:

@@ -47,8 +47,7 @@ MIN_BYTES = 512 * 1024
 """Default of `min_bytes`: below it the fixed cost of a call is more than half of its travel (measured).
 
 Example:
-    >>> with remote(client, min_bytes=4 * MIN_BYTES):           # doctest: +SKIP
-    ...     loss.backward()
+    >>> mode = remote(client, min_bytes=4 * MIN_BYTES)
 """
 _REFUSED = (NullOperand, InvalidOperand, TilingError, UnsupportedOperator)
 _FRAMEWORKS = ("npugrad_client", "torch", "jax", "jaxlib")
@@ -65,8 +64,8 @@ class RemoteWarning(UserWarning):
     """Something that could have been sent was not; said once for each kind by each `remote` or `Policies`.
 
     Example:
-        >>> warnings.simplefilter("error", RemoteWarning)              # doctest: +SKIP
-        >>> policies = Policies(on_refused="warn")  # which then raises where it would have warned
+        >>> import warnings
+        >>> warnings.simplefilter("error", RemoteWarning)  # raise it instead
     """
 
 
@@ -113,8 +112,6 @@ class Policies:
 
     Example:
         >>> policies = Policies(on_refused="warn", on_error="local")
-        >>> out = multi_scale_deformable_attention(        # doctest: +SKIP
-        ...     *operands, client=client, policies=policies)
         >>> policies.summary().sent
         0
     """

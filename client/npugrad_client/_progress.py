@@ -42,7 +42,10 @@ class Progress:
     Example:
         >>> def show(progress: Progress) -> None:
         ...     print(progress.stage, progress.sent_bytes, "of", progress.bytes_to_send)
-        >>> client.group_norm_backward(**call, progress=show)          # doctest: +SKIP
+        >>> grads = client.group_norm_backward(**call, progress=show)
+        sending 0 of 0
+        ...
+        done 0 of 0
 
     Attributes:
         stage: ``"sending"``, ``"waiting"`` for the result, ``"receiving"`` or ``"done"``.

@@ -54,7 +54,8 @@ class RetryPolicy:
     Example:
         >>> patient = RetryPolicy(retry_for_s=300.0)
         >>> fast_tail = RetryPolicy(hedge_after_s=0.25)
-        >>> Client(["host1:50051", "host2:50051"], retry=fast_tail)          # doctest: +SKIP
+        >>> Client(["host1:50051", "host2:50051"], retry=fast_tail)
+        Client('host1:50051, host2:50051')
 
     Attributes:
         max_tries: Tries of a call, hedges included, without those that found the server lost or draining, or

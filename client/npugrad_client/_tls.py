@@ -30,9 +30,10 @@ class Tls:
     that cannot be used leave everything as it is.
 
     Example:
-        >>> tls = Tls(ca="ca.pem")                                            # trust this authority only
+        >>> tls = Tls(ca="ca.pem")  # trust this authority only
         >>> mutual = Tls(ca="ca.pem", certificate="client.pem", key="client.key")
-        >>> Client("npugrad.example.org:443", tls=mutual)                     # doctest: +SKIP
+        >>> Client("npugrad.example.org:443", tls=mutual)
+        Client('npugrad.example.org:443')
 
     Attributes:
         ca: Certificates of the authorities that may have signed the server's; None for the system's.

@@ -116,7 +116,7 @@ class TlsError(ConnectError):
     Not retried: it takes another certificate or another setting.
 
     Example:
-        >>> Client("localhost:50051", tls=True, retry=None).server_info()  # doctest: +SKIP
+        >>> Client("localhost:50051", tls=True, retry=None).server_info()
         Traceback (most recent call last):
         npugrad_client.errors.TlsError: server_info: no encrypted connection to localhost:50051: ...
     """

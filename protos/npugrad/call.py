@@ -76,7 +76,8 @@ class VerifiedOutput:
     Example:
         >>> print(VerifiedOutput("grad_input", 1.5e-6, 2e-7, 0.03))
         grad_input: max absolute error 1.50e-06, max relative error 2.00e-07, 0.03 of what is allowed
-        >>> client.group_norm_backward(**call, verify=True).info.verified          # doctest: +SKIP
+        >>> [v.name for v in client.group_norm_backward(**call, verify=True).info.verified]
+        ['grad_input', 'grad_gamma', 'grad_beta']
 
     Attributes:
         name: Name of the output.
@@ -104,8 +105,9 @@ class ExecutionInfo:
     """What produced a result and how long each stage took.
 
     Example:
-        >>> info = client.group_norm_backward(**call).info                        # doctest: +SKIP
-        >>> f"{info.device}: {info.run_s * 1e3:.1f} ms, sent {info.tries} times"  # doctest: +SKIP
+        >>> info = client.group_norm_backward(**call).info
+        >>> f"{info.device}: {info.run_s * 1e3:.1f} ms"
+        'cpu:0: ... ms'
 
     Attributes:
         backend: ``"cpu"`` (compiled kernels), ``"cpu-reference"`` (NumPy), ``"npu"`` or ``"test"``.
@@ -156,8 +158,9 @@ class ExecutionInfo:
         """Where the time of the call went, from its first line to its results; None where nobody recorded it.
 
         Example:
-            >>> print(result.info.timeline)                                           # doctest: +SKIP
-            >>> result.info.timeline.seconds("send")                                  # doctest: +SKIP
+            >>> timeline = client.group_norm_backward(**call).info.timeline
+            >>> timeline.seconds("run") < timeline.wall_s
+            True
         """
         return None if self.recorded is None else self.recorded.timeline()
 

@@ -369,8 +369,9 @@ class Verdict:
     """What `validate` found.
 
     Example:
-        >>> verdict = npugrad.validate("group_norm_backward", inputs={}, attrs=attrs)  # doctest: +SKIP
-        >>> verdict.status, len(verdict.violations)                                    # doctest: +SKIP
+        >>> verdict = client.validate("layer_norm_backward", inputs={}, attrs={
+        ...     "normalized_shape": (4,), "output_mask": (True, True, True)})
+        >>> verdict.status, len(verdict.violations)
         (161001, 4)
 
     Attributes:

@@ -4,9 +4,11 @@ The forward pass is JAX's own, and may be compiled; the gradient is a host callb
 arrays the host can reach, and has no gradient of its own.
 
 Example:
-    >>> def loss(x, scale, bias):                                          # doctest: +SKIP
-    ...     return group_norm(x, scale, bias, groups=8, client=client).sum()
-    >>> jax.jit(jax.grad(loss))(x, scale, bias)                            # doctest: +SKIP
+    >>> def loss(x, scale, bias):
+    ...     return (group_norm(x, scale, bias, groups=8, client=client) ** 2).mean()
+    >>> x, scale, bias = jnp.ones((2, 64, 8, 8)), jnp.ones(64), jnp.zeros(64)
+    >>> jax.jit(jax.grad(loss))(x, scale, bias).shape
+    (2, 64, 8, 8)
 
 This package imports jax; `npugrad_client` itself never does.
 """

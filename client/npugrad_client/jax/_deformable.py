@@ -66,10 +66,14 @@ def multi_scale_deformable_attention(
         TypeError: The client is no `Client`.
 
     Example:
-        >>> def loss(*operands):                                       # doctest: +SKIP
-        ...     return multi_scale_deformable_attention(*operands, client=client).sum()
-        >>> jax.jit(jax.grad(loss, argnums=(0, 3, 4)))(                # doctest: +SKIP
-        ...     value, spatial_shape, level_start_index, location, attn_weight)
+        >>> value = jnp.ones((1, 20, 2, 8))
+        >>> spatial_shape, level_start_index = jnp.array([[4, 4], [2, 2]]), jnp.array([0, 16])
+        >>> location, attn_weight = jnp.full((1, 5, 2, 2, 4, 2), 0.4), jnp.full((1, 5, 2, 2, 4), 0.125)
+        >>> def loss(value):
+        ...     return multi_scale_deformable_attention(
+        ...         value, spatial_shape, level_start_index, location, attn_weight, client=client).sum()
+        >>> jax.jit(jax.grad(loss))(value).shape
+        (1, 20, 2, 8)
     """
     require_client("multi_scale_deformable_attention", client)
     operands = {

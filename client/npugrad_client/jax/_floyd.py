@@ -71,10 +71,13 @@ def fused_floyd_attention(
         TypeError: The client is no `Client`.
 
     Example:
-        >>> def loss(*operands):                                       # doctest: +SKIP
-        ...     return fused_floyd_attention(*operands, client=client).astype("float32").sum()
-        >>> jax.jit(jax.grad(loss, argnums=range(5)))(                 # doctest: +SKIP
-        ...     query, key1, value1, key2, value2)
+        >>> query = key1 = value1 = jnp.ones((1, 1, 16, 128, 32), "bfloat16")
+        >>> key2 = value2 = jnp.ones((1, 1, 128, 128, 32), "bfloat16")
+        >>> def loss(query):
+        ...     out = fused_floyd_attention(query, key1, value1, key2, value2, client=client)
+        ...     return out.astype("float32").sum()
+        >>> jax.jit(jax.grad(loss))(query).shape
+        (1, 1, 16, 128, 32)
     """
     require_client("fused_floyd_attention", client)
     factor = default_floyd_scale(query) if scale is None else scale

@@ -69,9 +69,12 @@ def grid_sample(
         TypeError: The client is no `Client`.
 
     Example:
-        >>> def loss(input, grid):                                     # doctest: +SKIP
+        >>> def loss(input, grid):
         ...     return grid_sample(input, grid, client=client, padding_mode="border").sum()
-        >>> jax.jit(jax.grad(loss, argnums=(0, 1)))(input, grid)       # doctest: +SKIP
+        >>> images, grid = jnp.ones((2, 3, 8, 8)), jnp.full((2, 4, 4, 2), 0.3)
+        >>> input_grad, grid_grad = jax.jit(jax.grad(loss, argnums=(0, 1)))(images, grid)
+        >>> input_grad.shape, grid_grad.shape
+        ((2, 3, 8, 8), (2, 4, 4, 2))
     """
     require_client("grid_sample", client)
     service = Service(client, policies, timeout_s, deterministic, priority, label, verify)

@@ -61,9 +61,10 @@ def group_norm(
         TypeError: The client is no `Client`.
 
     Example:
-        >>> def loss(x):                                               # doctest: +SKIP
-        ...     return group_norm(x, groups=8, client=client).sum()
-        >>> jax.jit(jax.grad(loss))(x)                                 # doctest: +SKIP
+        >>> def loss(x):
+        ...     return (group_norm(x, groups=8, client=client) ** 2).mean()
+        >>> jax.jit(jax.grad(loss))(jnp.ones((2, 64, 8, 8))).shape
+        (2, 64, 8, 8)
     """
     require_client("group_norm", client)
     service = Service(client, policies, timeout_s, deterministic, priority, label, verify)

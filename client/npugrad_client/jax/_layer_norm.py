@@ -60,9 +60,10 @@ def layer_norm(
         TypeError: The client is no `Client`.
 
     Example:
-        >>> def loss(x):                                               # doctest: +SKIP
-        ...     return layer_norm(x, client=client).sum()
-        >>> jax.jit(jax.grad(loss))(x)                                 # doctest: +SKIP
+        >>> def loss(x):
+        ...     return (layer_norm(x, client=client) ** 2).mean()
+        >>> jax.jit(jax.grad(loss))(jnp.ones((2, 64, 8, 8))).shape
+        (2, 64, 8, 8)
     """
     require_client("layer_norm", client)
     service = Service(client, policies, timeout_s, deterministic, priority, label, verify)

@@ -5,9 +5,12 @@ and `fused_floyd_attention` are functions for models of one's own, and `drop_in`
 extension that Deformable-DETR and mmcv want.
 
 Example:
-    >>> with Client("localhost:50051") as client, remote(client) as mode:  # doctest: +SKIP
-    ...     loss.backward()
-    >>> print(mode.summary())                                              # doctest: +SKIP
+    >>> model = torch.nn.GroupNorm(8, 64)
+    >>> with Client("localhost:50051") as client, remote(client) as mode:
+    ...     model(torch.rand(4, 64, 32, 32)).square().mean().backward()
+    >>> print(mode.summary())
+    operator             where  why  calls   MiB  seconds
+    group_norm_backward  sent   -        1  3.00    ...
 
 This package imports torch; `npugrad_client` itself never does.
 """

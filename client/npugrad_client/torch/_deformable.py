@@ -92,9 +92,14 @@ def multi_scale_deformable_attention(
         TypeError: An operand is no dense CPU tensor, or the client no `Client`.
 
     Example:
-        >>> out = multi_scale_deformable_attention(                        # doctest: +SKIP
+        >>> value = torch.rand(1, 20, 2, 8, requires_grad=True)
+        >>> spatial_shape, level_start_index = torch.tensor([[4, 4], [2, 2]]), torch.tensor([0, 16])
+        >>> location, attn_weight = torch.rand(1, 5, 2, 2, 4, 2), torch.rand(1, 5, 2, 2, 4)
+        >>> out = multi_scale_deformable_attention(
         ...     value, spatial_shape, level_start_index, location, attn_weight, client=client)
-        >>> out.sum().backward()                                           # doctest: +SKIP
+        >>> out.sum().backward()
+        >>> value.grad.shape
+        torch.Size([1, 20, 2, 8])
     """
     require_client("multi_scale_deformable_attention", client)
     options = Options(

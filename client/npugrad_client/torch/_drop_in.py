@@ -29,11 +29,10 @@ class DropIn:
     """What `drop_in` makes; see there.
 
     Example:
-        >>> stand_in = drop_in(client)                                 # doctest: +SKIP
-        >>> stand_in.install()                                         # doctest: +SKIP
-        >>> loss(model(images)).backward()                             # doctest: +SKIP
-        >>> stand_in.remove()                                          # doctest: +SKIP
-        >>> print(stand_in.summary())                                  # doctest: +SKIP
+        >>> stand_in = drop_in(client)
+        >>> stand_in.install()
+        >>> import MultiScaleDeformableAttention  # as the model's code does
+        >>> stand_in.remove()
     """
 
     def __init__(self, client: Client, options: Options, policies: Policies) -> None:
@@ -141,10 +140,15 @@ def drop_in(
         ValueError: A policy that there is not, or a negative `min_bytes`.
 
     Example:
-        >>> with drop_in(client):                                      # doctest: +SKIP
-        ...     from models.ops.modules import MSDeformAttn
-        ...     model = build_model()
-        ...     loss(model(images)).backward()
+        >>> value, grad_output = torch.rand(1, 20, 2, 8), torch.rand(1, 5, 16)
+        >>> shapes, starts = torch.tensor([[4, 4], [2, 2]]), torch.tensor([0, 16])
+        >>> location, weight = torch.rand(1, 5, 2, 2, 4, 2), torch.rand(1, 5, 2, 2, 4)
+        >>> with drop_in(client) as stand_in:
+        ...     import MultiScaleDeformableAttention as MSDA  # as the model's code does
+        ...     grads = MSDA.ms_deform_attn_backward(
+        ...         value, shapes, starts, location, weight, grad_output, 64)
+        >>> stand_in.summary().sent
+        1
     """
     require_client("drop_in", client)
     require_policies("drop_in", on_refused, on_error, min_bytes)

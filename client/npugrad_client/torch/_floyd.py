@@ -105,8 +105,13 @@ def fused_floyd_attention(
         TypeError: An operand is no dense CPU tensor, or the client no `Client`.
 
     Example:
-        >>> out = fused_floyd_attention(query, key1, value1, key2, value2, client=client)  # doctest: +SKIP
-        >>> out.float().sum().backward()                                                   # doctest: +SKIP
+        >>> query, key1, value1 = torch.rand(3, 1, 1, 16, 128, 32, dtype=torch.bfloat16)
+        >>> key2, value2 = torch.rand(2, 1, 1, 128, 128, 32, dtype=torch.bfloat16)
+        >>> out = fused_floyd_attention(
+        ...     query.requires_grad_(), key1, value1, key2, value2, client=client)
+        >>> out.float().sum().backward()
+        >>> query.grad.shape
+        torch.Size([1, 1, 16, 128, 32])
     """
     require_client("fused_floyd_attention", client)
     options = Options(timeout_s=timeout_s, priority=priority, label=label, verify=verify)

@@ -98,7 +98,7 @@ def register_deformable_attention(
         ValueError: A name without its module, or a role that is no parameter.
 
     Example:
-        >>> register_deformable_attention("models.attention:sample",       # doctest: +SKIP
+        >>> register_deformable_attention("models.attention:sample",
         ...     parameters=("feats", "shapes", "points", "scores"), value="feats",
         ...     spatial_shapes="shapes", locations="points", weights="scores")
     """

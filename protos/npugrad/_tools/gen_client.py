@@ -12,16 +12,20 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from npugrad.attributes import KINDS
 from npugrad.dtypes import DType
 from npugrad.error_table import BY_CODE
 from npugrad.errors import InvalidOperand, NullOperand, TilingError
+from npugrad.generators import Draw
 from npugrad.operator import AttrParam, TensorParam
 from npugrad.ops import OPERATORS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
+    from npugrad.meta import TensorMeta
     from npugrad.operator import OpRecord, Param
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -95,8 +99,6 @@ _CLASSES = (
 )
 """The classes of methods: name, what the methods are, and how they are defined and call."""
 
-_SKIP = "# doctest: +SKIP"
-"""What an example says that needs a server."""
 CLASS_BY_CODE = {code: cls for cls in (NullOperand, InvalidOperand, TilingError) for code in cls.codes}
 _COMMON = (
     (
@@ -174,8 +176,7 @@ def _result_class(record: OpRecord) -> str:
     ]
     masked = any(p.masked_by is not None for p in record.outputs)
     note = "; masked-out ones are None" if masked else ""
-    lines += [f'    """Results of `{record.name}`{note}.', "", "    Example:"]
-    lines += [*_example(record, "(**call)", 8), "", "    Attributes:"]
+    lines += [f'    """Results of `{record.name}`{note}.', "", "    Attributes:"]
     lines += [_wrap(_tensor_doc(p), 8, f"{p.name}: ") for p in record.outputs]
     lines += [_wrap("What produced the results and how long each stage took.", 8, "info: "), '    """', ""]
     lines += [f"    {p.name}: Array" for p in record.outputs]
@@ -223,27 +224,51 @@ def _raises(record: OpRecord) -> list[str]:
     return [_wrap(sentence, 12, f"{name}: ") for name, sentence in sentences.items()]
 
 
-def _example(record: OpRecord, arguments: str, indent: int, await_: str = "") -> list[str]:
-    """A call of the operator and a look at its results; `arguments` come in brackets, on one line or more."""
-    first, *more = arguments.split("\n")
-    call = f">>> grads = {await_}client.{record.name}{first}"
-    look = f">>> grads.{record.outputs[0].name}.shape, grads.info.device"
-    width = max(len(call), len(look))
-    lines = [f"{call:{width}}  {_SKIP}", *(f"...     {line}" for line in more), f"{look:{width}}  {_SKIP}"]
-    return [" " * indent + line for line in lines]
+def _example(record: OpRecord, await_: str) -> list[str]:
+    """A call of the operator and the shape of its first result."""
+    first = record.outputs[0].name
+    meta = record.infer(record.build())[first]
+    if await_:
+        lines = [f">>> grads = await client.{record.name}(**call)"]
+    else:
+        arguments = [*_example_operands(record), *_example_attributes(record)]
+        lines = [">>> rng = np.random.default_rng(0)", f">>> grads = client.{record.name}("]
+        lines += [f"...     {line}" for line in (",\n".join(arguments) + ")").split("\n")]
+    lines += [f">>> grads.{first}.shape", str(meta and meta.shape)]
+    return [" " * 12 + line for line in lines]
 
 
-def _example_arguments(record: OpRecord) -> str:
-    """Operands by their own names, attributes as in the record's plain call."""
+def _example_operands(record: OpRecord) -> Iterator[str]:
     call = record.build()
-    given = [f"{p.name}={p.name}" for p in record.inputs if call.inputs[p.name] is not None]
+    contents = record.make_inputs(call, np.random.default_rng(0))
+    for param in record.inputs:
+        content = contents[param.name]
+        if (meta := call.inputs[param.name]) is None or content is None:
+            continue
+        literal = f'np.array({content.tolist()}, "{content.dtype}")'
+        yield f"{param.name}={literal if param.draw is None else _random(param.draw, meta)}"
+
+
+def _random(draw: Draw, meta: TensorMeta) -> str:
+    if draw.repeat > 1:
+        return f'np.full({meta.shape}, {sum(draw.completed()) / 2:g}, "{meta.dtype}")'
+    if draw == Draw("normal") and str(meta.dtype) == "float32":
+        return f'rng.standard_normal({meta.shape}, "float32")'
+    numbers = ", ".join(f"{number:g}" for number in draw.completed())
+    return f'rng.{draw.generator}({numbers}, {meta.shape}).astype("{meta.dtype}")'
+
+
+def _example_attributes(record: OpRecord) -> Iterator[str]:
+    """Attributes as in the record's plain call, on one line or more."""
+    call, given = record.build(), []
     for param in record.attrs:
         value = call.attrs[param.name]
         if value is None and param.optional:
             continue
         named = next((name for name, number in param.choices.items() if number == value), value)
         given.append(f"{param.name}={f'{named:.3g}' if isinstance(named, float) else _quoted(named)}")
-    return f"(\n{textwrap.fill(', '.join(given), 85, break_on_hyphens=False)})"
+    if given:
+        yield textwrap.fill(", ".join(given), 85, break_on_hyphens=False)
 
 
 def _quoted(value: object) -> str:
@@ -268,7 +293,7 @@ def _method(record: OpRecord, def_: str, await_: str) -> str:
         _wrap("What produced the results and how long each stage took.", 12, "info: "),
     ]
     lines += ["", "        Raises:", *_raises(record), "", "        Example:"]
-    lines += [*_example(record, _example_arguments(record), 12, await_), '        """']
+    lines += [*_example(record, await_), '        """']
     lines += [f"        results, info = {await_}self._run("]
     lines += [f'            OPERATORS["{record.name}"],']
     lines += ["            inputs={" + ", ".join(f'"{p.name}": {p.name}' for p in record.inputs) + "},"]

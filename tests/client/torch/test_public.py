@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
-from tests.client.public_names import documented, failed_examples, shown
+from tests.client.docstrings import come_true, documented
+from tests.client.public_names import shown
 
 pytest.importorskip("torch")
 
 import npugrad_client.torch as adapter
+
+if TYPE_CHECKING:
+    from tests.fix_server import ServerProcess
 
 pytestmark = pytest.mark.torch
 
@@ -16,6 +22,9 @@ def test_the_public_list_is_what_the_package_shows() -> None:
     assert shown(adapter) == set(adapter.__all__)
 
 
-@pytest.mark.parametrize("name", documented(adapter))
-def test_examples_come_out_as_written(name: str) -> None:
-    assert not failed_examples(adapter, name)
+EXAMPLES = documented("npugrad_client.torch")
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_come_out_as_written(name: str, server: ServerProcess) -> None:
+    come_true(EXAMPLES[name], "npugrad_client.torch", server.address)
