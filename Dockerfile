@@ -8,7 +8,7 @@
 #
 # BASE needs Python 3.10 to 3.13 with venv, awk and install, and a C++17 compiler or one of apt-get, dnf and yum. In
 # the vendor's CANN images the chip is part of the tag (910, 910b, a3) because the operators' kernels are inside.
-# deploy/README.md says which fit and how to build offline.
+# docs/guides/deploying.md says which fit and how to build offline.
 
 ARG BASE=python:3.11.15-slim-bookworm
 

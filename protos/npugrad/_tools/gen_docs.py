@@ -1,24 +1,29 @@
-"""Writes the tables of the READMEs, between their marks, from the records, error table, settings and metrics.
+"""Writes the generated parts of the documentation, between their marks.
 
-    python protos/npugrad/_tools/gen_docs.py            writes the tables
+    python protos/npugrad/_tools/gen_docs.py            writes them
     python protos/npugrad/_tools/gen_docs.py --check    fails when a file differs
 
-A table stands between `<!-- generated: NAME -->` and `<!-- end of NAME -->`.
+Each stands between `<!-- generated: NAME -->` and `<!-- end of NAME -->`.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from npugrad._tools.command_reference import commands
 from npugrad._tools.metrics_table import all_metrics
 from npugrad.error_table import ERRORS
 from npugrad.generators import GENERATORS
 from npugrad.operator import AttrParam, TensorParam
 from npugrad.ops import OPERATORS
 from npugrad.products import Product
+from npugrad_client.cli import app as client_app
+from npugrad_server.cli import app as server_app
 from npugrad_server.config import ENV_PREFIX, ServerSettings
 
 if TYPE_CHECKING:
@@ -28,7 +33,7 @@ if TYPE_CHECKING:
     from npugrad.operator import OpRecord
 
 ROOT = Path(__file__).resolve().parents[3]
-FILES = ("README.md", "protos/README.md", "server/README.md")
+PAGES = ROOT / "docs"
 _BLOCK = re.compile(r"(<!-- generated: (?P<name>\w+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
 
 
@@ -41,7 +46,13 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def operators() -> str:
     """One line for each operator: names, products with dtypes, constraints."""
     rows = [
-        (f"`{s.name}`", s.aclnn_name, *(_dtypes(s, p) for p in Product), str(len(s.constraints)), s.min_cann)
+        (
+            f"[`{s.name}`](#{s.name})",
+            s.aclnn_name,
+            *(_dtypes(s, p) for p in Product),
+            str(len(s.constraints)),
+            s.min_cann,
+        )
         for s in OPERATORS.values()
     ]
     return _table(
@@ -58,13 +69,28 @@ def _dtypes(record: OpRecord, product: Product) -> str:
 
 
 def parameters() -> str:
-    """The parameters of every operator in the order of the C signature."""
+    """A section for every operator: its parameters in the order of the C signature, and its rules."""
     parts = []
     for record in OPERATORS.values():
         rows = [(f"`{p.name}`", p.c_name, _kind(p), p.doc) for p in record.params]
         table = _table(("parameter", "in C", "kind", "meaning"), rows)
-        parts.append(f"### {record.aclnn_name}\n\n{record.summary}\n\n{table}")
+        parts.append(
+            f"## {record.name}\n\n`{record.aclnn_name}`. {record.summary}\n\n{table}\n"
+            f"### Rules of {record.name}\n\n{_rules(record)}"
+        )
     return "\n" + "\n".join(parts)
+
+
+def _rules(record: OpRecord) -> str:
+    """Every rule; below those where document and vendor source differ stands what is known of both."""
+    rows = []
+    for rule in record.constraints:
+        only = "" if rule.products is None else f" On {', '.join(sorted(rule.products))} only."
+        pick = f" *{rule.pick}*" if rule.pick else ""
+        rows.append(
+            (f"`{rule.id}`", str(rule.code), rule.text + only + pick, "; ".join(map(str, rule.sources)))
+        )
+    return _table(("rule", "code", "what must hold", "source"), rows)
 
 
 def _kind(param: TensorParam | AttrParam) -> str:
@@ -135,7 +161,24 @@ def metrics() -> str:
     return _table(("metric", "type", "labels", "meaning"), rows)
 
 
-_TABLES: dict[str, Callable[[], str]] = {
+def _public(module: str) -> list[str]:
+    """The public names of a module of the client, which is not imported: JAX may be missing."""
+    path = ROOT / "client" / Path(*module.split("."))
+    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    for node in ast.parse(source.read_text("utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return list(ast.literal_eval(node.value))
+    raise LookupError(f"{module}: found no __all__")
+
+
+def api(module: str) -> str:
+    """What mkdocstrings makes an entry of: each public name of a module, exceptions apart."""
+    errors = _public("npugrad_client.errors")
+    names = [name for name in _public(module) if module.endswith(".errors") or name not in errors]
+    return "\n" + "\n".join(f"::: {module}.{name}\n" for name in names)
+
+
+PARTS: dict[str, Callable[[], str]] = {
     "operators": operators,
     "parameters": parameters,
     "generators": generators,
@@ -143,19 +186,25 @@ _TABLES: dict[str, Callable[[], str]] = {
     "errors": errors,
     "settings": settings,
     "metrics": metrics,
+    "client_commands": partial(commands, client_app, "npugrad"),
+    "server_commands": partial(commands, server_app, "npugrad-server"),
+    "api_client": partial(api, "npugrad_client"),
+    "api_errors": partial(api, "npugrad_client.errors"),
+    "api_torch": partial(api, "npugrad_client.torch"),
+    "api_jax": partial(api, "npugrad_client.jax"),
 }
 
 
 def generate(text: str) -> str:
     """The text of a file with all its tables made anew; raises KeyError for a mark nobody knows."""
-    return _BLOCK.sub(lambda match: match[1] + _TABLES[match["name"]]() + match[3], text)
+    return _BLOCK.sub(lambda match: match[1] + PARTS[match["name"]]() + match[3], text)
 
 
 def main() -> int:
     """Writes the tables, or checks them with `--check`."""
     differing = []
-    for name in FILES:
-        path = ROOT / name
+    for path in sorted(PAGES.rglob("*.md")):
+        name = path.relative_to(ROOT).as_posix()
         before = path.read_text(encoding="utf-8")
         after = generate(before)
         if after == before:
@@ -164,7 +213,7 @@ def main() -> int:
         if "--check" not in sys.argv[1:]:
             path.write_text(after, encoding="utf-8")
     if differing and "--check" in sys.argv[1:]:
-        print(f"{', '.join(differing)}: tables differ from the records; run `make gen`", file=sys.stderr)
+        print(f"{', '.join(differing)}: generated parts differ; run `make gen`", file=sys.stderr)
         return 1
     return 0
 

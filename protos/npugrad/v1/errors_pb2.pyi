@@ -6,7 +6,7 @@ What the service says of a call that failed, for languages without googleapis' s
 A failed call has the trailing metadata "grpc-status-details-bin", whose bytes are an ErrorStatus. The
 messages are those of google/rpc/status.proto and google/rpc/error_details.proto byte for byte, under
 names of our own, so that a program may have both; of BadRequest.FieldViolation the fields that are
-used. The reasons and what to do about each are in the table of errors of the README.
+used. The reasons and what to do about each are in docs/reference/errors.md.
 """
 
 import builtins
