@@ -5,7 +5,7 @@
 #   TORCH_INDEX=URL        an additional package index for torch: PyTorch's own CPU index saves some gigabytes
 #   CONTEXT=name           of kubectl: the cluster that test-cluster may use
 #   ARGS="-k group_norm"   appended to pytest or to `npugrad demo`
-#   PROCESSES=0            how many run tests at once; else two for each core (test-npu: two). 0 is one, with which --pdb and -s work
+#   PROCESSES=0            how many run tests at once; else two for each core (test-npu: three). 0 is one, with which --pdb and -s work
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -197,10 +197,10 @@ test-large: $(STAMP_KERNELS) ## A call of 3 GiB, and what the load test claims: 
 	$(BIN)/python -m pytest -m large --timeout 900 -o faulthandler_timeout=840 $(ARGS)
 
 test-npu: $(STAMP_KERNELS_NPU) ## The NPU path: the unmodified torch_npu on a simulated CANN; x86-64 with g++
-	# Two processes: each server of these tests starts up to five workers, and each imports torch.
+	# Three processes: each server of these tests starts up to five workers, and each imports torch.
 	# Compiled before the first test, whose time it would take; tests find it in the folder of objects.
 	$(VENV_NPU)/bin/python -m tests.cann_sim.build build/cann_sim_tests --objects build/cann_sim >/dev/null
-	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV_NPU)/bin/python -m pytest $(AT_ONCE:auto=2) -m npu_sim $(ARGS)
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(VENV_NPU)/bin/python -m pytest $(AT_ONCE:auto=3) -m npu_sim $(ARGS)
 
 test-jax: $(STAMP_JAX) ## The JAX functions, in an environment that has JAX
 	JAX_PLATFORMS=cpu $(VENV_JAX)/bin/python -m pytest tests/client/jax 'tests/docs/test_code.py::test_python_runs[docs/guides/jax.md]' $(ARGS)
