@@ -264,6 +264,10 @@ prove-canaries: $(STAMP_KERNELS) ## 200 simulated devices that compute wrongly a
 prove-rollout: $(STAMP_KERNELS) $(ENVOY)/.stamp ## What a rollout costs callers, by path: pinned, HAProxy, nginx, Envoy, client-side
 	$(BIN)/python -m tests.proofs.rollout $(ARGS)
 
+.PHONY: prove-scale-out
+prove-scale-out: $(STAMP_KERNELS) ## A second server behind a name that callers use already: its share of the calls after the age limit
+	$(BIN)/python -m tests.proofs.scale_out
+
 .PHONY: prove-gateways
 prove-gateways: $(STAMP_KERNELS) $(ENVOY)/.stamp ## Each file of deploy/gateway: large calls, calls of 70 s, servers that end; apt-get install haproxy nginx
 	$(BIN)/python -m tests.proofs.gateways $(ARGS)
