@@ -17,7 +17,7 @@ from npugrad.v1 import backward_pb2_grpc
 from npugrad_client import Client, NpugradError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from tests.calls import Sample
     from tests.fix_server import ServerProcess
@@ -68,6 +68,11 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, grpc.RpcError):
         return f"{error.code().name}: {error.details()}"[:60]
     return getattr(error, "reason", "") or type(error).__name__
+
+
+def in_columns(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """A line of a table that is printed while its rows are measured."""
+    return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
 class Load:

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 from tests.benchmarks.resident import status_bytes
 from tests.fix_server import run_server
 from tests.proofs.attacks import ATTACKS, Attack, Flood
-from tests.proofs.callers import KINDS, Load
+from tests.proofs.callers import KINDS, Load, in_columns
 from tests.proofs.proxies import ENVOY, SERVER_FLAGS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
 DEVICES = "test:1?ms=2&compute=1"
 BARE, THROUGH = "bare", "Envoy"
@@ -144,10 +144,6 @@ HEADS = (
 _WIDTHS = (20, 6, 6, 6, 9, 7, 8, 11, 6, 0)
 
 
-def _line(cells: Sequence[str]) -> str:
-    return "  ".join(cell.ljust(width) for cell, width in zip(cells, _WIDTHS, strict=True)).rstrip()
-
-
 def main() -> int:
     """Command line; 1 where the gateway lost a call or memory."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -162,12 +158,12 @@ def main() -> int:
     if THROUGH in paths and ENVOY.missing():
         print(ENVOY.missing())
         return 1
-    print(f"{_line(HEADS)}   (memory and what was sent in MiB)", flush=True)
+    print(f"{in_columns(HEADS, _WIDTHS)}   (memory and what was sent in MiB)", flush=True)
     with tempfile.TemporaryDirectory(prefix="npugrad-floods-") as folder:
         for attack in ATTACKS:
             for path in paths if not options.attack or attack.name in options.attack else ():
                 row = measured(attack, path, size, Path(folder) / f"{attack.name}-{path}")
-                print(_line(row.cells()), flush=True)
+                print(in_columns(row.cells(), _WIDTHS), flush=True)
                 is_kept = is_kept and row.is_kept
     print(f"through the gateway 0 failed, at most {MOST_GROWTH_MIB:g} MiB: {'kept' if is_kept else 'BROKEN'}")
     return 0 if is_kept else 1

@@ -23,7 +23,7 @@ import grpc
 from tests.calls import sample
 from tests.e2e.harness import STREAMED, UNARY
 from tests.fix_server import run_server
-from tests.proofs.callers import CALLERS, KINDS, TIMEOUT_S, reason_of
+from tests.proofs.callers import CALLERS, KINDS, TIMEOUT_S, in_columns, reason_of
 from tests.proofs.long_call import hold
 from tests.proofs.proxies import PROXIES, SERVER_FLAGS
 from tests.proofs.rollout import Size, measured, through
@@ -32,7 +32,7 @@ from npugrad.v1 import server_pb2, server_pb2_grpc
 from npugrad_client import NpugradError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from tests.proofs.proxies import Proxy
 
@@ -167,10 +167,6 @@ HEADS = ("gateway", "calls that are", "calls", "failed", "longest s", "failures"
 _WIDTHS = (8, 22, 6, 6, 9, 0)
 
 
-def _line(cells: Sequence[str]) -> str:
-    return "  ".join(cell.ljust(width) for cell, width in zip(cells, _WIDTHS, strict=True)).rstrip()
-
-
 def main() -> int:
     """Command line; 1 where a call failed."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -180,7 +176,9 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=Size.calls, help="while a server ends, at least")
     options = parser.parse_args()
     size = GatewaySize(rollout=Size(calls=options.calls))
-    print(f"simulated devices; {CALLERS} callers while a server ends\n{_line(HEADS)}", flush=True)
+    print(
+        f"simulated devices; {CALLERS} callers while a server ends\n{in_columns(HEADS, _WIDTHS)}", flush=True
+    )
     failed = 0
     with tempfile.TemporaryDirectory(prefix="npugrad-gateways-") as folder:
         for proxy in PROXIES:
@@ -191,7 +189,7 @@ def main() -> int:
                 continue
             for part in options.part or PARTS:
                 for row in PARTS[part](proxy, size, Path(folder) / f"{proxy.name}-{part}"):
-                    print(_line(row.cells()), flush=True)
+                    print(in_columns(row.cells(), _WIDTHS), flush=True)
                     failed += row.failed.total()
     print(f"allowed: 0 failed: {'BROKEN' if failed else 'kept'}")
     return 1 if failed else 0

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.e2e.service_address import ServiceAddress, service_address
 from tests.fix_server import run_server
-from tests.proofs.callers import CALLERS, KINDS, HeldCall, Load
+from tests.proofs.callers import CALLERS, KINDS, HeldCall, Load, in_columns
 from tests.proofs.proxies import PROXIES, SERVER_FLAGS, Proxy
 
 if TYPE_CHECKING:
@@ -238,10 +238,6 @@ HEADS = ("path", "caller", "calls", "failed", "longest s", "held call", "failure
 _WIDTHS = (27, 6, 6, 6, 9, 10, 0)
 
 
-def _line(cells: Sequence[str]) -> str:
-    return "  ".join(cell.ljust(width) for cell, width in zip(cells, _WIDTHS, strict=True)).rstrip()
-
-
 def main() -> int:
     """Command line; 1 where a row lost more than is allowed."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -254,12 +250,12 @@ def main() -> int:
     print(
         f"{CALLERS} callers, servers with {delay}; one accepted call held for {size.held_s:g} s", flush=True
     )
-    print(_line(HEADS), flush=True)
+    print(in_columns(HEADS, _WIDTHS), flush=True)
     seen: set[str] = set()
     is_kept, paths = True, [path for path in PATHS if not options.path or path.name in options.path]
     with tempfile.TemporaryDirectory(prefix="npugrad-rollout-") as folder:
         for row in rows(paths, options.caller or list(KINDS), size, Path(folder)):
-            print(_line(row.cells()), flush=True)
+            print(in_columns(row.cells(), _WIDTHS), flush=True)
             seen |= {words for told in row.failed for words in explained(told)}
             is_kept = is_kept and (bool(row.skipped) or row.is_kept)
     for words, why in EXPLAINED.items():
